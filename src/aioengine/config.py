@@ -1,0 +1,56 @@
+"""How an engine is set up: one definition for keywords, for flags, and later for the wire."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from aioengine.errors import ConfigError
+from aioengine.validation import check_fields
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The keywords of `Engine`; a bad value is a `ConfigError` that names the field."""
+
+    model: Annotated[str, Meta(description="hub id or folder; absent: the bundled demo model")] | None = None
+    revision: Annotated[str, Meta(description="branch, tag or commit of a hub model")] | None = None
+    load_format: Annotated[
+        Literal["auto", "safetensors", "dummy"], Meta(description="dummy: random weights, no files but config.json")
+    ] = "auto"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"], Meta(description="auto: as the model was saved")
+    ] = "auto"
+    device: Annotated[Literal["auto", "cpu"], Meta(description="where the model runs")] = "auto"
+    max_model_len: (
+        Annotated[int, Meta(ge=2, description="most tokens of prompt and output together; absent: the model's")] | None
+    ) = None
+    max_num_seqs: Annotated[int, Meta(ge=1, le=65536, description="most sequences in one step")] = 256
+    max_num_batched_tokens: Annotated[int, Meta(ge=1, description="most tokens in one step")] = 2048
+    max_waiting: Annotated[int, Meta(ge=1, description="most requests accepted and not yet running")] = 1024
+    block_size: Annotated[int, Meta(ge=1, le=256, description="tokens in one KV block")] = 16
+    kv_cache_memory_bytes: (
+        Annotated[int, Meta(ge=1, description="bytes for the KV cache; absent: by memory_utilization")] | None
+    ) = None
+    memory_utilization: Annotated[
+        float, Meta(gt=0.0, le=1.0, description="share of the free memory that the KV cache may take")
+    ] = 0.4
+    enable_prefix_caching: Annotated[bool, Meta(description="reuse the KV blocks of equal prompt beginnings")] = True
+    max_logprobs: Annotated[int, Meta(ge=0, description="most likeliest tokens that a request may ask for")] = 20
+    max_in_flight: (
+        Annotated[int, Meta(ge=1, le=8, description="steps queued on the device; absent: its own")] | None
+    ) = None
+    num_threads: (
+        Annotated[int, Meta(ge=1, description="threads of one operation on the CPU; absent: torch's")] | None
+    ) = None
+    show_progress: Annotated[bool, Meta(description="show a bar while loading; absent: on a terminal")] | None = None
+    dump_dir: Annotated[str, Meta(description="folder for the reports of failed steps; absent: log only")] | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, lambda _, message: ConfigError(message))
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}: "
+                "each running sequence needs a token a step; raise the first or lower the second"
+            )
