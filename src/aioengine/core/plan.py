@@ -1,8 +1,8 @@
 """What the scheduler tells the device, and what the device answers: plain, immutable, numbered.
 
-A `StepPlan` is a delta over stable rows. A row is a place in the executor's persistent buffers; a running sequence keeps
-its row until it leaves. The executor owns the token history and the block tables, so that a steady decode step carries a
-few small arrays and no token ids: sampled tokens are already on the device when the next step reads them.
+A `StepPlan` is a delta over stable rows. A row is a place in the executor's persistent buffers; a running sequence
+keeps its row until it leaves. The executor owns the token history and the block tables, so that a steady decode step
+carries a few small arrays and no token ids: sampled tokens are already on the device when the next step reads them.
 """
 
 from __future__ import annotations
@@ -163,4 +163,3 @@ def int32(values: Any) -> Int32:
 
 
 EMPTY = int32([])
-EMPTY.flags.writeable = False
