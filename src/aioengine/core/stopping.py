@@ -1,0 +1,23 @@
+"""When a token ends its sequence."""
+
+from __future__ import annotations
+
+from aioengine.core.sequence import FinishReason, Sequence
+
+
+def finish_reason(
+    sequence: Sequence, token_id: int, eos_token_ids: frozenset[int]
+) -> tuple[FinishReason | None, int | None]:
+    """Why ``sequence`` ends with ``token_id``, its newest token, if it does: (finish reason, stop reason).
+
+    The order is vLLM's: EOS, then the request's stop tokens (the stop reason is the id), then the length. Before
+    ``min_tokens`` the sampler cannot bring a stop token at all.
+    """
+    params = sequence.request.params
+    if token_id in eos_token_ids and not params.ignore_eos:
+        return "stop", None
+    if token_id in sequence.stop_token_ids:
+        return "stop", token_id
+    if sequence.num_tokens >= sequence.limit:
+        return "length", None
+    return None, None

@@ -1,0 +1,56 @@
+"""The queue of sequences that could run if there were room."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+from aioengine.core.sequence import Sequence
+
+
+class WaitingQueue:
+    """Sequences by their order; any of them can leave at any time.
+
+    A removed sequence stays in the heap as a number until it comes up, or until such numbers are the larger half: with
+    the head waiting for memory, thousands may come and be aborted behind it.
+    """
+
+    def __init__(self) -> None:
+        self._members: dict[int, Sequence] = {}
+        self._heap: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._members.values())
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence.order in self._members
+
+    def add(self, sequence: Sequence) -> None:
+        assert sequence.order not in self._members, f"{sequence} waits twice"
+        self._members[sequence.order] = sequence
+        heapq.heappush(self._heap, sequence.order)
+
+    def discard(self, sequence: Sequence) -> None:
+        if self._members.pop(sequence.order, None) is not None and len(self._heap) > 2 * len(self._members) + 16:
+            self._heap = sorted(self._members)
+
+    def peek(self) -> Sequence | None:
+        """The first in order, or None."""
+        heap, members = self._heap, self._members
+        while heap:
+            sequence = members.get(heap[0])
+            if sequence is not None:
+                return sequence
+            heapq.heappop(heap)
+        return None
+
+    def pop(self) -> Sequence:
+        """Take the first in order; there is one."""
+        sequence = self.peek()
+        assert sequence is not None
+        heapq.heappop(self._heap)
+        del self._members[sequence.order]
+        return sequence
