@@ -1,0 +1,230 @@
+"""Read a tokenizer's vocabulary and decoder into the table that the detokenizer works from.
+
+The decoders of the ``tokenizers`` library are a closed set, described by JSON. What they do to a token is either local
+(a function of the token and of its being the first one), or one of two ways to join bytes, or something rare. The local
+part is computed by the library's own decoders, once for each token; for the rare ones, and for tokenizers that are not
+from that library, the table holds the decode function itself.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from aioengine.core.detokenizer import TokenTable, WindowTable
+from aioengine.errors import ModelLoadError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
+# What ``ByteFallback`` takes for a byte: six bytes in all, and Rust's number syntax between, which admits a plus sign.
+_BYTE_TOKEN = re.compile(r"<0x([0-9a-fA-F]{2}|\+[0-9a-fA-F])>")
+
+# Decoders that make of each token a text that depends on this token alone, or on its being the first one too.
+_LOCAL = {"Replace", "Strip"}
+_LOCAL_BUT_FIRST = {"Metaspace", "WordPiece"}
+
+# An ordinary token to put before another one, so that the other is not the first.
+_ANCHOR = "a"
+
+
+class TokenTables(NamedTuple):
+    """The two tables of a tokenizer; the first is that of ``decode(ids, skip_special_tokens=True)``."""
+
+    without_special: TokenTable | WindowTable
+    with_special: TokenTable | WindowTable
+
+
+def build_token_tables(backend: Backend) -> TokenTables:
+    """Build the tables with which a detokenizer gives exactly ``backend.decode(ids, skip_special_tokens=...)``.
+
+    Takes about 2 µs a vocabulary entry: call it off the event loop.
+
+    Raises:
+        ModelLoadError: the tokenizer's decoder strips the end of the text; see `_refuse_strip_at_end`.
+    """
+    num_ids = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    tokens: list[str | None] = [backend.id_to_token(token_id) for token_id in range(num_ids)]
+    # The library skips special tokens by content, not by id.
+    special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    special_ids = [token_id for token_id, token in enumerate(tokens) if token in special]
+    if backend.decoder is None:
+        return _without(special_ids, _positional_table(tokens, " ".join, {}))
+    steps = _decoder_steps(backend.decoder)
+    if steps is not None:
+        _refuse_strip_at_end(steps)
+        table = _byte_level_table(tokens, steps) or _local_table(tokens, steps)
+        if table is not None:
+            return _without(special_ids, table)
+    return _window_tables(backend, tokens, special_ids, steps)
+
+
+def _without(special_ids: list[int], table: TokenTable) -> TokenTables:
+    pieces = table.pieces.copy()
+    for token_id in special_ids:
+        pieces[token_id] = None
+    return TokenTables(msgspec.structs.replace(table, pieces=pieces), table)
+
+
+def _window_tables(
+    backend: Backend, tokens: list[str | None], special_ids: list[int], steps: list[dict[str, Any]] | None
+) -> TokenTables:
+    byte_tokens_hold = steps is None or any(step["type"] == "ByteFallback" for step in steps)
+    kinds = bytearray(_window_kind(token, byte_tokens_hold) for token in tokens)
+    with_special = WindowTable(decode=partial(backend.decode, skip_special_tokens=False), kinds=bytes(kinds))
+    for token_id in special_ids:
+        kinds[token_id] = WindowTable.DROPPED
+    without_special = WindowTable(decode=partial(backend.decode, skip_special_tokens=True), kinds=bytes(kinds))
+    return TokenTables(without_special, with_special)
+
+
+def _window_kind(token: str | None, byte_tokens_hold: bool) -> int:
+    if token is None:
+        return WindowTable.DROPPED
+    return WindowTable.HOLDS if byte_tokens_hold and _BYTE_TOKEN.fullmatch(token) else WindowTable.SETTLES
+
+
+def _refuse_strip_at_end(steps: list[dict[str, Any]]) -> None:
+    """Refuse a decoder that the library panics on (a slice out of bounds, on a text that is shorter than ``stop``)."""
+    if any(step["type"] == "Strip" and step["stop"] for step in steps):
+        raise ModelLoadError("the tokenizer's decoder strips the end of the text (Strip with stop > 0): not supported")
+
+
+def _decoder_steps(decoder: Any) -> list[dict[str, Any]] | None:
+    """Return the decoder as a flat list of its steps' descriptions; None if it cannot be described."""
+    try:
+        state = json.loads(decoder.__getstate__())
+    except Exception:  # the library raises a bare Exception for a decoder that is a Python object
+        return None
+    return _flatten(state)
+
+
+def _flatten(step: dict[str, Any]) -> list[dict[str, Any]]:
+    if step["type"] != "Sequence":
+        return [step]
+    return [inner for part in step["decoders"] for inner in _flatten(part)]
+
+
+def _byte_level_table(tokens: list[str | None], steps: list[dict[str, Any]]) -> TokenTable | None:
+    """Build a table for decoders that join all tokens' bytes into one UTF-8 stream; None for others."""
+    types = [step["type"] for step in steps]
+    if "ByteLevel" not in types:
+        return None
+    split = types.index("ByteLevel")
+    lead_strip = _lead_strip(steps[split + 1 :])
+    if not _LOCAL.issuperset(types[:split]) or lead_strip is None:
+        return None
+    head = _token_decoder(steps[:split])
+    byte_of_char = _byte_of_char()
+
+    def piece(token: str) -> str | bytes:
+        try:
+            raw = bytes(map(byte_of_char.__getitem__, head(token)))
+        except KeyError:  # one foreign character, and the library takes the whole token as it is
+            return head(token)
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError:
+            return raw
+
+    pieces = [None if token is None else piece(token) for token in tokens]
+    return TokenTable(pieces=pieces, **lead_strip)
+
+
+def _local_table(tokens: list[str | None], steps: list[dict[str, Any]]) -> TokenTable | None:
+    """Build a table for decoders that make a text of each token, byte tokens aside; None for others."""
+    types = [step["type"] for step in steps]
+    split = next((i for i, name in enumerate(types) if name in ("ByteFallback", "Fuse")), len(steps))
+    byte_runs = "ByteFallback" in types
+    tail = steps[split + 1 :] if byte_runs else steps[split:]
+    if byte_runs and tail and tail[0]["type"] != "Fuse":
+        return None
+    lead_strip = _lead_strip(tail)
+    local = _LOCAL if byte_runs else _LOCAL | _LOCAL_BUT_FIRST
+    if not local.issuperset(types[:split]) or lead_strip is None:
+        return None
+    if byte_runs:
+        pieces = _pieces_with_bytes(tokens, _token_decoder(steps[:split]))
+        return TokenTable(pieces=pieces, byte_runs=True, **lead_strip)
+    return _positional_table(tokens, _library_decoder(steps[:split]), lead_strip)
+
+
+def _pieces_with_bytes(tokens: list[str | None], head: Callable[[str], str]) -> list[str | bytes | None]:
+    pieces: list[str | bytes | None] = []
+    for token in tokens:
+        text = None if token is None else head(token)
+        match = _BYTE_TOKEN.fullmatch(text) if text is not None else None
+        pieces.append(bytes((int(match[1], 16),)) if match else text)
+    return pieces
+
+
+def _positional_table(
+    tokens: list[str | None], decode: Callable[[list[str]], str], lead_strip: dict[str, Any]
+) -> TokenTable:
+    """Build a table of two texts a token: as the first one, and as a later one."""
+    anchor_length = len(decode([_ANCHOR]))
+    pieces: list[str | bytes | None] = []
+    first_pieces = {}
+    for token_id, token in enumerate(tokens):
+        if token is None:
+            pieces.append(None)
+            continue
+        piece = decode([_ANCHOR, token])[anchor_length:]
+        first_piece = decode([token])
+        if first_piece != piece:
+            first_pieces[token_id] = first_piece
+        pieces.append(piece)
+    return TokenTable(pieces=pieces, first_pieces=first_pieces, **lead_strip)
+
+
+def _lead_strip(tail: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Read what follows the joining of tokens: nothing, or one cut at the text's beginning; None for others."""
+    tail = [step for step in tail if step["type"] != "Fuse"]
+    if not tail:
+        return {}
+    if len(tail) > 1 or tail[0]["type"] != "Strip":
+        return None
+    return {"lead_strip": tail[0]["start"], "lead_strip_char": tail[0]["content"]}
+
+
+def _token_decoder(steps: list[dict[str, Any]]) -> Callable[[str], str]:
+    """Return the function that local steps are of one token."""
+    if not steps:
+        return str
+    if len(steps) == 1 and steps[0]["type"] == "Replace" and steps[0]["pattern"].get("String"):
+        # Llama 2's and Gemma's, and a second less over Gemma's 256,000 tokens than through the library.
+        old, new = steps[0]["pattern"]["String"], steps[0]["content"]
+        return lambda token: token.replace(old, new)
+    decode = _library_decoder(steps)
+    return lambda token: decode([token])
+
+
+def _library_decoder(steps: list[dict[str, Any]]) -> Callable[[list[str]], str]:
+    if not steps:
+        return "".join
+    from tokenizers import Tokenizer as Backend
+
+    # The library reads a decoder from JSON only as a part of a tokenizer.
+    shell = {
+        "version": "1.0",
+        "added_tokens": [],
+        "decoder": {"type": "Sequence", "decoders": steps},
+        "model": {"type": "WordLevel", "vocab": {}, "unk_token": ""},
+    }
+    decoder = Backend.from_str(json.dumps(shell)).decoder
+    return lambda tokens: str(decoder.decode(tokens))
+
+
+def _byte_of_char() -> dict[str, int]:
+    """Return GPT-2's map of printable characters to the bytes that they stand for.
+
+    Printable Latin-1 stands for itself; the 68 other bytes, in order, have the characters from U+0100 on.
+    """
+    own = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
+    others = [byte for byte in range(256) if byte not in own]
+    return {chr(byte): byte for byte in own} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
