@@ -1,0 +1,749 @@
+"""The virtual clock, and the rules that the suite's conftest builds on it and on blockbuster."""
+
+import asyncio
+import math
+import os
+import socket
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+from functools import partial
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import pytest
+from blockbuster import BlockingError
+
+import aioengine
+from aioengine.testing.clock import Deadlock, VirtualClockLoop, run
+
+pytest_plugins = ["pytester"]
+
+CONFTEST = Path(__file__).parents[1] / "conftest.py"
+FIFTY_SEEDS = pytest.mark.virtual_clock(seeds=50)
+
+
+def run_on(loop_factory: Callable[[], VirtualClockLoop], main: Callable[[], Awaitable[Any]]) -> Any:
+    async def call() -> Any:
+        return await main()
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        return runner.run(call())
+
+
+class RealWaits(VirtualClockLoop):
+    """A loop that tells when it has begun to wait for work outside, for threads that must not end before."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.has_waited = threading.Event()
+
+    def _wait_for_outside(self, outside: list[str]) -> Any:
+        self.has_waited.set()
+        return super()._wait_for_outside(outside)
+
+    def block_until_it_waits(self) -> str:
+        assert self.has_waited.wait(timeout=10)
+        return "done"
+
+
+# Time
+
+
+def test_an_hour_passes_at_once_and_exactly() -> None:
+    async def main() -> float:
+        await asyncio.sleep(3600)
+        return asyncio.get_running_loop().time()
+
+    assert run(main(), seed=0) == 3600.0
+
+
+def test_timers_fire_in_order_of_deadline_whatever_the_order_they_were_set_in() -> None:
+    async def main() -> list[tuple[float, float]]:
+        loop = asyncio.get_running_loop()
+        fired: list[tuple[float, float]] = []
+
+        async def sleeper(delay: float) -> None:
+            await asyncio.sleep(delay)
+            fired.append((delay, loop.time()))
+
+        async with asyncio.TaskGroup() as group:
+            for delay in (7.5, 0.1, 86400.0 * 3, 0.3, 1e-6, 0.2):
+                group.create_task(sleeper(delay))
+        return fired
+
+    for seed in range(10):
+        assert run(main(), seed=seed) == [(delay, delay) for delay in (1e-6, 0.1, 0.2, 0.3, 7.5, 86400.0 * 3)]
+
+
+def test_time_stands_still_while_a_task_can_run() -> None:
+    async def main() -> float:
+        loop = asyncio.get_running_loop()
+        loop.call_later(1, lambda: None)
+        for _ in range(1000):
+            await asyncio.sleep(0)
+        return loop.time()
+
+    assert run(main(), seed=0) == 0.0
+
+
+def test_timers_fire_where_the_time_is_so_large_that_a_nanosecond_is_lost_in_rounding() -> None:
+    async def main() -> float:
+        await asyncio.sleep(1e9)
+        await asyncio.sleep(0.5)
+        return asyncio.get_running_loop().time()
+
+    assert run(main(), seed=0) == 1e9 + 0.5
+
+
+def test_a_timeout_fires_at_its_deadline() -> None:
+    async def main() -> float:
+        with anyio.move_on_after(2.5) as scope:
+            await anyio.sleep_forever()
+        assert scope.cancelled_caught
+        return anyio.current_time()
+
+    assert run(main(), seed=0) == 2.5
+
+
+# Sockets
+
+
+def test_bytes_that_are_there_come_before_the_next_timer() -> None:
+    async def main() -> tuple[bytes, float]:
+        loop = asyncio.get_running_loop()
+        here, there = socket.socketpair()
+        with here, there:
+            here.setblocking(False)
+            there.setblocking(False)
+            await loop.sock_sendall(there, b"ping")
+            async with asyncio.timeout(1):
+                return await loop.sock_recv(here, 10), loop.time()
+
+    assert run(main(), seed=0) == (b"ping", 0.0)
+
+
+def test_a_server_on_a_real_socket_echoes_under_timeouts_in_no_virtual_time() -> None:
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async with asyncio.timeout(1):
+            writer.write(await reader.readline())
+        writer.close()
+        await writer.wait_closed()
+
+    async def main() -> tuple[bytes, float]:
+        server = await asyncio.start_server(echo, "127.0.0.1", 0)
+        async with server:
+            async with asyncio.timeout(1):
+                reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+                writer.write(b"over the loopback\n")
+                answer = await reader.read()
+                writer.close()
+                await writer.wait_closed()
+        return answer, asyncio.get_running_loop().time()
+
+    assert run_on(lambda: VirtualClockLoop(seed=0, io_patience_s=5), main) == (b"over the loopback\n", 0.0)
+
+
+# Deadlock
+
+
+def test_a_deadlock_names_each_task_the_place_where_it_waits_and_the_seed() -> None:
+    async def waits_for_a_sign(sign: asyncio.Event) -> None:
+        await sign.wait()  # the line that the report shows
+
+    async def main() -> None:
+        await asyncio.sleep(4)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(waits_for_a_sign(asyncio.Event()), name="the waiting one")
+
+    with pytest.raises(Deadlock) as caught:
+        run(main(), seed=71)
+    report = str(caught.value)
+    assert (caught.value.seed, caught.value.now) == (71, 4.0)
+    assert "nothing can wake this loop" in report
+    assert "virtual time 4.0 s, seed 71" in report
+    assert "task 'the waiting one' waits for <Future pending" in report
+    assert "in waits_for_a_sign\n    await sign.wait()  # the line that the report shows" in report
+    assert "in main\n    async with asyncio.TaskGroup() as group:" in report
+
+
+def test_a_deadlock_of_many_tasks_is_a_short_report() -> None:
+    async def main() -> None:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(99):
+                group.create_task(asyncio.Event().wait())
+
+    with pytest.raises(Deadlock, match=r"and 80 more tasks$"):
+        run(main(), seed=0)
+
+
+def test_the_program_cannot_swallow_a_deadlock() -> None:
+    async def main() -> str:
+        try:
+            await asyncio.Event().wait()
+        except Exception:
+            return "swallowed"
+        return "unreachable"
+
+    with pytest.raises(Deadlock):
+        run(main(), seed=0)
+
+
+def test_sleeping_forever_is_a_deadlock_and_not_a_timer_at_infinity() -> None:
+    async def main() -> None:
+        await anyio.sleep_forever()
+
+    with pytest.raises(Deadlock) as caught:
+        run(main(), seed=0)
+    assert caught.value.now < math.inf
+
+
+def test_waiting_on_a_socket_whose_peer_is_silent_is_a_deadlock() -> None:
+    async def main() -> None:
+        here, there = socket.socketpair()
+        with here, there:
+            here.setblocking(False)
+            await asyncio.get_running_loop().sock_recv(here, 1)
+
+    with pytest.raises(Deadlock):
+        run(main(), seed=0)
+
+
+def test_polling_for_a_later_time_without_sleeping_is_a_deadlock() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        while loop.time() < 1:  # noqa: ASYNC110 - the mistake under test
+            await asyncio.sleep(0)
+
+    with pytest.raises(Deadlock, match="500 rounds of the loop, and time has not moved"):
+        run_on(lambda: VirtualClockLoop(seed=0, max_rounds_at_one_time=500), main)
+
+
+def test_a_loop_goes_on_after_a_deadlock_so_that_fixtures_can_clean_up() -> None:
+    async def hang() -> None:
+        await asyncio.Event().wait()
+
+    async def clean_up() -> str:
+        await asyncio.sleep(1)
+        return "clean"
+
+    with asyncio.Runner(loop_factory=partial(VirtualClockLoop, seed=0)) as runner:
+        with pytest.raises(Deadlock):
+            runner.run(hang())
+        assert runner.run(clean_up()) == "clean"
+
+
+# Order
+
+
+async def order_of(num_tasks: int) -> tuple[int, ...]:
+    order: list[int] = []
+
+    async def step(i: int) -> None:
+        order.append(i)
+
+    async with asyncio.TaskGroup() as group:
+        for i in range(num_tasks):
+            group.create_task(step(i))
+    return tuple(order)
+
+
+def test_seeds_reach_every_order_of_tasks_that_are_ready_together() -> None:
+    assert {run(order_of(3), seed=seed) for seed in range(60)} == set(permutations(range(3)))
+
+
+def test_the_same_seed_gives_the_same_order() -> None:
+    for seed in range(5):
+        assert run(order_of(20), seed=seed) == run(order_of(20), seed=seed)
+
+
+def test_the_order_does_not_depend_on_the_order_in_which_a_set_of_tasks_is_woken() -> None:
+    async def main(wakes: Callable[[list[asyncio.Event]], list[asyncio.Event]]) -> list[int]:
+        order: list[int] = []
+
+        async def wait(i: int, event: asyncio.Event) -> None:
+            await event.wait()
+            order.append(i)
+
+        events = [asyncio.Event() for _ in range(10)]
+        async with asyncio.TaskGroup() as group:
+            for i, event in enumerate(events):
+                group.create_task(wait(i, event))
+            await asyncio.sleep(1)
+            for event in wakes(events):
+                event.set()
+        return order
+
+    assert run(main(list), seed=5) == run(main(lambda events: events[::-1]), seed=5)
+
+
+def test_plain_callbacks_stay_first_in_first_out() -> None:
+    async def main() -> list[int]:
+        called: list[int] = []
+        for i in range(50):
+            asyncio.get_running_loop().call_soon(called.append, i)
+        await asyncio.sleep(0)
+        return called
+
+    for seed in range(10):
+        assert run(main(), seed=seed) == list(range(50))
+
+
+def test_a_task_passes_no_callback_that_was_queued_before_or_after_it() -> None:
+    async def main() -> list[str]:
+        loop = asyncio.get_running_loop()
+        seen: list[str] = []
+
+        async def step(name: str) -> None:
+            seen.append(name)
+
+        loop.call_soon(seen.append, "callback before")
+        async with asyncio.TaskGroup() as group:
+            first = group.create_task(step("task"))
+            loop.call_soon(first.cancel)  # a task's method, and yet no step of it
+            loop.call_soon(seen.append, "callback after")
+            group.create_task(step("last task"))
+        return seen
+
+    for seed in range(20):
+        assert run(main(), seed=seed) == ["callback before", "task", "callback after", "last task"]
+
+
+# anyio
+
+
+@FIFTY_SEEDS
+async def test_task_groups_wait_for_their_children() -> None:
+    done: set[int] = set()
+
+    async def child(i: int, *, task_status: anyio.abc.TaskStatus[int] = anyio.TASK_STATUS_IGNORED) -> None:
+        task_status.started(i)
+        await anyio.sleep(i % 3)
+        done.add(i)
+
+    async with anyio.create_task_group() as group:
+        for i in range(8):
+            group.start_soon(child, i)
+        assert await group.start(child, 8) == 8
+    assert done == set(range(9))
+    assert anyio.current_time() == 2.0
+
+
+@FIFTY_SEEDS
+async def test_an_error_cancels_the_siblings_and_their_shielded_cleanup_completes() -> None:
+    cleaned: set[int] = set()
+
+    async def child(i: int) -> None:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await anyio.sleep(10)
+            cleaned.add(i)
+
+    async def fail() -> None:
+        await anyio.sleep(1)
+        raise ValueError("boom")
+
+    async def family() -> None:
+        async with anyio.create_task_group() as group:
+            for i in range(5):
+                group.start_soon(child, i)
+            group.start_soon(fail)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await family()
+    assert caught.group_contains(ValueError, match="boom")
+    assert cleaned == set(range(5))
+    assert anyio.current_time() == 11.0
+
+
+@FIFTY_SEEDS
+async def test_cancel_scopes_reach_tasks_that_have_not_started() -> None:
+    ended: list[int] = []
+
+    async def child(i: int) -> None:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            ended.append(i)
+
+    async with anyio.create_task_group() as group:
+        for i in range(6):
+            group.start_soon(child, i)
+        group.cancel_scope.cancel()
+    assert sorted(ended) == list(range(6))
+
+
+@FIFTY_SEEDS
+async def test_nested_deadlines_fire_each_in_its_scope() -> None:
+    with anyio.move_on_after(5) as outer:
+        with anyio.move_on_after(2) as inner:
+            await anyio.sleep_forever()
+        assert (inner.cancelled_caught, anyio.current_time()) == (True, 2.0)
+        with pytest.raises(TimeoutError), anyio.fail_after(1):
+            await anyio.Event().wait()
+        await anyio.sleep_forever()
+    assert (outer.cancelled_caught, anyio.current_time()) == (True, 5.0)
+
+
+@FIFTY_SEEDS
+async def test_events_locks_and_semaphores_wake_all_who_wait() -> None:
+    event, lock, semaphore = anyio.Event(), anyio.Lock(), anyio.Semaphore(2)
+    inside = 0
+    most_inside = 0
+
+    async def worker() -> None:
+        nonlocal inside, most_inside
+        await event.wait()
+        async with semaphore:
+            inside += 1
+            most_inside = max(most_inside, inside)
+            async with lock:
+                await anyio.sleep(1)
+            inside -= 1
+
+    async with anyio.create_task_group() as group:
+        for _ in range(6):
+            group.start_soon(worker)
+        await anyio.sleep(3)
+        event.set()
+    assert (most_inside, anyio.current_time()) == (2, 9.0)
+
+
+@FIFTY_SEEDS
+async def test_memory_streams_lose_nothing_and_keep_each_senders_order() -> None:
+    send, receive = anyio.create_memory_object_stream[tuple[int, int]](2)
+    received: list[tuple[int, int]] = []
+
+    async def sender(i: int, stream: anyio.abc.ObjectSendStream[tuple[int, int]]) -> None:
+        async with stream:
+            for n in range(10):
+                await stream.send((i, n))
+
+    async def receiver(stream: anyio.abc.ObjectReceiveStream[tuple[int, int]]) -> None:
+        async with stream:
+            async for item in stream:
+                received.append(item)
+
+    async with anyio.create_task_group() as group, send, receive:
+        for i in range(3):
+            group.start_soon(sender, i, send.clone())
+        for _ in range(2):
+            group.start_soon(receiver, receive.clone())
+    assert sorted(received) == [(i, n) for i in range(3) for n in range(10)]
+
+
+def test_anyio_runs_on_it_by_its_loop_factory() -> None:
+    async def main() -> float:
+        await anyio.sleep(60)
+        return anyio.current_time()
+
+    assert anyio.run(main, backend_options={"loop_factory": partial(VirtualClockLoop, seed=3)}) == 60.0
+
+
+# Threads
+
+
+@pytest.mark.parametrize("to_thread", [asyncio.to_thread, anyio.to_thread.run_sync], ids=["asyncio", "anyio"])
+def test_a_thread_is_waited_for_in_real_time_and_the_clock_stands_still(to_thread: Callable[..., Any]) -> None:
+    async def main() -> tuple[str, float, float]:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, RealWaits)
+        async with asyncio.timeout(1):
+            result = await to_thread(loop.block_until_it_waits)
+        time_after_thread = loop.time()
+        await asyncio.sleep(5)
+        return result, time_after_thread, loop.time()
+
+    assert run_on(lambda: RealWaits(seed=0), main) == ("done", 0.0, 5.0)
+
+
+@pytest.mark.virtual_clock
+async def test_several_threads_at_once_all_answer() -> None:
+    num_threads = 4
+    barrier = threading.Barrier(num_threads, timeout=10)
+
+    async def meet_in_a_worker_of_anyio() -> None:
+        await anyio.to_thread.run_sync(barrier.wait)
+
+    async with anyio.create_task_group() as group:
+        for _ in range(num_threads // 2):
+            group.start_soon(asyncio.to_thread, barrier.wait)
+            group.start_soon(meet_in_a_worker_of_anyio)
+    assert anyio.current_time() == 0.0
+
+
+def test_an_error_in_a_thread_reaches_the_one_who_waits() -> None:
+    async def main() -> None:
+        await asyncio.to_thread(int, "not a number")
+
+    with pytest.raises(ValueError, match="not a number"):
+        run(main(), seed=0)
+
+
+def test_a_thread_of_ones_own_is_waited_for_while_its_work_is_open() -> None:
+    async def main() -> tuple[str, float]:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, RealWaits)
+        answer: asyncio.Future[str] = loop.create_future()
+        work = loop.outside_work("a step on the device")
+
+        def device() -> None:
+            result = loop.block_until_it_waits()
+            loop.call_soon_threadsafe(answer.set_result, result)
+            work.done()
+            work.done()
+
+        thread = threading.Thread(target=device)
+        thread.start()
+        async with asyncio.timeout(1):
+            result = await answer
+        thread.join()
+        await asyncio.sleep(8)
+        return result, loop.time()
+
+    assert run_on(lambda: RealWaits(seed=0), main) == ("done", 8.0)
+
+
+def test_the_end_of_outside_work_wakes_a_loop_that_waited_for_it() -> None:
+    async def main() -> float:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, RealWaits)
+        work = loop.outside_work("nothing that calls back")
+
+        def device() -> None:
+            loop.block_until_it_waits()
+            work.done()
+
+        thread = threading.Thread(target=device)
+        thread.start()
+        await asyncio.sleep(1)
+        thread.join()
+        return loop.time()
+
+    assert run_on(lambda: RealWaits(seed=0, outside_patience_s=10), main) == 1.0
+
+
+def test_outside_work_that_never_ends_is_reported_by_name() -> None:
+    async def main() -> None:
+        with asyncio.get_running_loop().outside_work("a lost step"):  # type: ignore[attr-defined]
+            await asyncio.sleep(1)
+
+    with pytest.raises(Deadlock, match=r"waited 0.01 s of real time for work outside the loop \(a lost step\)"):
+        run_on(lambda: VirtualClockLoop(seed=0, outside_patience_s=0.01), main)
+
+
+def test_a_cancelled_wait_for_a_thread_does_not_hold_the_clock() -> None:
+    gate = threading.Event()
+
+    async def main() -> float:
+        waiting = asyncio.get_running_loop().run_in_executor(None, gate.wait, 10)
+        waiting.cancel()
+        await asyncio.sleep(30)
+        gate.set()
+        return asyncio.get_running_loop().time()
+
+    assert run_on(lambda: VirtualClockLoop(seed=0, outside_patience_s=1), main) == 30.0
+
+
+# Errors and closing
+
+
+def test_an_error_leaves_the_run_with_the_seed_as_a_note() -> None:
+    async def main() -> None:
+        await asyncio.sleep(2)
+        raise LookupError("lost")
+
+    with pytest.raises(LookupError, match="lost") as caught:
+        run(main(), seed=12)
+    assert caught.value.__notes__ == ["virtual clock: seed 12, virtual time 2.0 s"]
+
+
+def test_a_run_leaves_no_task_thread_or_file_descriptor() -> None:
+    async def main() -> None:
+        await asyncio.to_thread(int)
+        await anyio.to_thread.run_sync(int)
+        await asyncio.sleep(1)
+
+    fds, threads = set(os.listdir("/proc/self/fd")), set(threading.enumerate())
+    runner = asyncio.Runner(loop_factory=partial(VirtualClockLoop, seed=0))
+    with runner:
+        loop = runner.get_loop()
+        runner.run(main())
+        assert not asyncio.all_tasks(loop)
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(10)  # anyio tells its workers to end and does not wait for them
+    assert loop.is_closed()
+    assert set(threading.enumerate()) == threads
+    assert set(os.listdir("/proc/self/fd")) == fds
+
+
+# The suite's rules: blocking calls
+
+
+def as_if_in_this_package(source: str) -> Callable[..., Any]:
+    """The function ``f`` of ``source``, compiled under a file name inside the package."""
+    namespace: dict[str, Any] = {}
+    file_name = Path(aioengine.__file__).parent / "imagined.py"
+    exec(compile(source, str(file_name), "exec"), namespace)
+    return namespace["f"]  # type: ignore[no-any-return]
+
+
+BLOCKING = {
+    "sleep": "import time\ndef f(lock, sock, path): time.sleep(0)",
+    "file read": "def f(lock, sock, path):\n    with open(path) as file: file.read()",
+    "file write": "def f(lock, sock, path):\n    with open('/dev/null', 'wb') as file: file.write(b'')",
+    "socket": "def f(lock, sock, path): sock.recv(1)",
+    "held lock": "def f(lock, sock, path): lock.acquire(timeout=0.001)",
+    "directory": "import os\ndef f(lock, sock, path): os.listdir('/')",
+}
+
+
+@pytest.mark.asyncio(loop_factories=["asyncio", "uvloop", "virtual-0"])
+@pytest.mark.parametrize("source", BLOCKING.values(), ids=BLOCKING.keys())
+async def test_a_blocking_call_from_this_package_on_the_loop_raises(source: str) -> None:
+    here, there = socket.socketpair()
+    lock = threading.Lock()
+    with here, there, lock:
+        there.send(b"x")
+        with pytest.raises(BlockingError):
+            as_if_in_this_package(source)(lock, here, __file__)
+
+
+@pytest.mark.asyncio(loop_factories=["asyncio", "uvloop", "virtual-0"])
+@pytest.mark.parametrize("name", ["sleep", "file read", "directory"])
+async def test_the_same_call_in_a_thread_is_fine(name: str) -> None:
+    await asyncio.to_thread(as_if_in_this_package(BLOCKING[name]), None, None, __file__)
+
+
+@pytest.mark.asyncio(loop_factories=["asyncio", "virtual-0"])
+async def test_a_blocking_call_of_the_test_itself_is_fine() -> None:
+    assert os.listdir(Path(__file__).parent)
+
+
+async def test_importing_a_module_on_the_loop_is_fine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "reads_at_import.py").write_text("with open(__file__) as file:\n    text = file.read()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    module = as_if_in_this_package("def f():\n    import reads_at_import\n    return reads_at_import")()
+    monkeypatch.delitem(sys.modules, "reads_at_import")
+    assert module.text.startswith("with open")
+
+
+# The suite's rules: loops, seeds and leaks, seen from outside
+
+INNER_TESTS = """
+import asyncio
+import threading
+
+import pytest
+
+kept = []
+
+
+async def test_unmarked():
+    assert type(asyncio.get_running_loop()) is asyncio.SelectorEventLoop
+
+
+@pytest.mark.asyncio(loop_factories=["asyncio", "uvloop", "virtual-17"])
+async def test_on_three_loops():
+    pass
+
+
+@pytest.mark.virtual_clock
+async def test_on_default_seeds():
+    await asyncio.sleep(3600)
+
+
+@pytest.mark.virtual_clock(seeds=[7, 8])
+async def test_fails_on_both_seeds():
+    await asyncio.sleep(3)
+    assert 1 == 2
+
+
+@pytest.mark.virtual_clock(seeds=[9])
+async def test_hangs():
+    kept.append(asyncio.create_task(asyncio.Event().wait()))
+    await asyncio.Event().wait()
+
+
+@pytest.mark.asyncio(loop_factories=["asyncio", "uvloop", "virtual-1"])
+async def test_leaks_a_task():
+    kept.append(asyncio.create_task(asyncio.Event().wait(), name="the lost task"))
+
+
+def test_leaks_a_thread(ended):
+    threading.Thread(target=ended.wait, name="aioengine-lost").start()
+
+
+@pytest.fixture(scope="session")
+def ended():
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+@pytest.fixture
+async def closed_in_teardown():
+    task = asyncio.create_task(asyncio.Event().wait())
+    yield
+    task.cancel()
+    await asyncio.wait([task])
+
+
+async def test_whose_fixture_ends_its_task(closed_in_teardown):
+    pass
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_on_the_modules_loop():
+    await asyncio.to_thread(int)
+"""
+
+
+@pytest.fixture
+def inner(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+    conftest = CONFTEST.read_text().replace("_THREAD_END_TIMEOUT_S = 2.0", "_THREAD_END_TIMEOUT_S = 0.01")
+    pytester.makeconftest(conftest)
+    pytester.makeini(
+        "[pytest]\nasyncio_mode = auto\nasyncio_default_fixture_loop_scope = function\nfilterwarnings = error\n"
+        "addopts = --strict-markers -p no:cacheprovider"
+    )
+    return pytester
+
+
+def test_the_suite_runs_the_loops_asked_for_and_fails_leaks_and_shows_seeds(inner: pytest.Pytester) -> None:
+    inner.makepyfile(INNER_TESTS)
+    result = inner.runpytest_inprocess("-v", "--clock-seeds=3")
+    output = result.stdout.str()
+    result.assert_outcomes(passed=1 + 3 + 3 + 3 + 1 + 1 + 1, failed=2 + 1, errors=3 + 1)
+    assert "test_unmarked PASSED" in output
+    for loop in ("asyncio", "uvloop", "virtual-17"):
+        assert f"test_on_three_loops[{loop}] PASSED" in output
+    for seed in range(3):
+        assert f"test_on_default_seeds[virtual-{seed}] PASSED" in output
+    for seed in (7, 8):
+        assert f"virtual clock: seed {seed}, virtual time 3.0 s" in output
+    assert "Deadlock: nothing can wake this loop" in output
+    assert "seed 9)" in output
+    assert output.count("name='the lost task'") == 3
+    assert "threads left behind: aioengine-lost" in output
+
+
+@pytest.mark.parametrize(
+    ("marks", "complaint"),
+    [
+        ("@pytest.mark.asyncio(loop_factories=['trio'])", "no loop is named 'trio'"),
+        ("@pytest.mark.virtual_clock\n@pytest.mark.asyncio(loop_factories=['uvloop'])", "not both"),
+    ],
+)
+def test_a_mark_that_would_silently_skip_a_test_stops_the_suite(
+    inner: pytest.Pytester, marks: str, complaint: str
+) -> None:
+    inner.makepyfile(f"import pytest\n\n{marks}\nasync def test_it(): pass")
+    result = inner.runpytest_inprocess()
+    assert result.ret != pytest.ExitCode.OK
+    assert complaint in result.stdout.str() + result.stderr.str()
