@@ -61,7 +61,18 @@ def build_token_tables(backend: Backend) -> TokenTables:
         table = _byte_level_table(tokens, steps) or _local_table(tokens, steps)
         if table is not None:
             return _without(special_ids, table)
-    return _window_tables(backend, tokens, special_ids, steps)
+    byte_tokens_hold = steps is None or any(step["type"] == "ByteFallback" for step in steps)
+    return _window_tables(backend.decode, tokens, special_ids, byte_tokens_hold=byte_tokens_hold)
+
+
+def build_slow_token_tables(tokenizer: Any) -> TokenTables:
+    """Build the tables of a transformers tokenizer that does its own decoding, in Python.
+
+    Without a description of its decoder this is as exact as `WindowTable` says.
+    """
+    tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+    return _window_tables(decode, tokens, tokenizer.all_special_ids, byte_tokens_hold=True)
 
 
 def _without(special_ids: list[int], table: TokenTable) -> TokenTables:
@@ -72,15 +83,13 @@ def _without(special_ids: list[int], table: TokenTable) -> TokenTables:
 
 
 def _window_tables(
-    backend: Backend, tokens: list[str | None], special_ids: list[int], steps: list[dict[str, Any]] | None
+    decode: Callable[..., str], tokens: list[str | None], special_ids: list[int], *, byte_tokens_hold: bool
 ) -> TokenTables:
-    byte_tokens_hold = steps is None or any(step["type"] == "ByteFallback" for step in steps)
     kinds = bytearray(_window_kind(token, byte_tokens_hold) for token in tokens)
-    with_special = WindowTable(decode=partial(backend.decode, skip_special_tokens=False), kinds=bytes(kinds))
+    with_special = WindowTable(decode=partial(decode, skip_special_tokens=False), kinds=bytes(kinds))
     for token_id in special_ids:
         kinds[token_id] = WindowTable.DROPPED
-    without_special = WindowTable(decode=partial(backend.decode, skip_special_tokens=True), kinds=bytes(kinds))
-    return TokenTables(without_special, with_special)
+    return TokenTables(WindowTable(decode=partial(decode, skip_special_tokens=True), kinds=bytes(kinds)), with_special)
 
 
 def _window_kind(token: str | None, byte_tokens_hold: bool) -> int:

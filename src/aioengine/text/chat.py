@@ -1,0 +1,82 @@
+"""Chat messages to one prompt text, by the model's own template.
+
+A template is a program that came with the weights, so it runs in Jinja's immutable sandbox. The environment around it
+(its filters and globals, what of Python it may see) is transformers', because templates are written against that one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from aioengine.errors import InvalidRequest
+
+
+def check_messages(messages: object) -> list[dict[str, Any]]:
+    """Return the messages as templates read them: dicts with a role, the content as one text, no keys that are None.
+
+    A content of text parts becomes their texts, joined by newlines: most templates know only texts. Other keys of a
+    message (``name``, ``tool_calls``, …) are the template's business. A message with ``tool_calls`` needs no content.
+
+    Raises:
+        InvalidRequest: not a non-empty list of messages; it says which message is wrong and how.
+    """
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise InvalidRequest("chat messages must be a non-empty list of dicts with role and content", param="prompt")
+    return [_check_message(index, message) for index, message in enumerate(messages)]
+
+
+def _check_message(index: int, message: object) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise _bad_message(index, f"is a {type(message).__name__}; it must be a dict with role and content")
+    if not isinstance(message.get("role"), str):
+        raise _bad_message(index, 'has no role; it must be a string like "user"')
+    checked = {str(key): value for key, value in message.items() if value is not None}
+    if "content" in checked:
+        checked["content"] = _text_of(index, checked["content"])
+    elif "tool_calls" not in checked:
+        raise _bad_message(index, "has no content; it must be a string or a list of text parts")
+    return checked
+
+
+def _text_of(index: int, content: object) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, (list, tuple)):
+        raise _bad_message(index, f"has a {type(content).__name__} as content; it must be a string or text parts")
+    texts = []
+    for part in content:
+        if not (isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+            raise _bad_message(index, 'has a content part that is not {"type": "text", "text": "..."}')
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _bad_message(index: int, problem: str) -> InvalidRequest:
+    return InvalidRequest(f"chat message {index} {problem}", param="prompt")
+
+
+def render_template(
+    template: str, messages: list[dict[str, Any]], *, add_generation_prompt: bool, named_tokens: dict[str, str]
+) -> str:
+    """Render checked messages; the first call of a process imports transformers (up to a second): not on the loop.
+
+    Args:
+        named_tokens: what the template sees as ``bos_token``, ``eos_token`` and so on.
+    Raises:
+        InvalidRequest: the template failed, or refused these messages by its ``raise_exception``.
+    """
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    try:
+        rendered, _ = render_jinja_template(
+            conversations=[messages],
+            chat_template=template,
+            add_generation_prompt=add_generation_prompt,
+            **named_tokens,
+        )
+    except Exception as error:  # a template is a program, and any of its errors says that it cannot take this input
+        raise InvalidRequest(
+            f"the model's chat template does not take these messages: {error or type(error).__name__}", param="prompt"
+        ) from error
+    return str(rendered[0])

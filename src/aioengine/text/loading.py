@@ -1,0 +1,174 @@
+"""Find a model folder's tokenizer and load it.
+
+`transformers.AutoTokenizer` decides what a folder's tokenizer is, and importing it costs a second. Where its answer is
+known beforehand to be "exactly what tokenizer.json says", the ``tokenizers`` library reads that file alone.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from aioengine.errors import ModelLoadError
+
+# A folder with one of these has a tokenizer; without them AutoTokenizer has nothing to load.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "tekken.json",
+    "tiktoken.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+    "vocab.txt",
+)
+
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+# Model types for which AutoTokenizer takes a declared PreTrainedTokenizerFast at its word. (For others it may know
+# better: a class of its own that builds its pipeline anew, or Mistral's format.) A test compares each of them.
+PLAIN_MODEL_TYPES = frozenset(
+    {"gpt_oss", "granite", "llama", "olmo2", "olmo3", "qwen3", "qwen3_moe", "smollm3", "starcoder2"}
+)
+_PLAIN_CLASSES = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
+# Settings that make transformers change what it read from tokenizer.json, or read something else.
+_UNPLAIN_SETTINGS = frozenset({"auto_map", "fast_tokenizer_files", "fix_mistral_regex", "split_special_tokens"})
+
+
+class LoadedTokenizer(msgspec.Struct, frozen=True, kw_only=True):
+    """A folder's tokenizer as found; at least one of ``backend`` and ``slow`` is there.
+
+    Attributes:
+        backend: a ``tokenizers.Tokenizer`` with neither truncation nor padding; None if it does not do the decoding.
+        slow: a transformers tokenizer, only where it encodes otherwise than ``backend`` or there is no backend.
+        chat_template: None if the model has none.
+        named_tokens: "bos_token", "eos_token" and so on, as far as they are set.
+    """
+
+    backend: Any = None
+    slow: Any = None
+    chat_template: str | None = None
+    named_tokens: dict[str, str] = {}
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)
+
+
+def load_tokenizer(folder: Path) -> LoadedTokenizer:
+    """Load the tokenizer of a local folder, as AutoTokenizer would; nothing is fetched and no code of the folder runs.
+
+    Raises:
+        ModelLoadError: there is none, a file of it is damaged, or transformers cannot load it.
+    """
+    if not has_tokenizer(folder):
+        raise ModelLoadError(
+            f"{folder} has no tokenizer (looked for {', '.join(TOKENIZER_FILES)}); "
+            "add one, or give prompts as token ids"
+        )
+    for name in ("tokenizer_config.json", "config.json"):
+        _read_json(folder / name)
+    try:
+        return _load_plain(folder) or _load_with_transformers(folder)
+    except Exception as error:  # both libraries raise bare exceptions of many kinds for files that they cannot read
+        _read_json(folder / "tokenizer.json")
+        raise ModelLoadError(f"{folder}: the tokenizer could not be loaded: {error}") from error
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """Return a JSON file's object, {} if the file is not there."""
+    try:
+        content = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{file} is damaged: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelLoadError(f"{file} is damaged: a JSON object is expected")
+    return content
+
+
+def _load_plain(folder: Path) -> LoadedTokenizer | None:
+    """Load tokenizer.json as it is; None where AutoTokenizer might make something else of the folder."""
+    config = _read_json(folder / "tokenizer_config.json")
+    model_type = _read_json(folder / "config.json").get("model_type")
+    if (
+        config.get("tokenizer_class") not in _PLAIN_CLASSES
+        or not (model_type is None or model_type in PLAIN_MODEL_TYPES)
+        or not _UNPLAIN_SETTINGS.isdisjoint(config)
+        or not (folder / "tokenizer.json").is_file()
+        or (folder / "additional_chat_templates").exists()
+    ):
+        return None
+    from tokenizers import Tokenizer as Backend
+
+    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    if not _adds_nothing(folder, config, backend):
+        return None
+    template_file = folder / "chat_template.jinja"
+    chat_template = template_file.read_text("utf-8") if template_file.is_file() else config.get("chat_template")
+    if not (chat_template is None or isinstance(chat_template, str)):
+        return None
+    named_tokens = {name: _content(config[name]) for name in NAMED_TOKENS if config.get(name) is not None}
+    return _with_backend(backend, chat_template, named_tokens)
+
+
+def _adds_nothing(folder: Path, config: dict[str, Any], backend: Any) -> bool:
+    """Tell whether the settings around tokenizer.json name only tokens that it has, with the same properties."""
+    added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    declared = config.get("added_tokens_decoder")
+    if declared is None:
+        # Only without added_tokens_decoder does transformers read these older files.
+        if (folder / "special_tokens_map.json").exists() or (folder / "added_tokens.json").exists():
+            return False
+    elif not all(_is_same_token(token, added.get(_content(token))) for token in declared.values()):
+        return False
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    named = [value for key, value in config.items() if key.endswith("_token") and isinstance(value, (str, dict))]
+    custom = [key for key in config if key.endswith("_token") and key not in NAMED_TOKENS and not _is_flag(config[key])]
+    return not custom and isinstance(extra, list) and all(_content(token) in added for token in [*extra, *named])
+
+
+def _is_flag(value: object) -> bool:
+    # "add_bos_token" and its like: where there is a tokenizer.json, transformers leaves them out.
+    return value is None or isinstance(value, bool)
+
+
+def _content(token: str | dict[str, Any]) -> str:
+    return token if isinstance(token, str) else str(token.get("content"))
+
+
+def _is_same_token(declared: dict[str, Any], token: Any) -> bool:
+    properties = ("lstrip", "rstrip", "single_word", "normalized", "special")
+    return token is not None and all(declared.get(name) == getattr(token, name) for name in properties)
+
+
+def _load_with_transformers(folder: Path) -> LoadedTokenizer:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    # Not left to its default, trust_remote_code asks on the terminal.
+    tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, dict):
+        template = template.get("default")
+    named_tokens = {name: text for name, text in tokenizer.special_tokens_map.items() if isinstance(text, str)}
+
+    def is_own(*methods: str) -> bool:
+        return any(getattr(type(tokenizer), name) is not getattr(PreTrainedTokenizerFast, name) for name in methods)
+
+    if not isinstance(tokenizer, PreTrainedTokenizerFast) or is_own("_decode"):
+        return LoadedTokenizer(slow=tokenizer, chat_template=template, named_tokens=named_tokens)
+    encodes_itself = is_own("__call__", "_encode_plus")
+    loaded = _with_backend(tokenizer.backend_tokenizer, template, named_tokens)
+    return msgspec.structs.replace(loaded, slow=tokenizer) if encodes_itself else loaded
+
+
+def _with_backend(backend: Any, chat_template: str | None, named_tokens: dict[str, str]) -> LoadedTokenizer:
+    # Some tokenizer.json files bring a truncation length from training; transformers ignores it unless asked, too.
+    backend.no_truncation()
+    backend.no_padding()
+    return LoadedTokenizer(backend=backend, chat_template=chat_template, named_tokens=named_tokens)

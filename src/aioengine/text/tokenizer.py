@@ -1,0 +1,142 @@
+"""A model's tokenizer: prompts to token ids, chats to prompts, and the table that turns output ids into text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from aioengine.core.detokenizer import TokenTable, WindowTable
+from aioengine.errors import InvalidRequest
+from aioengine.text.chat import check_messages, render_template
+from aioengine.text.loading import LoadedTokenizer, has_tokenizer, load_tokenizer
+from aioengine.text.token_table import build_slow_token_tables, build_token_tables
+
+# A longer text goes through the library's batch call, which lets go of the GIL; the single call holds it throughout,
+# and a prompt of a megabyte then stops every thread for more than a second. Up to here that is under a millisecond.
+MAX_CHARS_HOLDING_GIL = 1000
+
+
+class Tokenizer:
+    """The tokenizer of one model folder. Any thread may call it, also while others do."""
+
+    def __init__(self, loaded: LoadedTokenizer) -> None:
+        """Take a loaded tokenizer; use `load` instead. Takes about 2 µs a vocabulary entry."""
+        self._backend = loaded.backend
+        self._slow = loaded.slow
+        self._named_tokens = loaded.named_tokens
+        self.chat_template = loaded.chat_template
+        if self._backend is not None:
+            self._tables = build_token_tables(self._backend)
+        else:
+            self._tables = build_slow_token_tables(self._slow)
+
+    @staticmethod
+    def exists(folder: Path) -> bool:
+        """Tell whether the folder has a tokenizer at all. A model without one takes prompts as token ids."""
+        return has_tokenizer(Path(folder))
+
+    @classmethod
+    def load(cls, folder: Path) -> Tokenizer:
+        """Load from a local folder what AutoTokenizer would; takes 0.1 s to seconds: not on the event loop.
+
+        Raises:
+            ModelLoadError: there is no tokenizer, or its files are damaged; the message names the file.
+        """
+        return cls(load_tokenizer(Path(folder)))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the text's token ids, by default with those that the model's tokenizer adds, such as a BOS.
+
+        Raises:
+            InvalidRequest: the text is not a string that UTF-8 can express.
+        """
+        try:
+            if self._slow is not None:
+                return list(self._slow.encode(text, add_special_tokens=add_special_tokens))
+            if len(text) <= MAX_CHARS_HOLDING_GIL:
+                ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            else:
+                ids = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+            return list(ids)
+        except (TypeError, UnicodeEncodeError) as error:
+            if not isinstance(text, str):
+                raise InvalidRequest(
+                    f"a prompt text must be a str, not {type(text).__name__}", param="prompt"
+                ) from error
+            raise InvalidRequest(
+                "the prompt has a lone surrogate, which is no character and has no UTF-8 form; remove it",
+                param="prompt",
+            ) from error
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of the ids. Ids that the vocabulary does not have are left out."""
+        if self._backend is not None:
+            return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        table = self.token_table(skip_special_tokens=skip_special_tokens)
+        assert isinstance(table, WindowTable)
+        return table.decode([i for i in token_ids if i < len(table.kinds)])
+
+    def render_chat(self, messages: object, *, add_generation_prompt: bool = True) -> str:
+        """Return the prompt text that the model's chat template makes of the messages; see `check_messages`.
+
+        The first call of a process takes up to a second: not on the event loop.
+
+        Raises:
+            InvalidRequest: malformed messages, no template, or the template does not take these messages.
+        """
+        checked = check_messages(messages)
+        if self.chat_template is None:
+            raise InvalidRequest(
+                "this model has no chat template: give the prompt as one text or as token ids, "
+                "or put a chat_template.jinja into the model's folder",
+                param="prompt",
+            )
+        return render_template(
+            self.chat_template, checked, add_generation_prompt=add_generation_prompt, named_tokens=self._named_tokens
+        )
+
+    def encode_chat(self, messages: object, *, add_generation_prompt: bool = True) -> list[int]:
+        """Return the ids of `render_chat`'s text. The template writes the BOS where the model wants one; none is added.
+
+        Raises:
+            InvalidRequest: as `render_chat` and `encode`.
+        """
+        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt)
+        return self.encode(text, add_special_tokens=False)
+
+    def token_table(self, *, skip_special_tokens: bool = True) -> TokenTable | WindowTable:
+        """Return what a detokenizer needs to give the texts of `decode`; made at loading, free here."""
+        return self._tables.without_special if skip_special_tokens else self._tables.with_special
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """One more than the largest token id. The model's vocabulary may be larger (padding) or have holes."""
+        table = self._tables.with_special
+        return len(table.pieces) if isinstance(table, TokenTable) else len(table.kinds)
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """The ids that decoding skips by default."""
+        if self._backend is None:
+            return frozenset(self._slow.all_special_ids)
+        tokens = self._backend.get_added_tokens_decoder()
+        return frozenset(token_id for token_id, token in tokens.items() if token.special)
+
+    @cached_property
+    def bos_token_id(self) -> int | None:
+        return self._named_id("bos_token")
+
+    @cached_property
+    def eos_token_id(self) -> int | None:
+        """The tokenizer's EOS. The list of ids at which generation ends is in generation_config.json, if anywhere."""
+        return self._named_id("eos_token")
+
+    def _named_id(self, name: str) -> int | None:
+        token = self._named_tokens.get(name)
+        if token is None:
+            return None
+        source: Any = self._backend
+        token_id = source.token_to_id(token) if source is not None else self._slow.convert_tokens_to_ids(token)
+        return None if token_id is None else int(token_id)
