@@ -112,18 +112,40 @@ def test_a_timeout_fires_at_its_deadline() -> None:
 # Sockets
 
 
+async def receive_while(send: Callable[[socket.socket], None]) -> tuple[bytes, float]:
+    """The bytes and the virtual time that a reader with a timeout sees; ``send`` is called once it waits."""
+    loop = asyncio.get_running_loop()
+    here, there = socket.socketpair()
+    with here, there:
+        here.setblocking(False)
+        loop.call_soon(loop.call_soon, send, there)
+        async with asyncio.timeout(1):
+            return await loop.sock_recv(here, 10), loop.time()
+
+
 def test_bytes_that_are_there_come_before_the_next_timer() -> None:
     async def main() -> tuple[bytes, float]:
-        loop = asyncio.get_running_loop()
-        here, there = socket.socketpair()
-        with here, there:
-            here.setblocking(False)
-            there.setblocking(False)
-            await loop.sock_sendall(there, b"ping")
-            async with asyncio.timeout(1):
-                return await loop.sock_recv(here, 10), loop.time()
+        return await receive_while(lambda there: there.sendall(b"ping"))
 
-    assert run(main(), seed=0) == (b"ping", 0.0)
+    assert run_on(lambda: VirtualClockLoop(seed=0, io_patience_s=0), main) == (b"ping", 0.0)
+
+
+def test_bytes_on_their_way_are_waited_for_before_time_jumps() -> None:
+    async def main() -> tuple[bytes, float]:
+        selector = asyncio.get_running_loop()._io  # type: ignore[attr-defined]
+        really_select = selector.select
+
+        def arrange_late_arrival(there: socket.socket) -> None:
+            def select(timeout: float) -> Any:
+                if timeout:
+                    there.sendall(b"late")
+                return really_select(timeout)
+
+            selector.select = select
+
+        return await receive_while(arrange_late_arrival)
+
+    assert run_on(lambda: VirtualClockLoop(seed=0, io_patience_s=5), main) == (b"late", 0.0)
 
 
 def test_a_server_on_a_real_socket_echoes_under_timeouts_in_no_virtual_time() -> None:
@@ -535,6 +557,19 @@ def test_outside_work_that_never_ends_is_reported_by_name() -> None:
 
     with pytest.raises(Deadlock, match=r"waited 0.01 s of real time for work outside the loop \(a lost step\)"):
         run_on(lambda: VirtualClockLoop(seed=0, outside_patience_s=0.01), main)
+
+
+def test_polling_for_a_thread_is_no_deadlock() -> None:
+    gate = threading.Event()
+
+    async def main() -> None:
+        waiting = asyncio.get_running_loop().run_in_executor(None, gate.wait, 10)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        gate.set()
+        await waiting
+
+    run_on(lambda: VirtualClockLoop(seed=0, max_rounds_at_one_time=10), main)
 
 
 def test_a_cancelled_wait_for_a_thread_does_not_hold_the_clock() -> None:
