@@ -1,0 +1,312 @@
+"""The one loop: finish(N) → apply → schedule → launch → publish.
+
+`EngineCore` puts a pure scheduler and an executor together. Everything but `run` is synchronous, so that a cancelled
+caller needs no await to clean up. The next step is launched before the last one's tokens are handed out: 256 woken
+readers can hold a loop for milliseconds, and the device must not wait for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Protocol
+
+import msgspec
+
+from aioengine.config import EngineConfig
+from aioengine.core.kv_manager import KVManager
+from aioengine.core.plan import StepLogprobs, StepPlan
+from aioengine.core.prefix_cache import hash_prompt
+from aioengine.core.scheduler import Scheduler, SchedulerStats, StepOutput
+from aioengine.core.sequence import FinishReason, Sequence
+from aioengine.dump import describe_failure
+from aioengine.errors import AioEngineError, EngineClosed, EngineDead, StepFailed
+from aioengine.executor.protocol import DeviceLost, Executor, PendingStep
+from aioengine.request import Request
+
+logger = logging.getLogger("aioengine")
+
+PUBLISH_SLICE = 32
+"""Sequences that are handed their tokens before the loop gets its turn: below a millisecond."""
+
+
+class SampledLogprobs(msgspec.Struct, frozen=True, gc=False):
+    """Raw log-probabilities about one sampled token.
+
+    Attributes:
+        logprob, rank: the sampled token's.
+        top_ids, top_logprobs: the likeliest tokens, as many as the request asked for.
+    """
+
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class Listener(Protocol):
+    """Follows one sequence. It hears of each token once, in order, and then of the end, or of an error, once.
+
+    It is called on the loop, between device steps, and must return soon.
+    """
+
+    def on_token(self, token_id: int, logprobs: SampledLogprobs | None) -> None:
+        """A token was sampled; if it is the last one, the sequence's ``finish_reason`` is set."""
+        ...
+
+    def on_end(self) -> None:
+        """The sequence has ended: see its ``finish_reason`` and ``stop_reason``."""
+        ...
+
+    def on_error(self, error: AioEngineError) -> None:
+        """The sequence has ended by an error, which is this listener's alone."""
+        ...
+
+
+class EngineCore:
+    """Requests in, tokens out, over one executor; lives on the loop that calls `run`.
+
+    Args:
+        executor: started; the caller closes it after `run` has ended.
+        config: the engine's.
+        eos_token_ids: the model's.
+        on_room: called when a waiting sequence has begun to run or has ended.
+        write_dump: keeps the report of a failed step; it must not hold the loop.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        config: EngineConfig,
+        *,
+        eos_token_ids: tuple[int, ...] = (),
+        on_room: Callable[[], None] = lambda: None,
+        write_dump: Callable[[str], Awaitable[None]] | None = None,
+    ) -> None:
+        info = executor.info
+        self.executor = executor
+        self.config = config
+        self.eos_token_ids = eos_token_ids
+        self.kv = KVManager(info.num_blocks, info.block_size, enable_prefix_caching=config.enable_prefix_caching)
+        self.scheduler = Scheduler(
+            self.kv,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            eos_token_ids=eos_token_ids,
+        )
+        self.death: EngineDead | None = None
+        self._on_room = on_room
+        self._write_dump = write_dump
+        self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
+        self._wake: asyncio.Future[None] | None = None
+        self._is_draining = False
+        self._is_stopped = False
+
+    # What callers do
+
+    def make_sequence(self, request: Request) -> Sequence:
+        """Turn a request into a sequence, its prompt hashed; pure, so that a long one may be made in a thread."""
+        hashes = None
+        if self.config.enable_prefix_caching:
+            hashes = hash_prompt(request.prompt_token_ids, self.kv.block_size)
+        return Sequence(request, eos_token_ids=self.eos_token_ids, block_hashes=hashes)
+
+    def add(self, sequence: Sequence, listener: Listener) -> None:
+        """Accept a sequence: from now on its listener hears of one end or one error.
+
+        Raises:
+            EngineDead, EngineClosed: it is not accepted.
+        """
+        if self.death is not None:
+            raise self.copy_death()
+        if self._is_draining or self._is_stopped:
+            raise EngineClosed("the engine is closed")
+        sequence.listener = listener
+        self.scheduler.add(sequence)
+        self._wake_up()
+
+    def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """End a sequence now (abort, stop string); idempotent. It is in no later plan.
+
+        Its blocks are free at once for plans launched from now on, which the device runs after those in flight.
+        """
+        if self.scheduler.finish(sequence, reason, stop_reason):
+            _listener(sequence).on_end()
+            self._on_room()
+            self._wake_up()
+
+    def drain(self) -> None:
+        """Accept nothing more, and let `run` return when all that was accepted has ended."""
+        self._is_draining = True
+        self._wake_up()
+
+    def stop(self) -> None:
+        """Let `run` return soon; what has not ended then hears `EngineClosed`."""
+        self._is_stopped = True
+        self._wake_up()
+
+    def stats(self) -> SchedulerStats:
+        return self.scheduler.stats()
+
+    def copy_death(self) -> EngineDead:
+        """The error of a dead engine, made anew for each who hears it: a shared one would collect their tracebacks."""
+        assert self.death is not None
+        copy = EngineDead(str(self.death), dump=self.death.dump)
+        copy.__cause__ = self.death.__cause__
+        return copy
+
+    # The loop
+
+    async def run(self) -> None:
+        """Run steps until stopped or drained, or until the device or this code breaks.
+
+        On the way out every sequence that has not ended hears `EngineClosed`, or `EngineDead` with the cause.
+        Cancelling stops the loop; the launched steps still complete on the device.
+        """
+        error: Callable[[], AioEngineError] = _closed
+        try:
+            await self._run()
+        except Exception as exc:
+            self.death = await self._dead(exc)
+            error = self.copy_death
+        finally:
+            self._is_stopped = True
+            self._end_all(self.scheduler.sequences(), error)
+
+    async def _run(self) -> None:
+        output: StepOutput | None = None
+        while not self._is_stopped:
+            self._launch()
+            if output is not None:
+                await self._publish(output)
+                output = None
+            if self._in_flight:
+                output = await self._finish_oldest()
+            elif self.scheduler.has_work or not self._is_draining:
+                await self._sleep()
+            else:
+                return
+
+    def _launch(self) -> None:
+        """Schedule and launch as many steps as the executor takes."""
+        num_unstarted = self.scheduler.num_unstarted
+        while len(self._in_flight) < self.executor.info.max_in_flight:
+            plan = self.scheduler.schedule()
+            if plan is None:
+                break
+            self._in_flight.append((plan, self.executor.launch(plan)))
+        if self.scheduler.num_unstarted != num_unstarted:
+            self._on_room()
+
+    async def _finish_oldest(self) -> StepOutput | None:
+        """Wait for the oldest step and apply it; a step that failed takes its sequences with it."""
+        plan, pending = self._in_flight[0]
+        try:
+            result = await pending.finish()
+        except DeviceLost:
+            raise
+        except Exception as exc:
+            self._in_flight.popleft()
+            await self._fail(plan, exc)
+            return None
+        self._in_flight.popleft()
+        return self.scheduler.apply(plan, result)
+
+    async def _publish(self, output: StepOutput) -> None:
+        """Hand out a step's tokens, yielding between slices."""
+        lines = _lines(output)
+        for start in range(0, len(output.sequences), PUBLISH_SLICE):
+            if start:
+                await asyncio.sleep(0)
+            publish(output, lines, start, start + PUBLISH_SLICE)
+
+    async def _sleep(self) -> None:
+        """Wait for a command; nothing is in flight, so nothing else can change."""
+        if self._is_stopped:
+            return
+        self._wake = asyncio.get_running_loop().create_future()
+        try:
+            await self._wake
+        finally:
+            self._wake = None
+
+    def _wake_up(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+    # When it breaks
+
+    async def _fail(self, plan: StepPlan, cause: Exception) -> None:
+        failed = self.scheduler.fail(plan)
+        dump = describe_failure(cause, plan=plan, stats=self.stats(), config=self.config)
+        message = f"step {plan.step} failed with {len(failed)} sequences in it: {type(cause).__name__}: {cause}"
+        logger.error("%s\n%s", message, dump)
+
+        def error() -> StepFailed:
+            failure = StepFailed(message, dump=dump)
+            failure.__cause__ = cause
+            return failure
+
+        for sequence in failed:
+            _listener(sequence).on_error(error())
+        self._on_room()
+        await self._keep(dump)
+
+    async def _dead(self, cause: Exception) -> EngineDead:
+        plan = self._in_flight[0][0] if self._in_flight else None
+        dump = describe_failure(cause, plan=plan, stats=self.stats(), config=self.config)
+        reason = cause.__cause__ if isinstance(cause, DeviceLost) and cause.__cause__ is not None else cause
+        death = EngineDead(f"the engine cannot go on: {type(reason).__name__}: {reason}; start a new one", dump=dump)
+        death.__cause__ = cause
+        logger.critical("%s\n%s", death, dump)
+        await self._keep(dump)
+        return death
+
+    async def _keep(self, dump: str) -> None:
+        if self._write_dump is not None:
+            with contextlib.suppress(OSError):  # a full disk must not hide the failure itself, which is logged above
+                await self._write_dump(dump)
+
+    def _end_all(self, sequences: Iterable[Sequence], error: Callable[[], AioEngineError]) -> None:
+        for sequence in sequences:
+            if self.scheduler.finish(sequence, "error"):
+                _listener(sequence).on_error(error())
+        self._on_room()
+
+
+def publish(output: StepOutput, lines: dict[int, SampledLogprobs], start: int, stop: int) -> None:
+    """Hand tokens ``start`` to ``stop`` of a step to their listeners.
+
+    A listener that has heard its end already (aborted since the step was applied) ignores them.
+    """
+    for index, (sequence, token_id) in enumerate(
+        zip(output.sequences[start:stop], output.token_ids[start:stop], strict=True), start
+    ):
+        listener: Listener = sequence.listener  # type: ignore[assignment]
+        listener.on_token(token_id, lines.get(index) if lines else None)
+        if sequence.finish_reason is not None:
+            listener.on_end()
+
+
+def _lines(output: StepOutput) -> dict[int, SampledLogprobs]:
+    """Log-probabilities by the place of their token in the step, each as wide as its row asked for."""
+    logprobs: StepLogprobs | None = output.logprobs
+    if logprobs is None:
+        return {}
+    columns = (logprobs.index, logprobs.logprobs, logprobs.ranks, logprobs.top_ids, logprobs.top_logprobs)
+    lines = {}
+    for index, logprob, rank, ids, values in zip(*(column.tolist() for column in columns), strict=True):
+        width = output.sequences[index].sampling.logprobs
+        lines[index] = SampledLogprobs(logprob, rank, ids[:width], values[:width])
+    return lines
+
+
+def _listener(sequence: Sequence) -> Listener:
+    return sequence.listener  # type: ignore[return-value]
+
+
+def _closed() -> EngineClosed:
+    return EngineClosed("the engine was closed before this request had ended")

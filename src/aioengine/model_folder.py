@@ -1,0 +1,155 @@
+"""Where a model's files are, and what its small JSON files say. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from aioengine.errors import InvalidRequest, ModelLoadError
+from aioengine.sampling_params import SamplingParams
+
+SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
+WEIGHT_FILES = ("*.safetensors",)
+# Some repositories hold the same weights twice, in their author's own layout.
+DUPLICATE_FILES = ("original/*", "consolidated*")
+SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p")
+
+
+class ModelFolder(msgspec.Struct, frozen=True, kw_only=True):
+    """A model on this machine, in the layout that transformers saves.
+
+    Attributes:
+        path: the folder.
+        config: config.json.
+        generation_config: generation_config.json; empty where there is none.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+
+    @classmethod
+    def resolve(cls, model: str | None, *, revision: str | None = None, with_weights: bool = True) -> ModelFolder:
+        """Find ``model``, downloading it where it is a hub id and the cache lacks files. Blocks: not for an event loop.
+
+        Without a network (or with ``HF_HUB_OFFLINE=1``) the hub's cache on this machine is used as it is.
+
+        Args:
+            model: a folder, a hub id (``org/name``), or None for the bundled demo model.
+            revision: branch, tag or commit; for a hub id only.
+            with_weights: False leaves the weights where they are, for ``load_format="dummy"``.
+        Raises:
+            ModelLoadError: it is nowhere to be found, or its JSON is missing or broken.
+        """
+        return cls.read(_locate(model, revision, with_weights))
+
+    @classmethod
+    def read(cls, path: Path) -> ModelFolder:
+        """The model in an existing folder.
+
+        Raises:
+            ModelLoadError: config.json is missing, or a JSON file is broken.
+        """
+        if not (path / "config.json").is_file():
+            raise ModelLoadError(f"{path / 'config.json'} is missing: {path} is not a model that transformers saved")
+        generation_config = path / "generation_config.json"
+        return cls(
+            path=path,
+            config=read_json(path / "config.json"),
+            generation_config=read_json(generation_config) if generation_config.is_file() else {},
+        )
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end a text: generation_config.json's, else config.json's, which often names fewer.
+
+        Raises:
+            ModelLoadError: they are not token ids.
+        """
+        name, value = "generation_config.json", self.generation_config.get("eos_token_id")
+        if value is None:
+            name, value = "config.json", self.config.get("eos_token_id")
+        if value is None:
+            return ()
+        ids = value if isinstance(value, list) else [value]
+        if not all(isinstance(token_id, int) and not isinstance(token_id, bool) and token_id >= 0 for token_id in ids):
+            raise ModelLoadError(f"{self.path / name}: eos_token_id={value!r} is neither a token id nor a list of them")
+        return tuple(ids)
+
+    @property
+    def sampling_defaults(self) -> dict[str, Any]:
+        """What generation_config.json says for the fields of `SamplingParams` that it shares with them.
+
+        ``do_sample`` says nothing here: transformers leaves it false in most files, also in those of models that are
+        not meant to be greedy.
+
+        Raises:
+            ModelLoadError: a value is out of its range.
+        """
+        given = {
+            key: self.generation_config[key] for key in SAMPLING_KEYS if self.generation_config.get(key) is not None
+        }
+        try:
+            params = SamplingParams(**given)
+        except InvalidRequest as error:
+            raise ModelLoadError(f"{self.path / 'generation_config.json'}: {error}") from None
+        return {key: getattr(params, key) for key in given}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        ModelLoadError: the file cannot be read, or holds something else.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ModelLoadError(f"{path} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
+        raise ModelLoadError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelLoadError(f"{path} holds a JSON {type(content).__name__}; an object is needed")
+    return content
+
+
+def _locate(model: str | None, revision: str | None, with_weights: bool) -> Path:
+    if model is None:
+        from aioengine import demo
+
+        return Path(demo.model_path())
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if revision is not None:
+            raise ModelLoadError(f"revision={revision!r} is for hub models; {path} is a folder")
+        return path
+    if path.exists():
+        raise ModelLoadError(f"{path} is a file; give the folder that holds config.json and the weights")
+    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+        raise ModelLoadError(f"there is no folder {path}")
+    return _from_hub(model, revision, with_weights)
+
+
+def _from_hub(model: str, revision: str | None, with_weights: bool) -> Path:
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    try:
+        folder = huggingface_hub.snapshot_download(
+            model,
+            revision=revision,
+            allow_patterns=[*SMALL_FILES, *(WEIGHT_FILES if with_weights else ())],
+            ignore_patterns=list(DUPLICATE_FILES),
+        )
+    # The hub's client raises its own errors, those of its HTTP library, ValueError and OSError; all mean the same here.
+    except Exception as error:
+        wanted = model if revision is None else f"{model} at revision {revision}"
+        raise ModelLoadError(
+            f"{wanted!r} is neither a folder here, nor in the hub's cache ({constants.HF_HUB_CACHE}), nor could it be "
+            "downloaded: check the name, the network and HF_HUB_OFFLINE, log in for a gated model, or give the path of "
+            f"a folder. The hub's client says: {error}"
+        ) from error
+    return Path(folder)

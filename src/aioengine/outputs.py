@@ -1,0 +1,88 @@
+"""What a request brings back, in vLLM's names."""
+
+from __future__ import annotations
+
+import msgspec
+
+from aioengine.core.sequence import FinishReason
+
+
+class Logprob(msgspec.Struct, frozen=True, gc=False):
+    """One candidate for one output position.
+
+    Attributes:
+        logprob: natural logarithm of its probability, before temperature and filters.
+        rank: 1 for the likeliest token of the vocabulary.
+        decoded_token: its text alone; None where the engine has no tokenizer.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+TokenLogprobs = dict[int, Logprob]
+"""By token id, for one position: the sampled token first, then the likeliest ones."""
+
+
+class CompletionDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """What is new of a completion since the delta before.
+
+    The last delta, and only that, has a ``finish_reason``. Deltas that nobody has read are merged.
+
+    Attributes:
+        index: which choice of the request.
+        text: all deltas' texts together are the completion's text.
+        token_ids: tokens whose text may still be held back (half a character, the beginning of a stop string).
+        logprobs: one for each of ``token_ids``, if asked for.
+        finish_reason: "stop", "length" or "abort".
+        stop_reason: the stop string, or the stop token's id, that ended it.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """One completion of a prompt.
+
+    Attributes:
+        text: the decode of ``token_ids`` alone, special tokens left out; without the stop string or stop token that
+            ended it.
+        token_ids: all sampled tokens, EOS or stop token included.
+        cumulative_logprob: sum over the sampled tokens, if log-probabilities were asked for.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """A request and what it has brought.
+
+    Attributes:
+        prompt: the text as it was tokenized (the rendered template for chats); None for token ids.
+        finished: whether the completion has ended.
+        num_cached_tokens: prompt tokens that the prefix cache had.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int = 0
+
+    @property
+    def text(self) -> str:
+        """The first completion's text."""
+        return self.outputs[0].text

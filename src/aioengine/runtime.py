@@ -1,0 +1,250 @@
+"""What a started engine consists of, and the one task that owns it.
+
+`Engine` is a thin face: it holds a `Runtime`, and nothing in here holds the `Engine`, so that an engine that was
+dropped unclosed can be noticed. The supervisor task opens everything, serves, and closes everything, whoever ends it:
+`aclose`, a dead device, a garbage-collected engine, or the end of `asyncio.run`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import importlib
+import logging
+import warnings
+from pathlib import Path
+from typing import Protocol
+
+import anyio
+
+from aioengine.completion import Completion
+from aioengine.config import EngineConfig
+from aioengine.core.detokenizer import TokenTable, WindowTable, make_detokenizer
+from aioengine.core.sequence import Sequence
+from aioengine.dump import write_dump
+from aioengine.engine_core import EngineCore
+from aioengine.errors import AioEngineError, EngineClosed, InvalidRequest
+from aioengine.executor.protocol import Executor
+from aioengine.intake import Intake
+from aioengine.model_folder import ModelFolder
+from aioengine.progress import loading_bar
+from aioengine.text.tokenizer import Tokenizer
+from aioengine.text.worker import TextWorker
+
+logger = logging.getLogger("aioengine")
+
+CLOSE_DEADLINE_S = 60.0
+"""How long closing waits for the step that runs. A device that hangs longer is left to its daemon thread."""
+
+
+class Abortable(Protocol):
+    """A request in any stage, as `Runtime.abort` sees it."""
+
+    request_id: str
+
+    def abort(self) -> None: ...
+
+
+class Runtime:
+    """A started engine's parts; made on the loop that it lives on.
+
+    Args:
+        config: the engine's.
+        executor: used instead of a torch executor of its own, if given.
+    """
+
+    files: ModelFolder
+    tokenizer: Tokenizer | None
+    executor: Executor
+    core: EngineCore
+    intake: Intake
+
+    def __init__(self, config: EngineConfig, executor: Executor | None) -> None:
+        self.config = config
+        self.worker = TextWorker()
+        self.longest_token_chars = 1
+        self._given_executor = executor
+        self._loop = asyncio.get_running_loop()
+        self._started: asyncio.Future[None] = self._loop.create_future()
+        self._serving = anyio.CancelScope()
+        self._is_closing = False
+        self._requests: dict[str, list[Abortable]] = {}
+        # The one task that no task group owns: start and aclose may be called from different tasks.
+        self._supervisor = self._loop.create_task(self._supervise(), name="aioengine supervisor")
+
+    # Life
+
+    async def start(self) -> None:
+        """Wait until the engine serves.
+
+        Raises:
+            ConfigError, ModelLoadError: it cannot; everything is closed again.
+        """
+        try:
+            await asyncio.wait({self._started})
+        except asyncio.CancelledError:
+            self._started.cancel()
+            self._is_closing = True
+            self._supervisor.cancel()
+            await asyncio.wait({self._supervisor})
+            raise
+        if self._started.cancelled() or self._started.exception() is not None:
+            await asyncio.wait({self._supervisor})
+        self._started.result()
+
+    async def aclose(self, *, drain: bool) -> None:
+        """End what is served and wait until everything is closed."""
+        self.check_loop()
+        self._is_closing = True
+        if drain and not self._supervisor.done():
+            self.intake.close(_closed)
+            await self.intake.wait_until_quiet()
+            self.core.drain()
+        elif not self._supervisor.done():
+            self._serving.cancel()
+        await asyncio.wait({self._supervisor})
+
+    def abandon(self) -> None:
+        """Close without anyone waiting: the engine is garbage. From any thread, and at any moment."""
+        if self.is_open and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._serving.cancel)
+
+    @property
+    def is_open(self) -> bool:
+        return not self._supervisor.done()
+
+    def check_running(self) -> None:
+        """Raise EngineDead or EngineClosed if no request can be taken."""
+        self.check_loop()
+        if self.core.death is not None:
+            raise self.core.copy_death()
+        if self._is_closing or not self.is_open:
+            raise _closed()
+
+    def check_loop(self) -> None:
+        if asyncio.get_running_loop() is not self._loop:
+            raise RuntimeError("this engine was started on another event loop; use it there, or start one here")
+
+    async def _supervise(self) -> None:
+        try:
+            await self._open()
+            self._started.set_result(None)
+            with self._serving:
+                await self.core.run()
+        except asyncio.CancelledError:
+            if not self._is_closing:
+                warnings.warn("the event loop ended before the engine was closed", ResourceWarning, stacklevel=1)
+            raise
+        except Exception as error:
+            if self._started.done():
+                raise
+            self._started.set_exception(error)
+        finally:
+            if not self._started.done():
+                self._started.cancel()
+            with anyio.CancelScope(shield=True), anyio.move_on_after(CLOSE_DEADLINE_S):
+                await self._close()
+
+    async def _open(self) -> None:
+        config = self.config
+        resolve = functools.partial(ModelFolder.resolve, config.model, revision=config.revision)
+        self.files = await self.worker.run(resolve, None)
+        await self._load_tokenizer()
+        self.executor = await self._start_executor() if self._given_executor is None else self._given_executor
+        self.core = EngineCore(
+            self.executor,
+            config,
+            eos_token_ids=self.files.eos_token_ids,
+            on_room=self._on_room,
+            write_dump=self._write_dump,
+        )
+        self.intake = Intake(config.max_waiting, lambda: self.core.scheduler.num_unstarted)
+        logger.info("%s", self.describe())
+
+    async def _load_tokenizer(self) -> None:
+        folder = self.files.path
+        self.tokenizer = None
+        self._table: TokenTable | WindowTable | None = None
+        if await self.worker.run(Tokenizer.exists, None, folder):
+            self.tokenizer = await self.worker.run(Tokenizer.load, None, folder)
+            self._table = self.tokenizer.token_table()
+            if isinstance(self._table, TokenTable):
+                self.longest_token_chars = max(len(piece) for piece in self._table.pieces if piece)
+
+    async def _start_executor(self) -> Executor:
+        # Importing torch takes a second: not on the loop.
+        module = await self.worker.run(importlib.import_module, None, "aioengine.executor.torch_executor")
+        with loading_bar(f"loading {self.files.path.name}", is_shown=self.config.show_progress) as on_progress:
+            executor: Executor = await module.TorchExecutor.start(self.files, self.config, on_progress=on_progress)
+        return executor
+
+    async def _close(self) -> None:
+        """Close whatever was opened, in whatever state it is."""
+        if hasattr(self, "intake"):
+            self.intake.close(self._end_error)
+        self._requests.clear()
+        if hasattr(self, "executor"):
+            await self.executor.aclose()
+        await self.worker.aclose()
+
+    # Requests
+
+    def add(self, sequence: Sequence) -> Completion:
+        """Hand a sequence to the core, followed by a completion of its own."""
+        tokenizer, params = self.tokenizer, sequence.request.params
+        detokenizer = None
+        if self._table is not None:
+            detokenizer = make_detokenizer(self._table, stop=tuple(params.stop), min_tokens=params.min_tokens)
+        completion = Completion(
+            sequence,
+            detokenizer=detokenizer,
+            decode=(lambda token_id: tokenizer.decode([token_id], skip_special_tokens=False)) if tokenizer else None,
+            finish=self.core.finish,
+        )
+        self.core.add(sequence, completion)
+        return completion
+
+    def register(self, request: Abortable) -> None:
+        """From now on `abort` finds this request by its id."""
+        self._requests.setdefault(request.request_id, []).append(request)
+
+    def forget(self, request: Abortable) -> None:
+        requests = self._requests.get(request.request_id)
+        if requests is not None and request in requests:
+            requests.remove(request)
+            if not requests:
+                del self._requests[request.request_id]
+
+    def abort(self, request_id: str) -> None:
+        for request in list(self._requests.get(request_id, ())):
+            request.abort()
+
+    def require_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise InvalidRequest("this model has no tokenizer; give the prompt as token ids", param="prompt")
+        return self.tokenizer
+
+    def describe(self) -> str:
+        """One line on what was started, for a person."""
+        info = self.executor.info
+        num_tokens = info.num_blocks * info.block_size
+        return (
+            f"{self.files.path.name} on {info.device} in {info.dtype}: weights {info.weight_bytes / 2**20:,.0f} MiB; "
+            f"KV cache {info.kv_cache_bytes / 2**20:,.0f} MiB = {info.num_blocks:,} blocks of {info.block_size} tokens "
+            f"= {num_tokens:,} tokens, {num_tokens / info.max_model_len:,.1f} sequences of {info.max_model_len:,}"
+        )
+
+    def _on_room(self) -> None:
+        self.intake.admit()
+
+    def _end_error(self) -> AioEngineError:
+        return self.core.copy_death() if self.core.death is not None else _closed()
+
+    async def _write_dump(self, text: str) -> None:
+        if self.config.dump_dir is not None:
+            path = await self.worker.run(write_dump, None, Path(self.config.dump_dir), text)
+            logger.error("the report of the failed step is in %s", path)
+
+
+def _closed() -> EngineClosed:
+    return EngineClosed("the engine is closed")
