@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
@@ -24,6 +25,7 @@ class TextWorker:
 
     def __init__(self) -> None:
         self._executor: ThreadPoolExecutor | None = None
+        self._thread: threading.Thread | None = None
         self._is_closed = False
 
     async def run(self, function: Callable[P, T], /, size: int | None, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -43,7 +45,7 @@ class TextWorker:
         if size is not None and size <= self.MAX_INLINE_CHARS:
             return function(*args, **kwargs)
         if self._executor is None:
-            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="aioengine-text")
+            self._executor = ThreadPoolExecutor(1, "aioengine-text", initializer=self._remember_thread)
         return await asyncio.get_running_loop().run_in_executor(self._executor, lambda: function(*args, **kwargs))
 
     async def aclose(self) -> None:
@@ -56,12 +58,16 @@ class TextWorker:
         if executor is None:
             return
         try:
-            # The thread works in order: after this one it has nothing left to do, so that joining it takes no time.
+            # The thread works in order: after this one it has nothing left to do.
             await asyncio.get_running_loop().run_in_executor(executor, _nothing)
-        except asyncio.CancelledError:
+        finally:
             executor.shutdown(wait=False, cancel_futures=True)
-            raise
-        executor.shutdown(wait=True)
+        # Not joined: that would hold the loop for as long as the thread, which only unwinds now, waits for the GIL.
+        while self._thread is not None and self._thread.is_alive():  # noqa: ASYNC110 - a thread's end sets no event
+            await asyncio.sleep(0)
+
+    def _remember_thread(self) -> None:
+        self._thread = threading.current_thread()
 
 
 def _nothing() -> None:

@@ -1,0 +1,251 @@
+"""Ids become text piece by piece, and stop strings end it where a search of the whole text would."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aioengine.core.detokenizer import (
+    Detokenizer,
+    PieceDetokenizer,
+    TokenTable,
+    WindowDetokenizer,
+    WindowTable,
+    make_detokenizer,
+)
+
+# A byte-level table: two words, each byte of 😀 and é, a special token that is skipped, and their ids.
+A, B, F0, X9F, X98, X80, C3, XA9, SKIPPED, BEYOND = range(10)
+BYTES = TokenTable(pieces=["a", " b", b"\xf0", b"\x9f", b"\x98", b"\x80", b"\xc3", b"\xa9", None])
+RUNS = TokenTable(pieces=BYTES.pieces, byte_runs=True)
+SPACED = TokenTable(pieces=[" a", " ", None, b" ", ""], byte_runs=True, lead_strip=2)
+FIRST = TokenTable(pieces=[" a", "b", None], first_pieces={0: "a"})
+
+
+def deltas(detokenizer: Detokenizer, ids: Sequence[int]) -> list[str]:
+    return [*map(detokenizer.feed_one, ids), detokenizer.flush()]
+
+
+@pytest.mark.parametrize(
+    ("table", "ids", "expected"),
+    [
+        (BYTES, [A, B, A], ["a", " b", "a", ""]),
+        (BYTES, [F0, X9F, X98, X80, A], ["", "", "", "😀", "a", ""]),
+        (BYTES, [F0, SKIPPED, X9F, BEYOND, X98, X80], ["", "", "", "", "", "😀", ""]),
+        (BYTES, [F0, X9F, A], ["", "", "\ufffda", ""]),
+        (BYTES, [C3, C3, XA9], ["", "\ufffd", "é", ""]),
+        (BYTES, [X80, A, C3], ["\ufffd", "a", "", "\ufffd"]),
+        (RUNS, [F0, X9F, X98, X80, A], ["", "", "", "", "😀a", ""]),
+        (RUNS, [C3, XA9, SKIPPED, C3, BEYOND, XA9], ["", "", "", "", "", "", "éé"]),
+        (RUNS, [C3, XA9, X80, A, A], ["", "", "", "\ufffd\ufffd\ufffda", "a", ""]),
+        (RUNS, [A, C3], ["a", "", "\ufffd"]),
+        (SPACED, [2, 1, 4, 0, 0], ["", "", "", "a", " a", ""]),
+        (SPACED, [1, 1, 1, 0], ["", "", " ", " a", ""]),
+        (SPACED, [3, 3, 3, 0], ["", "", "", "  a", ""]),
+        (SPACED, [3], ["", ""]),
+        (FIRST, [2, 0, 0, 1], ["", "a", " a", "b", ""]),
+        (FIRST, [1, 0], ["b", " a", ""]),
+        (BYTES, [], [""]),
+    ],
+)
+def test_a_token_shows_what_it_settles(table: TokenTable, ids: list[int], expected: list[str]) -> None:
+    assert deltas(make_detokenizer(table), ids) == expected
+
+
+def test_sequences_do_not_share_state() -> None:
+    first, second = make_detokenizer(FIRST), make_detokenizer(FIRST)
+    assert first.feed_one(0) == "a"
+    assert second.feed_one(0) == "a"
+
+
+@pytest.mark.parametrize("stop", [(), ("zz",)])
+def test_feeding_a_list_is_feeding_its_ids(stop: tuple[str, ...]) -> None:
+    detokenizer = make_detokenizer(BYTES, stop=stop)
+    assert detokenizer.feed([A, F0, X9F]) == "a"
+    assert detokenizer.feed([]) == ""
+    assert detokenizer.feed([X98, X80, B]) == "😀 b"
+    assert (detokenizer.stop_string, detokenizer.stop_token_index) == (None, None)
+
+
+def test_without_stop_strings_nothing_looks_for_them() -> None:
+    assert type(make_detokenizer(BYTES)) is PieceDetokenizer
+
+
+# The window: a decoder known only as a function. Words join with spaces, so each text depends on being first.
+NUM_WORDS = 50
+WORD_KINDS = bytes([WindowTable.SETTLES]) * NUM_WORDS + bytes([WindowTable.DROPPED])
+
+
+def join_words(ids: list[int]) -> str:
+    assert len(ids) <= 2 * WindowDetokenizer.NUM_CONTEXT_TOKENS, "a token's cost grows with the text"
+    return " ".join(f"w{i}" for i in ids)
+
+
+def test_a_window_gives_the_text_of_the_whole_decode_at_a_bounded_cost() -> None:
+    table = WindowTable(decode=join_words, kinds=WORD_KINDS)
+    rng = random.Random(0)
+    ids = [rng.randrange(NUM_WORDS + 3) for _ in range(2000)]
+    kept = [i for i in ids if i < NUM_WORDS]
+    assert "".join(deltas(make_detokenizer(table), ids)) == " ".join(f"w{i}" for i in kept)
+
+
+def test_a_window_stays_bounded_and_in_place_when_nothing_but_skipped_ids_come() -> None:
+    table = WindowTable(decode=join_words, kinds=WORD_KINDS)
+    assert "".join(deltas(make_detokenizer(table), [1, *[NUM_WORDS] * 500, 2])) == "w1 w2"
+
+
+@pytest.mark.parametrize("num_bytes_lost", [0, 1, 2, 3])
+def test_a_window_shows_no_half_character(num_bytes_lost: int) -> None:
+    kinds = bytes([WindowTable.SETTLES]) * 256
+    table = WindowTable(decode=lambda ids: bytes(ids).decode("utf-8", "replace"), kinds=kinds)
+    data = ("a😀" * 40).encode()[: -num_bytes_lost or None]
+    shown = deltas(make_detokenizer(table), list(data))
+    assert "".join(shown) == data.decode("utf-8", "replace")
+    assert not any("\ufffd" in text for text in shown[:-1])
+
+
+def test_a_window_waits_where_a_tokens_text_is_open() -> None:
+    kinds = bytes([WindowTable.SETTLES, WindowTable.HOLDS])
+    table = WindowTable(decode=lambda ids: "".join("ab"[i] for i in ids), kinds=kinds)
+    assert deltas(make_detokenizer(table), [0, 1, 1, 0, 1]) == ["a", "", "", "bba", "", "b"]
+
+
+# Stop strings, on a table whose ids are the letters, some of their pairs and one long piece.
+PIECES: list[str | bytes | None] = ["a", "b", "c", "aa", "ab", "bc", "abcab", "", None]
+LETTERS = TokenTable(pieces=PIECES)
+PIECE_IDS = {piece: i for i, piece in enumerate(PIECES)}
+STOP_STRINGS = st.lists(st.text(alphabet="abc", min_size=1, max_size=5), min_size=1, max_size=4)
+LETTER_IDS = st.lists(st.integers(0, len(PIECES)), max_size=30)
+
+
+def ids_of(*pieces: str) -> list[int]:
+    return [PIECE_IDS[piece] for piece in pieces]
+
+
+def search(text: str, stop: Sequence[str]) -> tuple[int, str] | None:
+    """The oracle: the end of the match that ends first and its string, the longest one that ends there."""
+    for end in range(1, len(text) + 1):
+        found = [string for string in stop if text[:end].endswith(string)]
+        if found:
+            return end, max(found, key=len)
+    return None
+
+
+@settings(max_examples=500, deadline=None)
+@given(ids=LETTER_IDS, stop=STOP_STRINGS, include_stop=st.booleans(), min_tokens=st.integers(0, 5), data=st.data())
+def test_a_stop_string_is_found_where_a_search_of_the_whole_text_finds_it(
+    ids: list[int], stop: list[str], include_stop: bool, min_tokens: int, data: st.DataObject
+) -> None:
+    texts = [str(PIECES[i] or "") if i < len(PIECES) else "" for i in ids]
+    spared = "".join(texts[:min_tokens])
+    text = "".join(texts[min_tokens:])
+    match = search(text, stop)
+    detokenizer = make_detokenizer(LETTERS, stop=stop, include_stop=include_stop, min_tokens=min_tokens)
+    shown = ""
+    num_fed = 0
+    while num_fed < len(ids):  # in feeds of any sizes
+        size = data.draw(st.integers(1, 7))
+        shown += detokenizer.feed(ids[num_fed : num_fed + size])
+        num_fed += size
+    if match is None:
+        assert shown + detokenizer.flush() == spared + text
+        assert detokenizer.stop_string is None
+        return
+    end, stop_string = match
+    assert shown == spared + text[: end if include_stop else end - len(stop_string)]
+    assert detokenizer.flush() == ""
+    assert detokenizer.stop_string == stop_string
+    completed_by = next(i for i in range(len(ids)) if len("".join(texts[min_tokens : i + 1])) >= end)
+    assert detokenizer.stop_token_index == completed_by
+
+
+@settings(max_examples=200, deadline=None)
+@given(ids=LETTER_IDS, stop=STOP_STRINGS)
+def test_only_what_may_begin_a_stop_string_is_held_back(ids: list[int], stop: list[str]) -> None:
+    detokenizer = make_detokenizer(LETTERS, stop=stop)
+    text = shown = ""
+    for token_id in ids:
+        text += str(PIECES[token_id] or "") if token_id < len(PIECES) else ""
+        shown += detokenizer.feed_one(token_id)
+        if detokenizer.stop_string is not None:
+            return
+        beginnings = (string[:length] for string in stop for length in range(len(string)))
+        held = max((len(start) for start in beginnings if text.endswith(start)), default=0)
+        assert shown == text[: len(text) - held]
+
+
+@pytest.mark.parametrize(
+    ("stop", "pieces", "expected", "stop_string"),
+    [
+        (("abc",), ("a", "b", "a", "bc"), ["", "", "ab", ""], "abc"),
+        (("abcab", "bc"), ("abcab",), ["a"], "bc"),  # the one that ends first
+        (("c", "bc", "abc"), ("a", "bc"), ["", ""], "abc"),  # of those that end there, the longest
+        (("bc", "c"), ("abcab",), ["a"], "bc"),
+        (("aab",), ("aa", "aa", "ab"), ["", "aa", "a"], "aab"),
+    ],
+)
+def test_the_stop_string_that_ends_first_ends_the_text(
+    stop: tuple[str, ...], pieces: tuple[str, ...], expected: list[str], stop_string: str
+) -> None:
+    detokenizer = make_detokenizer(LETTERS, stop=stop)
+    assert [detokenizer.feed_one(i) for i in ids_of(*pieces)] == expected
+    assert detokenizer.stop_string == stop_string
+    assert detokenizer.stop_token_index == len(pieces) - 1
+
+
+def test_after_a_stop_string_nothing_is_consumed() -> None:
+    detokenizer = make_detokenizer(LETTERS, stop=("b",))
+    assert detokenizer.feed(ids_of("a", "abcab", "c", "b")) == "aa"
+    assert detokenizer.stop_token_index == 1
+    assert detokenizer.feed(ids_of("a")) + detokenizer.flush() == ""
+    assert detokenizer.stop_token_index == 1
+
+
+def test_text_of_the_first_tokens_is_no_part_of_a_match() -> None:
+    detokenizer = make_detokenizer(LETTERS, stop=("ab", "c"), min_tokens=2)
+    assert [detokenizer.feed_one(i) for i in ids_of("c", "a", "b", "a", "b")] == ["c", "a", "b", "", ""]
+    assert detokenizer.stop_string == "ab"
+    assert detokenizer.stop_token_index == 4
+
+
+def test_text_that_only_the_end_settles_is_searched_too() -> None:
+    detokenizer = make_detokenizer(RUNS, stop=("é",))
+    assert detokenizer.feed([A, C3, XA9]) == "a"
+    assert detokenizer.stop_string is None
+    assert detokenizer.flush() == ""
+    assert (detokenizer.stop_string, detokenizer.stop_token_index) == ("é", 2)
+
+
+def test_a_stop_string_of_characters_cut_into_tokens_is_found() -> None:
+    detokenizer = make_detokenizer(BYTES, stop=("é😀",))
+    assert detokenizer.feed([A, C3, XA9, F0, X9F, X98]) == "a"
+    assert detokenizer.feed_one(X80) == ""
+    assert (detokenizer.stop_string, detokenizer.stop_token_index) == ("é😀", 6)
+
+
+def test_many_long_stop_strings_cost_a_constant_a_character() -> None:
+    """Sixty-four that share a kilobyte, on a text that keeps coming back to it: steps are counted, not timed."""
+    stop = ["a" * 1000 + chr(0x100 + i) for i in range(64)]
+    detokenizer = make_detokenizer(LETTERS, stop=stop)
+    pieces = ["aa"] * 499 + ["b", "a"] * 3 + ["aa"] * 600 + ["c"]
+    detokenizer.feed(ids_of(*pieces))
+    assert detokenizer.stop_string is None
+    num_states, num_transitions = size_of_automaton(detokenizer)
+    assert num_states <= 1001
+    assert num_transitions <= 2 * sum(map(len, pieces))
+
+
+def size_of_automaton(detokenizer: Detokenizer) -> tuple[int, int]:
+    open_states = [detokenizer._automaton.root]  # type: ignore[attr-defined]
+    seen = {id(open_states[0])}
+    num_transitions = 0
+    while open_states:
+        state = open_states.pop()
+        for following in state.following.values():
+            num_transitions += 1
+            if id(following) not in seen:
+                seen.add(id(following))
+                open_states.append(following)
+    return len(seen), num_transitions

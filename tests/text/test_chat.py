@@ -1,0 +1,99 @@
+"""Chat messages are checked, then rendered by the model's template in a sandbox."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioengine.errors import InvalidRequest
+from aioengine.text.chat import check_messages, render_template
+from aioengine.text.tokenizer import Tokenizer
+
+USER = {"role": "user", "content": "hi"}
+
+
+def render(template: str, messages: object = (USER,), **named_tokens: str) -> str:
+    checked = check_messages(messages)
+    return render_template(template, checked, add_generation_prompt=True, named_tokens=named_tokens)
+
+
+def test_a_chat_is_what_the_template_says(folder: Path) -> None:
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.render_chat([USER]) == "<s><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.render_chat([USER], add_generation_prompt=False) == "<s><|im_start|>user\nhi<|im_end|>\n"
+
+
+def test_text_parts_become_one_text() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert check_messages([{"role": "user", "content": parts}]) == [{"role": "user", "content": "one\ntwo"}]
+
+
+def test_other_keys_reach_the_template_unless_they_are_none() -> None:
+    message = {"role": "user", "content": "hi", "name": "Ada", "tool_calls": None}
+    assert check_messages([message]) == [{"role": "user", "content": "hi", "name": "Ada"}]
+
+
+def test_a_tool_call_needs_no_content() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    assert check_messages([call]) == [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]
+
+
+@pytest.mark.parametrize(
+    ("messages", "problem"),
+    [
+        ("hi", "non-empty list"),
+        ([], "non-empty list"),
+        (None, "non-empty list"),
+        ([USER, "hi"], "message 1 is a str"),
+        ([{"content": "hi"}], "message 0 has no role"),
+        ([{"role": 1, "content": "hi"}], "message 0 has no role"),
+        ([{"role": "user"}], "message 0 has no content"),
+        ([{"role": "user", "content": None}], "message 0 has no content"),
+        ([{"role": "user", "content": 5}], "has a int as content"),
+        ([{"role": "user", "content": ["hi"]}], "content part"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "content part"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "content part"),
+    ],
+)
+def test_malformed_messages_are_the_callers_fault(messages: Any, problem: str) -> None:
+    with pytest.raises(InvalidRequest, match=problem) as raised:
+        check_messages(messages)
+    assert raised.value.param == "prompt"
+
+
+def test_what_the_template_refuses_is_the_callers_fault(folder: Path) -> None:
+    with pytest.raises(InvalidRequest, match="no such role") as raised:
+        Tokenizer.load(folder).encode_chat([{"role": "forbidden", "content": "hi"}])
+    assert raised.value.param == "prompt"
+
+
+@pytest.mark.parametrize(
+    "template", ["{% if %}", "{{ messages[0].content + 1 }}", "{{ messages[7].content.x }}", "{{ 1 / 0 }}"]
+)
+def test_a_template_that_fails_is_an_invalid_request(template: str) -> None:
+    with pytest.raises(InvalidRequest, match="chat template does not take"):
+        render(template)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages.__class__.__mro__ }}{{ ''.__class__.__base__.__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ raise_exception.__globals__['json'] }}",
+    ],
+)
+def test_a_template_cannot_leave_its_sandbox(template: str) -> None:
+    with pytest.raises(InvalidRequest):
+        render(template)
+
+
+def test_a_template_cannot_change_the_callers_messages() -> None:
+    messages = [dict(USER)]
+    with pytest.raises(InvalidRequest):
+        render("{{ messages[0].update({'content': 'x'}) }}", messages)
+    assert messages == [USER]
+
+
+def test_a_template_sees_the_named_tokens() -> None:
+    assert render("{{ bos_token }}{{ eos_token is defined }}", bos_token="<s>") == "<s>False"

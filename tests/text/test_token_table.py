@@ -1,0 +1,105 @@
+"""A detokenizer with a tokenizer's table says, in pieces, exactly what the tokenizer's decode says at once."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+
+from aioengine.core.detokenizer import TokenTable, WindowTable, make_detokenizer
+from aioengine.errors import ModelLoadError
+from aioengine.text.token_table import build_token_tables
+
+CHARS = "abc .'\n🙂👩‍👧日本é▁\x00\ufffd"
+
+
+def deltas(table: TokenTable | WindowTable, ids: list[int]) -> Iterator[str]:
+    detokenizer = make_detokenizer(table)
+    yield from map(detokenizer.feed_one, ids)
+    yield detokenizer.flush()
+
+
+def assert_same_text(backend: Tokenizer, table: TokenTable | WindowTable, ids: list[int], skip: bool) -> None:
+    expected = backend.decode(ids, skip_special_tokens=skip)
+    shown = ""
+    for delta in deltas(table, ids):
+        shown += delta
+        assert expected.startswith(shown), (ids, shown, expected)  # so no U+FFFD is shown that does not stay
+    assert shown == expected, ids
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_random_ids_decode_as_the_backend_decodes_them(backend: Tokenizer, skip: bool, seed: int) -> None:
+    rng = random.Random(seed)
+    table = build_token_tables(backend)[not skip]
+    num_ids = backend.get_vocab_size()
+    rare = [*range(min(300, num_ids)), *range(num_ids - 8, num_ids + 5)]
+    for _ in range(150):
+        of = rng.choice([range(num_ids), range(num_ids + 5), rare, rng.choices(rare, k=3)])
+        assert_same_text(backend, table, rng.choices(of, k=rng.choice([1, 2, 3, 8, 90])), skip)
+
+
+@settings(max_examples=40, deadline=None)
+@given(text=st.text(alphabet=st.sampled_from(CHARS) | st.characters(exclude_categories=["Cs"]), max_size=60))
+def test_encoded_text_comes_back_as_the_backend_brings_it_back(backend: Tokenizer, text: str) -> None:
+    ids = backend.encode(text).ids
+    for skip in (True, False):
+        assert_same_text(backend, build_token_tables(backend)[not skip], ids, skip)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_bytes_in_any_order_become_characters_where_they_are_some(data: st.DataObject) -> None:
+    backend = byte_runs()
+    byte = st.sampled_from([0x41, 0x80, 0x9F, 0xA0, 0xBF, 0xC0, 0xC3, 0xE0, 0xE2, 0xED, 0xF0, 0xF4, 0xF5, 0xFF])
+    ids = data.draw(st.lists(byte | st.sampled_from([256, 257]), max_size=12))
+    for decoder in (decoders.ByteLevel(), decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])):
+        backend.decoder = decoder
+        assert_same_text(backend, build_token_tables(backend)[0], ids, True)
+
+
+def byte_runs() -> Tokenizer:
+    """Byte tokens as ``ByteFallback`` has them, a token that is none, and a special one; ids 0–255 are the bytes."""
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"a": 256}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.add_special_tokens(["<s>"])
+    return backend
+
+
+def test_common_tokenizers_need_no_window() -> None:
+    for steps in (
+        [decoders.ByteLevel()],
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)],
+        [decoders.Metaspace()],
+        [decoders.WordPiece()],
+    ):
+        backend = byte_runs()
+        backend.decoder = decoders.Sequence(steps)
+        assert isinstance(build_token_tables(backend).without_special, TokenTable), steps
+
+
+def test_a_decoder_in_python_goes_through_the_window() -> None:
+    class Shout:
+        def decode_chain(self, tokens: list[str]) -> list[str]:
+            return [token.upper() for token in tokens]
+
+    backend = byte_runs()
+    backend.decoder = decoders.Decoder.custom(Shout())
+    table = build_token_tables(backend).without_special
+    assert isinstance(table, WindowTable)
+    assert "".join(deltas(table, [256, 257, 256])) == "AA"
+
+
+def test_a_decoder_that_the_library_panics_on_is_refused() -> None:
+    backend = byte_runs()
+    backend.decoder = decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 0, 1)])
+    with pytest.raises(ModelLoadError, match="Strip with stop"):
+        build_token_tables(backend)
+
+
+def test_an_empty_vocabulary_decodes_to_nothing() -> None:
+    backend = Tokenizer(models.BPE())
+    assert "".join(deltas(build_token_tables(backend).without_special, [0, 5])) == ""

@@ -1,0 +1,247 @@
+"""A folder's tokenizer: the same ids as AutoTokenizer's, and errors that say what to do."""
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+from aioengine.core.detokenizer import WindowTable, make_detokenizer
+from aioengine.errors import InvalidRequest, ModelLoadError
+from aioengine.text.loading import PLAIN_MODEL_TYPES, load_tokenizer
+from aioengine.text.tokenizer import MAX_CHARS_HOLDING_GIL, Tokenizer
+
+MESSAGES = [{"role": "system", "content": " Be brief. "}, {"role": "user", "content": "Naïve café? 😀"}]
+TEXTS = [
+    "",
+    " ",
+    "The quick  brown fox",
+    "naïve 日本茶 😀👩‍👩‍👧\n\n",
+    "<s>a</s><|im_end|> <tool call>é x",
+    "fox " * 2000,
+]
+
+
+def rewrite(file: Path, **changes: Any) -> None:
+    content = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
+
+
+def auto_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+
+
+def assert_like_auto_tokenizer(folder: Path) -> None:
+    ours, theirs = Tokenizer.load(folder), auto_tokenizer(folder)
+    for text in TEXTS:
+        assert ours.encode(text) == theirs(text)["input_ids"], text
+        assert ours.encode(text, add_special_tokens=False) == theirs(text, add_special_tokens=False)["input_ids"], text
+    ids = theirs(" ".join(TEXTS[:-1]))["input_ids"]
+    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(ids, clean_up_tokenization_spaces=False)
+    for has_prompt in (True, False):
+        expected = theirs.apply_chat_template(MESSAGES, add_generation_prompt=has_prompt, return_dict=False)
+        assert ours.encode_chat(MESSAGES, add_generation_prompt=has_prompt) == expected
+    assert (ours.eos_token_id, ours.bos_token_id) == (theirs.eos_token_id, theirs.bos_token_id)
+
+
+# None is what AutoTokenizer makes of a folder without config.json; the last two have classes of their own.
+@pytest.mark.parametrize("model_type", [*sorted(PLAIN_MODEL_TYPES), None, "qwen2", "gemma3_text"])
+def test_a_folder_gives_the_ids_of_auto_tokenizer(folder: Path, model_type: str | None) -> None:
+    (folder / "config.json").unlink()
+    if model_type is not None:
+        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    assert_like_auto_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"add_bos_token": True, "add_eos_token": True},
+        {"add_bos_token": False},
+        {"eos_token": "<|new|>"},
+        {"pad_token": {"__type": "AddedToken", "content": "</s>", "special": True}},
+        {"unk_token": "fox"},
+        {"image_token": "<|image|>"},
+        {"additional_special_tokens": ["<|im_end|>", "brown"]},
+        {"extra_special_tokens": {"tool": "<tool call>"}},
+        {"tokenizer_class": "Qwen2Tokenizer"},
+        {"tokenizer_class": "LlamaTokenizer"},
+        {"tokenizer_class": ...},
+        {"split_special_tokens": True},
+        {"add_prefix_space": True, "clean_up_tokenization_spaces": True, "model_max_length": 5},
+        {"chat_template": [{"name": "default", "template": "{{ messages[0].content }}"}]},
+        {"added_tokens_decoder": {"1": {"content": "</s>", "special": True, "normalized": False}}},
+        {"added_tokens_decoder": {"900": {"content": "quick", "special": False, "lstrip": True}}},
+    ],
+)
+@pytest.mark.filterwarnings("default")
+def test_settings_mean_what_they_mean_to_auto_tokenizer(folder: Path, settings: dict[str, Any]) -> None:
+    rewrite(folder / "tokenizer_config.json", **settings)
+    for token in settings.get("added_tokens_decoder", {}).values():
+        token.setdefault("single_word", False)
+    assert_like_auto_tokenizer(folder)
+
+
+def test_files_beside_the_settings_mean_what_they_mean_to_auto_tokenizer(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{{ eos_token }}{{ messages[-1].content }}")
+    assert_like_auto_tokenizer(folder)
+    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|im_end|>", "pad_token": "<|pad|>"}))
+    assert_like_auto_tokenizer(folder)
+
+
+def test_a_length_baked_into_tokenizer_json_cuts_and_pads_nothing(folder: Path) -> None:
+    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    backend.enable_truncation(4)
+    backend.enable_padding(length=4)
+    backend.save(str(folder / "tokenizer.json"))
+    assert_like_auto_tokenizer(folder)
+
+
+def test_a_plain_folder_needs_neither_transformers_nor_torch(folder: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path\n"
+        "import aioengine.text\n"
+        "assert 'tokenizers' not in sys.modules\n"
+        "from aioengine.text.tokenizer import Tokenizer\n"
+        "Tokenizer.load(Path(sys.argv[1])).encode('hello')\n"
+        "sys.exit(bool({'transformers', 'torch'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", program, str(folder)]).returncode == 0
+
+
+def test_long_texts_have_the_same_ids_as_short_ones(folder: Path) -> None:
+    tokenizer = Tokenizer.load(folder)
+    words = tokenizer.encode(" fox", add_special_tokens=False)
+    num_words = MAX_CHARS_HOLDING_GIL
+    assert tokenizer.encode(" fox" * num_words) == [tokenizer.bos_token_id, *words * num_words]
+
+
+def test_a_tokenizer_says_what_it_is(folder: Path) -> None:
+    tokenizer = Tokenizer.load(folder)
+    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    assert tokenizer.vocab_size == max(backend.get_vocab().values()) + 1
+    special = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|ünknown end|>"]
+    assert tokenizer.special_ids == {backend.token_to_id(token) for token in special}
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1)
+
+
+def test_special_tokens_are_skipped_unless_asked_for(folder: Path) -> None:
+    tokenizer = Tokenizer.load(folder)
+    ids = tokenizer.encode("a<|im_end|>b")
+    texts = {}
+    for skip in (True, False):
+        detokenizer = make_detokenizer(tokenizer.token_table(skip_special_tokens=skip))
+        texts[skip] = detokenizer.feed(ids) + detokenizer.flush()
+        assert texts[skip] == tokenizer.decode(ids, skip_special_tokens=skip)
+    assert texts == {True: "ab", False: "<s>a<|im_end|>b"}
+
+
+def test_a_chat_has_one_bos(folder: Path) -> None:
+    ids = Tokenizer.load(folder).encode_chat(MESSAGES)
+    assert ids.count(0) == 1
+    assert ids[0] == 0
+
+
+def test_several_threads_may_use_one_tokenizer(folder: Path) -> None:
+    tokenizer = Tokenizer.load(folder)
+    text = "The quick brown fox 😀 " * 500
+    ids = tokenizer.encode(text)
+    results: list[bool] = []
+
+    def encode() -> None:
+        results.append(all(tokenizer.encode(text) == ids for _ in range(5)))
+
+    threads = [threading.Thread(target=encode) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        assert tokenizer.decode(ids) == text
+    for thread in threads:
+        thread.join()
+    assert results == [True] * 3
+
+
+def test_a_tokenizer_that_is_a_python_class_works_too(tmp_path: Path) -> None:
+    from transformers import ByT5Tokenizer
+
+    ByT5Tokenizer().save_pretrained(str(tmp_path))
+    tokenizer, theirs = Tokenizer.load(tmp_path), auto_tokenizer(tmp_path)
+    text = "Naïve 😀 café"
+    ids = tokenizer.encode(text)
+    assert ids == theirs(text)["input_ids"]
+    assert tokenizer.decode([*ids, 10**6]) == text
+    assert tokenizer.eos_token_id == ids[-1]
+    assert ids[-1] in tokenizer.special_ids
+    table = tokenizer.token_table()
+    assert isinstance(table, WindowTable)
+    detokenizer = make_detokenizer(table)
+    deltas = [detokenizer.feed_one(token_id) for token_id in ids]
+    assert "".join(deltas) + detokenizer.flush() == text
+    assert deltas[0] == "N"
+
+
+def test_a_folder_without_a_tokenizer_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert not Tokenizer.exists(tmp_path)
+    with pytest.raises(ModelLoadError, match="prompts as token ids"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_folder_with_a_tokenizer_is_seen(folder: Path) -> None:
+    assert Tokenizer.exists(folder)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json"])
+@pytest.mark.parametrize("content", [b'{"a": ', b"\xff\xfe", b"[]"])
+def test_a_damaged_file_is_named(folder: Path, name: str, content: bytes) -> None:
+    (folder / name).write_bytes(content)
+    with pytest.raises(ModelLoadError, match=name.replace(".", r"\.")):
+        load_tokenizer(folder)
+
+
+def test_a_tokenizer_json_of_another_format_is_a_load_error(folder: Path) -> None:
+    rewrite(folder / "tokenizer.json", model={"type": "Novel"})
+    with pytest.raises(ModelLoadError, match="tokenizer could not be loaded"):
+        load_tokenizer(folder)
+
+
+def test_code_of_a_folder_is_never_run(folder: Path) -> None:
+    rewrite(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.Evil", None]}, tokenizer_class="Evil")
+    (folder / "evil.py").write_text("raise SystemExit('ran')")
+    with pytest.raises(ModelLoadError, match="trust_remote_code"):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("text", ["a \ud800 b", "\udfff" * (MAX_CHARS_HOLDING_GIL + 1)])
+def test_a_lone_surrogate_is_the_callers_fault(folder: Path, text: str) -> None:
+    with pytest.raises(InvalidRequest, match="surrogate") as raised:
+        Tokenizer.load(folder).encode(text)
+    assert raised.value.param == "prompt"
+
+
+def test_a_prompt_that_is_no_text_is_the_callers_fault(folder: Path) -> None:
+    with pytest.raises(InvalidRequest, match="must be a str, not int"):
+        Tokenizer.load(folder).encode(5)  # type: ignore[arg-type]
+
+
+def test_without_a_template_a_chat_says_what_to_do(folder: Path) -> None:
+    rewrite(folder / "tokenizer_config.json", chat_template=...)
+    with pytest.raises(InvalidRequest, match=r"chat_template\.jinja") as raised:
+        Tokenizer.load(folder).encode_chat(MESSAGES)
+    assert raised.value.param == "prompt"
+
+
+def test_added_tokens_with_other_properties_go_through_transformers(folder: Path) -> None:
+    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    token = AddedToken("<tool call>", lstrip=True)
+    declared = {str(backend.token_to_id(token.content)): {"content": token.content, "lstrip": True, "special": False}}
+    rewrite(folder / "tokenizer_config.json", added_tokens_decoder=declared)
+    assert_like_auto_tokenizer(folder)

@@ -1,0 +1,129 @@
+"""Long text work runs in one thread that closing ends; short text work runs at once."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+import anyio
+import pytest
+
+from aioengine.text.worker import TextWorker
+
+LONG = TextWorker.MAX_INLINE_CHARS + 1
+BOTH_LOOPS = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
+
+
+def text_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("aioengine-text")]
+
+
+def waiting(gate: threading.Event, started: threading.Event) -> Callable[[], str]:
+    def work() -> str:
+        started.set()
+        gate.wait(10)
+        return "done"
+
+    return work
+
+
+async def until(event: threading.Event) -> None:
+    while not event.is_set():  # noqa: ASYNC110 - it is set in a thread
+        await asyncio.sleep(0)
+
+
+@BOTH_LOOPS
+async def test_short_work_runs_at_once_and_makes_no_thread() -> None:
+    worker = TextWorker()
+    assert await worker.run(threading.current_thread, TextWorker.MAX_INLINE_CHARS) is threading.current_thread()
+    assert text_threads() == []
+    await worker.aclose()
+
+
+@BOTH_LOOPS
+async def test_long_work_runs_in_one_thread_that_closing_ends() -> None:
+    worker = TextWorker()
+    used = {await worker.run(threading.current_thread, size) for size in (LONG, None, LONG)}
+    assert used == set(text_threads())
+    assert len(used) == 1
+    await worker.aclose()
+    assert text_threads() == []
+
+
+async def test_arguments_and_results_pass_through() -> None:
+    worker = TextWorker()
+    for size in (0, LONG):
+        assert await worker.run(sorted, size, [1, 3, 2], reverse=True) == [3, 2, 1]
+    await worker.aclose()
+
+
+async def test_errors_pass_through() -> None:
+    worker = TextWorker()
+    for size in (0, LONG):
+        with pytest.raises(ValueError, match="invalid literal"):
+            await worker.run(int, size, "x")
+    await worker.aclose()
+
+
+@BOTH_LOOPS
+async def test_the_loop_goes_on_while_long_work_runs() -> None:
+    worker, gate, started = TextWorker(), threading.Event(), threading.Event()
+    async with anyio.create_task_group() as group:
+        group.start_soon(worker.run, waiting(gate, started), None)
+        await until(started)
+        gate.set()
+    await worker.aclose()
+
+
+@BOTH_LOOPS
+async def test_a_cancelled_wait_leaves_the_worker_usable() -> None:
+    worker, gate, started, dropped = TextWorker(), threading.Event(), threading.Event(), threading.Event()
+    async with anyio.create_task_group() as group:
+        group.start_soon(worker.run, waiting(gate, started), None)
+        group.start_soon(worker.run, dropped.set, None)
+        await until(started)
+        group.cancel_scope.cancel()
+    gate.set()
+    assert await worker.run(str, LONG, 5) == "5"
+    assert not dropped.is_set()
+    await worker.aclose()
+
+
+@BOTH_LOOPS
+async def test_closing_waits_for_work_that_is_wanted() -> None:
+    worker, gate, started = TextWorker(), threading.Event(), threading.Event()
+    results = []
+
+    async def keep() -> None:
+        results.append(await worker.run(waiting(gate, started), None))
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(keep)
+        await until(started)
+        group.start_soon(worker.aclose)
+        await asyncio.sleep(0)
+        assert len(text_threads()) == 1
+        gate.set()
+    assert results == ["done"]
+    assert text_threads() == []
+
+
+async def test_a_cancelled_close_still_ends_the_thread() -> None:
+    worker, gate, started = TextWorker(), threading.Event(), threading.Event()
+    async with anyio.create_task_group() as group:
+        group.start_soon(worker.run, waiting(gate, started), None)
+        await until(started)
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await worker.aclose()
+        gate.set()
+    for thread in text_threads():
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+async def test_a_closed_worker_says_so() -> None:
+    worker = TextWorker()
+    await worker.aclose()
+    await worker.aclose()
+    with pytest.raises(RuntimeError, match="closed"):
+        await worker.run(str, 0, 5)
