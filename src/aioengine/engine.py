@@ -146,6 +146,14 @@ class Engine:
         """
         return self._running().executor.info
 
+    def describe(self) -> str:
+        """One line about the model, its weights and its KV cache, for a person.
+
+        Raises:
+            EngineClosed: the engine is not running.
+        """
+        return self._running().describe()
+
     async def _start(self) -> None:
         if self._runtime is not None:
             raise EngineClosed("an engine starts once; make a new one")

@@ -1,0 +1,20 @@
+# What CI runs, and nothing that it does not. Each part can be run alone.
+PYTHON ?= python
+
+.PHONY: check format lint types tests
+
+check: lint types tests
+
+format:
+	$(PYTHON) -m ruff format .
+	$(PYTHON) -m ruff check --fix .
+
+lint:
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m ruff check .
+
+types:
+	$(PYTHON) -m mypy
+
+tests:
+	$(PYTHON) -m pytest

@@ -1,0 +1,57 @@
+"""The command line's entry, and how its errors and interrupts end the process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import click
+
+import aioengine
+from aioengine.cli.generate import generate
+from aioengine.errors import AioEngineError, ConfigError, InvalidRequest, ModelLoadError
+
+EXIT_FAILURE = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(aioengine.__version__, prog_name="aioengine")
+def cli() -> None:
+    """An LLM inference engine that lives inside an asyncio program."""
+
+
+cli.add_command(generate)
+
+
+def main() -> None:
+    """Run the command line; any error that has a message for the user is one line on stderr and an exit code.
+
+    Exit codes: 0 done, 1 the engine or the model failed, 2 wrong arguments, 130 interrupted.
+    """
+    try:
+        status = cli.main(standalone_mode=False)
+    except click.exceptions.Abort:
+        status = EXIT_INTERRUPTED
+    except click.ClickException as error:
+        error.show()
+        status = EXIT_USAGE
+    except (InvalidRequest, ConfigError) as error:
+        status = _complain(error, EXIT_USAGE)
+    except (ModelLoadError, AioEngineError) as error:
+        status = _complain(error, EXIT_FAILURE)
+    except KeyboardInterrupt:
+        click.echo(err=True)
+        status = EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader of a pipe has gone, as `| head` does; nothing is left to say, nor anyone to
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = EXIT_FAILURE
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def _complain(error: Exception, status: int) -> int:
+    line = " ".join(str(error).split())
+    click.echo(f"aioengine: {line}", err=True)
+    return status

@@ -1,0 +1,118 @@
+"""The picture in ARCHITECTURE.md, held by a test: which floor may import what."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import aioengine
+
+ROOT = Path(aioengine.__file__).parent
+
+EVERYWHERE = {"errors", "config", "sampling_params", "request", "outputs", "validation"}
+"""What every floor may use; `outputs` is for those above the core."""
+
+MAY_IMPORT = {
+    "core": {"core"},
+    "kernels": {"kernels"},
+    "attention": {"attention", "kernels", "core"},
+    "sampler": {"kernels", "core"},
+    "models": {"models", "attention", "kernels", "model_folder"},
+    "executor": {"executor", "models", "attention", "sampler", "kernels", "core", "model_folder"},
+    "model_folder": {"demo"},
+    "dump": {"core"},
+    "engine_core": {"core", "executor.protocol", "dump"},
+    "completion": {"engine_core", "core.detokenizer", "core.sequence"},
+    "intake": set(),
+    "progress": set(),
+    "text": {"text", "core.detokenizer"},
+    "runtime": {
+        "completion", "core.detokenizer", "core.sequence", "dump", "engine_core", "executor.protocol",
+        "executor.torch_executor", "intake", "model_folder", "progress", "text",
+    },
+    "engine": {"completion", "core.sequence", "executor.protocol", "intake", "runtime"},
+    "cli": {"cli", "engine"},
+    "testing": {"testing", "core", "executor.protocol"},
+    "demo": {"demo"},
+    "outputs": {"core.sequence"},
+    "request": set(),
+    "sampling_params": set(),
+    "config": set(),
+    "validation": set(),
+    "errors": set(),
+}  # fmt: skip
+"""Which floors, or modules of floors, each may use besides those that everything may."""
+
+NEVER = {
+    "core": {"torch", "asyncio", "anyio", "zmq", "time", "random", "threading"},
+    "models": {"asyncio", "anyio", "zmq"},
+    "attention": {"asyncio", "anyio", "zmq"},
+    "sampler": {"asyncio", "anyio", "zmq"},
+    "kernels": {"asyncio", "anyio", "zmq"},
+}
+
+CORE_MAY_IMPORT = {"numpy", "msgspec"} | set(sys.stdlib_module_names)
+
+
+def modules() -> list[Path]:
+    return sorted(ROOT.rglob("*.py"))
+
+
+def floor_of(path: Path) -> str:
+    relative = path.relative_to(ROOT)
+    return relative.parts[0] if len(relative.parts) > 1 else relative.stem
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """Every module that a file names in an import, wherever it stands in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute here"
+            yield node.module or ""
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "worker.run")):
+            yield from (a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str))
+
+
+def test_there_are_modules_to_look_at() -> None:
+    floors = {floor_of(path) for path in modules()}
+    assert {"core", "executor", "models", "engine", "text", "testing", "cli", "demo"} <= floors
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_module_imports_only_what_its_floor_may(path: Path) -> None:
+    floor = floor_of(path)
+    if floor == "__init__":
+        return
+    allowed = MAY_IMPORT[floor] | EVERYWHERE
+    for name in imports_of(path):
+        if name.startswith("aioengine."):
+            inner = name.removeprefix("aioengine.")
+            assert any(inner == entry or inner.startswith(entry + ".") for entry in allowed), f"{floor} → {name}"
+        top = name.split(".")[0]
+        assert top not in NEVER.get(floor, set()), f"{floor} never imports {top}"
+        if floor == "core" and top != "aioengine":
+            assert top in CORE_MAY_IMPORT, f"core imports {top}, which is neither numpy, msgspec nor the stdlib"
+
+
+def test_importing_the_package_loads_no_torch_and_no_transformers() -> None:
+    heavy = ("torch", "transformers", "tokenizers", "rich", "uvloop", "click")
+    code = f"import sys, aioengine; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_one_place_creates_tasks() -> None:
+    callers = [
+        str(path.relative_to(ROOT))
+        for path in modules()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith((".create_task", "ensure_future"))
+    ]
+    assert callers == ["runtime.py"]
