@@ -1,0 +1,1 @@
+"""The innermost loops, and a plain torch oracle for each."""

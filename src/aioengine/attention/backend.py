@@ -1,0 +1,33 @@
+"""What an attention backend offers: one object a model, one callable a step."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from aioengine.kernels.metadata import AttentionMetadata
+
+
+class StepAttention(Protocol):
+    """Attention over the KV cache for one step; what a decoder's ``forward`` takes as ``attend``."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None) -> Tensor:
+        """Write this step's k and v to the cache of ``layer``, then attend.
+
+        Args:
+            q: [tokens, heads, head_dim], rotated.
+            k, v: [tokens, kv_heads, head_dim], rotated.
+            window: the most positions that a query sees, itself included; None: all.
+        Returns:
+            [tokens, heads, head_dim], same dtype as ``q``, contiguous; scaled by ``head_dim ** -0.5``.
+        """
+        ...
+
+
+class AttentionBackend(Protocol):
+    """Owns the way to compute attention over one KV cache."""
+
+    def begin_step(self, meta: AttentionMetadata) -> StepAttention:
+        """Prepare what all layers of a step share. The result is valid until the next call."""
+        ...

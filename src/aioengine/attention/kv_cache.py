@@ -1,0 +1,59 @@
+"""The KV cache: per layer, blocks of keys and of values."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVCacheShape:
+    """One layer's share is [num_blocks, block_size, num_kv_heads, head_dim], for keys and again for values."""
+
+    num_layers: int
+    num_blocks: int
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Keys and values of one block in all layers."""
+        elements = self.block_size * self.num_kv_heads * self.head_dim
+        return 2 * self.num_layers * elements * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """Keys and values of every layer.
+
+    Attributes:
+        k, v: one tensor a layer, [num_blocks, block_size, num_kv_heads, head_dim].
+    """
+
+    k: list[Tensor]
+    v: list[Tensor]
+
+    @classmethod
+    def allocate(cls, shape: KVCacheShape) -> KVCache:
+        """Zeros, in pages that the system hands out when they are first written."""
+        return cls(
+            k=[_lazy_zeros(shape) for _ in range(shape.num_layers)],
+            v=[_lazy_zeros(shape) for _ in range(shape.num_layers)],
+        )
+
+    @property
+    def block_size(self) -> int:
+        return self.k[0].shape[1]
+
+
+def _lazy_zeros(shape: KVCacheShape) -> Tensor:
+    # numpy's zeros come from calloc, which leaves large allocations to the kernel's zero page; torch.zeros writes them,
+    # so that a cache of gigabytes would be resident before the first token.
+    size = (shape.num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
+    return torch.from_numpy(np.zeros(math.prod(size) * shape.dtype.itemsize, np.uint8)).view(shape.dtype).view(size)
