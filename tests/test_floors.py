@@ -37,6 +37,7 @@ MAY_IMPORT = {
     },
     "engine": {"completion", "core.sequence", "executor.protocol", "intake", "runtime"},
     "cli": {"cli", "engine"},
+    "__main__": {"cli"},
     "testing": {"testing", "core", "executor.protocol"},
     "demo": {"demo"},
     "outputs": {"core.sequence"},

@@ -1,0 +1,5 @@
+"""`python -m aioengine` is the command `aioengine`."""
+
+from aioengine.cli import main
+
+main()

@@ -1,0 +1,123 @@
+"""The command as a user runs it: a process of its own, real signals, real pipes."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import aioengine
+from aioengine import EngineConfig, SamplingParams
+from aioengine.cli.generate import generate
+
+COMMAND = [sys.executable, "-m", "aioengine"]
+DEADLINE_S = 90
+
+
+def run(*args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(
+        [*COMMAND, *args], input=stdin, capture_output=True, text=True, timeout=DEADLINE_S, check=False, env=env
+    )
+
+
+def test_it_tells_a_story_and_says_on_stderr_how_large_the_kv_cache_is() -> None:
+    done = run("generate", "Once upon a time", "--seed", "1", "--max-tokens", "40")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Once upon a time")
+    assert len(done.stdout) > len("Once upon a time") + 40
+    assert "KV cache" in done.stderr
+    assert "blocks of 16 tokens" in done.stderr
+
+
+def test_the_same_seed_tells_the_same_story() -> None:
+    first, second = (run("generate", "Once", "--seed", "7", "--max-tokens", "30").stdout for _ in range(2))
+    assert first == second
+
+
+def test_a_prompt_can_come_from_stdin_and_a_chat_answers_without_echo() -> None:
+    done = run("generate", "-", "--chat", "--temperature", "0", "--stats", stdin="Hello!")
+    assert done.returncode == 0, done.stderr
+    assert "Hello!<|im" not in done.stdout
+    assert done.stdout.strip()
+    assert "ended by stop" in done.stderr
+
+
+def test_ctrl_c_ends_it_quietly_with_the_shells_code() -> None:
+    process = subprocess.Popen(
+        [*COMMAND, "generate", "Once upon a time", "--ignore-eos", "--max-model-len", "1000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    read = b""
+    deadline = time.monotonic() + DEADLINE_S
+    while len(read) < 30:  # it is generating by now
+        assert time.monotonic() < deadline
+        if select.select([process.stdout], [], [], 1)[0]:
+            read += os.read(process.stdout.fileno(), 100)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 130, stderr
+    assert b"Traceback" not in stderr
+    assert b"Warning" not in stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "says"),
+    [
+        (("generate", "x", "--temperature", "3"), 2, "temperature=3.0: expected `float` <= 2.0"),
+        (("generate", "x", "--top-k", "many"), 2, "Invalid value for '--top-k'"),
+        (("generate", "x", "--max-num-batched-tokens", "1"), 2, "raise the first or lower the second"),
+        (("generate", ""), 2, "the prompt is empty"),
+        (("generate", "x", "--model", "/nowhere/at/all"), 1, "/nowhere/at/all"),
+        (("generate", "x", "--kv-cache-memory-bytes", "10"), 2, "bytes"),
+        (("nonsense",), 2, "No such command"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, tuple) else None,
+)
+def test_an_error_is_one_readable_line_and_a_code(args: tuple[str, ...], code: int, says: str) -> None:
+    done = run(*args)
+    assert done.returncode == code, done.stderr
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not done.stdout
+
+
+def test_a_closed_pipe_is_no_accident() -> None:
+    line = f"{sys.executable} -m aioengine generate 'Once upon a time' --ignore-eos --max-tokens 200 | head -c 5"
+    done = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert done.stdout == "Once "
+    assert "Traceback" not in done.stderr
+    assert "Exception" not in done.stderr
+
+
+def test_every_field_of_the_structs_is_a_flag_with_a_help_text() -> None:
+    options = {parameter.name: parameter for parameter in generate.params}
+    for struct in (EngineConfig, SamplingParams):
+        for name in struct.__struct_fields__:
+            assert name in options, f"--{name} is missing"
+            assert getattr(options[name], "help", None), f"--{name} has no help text"
+
+
+def test_the_version_is_the_packages() -> None:
+    assert aioengine.__version__ in run("--version").stdout
+
+
+def test_a_local_folder_without_a_tokenizer_says_what_to_do(tmp_path: Path) -> None:
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
+        "num_attention_heads": 2, "num_hidden_layers": 1, "num_key_value_heads": 1, "vocab_size": 64,
+        "max_position_embeddings": 64, "torch_dtype": "float32",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    done = run("generate", "hello", "--model", str(tmp_path), "--load-format", "dummy")
+    assert done.returncode == 2, done.stderr
+    assert "no tokenizer; give the prompt as token ids" in done.stderr
