@@ -1,0 +1,305 @@
+"""Weights from safetensors files into a decoder: checked first, then streamed, one tensor at a time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from aioengine.config import EngineConfig
+from aioengine.errors import ModelLoadError
+from aioengine.model_folder import ModelFolder, read_json
+from aioengine.models.decoder import Decoder, DecoderLayer, Linear
+from aioengine.models.decoder_config import DecoderConfig, read_decoder_config
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+FILE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+# Old checkpoints carry the rotation's frequencies, which follow from the config.
+HARMLESS = re.compile(r"\.rotary_emb\.inv_freq$")
+DUMMY_SEED = 0
+DUMMY_RANGE = 0.05
+
+
+class LoadStopped(Exception):
+    """Loading ended early because ``should_stop`` said so."""
+
+
+class Stored(msgspec.Struct, frozen=True):
+    """A tensor in a file, as the file's header describes it."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * FILE_DTYPES[self.dtype].itemsize
+
+
+class Slot(msgspec.Struct, frozen=True):
+    """Where a checkpoint's tensor goes: a view of a parameter, which the tensor fills (or broadcasts into)."""
+
+    shape: tuple[int, ...]
+    target: Tensor
+
+
+def load_decoder(
+    folder: ModelFolder,
+    config: EngineConfig,
+    *,
+    on_progress: Callable[[int, int], None] | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Decoder:
+    """Build the decoder that ``folder`` describes and give it its weights. Blocks: for a thread.
+
+    Needs the memory of the weights and of one tensor more. Nothing stays open or mapped.
+
+    Args:
+        config: its dtype, max_model_len and load_format count.
+        on_progress: called with (bytes done, bytes of all tensors), from (0, all) to (all, all).
+        should_stop: asked between tensors.
+    Raises:
+        ModelLoadError: a file or tensor is missing, damaged or not what config.json says; the message names it.
+        ConfigError: ``config.max_model_len`` is more than the model allows.
+        LoadStopped: ``should_stop`` said so.
+    """
+    # config.json first: where it describes what is not supported, that explains more than the files could.
+    decoder_config = read_decoder_config(folder, dtype=config.dtype, max_model_len=config.max_model_len)
+    if config.load_format == "dummy":
+        decoder = _allocate(decoder_config)
+        _fill_with_noise(decoder, on_progress, should_stop)
+    else:
+        stored = read_catalogue(folder.path)
+        if config.dtype == "auto" and not any(folder.config.get(key) for key in ("dtype", "torch_dtype")):
+            decoder_config = _with_dtype_of_files(decoder_config, stored)
+        wanted = match(stored, checkpoint_slots(Decoder(decoder_config)), tied=decoder_config.tie_word_embeddings)
+        decoder = _allocate(decoder_config)
+        _stream(wanted, checkpoint_slots(decoder), on_progress, should_stop)
+        if decoder_config.tie_word_embeddings and HEAD in stored and HEAD not in (t.name for t in wanted):
+            _check_tied_head(stored[HEAD], decoder.embedding)
+    decoder.bind(lambda: _stop_if(should_stop))
+    return decoder
+
+
+def checkpoint_slots(decoder: Decoder) -> dict[str, Slot]:
+    """For each tensor that a checkpoint of this decoder holds, by its name there, where it goes."""
+    slots = {
+        EMBEDDING: _whole(decoder.embedding),
+        "model.norm.weight": _whole(decoder.norm.weight),
+    }
+    if decoder.head is not None:
+        slots[HEAD] = _whole(decoder.head.weight)
+    for layer in decoder.decoder_layers():
+        for name, slot in _layer_slots(layer, decoder.config):
+            slots[f"model.layers.{layer.index}.{name}"] = slot
+    return slots
+
+
+def _layer_slots(layer: DecoderLayer, c: DecoderConfig) -> Iterator[tuple[str, Slot]]:
+    q, kv, mlp = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.intermediate_size
+    yield "input_layernorm.weight", _whole(layer.input_norm.weight)
+    yield "post_attention_layernorm.weight", _whole(layer.mlp_norm.weight)
+    yield from _stacked(layer.qkv, {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv})
+    yield from _stacked(layer.output, {"self_attn.o_proj": c.hidden_size})
+    yield from _stacked(layer.gate_up, {"mlp.gate_proj": mlp, "mlp.up_proj": mlp})
+    yield from _stacked(layer.down, {"mlp.down_proj": c.hidden_size})
+    if layer.qk_norm is not None:
+        of_queries, of_keys = torch.split_with_sizes(layer.qk_norm.weight, [c.num_heads, c.num_kv_heads])
+        yield "self_attn.q_norm.weight", Slot((c.head_dim,), of_queries)
+        yield "self_attn.k_norm.weight", Slot((c.head_dim,), of_keys)
+
+
+def _whole(parameter: Tensor) -> Slot:
+    return Slot(tuple(parameter.shape), parameter)
+
+
+def _stacked(linear: Linear, parts: dict[str, int]) -> Iterator[tuple[str, Slot]]:
+    """The slots of matrices (and biases) that lie one above the other, each with so many outputs."""
+    for kind, parameter in (("weight", linear.weight), ("bias", linear.bias)):
+        if parameter is not None:
+            for name, part in zip(parts, torch.split_with_sizes(parameter, list(parts.values())), strict=True):
+                yield f"{name}.{kind}", _whole(part)
+
+
+def read_catalogue(folder: Path) -> dict[str, Stored]:
+    """All tensors in the folder's safetensors files, by name, from the files' headers.
+
+    Raises:
+        ModelLoadError: there are no such files, one is missing or damaged, or the index does not fit them.
+    """
+    if (folder / SINGLE_FILE).is_file():
+        return dict(_read_header(folder / SINGLE_FILE))
+    if not (folder / INDEX_FILE).is_file():
+        other = next((p.name for p in sorted(folder.glob("*")) if p.suffix in (".bin", ".pt", ".pth", ".gguf")), None)
+        hint = f"; {other} is another format: save the model as safetensors" if other else ""
+        raise ModelLoadError(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}{hint}")
+    index = folder / INDEX_FILE
+    shard_of = read_json(index).get("weight_map")
+    if not isinstance(shard_of, dict) or not shard_of or not all(map(_is_file_name, shard_of.values())):
+        raise ModelLoadError(f"{index}: weight_map must give a file of this folder for each tensor")
+    stored: dict[str, Stored] = {}
+    for shard in sorted(set(shard_of.values())):
+        for name, entry in _read_header(folder / shard):
+            if name in stored:
+                raise ModelLoadError(f"tensor {name} is in two files: {stored[name].path} and {entry.path}")
+            stored[name] = entry
+    for name, shard in shard_of.items():
+        if name not in stored or stored[name].path.name != shard:
+            raise ModelLoadError(f"{index} names tensor {name} in {shard}, which lacks it")
+    return stored
+
+
+def _is_file_name(value: object) -> bool:
+    return isinstance(value, str) and bool(value) and Path(value).name == value
+
+
+def _read_header(path: Path) -> Iterator[tuple[str, Stored]]:
+    with _opened(path) as file:
+        for name in file.keys():  # noqa: SIM118 (not a dict)
+            part = file.get_slice(name)
+            yield name, Stored(path, part.get_dtype(), tuple(part.get_shape()))
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            yield file
+    except FileNotFoundError as error:
+        raise ModelLoadError(f"{path} is missing") from error
+    except (SafetensorError, OSError) as error:
+        raise ModelLoadError(f"{path} is damaged or cut short, or cannot be read: {error}") from error
+
+
+class Transfer(msgspec.Struct, frozen=True):
+    """A tensor to be copied: from where, and into the slot of which name."""
+
+    name: str
+    slot: str
+    stored: Stored
+
+
+def match(stored: dict[str, Stored], slots: dict[str, Slot], *, tied: bool) -> list[Transfer]:
+    """Pair what the files hold with what the decoder needs, file by file.
+
+    Raises:
+        ModelLoadError: a tensor is missing, unexpected, of the wrong shape, or of a dtype that is not supported.
+    """
+    names = {slot: slot for slot in slots}
+    if tied and EMBEDDING not in stored and HEAD in stored:
+        names[EMBEDDING] = HEAD  # of two that are one, some tools save the other
+    expected = set(names.values())
+    missing = [name for name in names.values() if name not in stored]
+    # A bias or norm that is left out would make it another model.
+    unexpected = [name for name in stored if name not in expected and not _is_harmless(name, tied=tied)]
+    for problem, found in (("lacks", missing), ("has unexpected", unexpected)):
+        if found:
+            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+            hint = "; config.json may need tie_word_embeddings" if found == [HEAD] else ""
+            raise ModelLoadError(f"the checkpoint {problem} tensor {found[0]}{more}, by what config.json says{hint}")
+    transfers = [Transfer(name, slot, stored[name]) for slot, name in names.items()]
+    for transfer in transfers:
+        _check_tensor(transfer.name, transfer.stored, slots[transfer.slot])
+    return sorted(transfers, key=lambda transfer: transfer.stored.path)
+
+
+def _is_harmless(name: str, *, tied: bool) -> bool:
+    return HARMLESS.search(name) is not None or (tied and name == HEAD)
+
+
+def _check_tensor(name: str, stored: Stored, slot: Slot) -> None:
+    if stored.dtype not in FILE_DTYPES:
+        raise ModelLoadError(
+            f"tensor {name} in {stored.path} is {stored.dtype}; supported: {', '.join(FILE_DTYPES)}. "
+            "Quantised checkpoints are not supported yet"
+        )
+    if stored.shape != slot.shape:
+        raise ModelLoadError(
+            f"tensor {name} in {stored.path} has shape {list(stored.shape)}; config.json makes it {list(slot.shape)}"
+        )
+
+
+def _with_dtype_of_files(config: DecoderConfig, stored: dict[str, Stored]) -> DecoderConfig:
+    dtypes = [
+        FILE_DTYPES[stored[name].dtype]
+        for name in (EMBEDDING, HEAD)
+        if name in stored and stored[name].dtype in FILE_DTYPES
+    ]
+    return msgspec.structs.replace(config, dtype=dtypes[0]) if dtypes else config
+
+
+def _allocate(config: DecoderConfig) -> Decoder:
+    decoder = Decoder(config)
+    try:
+        return decoder.to_empty(device="cpu")
+    except RuntimeError as error:
+        raise ModelLoadError(f"no memory for {decoder.weight_bytes} bytes of weights: {error}") from error
+
+
+def _stream(
+    transfers: list[Transfer],
+    slots: dict[str, Slot],
+    on_progress: Callable[[int, int], None] | None,
+    should_stop: Callable[[], bool],
+) -> None:
+    progress = _Progress(sum(transfer.stored.num_bytes for transfer in transfers), on_progress)
+    for path in dict.fromkeys(transfer.stored.path for transfer in transfers):
+        with _opened(path) as file:
+            for transfer in transfers:
+                if transfer.stored.path == path:
+                    _stop_if(should_stop)
+                    slots[transfer.slot].target.copy_(file.get_tensor(transfer.name))
+                    progress.add(transfer.stored.num_bytes)
+
+
+def _check_tied_head(stored: Stored, embedding: Tensor) -> None:
+    """A head beside a tied embedding is the same matrix saved twice; if not, config.json is wrong."""
+    with _opened(stored.path) as file:
+        if stored.shape == tuple(embedding.shape) and torch.equal(file.get_tensor(HEAD).to(embedding.dtype), embedding):
+            return
+    raise ModelLoadError(
+        f"tensor {HEAD} in {stored.path} is not the embedding, though config.json says tie_word_embeddings; "
+        "set that to false"
+    )
+
+
+def _fill_with_noise(
+    decoder: Decoder, on_progress: Callable[[int, int], None] | None, should_stop: Callable[[], bool]
+) -> None:
+    generator = torch.Generator().manual_seed(DUMMY_SEED)
+    progress = _Progress(decoder.weight_bytes, on_progress)
+    for slot in checkpoint_slots(decoder).values():
+        _stop_if(should_stop)
+        if slot.shape == slot.target.shape and len(slot.shape) > 1:
+            slot.target.uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)
+        else:
+            slot.target.fill_(1.0)
+        progress.add(slot.target.nbytes)
+
+
+def _stop_if(should_stop: Callable[[], bool]) -> None:
+    if should_stop():
+        raise LoadStopped
+
+
+class _Progress:
+    """Counts bytes and tells."""
+
+    def __init__(self, total: int, tell: Callable[[int, int], None] | None) -> None:
+        self._done, self._total, self._tell = 0, total, tell
+        self.add(0)
+
+    def add(self, num_bytes: int) -> None:
+        self._done += num_bytes
+        if self._tell is not None:
+            self._tell(self._done, self._total)
