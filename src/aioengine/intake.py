@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from typing import Literal
 
 from aioengine.errors import AioEngineError, EngineOverloaded
 
 OnFull = Literal["wait", "raise"]
+
+MIN_RETRY_S, MAX_RETRY_S = 0.1, 60.0
 
 
 class Intake:
@@ -26,6 +28,7 @@ class Intake:
         self._num_unstarted = num_unstarted
         self._queue: OrderedDict[Hashable, asyncio.Future[None]] = OrderedDict()
         self._quiet: asyncio.Future[None] | None = None
+        self._taken_at: deque[float] = deque(maxlen=32)
 
     @property
     def num_free(self) -> int:
@@ -41,12 +44,12 @@ class Intake:
             AioEngineError: what `close` was given.
         """
         if self.num_free > 0 and not self._queue:
-            self.num_preparing += 1
+            self._take()
             return
         if on_full == "raise":
             raise EngineOverloaded(
                 f"{self.limit} requests wait already (max_waiting); try again later, or wait with on_full='wait'",
-                retry_after_s=1.0,
+                retry_after_s=self._time_to_next_place(),
             )
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queue[who] = place
@@ -73,7 +76,7 @@ class Intake:
         """Let this one in, place or no place, if it waits here: it was aborted, and will take no room for long."""
         place = self._queue.pop(who, None)
         if place is not None and not place.done():
-            self.num_preparing += 1
+            self._take()
             place.set_result(None)
 
     def close(self, error: Callable[[], AioEngineError]) -> None:
@@ -88,3 +91,14 @@ class Intake:
         if self.num_preparing:
             self._quiet = self._quiet or asyncio.get_running_loop().create_future()
             await asyncio.wait({self._quiet})
+
+    def _take(self) -> None:
+        self.num_preparing += 1
+        self._taken_at.append(asyncio.get_running_loop().time())
+
+    def _time_to_next_place(self) -> float:
+        """How long the last places were apart, in seconds: a guess at when the next one is free."""
+        if len(self._taken_at) < 2:
+            return 1.0
+        span = asyncio.get_running_loop().time() - self._taken_at[0]
+        return min(max(span / len(self._taken_at), MIN_RETRY_S), MAX_RETRY_S)
