@@ -116,10 +116,12 @@ def _with_random_weights(model: Any, seed: int, dtype: torch.dtype) -> Any:
         if name.endswith("norm.weight"):
             # Query and key norms set how sharp the attention is.
             values[name] = (1.5 if "self_attn" in name else 1.0) + 0.2 * noise
-        elif "embed_tokens" in name or "lm_head" in name:
-            values[name] = 0.4 * noise
+        elif name.endswith("bias"):
+            values[name] = 0.5 * noise
         else:
-            values[name] = (0.5 if name.endswith("bias") else 0.2) * noise
+            # About the same spread of what a product gives for each size of its input.
+            gain = 3.2 if "embed_tokens" in name or "lm_head" in name else 1.6
+            values[name] = gain * parameter.shape[-1] ** -0.5 * noise
         values[name] = values[name].to(dtype)
     model.load_state_dict(values, assign=True, strict=False)
     model.tie_weights()

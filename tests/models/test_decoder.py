@@ -112,7 +112,7 @@ def test_windows_are_by_layer_where_the_family_says_so(checkpoint: Checkpoint) -
 
 
 # Largest error of a log-probability, and on average. These random models are far more sensitive than trained ones:
-# transformers in the same dtype is 0.06 to 0.09 (bfloat16) off its own float32 result on average, and 1.2 at most.
+# transformers in the same dtype is 0.06 to 0.10 (bfloat16) off its own float32 result on average, and 1.3 at most.
 TOLERANCES = {"bfloat16": (1.5, 0.1), "float16": (0.3, 0.012)}
 
 

@@ -1,0 +1,158 @@
+"""What config.json is understood to say, and what is refused by name."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from aioengine.errors import ConfigError, ModelLoadError
+from aioengine.model_folder import ModelFolder
+from aioengine.models.decoder_config import DecoderConfig, read_decoder_config
+
+Checkpoint = Callable[..., Path]
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "factor": 2.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8,
+}
+
+
+@pytest.fixture
+def config_with(checkpoint: Checkpoint, tmp_path: Path) -> Callable[..., ModelFolder]:
+    """A folder with the config.json of a family, with fields replaced; ``...`` takes one away."""
+
+    def make(family: str, **fields: Any) -> ModelFolder:
+        content = json.loads((checkpoint(family) / "config.json").read_text())
+        content = {key: value for key, value in {**content, **fields}.items() if value is not ...}
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        return ModelFolder.read(tmp_path)
+
+    return make
+
+
+ConfigWith = Callable[..., ModelFolder]
+
+
+def test_all_fields_of_a_plain_config(config_with: ConfigWith) -> None:
+    config = read_decoder_config(config_with("qwen3", rms_norm_eps=1e-5))
+    inv_freq = config.inv_freq
+    assert config == DecoderConfig(
+        architecture="Qwen3ForCausalLM",
+        vocab_size=384,
+        hidden_size=64,
+        intermediate_size=128,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        max_model_len=256,
+        dtype=torch.float32,
+        rms_norm_eps=1e-5,
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        qk_norm=True,
+        tie_word_embeddings=True,
+        windows=(None, None, None),
+        inv_freq=inv_freq,
+    )
+    assert inv_freq == pytest.approx([10000.0 ** (-2 * i / 32) for i in range(16)], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported"),
+        ({"architectures": []}, "architectures=[]"),
+        ({"architectures": ...}, "architectures=None"),
+        ({"hidden_act": "gelu"}, "activation 'gelu'"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope type 'dynamic'"),
+        ({"rope_parameters": LONGROPE}, "rope type 'longrope'"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "factor"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quant_method gptq"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
+        ({"head_dim": 3}, "head_dim=3"),
+        ({"model_type": "no such type"}, "no such type"),
+        ({"hidden_size": "many"}, "hidden_size"),
+    ],
+)
+def test_what_is_not_supported_is_named(config_with: ConfigWith, fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(ModelLoadError) as raised:
+        read_decoder_config(config_with("llama2", **fields))
+    assert named in str(raised.value)
+    assert "config.json" in str(raised.value)
+
+
+def test_an_unsupported_architecture_is_told_the_supported_ones(config_with: ConfigWith) -> None:
+    with pytest.raises(
+        ModelLoadError, match="LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"
+    ):
+        read_decoder_config(config_with("llama2", architectures=["PhiForCausalLM"]))
+
+
+def test_an_unknown_layer_type_is_named(config_with: ConfigWith) -> None:
+    folder = config_with("qwen2-window", layer_types=["full_attention", "chunked_attention", "sliding_attention"])
+    with pytest.raises(ModelLoadError, match="chunked_attention"):
+        read_decoder_config(folder)
+
+
+def test_a_window_of_nothing_is_refused(config_with: ConfigWith) -> None:
+    with pytest.raises(ModelLoadError, match="sliding_window=0"):
+        read_decoder_config(config_with("mistral", sliding_window=0))
+
+
+def test_a_mistral_without_a_window_sees_everything(config_with: ConfigWith) -> None:
+    assert read_decoder_config(config_with("mistral", sliding_window=None)).windows == (None, None, None)
+
+
+def test_layer_types_win_over_max_window_layers(config_with: ConfigWith) -> None:
+    layer_types = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert read_decoder_config(config_with("qwen2-window", layer_types=layer_types)).windows == (8, None, 8)
+
+
+def test_the_old_names_of_rope_and_dtype_are_read(config_with: ConfigWith) -> None:
+    scaling = {"type": "linear", "factor": 4.0}
+    folder = config_with(
+        "llama2", rope_parameters=..., rope_theta=500.0, rope_scaling=scaling, dtype=..., torch_dtype="bfloat16"
+    )
+    config = read_decoder_config(folder)
+    assert config.dtype is torch.bfloat16
+    assert config.inv_freq == pytest.approx([500.0 ** (-2 * i / 16) / 4 for i in range(8)], rel=1e-6)
+
+
+def test_an_unsupported_dtype_can_be_replaced(config_with: ConfigWith) -> None:
+    folder = config_with("llama2", dtype="float64")
+    with pytest.raises(ModelLoadError, match="float64"):
+        read_decoder_config(folder)
+    assert read_decoder_config(folder, dtype="float16").dtype is torch.float16
+
+
+def test_the_length_is_the_models_or_what_the_engine_asks_below_it(config_with: ConfigWith) -> None:
+    folder = config_with("llama2")
+    assert read_decoder_config(folder).max_model_len == 256
+    assert read_decoder_config(folder, max_model_len=100).max_model_len == 100
+    with pytest.raises(ConfigError, match="max_model_len=257 is more than the 256 tokens"):
+        read_decoder_config(folder, max_model_len=257)
+
+
+def test_yarn_stretches_the_length_that_config_json_states(config_with: ConfigWith) -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 256}
+    config = read_decoder_config(config_with("qwen2", rope_parameters=rope))
+    assert config.max_model_len == 1024
+    assert config.rope_scale == pytest.approx(1.1386294)  # 0.1 ln 4 + 1
+
+
+def test_remote_code_is_never_run(config_with: ConfigWith, tmp_path: Path) -> None:
+    folder = config_with("llama2", model_type="made_up", auto_map={"AutoConfig": "evil.Config"})
+    shutil.rmtree(tmp_path / "ran", ignore_errors=True)
+    (tmp_path / "evil.py").write_text(f"import pathlib; pathlib.Path({str(tmp_path / 'ran')!r}).mkdir()")
+    with pytest.raises(ModelLoadError):
+        read_decoder_config(folder)
+    assert not (tmp_path / "ran").exists()

@@ -1,0 +1,351 @@
+"""Loading: every tensor in its place, or an error that names what is wrong; nothing left open."""
+
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from aioengine.config import EngineConfig
+from aioengine.errors import ModelLoadError
+from aioengine.model_folder import ModelFolder
+from aioengine.models import decoder as decoder_module
+from aioengine.models.decoder import Decoder
+from aioengine.models.loader import INDEX_FILE, SINGLE_FILE, LoadStopped, checkpoint_slots, load_decoder
+
+Checkpoint = Callable[..., Path]
+QUERY = "model.layers.1.self_attn.q_proj.weight"
+
+
+def load(folder: Path, on_progress: Any = None, should_stop: Any = lambda: False, **config: Any) -> Decoder:
+    return load_decoder(
+        ModelFolder.read(folder), EngineConfig(**config), on_progress=on_progress, should_stop=should_stop
+    )
+
+
+@pytest.fixture
+def copied(checkpoint: Checkpoint, tmp_path: Path) -> Callable[..., Path]:
+    """A checkpoint of one's own, to be damaged."""
+
+    def copy(family: str = "llama2", **arguments: Any) -> Path:
+        return Path(shutil.copytree(checkpoint(family, **arguments), tmp_path / "model"))
+
+    return copy
+
+
+Copied = Callable[..., Path]
+
+
+def edit(folder: Path, change: Callable[[dict[str, Tensor]], None], file: str = SINGLE_FILE) -> None:
+    tensors = load_file(folder / file)
+    change(tensors)
+    save_file(tensors, folder / file, metadata={"format": "pt"})
+
+
+def edit_json(path: Path, **fields: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def refused(folder: Path, *named: str, **config: Any) -> None:
+    """Loading must raise a `ModelLoadError` that holds all of ``named``."""
+    with pytest.raises(ModelLoadError) as raised:
+        load(folder, **config)
+    for text in named:
+        assert text in str(raised.value)
+
+
+def parameters(decoder: Decoder) -> dict[str, Tensor]:
+    return dict(decoder.named_parameters())
+
+
+def assert_same(left: Decoder, right: Decoder) -> None:
+    assert parameters(left).keys() == parameters(right).keys()
+    for name, parameter in parameters(left).items():
+        assert torch.equal(parameter, parameters(right)[name]), name
+
+
+# What is loaded
+
+
+@pytest.mark.parametrize("family", ["llama2", "qwen2", "qwen3"])
+def test_each_slot_holds_the_files_tensor(checkpoint: Checkpoint, family: str) -> None:
+    folder = checkpoint(family)
+    slots, tensors = checkpoint_slots(load(folder)), load_file(folder / SINGLE_FILE)
+    assert slots.keys() == tensors.keys()
+    for name, slot in slots.items():
+        assert torch.equal(slot.target, tensors[name].expand_as(slot.target)), name
+
+
+def test_slots_cover_each_parameter_exactly_once(checkpoint: Checkpoint) -> None:
+    decoder = load(checkpoint("qwen3", attention_bias=True))
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.zero_()
+        for slot in checkpoint_slots(decoder).values():
+            slot.target.add_(1)
+    assert all((parameter == 1).all() for parameter in decoder.parameters())
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen3"])
+def test_shards_give_the_same_as_one_file(checkpoint: Checkpoint, family: str) -> None:
+    sharded = checkpoint(family, shards=3)
+    assert len(list(sharded.glob("*.safetensors"))) >= 3
+    assert_same(load(sharded), load(checkpoint(family)))
+
+
+def test_without_a_stated_dtype_the_files_counts(copied: Copied) -> None:
+    folder = copied(dtype=torch.bfloat16)
+    edit(folder, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}))
+    edit_json(folder / "config.json", dtype=None)
+    assert load(folder).config.dtype is torch.bfloat16
+    assert load(folder, dtype="float32").config.dtype is torch.float32
+
+
+def test_the_dtype_of_a_file_may_differ_from_the_configs(copied: Copied) -> None:
+    folder = copied()
+    edit_json(folder / "config.json", dtype="float16")
+    weight = load(folder).norm.weight
+    assert torch.equal(weight, load_file(folder / SINGLE_FILE)["model.norm.weight"].half())
+
+
+def test_dummy_weights_need_no_files_and_are_always_the_same(copied: Copied) -> None:
+    folder = copied("qwen2")
+    (folder / SINGLE_FILE).unlink()
+    (folder / "generation_config.json").unlink()
+    first, second = (load(folder, load_format="dummy") for _ in range(2))
+    assert_same(first, second)
+    assert 0 < first.layers[0].qkv.weight.abs().max() < 0.1
+    assert len(first.embedding.unique()) > 1000
+    assert (first.norm.weight == 1).all()
+
+
+def test_making_weights_leaves_torchs_global_randomness_alone(copied: Copied) -> None:
+    before = torch.random.get_rng_state()
+    load(copied(), load_format="dummy")
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_progress_climbs_from_nothing_to_everything(checkpoint: Checkpoint, load_format: str, shards: int) -> None:
+    told: list[tuple[int, int]] = []
+    decoder = load(
+        checkpoint("llama2", shards=shards), lambda *progress: told.append(progress), load_format=load_format
+    )
+    done = [progress[0] for progress in told]
+    assert {total for _, total in told} == {decoder.weight_bytes}
+    assert done[0] == 0
+    assert done[-1] == decoder.weight_bytes
+    assert all(a < b for a, b in itertools.pairwise(done))
+    assert len(done) > 20
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_loading_stops_between_tensors_when_told_to(checkpoint: Checkpoint, load_format: str) -> None:
+    told: list[tuple[int, int]] = []
+    with pytest.raises(LoadStopped):
+        load(checkpoint("llama2"), lambda *p: told.append(p), lambda: len(told) > 3, load_format=load_format)
+    assert len(told) == 4
+
+
+def test_loading_stops_while_packing_too(checkpoint: Checkpoint) -> None:
+    told: list[tuple[int, int]] = []
+    with pytest.raises(LoadStopped):
+        load(checkpoint("llama2"), lambda *p: told.append(p), lambda: bool(told) and told[-1][0] == told[-1][1])
+
+
+def held_open(folder: Path) -> list[str]:
+    """Which of the folder's files this process has open or mapped."""
+    targets = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return [line for line in [*targets, *maps] if str(folder) in line]
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+@pytest.mark.parametrize("family", ["llama2", "qwen3"])
+def test_nothing_stays_open_or_mapped(checkpoint: Checkpoint, family: str) -> None:
+    folder = checkpoint(family, shards=3)
+    seen: list[str] = []
+    decoder = load(folder, lambda *_: seen.extend(held_open(folder)))
+    assert seen, "the files are looked for in the wrong place"
+    assert held_open(folder) == []
+    assert decoder.weight_bytes > 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+def test_nothing_stays_open_or_mapped_after_a_failure(copied: Copied) -> None:
+    folder = copied(shards=3)
+    with pytest.raises(LoadStopped):
+        load(folder, should_stop=lambda: True)
+    max(folder.glob("*.safetensors")).unlink()
+    refused(folder)
+    assert held_open(folder) == []
+
+
+# Tied embeddings
+
+
+def test_a_tied_head_that_was_saved_too_is_ignored(copied: Copied) -> None:
+    folder = copied("qwen3")
+    edit(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
+    assert load(folder).head is None
+
+
+def test_a_tied_head_may_be_the_one_that_was_saved(copied: Copied) -> None:
+    folder = copied("qwen3")
+    expected = load(folder)
+    edit(folder, lambda tensors: tensors.update({"lm_head.weight": tensors.pop("model.embed_tokens.weight")}))
+    assert_same(load(folder), expected)
+
+
+def test_a_tied_head_that_differs_is_refused(copied: Copied) -> None:
+    folder = copied("qwen3")
+    edit(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}))
+    refused(folder, "lm_head.weight", "tie_word_embeddings")
+
+
+def test_a_head_that_is_missing_hints_at_tying(copied: Copied) -> None:
+    folder = copied()
+    edit(folder, lambda tensors: tensors.pop("lm_head.weight"))
+    refused(folder, "lacks tensor lm_head.weight", "tie_word_embeddings")
+
+
+def test_a_tied_head_is_copied_only_to_be_packed(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = load(checkpoint("qwen3"))
+    monkeypatch.setattr(decoder_module, "MIN_PACKED_FLOAT32", 0)
+    assert load(checkpoint("qwen3")).weight_bytes - plain.weight_bytes == plain.embedding.nbytes
+
+
+# What is refused
+
+
+def test_a_folder_without_weights_is_named(copied: Copied) -> None:
+    folder = copied()
+    (folder / SINGLE_FILE).unlink()
+    refused(folder, str(folder), SINGLE_FILE, INDEX_FILE)
+
+
+def test_weights_of_another_format_are_named(copied: Copied) -> None:
+    folder = copied()
+    (folder / SINGLE_FILE).rename(folder / "pytorch_model.bin")
+    refused(folder, "pytorch_model.bin", "safetensors")
+
+
+@pytest.mark.parametrize("num_bytes", [0, 4, 100, -1, -1000])
+def test_a_file_cut_short_is_named(copied: Copied, num_bytes: int) -> None:
+    path = copied() / SINGLE_FILE
+    path.write_bytes(path.read_bytes()[:num_bytes])
+    refused(path.parent, str(path), "damaged")
+
+
+def test_a_file_that_is_something_else_is_named(copied: Copied) -> None:
+    path = copied() / SINGLE_FILE
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0000\nsize 123\n")
+    refused(path.parent, str(path), "damaged")
+
+
+def test_a_shard_cut_short_is_named(copied: Copied) -> None:
+    folder = copied(shards=3)
+    path = max(folder.glob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-8])
+    refused(folder, str(path), "damaged")
+
+
+def test_a_missing_shard_is_named(copied: Copied) -> None:
+    folder = copied(shards=3)
+    path = max(folder.glob("*.safetensors"))
+    path.unlink()
+    refused(folder, f"{path} is missing")
+
+
+def test_a_shard_that_lacks_what_the_index_says_is_named(copied: Copied) -> None:
+    folder = copied(shards=3)
+    shard = json.loads((folder / INDEX_FILE).read_text())["weight_map"][QUERY]
+    edit(folder, lambda tensors: tensors.pop(QUERY), shard)
+    refused(folder, QUERY, shard, INDEX_FILE)
+
+
+def test_a_tensor_in_two_shards_is_named(copied: Copied) -> None:
+    folder = copied(shards=3)
+    shard = json.loads((folder / INDEX_FILE).read_text())["weight_map"][QUERY]
+    other = next(path.name for path in folder.glob("*.safetensors") if path.name != shard)
+    edit(folder, lambda tensors: tensors.update({QUERY: torch.zeros(64, 64)}), other)
+    refused(folder, QUERY, shard, other)
+
+
+@pytest.mark.parametrize("weight_map", [None, {}, [], {"a": 3}, {"a": "../secret.safetensors"}, {"a": "/etc/passwd"}])
+def test_an_index_that_makes_no_sense_is_named(copied: Copied, weight_map: Any) -> None:
+    folder = copied(shards=3)
+    edit_json(folder / INDEX_FILE, weight_map=weight_map)
+    refused(folder, INDEX_FILE, "weight_map")
+
+
+def test_an_index_that_is_not_json_is_named(copied: Copied) -> None:
+    folder = copied(shards=3)
+    (folder / INDEX_FILE).write_text("{")
+    refused(folder, INDEX_FILE, "not JSON")
+
+
+def test_a_missing_tensor_is_named(copied: Copied) -> None:
+    folder = copied()
+    edit(folder, lambda tensors: tensors.pop(QUERY))
+    refused(folder, f"lacks tensor {QUERY}")
+
+
+def test_missing_tensors_are_counted(copied: Copied) -> None:
+    folder = copied()
+    edit_json(folder / "config.json", num_hidden_layers=4)
+    refused(folder, "lacks tensor model.layers.3.", "and 8 more")
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.q_proj.bias", "model.layers.3.mlp.up_proj.weight", "other"])
+def test_an_unexpected_tensor_is_named(copied: Copied, name: str) -> None:
+    folder = copied()
+    edit(folder, lambda tensors: tensors.update({name: torch.zeros(64)}))
+    refused(folder, f"unexpected tensor {name}")
+
+
+def test_an_untied_models_checkpoint_loads_beside_frequencies_of_the_rotation(copied: Copied) -> None:
+    folder = copied()
+    edit(folder, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}))
+    load(folder)
+
+
+def test_a_wrong_shape_is_named_with_the_right_one(copied: Copied) -> None:
+    folder = copied()
+    edit(folder, lambda tensors: tensors.update({QUERY: torch.zeros(32, 64)}))
+    refused(folder, QUERY, SINGLE_FILE, "[32, 64]", "[64, 64]")
+
+
+def test_a_norm_that_would_broadcast_is_refused(copied: Copied) -> None:
+    folder = copied("qwen3")
+    name = "model.layers.0.self_attn.q_norm.weight"
+    edit(folder, lambda tensors: tensors.update({name: torch.ones(1)}))
+    refused(folder, name, "[1]", "[32]")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float64])
+def test_a_dtype_that_is_not_supported_is_named(copied: Copied, dtype: torch.dtype) -> None:
+    folder = copied()
+    edit(folder, lambda tensors: tensors.update({QUERY: torch.zeros(64, 64).to(dtype)}))
+    refused(folder, QUERY, SINGLE_FILE, "not supported", "Quantised checkpoints are not supported yet")
+
+
+def test_config_json_is_looked_at_before_the_files(copied: Copied) -> None:
+    folder = copied()
+    edit_json(folder / "config.json", architectures=["FalconForCausalLM"])
+    (folder / SINGLE_FILE).unlink()
+    refused(folder, "FalconForCausalLM")
+
+
+def test_weights_that_do_not_fit_in_memory_say_so(copied: Copied) -> None:
+    folder = copied()
+    edit_json(folder / "config.json", vocab_size=2**52)
+    refused(folder, "no memory", load_format="dummy")

@@ -1,0 +1,219 @@
+"""Finding a model on this machine, and reading its small files."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants
+
+from aioengine.config import EngineConfig
+from aioengine.errors import ModelLoadError
+from aioengine.model_folder import ModelFolder
+from aioengine.models.loader import load_decoder
+
+Checkpoint = Callable[..., Path]
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, and no network."""
+    cache = tmp_path / "hub"
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return cache
+
+
+def put_in_cache(cache: Path, source: Path, *, ref: str = "main") -> Path:
+    """Store a folder as org/name, in the cache's own layout: files are links to blobs."""
+    repo = cache / "models--org--name"
+    snapshot = repo / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (repo / "blobs").mkdir()
+    for file in source.iterdir():
+        shutil.copy(file, repo / "blobs" / file.name)
+        (snapshot / file.name).symlink_to(os.path.relpath(repo / "blobs" / file.name, snapshot))
+    (repo / "refs").mkdir()
+    (repo / "refs" / ref).write_text(COMMIT)
+    return snapshot
+
+
+def folder_with(path: Path, *, config: dict[str, Any] | None = None, generation: Any = None) -> ModelFolder:
+    (path / "config.json").write_text(json.dumps(config or {}))
+    if generation is not None:
+        (path / "generation_config.json").write_text(json.dumps(generation))
+    return ModelFolder.read(path)
+
+
+# Finding it
+
+
+def test_a_folder_is_itself(checkpoint: Checkpoint) -> None:
+    path = checkpoint("llama2")
+    folder = ModelFolder.resolve(str(path))
+    assert folder.path == path
+    assert folder.config["architectures"] == ["LlamaForCausalLM"]
+    assert folder.eos_token_ids == (2,)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_hub_id_is_found_in_the_cache_without_a_network(checkpoint: Checkpoint, hub_cache: Path, shards: int) -> None:
+    snapshot = put_in_cache(hub_cache, checkpoint("qwen3", shards=shards))
+    folder = ModelFolder.resolve("org/name")
+    assert folder.path == snapshot
+    assert load_decoder(folder, EngineConfig()).config.architecture == "Qwen3ForCausalLM"
+
+
+def test_a_revision_is_found_by_its_ref_and_by_its_commit(checkpoint: Checkpoint, hub_cache: Path) -> None:
+    snapshot = put_in_cache(hub_cache, checkpoint("llama2"), ref="v2")
+    assert ModelFolder.resolve("org/name", revision="v2").path == snapshot
+    assert ModelFolder.resolve("org/name", revision=COMMIT).path == snapshot
+    with pytest.raises(ModelLoadError, match="org/name at revision main"):
+        ModelFolder.resolve("org/name", revision="main")
+
+
+def test_the_cache_serves_when_nobody_answers(
+    checkpoint: Checkpoint, hub_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # the discard port: refused at once
+    snapshot = put_in_cache(hub_cache, checkpoint("llama2"))
+    assert ModelFolder.resolve("org/name").path == snapshot
+
+
+def test_a_cached_model_that_lacks_a_shard_says_which(checkpoint: Checkpoint, hub_cache: Path) -> None:
+    snapshot = put_in_cache(hub_cache, checkpoint("llama2", shards=3))
+    shard = max(snapshot.glob("*.safetensors"))
+    shard.unlink()
+    with pytest.raises(ModelLoadError, match=f"{shard.name} is missing"):
+        load_decoder(ModelFolder.resolve("org/name"), EngineConfig())
+
+
+@pytest.mark.parametrize("model", ["org/other", "plain-name", "not a name"])
+def test_what_is_nowhere_says_where_it_was_looked_for(hub_cache: Path, model: str) -> None:
+    with pytest.raises(ModelLoadError) as raised:
+        ModelFolder.resolve(model)
+    for text in (repr(model), str(hub_cache), "HF_HUB_OFFLINE", "path of a folder"):
+        assert text in str(raised.value)
+
+
+@pytest.mark.parametrize("model", ["/no/such/folder", "./missing", "../missing", "~/no-such-folder", "a/b/c"])
+def test_a_path_that_does_not_exist_is_no_hub_id(model: str) -> None:
+    with pytest.raises(ModelLoadError, match="there is no folder"):
+        ModelFolder.resolve(model)
+
+
+def test_a_file_is_not_a_folder(checkpoint: Checkpoint) -> None:
+    with pytest.raises(ModelLoadError, match="is a file; give the folder"):
+        ModelFolder.resolve(str(checkpoint("llama2") / "model.safetensors"))
+
+
+def test_a_revision_of_a_folder_is_refused(checkpoint: Checkpoint) -> None:
+    with pytest.raises(ModelLoadError, match="is for hub models"):
+        ModelFolder.resolve(str(checkpoint("llama2")), revision="main")
+
+
+@pytest.mark.parametrize("with_weights", [True, False])
+def test_only_what_loading_needs_is_downloaded(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, with_weights: bool
+) -> None:
+    files = [
+        "config.json", "model-00001-of-00002.safetensors", "pytorch_model.bin", "tokenizer.model", "merges.txt",
+        "chat_template.jinja", "original/params.json", "consolidated.safetensors", "README.md", "model.gguf",
+    ]  # fmt: skip
+    asked: list[str] = []
+
+    def download(model: str, *, allow_patterns: list[str], ignore_patterns: list[str], **_: object) -> str:
+        asked.extend(
+            huggingface_hub.utils.filter_repo_objects(
+                files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+            )
+        )
+        return str(checkpoint("llama2"))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    ModelFolder.resolve("org/name", with_weights=with_weights)
+    weights = ["model-00001-of-00002.safetensors"] if with_weights else []
+    assert sorted(asked) == sorted(["config.json", "tokenizer.model", "merges.txt", "chat_template.jinja", *weights])
+
+
+def test_no_model_is_the_bundled_one(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = checkpoint("llama2")
+    monkeypatch.setattr("aioengine.demo.model_path", lambda: path, raising=False)
+    assert ModelFolder.resolve(None).path == path
+
+
+def test_reading_a_folder_needs_no_torch(checkpoint: Checkpoint) -> None:
+    code = (
+        "import sys; from pathlib import Path; from aioengine.model_folder import ModelFolder;"
+        f"ModelFolder.resolve({str(checkpoint('llama2'))!r}).sampling_defaults;"
+        "sys.exit(bool({'torch', 'transformers', 'huggingface_hub'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# Its small files
+
+
+def test_a_folder_without_config_json_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"config\.json is missing"):
+        ModelFolder.resolve(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe", b"null"])
+def test_broken_json_is_named(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ModelLoadError, match=name):
+        ModelFolder.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [
+        ({"eos_token_id": 7}, None, (7,)),
+        ({"eos_token_id": 7}, {"eos_token_id": 8}, (8,)),
+        ({"eos_token_id": 7}, {"eos_token_id": [8, 9]}, (8, 9)),
+        ({"eos_token_id": [0, 7]}, {}, (0, 7)),
+        ({"eos_token_id": 7}, {"eos_token_id": None}, (7,)),
+        ({}, {}, ()),
+    ],
+)
+def test_eos_tokens(tmp_path: Path, config: dict[str, Any], generation: Any, expected: tuple[int, ...]) -> None:
+    assert folder_with(tmp_path, config=config, generation=generation).eos_token_ids == expected
+
+
+@pytest.mark.parametrize("value", ["</s>", -1, [1, "2"], True, 1.5])
+def test_eos_tokens_that_are_not_token_ids_are_refused(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(ModelLoadError, match=r"generation_config\.json: eos_token_id"):
+        _ = folder_with(tmp_path, generation={"eos_token_id": value}).eos_token_ids
+
+
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [
+        (None, {}),
+        ({"do_sample": False}, {}),
+        ({"do_sample": True, "temperature": 0.6, "top_p": 0.9}, {"temperature": 0.6, "top_p": 0.9}),
+        ({"do_sample": False, "temperature": 0.6}, {"temperature": 0.6}),
+        ({"top_k": 20, "min_p": 0, "repetition_penalty": 1.1}, {"top_k": 20, "min_p": 0.0}),
+        ({"temperature": None, "top_p": 1}, {"top_p": 1.0}),
+        ({"temperature": 0.0}, {"temperature": 0.0}),
+    ],
+)
+def test_sampling_defaults(tmp_path: Path, generation: Any, expected: dict[str, Any]) -> None:
+    assert folder_with(tmp_path, generation=generation).sampling_defaults == expected
+
+
+@pytest.mark.parametrize("generation", [{"temperature": -1}, {"top_p": 0}, {"top_k": 1.5}, {"min_p": "low"}])
+def test_sampling_defaults_out_of_range_are_the_files_fault(tmp_path: Path, generation: dict[str, Any]) -> None:
+    with pytest.raises(ModelLoadError, match=rf"generation_config\.json: {next(iter(generation))}"):
+        _ = folder_with(tmp_path, generation=generation).sampling_defaults
