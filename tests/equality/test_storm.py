@@ -1,0 +1,100 @@
+"""A thousand requests with random cancels on the real engine."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from checkpoints import NUM_SPECIAL
+from equality.conftest import MAX_MODEL_LEN, VOCAB_SIZE, Reference
+
+from aioengine import Engine, InvalidRequest
+
+NUM_REQUESTS = 1000
+
+
+def make_request(rng: random.Random, shared: list[int]) -> tuple[list[int], dict[str, Any]]:
+    """A prompt, one in three with a shared beginning, and sampling parameters; one in fifty is invalid."""
+    start = shared[: rng.choice([0, 0, 20, 40])]
+    prompt = start + [rng.randrange(NUM_SPECIAL, VOCAB_SIZE) for _ in range(rng.randint(1, 60))]
+    params: dict[str, Any] = {"max_tokens": rng.randint(1, 24), "seed": rng.randrange(1000)}
+    params["temperature"] = rng.choice([0.0, 0.7, 1.3])
+    params["ignore_eos"] = rng.random() < 0.5
+    if rng.random() < 0.1:
+        params["stop_token_ids"] = [rng.randrange(VOCAB_SIZE) for _ in range(20)]
+    if rng.random() < 0.1:
+        params["logprobs"] = rng.randint(0, 5)
+    if rng.random() < 0.02:
+        params["top_p"] = 7.0
+    return prompt, params
+
+
+async def request(engine: Engine, rng: random.Random, shared: list[int], ends: Counter[str]) -> None:
+    """Run one request in one of the ways that there are, and note its one end."""
+    prompt, params = make_request(rng, shared)
+    way = rng.choice(["generate", "stream", "leave", "abort", "cancel"])
+    request_id = f"{way}-{rng.randrange(50)}"  # ids repeat
+    patience = rng.randint(0, 6)
+    try:
+        if way in ("generate", "cancel"):
+            out = await engine.generate(prompt, request_id=request_id, **params)
+            assert out.finished
+            ends[str(out.outputs[0].finish_reason)] += 1
+            return
+        async with engine.stream(prompt, request_id=request_id, **params) as stream:
+            async for delta in stream:
+                patience -= 1
+                if way == "leave" and patience < 0:
+                    ends["left"] += 1
+                    return
+                if way == "abort" and patience < 0:
+                    engine.abort(request_id)
+            assert delta.finish_reason is not None
+            ends[delta.finish_reason] += 1
+    except InvalidRequest as error:
+        assert error.param == "top_p"
+        ends["invalid"] += 1
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_a_thousand_requests_end_once_each_and_leave_nothing(
+    reference: Callable[[str], Reference], depth: int, seed: int
+) -> None:
+    rng = random.Random(seed)
+    shared = [rng.randrange(NUM_SPECIAL, VOCAB_SIZE) for _ in range(40)]
+    ends: Counter[str] = Counter()
+    async with Engine(
+        str(reference("qwen3").folder),
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=32,
+        max_num_batched_tokens=160,
+        max_waiting=40,
+        kv_cache_memory_bytes=4 * MAX_MODEL_LEN * 2 * 3 * 2 * 32 * 4,
+        max_in_flight=depth,
+        num_threads=1,
+        show_progress=False,
+    ) as engine:
+        tasks: list[asyncio.Task[None]] = []
+        async with asyncio.TaskGroup() as group:
+            for _ in range(NUM_REQUESTS):
+                tasks.append(group.create_task(request(engine, rng, shared, ends)))
+                while rng.random() < 0.3:
+                    await asyncio.sleep(0)
+                if rng.random() < 0.15:
+                    rng.choice(tasks).cancel()
+        assert engine._runtime is not None
+        core = engine._runtime.core
+        core.scheduler.check_integrity()
+        stats = core.stats()
+        assert stats.free_blocks == stats.num_blocks
+        assert stats.running == stats.waiting == stats.blocked == 0
+        assert not engine._runtime._requests
+    cancelled = sum(task.cancelled() for task in tasks)
+    assert sum(ends.values()) + cancelled == NUM_REQUESTS
+    assert {"length", "stop", "abort", "left", "invalid"} <= set(ends), ends
+    assert cancelled > 20
