@@ -28,11 +28,11 @@ from aioengine.core.plan import Int32, StepLogprobs
 BLOCK = 64
 """Logits that share a maximum."""
 
-CHUNK_ELEMENTS = 2**20
-"""Logits of the rows that are drawn together: bounds the temporaries to a few MB."""
+CHUNK_ELEMENTS = 2**18
+"""Logits of the rows that are drawn together: few enough for the temporaries to stay in the cache."""
 
-MAX_GUMBEL = 16.64
-"""The highest noise that `gumbel` makes, -log(-log(1 - 2⁻²⁴)) = 16.6355, rounded up."""
+NOISE_SPAN = 19.5
+"""The highest noise that `gumbel` makes, -log(-log(1 - 2⁻²⁴)) = 16.64, less the lowest, -log(-log(2⁻²⁴)) = -2.81."""
 
 TOP_P_TIERS = (128, 2048)
 """How many likeliest tokens are looked at for the mass of top-p, until the whole row is sorted: 13 ms for 150,000."""
@@ -77,17 +77,34 @@ class BlockedLogits(NamedTuple):
         return BlockedLogits(self.values[index], self.maxima[index])
 
 
-def sample(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, StepLogprobs | None]:
+class Scratch:
+    """Memory for the temporaries of a draw, reused: fresh pages cost more than the arithmetic on them."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, Tensor] = {}
+
+    def blocks(self, name: str, num_blocks: int, dtype: torch.dtype) -> Tensor:
+        """[num_blocks, BLOCK] of anything, valid until the next call with that name."""
+        tensor = self._tensors.get(name)
+        if tensor is None or len(tensor) < num_blocks:
+            tensor = torch.empty(1 << (num_blocks - 1).bit_length(), BLOCK, dtype=dtype)
+            self._tensors[name] = tensor
+        return tensor[:num_blocks]
+
+
+def sample(logits: Tensor, rows: SamplingRows, scratch: Scratch | None = None) -> tuple[Tensor, StepLogprobs | None]:
     """Choose a token for each row.
 
     Log-probabilities are of the logits as given: before ``stop_ids`` are masked, temperature and filters.
 
     Args:
         logits: float32 [n, vocab]; is not changed.
+        scratch: one to use again and again; absent: a new one.
     Returns:
         int64 [n] token ids, and the log-probabilities of the rows that asked (None where none did). A row whose logits
         are not numbers, or are all masked, brings an arbitrary token id.
     """
+    scratch = scratch or Scratch()
     raw = block(logits)
     masked = mask_stop_ids(logits, rows)
     blocked = raw if masked is logits else block(masked)
@@ -96,15 +113,15 @@ def sample(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, StepLogprobs | N
     rows_a_chunk = max(1, CHUNK_ELEMENTS // logits.shape[1])
     for start in range(0, len(drawn), rows_a_chunk):
         chunk = drawn[start : start + rows_a_chunk]
-        index = torch.from_numpy(chunk)
-        of_rows = blocked.rows(slice(int(chunk[0]), int(chunk[-1]) + 1) if is_run(chunk) else index)
-        tokens[index] = draw(of_rows, rows, chunk, tokens[index])
+        index = row_index(chunk)
+        tokens[index] = draw(blocked.rows(index), rows, chunk, tokens[index], scratch)
     return tokens, step_logprobs(logits, raw, tokens, rows.logprobs)
 
 
-def is_run(indices: NDArray[np.int64]) -> bool:
-    """Whether ascending ``indices`` leave none out, so that a slice can stand for them without a copy."""
-    return int(indices[-1] - indices[0]) == len(indices) - 1
+def row_index(rows: NDArray[np.int64]) -> Tensor | slice:
+    """Ascending ``rows`` as an index; a slice if none is left out between them, since that copies nothing."""
+    first, end = int(rows[0]), int(rows[-1]) + 1
+    return slice(first, end) if end - first == len(rows) else torch.from_numpy(rows)
 
 
 def block(logits: Tensor) -> BlockedLogits:
@@ -143,15 +160,21 @@ def largest(logits: BlockedLogits, k: int) -> tuple[Tensor, Tensor]:
     those ``k`` maxima.
     """
     num_rows, num_blocks, _ = logits.values.shape
-    if k >= num_blocks:
-        return logits.values.view(num_rows, -1).topk(k)
+    if 4 * k > num_blocks:  # most blocks would have to be looked into
+        flat = logits.values.view(num_rows, -1)
+        if 8 * k > flat.shape[1]:
+            values, ids = flat.sort(descending=True)  # faster than topk for so many
+            return values[:, :k], ids[:, :k]
+        return flat.topk(k)
     blocks = logits.maxima.topk(k).indices
     candidates = logits.values.gather(1, blocks[:, :, None].expand(-1, -1, BLOCK)).view(num_rows, -1)
     values, places = candidates.topk(k)
     return values, blocks.gather(1, places // BLOCK) * BLOCK + places % BLOCK
 
 
-def draw(logits: BlockedLogits, rows: SamplingRows, chunk: NDArray[np.int64], best_tokens: Tensor) -> Tensor:
+def draw(
+    logits: BlockedLogits, rows: SamplingRows, chunk: NDArray[np.int64], best_tokens: Tensor, scratch: Scratch
+) -> Tensor:
     """Sample each row of ``chunk``.
 
     Args:
@@ -164,15 +187,51 @@ def draw(logits: BlockedLogits, rows: SamplingRows, chunk: NDArray[np.int64], be
     temperature = torch.from_numpy(rows.temperature[chunk])
     # Clamped so that a row of -inf alone, or with a +inf, leads to no NaN.
     top = logits.maxima.amax(dim=-1).clamp_(torch.finfo(torch.float32).min, torch.finfo(torch.float32).max)
-    threshold = top + temperature * torch.from_numpy(rows.min_p[chunk]).log()
-    threshold = apply_top_k(logits, rows.top_k[chunk], threshold)
-    threshold = apply_top_p(logits, rows.top_p[chunk], temperature, top, threshold)
-
+    threshold = filter_threshold(logits, rows, chunk, temperature, top)
     keys = noise_keys(rows.seed[chunk], rows.choice[chunk], rows.positions[chunk])
-    # The likeliest token has a score of its noise alone. A token this far below it loses whatever its own noise is.
-    lead = gumbel(keys, best_tokens[:, None])[:, 0] - MAX_GUMBEL
-    threshold = torch.maximum(threshold, top + temperature * lead)
-    return highest_score(logits, keys, threshold, top, temperature, best_tokens)
+    # A token this far below the likeliest one loses to it, whatever the noise of the two.
+    floor = top - temperature * NOISE_SPAN
+    if threshold is not None:
+        floor = torch.maximum(floor, threshold)
+    has_chance = logits.maxima >= floor[:, None]
+    has_chance[torch.arange(len(chunk)), best_tokens // BLOCK] = True  # at least one, though all be NaN
+    row, in_block = has_chance.nonzero(as_tuple=True)
+    scores = scratch.blocks("scores", len(row), torch.float32)
+    torch.index_select(logits.values.flatten(0, 1), 0, row * has_chance.shape[1] + in_block, out=scores)
+    is_dropped = scores < threshold[row, None] if threshold is not None else None
+    scores.sub_(top[row, None]).div_(temperature[row, None]).add_(gumbel(keys.rows(row), in_block, scratch))
+    if is_dropped is not None:
+        scores.masked_fill_(is_dropped, -torch.inf)
+    entry, lane = highest(scores, row, len(chunk))
+    return in_block[entry] * BLOCK + lane
+
+
+def highest(scores: Tensor, row: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Where each row's highest score is, the first of several.
+
+    Args:
+        scores: float32 [m, BLOCK], of blocks that belong to the rows ``row``: int64 [m], ascending, each row in it.
+    Returns:
+        int64 [num_rows] each: the index into the m blocks, and the one within the block.
+    """
+    of_block = scores.amax(dim=-1)
+    of_row = torch.full((num_rows,), -torch.inf).scatter_reduce_(0, row, of_block, "amax")
+    num_blocks = len(row)
+    entry = torch.where(of_block == of_row[row], torch.arange(num_blocks), num_blocks - 1)
+    first = torch.full((num_rows,), num_blocks - 1).scatter_reduce_(0, row, entry, "amin")
+    return first, scores[first].argmax(dim=-1)
+
+
+def filter_threshold(
+    logits: BlockedLogits, rows: SamplingRows, chunk: NDArray[np.int64], temperature: Tensor, top: Tensor
+) -> Tensor | None:
+    """float32 [n]: the lowest logit that each row's filters keep; None where no row has one."""
+    min_p, top_k, top_p = rows.min_p[chunk], rows.top_k[chunk], rows.top_p[chunk]
+    if not ((min_p > 0) | (top_k > 0) | (top_p < 1)).any():
+        return None
+    threshold = top + temperature * torch.from_numpy(min_p).log()
+    threshold = apply_top_k(logits, top_k, threshold)
+    return apply_top_p(logits, top_p, temperature, top, threshold)
 
 
 def apply_top_k(logits: BlockedLogits, top_k: Int32, threshold: Tensor) -> Tensor:
@@ -181,42 +240,40 @@ def apply_top_k(logits: BlockedLogits, top_k: Int32, threshold: Tensor) -> Tenso
     limited = np.flatnonzero((top_k > 0) & (top_k < vocab))
     if not len(limited):
         return threshold
-    index = torch.from_numpy(limited)
+    index = row_index(limited)
     values, _ = largest(logits.rows(index), int(top_k[limited].max()))
     kth = values.gather(1, torch.from_numpy(top_k[limited].astype(np.int64) - 1)[:, None])[:, 0]
-    return threshold.index_copy(0, index, torch.maximum(threshold[index], kth))
+    raised = threshold.clone()
+    raised[index] = torch.maximum(threshold[index], kth)
+    return raised
 
 
 def apply_top_p(
     logits: BlockedLogits, top_p: NDArray[np.float32], temperature: Tensor, top: Tensor, threshold: Tensor
 ) -> Tensor:
     """Raise the threshold to the logit at which the likeliest tokens hold ``top_p`` of what the threshold keeps."""
-    open_rows = np.flatnonzero(top_p < 1)
+    threshold = threshold.clone()
     vocab = logits.values.shape[1] * BLOCK
+    open_rows = np.flatnonzero(top_p < 1)
     for k in (*(tier for tier in TOP_P_TIERS if tier < vocab), vocab):
         if not len(open_rows):
             break
-        index = torch.from_numpy(open_rows)
-        of_rows, scale = logits.rows(index), temperature[index, None]
+        index = row_index(open_rows)
+        of_rows, lowest = logits.rows(index), threshold[index, None]
         values, _ = largest(of_rows, k)
-        mass = kept_mass(values, threshold[index, None], top[index, None], scale)
+        mass = kept_mass(values, lowest, top[index, None], temperature[index, None])
         # Where the last of these is dropped already, they hold all that is kept; else the whole row must be summed.
-        total = mass.sum(dim=-1)
-        has_more = values[:, -1] >= threshold[index]
+        has_more = values[:, -1:] >= lowest
+        total = mass.sum(dim=-1, keepdim=True)
         if k < vocab and has_more.any():
-            more = of_rows.rows(has_more).values.flatten(1)
-            of_more = index[has_more]
-            total[has_more] = kept_mass(
-                more, threshold[of_more, None], top[of_more, None], temperature[of_more, None]
-            ).sum(dim=-1)
-        needed = total * torch.from_numpy(top_p[open_rows])
+            whole_mass = kept_mass(of_rows.values.flatten(1), lowest, top[index, None], temperature[index, None])
+            total = torch.where(has_more, whole_mass.sum(dim=-1, keepdim=True), total)
         mass_before = mass.cumsum(dim=-1) - mass
-        num_kept = (mass_before < needed[:, None]).sum(dim=-1).clamp_(min=1)
+        num_kept = (mass_before < total * torch.from_numpy(top_p[open_rows])[:, None]).sum(dim=-1, keepdim=True)
         is_found = (num_kept < k) | (k == vocab) | ~has_more
-        last_kept = values.gather(1, num_kept[:, None] - 1)[:, 0]
-        raised = torch.maximum(threshold[index], last_kept)
-        threshold = threshold.index_copy(0, index, torch.where(is_found, raised, threshold[index]))
-        open_rows = open_rows[~is_found.numpy()]
+        last_kept = values.gather(1, num_kept.clamp(min=1) - 1)
+        threshold[index] = torch.where(is_found, torch.maximum(lowest, last_kept), lowest)[:, 0]
+        open_rows = open_rows[~is_found[:, 0].numpy()]
     return threshold
 
 
@@ -224,35 +281,6 @@ def kept_mass(values: Tensor, threshold: Tensor, top: Tensor, temperature: Tenso
     """Unnormalised probabilities of logits, 0 below the threshold: [n, m] from [n, m] and three times [n, 1]."""
     mass = (values - top).div_(temperature).exp_()
     return mass.masked_fill_(values < threshold, 0.0)
-
-
-def highest_score(
-    logits: BlockedLogits, keys: NoiseKeys, threshold: Tensor, top: Tensor, temperature: Tensor, best_tokens: Tensor
-) -> Tensor:
-    """The token of each row with the highest (logit - top) / temperature + noise, of those at or above the threshold.
-
-    Only blocks that hold such a token are looked into.
-
-    Args:
-        threshold, top, temperature: float32 [n].
-        best_tokens: int64 [n], the rows' likeliest tokens.
-    Returns:
-        int64 [n], the lowest id of several.
-    """
-    is_candidate = logits.maxima >= threshold[:, None]
-    is_candidate[torch.arange(len(best_tokens)), best_tokens // BLOCK] = True  # at least one, though all be NaN
-    row, in_block = is_candidate.nonzero(as_tuple=True)
-    values = logits.values[row, in_block]
-    tokens = in_block[:, None] * BLOCK + torch.arange(BLOCK)
-    scores = (values - top[row, None]).div_(temperature[row, None])
-    scores += gumbel(keys.rows(row), tokens)
-    scores.masked_fill_(~(values >= threshold[row, None]), -torch.inf)
-
-    block_scores, lanes = scores.max(dim=-1)
-    best = torch.full_like(top, -torch.inf).scatter_reduce_(0, row, block_scores, "amax")
-    entries = torch.where(block_scores == best[row], torch.arange(len(row)), len(row))
-    winner = torch.full_like(best_tokens, len(row)).scatter_reduce_(0, row, entries, "amin")
-    return tokens[winner, lanes[winner]]
 
 
 class NoiseKeys(NamedTuple):
@@ -282,43 +310,48 @@ def mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-def gumbel(keys: NoiseKeys, tokens: Tensor) -> Tensor:
-    """Noise of the standard Gumbel distribution, a function of key and token id.
+def gumbel(keys: NoiseKeys, in_block: Tensor, scratch: Scratch) -> Tensor:
+    """Noise of the standard Gumbel distribution for blocks of token ids, a function of key and token id.
 
     A uniform number of 23 bits plus a half lies strictly between 0 and 1, which float32 holds exactly, so that both
     logarithms are finite. Tokens less likely than 2⁻²⁴ of the likeliest are drawn more rarely than they should be.
 
     Args:
-        keys: [n].
-        tokens: int64 [n, m].
+        keys: [m].
+        in_block: int64 [m], which block of the vocabulary.
     Returns:
-        float32 [n, m].
+        float32 [m, BLOCK], in ``scratch``.
     """
-    bits = shift_right(hash_tokens(keys, tokens), 9)
-    uniform = bits.float().add_(0.5).mul_(2.0**-23)
-    return uniform.log_().neg_().log_().neg_()
+    bits = scratch.blocks("bits", len(in_block), torch.int32)
+    shifted = scratch.blocks("shifted", len(in_block), torch.int32)
+    torch.add((in_block * BLOCK).int()[:, None], torch.arange(BLOCK, dtype=torch.int32), out=bits)
+    hash_tokens_(bits, keys, shifted)
+    noise = scratch.blocks("noise", len(in_block), torch.float32)
+    noise.copy_(shift_right(bits, 9, shifted)).add_(0.5).mul_(2.0**-23)
+    return noise.log_().neg_().log_().neg_()
 
 
-def hash_tokens(keys: NoiseKeys, tokens: Tensor) -> Tensor:
-    """32 hashed bits as int32 [n, m]: "triple32" of Wellons' hash-prospector, with the key's words mixed in.
+def hash_tokens_(tokens: Tensor, keys: NoiseKeys, shifted: Tensor) -> None:
+    """Token ids to 32 hashed bits, in place: "triple32" of Wellons' hash-prospector, with the key's words mixed in.
 
-    int32 products wrap around as uint32 ones do; its right shifts must be told not to copy the sign.
+    int32 products wrap around as uint32 ones do.
+
+    Args:
+        tokens: int32 [m, n].
+        keys: [m].
+        shifted: like ``tokens``, is overwritten.
     """
-    x = tokens.int().add_(keys.low[:, None])
-    x ^= shift_right(x, 17)
-    x *= 0xED5AD4BB - 2**32
-    x ^= shift_right(x, 11)
-    x *= 0xAC4C1B51 - 2**32
-    x += keys.high[:, None]
-    x ^= shift_right(x, 15)
-    x *= 0x31848BAB
-    x ^= shift_right(x, 14)
-    return x
+    x = tokens.add_(keys.low[:, None])
+    x.bitwise_xor_(shift_right(x, 17, shifted)).mul_(0xED5AD4BB - 2**32)
+    x.bitwise_xor_(shift_right(x, 11, shifted)).mul_(0xAC4C1B51 - 2**32)
+    x.add_(keys.high[:, None])
+    x.bitwise_xor_(shift_right(x, 15, shifted)).mul_(0x31848BAB)
+    x.bitwise_xor_(shift_right(x, 14, shifted))
 
 
-def shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical shift of int32."""
-    return (x >> bits).bitwise_and_((1 << (32 - bits)) - 1)
+def shift_right(x: Tensor, bits: int, out: Tensor) -> Tensor:
+    """Logical shift of int32, where torch's copies the sign."""
+    return torch.bitwise_right_shift(x, bits, out=out).bitwise_and_((1 << (32 - bits)) - 1)
 
 
 def step_logprobs(logits: Tensor, blocked: BlockedLogits, tokens: Tensor, num_logprobs: Int32) -> StepLogprobs | None:
@@ -335,10 +368,10 @@ def step_logprobs(logits: Tensor, blocked: BlockedLogits, tokens: Tensor, num_lo
     asked = np.flatnonzero(num_logprobs >= 0)
     if not len(asked):
         return None
-    index = torch.from_numpy(asked)
+    index = row_index(asked)
     row_logits = logits[index]
     log_mass = torch.logsumexp(row_logits, dim=-1, keepdim=True)
-    of_tokens = row_logits.gather(1, tokens[index, None])
+    of_tokens = row_logits.gather(1, tokens[index][:, None])
     ranks = (row_logits > of_tokens).sum(dim=-1, dtype=torch.int32) + 1
     top_logits, top_ids = largest(blocked.rows(index), min(int(num_logprobs.max()), logits.shape[1]))
     return StepLogprobs(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from aioengine import sampler
-from aioengine.sampler import SamplingRows, block, gumbel, largest, likeliest, noise_keys, sample
+from aioengine.sampler import SamplingRows, Scratch, block, gumbel, largest, likeliest, noise_keys, sample
 
 COLUMN_DTYPES = {"temperature": np.float32, "top_p": np.float32, "min_p": np.float32, "seed": np.int64}
 DEFAULTS = {
@@ -181,22 +181,29 @@ def test_a_token_that_cannot_win_is_left_out_and_nothing_else_changes(monkeypatc
     logits = random_logits(5000, seed=5, spread=6.0).expand(50, -1)
     rows = make_rows(50, temperature=0.8, positions=np.arange(50))
     pruned, _ = sample(logits, rows)
-    monkeypatch.setattr(sampler, "MAX_GUMBEL", torch.inf)
+    monkeypatch.setattr(sampler, "NOISE_SPAN", torch.inf)
     assert torch.equal(sample(logits, rows)[0], pruned)
 
 
-def test_noise_is_below_the_bound_that_pruning_relies_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    extremes = torch.tensor([[-1, 0]], dtype=torch.int32)  # all bits set and none: the highest and the lowest noise
-    monkeypatch.setattr(sampler, "hash_tokens", lambda keys, tokens: extremes)
-    noise = gumbel(noise_keys(np.zeros(1, np.int64), np.zeros(1, np.int32), np.zeros(1, np.int32)), extremes)
-    assert sampler.MAX_GUMBEL - 0.01 < noise[0, 0] < sampler.MAX_GUMBEL
-    assert -2.9 < noise[0, 1] < -2.8
+def test_noise_is_within_the_bound_that_pruning_relies_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def set_extremes(tokens: torch.Tensor, keys: sampler.NoiseKeys, shifted: torch.Tensor) -> None:
+        tokens.copy_(-(torch.arange(sampler.BLOCK) % 2))  # no bit set and all: the lowest and the highest noise
+
+    monkeypatch.setattr(sampler, "hash_tokens_", set_extremes)
+    low, high = noise_of()[:2].tolist()
+    assert math.isfinite(low)
+    assert sampler.NOISE_SPAN - 0.1 < high - low < sampler.NOISE_SPAN
 
 
-def noise_of(seed: Any = 0, choice: Any = 0, position: Any = 0, tokens: Any = None, n: int = 1) -> torch.Tensor:
+def noise_of(
+    seed: Any = 0, choice: Any = 0, position: Any = 0, blocks: Any = tuple(range(64)), n: int = 1
+) -> torch.Tensor:
+    """Noise of the tokens in ``blocks`` of the vocabulary, a line for each of n draws; flat for one."""
     columns = make_rows(n, seed=seed, choice=choice, positions=position)
-    tokens = torch.arange(4096) if tokens is None else tokens
-    return gumbel(noise_keys(columns.seed, columns.choice, columns.positions), tokens.expand(n, -1))
+    keys = noise_keys(columns.seed, columns.choice, columns.positions)
+    lines = torch.arange(n).repeat_interleave(len(blocks))
+    noise = gumbel(keys.rows(lines), torch.tensor(blocks).repeat(n), Scratch())
+    return noise.view(n, -1) if n > 1 else noise.flatten()
 
 
 @pytest.mark.parametrize(
@@ -214,7 +221,7 @@ def noise_of(seed: Any = 0, choice: Any = 0, position: Any = 0, tokens: Any = No
     ids=str,
 )
 def test_noise_of_neighbouring_draws_is_uncorrelated(other: dict[str, int]) -> None:
-    one, two = noise_of()[0], noise_of(**other)[0]
+    one, two = noise_of(), noise_of(**other)
     assert not torch.equal(one, two)
     for lag in range(4):  # nor is the one the other, moved by a few tokens
         correlation = np.corrcoef(one[lag:], two[: len(two) - lag])[0, 1]
@@ -223,7 +230,7 @@ def test_noise_of_neighbouring_draws_is_uncorrelated(other: dict[str, int]) -> N
 
 def test_noise_of_one_token_over_positions_and_seeds_is_uniform() -> None:
     for columns in ({"position": np.arange(20_000)}, {"seed": np.arange(20_000)}):
-        noise = noise_of(**columns, tokens=torch.tensor([17]), n=20_000)[:, 0]
+        noise = noise_of(**columns, blocks=(3,), n=20_000)[:, 17]
         uniform = torch.exp(-torch.exp(-noise.double())).numpy()
         counts = np.bincount((uniform * 64).astype(int), minlength=64)
         assert chi_square_is_plausible(counts, np.full(64, 1 / 64))
@@ -231,9 +238,19 @@ def test_noise_of_one_token_over_positions_and_seeds_is_uniform() -> None:
 
 
 def test_noise_of_a_token_does_not_depend_on_which_others_are_asked_for() -> None:
-    whole = noise_of(seed=3, tokens=torch.arange(1003))[0]
-    for tokens in (torch.tensor([5]), torch.arange(7, 500, 3), torch.arange(990, 1003)):
-        assert torch.equal(noise_of(seed=3, tokens=tokens)[0], whole[tokens])
+    whole = noise_of(seed=3).view(-1, sampler.BLOCK)
+    for blocks in ([5], [0, 2, 3, 63], list(range(7, 60, 5))):
+        assert torch.equal(noise_of(seed=3, blocks=blocks).view(-1, sampler.BLOCK), whole[blocks])
+
+
+def test_scratch_that_was_used_for_more_changes_nothing() -> None:
+    scratch = Scratch()
+    logits = random_logits(1000, seed=5).expand(30, -1)
+    rows = make_rows(30, positions=np.arange(30), top_p=0.9)
+    fresh, _ = sample(logits, rows)
+    for _ in range(2):
+        assert torch.equal(sample(logits, rows, scratch)[0], fresh)
+        assert torch.equal(sample(logits[:1], row_of(rows, 0), scratch)[0], fresh[:1])
 
 
 def test_greedy_takes_the_lowest_id_of_equal_logits() -> None:
