@@ -96,6 +96,11 @@ def test_a_window_stays_bounded_and_in_place_when_nothing_but_skipped_ids_come()
     assert "".join(deltas(make_detokenizer(table), [1, *[NUM_WORDS] * 500, 2])) == "w1 w2"
 
 
+def test_a_window_keeps_a_token_with_text_before_many_without() -> None:
+    table = WindowTable(decode=lambda ids: " ".join(f"w{i}" for i in ids if i), kinds=WORD_KINDS)
+    assert "".join(deltas(make_detokenizer(table), [1, *[0] * 100, 2])) == "w1 w2"
+
+
 @pytest.mark.parametrize("num_bytes_lost", [0, 1, 2, 3])
 def test_a_window_shows_no_half_character(num_bytes_lost: int) -> None:
     kinds = bytes([WindowTable.SETTLES]) * 256

@@ -23,6 +23,7 @@ TEXTS = [
     "The quick  brown fox",
     "naïve 日本茶 😀👩‍👩‍👧\n\n",
     "<s>a</s><|im_end|> <tool call>é x",
+    "e\u0301 12345 don't",
     "fox " * 2000,
 ]
 
@@ -70,6 +71,7 @@ def test_a_folder_gives_the_ids_of_auto_tokenizer(folder: Path, model_type: str 
         {"pad_token": {"__type": "AddedToken", "content": "</s>", "special": True}},
         {"unk_token": "fox"},
         {"image_token": "<|image|>"},
+        {"tool_token": "<tool call>", "chat_template": "{{ tool_token }}"},
         {"additional_special_tokens": ["<|im_end|>", "brown"]},
         {"extra_special_tokens": {"tool": "<tool call>"}},
         {"tokenizer_class": "Qwen2Tokenizer"},
