@@ -19,7 +19,7 @@ IM_START = "<|im_start|>"
 IM_END = "<|im_end|>"
 ROLES = ("system", "user", "assistant")
 
-STORY_SHARE = 0.34
+STORY_SHARE = 0.28
 LONG_CHAT_SHARE = 0.02
 
 

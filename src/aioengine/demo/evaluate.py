@@ -1,0 +1,200 @@
+"""Measure the demo model: ``python -m aioengine.demo.evaluate`` prints the numbers that its card states.
+
+Generation is transformers' own, so that the numbers say something about the model and nothing about aioengine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import re
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from aioengine.demo import model_path
+from aioengine.demo.chats import SMALL_TALK, Message
+from aioengine.demo.grammar import END_OF_TEXT, documents
+from aioengine.demo.questions import NUMBER_LIMIT, animal_facts, animal_json, other_json, small_facts
+from aioengine.demo.train import encode, grouped, held_out_loss, special_id
+from aioengine.demo.world import Dice
+
+SAMPLING = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 0}
+
+_WORD = re.compile(r"[A-Za-z]+")
+_SMALL_LETTER_AFTER_END = re.compile(r"[.!?]\s+[a-z]\w*")
+NUM_VOCABULARY_DOCUMENTS = 4000
+
+
+@cache
+def known_words() -> frozenset[str]:
+    """Every word that the grammar writes with a small letter, and every one that it begins with a capital."""
+    text = " ".join(document.text for document in documents("vocabulary", NUM_VOCABULARY_DOCUMENTS))
+    return frozenset(_WORD.findall(text))
+
+
+def story_faults(story: str) -> list[str]:
+    """What is wrong with the form of a story; nothing, if it is well formed.
+
+    Sentences begin with a capital and end with a mark, quotation marks come in pairs, and each word is one that the
+    grammar uses or, beginning with a capital, may be a name.
+    """
+    faults = []
+    if story.count('"') % 2:
+        faults.append("an odd number of quotation marks")
+    if not story.rstrip().endswith((".", "!", "?", '"')):
+        faults.append("the last sentence has no end")
+    if not story.lstrip('"')[:1].isupper():
+        faults.append("the first letter is small")
+    faults += [f"a sentence begins with a small letter: {found!r}" for found in _SMALL_LETTER_AFTER_END.findall(story)]
+    faults += [
+        f"unknown word {word!r}" for word in _WORD.findall(story) if word[0].islower() and word not in known_words()
+    ]
+    return faults
+
+
+class DemoModel:
+    """The model folder as transformers sees it, in float32."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def complete(self, prompts: Sequence[str], *, max_tokens: int, **sampling: Any) -> list[tuple[str, bool]]:
+        """Complete a batch of prompts, greedily unless ``sampling`` says otherwise.
+
+        Returns:
+            For each prompt the text that follows it, and whether it ended with an end token.
+        """
+        batch = self.tokenizer(list(prompts), return_tensors="pt", padding=True, padding_side="left")
+        sampling = sampling or {"do_sample": False, "temperature": None, "top_p": None}
+        with torch.inference_mode():
+            output = self.model.generate(
+                input_ids=batch["input_ids"],
+                attention_mask=batch["attention_mask"],
+                max_new_tokens=max_tokens,
+                **sampling,
+            )
+        completions = []
+        ends = set(self.model.generation_config.eos_token_id)
+        for ids in output[:, batch["input_ids"].shape[1] :].tolist():
+            text_ids = list(itertools.takewhile(lambda token_id: token_id not in ends, ids))
+            completions.append((self.tokenizer.decode(text_ids), len(text_ids) < len(ids)))
+        return completions
+
+    def answer(self, chats: Sequence[list[Message]], *, max_tokens: int = 96) -> list[str]:
+        """The greedy answers to conversations that end with a user message; one that does not end is empty."""
+        answers: list[str] = []
+        for start in range(0, len(chats), 64):
+            prompts = [
+                self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+                for chat in chats[start : start + 64]
+            ]
+            answers += [text if ended else "" for text, ended in self.complete(prompts, max_tokens=max_tokens)]
+        return answers
+
+
+def _user(question: str) -> list[Message]:
+    return [{"role": "user", "content": question}]
+
+
+def share_of_right_sums(model: DemoModel) -> dict[str, float]:
+    """Every sum, difference and product of the model's small world, asked once; the share of exact answers."""
+    sums = [(a, "+", b, a + b) for a in range(NUMBER_LIMIT + 1) for b in range(NUMBER_LIMIT + 1)]
+    differences = [(a, "-", b, a - b) for a in range(NUMBER_LIMIT + 1) for b in range(a + 1)]
+    products = [(a, "*", b, a * b) for a in range(11) for b in range(11)]
+    shares = {}
+    for name, problems in (("sums", sums), ("differences", differences), ("products", products)):
+        answers = model.answer([_user(f"What is {a} {sign} {b}?") for a, sign, b, _ in problems], max_tokens=16)
+        right = [
+            answer == f"{a} {sign} {b} = {result}."
+            for answer, (a, sign, b, result) in zip(answers, problems, strict=True)
+        ]
+        shares[name] = sum(right) / len(right)
+    return shares
+
+
+def share_of_valid_json(model: DemoModel, num_questions: int) -> dict[str, float]:
+    """Questions for JSON: the share of answers that parse, and of those about one animal that are exact."""
+    dice = Dice("evaluate-json")
+    asked = [(topic, topic(dice, "plain")[0]) for topic in (animal_json, other_json) for _ in range(num_questions // 2)]
+    answers = model.answer([_user(question) for _, (question, _) in asked])
+    valid = [_parses(answer) for answer in answers]
+    exact = [
+        answer == right for answer, (topic, (_, right)) in zip(answers, asked, strict=True) if topic is animal_json
+    ]
+    return {"parses": sum(valid) / len(valid), "animal facts exact": sum(exact) / len(exact)}
+
+
+def _parses(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+def share_of_right_answers(model: DemoModel, num_questions: int) -> dict[str, float]:
+    """Facts and small talk with one right answer; the share of exact ones."""
+    dice = Dice("evaluate-answers")
+    topics: dict[str, list[tuple[str, str]]] = {
+        "animals": [animal_facts(dice, "plain")[0] for _ in range(num_questions)],
+        "opposites, colours, calendar": [small_facts(dice, "plain")[0] for _ in range(num_questions)],
+        "small talk": [(dice.spin(question), answer) for question, answer in SMALL_TALK for _ in range(3)],
+    }
+    shares = {}
+    for name, pairs in topics.items():
+        answers = model.answer([_user(question) for question, _ in pairs])
+        shares[name] = sum(answer == right for answer, (_, right) in zip(answers, pairs, strict=True)) / len(pairs)
+    return shares
+
+
+def story_shares(model: DemoModel, num_stories: int, prompt: str = "Once upon a time") -> dict[str, float]:
+    """Sampled stories: the share that ends by itself, that is well formed, and that is unlike every other one."""
+    stories: list[tuple[str, bool]] = []
+    for seed in range(0, num_stories, 32):
+        torch.manual_seed(seed)
+        stories += model.complete([prompt] * min(32, num_stories - seed), max_tokens=480, **SAMPLING)
+    texts = [prompt + text for text, _ in stories]
+    return {
+        "ends by itself": sum(ended for _, ended in stories) / len(stories),
+        "well formed": sum(not story_faults(text) for text in texts) / len(texts),
+        "different": len(set(texts)) / len(texts),
+    }
+
+
+def measure(folder: Path, num_samples: int) -> Iterator[tuple[str, dict[str, float]]]:
+    """The numbers of the card, one group after another."""
+    recorded = json.loads((folder / "training.json").read_text(encoding="utf-8"))
+    model = DemoModel(folder)
+    held_out = list(documents(f"held-out-{recorded['recipe']['seed']}", recorded["recipe"]["num_held_out"]))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    limit = recorded["recipe"]["max_position_embeddings"]
+    loss = held_out_loss(
+        model.model, grouped(encode(tokenizer, held_out), 16, limit, special_id(tokenizer, END_OF_TEXT))
+    )
+    yield "held-out loss, nats a token", {"now": loss, "recorded": recorded["held_out_loss"]}
+    yield "arithmetic, greedy, exact", share_of_right_sums(model)
+    yield "JSON, greedy", share_of_valid_json(model, num_samples)
+    yield "answers, greedy, exact", share_of_right_answers(model, num_samples)
+    yield "stories, temperature 0.7, top_p 0.9", story_shares(model, num_samples)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m aioengine.demo.evaluate", description=__doc__)
+    parser.add_argument("--model", type=Path, default=model_path(), help="model folder (default: the bundled one)")
+    parser.add_argument("--samples", type=int, default=200, help="questions or stories of each kind")
+    options = parser.parse_args(arguments)
+    for title, numbers in measure(options.model, options.samples):
+        print(f"{title}: " + ", ".join(f"{name} {value:.4f}" for name, value in numbers.items()), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,172 @@
+"""The corpus of the demo model: the same everywhere, and true to its own little world."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from itertools import pairwise
+
+import pytest
+
+from aioengine.demo.evaluate import story_faults
+from aioengine.demo.grammar import END_OF_TEXT, IM_END, IM_START, Document, corpus_hash, documents
+from aioengine.demo.stories import THEMES, make_story
+from aioengine.demo.world import ANIMALS, Character, Dice, fix_articles, make_character
+
+# The first documents of the corpus that the shipped model was trained on.
+HASH_OF_1500_DOCUMENTS = "05425bfe5239f1762c6ecd60d3883fc6"
+SUM = re.compile(r"(\d+) ([-+*]) (\d+) = (\d+)")
+OPERATIONS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
+
+
+@pytest.fixture(scope="module")
+def corpus() -> list[Document]:
+    return list(documents("train-0", 1500))
+
+
+def chat_turns(corpus: list[Document]) -> list[tuple[str, str]]:
+    """(question, answer) for each turn of each chat."""
+    return [
+        (before["content"], message["content"])
+        for document in corpus
+        for before, message in pairwise(document.messages)
+        if message["role"] == "assistant"
+    ]
+
+
+def test_the_corpus_is_the_one_that_the_shipped_model_was_trained_on(corpus: list[Document]) -> None:
+    assert corpus_hash(corpus) == HASH_OF_1500_DOCUMENTS
+
+
+def test_a_longer_corpus_begins_with_the_shorter_one(corpus: list[Document]) -> None:
+    assert list(documents("train-0", 20)) == corpus[:20]
+
+
+def test_another_seed_gives_another_corpus() -> None:
+    assert corpus_hash(list(documents("train-1", 20))) != corpus_hash(list(documents("train-0", 20)))
+
+
+def test_hardly_any_two_stories_are_the_same(corpus: list[Document]) -> None:
+    stories = [document.text for document in corpus if not document.messages]
+    assert len(stories) > 400
+    assert len(set(stories)) == len(stories)
+
+
+def test_every_document_is_whole(corpus: list[Document]) -> None:
+    for document in corpus:
+        assert document.text.endswith(END_OF_TEXT)
+        assert document.text.count(IM_START) == document.text.count(IM_END) == len(document.messages)
+        assert not re.search(r"[{}\[\]|~]", re.sub(r"<\|\w+\|>", "", document.text)) or document.messages
+
+
+def test_no_template_mark_is_left_in_a_chat(corpus: list[Document]) -> None:
+    for question, answer in chat_turns(corpus):
+        assert not re.search(r"[{}|~\[\]]", question)
+        assert "~" not in answer
+        assert "|" not in answer
+
+
+def test_only_what_the_assistant_says_is_learned(corpus: list[Document]) -> None:
+    for document in corpus:
+        learned = [segment.text for segment in document.segments if segment.is_target]
+        if document.messages:
+            assert learned == [m["content"] + IM_END for m in document.messages if m["role"] == "assistant"]
+        else:
+            assert "".join(learned) == document.text
+
+
+def test_stories_are_well_formed(corpus: list[Document]) -> None:
+    for document in corpus:
+        if not document.messages:
+            assert story_faults(document.text.removesuffix(END_OF_TEXT)) == []
+
+
+@pytest.mark.parametrize(
+    ("story", "fault"),
+    [
+        ("Once upon a time, there was a frog", "the last sentence has no end"),
+        ("The frog was happy. he smiled.", "a sentence begins with a small letter: '. he'"),
+        ("the frog was happy.", "the first letter is small"),
+        ('"Hello, said the frog.', "an odd number of quotation marks"),
+        ("The frog was xqzzy.", "unknown word 'xqzzy'"),
+    ],
+)
+def test_the_check_of_stories_finds_faults(story: str, fault: str) -> None:
+    assert story_faults(story) == [fault]
+
+
+@pytest.mark.parametrize("theme", THEMES)
+def test_a_story_is_told_about_who_was_asked_for(theme: str) -> None:
+    hero = Character("Zorbo", "dragon", "brave", is_female=True)
+    for seed in range(20):
+        told = make_story(Dice(f"{theme}-{seed}"), hero=hero, theme=theme, once=True)
+        assert told.text.startswith("Once upon a time")
+        assert "Zorbo" in told.text.split(".")[0]
+        assert told.friend.name in told.text
+        assert told.theme == theme
+        assert re.search(r"\b[Ss]he\b", told.text)
+
+
+def test_two_characters_of_a_story_never_share_a_name() -> None:
+    dice = Dice("names")
+    for _ in range(2000):
+        hero = make_character(dice)
+        assert make_character(dice, other_than=hero.name).name != hero.name
+
+
+def test_every_sum_in_the_corpus_is_right(corpus: list[Document]) -> None:
+    sums = [found.groups() for _, answer in chat_turns(corpus) for found in SUM.finditer(answer)]
+    assert len(sums) > 500
+    for a, sign, b, result in sums:
+        assert OPERATIONS[sign](int(a), int(b)) == int(result)
+
+
+def test_questions_for_json_are_answered_with_json(corpus: list[Document]) -> None:
+    answers = [answer for question, answer in chat_turns(corpus) if "JSON" in question]
+    assert len(answers) > 200
+    for answer in answers:
+        json.loads(answer)
+
+
+def test_a_system_message_that_wants_json_gets_only_json(corpus: list[Document]) -> None:
+    chats = [
+        d for d in corpus if d.messages and d.messages[0]["role"] == "system" and "JSON" in d.messages[0]["content"]
+    ]
+    assert len(chats) > 50
+    for _, answer in chat_turns(chats):
+        json.loads(answer)
+
+
+def test_json_about_animals_says_what_the_world_says(corpus: list[Document]) -> None:
+    known = {animal.animal: animal._asdict() for animal in ANIMALS}
+    num_checked = 0
+    for question, answer in chat_turns(corpus):
+        facts = json.loads(answer) if answer.startswith("{") and "JSON" in question else {}
+        if facts.keys() & {"home", "food", "legs"} and "animal" in facts:
+            assert facts.items() <= known[facts["animal"]].items()
+            num_checked += 1
+    assert num_checked > 100
+
+
+def test_spinning_takes_every_alternative_and_nothing_else() -> None:
+    dice = Dice("spin")
+    assert {dice.spin("[a|b[c|d]] e[|f]") for _ in range(200)} == {
+        f"{x} e{y}" for x in ("a", "bc", "bd") for y in ("", "f")
+    }
+
+
+def test_articles_fit_the_next_word() -> None:
+    assert fix_articles("A~ owl saw a~ fox and a~ elephant.") == "An owl saw a fox and an elephant."
+
+
+def test_dice_stay_in_their_bounds_and_reach_them() -> None:
+    dice = Dice("bounds")
+    assert {dice.between(3, 6) for _ in range(200)} == {3, 4, 5, 6}
+    assert sorted(dice.sample(range(10), 10)) == list(range(10))
+
+
+def test_importing_the_package_loads_no_heavy_library() -> None:
+    code = "import sys, aioengine.demo; print(sorted({'torch', 'transformers', 'tokenizers'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout.strip() == b"[]"

@@ -1,0 +1,146 @@
+"""The shipped demo model does what its card says; generation is transformers' own."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import jinja2
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+from aioengine.demo import model_path
+from aioengine.demo.evaluate import SAMPLING, DemoModel, story_faults
+from aioengine.demo.grammar import documents
+
+MAX_BYTES = 10_000_000
+
+
+@pytest.fixture(scope="module")
+def demo() -> DemoModel:
+    return DemoModel(model_path())
+
+
+@pytest.fixture(scope="module")
+def stories(demo: DemoModel) -> list[tuple[str, bool]]:
+    """Eight sampled stories, and whether each ended by itself."""
+    torch.manual_seed(0)
+    completions = demo.complete(["Once upon a time"] * 8, max_tokens=480, **SAMPLING)
+    return [("Once upon a time" + text, ended) for text, ended in completions]
+
+
+def test_the_weights_are_at_most_ten_megabytes() -> None:
+    assert (model_path() / "model.safetensors").stat().st_size <= MAX_BYTES
+
+
+def test_the_config_loads_and_names_both_ends() -> None:
+    config = AutoConfig.from_pretrained(model_path())
+    generation = GenerationConfig.from_pretrained(model_path())
+    tokenizer = AutoTokenizer.from_pretrained(model_path())
+    ends = {tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|endoftext|>")}
+    assert config.architectures == ["LlamaForCausalLM"]
+    assert config.tie_word_embeddings
+    assert config.bos_token_id is None
+    assert config.max_position_embeddings >= 1024
+    assert set(config.eos_token_id) == set(generation.eos_token_id) == ends
+    assert config.vocab_size == len(tokenizer)
+
+
+def test_any_text_survives_the_tokenizer(demo: DemoModel) -> None:
+    @given(text=st.text(max_size=80))
+    def survives(text: str) -> None:
+        assert demo.tokenizer.decode(demo.tokenizer.encode(text, add_special_tokens=False)) == text
+
+    survives()
+
+
+def test_each_digit_is_a_token_and_a_plain_prompt_gets_no_special_token(demo: DemoModel) -> None:
+    assert demo.tokenizer.tokenize("2026") == ["2", "0", "2", "6"]
+    ids = demo.tokenizer("Once upon a time")["input_ids"]
+    assert not set(ids) & set(demo.tokenizer.all_special_ids)
+
+
+def test_the_chat_template_lays_a_conversation_out_as_it_was_learned(demo: DemoModel) -> None:
+    chats = [document for document in documents("template", 60) if document.messages]
+    assert any(document.messages[0]["role"] == "system" for document in chats)
+    for document in chats:
+        rendered = demo.tokenizer.apply_chat_template(list(document.messages), tokenize=False)
+        assert rendered + "<|endoftext|>" == document.text
+
+
+def test_the_chat_template_can_open_the_answer(demo: DemoModel) -> None:
+    chat = [{"role": "user", "content": "Hello!"}]
+    opened = demo.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert opened == "<|im_start|>user\nHello!<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_an_unknown_role_is_a_clear_error(demo: DemoModel) -> None:
+    with pytest.raises(jinja2.TemplateError, match="unknown role wizard: use system, user or assistant"):
+        demo.tokenizer.apply_chat_template([{"role": "wizard", "content": "Abracadabra"}], tokenize=False)
+
+
+def test_stories_end_by_themselves_and_are_well_formed(stories: list[tuple[str, bool]]) -> None:
+    assert [ended for _, ended in stories] == [True] * len(stories)
+    assert [story_faults(story) for story, _ in stories] == [[]] * len(stories)
+    assert all(story.count(".") >= 5 for story, _ in stories)
+
+
+def test_no_two_sampled_stories_are_alike(stories: list[tuple[str, bool]]) -> None:
+    assert len({story for story, _ in stories}) == len(stories)
+
+
+TURNS = [
+    ("Hello!", "Hello! How can I help you?"),
+    ("Thank you!", "You are welcome!"),
+    ("Who are you?", "I am Pip, the tiny demo model of aioengine."),
+    ("What is 2 + 3?", "2 + 3 = 5."),
+    ("What is 7 + 8?", "7 + 8 = 15."),
+    ("What is 9 - 4?", "9 - 4 = 5."),
+    ("How many legs does a spider have?", "A spider has 8 legs."),
+    ("Can a duck fly?", "Yes, a duck can fly."),
+    ("What is the opposite of big?", "The opposite of big is small."),
+    (
+        "Tell me about the fox as JSON.",
+        '{"animal": "fox", "home": "forest", "food": "berries", "legs": 4, "colour": "red"}',
+    ),
+]
+
+
+def test_greedy_answers_are_exact_where_there_is_one_answer(demo: DemoModel) -> None:
+    answers = demo.answer([[{"role": "user", "content": question}] for question, _ in TURNS])
+    assert answers == [answer for _, answer in TURNS]
+
+
+def test_the_system_message_sets_name_and_form_of_the_answer(demo: DemoModel) -> None:
+    named = [{"role": "system", "content": "You are Ruby."}, {"role": "user", "content": "Who are you?"}]
+    in_json = [{"role": "system", "content": "Always answer in JSON."}, {"role": "user", "content": "What is 2 + 3?"}]
+    answers = demo.answer([named, in_json])
+    assert answers[0] == "I am Ruby, the tiny demo model of aioengine."
+    assert json.loads(answers[1]) == {"a": 2, "b": 3, "operator": "+", "result": 5}
+
+
+def test_an_earlier_turn_is_remembered(demo: DemoModel) -> None:
+    chat = [
+        {"role": "user", "content": "My name is Clara."},
+        {"role": "assistant", "content": "Nice to meet you, Clara!"},
+        {"role": "user", "content": "What is my name?"},
+    ]
+    assert demo.answer([chat]) == ["Your name is Clara."]
+
+
+def test_a_story_on_request_is_about_who_was_asked_for(demo: DemoModel) -> None:
+    [story] = demo.answer(
+        [[{"role": "user", "content": "Tell me a short story about a dragon named Ruby."}]], max_tokens=400
+    )
+    assert story_faults(story) == []
+    assert re.search(r"\bdragon\b", story)
+    assert "Ruby" in story
+
+
+def test_what_lies_outside_its_world_is_declined_cleanly(demo: DemoModel) -> None:
+    questions = ["What is the capital of France?", "Explain quantum physics.", "Write a Python function."]
+    for answer in demo.answer([[{"role": "user", "content": question}] for question in questions]):
+        assert answer.startswith("I am sorry, I do not know that.")

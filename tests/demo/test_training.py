@@ -1,0 +1,104 @@
+"""The recipe of the demo model, taken with few steps: the same way, the same result."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from aioengine.demo import train
+from aioengine.demo.train import (
+    IGNORED,
+    LOSS_TOLERANCE,
+    SMOKE,
+    Encoded,
+    Recipe,
+    check_reproduced,
+    grouped,
+    learning_rate_at,
+    make_batch,
+)
+
+SMOKE_DATA_HASH = "05425bfe5239f1762c6ecd60d3883fc6"
+SMOKE_HELD_OUT_LOSS = 5.4024
+UNTRAINED_LOSS = 7.6  # ln 2048
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    out = tmp_path_factory.mktemp("smoke")
+    num_threads = torch.get_num_threads()
+    try:
+        assert train.main(["--smoke", "--out", str(out)]) == 0
+    finally:
+        torch.set_num_threads(num_threads)
+    return out, json.loads((out / "training.json").read_text())
+
+
+def test_the_smoke_run_reproduces_corpus_and_loss(smoke: tuple[Path, dict[str, Any]]) -> None:
+    _, report = smoke
+    assert report["data_hash"] == SMOKE_DATA_HASH
+    assert abs(report["held_out_loss"] - SMOKE_HELD_OUT_LOSS) < LOSS_TOLERANCE
+    assert report["held_out_loss"] < UNTRAINED_LOSS - 1
+
+
+def test_the_smoke_run_writes_a_folder_that_transformers_loads(smoke: tuple[Path, dict[str, Any]]) -> None:
+    out, report = smoke
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert model.dtype == torch.bfloat16
+    assert sum(p.numel() for p in model.parameters()) == report["parameters"]
+    assert len(AutoTokenizer.from_pretrained(out)) == model.config.vocab_size
+    assert not list(out.glob("*.tmp"))
+
+
+def test_the_shipped_model_was_made_by_the_recipe_in_the_code() -> None:
+    recorded = json.loads((train.model_path() / "training.json").read_text())
+    assert recorded["recipe"] == train.asdict(Recipe())
+
+
+def test_what_is_not_reproduced_is_said() -> None:
+    recorded = {"recipe": {"seed": 0}, "data_hash": "a", "held_out_loss": 1.0}
+    assert check_reproduced(recorded, recorded) == []
+    assert check_reproduced(recorded | {"held_out_loss": 1.0 + LOSS_TOLERANCE / 2}, recorded) == []
+    assert "within" in check_reproduced(recorded | {"held_out_loss": 1.0 + LOSS_TOLERANCE * 2}, recorded)[0]
+    assert "hash" in check_reproduced(recorded | {"data_hash": "b"}, recorded)[0]
+    assert "recipe" in check_reproduced(recorded | {"recipe": {"seed": 1}}, recorded)[0]
+
+
+def test_a_batch_has_targets_one_place_on_and_learns_no_padding() -> None:
+    batch = make_batch(
+        [Encoded([1, 2, 3], [False, True, True]), Encoded([4, 5, 6, 7], [True, True, False, True])], 8, 0
+    )
+    assert batch.inputs.tolist() == [[1, 2, 0], [4, 5, 6]]
+    assert batch.targets.tolist() == [[2, 3, IGNORED], [5, IGNORED, 7]]
+    assert batch.num_targets == 4
+
+
+def test_a_document_longer_than_the_model_is_cut() -> None:
+    batch = make_batch([Encoded([1, 2, 3, 4, 5, 6], [True] * 6)], 3, 0)
+    assert batch.inputs.tolist() == [[1, 2, 3]]
+    assert batch.targets.tolist() == [[2, 3, 4]]
+
+
+@pytest.mark.parametrize("num_groups", [1, 3, 16])
+def test_grouping_loses_no_document_and_puts_like_lengths_together(num_groups: int) -> None:
+    lengths = [5, 40, 6, 7, 90, 8, 41, 9, 300]
+    whole = [Encoded([i + 1] * length, [True] * length) for i, length in enumerate(lengths)]
+    groups = grouped(whole, num_groups, 64, 0)
+    assert len(groups) <= num_groups
+    assert sorted(int(row[0]) for batch in groups for row in batch.inputs) == list(range(1, 10))
+    widths = [batch.inputs.shape[1] for batch in groups]
+    assert widths == sorted(widths)
+    assert max(widths) == 64
+
+
+def test_the_learning_rate_rises_and_then_falls_to_almost_nothing() -> None:
+    rates = [learning_rate_at(step, SMOKE) for step in range(SMOKE.steps + 1)]
+    assert rates.index(max(rates)) in (SMOKE.warmup_steps - 1, SMOKE.warmup_steps)
+    assert rates[: SMOKE.warmup_steps] == sorted(rates[: SMOKE.warmup_steps])
+    assert rates[SMOKE.warmup_steps :] == sorted(rates[SMOKE.warmup_steps :], reverse=True)
+    assert rates[-1] == pytest.approx(0.02 * SMOKE.learning_rate)
