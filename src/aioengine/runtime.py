@@ -23,7 +23,7 @@ from aioengine.core.detokenizer import TokenTable, WindowTable, make_detokenizer
 from aioengine.core.sequence import Sequence
 from aioengine.dump import write_dump
 from aioengine.engine_core import EngineCore
-from aioengine.errors import AioEngineError, EngineClosed, InvalidRequest
+from aioengine.errors import AioEngineError, EngineClosed, InternalError, InvalidRequest
 from aioengine.executor.protocol import Executor
 from aioengine.intake import Intake
 from aioengine.model_folder import ModelFolder
@@ -103,6 +103,8 @@ class Runtime:
         elif not self._supervisor.done():
             self._serving.cancel()
         await asyncio.wait({self._supervisor})
+        if not self._supervisor.cancelled() and (error := self._supervisor.exception()) is not None:
+            raise InternalError(f"closing the engine failed: {type(error).__name__}: {error}") from error
 
     def abandon(self) -> None:
         """Close without anyone waiting: the engine is garbage. From any thread, and at any moment."""
@@ -147,7 +149,9 @@ class Runtime:
 
     async def _open(self) -> None:
         config = self.config
-        resolve = functools.partial(ModelFolder.resolve, config.model, revision=config.revision)
+        resolve = functools.partial(
+            ModelFolder.resolve, config.model, revision=config.revision, with_weights=config.load_format != "dummy"
+        )
         self.files = await self.worker.run(resolve, None)
         await self._load_tokenizer()
         self.executor = await self._start_executor() if self._given_executor is None else self._given_executor
@@ -183,9 +187,11 @@ class Runtime:
         if hasattr(self, "intake"):
             self.intake.close(self._end_error)
         self._requests.clear()
-        if hasattr(self, "executor"):
-            await self.executor.aclose()
-        await self.worker.aclose()
+        try:
+            if hasattr(self, "executor"):
+                await self.executor.aclose()
+        finally:
+            await self.worker.aclose()
 
     # Requests
 

@@ -42,7 +42,7 @@ def make_prompts() -> list[tuple[list[int], int]]:
     shared = ids(37)
     prompts = [ids(n) for n in (1, 7, 16, 31, 123)] + [shared + ids(n) for n in (3, 11, 60)]
     prompts.append(list(prompts[4]))
-    return [(prompt, rng.randint(12, 28)) for prompt in prompts]
+    return [(prompt, rng.randint(24, 56)) for prompt in prompts]
 
 
 def greedy(model: transformers.PreTrainedModel, prompt: list[int], max_tokens: int) -> Case:
