@@ -28,8 +28,8 @@ from aioengine.core.plan import Int32, StepLogprobs
 BLOCK = 64
 """Logits that share a maximum."""
 
-CHUNK_ELEMENTS = 2**18
-"""Logits of the rows that are drawn together: few enough for the temporaries to stay in the cache."""
+CHUNK_ELEMENTS = 2**20
+"""Logits of the rows that are drawn together: bounds the temporaries to a few MB."""
 
 NOISE_SPAN = 19.5
 """The highest noise that `gumbel` makes, -log(-log(1 - 2⁻²⁴)) = 16.64, less the lowest, -log(-log(2⁻²⁴)) = -2.81."""

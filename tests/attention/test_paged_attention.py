@@ -65,15 +65,8 @@ class Case:
         generator = torch.Generator().manual_seed(seed)
         num_blocks = sum(-(-(start + count) // block_size) for start, count in rows) + 3
         self.meta = make_meta(rows, block_size, num_blocks, generator)
-        shape = KVCacheShape(
-            num_layers=1,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            dtype=dtype,
-        )
-        self.cache = KVCache.allocate(shape)
+        shape = KVCacheShape(num_layers=1, block_size=block_size, num_kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
+        self.cache = KVCache.allocate(shape, num_blocks)
         for cache in (self.cache.k[0], self.cache.v[0]):
             cache.fill_(torch.nan)
             for row, (start, _) in enumerate(rows):
@@ -217,13 +210,11 @@ def test_bf16_scores_keep_float32_accuracy() -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_fresh_cache_is_zeros_in_memory_that_nobody_has_touched() -> None:
-    shape = KVCacheShape(
-        num_layers=2, num_blocks=2**14, block_size=16, num_kv_heads=8, head_dim=64, dtype=torch.bfloat16
-    )
+    shape = KVCacheShape(num_layers=2, block_size=16, num_kv_heads=8, head_dim=64, dtype=torch.bfloat16)
     assert shape.bytes_per_block == 2 * 2 * 16 * 8 * 64 * 2
     resident = resident_bytes()
-    cache = KVCache.allocate(shape)
-    assert sum(tensor.nbytes for tensor in cache.k + cache.v) == shape.num_blocks * shape.bytes_per_block > 10**9
+    cache = KVCache.allocate(shape, 2**14)
+    assert sum(tensor.nbytes for tensor in cache.k + cache.v) == 2**14 * shape.bytes_per_block > 10**9
     assert resident_bytes() - resident < 10**7
     assert cache.k[1].shape == (2**14, 16, 8, 64)
     assert not cache.k[1][-1].any()

@@ -12,10 +12,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheShape:
-    """One layer's share is [num_blocks, block_size, num_kv_heads, head_dim], for keys and again for values."""
+    """What one block holds: in each layer [block_size, num_kv_heads, head_dim] of keys, and as many values."""
 
     num_layers: int
-    num_blocks: int
     block_size: int
     num_kv_heads: int
     head_dim: int
@@ -40,20 +39,16 @@ class KVCache:
     v: list[Tensor]
 
     @classmethod
-    def allocate(cls, shape: KVCacheShape) -> KVCache:
+    def allocate(cls, shape: KVCacheShape, num_blocks: int) -> KVCache:
         """Zeros, in pages that the system hands out when they are first written."""
         return cls(
-            k=[_lazy_zeros(shape) for _ in range(shape.num_layers)],
-            v=[_lazy_zeros(shape) for _ in range(shape.num_layers)],
+            k=[_lazy_zeros(shape, num_blocks) for _ in range(shape.num_layers)],
+            v=[_lazy_zeros(shape, num_blocks) for _ in range(shape.num_layers)],
         )
 
-    @property
-    def block_size(self) -> int:
-        return self.k[0].shape[1]
 
-
-def _lazy_zeros(shape: KVCacheShape) -> Tensor:
+def _lazy_zeros(shape: KVCacheShape, num_blocks: int) -> Tensor:
     # numpy's zeros come from calloc, which leaves large allocations to the kernel's zero page; torch.zeros writes them,
     # so that a cache of gigabytes would be resident before the first token.
-    size = (shape.num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
+    size = (num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
     return torch.from_numpy(np.zeros(math.prod(size) * shape.dtype.itemsize, np.uint8)).view(shape.dtype).view(size)

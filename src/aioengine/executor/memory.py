@@ -1,0 +1,105 @@
+"""How many KV blocks fit: from the memory that is free, and from what the sequences could ever use."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from aioengine.config import EngineConfig
+from aioengine.errors import ConfigError
+
+FALLBACK_MEMORY_BYTES = 8 * 2**30
+"""Taken for the machine's memory where the system does not tell it."""
+
+
+def num_kv_blocks(config: EngineConfig, *, max_model_len: int, bytes_per_block: int, available_bytes: int) -> int:
+    """Blocks of the KV cache: as many as the config grants, but no more than its sequences could use.
+
+    Args:
+        bytes_per_block: of keys and values in all layers.
+        available_bytes: free memory, with the weights loaded.
+    Raises:
+        ConfigError: not even one sequence of ``max_model_len`` tokens fits.
+    """
+    if config.kv_cache_memory_bytes is not None:
+        granted_bytes, source = config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
+    else:
+        granted_bytes = int(config.memory_utilization * available_bytes)
+        source = f"memory_utilization={config.memory_utilization:g} of {available_bytes} free bytes"
+    num_blocks = granted_bytes // bytes_per_block
+    blocks_a_sequence = -(-max_model_len // config.block_size)
+    if num_blocks < blocks_a_sequence:
+        fitting = num_blocks * config.block_size
+        remedy = f"set max_model_len to {fitting} at most, or grant more" if fitting > 1 else "grant more"
+        raise ConfigError(
+            f"a sequence of max_model_len={max_model_len} tokens needs {blocks_a_sequence * bytes_per_block} bytes of "
+            f"KV cache; {source} grants {granted_bytes}: {remedy}"
+        )
+    return min(num_blocks, config.max_num_seqs * blocks_a_sequence)
+
+
+def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that this process may still take: the least of what the system and each of its control groups leave.
+
+    Where there is no ``/proc/meminfo``, half of the machine's memory is taken for free. Reads files: not for the loop.
+
+    Args:
+        proc, cgroups: where the kernel's files are mounted.
+    """
+    return min(_system_available(proc), *_cgroups_available(proc, cgroups), 2**63)
+
+
+def _system_available(proc: Path) -> int:
+    available = _read_table(proc / "meminfo").get("MemAvailable:")
+    if available is not None:
+        return available * 1024
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    except (AttributeError, OSError, ValueError):
+        return FALLBACK_MEMORY_BYTES // 2
+
+
+class _MemoryFiles(NamedTuple):
+    """What a control group's files are called."""
+
+    limit: str
+    usage: str
+    inactive: str
+    """The line of memory.stat for cached file pages, which count as used and are given up first."""
+
+
+_V1 = _MemoryFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2 = _MemoryFiles("memory.max", "memory.current", "inactive_file")
+
+
+def _cgroups_available(proc: Path, cgroups: Path) -> Iterator[int]:
+    """What each group that this process is in leaves; nothing of groups without a limit."""
+    for line in _read(proc / "self" / "cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, files = cgroups, _V2
+        elif "memory" in controllers.split(","):
+            root, files = cgroups / "memory", _V1
+        else:
+            continue
+        own = PurePosixPath(path.lstrip("/"))
+        for group in (own, *own.parents):
+            limit, usage = _read(root / group / files.limit).strip(), _read(root / group / files.usage).strip()
+            if limit.isdecimal() and usage.isdecimal():  # "max": no limit
+                inactive = _read_table(root / group / "memory.stat").get(files.inactive, 0)
+                yield max(0, int(limit) - int(usage) + inactive)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _read_table(path: Path) -> dict[str, int]:
+    """Lines of a name and a number, and perhaps a unit."""
+    words = (line.split() for line in _read(path).splitlines())
+    return {line[0]: int(line[1]) for line in words if len(line) > 1 and line[1].isdecimal()}

@@ -1,0 +1,258 @@
+"""The runner over random plans against the model's forward pass over each whole sequence."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from executor.plans import PlannedRow, PlanWriter, tokens_by_row
+from executor.tiny_decoder import VOCAB_SIZE, TinyConfig, TinyDecoder
+
+from aioengine.attention.kv_cache import KVCache, KVCacheShape
+from aioengine.attention.torch_paged import TorchPagedAttention
+from aioengine.core.plan import EMPTY, RowAdded, RowSampling, StepPlan, StepResult, Want, int32
+from aioengine.executor.input_batch import InputBatch
+from aioengine.executor.protocol import DeviceLost, ExecutorStats
+from aioengine.executor.runner import Runner
+
+MAX_MODEL_LEN = 64
+
+
+def make_runner(
+    decoder: TinyDecoder, *, max_num_seqs: int = 8, num_blocks: int = 128, block_size: int = 4
+) -> tuple[Runner, ExecutorStats]:
+    c = decoder.config
+    shape = KVCacheShape(
+        num_layers=c.num_layers,
+        block_size=block_size,
+        num_kv_heads=c.num_kv_heads,
+        head_dim=c.head_dim,
+        dtype=torch.float32,
+    )
+    cache = KVCache.allocate(shape, num_blocks)
+    for tensor in cache.k + cache.v:
+        tensor.fill_(torch.nan)  # what was never written must not be read
+    batch = InputBatch(max_num_seqs=max_num_seqs, max_model_len=c.max_model_len, block_size=block_size)
+    stats = ExecutorStats()
+    return Runner(decoder, TorchPagedAttention(cache), batch, stats), stats  # type: ignore[arg-type]
+
+
+class Sequences:
+    """Random sequences over a runner, each token checked against the whole-sequence forward pass."""
+
+    def __init__(self, seed: int, *, block_size: int, max_rows: int = 8) -> None:
+        self.random = random.Random(seed)
+        self.decoder = TinyDecoder(seed=seed)
+        num_blocks = max_rows * -(-MAX_MODEL_LEN // block_size) + 4
+        self.runner, self.stats = make_runner(
+            self.decoder, max_num_seqs=max_rows, num_blocks=num_blocks, block_size=block_size
+        )
+        self.writer = PlanWriter(num_blocks, block_size, seed)
+        self.free_rows = list(range(max_rows))
+        self.num_checked = 0
+
+    def step(self) -> None:
+        """Change some rows, then compute a random part of what is known for some of them."""
+        draw = self.random
+        for row in [row for row in self.writer.rows if draw.random() < 0.1 or self.is_full(row)]:
+            self.writer.remove(row)
+            self.free_rows.append(row)
+        while self.free_rows and draw.random() < 0.5:
+            length = draw.choice([1, 2, draw.randrange(1, MAX_MODEL_LEN - 1)])
+            ids = [draw.randrange(VOCAB_SIZE) for _ in range(length)]
+            row = self.free_rows.pop(draw.randrange(len(self.free_rows)))
+            self.writer.add(
+                row, ids, num_prompt_tokens=draw.randint(1, length), logprobs=draw.choice([0, 3, VOCAB_SIZE])
+            )
+        rows = [row for row in self.writer.rows if draw.random() < 0.8]
+        draw.shuffle(rows)
+        counts: dict[int, int | None] = {}
+        for row in rows:
+            left = self.left(row)
+            counts[row] = draw.choice([left, left, draw.randint(1, left)])
+        plan = self.writer.plan(counts)
+        self.check(plan, self.runner.step(plan))
+
+    def left(self, row: int) -> int:
+        state = self.writer.rows[row]
+        return state.num_known - state.num_computed
+
+    def is_full(self, row: int) -> bool:
+        return self.writer.rows[row].num_known >= MAX_MODEL_LEN
+
+    def check(self, plan: StepPlan, result: StepResult) -> None:
+        rows = {row: self.writer.rows[row] for row in plan.rows.tolist()}
+        tokens = self.writer.read(plan, result)
+        for place, (row, token) in enumerate(tokens.items()):
+            expected = expected_logprobs(self.decoder, rows[row])
+            assert result.logprobs is not None
+            assert result.logprobs.index[place] == place
+            assert result.logprobs.logprobs[place] == pytest.approx(float(expected[token]), abs=1e-4)
+            assert float(expected[token]) >= float(expected.max()) - 1e-4
+            of_top = expected[torch.from_numpy(result.logprobs.top_ids[place].astype(np.int64))]
+            np.testing.assert_allclose(result.logprobs.top_logprobs[place], of_top, atol=1e-4)
+            self.num_checked += 1
+
+
+def expected_logprobs(decoder: TinyDecoder, row: PlannedRow) -> torch.Tensor:
+    known: Any = row.token_ids[:-1]
+    return torch.log_softmax(decoder.logits_of(known)[-1], dim=-1)
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("seed", range(5))
+def test_any_way_through_a_sequence_brings_what_one_forward_pass_brings(seed: int, block_size: int) -> None:
+    sequences = Sequences(seed, block_size=block_size)
+    for _ in range(60):
+        sequences.step()
+    assert sequences.num_checked > 60
+    assert sequences.stats.num_sampled_tokens == sequences.num_checked
+    assert sequences.stats.num_steps == 60
+
+
+def test_logits_are_computed_for_the_rows_that_want_them_only() -> None:
+    decoder = TinyDecoder()
+    runner, _ = make_runner(decoder)
+    num_rows: list[int] = []
+    logits = decoder.logits
+    decoder.logits = lambda hidden: num_rows.append(len(hidden)) or logits(hidden)  # type: ignore[method-assign]
+    writer = PlanWriter(128, 4)
+    writer.add(0, [1] * 20)
+    writer.add(1, [2] * 9)
+    runner.step(writer.plan({0: 7, 1: None}))
+    runner.step(writer.plan({0: 5}))
+    assert num_rows == [1]
+
+
+def test_a_draw_depends_on_seed_choice_and_position_and_not_on_the_way_there() -> None:
+    decoder = TinyDecoder(seed=3)
+    prompt = [5, 6, 7]
+
+    def generate(row: int, num_tokens: int, resumed: list[int], **sampling: Any) -> list[int]:
+        runner, _ = make_runner(decoder)
+        writer = PlanWriter(128, 4)
+        writer.add(row, prompt + resumed, num_prompt_tokens=len(prompt), temperature=1.0, **sampling)
+        tokens = []
+        for _ in range(num_tokens):
+            plan = writer.plan()
+            tokens.append(writer.read(plan, runner.step(plan))[row])
+        return tokens
+
+    whole = generate(0, 12, [], seed=11)
+    assert generate(5, 7, whole[:5], seed=11) == whole[5:]
+    assert generate(0, 12, [], seed=12) != whole
+    assert generate(0, 12, [], seed=11, choice=1) != whole
+
+
+def test_min_tokens_counts_from_the_end_of_the_prompt() -> None:
+    decoder = TinyDecoder()
+    likeliest = int(decoder.logits_of([4, 5, 6])[-1].argmax())
+    for num_prompt_tokens, is_masked in ((3, True), (2, True), (1, False)):
+        runner, _ = make_runner(decoder)
+        writer = PlanWriter(128, 4)
+        writer.add(0, [4, 5, 6], num_prompt_tokens=num_prompt_tokens, min_tokens=2, stop_ids=(likeliest,))
+        plan = writer.plan()
+        assert (tokens_by_row(plan, runner.step(plan))[0] != likeliest) == is_masked
+
+
+def test_a_plan_that_cannot_be_applied_ends_it_all() -> None:
+    runner, stats = make_runner(TinyDecoder())
+    writer = PlanWriter(128, 4)
+    writer.add(0, [1, 2, 3])
+    good = writer.plan()
+    writer.add(8, [1])
+    bad = writer.plan({8: None})
+    runner.step(good)
+    for plan in (bad, writer.plan({0: None})):
+        with pytest.raises(DeviceLost, match="could not be applied"):
+            runner.step(plan)
+    assert stats.num_steps == 3
+
+
+@pytest.mark.parametrize("stage", ["forward", "logits"])
+def test_a_step_that_fails_leaves_the_rows_in_order(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = TinyDecoder()
+    runner, _ = make_runner(decoder)
+    writer = PlanWriter(128, 4)
+    writer.add(0, [1, 2, 3])
+    writer.add(1, [4] * 9)
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(decoder, "before_forward" if stage == "forward" else "logits", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            runner.step(writer.plan({0: None}))
+    writer.remove(0)
+    plan = writer.plan({1: None})
+    expected = int(decoder.logits_of([4] * 9)[-1].argmax())
+    assert tokens_by_row(plan, runner.step(plan)) == {1: expected}
+
+
+def test_a_model_that_breaks_into_nan_breaks_its_own_row_only() -> None:
+    decoder = TinyDecoder()
+    decoder.embedding[90] = torch.nan
+    runner, _ = make_runner(decoder)
+    writer = PlanWriter(128, 4)
+    expected = int(decoder.logits_of([4] * 9)[-1].argmax())
+    for poisoned_row in (0, 1):
+        writer.add(poisoned_row, [90] * 9, temperature=1.0)
+        writer.add(1 - poisoned_row, [4] * 9)
+        plan = writer.plan()
+        tokens = writer.read(plan, runner.step(plan))
+        assert tokens[1 - poisoned_row] == expected
+        assert 0 <= tokens[poisoned_row] < VOCAB_SIZE
+        writer.remove(0)
+        writer.remove(1)
+    for _ in range(10):  # in the poisoned blocks
+        writer.add(0, [4] * 9)
+        plan = writer.plan()
+        assert writer.read(plan, runner.step(plan)) == {0: expected}
+        writer.remove(0)
+
+
+def make_plan(**fields: Any) -> StepPlan:
+    arrays = dict.fromkeys(
+        ("removed", "grown_rows", "grown_blocks", "rows", "epochs", "starts", "num_tokens", "wants"), EMPTY
+    )
+    return StepPlan(**{"step": 1, "added": (), **arrays, **fields})
+
+
+def test_a_row_may_grow_by_several_blocks_in_any_order_among_others() -> None:
+    batch = InputBatch(max_num_seqs=3, max_model_len=40, block_size=4)
+    added = tuple(
+        RowAdded(
+            row=row,
+            token_ids=int32(range(40)),
+            num_prompt_tokens=1,
+            block_ids=int32(blocks),
+            sampling=RowSampling(),
+        )
+        for row, blocks in ((0, [9]), (2, [8, 7]))
+    )
+    batch.apply(make_plan(added=added, grown_rows=int32([2, 0, 2, 0, 0]), grown_blocks=int32(range(20, 25))))
+    batch.apply(make_plan(grown_rows=int32([0]), grown_blocks=int32([25])))
+    plan = make_plan(
+        rows=int32([0, 2]),
+        epochs=int32([1, 2]),
+        starts=int32([0, 0]),
+        num_tokens=int32([20, 16]),
+        wants=np.array([Want.LOGITS, Want.NOTHING], np.int8),
+    )
+    inputs = batch.inputs(plan)
+    assert inputs.attention.slot_mapping[::4].tolist() == [4 * block for block in (9, 21, 23, 24, 25, 8, 7, 20, 22)]
+    assert inputs.attention.slot_mapping[1::4].tolist() == [4 * b + 1 for b in (9, 21, 23, 24, 25, 8, 7, 20, 22)]
+    assert inputs.positions.tolist() == [*range(20), *range(16)]
+    assert inputs.last_tokens.tolist() == [19]
+    with pytest.raises(IndexError):
+        batch.apply(make_plan(grown_rows=int32([0] * 6), grown_blocks=int32(range(30, 36))))
+
+
+def test_the_config_of_the_stand_in_has_windows_that_matter() -> None:
+    ids = list(range(20))
+    windowed = TinyDecoder().logits_of(ids)
+    unlimited = TinyDecoder(TinyConfig(windows=(None, None, None))).logits_of(ids)
+    assert torch.allclose(windowed[:5], unlimited[:5], atol=1e-5)
+    assert not torch.allclose(windowed[5:], unlimited[5:], atol=1e-2)

@@ -1,0 +1,405 @@
+"""`TorchExecutor`: the contract, its start, its end, and what it leaves behind."""
+
+import asyncio
+import gc
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import torch
+import uvloop
+from executor.contract import ExecutorContract, Opened
+from executor.plans import PlanWriter, tokens_by_row
+from executor.tiny_decoder import TinyConfig, TinyDecoder
+
+from aioengine.config import EngineConfig
+from aioengine.errors import ConfigError
+from aioengine.executor import torch_executor
+from aioengine.executor.device import THREAD_NAME
+from aioengine.executor.protocol import DeviceLost
+from aioengine.executor.torch_executor import TorchExecutor
+
+END_TIMEOUT_S = 5.0
+
+
+def make_config(**fields: Any) -> EngineConfig:
+    return EngineConfig(
+        **{"max_num_seqs": 4, "block_size": 4, "kv_cache_memory_bytes": 2**20, "num_threads": 1, **fields}
+    )
+
+
+class InjectedFailure(Exception):
+    pass
+
+
+class Model:
+    """A tiny decoder that the device thread makes, and what the test may do to it.
+
+    Attributes:
+        failing: numbers of the forward passes, from 1, that raise.
+        gate: forward passes wait for it.
+        executors: those started and still referred to.
+    """
+
+    def __init__(self, config: TinyConfig | None = None) -> None:
+        self.config = config or TinyConfig()
+        self.failing: set[int] = set()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.num_passes = 0
+        self.decoder: weakref.ref[TinyDecoder] | None = None
+        self.executors: weakref.WeakSet[TorchExecutor] = weakref.WeakSet()
+
+    def load(self, *, on_progress: Callable[[int, int], None], should_stop: Callable[[], bool]) -> Any:
+        on_progress(0, 10)
+        decoder = TinyDecoder(self.config)
+        decoder.before_forward = self.before_forward
+        self.decoder = weakref.ref(decoder)
+        on_progress(10, 10)
+        return decoder
+
+    def before_forward(self) -> None:
+        assert self.gate.wait(END_TIMEOUT_S)
+        self.num_passes += 1
+        if self.num_passes in self.failing:
+            raise InjectedFailure(f"pass {self.num_passes}")
+
+    @property
+    def is_freed(self) -> bool:
+        gc.collect()
+        return self.decoder is not None and self.decoder() is None
+
+    async def start(self, **fields: Any) -> TorchExecutor:
+        executor = await TorchExecutor.start_with(self.load, make_config(**fields))
+        self.executors.add(executor)
+        return executor
+
+
+def device_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == THREAD_NAME]
+
+
+def join_device_threads() -> None:
+    for thread in device_threads():
+        thread.join(END_TIMEOUT_S)
+    assert not device_threads()
+
+
+def a_plan(writer: PlanWriter | None = None) -> Any:
+    writer = writer or PlanWriter(64, 4)
+    writer.add(0, [1, 2, 3])
+    return writer.plan()
+
+
+class TestContract(ExecutorContract):
+    async def start(self, max_in_flight: int) -> Opened:
+        model = Model()
+        executor = await model.start(max_in_flight=max_in_flight)
+        return Opened(executor, model.failing.add)
+
+
+class TestContractOnUvloop(TestContract):
+    pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
+
+
+@pytest.fixture
+async def model() -> AsyncIterator[Model]:
+    model = Model()
+    yield model
+    model.gate.set()
+    for executor in list(model.executors):
+        await executor.aclose()
+
+
+# Start
+
+
+async def test_it_says_what_the_config_and_the_model_make_of_it(model: Model) -> None:
+    executor = await model.start(kv_cache_memory_bytes=10**5, max_num_seqs=8)
+    bytes_per_block = 2 * 3 * 4 * 2 * 8 * 4
+    info = executor.info
+    assert info.num_blocks == 10**5 // bytes_per_block == 65
+    assert info.kv_cache_bytes == 65 * bytes_per_block
+    assert (info.block_size, info.max_model_len, info.vocab_size) == (4, 64, 97)
+    assert (info.max_in_flight, info.device, info.dtype) == (1, "cpu", "float32")
+    assert info.weight_bytes > 0
+    await executor.aclose()
+
+
+async def test_progress_is_told_on_the_loop(model: Model) -> None:
+    told: list[tuple[int, int, threading.Thread]] = []
+    executor = await TorchExecutor.start_with(
+        model.load,
+        make_config(),
+        on_progress=lambda done, total: told.append((done, total, threading.current_thread())),
+    )
+    assert told == [(0, 10, threading.main_thread()), (10, 10, threading.main_thread())]
+    await executor.aclose()
+
+
+async def test_a_cache_that_is_too_small_is_a_config_error_and_leaves_nothing(model: Model) -> None:
+    with pytest.raises(ConfigError, match="max_model_len=64"):
+        await model.start(kv_cache_memory_bytes=1536 * 15)
+    assert not device_threads()
+    assert model.is_freed
+
+
+async def test_an_error_while_loading_comes_through_and_leaves_nothing() -> None:
+    def load(**_: Any) -> Any:
+        raise OSError("no such file")
+
+    with pytest.raises(OSError, match="no such file"):
+        await TorchExecutor.start_with(load, make_config())
+    assert not device_threads()
+
+
+@pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
+async def test_cancelling_the_start_stops_the_loading_and_leaves_nothing() -> None:
+    is_loading, was_stopped = threading.Event(), threading.Event()
+
+    def load(*, on_progress: Callable[[int, int], None], should_stop: Callable[[], bool]) -> Any:
+        is_loading.set()
+        on_progress(0, 1)
+        while not should_stop():
+            pass
+        was_stopped.set()
+        raise RuntimeError("stopped")
+
+    with anyio.CancelScope() as scope:
+        await TorchExecutor.start_with(load, make_config(), on_progress=lambda *_: scope.cancel())
+    assert scope.cancelled_caught
+    assert was_stopped.is_set()
+    assert not device_threads()
+
+
+async def test_the_thread_count_is_that_of_the_device_thread_alone(model: Model) -> None:
+    before = torch.get_num_threads()
+    counts: list[int] = []
+
+    def load(**kwargs: Any) -> Any:
+        counts.append(torch.get_num_threads())
+        return model.load(**kwargs)
+
+    executor = await TorchExecutor.start_with(load, make_config(num_threads=before + 1))
+    assert counts == [before + 1]
+    assert torch.get_num_threads() == before
+    await executor.aclose()
+
+
+async def test_start_loads_the_folder_that_it_is_given(monkeypatch: pytest.MonkeyPatch, model: Model) -> None:
+    calls: list[tuple[Any, Any]] = []
+
+    def load_decoder(folder: Any, config: EngineConfig, **kwargs: Any) -> Any:
+        calls.append((folder, config))
+        return model.load(**kwargs)
+
+    monkeypatch.setattr(torch_executor, "load_decoder", load_decoder)
+    folder: Any = Path("model")
+    executor = await TorchExecutor.start(folder, make_config())
+    assert calls == [(folder, make_config())]
+    await executor.aclose()
+
+
+# Steps
+
+
+async def test_launching_does_not_wait(model: Model) -> None:
+    executor = await model.start(max_in_flight=2)
+    model.gate.clear()
+    writer = PlanWriter(64, 4)
+    steps = [executor.launch(a_plan(writer)), executor.launch(writer.plan())]
+    assert [step.is_done for step in steps] == [False, False]
+    model.gate.set()
+    for number, step in enumerate(steps, 1):
+        assert (await step.finish()).step == number
+    await executor.aclose()
+
+
+async def test_a_cancelled_wait_may_be_taken_up_again(model: Model) -> None:
+    executor = await model.start()
+    model.gate.clear()
+    plan = a_plan()
+    step = executor.launch(plan)
+    with anyio.move_on_after(0.001) as scope:
+        await step.finish()
+    assert scope.cancelled_caught
+    model.gate.set()
+    assert tokens_by_row(plan, await step.finish()).keys() == {0}
+    await executor.aclose()
+
+
+async def test_a_plan_that_does_not_fit_the_rows_loses_the_device(model: Model) -> None:
+    executor = await model.start()
+    writer = PlanWriter(64, 4)
+    writer.add(17, [1, 2, 3])
+    for plan in (writer.plan(), a_plan()):
+        with pytest.raises(DeviceLost, match="could not be applied") as lost:
+            await executor.launch(plan).finish()
+        assert isinstance(lost.value.__cause__, IndexError)
+    await executor.aclose()
+
+
+async def test_the_error_of_a_failed_step_is_the_one_that_was_raised(model: Model) -> None:
+    executor = await model.start()
+    model.failing = {1}
+    with pytest.raises(InjectedFailure, match="pass 1"):
+        await executor.launch(a_plan()).finish()
+    assert executor.stats.num_steps == 1
+    await executor.aclose()
+
+
+# The end
+
+
+@pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
+async def test_closing_ends_the_thread_and_frees_the_model(model: Model) -> None:
+    executor = await model.start()
+    await executor.launch(a_plan()).finish()
+    assert len(device_threads()) == 1
+    await executor.aclose()
+    assert not device_threads()
+    assert model.is_freed
+    assert executor.stats.num_steps == 1
+
+
+async def test_an_error_that_someone_keeps_does_not_keep_the_model(model: Model) -> None:
+    executor = await model.start()
+    model.failing = {1}
+    with pytest.raises(InjectedFailure) as failed:
+        await executor.launch(a_plan()).finish()
+    writer = PlanWriter(64, 4)
+    writer.add(17, [1])
+    with pytest.raises(DeviceLost) as lost:
+        await executor.launch(writer.plan()).finish()
+    await executor.aclose()
+    assert model.is_freed
+    assert failed.value is not lost.value
+
+
+async def test_closing_lets_the_step_that_runs_end_and_loses_the_queued_ones(model: Model) -> None:
+    executor = await model.start(max_in_flight=2)
+    model.gate.clear()
+    writer = PlanWriter(64, 4)
+    plan = a_plan(writer)
+    running, queued = executor.launch(plan), executor.launch(writer.plan())
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(executor.aclose)
+        await asyncio.sleep(0)
+        model.gate.set()
+    with pytest.raises(DeviceLost):
+        await queued.finish()
+    try:  # the thread may have heard of the end before it took up the first
+        assert tokens_by_row(plan, await running.finish()).keys() == {0}
+    except DeviceLost:
+        assert model.num_passes == 0
+    assert model.is_freed
+
+
+async def test_dropping_the_executor_ends_the_thread_and_frees_the_model(model: Model) -> None:
+    executor = await model.start()
+    step = executor.launch(a_plan())
+    await step.finish()
+    del executor
+    gc.collect()
+    join_device_threads()
+    assert model.is_freed
+
+
+async def test_dropping_the_executor_loses_a_step_that_someone_waits_for(model: Model) -> None:
+    executor = await model.start(max_in_flight=2)
+    model.gate.clear()
+    writer = PlanWriter(64, 4)
+    first, second = executor.launch(a_plan(writer)), executor.launch(writer.plan())
+    del executor
+    gc.collect()
+    model.gate.set()
+    with pytest.raises(DeviceLost):
+        await second.finish()
+    assert first.is_done
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+@pytest.mark.parametrize("is_step_running", [False, True])
+def test_closing_the_loop_ends_the_thread_and_frees_the_model(
+    run: Callable[[Any], Any], is_step_running: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = Model()
+
+    async def main() -> TorchExecutor:
+        executor = await model.start()
+        if is_step_running:
+            model.gate.clear()
+            executor.launch(a_plan())
+        return executor
+
+    executor = run(main())
+    model.gate.set()
+    join_device_threads()
+    assert model.is_freed
+    assert capfd.readouterr().err == ""
+    run(close(executor))
+
+
+async def close(executor: TorchExecutor) -> None:
+    await executor.aclose()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_many_lives_leave_no_file_descriptor_and_no_system_thread() -> None:
+    async def live() -> None:
+        executor = await Model().start(num_threads=2)
+        await executor.launch(a_plan()).finish()
+        await executor.aclose()
+
+    def count() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    asyncio.run(live())
+    before = count()
+    for _ in range(5):
+        asyncio.run(live())
+    assert count() <= before
+
+
+async def test_two_executors_live_side_by_side(model: Model) -> None:
+    other = Model()
+    executors = [await model.start(), await other.start()]
+    plan = a_plan()
+    results = [tokens_by_row(plan, await executor.launch(plan).finish()) for executor in executors]
+    assert results[0] == results[1]
+    await executors[1].aclose()
+    assert other.is_freed
+    assert not model.is_freed
+    await executors[0].aclose()
+
+
+def test_a_program_that_ends_without_closing_ends_in_peace() -> None:
+    process = subprocess.run([sys.executable, "-c", UNCLOSED], capture_output=True, timeout=60, check=True)
+    assert (process.stdout, process.stderr) == (b"over\n", b"")
+
+
+UNCLOSED = """
+import asyncio
+from aioengine.executor.device import DeviceThread
+
+def work():
+    import torch
+    for _ in range(200):
+        torch.ones(300, 300) @ torch.ones(300, 300)
+
+async def main():
+    thread = DeviceThread()
+    for _ in range(3):
+        thread.submit(work)
+    return thread
+
+kept = asyncio.run(main())
+print("over")
+"""
