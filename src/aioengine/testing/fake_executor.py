@@ -27,6 +27,9 @@ def sample_hash(token_ids: list[int], sampling: RowSampling, *, vocab_size: int)
     return zlib.crc32(np.array([sampling.seed & 0x7FFFFFFF, *token_ids], np.int32).tobytes()) % vocab_size
 
 
+_MEANINGLESS = 0
+
+
 class _Row(msgspec.Struct):
     added: RowAdded
     tokens: list[int]
@@ -40,25 +43,24 @@ class FakeStep:
         self.step = step
         self._executor = executor
         self._outcome = outcome
-        self._done = asyncio.get_running_loop().create_future()
+        self._done = asyncio.Event()
 
     @property
     def is_done(self) -> bool:
-        return self._done.done()
+        return self._done.is_set()
 
     def complete(self) -> None:
         """Let `finish` return."""
-        if not self._done.done():
-            self._done.set_result(None)
+        self._done.set()
 
     def lose(self, cause: Exception) -> None:
-        """Make `finish` raise ``cause``, if it has not returned."""
-        if not self._done.done():
+        """Make `finish` raise ``cause``, unless the step is done."""
+        if not self._done.is_set():
             self._outcome = cause
-            self._done.set_result(None)
+            self._done.set()
 
     async def finish(self) -> StepResult:
-        await self._done
+        await self._done.wait()
         self._executor.events.append(("finish", self.step))
         self._executor.unfinished.remove(self)
         if isinstance(self._outcome, Exception):
@@ -116,8 +118,9 @@ class FakeExecutor:
         self._busy_until = 0.0
 
     def make_step_fail(self, step: int, error: Exception) -> None:
-        """When step number ``step`` is launched it computes nothing, and its `finish` raises ``error``.
+        """When step number ``step`` is launched it writes no KV, and its `finish` raises ``error``.
 
+        Rows that were to sample get a meaningless token, on which later launched steps go on.
         A `DeviceLost` loses the device: no later step succeeds.
         """
         self._failures[step] = error
@@ -133,7 +136,9 @@ class FakeExecutor:
         self.stats.num_steps += 1
         step = FakeStep(self, plan.step, self._run(plan))
         self.unfinished.append(step)
-        if not self.is_manual:
+        if self.is_closed:
+            step.complete()
+        elif not self.is_manual:
             self._complete_later(step)
         return step
 
@@ -158,14 +163,21 @@ class FakeExecutor:
             return self._lost
         self.apply(plan)
         failure = self._failures.pop(plan.step, None)
+        if failure is None:
+            return self._compute(plan)
         if isinstance(failure, DeviceLost):
             self._lost = failure
-        return failure or self._compute(plan)
+        for number in plan.rows[plan.wants == Want.LOGITS].tolist():
+            self._rows[number].tokens.append(_MEANINGLESS)
+        return failure
 
     def apply(self, plan: StepPlan) -> None:
-        """Take in a plan's deltas, as a device does before it computes."""
+        """Take in a plan's deltas, as a device does before it computes.
+
+        A removed row may be one that it never held: `Scheduler.snapshot` leaves out those that are on their way out.
+        """
         for row in plan.removed.tolist():
-            del self._rows[row]
+            self._rows.pop(row, None)
         for added in plan.added:
             assert added.row not in self._rows, f"row {added.row} is taken"
             self._rows[added.row] = _Row(added, added.token_ids.tolist(), added.block_ids.tolist())

@@ -1,0 +1,298 @@
+"""The fake device runs what a real one could, refuses what it could not, and shows whose KV it read."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+from aioengine.core.plan import EMPTY, RowAdded, RowSampling, StepPlan, StepResult, Want, int32
+from aioengine.executor.protocol import DeviceLost
+from aioengine.testing.fake_executor import FakeExecutor, sample_hash
+
+SAMPLING = RowSampling(seed=1)
+
+
+def make_row(
+    row: int, token_ids: list[int], block_ids: list[int], *, num_prompt_tokens: int | None = None, **sampling: Any
+) -> RowAdded:
+    return RowAdded(
+        row=row,
+        token_ids=int32(token_ids),
+        num_prompt_tokens=len(token_ids) if num_prompt_tokens is None else num_prompt_tokens,
+        block_ids=int32(block_ids),
+        sampling=RowSampling(**{"seed": 1, **sampling}),
+    )
+
+
+def make_plan(
+    step: int, *work: tuple[int, int, int, Want], added: tuple[RowAdded, ...] = (), **deltas: Any
+) -> StepPlan:
+    """A plan whose ``work`` is (row, start, num_tokens, want) a row."""
+    rows, starts, num_tokens, wants = (list(column) for column in zip(*work, strict=True)) if work else ([], [], [], [])
+    return StepPlan(
+        step=step,
+        removed=int32(deltas.get("removed", [])),
+        added=added,
+        grown_rows=int32([row for row, _ in deltas.get("grown", [])]),
+        grown_blocks=int32([block_id for _, block_id in deltas.get("grown", [])]),
+        rows=int32(rows),
+        epochs=int32([0] * len(rows)),
+        starts=int32(starts),
+        num_tokens=int32(num_tokens),
+        wants=np.array(wants, np.int8),
+    )
+
+
+def make_executor(**options: Any) -> FakeExecutor:
+    return FakeExecutor(num_blocks=8, block_size=4, max_model_len=16, is_manual=True, **options)
+
+
+def compute(executor: FakeExecutor, plan: StepPlan) -> StepResult:
+    """The result of a plan, at once."""
+    step = executor.launch(plan)
+    step.complete()
+    waiting = step.finish()
+    with pytest.raises(StopIteration) as stop:
+        waiting.send(None)
+    result: StepResult = stop.value.value
+    return result
+
+
+def expected(*token_ids: int, sampling: RowSampling = SAMPLING) -> int:
+    return sample_hash(list(token_ids), sampling, vocab_size=1000)
+
+
+# What it computes
+
+
+def test_a_prompt_is_computed_and_the_next_tokens_follow() -> None:
+    executor = make_executor()
+    result = compute(executor, make_plan(0, (0, 0, 3, Want.LOGITS), added=(make_row(0, [5, 6, 7], [2]),)))
+    first = expected(5, 6, 7)
+    assert (result.step, result.offsets.tolist(), result.token_ids.tolist()) == (0, [0, 1], [first])
+    assert result.logprobs is None
+    result = compute(executor, make_plan(1, (0, 3, 1, Want.LOGITS)))
+    assert result.token_ids.tolist() == [expected(5, 6, 7, first)]
+    assert executor.stats.num_steps == 2
+    assert executor.stats.num_computed_tokens == 4
+    assert executor.stats.num_sampled_tokens == 2
+
+
+def test_a_chunk_brings_no_token() -> None:
+    executor = make_executor()
+    rows = make_row(0, [5, 6, 7], [2]), make_row(1, [8], [3])
+    result = compute(executor, make_plan(0, (0, 0, 2, Want.NOTHING), (1, 0, 1, Want.LOGITS), added=rows))
+    assert result.offsets.tolist() == [0, 0, 1]
+    assert result.token_ids.tolist() == [expected(8)]
+
+
+def test_a_token_depends_on_the_seed_and_on_every_token_before_it() -> None:
+    tokens = {sample_hash(ids, SAMPLING, vocab_size=10**6) for ids in ([1, 2, 3], [2, 1, 3], [1, 2], [9, 2, 3])}
+    assert len(tokens | {sample_hash([1, 2, 3], RowSampling(seed=2), vocab_size=10**6)}) == 5
+
+
+def test_what_another_row_writes_into_a_block_is_read() -> None:
+    executor = make_executor()
+    compute(executor, make_plan(0, (0, 0, 4, Want.NOTHING), added=(make_row(0, [5, 6, 7, 8, 9], [2, 3]),)))
+    sharing = make_row(1, [5, 6, 7, 8, 1], [2, 4])
+    result = compute(executor, make_plan(1, (1, 4, 1, Want.LOGITS), added=(sharing,)))
+    assert result.token_ids.tolist() == [expected(5, 6, 7, 8, 1)]
+    thief = make_row(2, [0, 0], [2])
+    compute(executor, make_plan(2, (2, 0, 1, Want.NOTHING), added=(thief,)))
+    result = compute(executor, make_plan(3, (1, 5, 1, Want.LOGITS)))
+    assert result.token_ids.tolist() == [expected(0, 6, 7, 8, 1, expected(5, 6, 7, 8, 1))], "the stolen block shows"
+
+
+def test_a_prefix_that_nobody_has_computed_shows() -> None:
+    executor = make_executor()
+    row = make_row(0, [5, 6, 7, 8, 9], [2, 3])
+    result = compute(executor, make_plan(0, (0, 4, 1, Want.LOGITS), added=(row,)))
+    assert result.token_ids.tolist() == [expected(-1, -1, -1, -1, 9)]
+
+
+def test_rows_are_removed_before_others_take_them_and_grow_before_they_compute() -> None:
+    executor = make_executor()
+    compute(executor, make_plan(0, (0, 0, 4, Want.NOTHING), added=(make_row(0, [5, 6, 7, 8, 9], [2]),)))
+    row = make_row(1, [1, 2], [5])
+    plan = make_plan(1, (0, 4, 1, Want.LOGITS), (1, 0, 2, Want.LOGITS), added=(row,), grown=[(0, 3)], removed=[6])
+    compute(executor, plan)
+    tokens = [5, 6, 7, 8, 9, expected(5, 6, 7, 8, 9)]
+    assert executor.rows() == {0: (tokens, [2, 3]), 1: ([1, 2, expected(1, 2)], [5])}
+    compute(executor, make_plan(2, (0, 0, 1, Want.LOGITS), added=(make_row(0, [4], [2]),), removed=[0, 1]))
+    assert executor.rows() == {0: ([4, expected(4)], [2])}
+
+
+def test_log_probabilities_are_as_wide_as_the_widest_row_and_only_about_rows_that_ask() -> None:
+    executor = make_executor()
+    rows = make_row(0, [5], [0]), make_row(1, [6], [1], logprobs=0), make_row(2, [7], [2], logprobs=2)
+    result = compute(executor, make_plan(0, *((row, 0, 1, Want.LOGITS) for row in range(3)), added=rows))
+    assert result.logprobs is not None
+    assert result.logprobs.index.tolist() == [1, 2]
+    assert result.logprobs.top_ids.shape == result.logprobs.top_logprobs.shape == (2, 2)
+    assert result.logprobs.top_ids[:, 0].tolist() == result.token_ids[1:].tolist()
+    assert result.logprobs.ranks.tolist() == [1, 1]
+    assert result.logprobs.logprobs.tolist() == result.logprobs.top_logprobs[:, 0].tolist() == [-0.5, -0.5]
+
+
+def test_a_sampler_of_ones_own_reads_the_kv_and_the_row() -> None:
+    seen: list[tuple[list[int], int]] = []
+
+    def sampler(token_ids: list[int], sampling: RowSampling) -> int:
+        seen.append((token_ids, sampling.seed))
+        return 42
+
+    executor = make_executor(sampler=sampler)
+    result = compute(executor, make_plan(0, (0, 0, 2, Want.LOGITS), added=(make_row(0, [5, 6], [2], seed=9),)))
+    assert result.token_ids.tolist() == [42]
+    assert seen == [([5, 6], 9)]
+
+
+# What it refuses
+
+ROW = make_row(0, [5, 6, 7], [2])
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (make_plan(1, added=(ROW,)), "row 0 is taken"),
+        (make_plan(1, (0, 2, 1, Want.NOTHING), (0, 2, 1, Want.NOTHING)), "stands twice"),
+        (make_plan(1, (0, 2, 0, Want.NOTHING)), "at least one token"),
+        (make_plan(1, (0, 2, 2, Want.NOTHING)), "before it is known"),
+        (make_plan(1, (0, 1, 1, Want.LOGITS)), "sampled after the last known one"),
+        (make_plan(1, (1, 0, 5, Want.NOTHING), added=(make_row(1, [1] * 5, [3]),)), "no block to go to"),
+        (make_plan(1, (1, 0, 16, Want.LOGITS), added=(make_row(1, [1] * 16, [3, 4, 5, 6]),)), "as long as the model"),
+    ],
+)
+def test_it_refuses_what_a_device_could_not_run(plan: StepPlan, message: str) -> None:
+    executor = make_executor()
+    compute(executor, make_plan(0, (0, 0, 2, Want.NOTHING), added=(ROW,)))
+    with pytest.raises(AssertionError, match=message):
+        executor.launch(plan)
+
+
+def test_it_refuses_rows_that_nobody_added() -> None:
+    with pytest.raises(KeyError):
+        make_executor().launch(make_plan(0, (0, 0, 1, Want.LOGITS)))
+
+
+def test_it_takes_no_more_steps_at_once_than_it_says() -> None:
+    executor = make_executor(max_in_flight=2)
+    executor.launch(make_plan(0, added=(ROW,)))
+    executor.launch(make_plan(1))
+    with pytest.raises(AssertionError, match="more steps in flight"):
+        executor.launch(make_plan(2))
+
+
+# When steps end
+
+
+@pytest.mark.virtual_clock
+async def test_steps_run_one_after_the_other_for_their_time_each() -> None:
+    executor = FakeExecutor(step_time_s=0.5, max_in_flight=3)
+    loop = asyncio.get_running_loop()
+    steps = [executor.launch(make_plan(0, added=(ROW,))), executor.launch(make_plan(1))]
+    assert not steps[0].is_done
+    times = []
+    for step in steps:
+        assert (await step.finish()).device_time_s == 0.5
+        times.append(loop.time())
+    await asyncio.sleep(2)
+    idle = executor.launch(make_plan(2))
+    await idle.finish()
+    assert [*times, loop.time()] == [0.5, 1.0, 3.5]
+    assert executor.events == [
+        ("launch", 0), ("launch", 1), ("finish", 0), ("finish", 1), ("launch", 2), ("finish", 2)
+    ]  # fmt: skip
+
+
+async def test_a_step_without_a_time_ends_with_the_loops_next_turn() -> None:
+    executor = FakeExecutor()
+    step = executor.launch(make_plan(0, added=(ROW,)))
+    assert not step.is_done
+    await asyncio.sleep(0)
+    assert step.is_done
+    await step.finish()
+    assert executor.unfinished == []
+
+
+async def test_steps_by_hand_end_one_at_a_time_in_order() -> None:
+    executor = make_executor(max_in_flight=2)
+    steps = [executor.launch(make_plan(0, added=(ROW,))), executor.launch(make_plan(1))]
+    await asyncio.sleep(0)
+    executor.complete()
+    assert [step.is_done for step in steps] == [True, False]
+    executor.complete()
+    assert [step.is_done for step in steps] == [True, True]
+    with pytest.raises(StopIteration):
+        executor.complete()
+
+
+async def test_cancelling_the_wait_does_not_lose_the_step() -> None:
+    executor = make_executor()
+    step = executor.launch(make_plan(0, (0, 0, 3, Want.LOGITS), added=(ROW,)))
+    with anyio.move_on_after(0):
+        await step.finish()
+    assert not step.is_done
+    assert executor.unfinished == [step]
+    executor.complete()
+    assert (await step.finish()).token_ids.tolist() == [expected(5, 6, 7)]
+    assert executor.events == [("launch", 0), ("finish", 0)]
+
+
+# When it breaks
+
+
+async def test_a_step_made_to_fail_keeps_its_deltas_and_later_steps_run() -> None:
+    executor = make_executor(max_in_flight=2)
+    executor.make_step_fail(0, ValueError("broken"))
+    doomed = executor.launch(make_plan(0, (0, 0, 3, Want.LOGITS), added=(ROW,)))
+    behind = executor.launch(
+        make_plan(1, (0, 3, 1, Want.LOGITS), (1, 0, 1, Want.LOGITS), added=(make_row(1, [4], [3]),))
+    )
+    executor.complete()
+    executor.complete()
+    with pytest.raises(ValueError, match="broken"):
+        await doomed.finish()
+    result = await behind.finish()
+    assert result.token_ids.tolist()[1] == expected(4), "rows that do not depend on the failed step are right"
+    assert set(executor.rows()) == {0, 1}
+    assert executor.stats.num_computed_tokens == 2
+
+
+async def test_a_lost_device_stays_lost() -> None:
+    executor = make_executor(max_in_flight=2)
+    executor.make_step_fail(0, DeviceLost("gone"))
+    steps = [executor.launch(make_plan(0, added=(ROW,))), executor.launch(make_plan(1))]
+    for step in steps:
+        executor.complete()
+        with pytest.raises(DeviceLost, match="gone"):
+            await step.finish()
+
+
+async def test_closing_ends_launched_steps_with_an_error_and_forgets_the_rows() -> None:
+    executor = make_executor(max_in_flight=3)
+    done = executor.launch(make_plan(0, (0, 0, 3, Want.LOGITS), added=(ROW,)))
+    running = executor.launch(make_plan(1))
+    executor.complete()
+    await executor.aclose()
+    await executor.aclose()
+    assert executor.is_closed
+    assert (await done.finish()).token_ids.tolist() == [expected(5, 6, 7)]
+    late = executor.launch(make_plan(2))
+    for step in (running, late):
+        with pytest.raises(DeviceLost, match="closed"):
+            await step.finish()
+    assert executor.rows() == {}
+
+
+def test_an_empty_plan_changes_nothing() -> None:
+    executor = make_executor()
+    result = compute(executor, make_plan(0))
+    assert result.offsets.tolist() == [0]
+    assert result.token_ids.tolist() == EMPTY.tolist()
+    assert executor.rows() == {}
