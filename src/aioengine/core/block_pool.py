@@ -8,7 +8,7 @@ device runs its steps in order, so the new owner's writes come after.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 
 class BlockPool:
@@ -16,10 +16,10 @@ class BlockPool:
 
     Args:
         num_blocks: ids are 0 up to this.
-        on_evict: told of each cached block that is about to be handed out for something else.
+        on_evict: told of the cached blocks that are about to be handed out for something else.
     """
 
-    def __init__(self, num_blocks: int, on_evict: Callable[[int], None]) -> None:
+    def __init__(self, num_blocks: int, on_evict: Callable[[list[int]], None]) -> None:
         self.num_blocks = num_blocks
         self.references = [0] * num_blocks
         self._on_evict = on_evict
@@ -37,12 +37,10 @@ class BlockPool:
             taken = blank[len(blank) - count :][::-1]
             del blank[len(blank) - count :]
         else:
-            taken = blank[::-1]
+            evicted = [self._cached.popitem(last=False)[0] for _ in range(count - len(blank))]
+            self._on_evict(evicted)
+            taken = blank[::-1] + evicted
             blank.clear()
-            while len(taken) < count:
-                block_id, _ = self._cached.popitem(last=False)
-                self._on_evict(block_id)
-                taken.append(block_id)
         for block_id in taken:
             self.references[block_id] = 1
         return taken
@@ -55,24 +53,24 @@ class BlockPool:
                 del self._cached[block_id]
             references[block_id] += 1
 
-    def release(self, block_ids: Iterable[int], is_cached: Callable[[int], bool]) -> None:
-        """Drop a reference of each; one that ``is_cached`` stays useful until it is evicted.
+    def release(self, block_ids: Sequence[int], names: Sequence[object]) -> None:
+        """Drop a reference of each; one that has a name (not None in ``names``) stays useful until it is evicted.
 
         Later ids are given up first: the tail of a prefix is of less use than its head.
         """
         references = self.references
-        for block_id in reversed(list(block_ids)):
+        for block_id in reversed(block_ids):
             references[block_id] -= 1
             if not references[block_id]:
-                if is_cached(block_id):
-                    self._cached[block_id] = None
-                else:
+                if names[block_id] is None:
                     self._blank.append(block_id)
+                else:
+                    self._cached[block_id] = None
 
     def num_unused(self, block_ids: Iterable[int]) -> int:
         """How many of these are free now: retaining them takes that many from `num_free`."""
         references = self.references
-        return sum(not references[block_id] for block_id in block_ids)
+        return [references[block_id] for block_id in block_ids].count(0)
 
     def forget_cached(self) -> list[int]:
         """Turn all free cached blocks into blank ones; returns them."""
@@ -81,11 +79,12 @@ class BlockPool:
         self._blank.extend(freed)
         return freed
 
-    def check_integrity(self, owned: dict[int, int]) -> None:
-        """Compare with the references that the owners say they hold: {block id: how often}.
+    def check_integrity(self, owned: dict[int, int], names: Sequence[object]) -> None:
+        """Compare with the references that the owners say they hold, {block id: how often}, and with who has a name.
 
         Raises:
-            AssertionError: a block is counted otherwise than it is owned, or is free and owned, or is lost.
+            AssertionError: a block is counted otherwise than it is owned, or is free and owned, or is lost, or is
+                handed out in the wrong order.
         """
         free = [*self._blank, *self._cached]
         assert len(free) == len(set(free)), f"blocks free twice: {sorted(free)}"
@@ -95,3 +94,5 @@ class BlockPool:
             )
         lost = set(range(self.num_blocks)) ^ set(free) ^ {b for b, count in enumerate(self.references) if count}
         assert not lost, f"blocks neither free nor owned, or both: {sorted(lost)}"
+        assert all(names[b] is not None for b in self._cached), "a block without a name is kept like a cached one"
+        assert all(names[b] is None for b in self._blank), "a cached block is handed out like a blank one"

@@ -8,18 +8,22 @@ from collections.abc import Iterable
 import msgspec
 
 from aioengine.core.block_pool import BlockPool
-from aioengine.core.prefix_cache import ROOT, Entry, PrefixCache, hash_block, hash_prompt
-from aioengine.core.sequence import Sequence
+from aioengine.core.prefix_cache import ROOT, PrefixCache, hash_block, hash_prompt
+from aioengine.core.sequence import Reason, Sequence
 
 
 class Hit(msgspec.Struct, frozen=True, gc=False):
-    """What the prefix cache knows of a sequence's beginning."""
+    """What the prefix cache has for a sequence, and what is missing.
+
+    Attributes:
+        block_ids: READY blocks that it begins with.
+        pending: the name of the block after them, if somebody is computing it.
+        num_missing: blocks to allocate for the rest of its known tokens.
+    """
 
     block_ids: list[int]
-    pending: Entry | None = None
-
-
-NO_HIT = Hit([])
+    pending: bytes | None
+    num_missing: int
 
 
 class KVManager:
@@ -37,7 +41,7 @@ class KVManager:
     def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool) -> None:
         self.block_size = block_size
         self.is_caching = enable_prefix_caching
-        self.cache = PrefixCache()
+        self.cache = PrefixCache(num_blocks)
         self.pool = BlockPool(num_blocks, self.cache.evict)
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
@@ -46,37 +50,36 @@ class KVManager:
         return -(-num_tokens // self.block_size)
 
     def lookup(self, sequence: Sequence) -> Hit:
-        """The cached beginning of a sequence that holds no blocks.
+        """The cached beginning of a sequence; nothing for one that holds blocks, since it has begun already.
 
         At least its last known token is left to compute, since the next one is sampled from that.
         """
-        if not self.is_caching:
-            return NO_HIT
-        count = (sequence.num_tokens - 1) // self.block_size
-        self._name_blocks(sequence, count)
-        names = sequence.block_hashes
-        return Hit(*self.cache.match(names if len(names) == count else names[:count]))
+        num_tokens = sequence.num_tokens
+        num_blocks = self.blocks_for(num_tokens)
+        if not self.is_caching or sequence.block_ids:
+            return Hit([], None, num_blocks - len(sequence.block_ids))
+        count = (num_tokens - 1) // self.block_size
+        names = self._name_blocks(sequence, count)
+        block_ids, pending = self.cache.match(names if len(names) == count else names[:count])
+        return Hit(block_ids, pending, num_blocks - len(block_ids))
 
-    def can_admit(self, sequence: Sequence, hit: Hit, reserve: int) -> bool:
+    def can_admit(self, hit: Hit, reserve: int) -> bool:
         """Whether all known tokens fit with ``reserve`` blocks left: a prompt half admitted would only be preempted."""
-        blocks = sequence.block_ids or hit.block_ids
-        taken = 0 if sequence.block_ids else self.pool.num_unused(hit.block_ids)
-        missing = self.blocks_for(sequence.num_tokens) - len(blocks)
-        return missing + taken + reserve <= self.pool.num_free
+        return hit.num_missing + self.pool.num_unused(hit.block_ids) + reserve <= self.pool.num_free
 
     def admit(self, sequence: Sequence, hit: Hit) -> None:
-        """Give a sequence blocks for all its known tokens, and announce the full ones that it is going to compute."""
+        """Give a sequence blocks for all its known tokens, and announce the one that it is going to fill next."""
         if not sequence.block_ids:
             self.pool.retain(hit.block_ids)
-            sequence.block_ids = list(hit.block_ids)
+            sequence.block_ids = hit.block_ids.copy()
             sequence.num_settled_blocks = len(hit.block_ids)
             sequence.num_computed_tokens = len(hit.block_ids) * self.block_size
             self._count(sequence)
-        missing = self.blocks_for(sequence.num_tokens) - len(sequence.block_ids)
-        if missing > 0:
-            sequence.block_ids += self.pool.allocate(missing)
+        sequence.block_ids += self.pool.allocate(hit.num_missing)
         if self.is_caching:
-            self._announce(sequence)
+            names = self._name_blocks(sequence, sequence.num_tokens // self.block_size)
+            if len(names) > sequence.num_settled_blocks:
+                self.cache.announce(names[sequence.num_settled_blocks], sequence)
 
     def grow(self, sequences: list[Sequence]) -> list[int]:
         """One more block for each; the caller has checked that there are as many."""
@@ -86,61 +89,66 @@ class KVManager:
         return block_ids
 
     def settle(self, sequence: Sequence, num_computed_tokens: int) -> None:
-        """Blocks up to here are computed: name them, and let others use them."""
-        full = num_computed_tokens // self.block_size
-        self._name_blocks(sequence, full)
-        for index in range(sequence.num_settled_blocks, full):
-            self.cache.settle(sequence.block_hashes[index], sequence.block_ids[index])
-        sequence.num_settled_blocks = max(sequence.num_settled_blocks, full)
+        """Full blocks up to here are computed, one more than before at least: name them, and let others use them."""
+        settled, full = sequence.num_settled_blocks, num_computed_tokens // self.block_size
+        names = self._name_blocks(sequence, full)
+        self.cache.settle(names[settled:full], sequence.block_ids[settled:full])
+        sequence.num_settled_blocks = full
+        if len(names) > full:
+            self.cache.announce(names[full], sequence)
 
     def withdraw(self, sequence: Sequence) -> None:
         """It is not going to compute what it announced, or not soon: whoever waits for that may."""
-        if self.is_caching and sequence.block_ids:
-            self.cache.withdraw(sequence.block_hashes[sequence.num_settled_blocks :], sequence)
+        if len(sequence.block_hashes) > sequence.num_settled_blocks:
+            self.cache.withdraw(sequence.block_hashes[sequence.num_settled_blocks], sequence)
 
     def release(self, sequence: Sequence) -> None:
         """Give up all its blocks."""
         self.withdraw(sequence)
-        self.pool.release(sequence.block_ids, self.cache.is_cached)
+        self.pool.release(sequence.block_ids, self.cache.names)
         sequence.block_ids = []
         sequence.num_settled_blocks = 0
         sequence.num_computed_tokens = 0
 
+    def reset_prefix_cache(self) -> None:
+        """Forget the prefixes that no sequence uses; their blocks are blank again."""
+        self.cache.evict(self.pool.forget_cached())
+
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Every block is owned exactly as often as it is counted, or free; every PENDING entry has a live owner.
+        """Every block is owned exactly as often as it is counted, or free; no prefix is lost, and nobody who waits.
 
         Raises:
             AssertionError: it is not so.
         """
         live = list(sequences)
-        self.pool.check_integrity(Counter(block_id for sequence in live for block_id in sequence.block_ids))
+        owned = Counter(block_id for sequence in live for block_id in sequence.block_ids)
+        self.pool.check_integrity(owned, self.cache.names)
+        self.cache.check_integrity()
         owners = {id(sequence): sequence for sequence in live}
-        for name, entry in self.cache.entries.items():
-            if entry.owner is None:
-                assert not entry.waiters, "somebody waits for a READY block"
-                continue
-            owner = owners.get(id(entry.owner))
-            assert owner is not None, f"PENDING block {entry.block_id} has no live owner"
-            index = owner.block_hashes.index(name)
-            assert owner.block_ids[index] == entry.block_id, "a PENDING block is not its owner's"
-            assert index >= owner.num_settled_blocks, "a PENDING block is settled"
+        for name, owner_object in self.cache.pending.items():
+            owner = owners.get(id(owner_object))
+            assert owner is not None, "a PENDING block has no live owner"
+            index = owner.num_settled_blocks
+            assert owner.block_hashes[index] == name, "a PENDING block is not the next of its owner"
+            assert index < len(owner.block_ids), "a PENDING block is not held by its owner"
+        waiting = [sequence for sequence in live if sequence.reasons & Reason.PENDING_PREFIX]
+        listed = [id(waiter) for waiter in self.cache.waiters()]
+        assert len(set(listed)) == len(listed), "somebody waits for two prefixes"
+        assert {id(sequence) for sequence in waiting} <= set(listed), (
+            "somebody waits for a prefix, and will not be woken"
+        )
 
-    def _name_blocks(self, sequence: Sequence, count: int) -> None:
+    def _name_blocks(self, sequence: Sequence, count: int) -> list[bytes]:
+        """The names of at least its first ``count`` blocks, which are full of known tokens."""
         names = sequence.block_hashes
-        if len(names) >= count:
-            return
-        size = self.block_size
-        if not names:
-            names += hash_prompt(sequence.prompt, size)[:count]
-        for index in range(len(names), count):
-            parent = names[-1] if names else ROOT
-            names.append(hash_block(parent, sequence.slice_ids(index * size, (index + 1) * size)))
-
-    def _announce(self, sequence: Sequence) -> None:
-        count = sequence.num_tokens // self.block_size
-        self._name_blocks(sequence, count)
-        for index in range(sequence.num_settled_blocks, count):
-            self.cache.announce(sequence.block_hashes[index], sequence.block_ids[index], sequence)
+        if len(names) < count:
+            size = self.block_size
+            if not names:
+                names += hash_prompt(sequence.prompt, size)
+            for index in range(len(names), count):
+                parent = names[-1] if names else ROOT
+                names.append(hash_block(parent, sequence.slice_ids(index * size, (index + 1) * size)))
+        return names
 
     def _count(self, sequence: Sequence) -> None:
         self.num_queried_tokens += sequence.num_tokens

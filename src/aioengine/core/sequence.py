@@ -22,6 +22,8 @@ class State(enum.Enum):
     RUNNING = "running"
     FINISHED = "finished"
 
+    __hash__ = object.__hash__  # Enum's own is Python code; a table of transitions is looked up per sequence
+
 
 class Event(enum.Enum):
     ADMITTED = "admitted"
@@ -31,6 +33,8 @@ class Event(enum.Enum):
     PARKED = "parked"
     """It leaves its row and keeps its blocks, until what blocks it is over."""
     ENDED = "ended"
+
+    __hash__ = object.__hash__
 
 
 TRANSITIONS: dict[State, dict[Event, State]] = {

@@ -1,0 +1,200 @@
+"""A scheduler and a `FakeExecutor` that a test steps by hand, without a loop."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from aioengine.core.kv_manager import KVManager
+from aioengine.core.plan import StepPlan, StepResult, Want, int32
+from aioengine.core.scheduler import Scheduler, StepOutput
+from aioengine.core.sequence import Reason, Sequence
+from aioengine.request import Request
+from aioengine.sampling_params import SamplingParams
+from aioengine.testing.fake_executor import FakeExecutor, FakeStep, Sampler, sample_hash
+
+EOS = 7
+VOCAB = 1000
+
+
+class Core:
+    """The core at ``depth`` steps in flight, over blocks of four tokens.
+
+    Each plan is checked when it is launched, and the scheduler after each change.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 64,
+        depth: int = 1,
+        caching: bool = True,
+        vocab_size: int = VOCAB,
+        sampler: Sampler | None = None,
+    ) -> None:
+        self.executor = FakeExecutor(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_model_len=num_blocks * block_size,
+            vocab_size=vocab_size,
+            max_in_flight=depth,
+            sampler=sampler,
+            is_manual=True,
+        )
+        self.kv = KVManager(num_blocks, block_size, enable_prefix_caching=caching)
+        self.scheduler = Scheduler(
+            self.kv,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            eos_token_ids=(EOS,),
+        )
+        self.depth = depth
+        self.launched: deque[tuple[StepPlan, FakeStep]] = deque()
+        self.outputs: list[StepOutput] = []
+        self.sequences: list[Sequence] = []
+        self._scheduled: dict[tuple[int, int], int] = {}
+
+    def add(
+        self, prompt: Iterable[int], *, max_tokens: int = 8, reason: Reason = Reason.NONE, seed: int = 1, **params: Any
+    ) -> Sequence:
+        prompt_token_ids = int32(list(prompt))
+        most = self.executor.info.num_blocks * self.executor.info.block_size
+        request = Request(
+            request_id=str(len(self.sequences)),
+            prompt_token_ids=prompt_token_ids,
+            params=SamplingParams(**params),
+            seed=seed,
+            max_total_tokens=min(len(prompt_token_ids) + max_tokens, most),
+        )
+        sequence = Sequence(request, eos_token_ids=(EOS,))
+        self.scheduler.add(sequence, reason)
+        self.sequences.append(sequence)
+        return sequence
+
+    def launch(self) -> StepPlan | None:
+        """Schedule and launch one step, if there is one."""
+        assert len(self.launched) < self.depth
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self._check_plan(plan)
+            self.launched.append((plan, self.executor.launch(plan)))
+        self.scheduler.check_integrity()
+        return plan
+
+    def launch_all(self) -> list[StepPlan]:
+        """Launch until the device takes no more or there is none."""
+        plans = []
+        while len(self.launched) < self.depth and (plan := self.launch()) is not None:
+            plans.append(plan)
+        return plans
+
+    def land(self) -> StepOutput | None:
+        """Finish the oldest launched step and apply its result; None if it failed."""
+        plan, step = self.launched.popleft()
+        try:
+            result = wait_for(step)
+        except Exception:
+            self.scheduler.fail(plan)
+            self.scheduler.check_integrity()
+            return None
+        output = self.scheduler.apply(plan, result)
+        self.outputs.append(output)
+        self.scheduler.check_integrity()
+        return output
+
+    def step(self) -> StepOutput | None:
+        """Launch as many steps as the device takes, then land the oldest."""
+        self.launch_all()
+        return self.land()
+
+    def run(self, max_steps: int = 1000) -> None:
+        """Step until there is no more to do."""
+        for _ in range(max_steps):
+            self.launch_all()
+            if not self.launched:
+                return
+            self.land()
+        raise AssertionError(f"not done in {max_steps} steps: {self.scheduler.sequences()}")
+
+    def fail_next(self) -> None:
+        """Make the next step that is launched fail."""
+        self.executor.make_step_fail(self.executor.stats.num_steps, RuntimeError("the step broke"))
+
+    @property
+    def num_computed_tokens(self) -> int:
+        return self.executor.stats.num_computed_tokens
+
+    def _check_plan(self, plan: StepPlan) -> None:
+        """What every plan promises; what a device could not run is the executor's to refuse."""
+        assert plan.step == self.executor.stats.num_steps, "plans are numbered without a gap"
+        held = self.executor.rows()
+        arrays = (
+            plan.removed,
+            plan.grown_rows,
+            plan.grown_blocks,
+            plan.rows,
+            plan.epochs,
+            plan.starts,
+            plan.num_tokens,
+        )
+        assert all(array.dtype == np.int32 for array in arrays)
+        assert plan.wants.dtype == np.int8
+        assert not any(array.flags.writeable for array in (*arrays, plan.wants))
+        assert len(plan.rows) == len(plan.epochs) == len(plan.starts) == len(plan.num_tokens) == len(plan.wants) > 0
+        assert plan.num_tokens.min() >= 1
+        assert plan.num_tokens.sum() <= self.scheduler.max_num_batched_tokens
+        removed, rows = plan.removed.tolist(), plan.rows.tolist()
+        assert len(set(removed)) == len(removed)
+        assert set(removed) <= held.keys(), "a row is removed that nobody had"
+        added = {line.row for line in plan.added}
+        assert len(added) == len(plan.added)
+        assert not added & (held.keys() - set(removed)), "a row is added that somebody has"
+        assert added <= set(rows), "a row is added and not used"
+        assert len(set(rows)) == len(rows), "a row stands there twice"
+        assert set(plan.grown_rows.tolist()) <= set(rows), "a row grows that computes nothing"
+        tenants = {sequence.row: sequence for sequence in self.scheduler.running}
+        assert set(rows) <= tenants.keys(), "a row computes whose sequence is blocked or gone"
+        for row, epoch, start, num_tokens, want in zip(
+            rows, plan.epochs.tolist(), plan.starts.tolist(), plan.num_tokens.tolist(), plan.wants.tolist(), strict=True
+        ):
+            end = start + num_tokens
+            if row not in added:
+                assert start == self._scheduled[row, epoch], "a token is computed twice or left out"
+            self._scheduled[row, epoch] = end
+            known = len(held[row][0]) if row not in added else tenants[row].num_tokens
+            assert (want == Want.LOGITS) == (end == known), "a row samples when all its known tokens are computed"
+            assert end < tenants[row].limit, "the last token is sampled and never computed"
+
+
+def wait_for(step: FakeStep) -> StepResult:
+    """The result of a step, at once."""
+    step.complete()
+    waiting = step.finish()
+    try:
+        waiting.send(None)
+    except StopIteration as stop:
+        result: StepResult = stop.value
+        return result
+    raise AssertionError("a step that is done made somebody wait")
+
+
+def expected_output(sequence: Sequence, *, vocab_size: int = VOCAB) -> tuple[list[int], str, int | None]:
+    """What a sequence brings when it runs alone on a perfect device: (token ids, finish reason, stop reason)."""
+    prompt: list[int] = sequence.prompt.tolist()
+    params = sequence.request.params
+    output: list[int] = []
+    while True:
+        token = sample_hash(prompt + output, sequence.sampling, vocab_size=vocab_size)
+        output.append(token)
+        if token == EOS and not params.ignore_eos:
+            return output, "stop", None
+        if token in params.stop_token_ids:
+            return output, "stop", token
+        if len(prompt) + len(output) == sequence.limit:
+            return output, "length", None

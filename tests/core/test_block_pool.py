@@ -1,0 +1,122 @@
+"""Which block is handed out next, and who may have it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from aioengine.core.block_pool import BlockPool
+
+
+class Pool:
+    """A pool of eight blocks, with the names that a prefix cache would keep."""
+
+    def __init__(self) -> None:
+        self.names: list[object] = [None] * 8
+        self.evicted: list[int] = []
+        self.pool = BlockPool(8, self._evict)
+
+    def _evict(self, block_ids: list[int]) -> None:
+        self.evicted += block_ids
+        for block_id in block_ids:
+            self.names[block_id] = None
+
+    def name(self, *block_ids: int) -> None:
+        for block_id in block_ids:
+            self.names[block_id] = f"prefix {block_id}"
+
+    def release(self, *block_ids: int) -> None:
+        self.pool.release(block_ids, self.names)
+
+    def check(self, *owned: int) -> None:
+        self.pool.check_integrity(Counter(owned), self.names)
+
+
+@pytest.fixture
+def blocks() -> Pool:
+    return Pool()
+
+
+def test_a_block_has_one_owner_until_it_is_released(blocks: Pool) -> None:
+    first, second = blocks.pool.allocate(3), blocks.pool.allocate(5)
+    assert sorted(first + second) == list(range(8))
+    assert blocks.pool.num_free == 0
+    blocks.check(*first, *second)
+    blocks.release(*first)
+    assert blocks.pool.num_free == 3
+    assert sorted(blocks.pool.allocate(3)) == sorted(first)
+
+
+def test_a_shared_block_is_free_when_its_last_user_is_gone(blocks: Pool) -> None:
+    (shared,) = blocks.pool.allocate(1)
+    blocks.pool.retain([shared])
+    blocks.release(shared)
+    assert blocks.pool.num_free == 7
+    blocks.check(shared)
+    blocks.release(shared)
+    assert blocks.pool.num_free == 8
+    blocks.check()
+
+
+def test_blank_blocks_are_handed_out_before_cached_ones(blocks: Pool) -> None:
+    cached, blank = blocks.pool.allocate(4), blocks.pool.allocate(4)
+    blocks.name(*cached)
+    blocks.release(*cached)
+    blocks.release(*blank)
+    assert sorted(blocks.pool.allocate(4)) == sorted(blank)
+    assert blocks.evicted == []
+
+
+def test_cached_blocks_go_by_the_time_of_their_release_and_the_tail_before_the_head(blocks: Pool) -> None:
+    old, new = blocks.pool.allocate(3), blocks.pool.allocate(5)
+    blocks.name(*old, *new)
+    blocks.release(*old)
+    blocks.release(*new)
+    assert blocks.pool.allocate(4) == [old[2], old[1], old[0], new[4]]
+    assert blocks.evicted == [old[2], old[1], old[0], new[4]]
+    blocks.check(*old, new[4])
+
+
+def test_a_cached_block_that_was_used_again_goes_last(blocks: Pool) -> None:
+    used = blocks.pool.allocate(8)
+    blocks.name(*used)
+    blocks.release(*used)
+    oldest = used[7]
+    assert blocks.pool.num_unused([oldest]) == 1
+    blocks.pool.retain([oldest])
+    assert blocks.pool.num_unused([oldest]) == 0
+    blocks.release(oldest)
+    assert blocks.pool.allocate(8)[-1] == oldest
+
+
+def test_forgotten_blocks_are_blank(blocks: Pool) -> None:
+    used = blocks.pool.allocate(2)
+    blocks.name(*used)
+    blocks.release(*used)
+    forgotten = blocks.pool.forget_cached()
+    assert sorted(forgotten) == sorted(used)
+    for block_id in forgotten:
+        blocks.names[block_id] = None
+    blocks.check()
+    blocks.pool.allocate(8)
+    assert blocks.evicted == []
+
+
+def test_the_check_sees_what_does_not_add_up(blocks: Pool) -> None:
+    taken = blocks.pool.allocate(2)
+    with pytest.raises(AssertionError, match="counted 1 times and owned 0 times"):
+        blocks.check()
+    with pytest.raises(AssertionError, match="counted 1 times and owned 2 times"):
+        blocks.check(*taken, taken[0])
+    blocks.pool.references[taken[0]] = 0
+    with pytest.raises(AssertionError, match="neither free nor owned"):
+        blocks.check(taken[1])
+    blocks.pool._blank += [taken[0], taken[0]]
+    with pytest.raises(AssertionError, match="free twice"):
+        blocks.check(taken[1])
+    blocks.pool._blank.pop()
+    blocks.check(taken[1])
+    blocks.name(taken[0])
+    with pytest.raises(AssertionError, match="handed out like a blank one"):
+        blocks.check(taken[1])

@@ -1,0 +1,747 @@
+"""What the scheduler decides, one situation at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from core.harness import EOS, Core, expected_output
+
+from aioengine.core.plan import RowSampling, StepPlan, Want
+from aioengine.core.scheduler import Scheduler
+from aioengine.core.sequence import Reason, Sequence, State
+from aioengine.testing.fake_executor import FakeExecutor
+
+
+def prompt(length: int, first: int = 100) -> list[int]:
+    """A prompt of its own for each ``first``, far enough from the others."""
+    return list(range(first, first + length))
+
+
+def tokens_of(plan: StepPlan | None) -> dict[int, int]:
+    """{row: tokens that it computes}."""
+    assert plan is not None
+    return dict(zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True))
+
+
+def num_tokens_of(plan: StepPlan | None, *sequences: Sequence) -> list[int]:
+    """Tokens that each of these computes in a plan that has just been launched."""
+    by_row = tokens_of(plan)
+    return [by_row.get(sequence.row, 0) for sequence in sequences]
+
+
+def sample_nothing_special(token_ids: list[int], sampling: RowSampling) -> int:
+    return 500 + len(token_ids)
+
+
+def assert_runs_alone_alike(core: Core, *sequences: Sequence) -> None:
+    vocab_size = core.executor.info.vocab_size
+    for sequence in sequences:
+        assert (sequence.output_ids, sequence.finish_reason, sequence.stop_reason) == expected_output(
+            sequence, vocab_size=vocab_size
+        )
+
+
+# Order and budget
+
+
+def test_the_first_to_come_is_the_first_to_run() -> None:
+    core = Core(max_num_seqs=2)
+    sequences = [core.add(prompt(5, 100 * i), max_tokens=3, ignore_eos=True) for i in range(6)]
+    begun: list[Sequence] = []
+    while core.scheduler.has_work:
+        core.launch_all()
+        begun += [sequence for sequence in core.scheduler.running if sequence not in begun]
+        core.land()
+    assert begun == sequences
+
+
+def test_a_head_that_does_not_fit_lets_nobody_pass() -> None:
+    core = Core(num_blocks=12)
+    running = core.add(prompt(20), max_tokens=4, ignore_eos=True)
+    core.step()
+    big = core.add(prompt(30, 300))
+    small = core.add(prompt(4, 500))
+    core.launch()
+    assert core.scheduler.running == [running]
+    assert big.state is small.state is State.WAITING
+    core.run()
+    assert_runs_alone_alike(core, running, big, small)
+
+
+def test_a_head_is_admitted_only_with_blocks_left_for_those_who_run() -> None:
+    core = Core(num_blocks=11)
+    core.add(prompt(20), max_tokens=20, ignore_eos=True)
+    core.step()
+    second = core.add(prompt(20, 300))
+    core.launch()
+    assert second.state is State.WAITING, "5 + 1 blocks are in use, 5 are free, and one of those is in reserve"
+
+
+def test_decodes_come_first_and_prefills_share_the_rest_in_order() -> None:
+    core = Core(max_num_seqs=4, max_num_batched_tokens=10)
+    decoding = core.add(prompt(3), max_tokens=20, ignore_eos=True)
+    core.step()
+    first, second, third = (core.add(prompt(12, first)) for first in (300, 400, 500))
+    assert num_tokens_of(core.launch(), decoding, first, second, third) == [1, 9, 0, 0]
+    core.land()
+    assert num_tokens_of(core.launch(), decoding, first, second, third) == [1, 3, 6, 0]
+    core.land()
+    assert num_tokens_of(core.launch(), decoding, first, second, third) == [1, 1, 6, 2]
+
+
+def test_prefills_that_run_already_are_cut_down_in_order_when_the_budget_is_short() -> None:
+    core = Core(max_num_seqs=4, max_num_batched_tokens=10, depth=1)
+    blocked = [core.add(prompt(9, first)) for first in (300, 400)]
+    core.launch()
+    for sequence in blocked:
+        core.scheduler.block(sequence, Reason.FLOW)
+    core.land()
+    late = core.add(prompt(15, 600))
+    assert num_tokens_of(core.launch(), late) == [10]
+    core.scheduler.unblock(blocked[1], Reason.FLOW)
+    core.land()
+    assert num_tokens_of(core.launch(), late, blocked[1]) == [5, 5], "the older one was the later one to come back"
+    core.land()
+    assert num_tokens_of(core.launch(), blocked[1], late) == [3, 1]
+
+
+def test_a_step_has_a_token_for_each_row_even_at_the_smallest_budget() -> None:
+    core = Core(max_num_seqs=3, max_num_batched_tokens=3)
+    sequences = [core.add(prompt(7, 100 * i), max_tokens=5) for i in range(5)]
+    core.run()
+    assert_runs_alone_alike(core, *sequences)
+    assert all(plan.num_tokens.sum() <= 3 for plan in core.executor.plans)
+
+
+def test_no_more_rows_run_than_there_are() -> None:
+    core = Core(max_num_seqs=2)
+    sequences = [core.add(prompt(3, 100 * i)) for i in range(3)]
+    core.launch()
+    assert core.scheduler.running == sequences[:2]
+
+
+def test_a_request_that_the_blocks_can_never_hold_is_a_bug_of_the_caller() -> None:
+    core = Core(num_blocks=4, block_size=4)
+    sequence = core.add(prompt(10), max_tokens=7)
+    assert sequence.limit == 16
+    big = Sequence(sequence.request, eos_token_ids=(EOS,))
+    big.limit = 18
+    with pytest.raises(AssertionError, match="could never end"):
+        core.scheduler.add(big)
+
+
+def test_a_sequence_may_take_every_block() -> None:
+    core = Core(num_blocks=4, block_size=4)
+    sequence = core.add(prompt(10), max_tokens=7, ignore_eos=True)
+    core.run()
+    assert_runs_alone_alike(core, sequence)
+
+
+# Stops
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_the_length_is_predicted_and_never_overrun(depth: int) -> None:
+    core = Core(depth=depth, sampler=sample_nothing_special)
+    sequences = [core.add(prompt(5, 100 * i), max_tokens=3 + i) for i in range(4)]
+    core.run()
+    assert [len(sequence.output_ids) for sequence in sequences] == [3, 4, 5, 6]
+    assert {sequence.finish_reason for sequence in sequences} == {"length"}
+    assert core.executor.stats.num_sampled_tokens == 3 + 4 + 5 + 6
+    assert core.num_computed_tokens == 4 * 5 + 2 + 3 + 4 + 5, "the last token of each is never computed"
+
+
+@pytest.mark.parametrize(("depth", "num_extra"), [(1, 0), (2, 1), (4, 3)])
+def test_tokens_that_were_in_flight_behind_an_eos_are_thrown_away(depth: int, num_extra: int) -> None:
+    core = Core(depth=depth, sampler=lambda ids, _: EOS if len(ids) == 7 else 500)
+    sequence = core.add(prompt(5), max_tokens=20)
+    core.run()
+    assert sequence.output_ids == [500, 500, EOS]
+    assert (sequence.finish_reason, sequence.stop_reason) == ("stop", None)
+    assert core.executor.stats.num_sampled_tokens == 3 + num_extra
+    assert [output.token_ids for output in core.outputs if output.token_ids] == [[500], [500], [EOS]]
+
+
+def test_a_stop_token_is_the_last_token_and_the_reason() -> None:
+    core = Core(sampler=sample_nothing_special)
+    sequence = core.add(prompt(5), stop_token_ids=(507, 506))
+    core.run()
+    assert (sequence.output_ids, sequence.finish_reason, sequence.stop_reason) == ([505, 506], "stop", 506)
+
+
+def test_eos_is_no_stop_for_one_who_ignores_it() -> None:
+    core = Core(sampler=lambda *_: EOS)
+    sequence = core.add(prompt(5), max_tokens=3, ignore_eos=True)
+    core.run()
+    assert (sequence.output_ids, sequence.finish_reason) == ([EOS] * 3, "length")
+
+
+def test_an_eos_that_is_also_a_stop_token_and_the_last_one_counts_as_eos() -> None:
+    core = Core(sampler=lambda *_: EOS)
+    sequence = core.add(prompt(5), max_tokens=1, stop_token_ids=(EOS,))
+    core.run()
+    assert (sequence.finish_reason, sequence.stop_reason) == ("stop", None)
+
+
+def test_a_stop_token_at_the_length_limit_counts_as_stop() -> None:
+    core = Core(sampler=lambda *_: 9)
+    sequence = core.add(prompt(5), max_tokens=1, stop_token_ids=(9,))
+    core.run()
+    assert (sequence.finish_reason, sequence.stop_reason) == ("stop", 9)
+
+
+# Late results
+
+
+def test_a_late_result_finds_nobody_though_its_row_has_a_new_tenant() -> None:
+    core = Core(depth=2, max_num_seqs=1)
+    gone = core.add(prompt(5), ignore_eos=True)
+    core.launch()
+    row = gone.row
+    assert core.scheduler.finish(gone, "abort")
+    here = core.add(prompt(6, 300))
+    plan = core.launch()
+    assert plan is not None
+    assert plan.removed.tolist() == [row]
+    assert plan.rows.tolist() == [row] == [here.row]
+    output = core.land()
+    assert output is not None
+    assert output.sequences == []
+    assert gone.output_ids == here.output_ids == []
+    core.run()
+    assert_runs_alone_alike(core, here)
+
+
+def test_a_sequence_aborted_twice_ends_once() -> None:
+    core = Core()
+    sequence = core.add(prompt(5))
+    assert core.scheduler.finish(sequence, "abort")
+    assert not core.scheduler.finish(sequence, "stop", "text")
+    assert (sequence.finish_reason, sequence.stop_reason) == ("abort", None)
+    assert not core.scheduler.has_work
+
+
+def test_a_stop_string_ends_a_sequence_with_what_it_has() -> None:
+    core = Core(depth=2)
+    sequence = core.add(prompt(5), ignore_eos=True)
+    core.step()
+    core.scheduler.finish(sequence, "stop", "text")
+    core.run()
+    assert len(sequence.output_ids) == 1
+    assert (sequence.finish_reason, sequence.stop_reason) == ("stop", "text")
+
+
+def test_log_probabilities_stay_with_their_tokens_when_others_drop_out() -> None:
+    core = Core(depth=2, sampler=sample_nothing_special)
+    asking, gone, quiet, last = (
+        core.add(prompt(4 + i, 100 * i), ignore_eos=True, logprobs=logprobs)
+        for i, logprobs in enumerate([1, 0, None, 2])
+    )
+    core.launch()
+    core.scheduler.finish(gone, "abort")
+    output = core.land()
+    assert output is not None
+    assert output.sequences == [asking, quiet, last]
+    assert output.logprobs is not None
+    assert output.logprobs.index.tolist() == [0, 2]
+    assert output.logprobs.top_ids[:, 0].tolist() == [output.token_ids[0], output.token_ids[2]]
+    assert [len(getattr(output.logprobs, name)) for name in ("logprobs", "ranks", "top_logprobs")] == [2, 2, 2]
+
+
+# Steps that fail
+
+
+def test_a_failed_step_ends_the_sequences_in_it_and_no_others() -> None:
+    core = Core(depth=2, max_num_seqs=2)
+    failing = [core.add(prompt(5, 100 * i), ignore_eos=True) for i in range(2)]
+    waiting = core.add(prompt(5, 400))
+    core.fail_next()
+    core.launch_all()
+    core.land()
+    assert [sequence.finish_reason for sequence in failing] == ["error", "error"]
+    core.run()
+    assert all(not sequence.output_ids for sequence in failing), "tokens of the step behind it find nobody"
+    assert_runs_alone_alike(core, waiting)
+
+
+def test_a_failed_step_spares_those_who_left_it_before() -> None:
+    core = Core(depth=2)
+    gone, failing = core.add(prompt(5)), core.add(prompt(5, 300))
+    core.fail_next()
+    core.launch()
+    core.scheduler.finish(gone, "abort")
+    core.land()
+    assert [gone.finish_reason, failing.finish_reason] == ["abort", "error"]
+
+
+def test_results_come_in_the_order_of_the_plans() -> None:
+    core = Core(depth=2)
+    core.add(prompt(5), ignore_eos=True)
+    core.launch_all()
+    (_, first), (plan, _) = core.launched
+    with pytest.raises(AssertionError, match="another step's"):
+        core.scheduler.apply(plan, first._outcome)  # type: ignore[arg-type]
+
+
+# Prefixes
+
+
+def assert_waits(sequence: Sequence) -> None:
+    assert sequence.reasons == Reason.PENDING_PREFIX
+    assert sequence.row == -1
+
+
+def test_a_prefix_in_the_making_is_waited_for_and_computed_once() -> None:
+    core = Core(max_num_batched_tokens=20)
+    shared = prompt(16)
+    owner, follower = core.add([*shared, 1]), core.add([*shared, 2, 3])
+    core.launch()
+    assert_waits(follower)
+    core.run()
+    assert_runs_alone_alike(core, owner, follower)
+    assert follower.num_cached_tokens == 16
+    outputs = len(owner.output_ids) + len(follower.output_ids)
+    assert core.num_computed_tokens == 17 + 2 + outputs - 2
+
+
+def test_a_follower_waits_for_no_more_than_it_shares() -> None:
+    core = Core(max_num_batched_tokens=20)
+    core.add(prompt(30), ignore_eos=True)
+    core.step()
+    early, late = core.add([*prompt(8), *prompt(1, 300)]), core.add(prompt(29))
+    core.launch()
+    assert early.state is State.RUNNING
+    assert early.num_cached_tokens == 8
+    assert_waits(late)
+
+
+def test_others_pass_one_who_waits_for_a_prefix() -> None:
+    core = Core(max_num_batched_tokens=16)
+    core.add(prompt(8))
+    follower, other = core.add(prompt(9)), core.add(prompt(4, 300))
+    core.launch()
+    assert_waits(follower)
+    assert other.state is State.RUNNING
+
+
+def abort(core: Core, owner: Sequence) -> None:
+    core.scheduler.finish(owner, "abort")
+    core.land()
+
+
+def preempt(core: Core, owner: Sequence) -> None:
+    core.scheduler._preempt(owner)
+    core.scheduler.block(owner, Reason.FLOW)
+    core.land()
+
+
+def fail(core: Core, owner: Sequence) -> None:
+    core.land()
+    assert owner.finish_reason == "error"
+
+
+@pytest.mark.parametrize("leave", [abort, preempt, fail])
+def test_a_follower_takes_over_when_the_owner_is_gone(leave: Callable[[Core, Sequence], None]) -> None:
+    core = Core()
+    owner, follower, third = core.add(prompt(25)), core.add(prompt(26)), core.add(prompt(27))
+    if leave is fail:
+        core.fail_next()
+    core.launch()
+    assert_waits(follower)
+    leave(core, owner)
+    core.launch()
+    assert follower.state is State.RUNNING
+    assert follower.num_cached_tokens == 0, "nothing that the owner left in flight is used"
+    assert_waits(third)
+    core.run()
+    assert_runs_alone_alike(core, follower, third)
+    assert third.num_cached_tokens == 24
+
+
+def test_nobody_waits_for_an_owner_that_is_parked_half_way() -> None:
+    core = Core(max_num_batched_tokens=8)
+    owner, follower = core.add(prompt(25)), core.add(prompt(26))
+    core.launch()
+    core.scheduler.block(owner, Reason.FLOW)
+    core.land()
+    core.launch()
+    assert follower.state is State.RUNNING
+    assert follower.num_cached_tokens == 8, "what the owner has computed is used"
+    core.land()
+    core.scheduler.unblock(owner, Reason.FLOW)
+    core.run()
+    assert_runs_alone_alike(core, owner, follower)
+    assert owner.num_cached_tokens == 0
+    outputs = len(owner.output_ids) + len(follower.output_ids)
+    assert core.num_computed_tokens == 25 + (26 - 8) + outputs - 2, "the owner goes on with its own blocks"
+
+
+def test_a_third_takes_over_when_the_second_leaves_while_it_waits() -> None:
+    core = Core()
+    owner, second, third = core.add(prompt(17)), core.add(prompt(18)), core.add(prompt(19))
+    core.launch()
+    assert_waits(third)
+    core.scheduler.finish(second, "abort")
+    core.scheduler.finish(owner, "abort")
+    core.land()
+    core.launch()
+    assert third.state is State.RUNNING
+    assert second.state is State.FINISHED
+
+
+def test_one_who_waits_for_a_prefix_and_for_its_reader_needs_both() -> None:
+    core = Core()
+    core.add(prompt(8))
+    follower = core.add(prompt(9))
+    core.launch()
+    core.scheduler.block(follower, Reason.FLOW)
+    core.run()
+    assert follower.reasons == Reason.FLOW
+    core.scheduler.unblock(follower, Reason.FLOW)
+    core.run()
+    assert_runs_alone_alike(core, follower)
+
+
+def test_nobody_waits_without_a_prefix_cache() -> None:
+    core = Core(caching=False)
+    same = [core.add(prompt(9)) for _ in range(3)]
+    core.launch()
+    assert core.scheduler.running == same
+    core.run()
+    outputs = sum(len(sequence.output_ids) for sequence in same)
+    assert core.num_computed_tokens == 3 * 9 + outputs - 3
+    assert core.scheduler.stats().prefix_cache_queries == 3 * 9
+    assert core.scheduler.stats().prefix_cache_hits == 0
+
+
+def test_the_last_known_token_is_always_computed() -> None:
+    core = Core()
+    first = core.add(prompt(8), max_tokens=1)
+    core.run()
+    again = core.add(prompt(8), max_tokens=1)
+    core.run()
+    assert again.num_cached_tokens == 4, "of two full blocks the second holds the token that is sampled from"
+    assert first.output_ids == again.output_ids
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("budget", [8, 11, 64])
+def test_exactly_the_tokens_that_the_requests_need_are_computed(depth: int, budget: int) -> None:
+    """Prompts in chunks, with hits of all lengths; nothing is computed twice where memory is no question."""
+    core = Core(num_blocks=200, max_num_batched_tokens=budget, depth=depth, sampler=sample_nothing_special)
+    shared = prompt(12)
+    prompts = [[*shared[: 4 * hits], *prompt(7 + i, 200 + 50 * i)] for i, hits in enumerate([3, 0, 2, 3, 1, 0, 3])]
+    sequences = [core.add(ids, max_tokens=6) for ids in prompts]
+    core.run()
+    assert [sequence.num_cached_tokens for sequence in sequences] == [0, 0, 8, 12, 4, 0, 12]
+    needed = sum(len(ids) - sequence.num_cached_tokens for ids, sequence in zip(prompts, sequences, strict=True))
+    assert core.num_computed_tokens == needed + 7 * 5
+    assert core.executor.stats.num_sampled_tokens == 7 * 6
+
+
+def test_a_conversation_goes_on_from_the_blocks_of_its_last_answer() -> None:
+    core = Core(sampler=sample_nothing_special)
+    first = core.add(prompt(6), max_tokens=10)
+    core.run()
+    second = core.add([*prompt(6), *first.output_ids, 1, 2])
+    core.run()
+    assert second.num_cached_tokens == 12, "15 of its tokens were computed: three full blocks"
+
+
+# Memory
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("caching", [False, True])
+def test_a_preempted_sequence_goes_on_with_the_same_tokens(depth: int, caching: bool) -> None:
+    core = Core(num_blocks=13, depth=depth, caching=caching)
+    sequences = [core.add(prompt(9, 100 * i), max_tokens=25, ignore_eos=True) for i in range(3)]
+    core.run()
+    assert core.scheduler.num_preemptions > 0
+    assert_runs_alone_alike(core, *sequences)
+
+
+def test_the_youngest_is_preempted() -> None:
+    core = Core(num_blocks=10, sampler=sample_nothing_special)
+    sequences = [core.add(prompt(8, 100 * i), max_tokens=20) for i in range(3)]
+    while not core.scheduler.num_preemptions:
+        core.step()
+    assert [sequence.state for sequence in sequences] == [State.RUNNING, State.RUNNING, State.WAITING]
+    assert sequences[2].block_ids == []
+
+
+def test_a_preempted_sequence_finds_its_own_prefix_again() -> None:
+    core = Core(num_blocks=10, sampler=sample_nothing_special)
+    elder, younger = (core.add(prompt(9, first), max_tokens=15) for first in (100, 300))
+    while True:
+        core.launch()
+        if core.scheduler.num_preemptions:
+            break
+        core.land()
+    assert younger.num_tokens == 21, "20 computed in five blocks each"
+    core.scheduler.finish(elder, "abort")
+    core.land()
+    assert num_tokens_of(core.launch(), younger) == [5], "of its five blocks the elder one took one, the last"
+    core.run()
+    assert younger.output_ids == [500 + n for n in range(9, 24)]
+    assert younger.num_cached_tokens == 0, "hits of its own blocks are not reported as the prompt's"
+
+
+def test_the_oldest_gets_on_however_short_memory_is() -> None:
+    core = Core(num_blocks=6, max_num_seqs=6)
+    sequences = [core.add(prompt(3, 50 * i), max_tokens=20, ignore_eos=True) for i in range(6)]
+    ended: list[Sequence] = []
+    for _ in range(1000):
+        if not core.scheduler.has_work:
+            break
+        core.step()
+        ended += [s for s in sequences if s.state is State.FINISHED and s not in ended]
+    assert ended == sequences
+    assert_runs_alone_alike(core, *sequences)
+
+
+def test_the_least_recently_used_prefix_goes_first_and_its_tail_before_its_head() -> None:
+    core = Core(num_blocks=10)
+    for first in (100, 200, 300):
+        core.add(prompt(13, first), max_tokens=1)
+        core.run()
+    core.add([*prompt(13, 100)], max_tokens=1)
+    core.run()
+    core.add(prompt(9, 400), max_tokens=1)
+    core.run()
+    hits = []
+    for first in (300, 200, 100):
+        core.kv.pool.check_integrity({}, core.kv.cache.names)
+        sequence = core.add(prompt(13, first), max_tokens=1)
+        hits.append(len(core.kv.lookup(sequence).block_ids))
+        core.scheduler.finish(sequence, "abort")
+    assert hits == [3, 1, 3], "200 was used longest ago, and lost its tail"
+
+
+def test_resetting_the_cache_forgets_what_nobody_uses() -> None:
+    core = Core()
+    core.add(prompt(9), max_tokens=1)
+    core.run()
+    running = core.add(prompt(9, 300), ignore_eos=True)
+    core.step()
+    core.kv.reset_prefix_cache()
+    core.scheduler.check_integrity()
+    again, shared = core.add(prompt(10), max_tokens=1), core.add(prompt(10, 300), max_tokens=1)
+    core.run()
+    assert (again.num_cached_tokens, shared.num_cached_tokens) == (0, 8)
+    assert_runs_alone_alike(core, running, again, shared)
+
+
+# Waiting for others
+
+
+def test_a_blocked_sequence_leaves_its_row_and_keeps_its_blocks() -> None:
+    core = Core(depth=2, max_num_seqs=1)
+    slow = core.add(prompt(9), max_tokens=20, ignore_eos=True)
+    core.launch_all()
+    core.scheduler.block(slow, Reason.FLOW)
+    assert core.scheduler.schedule() is None
+    core.land()
+    core.land()
+    assert len(slow.output_ids) == 2, "what was in flight still counts"
+    other = core.add(prompt(5, 300))
+    core.launch()
+    assert slow.row == -1
+    assert len(slow.block_ids) == 3
+    assert other.state is State.RUNNING
+    assert core.scheduler.stats().blocked == 1
+    core.scheduler.unblock(slow, Reason.FLOW)
+    core.run()
+    assert_runs_alone_alike(core, slow, other)
+    assert core.num_computed_tokens == 9 + 19 + 5 + len(other.output_ids) - 1, "nothing of it is computed again"
+
+
+def test_a_sequence_unblocked_before_it_left_keeps_its_row() -> None:
+    core = Core(depth=2)
+    elder, sequence, younger = (core.add(prompt(9, 100 * i), max_tokens=20, ignore_eos=True) for i in range(3))
+    core.launch()
+    row = sequence.row
+    core.scheduler.block(sequence, Reason.FLOW)
+    core.scheduler.unblock(sequence, Reason.FLOW)
+    assert core.scheduler.running == [elder, sequence, younger]
+    assert sequence.row == row
+    core.run()
+    assert_runs_alone_alike(core, elder, sequence, younger)
+
+
+def test_each_reason_has_to_go() -> None:
+    core = Core()
+    sequence = core.add(prompt(5), reason=Reason.REMOTE_KV)
+    core.scheduler.block(sequence, Reason.FLOW)
+    core.scheduler.unblock(sequence, Reason.REMOTE_KV)
+    assert core.launch() is None
+    core.scheduler.unblock(sequence, Reason.FLOW)
+    core.run()
+    assert_runs_alone_alike(core, sequence)
+
+
+def test_a_blocked_sequence_is_preempted_before_any_that_runs() -> None:
+    core = Core(num_blocks=10, sampler=sample_nothing_special)
+    elder, younger = core.add(prompt(16), max_tokens=20), core.add(prompt(8, 300), max_tokens=20)
+    core.step()
+    core.scheduler.block(elder, Reason.FLOW)
+    while not core.scheduler.num_preemptions:
+        core.step()
+    assert elder.block_ids == []
+    assert elder in core.scheduler.blocked.values()
+    assert younger.state is State.RUNNING
+    core.scheduler.unblock(elder, Reason.FLOW)
+    core.run()
+    assert elder.output_ids == [500 + n for n in range(16, 36)]
+    assert younger.output_ids == [500 + n for n in range(8, 28)]
+
+
+def test_a_blocked_sequence_makes_room_for_the_head_of_the_queue() -> None:
+    core = Core(num_blocks=10)
+    slow = core.add(prompt(20), ignore_eos=True)
+    core.step()
+    core.scheduler.block(slow, Reason.FLOW)
+    head = core.add(prompt(30, 300), ignore_eos=True)
+    core.launch()
+    assert head.state is State.RUNNING
+    assert slow.block_ids == []
+
+
+@pytest.mark.parametrize("is_elder_parked", [False, True])
+def test_blocks_of_one_who_waits_for_a_row_are_not_out_of_reach(is_elder_parked: bool) -> None:
+    """Unblocked and queued, it holds blocks that it cannot use; with them the one that runs cannot go on."""
+    core = Core(num_blocks=10, max_num_seqs=1)
+    elder = core.add(prompt(12), max_tokens=25, ignore_eos=True, reason=Reason.REMOTE_KV)
+    younger = core.add(prompt(12, 300), max_tokens=25, ignore_eos=True, reason=Reason.REMOTE_KV)
+    parked, running = (elder, younger) if is_elder_parked else (younger, elder)
+    core.scheduler.unblock(parked, Reason.REMOTE_KV)
+    core.step()
+    core.scheduler.block(parked, Reason.FLOW)
+    core.scheduler.unblock(running, Reason.REMOTE_KV)
+    core.step()
+    core.scheduler.unblock(parked, Reason.FLOW)
+    assert parked.block_ids
+    core.run()
+    assert_runs_alone_alike(core, parked, running)
+
+
+def test_aborting_everybody_in_every_state_frees_everything() -> None:
+    core = Core(depth=2, max_num_seqs=3, max_num_batched_tokens=8)
+    sequences = [core.add(prompt(11, 100 * (i // 2)), ignore_eos=True) for i in range(8)]
+    core.step()
+    core.scheduler.block(sequences[0], Reason.FLOW)
+    core.step()
+    core.step()
+    core.scheduler.block(sequences[7], Reason.PAUSED)
+    for sequence in sequences:
+        core.scheduler.finish(sequence, "abort")
+    assert not core.scheduler.has_work
+    assert core.kv.pool.num_free == core.kv.pool.num_blocks
+    assert core.scheduler.num_unstarted == 0
+    core.run()
+    assert core.scheduler.sequences() == []
+
+
+# What callers ask
+
+
+def test_the_statistics_count_everybody_once() -> None:
+    core = Core(max_num_seqs=1)
+    core.add(prompt(5), ignore_eos=True)
+    core.add(prompt(5, 300))
+    core.add(prompt(5, 400), reason=Reason.REMOTE_KV)
+    core.step()
+    stats = core.scheduler.stats()
+    assert (stats.running, stats.waiting, stats.blocked, stats.steps) == (1, 1, 1, 1)
+    assert stats.free_blocks == stats.num_blocks - 2
+    assert core.scheduler.num_unstarted == 2
+    assert len(core.scheduler.sequences()) == 3
+
+
+def test_an_empty_scheduler_has_no_step() -> None:
+    core = Core()
+    assert core.launch() is None
+    assert not core.scheduler.has_work
+
+
+def test_a_snapshot_brings_an_empty_executor_to_the_same_state_and_the_next_plans_fit_it() -> None:
+    core = Core(max_num_batched_tokens=9)
+    sequences = [core.add(prompt(7 + i, 100 * i), max_tokens=12, ignore_eos=True) for i in range(4)]
+    for _ in range(4):
+        core.step()
+    core.scheduler.finish(sequences[1], "abort")
+    copy = FakeExecutor(block_size=4)
+    copy.apply(core.scheduler.snapshot())
+    core.step()
+    copy.apply(core.executor.plans[-1])
+    blocks = {row: table for row, (_, table) in core.executor.rows().items()}
+    assert {row: table for row, (_, table) in copy.rows().items()} == blocks
+
+
+def test_there_is_no_snapshot_while_the_device_knows_more() -> None:
+    core = Core()
+    core.add(prompt(5))
+    core.launch()
+    with pytest.raises(AssertionError, match="the device alone"):
+        core.scheduler.snapshot()
+
+
+def test_a_steady_step_carries_no_tokens_and_only_new_blocks() -> None:
+    core = Core(sampler=sample_nothing_special)
+    for i in range(3):
+        core.add(prompt(6 + i, 100 * i), max_tokens=20)
+    core.step()
+    for _ in range(12):
+        plan = core.launch()
+        assert plan is not None
+        assert len(plan.removed) == len(plan.added) == 0
+        assert plan.num_tokens.tolist() == [1, 1, 1]
+        assert plan.wants.tolist() == [Want.LOGITS] * 3
+        assert plan.grown_rows.tolist() == plan.rows[plan.starts % 4 == 0].tolist()
+        core.land()
+
+
+def test_a_plan_is_described_without_the_prompt() -> None:
+    core = Core()
+    core.add(prompt(9, 12345))
+    plan = core.launch()
+    assert plan is not None
+    described = str(plan.describe())
+    assert "12345" not in described
+    assert "LOGITS" in described
+
+
+def corrupt(name: str, change: Callable[[Any], Any]) -> Callable[[Scheduler], None]:
+    def apply(scheduler: Scheduler) -> None:
+        setattr(scheduler, name, change(getattr(scheduler, name)))
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        corrupt("_free_rows", lambda rows: rows[:-1]),
+        corrupt("running", lambda running: running[::-1]),
+        corrupt("_running_rows", lambda rows: rows[::-1]),
+        corrupt("num_unstarted", lambda count: count + 1),
+        corrupt("_scheduled", lambda column: column + 1),
+        corrupt("_capacity", lambda column: np.zeros_like(column)),
+        lambda scheduler: scheduler.running[0].block_ids.pop(),
+        lambda scheduler: scheduler.kv.pool.allocate(1),
+        lambda scheduler: scheduler.kv.pool.release(scheduler.running[0].block_ids[:1], scheduler.kv.cache.names),
+        lambda scheduler: scheduler.kv.cache.pending.update({b"x": None}),
+    ],
+)
+def test_the_integrity_check_sees_damage(damage: Callable[[Scheduler], object]) -> None:
+    core = Core()
+    for i in range(2):
+        core.add(prompt(9, 100 * i), ignore_eos=True)
+    core.step()
+    core.scheduler.check_integrity()
+    damage(core.scheduler)
+    with pytest.raises(AssertionError):
+        core.scheduler.check_integrity()

@@ -1,0 +1,174 @@
+"""The core under random orders of everything that can happen to it, checked after each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from core.harness import EOS, Core, expected_output
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from aioengine.core.sequence import Reason, Sequence, State
+from aioengine.testing.fake_executor import FakeExecutor
+
+VOCAB = 12
+"""So few that outputs soon repeat, and every twelfth token is EOS."""
+OUTSIDE_REASONS = [Reason.FLOW, Reason.GRAMMAR, Reason.PAUSED]
+PREFIXES = [list(range(start, start + length)) for start in (0, 1, 2) for length in (4, 9, 16)]
+
+prompts = st.builds(
+    lambda prefix, tail: (prefix + tail)[:40] or [0],
+    st.sampled_from([[], *PREFIXES]),
+    st.lists(st.integers(0, 2), max_size=12),
+)
+requests = st.fixed_dictionaries(
+    {
+        "prompt": prompts,
+        "max_tokens": st.integers(1, 30),
+        "ignore_eos": st.booleans(),
+        "stop_token_ids": st.sampled_from([(), (), (3,), (EOS, 5)]),
+        "reason": st.sampled_from([Reason.NONE, Reason.NONE, Reason.NONE, Reason.REMOTE_KV]),
+    }
+)
+
+
+class CoreMachine(RuleBasedStateMachine):
+    """Sequences come, block, fail and leave in any order; what is left in the end runs to its end."""
+
+    core: Core
+
+    @initialize(
+        depth=st.sampled_from([1, 2, 4]),
+        caching=st.booleans(),
+        block_size=st.sampled_from([1, 3, 4]),
+        num_tokens=st.integers(44, 120),
+        max_num_seqs=st.integers(1, 6),
+        budget=st.integers(0, 30),
+    )
+    def start(
+        self, depth: int, caching: bool, block_size: int, num_tokens: int, max_num_seqs: int, budget: int
+    ) -> None:
+        self.core = Core(
+            num_blocks=-(-num_tokens // block_size),
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_seqs + budget,
+            depth=depth,
+            caching=caching,
+            vocab_size=VOCAB,
+        )
+
+    @rule(arriving=st.lists(requests, min_size=1, max_size=3))
+    def add(self, arriving: list[dict[str, Any]]) -> None:
+        for request in arriving:
+            self.core.add(**request)
+
+    @rule()
+    def launch(self) -> None:
+        if len(self.core.launched) < self.core.depth and self.core.launch() is None and not self.core.launched:
+            self.check_that_all_wait_for_others()
+
+    @precondition(lambda self: self.core.launched)
+    @rule()
+    def land(self) -> None:
+        self.core.land()
+
+    @rule(num_steps=st.integers(1, 12))
+    def run_on(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.core.launch_all()
+            if not self.core.launched:
+                self.check_that_all_wait_for_others()
+                return
+            self.core.land()
+
+    @precondition(lambda self: self.core.sequences)
+    @rule(data=st.data(), reason=st.sampled_from(["abort", "stop"]))
+    def finish(self, data: st.DataObject, reason: Any) -> None:
+        sequence = data.draw(st.sampled_from(self.core.sequences))
+        was_finished = sequence.state is State.FINISHED
+        assert self.core.scheduler.finish(sequence, reason) is not was_finished
+
+    @precondition(lambda self: self.core.scheduler.has_work)
+    @rule(data=st.data(), reason=st.sampled_from(OUTSIDE_REASONS))
+    def block(self, data: st.DataObject, reason: Reason) -> None:
+        self.core.scheduler.block(data.draw(st.sampled_from(self.core.scheduler.sequences())), reason)
+
+    @precondition(lambda self: self.blocked_from_outside())
+    @rule(data=st.data())
+    def unblock(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from(self.blocked_from_outside()))
+        self.core.scheduler.unblock(
+            sequence, data.draw(st.sampled_from(list(sequence.reasons & ~Reason.PENDING_PREFIX)))
+        )
+
+    @rule(is_unlucky=st.sampled_from([False, False, False, False, True]))
+    def fail_next_step(self, is_unlucky: bool) -> None:
+        if is_unlucky:
+            self.core.fail_next()
+
+    @rule(is_wanted=st.sampled_from([False, False, True]))
+    def reset_prefix_cache(self, is_wanted: bool) -> None:
+        if is_wanted:
+            self.core.kv.reset_prefix_cache()
+
+    @invariant()
+    def blocks_and_rows_are_accounted_for(self) -> None:
+        self.core.scheduler.check_integrity()
+
+    @invariant()
+    def a_snapshot_is_what_the_deltas_add_up_to(self) -> None:
+        if self.core.launched:
+            return
+        copy = FakeExecutor()
+        copy.apply(self.core.scheduler.snapshot())
+        held = self.core.executor.rows()
+        assert copy.rows().items() <= held.items()
+        leaving = held.keys() - copy.rows().keys()
+        assert leaving == set(self.core.scheduler._removed), "the next plan removes what the snapshot leaves out"
+
+    def blocked_from_outside(self) -> list[Sequence]:
+        return [s for s in self.core.scheduler.sequences() if s.reasons & ~Reason.PENDING_PREFIX]
+
+    def check_that_all_wait_for_others(self) -> None:
+        """Nothing is in flight and nothing was scheduled: only somebody outside can bring the rest on."""
+        forgotten = set(self.core.scheduler.sequences()) - set(self.blocked_from_outside())
+        assert not forgotten
+
+    def teardown(self) -> None:
+        if not hasattr(self, "core"):
+            return
+        scheduler = self.core.scheduler
+        for sequence in scheduler.sequences():
+            scheduler.unblock(sequence, ~Reason.PENDING_PREFIX)
+        self.core.run()
+        assert not scheduler.has_work
+        assert scheduler.num_unstarted == 0
+        assert self.core.kv.pool.num_free == self.core.kv.pool.num_blocks
+        for sequence in self.core.sequences:
+            check_output(sequence)
+
+
+def check_output(sequence: Sequence) -> None:
+    """It brought what it brings alone: all of that, or the beginning if it was ended from outside."""
+    token_ids, finish_reason, stop_reason = expected_output(sequence, vocab_size=VOCAB)
+    assert sequence.state is State.FINISHED
+    if sequence.finish_reason in ("abort", "error") or len(sequence.output_ids) < len(token_ids):
+        assert sequence.output_ids == token_ids[: len(sequence.output_ids)]
+        assert sequence.finish_reason in ("abort", "error", "stop")
+        assert sequence.stop_reason is None
+    else:
+        assert (sequence.output_ids, sequence.finish_reason) == (token_ids, finish_reason)
+        assert sequence.stop_reason == stop_reason
+
+
+TestCore = CoreMachine.TestCase
+TestCore.settings = settings(
+    derandomize=True,
+    deadline=None,
+    max_examples=100,
+    stateful_step_count=50,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
+)

@@ -1,0 +1,91 @@
+"""The queue: by order, whoever leaves."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aioengine.core.plan import int32
+from aioengine.core.sequence import Sequence
+from aioengine.core.waiting import WaitingQueue
+from aioengine.request import Request
+from aioengine.sampling_params import SamplingParams
+
+
+def make_sequence(order: int) -> Sequence:
+    request = Request(
+        request_id=str(order), prompt_token_ids=int32([1]), params=SamplingParams(), seed=0, max_total_tokens=2
+    )
+    sequence = Sequence(request)
+    sequence.order = order
+    return sequence
+
+
+def drain(queue: WaitingQueue) -> list[int]:
+    return [queue.pop().order for _ in range(len(queue))]
+
+
+def test_it_is_left_in_order_however_it_was_entered() -> None:
+    queue = WaitingQueue()
+    for order in (5, 1, 4, 2, 3):
+        queue.add(make_sequence(order))
+    assert len(queue) == 5
+    assert drain(queue) == [1, 2, 3, 4, 5]
+    assert queue.peek() is None
+
+
+def test_one_who_left_is_passed_over_and_may_come_back() -> None:
+    queue = WaitingQueue()
+    first, second = make_sequence(1), make_sequence(2)
+    for sequence in (first, second):
+        queue.add(sequence)
+    queue.discard(first)
+    queue.discard(first)
+    assert queue.peek() is second
+    assert list(queue) == [second]
+    queue.add(first)
+    assert drain(queue) == [1, 2]
+
+
+def test_those_who_leave_behind_the_head_leave_no_trace() -> None:
+    queue = WaitingQueue()
+    head = make_sequence(0)
+    queue.add(head)
+    for order in range(1, 10_000):
+        sequence = make_sequence(order)
+        queue.add(sequence)
+        queue.discard(sequence)
+        assert len(queue._heap) <= 2 * len(queue) + 17
+    assert queue.peek() is head
+    assert drain(queue) == [0]
+
+
+def test_one_who_comes_and_goes_does_not_fill_it() -> None:
+    queue = WaitingQueue()
+    sequence = make_sequence(3)
+    for _ in range(1000):
+        queue.add(sequence)
+        queue.discard(sequence)
+    assert len(queue._heap) <= 17
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["add", "discard", "pop"]), st.integers(0, 15)), max_size=200))
+def test_it_agrees_with_a_sorted_list(operations: list[tuple[str, int]]) -> None:
+    queue, model = WaitingQueue(), set[int]()
+    sequences = [make_sequence(order) for order in range(16)]
+    for operation, order in operations:
+        if operation == "add" and order not in model:
+            queue.add(sequences[order])
+            model.add(order)
+        elif operation == "discard":
+            queue.discard(sequences[order])
+            model.discard(order)
+        elif operation == "pop" and model:
+            assert queue.pop().order == min(model)
+            model.remove(min(model))
+        assert len(queue) == len(model)
+        assert {sequence.order for sequence in queue} == model
+        head = queue.peek()
+        assert (None if head is None else head.order) == min(model, default=None)
+    assert drain(queue) == sorted(model)
