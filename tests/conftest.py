@@ -19,6 +19,7 @@ named ``aioengine…``: the loop still owns others). A failing test is spared: w
 """
 
 import asyncio
+import os
 import sys
 import threading
 import traceback
@@ -32,6 +33,10 @@ import uvloop
 from blockbuster import BlockBuster
 
 from aioengine.testing.clock import VirtualClockLoop
+
+# Threads of a tiny operation wait for each other longer than they work, and on a busy machine very much longer.
+# Before torch is imported; subprocesses inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 LoopScope = Literal["function", "class", "module", "session"]

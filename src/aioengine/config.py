@@ -42,7 +42,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Annotated[int, Meta(ge=1, le=8, description="steps queued on the device; absent: its own")] | None
     ) = None
     num_threads: (
-        Annotated[int, Meta(ge=1, description="threads of one operation on the CPU; absent: torch's")] | None
+        Annotated[
+            int, Meta(ge=1, description="threads of one CPU operation; absent: torch's number, one in small steps")
+        ]
+        | None
     ) = None
     show_progress: Annotated[bool, Meta(description="show a bar while loading; absent: on a terminal")] | None = None
     dump_dir: Annotated[str, Meta(description="folder for the reports of failed steps; absent: log only")] | None = None

@@ -193,6 +193,23 @@ async def test_the_thread_count_is_that_of_the_device_thread_alone(model: Model)
     await executor.aclose()
 
 
+@pytest.mark.parametrize(("large_step_bytes", "expected"), [(2**40, 1), (0, 3)], ids=["small step", "large step"])
+async def test_a_small_step_takes_one_thread_and_a_large_one_all_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, model: Model, large_step_bytes: int, expected: int
+) -> None:
+    monkeypatch.setattr(torch_executor, "LARGE_STEP_BYTES", large_step_bytes)
+    before = torch.get_num_threads()
+    counts: list[int] = []
+    model.before_forward = lambda: counts.append(torch.get_num_threads())  # type: ignore[method-assign]
+    for num_threads in (None, 2):
+        executor = await model.start(num_threads=num_threads)
+        executor._device._max_threads = 3 if num_threads is None else executor._device._max_threads
+        await executor.launch(a_plan()).finish()
+        await executor.aclose()
+    assert counts == [expected, 2]
+    assert torch.get_num_threads() == before
+
+
 async def test_start_loads_the_folder_that_it_is_given(monkeypatch: pytest.MonkeyPatch, model: Model) -> None:
     calls: list[tuple[Any, Any]] = []
 
@@ -395,7 +412,7 @@ def work():
         torch.ones(300, 300) @ torch.ones(300, 300)
 
 async def main():
-    thread = DeviceThread()
+    thread = DeviceThread(num_threads=1)
     for _ in range(3):
         thread.submit(work)
     return thread
