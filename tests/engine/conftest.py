@@ -1,0 +1,205 @@
+"""An engine over a fake device, watched: what it has launched, what it holds, what it leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import pytest
+
+from aioengine import Engine
+from aioengine.core.plan import RowSampling
+from aioengine.engine_core import EngineCore
+from aioengine.runtime import Runtime
+from aioengine.testing import FakeExecutor, VirtualClockLoop, sample_hash
+from aioengine.text.tokenizer import Tokenizer
+
+VOCAB_SIZE = 2048
+STEP_TIME_S = 0.01
+
+Serve = Callable[..., AbstractAsyncContextManager["Served"]]
+
+
+class Served:
+    """A started engine, its fake device, and what a test wants to know of both.
+
+    A request is told from the others by its ``seed``, which is part of what the device is told about a row.
+    """
+
+    def __init__(self, engine: Engine, executor: FakeExecutor, script: dict[tuple[int, ...], list[int]]) -> None:
+        self.engine = engine
+        self.executor = executor
+        self.script = script
+
+    @property
+    def runtime(self) -> Runtime:
+        assert self.engine._runtime is not None
+        return self.engine._runtime
+
+    @property
+    def core(self) -> EngineCore:
+        return self.runtime.core
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.runtime.require_tokenizer()
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self.core.stats().free_blocks
+
+    def say(self, prompt: str | list[int], text: str | list[int]) -> list[int]:
+        """From now on the model continues ``prompt`` with ``text``; returns its ids."""
+        prompt_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        ids = self.tokenizer.encode(text) if isinstance(text, str) else text
+        self.script[tuple(prompt_ids)] = ids
+        return ids
+
+    def seeds_of_plans(self, start: int = 0) -> list[set[int]]:
+        """Whose tokens each launched plan computes, from plan number ``start`` on."""
+        tenants: dict[int, int] = {}
+        seeds = []
+        for plan in self.executor.plans:
+            for row in plan.removed.tolist():
+                del tenants[row]
+            tenants.update({added.row: added.sampling.seed for added in plan.added})
+            seeds.append({tenants[row] for row in plan.rows.tolist()})
+        return seeds[start:]
+
+    def has_run(self, seed: int) -> bool:
+        return any(seed in seeds for seeds in self.seeds_of_plans())
+
+    async def until(self, is_so: Callable[[], Any]) -> None:
+        """Let others run until it is so."""
+        for _ in range(10_000):
+            if is_so():
+                return
+            await self.turn()
+        raise AssertionError("it never came to be so")
+
+    async def turn(self) -> None:
+        """Let all others run once; on a virtual clock also let a little time pass."""
+        is_virtual = isinstance(asyncio.get_running_loop(), VirtualClockLoop)
+        await asyncio.sleep(STEP_TIME_S / 10 if is_virtual else 0)
+
+    async def rest(self) -> None:
+        """Wait until the engine has nothing to do, ending the steps of a manual device."""
+
+        def is_at_rest() -> bool:
+            self.complete_all()
+            return not (self.core._in_flight or self.core.scheduler.has_work)
+
+        await self.until(is_at_rest)
+
+    def complete_all(self) -> None:
+        """End all steps of a manual device that are launched now."""
+        if self.executor.is_manual:
+            for step in self.executor.unfinished:
+                step.complete()
+
+    def assert_nothing_is_held(self) -> None:
+        """No request is registered, queued or scheduled, and all blocks are free."""
+        assert self.runtime._requests == {}
+        assert self.runtime.intake.num_preparing == 0
+        assert not self.runtime.intake._queue
+        self.core.scheduler.check_integrity()
+        stats = self.core.stats()
+        assert (stats.running, stats.waiting, stats.blocked) == (0, 0, 0)
+        assert self.core.scheduler.num_unstarted == 0
+        assert stats.free_blocks == stats.num_blocks
+
+
+@pytest.fixture
+def make_executor() -> Callable[..., FakeExecutor]:
+    """Make a fake device of the demo model's vocabulary; ``depth`` is ``max_in_flight``.
+
+    On a virtual clock its steps take 10 ms, and none elsewhere.
+    """
+
+    def make(*, depth: int = 1, script: dict[tuple[int, ...], list[int]] | None = None, **options: Any) -> FakeExecutor:
+        is_virtual = isinstance(asyncio.get_running_loop(), VirtualClockLoop)
+        options.setdefault("step_time_s", STEP_TIME_S if is_virtual else 0.0)
+        options.setdefault("vocab_size", VOCAB_SIZE)
+        vocab_size = options["vocab_size"]
+        scripted = {} if script is None else script
+
+        def sample(token_ids: list[int], sampling: RowSampling) -> int:
+            for prompt, continuation in scripted.items():
+                position = len(token_ids) - len(prompt)
+                if 0 <= position < len(continuation) and tuple(token_ids[: len(prompt)]) == prompt:
+                    return continuation[position]
+            # Above the special tokens: an output ends where the script or a limit ends it.
+            return 3 + sample_hash(token_ids, sampling, vocab_size=vocab_size - 3)
+
+        return FakeExecutor(max_in_flight=depth, sampler=sample, **options)
+
+    return make
+
+
+@pytest.fixture
+def serve(make_executor: Callable[..., FakeExecutor]) -> Serve:
+    """``async with serve(depth=2, config={...}, num_blocks=...) as served``: an engine that is closed at the end.
+
+    If the block ends well the engine comes to rest first, and must then hold nothing.
+    """
+
+    @contextlib.asynccontextmanager
+    async def start(
+        *, config: dict[str, Any] | None = None, model: str | None = None, **options: Any
+    ) -> AsyncIterator[Served]:
+        script: dict[tuple[int, ...], list[int]] = {}
+        executor = make_executor(script=script, **options)
+        async with Engine(model, executor=executor, **(config or {})) as engine:
+            served = Served(engine, executor, script)
+            yield served
+            if served.core.death is None and not served.runtime._is_closing:
+                await served.rest()
+                served.assert_nothing_is_held()
+        assert executor.is_closed
+
+    return start
+
+
+class Tasks:
+    """Tasks of a test, by hand: their results and errors are looked at one by one."""
+
+    def __init__(self) -> None:
+        self._tasks: list[asyncio.Task[Any]] = []
+
+    def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.append(task)
+        return task
+
+    async def end(self, *tasks: asyncio.Task[Any]) -> list[Any]:
+        """Wait for these (or all) and return each one's result or error."""
+        return await asyncio.gather(*(tasks or self._tasks), return_exceptions=True)
+
+
+@pytest.fixture
+def tasks() -> Tasks:
+    return Tasks()
+
+
+@pytest.fixture(params=[1, 2, 4], ids=lambda depth: f"depth{depth}")
+def depth(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def every_error_is_heard(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a passing test in which asyncio had to log an error: of a callback, or of a task that nobody asked."""
+    num_failed = request.session.testsfailed
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger = logging.getLogger("asyncio")
+    logger.addHandler(handler)
+    yield
+    logger.removeHandler(handler)
+    if records and request.session.testsfailed == num_failed:
+        pytest.fail("\n".join(logging.Formatter().format(record) for record in records), pytrace=False)
