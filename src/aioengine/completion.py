@@ -139,7 +139,7 @@ class Completion:
             text=text,
             token_ids=self.token_ids[first:],
             logprobs=self.logprobs[first:] if self.logprobs is not None else None,
-            finish_reason=self.finish_reason,
+            finish_reason=self.finish_reason if self.error is None else None,  # the error itself comes next
             stop_reason=self.stop_reason,
         )
 

@@ -40,7 +40,7 @@ class Engine:
     Args:
         model: a hub id, a folder, or None for the bundled demo model.
         executor: a device side of your own, such as `aioengine.testing.FakeExecutor`; the model then serves for its
-            tokenizer and its generation config alone.
+            tokenizer and its generation config alone. It is closed with the engine, also when that cannot start.
         config: the fields of `EngineConfig`.
     Raises:
         ConfigError: a field is unknown, or its value is bad.
@@ -213,6 +213,7 @@ class Stream:
     async def __aenter__(self) -> Self:
         if self._is_entered:
             raise RuntimeError("a stream is entered once; call engine.stream again")
+        self._runtime.check_loop()
         self._is_entered = True
         self._runtime.register(self)
         try:
@@ -233,6 +234,7 @@ class Stream:
         runtime = self._runtime
         await runtime.intake.enter(self, self._on_full)
         try:
+            runtime.core.check_accepting()
             prepare = functools.partial(_prepare, runtime, self._prompt, self._params, self.request_id)
             self._prompt_text, sequence = await runtime.worker.run(prepare, _num_chars(self._prompt))
             self._completion = runtime.add(sequence)
@@ -321,9 +323,10 @@ def _tokenize(runtime: Runtime, prompt: Prompt) -> tuple[str | None, list[int]]:
         return None, _check_ids(prompt, limit, runtime.executor.info.vocab_size)
     tokenizer = runtime.require_tokenizer()
     text = prompt if isinstance(prompt, str) else tokenizer.render_chat(prompt)
-    at_least = len(text) // (MAX_NORMALIZED_CHARS * runtime.longest_token_chars)
-    if at_least > limit:  # megabytes that cannot fit are refused before they are tokenized
-        raise PromptTooLong(at_least, limit)
+    if runtime.longest_token_chars is not None:
+        at_least = len(text) // (MAX_NORMALIZED_CHARS * runtime.longest_token_chars)
+        if at_least > limit:  # megabytes that cannot fit are refused before they are tokenized
+            raise PromptTooLong(at_least, limit)
     # A chat template writes the special tokens itself; the tokenizer would add a second BOS.
     ids = tokenizer.encode(text, add_special_tokens=isinstance(prompt, str))
     if not ids:

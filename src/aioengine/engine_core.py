@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Protocol
 
 import msgspec
@@ -100,7 +101,12 @@ class EngineCore:
         self.death: EngineDead | None = None
         self._on_room = on_room
         self._write_dump = write_dump
+        self._live: dict[int, Sequence] = {}
+        """By order, those whose listeners have heard no end yet, whatever the scheduler makes of them."""
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
+        self._unpublished: Iterator[tuple[int, tuple[Sequence, int]]] = iter(())
+        """(place in the step, (sequence, token)) of the last step applied, as far as they were not handed out."""
+        self._lines: dict[int, SampledLogprobs] = {}
         self._wake: asyncio.Future[None] | None = None
         self._is_draining = False
         self._is_stopped = False
@@ -120,21 +126,26 @@ class EngineCore:
         Raises:
             EngineDead, EngineClosed: it is not accepted.
         """
+        self.check_accepting()
+        sequence.listener = listener
+        self.scheduler.add(sequence)
+        self._live[sequence.order] = sequence
+        self._wake_up()
+
+    def check_accepting(self) -> None:
+        """Raise what `add` would: EngineDead or EngineClosed."""
         if self.death is not None:
             raise self.copy_death()
         if self._is_draining or self._is_stopped:
             raise EngineClosed("the engine is closed")
-        sequence.listener = listener
-        self.scheduler.add(sequence)
-        self._wake_up()
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End a sequence now (abort, stop string); idempotent. It is in no later plan.
 
         Its blocks are free at once for plans launched from now on, which the device runs after those in flight.
         """
-        if self.scheduler.finish(sequence, reason, stop_reason):
-            _listener(sequence).on_end()
+        if not self._is_stopped and self.scheduler.finish(sequence, reason, stop_reason):
+            self._release(sequence).on_end()
             self._on_room()
             self._wake_up()
 
@@ -166,25 +177,24 @@ class EngineCore:
         On the way out every sequence that has not ended hears `EngineClosed`, or `EngineDead` with the cause.
         Cancelling stops the loop; the launched steps still complete on the device.
         """
-        error: Callable[[], AioEngineError] = _closed
         try:
             await self._run()
         except Exception as exc:
-            self.death = await self._dead(exc)
-            error = self.copy_death
-        finally:
-            self._is_stopped = True
-            self._end_all(self.scheduler.sequences(), error)
+            self.death = self._make_death(exc)
+            self._end_all(self.copy_death)
+            await self._keep(self.death.dump)
+        except asyncio.CancelledError:
+            self._end_all(_closed)
+            raise
+        else:
+            self._end_all(_closed)
 
     async def _run(self) -> None:
-        output: StepOutput | None = None
         while not self._is_stopped:
             self._launch()
-            if output is not None:
-                await self._publish(output)
-                output = None
+            await self._publish()
             if self._in_flight:
-                output = await self._finish_oldest()
+                await self._finish_oldest()
             elif self.scheduler.has_work or not self._is_draining:
                 await self._sleep()
             else:
@@ -201,27 +211,43 @@ class EngineCore:
         if self.scheduler.num_unstarted != num_unstarted:
             self._on_room()
 
-    async def _finish_oldest(self) -> StepOutput | None:
+    async def _finish_oldest(self) -> None:
         """Wait for the oldest step and apply it; a step that failed takes its sequences with it."""
         plan, pending = self._in_flight[0]
+        if pending.is_done:
+            await asyncio.sleep(0)  # `finish` may then return without a pause, and a fast device would hold the loop
         try:
             result = await pending.finish()
         except DeviceLost:
             raise
         except Exception as exc:
-            self._in_flight.popleft()
             await self._fail(plan, exc)
-            return None
+            return
+        output = self.scheduler.apply(plan, result)
         self._in_flight.popleft()
-        return self.scheduler.apply(plan, result)
+        self._lines = _lines(output)
+        self._unpublished = enumerate(zip(output.sequences, output.token_ids, strict=True))
 
-    async def _publish(self, output: StepOutput) -> None:
-        """Hand out a step's tokens, yielding between slices."""
-        lines = _lines(output)
-        for start in range(0, len(output.sequences), PUBLISH_SLICE):
-            if start:
-                await asyncio.sleep(0)
-            publish(output, lines, start, start + PUBLISH_SLICE)
+    async def _publish(self) -> None:
+        """Hand out the last step's tokens, yielding between slices."""
+        is_more = self._publish_slice()
+        while is_more:
+            await asyncio.sleep(0)
+            is_more = self._publish_slice()
+
+    def _publish_slice(self) -> bool:
+        """Hand out the next `PUBLISH_SLICE` tokens; returns False if there were not as many.
+
+        A listener that has heard its end already (aborted since the step was applied) ignores them.
+        """
+        lines = self._lines
+        count = 0
+        for place, (sequence, token_id) in itertools.islice(self._unpublished, PUBLISH_SLICE):
+            _listener(sequence).on_token(token_id, lines.get(place) if lines else None)
+            if sequence.finish_reason is not None:
+                self._release(sequence).on_end()
+            count += 1
+        return count == PUBLISH_SLICE
 
     async def _sleep(self) -> None:
         """Wait for a command; nothing is in flight, so nothing else can change."""
@@ -241,54 +267,56 @@ class EngineCore:
 
     async def _fail(self, plan: StepPlan, cause: Exception) -> None:
         failed = self.scheduler.fail(plan)
-        dump = describe_failure(cause, plan=plan, stats=self.stats(), config=self.config)
+        self._in_flight.popleft()
+        dump = self._describe(cause, plan)
         message = f"step {plan.step} failed with {len(failed)} sequences in it: {type(cause).__name__}: {cause}"
         logger.error("%s\n%s", message, dump)
-
-        def error() -> StepFailed:
+        for sequence in failed:
             failure = StepFailed(message, dump=dump)
             failure.__cause__ = cause
-            return failure
-
-        for sequence in failed:
-            _listener(sequence).on_error(error())
+            self._release(sequence).on_error(failure)
         self._on_room()
         await self._keep(dump)
 
-    async def _dead(self, cause: Exception) -> EngineDead:
-        plan = self._in_flight[0][0] if self._in_flight else None
-        dump = describe_failure(cause, plan=plan, stats=self.stats(), config=self.config)
+    def _make_death(self, cause: Exception) -> EngineDead:
+        dump = self._describe(cause, self._in_flight[0][0] if self._in_flight else None)
         reason = cause.__cause__ if isinstance(cause, DeviceLost) and cause.__cause__ is not None else cause
         death = EngineDead(f"the engine cannot go on: {type(reason).__name__}: {reason}; start a new one", dump=dump)
         death.__cause__ = cause
         logger.critical("%s\n%s", death, dump)
-        await self._keep(dump)
         return death
+
+    def _describe(self, cause: Exception, plan: StepPlan | None) -> str:
+        try:
+            return describe_failure(cause, plan=plan, stats=self.stats(), config=self.config)
+        except Exception:  # what broke may be what is described; those who wait must hear of it all the same
+            logger.exception("the failure cannot be described")
+            return ""
 
     async def _keep(self, dump: str) -> None:
         if self._write_dump is not None:
             with contextlib.suppress(OSError):  # a full disk must not hide the failure itself, which is logged above
                 await self._write_dump(dump)
 
-    def _end_all(self, sequences: Iterable[Sequence], error: Callable[[], AioEngineError]) -> None:
-        for sequence in sequences:
-            if self.scheduler.finish(sequence, "error"):
-                _listener(sequence).on_error(error())
-        self._on_room()
+    def _end_all(self, error: Callable[[], AioEngineError]) -> None:
+        """Let everyone hear an end. The scheduler or a listener may be what broke: neither keeps it from the others."""
+        self._is_stopped = True
+        is_more = True
+        while is_more:
+            with _logged():
+                is_more = self._publish_slice()
+        for sequence in list(self._live.values()):
+            with _logged():
+                self._release(sequence).on_error(error())
+        with _logged():
+            for sequence in self.scheduler.sequences():
+                self.scheduler.finish(sequence, "error")
+            self._on_room()
 
-
-def publish(output: StepOutput, lines: dict[int, SampledLogprobs], start: int, stop: int) -> None:
-    """Hand tokens ``start`` to ``stop`` of a step to their listeners.
-
-    A listener that has heard its end already (aborted since the step was applied) ignores them.
-    """
-    for index, (sequence, token_id) in enumerate(
-        zip(output.sequences[start:stop], output.token_ids[start:stop], strict=True), start
-    ):
-        listener: Listener = sequence.listener  # type: ignore[assignment]
-        listener.on_token(token_id, lines.get(index) if lines else None)
-        if sequence.finish_reason is not None:
-            listener.on_end()
+    def _release(self, sequence: Sequence) -> Listener:
+        """Its listener, which hears its end now."""
+        self._live.pop(sequence.order, None)
+        return _listener(sequence)
 
 
 def _lines(output: StepOutput) -> dict[int, SampledLogprobs]:
@@ -306,6 +334,15 @@ def _lines(output: StepOutput) -> dict[int, SampledLogprobs]:
 
 def _listener(sequence: Sequence) -> Listener:
     return sequence.listener  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def _logged() -> Iterator[None]:
+    """Log what goes wrong, and go on."""
+    try:
+        yield
+    except Exception:
+        logger.exception("while ending what was running")
 
 
 def _closed() -> EngineClosed:

@@ -27,7 +27,8 @@ class Intake:
         self.num_preparing = 0
         self._num_unstarted = num_unstarted
         self._queue: OrderedDict[Hashable, asyncio.Future[None]] = OrderedDict()
-        self._quiet: asyncio.Future[None] | None = None
+        self._refusal: Callable[[], AioEngineError] | None = None
+        self._on_quiet: Callable[[], None] | None = None
         self._taken_at: deque[float] = deque(maxlen=32)
 
     @property
@@ -43,6 +44,8 @@ class Intake:
             EngineOverloaded: there is none, and ``on_full`` is "raise".
             AioEngineError: what `close` was given.
         """
+        if self._refusal is not None:
+            raise self._refusal()
         if self.num_free > 0 and not self._queue:
             self._take()
             return
@@ -64,8 +67,8 @@ class Intake:
         """The request has gone on to the scheduler, or has failed on its way."""
         self.num_preparing -= 1
         self.admit()
-        if self._quiet is not None and not self.num_preparing and not self._quiet.done():
-            self._quiet.set_result(None)
+        if self._on_quiet is not None:
+            self.when_quiet(self._on_quiet)
 
     def admit(self) -> None:
         """Let in as many as there are places for now."""
@@ -80,17 +83,18 @@ class Intake:
             place.set_result(None)
 
     def close(self, error: Callable[[], AioEngineError]) -> None:
-        """Refuse all who wait, each with an ``error`` of its own."""
+        """Refuse all who wait, and all who come later, each with an ``error`` of its own."""
+        self._refusal = error
         while self._queue:
             _, place = self._queue.popitem(last=False)
             if not place.done():
                 place.set_exception(error())
 
-    async def wait_until_quiet(self) -> None:
-        """Wait until nobody is between the queue and the scheduler."""
-        if self.num_preparing:
-            self._quiet = self._quiet or asyncio.get_running_loop().create_future()
-            await asyncio.wait({self._quiet})
+    def when_quiet(self, callback: Callable[[], None]) -> None:
+        """Call back once nobody is between the queue and the scheduler; now, if so. To be closed first."""
+        self._on_quiet = callback if self.num_preparing else None
+        if not self.num_preparing:
+            callback()
 
     def _take(self) -> None:
         self.num_preparing += 1

@@ -8,6 +8,7 @@ dropped unclosed can be noticed. The supervisor task opens everything, serves, a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import importlib
 import logging
@@ -23,8 +24,8 @@ from aioengine.core.detokenizer import TokenTable, WindowTable, make_detokenizer
 from aioengine.core.sequence import Sequence
 from aioengine.dump import write_dump
 from aioengine.engine_core import EngineCore
-from aioengine.errors import AioEngineError, EngineClosed, InternalError, InvalidRequest
-from aioengine.executor.protocol import Executor
+from aioengine.errors import AioEngineError, ConfigError, EngineClosed, InternalError, InvalidRequest
+from aioengine.executor.protocol import Executor, ExecutorInfo
 from aioengine.intake import Intake
 from aioengine.model_folder import ModelFolder
 from aioengine.progress import loading_bar
@@ -50,7 +51,7 @@ class Runtime:
 
     Args:
         config: the engine's.
-        executor: used instead of a torch executor of its own, if given.
+        executor: used instead of a torch executor of its own, if given, and closed like that.
     """
 
     files: ModelFolder
@@ -62,12 +63,18 @@ class Runtime:
     def __init__(self, config: EngineConfig, executor: Executor | None) -> None:
         self.config = config
         self.worker = TextWorker()
-        self.longest_token_chars = 1
-        self._given_executor = executor
+        self.longest_token_chars: int | None = None
+        """Characters of the longest token; None where nobody knows."""
+        self._has_executor = executor is not None
+        if executor is not None:
+            self.executor = executor
         self._loop = asyncio.get_running_loop()
-        self._started: asyncio.Future[None] = self._loop.create_future()
-        self._serving = anyio.CancelScope()
+        self._started = asyncio.Event()
+        """It serves, or it never will and everything is closed again."""
+        self._start_error: Exception | None = None
+        self._is_serving = False
         self._is_closing = False
+        self._is_stoppable = False
         self._requests: dict[str, list[Abortable]] = {}
         # The one task that no task group owns: start and aclose may be called from different tasks.
         self._supervisor = self._loop.create_task(self._supervise(), name="aioengine supervisor")
@@ -81,35 +88,39 @@ class Runtime:
             ConfigError, ModelLoadError: it cannot; everything is closed again.
         """
         try:
-            await asyncio.wait({self._started})
+            await self._started.wait()
         except asyncio.CancelledError:
-            self._started.cancel()
-            self._is_closing = True
-            self._supervisor.cancel()
+            self._stop()
             await asyncio.wait({self._supervisor})
             raise
-        if self._started.cancelled() or self._started.exception() is not None:
-            await asyncio.wait({self._supervisor})
-        self._started.result()
+        if not self._is_serving:
+            raise self._start_error or EngineClosed("the engine was closed while it was starting")
 
     async def aclose(self, *, drain: bool) -> None:
         """End what is served and wait until everything is closed."""
         self.check_loop()
         self._is_closing = True
-        if drain and not self._supervisor.done():
+        if drain and self._is_serving:
             self.intake.close(_closed)
-            await self.intake.wait_until_quiet()
-            self.core.drain()
-        elif not self._supervisor.done():
-            self._serving.cancel()
+            self.intake.when_quiet(self.core.drain)
+        else:
+            self._stop()
         await asyncio.wait({self._supervisor})
         if not self._supervisor.cancelled() and (error := self._supervisor.exception()) is not None:
             raise InternalError(f"closing the engine failed: {type(error).__name__}: {error}") from error
 
     def abandon(self) -> None:
         """Close without anyone waiting: the engine is garbage. From any thread, and at any moment."""
-        if self.is_open and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._serving.cancel)
+        self._is_closing = True
+        with contextlib.suppress(RuntimeError):  # the loop is gone: so is whoever waited, and the executor sees it too
+            self._loop.call_soon_threadsafe(self._stop)
+
+    def _stop(self) -> None:
+        """Interrupt the supervisor, which then closes everything; once, since a second time would hit the closing."""
+        self._is_closing = True
+        if self._is_stoppable:
+            self._is_stoppable = False
+            self._supervisor.cancel()
 
     @property
     def is_open(self) -> bool:
@@ -118,33 +129,41 @@ class Runtime:
     def check_running(self) -> None:
         """Raise EngineDead or EngineClosed if no request can be taken."""
         self.check_loop()
-        if self.core.death is not None:
+        if self._is_serving and self.core.death is not None:
             raise self.core.copy_death()
-        if self._is_closing or not self.is_open:
+        if self._is_closing:
             raise _closed()
+        if not self._is_serving:
+            raise EngineClosed("the engine is still starting")
 
     def check_loop(self) -> None:
         if asyncio.get_running_loop() is not self._loop:
             raise RuntimeError("this engine was started on another event loop; use it there, or start one here")
 
     async def _supervise(self) -> None:
+        is_loop_gone = False
         try:
-            await self._open()
-            self._started.set_result(None)
-            with self._serving:
+            if not self._is_closing:
+                self._is_stoppable = True
+                await self._open()
+                self._is_serving = True
+                self._started.set()
                 await self.core.run()
+        except GeneratorExit:  # nothing can be awaited any more; threads see for themselves that their loop is gone
+            is_loop_gone = True
+            raise
         except asyncio.CancelledError:
             if not self._is_closing:
                 warnings.warn("the event loop ended before the engine was closed", ResourceWarning, stacklevel=1)
             raise
         except Exception as error:
-            if self._started.done():
+            if self._is_serving:
                 raise
-            self._started.set_exception(error)
+            self._start_error = error
         finally:
-            if not self._started.done():
-                self._started.cancel()
-            with anyio.CancelScope(shield=True), anyio.move_on_after(CLOSE_DEADLINE_S):
+            self._is_closing = True
+            self._is_stoppable = False
+            if not is_loop_gone:
                 await self._close()
 
     async def _open(self) -> None:
@@ -154,7 +173,9 @@ class Runtime:
         )
         self.files = await self.worker.run(resolve, None)
         await self._load_tokenizer()
-        self.executor = await self._start_executor() if self._given_executor is None else self._given_executor
+        if not self._has_executor:
+            self.executor = await self._start_executor()
+        _check_room(self.executor.info)
         self.core = EngineCore(
             self.executor,
             config,
@@ -173,7 +194,7 @@ class Runtime:
             self.tokenizer = await self.worker.run(Tokenizer.load, None, folder)
             self._table = self.tokenizer.token_table()
             if isinstance(self._table, TokenTable):
-                self.longest_token_chars = max(len(piece) for piece in self._table.pieces if piece)
+                self.longest_token_chars = max((len(piece) for piece in self._table.pieces if piece), default=1)
 
     async def _start_executor(self) -> Executor:
         # Importing torch takes a second: not on the loop.
@@ -183,7 +204,21 @@ class Runtime:
         return executor
 
     async def _close(self) -> None:
-        """Close whatever was opened, in whatever state it is."""
+        """Close whatever was opened, in whatever state it is; then those who wait for the start may go on."""
+        try:
+            with anyio.CancelScope(shield=True), anyio.move_on_after(CLOSE_DEADLINE_S) as deadline:
+                try:
+                    await self._close_parts()
+                except asyncio.CancelledError:  # the loop is ending, and waits for this task
+                    await self._close_parts()
+                    raise
+            if deadline.cancelled_caught:
+                logger.error("closing took more than %s s; what hangs is left behind", CLOSE_DEADLINE_S)
+        finally:
+            self._started.set()
+
+    async def _close_parts(self) -> None:
+        """Idempotent."""
         if hasattr(self, "intake"):
             self.intake.close(self._end_error)
         self._requests.clear()
@@ -222,7 +257,10 @@ class Runtime:
                 del self._requests[request.request_id]
 
     def abort(self, request_id: str) -> None:
-        for request in list(self._requests.get(request_id, ())):
+        requests = list(self._requests.get(request_id, ()))
+        if requests:
+            self.check_loop()
+        for request in requests:
             request.abort()
 
     def require_tokenizer(self) -> Tokenizer:
@@ -250,6 +288,16 @@ class Runtime:
         if self.config.dump_dir is not None:
             path = await self.worker.run(write_dump, None, Path(self.config.dump_dir), text)
             logger.error("the report of the failed step is in %s", path)
+
+
+def _check_room(info: ExecutorInfo) -> None:
+    """Refuse a KV cache in which the longest sequence would wait for ever; its last token is never computed."""
+    num_tokens = info.num_blocks * info.block_size
+    if num_tokens < info.max_model_len - 1:
+        raise ConfigError(
+            f"the KV cache holds {num_tokens} tokens, and one sequence may have max_model_len={info.max_model_len}: "
+            "lower max_model_len, or give the cache more memory (kv_cache_memory_bytes, memory_utilization)"
+        )
 
 
 def _closed() -> EngineClosed:

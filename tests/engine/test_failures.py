@@ -1,0 +1,361 @@
+"""What breaks, whom it hits, and who goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioengine import EngineClosed, EngineDead, RequestOutput, StepFailed
+from aioengine.executor.protocol import DeviceLost
+
+SECRET_IDS = [1234, 1567, 1890] * 6
+
+
+def upside_down() -> Exception:
+    return ArithmeticError("the matrix is upside down")
+
+
+@pytest.fixture(autouse=True)
+def quiet_log() -> Any:
+    """What these tests break on purpose need not be printed."""
+    logger = logging.getLogger("aioengine")
+    logger.propagate = False
+    yield
+    logger.propagate = True
+
+
+def num_alive_blocks(served: Any) -> int:
+    stats = served.core.stats()
+    return stats.num_blocks - stats.free_blocks
+
+
+# A step
+
+
+@pytest.mark.virtual_clock(seeds=10)
+async def test_a_failed_step_fails_its_requests_and_the_others_go_on(serve: Any, tasks: Any, depth: int) -> None:
+    """Two have rows when the step fails; those who wait for a row, and who come later, are served as if alone."""
+    async with serve(depth=depth, config={"max_num_seqs": 2}) as served:
+
+        def start(number: int) -> asyncio.Task[Any]:
+            return tasks.start(served.engine.generate([10 + number] * 20, seed=number, max_tokens=9))
+
+        alone = [(await start(number)).outputs for number in range(4)]
+        served.executor.make_step_fail(len(served.executor.plans) + depth + 1, cause := upside_down())
+        started = []
+        for number in range(3):
+            started.append(start(number))
+            await served.turn()
+        failures = await tasks.end(*started[:2])
+        outputs = await tasks.end(started[2], start(3), start(0))
+
+        for failure in failures:
+            assert isinstance(failure, StepFailed)
+            assert failure.__cause__ is cause
+            assert "upside down" in str(failure)
+        assert failures[0] is not failures[1]
+        assert [output.outputs for output in outputs] == [alone[2], alone[3], alone[0]]
+
+
+@pytest.mark.virtual_clock(seeds=10)
+async def test_only_the_requests_of_the_failed_step_fail(serve: Any, tasks: Any, depth: int) -> None:
+    async with serve(depth=depth) as served:
+        served.executor.make_step_fail(5, upside_down())
+        started = []
+        for number in range(12):
+            started.append(tasks.start(served.engine.generate([7 + number] * 9, seed=number, max_tokens=4)))
+            await asyncio.sleep(0.013)
+        outcomes = await tasks.end(*started)
+
+        failed = {number for number, outcome in enumerate(outcomes) if isinstance(outcome, StepFailed)}
+        assert failed <= served.seeds_of_plans()[5]
+        # Who had all its tokens from earlier steps is well, though its row stood in this one.
+        assert all(number + 4 < max(failed) + 4 for number in served.seeds_of_plans()[5] - failed)
+        assert all(outcome.outputs[0].finish_reason == "length" for outcome in outcomes if is_output(outcome))
+        assert sum(map(is_output, outcomes)) == 12 - len(failed)
+
+
+def is_output(outcome: Any) -> bool:
+    return isinstance(outcome, RequestOutput)
+
+
+@pytest.mark.virtual_clock
+@pytest.mark.parametrize("depth", [2, 4], ids=lambda depth: f"depth{depth}", indirect=True)
+async def test_steps_in_flight_that_depend_on_a_failed_one_bring_nothing_and_others_are_kept(
+    serve: Any, tasks: Any, depth: int
+) -> None:
+    """Step 0 prefills one; a second arrives for step 1 or later, which is in flight when step 0 fails."""
+    async with serve(depth=depth, is_manual=True) as served:
+        served.executor.make_step_fail(1, upside_down())
+        first = tasks.start(served.engine.generate([10] * 20, seed=1, max_tokens=9))
+        await served.until(lambda: len(served.executor.unfinished) == depth)
+        second = tasks.start(served.engine.generate([11] * 20, seed=2, max_tokens=9))
+        await served.turn()
+        served.executor.complete()  # step 0, the prefill; the second one joins at the next launch
+        await served.until(lambda: served.has_run(2))
+        assert served.seeds_of_plans()[1] == {1}
+        assert served.seeds_of_plans()[-1] == {1, 2}
+        assert len(served.executor.unfinished) == depth
+        served.executor.complete()  # step 1 fails while the step with both is in flight
+        [failure] = await tasks.end(first)
+        await served.rest()
+
+        assert isinstance(failure, StepFailed)
+        assert len((await second).outputs[0].token_ids) == 9
+        assert num_alive_blocks(served) == 0
+
+
+@pytest.mark.virtual_clock
+async def test_tokens_from_before_the_failure_are_read_before_it_is_heard(serve: Any, depth: int) -> None:
+    async with serve(depth=depth) as served:
+        served.executor.make_step_fail(3, upside_down())
+        async with served.engine.stream([10] * 20, max_tokens=30) as stream:
+            await asyncio.sleep(5)
+            delta = await anext(stream)
+            assert len(delta.token_ids) == 3
+            assert delta.finish_reason is None, "it has not ended as it should"
+            with pytest.raises(StepFailed):
+                await anext(stream)
+            with pytest.raises(StopAsyncIteration):
+                await anext(stream)
+            assert stream.result.outputs[0].token_ids == delta.token_ids
+            assert stream.result.outputs[0].finish_reason == "error"
+
+
+@pytest.mark.virtual_clock
+async def test_those_who_wait_for_the_prefix_of_a_failed_request_compute_it_themselves(
+    serve: Any, tasks: Any, depth: int
+) -> None:
+    async with serve(depth=depth, is_manual=True, block_size=4) as served:
+        served.executor.make_step_fail(0, upside_down())
+        prompt = list(range(10, 40))
+        started = [tasks.start(served.engine.generate(prompt, seed=i, max_tokens=3)) for i in range(4)]
+        await served.until(lambda: served.core.stats().blocked == 3)
+        [owner] = served.seeds_of_plans()[0]
+        await served.rest()
+        outcomes = await tasks.end(*started)
+
+        assert isinstance(outcomes.pop(owner), StepFailed)
+        assert [len(outcome.outputs[0].token_ids) for outcome in outcomes] == [3] * 3
+        assert sorted(outcome.num_cached_tokens for outcome in outcomes) == [0, 28, 28]
+
+
+@pytest.mark.virtual_clock(seeds=10)
+async def test_those_who_wait_for_the_prefix_of_an_aborted_request_take_over(
+    serve: Any, tasks: Any, depth: int
+) -> None:
+    async with serve(depth=depth, is_manual=True, block_size=4) as served:
+        prompt = list(range(10, 40))
+        started = [
+            tasks.start(served.engine.generate(prompt, seed=i, max_tokens=3, request_id=f"{i}")) for i in range(4)
+        ]
+        await served.until(lambda: served.core.stats().blocked == 3)
+        [owner] = served.seeds_of_plans()[0]
+        gone = {owner, (owner + 1) % 4}
+        for number in gone:
+            served.engine.abort(f"{number}")
+        await served.rest()
+        outcomes = await tasks.end(*started)
+        for number, outcome in enumerate(outcomes):
+            assert outcome.outputs[0].finish_reason == ("abort" if number in gone else "length")
+
+
+@pytest.mark.virtual_clock(seeds=2)
+async def test_a_failure_leaves_a_report_without_anybodys_prompt(
+    serve: Any, tasks: Any, depth: int, tmp_path: Path
+) -> None:
+    async with serve(depth=depth, config={"dump_dir": str(tmp_path / "reports"), "max_num_seqs": 17}) as served:
+        text = " ".join(["xylophone"] * 8)
+        served.executor.make_step_fail(1, upside_down())
+        outcomes = await asyncio.gather(
+            served.engine.generate(SECRET_IDS, max_tokens=4, logprobs=3),
+            served.engine.generate(text, max_tokens=4),
+            return_exceptions=True,
+        )
+        outcome = next(outcome for outcome in outcomes if isinstance(outcome, StepFailed))
+        await served.until(lambda: list(tmp_path.glob("reports/*.json")))
+        [file] = tmp_path.glob("reports/*")  # noqa: ASYNC240
+
+        assert file.read_text() == outcome.dump
+        report = json.loads(outcome.dump)
+        assert "upside down" in report["error"][-1]
+        assert report["plan"]["step"] == 1
+        assert report["plan"]["rows"]
+        assert report["stats"]["num_blocks"] == 64
+        assert report["config"]["max_num_seqs"] == 17
+        assert "xylophone" not in outcome.dump
+        secrets = {*SECRET_IDS, *served.tokenizer.encode(text)} - set(range(100))
+        assert secrets.isdisjoint(numbers_of(report))
+        assert "\n" in outcome.dump, "for a person to read"
+
+
+def numbers_of(value: Any) -> set[float]:
+    if isinstance(value, dict):
+        return numbers_of(list(value.values()))
+    if isinstance(value, list):
+        return set().union(*map(numbers_of, value))
+    return {value} if isinstance(value, int | float) else set()
+
+
+@pytest.mark.virtual_clock(seeds=2)
+async def test_a_dump_folder_that_cannot_be_written_hides_nothing(serve: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    async with serve(config={"dump_dir": str(tmp_path / "file")}) as served:
+        served.executor.make_step_fail(0, upside_down())
+        with pytest.raises(StepFailed, match="upside down"):
+            await served.engine.generate([10] * 5, max_tokens=4)
+        assert len((await served.engine.generate([10] * 5, max_tokens=4)).outputs[0].token_ids) == 4
+
+
+# The device
+
+
+@pytest.mark.virtual_clock(seeds=10)
+async def test_a_lost_device_is_heard_once_by_everyone_in_flight_and_by_all_who_come_later(
+    serve: Any, tasks: Any, depth: int
+) -> None:
+    config = {"max_waiting": 2, "max_num_seqs": 3}
+    async with serve(depth=depth, config=config) as served:
+        cause = MemoryError("the device is on fire")
+        loss = DeviceLost("lost")
+        loss.__cause__ = cause
+        served.executor.make_step_fail(6, loss)
+        text = "fox " * 300
+        unentered = served.engine.stream([5])
+        started = [tasks.start(served.engine.generate([10 + i] * 20, seed=i, max_tokens=50)) for i in range(8)]
+        started.append(tasks.start(served.engine.generate(text, max_tokens=50)))
+        outcomes = await tasks.end(*started)
+
+        for outcome in outcomes[:8]:
+            assert isinstance(outcome, EngineDead), outcome
+            assert "on fire" in str(outcome)
+            assert outcome.__cause__ is loss
+            assert json.loads(outcome.dump)["plan"]["step"] == 6
+        assert len({id(outcome) for outcome in outcomes}) == 9
+        await served.until(lambda: not served.runtime.is_open)
+        for later in (lambda: served.engine.stream([5]), lambda: served.engine.info):
+            with pytest.raises(EngineDead, match="on fire"):
+                later()
+        with pytest.raises(EngineDead, match="on fire"):
+            await served.engine.generate([5])
+        with pytest.raises(EngineDead, match="on fire"):
+            async with unentered:
+                raise AssertionError("entered")
+        served.engine.abort("anything")
+        await served.engine.aclose()
+        assert served.executor.is_closed
+        assert served.runtime._requests == {}
+
+    async with serve(depth=depth) as served:
+        assert (await served.engine.generate([5], max_tokens=2)).finished
+
+
+@pytest.mark.virtual_clock(seeds=10)
+async def test_a_reader_of_a_dead_engine_gets_what_had_arrived_first(serve: Any, depth: int) -> None:
+    async with serve(depth=depth) as served:
+        served.executor.make_step_fail(4, DeviceLost("lost"))
+        async with served.engine.stream([10] * 20, max_tokens=50) as stream:
+            await asyncio.sleep(5)
+            assert len((await anext(stream)).token_ids) == 4
+            with pytest.raises(EngineDead):
+                await anext(stream)
+
+
+# Bugs of ours
+
+
+BROKEN_PLACES = ["schedule", "apply", "fail", "finish", "stats", "sequences"]
+
+
+@pytest.mark.virtual_clock(seeds=3)
+@pytest.mark.parametrize("place", BROKEN_PLACES)
+async def test_a_bug_in_the_scheduler_is_a_dead_engine_and_not_a_hang(
+    serve: Any, tasks: Any, depth: int, place: str
+) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a row has two tenants")
+
+    async with serve(depth=depth, config={"max_num_seqs": 2, "max_waiting": 2}) as served:
+        started = [tasks.start(served.engine.generate([10 + i] * 20, seed=i, max_tokens=90)) for i in range(6)]
+        await served.until(lambda: len(served.executor.plans) > 3)
+        setattr(served.core.scheduler, place, broken)
+        if place == "fail":
+            served.executor.make_step_fail(len(served.executor.plans), upside_down())
+        elif place not in ("schedule", "apply"):
+            served.executor.make_step_fail(len(served.executor.plans), DeviceLost("lost"))
+        for outcome in await tasks.end(*started):
+            assert isinstance(outcome, EngineDead), outcome
+        with pytest.raises(EngineDead):
+            await served.engine.generate([5])
+        await served.engine.aclose()
+        assert served.executor.is_closed
+
+
+@pytest.mark.virtual_clock(seeds=3)
+async def test_a_request_that_a_bug_lost_hears_of_the_death_all_the_same(serve: Any, tasks: Any, depth: int) -> None:
+    """The scheduler has taken it from one place and not yet put it into another."""
+
+    def admit(*_: Any) -> None:
+        raise AssertionError("blocks are counted wrongly")
+
+    async with serve(depth=depth) as served:
+        served.core.kv.admit = admit
+        [outcome] = await tasks.end(tasks.start(served.engine.generate([10] * 20)))
+        assert isinstance(outcome, EngineDead)
+
+
+@pytest.mark.virtual_clock(seeds=3)
+async def test_a_bug_in_one_listener_is_a_dead_engine_that_all_others_hear_of(
+    serve: Any, tasks: Any, depth: int
+) -> None:
+    class Broken:
+        def on_token(self, *_: Any) -> None:
+            raise AssertionError("a bug")
+
+        on_error = on_end = on_token
+
+    async with serve(depth=depth, num_blocks=128) as served:
+        started = [tasks.start(served.engine.generate([10 + i] * 5, max_tokens=3)) for i in range(70)]
+        await served.until(lambda: served.core.stats().running == 70)
+        served.core.scheduler.sequences()[40].listener = Broken()
+        await served.until(lambda: not served.runtime.is_open)
+        await served.turn()
+        deaf = [task for task in started if not task.done()]
+        assert len(deaf) == 1
+        deaf[0].cancel()
+        outcomes = await tasks.end()
+        assert sum(isinstance(outcome, EngineDead) for outcome in outcomes) == 69
+        [death] = {str(outcome) for outcome in outcomes if isinstance(outcome, EngineDead)}
+        assert "a bug" in death
+
+
+# Things that hang
+
+
+async def test_a_step_that_hangs_does_not_keep_an_engine_from_closing(serve: Any, tasks: Any, depth: int) -> None:
+    async with serve(depth=depth, is_manual=True) as served:
+        started = [tasks.start(served.engine.generate([10 + i] * 20, max_tokens=5)) for i in range(3)]
+        await served.until(lambda: served.executor.plans)
+        await served.engine.aclose()
+        assert all(isinstance(outcome, EngineClosed) for outcome in await tasks.end(*started))
+        assert served.executor.is_closed
+
+
+@pytest.mark.virtual_clock(seeds=3)
+async def test_a_plan_that_the_device_refuses_is_a_dead_engine(serve: Any, tasks: Any, depth: int) -> None:
+    async with serve(depth=depth) as served:
+
+        def launch(_: Any) -> Any:
+            raise AssertionError("a token has no block to go to")
+
+        task = tasks.start(served.engine.generate([10] * 20, max_tokens=50))
+        await served.until(lambda: len(served.executor.plans) > 3)
+        served.executor.launch = launch
+        [outcome] = await tasks.end(task)
+        assert isinstance(outcome, EngineDead)
+        assert "no block" in str(outcome)

@@ -1,0 +1,189 @@
+"""The bound on requests that do not run yet: who waits for a place, in which order, and who is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+
+from aioengine import EngineClosed, EngineOverloaded, InvalidRequest
+
+PROMPT = list(range(100, 120))
+ONE_AT_A_TIME = {"max_waiting": 1, "max_num_seqs": 1}
+
+
+async def fill(served: Any, tasks: Any, count: int, **sampling: Any) -> list[asyncio.Task[Any]]:
+    """Start requests one after the other, each as far as it gets: the first runs, the second waits, others queue."""
+    started = []
+    for number in range(count):
+        work = served.engine.generate([number + 1] * 20, request_id=f"{number}", seed=number, **sampling)
+        started.append(tasks.start(work))
+        for _ in range(3):
+            await served.turn()
+    return started
+
+
+def first_plans(served: Any) -> list[int]:
+    """Seeds in the order in which they began to run."""
+    order: dict[int, None] = {}
+    for plan in served.executor.plans:
+        order.update(dict.fromkeys(added.sampling.seed for added in plan.added))
+    return list(order)
+
+
+@pytest.mark.virtual_clock
+async def test_beyond_max_waiting_raise_is_refused_and_wait_waits(serve: Any, tasks: Any, depth: int) -> None:
+    async with serve(depth=depth, is_manual=True, config=ONE_AT_A_TIME) as served:
+        started = await fill(served, tasks, 4, max_tokens=2)
+        with pytest.raises(EngineOverloaded, match="max_waiting") as error:
+            await served.engine.generate(PROMPT, on_full="raise")
+        with pytest.raises(EngineOverloaded):
+            async with served.engine.stream(PROMPT, on_full="raise"):
+                raise AssertionError("entered")
+        assert error.value.retry_after_s > 0
+        assert served.core.stats().waiting == 1
+        assert len(served.runtime.intake._queue) == 2
+        await served.rest()
+        while not all(task.done() for task in started):
+            await served.rest()
+            await served.turn()
+        assert [output.outputs[0].finish_reason for output in await tasks.end()] == ["length"] * 4
+
+
+@pytest.mark.virtual_clock(seeds=20)
+async def test_waiters_run_in_the_order_in_which_they_came(serve: Any, tasks: Any, depth: int) -> None:
+    config = {"max_waiting": 2, "max_num_seqs": 1}
+    async with serve(depth=depth, config=config) as served:
+        await fill(served, tasks, 12, max_tokens=3)
+        await tasks.end()
+        assert first_plans(served) == list(range(12))
+
+
+@pytest.mark.virtual_clock(seeds=20)
+async def test_the_bound_holds_whoever_comes_and_goes(serve: Any, tasks: Any, depth: int) -> None:
+    rng = random.Random(asyncio.get_running_loop().seed)
+    config = {"max_waiting": 3, "max_num_seqs": 2}
+    most = 0
+
+    async with serve(depth=depth, config=config) as served:
+        scheduler_add = served.core.scheduler.add
+
+        def add(*args: Any) -> None:
+            nonlocal most
+            scheduler_add(*args)
+            most = max(most, served.core.scheduler.num_unstarted)
+
+        served.core.scheduler.add = add
+
+        async def one(number: int) -> Any:
+            await asyncio.sleep(rng.random() * 0.1)
+            on_full = rng.choice(["wait", "raise"])
+            is_cancelled = rng.random() < 0.3
+            task = tasks.start(served.engine.generate(PROMPT, seed=number, on_full=on_full, max_tokens=2))
+            if is_cancelled:
+                await asyncio.sleep(rng.random() * 0.2)
+                task.cancel()
+            [outcome] = await tasks.end(task)
+            return outcome
+
+        outcomes = await asyncio.gather(*(one(number) for number in range(40)))
+        refused = [outcome for outcome in outcomes if isinstance(outcome, EngineOverloaded)]
+        assert refused
+        for outcome in outcomes:
+            if not isinstance(outcome, EngineOverloaded | asyncio.CancelledError):
+                assert outcome.outputs[0].finish_reason == "length"
+    assert most == 3
+
+
+@pytest.mark.virtual_clock(seeds=20)
+@pytest.mark.parametrize("goes", ["aborted while waiting", "aborted while running", "finished", "cancelled"])
+async def test_a_place_that_is_freed_goes_to_the_next_in_line(serve: Any, tasks: Any, depth: int, goes: str) -> None:
+    async with serve(depth=depth, is_manual=True, config=ONE_AT_A_TIME) as served:
+        started = await fill(served, tasks, 4, max_tokens=1)
+        queue = served.runtime.intake._queue
+        assert len(queue) == 2
+        if goes == "aborted while waiting":
+            served.engine.abort("1")
+        elif goes == "aborted while running":
+            served.engine.abort("0")
+            served.complete_all()
+        elif goes == "finished":
+            served.complete_all()
+        else:
+            started[1].cancel()
+        await served.until(lambda: len(queue) == 1)
+        assert [stream.request_id for stream in queue] == ["3"]
+        await served.until(lambda: served.core.stats().waiting == 1)
+        while not all(task.done() for task in started):
+            await served.rest()
+            await served.turn()
+
+
+@pytest.mark.virtual_clock(seeds=20)
+async def test_a_waiter_that_is_cancelled_is_passed_over(serve: Any, tasks: Any, depth: int) -> None:
+    async with serve(depth=depth, config=ONE_AT_A_TIME) as served:
+        started = await fill(served, tasks, 6, max_tokens=50)
+        started[3].cancel()
+        started[2].cancel()
+        outcomes = await tasks.end()
+        assert [isinstance(outcome, asyncio.CancelledError) for outcome in outcomes] == [
+            number in (2, 3) for number in range(6)
+        ]
+        assert first_plans(served) == [0, 1, 4, 5]
+
+
+@pytest.mark.virtual_clock(seeds=50)
+async def test_a_waiter_cancelled_as_it_is_let_in_passes_its_place_on(serve: Any, tasks: Any, depth: int) -> None:
+    async with serve(depth=depth, is_manual=True, config=ONE_AT_A_TIME) as served:
+        started = await fill(served, tasks, 4, max_tokens=1)
+        served.engine.abort("1")  # lets the next in, at once
+        assert len(served.runtime.intake._queue) == 1
+        started[2].cancel()
+        await served.until(lambda: served.core.stats().waiting == 1 and not served.runtime.intake._queue)
+        assert served.runtime.intake.num_preparing == 0
+        await served.rest()
+        outcomes = await tasks.end()
+        assert isinstance(outcomes[2], asyncio.CancelledError)
+        assert outcomes[3].outputs[0].finish_reason == "length"
+
+
+@pytest.mark.virtual_clock(seeds=10)
+async def test_a_waiter_that_is_aborted_ends_without_waiting_for_a_place(serve: Any, tasks: Any) -> None:
+    async with serve(is_manual=True, config=ONE_AT_A_TIME) as served:
+        started = await fill(served, tasks, 4, max_tokens=1)
+        served.engine.abort("3")
+        [output] = await tasks.end(started[3])
+
+        assert output.outputs[0].finish_reason == "abort"
+        assert output.outputs[0].token_ids == []
+        assert len(served.runtime.intake._queue) == 1, "nobody else was let in for it"
+        while not all(task.done() for task in started):
+            await served.rest()
+            await served.turn()
+        assert first_plans(served) == [0, 1, 2]
+
+
+async def test_a_bad_prompt_gives_its_place_back(serve: Any, tasks: Any) -> None:
+    async with serve(is_manual=True, config={"max_waiting": 1}) as served:
+        for prompt in ([5, -1], "x" * 20_000, [{"role": "user"}]):
+            with pytest.raises(InvalidRequest):
+                await served.engine.generate(prompt, on_full="raise")
+        assert served.runtime.intake.num_free == 1
+
+
+@pytest.mark.virtual_clock(seeds=20)
+@pytest.mark.parametrize("drain", [False, True])
+async def test_closing_refuses_those_who_wait_for_a_place(serve: Any, tasks: Any, depth: int, drain: bool) -> None:
+    async with serve(depth=depth, config=ONE_AT_A_TIME) as served:
+        started = await fill(served, tasks, 5, max_tokens=40)
+        assert len(served.runtime.intake._queue) == 3
+        await served.engine.aclose(drain=drain)
+        outcomes = await tasks.end(*started)
+        assert all(isinstance(outcome, EngineClosed) for outcome in outcomes[2:])
+        for outcome in outcomes[:2]:
+            if drain:
+                assert len(outcome.outputs[0].token_ids) == 40
+            else:
+                assert isinstance(outcome, EngineClosed)
