@@ -236,17 +236,17 @@ class EngineCore:
             is_more = self._publish_slice()
 
     def _publish_slice(self) -> bool:
-        """Hand out the next `PUBLISH_SLICE` tokens; returns False if there were not as many.
-
-        A listener that has heard its end already (aborted since the step was applied) ignores them.
-        """
+        """Hand out the next `PUBLISH_SLICE` tokens; returns False if there were not as many."""
         lines = self._lines
         count = 0
         for place, (sequence, token_id) in itertools.islice(self._unpublished, PUBLISH_SLICE):
-            _listener(sequence).on_token(token_id, lines.get(place) if lines else None)
-            if sequence.finish_reason is not None:
-                self._release(sequence).on_end()
             count += 1
+            listener: Listener | None = sequence.listener  # type: ignore[assignment]
+            if listener is None:  # it was aborted since the step was applied
+                continue
+            listener.on_token(token_id, lines.get(place) if lines else None)
+            if sequence.finish_reason is not None and sequence.listener is listener:
+                self._release(sequence).on_end()
         return count == PUBLISH_SLICE
 
     async def _sleep(self) -> None:
@@ -314,9 +314,11 @@ class EngineCore:
             self._on_room()
 
     def _release(self, sequence: Sequence) -> Listener:
-        """Its listener, which hears its end now."""
-        self._live.pop(sequence.order, None)
-        return _listener(sequence)
+        """Its listener, which hears its end now and nothing more."""
+        del self._live[sequence.order]
+        listener: Listener = sequence.listener  # type: ignore[assignment]
+        sequence.listener = None  # launched steps hold the sequence, and must not hold the caller's side of it
+        return listener
 
 
 def _lines(output: StepOutput) -> dict[int, SampledLogprobs]:
@@ -330,10 +332,6 @@ def _lines(output: StepOutput) -> dict[int, SampledLogprobs]:
         width = output.sequences[index].sampling.logprobs
         lines[index] = SampledLogprobs(logprob, rank, ids[:width], values[:width])
     return lines
-
-
-def _listener(sequence: Sequence) -> Listener:
-    return sequence.listener  # type: ignore[return-value]
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager
 from typing import Any
@@ -72,6 +73,18 @@ class Served:
 
     def has_run(self, seed: int) -> bool:
         return any(seed in seeds for seeds in self.seeds_of_plans())
+
+    def hold_tokenizing(self) -> threading.Event:
+        """Long texts stay in their thread until the event is set. Meanwhile a virtual clock stands still."""
+        gate = threading.Event()
+        encode = self.tokenizer.encode
+
+        def gated(text: str, **options: Any) -> list[int]:
+            assert gate.wait(30), "nobody let it go on"
+            return encode(text, **options)
+
+        self.tokenizer.encode = gated  # type: ignore[method-assign]
+        return gate
 
     async def until(self, is_so: Callable[[], Any]) -> None:
         """Let others run until it is so."""

@@ -44,14 +44,7 @@ class Stage:
             self._neighbours.create_task(served.engine.generate([number + 1] * 20, seed=number, max_tokens=4))
             await served.until(lambda: served.executor.plans)
         if name == "preparing":
-            tokenizer = served.tokenizer
-            encode, gate = tokenizer.encode, self.gate
-
-            def gated(text: str, **options: Any) -> list[int]:
-                gate.wait(30)
-                return encode(text, **options)
-
-            tokenizer.encode = gated
+            self.gate = served.hold_tokenizing()
             self.prompt = "fox " * 300
         if name == "just finished":
             self.max_tokens = 1
