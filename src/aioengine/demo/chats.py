@@ -243,7 +243,6 @@ def make_chat(dice: Dice, *, min_pairs: int = 1, max_pairs: int = 4) -> list[Mes
         system = dice.spin(
             f"[Your name is {name}.|You are {name}.|You are {name}, a [friendly|helpful|kind] assistant.]"
         )
-    messages = [{"role": "system", "content": system}] if system else []
     wanted = dice.between(min_pairs, max_pairs)
     pairs: list[Pair] = []
     while len(pairs) < wanted:
@@ -254,6 +253,26 @@ def make_chat(dice: Dice, *, min_pairs: int = 1, max_pairs: int = 4) -> list[Mes
         while mode != "plain" and chosen in _PLAIN_ONLY:
             chosen = _roll_topic(dice)
         pairs += chosen(dice, mode)
+    return _as_messages(dice, system, pairs)
+
+
+def make_sums(dice: Dice) -> list[Message]:
+    """A conversation of nothing but sums: practice, since no other skill needs so many examples."""
+    roll = dice.between(1, 10)
+    mode: Mode = "plain"
+    system = ""
+    if roll == 1:
+        mode, system = "json", dice.pick(SYSTEM_JSON)
+    elif roll == 2:
+        mode, system = "brief", dice.pick(SYSTEM_BRIEF)
+    pairs: list[Pair] = []
+    for _ in range(dice.between(4, 10)):
+        pairs += (word_problem if dice.chance(0.2) else arithmetic)(dice, mode)
+    return _as_messages(dice, system, pairs)
+
+
+def _as_messages(dice: Dice, system: str, pairs: list[Pair]) -> list[Message]:
+    messages = [{"role": "system", "content": system}] if system else []
     for question, answer in pairs:
         messages += [{"role": "user", "content": _typed(dice, question)}, {"role": "assistant", "content": answer}]
     return messages

@@ -7,10 +7,10 @@ whole; of a chat only what the assistant says is.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from aioengine.demo.chats import Message, make_chat
+from aioengine.demo.chats import Message, make_chat, make_sums
 from aioengine.demo.stories import make_story
 from aioengine.demo.world import Dice
 
@@ -56,11 +56,17 @@ def chat_document(messages: list[Message]) -> Document:
     return Document(tuple(segments), tuple(messages))
 
 
-def documents(seed: int | str, count: int) -> Iterator[Document]:
-    """``count`` documents, a function of ``seed`` alone; a longer corpus begins with the shorter one."""
+def documents(seed: int | str, count: int, *, sums_share: float = 0.0) -> Iterator[Document]:
+    """``count`` documents, a function of the arguments alone; a longer corpus begins with the shorter one.
+
+    Args:
+        sums_share: the share of documents that are chats of nothing but sums.
+    """
     dice = Dice(seed)
     for _ in range(count):
-        if dice.chance(STORY_SHARE):
+        if sums_share and dice.chance(sums_share):
+            yield chat_document(make_sums(dice))
+        elif dice.chance(STORY_SHARE):
             yield story_document(make_story(dice).text)
         elif dice.chance(LONG_CHAT_SHARE):
             yield chat_document(make_chat(dice, min_pairs=10, max_pairs=24))
@@ -68,7 +74,7 @@ def documents(seed: int | str, count: int) -> Iterator[Document]:
             yield chat_document(make_chat(dice))
 
 
-def corpus_hash(corpus: list[Document]) -> str:
+def corpus_hash(corpus: Iterable[Document]) -> str:
     """blake2b (16 bytes, hex) over the texts of all documents, each closed by a zero byte."""
     digest = hashlib.blake2b(digest_size=16)
     for document in corpus:

@@ -14,14 +14,14 @@ import math
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn import functional as F
@@ -35,6 +35,7 @@ LOSS_TOLERANCE = 0.05
 
 IGNORED = -100
 CLIP_NORM = 1.0
+CHECKPOINT_EVERY = 200
 
 CHAT_TEMPLATE = (
     "{%- for message in messages %}"
@@ -48,16 +49,32 @@ CHAT_TEMPLATE = (
 
 
 @dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One warm-up and cosine over documents of its own.
+
+    A later stage begins with the weights that the one before it wrote, in bf16, and with fresh optimizers, so that it
+    can be run by itself.
+    """
+
+    num_documents: int
+    steps: int
+    learning_rate: float
+    warmup_steps: int = 40
+    sums_share: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """Everything that decides what comes out.
 
     Attributes:
-        num_documents: size of the training corpus; the held-out one is made with another seed.
+        num_held_out: documents to test on, made with another seed.
+        num_tokenizer_documents: so many documents of the first stage make the tokenizer.
         documents_per_step: about 4000 tokens.
+        stages: the second is for sums, which need far more examples than anything else.
     """
 
     seed: int = 0
-    num_documents: int = 33_000
     num_held_out: int = 400
     num_tokenizer_documents: int = 8_000
     vocab_size: int = 2048
@@ -68,20 +85,23 @@ class Recipe:
     num_kv_heads: int = 2
     max_position_embeddings: int = 1024
     documents_per_step: int = 30
-    steps: int = 1100
-    warmup_steps: int = 40
-    learning_rate: float = 4e-3
     weight_decay: float = 0.1
+    stages: tuple[Stage, ...] = (
+        Stage(num_documents=33_000, steps=1100, learning_rate=4e-3),
+        Stage(num_documents=18_000, steps=600, learning_rate=2.5e-3, sums_share=0.2),
+    )
 
 
 SMOKE = Recipe(
-    num_documents=1500,
     num_held_out=20,
     num_tokenizer_documents=1500,
     documents_per_step=8,
-    steps=12,
-    warmup_steps=3,
+    stages=(
+        Stage(num_documents=1500, steps=8, warmup_steps=2, learning_rate=4e-3),
+        Stage(num_documents=100, steps=4, warmup_steps=1, learning_rate=2e-3, sums_share=0.2),
+    ),
 )
+ENCODE_CHUNK = 1000
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
@@ -119,17 +139,20 @@ class Encoded:
 
 
 def encode(tokenizer: Tokenizer, corpus: Sequence[Document]) -> list[Encoded]:
-    segments = [segment for document in corpus for segment in document.segments]
-    encodings = iter(tokenizer.encode_batch([segment.text for segment in segments], add_special_tokens=False))
     encoded = []
-    for document in corpus:
-        ids: list[int] = []
-        is_target: list[bool] = []
-        for segment in document.segments:
-            segment_ids = next(encodings).ids
-            ids += segment_ids
-            is_target += [segment.is_target] * len(segment_ids)
-        encoded.append(Encoded(ids, is_target))
+    # In chunks: an encoding also holds offsets and strings, gigabytes for the whole corpus.
+    for start in range(0, len(corpus), ENCODE_CHUNK):
+        chunk = corpus[start : start + ENCODE_CHUNK]
+        texts = [segment.text for document in chunk for segment in document.segments]
+        encodings = iter(tokenizer.encode_batch(texts, add_special_tokens=False))
+        for document in chunk:
+            ids: list[int] = []
+            is_target: list[bool] = []
+            for segment in document.segments:
+                segment_ids = next(encodings).ids
+                ids += segment_ids
+                is_target += [segment.is_target] * len(segment_ids)
+            encoded.append(Encoded(ids, is_target))
     return encoded
 
 
@@ -208,7 +231,7 @@ def held_out_loss(model: LlamaForCausalLM, held_out: Sequence[Batch]) -> float:
     return total / sum(batch.num_targets for batch in held_out)
 
 
-def optimizers_for(model: LlamaForCausalLM, recipe: Recipe) -> tuple[torch.optim.Optimizer, ...]:
+def optimizers_for(model: LlamaForCausalLM, weight_decay: float) -> tuple[torch.optim.Optimizer, ...]:
     """Muon (Jordan et al., 2024) for the matrices inside the layers, AdamW for the embedding and the norms.
 
     With AdamW alone the model had not learned after 3 million tokens to say a character's name again; copying from the
@@ -217,19 +240,17 @@ def optimizers_for(model: LlamaForCausalLM, recipe: Recipe) -> tuple[torch.optim
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
     return (
-        torch.optim.Muon(
-            matrices, lr=recipe.learning_rate, weight_decay=recipe.weight_decay, adjust_lr_fn="match_rms_adamw"
-        ),
-        torch.optim.AdamW(others, lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+        torch.optim.Muon(matrices, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
     )
 
 
-def learning_rate_at(step: int, recipe: Recipe) -> float:
+def learning_rate_at(step: int, stage: Stage) -> float:
     """Linear warm-up, then a cosine down to 2 % of the peak."""
-    if step < recipe.warmup_steps:
-        return recipe.learning_rate * (step + 1) / recipe.warmup_steps
-    progress = (step - recipe.warmup_steps) / max(1, recipe.steps - recipe.warmup_steps)
-    return recipe.learning_rate * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
+    if step < stage.warmup_steps:
+        return stage.learning_rate * (step + 1) / stage.warmup_steps
+    progress = (step - stage.warmup_steps) / max(1, stage.steps - stage.warmup_steps)
+    return stage.learning_rate * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 def _write_text(path: Path, text: str) -> None:
@@ -285,24 +306,37 @@ def versions() -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """The corpus, tokenized, and the held-out documents as batches."""
+    """The corpus of each stage, tokenized, and the held-out documents as batches."""
 
     tokenizer: Tokenizer
+    pad_id: int
+    eos_ids: list[int]
     data_hash: str
-    corpus: list[Encoded]
+    corpora: list[list[Encoded]]
     held_out: list[Batch]
 
 
 def prepare(recipe: Recipe) -> Data:
-    """Make the corpus and the tokenizer. The held-out documents come from another seed."""
-    corpus = list(documents(f"train-{recipe.seed}", recipe.num_documents))
+    """Make the corpora and the tokenizer. The held-out documents come from another seed."""
+    corpora = [
+        list(
+            documents(
+                f"train-{recipe.seed}-{index}" if index else f"train-{recipe.seed}",
+                stage.num_documents,
+                sums_share=stage.sums_share,
+            )
+        )
+        for index, stage in enumerate(recipe.stages)
+    ]
     held_out = list(documents(f"held-out-{recipe.seed}", recipe.num_held_out))
-    tokenizer = train_tokenizer([d.text for d in corpus[: recipe.num_tokenizer_documents]], recipe.vocab_size)
+    tokenizer = train_tokenizer([d.text for d in corpora[0][: recipe.num_tokenizer_documents]], recipe.vocab_size)
     pad_id = special_id(tokenizer, END_OF_TEXT)
     return Data(
         tokenizer=tokenizer,
-        data_hash=corpus_hash(corpus),
-        corpus=encode(tokenizer, corpus),
+        pad_id=pad_id,
+        eos_ids=[special_id(tokenizer, IM_END), pad_id],
+        data_hash=corpus_hash(itertools.chain.from_iterable(corpora)),
+        corpora=[encode(tokenizer, corpus) for corpus in corpora],
         held_out=grouped(encode(tokenizer, held_out), 16, recipe.max_position_embeddings, pad_id),
     )
 
@@ -322,55 +356,75 @@ def train_step(model: LlamaForCausalLM, optimizers: Sequence[torch.optim.Optimiz
     return mean_loss
 
 
-def train(recipe: Recipe, out: Path, *, checkpoint_every: int = 200) -> dict[str, Any]:
-    """Train by ``recipe`` and write the model folder ``out``; from the first checkpoint on it can be loaded.
+def drawn_documents(corpus: Sequence[Encoded], stage: Stage, recipe: Recipe) -> Iterator[list[Encoded]]:
+    """The documents of each step, in the corpus's order and from its beginning again when it is used up."""
+    endless_corpus = itertools.cycle(corpus)
+    for _ in range(stage.steps):
+        yield list(itertools.islice(endless_corpus, recipe.documents_per_step))
+
+
+def train_stage(
+    model: LlamaForCausalLM, recipe: Recipe, stage: Stage, data: Data, corpus: Sequence[Encoded], out: Path
+) -> float:
+    """Take all steps of one stage, write a checkpoint now and then and the result at the end.
 
     Returns:
-        What is also written to ``training.json``: recipe, data hash, tokens, losses, versions.
+        The held-out loss at the end.
+    """
+    optimizers = optimizers_for(model, recipe.weight_decay)
+    num_tokens = 0
+    test_loss = math.nan
+    started = time.monotonic()
+    for step, drawn in enumerate(drawn_documents(corpus, stage, recipe), start=1):
+        for group in itertools.chain.from_iterable(optimizer.param_groups for optimizer in optimizers):
+            group["lr"] = learning_rate_at(step - 1, stage)
+        loss = train_step(model, optimizers, grouped(drawn, 4, recipe.max_position_embeddings, data.pad_id))
+        num_tokens += sum(len(document.ids) for document in drawn)
+        if step % 20 == 0 or step == stage.steps:
+            rate = num_tokens / (time.monotonic() - started)
+            print(f"step {step}/{stage.steps} loss {loss:.4f} {rate:.0f} tokens/s", flush=True)
+        if step % CHECKPOINT_EVERY == 0 or step == stage.steps:
+            test_loss = held_out_loss(model, data.held_out)
+            print(f"step {step} held-out loss {test_loss:.4f}", flush=True)
+            write_model(out, model, data.eos_ids, data.pad_id)
+    return test_loss
+
+
+def train(recipe: Recipe, out: Path, *, from_stage: int = 0) -> dict[str, Any]:
+    """Train by ``recipe`` and write the model folder ``out``; from the first checkpoint on it can be loaded.
+
+    Args:
+        from_stage: skip the stages before this one and go on with the weights that they left in ``out``.
+    Returns:
+        What is also written to ``training.json``: recipe, data hash, tokens, loss, versions.
     """
     torch.set_num_threads(1)
-    started = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
     data = prepare(recipe)
-    num_corpus_tokens = sum(len(document.ids) for document in data.corpus)
-    print(f"corpus {data.data_hash}: {num_corpus_tokens} tokens, {time.monotonic() - started:.0f} s", flush=True)
-    pad_id = special_id(data.tokenizer, END_OF_TEXT)
-    eos_ids = [special_id(data.tokenizer, IM_END), pad_id]
-    model = build_model(recipe, data.tokenizer.get_vocab_size(), eos_ids, pad_id)
-    optimizers = optimizers_for(model, recipe)
+    num_tokens = [
+        sum(len(document.ids) for document in itertools.chain.from_iterable(drawn_documents(corpus, stage, recipe)))
+        for corpus, stage in zip(data.corpora, recipe.stages, strict=True)
+    ]
+    print(f"corpus {data.data_hash}: {num_tokens} tokens to train on, stage by stage", flush=True)
+    model = build_model(recipe, data.tokenizer.get_vocab_size(), data.eos_ids, data.pad_id)
     write_tokenizer(out, data.tokenizer, recipe)
-    endless_corpus = itertools.cycle(data.corpus)
-    num_tokens = 0
-    loop_started = time.monotonic()
-    for step in range(1, recipe.steps + 1):
-        for group in itertools.chain.from_iterable(optimizer.param_groups for optimizer in optimizers):
-            group["lr"] = learning_rate_at(step - 1, recipe)
-        drawn = list(itertools.islice(endless_corpus, recipe.documents_per_step))
-        num_tokens += sum(len(document.ids) for document in drawn)
-        loss = train_step(model, optimizers, grouped(drawn, 4, recipe.max_position_embeddings, pad_id))
-        if step % 20 == 0 or step == recipe.steps:
-            rate = num_tokens / (time.monotonic() - loop_started)
-            print(f"step {step}/{recipe.steps} loss {loss:.4f} {rate:.0f} tokens/s", flush=True)
-        if step % checkpoint_every == 0 and step < recipe.steps:
-            print(f"step {step} held-out loss {held_out_loss(model, data.held_out):.4f}", flush=True)
-            write_model(out, model, eos_ids, pad_id)
-    write_model(out, model, eos_ids, pad_id)
+    test_loss = math.nan
+    for index, stage in enumerate(recipe.stages[from_stage:], start=from_stage):
+        if index:
+            model.load_state_dict(load_file(out / "model.safetensors"), strict=False)
+        test_loss = train_stage(model, recipe, stage, data, data.corpora[index], out)
     report = {
         "recipe": asdict(recipe),
         "data_hash": data.data_hash,
         "parameters": sum(p.numel() for p in model.parameters()),
-        "corpus_tokens": num_corpus_tokens,
-        "trained_tokens": num_tokens,
-        "held_out_loss": round(held_out_loss(model, data.held_out), 4),
+        "trained_tokens": sum(num_tokens),
+        "held_out_loss": round(test_loss, 4),
         "loss_tolerance": LOSS_TOLERANCE,
-        "wall_s": round(time.monotonic() - started),
         "versions": versions(),
     }
     write_json(out / "training.json", report)
-    print(
-        f"held-out loss {report['held_out_loss']}, {report['parameters']} parameters, {report['wall_s']} s", flush=True
-    )
-    return report
+    # As it reads back from the file, so that it compares equal to a recorded one.
+    return dict(json.loads(json.dumps(report)))
 
 
 def check_reproduced(report: dict[str, Any], recorded: dict[str, Any]) -> list[str]:
@@ -392,15 +446,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("demo-model"), help="folder to write (default: ./demo-model)")
     parser.add_argument("--smoke", action="store_true", help="the same way with few steps: under a minute")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, help="optimizer steps; the cosine is planned over them")
+    parser.add_argument("--steps", type=int, nargs="+", help="optimizer steps of each stage, instead of the recipe's")
+    parser.add_argument("--from-stage", type=int, default=0, help="begin with this stage, on the model in --out")
     parser.add_argument(
         "--check", action="store_true", help="compare with the shipped training.json, exit 1 on a difference"
     )
     options = parser.parse_args(arguments)
     recipe = replace(SMOKE if options.smoke else Recipe(), seed=options.seed)
     if options.steps:
-        recipe = replace(recipe, steps=options.steps)
-    report = train(recipe, options.out)
+        if len(options.steps) != len(recipe.stages):
+            parser.error(f"--steps needs {len(recipe.stages)} numbers, one a stage")
+        stages = (replace(stage, steps=steps) for stage, steps in zip(recipe.stages, options.steps, strict=True))
+        recipe = replace(recipe, stages=tuple(stages))
+    report = train(recipe, options.out, from_stage=options.from_stage)
     if not options.check:
         return 0
     recorded = json.loads((model_path() / "training.json").read_text(encoding="utf-8"))
