@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -59,6 +59,7 @@ class Core:
         self.outputs: list[StepOutput] = []
         self.sequences: list[Sequence] = []
         self._scheduled: dict[tuple[int, int], int] = {}
+        self._num_computed: Counter[Sequence] = Counter()
 
     def add(
         self, prompt: Iterable[int], *, max_tokens: int = 8, reason: Reason = Reason.NONE, seed: int = 1, **params: Any
@@ -113,8 +114,9 @@ class Core:
         self.launch_all()
         return self.land()
 
-    def run(self, max_steps: int = 1000) -> None:
-        """Step until there is no more to do."""
+    def run(self) -> None:
+        """Step until there is no more to do. Ten steps a token would be slow; more are taken for endless."""
+        max_steps = 10 * sum(sequence.limit for sequence in self.sequences) + 1
         for _ in range(max_steps):
             self.launch_all()
             if not self.launched:
@@ -129,6 +131,10 @@ class Core:
     @property
     def num_computed_tokens(self) -> int:
         return self.executor.stats.num_computed_tokens
+
+    def num_computed_of(self, sequence: Sequence) -> int:
+        """Tokens that were computed for one sequence, again ones included."""
+        return self._num_computed[sequence]
 
     def _check_plan(self, plan: StepPlan) -> None:
         """What every plan promises; what a device could not run is the executor's to refuse."""
@@ -167,6 +173,7 @@ class Core:
             if row not in added:
                 assert start == self._scheduled[row, epoch], "a token is computed twice or left out"
             self._scheduled[row, epoch] = end
+            self._num_computed[tenants[row]] += num_tokens
             known = len(held[row][0]) if row not in added else tenants[row].num_tokens
             assert (want == Want.LOGITS) == (end == known), "a row samples when all its known tokens are computed"
             assert end < tenants[row].limit, "the last token is sampled and never computed"

@@ -135,7 +135,7 @@ def test_a_request_that_the_blocks_can_never_hold_is_a_bug_of_the_caller() -> No
 
 def test_a_sequence_may_take_every_block() -> None:
     core = Core(num_blocks=4, block_size=4)
-    sequence = core.add(prompt(10), max_tokens=7, ignore_eos=True)
+    sequence = core.add(prompt(14), max_tokens=2, ignore_eos=True)
     core.run()
     assert_runs_alone_alike(core, sequence)
 
@@ -599,6 +599,37 @@ def test_a_blocked_sequence_is_preempted_before_any_that_runs() -> None:
     assert younger.output_ids == [500 + n for n in range(8, 28)]
 
 
+def test_a_blocked_sequence_is_preempted_even_while_it_is_in_flight() -> None:
+    core = Core(num_blocks=6, depth=2)
+    elder, younger = (core.add(prompt(8, first), max_tokens=12, ignore_eos=True) for first in (100, 300))
+    while (plan := core.launch()) is None or plan.starts.tolist() != [11, 11]:
+        core.land()
+    core.scheduler.block(elder, Reason.FLOW)
+    if len(core.launched) == core.depth:
+        core.land()
+    assert num_tokens_of(core.launch(), younger) == [1]
+    assert elder.block_ids == []
+    core.scheduler.unblock(elder, Reason.FLOW)
+    core.run()
+    assert_runs_alone_alike(core, elder, younger)
+
+
+def test_one_that_waits_with_blocks_is_not_preempted_for_itself() -> None:
+    core = Core(num_blocks=8, caching=False)
+    core.add(prompt(16), max_tokens=4, ignore_eos=True)
+    parked = core.add(prompt(8, 300), ignore_eos=True)
+    core.step()
+    core.scheduler.block(parked, Reason.FLOW)
+    core.step()
+    core.scheduler.unblock(parked, Reason.FLOW)
+    core.launch()
+    assert parked.state is State.WAITING, "a block is free, and that is in reserve"
+    core.land()
+    core.run()
+    assert_runs_alone_alike(core, parked)
+    assert core.num_computed_of(parked) == 8 + 7
+
+
 def test_a_blocked_sequence_makes_room_for_the_head_of_the_queue() -> None:
     core = Core(num_blocks=10)
     slow = core.add(prompt(20), ignore_eos=True)
@@ -626,6 +657,8 @@ def test_blocks_of_one_who_waits_for_a_row_are_not_out_of_reach(is_elder_parked:
     assert parked.block_ids
     core.run()
     assert_runs_alone_alike(core, parked, running)
+    assert core.scheduler.num_preemptions == 1
+    assert core.num_computed_of(elder) == 12 + 24, "the younger one is preempted, whichever waits"
 
 
 def test_aborting_everybody_in_every_state_frees_everything() -> None:
