@@ -154,11 +154,6 @@ class EngineCore:
         self._is_draining = True
         self._wake_up()
 
-    def stop(self) -> None:
-        """Let `run` return soon; what has not ended then hears `EngineClosed`."""
-        self._is_stopped = True
-        self._wake_up()
-
     def stats(self) -> SchedulerStats:
         return self.scheduler.stats()
 
@@ -172,7 +167,7 @@ class EngineCore:
     # The loop
 
     async def run(self) -> None:
-        """Run steps until stopped or drained, or until the device or this code breaks.
+        """Run steps until drained, or until the device or this code breaks.
 
         On the way out every sequence that has not ended hears `EngineClosed`, or `EngineDead` with the cause.
         Cancelling stops the loop; the launched steps still complete on the device.
@@ -190,7 +185,7 @@ class EngineCore:
             self._end_all(_closed)
 
     async def _run(self) -> None:
-        while not self._is_stopped:
+        while True:
             self._launch()
             await self._publish()
             if self._in_flight:
@@ -251,8 +246,6 @@ class EngineCore:
 
     async def _sleep(self) -> None:
         """Wait for a command; nothing is in flight, so nothing else can change."""
-        if self._is_stopped:
-            return
         self._wake = asyncio.get_running_loop().create_future()
         try:
             await self._wake

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
+import functools
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -124,6 +126,16 @@ class Served:
         assert (stats.running, stats.waiting, stats.blocked) == (0, 0, 0)
         assert self.core.scheduler.num_unstarted == 0
         assert stats.free_blocks == stats.num_blocks
+
+
+_load_once = functools.cache(Tokenizer.load)
+
+
+@pytest.fixture(autouse=True)
+def each_tokenizer_is_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading the demo's is most of a start's time, and there are two thousand starts here."""
+    # A copy, since tests replace methods of theirs.
+    monkeypatch.setattr(Tokenizer, "load", lambda folder: copy.copy(_load_once(folder)))
 
 
 @pytest.fixture

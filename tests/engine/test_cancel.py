@@ -262,7 +262,7 @@ async def test_blocks_of_an_aborted_request_serve_the_next_one_while_its_last_st
 # Any moment
 
 
-@pytest.mark.virtual_clock(seeds=25)
+@pytest.mark.virtual_clock(seeds=8)
 @pytest.mark.parametrize("way", ["cancel", "abort"])
 async def test_a_request_may_be_ended_at_any_moment(serve: Any, tasks: Any, depth: int, way: str) -> None:
     """Each is hit after so many turns of the loop or so much time as the seed says; nobody else notices."""

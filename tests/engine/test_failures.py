@@ -37,7 +37,7 @@ def num_alive_blocks(served: Any) -> int:
 # A step
 
 
-@pytest.mark.virtual_clock(seeds=10)
+@pytest.mark.virtual_clock(seeds=5)
 async def test_a_failed_step_fails_its_requests_and_the_others_go_on(serve: Any, tasks: Any, depth: int) -> None:
     """Two have rows when the step fails; those who wait for a row, and who come later, are served as if alone."""
     async with serve(depth=depth, config={"max_num_seqs": 2}) as served:
@@ -62,7 +62,7 @@ async def test_a_failed_step_fails_its_requests_and_the_others_go_on(serve: Any,
         assert [output.outputs for output in outputs] == [alone[2], alone[3], alone[0]]
 
 
-@pytest.mark.virtual_clock(seeds=10)
+@pytest.mark.virtual_clock(seeds=5)
 async def test_only_the_requests_of_the_failed_step_fail(serve: Any, tasks: Any, depth: int) -> None:
     async with serve(depth=depth) as served:
         served.executor.make_step_fail(5, upside_down())
@@ -84,7 +84,7 @@ def is_output(outcome: Any) -> bool:
     return isinstance(outcome, RequestOutput)
 
 
-@pytest.mark.virtual_clock
+@pytest.mark.virtual_clock(seeds=3)
 @pytest.mark.parametrize("depth", [2, 4], ids=lambda depth: f"depth{depth}", indirect=True)
 async def test_steps_in_flight_that_depend_on_a_failed_one_bring_nothing_and_others_are_kept(
     serve: Any, tasks: Any, depth: int
@@ -110,7 +110,7 @@ async def test_steps_in_flight_that_depend_on_a_failed_one_bring_nothing_and_oth
         assert num_alive_blocks(served) == 0
 
 
-@pytest.mark.virtual_clock
+@pytest.mark.virtual_clock(seeds=3)
 async def test_tokens_from_before_the_failure_are_read_before_it_is_heard(serve: Any, depth: int) -> None:
     async with serve(depth=depth) as served:
         served.executor.make_step_fail(3, upside_down())
@@ -127,7 +127,7 @@ async def test_tokens_from_before_the_failure_are_read_before_it_is_heard(serve:
             assert stream.result.outputs[0].finish_reason == "error"
 
 
-@pytest.mark.virtual_clock
+@pytest.mark.virtual_clock(seeds=3)
 async def test_those_who_wait_for_the_prefix_of_a_failed_request_compute_it_themselves(
     serve: Any, tasks: Any, depth: int
 ) -> None:
@@ -145,7 +145,7 @@ async def test_those_who_wait_for_the_prefix_of_a_failed_request_compute_it_them
         assert sorted(outcome.num_cached_tokens for outcome in outcomes) == [0, 28, 28]
 
 
-@pytest.mark.virtual_clock(seeds=10)
+@pytest.mark.virtual_clock(seeds=5)
 async def test_those_who_wait_for_the_prefix_of_an_aborted_request_take_over(
     serve: Any, tasks: Any, depth: int
 ) -> None:
@@ -215,7 +215,7 @@ async def test_a_dump_folder_that_cannot_be_written_hides_nothing(serve: Any, tm
 # The device
 
 
-@pytest.mark.virtual_clock(seeds=10)
+@pytest.mark.virtual_clock(seeds=5)
 async def test_a_lost_device_is_heard_once_by_everyone_in_flight_and_by_all_who_come_later(
     serve: Any, tasks: Any, depth: int
 ) -> None:
@@ -255,7 +255,7 @@ async def test_a_lost_device_is_heard_once_by_everyone_in_flight_and_by_all_who_
         assert (await served.engine.generate([5], max_tokens=2)).finished
 
 
-@pytest.mark.virtual_clock(seeds=10)
+@pytest.mark.virtual_clock(seeds=5)
 async def test_a_reader_of_a_dead_engine_gets_what_had_arrived_first(serve: Any, depth: int) -> None:
     async with serve(depth=depth) as served:
         served.executor.make_step_fail(4, DeviceLost("lost"))

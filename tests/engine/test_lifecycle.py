@@ -155,7 +155,7 @@ async def test_a_closed_engine_is_garbage_with_all_that_it_held(make_executor: A
 # Closing under way
 
 
-@pytest.mark.virtual_clock(seeds=10)
+@pytest.mark.virtual_clock(seeds=5)
 async def test_closing_ends_what_runs_and_what_waits(serve: Any, tasks: Any, depth: int) -> None:
     config = {"max_waiting": 3, "max_num_seqs": 2}
     async with serve(depth=depth, max_model_len=512, config=config) as served:
@@ -175,7 +175,7 @@ async def test_closing_ends_what_runs_and_what_waits(serve: Any, tasks: Any, dep
             assert isinstance(outcome, EngineClosed), outcome
 
 
-@pytest.mark.virtual_clock(seeds=10)
+@pytest.mark.virtual_clock(seeds=5)
 async def test_a_reader_of_a_closed_engine_gets_what_had_arrived_first(serve: Any, depth: int) -> None:
     async with serve(depth=depth) as served, served.engine.stream(PROMPT, max_tokens=90) as stream:
         await asyncio.sleep(0.055)
@@ -188,7 +188,7 @@ async def test_a_reader_of_a_closed_engine_gets_what_had_arrived_first(serve: An
         assert stream.result.outputs[0].token_ids == delta.token_ids
 
 
-@pytest.mark.virtual_clock(seeds=10)
+@pytest.mark.virtual_clock(seeds=5)
 async def test_draining_lets_all_that_was_accepted_end_and_takes_nothing_new(
     serve: Any, tasks: Any, depth: int
 ) -> None:
@@ -217,7 +217,7 @@ async def test_draining_lets_all_that_was_accepted_end_and_takes_nothing_new(
             assert len(output.outputs[0].token_ids) == 20
 
 
-@pytest.mark.virtual_clock(seeds=10)
+@pytest.mark.virtual_clock(seeds=5)
 async def test_a_close_without_drain_cuts_a_drain_short(serve: Any, tasks: Any, depth: int) -> None:
     async with serve(depth=depth) as served:
         work = tasks.start(served.engine.generate(PROMPT, max_tokens=90))
@@ -231,7 +231,7 @@ async def test_a_close_without_drain_cuts_a_drain_short(serve: Any, tasks: Any, 
         assert isinstance(outcome, EngineClosed)
 
 
-@pytest.mark.virtual_clock(seeds=10)
+@pytest.mark.virtual_clock(seeds=5)
 @pytest.mark.parametrize("drain", [False, True])
 async def test_cancelling_aclose_stops_the_wait_and_not_the_closing(
     serve: Any, tasks: Any, depth: int, drain: bool
@@ -258,7 +258,7 @@ async def test_cancelling_aclose_stops_the_wait_and_not_the_closing(
         assert isinstance((await tasks.end(closing))[0], asyncio.CancelledError)
 
 
-@pytest.mark.virtual_clock(seeds=10)
+@pytest.mark.virtual_clock(seeds=5)
 async def test_closing_between_two_slices_of_a_step_ends_those_of_the_second_too(
     serve: Any, tasks: Any, depth: int
 ) -> None:
@@ -273,7 +273,7 @@ async def test_closing_between_two_slices_of_a_step_ends_those_of_the_second_too
         assert all(len(outcome.outputs[0].token_ids) == 2 for outcome in outcomes if isinstance(outcome, RequestOutput))
 
 
-@pytest.mark.virtual_clock(seeds=10)
+@pytest.mark.virtual_clock(seeds=5)
 async def test_a_stream_made_before_the_close_is_refused_after_it(serve: Any, depth: int) -> None:
     async with serve(depth=depth, config={"max_waiting": 1}) as served:
         streams = [served.engine.stream(prompt) for prompt in (PROMPT, "fox " * 300)]
@@ -379,7 +379,7 @@ async def test_closing_in_the_very_moment_of_the_start(make_executor: Any, tasks
         assert executor.is_closed
 
 
-@pytest.mark.virtual_clock(seeds=20)
+@pytest.mark.virtual_clock(seeds=8)
 async def test_a_start_may_be_cancelled_at_any_moment(make_executor: Any, tasks: Any, depth: int) -> None:
     kinds = set()
     for num_turns in [*range(12), 40, 400]:
