@@ -107,7 +107,8 @@ class EngineCore:
         self._unpublished: Iterator[tuple[int, tuple[Sequence, int]]] = iter(())
         """(place in the step, (sequence, token)) of the last step applied, as far as they were not handed out."""
         self._lines: dict[int, SampledLogprobs] = {}
-        self._wake: asyncio.Future[None] | None = None
+        self._has_news = asyncio.Event()
+        """Somebody has added, ended or drained since the last look at the scheduler."""
         self._is_draining = False
         self._is_stopped = False
 
@@ -130,7 +131,7 @@ class EngineCore:
         sequence.listener = listener
         self.scheduler.add(sequence)
         self._live[sequence.order] = sequence
-        self._wake_up()
+        self._has_news.set()
 
     def check_accepting(self) -> None:
         """Raise what `add` would: EngineDead or EngineClosed."""
@@ -147,12 +148,12 @@ class EngineCore:
         if not self._is_stopped and self.scheduler.finish(sequence, reason, stop_reason):
             self._release(sequence).on_end()
             self._on_room()
-            self._wake_up()
+            self._has_news.set()
 
     def drain(self) -> None:
         """Accept nothing more, and let `run` return when all that was accepted has ended."""
         self._is_draining = True
-        self._wake_up()
+        self._has_news.set()
 
     def stats(self) -> SchedulerStats:
         return self.scheduler.stats()
@@ -186,12 +187,13 @@ class EngineCore:
 
     async def _run(self) -> None:
         while True:
+            self._has_news.clear()
             self._launch()
             await self._publish()
             if self._in_flight:
                 await self._finish_oldest()
             elif self.scheduler.has_work or not self._is_draining:
-                await self._sleep()
+                await self._has_news.wait()  # nothing is in flight, so nothing else can change
             else:
                 return
 
@@ -243,18 +245,6 @@ class EngineCore:
             if sequence.finish_reason is not None and sequence.listener is listener:
                 self._release(sequence).on_end()
         return count == PUBLISH_SLICE
-
-    async def _sleep(self) -> None:
-        """Wait for a command; nothing is in flight, so nothing else can change."""
-        self._wake = asyncio.get_running_loop().create_future()
-        try:
-            await self._wake
-        finally:
-            self._wake = None
-
-    def _wake_up(self) -> None:
-        if self._wake is not None and not self._wake.done():
-            self._wake.set_result(None)
 
     # When it breaks
 

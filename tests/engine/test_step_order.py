@@ -250,3 +250,25 @@ async def test_a_listener_hears_nothing_after_its_end(make_executor: Any, tasks:
     for seed in range(1, 100):
         assert recorders[seed].ends == ["end"]
         assert len(recorders[seed].token_ids) == heard_at_end[seed] == 2
+
+
+@pytest.mark.virtual_clock(seeds=5)
+async def test_a_request_that_comes_between_the_slices_of_the_last_step_is_served(
+    make_executor: Any, tasks: Any, depth: int
+) -> None:
+    """All others end with that step, so that nothing is in flight, and the core is about to sleep."""
+    executor = make_executor(depth=depth, num_blocks=256)
+    async with running(executor, tasks) as core:
+        recorders = [add(core, seed=seed, num_tokens=2) for seed in range(100)]
+        late: list[Recorder] = []
+
+        def on_end() -> None:
+            asyncio.get_running_loop().call_soon(come)
+
+        def come() -> None:
+            assert not recorders[99].ends
+            late.append(add(core, seed=300, num_tokens=2))
+
+        recorders[0].on_end = on_end
+        await asyncio.sleep(100)
+        assert late[0].ends == ["end"]
