@@ -26,9 +26,7 @@ import platform
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -54,32 +52,14 @@ WARM_UP_STEPS = 60
 class Times(msgspec.Struct):
     """Seconds by phase, one number a step, on one clock."""
 
-    clock: Callable[[], float]
     phases: dict[str, list[float]] = msgspec.field(default_factory=lambda: {phase: [] for phase in PHASES})
 
     def totals(self) -> list[float]:
         return [sum(step) for step in zip(*self.phases.values(), strict=True)]
 
 
-class Stopwatch:
-    """Times the phases of each step on two clocks at once."""
-
-    def __init__(self) -> None:
-        self.cpu = Times(time.thread_time)
-        self.wall = Times(time.perf_counter)
-
-    def run(self, phase: str, function: Callable[[], Any]) -> Any:
-        # Innermost is the CPU clock: reading it is a system call, which the other then counts.
-        wall, cpu = time.perf_counter(), time.thread_time()
-        value = function()
-        cpu, wall = time.thread_time() - cpu, time.perf_counter() - wall
-        self.cpu.phases[phase].append(cpu)
-        self.wall.phases[phase].append(wall)
-        return value
-
-
 class Device:
-    """Brings a token for each row that wants one; rows picked by ``num_ending`` get an EOS."""
+    """Brings a token for each row that wants one, EOS for some."""
 
     def __init__(self, seed: int) -> None:
         self._random = np.random.default_rng(seed)
@@ -114,51 +94,85 @@ class Requests:
         ]
 
 
-def take_in(scheduler: Scheduler, requests: list[Request]) -> None:
-    for request in requests:
-        scheduler.add(Sequence(request, eos_token_ids=EOS))
+class Workload:
+    """``num_running`` sequences, of which a share of ``churn`` is replaced each step.
 
+    The methods named in `PHASES` are what is timed; the others prepare what those take in.
+    """
 
-def make_scheduler(num_running: int, num_blocks: int) -> Scheduler:
-    return Scheduler(
-        KVManager(num_blocks, BLOCK_SIZE, enable_prefix_caching=True),
-        max_num_seqs=num_running,
-        max_num_batched_tokens=MAX_BATCHED_TOKENS,
-        eos_token_ids=EOS,
-    )
+    def __init__(self, num_running: int, num_steps: int, depth: int, churn: float) -> None:
+        tokens_each = PROMPT_TOKENS + 32 if churn else PROMPT_TOKENS + num_steps
+        num_blocks = 2 * num_running * (tokens_each // BLOCK_SIZE + 1)
+        longest = (PROMPT_TOKENS + MAX_NEW_TOKENS) // BLOCK_SIZE + 1
+        self.scheduler = Scheduler(
+            KVManager(max(num_blocks, longest), BLOCK_SIZE, enable_prefix_caching=True),
+            max_num_seqs=num_running,
+            max_num_batched_tokens=MAX_BATCHED_TOKENS,
+            eos_token_ids=EOS,
+        )
+        self.depth = depth
+        self.num_running = num_running
+        self.churn = churn
+        self.output: StepOutput | None = None
+        self._device, self._requests = Device(seed=1), Requests(seed=2)
+        self._first_arrivals = [len(part) for part in np.array_split(np.arange(num_running), BLOCK_SIZE)]
+        self._arriving: list[Request] = []
+        self._launched: deque[StepPlan] = deque()
+        self._landing: tuple[StepPlan, StepResult] | None = None
+        self._num_ending = 0.0
 
+    def arrive(self, step: int) -> None:
+        """Make the requests that come before this step."""
+        if step < len(self._first_arrivals):
+            count = self._first_arrivals[step]
+        else:
+            ended = self.output.sequences if self.output is not None else []
+            count = sum(sequence.finish_reason is not None for sequence in ended)
+            self._num_ending += self.churn * self.num_running
+        self._arriving = self._requests.make(count)
 
-def measure(num_running: int, num_steps: int, depth: int, churn: float) -> Stopwatch:
-    """Run a workload at ``depth`` steps in flight, and time ``num_steps`` steps of it."""
-    tokens_each = PROMPT_TOKENS + 32 if churn else PROMPT_TOKENS + num_steps + WARM_UP_STEPS
-    num_blocks = 2 * num_running * (tokens_each // BLOCK_SIZE + 1)
-    longest = (PROMPT_TOKENS + MAX_NEW_TOKENS) // BLOCK_SIZE + 1
-    scheduler = make_scheduler(num_running, max(num_blocks, longest))
-    device, requests = Device(seed=1), Requests(seed=2)
-    launched: deque[StepPlan] = deque()
-    arrivals = [len(part) for part in np.array_split(np.arange(num_running), BLOCK_SIZE)]
-    ending, replacing = 0.0, 0
-    for step in range(WARM_UP_STEPS + num_steps):
-        if step == WARM_UP_STEPS:
-            watch = Stopwatch()
-        elif step == 0:
-            watch = Stopwatch()  # thrown away with the warm-up
-        arriving = requests.make(arrivals[step] if step < len(arrivals) else replacing)
-        watch.run("intake", lambda: take_in(scheduler, arriving))  # noqa: B023 - runs at once
-        plan = watch.run("schedule", scheduler.schedule)
+    def intake(self) -> None:
+        for request in self._arriving:
+            self.scheduler.add(Sequence(request, eos_token_ids=EOS))
+
+    def schedule(self) -> None:
+        plan = self.scheduler.schedule()
         if plan is not None:
-            launched.append(plan)
-        if len(launched) < depth:
-            watch.run("apply", lambda: None)
-            continue
-        plan = launched.popleft()
-        ending += churn * num_running if step >= len(arrivals) else 0.0
-        result = device.compute(plan, int(ending))
-        ending -= int(ending)
-        output: StepOutput = watch.run("apply", lambda: scheduler.apply(plan, result))  # noqa: B023 - runs at once
-        replacing = sum(sequence.finish_reason is not None for sequence in output.sequences)
-    assert len(scheduler.running) >= num_running * (1 - 2 * churn * depth) - 1, "the workload is not what it says"
-    return watch
+            self._launched.append(plan)
+
+    def compute(self) -> None:
+        """Bring the result of the oldest step, if the device is as far behind as it may be."""
+        self._landing = None
+        if len(self._launched) >= self.depth:
+            plan = self._launched.popleft()
+            self._landing = plan, self._device.compute(plan, int(self._num_ending))
+            self._num_ending %= 1
+
+    def apply(self) -> None:
+        if self._landing is not None:
+            self.output = self.scheduler.apply(*self._landing)
+
+
+def measure(num_running: int, num_steps: int, depth: int, churn: float) -> tuple[Times, Times]:
+    """Time ``num_steps`` steps of a workload after it has settled, in CPU time and in wall time."""
+    cpu, wall = Times(), Times()
+    workload = Workload(num_running, WARM_UP_STEPS + num_steps, depth, churn)
+    for step in range(WARM_UP_STEPS + num_steps):
+        workload.arrive(step)
+        for phase in PHASES:
+            if phase == "apply":
+                workload.compute()
+            run = getattr(workload, phase)
+            # The CPU clock is read innermost: that is a system call, of which each clock then counts its own half.
+            wall_start, cpu_start = time.perf_counter(), time.thread_time()
+            run()
+            cpu_end, wall_end = time.thread_time(), time.perf_counter()
+            if step >= WARM_UP_STEPS:
+                cpu.phases[phase].append(cpu_end - cpu_start)
+                wall.phases[phase].append(wall_end - wall_start)
+    fewest = num_running * (1 - 2 * churn * depth) - 1
+    assert len(workload.scheduler.running) >= fewest, "the workload is not what it says"
+    return cpu, wall
 
 
 def summarize(times: Times) -> dict[str, float]:
@@ -186,8 +200,7 @@ def main() -> None:
     print(f"{'workload':8} {'running':>8} " + " ".join(f"{column:>11}" for column in columns))
     for workload, churn in (("steady", 0.0), ("churn", CHURN)):
         for num_running in arguments.running:
-            watch = measure(num_running, arguments.steps, arguments.depth, churn)
-            cpu, wall = summarize(watch.cpu), summarize(watch.wall)
+            cpu, wall = map(summarize, measure(num_running, arguments.steps, arguments.depth, churn))
             lines.append({"workload": workload, "running": num_running, "cpu_us": cpu, "wall_us": wall})
             figures = [*(cpu[column] for column in columns[:-2]), wall["median"], wall["p90"]]
             print(f"{workload:8} {num_running:8d} " + " ".join(f"{figure:11.1f}" for figure in figures), flush=True)

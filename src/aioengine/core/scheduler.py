@@ -198,10 +198,9 @@ class Scheduler:
             growing = self._out_of_blocks(work)
         grown_blocks = self._grow(growing)
         admitted: list[Sequence] = []
-        if not is_tight or not len(work.rows):
-            self._wake_waiters()
+        self._wake_waiters()
+        if self.waiting and not (is_tight and len(work.rows)):
             admitted = self._admit(self.max_num_batched_tokens - int(work.num_tokens.sum()))
-        if admitted:
             work = self._join(work, admitted)
         if not len(work.rows):
             return None
@@ -388,10 +387,11 @@ class Scheduler:
 
     def _join(self, work: _Work, admitted: list[Sequence]) -> _Work:
         """Append the first chunks of the admitted sequences; the last one may have to share its prompt out."""
-        self._add_running(admitted)
-        new_rows = np.array([sequence.row for sequence in admitted], np.intp)
+        if not admitted:
+            return work
+        new_rows = self._add_running(admitted)
         rows = np.concatenate([work.rows, new_rows])
-        starts = np.concatenate([work.starts, self._scheduled[new_rows]])
+        starts = self._scheduled[rows]
         num_tokens = np.concatenate([work.num_tokens, self._expected[new_rows] - self._scheduled[new_rows]])
         num_tokens[-1] -= max(int(num_tokens.sum()) - self.max_num_batched_tokens, 0)
         return _Work(rows, starts, num_tokens, starts + num_tokens)
@@ -416,7 +416,7 @@ class Scheduler:
         )
         self._step += 1
         self._removed.clear()
-        is_all = np.array_equal(rows, self._running_rows)
+        is_all = rows is self._running_rows or np.array_equal(rows, self._running_rows)
         sequences = self.running if is_all else self._tenants_of(rows)
         self._launched.append(_Launched(plan, rows, work.ends, sequences))
         return plan
@@ -460,15 +460,17 @@ class Scheduler:
         tenants = self._tenants
         return [tenants[row] for row in rows.tolist()]  # a row in use has a tenant
 
-    def _add_running(self, sequences: list[Sequence]) -> None:
+    def _add_running(self, sequences: list[Sequence]) -> Rows:
+        """Put these among ``running``; returns their rows."""
+        new_rows = np.array([sequence.row for sequence in sequences], np.intp)
         running = self.running + sequences
         if self.running and self.running[-1].order > sequences[0].order:
             running.sort(key=_by_order)
             self._running_rows = np.array([sequence.row for sequence in running], np.intp)
         else:
-            new_rows = np.array([sequence.row for sequence in sequences], np.intp)
             self._running_rows = np.concatenate([self._running_rows, new_rows])
         self.running = running
+        return new_rows
 
     def _drop_running(self, sequences: list[Sequence]) -> None:
         """Take these out of ``running``, those that are in it."""
