@@ -8,6 +8,7 @@ import warnings
 from types import TracebackType
 from typing import Any, Self, get_args
 
+import anyio
 import msgspec
 import numpy as np
 
@@ -72,7 +73,8 @@ class Engine:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        await self.aclose()
+        with anyio.CancelScope(shield=True):  # closing has a deadline of its own
+            await self.aclose()
 
     async def aclose(self, *, drain: bool = False) -> None:
         """Stop, and free everything: tasks, threads, files, memory. Idempotent; from any task of the engine's loop.
@@ -126,11 +128,10 @@ class Engine:
         `generate`. Leaving the block, for any reason, aborts the request.
         """
         runtime = self._running()
-        defaults = runtime.files.sampling_defaults
-        checked = make_params(params, defaults, sampling)
+        checked = make_params(params, runtime.sampling_defaults, sampling)
         _check_params(checked, runtime)
         _check_call(prompt, request_id, on_full)
-        return Stream(self, runtime, prompt, checked, request_id or _make_id(), on_full)
+        return Stream(self, runtime, _snapshot(prompt, runtime), checked, request_id or _make_id(), on_full)
 
     def abort(self, request_id: str) -> None:
         """End all requests of this id with what they have: ``finish_reason`` is "abort". Synchronous and idempotent."""
@@ -361,6 +362,24 @@ def _check_call(prompt: Any, request_id: str | None, on_full: str) -> None:
         raise InvalidRequest(f"request_id={request_id!r}: a non-empty str is needed", param="request_id")
     if on_full not in get_args(OnFull):
         raise InvalidRequest(f"on_full={on_full!r}: 'wait' or 'raise' is needed", param="on_full")
+
+
+def _snapshot(prompt: Prompt, runtime: Runtime) -> Prompt:
+    """The prompt as it is now: while the request waits, the caller may go on with the list.
+
+    Raises:
+        InvalidRequest, PromptTooLong: this model cannot take it, whatever is in it.
+    """
+    if isinstance(prompt, str):
+        runtime.require_tokenizer()
+        return prompt
+    if isinstance(prompt[0], dict):
+        runtime.require_tokenizer()
+        return [dict(message) if isinstance(message, dict) else message for message in prompt]
+    limit = runtime.executor.info.max_model_len - 1
+    if len(prompt) > limit:
+        raise PromptTooLong(len(prompt), limit)
+    return prompt.copy()
 
 
 def _check_params(params: SamplingParams, runtime: Runtime) -> None:

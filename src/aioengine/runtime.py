@@ -91,7 +91,8 @@ class Runtime:
             await self._started.wait()
         except asyncio.CancelledError:
             self._stop()
-            await asyncio.wait({self._supervisor})
+            with anyio.CancelScope(shield=True):  # closing has a deadline of its own
+                await asyncio.wait({self._supervisor})
             raise
         if not self._is_serving:
             raise self._start_error or EngineClosed("the engine was closed while it was starting")
@@ -172,6 +173,7 @@ class Runtime:
             ModelFolder.resolve, config.model, revision=config.revision, with_weights=config.load_format != "dummy"
         )
         self.files = await self.worker.run(resolve, None)
+        self.sampling_defaults = self.files.sampling_defaults
         await self._load_tokenizer()
         if not self._has_executor:
             self.executor = await self._start_executor()

@@ -27,6 +27,10 @@ STEP_TIME_S = 0.01
 Serve = Callable[..., AbstractAsyncContextManager["Served"]]
 
 
+def is_virtual() -> bool:
+    return isinstance(asyncio.get_running_loop(), VirtualClockLoop)
+
+
 class Served:
     """A started engine, its fake device, and what a test wants to know of both.
 
@@ -90,7 +94,8 @@ class Served:
 
     async def until(self, is_so: Callable[[], Any]) -> None:
         """Let others run until it is so."""
-        for _ in range(10_000):
+        # Threads take real time, which passes a turn at a time on a real loop.
+        for _ in range(10_000 if is_virtual() else 1_000_000):
             if is_so():
                 return
             await self.turn()
@@ -98,8 +103,7 @@ class Served:
 
     async def turn(self) -> None:
         """Let all others run once; on a virtual clock also let a little time pass."""
-        is_virtual = isinstance(asyncio.get_running_loop(), VirtualClockLoop)
-        await asyncio.sleep(STEP_TIME_S / 10 if is_virtual else 0)
+        await asyncio.sleep(STEP_TIME_S / 10 if is_virtual() else 0)
 
     async def rest(self) -> None:
         """Wait until the engine has nothing to do, ending the steps of a manual device."""
@@ -146,8 +150,7 @@ def make_executor() -> Callable[..., FakeExecutor]:
     """
 
     def make(*, depth: int = 1, script: dict[tuple[int, ...], list[int]] | None = None, **options: Any) -> FakeExecutor:
-        is_virtual = isinstance(asyncio.get_running_loop(), VirtualClockLoop)
-        options.setdefault("step_time_s", STEP_TIME_S if is_virtual else 0.0)
+        options.setdefault("step_time_s", STEP_TIME_S if is_virtual() else 0.0)
         options.setdefault("vocab_size", VOCAB_SIZE)
         vocab_size = options["vocab_size"]
         scripted = {} if script is None else script

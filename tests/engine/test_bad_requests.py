@@ -160,9 +160,9 @@ async def test_a_model_without_a_tokenizer_says_what_it_cannot_take(serve: Any, 
     (tmp_path / "config.json").write_text("{}")
     async with serve(model=str(tmp_path)) as served:
         with pytest.raises(InvalidRequest, match="no tokenizer") as text:
-            await served.engine.generate("hi")
+            served.engine.stream("hi")
         with pytest.raises(InvalidRequest, match="no tokenizer") as chat:
-            await served.engine.generate([{"role": "user", "content": "hi"}])
+            served.engine.stream([{"role": "user", "content": "hi"}])
         with pytest.raises(InvalidRequest, match="tokenizer") as stop:
             served.engine.stream(IDS, stop="x")
 
@@ -194,6 +194,12 @@ async def test_a_prompt_that_leaves_no_room_is_too_long(serve: Any, prompt: Any)
         assert error.value.param == "prompt"
         assert str(error.value.limit) in str(error.value)
         assert_nothing_was_queued(served)
+
+
+async def test_too_many_ids_are_refused_before_a_place_is_waited_for(serve: Any) -> None:
+    async with serve(max_model_len=20) as served:
+        with pytest.raises(PromptTooLong):
+            served.engine.stream([5] * 20)
 
 
 async def test_a_text_of_long_special_tokens_is_counted_by_its_tokens(serve: Any) -> None:

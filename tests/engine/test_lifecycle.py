@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 import uvloop
 
@@ -43,6 +44,29 @@ async def poll(is_so: Callable[[], Any]) -> None:
 
 def engine_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("aioengine")]
+
+
+class Gate:
+    """Holds the resolving of the model folder, which is the first thing of a start, in its thread."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open = threading.Event()
+        self.is_reached = threading.Event()
+        resolve = ModelFolder.resolve
+
+        def gated(*args: Any, **options: Any) -> ModelFolder:
+            self.is_reached.set()
+            assert self.open.wait(30)
+            return resolve(*args, **options)
+
+        monkeypatch.setattr(ModelFolder, "resolve", gated)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.open.set()
 
 
 # Both ends
@@ -285,6 +309,47 @@ async def test_a_stream_made_before_the_close_is_refused_after_it(serve: Any, de
         assert served.runtime._requests == {}
 
 
+class SlowToClose(FakeExecutor):
+    """Takes a while to close."""
+
+    async def aclose(self) -> None:
+        for _ in range(20):
+            await asyncio.sleep(0)
+        await super().aclose()
+
+
+@pytest.mark.virtual_clock(seeds=5)
+async def test_an_engine_left_by_a_timeout_is_closed_after_its_block() -> None:
+    """A cancelled anyio scope cancels each await in it again, those of the clean-up too."""
+    executor = SlowToClose(vocab_size=2048, max_model_len=512)
+    with anyio.move_on_after(1):
+        async with Engine(executor=executor) as engine:
+            await engine.generate("fox " * 300, max_tokens=2)
+            await asyncio.sleep(10)
+    assert executor.is_closed
+    assert not engine._runtime.is_open
+    assert engine_threads() == []
+
+
+@pytest.mark.virtual_clock(seeds=5)
+async def test_a_start_given_up_by_a_timeout_leaves_nothing_behind(gate: Gate, tasks: Any) -> None:
+    executor = SlowToClose(vocab_size=2048, max_model_len=512)
+    with anyio.CancelScope() as scope:
+        tasks.start(give_up_when_reached(gate, scope))
+        await Engine.start(executor=executor)
+    assert scope.cancelled_caught
+    assert executor.is_closed
+    assert engine_threads() == []
+
+
+async def give_up_when_reached(gate: Gate, scope: anyio.CancelScope) -> None:
+    await poll(gate.is_reached.is_set)
+    scope.cancel()
+    for _ in range(3):
+        await asyncio.sleep(0)
+    gate.open.set()
+
+
 class StuckExecutor(FakeExecutor):
     """Its `aclose` hangs, or fails."""
 
@@ -316,29 +381,6 @@ async def test_a_device_that_fails_to_close_is_heard_of_and_the_rest_is_closed()
 
 
 # Starting
-
-
-class Gate:
-    """Holds the resolving of the model folder, which is the first thing of a start, in its thread."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.open = threading.Event()
-        self.is_reached = threading.Event()
-        resolve = ModelFolder.resolve
-
-        def gated(*args: Any, **options: Any) -> ModelFolder:
-            self.is_reached.set()
-            assert self.open.wait(30)
-            return resolve(*args, **options)
-
-        monkeypatch.setattr(ModelFolder, "resolve", gated)
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    gate = Gate(monkeypatch)
-    yield gate
-    gate.open.set()
 
 
 @pytest.mark.virtual_clock(seeds=5)
@@ -426,6 +468,17 @@ async def test_a_model_that_is_not_there_is_a_load_error_and_nothing_is_left(
         with pytest.raises(ModelLoadError):
             async with Engine(model):
                 raise AssertionError("entered")
+
+
+async def test_a_generation_config_that_cannot_be_meant_is_refused_at_the_start(
+    make_executor: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "generation_config.json").write_text('{"temperature": -3}')
+    executor = make_executor()
+    with pytest.raises(ModelLoadError, match=r"generation_config\.json: temperature=-3"):
+        await Engine.start(str(tmp_path), executor=executor)
+    assert executor.is_closed
 
 
 async def test_a_failed_start_can_be_closed_and_says_that_it_is_closed(tmp_path: Path) -> None:
@@ -623,14 +676,8 @@ def test_an_engine_dropped_as_its_loop_ends_says_so_once(new_loop: Any) -> None:
 
 @on_each_loop
 def test_a_loop_that_ends_while_the_engine_closes_waits_for_it(new_loop: Any) -> None:
-    class Slow(FakeExecutor):
-        async def aclose(self) -> None:
-            for _ in range(20):
-                await asyncio.sleep(0)
-            await super().aclose()
-
     async def main() -> FakeExecutor:
-        executor = Slow(vocab_size=2048)
+        executor = SlowToClose(vocab_size=2048, max_model_len=512)
         engine = await Engine.start(executor=executor)
         await engine.generate("fox " * 50, max_tokens=2)
         closing = asyncio.get_running_loop().create_task(engine.aclose())

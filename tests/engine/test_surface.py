@@ -132,6 +132,25 @@ async def test_many_run_side_by_side_and_each_gets_its_own(serve: Any, depth: in
         assert [output.outputs for output in together] == [output.outputs for output in alone]
 
 
+async def test_a_prompt_is_what_it_was_at_the_call(serve: Any, tasks: Any) -> None:
+    """A chat's list goes on to be used by the caller while the request waits."""
+    async with serve(is_manual=True, config={"max_waiting": 1, "max_num_seqs": 1}) as served:
+        ids, messages = list(IDS), [dict(message) for message in MESSAGES]
+        tasks.start(served.engine.generate(IDS, max_tokens=1))
+        await served.until(lambda: served.executor.plans)
+        waiting = [tasks.start(served.engine.generate(prompt, max_tokens=1)) for prompt in (ids, messages, ids)]
+        await served.turn()
+        ids.clear()
+        messages[0]["content"] = "Something else"
+        messages.append({"role": "assistant", "content": "A fox."})
+        await served.until(lambda: served.complete_all() or all(task.done() for task in waiting))
+        first, chat, last = await tasks.end(*waiting)
+
+        assert first.prompt_token_ids == last.prompt_token_ids == IDS
+        assert "Who lives here?" in chat.prompt
+        assert "A fox." not in chat.prompt
+
+
 # Streams
 
 
