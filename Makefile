@@ -1,5 +1,5 @@
 # What CI runs, and nothing that it does not. Each part can be run alone.
-PYTHON ?= python
+PYTHON ?= $(shell command -v python || command -v python3)
 
 .PHONY: check format lint types tests
 

@@ -76,9 +76,25 @@ def imports_of(path: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: imports are absolute here"
-            yield node.module or ""
+            module = node.module or ""
+            # A name that is imported may itself be a module: `from aioengine import engine`.
+            inner = [f"{module}.{alias.name}" for alias in node.names]
+            yield from [name for name in inner if is_module(name)] or [module]
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "worker.run")):
             yield from (a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str))
+
+
+def is_module(name: str) -> bool:
+    if not name.startswith("aioengine."):
+        return False
+    path = ROOT.joinpath(*name.split(".")[1:])
+    return path.is_dir() or path.with_suffix(".py").is_file()
+
+
+def test_a_module_imported_by_name_from_its_package_is_seen(tmp_path: Path) -> None:
+    source = tmp_path / "sneaky.py"
+    source.write_text("from aioengine import engine, SamplingParams\nfrom aioengine.executor import torch_executor\n")
+    assert set(imports_of(source)) == {"aioengine.engine", "aioengine.executor.torch_executor"}
 
 
 def test_there_are_modules_to_look_at() -> None:

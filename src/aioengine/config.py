@@ -14,7 +14,9 @@ from aioengine.validation import check_fields
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The keywords of `Engine`; a bad value is a `ConfigError` that names the field."""
 
-    model: Annotated[str, Meta(description="hub id or folder; absent: the bundled demo model")] | None = None
+    model: Annotated[str, Meta(min_length=1, description="hub id or folder; absent: the bundled demo model")] | None = (
+        None
+    )
     revision: Annotated[str, Meta(description="branch, tag or commit of a hub model")] | None = None
     load_format: Annotated[
         Literal["auto", "safetensors", "dummy"], Meta(description="dummy: random weights, no files but config.json")
@@ -22,7 +24,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"], Meta(description="auto: as the model was saved")
     ] = "auto"
-    device: Annotated[Literal["auto", "cpu"], Meta(description="where the model runs")] = "auto"
+    device: Annotated[Literal["auto", "cpu"], Meta(description="where the model runs: on the CPU, for now")] = "auto"
     max_model_len: (
         Annotated[int, Meta(ge=2, description="most tokens of prompt and output together; absent: the model's")] | None
     ) = None

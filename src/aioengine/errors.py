@@ -27,17 +27,20 @@ class PromptTooLong(InvalidRequest):
     """The prompt does not fit the model.
 
     Attributes:
-        length: tokens in the prompt.
+        length: tokens in the prompt; at least so many if ``is_lower_bound``.
         limit: the most tokens that a prompt may have here.
+        is_lower_bound: the text was too long to be worth counting.
     """
 
-    def __init__(self, length: int, limit: int) -> None:
+    def __init__(self, length: int, limit: int, *, is_lower_bound: bool = False) -> None:
+        count = f"at least {length}" if is_lower_bound else str(length)
         super().__init__(
-            f"prompt has {length} tokens; this engine allows {limit} (max_model_len, with room for one output token)",
+            f"prompt has {count} tokens; this engine allows {limit} (max_model_len, with room for one output token)",
             param="prompt",
         )
         self.length = length
         self.limit = limit
+        self.is_lower_bound = is_lower_bound
 
 
 class ConfigError(AioEngineError):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import difflib
 import functools
 import math
+import re
 from collections.abc import Callable, Iterable
-from typing import Any, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
+import numpy as np
 
 
 @functools.cache
@@ -29,14 +31,15 @@ def check_fields(struct: msgspec.Struct, error: Callable[[str, str], Exception])
     """
     for name, hint in field_types(type(struct)).items():
         value = getattr(struct, name)
+        if isinstance(value, np.generic):
+            value = value.item()
         if isinstance(value, float) and math.isnan(value):  # NaN passes every comparison that a bound makes
             raise error(name, f"{name}=nan is not a number")
         try:
             converted = msgspec.convert(value, hint, strict=True)
         except msgspec.ValidationError as exc:
-            text = str(exc)
-            raise error(name, f"{name}={_shorten(value)}: {text[0].lower()}{text[1:]}") from None
-        if converted is not value:
+            raise error(name, f"{name}={_shorten(value)}: {_in_python(str(exc))}{_choices(hint)}") from None
+        if converted is not getattr(struct, name):
             msgspec.structs.force_setattr(struct, name, converted)
 
 
@@ -54,6 +57,19 @@ def check_known_fields(
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
             raise error(name, f"unknown parameter {name!r}{hint}")
+
+
+def _in_python(message: str) -> str:
+    """msgspec speaks of JSON; say it in Python's words: ``Expected `array`, got `null` - at `$[0]` ``."""
+    message = message.replace("`null`", "`None`").replace("| null", "| None").replace("`array`", "`list`")
+    message = re.sub(r" - at `\$\[(\d+)\]`", r" (item \1)", message)
+    return message[0].lower() + message[1:]
+
+
+def _choices(hint: Any) -> str:
+    names = get_args(hint.__origin__ if get_origin(hint) is Annotated else hint)
+    is_choice = get_origin(hint.__origin__ if get_origin(hint) is Annotated else hint) is Literal
+    return f"; choose one of {', '.join(map(repr, names))}" if is_choice else ""
 
 
 def _shorten(value: object) -> str:

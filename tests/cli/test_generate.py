@@ -48,6 +48,7 @@ def test_a_prompt_can_come_from_stdin_and_a_chat_answers_without_echo() -> None:
     assert "Hello!<|im" not in done.stdout
     assert done.stdout.strip()
     assert "ended by stop" in done.stderr
+    assert "tokens/s" in done.stderr
 
 
 def test_ctrl_c_ends_it_quietly_with_the_shells_code() -> None:
@@ -77,6 +78,7 @@ def test_ctrl_c_ends_it_quietly_with_the_shells_code() -> None:
         (("generate", "x", "--top-k", "many"), 2, "Invalid value for '--top-k'"),
         (("generate", "x", "--max-num-batched-tokens", "1"), 2, "raise the first or lower the second"),
         (("generate", ""), 2, "the prompt is empty"),
+        (("generate", "x", "--dtype", "fp16"), 2, "'fp16' is not one of 'auto', 'float32', 'bfloat16', 'float16'"),
         (("generate", "x", "--model", "/nowhere/at/all"), 1, "/nowhere/at/all"),
         (("generate", "x", "--kv-cache-memory-bytes", "10"), 2, "bytes"),
         (("nonsense",), 2, "No such command"),
@@ -97,6 +99,26 @@ def test_a_closed_pipe_is_no_accident() -> None:
     assert done.stdout == "Once "
     assert "Traceback" not in done.stderr
     assert "Exception" not in done.stderr
+
+
+def test_what_cannot_be_written_or_read_is_one_line_too() -> None:
+    line = f"{sys.executable} -m aioengine generate x --max-tokens 3 > /dev/full"
+    done = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert (done.returncode, "No space left" in done.stderr, "Traceback" in done.stderr) == (1, True, False)
+    raw = subprocess.run(
+        [*COMMAND, "generate", "-"], input=b"abc\xff", capture_output=True, timeout=DEADLINE_S, check=False
+    )
+    assert raw.returncode == 2
+    assert b"the prompt is not UTF-8" in raw.stderr
+    assert b"Traceback" not in raw.stderr
+
+
+def test_an_emoji_goes_in_and_out_whatever_the_locale_is() -> None:
+    env = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [*COMMAND, "generate", "🙂 hi", "--max-tokens", "3"]
+    done = subprocess.run(command, capture_output=True, timeout=DEADLINE_S, check=False, env=env)
+    assert done.returncode == 0, done.stderr
+    assert b"hi" in done.stdout
 
 
 def test_every_field_of_the_structs_is_a_flag_with_a_help_text() -> None:

@@ -10,7 +10,7 @@ import click
 
 import aioengine
 from aioengine.cli.generate import generate
-from aioengine.errors import AioEngineError, ConfigError, InvalidRequest, ModelLoadError
+from aioengine.errors import AioEngineError, ConfigError, InvalidRequest
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
@@ -40,15 +40,23 @@ def main() -> None:
         status = EXIT_USAGE
     except (InvalidRequest, ConfigError) as error:
         status = _complain(error, EXIT_USAGE)
-    except (ModelLoadError, AioEngineError) as error:
+    except AioEngineError as error:
         status = _complain(error, EXIT_FAILURE)
     except KeyboardInterrupt:
         click.echo(err=True)
         status = EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader of a pipe has gone, as `| head` does; nothing is left to say, nor anyone to
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()
         status = EXIT_FAILURE
+    except OSError as error:
+        _drop_stdout()
+        status = _complain(error, EXIT_FAILURE)
     sys.exit(status if isinstance(status, int) else 0)
+
+
+def _drop_stdout() -> None:
+    """What is still buffered cannot be written; the interpreter would try again at its end, and complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _complain(error: Exception, status: int) -> int:

@@ -7,7 +7,7 @@ description as its help and the struct's own check behind it.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import click
@@ -18,14 +18,17 @@ from aioengine.validation import field_types
 Command = Callable[..., Any]
 
 
-def options_of(struct_type: type[msgspec.Struct], *, skip: Collection[str] = ()) -> Callable[[Command], Command]:
-    """A decorator that gives a click command a flag for each field; absent flags are None, and left out by `given`."""
+def options_of(struct_type: type[msgspec.Struct], *, absent: str = "{}") -> Callable[[Command], Command]:
+    """A decorator that gives a click command a flag for each field; absent flags are None, and left out by `given`.
+
+    Args:
+        absent: how the help text puts a field's default, in place of ``{}``.
+    """
 
     def decorate(command: Command) -> Command:
         fields = {field.name: field for field in msgspec.structs.fields(struct_type)}
         for name, hint in reversed(field_types(struct_type).items()):
-            if name not in skip:
-                command = _option(name, hint, fields[name].default)(command)
+            command = _option(name, hint, fields[name].default, absent)(command)
         return command
 
     return decorate
@@ -37,10 +40,11 @@ def given(struct_type: type[msgspec.Struct], values: dict[str, Any]) -> dict[str
     return {name: value for name, value in values.items() if name in names and value not in (None, ())}
 
 
-def _option(name: str, hint: Any, default: Any) -> Callable[[Command], Command]:
+def _option(name: str, hint: Any, default: Any, absent: str) -> Callable[[Command], Command]:
     kind, description = _unwrap(hint)
     flag = "--" + name.replace("_", "-")
-    shown = f"{description} [default: {default}]" if default not in (None, (), msgspec.NODEFAULT) else description
+    is_told = default not in (None, (), msgspec.NODEFAULT)
+    shown = f"{description} [default: {absent.format(default)}]" if is_told else description
     if kind is bool:
         return click.option(f"{flag}/--no-{flag[2:]}", name, default=None, help=shown)
     if get_origin(kind) is tuple:

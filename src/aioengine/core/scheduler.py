@@ -102,6 +102,8 @@ class Scheduler:
         self._removed: list[int] = []
         self._running_rows: Rows = np.zeros(0, np.intp)
         """The rows of ``running``; never changed in place."""
+        self._gone_rows: list[int] = []
+        """Rows in ``running`` whose sequences were ended from outside: taken out together, at the next look at it."""
         self._leaving: list[Sequence] = []
         """RUNNING with a reason: they have a row until what is in flight is applied."""
         self._parked: dict[int, Sequence] = {}
@@ -146,7 +148,8 @@ class Scheduler:
         if sequence.state is State.FINISHED:
             return False
         if sequence.state is State.RUNNING:
-            self._drop_running([sequence])
+            if not sequence.reasons:
+                self._gone_rows.append(sequence.row)
             self._vacate(sequence)
         elif self.blocked.pop(sequence.order, None) is None:
             self.waiting.discard(sequence)
@@ -188,6 +191,7 @@ class Scheduler:
 
         After None something must be applied, unblocked, added or ended before there can be a step.
         """
+        self._drop_gone()
         self._park_blocked()
         work = self._share_budget()
         growing = self._out_of_blocks(work)
@@ -251,13 +255,16 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether any sequence is waiting, running or blocked."""
+        self._drop_gone()
         return bool(self.waiting or self.running or self.blocked or self._leaving)
 
     def sequences(self) -> list[Sequence]:
         """All sequences that have not ended."""
+        self._drop_gone()
         return [*self.running, *self._leaving, *self.waiting, *self.blocked.values()]
 
     def stats(self) -> SchedulerStats:
+        self._drop_gone()
         return SchedulerStats(
             running=len(self.running) + len(self._leaving),
             waiting=len(self.waiting),
@@ -475,11 +482,20 @@ class Scheduler:
     def _drop_running(self, sequences: list[Sequence]) -> None:
         """Take these out of ``running``, those that are in it."""
         if sequences:
-            stays = np.ones(len(self._tenants), np.bool_)
-            stays[[sequence.row for sequence in sequences]] = False
-            stays = stays[self._running_rows]
-            self.running = list(compress(self.running, stays.tolist()))
-            self._running_rows = self._running_rows[stays]
+            self._drop_rows([sequence.row for sequence in sequences])
+
+    def _drop_rows(self, rows: list[int]) -> None:
+        stays = np.ones(len(self._tenants), np.bool_)
+        stays[rows] = False
+        stays = stays[self._running_rows]
+        self.running = list(compress(self.running, stays.tolist()))
+        self._running_rows = self._running_rows[stays]
+
+    def _drop_gone(self) -> None:
+        """One pass for all that were ended since the last: a pass each would hold the loop when many end at once."""
+        if self._gone_rows:
+            self._drop_rows(self._gone_rows)
+            self._gone_rows = []
 
     def _take_row(self, sequence: Sequence) -> None:
         """Seat an admitted sequence."""

@@ -10,14 +10,15 @@ def finish_reason(
 ) -> tuple[FinishReason | None, int | None]:
     """Why ``sequence`` ends with ``token_id``, its newest token, if it does: (finish reason, stop reason).
 
-    The order is vLLM's: EOS, then the request's stop tokens (the stop reason is the id), then the length. Before
-    ``min_tokens`` the sampler cannot bring a stop token at all.
+    The order is vLLM's: nothing before ``min_tokens`` but the length; then EOS, then the request's stop tokens (the
+    stop reason is the id), then the length. The sampler masks stop tokens until then, unless a row has no other.
     """
     params = sequence.request.params
-    if token_id in eos_token_ids and not params.ignore_eos:
-        return "stop", None
-    if token_id in sequence.stop_token_ids:
-        return "stop", token_id
+    if len(sequence.output_ids) >= params.min_tokens:
+        if token_id in eos_token_ids and not params.ignore_eos:
+            return "stop", None
+        if token_id in sequence.stop_token_ids:
+            return "stop", token_id
     if sequence.num_tokens >= sequence.limit:
         return "length", None
     return None, None

@@ -21,7 +21,7 @@ def num_kv_blocks(config: EngineConfig, *, max_model_len: int, bytes_per_block: 
         bytes_per_block: of keys and values in all layers.
         available_bytes: free memory, with the weights loaded.
     Raises:
-        ConfigError: not even one sequence of ``max_model_len`` tokens fits.
+        ConfigError: not even one sequence of ``max_model_len`` tokens fits, or more is asked for than is free.
     """
     if config.kv_cache_memory_bytes is not None:
         granted_bytes, source = config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
@@ -37,7 +37,13 @@ def num_kv_blocks(config: EngineConfig, *, max_model_len: int, bytes_per_block: 
             f"a sequence of max_model_len={max_model_len} tokens needs {blocks_a_sequence * bytes_per_block} bytes of "
             f"KV cache; {source} grants {granted_bytes}: {remedy}"
         )
-    return min(num_blocks, config.max_num_seqs * blocks_a_sequence)
+    num_blocks = min(num_blocks, config.max_num_seqs * blocks_a_sequence)
+    if num_blocks * bytes_per_block > available_bytes:
+        raise ConfigError(
+            f"kv_cache_memory_bytes={config.kv_cache_memory_bytes} is more than the {available_bytes} bytes that are "
+            "free; lower it, or lower max_num_seqs or max_model_len"
+        )
+    return num_blocks
 
 
 def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:

@@ -12,6 +12,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from aioengine.errors import ConfigError, ModelLoadError
 from aioengine.model_folder import ModelFolder
 
+MAX_POSITIONS = 2**24
+"""Beyond any model; a config that states more is damaged, and its table of rotations would fill the memory."""
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 ACTIVATIONS = ("silu", "swish")
@@ -114,7 +117,7 @@ def read_decoder_config(folder: ModelFolder, *, dtype: str = "auto", max_model_l
         num_heads=hf.num_attention_heads,
         num_kv_heads=hf.num_key_value_heads,
         head_dim=head_dim,
-        max_model_len=_limit(_model_len(hf), max_model_len),
+        max_model_len=_limit(_model_len(hf), max_model_len, where),
         dtype=_dtype(hf, dtype, where),
         rms_norm_eps=hf.rms_norm_eps,
         qkv_bias=_flag(family.qkv_bias, hf),
@@ -189,7 +192,9 @@ def _model_len(hf: Any) -> int:
     return stated
 
 
-def _limit(model_len: int, max_model_len: int | None) -> int:
+def _limit(model_len: object, max_model_len: int | None, where: object) -> int:
+    if not isinstance(model_len, int) or not 2 <= model_len <= MAX_POSITIONS:
+        raise ModelLoadError(f"{where}: max_position_embeddings={model_len!r}; 2 to {MAX_POSITIONS} is needed")
     if max_model_len is not None and max_model_len > model_len:
         raise ConfigError(f"max_model_len={max_model_len} is more than the {model_len} tokens that this model allows")
     return max_model_len or model_len
