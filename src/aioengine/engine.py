@@ -47,14 +47,18 @@ class Engine:
         ConfigError: a field is unknown, or its value is bad.
     """
 
-    def __init__(self, model: str | None = None, *, executor: Executor | None = None, **config: Any) -> None:
+    def __init__(
+        self, model: str | os.PathLike[str] | None = None, *, executor: Executor | None = None, **config: Any
+    ) -> None:
         check_known_fields(EngineConfig, config, lambda _, message: ConfigError(message))
-        self.config = EngineConfig(model=model, **config)
+        self.config = EngineConfig(model=os.fspath(model) if isinstance(model, os.PathLike) else model, **config)
         self._given_executor = executor
         self._runtime: Runtime | None = None
 
     @classmethod
-    async def start(cls, model: str | None = None, *, executor: Executor | None = None, **config: Any) -> Self:
+    async def start(
+        cls, model: str | os.PathLike[str] | None = None, *, executor: Executor | None = None, **config: Any
+    ) -> Self:
         """Make an engine and start it, for notebooks and apps where no ``async with`` fits; close it with `aclose`.
 
         Cancelling stops the loading and leaves nothing behind.
@@ -82,7 +86,8 @@ class Engine:
         Cancelling stops the wait, not the closing.
 
         Args:
-            drain: first let all accepted requests end. Otherwise they hear `EngineClosed`.
+            drain: first let all accepted requests end, while those that wait for a place hear `EngineClosed`. Without
+                it all hear that.
         """
         if self._runtime is not None:
             await self._runtime.aclose(drain=drain)
@@ -128,8 +133,10 @@ class Engine:
         `generate`. Leaving the block, for any reason, aborts the request.
         """
         runtime = self._running()
+        runtime.check_loop()
         checked = make_params(params, runtime.sampling_defaults, sampling)
         _check_params(checked, runtime)
+        prompt = _as_list(prompt)
         _check_call(prompt, request_id, on_full)
         return Stream(self, runtime, _snapshot(prompt, runtime), checked, request_id or _make_id(), on_full)
 
@@ -237,7 +244,8 @@ class Stream:
         try:
             runtime.core.check_accepting()
             prepare = functools.partial(_prepare, runtime, self._prompt, self._params, self.request_id)
-            self._prompt_text, sequence = await runtime.worker.run(prepare, _num_chars(self._prompt))
+            num_chars = _num_chars(self._prompt)
+            self._prompt_text, sequence = await runtime.worker_for(num_chars).run(prepare, num_chars)
             self._completion = runtime.add(sequence)
         finally:
             runtime.intake.leave()
@@ -321,13 +329,13 @@ def _prepare(runtime: Runtime, prompt: Prompt, params: SamplingParams, request_i
 def _tokenize(runtime: Runtime, prompt: Prompt) -> tuple[str | None, list[int]]:
     limit = runtime.executor.info.max_model_len - 1
     if isinstance(prompt, list) and not isinstance(prompt[0], dict):
-        return None, _check_ids(prompt, limit, runtime.executor.info.vocab_size)
+        return None, prompt  # checked at the call
     tokenizer = runtime.require_tokenizer()
     text = prompt if isinstance(prompt, str) else tokenizer.render_chat(prompt)
     if runtime.longest_token_chars is not None:
         at_least = len(text) // (MAX_NORMALIZED_CHARS * runtime.longest_token_chars)
         if at_least > limit:  # megabytes that cannot fit are refused before they are tokenized
-            raise PromptTooLong(at_least, limit)
+            raise PromptTooLong(at_least, limit, is_lower_bound=True)
     # A chat template writes the special tokens itself; the tokenizer would add a second BOS.
     ids = tokenizer.encode(text, add_special_tokens=isinstance(prompt, str))
     if not ids:
@@ -339,7 +347,8 @@ def _check_ids(prompt: list[Any], limit: int, vocab_size: int) -> list[int]:
     if len(prompt) > limit:
         raise PromptTooLong(len(prompt), limit)
     try:
-        ids = msgspec.convert(prompt, list[int], strict=True)
+        plain = [token_id.item() if isinstance(token_id, np.integer) else token_id for token_id in prompt]
+        ids = msgspec.convert(plain, list[int], strict=True)
     except msgspec.ValidationError as exc:
         raise InvalidRequest(
             f"prompt: a list holds token ids (int) or messages (dict): {exc}", param="prompt"
@@ -348,6 +357,13 @@ def _check_ids(prompt: list[Any], limit: int, vocab_size: int) -> list[int]:
     if not 0 <= worst < vocab_size:
         raise InvalidRequest(f"prompt holds token id {worst}; the model has 0 to {vocab_size - 1}", param="prompt")
     return ids
+
+
+def _as_list(prompt: Any) -> Any:
+    """Token ids as the list that they are: tuples, arrays and tensors of one dimension."""
+    if isinstance(prompt, tuple):
+        return list(prompt)
+    return prompt.tolist() if getattr(prompt, "ndim", None) == 1 and hasattr(prompt, "tolist") else prompt
 
 
 def _check_call(prompt: Any, request_id: str | None, on_full: str) -> None:
@@ -376,10 +392,7 @@ def _snapshot(prompt: Prompt, runtime: Runtime) -> Prompt:
     if isinstance(prompt[0], dict):
         runtime.require_tokenizer()
         return [dict(message) if isinstance(message, dict) else message for message in prompt]
-    limit = runtime.executor.info.max_model_len - 1
-    if len(prompt) > limit:
-        raise PromptTooLong(len(prompt), limit)
-    return prompt.copy()
+    return list(_check_ids(prompt, runtime.executor.info.max_model_len - 1, runtime.executor.info.vocab_size))
 
 
 def _check_params(params: SamplingParams, runtime: Runtime) -> None:

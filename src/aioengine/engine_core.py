@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import msgspec
@@ -75,7 +75,7 @@ class EngineCore:
         config: the engine's.
         eos_token_ids: the model's.
         on_room: called when a waiting sequence has begun to run or has ended.
-        write_dump: keeps the report of a failed step; it must not hold the loop.
+        write_dump: begins to keep the report of a failed step, and returns at once.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class EngineCore:
         *,
         eos_token_ids: tuple[int, ...] = (),
         on_room: Callable[[], None] = lambda: None,
-        write_dump: Callable[[str], Awaitable[None]] | None = None,
+        write_dump: Callable[[str], None] = lambda _: None,
     ) -> None:
         info = executor.info
         self.executor = executor
@@ -178,7 +178,7 @@ class EngineCore:
         except Exception as exc:
             self.death = self._make_death(exc)
             self._end_all(self.copy_death)
-            await self._keep(self.death.dump)
+            self._write_dump(self.death.dump)
         except asyncio.CancelledError:
             self._end_all(_closed)
             raise
@@ -218,7 +218,7 @@ class EngineCore:
         except DeviceLost:
             raise
         except Exception as exc:
-            await self._fail(plan, exc)
+            self._fail(plan, exc)
             return
         output = self.scheduler.apply(plan, result)
         self._in_flight.popleft()
@@ -248,7 +248,7 @@ class EngineCore:
 
     # When it breaks
 
-    async def _fail(self, plan: StepPlan, cause: Exception) -> None:
+    def _fail(self, plan: StepPlan, cause: Exception) -> None:
         failed = self.scheduler.fail(plan)
         self._in_flight.popleft()
         dump = self._describe(cause, plan)
@@ -259,7 +259,7 @@ class EngineCore:
             failure.__cause__ = cause
             self._release(sequence).on_error(failure)
         self._on_room()
-        await self._keep(dump)
+        self._write_dump(dump)
 
     def _make_death(self, cause: Exception) -> EngineDead:
         dump = self._describe(cause, self._in_flight[0][0] if self._in_flight else None)
@@ -275,11 +275,6 @@ class EngineCore:
         except Exception:  # what broke may be what is described; those who wait must hear of it all the same
             logger.exception("the failure cannot be described")
             return ""
-
-    async def _keep(self, dump: str) -> None:
-        if self._write_dump is not None:
-            with contextlib.suppress(OSError):  # a full disk must not hide the failure itself, which is logged above
-                await self._write_dump(dump)
 
     def _end_all(self, error: Callable[[], AioEngineError]) -> None:
         """Let everyone hear an end. The scheduler or a listener may be what broke: neither keeps it from the others."""

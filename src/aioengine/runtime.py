@@ -30,9 +30,12 @@ from aioengine.intake import Intake
 from aioengine.model_folder import ModelFolder
 from aioengine.progress import loading_bar
 from aioengine.text.tokenizer import Tokenizer
-from aioengine.text.worker import TextWorker
+from aioengine.text.worker import TextWorker, run_abandonable
 
 logger = logging.getLogger("aioengine")
+
+LARGE_TEXT_CHARS = 100_000
+"""About 20 ms of tokenization, and a long prompt for any model."""
 
 CLOSE_DEADLINE_S = 60.0
 """How long closing waits for the step that runs. A device that hangs longer is left to its daemon thread."""
@@ -63,6 +66,8 @@ class Runtime:
     def __init__(self, config: EngineConfig, executor: Executor | None) -> None:
         self.config = config
         self.worker = TextWorker()
+        self._large_worker = TextWorker()
+        """For what takes long and must hold up nobody else: huge texts, and files that are written."""
         self.longest_token_chars: int | None = None
         """Characters of the longest token; None where nobody knows."""
         self._has_executor = executor is not None
@@ -128,8 +133,7 @@ class Runtime:
         return not self._supervisor.done()
 
     def check_running(self) -> None:
-        """Raise EngineDead or EngineClosed if no request can be taken."""
-        self.check_loop()
+        """Raise EngineDead or EngineClosed if no request can be taken; callable from anywhere."""
         if self._is_serving and self.core.death is not None:
             raise self.core.copy_death()
         if self._is_closing:
@@ -138,8 +142,15 @@ class Runtime:
             raise EngineClosed("the engine is still starting")
 
     def check_loop(self) -> None:
-        if asyncio.get_running_loop() is not self._loop:
-            raise RuntimeError("this engine was started on another event loop; use it there, or start one here")
+        try:
+            is_here = asyncio.get_running_loop() is self._loop
+        except RuntimeError:
+            is_here = False
+        if not is_here:
+            raise RuntimeError(
+                "this engine was started on another event loop: use it there, start one here, or go through "
+                "asyncio.run_coroutine_threadsafe or loop.call_soon_threadsafe"
+            )
 
     async def _supervise(self) -> None:
         is_loop_gone = False
@@ -172,7 +183,9 @@ class Runtime:
         resolve = functools.partial(
             ModelFolder.resolve, config.model, revision=config.revision, with_weights=config.load_format != "dummy"
         )
-        self.files = await self.worker.run(resolve, None)
+        is_here = config.model is None or await self.worker.run(Path(config.model).exists, None)
+        # A download cannot be stopped; a cancelled start, or Ctrl-C, must not wait for gigabytes.
+        self.files = await (self.worker.run(resolve, None) if is_here else run_abandonable(resolve))
         self.sampling_defaults = self.files.sampling_defaults
         await self._load_tokenizer()
         if not self._has_executor:
@@ -228,20 +241,28 @@ class Runtime:
             if hasattr(self, "executor"):
                 await self.executor.aclose()
         finally:
-            await self.worker.aclose()
+            try:
+                await self.worker.aclose()
+            finally:
+                await self._large_worker.aclose()
 
     # Requests
 
+    def worker_for(self, num_chars: int | None) -> TextWorker:
+        """The worker for a text of so many characters: megabytes take seconds, and others do not wait for those."""
+        is_large = num_chars is not None and num_chars > LARGE_TEXT_CHARS
+        return self._large_worker if is_large else self.worker
+
     def add(self, sequence: Sequence) -> Completion:
         """Hand a sequence to the core, followed by a completion of its own."""
-        tokenizer, params = self.tokenizer, sequence.request.params
+        params = sequence.request.params
         detokenizer = None
         if self._table is not None:
             detokenizer = make_detokenizer(self._table, stop=tuple(params.stop), min_tokens=params.min_tokens)
         completion = Completion(
             sequence,
             detokenizer=detokenizer,
-            decode=(lambda token_id: tokenizer.decode([token_id], skip_special_tokens=False)) if tokenizer else None,
+            decode=self._decode_one if self.tokenizer is not None else None,
             finish=self.core.finish,
         )
         self.core.add(sequence, completion)
@@ -280,16 +301,37 @@ class Runtime:
             f"= {num_tokens:,} tokens, {num_tokens / info.max_model_len:,.1f} sequences of {info.max_model_len:,}"
         )
 
+    def _decode_one(self, token_id: int) -> str:
+        """A token's text alone, special or not; by table, since a request may ask for twenty with each token."""
+        assert self.tokenizer is not None
+        table = self.tokenizer.token_table(skip_special_tokens=False)
+        if isinstance(table, TokenTable) and not table.lead_strip and token_id < len(table.pieces):
+            piece = table.first_pieces.get(token_id, table.pieces[token_id])
+            if isinstance(piece, str):
+                return piece
+        return self.tokenizer.decode([token_id], skip_special_tokens=False)
+
     def _on_room(self) -> None:
         self.intake.admit()
 
     def _end_error(self) -> AioEngineError:
         return self.core.copy_death() if self.core.death is not None else _closed()
 
-    async def _write_dump(self, text: str) -> None:
+    def _write_dump(self, text: str) -> None:
+        """Keep a report in ``dump_dir``, if there is one; the engine goes on meanwhile, and `aclose` waits for it."""
         if self.config.dump_dir is not None:
-            path = await self.worker.run(write_dump, None, Path(self.config.dump_dir), text)
-            logger.error("the report of the failed step is in %s", path)
+            write = functools.partial(write_dump, Path(self.config.dump_dir), text)
+            self._large_worker.begin(write).add_done_callback(_tell_dump)
+
+
+def _tell_dump(written: asyncio.Future[Path]) -> None:
+    if written.cancelled():
+        return
+    error = written.exception()
+    if error is not None:
+        logger.error("the report of the failed step could not be written: %s", error)
+    else:
+        logger.error("the report of the failed step is in %s", written.result())
 
 
 def _check_room(info: ExecutorInfo) -> None:

@@ -229,5 +229,5 @@ def every_error_is_heard(request: pytest.FixtureRequest) -> Iterator[None]:
     logger.addHandler(handler)
     yield
     logger.removeHandler(handler)
-    if records and request.session.testsfailed == num_failed:
+    if records and request.session.testsfailed == num_failed and not request.node.get_closest_marker("leaves_tasks"):
         pytest.fail("\n".join(logging.Formatter().format(record) for record in records), pytrace=False)

@@ -67,7 +67,7 @@ BAD_ARGUMENTS = [
     ("prompt", {"prompt": None}),
     ("prompt", {"prompt": 7}),
     ("prompt", {"prompt": b"bytes"}),
-    ("prompt", {"prompt": (1, 2)}),
+    ("prompt", {"prompt": (1, "a")}),
     ("prompt", {"prompt": {"role": "user", "content": "hi"}}),
     ("request_id", {"request_id": ""}),
     ("request_id", {"request_id": 7}),

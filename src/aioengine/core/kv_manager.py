@@ -12,7 +12,7 @@ from aioengine.core.prefix_cache import ROOT, PrefixCache, hash_block, hash_prom
 from aioengine.core.sequence import Reason, Sequence
 
 
-class Hit(msgspec.Struct, frozen=True, gc=False):
+class Hit(msgspec.Struct, frozen=True):
     """What the prefix cache has for a sequence, and what is missing.
 
     Attributes:

@@ -41,7 +41,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     steps: int
 
 
-class StepOutput(msgspec.Struct, frozen=True, gc=False):
+class StepOutput(msgspec.Struct, frozen=True):
     """What applying a result brought: ``token_ids[i]`` is the newest token of ``sequences[i]``.
 
     A sequence that ended with its token has its ``finish_reason`` set.
@@ -64,7 +64,7 @@ class _Work(msgspec.Struct, frozen=True, gc=False):
     ends: Int32
 
 
-class _Launched(msgspec.Struct, frozen=True, gc=False):
+class _Launched(msgspec.Struct, frozen=True):
     plan: StepPlan
     rows: Rows
     ends: Int32

@@ -37,6 +37,9 @@ DEFAULT_MAX_IN_FLIGHT = 1
 """On a CPU the loop and the device share the cores, so that a queued step gains little and costs a wasted token."""
 
 
+CANCEL_DEADLINE_S = 60.0
+"""How long a cancelled start waits for what cannot be interrupted, such as an import."""
+
 LARGE_STEP_BYTES = 32 * 2**20
 
 
@@ -72,7 +75,7 @@ class TorchExecutor:
         try:
             info = await thread.submit(partial(device.load, make_decoder, config, stats)).wait()
         except BaseException:
-            with anyio.CancelScope(shield=True):
+            with anyio.CancelScope(shield=True), anyio.move_on_after(CANCEL_DEADLINE_S):
                 await thread.aclose()
             raise
         return cls(thread, device, info, stats)

@@ -1,12 +1,13 @@
-"""One thread for text work that is too long for the event loop."""
+"""Threads for work that is too long for the event loop."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -25,7 +26,7 @@ class TextWorker:
 
     def __init__(self) -> None:
         self._executor: ThreadPoolExecutor | None = None
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
         self._is_closed = False
 
     async def run(self, function: Callable[P, T], /, size: int | None, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -44,9 +45,14 @@ class TextWorker:
             raise RuntimeError("this TextWorker is closed")
         if size is not None and size <= self.MAX_INLINE_CHARS:
             return function(*args, **kwargs)
+        return await self.begin(lambda: function(*args, **kwargs))
+
+    def begin(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        """Call the function in the thread; what it brings is in the future, for whoever cares. `aclose` waits."""
         if self._executor is None:
-            self._executor = ThreadPoolExecutor(1, "aioengine-text", initializer=self._remember_thread)
-        return await asyncio.get_running_loop().run_in_executor(self._executor, lambda: function(*args, **kwargs))
+            # The thread keeps its initializer: one that knew this worker would keep a dropped worker alive, and itself.
+            self._executor = ThreadPoolExecutor(1, "aioengine-text", _append_this_thread, (self._threads,))
+        return asyncio.get_running_loop().run_in_executor(self._executor, function)
 
     async def aclose(self) -> None:
         """Wait for the work that is still wanted, then end the thread. Closing twice is harmless.
@@ -63,11 +69,42 @@ class TextWorker:
         finally:
             executor.shutdown(wait=False, cancel_futures=True)
         # Not joined: that would hold the loop for as long as the thread, which only unwinds now, waits for the GIL.
-        while self._thread is not None and self._thread.is_alive():  # noqa: ASYNC110 - a thread's end sets no event
+        while any(thread.is_alive() for thread in self._threads):  # noqa: ASYNC110 - a thread's end sets no event
             await asyncio.sleep(0)
 
-    def _remember_thread(self) -> None:
-        self._thread = threading.current_thread()
+
+async def run_abandonable(function: Callable[[], T]) -> T:
+    """Call the function in a daemon thread of its own, for work that nothing can stop, such as a download.
+
+    Cancelling abandons it: the thread goes on to the function's end by itself, and nobody waits for it, not even the
+    interpreter's exit.
+    """
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if outcome.done():
+            return
+        if error is not None:
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(result)
+
+    def work() -> None:
+        result, error = None, None
+        try:
+            result = function()
+        except BaseException as exc:  # whatever it was, the one who waits must hear it
+            error = exc
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=work, name="aioengine-download", daemon=True).start()
+    return await outcome
+
+
+def _append_this_thread(threads: list[threading.Thread]) -> None:
+    threads.append(threading.current_thread())
 
 
 def _nothing() -> None:
