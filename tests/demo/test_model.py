@@ -133,10 +133,10 @@ def test_an_earlier_turn_is_remembered(demo: DemoModel) -> None:
 
 def test_a_story_on_request_is_about_who_was_asked_for(demo: DemoModel) -> None:
     [story] = demo.answer(
-        [[{"role": "user", "content": "Tell me a short story about a dragon named Ruby."}]], max_tokens=400
+        [[{"role": "user", "content": "Tell me a short story about a fox named Ruby."}]], max_tokens=400
     )
     assert story_faults(story) == []
-    assert re.search(r"\bdragon\b", story)
+    assert re.search(r"\bfox\b", story)
     assert "Ruby" in story
 
 

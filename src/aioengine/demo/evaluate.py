@@ -23,7 +23,7 @@ from aioengine.demo.chats import SMALL_TALK, Message
 from aioengine.demo.grammar import END_OF_TEXT, documents
 from aioengine.demo.questions import NUMBER_LIMIT, animal_facts, animal_json, other_json, small_facts
 from aioengine.demo.train import encode, grouped, held_out_loss, special_id
-from aioengine.demo.world import Dice
+from aioengine.demo.world import ANIMALS, BOYS, FANTASY_KINDS, GIRLS, Dice, fix_articles
 
 SAMPLING = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 0}
 
@@ -169,6 +169,40 @@ def story_shares(model: DemoModel, num_stories: int, prompt: str = "Once upon a 
     }
 
 
+def request_shares(model: DemoModel, num_stories: int) -> dict[str, float]:
+    """Stories that were asked for, greedy: does the first sentence have the name and the kind that were asked for?"""
+    dice = Dice("evaluate-requests")
+    kinds = [animal.animal for animal in ANIMALS] + list(FANTASY_KINDS)
+    heroes = [(dice.pick(kinds), dice.pick(GIRLS + BOYS)) for _ in range(num_stories)]
+    questions = [fix_articles(f"Tell me a short story about a~ {kind} named {name}.") for kind, name in heroes]
+    answers = model.answer([_user(question) for question in questions], max_tokens=400)
+    asked = [(answer.split(".")[0], kind, name) for answer, (kind, name) in zip(answers, heroes, strict=True)]
+    animals = [(first, kind) for first, kind, _ in asked if kind not in FANTASY_KINDS]
+    others = [(first, kind) for first, kind, _ in asked if kind in FANTASY_KINDS]
+    return {
+        "has the name": sum(name in first for first, _, name in asked) / len(asked),
+        "is the animal": sum(kind in first for first, kind in animals) / len(animals),
+        "is the dragon, robot ...": sum(kind in first for first, kind in others) / len(others),
+    }
+
+
+def name_shares(model: DemoModel) -> dict[str, float]:
+    """Every name of the world, given by the system or by the user a turn before, and asked for."""
+    names = GIRLS + BOYS
+    own = model.answer([[{"role": "system", "content": f"You are {name}."}, *_user("Who are you?")] for name in names])
+    told: list[list[Message]] = []
+    for name in names:
+        greeting = {"role": "assistant", "content": f"Nice to meet you, {name}!"}
+        told.append([*_user(f"My name is {name}."), greeting, *_user("What is my name?")])
+    users = model.answer(told)
+    return {
+        "its own": sum(answer.startswith(f"I am {name},") for answer, name in zip(own, names, strict=True))
+        / len(names),
+        "the user's": sum(answer == f"Your name is {name}." for answer, name in zip(users, names, strict=True))
+        / len(names),
+    }
+
+
 def measure(folder: Path, num_samples: int) -> Iterator[tuple[str, dict[str, float]]]:
     """The numbers of the card, one group after another."""
     recorded = json.loads((folder / "training.json").read_text(encoding="utf-8"))
@@ -183,6 +217,8 @@ def measure(folder: Path, num_samples: int) -> Iterator[tuple[str, dict[str, flo
     yield "arithmetic, greedy, exact", share_of_right_sums(model)
     yield "JSON, greedy", share_of_valid_json(model, num_samples)
     yield "answers, greedy, exact", share_of_right_answers(model, num_samples)
+    yield "names from the context, greedy, exact", name_shares(model)
+    yield "stories on request, greedy", request_shares(model, num_samples)
     yield "stories, temperature 0.7, top_p 0.9", story_shares(model, num_samples)
 
 
