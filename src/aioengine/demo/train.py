@@ -234,8 +234,8 @@ def held_out_loss(model: LlamaForCausalLM, held_out: Sequence[Batch]) -> float:
 def optimizers_for(model: LlamaForCausalLM, weight_decay: float) -> tuple[torch.optim.Optimizer, ...]:
     """Muon (Jordan et al., 2024) for the matrices inside the layers, AdamW for the embedding and the norms.
 
-    With AdamW alone the model had not learned after 3 million tokens to say a character's name again; copying from the
-    context comes much earlier with orthogonalised steps.
+    With AdamW, and documents packed into shared rows, the model had not learned after 3 million tokens to say a
+    character's name again; with Muon and a row for each document it did after 2.5 million.
     """
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
