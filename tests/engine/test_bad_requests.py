@@ -6,6 +6,7 @@ import asyncio
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 
 from aioengine import EngineOverloaded, InvalidRequest, PromptTooLong, SamplingParams
@@ -148,6 +149,30 @@ async def test_a_bad_prompt_is_refused_before_it_is_queued(serve: Any, prompt: A
         assert error.value.param == "prompt"
         assert not isinstance(error.value, PromptTooLong)
         assert_nothing_was_queued(served)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [prompt for prompt in BAD_PROMPTS if isinstance(prompt, list) and not isinstance(prompt[0], dict)],
+    ids=ascii,
+)
+async def test_bad_ids_are_refused_at_the_call_of_stream(serve: Any, prompt: Any) -> None:
+    async with serve() as served:
+        with pytest.raises(InvalidRequest) as error:
+            served.engine.stream(prompt)
+        assert error.value.param == "prompt"
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [np.zeros((2, 2), np.int32), np.array([0.5]), np.array([True]), np.array(7), np.zeros(0, np.int32)],
+    ids=["matrix", "floats", "booleans", "scalar", "empty"],
+)
+async def test_an_array_that_holds_no_list_of_ids_is_refused(serve: Any, prompt: Any) -> None:
+    async with serve() as served:
+        with pytest.raises(InvalidRequest) as error:
+            served.engine.stream(prompt)
+        assert error.value.param == "prompt"
 
 
 async def test_an_unknown_keyword_comes_with_the_nearest_one(serve: Any) -> None:

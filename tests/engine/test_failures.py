@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from aioengine import EngineClosed, EngineDead, RequestOutput, StepFailed
+from aioengine import EngineClosed, EngineDead, RequestOutput, StepFailed, runtime
 from aioengine.executor.protocol import DeviceLost
 
 SECRET_IDS = [1234, 1567, 1890] * 6
@@ -200,6 +201,32 @@ def numbers_of(value: Any) -> set[float]:
     if isinstance(value, list):
         return set().union(*map(numbers_of, value))
     return {value} if isinstance(value, int | float) else set()
+
+
+async def test_a_report_that_takes_long_to_write_holds_nobody_up_and_is_waited_for_at_the_close(
+    serve: Any, tasks: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gate = threading.Event()
+    write = runtime.write_dump
+
+    def gated(*args: Any) -> Path:
+        assert gate.wait(30)
+        return write(*args)
+
+    monkeypatch.setattr(runtime, "write_dump", gated)
+    async with serve(config={"dump_dir": str(tmp_path)}) as served:
+        served.executor.make_step_fail(0, upside_down())
+        with pytest.raises(StepFailed):
+            await served.engine.generate([10] * 5, max_tokens=4)
+        assert (await served.engine.generate([10] * 5, max_tokens=4)).finished
+        assert (await served.engine.generate("fox " * 50, max_tokens=4)).finished
+        closing = tasks.start(served.engine.aclose())
+        for _ in range(100):
+            await served.turn()
+        assert not closing.done()
+        gate.set()
+        await closing
+    assert len(list(tmp_path.glob("*.json"))) == 1  # noqa: ASYNC240
 
 
 @pytest.mark.virtual_clock(seeds=2)

@@ -481,6 +481,13 @@ async def test_a_generation_config_that_cannot_be_meant_is_refused_at_the_start(
     assert executor.is_closed
 
 
+async def test_a_model_may_be_a_path(make_executor: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    async with Engine(tmp_path, executor=make_executor()) as engine:
+        assert str(tmp_path) in repr(engine)
+        assert (await engine.generate(PROMPT, max_tokens=2)).finished
+
+
 async def test_a_failed_start_can_be_closed_and_says_that_it_is_closed(tmp_path: Path) -> None:
     engine = Engine(str(tmp_path / "absent"))
     with pytest.raises(ModelLoadError):

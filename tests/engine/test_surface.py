@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from typing import Any
 
+import numpy as np
 import pytest
 
 from aioengine import CompletionDelta, RequestOutput, SamplingParams, Stream
@@ -56,6 +58,19 @@ async def test_token_ids_are_completed(serve: Any, depth: int) -> None:
         assert output.prompt_token_ids == IDS
         assert len(output.outputs[0].token_ids) == 5
         assert output.text == served.tokenizer.decode(output.outputs[0].token_ids)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [tuple(IDS), np.array(IDS), np.array(IDS, np.int32), [np.int64(token_id) for token_id in IDS]],
+    ids=["tuple", "array", "int32 array", "list of numpy integers"],
+)
+async def test_token_ids_come_as_any_sequence_of_integers(serve: Any, prompt: Any) -> None:
+    async with serve() as served:
+        output = await served.engine.generate(prompt, seed=1, max_tokens=5)
+        assert output.outputs == (await served.engine.generate(IDS, seed=1, max_tokens=5)).outputs
+        assert output.prompt_token_ids == IDS
+        assert all(type(token_id) is int for token_id in output.prompt_token_ids)
 
 
 async def test_a_chat_is_rendered_by_the_models_template(serve: Any) -> None:
@@ -149,6 +164,23 @@ async def test_a_prompt_is_what_it_was_at_the_call(serve: Any, tasks: Any) -> No
         assert first.prompt_token_ids == last.prompt_token_ids == IDS
         assert "Who lives here?" in chat.prompt
         assert "A fox." not in chat.prompt
+
+
+async def test_a_huge_text_holds_up_no_shorter_one(serve: Any, tasks: Any) -> None:
+    async with serve(max_model_len=40_000, num_blocks=2500) as served:
+        encode, gate = served.tokenizer.encode, threading.Event()
+
+        def gated(text: str, **options: Any) -> list[int]:
+            assert len(text) < 100_000 or gate.wait(30)
+            return encode(text, **options)
+
+        served.tokenizer.encode = gated
+        huge = tasks.start(served.engine.generate("fox and owl " * 10_000, max_tokens=1))
+        await served.turn()
+        assert (await served.engine.generate("fox and owl " * 200, max_tokens=1)).finished
+        assert not huge.done()
+        gate.set()
+        assert (await huge).finished
 
 
 # Streams
