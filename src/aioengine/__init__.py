@@ -8,23 +8,30 @@ async with Engine() as engine:
 ```
 """
 
-from aioengine.config import EngineConfig
-from aioengine.engine import Engine, Stream
-from aioengine.errors import (
-    AioEngineError,
-    ConfigError,
-    EngineClosed,
-    EngineDead,
-    EngineOverloaded,
-    InternalError,
-    InvalidRequest,
-    ModelLoadError,
-    PromptTooLong,
-    StepFailed,
-    WireError,
-)
-from aioengine.outputs import CompletionDelta, CompletionOutput, Logprob, RequestOutput
-from aioengine.sampling_params import SamplingParams
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from aioengine.config import EngineConfig
+    from aioengine.engine import Engine, Stream
+    from aioengine.errors import (
+        AioEngineError,
+        ConfigError,
+        EngineClosed,
+        EngineDead,
+        EngineOverloaded,
+        InternalError,
+        InvalidRequest,
+        ModelLoadError,
+        PromptTooLong,
+        StepFailed,
+        WireError,
+    )
+    from aioengine.executor.protocol import ExecutorInfo
+    from aioengine.outputs import CompletionDelta, CompletionOutput, Logprob, RequestOutput
+    from aioengine.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
 
@@ -38,6 +45,7 @@ __all__ = [
     "EngineConfig",
     "EngineDead",
     "EngineOverloaded",
+    "ExecutorInfo",
     "InternalError",
     "InvalidRequest",
     "Logprob",
@@ -49,3 +57,25 @@ __all__ = [
     "Stream",
     "WireError",
 ]
+
+_HOMES = {
+    "config": ["EngineConfig"],
+    "engine": ["Engine", "Stream"],
+    "executor.protocol": ["ExecutorInfo"],
+    "outputs": ["CompletionDelta", "CompletionOutput", "Logprob", "RequestOutput"],
+    "sampling_params": ["SamplingParams"],
+}
+_HOME_OF = {name: f"aioengine.{module}" for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Names are imported when they are first used: programs that only look at the package pay for no numpy."""
+    if name not in __all__:
+        raise AttributeError(f"module 'aioengine' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME_OF.get(name, "aioengine.errors")), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -765,7 +765,7 @@ def test_the_suite_runs_the_loops_asked_for_and_fails_leaks_and_shows_seeds(inne
     assert "Deadlock: nothing can wake this loop" in output
     assert "seed 9)" in output
     assert output.count("name='the lost task'") == 3
-    assert "threads left behind: aioengine-lost" in output
+    assert "threads left behind:\naioengine-lost" in output
 
 
 @pytest.mark.parametrize(
