@@ -7,6 +7,7 @@ Phases of a step, each timed apart:
 - **intake**: make a `Sequence` for each new request and `Scheduler.add` it (churn only)
 - **schedule**: `Scheduler.schedule`, the plan with its deltas; prompts of new sequences are hashed here
 - **apply**: `Scheduler.apply`: append tokens, check stops, hash the blocks that were filled
+- **publish**, not part of the sums: each token to its `Completion`, which makes text of it and keeps it for its reader
 
 The device is a stand-in that draws tokens outside the timed parts. Two workloads, prefix caching on:
 
@@ -31,21 +32,25 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from aioengine.completion import Completion
+from aioengine.core.detokenizer import make_detokenizer
 from aioengine.core.kv_manager import KVManager
 from aioengine.core.plan import StepPlan, StepResult, Want, int32
 from aioengine.core.scheduler import Scheduler, StepOutput
 from aioengine.core.sequence import Sequence
+from aioengine.demo import model_path
 from aioengine.request import Request
 from aioengine.sampling_params import SamplingParams
+from aioengine.text.tokenizer import Tokenizer
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 100
 MAX_NEW_TOKENS = 1500
 MAX_BATCHED_TOKENS = 8192
 CHURN = 0.05
-VOCAB = 32_000
+VOCAB = 2048
 EOS = (2, 3)
-PHASES = ("intake", "schedule", "apply")
+PHASES = ("intake", "schedule", "apply", "publish")
 WARM_UP_STEPS = 60
 
 
@@ -55,7 +60,8 @@ class Times(msgspec.Struct):
     phases: dict[str, list[float]] = msgspec.field(default_factory=lambda: {phase: [] for phase in PHASES})
 
     def totals(self) -> list[float]:
-        return [sum(step) for step in zip(*self.phases.values(), strict=True)]
+        core = [times for phase, times in self.phases.items() if phase != "publish"]
+        return [sum(step) for step in zip(*core, strict=True)]
 
 
 class Device:
@@ -120,6 +126,7 @@ class Workload:
         self._launched: deque[StepPlan] = deque()
         self._landing: tuple[StepPlan, StepResult] | None = None
         self._num_ending = 0.0
+        self._table = Tokenizer.load(model_path()).token_table()
 
     def arrive(self, step: int) -> None:
         """Make the requests that come before this step."""
@@ -133,7 +140,11 @@ class Workload:
 
     def intake(self) -> None:
         for request in self._arriving:
-            self.scheduler.add(Sequence(request, eos_token_ids=EOS))
+            sequence = Sequence(request, eos_token_ids=EOS)
+            sequence.listener = Completion(
+                sequence, detokenizer=make_detokenizer(self._table), decode=None, finish=lambda *_: None
+            )
+            self.scheduler.add(sequence)
 
     def schedule(self) -> None:
         plan = self.scheduler.schedule()
@@ -151,6 +162,15 @@ class Workload:
     def apply(self) -> None:
         if self._landing is not None:
             self.output = self.scheduler.apply(*self._landing)
+
+    def publish(self) -> None:
+        if self._landing is None or self.output is None:
+            return
+        for sequence, token_id in zip(self.output.sequences, self.output.token_ids, strict=True):
+            listener: Completion = sequence.listener  # type: ignore[assignment]
+            listener.on_token(token_id, None)
+            if sequence.finish_reason is not None:
+                listener.on_end()
 
 
 def measure(num_running: int, num_steps: int, depth: int, churn: float) -> tuple[Times, Times]:
