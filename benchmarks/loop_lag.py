@@ -101,8 +101,9 @@ def main() -> None:
         figures = uvloop.run(main_coroutine)
     else:
         figures = asyncio.run(main_coroutine)
-    print(f"{args.loop}, {args.streams} streams for {args.seconds:.0f} s, seed {args.seed}: {figures['requests']} requests, "
-          f"{figures['tokens']} tokens ({figures['tokens'] / args.seconds:.0f}/s)")  # fmt: skip
+    rate = figures["tokens"] / args.seconds
+    print(f"{args.loop}, {args.streams} streams for {args.seconds:.0f} s, seed {args.seed}")
+    print(f"{figures['requests']} requests, {figures['tokens']} tokens, {rate:.0f} tokens/s")
     print(f"{'lag, ms':10s}{'p50':>8s}{'p99':>8s}{'p99.9':>8s}{'max':>8s}")
     for name in ("idle", "serving"):
         print(
