@@ -110,17 +110,16 @@ async def cancelled_soon(engine: Engine, case: Case, rng: random.Random) -> None
                 break
 
 
-def check_setting(setting: Setting, core: EngineCore, case_count: int) -> None:
+def check_setting(setting: Setting, core: EngineCore) -> None:
     """The setting did what it is there for, and left nothing behind."""
     stats = core.stats()
     if setting.kv_sequences < 2:
         assert stats.preemptions > 0, "nothing was preempted: the KV cache is too large for this test"
-    if setting.repeats > 1 and setting.kv_sequences > 2:
-        assert stats.prefix_cache_hits > 0
+    if setting.repeats > 1:
+        assert stats.prefix_cache_hits > 0, "no prefix was found again"
     assert stats.running == stats.waiting == stats.blocked == 0
     assert stats.free_blocks == stats.num_blocks
     core.scheduler.check_integrity()
-    assert case_count
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -132,7 +131,7 @@ async def test_greedy_tokens_and_logprobs_are_those_of_transformers(
     ref = reference(family)
     async with serving(ref, setting, depth) as (engine, core):
         outputs = await serve(engine, ref.cases, setting, random.Random(SEED), temperature=0.0, logprobs=TOP)
-        check_setting(setting, core, len(outputs))
+        check_setting(setting, core)
     for case, output in zip(ref.cases, outputs, strict=True):
         completion = output.outputs[0]
         assert completion.token_ids == case.token_ids
@@ -146,7 +145,7 @@ async def test_greedy_tokens_and_logprobs_are_those_of_transformers(
                 assert found.rank == 1 + int((want > want[token_id]).sum())
 
 
-@pytest.mark.parametrize(("family", "depths"), [("llama3", (1, 2)), ("mistral", (1, 2)), ("qwen3", (1, 4))])
+@pytest.mark.parametrize(("family", "depths"), [("llama3", (1, 2)), ("mistral", (1, 2)), ("qwen3", (1, 2, 4))])
 async def test_seeded_sampling_gives_the_same_tokens_in_every_setting(
     reference: Callable[[str], Reference], family: str, depths: tuple[int, ...]
 ) -> None:
@@ -156,7 +155,7 @@ async def test_seeded_sampling_gives_the_same_tokens_in_every_setting(
         for name, setting in SETTINGS.items():
             async with serving(ref, setting, depth) as (engine, core):
                 outputs = await serve(engine, ref.cases, setting, random.Random(SEED), **SAMPLING)
-                check_setting(setting, core, len(outputs))
+                check_setting(setting, core)
             found[name, depth] = [output.outputs[0].token_ids for output in outputs]
     alone = found["alone", 1]
     assert alone != [case.token_ids for case in ref.cases], "sampling was greedy"
@@ -184,15 +183,17 @@ async def test_the_device_computes_what_the_requests_need_and_nothing_more(
             assert core.executor.stats.num_computed_tokens == needed
 
 
-async def test_bfloat16_log_probabilities_stay_near_those_of_float32(
-    reference: Callable[[str], Reference],
+@pytest.mark.parametrize(("dtype", "mean_tolerance"), [("bfloat16", 0.15), ("float16", 0.02)])
+@pytest.mark.parametrize("family", ["llama3", "mistral", "qwen2", "qwen3"])
+async def test_log_probabilities_in_half_precision_stay_near_those_of_float32(
+    reference: Callable[[str], Reference], family: str, dtype: str, mean_tolerance: float
 ) -> None:
-    """Within what bf16's 8 bits give on this model: the mean error is small and no wrong layer hides behind it."""
-    ref = reference("llama2")
+    """Within what 8 or 11 bits give on these models: the mean error is small and no wrong layer hides behind it."""
+    ref = reference(family)
     errors = []
-    async with Engine(str(ref.folder), dtype="bfloat16", num_threads=1, show_progress=False) as engine:
+    async with Engine(str(ref.folder), dtype=dtype, num_threads=1, show_progress=False) as engine:
         for case in ref.cases:
             out = await engine.generate(case.prompt, max_tokens=1, temperature=0.0, logprobs=TOP)
             line = (out.outputs[0].logprobs or [{}])[0]
             errors += [abs(found.logprob - float(case.logprobs[0][token])) for token, found in line.items()]
-    assert sum(errors) / len(errors) < 0.15
+    assert sum(errors) / len(errors) < mean_tolerance
