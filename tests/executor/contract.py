@@ -102,6 +102,19 @@ class ExecutorContract(abc.ABC):
 
     # Results
 
+    async def test_stop_ids_are_not_sampled_before_min_tokens(self, opened: Opened) -> None:
+        prompt = self.prompt(opened, 9)
+        writer = opened.writer()
+        free = await self.generate(opened, writer, 0, prompt, 4)
+        writer.add(1, prompt, min_tokens=3, stop_ids=(free[0],))
+        plan = writer.plan({1: None})
+        held = writer.read(plan, await opened.run(plan))[1]
+        assert held != free[0]
+        writer.remove(1)
+        writer.add(2, prompt, min_tokens=0, stop_ids=(free[0],))
+        plan = writer.plan({2: None})
+        assert writer.read(plan, await opened.run(plan))[2] == free[0]
+
     async def test_rows_bring_a_token_where_they_want_one_and_none_elsewhere(self, opened: Opened) -> None:
         writer = opened.writer()
         for row, length in enumerate([5, 40, 1, 33]):

@@ -8,12 +8,25 @@ from typing import Any
 import anyio
 import numpy as np
 import pytest
+from executor.contract import ExecutorContract, Opened
 
 from aioengine.core.plan import EMPTY, RowAdded, RowSampling, StepPlan, StepResult, Want, int32
 from aioengine.executor.protocol import DeviceLost
 from aioengine.testing.fake_executor import FakeExecutor, sample_hash
 
 SAMPLING = RowSampling(seed=1)
+
+
+class InjectedFailure(Exception):
+    pass
+
+
+class TestContract(ExecutorContract):
+    """What the torch executor passes, the fake one passes."""
+
+    async def start(self, max_in_flight: int) -> Opened:
+        executor = FakeExecutor(num_blocks=128, max_in_flight=max_in_flight)
+        return Opened(executor, lambda step: executor.make_step_fail(step, InjectedFailure(f"step {step}")))
 
 
 def make_row(

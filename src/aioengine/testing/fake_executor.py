@@ -223,9 +223,18 @@ class FakeExecutor:
         assert end == len(row.tokens), "a token is sampled after the last known one"
         assert end < self.info.max_model_len, "the sequence is as long as the model allows"
         held: list[int] = self._kv[row.blocks].reshape(-1)[:end].tolist()
-        token = self._sampler(held, row.added.sampling)
+        sampling = row.added.sampling
+        token = self._sampler(held, sampling)
+        if end - row.added.num_prompt_tokens < sampling.min_tokens:
+            token = _besides(sampling.stop_ids, token, self.info.vocab_size)
         row.tokens.append(token)
         return token
+
+
+def _besides(masked: tuple[int, ...], token: int, vocab_size: int) -> int:
+    """``token``, or the next one that is not masked; ``token`` again where all are."""
+    candidates = ((token + i) % vocab_size for i in range(vocab_size))
+    return next((candidate for candidate in candidates if candidate not in masked), token)
 
 
 def _fake_logprobs(token_ids: list[int], asking: list[int]) -> StepLogprobs | None:
