@@ -18,6 +18,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         params: checked against the engine's limits.
         seed: ``params.seed``, or the one drawn for this request.
         max_total_tokens: prompt and output together; more than the prompt, at most ``max_model_len``.
+        bad_words: ``params.bad_words`` as token ids.
+        priority: smaller goes first, whenever it came.
+        cache_salt: requests share cached prefixes only with those of the same salt.
     """
 
     request_id: str
@@ -25,3 +28,6 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     params: SamplingParams
     seed: int
     max_total_tokens: int
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    priority: int = 0
+    cache_salt: str = ""

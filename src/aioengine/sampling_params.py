@@ -13,7 +13,17 @@ from aioengine.validation import check_fields, check_known_fields
 GREEDY_TEMPERATURE = 0.0
 """Only temperature 0 is greedy."""
 
+MAX_STOP_STRINGS = 256
+MAX_STOP_TOKEN_IDS = 1024
+MAX_BAD_WORDS = 1024
+MAX_TEXT_CHARS = 1024
+"""Of one stop string or bad word."""
+MAX_LOGIT_BIAS = 1024
+MAX_LOGPROB_TOKEN_IDS = 128
+MAX_BIAS = 100.0
+
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+ShortText = Annotated[str, Meta(min_length=1, max_length=MAX_TEXT_CHARS)]
 
 
 def _invalid(name: str, message: str) -> InvalidRequest:
@@ -42,10 +52,40 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ) = None
     min_tokens: Annotated[int, Meta(ge=0, description="no EOS, stop token or stop string before this many tokens")] = 0
     ignore_eos: Annotated[bool, Meta(description="go on after the model's end-of-sequence token")] = False
-    stop: Annotated[str | tuple[str, ...], Meta(description="strings that end the text and are not part of it")] = ()
-    stop_token_ids: Annotated[
-        tuple[TokenId, ...], Meta(description="token ids that end the output and are its last token")
+    stop: Annotated[
+        str | Annotated[tuple[ShortText, ...], Meta(max_length=MAX_STOP_STRINGS)],
+        Meta(description="strings that end the text and are not part of it"),
     ] = ()
+    stop_token_ids: Annotated[
+        tuple[TokenId, ...],
+        Meta(max_length=MAX_STOP_TOKEN_IDS, description="token ids that end the output and are its last token"),
+    ] = ()
+    n: Annotated[int, Meta(ge=1, description="choices to generate for the prompt")] = 1
+    presence_penalty: Annotated[
+        float, Meta(ge=-2.0, le=2.0, description="taken from the logits of tokens that the output has (-2 to 2)")
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float, Meta(ge=-2.0, le=2.0, description="the same, for each time that they are in it (-2 to 2)")
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float, Meta(gt=0.0, le=100.0, description="makes tokens of prompt and output less likely; 1 is off")
+    ] = 1.0
+    logit_bias: (
+        Annotated[
+            dict[TokenId, float],
+            Meta(max_length=MAX_LOGIT_BIAS, description="token id → what is added to its logit (-100 to 100)"),
+        ]
+        | None
+    ) = None
+    allowed_token_ids: (
+        Annotated[tuple[TokenId, ...], Meta(min_length=1, description="the only tokens that may be generated")] | None
+    ) = None
+    bad_words: Annotated[
+        str | Annotated[tuple[ShortText, ...], Meta(max_length=MAX_BAD_WORDS)],
+        Meta(description="texts that must not be generated, by their tokens"),
+    ] = ()
+    logits_processors: tuple[Any, ...] = ()
+    """Functions over logits, in this process only: see `aioengine.LogitsProcessor`."""
     logprobs: (
         Annotated[
             int,
@@ -55,17 +95,54 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         ]
         | None
     ) = None
+    logprob_token_ids: (
+        Annotated[
+            tuple[TokenId, ...],
+            Meta(max_length=MAX_LOGPROB_TOKEN_IDS, description="tokens whose log-probabilities to report always"),
+        ]
+        | None
+    ) = None
+    prompt_logprobs: (
+        Annotated[
+            int,
+            Meta(ge=0, description="log-probabilities of each prompt token and of this many likeliest ones"),
+        ]
+        | None
+    ) = None
+    detokenize: Annotated[bool, Meta(description="make text of the tokens")] = True
+    skip_special_tokens: Annotated[bool, Meta(description="leave special tokens out of the text")] = True
+    spaces_between_special_tokens: Annotated[
+        bool, Meta(description="where special tokens are kept: as the decoder spaces them, or joined")
+    ] = True
+    include_stop_str_in_output: Annotated[
+        bool, Meta(description="end the text after the stop string or stop token instead of before it")
+    ] = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            msgspec.structs.force_setattr(self, "stop", (self.stop,))
+        for name in ("stop", "bad_words"):
+            if isinstance(getattr(self, name), str):
+                msgspec.structs.force_setattr(self, name, (getattr(self, name),))
         check_fields(self, _invalid)
+        self._check_lengths()
+        self._check_texts()
+        for processor in self.logits_processors:
+            if not callable(processor):
+                raise _invalid("logits_processors", f"logits_processors holds {processor!r}, which cannot be called")
+        if self.logit_bias:
+            clamped = {token: min(max(bias, -MAX_BIAS), MAX_BIAS) for token, bias in self.logit_bias.items()}
+            msgspec.structs.force_setattr(self, "logit_bias", clamped)
+
+    def _check_lengths(self) -> None:
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise _invalid("seed", f"seed={self.seed}: a signed 64-bit integer is needed")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _invalid("min_tokens", f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
-        if any(not text for text in self.stop):
-            raise _invalid("stop", "stop holds an empty string; it would end every text at once")
+
+    def _check_texts(self) -> None:
+        if self.stop and not self.detokenize:
+            raise _invalid("stop", "stop strings are found in text, and detokenize=False makes none")
+        if any(not word.strip() for word in self.bad_words):
+            raise _invalid("bad_words", "bad_words holds a text of spaces alone; it would forbid every word")
 
     @property
     def is_greedy(self) -> bool:

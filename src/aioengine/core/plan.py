@@ -8,6 +8,7 @@ carries a few small arrays and no token ids: sampled tokens are already on the d
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -19,6 +20,17 @@ Int8 = NDArray[np.int8]
 Float32 = NDArray[np.float32]
 
 
+def int32(values: Any) -> Int32:
+    """An immutable int32 array, owning its data."""
+    array = np.array(values, dtype=np.int32)
+    array.flags.writeable = False
+    return array
+
+
+EMPTY = int32([])
+EMPTY_FLOATS: Float32 = np.zeros(0, np.float32)
+
+
 class Want(enum.IntEnum):
     """What a row's last token of a step is computed for."""
 
@@ -28,10 +40,35 @@ class Want(enum.IntEnum):
     """Sample the next token."""
 
 
+LogitsProcessor = Callable[[Any, list["LogitsRow"]], Any]
+"""Changes logits: (float32 tensor [rows, vocab], the rows) → logits of the same shape, or None if changed in place.
+
+It runs in the device thread before penalties and temperature, once a step, with all the rows of that step whose
+requests were given this same object. In this process only: a function cannot travel. What it raises ends those rows'
+requests (`StepFailed`), and no others.
+"""
+
+
+class LogitsRow(msgspec.Struct, frozen=True, gc=False):
+    """One row of the logits that a `LogitsProcessor` is given.
+
+    Attributes:
+        prompt_token_ids, output_token_ids: int32 [tokens] each, read-only; the next output token is being chosen.
+        choice: which of the request's ``n`` choices; where the first tokens of several are drawn from these logits, 0.
+    """
+
+    prompt_token_ids: Int32
+    output_token_ids: Int32
+    choice: int
+
+
 class RowSampling(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What the sampler has to know about a row; already validated.
 
     A draw depends on (``seed``, ``choice``, output position) only, where the first output token has position 0.
+    The logits are changed in this order, after log-probabilities were taken: ``allowed_token_ids``, ``bad_words``,
+    ``stop_ids``, ``logit_bias``, ``logits_processors``, penalties (repetition, frequency, presence), temperature, then
+    the filters.
     """
 
     temperature: float = 1.0
@@ -41,11 +78,32 @@ class RowSampling(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     min_p: float = 0.0
     seed: int = 0
     choice: int = 0
+    num_choices: int = 1
+    """At output position 0 a token is sampled for each choice from ``choice`` on; the row itself goes on with the first
+    one's."""
     min_tokens: int = 0
     """``stop_ids`` cannot be sampled at output positions below this."""
     stop_ids: tuple[int, ...] = ()
+    presence_penalty: float = 0.0
+    """Taken from the logit of each token that the output has (output tokens only, as with ``frequency_penalty``)."""
+    frequency_penalty: float = 0.0
+    """The same, once for each time that it is there."""
+    repetition_penalty: float = 1.0
+    """Of each token in prompt or output: divides a positive logit, multiplies a negative one (Keskar et al., 2019)."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit) each."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """The only ones that may be sampled; empty: all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that must not come up in the output: the last token of one is masked behind the others."""
+    logits_processors: tuple[LogitsProcessor, ...] = ()
+    """In this order. A plan that has some stays in this process."""
     logprobs: int = -1
     """How many likeliest tokens to report beside the sampled one; -1: no log-probabilities at all."""
+    logprob_token_ids: tuple[int, ...] = ()
+    """Tokens to report always, where ``logprobs`` is 0 or more."""
+    prompt_logprobs: int = -1
+    """How many likeliest tokens to report for each prompt token that is computed, the token itself aside; -1: none."""
 
 
 class RowAdded(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -68,14 +126,16 @@ class RowAdded(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One device step, as a delta to the step before.
 
-    An executor applies, in this order: ``removed``, ``added``, ``grown``; then computes ``rows``. All arrays are
-    read-only and owned by the plan. ``rows[i]`` computes the tokens at positions ``starts[i]`` up to
+    An executor applies, in this order: ``removed``, ``copied``, ``added``, ``grown``; then computes ``rows``. All
+    arrays are read-only and owned by the plan. ``rows[i]`` computes the tokens at positions ``starts[i]`` up to
     ``starts[i] + num_tokens[i]`` of its history, writing their KV, and samples the token after them if
     ``wants[i]`` is `Want.LOGITS`. That token is appended to the row's history on the device.
 
     Attributes:
         step: counts up by one.
         removed: int32 [r], rows that became free.
+        copied_from, copied_to: int32 [c] each, all KV of block ``copied_from[i]`` is copied to ``copied_to[i]``; no
+            block is in both, and none twice in the second.
         added: rows taken.
         grown_rows, grown_blocks: int32 [g] each, row ``grown_rows[i]`` gets block ``grown_blocks[i]`` appended.
         rows: int32 [b], rows with tokens in this step; no row twice.
@@ -95,6 +155,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     starts: Int32
     num_tokens: Int32
     wants: Int8
+    copied_from: Int32 = EMPTY
+    copied_to: Int32 = EMPTY
 
     def describe(self) -> dict[str, Any]:
         """The plan as plain data for a person to read: no token ids, so no prompt text."""
@@ -103,9 +165,10 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             "removed": self.removed.tolist(),
             "added": [
                 {"row": a.row, "num_tokens": len(a.token_ids), "num_prompt_tokens": a.num_prompt_tokens,
-                 "num_blocks": len(a.block_ids), "sampling": msgspec.structs.asdict(a.sampling)}
+                 "num_blocks": len(a.block_ids), "sampling": _describe_sampling(a.sampling)}
                 for a in self.added
             ],
+            "copied": np.stack([self.copied_from, self.copied_to], axis=1).tolist(),
             "grown": np.stack([self.grown_rows, self.grown_blocks], axis=1).tolist(),
             "rows": [
                 {"row": row, "epoch": epoch, "start": start, "num_tokens": num_tokens, "want": Want(want).name}
@@ -117,6 +180,20 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         }  # fmt: skip
 
 
+MAX_DESCRIBED_ITEMS = 32
+
+
+def _describe_sampling(sampling: RowSampling) -> dict[str, Any]:
+    """Its fields, long ones by their length; of ids that a prompt or a secret word could be read from, the number."""
+    fields = msgspec.structs.asdict(sampling)
+    fields["logits_processors"] = [repr(processor) for processor in sampling.logits_processors]
+    fields["bad_words"] = f"<{len(sampling.bad_words)} sequences>"
+    return {
+        name: f"<{len(value)} items>" if isinstance(value, tuple) and len(value) > MAX_DESCRIBED_ITEMS else value
+        for name, value in fields.items()
+    }
+
+
 class StepLogprobs(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Raw log-probabilities (before temperature and filters) of the tokens whose rows asked for them.
 
@@ -126,6 +203,9 @@ class StepLogprobs(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         ranks: int32 [m], 1 for the likeliest token.
         top_ids: int32 [m, k], the likeliest first; k is the most that any row asked for, a row reads its own first few.
         top_logprobs: float32 [m, k].
+        extra_offsets: int32 [m + 1], which of the following belong to each line: the row's ``logprob_token_ids``, in
+            their order. Empty, as they are, where no row has any.
+        extra_ids: int32 [e]. extra_logprobs: float32 [e]. extra_ranks: int32 [e].
     """
 
     index: Int32
@@ -133,33 +213,67 @@ class StepLogprobs(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     ranks: Int32
     top_ids: Int32
     top_logprobs: Float32
+    extra_offsets: Int32 = EMPTY
+    extra_ids: Int32 = EMPTY
+    extra_logprobs: Float32 = EMPTY_FLOATS
+    extra_ranks: Int32 = EMPTY
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Raw log-probabilities of prompt tokens, each given the tokens before it.
+
+    Attributes:
+        index: int32 [m], which of the plan's rows each line is about, ascending.
+        positions: int32 [m], the place of the token in the prompt, at least 1; ascending within a row. A row that asks
+            brings the lines of all prompt tokens that follow one which this step computes.
+        logprobs: float32 [m], of that prompt token.
+        ranks: int32 [m].
+        top_ids, top_logprobs: int32 and float32 [m, k], as in `StepLogprobs`.
+    """
+
+    index: Int32
+    positions: Int32
+    logprobs: Float32
+    ranks: Int32
+    top_ids: Int32
+    top_logprobs: Float32
+
+
+class RowFailure(msgspec.Struct, frozen=True, gc=False):
+    """One row's part of a step failed, and no other's: its logits are no numbers, or a processor of its own raised.
+
+    The row brings no token; a plan that was launched meanwhile goes on with a meaningless one.
+
+    Attributes:
+        index: which of the plan's rows.
+        error: what happened.
+    """
+
+    index: int
+    error: Exception
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What a step brought, flat: ``token_ids[offsets[i]:offsets[i + 1]]`` belong to ``plan.rows[i]``.
 
-    A row may bring none (`Want.NOTHING`), one, or several tokens.
+    A row may bring none (`Want.NOTHING`, or it failed), one, or several tokens (``num_choices``).
 
     Attributes:
         step: the plan's.
         offsets: int32 [b + 1].
         token_ids: int32 [tokens sampled].
         logprobs: None where no row asked.
+        prompt_logprobs: None where no row asked.
+        failures: of single rows, ascending.
         device_time_s: how long the step held the device.
+        ended_at_s: when it ended, by ``time.monotonic`` or the clock of a virtual loop; 0.0 if nobody knows.
     """
 
     step: int
     offsets: Int32
     token_ids: Int32
     logprobs: StepLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    failures: tuple[RowFailure, ...] = ()
     device_time_s: float = 0.0
-
-
-def int32(values: Any) -> Int32:
-    """An immutable int32 array, owning its data."""
-    array = np.array(values, dtype=np.int32)
-    array.flags.writeable = False
-    return array
-
-
-EMPTY = int32([])
+    ended_at_s: float = 0.0

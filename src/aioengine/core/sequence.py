@@ -100,7 +100,12 @@ class Sequence:
     )
 
     def __init__(
-        self, request: Request, *, eos_token_ids: tuple[int, ...] = (), block_hashes: list[bytes] | None = None
+        self,
+        request: Request,
+        *,
+        eos_token_ids: tuple[int, ...] = (),
+        block_hashes: list[bytes] | None = None,
+        choice: int = 0,
     ) -> None:
         params = request.params
         self.request = request
@@ -109,18 +114,7 @@ class Sequence:
         self.output_ids: list[int] = []
         self.limit = request.max_total_tokens
         self.stop_token_ids = frozenset(params.stop_token_ids)
-        self.sampling = RowSampling(
-            temperature=params.temperature,
-            top_k=max(params.top_k, 0),
-            top_p=params.top_p,
-            min_p=params.min_p,
-            seed=request.seed,
-            min_tokens=params.min_tokens,
-            stop_ids=(*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids)
-            if params.min_tokens
-            else (),
-            logprobs=-1 if params.logprobs is None else params.logprobs,
-        )
+        self.sampling = _row_sampling(request, eos_token_ids, choice)
         self.block_ids: list[int] = []
         self.block_hashes: list[bytes] = [] if block_hashes is None else block_hashes
         self.num_settled_blocks = 0
@@ -169,3 +163,29 @@ class Sequence:
             KeyError: the event does not belong to this state; a bug.
         """
         self.state = TRANSITIONS[self.state][event]
+
+
+def _row_sampling(request: Request, eos_token_ids: tuple[int, ...], choice: int) -> RowSampling:
+    params = request.params
+    stop_ids = (*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids)
+    has_logprobs = params.logprobs is not None or params.logprob_token_ids is not None
+    return RowSampling(
+        temperature=params.temperature,
+        top_k=max(params.top_k, 0),
+        top_p=params.top_p,
+        min_p=params.min_p,
+        seed=request.seed,
+        choice=choice,
+        min_tokens=params.min_tokens,
+        stop_ids=stop_ids if params.min_tokens else (),
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        logit_bias=tuple(params.logit_bias.items()) if params.logit_bias else (),
+        allowed_token_ids=params.allowed_token_ids or (),
+        bad_words=request.bad_words,
+        logits_processors=params.logits_processors,
+        logprobs=(params.logprobs or 0) if has_logprobs else -1,
+        logprob_token_ids=params.logprob_token_ids or (),
+        prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
+    )
