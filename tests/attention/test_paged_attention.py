@@ -15,6 +15,7 @@ from aioengine.attention.torch_paged import (
     dot_in_float32,
     padded_length,
 )
+from aioengine.core.plan import EMPTY, int32
 from aioengine.errors import InternalError
 from aioengine.kernels import reference
 from aioengine.kernels.metadata import AttentionMetadata
@@ -206,6 +207,53 @@ def test_bf16_scores_keep_float32_accuracy() -> None:
     rounded = torch.bmm(queries, keys.transpose(1, 2))
     assert (rounded - exact).abs().max() > 0.1
     assert (dot_in_float32(queries, keys) - exact).abs().max() < 0.005
+
+
+def numbered_cache(num_layers: int, num_blocks: int, dtype: torch.dtype) -> KVCache:
+    """A cache each of whose blocks holds other numbers, in each layer, for keys and for values."""
+    shape = KVCacheShape(num_layers=num_layers, block_size=4, num_kv_heads=2, head_dim=3, dtype=dtype)
+    cache = KVCache.allocate(shape, num_blocks)
+    generator = torch.Generator().manual_seed(0)
+    for tensor in (*cache.k, *cache.v):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    return cache
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_copied_blocks_are_their_sources_in_every_layer_and_the_others_stay(dtype: torch.dtype) -> None:
+    cache = numbered_cache(3, 8, dtype)
+    before = [tensor.clone() for tensor in (*cache.k, *cache.v)]
+    copied_from, copied_to = int32([5, 2, 5, 0]), int32([1, 7, 3, 4])
+    TorchPagedAttention(cache).copy_blocks(copied_from, copied_to)
+    for tensor, was in zip((*cache.k, *cache.v), before, strict=True):
+        expected = [*range(8)]
+        for source, target in zip(copied_from.tolist(), copied_to.tolist(), strict=True):
+            expected[target] = source
+        assert torch.equal(tensor, was[expected])
+
+
+def test_copying_no_blocks_changes_nothing() -> None:
+    cache = numbered_cache(1, 2, torch.float32)
+    before = cache.k[0].clone()
+    cache.copy_blocks(EMPTY, EMPTY)
+    assert torch.equal(cache.k[0], before)
+
+
+@pytest.mark.parametrize(("source", "target"), [(8, 0), (0, 8)])
+def test_a_block_that_is_not_there_cannot_be_copied(source: int, target: int) -> None:
+    with pytest.raises(IndexError):
+        numbered_cache(1, 8, torch.float32).copy_blocks(int32([source]), int32([target]))
+
+
+def test_a_copied_block_is_attended_to_as_its_source() -> None:
+    case = Case([(6, 1)])
+    expected = case.oracle()
+    table = case.meta.block_tables[0]
+    free = int32([block for block in range(len(case.cache.k[0])) if block not in table.tolist()][:1])
+    TorchPagedAttention(case.cache).copy_blocks(int32(table[:1].tolist()), free)
+    case.cache.k[0][table[0]] = case.cache.v[0][table[0]] = torch.nan
+    table[0] = int(free[0])
+    assert_close(case.computed(), expected)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from aioengine.kernels.metadata import AttentionMetadata
@@ -30,4 +32,14 @@ class AttentionBackend(Protocol):
 
     def begin_step(self, meta: AttentionMetadata) -> StepAttention:
         """Prepare what all layers of a step share. The result is valid until the next call."""
+        ...
+
+    def copy_blocks(self, copied_from: NDArray[np.int32], copied_to: NDArray[np.int32]) -> None:
+        """Copy all KV of block ``copied_from[i]`` to ``copied_to[i]``, in every layer.
+
+        It happens after what earlier steps have written, and before what the next one reads or writes.
+
+        Args:
+            copied_from, copied_to: int32 [c] each; no block is in both, and none twice in the second.
+        """
         ...

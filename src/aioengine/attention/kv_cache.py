@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -45,6 +46,16 @@ class KVCache:
             k=[_lazy_zeros(shape, num_blocks) for _ in range(shape.num_layers)],
             v=[_lazy_zeros(shape, num_blocks) for _ in range(shape.num_layers)],
         )
+
+    def copy_blocks(self, copied_from: NDArray[np.int32], copied_to: NDArray[np.int32]) -> None:
+        """As `AttentionBackend.copy_blocks`.
+
+        Raises:
+            IndexError: there is no such block.
+        """
+        sources, targets = (torch.from_numpy(blocks.astype(np.int64)) for blocks in (copied_from, copied_to))
+        for cache in (*self.k, *self.v):
+            cache.index_copy_(0, targets, cache[sources])
 
 
 def _lazy_zeros(shape: KVCacheShape, num_blocks: int) -> Tensor:

@@ -40,6 +40,9 @@ class TorchPagedAttention:
     def begin_step(self, meta: AttentionMetadata) -> TorchStepAttention:
         return TorchStepAttention(self._cache, meta, self._keys, self._values)
 
+    def copy_blocks(self, copied_from: NDArray[np.int32], copied_to: NDArray[np.int32]) -> None:
+        self._cache.copy_blocks(copied_from, copied_to)
+
 
 class Workspace:
     """Memory that is reused for each gather, grown to the largest so far."""
