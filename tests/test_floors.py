@@ -14,7 +14,7 @@ import aioengine
 
 ROOT = Path(aioengine.__file__).parent
 
-EVERYWHERE = {"errors", "config", "sampling_params", "request", "outputs", "validation"}
+EVERYWHERE = {"errors", "config", "sampling_params", "request", "outputs", "validation", "metrics"}
 """What every floor may use; `outputs` is for those above the core."""
 
 MAY_IMPORT = {
@@ -45,6 +45,7 @@ MAY_IMPORT = {
     "sampling_params": set(),
     "config": set(),
     "validation": set(),
+    "metrics": set(),
     "errors": set(),
 }  # fmt: skip
 """Which floors, or modules of floors, each may use besides those that everything may."""

@@ -1,0 +1,490 @@
+"""What an engine counts and times, in vLLM's names, and the two ways to read it: plain numbers and a log line.
+
+The engine core makes one `StepRecord` a step and one `RequestMetrics` a request, and hands them to its observers.
+`EngineMetrics` is the observer that every engine has: objects of its own, so several engines of one process share
+nothing. Nothing here reads a clock, and nothing locks: all of it belongs to the thread of the engine's loop.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+Float64 = NDArray[np.float64]
+Int64 = NDArray[np.int64]
+
+# vLLM's bounds, with finer ones below: a small model's tokens come within milliseconds.
+TIME_TO_FIRST_TOKEN_S = (
+    0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
+    80.0, 160.0, 640.0, 2560.0,
+)  # fmt: skip
+INTER_TOKEN_LATENCY_S = (
+    0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
+    1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+REQUEST_TIME_S = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0,
+    40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
+)  # fmt: skip
+STEP_TIME_S = (
+    0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2,
+    0.3, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0, 30.0,
+)  # fmt: skip
+LOOP_LAG_S = (
+    0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0,
+)  # fmt: skip
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+REQUEST_TOKENS = (*(digit * 10**power for power in range(6) for digit in (1, 2, 5)), 10**6)
+
+FINISH_REASONS = ("stop", "length", "abort", "error")
+
+
+class StepRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One device step, when its result has been applied.
+
+    Attributes:
+        step: the plan's number.
+        num_tokens: tokens that it computed.
+        num_sampled: tokens that it brought its sequences.
+        num_prompt_tokens: the whole prompts, cached parts included, of the requests whose first token it brought.
+        device_time_s: how long it held the device.
+        step_time_s: from its launch until it was applied.
+        loop_lag_s: from its end on the device until the loop noticed; None if the device tells no time.
+        inter_token_latencies_s: float64 [m], one for each token that followed another one of its sequence.
+        running, waiting: sequences, after the step.
+        free_blocks, num_blocks: of the KV cache, after the step.
+        preemptions, prefix_cache_queries, prefix_cache_hits: totals since the engine started.
+    """
+
+    step: int
+    num_tokens: int
+    num_sampled: int
+    num_prompt_tokens: int
+    device_time_s: float
+    step_time_s: float
+    loop_lag_s: float | None
+    inter_token_latencies_s: Float64
+    running: int
+    waiting: int
+    free_blocks: int
+    num_blocks: int
+    preemptions: int
+    prefix_cache_queries: int
+    prefix_cache_hits: int
+
+
+class RequestMetrics(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Where a request's time went; None where it has not come that far.
+
+    Attributes:
+        arrival_time: of the call, in Unix seconds.
+        queue_time_s: from the call until its first tokens were scheduled.
+        prefill_time_s: from there until its first token.
+        decode_time_s: from its first token until its last one.
+        inference_time_s: prefill and decode together.
+        time_to_first_token_s, e2e_latency_s: from the call until its first token, and until its end.
+        mean_inter_token_latency_s: over the tokens that followed another one of the same choice.
+        num_generation_tokens: of all choices.
+        num_cached_tokens: prompt tokens that the prefix cache had.
+    """
+
+    arrival_time: float
+    queue_time_s: float | None = None
+    prefill_time_s: float | None = None
+    decode_time_s: float | None = None
+    inference_time_s: float | None = None
+    time_to_first_token_s: float | None = None
+    mean_inter_token_latency_s: float | None = None
+    e2e_latency_s: float | None = None
+    num_prompt_tokens: int = 0
+    num_generation_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+
+
+class Observer(Protocol):
+    """Sees each step and each request's end. It is called on the loop and must return within microseconds."""
+
+    def on_step(self, record: StepRecord) -> None:
+        """A step's result has been applied."""
+        ...
+
+    def on_request(self, metrics: RequestMetrics, finish_reasons: tuple[str, ...]) -> None:
+        """A request has ended, with one reason for each choice; "error" for all of one that failed."""
+        ...
+
+
+class Sample(msgspec.Struct, frozen=True, gc=False):
+    """One number of a metric, as the Prometheus text format has them: ``<name><suffix>{<labels>} <value>``."""
+
+    suffix: str
+    labels: tuple[tuple[str, str], ...]
+    value: float
+
+
+class Counter:
+    """A number that only rises."""
+
+    __slots__ = ("documentation", "name", "value")
+
+    kind: Literal["counter"] = "counter"
+
+    def __init__(self, name: str, documentation: str) -> None:
+        self.name = name
+        self.documentation = documentation
+        self.value = 0
+
+    def inc(self, amount: int = 1) -> None:
+        self.value += amount
+
+    def advance_to(self, total: int) -> None:
+        """Follow a total that is counted elsewhere."""
+        self.value = max(self.value, total)
+
+    def samples(self) -> Iterator[Sample]:
+        yield Sample("_total", (), self.value)
+
+
+class LabeledCounter:
+    """Counters told apart by one label. Values that are known beforehand are there from the start, at 0."""
+
+    __slots__ = ("documentation", "label", "name", "values")
+
+    kind: Literal["counter"] = "counter"
+
+    def __init__(self, name: str, documentation: str, label: str, known: Iterable[str] = ()) -> None:
+        self.name = name
+        self.documentation = documentation
+        self.label = label
+        self.values = dict.fromkeys(known, 0)
+
+    def inc(self, label_value: str, amount: int = 1) -> None:
+        self.values[label_value] = self.values.get(label_value, 0) + amount
+
+    def samples(self) -> Iterator[Sample]:
+        for label_value, value in self.values.items():
+            yield Sample("_total", ((self.label, label_value),), value)
+
+
+class Gauge:
+    """A number that rises and falls."""
+
+    __slots__ = ("documentation", "name", "value")
+
+    kind: Literal["gauge"] = "gauge"
+
+    def __init__(self, name: str, documentation: str) -> None:
+        self.name = name
+        self.documentation = documentation
+        self.value = 0.0
+
+    def set(self, value: float) -> None:
+        self.value = value
+
+    def samples(self) -> Iterator[Sample]:
+        yield Sample("", (), self.value)
+
+
+class Histogram:
+    """How often values fell between bounds. Values that are no finite numbers are left out.
+
+    Args:
+        buckets: upper bounds, ascending, each part of its bucket; above the last one is a bucket without a bound.
+    """
+
+    __slots__ = ("_bounds", "_bounds_array", "counts", "documentation", "name", "sum")
+
+    kind: Literal["histogram"] = "histogram"
+
+    def __init__(self, name: str, documentation: str, buckets: Sequence[float]) -> None:
+        assert list(buckets) == sorted(set(buckets)), f"the bounds of {name} do not ascend"
+        assert buckets[-1] < math.inf, f"{name} has a last bucket without a bound already"
+        self.name = name
+        self.documentation = documentation
+        self._bounds = [float(bound) for bound in buckets]
+        self._bounds_array = np.array(self._bounds)
+        self.counts: Int64 = np.zeros(len(buckets) + 1, np.int64)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        if math.isfinite(value):
+            self.counts[bisect_left(self._bounds, value)] += 1
+            self.sum += value
+
+    def observe_many(self, values: Float64) -> None:
+        """Observe each value of a float64 array of one dimension; some microseconds for hundreds."""
+        is_finite = np.isfinite(values)
+        if not is_finite.all():
+            values = values[is_finite]
+        places = self._bounds_array.searchsorted(values)  # the first bound that is not below the value
+        self.counts += np.bincount(places, minlength=len(self.counts))
+        self.sum += float(np.add.reduce(values))
+
+    @property
+    def count(self) -> int:
+        return int(self.counts.sum())
+
+    @property
+    def mean(self) -> float | None:
+        count = self.count
+        return self.sum / count if count else None
+
+    def cumulative(self) -> list[tuple[float, int]]:
+        """(upper bound, values up to it) for each bucket, the last bound being infinite."""
+        return list(zip([*self._bounds, math.inf], np.cumsum(self.counts).tolist(), strict=True))
+
+    def quantile(self, q: float, *, since: Int64 | None = None) -> float | None:
+        """Estimate a quantile as Prometheus' ``histogram_quantile`` does; None without values.
+
+        Within its bucket the values are taken to lie evenly, from 0 in the first one. What lies above the last bound
+        is taken for that bound.
+
+        Args:
+            q: 0 to 1.
+            since: a copy of ``counts`` from before, to look only at what came after it.
+        """
+        counts = self.counts if since is None else self.counts - since
+        cumulative = np.cumsum(counts)
+        if not cumulative[-1]:
+            return None
+        rank = q * float(cumulative[-1])
+        place = min(int(cumulative.searchsorted(max(rank, 1e-9))), len(counts) - 1)
+        if place == len(self._bounds):
+            return self._bounds[-1]
+        below = float(cumulative[place - 1]) if place else 0.0
+        lower = self._bounds[place - 1] if place else min(0.0, self._bounds[0])
+        return lower + (self._bounds[place] - lower) * (rank - below) / float(counts[place])
+
+    def samples(self) -> Iterator[Sample]:
+        for bound, count in self.cumulative():
+            yield Sample("_bucket", (("le", "+Inf" if bound == math.inf else repr(bound)),), count)
+        yield Sample("_sum", (), self.sum)
+        yield Sample("_count", (), self.count)
+
+
+Metric = Counter | LabeledCounter | Gauge | Histogram
+
+
+class Distribution(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A histogram in four numbers; the quantiles are estimates within a bucket, all None without values."""
+
+    count: int
+    mean: float | None
+    p50: float | None
+    p99: float | None
+
+    @classmethod
+    def of(cls, histogram: Histogram) -> Distribution:
+        return cls(
+            count=histogram.count, mean=histogram.mean, p50=histogram.quantile(0.5), p99=histogram.quantile(0.99)
+        )
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine's numbers since its start, for a person or for JSON.
+
+    Attributes:
+        running, waiting: sequences, now.
+        kv_cache_usage: the share of blocks in use now, 0 to 1.
+        prefix_cache_hit_rate: the share of looked-up prompt tokens that the cache had; None before the first look.
+        finished: choices by how they ended.
+        time_to_first_token_s, e2e_latency_s, queue_time_s, prefill_time_s, decode_time_s: of requests that have ended.
+        inter_token_latency_s: of tokens.
+        step_time_s, device_time_s, loop_lag_s: of steps; see `StepRecord`.
+    """
+
+    running: int
+    waiting: int
+    kv_cache_usage: float
+    prefix_cache_hit_rate: float | None
+    preemptions: int
+    prompt_tokens: int
+    generation_tokens: int
+    finished: dict[str, int]
+    time_to_first_token_s: Distribution
+    inter_token_latency_s: Distribution
+    e2e_latency_s: Distribution
+    queue_time_s: Distribution
+    prefill_time_s: Distribution
+    decode_time_s: Distribution
+    step_time_s: Distribution
+    device_time_s: Distribution
+    loop_lag_s: Distribution
+
+
+class EngineMetrics:
+    """The observer that keeps an engine's metrics. Each is an attribute with its own name (vLLM's, without prefix)."""
+
+    def __init__(self) -> None:
+        self.num_requests_running = Gauge("num_requests_running", "Sequences that are being computed.")
+        self.num_requests_waiting = Gauge("num_requests_waiting", "Sequences that wait to be computed.")
+        self.kv_cache_usage_perc = Gauge("kv_cache_usage_perc", "Share of KV-cache blocks in use, 0 to 1.")
+        self.prefix_cache_queries = Counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self.prefix_cache_hits = Counter("prefix_cache_hits", "Prompt tokens that the prefix cache had.")
+        self.num_preemptions = Counter("num_preemptions", "Sequences that lost their blocks to others.")
+        self.prompt_tokens = Counter("prompt_tokens", "Prompt tokens processed, cached ones included.")
+        self.generation_tokens = Counter("generation_tokens", "Tokens generated.")
+        self.request_success = LabeledCounter(
+            "request_success", "Choices that ended, by how they did.", "finished_reason", FINISH_REASONS
+        )
+        self.time_to_first_token_seconds = Histogram(
+            "time_to_first_token_seconds", "From the call to the first token.", TIME_TO_FIRST_TOKEN_S
+        )
+        self.inter_token_latency_seconds = Histogram(
+            "inter_token_latency_seconds", "From one token of a sequence to its next.", INTER_TOKEN_LATENCY_S
+        )
+        self.e2e_request_latency_seconds = Histogram(
+            "e2e_request_latency_seconds", "From the call to the end.", REQUEST_TIME_S
+        )
+        self.request_queue_time_seconds = Histogram(
+            "request_queue_time_seconds", "From the call to the first scheduled tokens.", REQUEST_TIME_S
+        )
+        self.request_inference_time_seconds = Histogram(
+            "request_inference_time_seconds", "From the first scheduled tokens to the last token.", REQUEST_TIME_S
+        )
+        self.request_prefill_time_seconds = Histogram(
+            "request_prefill_time_seconds", "From the first scheduled tokens to the first token.", REQUEST_TIME_S
+        )
+        self.request_decode_time_seconds = Histogram(
+            "request_decode_time_seconds", "From the first token to the last.", REQUEST_TIME_S
+        )
+        self.iteration_tokens_total = Histogram("iteration_tokens_total", "Tokens computed in a step.", STEP_TOKENS)
+        self.request_prompt_tokens = Histogram(
+            "request_prompt_tokens", "Prompt tokens of a request that ended.", REQUEST_TOKENS
+        )
+        self.request_generation_tokens = Histogram(
+            "request_generation_tokens", "Tokens generated for a request that ended, all choices.", REQUEST_TOKENS
+        )
+        self.step_time_seconds = Histogram("step_time_seconds", "From a step's launch until applied.", STEP_TIME_S)
+        self.device_time_seconds = Histogram("device_time_seconds", "How long a step held the device.", STEP_TIME_S)
+        self.loop_lag_seconds = Histogram(
+            "loop_lag_seconds", "From a step's end on the device until the loop noticed.", LOOP_LAG_S
+        )
+
+    def on_step(self, record: StepRecord) -> None:
+        self.set_load(
+            running=record.running,
+            waiting=record.waiting,
+            free_blocks=record.free_blocks,
+            num_blocks=record.num_blocks,
+        )
+        self.num_preemptions.advance_to(record.preemptions)
+        self.prefix_cache_queries.advance_to(record.prefix_cache_queries)
+        self.prefix_cache_hits.advance_to(record.prefix_cache_hits)
+        self.prompt_tokens.inc(record.num_prompt_tokens)
+        self.generation_tokens.inc(record.num_sampled)
+        self.iteration_tokens_total.observe(record.num_tokens)
+        self.step_time_seconds.observe(record.step_time_s)
+        self.device_time_seconds.observe(record.device_time_s)
+        if record.loop_lag_s is not None:
+            self.loop_lag_seconds.observe(record.loop_lag_s)
+        if len(record.inter_token_latencies_s):
+            self.inter_token_latency_seconds.observe_many(record.inter_token_latencies_s)
+
+    def set_load(self, *, running: int, waiting: int, free_blocks: int, num_blocks: int) -> None:
+        """Set the gauges: before they are read, since what comes and goes between two steps makes no record."""
+        self.num_requests_running.value = running
+        self.num_requests_waiting.value = waiting
+        self.kv_cache_usage_perc.value = 1.0 - free_blocks / num_blocks if num_blocks else 0.0
+
+    def on_request(self, metrics: RequestMetrics, finish_reasons: tuple[str, ...]) -> None:
+        for reason in finish_reasons:
+            self.request_success.inc(reason)
+        self.request_prompt_tokens.observe(metrics.num_prompt_tokens)
+        self.request_generation_tokens.observe(metrics.num_generation_tokens)
+        for histogram, value_s in (
+            (self.time_to_first_token_seconds, metrics.time_to_first_token_s),
+            (self.e2e_request_latency_seconds, metrics.e2e_latency_s),
+            (self.request_queue_time_seconds, metrics.queue_time_s),
+            (self.request_inference_time_seconds, metrics.inference_time_s),
+            (self.request_prefill_time_seconds, metrics.prefill_time_s),
+            (self.request_decode_time_seconds, metrics.decode_time_s),
+        ):
+            if value_s is not None:
+                histogram.observe(value_s)
+
+    def collect(self) -> Iterator[Metric]:
+        """Every metric, for an exporter: its name, documentation, kind and ``samples()``."""
+        yield from vars(self).values()
+
+    def snapshot(self) -> EngineStats:
+        queries = self.prefix_cache_queries.value
+        return EngineStats(
+            running=int(self.num_requests_running.value),
+            waiting=int(self.num_requests_waiting.value),
+            kv_cache_usage=self.kv_cache_usage_perc.value,
+            prefix_cache_hit_rate=self.prefix_cache_hits.value / queries if queries else None,
+            preemptions=self.num_preemptions.value,
+            prompt_tokens=self.prompt_tokens.value,
+            generation_tokens=self.generation_tokens.value,
+            finished=dict(self.request_success.values),
+            time_to_first_token_s=Distribution.of(self.time_to_first_token_seconds),
+            inter_token_latency_s=Distribution.of(self.inter_token_latency_seconds),
+            e2e_latency_s=Distribution.of(self.e2e_request_latency_seconds),
+            queue_time_s=Distribution.of(self.request_queue_time_seconds),
+            prefill_time_s=Distribution.of(self.request_prefill_time_seconds),
+            decode_time_s=Distribution.of(self.request_decode_time_seconds),
+            step_time_s=Distribution.of(self.step_time_seconds),
+            device_time_s=Distribution.of(self.device_time_seconds),
+            loop_lag_s=Distribution.of(self.loop_lag_seconds),
+        )
+
+
+class StatsLog:
+    """One line about an engine every so many seconds. It reads no clock and writes nothing: `poll` gives the line.
+
+    Args:
+        metrics: of the engine.
+        interval_s: the least time between two lines.
+        now_s: when the first interval begins, by any clock that only goes forward.
+    """
+
+    __slots__ = ("_due_s", "_interval_s", "_lag_counts", "_last_s", "_metrics", "_totals")
+
+    def __init__(self, metrics: EngineMetrics, *, interval_s: float, now_s: float) -> None:
+        self._metrics = metrics
+        self._interval_s = interval_s
+        self._begin(now_s)
+
+    def poll(self, now_s: float) -> str | None:
+        """The line about the time since the last one, if it is due; None costs a comparison."""
+        if now_s < self._due_s:
+            return None
+        line = self._line(now_s - self._last_s)
+        self._begin(now_s)
+        return line
+
+    def _begin(self, now_s: float) -> None:
+        self._last_s = now_s
+        self._due_s = now_s + self._interval_s
+        self._totals = self._read_totals()
+        self._lag_counts = self._metrics.loop_lag_seconds.counts.copy()
+
+    def _read_totals(self) -> tuple[int, ...]:
+        m = self._metrics
+        counters = (
+            m.prompt_tokens, m.generation_tokens, m.prefix_cache_queries, m.prefix_cache_hits, m.num_preemptions
+        )  # fmt: skip
+        return tuple(counter.value for counter in counters)
+
+    def _line(self, seconds: float) -> str:
+        m = self._metrics
+        changes = [new - old for new, old in zip(self._read_totals(), self._totals, strict=True)]
+        prompt_tokens, generation_tokens, queries, hits, preemptions = changes
+        per_s = 1.0 / seconds if seconds > 0 else 0.0
+        lag_s = m.loop_lag_seconds.quantile(0.99, since=self._lag_counts)
+        hit_rate = f"{100 * hits / queries:.1f} %" if queries else "-"
+        lag = f"{1000 * lag_s:.1f} ms" if lag_s is not None else "-"
+        return (
+            f"in {seconds:.1f} s: prompt {prompt_tokens * per_s:,.1f} tokens/s, "
+            f"generation {generation_tokens * per_s:,.1f} tokens/s; "
+            f"running {m.num_requests_running.value:.0f}, waiting {m.num_requests_waiting.value:.0f}, "
+            f"KV cache {100 * m.kv_cache_usage_perc.value:.1f} %, prefix cache hits {hit_rate}, "
+            f"preemptions {preemptions}, loop lag p99 {lag}"
+        )
