@@ -1,0 +1,356 @@
+"""Metrics count exactly, estimate within a bucket, and say the same as numbers, as samples and as a log line."""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioengine.metrics import (
+    Counter,
+    Distribution,
+    EngineMetrics,
+    Gauge,
+    Histogram,
+    LabeledCounter,
+    Observer,
+    RequestMetrics,
+    Sample,
+    StatsLog,
+    StepRecord,
+)
+
+BOUNDS = (0.001, 0.25, 1.0, 4.0)
+# Bounds themselves are the values that a wrong comparison puts into the wrong bucket.
+VALUES = st.lists(st.sampled_from([*BOUNDS, 0.0, math.nan, math.inf, -math.inf]) | st.floats(-1.0, 10.0), max_size=300)
+
+NAMES = [
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_perc",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+    "num_preemptions",
+    "prompt_tokens",
+    "generation_tokens",
+    "request_success",
+    "time_to_first_token_seconds",
+    "inter_token_latency_seconds",
+    "e2e_request_latency_seconds",
+    "request_queue_time_seconds",
+    "request_inference_time_seconds",
+    "request_prefill_time_seconds",
+    "request_decode_time_seconds",
+    "iteration_tokens_total",
+    "request_prompt_tokens",
+    "request_generation_tokens",
+    "step_time_seconds",
+    "device_time_seconds",
+    "loop_lag_seconds",
+]
+
+
+def step_record(**changes: Any) -> StepRecord:
+    steady: dict[str, Any] = {
+        "step": 1,
+        "num_tokens": 4,
+        "num_sampled": 4,
+        "num_prompt_tokens": 0,
+        "device_time_s": 0.01,
+        "step_time_s": 0.012,
+        "loop_lag_s": 0.0003,
+        "inter_token_latencies_s": np.zeros(0),
+        "running": 4,
+        "waiting": 0,
+        "free_blocks": 10,
+        "num_blocks": 10,
+        "preemptions": 0,
+        "prefix_cache_queries": 0,
+        "prefix_cache_hits": 0,
+    }
+    return StepRecord(**(steady | changes))
+
+
+def histogram(bounds: Sequence[float] = BOUNDS) -> Histogram:
+    return Histogram("seconds", "How long it took.", bounds)
+
+
+def plain_counts(values: list[float]) -> list[int]:
+    finite = [value for value in values if math.isfinite(value)]
+    edges = [-math.inf, *BOUNDS, math.inf]
+    return [sum(lower < value <= upper for value in finite) for lower, upper in pairwise(edges)]
+
+
+@given(values=VALUES)
+def test_a_histogram_counts_each_finite_value_in_its_bucket(values: list[float]) -> None:
+    many, one_by_one = histogram(), histogram()
+    many.observe_many(np.array(values, np.float64))
+    for value in values:
+        one_by_one.observe(value)
+
+    finite = [value for value in values if math.isfinite(value)]
+    for counted in (many, one_by_one):
+        assert counted.counts.tolist() == plain_counts(values)
+        assert counted.count == len(finite)
+        assert counted.sum == pytest.approx(math.fsum(finite), abs=1e-9)
+        assert [count for _, count in counted.cumulative()] == np.cumsum(plain_counts(values)).tolist()
+    assert [bound for bound, _ in many.cumulative()] == [*BOUNDS, math.inf]
+
+
+@given(values=st.lists(st.floats(0.0, 4.0), min_size=1, max_size=300), q=st.floats(0.0, 1.0))
+def test_a_quantile_is_in_the_bucket_of_the_true_one(values: list[float], q: float) -> None:
+    observed = histogram()
+    observed.observe_many(np.array(values))
+    true = sorted(values)[max(math.ceil(q * len(values)) - 1, 0)]
+    estimate = observed.quantile(q)
+
+    assert estimate is not None
+    edges = [0.0, *BOUNDS]
+    [(lower, upper)] = [
+        (lower, upper) for lower, upper in pairwise(edges) if lower < true <= upper or (true == lower == 0.0)
+    ]
+    assert lower <= estimate <= upper * (1 + 1e-12)
+
+
+def test_a_quantile_lies_in_its_bucket_as_if_the_values_lay_evenly() -> None:
+    observed = histogram((1.0, 2.0, 4.0))
+    observed.observe_many(np.array([0.5, 1.5, 1.5, 3.0]))
+    assert observed.quantile(0.0) == 0.0
+    assert observed.quantile(0.25) == 1.0
+    assert observed.quantile(0.5) == 1.5
+    assert observed.quantile(0.75) == 2.0
+    assert observed.quantile(1.0) == 4.0
+
+
+def test_what_is_above_the_last_bound_is_taken_for_it() -> None:
+    observed = histogram()
+    observed.observe(100.0)
+    assert observed.quantile(0.5) == BOUNDS[-1]
+    assert observed.mean == 100.0
+
+
+def test_a_histogram_without_values_has_no_quantiles() -> None:
+    empty = histogram()
+    empty.observe_many(np.zeros(0))
+    empty.observe(math.nan)
+    assert (empty.count, empty.sum, empty.mean, empty.quantile(0.5)) == (0, 0.0, None, None)
+    assert Distribution.of(empty) == Distribution(count=0, mean=None, p50=None, p99=None)
+
+
+def test_a_quantile_can_look_at_the_newest_values_alone() -> None:
+    observed = histogram()
+    observed.observe_many(np.full(100, 3.0))
+    before = observed.counts.copy()
+    assert observed.quantile(0.99, since=before) is None
+    observed.observe(0.1)
+    newest = observed.quantile(0.99, since=before)
+    assert newest is not None
+    assert newest <= 0.25
+
+
+@pytest.mark.parametrize("bounds", [(1.0, 1.0), (2.0, 1.0), (1.0, math.inf)])
+def test_bounds_ascend_and_end(bounds: tuple[float, ...]) -> None:
+    with pytest.raises(AssertionError):
+        histogram(bounds)
+
+
+def test_samples_are_those_of_the_prometheus_format() -> None:
+    observed = histogram((0.5, 2.0))
+    observed.observe_many(np.array([0.5, 1.0, 9.0]))
+    assert list(observed.samples()) == [
+        Sample("_bucket", (("le", "0.5"),), 1),
+        Sample("_bucket", (("le", "2.0"),), 2),
+        Sample("_bucket", (("le", "+Inf"),), 3),
+        Sample("_sum", (), 10.5),
+        Sample("_count", (), 3),
+    ]
+    counter, gauge = Counter("c", ""), Gauge("g", "")
+    counter.inc()
+    counter.inc(4)
+    gauge.set(0.5)
+    labeled = LabeledCounter("l", "", "color", ["red"])
+    labeled.inc("blue", 2)
+    assert list(counter.samples()) == [Sample("_total", (), 5)]
+    assert list(gauge.samples()) == [Sample("", (), 0.5)]
+    assert list(labeled.samples()) == [
+        Sample("_total", (("color", "red"),), 0),
+        Sample("_total", (("color", "blue"),), 2),
+    ]
+
+
+def test_a_counter_that_follows_a_total_never_falls() -> None:
+    counter = Counter("c", "")
+    counter.advance_to(7)
+    counter.advance_to(3)
+    assert counter.value == 7
+
+
+# The whole observer
+
+
+def fed() -> EngineMetrics:
+    """A prompt of 100 tokens, 40 of them cached, and another of 10; three and one tokens; one is aborted."""
+    metrics = EngineMetrics()
+    observer: Observer = metrics
+    totals = {"prefix_cache_queries": 110, "prefix_cache_hits": 40}
+    observer.on_step(
+        step_record(num_tokens=64, num_sampled=1, num_prompt_tokens=100, running=1, waiting=1, free_blocks=5, **totals)
+    )
+    latencies = np.array([0.02])
+    observer.on_step(
+        step_record(
+            step=2, num_tokens=11, num_sampled=2, num_prompt_tokens=10, inter_token_latencies_s=latencies, **totals
+        )
+    )
+    observer.on_step(
+        step_record(
+            step=3,
+            num_tokens=1,
+            num_sampled=1,
+            loop_lag_s=None,
+            inter_token_latencies_s=latencies * 2,
+            running=1,
+            free_blocks=8,
+            preemptions=1,
+            **totals,
+        )
+    )
+    observer.on_request(
+        RequestMetrics(
+            arrival_time=1e9,
+            queue_time_s=0.1,
+            prefill_time_s=0.2,
+            decode_time_s=0.06,
+            inference_time_s=0.26,
+            time_to_first_token_s=0.3,
+            mean_inter_token_latency_s=0.03,
+            e2e_latency_s=0.36,
+            num_prompt_tokens=100,
+            num_generation_tokens=3,
+            num_cached_tokens=40,
+        ),
+        ("stop", "length"),
+    )
+    observer.on_request(RequestMetrics(arrival_time=1e9, num_prompt_tokens=10), ("abort",))
+    return metrics
+
+
+def test_what_the_engine_says_is_in_the_snapshot() -> None:
+    stats = fed().snapshot()
+    assert (stats.running, stats.waiting, stats.preemptions) == (1, 0, 1)
+    assert stats.kv_cache_usage == pytest.approx(0.2)
+    assert stats.prefix_cache_hit_rate == pytest.approx(40 / 110)
+    assert (stats.prompt_tokens, stats.generation_tokens) == (110, 4)
+    assert stats.finished == {"stop": 1, "length": 1, "abort": 1, "error": 0}
+    means = {
+        "time_to_first_token_s": (1, 0.3),
+        "inter_token_latency_s": (2, 0.03),
+        "e2e_latency_s": (1, 0.36),
+        "queue_time_s": (1, 0.1),
+        "prefill_time_s": (1, 0.2),
+        "decode_time_s": (1, 0.06),
+        "step_time_s": (3, 0.012),
+        "device_time_s": (3, 0.01),
+        "loop_lag_s": (2, 0.0003),
+    }
+    for name, (count, mean) in means.items():
+        distribution = getattr(stats, name)
+        assert (distribution.count, distribution.mean) == (count, pytest.approx(mean)), name
+        assert 0 < distribution.p50 <= distribution.p99
+    assert 0.015 < stats.inter_token_latency_s.p50 <= 0.025  # type: ignore[operator]
+
+
+def test_a_snapshot_is_plain_json_also_before_anything_has_happened() -> None:
+    for metrics in (EngineMetrics(), fed()):
+        stats = metrics.snapshot()
+        assert msgspec.json.decode(msgspec.json.encode(stats), type=type(stats)) == stats
+    assert EngineMetrics().snapshot().prefix_cache_hit_rate is None
+
+
+def test_every_metric_is_collected_once_with_its_samples() -> None:
+    metrics = fed()
+    collected = {metric.name: metric for metric in metrics.collect()}
+    assert [metric.name for metric in metrics.collect()] == NAMES
+    assert all(getattr(metrics, name) is metric for name, metric in collected.items())
+    assert all(metric.documentation for metric in collected.values())
+    kinds = {metric.kind: type(metric) for metric in collected.values() if metric.name != "request_success"}
+    assert kinds == {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
+    samples = {name: list(metric.samples()) for name, metric in collected.items()}
+    assert samples["iteration_tokens_total"][-2:] == [Sample("_sum", (), 76.0), Sample("_count", (), 3)]
+    assert samples["request_generation_tokens"][-2:] == [Sample("_sum", (), 3.0), Sample("_count", (), 2)]
+    assert samples["request_inference_time_seconds"][-2:] == [Sample("_sum", (), 0.26), Sample("_count", (), 1)]
+    assert samples["request_success"][0] == Sample("_total", (("finished_reason", "stop"),), 1)
+
+
+def test_two_engines_share_nothing() -> None:
+    fed()
+    assert not any(sample.value for metric in EngineMetrics().collect() for sample in metric.samples())
+
+
+def test_the_load_can_be_set_between_two_steps() -> None:
+    metrics = fed()
+    metrics.set_load(running=0, waiting=7, free_blocks=10, num_blocks=10)
+    stats = metrics.snapshot()
+    assert (stats.running, stats.waiting, stats.kv_cache_usage) == (0, 7, 0.0)
+    metrics.set_load(running=0, waiting=0, free_blocks=0, num_blocks=0)
+    assert metrics.snapshot().kv_cache_usage == 0.0
+
+
+# The log line
+
+
+def test_a_log_line_comes_once_an_interval_and_is_about_it() -> None:
+    metrics = EngineMetrics()
+    metrics.on_step(step_record(num_sampled=1000, preemptions=5, prefix_cache_queries=900, loop_lag_s=0.9))
+    log = StatsLog(metrics, interval_s=10.0, now_s=100.0)
+    metrics.on_step(
+        step_record(
+            num_sampled=30,
+            num_prompt_tokens=4000,
+            running=3,
+            waiting=2,
+            free_blocks=4,
+            preemptions=6,
+            prefix_cache_queries=1300,
+            prefix_cache_hits=100,
+        )
+    )
+    assert log.poll(109.9) is None
+    line = log.poll(110.0)
+    assert line is not None
+    assert line.startswith(
+        "in 10.0 s: prompt 400.0 tokens/s, generation 3.0 tokens/s; running 3, waiting 2, KV cache 60.0 %, "
+        "prefix cache hits 25.0 %, preemptions 1, loop lag p99 "
+    )
+    assert 0.2 <= float(line.removesuffix(" ms").rsplit(" ", 1)[1]) <= 0.5  # of the newest step alone
+    assert log.poll(110.0) is None
+    assert log.poll(119.9) is None
+
+
+def test_a_late_line_is_about_the_time_that_has_really_passed() -> None:
+    metrics = EngineMetrics()
+    log = StatsLog(metrics, interval_s=10.0, now_s=0.0)
+    metrics.on_step(step_record(num_sampled=100))
+    line = log.poll(50.0)
+    assert line is not None
+    assert line.startswith("in 50.0 s: prompt 0.0 tokens/s, generation 2.0 tokens/s; ")
+
+
+def test_an_interval_without_any_step_says_so() -> None:
+    metrics = fed()
+    log = StatsLog(metrics, interval_s=1.0, now_s=0.0)
+    line = log.poll(1.0)
+    assert line is not None
+    assert "generation 0.0 tokens/s" in line
+    assert "prefix cache hits -, preemptions 0, loop lag p99 -" in line
+
+
+def test_without_an_interval_every_poll_has_a_line() -> None:
+    log = StatsLog(EngineMetrics(), interval_s=0.0, now_s=5.0)
+    assert log.poll(5.0) is not None
+    assert log.poll(5.0) is not None
