@@ -57,6 +57,8 @@ def make_plan(
         starts=int32(starts),
         num_tokens=int32(num_tokens),
         wants=np.array(wants, np.int8),
+        copied_from=int32([source for source, _ in deltas.get("copied", [])]),
+        copied_to=int32([target for _, target in deltas.get("copied", [])]),
     )
 
 
@@ -103,9 +105,10 @@ def test_a_chunk_brings_no_token() -> None:
     assert result.token_ids.tolist() == [expected(8)]
 
 
-def test_a_token_depends_on_the_seed_and_on_every_token_before_it() -> None:
+def test_a_token_depends_on_the_seed_the_choice_and_every_token_before_it() -> None:
     tokens = {sample_hash(ids, SAMPLING, vocab_size=10**6) for ids in ([1, 2, 3], [2, 1, 3], [1, 2], [9, 2, 3])}
-    assert len(tokens | {sample_hash([1, 2, 3], RowSampling(seed=2), vocab_size=10**6)}) == 5
+    others = {sample_hash([1, 2, 3], other, vocab_size=10**6) for other in (RowSampling(seed=2), RowSampling(choice=1))}
+    assert len(tokens | others) == 6
 
 
 def test_what_another_row_writes_into_a_block_is_read() -> None:
@@ -164,6 +167,166 @@ def test_a_sampler_of_ones_own_reads_the_kv_and_the_row() -> None:
     assert seen == [([5, 6], 9)]
 
 
+# Choices and copies
+
+
+def test_the_first_tokens_of_several_choices_come_at_once_and_the_row_goes_on_with_the_first() -> None:
+    executor = make_executor()
+    rows = make_row(0, [5, 6], [2], num_choices=3), make_row(1, [7], [3], choice=4, num_choices=2)
+    result = compute(executor, make_plan(0, (0, 0, 2, Want.LOGITS), (1, 0, 1, Want.LOGITS), added=rows))
+    firsts = [expected(5, 6, sampling=RowSampling(seed=1, choice=choice)) for choice in range(3)]
+    others = [expected(7, sampling=RowSampling(seed=1, choice=choice)) for choice in (4, 5)]
+    assert result.offsets.tolist() == [0, 3, 5]
+    assert result.token_ids.tolist() == firsts + others
+    assert len(set(firsts)) == 3
+    assert executor.stats.num_sampled_tokens == 5
+    result = compute(executor, make_plan(1, (0, 2, 1, Want.LOGITS)))
+    assert result.token_ids.tolist() == [expected(5, 6, firsts[0])]
+
+
+def test_a_row_that_has_output_samples_its_own_choice_only() -> None:
+    executor = make_executor()
+    row = make_row(0, [5, 6, 7], [2], num_prompt_tokens=2, choice=1, num_choices=3)
+    result = compute(executor, make_plan(0, (0, 0, 3, Want.LOGITS), added=(row,)))
+    assert result.token_ids.tolist() == [expected(5, 6, 7, sampling=RowSampling(seed=1, choice=1))]
+
+
+def test_a_sequence_that_parts_reads_the_copy_and_the_blocks_it_shares() -> None:
+    executor = make_executor()
+    compute(executor, make_plan(0, (0, 0, 6, Want.LOGITS), added=(make_row(0, [1, 2, 3, 4, 5, 6], [2, 3]),)))
+    compute(executor, make_plan(1, (0, 6, 1, Want.LOGITS)))
+    child = make_row(1, [1, 2, 3, 4, 5, 6, 9], [2, 7], num_prompt_tokens=6, choice=1)
+    plan = make_plan(2, (0, 7, 1, Want.LOGITS), (1, 6, 1, Want.LOGITS), added=(child,), copied=[(3, 7)])
+    result = compute(executor, plan)
+    assert result.token_ids[1] == expected(1, 2, 3, 4, 5, 6, 9, sampling=RowSampling(seed=1, choice=1))
+    assert result.token_ids[0] == expected(*executor.rows()[0][0][:8])
+
+
+def test_a_block_that_was_not_copied_shows() -> None:
+    executor = make_executor()
+    compute(executor, make_plan(0, (0, 0, 6, Want.LOGITS), added=(make_row(0, [1, 2, 3, 4, 5, 6], [2, 3]),)))
+    child = make_row(1, [1, 2, 3, 4, 5, 6, 9], [2, 7], num_prompt_tokens=6)
+    result = compute(executor, make_plan(1, (1, 6, 1, Want.LOGITS), added=(child,)))
+    assert result.token_ids.tolist() == [expected(1, 2, 3, 4, -1, -1, 9)]
+
+
+def test_a_block_is_copied_before_the_plan_writes_into_it() -> None:
+    executor = make_executor()
+    compute(executor, make_plan(0, (0, 0, 2, Want.LOGITS), added=(make_row(0, [5, 6], [2]),)))
+    rows = make_row(1, [9, 9], [2]), make_row(2, [5, 6, 7], [3])
+    plan = make_plan(1, (1, 0, 2, Want.LOGITS), (2, 2, 1, Want.LOGITS), added=rows, removed=[0], copied=[(2, 3)])
+    assert compute(executor, plan).token_ids.tolist() == [expected(9, 9), expected(5, 6, 7)]
+
+
+@pytest.mark.parametrize(
+    ("copied", "message"),
+    [([(0, 1), (2, 1)], "copied to twice"), ([(0, 1), (1, 2)], "copied from and to"), ([(3, 3)], "copied from and to")],
+)
+def test_it_refuses_copies_whose_order_would_matter(copied: list[tuple[int, int]], message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        make_executor().launch(make_plan(0, copied=copied))
+
+
+# What rows want of their tokens
+
+
+def sampled(executor: FakeExecutor, token_ids: list[int], **options: Any) -> int:
+    """The next token of a sequence that comes and goes."""
+    added = (make_row(0, token_ids, [0, 1], **options),)
+    work = (0, 0, len(token_ids), Want.LOGITS)
+    return int(compute(executor, make_plan(0, work, added=added, removed=[0])).token_ids[0])
+
+
+def test_only_allowed_tokens_are_sampled() -> None:
+    executor = make_executor()
+    free = expected(5, 6)
+    assert sampled(executor, [5, 6], allowed_token_ids=(free, 3)) == free
+    assert sampled(executor, [5, 6], allowed_token_ids=((free - 1) % 1000,)) == (free - 1) % 1000
+
+
+def test_a_bad_word_is_not_completed_in_the_output() -> None:
+    executor = make_executor()
+    free = expected(5, 6, 7)
+    masked, other = (free + 1) % 1000, (free + 2) % 1000
+    for bad_words, num_prompt_tokens, token in [
+        (((free,),), 3, masked),
+        (((free,), (masked,)), 3, other),
+        (((6, 7, free),), 1, masked),
+        (((6, 7, free),), 2, free),  # the 6 is the prompt's
+        (((7, 6, free),), 1, free),
+        (((4, 5, 6, 7, free),), 1, free),
+        (((6, 7, free, 1),), 1, free),
+    ]:
+        assert sampled(executor, [5, 6, 7], bad_words=bad_words, num_prompt_tokens=num_prompt_tokens) == token
+
+
+def test_rules_that_leave_no_token_fail_the_row_alone() -> None:
+    executor = make_executor()
+    rules = {"allowed_token_ids": (3, 4), "bad_words": ((3,),), "stop_ids": (4,), "min_tokens": 1}
+    rows = make_row(0, [5], [2], **rules), make_row(1, [6], [3])
+    result = compute(executor, make_plan(0, (0, 0, 1, Want.LOGITS), (1, 0, 1, Want.LOGITS), added=rows))
+    assert [failure.index for failure in result.failures] == [0]
+    assert "no token may be sampled" in str(result.failures[0].error)
+    assert result.offsets.tolist() == [0, 0, 1]
+    assert result.token_ids.tolist() == [expected(6)]
+
+
+def test_named_tokens_have_log_probabilities_with_every_token_of_a_row() -> None:
+    executor = make_executor(vocab_size=50)
+    rows = (
+        make_row(0, [5], [0], logprobs=1),
+        make_row(1, [6], [1], logprobs=0, logprob_token_ids=(4, 9), num_choices=2),
+        make_row(2, [7], [2], logprob_token_ids=(8,)),
+    )
+    result = compute(executor, make_plan(0, *((row, 0, 1, Want.LOGITS) for row in range(3)), added=rows))
+    logprobs = result.logprobs
+    assert logprobs is not None
+    assert logprobs.index.tolist() == [0, 1, 2]
+    assert logprobs.extra_offsets.tolist() == [0, 0, 2, 4]
+    assert logprobs.extra_ids.tolist() == [4, 9, 4, 9]
+    behind = [(token - int(chosen)) % 50 for chosen in result.token_ids[1:3] for token in (4, 9)]
+    assert logprobs.extra_ranks.tolist() == [1 + distance for distance in behind]
+    assert logprobs.extra_logprobs.tolist() == [-0.5 - distance for distance in behind]
+
+
+def test_without_named_tokens_there_is_nothing_extra() -> None:
+    row = make_row(0, [5], [0], logprobs=1)
+    result = compute(make_executor(), make_plan(0, (0, 0, 1, Want.LOGITS), added=(row,)))
+    assert result.logprobs is not None
+    assert result.logprobs.extra_offsets.tolist() == []
+
+
+def test_likely_tokens_are_in_the_vocabulary() -> None:
+    row = make_row(0, [5], [0], logprobs=20, prompt_logprobs=20)
+    executor = make_executor(vocab_size=3, sampler=lambda *_: 2)
+    result = compute(executor, make_plan(0, (0, 0, 1, Want.LOGITS), added=(row,)))
+    assert result.logprobs is not None
+    assert result.logprobs.top_ids.tolist() == [[2, 0, 1]]
+
+
+def test_prompt_tokens_have_log_probabilities_that_the_tokens_before_decide() -> None:
+    executor = make_executor()
+    rows = make_row(0, [5, 6, 7, 8], [0, 2], prompt_logprobs=2), make_row(1, [4], [1])
+    first = compute(executor, make_plan(0, (1, 0, 1, Want.LOGITS), (0, 0, 2, Want.NOTHING), added=rows)).prompt_logprobs
+    second = compute(executor, make_plan(1, (0, 2, 2, Want.LOGITS))).prompt_logprobs
+    assert first is not None
+    assert second is not None
+    assert (first.index.tolist(), first.positions.tolist()) == ([1, 1], [1, 2])
+    assert (second.index.tolist(), second.positions.tolist()) == ([0], [3])
+    for lines, tokens in ((first, [6, 7]), (second, [8])):
+        assert lines.top_ids.shape == lines.top_logprobs.shape == (len(tokens), 2)
+        assert (lines.top_ids[:, 0] + lines.ranks - 1).tolist() == tokens
+        assert lines.logprobs.tolist() == (0.5 - lines.ranks).tolist()
+    assert compute(executor, make_plan(2, (0, 4, 1, Want.LOGITS))).prompt_logprobs is None
+    ranks = set()
+    for token in range(20):
+        row = make_row(0, [token, 6], [0], prompt_logprobs=0)
+        lines = compute(executor, make_plan(3, (0, 0, 2, Want.LOGITS), added=(row,), removed=[0])).prompt_logprobs
+        assert lines is not None
+        ranks.add(int(lines.ranks[0]))
+    assert len(ranks) > 1
+
+
 # What it refuses
 
 ROW = make_row(0, [5, 6, 7], [2])
@@ -212,7 +375,9 @@ async def test_steps_run_one_after_the_other_for_their_time_each() -> None:
     assert not steps[0].is_done
     times = []
     for step in steps:
-        assert (await step.finish()).device_time_s == 0.5
+        result = await step.finish()
+        assert result.device_time_s == 0.5
+        assert result.ended_at_s == loop.time()
         times.append(loop.time())
     await asyncio.sleep(2)
     idle = executor.launch(make_plan(2))
@@ -221,6 +386,18 @@ async def test_steps_run_one_after_the_other_for_their_time_each() -> None:
     assert executor.events == [
         ("launch", 0), ("launch", 1), ("finish", 0), ("finish", 1), ("launch", 2), ("finish", 2)
     ]  # fmt: skip
+
+
+@pytest.mark.virtual_clock
+async def test_a_step_has_the_time_at_which_it_ended_and_not_that_of_its_reading() -> None:
+    executor = FakeExecutor(step_time_s=0.5)
+    step = executor.launch(make_plan(0, added=(ROW,)))
+    await asyncio.sleep(3)
+    assert (await step.finish()).ended_at_s == 0.5
+
+
+def test_without_a_loop_nobody_knows_when_a_step_ended() -> None:
+    assert compute(make_executor(), make_plan(0)).ended_at_s == 0.0
 
 
 async def test_a_step_without_a_time_ends_with_the_loops_next_turn() -> None:
@@ -275,6 +452,32 @@ async def test_a_step_made_to_fail_keeps_its_deltas_and_later_steps_run() -> Non
     assert result.token_ids.tolist()[1] == expected(4), "rows that do not depend on the failed step are right"
     assert set(executor.rows()) == {0, 1}
     assert executor.stats.num_computed_tokens == 2
+
+
+async def test_a_row_made_to_fail_brings_no_token_and_the_others_theirs() -> None:
+    executor = make_executor(max_in_flight=2)
+    executor.make_row_fail(0, 1, ValueError("broken"))
+    rows = ROW, make_row(1, [4, 5], [3], logprobs=0), make_row(2, [6], [4], logprobs=0)
+    works = [(row, 0, len(added.token_ids), Want.LOGITS) for row, added in enumerate(rows)]
+    result = compute(executor, make_plan(0, *works, added=rows))
+    assert [(failure.index, str(failure.error)) for failure in result.failures] == [(1, "broken")]
+    assert result.offsets.tolist() == [0, 1, 1, 2]
+    assert result.token_ids.tolist() == [expected(5, 6, 7), expected(6)]
+    assert result.logprobs is not None
+    assert result.logprobs.index.tolist() == [1]
+    assert executor.stats.num_computed_tokens == 6
+    assert executor.stats.num_sampled_tokens == 2
+    result = compute(executor, make_plan(1, (1, 2, 1, Want.LOGITS), (2, 1, 1, Want.LOGITS)))
+    assert result.failures == ()
+    assert result.token_ids.tolist()[1] == expected(6, expected(6))
+
+
+def test_a_chunk_of_a_prompt_may_fail() -> None:
+    executor = make_executor()
+    executor.make_row_fail(0, 0, ValueError("broken"))
+    result = compute(executor, make_plan(0, (0, 0, 2, Want.NOTHING), added=(ROW,)))
+    assert [failure.index for failure in result.failures] == [0]
+    assert executor.rows() == {0: ([5, 6, 7], [2])}
 
 
 async def test_a_lost_device_stays_lost() -> None:

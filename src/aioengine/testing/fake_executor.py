@@ -2,7 +2,7 @@
 
 `FakeExecutor` keeps the rows, block tables and KV blocks that a real device would, with the token ids themselves as the
 "KV". What it samples is a hash of all the tokens that it reads *through the block table*, so that a block freed too
-early, shared wrongly or not yet written changes the output. It refuses plans that a device could not run.
+early, shared wrongly, not copied or not yet written changes the output. It refuses plans that a device could not run.
 """
 
 from __future__ import annotations
@@ -11,20 +11,37 @@ import asyncio
 import functools
 import zlib
 from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from aioengine.core.plan import Int32, RowAdded, RowSampling, StepLogprobs, StepPlan, StepResult, Want, int32
+from aioengine.core.plan import (
+    Float32,
+    Int32,
+    PromptLogprobs,
+    RowAdded,
+    RowFailure,
+    RowSampling,
+    StepLogprobs,
+    StepPlan,
+    StepResult,
+    Want,
+    int32,
+)
 from aioengine.executor.protocol import DeviceLost, ExecutorInfo, ExecutorStats
 
 Sampler = Callable[[list[int], RowSampling], int]
-"""(all tokens of the sequence, as read from the KV; the row's sampling) -> the next token."""
+"""(all tokens of the sequence, as read from the KV; the row's sampling, with the choice that is wanted) -> the next
+token."""
 
 
 def sample_hash(token_ids: list[int], sampling: RowSampling, *, vocab_size: int) -> int:
-    """A token that depends on every token before it and on the seed, and on nothing else."""
-    return zlib.crc32(np.array([sampling.seed & 0x7FFFFFFF, *token_ids], np.int32).tobytes()) % vocab_size
+    """A token that depends on every token before it, on the seed and on the choice, and on nothing else."""
+    seeded = np.array([sampling.seed & 0x7FFFFFFF, *token_ids], np.int32)
+    # The checksum's first value is as good as XORed to the first bytes: a small one would only be another seed.
+    of_choice = sampling.choice * 0x9E3779B1 & 0xFFFFFFFF
+    return zlib.crc32(seeded.tobytes(), of_choice) % vocab_size
 
 
 _MEANINGLESS = 0
@@ -36,6 +53,20 @@ class _Row(msgspec.Struct):
     blocks: list[int]
 
 
+class _Work(NamedTuple):
+    """What a plan computes of one row: its tokens from ``start`` up to ``end``."""
+
+    number: int
+    row: _Row
+    start: int
+    end: int
+    samples: bool
+
+
+class _NoTokenLeft(ValueError):
+    """A row's rules leave no token to sample."""
+
+
 class FakeStep:
     """A launched step of a `FakeExecutor`."""
 
@@ -44,6 +75,7 @@ class FakeStep:
         self._executor = executor
         self._outcome = outcome
         self._done = asyncio.Event()
+        self._ended_at_s = 0.0
 
     @property
     def is_done(self) -> bool:
@@ -51,6 +83,7 @@ class FakeStep:
 
     def complete(self) -> None:
         """Let `finish` return."""
+        self._ended_at_s = _loop_time()
         self._done.set()
 
     def lose(self, cause: Exception) -> None:
@@ -65,11 +98,16 @@ class FakeStep:
         self._executor.unfinished.remove(self)
         if isinstance(self._outcome, Exception):
             raise self._outcome
-        return self._outcome
+        return msgspec.structs.replace(self._outcome, ended_at_s=self._ended_at_s)
 
 
 class FakeExecutor:
     """An `Executor` for tests, of the engine's and of your own apps.
+
+    Of a row's `RowSampling` it heeds what chooses tokens outright (``seed``, ``choice``, ``num_choices``,
+    ``allowed_token_ids``, ``bad_words``, ``min_tokens`` with ``stop_ids``) and what is to be reported. It has no logits
+    that temperature, filters, penalties, ``logit_bias`` or ``logits_processors`` could change. Its log-probabilities
+    are made up: the likeliest token has -0.5, and each next id 1 less.
 
     Args:
         num_blocks, block_size, max_model_len, vocab_size, max_in_flight: as in `ExecutorInfo`.
@@ -114,6 +152,7 @@ class FakeExecutor:
         self._rows: dict[int, _Row] = {}
         self._kv = np.full((num_blocks, block_size), -1, np.int64)
         self._failures: dict[int, Exception] = {}
+        self._row_failures: dict[tuple[int, int], Exception] = {}
         self._lost: Exception | None = None
         self._busy_until = 0.0
 
@@ -124,6 +163,13 @@ class FakeExecutor:
         A `DeviceLost` loses the device: no later step succeeds.
         """
         self._failures[step] = error
+
+    def make_row_fail(self, step: int, row: int, error: Exception) -> None:
+        """When step number ``step`` computes ``row``, it brings a `RowFailure` with ``error``, and no token of the row.
+
+        If the row was to sample it gets a meaningless token, on which later launched steps go on.
+        """
+        self._row_failures[step, row] = error
 
     def complete(self) -> None:
         """End the oldest step that runs (for ``is_manual``)."""
@@ -178,6 +224,7 @@ class FakeExecutor:
         """
         for row in plan.removed.tolist():
             self._rows.pop(row, None)
+        self._copy_blocks(plan.copied_from.tolist(), plan.copied_to.tolist())
         for added in plan.added:
             assert added.row not in self._rows, f"row {added.row} is taken"
             self._rows[added.row] = _Row(added, added.token_ids.tolist(), added.block_ids.tolist())
@@ -188,65 +235,185 @@ class FakeExecutor:
         """What the device holds: {row: (token ids, block table)}."""
         return {number: (list(row.tokens), list(row.blocks)) for number, row in sorted(self._rows.items())}
 
+    def _copy_blocks(self, copied_from: list[int], copied_to: list[int]) -> None:
+        assert len(set(copied_to)) == len(copied_to), "a block is copied to twice"
+        assert not set(copied_from) & set(copied_to), "a block is copied from and to"
+        self._kv[copied_to] = self._kv[copied_from]
+
     def _compute(self, plan: StepPlan) -> StepResult:
-        lines = list(zip(*(a.tolist() for a in (plan.rows, plan.starts, plan.num_tokens, plan.wants)), strict=True))
-        assert len({number for number, *_ in lines}) == len(lines), "a row stands twice in a plan"
-        for number, start, num_tokens, _ in lines:
-            self._write(self._rows[number], start, num_tokens)
-        sampled = [
-            self._sample(self._rows[n], start + count) if w == Want.LOGITS else None for n, start, count, w in lines
-        ]
+        works = self._works(plan)
+        for work in works:
+            self._write(work)
+        sampled: list[list[int]] = []
+        failures = []
+        for index, work in enumerate(works):
+            tokens, error = self._sample(work, self._row_failures.pop((plan.step, work.number), None))
+            sampled.append(tokens)
+            if error is not None:
+                failures.append(RowFailure(index, error))
         self.stats.num_computed_tokens += int(plan.num_tokens.sum())
-        token_ids = [token for token in sampled if token is not None]
-        self.stats.num_sampled_tokens += len(token_ids)
-        asking = [
-            self._rows[n].added.sampling.logprobs for (n, *_), t in zip(lines, sampled, strict=True) if t is not None
-        ]
+        self.stats.num_sampled_tokens += sum(map(len, sampled))
+        lines = [(work.row.added.sampling, token) for work, of in zip(works, sampled, strict=True) for token in of]
         return StepResult(
             step=plan.step,
-            offsets=int32(np.cumsum([0, *(token is not None for token in sampled)])),
-            token_ids=int32(token_ids),
-            logprobs=_fake_logprobs(token_ids, asking),
+            offsets=int32(np.cumsum([0, *map(len, sampled)])),
+            token_ids=int32([token for _, token in lines]),
+            logprobs=_step_logprobs(lines, self.info.vocab_size),
+            prompt_logprobs=self._prompt_logprobs(works),
+            failures=tuple(failures),
             device_time_s=self.step_time_s,
         )
 
-    def _write(self, row: _Row, start: int, num_tokens: int) -> None:
-        size = self.info.block_size
-        assert num_tokens > 0, "a row computes at least one token"
-        assert start + num_tokens <= len(row.tokens), "a token is computed before it is known"
-        assert start + num_tokens <= len(row.blocks) * size, "a token has no block to go to"
-        for position in range(start, start + num_tokens):
-            self._kv[row.blocks[position // size], position % size] = row.tokens[position]
+    def _works(self, plan: StepPlan) -> list[_Work]:
+        columns = (plan.rows, plan.starts, plan.num_tokens, plan.wants)
+        works = [
+            _Work(number, self._rows[number], start, start + num_tokens, want == Want.LOGITS)
+            for number, start, num_tokens, want in zip(*(column.tolist() for column in columns), strict=True)
+        ]
+        assert len({work.number for work in works}) == len(works), "a row stands twice in a plan"
+        return works
 
-    def _sample(self, row: _Row, end: int) -> int:
-        """The next token, from what the KV holds up to ``end``; it joins the row's history."""
-        assert end == len(row.tokens), "a token is sampled after the last known one"
-        assert end < self.info.max_model_len, "the sequence is as long as the model allows"
-        held: list[int] = self._kv[row.blocks].reshape(-1)[:end].tolist()
-        sampling = row.added.sampling
+    def _write(self, work: _Work) -> None:
+        size, tokens, blocks = self.info.block_size, work.row.tokens, work.row.blocks
+        assert work.end > work.start, "a row computes at least one token"
+        assert work.end <= len(tokens), "a token is computed before it is known"
+        assert work.end <= len(blocks) * size, "a token has no block to go to"
+        for position in range(work.start, work.end):
+            self._kv[blocks[position // size], position % size] = tokens[position]
+
+    def _read(self, work: _Work) -> list[int]:
+        """What the KV holds of a row up to the end of what is computed."""
+        held: list[int] = self._kv[work.row.blocks].reshape(-1)[: work.end].tolist()
+        return held
+
+    def _sample(self, work: _Work, error: Exception | None) -> tuple[list[int], Exception | None]:
+        """The row's next tokens, one for each choice that is wanted, the first of which joins its history.
+
+        None, where ``error`` or its rules let the row fail, and why.
+        """
+        if not work.samples:
+            return [], error
+        assert work.end == len(work.row.tokens), "a token is sampled after the last known one"
+        assert work.end < self.info.max_model_len, "the sequence is as long as the model allows"
+        tokens: list[int] = []
+        if error is None:
+            try:
+                tokens = self._choose_all(self._read(work), work.row.added)
+            except _NoTokenLeft as no_token_left:
+                error = no_token_left
+        work.row.tokens.append(tokens[0] if tokens else _MEANINGLESS)
+        return tokens, error
+
+    def _choose_all(self, held: list[int], added: RowAdded) -> list[int]:
+        """A token for each choice at output position 0, and for the row's own one later."""
+        sampling, output = added.sampling, held[added.num_prompt_tokens :]
+        num_choices = 1 if output else sampling.num_choices
+        choices = range(sampling.choice, sampling.choice + num_choices)
+        return [self._choose(held, output, msgspec.structs.replace(sampling, choice=choice)) for choice in choices]
+
+    def _choose(self, held: list[int], output: list[int], sampling: RowSampling) -> int:
+        """What the sampler says, or the next higher id that may be sampled."""
+        vocab_size = self.info.vocab_size
+        masked = _masked(output, sampling)
+        allowed = sampling.allowed_token_ids or range(vocab_size)
         token = self._sampler(held, sampling)
-        if end - row.added.num_prompt_tokens < sampling.min_tokens:
-            token = _besides(sampling.stop_ids, token, self.info.vocab_size)
-        row.tokens.append(token)
-        return token
+        for candidate in ((token + i) % vocab_size for i in range(vocab_size)):
+            if candidate in allowed and candidate not in masked:
+                return candidate
+        raise _NoTokenLeft("no token may be sampled: allowed_token_ids, bad_words and min_tokens leave none")
+
+    def _prompt_logprobs(self, works: list[_Work]) -> PromptLogprobs | None:
+        """Of the prompt tokens behind those that are computed, for the rows that ask."""
+        lines, widths = [], []
+        for index, work in enumerate(works):
+            asked = work.row.added.sampling.prompt_logprobs
+            if asked >= 0 and work.start + 1 < work.row.added.num_prompt_tokens:
+                lines += [(index, *line) for line in self._prompt_lines(work)]
+                widths.append(asked)
+        if not lines:
+            return None
+        indices, positions, tokens, distances = (int32(column) for column in zip(*lines, strict=True))
+        vocab_size = self.info.vocab_size
+        top_ids, top_logprobs = _likeliest((tokens - distances) % vocab_size, max(widths), vocab_size)
+        return PromptLogprobs(
+            index=indices,
+            positions=positions,
+            logprobs=_logprobs(distances),
+            ranks=distances + np.int32(1),
+            top_ids=top_ids,
+            top_logprobs=top_logprobs,
+        )
+
+    def _prompt_lines(self, work: _Work) -> list[tuple[int, int, int]]:
+        """(position, token, how far its id is behind the likeliest one's), which all tokens before it decide."""
+        last = min(work.end, work.row.added.num_prompt_tokens - 1)
+        held = np.array(self._read(work), np.int32)
+        checksum = zlib.crc32(held[: work.start].tobytes())
+        lines = []
+        for position in range(work.start + 1, last + 1):
+            checksum = zlib.crc32(held[position - 1].tobytes(), checksum)
+            lines.append((position, work.row.tokens[position], checksum % _NUM_PROMPT_RANKS))
+        return lines
 
 
-def _besides(masked: tuple[int, ...], token: int, vocab_size: int) -> int:
-    """``token``, or the next one that is not masked; ``token`` again where all are."""
-    candidates = ((token + i) % vocab_size for i in range(vocab_size))
-    return next((candidate for candidate in candidates if candidate not in masked), token)
+_NUM_PROMPT_RANKS = 4
+"""The unlikeliest rank that a prompt token has."""
 
 
-def _fake_logprobs(token_ids: list[int], asking: list[int]) -> StepLogprobs | None:
-    index = [i for i, wanted in enumerate(asking) if wanted >= 0]
+def _loop_time() -> float:
+    try:
+        return asyncio.get_running_loop().time()
+    except RuntimeError:  # stepped by hand, without a loop
+        return 0.0
+
+
+def _masked(output: list[int], sampling: RowSampling) -> set[int]:
+    """The ids that ``bad_words`` and ``min_tokens`` forbid behind this output."""
+    masked = {word[-1] for word in sampling.bad_words if output[len(output) - len(word) + 1 :] == list(word[:-1])}
+    return masked.union(sampling.stop_ids) if len(output) < sampling.min_tokens else masked
+
+
+def _logprobs(distances: Int32) -> Float32:
+    """Of tokens whose ids are so far behind the likeliest one's; their ranks are one more."""
+    return np.float32(-0.5) - distances.astype(np.float32)
+
+
+def _likeliest(first: Int32, width: int, vocab_size: int) -> tuple[Int32, Float32]:
+    """[len(first), width] token ids and log-probabilities, or as many as there are."""
+    distances = np.arange(min(width, vocab_size), dtype=np.int32)
+    ids: Int32 = (first[:, None] + distances) % vocab_size
+    return ids, np.tile(_logprobs(distances), (len(first), 1))
+
+
+def _step_logprobs(lines: list[tuple[RowSampling, int]], vocab_size: int) -> StepLogprobs | None:
+    """Of tokens, each with the sampling of its row; each is the likeliest one of its place."""
+    index = [i for i, (sampling, _) in enumerate(lines) if sampling.logprobs >= 0]
     if not index:
         return None
-    width = max(asking)
-    chosen: Int32 = int32([token_ids[i] for i in index])
-    return StepLogprobs(
+    asking = [lines[i][0] for i in index]
+    chosen = int32([lines[i][1] for i in index])
+    top_ids, top_logprobs = _likeliest(chosen, max(sampling.logprobs for sampling in asking), vocab_size)
+    logprobs = StepLogprobs(
         index=int32(index),
-        logprobs=np.full(len(index), -0.5, np.float32),
-        ranks=np.ones(len(index), np.int32),
-        top_ids=chosen[:, None] + np.arange(width, dtype=np.int32)[None, :],
-        top_logprobs=np.tile(-0.5 - np.arange(width, dtype=np.float32), (len(index), 1)),
+        logprobs=_logprobs(np.zeros_like(chosen)),
+        ranks=np.ones_like(chosen),
+        top_ids=top_ids,
+        top_logprobs=top_logprobs,
+    )
+    return _with_extra(logprobs, chosen, [sampling.logprob_token_ids for sampling in asking], vocab_size)
+
+
+def _with_extra(logprobs: StepLogprobs, chosen: Int32, asked: list[tuple[int, ...]], vocab_size: int) -> StepLogprobs:
+    """With those of the tokens that each line's row has named."""
+    counts = [len(ids) for ids in asked]
+    if not any(counts):
+        return logprobs
+    ids = int32([token for ids in asked for token in ids])
+    distances: Int32 = (ids - np.repeat(chosen, counts)) % vocab_size
+    return msgspec.structs.replace(
+        logprobs,
+        extra_offsets=int32(np.cumsum([0, *counts])),
+        extra_ids=ids,
+        extra_logprobs=_logprobs(distances),
+        extra_ranks=distances + np.int32(1),
     )
