@@ -300,15 +300,35 @@ class EngineCore:
 
 
 def _lines(output: StepOutput) -> dict[int, SampledLogprobs]:
-    """Log-probabilities by the place of their token in the step, each as wide as its row asked for."""
-    logprobs: StepLogprobs | None = output.logprobs
+    """Log-probabilities by the index of their token in the output, each as wide as its row asked for."""
+    logprobs = output.logprobs
     if logprobs is None:
         return {}
-    columns = (logprobs.index, logprobs.logprobs, logprobs.ranks, logprobs.top_ids, logprobs.top_logprobs)
+    token_at = {place: index for index, place in enumerate(output.places.tolist())}
+    columns = (logprobs.logprobs, logprobs.ranks, logprobs.top_ids, logprobs.top_logprobs)
+    extra_ends = logprobs.extra_offsets.tolist() or [0] * (len(logprobs.index) + 1)
     lines = {}
-    for index, logprob, rank, ids, values in zip(*(column.tolist() for column in columns), strict=True):
-        width = output.sequences[index].sampling.logprobs
-        lines[index] = SampledLogprobs(logprob, rank, ids[:width], values[:width])
+    for line, (place, logprob, rank, ids, values) in enumerate(
+        zip(logprobs.index.tolist(), *(column.tolist() for column in columns), strict=True)
+    ):
+        index = token_at.get(place)
+        if index is not None:  # its sequence lives
+            width = output.sequences[index].sampling.logprobs
+            extra = slice(extra_ends[line], extra_ends[line + 1])
+            lines[index] = SampledLogprobs(
+                logprob,
+                rank,
+                [
+                    *zip(ids[:width], values[:width], range(1, width + 1), strict=True),
+                    *zip(
+                        *(
+                            c[extra].tolist()
+                            for c in (logprobs.extra_ids, logprobs.extra_logprobs, logprobs.extra_ranks)
+                        ),
+                        strict=True,
+                    ),
+                ],
+            )
     return lines
 
 

@@ -246,9 +246,11 @@ def test_log_probabilities_stay_with_their_tokens_when_others_drop_out() -> None
     assert output is not None
     assert output.sequences == [asking, quiet, last]
     assert output.logprobs is not None
-    assert output.logprobs.index.tolist() == [0, 2]
-    assert output.logprobs.top_ids[:, 0].tolist() == [output.token_ids[0], output.token_ids[2]]
-    assert [len(getattr(output.logprobs, name)) for name in ("logprobs", "ranks", "top_logprobs")] == [2, 2, 2]
+    line_of = {place: line for line, place in enumerate(output.logprobs.index.tolist())}
+    lines = [line_of.get(place) for place in output.places.tolist()]
+    assert [line is None for line in lines] == [False, True, False]
+    heads = [output.logprobs.top_ids[line, 0].item() for line in lines if line is not None]
+    assert heads == [output.token_ids[0], output.token_ids[2]]
 
 
 # Steps that fail
@@ -521,18 +523,22 @@ def test_the_least_recently_used_prefix_goes_first_and_its_tail_before_its_head(
     assert hits == [3, 1, 3], "200 was used longest ago, and lost its tail"
 
 
-def test_resetting_the_cache_forgets_what_nobody_uses() -> None:
+def test_resetting_the_cache_forgets_what_is_used_too_and_what_its_users_compute_later() -> None:
     core = Core()
     core.add(prompt(9), max_tokens=1)
     core.run()
-    running = core.add(prompt(9, 300), ignore_eos=True)
+    running = core.add(prompt(9, 300), max_tokens=12, ignore_eos=True)
     core.step()
-    core.kv.reset_prefix_cache()
+    assert core.scheduler.reset_prefix_cache() > 0
+    assert core.scheduler.reset_prefix_cache() == 0
     core.scheduler.check_integrity()
     again, shared = core.add(prompt(10), max_tokens=1), core.add(prompt(10, 300), max_tokens=1)
     core.run()
-    assert (again.num_cached_tokens, shared.num_cached_tokens) == (0, 8)
-    assert_runs_alone_alike(core, running, again, shared)
+    assert (again.num_cached_tokens, shared.num_cached_tokens) == (0, 0)
+    later = core.add([*prompt(9, 300), *running.output_ids, 1, 2, 3], max_tokens=1)
+    core.run()
+    assert later.num_cached_tokens == 8, "what was computed on blocks from before is nobody's prefix"
+    assert_runs_alone_alike(core, running, again, shared, later)
 
 
 # Waiting for others
@@ -749,7 +755,8 @@ def test_a_plan_is_described_without_the_prompt() -> None:
 
 def corrupt(name: str, change: Callable[[Any], Any]) -> Callable[[Scheduler], None]:
     def apply(scheduler: Scheduler) -> None:
-        setattr(scheduler, name, change(getattr(scheduler, name)))
+        owner = scheduler.table if hasattr(scheduler.table, name) else scheduler
+        setattr(owner, name, change(getattr(owner, name)))
 
     return apply
 
@@ -757,12 +764,12 @@ def corrupt(name: str, change: Callable[[Any], Any]) -> Callable[[Scheduler], No
 @pytest.mark.parametrize(
     "damage",
     [
-        corrupt("_free_rows", lambda rows: rows[:-1]),
+        corrupt("free_rows", lambda rows: rows[:-1]),
         corrupt("running", lambda running: running[::-1]),
-        corrupt("_running_rows", lambda rows: rows[::-1]),
+        corrupt("running_rows", lambda rows: rows[::-1]),
         corrupt("num_unstarted", lambda count: count + 1),
-        corrupt("_scheduled", lambda column: column + 1),
-        corrupt("_capacity", lambda column: np.zeros_like(column)),
+        corrupt("scheduled", lambda column: column + 1),
+        corrupt("capacity", lambda column: np.zeros_like(column)),
         lambda scheduler: scheduler.running[0].block_ids.pop(),
         lambda scheduler: scheduler.kv.pool.allocate(1),
         lambda scheduler: scheduler.kv.pool.release(scheduler.running[0].block_ids[:1], scheduler.kv.cache.names),

@@ -111,7 +111,7 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(is_wanted=st.sampled_from([False, False, True]))
     def reset_prefix_cache(self, is_wanted: bool) -> None:
         if is_wanted:
-            self.core.kv.reset_prefix_cache()
+            self.core.scheduler.reset_prefix_cache()
 
     @invariant()
     def blocks_and_rows_are_accounted_for(self) -> None:
@@ -126,7 +126,7 @@ class CoreMachine(RuleBasedStateMachine):
         held = self.core.executor.rows()
         assert copy.rows().items() <= held.items()
         leaving = held.keys() - copy.rows().keys()
-        assert leaving == set(self.core.scheduler._removed), "the next plan removes what the snapshot leaves out"
+        assert leaving == set(self.core.scheduler.table._removed), "the next plan removes what the snapshot leaves out"
 
     def blocked_from_outside(self) -> list[Sequence]:
         return [s for s in self.core.scheduler.sequences() if s.reasons & ~Reason.PENDING_PREFIX]

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import msgspec
 
 from aioengine.core.block_pool import BlockPool
-from aioengine.core.prefix_cache import ROOT, PrefixCache, hash_block, hash_prompt
+from aioengine.core.prefix_cache import PrefixCache, hash_block, hash_prompt, root_of
 from aioengine.core.sequence import Reason, Sequence
 
 
@@ -18,7 +18,7 @@ class Hit(msgspec.Struct, frozen=True):
     Attributes:
         block_ids: READY blocks that it begins with.
         pending: the name of the block after them, if somebody is computing it.
-        num_missing: blocks to allocate for the rest of its known tokens.
+        num_missing: blocks to allocate for the rest of its known tokens, a copy of a shared tail included.
     """
 
     block_ids: list[int]
@@ -45,6 +45,8 @@ class KVManager:
         self.pool = BlockPool(num_blocks, self.cache.evict)
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
+        self._copies: list[tuple[int, int]] = []
+        """(from, to): the first has a reference for it until `take_copies`."""
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -52,12 +54,13 @@ class KVManager:
     def lookup(self, sequence: Sequence) -> Hit:
         """The cached beginning of a sequence; nothing for one that holds blocks, since it has begun already.
 
-        At least its last known token is left to compute, since the next one is sampled from that.
+        At least its last known token is left to compute, since the next one is sampled from that; all are, if the
+        prompt's log-probabilities are wanted.
         """
         num_tokens = sequence.num_tokens
         num_blocks = self.blocks_for(num_tokens)
-        if not self.is_caching or sequence.block_ids:
-            return Hit([], None, num_blocks - len(sequence.block_ids))
+        if not self.is_caching or sequence.block_ids or sequence.is_to_be_scored:
+            return Hit([], None, num_blocks - len(sequence.block_ids) + sequence.has_shared_tail)
         count = (num_tokens - 1) // self.block_size
         names = self._name_blocks(sequence, count)
         block_ids, pending = self.cache.match(names if len(names) == count else names[:count])
@@ -75,11 +78,40 @@ class KVManager:
             sequence.num_settled_blocks = len(hit.block_ids)
             sequence.num_computed_tokens = len(hit.block_ids) * self.block_size
             self._count(sequence)
-        sequence.block_ids += self.pool.allocate(hit.num_missing)
-        if self.is_caching:
+        missing = self.pool.allocate(hit.num_missing)
+        if sequence.has_shared_tail:
+            self._copies.append((sequence.block_ids[-1], missing[0]))
+            sequence.block_ids.pop()
+            sequence.has_shared_tail = False
+        sequence.block_ids += missing
+        if self.is_caching and sequence.is_named:
             names = self._name_blocks(sequence, sequence.num_tokens // self.block_size)
             if len(names) > sequence.num_settled_blocks:
                 self.cache.announce(names[sequence.num_settled_blocks], sequence)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let ``child`` begin with the blocks of its parent's prompt, which is computed.
+
+        It takes a reference to each, the partial last one included: others may write behind the prompt there, but
+        nobody into it. What it computes itself goes to a copy, which it gets when it is admitted.
+        """
+        num_tokens = len(parent.prompt)
+        num_full = num_tokens // self.block_size
+        child.block_ids = parent.block_ids[: self.blocks_for(num_tokens)]
+        self.pool.retain(child.block_ids)
+        child.has_shared_tail = len(child.block_ids) > num_full
+        child.block_hashes = parent.block_hashes[:num_full]
+        child.num_settled_blocks = num_full if self.is_caching else 0
+        child.num_computed_tokens = num_tokens
+        child.is_named = parent.is_named
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """Blocks to copy, (from, to), before anything else is computed."""
+        copies = self._copies
+        if copies:
+            self._copies = []
+            self.pool.release([source for source, _ in copies], self.cache.names)
+        return copies
 
     def grow(self, sequences: list[Sequence]) -> list[int]:
         """One more block for each; the caller has checked that there are as many."""
@@ -91,6 +123,9 @@ class KVManager:
     def settle(self, sequence: Sequence, num_computed_tokens: int) -> None:
         """Full blocks up to here are computed, one more than before at least: name them, and let others use them."""
         settled, full = sequence.num_settled_blocks, num_computed_tokens // self.block_size
+        if not sequence.is_named:
+            sequence.num_settled_blocks = full
+            return
         names = self._name_blocks(sequence, full)
         self.cache.settle(names[settled:full], sequence.block_ids[settled:full])
         sequence.num_settled_blocks = full
@@ -99,7 +134,7 @@ class KVManager:
 
     def withdraw(self, sequence: Sequence) -> None:
         """It is not going to compute what it announced, or not soon: whoever waits for that may."""
-        if len(sequence.block_hashes) > sequence.num_settled_blocks:
+        if len(sequence.block_hashes) > sequence.num_settled_blocks and sequence.is_named:
             self.cache.withdraw(sequence.block_hashes[sequence.num_settled_blocks], sequence)
 
     def release(self, sequence: Sequence) -> None:
@@ -109,10 +144,23 @@ class KVManager:
         sequence.block_ids = []
         sequence.num_settled_blocks = 0
         sequence.num_computed_tokens = 0
+        sequence.has_shared_tail = False
+        sequence.is_named = True
 
-    def reset_prefix_cache(self) -> None:
-        """Forget the prefixes that no sequence uses; their blocks are blank again."""
-        self.cache.evict(self.pool.forget_cached())
+    def reset_prefix_cache(self, sequences: Iterable[Sequence]) -> int:
+        """Forget all prefixes; returns how many blocks had been kept for one.
+
+        What ``sequences`` (all that live) have begun, they go on with, and nobody else will: what they compute rests on
+        blocks from before.
+        """
+        for sequence in sequences:
+            if sequence.block_ids:
+                self.withdraw(sequence)
+                sequence.is_named = False
+        num_forgotten = len(self.cache.ready)
+        self.cache.forget()
+        self.pool.forget_cached()
+        return num_forgotten
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Every block is owned exactly as often as it is counted, or free; no prefix is lost, and nobody who waits.
@@ -121,6 +169,7 @@ class KVManager:
             AssertionError: it is not so.
         """
         live = list(sequences)
+        assert not self._copies, "copies are waiting that no plan has"
         owned = Counter(block_id for sequence in live for block_id in sequence.block_ids)
         self.pool.check_integrity(owned, self.cache.names)
         self.cache.check_integrity()
@@ -144,9 +193,9 @@ class KVManager:
         if len(names) < count:
             size = self.block_size
             if not names:
-                names += hash_prompt(sequence.prompt, size)
+                names += hash_prompt(sequence.prompt, size, root_of(sequence.request.cache_salt))
             for index in range(len(names), count):
-                parent = names[-1] if names else ROOT
+                parent = names[-1] if names else root_of(sequence.request.cache_salt)
                 names.append(hash_block(parent, sequence.slice_ids(index * size, (index + 1) * size)))
         return names
 

@@ -20,6 +20,14 @@ HASH_BYTES = 16
 ROOT = blake2b(b"aioengine prefix cache v1", digest_size=HASH_BYTES).digest()
 
 
+def root_of(cache_salt: str) -> bytes:
+    """What the names of all prefixes begin with that were computed under this salt; `ROOT` under none.
+
+    Requests of different salts never see by their speed what others have asked.
+    """
+    return blake2b(ROOT + cache_salt.encode(), digest_size=HASH_BYTES).digest() if cache_salt else ROOT
+
+
 def hash_block(parent: bytes, token_ids: Items[int]) -> bytes:
     """The name of a full block: blake2b over the parent's name and the ids as little-endian int32.
 
@@ -34,7 +42,7 @@ def _little_endian(count: int) -> struct.Struct:
     return struct.Struct(f"<{count}i")
 
 
-def hash_prompt(token_ids: Int32, block_size: int) -> list[bytes]:
+def hash_prompt(token_ids: Int32, block_size: int, root: bytes = ROOT) -> list[bytes]:
     """The names of a prompt's full blocks, about 1 µs each: long prompts are hashed off the loop.
 
     Only full blocks: a partial block's name would change with the next token.
@@ -42,7 +50,7 @@ def hash_prompt(token_ids: Int32, block_size: int) -> list[bytes]:
     raw = token_ids.astype("<i4", copy=False).tobytes()
     size = 4 * block_size
     names = []
-    parent = ROOT
+    parent = root
     for end in range(size, len(raw) + 1, size):
         parent = blake2b(parent + raw[end - size : end], digest_size=HASH_BYTES).digest()
         names.append(parent)
@@ -116,6 +124,11 @@ class PrefixCache:
             assert name is not None, "a block without a name was kept like a cached one"
             del self.ready[name]
             self.names[block_id] = None
+
+    def forget(self) -> None:
+        """No block has a name any more. PENDING names stay until their owners withdraw them."""
+        self.ready.clear()
+        self.names = [None] * len(self.names)
 
     def check_integrity(self) -> None:
         """Names and blocks agree, no name is READY and PENDING, and only PENDING names are waited for.

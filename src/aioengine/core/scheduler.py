@@ -16,15 +16,16 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from aioengine.core.kv_manager import KVManager
-from aioengine.core.plan import EMPTY, Int8, Int32, RowAdded, StepLogprobs, StepPlan, StepResult, int32
+from aioengine.core.kv_manager import Hit, KVManager
+from aioengine.core.plan import EMPTY, Int8, Int32, PromptLogprobs, RowAdded, StepLogprobs, StepPlan, StepResult, int32
+from aioengine.core.row_table import Rows, RowTable
 from aioengine.core.sequence import Event, FinishReason, Reason, Sequence, State
 from aioengine.core.stopping import finish_reason
 from aioengine.core.waiting import WaitingQueue
 
-Rows = NDArray[np.intp]
-"""Rows to index columns with: numpy gathers and scatters two to three times as fast with these as with int32."""
 Array = TypeVar("Array", Int32, Int8)
+Float64 = NDArray[np.float64]
+Bool = NDArray[np.bool_]
 
 
 class SchedulerStats(msgspec.Struct, kw_only=True):
@@ -41,18 +42,26 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     steps: int
 
 
-class StepOutput(msgspec.Struct, frozen=True):
+class StepOutput(msgspec.Struct, frozen=True, kw_only=True):
     """What applying a result brought: ``token_ids[i]`` is the newest token of ``sequences[i]``.
 
     A sequence that ended with its token has its ``finish_reason`` set.
 
     Attributes:
-        logprobs: about the tokens by their place in ``token_ids``.
+        places: int32, where ``token_ids`` stood in the result; ``logprobs.index`` speaks of those.
+        logprobs: as in the result.
+        gaps_s: float64 [m], seconds since the token before, of the tokens that followed one.
+        prompt_logprobs: about the prompts of these sequences, which have not ended.
+        failed: sequences that ended because their own row failed, and why.
     """
 
     sequences: list[Sequence]
     token_ids: list[int]
-    logprobs: StepLogprobs | None = None
+    places: Int32
+    logprobs: StepLogprobs | None
+    gaps_s: Float64
+    prompt_logprobs: list[tuple[Sequence, PromptLogprobs]]
+    failed: list[tuple[Sequence, Exception]]
 
 
 class _Work(msgspec.Struct, frozen=True, gc=False):
@@ -72,7 +81,9 @@ class _Launched(msgspec.Struct, frozen=True):
 
 
 class Scheduler:
-    """First come, first served, on one token budget; preempts the youngest by recomputation.
+    """By priority, then first come, first served, on one token budget; preempts the last by recomputation.
+
+    Methods that take ``now`` put it on sequences as it is, in the caller's seconds.
 
     Args:
         kv: the blocks.
@@ -86,61 +97,37 @@ class Scheduler:
     ) -> None:
         assert max_num_batched_tokens >= max_num_seqs, "each row needs a token a step"
         self.kv = kv
+        self.table = RowTable(max_num_seqs, kv.block_size)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.eos_token_ids = frozenset(eos_token_ids)
         self.waiting = WaitingQueue()
         self.blocked: dict[int, Sequence] = {}
         """WAITING with a reason, by order."""
-        self.running: list[Sequence] = []
-        """By order, and never changed in place: launched steps hold it."""
         self.num_unstarted = 0
         """Sequences that were added and never had a row."""
         self.num_preemptions = 0
         self._next_order = 0
         self._step = 0
         self._launched: deque[_Launched] = deque()
-        self._removed: list[int] = []
-        self._running_rows: Rows = np.zeros(0, np.intp)
-        """The rows of ``running``; never changed in place."""
-        self._gone_rows: list[int] = []
-        """Rows in ``running`` whose sequences were ended from outside: taken out together, at the next look at it."""
         self._leaving: list[Sequence] = []
         """RUNNING with a reason: they have a row until what is in flight is applied."""
         self._parked: dict[int, Sequence] = {}
         """WAITING, with or without a reason, and holding blocks; by order."""
-        self._tenants: list[Sequence | None] = [None] * max_num_seqs
-        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._reserve = max(1, kv.pool.num_blocks // 100)
-
-        def column() -> Int32:
-            return np.zeros(max_num_seqs, np.int32)
-
-        self._epoch = column()
-        self._computed = column()
-        self._scheduled = column()
-        self._expected = column()
-        self._last = column()
-        """The last token's position at most: it would be sampled and never computed."""
-        self._capacity = column()
-        """Tokens that its blocks hold."""
-        self._fills_at = column()
-        """Computed tokens at which its next block is full."""
-        self._looked_at_from = column()
-        """Computed tokens from which on each sampled token may end it: ``_last``, or 0 if it has stop tokens."""
 
     # What callers do to sequences
 
     def add(self, sequence: Sequence, reason: Reason = Reason.NONE) -> None:
-        """Take in a new sequence, blocked if there is a ``reason``."""
+        """Take in a new sequence and its children, blocked if there is a ``reason``."""
         assert self.kv.blocks_for(sequence.limit - 1) <= self.kv.pool.num_blocks, f"{sequence} could never end"
-        sequence.order = self._next_order
-        self._next_order += 1
-        self.num_unstarted += 1
-        sequence.reasons = reason
-        self._enqueue(sequence)
+        self._add_one(sequence, reason)
+        for child in sequence.children:
+            self._add_one(child, reason | Reason.FORK)
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> bool:
         """End a sequence now, for a reason from outside (abort, a stop string, an error): it is in no later plan.
+
+        Children that were to begin with what it computes end with it.
 
         Returns:
             False if it had ended already.
@@ -149,7 +136,7 @@ class Scheduler:
             return False
         if sequence.state is State.RUNNING:
             if not sequence.reasons:
-                self._gone_rows.append(sequence.row)
+                self.table.stop_later(sequence)
             self._vacate(sequence)
         elif self.blocked.pop(sequence.order, None) is None:
             self.waiting.discard(sequence)
@@ -164,7 +151,7 @@ class Scheduler:
         sequence.reasons |= reason
         if sequence.state is State.RUNNING:
             if was_free:
-                self._drop_running([sequence])
+                self.table.stop([sequence])
                 self._leaving.append(sequence)
         elif was_free:
             self.waiting.discard(sequence)
@@ -179,20 +166,26 @@ class Scheduler:
             return
         if sequence.state is State.RUNNING:
             self._leaving.remove(sequence)
-            self._add_running([sequence])
+            self.table.run([sequence])
         else:
             del self.blocked[sequence.order]
             self.waiting.add(sequence)
 
+    def reset_prefix_cache(self) -> int:
+        """Forget all prefixes; returns how many blocks had been kept for one."""
+        return self.kv.reset_prefix_cache(self.sequences())
+
     # The step
 
-    def schedule(self) -> StepPlan | None:
+    def schedule(self, now: float = 0.0) -> StepPlan | None:
         """The next step, or None if no row has a token to compute.
 
         After None something must be applied, unblocked, added or ended before there can be a step.
         """
-        self._drop_gone()
+        self.table.stop_gone()
         self._park_blocked()
+        self._wake_waiters()
+        self._yield_to_higher()
         work = self._share_budget()
         growing = self._out_of_blocks(work)
         is_tight = len(growing) > self.kv.pool.num_free
@@ -204,37 +197,52 @@ class Scheduler:
         admitted: list[Sequence] = []
         self._wake_waiters()
         if self.waiting and not (is_tight and len(work.rows)):
-            admitted = self._admit(self.max_num_batched_tokens - int(work.num_tokens.sum()))
+            admitted = self._admit(self.max_num_batched_tokens - int(work.num_tokens.sum()), now)
             work = self._join(work, admitted)
         if not len(work.rows):
             return None
         return self._launch(work, growing, grown_blocks, admitted)
 
-    def apply(self, plan: StepPlan, result: StepResult) -> StepOutput:
+    def apply(self, plan: StepPlan, result: StepResult, now: float = 0.0) -> StepOutput:
         """Take in the result of the oldest launched step: append tokens, end what stops, settle prefixes."""
         assert result.step == plan.step, "the result is another step's"
         launched = self._take_launched(plan)
         rows, ends, sequences = launched.rows, launched.ends, launched.sequences
         places = result.offsets[:-1]
-        has_token = result.offsets[1:] > places
-        is_alive = self._epoch[rows] == plan.epochs
+        counts = result.offsets[1:] - places
+        is_alive = self.table.epoch[rows] == plan.epochs
+        failed = self._end_failed(result, sequences, is_alive) if result.failures else []
+        prompt_logprobs = _of_each(result.prompt_logprobs, sequences, is_alive)
         if np.count_nonzero(is_alive) < len(rows):
             # Ended or preempted while the step ran: the late result finds nobody.
-            rows, ends, places, has_token = rows[is_alive], ends[is_alive], places[is_alive], has_token[is_alive]
+            rows, ends, places, counts = rows[is_alive], ends[is_alive], places[is_alive], counts[is_alive]
             sequences = list(compress(sequences, is_alive.tolist()))
-        self._computed[rows] = ends
+        self.table.computed[rows] = ends
         self._settle(rows, ends, sequences)
+        has_token = counts > 0
         if np.count_nonzero(has_token) < len(rows):
-            rows, ends, places = rows[has_token], ends[has_token], places[has_token]
+            rows, ends, places, counts = rows[has_token], ends[has_token], places[has_token], counts[has_token]
             sequences = list(compress(sequences, has_token.tolist()))
-        token_ids, logprobs = result.token_ids, result.logprobs
-        if len(rows) < len(token_ids):
-            token_ids, logprobs = token_ids[places], _pick(logprobs, places)
+        gaps_s = self._stamp(rows, sequences, now)
+        token_ids = result.token_ids if len(rows) == len(result.token_ids) else result.token_ids[places]
         ids: list[int] = token_ids.tolist()
         for sequence, token_id in zip(sequences, ids, strict=True):
             sequence.output_ids.append(token_id)
+        born, born_places = self._fork(sequences, places, counts)
         self._stop(rows, ends, sequences, token_ids)
-        return StepOutput(sequences, ids, logprobs)
+        if born:
+            ids += self._begin(born, result.token_ids[born_places].tolist(), now)
+            sequences = sequences + born  # not in place: launched steps hold the list
+            places = np.concatenate([places, int32(born_places)])
+        return StepOutput(
+            sequences=sequences,
+            token_ids=ids,
+            places=places,
+            logprobs=result.logprobs,
+            gaps_s=gaps_s,
+            prompt_logprobs=prompt_logprobs,
+            failed=failed,
+        )
 
     def fail(self, plan: StepPlan) -> list[Sequence]:
         """The oldest launched step brought an error: end the sequences that it held, and return them.
@@ -242,29 +250,29 @@ class Scheduler:
         Later launched steps that hold the same sequences bring tokens that find nobody.
         """
         launched = self._take_launched(plan)
-        is_alive = self._epoch[launched.rows] == plan.epochs
-        failed = list(compress(launched.sequences, is_alive.tolist()))
-        self._drop_running(failed)
-        for sequence in failed:
-            self._vacate(sequence)
-            self._end(sequence, "error", None)
-        return failed
+        is_alive = self.table.epoch[launched.rows] == plan.epochs
+        return self._end_running(list(compress(launched.sequences, is_alive.tolist())))
 
     # What callers ask
 
     @property
+    def running(self) -> list[Sequence]:
+        """Those with a row that may be scheduled, in order."""
+        return self.table.running
+
+    @property
     def has_work(self) -> bool:
         """Whether any sequence is waiting, running or blocked."""
-        self._drop_gone()
+        self.table.stop_gone()
         return bool(self.waiting or self.running or self.blocked or self._leaving)
 
     def sequences(self) -> list[Sequence]:
         """All sequences that have not ended."""
-        self._drop_gone()
+        self.table.stop_gone()
         return [*self.running, *self._leaving, *self.waiting, *self.blocked.values()]
 
     def stats(self) -> SchedulerStats:
-        self._drop_gone()
+        self.table.stop_gone()
         return SchedulerStats(
             running=len(self.running) + len(self._leaving),
             waiting=len(self.waiting),
@@ -284,7 +292,7 @@ class Scheduler:
         not in it, although the next plan removes them.
         """
         assert not self._launched, "the device alone knows the tokens of launched steps"
-        tenants = [sequence for sequence in self._tenants if sequence is not None]
+        tenants = [sequence for sequence in self.table.tenants if sequence is not None]
         return StepPlan(
             step=self._step,
             removed=EMPTY,
@@ -307,42 +315,39 @@ class Scheduler:
         live = self.sequences()
         assert len({sequence.order for sequence in live}) == len(live), "a sequence is in two places"
         with_row = [*self.running, *self._leaving]
-        assert all(sequence.state is State.RUNNING and self._tenants[sequence.row] is sequence for sequence in with_row)
-        assert sorted(self._free_rows + [sequence.row for sequence in with_row]) == list(range(len(self._tenants)))
-        assert [sequence.row for sequence in self.running] == self._running_rows.tolist()
-        assert [s.order for s in self.running] == sorted(s.order for s in self.running)
+        assert {s.order for s in with_row} == {s.order for s in self.table.tenants if s is not None}
+        assert all(sequence.state is State.RUNNING for sequence in with_row)
         assert all(sequence.reasons for sequence in [*self._leaving, *self.blocked.values()])
         assert not any(sequence.reasons for sequence in [*self.running, *self.waiting])
         assert sum(not sequence.has_run for sequence in live) == self.num_unstarted
         idle = [*self.waiting, *self.blocked.values()]
         assert all(sequence.state is State.WAITING and sequence.row == -1 for sequence in idle)
         assert {s.order for s in idle if s.block_ids} == self._parked.keys()
+        unborn = {child.order for sequence in live for child in sequence.children}
+        assert unborn == {s.order for s in live if s.reasons & Reason.FORK}, (
+            "a child waits for a parent that it has not"
+        )
+        self.table.check_integrity(is_caching=self.kv.is_caching)
         for sequence in with_row:
-            self._check_columns(sequence)
+            self._check_in_flight(sequence)
         self.kv.check_integrity(live)
 
-    def _check_columns(self, sequence: Sequence) -> None:
-        row = sequence.row
+    def _check_in_flight(self, sequence: Sequence) -> None:
+        row, table = sequence.row, self.table
         plans = [launched.plan for launched in self._launched]
         steps = [(plan, plan.rows.tolist().index(row)) for plan in plans if row in plan.rows]
-        mine = [(plan, index) for plan, index in steps if plan.epochs[index] == self._epoch[row]]
-        assert self._scheduled[row] - self._computed[row] == sum(int(plan.num_tokens[index]) for plan, index in mine)
-        assert self._expected[row] - sequence.num_tokens == sum(int(plan.wants[index]) for plan, index in mine)
-        assert self._computed[row] <= self._scheduled[row] <= self._expected[row] <= self._last[row] + 1
-        assert self._scheduled[row] <= self._last[row] == sequence.limit - 1
-        assert self._capacity[row] == len(sequence.block_ids) * self.kv.block_size
-        assert self._scheduled[row] <= self._capacity[row]
-        if self.kv.is_caching:
-            assert sequence.num_settled_blocks == self._computed[row] // self.kv.block_size
-            assert self._fills_at[row] == (sequence.num_settled_blocks + 1) * self.kv.block_size
+        mine = [(plan, index) for plan, index in steps if plan.epochs[index] == table.epoch[row]]
+        assert table.scheduled[row] - table.computed[row] == sum(int(plan.num_tokens[index]) for plan, index in mine)
+        assert table.expected[row] - sequence.num_tokens == sum(int(plan.wants[index]) for plan, index in mine)
 
     # Sharing out a step
 
     def _share_budget(self) -> _Work:
         """Rows with tokens to compute, and how many each: decodes first, then prefills in order as far as it goes."""
-        rows = self._running_rows
-        starts = self._scheduled[rows]
-        num_tokens = np.minimum(self._expected[rows], self._last[rows]) - starts
+        table = self.table
+        rows = table.running_rows
+        starts = table.scheduled[rows]
+        num_tokens = np.minimum(table.expected[rows], table.last[rows]) - starts
         if int(num_tokens.sum()) > self.max_num_batched_tokens:
             num_tokens = self._ration(num_tokens)
         if np.count_nonzero(num_tokens) < len(rows):
@@ -360,34 +365,36 @@ class Scheduler:
 
     def _out_of_blocks(self, work: _Work) -> Rows:
         """The rows that need a block: one each, since a prompt has all of its own and a decode is one token."""
-        return work.rows[work.ends > self._capacity[work.rows]]
+        return work.rows[work.ends > self.table.capacity[work.rows]]
 
     def _grow(self, rows: Rows) -> Int32:
         """Give each a block; returns their ids."""
         if not len(rows):
             return EMPTY
-        self._capacity[rows] += self.kv.block_size
-        return int32(self.kv.grow(self._tenants_of(rows)))
+        self.table.capacity[rows] += self.kv.block_size
+        return int32(self.kv.grow(self.table.tenants_of(rows)))
 
-    def _admit(self, budget: int) -> list[Sequence]:
+    def _admit(self, budget: int, now: float) -> list[Sequence]:
         """Take sequences from the queue while rows, blocks and budget last; the first that does not fit ends it."""
         admitted: list[Sequence] = []
-        while budget > 0 and self._free_rows and (sequence := self.waiting.peek()) is not None:
+        while budget > 0 and self.table.free_rows and (sequence := self.waiting.peek()) is not None:
             hit = self.kv.lookup(sequence)
             if hit.pending is not None:
                 self.kv.cache.wait(hit.pending, sequence)
                 self.block(sequence, Reason.PENDING_PREFIX)
                 continue
-            reserve = self._reserve if self.running or admitted else 0
-            if not self.kv.can_admit(hit, reserve):
+            is_alone = not (self.running or admitted)
+            if not self.kv.can_admit(hit, 0 if is_alone else self._reserve):
                 victim = self._parked_victim(sequence)
+                if victim is None and is_alone and sequence.block_ids:
+                    victim = sequence  # it stands in its own way: a tail to copy needs a block more than to compute it
                 if victim is None:
                     break
                 self._preempt(victim)
                 continue
             self.waiting.pop()
             self.kv.admit(sequence, hit)
-            self._take_row(sequence)
+            self._take_row(sequence, now)
             admitted.append(sequence)
             budget -= sequence.num_tokens - sequence.num_computed_tokens
         return admitted
@@ -396,35 +403,38 @@ class Scheduler:
         """Append the first chunks of the admitted sequences; the last one may have to share its prompt out."""
         if not admitted:
             return work
-        new_rows = self._add_running(admitted)
+        table = self.table
+        new_rows = table.run(admitted)
         rows = np.concatenate([work.rows, new_rows])
-        starts = self._scheduled[rows]
-        num_tokens = np.concatenate([work.num_tokens, self._expected[new_rows] - self._scheduled[new_rows]])
+        starts = table.scheduled[rows]
+        num_tokens = np.concatenate([work.num_tokens, table.expected[new_rows] - table.scheduled[new_rows]])
         num_tokens[-1] -= max(int(num_tokens.sum()) - self.max_num_batched_tokens, 0)
         return _Work(rows, starts, num_tokens, starts + num_tokens)
 
     def _launch(self, work: _Work, growing: Rows, grown_blocks: Int32, admitted: list[Sequence]) -> StepPlan:
-        rows = work.rows
-        expected = self._expected[rows]
+        rows, table = work.rows, self.table
+        expected = table.expected[rows]
         samples = work.ends == expected
-        self._scheduled[rows] = work.ends
-        self._expected[rows] = expected + samples
+        table.scheduled[rows] = work.ends
+        table.expected[rows] = expected + samples
+        copies = self.kv.take_copies()
         plan = StepPlan(
             step=self._step,
-            removed=int32(self._removed) if self._removed else EMPTY,
+            removed=table.take_removed(),
+            copied_from=int32([source for source, _ in copies]) if copies else EMPTY,
+            copied_to=int32([target for _, target in copies]) if copies else EMPTY,
             added=tuple(_introduce(sequence) for sequence in admitted),
             grown_rows=_frozen(growing.astype(np.int32)) if len(growing) else EMPTY,
             grown_blocks=grown_blocks,
             rows=_frozen(rows.astype(np.int32)),
-            epochs=_frozen(self._epoch[rows]),
+            epochs=_frozen(table.epoch[rows]),
             starts=_frozen(work.starts),
             num_tokens=_frozen(work.num_tokens),
             wants=_frozen(samples.view(np.int8)),  # True is Want.LOGITS
         )
         self._step += 1
-        self._removed.clear()
-        is_all = rows is self._running_rows or np.array_equal(rows, self._running_rows)
-        sequences = self.running if is_all else self._tenants_of(rows)
+        is_all = rows is table.running_rows or np.array_equal(rows, table.running_rows)
+        sequences = table.running if is_all else table.tenants_of(rows)
         self._launched.append(_Launched(plan, rows, work.ends, sequences))
         return plan
 
@@ -435,19 +445,82 @@ class Scheduler:
         assert launched.plan is plan, "results are applied in the order of launches"
         return launched
 
+    def _end_failed(
+        self, result: StepResult, sequences: list[Sequence], is_alive: Bool
+    ) -> list[tuple[Sequence, Exception]]:
+        """End the living sequences whose rows failed, which live no more: what they computed is not to be reused."""
+        errors = {sequences[failure.index].order: failure.error for failure in result.failures}
+        indices = [failure.index for failure in result.failures if is_alive[failure.index]]
+        is_alive[indices] = False
+        ended: list[tuple[Sequence, Exception]] = []
+        for index in indices:
+            parent = sequences[index]
+            ended += [(sequence, errors[parent.order]) for sequence in self._end_running([parent])]
+        return ended
+
+    def _end_running(self, sequences: list[Sequence]) -> list[Sequence]:
+        """End these by an error; returns them and the children that end with them."""
+        self.table.stop(sequences)
+        ended = []
+        for sequence in sequences:
+            ended += [sequence, *(child for child in sequence.children if child.state is not State.FINISHED)]
+            self._vacate(sequence)
+            self._end(sequence, "error", None)
+        return ended
+
     def _settle(self, rows: Rows, ends: Int32, sequences: list[Sequence]) -> None:
         """Name the blocks that this step filled: one row in ``block_size`` when decoding."""
         if not self.kv.is_caching:
             return
         size = self.kv.block_size
-        filled = (ends >= self._fills_at[rows]).nonzero()[0]
+        filled = (ends >= self.table.fills_at[rows]).nonzero()[0]
         for index, num_computed in zip(filled.tolist(), ends[filled].tolist(), strict=True):
             self.kv.settle(sequences[index], num_computed)
-        self._fills_at[rows[filled]] = ends[filled] // size * size + size
+        self.table.fills_at[rows[filled]] = ends[filled] // size * size + size
+
+    def _stamp(self, rows: Rows, sequences: list[Sequence], now: float) -> Float64:
+        """Note the time of these rows' tokens; returns the times since the tokens before, where there was one."""
+        token_at = self.table.token_at
+        before = token_at[rows]
+        token_at[rows] = now
+        is_first = np.isnan(before)
+        if np.count_nonzero(is_first):
+            for index in is_first.nonzero()[0].tolist():
+                sequences[index].first_token_at = now
+            before = before[~is_first]
+        gaps: Float64 = now - before
+        return gaps
+
+    def _fork(self, parents: list[Sequence], places: Int32, counts: Int32) -> tuple[list[Sequence], list[int]]:
+        """Give children their share of the prompts whose first tokens have come; those, and where their tokens are."""
+        born: list[Sequence] = []
+        born_places: list[int] = []
+        for index in (counts > 1).nonzero()[0].tolist():
+            parent = parents[index]
+            for nth, child in enumerate(parent.children, 1):
+                if child.state is not State.FINISHED:
+                    self.kv.fork(parent, child)
+                    self._parked[child.order] = child
+                    born.append(child)
+                    born_places.append(int(places[index]) + nth)
+            parent.children = ()
+        return born, born_places
+
+    def _begin(self, children: list[Sequence], token_ids: list[int], now: float) -> list[int]:
+        """Let each go on behind its first token, if that does not end it; returns the tokens."""
+        for child, token_id in zip(children, token_ids, strict=True):
+            child.output_ids.append(token_id)
+            child.first_token_at = child.last_token_at = now
+            reason, stop_reason = finish_reason(child, token_id, self.eos_token_ids)
+            if reason is not None:
+                self.finish(child, reason, stop_reason)
+            else:
+                self.unblock(child, Reason.FORK)
+        return token_ids
 
     def _stop(self, rows: Rows, ends: Int32, sequences: list[Sequence], token_ids: Int32) -> None:
         """End the sequences whose newest token ends them: a few candidates by columns, then each by the rules."""
-        is_candidate = ends >= self._looked_at_from[rows]
+        is_candidate = ends >= self.table.looked_at_from[rows]
         for eos in self.eos_token_ids:
             is_candidate |= token_ids == eos
         ended: list[tuple[Sequence, FinishReason, int | None]] = []
@@ -456,72 +529,32 @@ class Scheduler:
             reason, stop_reason = finish_reason(sequence, sequence.output_ids[-1], self.eos_token_ids)
             if reason is not None:
                 ended.append((sequence, reason, stop_reason))
-        self._drop_running([sequence for sequence, _, _ in ended])
+        self.table.stop([sequence for sequence, _, _ in ended])
         for sequence, reason, stop_reason in ended:
             self._vacate(sequence)
             self._end(sequence, reason, stop_reason)
 
     # Rows and queues
 
-    def _tenants_of(self, rows: Rows) -> list[Sequence]:
-        tenants = self._tenants
-        return [tenants[row] for row in rows.tolist()]  # a row in use has a tenant
+    def _add_one(self, sequence: Sequence, reason: Reason) -> None:
+        sequence.order = self._next_order
+        self._next_order += 1
+        self.num_unstarted += 1
+        sequence.reasons = reason
+        self._enqueue(sequence)
 
-    def _add_running(self, sequences: list[Sequence]) -> Rows:
-        """Put these among ``running``; returns their rows."""
-        new_rows = np.array([sequence.row for sequence in sequences], np.intp)
-        running = self.running + sequences
-        if self.running and self.running[-1].order > sequences[0].order:
-            running.sort(key=_by_order)
-            self._running_rows = np.array([sequence.row for sequence in running], np.intp)
-        else:
-            self._running_rows = np.concatenate([self._running_rows, new_rows])
-        self.running = running
-        return new_rows
-
-    def _drop_running(self, sequences: list[Sequence]) -> None:
-        """Take these out of ``running``, those that are in it."""
-        if sequences:
-            self._drop_rows([sequence.row for sequence in sequences])
-
-    def _drop_rows(self, rows: list[int]) -> None:
-        stays = np.ones(len(self._tenants), np.bool_)
-        stays[rows] = False
-        stays = stays[self._running_rows]
-        self.running = list(compress(self.running, stays.tolist()))
-        self._running_rows = self._running_rows[stays]
-
-    def _drop_gone(self) -> None:
-        """One pass for all that were ended since the last: a pass each would hold the loop when many end at once."""
-        if self._gone_rows:
-            self._drop_rows(self._gone_rows)
-            self._gone_rows = []
-
-    def _take_row(self, sequence: Sequence) -> None:
+    def _take_row(self, sequence: Sequence, now: float) -> None:
         """Seat an admitted sequence."""
-        row = sequence.row = self._free_rows.pop()
-        self._tenants[row] = sequence
         sequence.advance(Event.ADMITTED)
         if not sequence.has_run:
             sequence.has_run = True
+            sequence.admitted_at = now
             self.num_unstarted -= 1
         self._parked.pop(sequence.order, None)
-        size = self.kv.block_size
-        self._computed[row] = self._scheduled[row] = sequence.num_computed_tokens
-        self._expected[row] = sequence.num_tokens
-        self._last[row] = sequence.limit - 1
-        self._looked_at_from[row] = 0 if sequence.stop_token_ids else sequence.limit - 1
-        self._capacity[row] = len(sequence.block_ids) * size
-        self._fills_at[row] = (sequence.num_settled_blocks + 1) * size
+        self.table.seat(sequence)
 
     def _vacate(self, sequence: Sequence) -> None:
-        """Free its row; the new epoch makes results of launched steps find nobody."""
-        row = sequence.row
-        sequence.row = -1
-        self._epoch[row] += 1
-        self._tenants[row] = None
-        self._removed.append(row)
-        self._free_rows.append(row)
+        self.table.vacate(sequence)
         if sequence in self._leaving:
             self._leaving.remove(sequence)
 
@@ -532,6 +565,9 @@ class Scheduler:
         if not sequence.has_run:
             self.num_unstarted -= 1
         self._release(sequence)
+        for child in sequence.children:
+            self.finish(child, reason)
+        sequence.children = ()
 
     def _release(self, sequence: Sequence) -> None:
         self._parked.pop(sequence.order, None)
@@ -552,25 +588,43 @@ class Scheduler:
 
     # Preemption and parking
 
+    def _yield_to_higher(self) -> None:
+        """Preempt running sequences of lower priority than the first in the queue, if that makes room for it."""
+        head = self.waiting.peek() if self.running else None
+        if head is None or head.place[0] >= self.running[-1].place[0]:
+            return
+        hit = self.kv.lookup(head)
+        lower = [sequence for sequence in self.running if sequence.place[0] > head.place[0]]
+        num_reachable = self.kv.pool.num_free + sum(len(s.block_ids) for s in [*lower, *self._parked.values()])
+        if hit.pending is not None or hit.num_missing + self._reserve > num_reachable:
+            return
+        while lower and not self._has_room(hit):
+            self._preempt(lower.pop())
+
+    def _has_room(self, hit: Hit) -> bool:
+        is_roomy = self.kv.can_admit(hit, self._reserve) or bool(self._parked)  # those go first, when it is admitted
+        return bool(self.table.free_rows) and is_roomy
+
     def _victim(self) -> Sequence:
-        """Who gives up its blocks first: a blocked sequence that holds some, else the youngest of all."""
+        """Who gives up its blocks first: a blocked sequence that holds some, else the last of all."""
         parked = self._parked_victim()
         if parked is not None and parked.reasons:
             return parked
         if self._leaving:
             return self._leaving[-1]
         running = self.running[-1]
-        return running if parked is None or parked.order < running.order else parked
+        return running if parked is None or parked.place < running.place else parked
 
     def _parked_victim(self, besides: Sequence | None = None) -> Sequence | None:
-        """Of the sequences that hold blocks without a row: a blocked one, else the youngest."""
+        """Of the sequences that hold blocks without a row: a blocked one, else the last."""
         candidates = (sequence for sequence in self._parked.values() if sequence is not besides)
-        return max(candidates, key=lambda sequence: (bool(sequence.reasons), sequence.order), default=None)
+        return max(candidates, key=lambda sequence: (bool(sequence.reasons), sequence.place), default=None)
 
     def _preempt(self, sequence: Sequence) -> None:
         self.num_preemptions += 1
+        sequence.num_preemptions += 1
         if sequence.state is State.RUNNING:
-            self._drop_running([sequence])
+            self.table.stop([sequence])
             self._vacate(sequence)
             self._enqueue(sequence)
         sequence.advance(Event.PREEMPTED)
@@ -578,9 +632,10 @@ class Scheduler:
 
     def _park_blocked(self) -> None:
         """Blocked sequences leave their rows once nothing of theirs is in flight."""
-        idle = [s for s in self._leaving if self._computed[s.row] == self._scheduled[s.row]]
+        table = self.table
+        idle = [s for s in self._leaving if table.computed[s.row] == table.scheduled[s.row]]
         for sequence in idle:
-            sequence.num_computed_tokens = int(self._computed[sequence.row])
+            sequence.num_computed_tokens = int(table.computed[sequence.row])
             self._vacate(sequence)
             sequence.advance(Event.PARKED)
             self.kv.withdraw(sequence)
@@ -588,33 +643,37 @@ class Scheduler:
 
 
 def _introduce(sequence: Sequence) -> RowAdded:
+    sampling = sequence.sampling
+    if sampling.prompt_logprobs >= 0 and not sequence.is_to_be_scored:
+        sampling = msgspec.structs.replace(sampling, prompt_logprobs=-1)
     return RowAdded(
         row=sequence.row,
         token_ids=sequence.token_ids(),
         num_prompt_tokens=len(sequence.prompt),
         block_ids=int32(sequence.block_ids),
-        sampling=sequence.sampling,
+        sampling=sampling,
     )
+
+
+def _of_each(
+    logprobs: PromptLogprobs | None, sequences: list[Sequence], is_alive: Bool
+) -> list[tuple[Sequence, PromptLogprobs]]:
+    """The lines about each living sequence's prompt, which count as handed out."""
+    if logprobs is None:
+        return []
+    indices, starts = np.unique(logprobs.index, return_index=True)
+    pieces = []
+    for index, start, end in zip(
+        indices.tolist(), starts.tolist(), [*starts[1:].tolist(), len(logprobs.index)], strict=True
+    ):
+        if is_alive[index]:
+            columns = (getattr(logprobs, name)[start:end] for name in logprobs.__struct_fields__)
+            piece = PromptLogprobs(**dict(zip(logprobs.__struct_fields__, columns, strict=True)))
+            sequences[index].num_scored_tokens = max(sequences[index].num_scored_tokens, int(piece.positions[-1]))
+            pieces.append((sequences[index], piece))
+    return pieces
 
 
 def _frozen(array: Array) -> Array:
     array.flags.writeable = False
     return array
-
-
-def _by_order(sequence: Sequence) -> int:
-    return sequence.order
-
-
-def _pick(logprobs: StepLogprobs | None, places: Int32) -> StepLogprobs | None:
-    """The lines about the tokens at ``places`` (ascending), renumbered to count among those."""
-    if logprobs is None:
-        return None
-    kept = np.isin(logprobs.index, places)
-    return StepLogprobs(
-        index=np.searchsorted(places, logprobs.index[kept]).astype(np.int32),
-        logprobs=logprobs.logprobs[kept],
-        ranks=logprobs.ranks[kept],
-        top_ids=logprobs.top_ids[kept],
-        top_logprobs=logprobs.top_logprobs[kept],
-    )

@@ -7,6 +7,7 @@ object holds the rest, and the lengths while it has none.
 from __future__ import annotations
 
 import enum
+import math
 from typing import Literal
 
 import numpy as np
@@ -57,13 +58,16 @@ class Reason(enum.IntFlag):
     ENCODER = 16
     ADAPTER = 32
     PAUSED = 64
+    FORK = 128
+    """The prompt that it shares with its family is not computed yet."""
 
 
 class Sequence:
-    """A request in the core.
+    """One choice of a request in the core.
 
     Attributes:
-        order: its place in the queue, unique; smaller goes first and is preempted last.
+        order: counts the sequences in the order in which they came; unique.
+        children: the request's other choices, until the first tokens of all are sampled from this one's logits.
         prompt: int32 [prompt tokens].
         output_ids: the tokens sampled so far, as applied.
         limit: prompt and output tokens may not be more than this.
@@ -72,20 +76,35 @@ class Sequence:
         num_settled_blocks: leading blocks whose KV is computed and whose hash is in the prefix cache.
         num_computed_tokens: kept here only while it has no row.
         num_cached_tokens: prompt tokens that the prefix cache gave it, when it first ran.
+        num_scored_tokens: prompt tokens whose log-probabilities have been handed out.
+        has_shared_tail: its last block is another's, too, and not full: it takes a copy when it is admitted.
+        is_named: whether its full blocks go into the prefix cache.
         row: its row, or -1.
         has_run: whether it ever had one.
+        admitted_at: when it first took a row, in seconds of whoever calls the scheduler; NaN before, as the next two.
+        first_token_at: when its first token was applied.
+        last_token_at: when its newest token was applied; kept here only while it has no row.
+        num_preemptions: how often it has lost its blocks.
         listener: whoever follows it; the core does not look at it.
     """
 
     __slots__ = (
+        "admitted_at",
         "block_hashes",
         "block_ids",
+        "children",
         "finish_reason",
+        "first_token_at",
         "has_run",
+        "has_shared_tail",
+        "is_named",
+        "last_token_at",
         "limit",
         "listener",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_preemptions",
+        "num_scored_tokens",
         "num_settled_blocks",
         "order",
         "output_ids",
@@ -106,22 +125,29 @@ class Sequence:
         eos_token_ids: tuple[int, ...] = (),
         block_hashes: list[bytes] | None = None,
         choice: int = 0,
+        children: tuple[Sequence, ...] = (),
     ) -> None:
         params = request.params
         self.request = request
         self.order = -1
+        self.children = children
         self.prompt: Int32 = request.prompt_token_ids
         self.output_ids: list[int] = []
         self.limit = request.max_total_tokens
         self.stop_token_ids = frozenset(params.stop_token_ids)
-        self.sampling = _row_sampling(request, eos_token_ids, choice)
+        self.sampling = _row_sampling(request, eos_token_ids, choice, 1 + len(children))
         self.block_ids: list[int] = []
         self.block_hashes: list[bytes] = [] if block_hashes is None else block_hashes
         self.num_settled_blocks = 0
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
+        self.num_scored_tokens = 0
+        self.has_shared_tail = False
+        self.is_named = True
         self.row = -1
         self.has_run = False
+        self.admitted_at = self.first_token_at = self.last_token_at = math.nan
+        self.num_preemptions = 0
         self.reasons = Reason.NONE
         self.state = State.WAITING
         self.finish_reason: FinishReason | None = None
@@ -136,9 +162,19 @@ class Sequence:
         )
 
     @property
+    def place(self) -> tuple[int, int]:
+        """(priority, order): the smaller goes first and is preempted last."""
+        return self.request.priority, self.order
+
+    @property
     def num_tokens(self) -> int:
         """Tokens known on the host: the prompt and what was applied."""
         return len(self.prompt) + len(self.output_ids)
+
+    @property
+    def is_to_be_scored(self) -> bool:
+        """Whether log-probabilities of its prompt are wanted and not all there: it computes the whole prompt then."""
+        return self.sampling.prompt_logprobs >= 0 and self.num_scored_tokens < len(self.prompt) - 1
 
     def token_ids(self) -> Int32:
         """All known tokens, int32 [num_tokens], read-only."""
@@ -165,7 +201,15 @@ class Sequence:
         self.state = TRANSITIONS[self.state][event]
 
 
-def _row_sampling(request: Request, eos_token_ids: tuple[int, ...], choice: int) -> RowSampling:
+def make_family(
+    request: Request, num_choices: int, *, eos_token_ids: tuple[int, ...], block_hashes: list[bytes] | None
+) -> Sequence:
+    """The first choice of a request, with the others as its children; they share ``block_hashes`` when they fork."""
+    children = tuple(Sequence(request, eos_token_ids=eos_token_ids, choice=i) for i in range(1, num_choices))
+    return Sequence(request, eos_token_ids=eos_token_ids, block_hashes=block_hashes, children=children)
+
+
+def _row_sampling(request: Request, eos_token_ids: tuple[int, ...], choice: int, num_choices: int) -> RowSampling:
     params = request.params
     stop_ids = (*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids)
     has_logprobs = params.logprobs is not None or params.logprob_token_ids is not None
@@ -176,6 +220,7 @@ def _row_sampling(request: Request, eos_token_ids: tuple[int, ...], choice: int)
         min_p=params.min_p,
         seed=request.seed,
         choice=choice,
+        num_choices=num_choices,
         min_tokens=params.min_tokens,
         stop_ids=stop_ids if params.min_tokens else (),
         presence_penalty=params.presence_penalty,

@@ -9,15 +9,15 @@ from aioengine.core.sequence import Sequence
 
 
 class WaitingQueue:
-    """Sequences by their order; any of them can leave at any time.
+    """Sequences by their place; any of them can leave at any time.
 
-    A removed sequence stays in the heap as a number until it comes up, or until such numbers are the larger half: with
+    A removed sequence stays in the heap as a place until it comes up, or until such places are the larger half: with
     the head waiting for memory, thousands may come and be aborted behind it.
     """
 
     def __init__(self) -> None:
         self._members: dict[int, Sequence] = {}
-        self._heap: list[int] = []
+        self._heap: list[tuple[int, int]] = []
 
     def __len__(self) -> int:
         return len(self._members)
@@ -31,24 +31,24 @@ class WaitingQueue:
     def add(self, sequence: Sequence) -> None:
         assert sequence.order not in self._members, f"{sequence} waits twice"
         self._members[sequence.order] = sequence
-        heapq.heappush(self._heap, sequence.order)
+        heapq.heappush(self._heap, sequence.place)
 
     def discard(self, sequence: Sequence) -> None:
         if self._members.pop(sequence.order, None) is not None and len(self._heap) > 2 * len(self._members) + 16:
-            self._heap = sorted(self._members)
+            self._heap = sorted(sequence.place for sequence in self._members.values())
 
     def peek(self) -> Sequence | None:
-        """The first in order, or None."""
+        """The first, or None."""
         heap, members = self._heap, self._members
         while heap:
-            sequence = members.get(heap[0])
+            sequence = members.get(heap[0][1])
             if sequence is not None:
                 return sequence
             heapq.heappop(heap)
         return None
 
     def pop(self) -> Sequence:
-        """Take the first in order; there is one."""
+        """Take the first; there is one."""
         sequence = self.peek()
         assert sequence is not None
         heapq.heappop(self._heap)
