@@ -49,6 +49,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ]
         | None
     ) = None
+    max_n: Annotated[int, Meta(ge=1, description="most choices that a request may ask for")] = 128
+    stream_interval: Annotated[
+        int, Meta(ge=1, description="tokens of a choice between two deltas of a stream, the first and last aside")
+    ] = 1
+    log_stats_interval_s: Annotated[
+        float, Meta(ge=0.0, le=86400.0, description="seconds between two log lines about the load; 0: none")
+    ] = 10.0
     show_progress: Annotated[bool, Meta(description="show a bar while loading; absent: on a terminal")] | None = None
     dump_dir: Annotated[str, Meta(description="folder for the reports of failed steps; absent: log only")] | None = None
 

@@ -11,21 +11,24 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
+import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
 from aioengine.config import EngineConfig
 from aioengine.core.kv_manager import KVManager
-from aioengine.core.plan import StepLogprobs, StepPlan
-from aioengine.core.prefix_cache import hash_prompt
+from aioengine.core.plan import PromptLogprobs, StepPlan, StepResult
+from aioengine.core.prefix_cache import hash_prompt, root_of
 from aioengine.core.scheduler import Scheduler, SchedulerStats, StepOutput
-from aioengine.core.sequence import FinishReason, Sequence
+from aioengine.core.sequence import FinishReason, Reason, Sequence, make_family
 from aioengine.dump import describe_failure
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead, StepFailed
 from aioengine.executor.protocol import DeviceLost, Executor, PendingStep
+from aioengine.metrics import EngineMetrics, Observer, RequestMetrics, StatsLog, StepRecord
 from aioengine.request import Request
 
 logger = logging.getLogger("aioengine")
@@ -34,18 +37,24 @@ PUBLISH_SLICE = 32
 """Sequences that are handed their tokens before the loop gets its turn: below a millisecond."""
 
 
+PROMPT_SLICE = 32
+"""Prompt tokens whose log-probabilities are handed out between the loop's turns: with 20 each, below a millisecond."""
+
+PauseMode = Literal["abort", "wait", "keep"]
+
+
 class SampledLogprobs(msgspec.Struct, frozen=True, gc=False):
-    """Raw log-probabilities about one sampled token.
+    """Raw log-probabilities about one token.
 
     Attributes:
-        logprob, rank: the sampled token's.
-        top_ids, top_logprobs: the likeliest tokens, as many as the request asked for.
+        logprob, rank: the token's own.
+        others: (token id, log-probability, rank): the likeliest tokens, as many as the request asked for, and those
+            that it named.
     """
 
     logprob: float
     rank: int
-    top_ids: list[int]
-    top_logprobs: list[float]
+    others: list[tuple[int, float, int]]
 
 
 class Listener(Protocol):
@@ -58,6 +67,10 @@ class Listener(Protocol):
         """A token was sampled; if it is the last one, the sequence's ``finish_reason`` is set."""
         ...
 
+    def on_prompt_logprobs(self, position: int, lines: list[SampledLogprobs]) -> None:
+        """About the prompt's tokens from ``position`` on; after a preemption some may come again, and alike."""
+        ...
+
     def on_end(self) -> None:
         """The sequence has ended: see its ``finish_reason`` and ``stop_reason``."""
         ...
@@ -65,6 +78,12 @@ class Listener(Protocol):
     def on_error(self, error: AioEngineError) -> None:
         """The sequence has ended by an error, which is this listener's alone."""
         ...
+
+
+class _InFlight(NamedTuple):
+    plan: StepPlan
+    pending: PendingStep
+    launched_at: float
 
 
 class EngineCore:
@@ -76,6 +95,7 @@ class EngineCore:
         eos_token_ids: the model's.
         on_room: called when a waiting sequence has begun to run or has ended.
         write_dump: begins to keep the report of a failed step, and returns at once.
+        clock: seconds; the one by which the executor tells when a step has ended.
     """
 
     def __init__(
@@ -86,6 +106,7 @@ class EngineCore:
         eos_token_ids: tuple[int, ...] = (),
         on_room: Callable[[], None] = lambda: None,
         write_dump: Callable[[str], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         info = executor.info
         self.executor = executor
@@ -99,64 +120,149 @@ class EngineCore:
             eos_token_ids=eos_token_ids,
         )
         self.death: EngineDead | None = None
+        self.clock = clock
+        self.metrics = EngineMetrics()
+        self.observers: list[Observer] = [self.metrics]
+        self._stats_log = StatsLog(self.metrics, interval_s=config.log_stats_interval_s or math.inf, now_s=clock())
         self._on_room = on_room
         self._write_dump = write_dump
         self._live: dict[int, Sequence] = {}
         """By order, those whose listeners have heard no end yet, whatever the scheduler makes of them."""
-        self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
+        self._held: dict[int, Sequence] = {}
+        """Of those, the ones that came after a pause, and run after it."""
+        self._in_flight: deque[_InFlight] = deque()
         self._unpublished: Iterator[tuple[int, tuple[Sequence, int]]] = iter(())
-        """(place in the step, (sequence, token)) of the last step applied, as far as they were not handed out."""
+        """(index, (sequence, token)) of the last step's output, as far as they were not handed out."""
+        self._unpublished_prompts: Iterator[tuple[Sequence, int, list[SampledLogprobs]]] = iter(())
         self._lines: dict[int, SampledLogprobs] = {}
         self._has_news = asyncio.Event()
-        """Somebody has added, ended or drained since the last look at the scheduler."""
-        self._is_draining = False
+        """Somebody has added, ended, blocked or paused something since the last look at the scheduler."""
+        self._is_holding = False
+        """New sequences are held back."""
+        self._is_frozen = False
+        """Nothing is launched."""
+        self._waits: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
         self._is_stopped = False
 
     # What callers do
 
     def make_sequence(self, request: Request) -> Sequence:
-        """Turn a request into a sequence, its prompt hashed; pure, so that a long one may be made in a thread."""
+        """Turn a request into a sequence, its prompt hashed; pure, so that a long one may be made in a thread.
+
+        Its other choices are its children, but for greedy ones: those are all alike, and are computed once.
+        """
         hashes = None
         if self.config.enable_prefix_caching:
-            hashes = hash_prompt(request.prompt_token_ids, self.kv.block_size)
-        return Sequence(request, eos_token_ids=self.eos_token_ids, block_hashes=hashes)
+            hashes = hash_prompt(request.prompt_token_ids, self.kv.block_size, root_of(request.cache_salt))
+        num_choices = request.params.num_sequences
+        return make_family(request, num_choices, eos_token_ids=self.eos_token_ids, block_hashes=hashes)
 
-    def add(self, sequence: Sequence, listener: Listener) -> None:
-        """Accept a sequence: from now on its listener hears of one end or one error.
+    def add(self, sequence: Sequence, listeners: Iterable[Listener]) -> None:
+        """Accept a sequence and its children: from now on each one's listener hears of one end or one error.
 
+        Args:
+            listeners: the sequence's, then those of its children.
         Raises:
             EngineDead, EngineClosed: it is not accepted.
         """
         self.check_accepting()
-        sequence.listener = listener
-        self.scheduler.add(sequence)
-        self._live[sequence.order] = sequence
+        family = (sequence, *sequence.children)
+        self.scheduler.add(sequence, Reason.PAUSED if self._is_holding else Reason.NONE)
+        for member, listener in zip(family, listeners, strict=True):
+            member.listener = listener
+            self._live[member.order] = member
+            if self._is_holding:
+                self._held[member.order] = member
         self._has_news.set()
 
     def check_accepting(self) -> None:
         """Raise what `add` would: EngineDead or EngineClosed."""
         if self.death is not None:
             raise self.copy_death()
-        if self._is_draining or self._is_stopped:
+        if self._is_stopped:
             raise EngineClosed("the engine is closed")
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End a sequence now (abort, stop string); idempotent. It is in no later plan.
 
         Its blocks are free at once for plans launched from now on, which the device runs after those in flight.
+        Children that were to begin with what it computes end with it.
         """
+        family = (sequence, *sequence.children)
         if not self._is_stopped and self.scheduler.finish(sequence, reason, stop_reason):
-            self._release(sequence).on_end()
+            for member in family:
+                if member.order in self._live:
+                    self._release(member).on_end()
             self._on_room()
             self._has_news.set()
 
-    def drain(self) -> None:
-        """Accept nothing more, and let `run` return when all that was accepted has ended."""
-        self._is_draining = True
+    def block(self, sequence: Sequence) -> None:
+        """Its reader is behind: schedule no more of it until `unblock`. What is in flight still comes."""
+        self.scheduler.block(sequence, Reason.FLOW)
+
+    def unblock(self, sequence: Sequence) -> None:
+        """Its reader has caught up; idempotent."""
+        self.scheduler.unblock(sequence, Reason.FLOW)
         self._has_news.set()
+
+    def pause(self, mode: PauseMode) -> asyncio.Future[None]:
+        """Hold back what comes from now on, until `resume`. Idempotent; a later mode adds to an earlier one.
+
+        Args:
+            mode: what becomes of the sequences that are here. "keep": they stop where they are; "wait": they go on to
+                their ends; "abort": their callers have ended them.
+        Returns:
+            done once the device is idle and stays so, or once this is over (resumed, closed, dead).
+        """
+        self._is_holding = True
+        self._is_frozen |= mode == "keep"
+        return self.when(self._is_quiet)
+
+    def resume(self) -> None:
+        """Go on; idempotent."""
+        self._is_holding = self._is_frozen = False
+        held, self._held = self._held, {}
+        for sequence in held.values():
+            self.scheduler.unblock(sequence, Reason.PAUSED)
+        self._has_news.set()
+
+    def reset_prefix_cache(self) -> int:
+        """Forget all cached prefixes, also those in use; returns how many blocks had been kept for one."""
+        return self.scheduler.reset_prefix_cache()
+
+    def when(self, is_so: Callable[[], bool]) -> asyncio.Future[None]:
+        """A future that is done once ``is_so``, seen between two steps; or when this core stops, be it so or not."""
+        future = asyncio.get_running_loop().create_future()
+        if self._is_stopped:
+            future.set_result(None)
+        else:
+            self._waits.append((is_so, future))
+            self._has_news.set()
+        return future
+
+    def nudge(self) -> None:
+        """Look again at what others wait for."""
+        if self._waits:
+            self._has_news.set()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all that was accepted has ended."""
+        return not self._live
+
+    def last_token_at(self, sequence: Sequence) -> float:
+        """When its newest token was applied, by ``clock``; NaN before the first."""
+        is_seated = sequence.row >= 0
+        return float(self.scheduler.table.token_at[sequence.row]) if is_seated else sequence.last_token_at
 
     def stats(self) -> SchedulerStats:
         return self.scheduler.stats()
+
+    def note_request(self, metrics: RequestMetrics, finish_reasons: tuple[str, ...]) -> None:
+        """Tell the observers that a request has ended."""
+        for observer in self.observers:
+            with _logged("an observer failed"):
+                observer.on_request(metrics, finish_reasons)
 
     def copy_death(self) -> EngineDead:
         """The error of a dead engine, made anew for each who hears it: a shared one would collect their tracebacks."""
@@ -168,7 +274,7 @@ class EngineCore:
     # The loop
 
     async def run(self) -> None:
-        """Run steps until drained, or until the device or this code breaks.
+        """Run steps until cancelled, or until the device or this code breaks.
 
         On the way out every sequence that has not ended hears `EngineClosed`, or `EngineDead` with the cause.
         Cancelling stops the loop; the launched steps still complete on the device.
@@ -182,47 +288,53 @@ class EngineCore:
         except asyncio.CancelledError:
             self._end_all(_closed)
             raise
-        else:
-            self._end_all(_closed)
 
     async def _run(self) -> None:
         while True:
             self._has_news.clear()
             self._launch()
             await self._publish()
+            if self._waits:
+                self._end_waits()
             if self._in_flight:
                 await self._finish_oldest()
-            elif self.scheduler.has_work or not self._is_draining:
-                await self._has_news.wait()  # nothing is in flight, so nothing else can change
             else:
-                return
+                await self._has_news.wait()  # nothing is in flight, so nothing else can change
 
     def _launch(self) -> None:
         """Schedule and launch as many steps as the executor takes."""
+        if self._is_frozen:
+            return
         num_unstarted = self.scheduler.num_unstarted
         while len(self._in_flight) < self.executor.info.max_in_flight:
-            plan = self.scheduler.schedule()
+            now = self.clock()
+            plan = self.scheduler.schedule(now)
             if plan is None:
                 break
-            self._in_flight.append((plan, self.executor.launch(plan)))
+            self._in_flight.append(_InFlight(plan, self.executor.launch(plan), now))
         if self.scheduler.num_unstarted != num_unstarted:
             self._on_room()
 
     async def _finish_oldest(self) -> None:
         """Wait for the oldest step and apply it; a step that failed takes its sequences with it."""
-        plan, pending = self._in_flight[0]
-        if pending.is_done:
+        step = self._in_flight[0]
+        if step.pending.is_done:
             await asyncio.sleep(0)  # `finish` may then return without a pause, and a fast device would hold the loop
         try:
-            result = await pending.finish()
+            result = await step.pending.finish()
         except DeviceLost:
             raise
         except Exception as exc:
-            self._fail(plan, exc)
+            self._fail(step.plan, exc)
             return
-        output = self.scheduler.apply(plan, result)
+        now = self.clock()
+        output = self.scheduler.apply(step.plan, result, now)
         self._in_flight.popleft()
+        self._observe(step, result, output, now)
+        for sequence, error in output.failed:
+            self._fail_one(sequence, error)
         self._lines = _lines(output)
+        self._unpublished_prompts = _prompt_slices(output.prompt_logprobs)
         self._unpublished = enumerate(zip(output.sequences, output.token_ids, strict=True))
 
     async def _publish(self) -> None:
@@ -233,18 +345,66 @@ class EngineCore:
             is_more = self._publish_slice()
 
     def _publish_slice(self) -> bool:
-        """Hand out the next `PUBLISH_SLICE` tokens; returns False if there were not as many."""
-        lines = self._lines
+        """Hand out what `PUBLISH_SLICE` and `PROMPT_SLICE` say; returns False if there was not as much."""
+        for sequence, position, lines in self._unpublished_prompts:
+            if sequence.listener is not None:
+                sequence.listener.on_prompt_logprobs(position, lines)  # type: ignore[attr-defined]
+            return True
+        lines_of_tokens = self._lines
         count = 0
-        for place, (sequence, token_id) in itertools.islice(self._unpublished, PUBLISH_SLICE):
+        for index, (sequence, token_id) in itertools.islice(self._unpublished, PUBLISH_SLICE):
             count += 1
             listener: Listener | None = sequence.listener  # type: ignore[assignment]
             if listener is None:  # it was aborted since the step was applied
                 continue
-            listener.on_token(token_id, lines.get(place) if lines else None)
+            listener.on_token(token_id, lines_of_tokens.get(index) if lines_of_tokens else None)
             if sequence.finish_reason is not None and sequence.listener is listener:
                 self._release(sequence).on_end()
         return count == PUBLISH_SLICE
+
+    def _is_quiet(self) -> bool:
+        is_still = self._is_frozen or len(self._held) == len(self._live)
+        return not self._is_holding or (is_still and not self._in_flight)
+
+    def _end_waits(self) -> None:
+        still: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
+        for is_so, future in self._waits:
+            if not is_so():
+                still.append((is_so, future))
+            elif not future.done():
+                future.set_result(None)
+        self._waits = still
+
+    # What observers see
+
+    def _observe(self, step: _InFlight, result: StepResult, output: StepOutput, now: float) -> None:
+        scheduler = self.scheduler
+        num_running = len(scheduler.running)
+        record = StepRecord(
+            step=step.plan.step,
+            num_tokens=int(step.plan.num_tokens.sum()),
+            num_sampled=len(output.token_ids),
+            num_prompt_tokens=sum(len(sequence.prompt) for sequence in output.first),
+            device_time_s=result.device_time_s,
+            step_time_s=now - step.launched_at,
+            loop_lag_s=max(now - result.ended_at_s, 0.0) if result.ended_at_s else None,
+            inter_token_latencies_s=output.gaps_s,
+            running=num_running,
+            waiting=scheduler.num_idle,
+            free_blocks=self.kv.pool.num_free,
+            num_blocks=self.kv.pool.num_blocks,
+            preemptions=scheduler.num_preemptions,
+            prefix_cache_queries=self.kv.num_queried_tokens,
+            prefix_cache_hits=self.kv.num_hit_tokens,
+        )
+        for observer in self.observers:
+            try:
+                observer.on_step(record)
+            except Exception:
+                logger.exception("an observer failed")
+        line = self._stats_log.poll(now)
+        if line is not None:
+            logger.info("%s", line)
 
     # When it breaks
 
@@ -261,8 +421,16 @@ class EngineCore:
         self._on_room()
         self._write_dump(dump)
 
+    def _fail_one(self, sequence: Sequence, cause: Exception) -> None:
+        message = f"this request's part of a step failed: {type(cause).__name__}: {cause}"
+        logger.error("%s: %s", sequence.request.request_id, message, exc_info=cause)
+        failure = StepFailed(message)
+        failure.__cause__ = cause
+        self._release(sequence).on_error(failure)
+        self._on_room()
+
     def _make_death(self, cause: Exception) -> EngineDead:
-        dump = self._describe(cause, self._in_flight[0][0] if self._in_flight else None)
+        dump = self._describe(cause, self._in_flight[0].plan if self._in_flight else None)
         reason = cause.__cause__ if isinstance(cause, DeviceLost) and cause.__cause__ is not None else cause
         death = EngineDead(f"the engine cannot go on: {type(reason).__name__}: {reason}; start a new one", dump=dump)
         death.__cause__ = cause
@@ -281,19 +449,24 @@ class EngineCore:
         self._is_stopped = True
         is_more = True
         while is_more:
-            with _logged():
+            with _logged("while ending what was running"):
                 is_more = self._publish_slice()
         for sequence in list(self._live.values()):
-            with _logged():
+            with _logged("while ending what was running"):
                 self._release(sequence).on_error(error())
-        with _logged():
+        with _logged("while ending what was running"):
             for sequence in self.scheduler.sequences():
                 self.scheduler.finish(sequence, "error")
             self._on_room()
+        waits, self._waits = self._waits, []
+        for _, future in waits:
+            if not future.done():
+                future.set_result(None)
 
     def _release(self, sequence: Sequence) -> Listener:
         """Its listener, which hears its end now and nothing more."""
         del self._live[sequence.order]
+        self._held.pop(sequence.order, None)
         listener: Listener = sequence.listener  # type: ignore[assignment]
         sequence.listener = None  # launched steps hold the sequence, and must not hold the caller's side of it
         return listener
@@ -315,30 +488,37 @@ def _lines(output: StepOutput) -> dict[int, SampledLogprobs]:
         if index is not None:  # its sequence lives
             width = output.sequences[index].sampling.logprobs
             extra = slice(extra_ends[line], extra_ends[line + 1])
-            lines[index] = SampledLogprobs(
-                logprob,
-                rank,
-                [
-                    *zip(ids[:width], values[:width], range(1, width + 1), strict=True),
-                    *zip(
-                        *(
-                            c[extra].tolist()
-                            for c in (logprobs.extra_ids, logprobs.extra_logprobs, logprobs.extra_ranks)
-                        ),
-                        strict=True,
-                    ),
-                ],
-            )
+            named = (c[extra].tolist() for c in (logprobs.extra_ids, logprobs.extra_logprobs, logprobs.extra_ranks))
+            likeliest = zip(ids[:width], values[:width], range(1, width + 1), strict=False)
+            lines[index] = SampledLogprobs(logprob, rank, [*likeliest, *zip(*named, strict=True)])
     return lines
 
 
+def _prompt_slices(
+    pieces: list[tuple[Sequence, PromptLogprobs]],
+) -> Iterator[tuple[Sequence, int, list[SampledLogprobs]]]:
+    """The lines about prompts in slices of `PROMPT_SLICE`: (sequence, the first one's position, lines)."""
+    for sequence, piece in pieces:
+        width = sequence.sampling.prompt_logprobs
+        for start in range(0, len(piece.positions), PROMPT_SLICE):
+            part = slice(start, start + PROMPT_SLICE)
+            columns = (piece.logprobs, piece.ranks, piece.top_ids, piece.top_logprobs)
+            lines = [
+                SampledLogprobs(
+                    logprob, rank, list(zip(ids[:width], values[:width], range(1, width + 1), strict=False))
+                )
+                for logprob, rank, ids, values in zip(*(column[part].tolist() for column in columns), strict=True)
+            ]
+            yield sequence, int(piece.positions[start]), lines
+
+
 @contextlib.contextmanager
-def _logged() -> Iterator[None]:
+def _logged(doing: str) -> Iterator[None]:
     """Log what goes wrong, and go on."""
     try:
         yield
     except Exception:
-        logger.exception("while ending what was running")
+        logger.exception("%s", doing)
 
 
 def _closed() -> EngineClosed:

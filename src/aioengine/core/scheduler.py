@@ -51,6 +51,7 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True):
         places: int32, where ``token_ids`` stood in the result; ``logprobs.index`` speaks of those.
         logprobs: as in the result.
         gaps_s: float64 [m], seconds since the token before, of the tokens that followed one.
+        first: the sequences whose first token it brought, but for children.
         prompt_logprobs: about the prompts of these sequences, which have not ended.
         failed: sequences that ended because their own row failed, and why.
     """
@@ -60,6 +61,7 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True):
     places: Int32
     logprobs: StepLogprobs | None
     gaps_s: Float64
+    first: list[Sequence]
     prompt_logprobs: list[tuple[Sequence, PromptLogprobs]]
     failed: list[tuple[Sequence, Exception]]
 
@@ -223,7 +225,7 @@ class Scheduler:
         if np.count_nonzero(has_token) < len(rows):
             rows, ends, places, counts = rows[has_token], ends[has_token], places[has_token], counts[has_token]
             sequences = list(compress(sequences, has_token.tolist()))
-        gaps_s = self._stamp(rows, sequences, now)
+        gaps_s, first = self._stamp(rows, sequences, now)
         token_ids = result.token_ids if len(rows) == len(result.token_ids) else result.token_ids[places]
         ids: list[int] = token_ids.tolist()
         for sequence, token_id in zip(sequences, ids, strict=True):
@@ -240,6 +242,7 @@ class Scheduler:
             places=places,
             logprobs=result.logprobs,
             gaps_s=gaps_s,
+            first=first,
             prompt_logprobs=prompt_logprobs,
             failed=failed,
         )
@@ -265,6 +268,11 @@ class Scheduler:
         """Whether any sequence is waiting, running or blocked."""
         self.table.stop_gone()
         return bool(self.waiting or self.running or self.blocked or self._leaving)
+
+    @property
+    def num_idle(self) -> int:
+        """Sequences without a row, blocked ones included."""
+        return len(self.waiting) + len(self.blocked)
 
     def sequences(self) -> list[Sequence]:
         """All sequences that have not ended."""
@@ -478,18 +486,19 @@ class Scheduler:
             self.kv.settle(sequences[index], num_computed)
         self.table.fills_at[rows[filled]] = ends[filled] // size * size + size
 
-    def _stamp(self, rows: Rows, sequences: list[Sequence], now: float) -> Float64:
-        """Note the time of these rows' tokens; returns the times since the tokens before, where there was one."""
+    def _stamp(self, rows: Rows, sequences: list[Sequence], now: float) -> tuple[Float64, list[Sequence]]:
+        """Note the time of these rows' tokens: the times since the tokens before, and those that have had none."""
         token_at = self.table.token_at
         before = token_at[rows]
         token_at[rows] = now
+        first: list[Sequence] = []
         is_first = np.isnan(before)
         if np.count_nonzero(is_first):
-            for index in is_first.nonzero()[0].tolist():
-                sequences[index].first_token_at = now
+            first = list(compress(sequences, is_first.tolist()))
+            for sequence in first:
+                sequence.first_token_at = now
             before = before[~is_first]
-        gaps: Float64 = now - before
-        return gaps
+        return now - before, first
 
     def _fork(self, parents: list[Sequence], places: Int32, counts: Int32) -> tuple[list[Sequence], list[int]]:
         """Give children their share of the prompts whose first tokens have come; those, and where their tokens are."""
