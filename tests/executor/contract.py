@@ -6,10 +6,13 @@ different ways through the same sequence bring.
 
 import abc
 import asyncio
+import json
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 import anyio
 import numpy as np
@@ -17,6 +20,7 @@ import pytest
 from executor.plans import PlanWriter, tokens_by_row
 
 from aioengine.core.plan import StepPlan, StepResult
+from aioengine.errors import InvalidRequest
 from aioengine.executor.protocol import DeviceLost, Executor, PendingStep
 
 DEPTHS = [1, 2, 4]
@@ -38,6 +42,13 @@ class Opened:
 
     async def run(self, plan: StepPlan) -> StepResult:
         return await self.executor.launch(plan).finish()
+
+
+def spans(path: Path, category: str) -> list[dict[str, Any]]:
+    """The spans of a written trace that are of one category; each has a time."""
+    events = json.loads(path.read_text())["traceEvents"]
+    assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
+    return [event for event in events if event.get("cat") == category]
 
 
 class ExecutorContract(abc.ABC):
@@ -317,6 +328,69 @@ class ExecutorContract(abc.ABC):
         with pytest.raises(Exception):  # noqa: B017 - the executor's own
             await failed.finish()
         assert tokens_by_row(plan, await step.finish()) == {0: expected[0]}
+
+    # Profiles
+
+    async def test_a_profile_shows_the_steps_launched_while_it_was_recorded(
+        self, opened: Opened, tmp_path: Path
+    ) -> None:
+        writer, prompt, path = opened.writer(), self.prompt(opened, 9), tmp_path / "trace.json"
+        expected = await self.generate(opened, writer, 0, prompt, 5)
+        writer.add(0, prompt)
+        plans = [writer.plan()]
+        await opened.run(plans[0])
+        await opened.executor.start_profile()
+        plans += [writer.plan() for _ in range(3)]
+        results = await self.run_all(opened, plans[1:])
+        await opened.executor.stop_profile(path)
+        assert [event["name"] for event in spans(path, "step")] == [f"step {plan.step}" for plan in plans[1:]]
+        assert os.listdir(tmp_path) == [path.name]
+        plan = writer.plan()
+        results.append(await opened.run(plan))
+        tokens = [tokens_by_row(*pair)[0] for pair in zip([*plans[1:], plan], results, strict=True)]
+        assert tokens == expected[1:], "recording changes no token"
+
+    async def test_each_profile_has_its_own_steps(self, opened: Opened, tmp_path: Path) -> None:
+        writer, path = opened.writer(), tmp_path / "trace.json"
+        for step in (1, 2):
+            await opened.executor.start_profile()
+            await opened.run(writer.plan({}))
+            await opened.executor.stop_profile(path)
+            assert [event["name"] for event in spans(path, "step")] == [f"step {step}"]
+
+    async def test_a_profile_has_a_start_and_an_end(self, opened: Opened, tmp_path: Path) -> None:
+        with pytest.raises(InvalidRequest, match="start one first"):
+            await opened.executor.stop_profile(tmp_path / "trace.json")
+        await opened.executor.start_profile()
+        with pytest.raises(InvalidRequest, match="already"):
+            await opened.executor.start_profile()
+        await opened.executor.stop_profile(tmp_path / "trace.json")
+        assert spans(tmp_path / "trace.json", "step") == []
+
+    async def test_a_profile_that_cannot_be_written_says_so_and_leaves_all_as_it_was(
+        self, opened: Opened, tmp_path: Path
+    ) -> None:
+        writer, prompt = opened.writer(), self.prompt(opened, 9)
+        expected = await self.generate(opened, writer, 0, prompt, 1)
+        (tmp_path / "folder").mkdir()
+        for path in (tmp_path / "missing" / "trace.json", tmp_path / "folder"):
+            await opened.executor.start_profile()
+            with pytest.raises(OSError, match=path.name):
+                await opened.executor.stop_profile(path)
+        assert os.listdir(tmp_path) == ["folder"]
+        assert await self.generate(opened, writer, 0, prompt, 1) == expected
+        await opened.executor.start_profile()
+        await opened.executor.stop_profile(tmp_path / "trace.json")
+        assert (tmp_path / "trace.json").exists()
+
+    async def test_a_profile_ends_with_the_executor(self, opened: Opened, tmp_path: Path) -> None:
+        await opened.executor.start_profile()
+        await opened.executor.aclose()
+        with pytest.raises(DeviceLost):
+            await opened.executor.stop_profile(tmp_path / "trace.json")
+        with pytest.raises(DeviceLost):
+            await opened.executor.start_profile()
+        assert os.listdir(tmp_path) == []
 
     # The end
 

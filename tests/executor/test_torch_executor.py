@@ -2,13 +2,15 @@
 
 import asyncio
 import gc
+import json
 import os
 import subprocess
 import sys
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +18,18 @@ import anyio
 import pytest
 import torch
 import uvloop
-from executor.contract import ExecutorContract, Opened
+from executor.contract import ExecutorContract, Opened, spans
 from executor.plans import PlanWriter, tokens_by_row
 from executor.tiny_decoder import TinyConfig, TinyDecoder
 
 from aioengine.config import EngineConfig
 from aioengine.errors import ConfigError
 from aioengine.executor import torch_executor
+from aioengine.executor import trace as trace_module
 from aioengine.executor.device import THREAD_NAME
 from aioengine.executor.protocol import DeviceLost
 from aioengine.executor.torch_executor import TorchExecutor
+from aioengine.executor.trace import Span, Trace
 
 END_TIMEOUT_S = 5.0
 
@@ -271,6 +275,137 @@ async def test_the_error_of_a_failed_step_is_the_one_that_was_raised(model: Mode
         await executor.launch(a_plan()).finish()
     assert executor.stats.num_steps == 1
     await executor.aclose()
+
+
+# Profiles
+
+
+async def test_a_profile_shows_the_operations_of_each_step(model: Model, tmp_path: Path) -> None:
+    executor = await model.start()
+    writer = PlanWriter(64, 4)
+    await executor.launch(a_plan(writer)).finish()
+    await executor.start_profile()
+    for _ in range(2):
+        await executor.launch(writer.plan()).finish()
+    await executor.stop_profile(tmp_path / "trace.json")
+    steps, operations = (spans(tmp_path / "trace.json", category) for category in ("step", "op"))
+    assert [step["args"] for step in steps] == [{"num_rows": 1, "num_tokens": 1}] * 2
+    num_inside = 0
+    for step in steps:
+        begin, end = step["ts"], step["ts"] + step["dur"]
+        names = Counter(op["name"] for op in operations if begin <= op["ts"] and op["ts"] + op["dur"] <= end)
+        assert names["aten::tanh"] == model.config.num_layers
+        assert names["aten::index_copy_"] == 2 * model.config.num_layers, "keys and values"
+        num_inside += sum(names.values())
+    assert num_inside == len(operations)
+    await executor.aclose()
+
+
+async def test_a_failed_step_is_in_the_profile_and_the_next_one_too(model: Model, tmp_path: Path) -> None:
+    executor = await model.start()
+    model.failing = {1}
+    writer = PlanWriter(64, 4)
+    await executor.start_profile()
+    with pytest.raises(InjectedFailure):
+        await executor.launch(a_plan(writer)).finish()
+    await executor.launch(writer.plan({})).finish()
+    await executor.stop_profile(tmp_path / "trace.json")
+    assert [step["name"] for step in spans(tmp_path / "trace.json", "step")] == ["step 1", "step 2"]
+    await executor.aclose()
+
+
+@pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
+async def test_steps_go_on_while_a_profile_is_written(
+    model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    executor = await model.start()
+    writer = PlanWriter(64, 4)
+    may_write = hold_the_writing(monkeypatch)
+    await executor.start_profile()
+    await executor.launch(a_plan(writer)).finish()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(executor.stop_profile, tmp_path / "trace.json")
+        await anyio.wait_all_tasks_blocked()
+        await executor.launch(writer.plan()).finish()
+        may_write.set()
+    assert [step["name"] for step in spans(tmp_path / "trace.json", "step")] == ["step 1"]
+    assert not trace_threads()
+    await executor.aclose()
+
+
+async def test_cancelling_the_writing_of_a_profile_leaves_no_file_and_no_thread(
+    model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    executor = await model.start()
+    (tmp_path / "trace.json").write_text("older")
+    may_write = hold_the_writing(monkeypatch)
+    await executor.start_profile()
+    with anyio.move_on_after(0.001) as scope:
+        await executor.stop_profile(tmp_path / "trace.json")
+    assert scope.cancelled_caught
+    may_write.set()
+    for thread in trace_threads():
+        thread.join(END_TIMEOUT_S)
+    assert os.listdir(tmp_path) == ["trace.json"]
+    assert (tmp_path / "trace.json").read_text() == "older"
+    await executor.start_profile()
+    await executor.stop_profile(tmp_path / "trace.json")
+    assert spans(tmp_path / "trace.json", "op") == []
+    await executor.aclose()
+
+
+def hold_the_writing(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Let the first piece of a trace wait for the event."""
+    may_write = threading.Event()
+    pieces = Trace._pieces
+
+    def held(trace: Trace) -> Iterator[bytes]:
+        assert may_write.wait(END_TIMEOUT_S)
+        return pieces(trace)
+
+    monkeypatch.setattr(Trace, "_pieces", held)
+    return may_write
+
+
+def trace_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("aioengine-trace")]
+
+
+async def test_closing_while_a_profile_is_recorded_leaves_nothing(model: Model) -> None:
+    executor = await model.start()
+    await executor.start_profile()
+    await executor.launch(a_plan()).finish()
+    trace = weakref.ref(executor._device._trace)  # type: ignore[type-var]
+    await executor.aclose()
+    gc.collect()
+    assert trace() is None
+    assert model.is_freed
+    assert not device_threads()
+
+
+async def test_a_profile_that_nobody_stops_keeps_its_first_spans_only(
+    model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(trace_module, "MAX_SPANS", 5)
+    executor = await model.start()
+    await executor.start_profile()
+    await executor.launch(a_plan()).finish()
+    await executor.stop_profile(tmp_path / "trace.json")
+    assert len(spans(tmp_path / "trace.json", "op")) == 5
+    assert json.loads((tmp_path / "trace.json").read_text())["numDropped"] > 10
+    await executor.aclose()
+
+
+async def test_a_long_trace_is_written_whole(tmp_path: Path) -> None:
+    trace = Trace()
+    num_spans = 3 * trace_module.SPANS_A_PIECE + 1
+    for number in range(num_spans):
+        trace.add(Span("op", f"op {number}", number * 1000, number * 1000 + 500))
+    await trace.write(tmp_path / "trace.json")
+    written = spans(tmp_path / "trace.json", "op")
+    assert [(span["name"], span["ts"], span["dur"]) for span in written] == [
+        (f"op {number}", number, 0.5) for number in range(num_spans)
+    ]
 
 
 # The end

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -87,6 +88,30 @@ class Executor(Protocol):
         """Queue a step without waiting; at most ``info.max_in_flight`` may be unfinished.
 
         Plans run in the order of their launch, each on top of the state that the one before left.
+        """
+        ...
+
+    async def start_profile(self) -> None:
+        """Record what the device does in the steps that are launched from now on, which makes them slower.
+
+        Cancelling stops the wait; it may record all the same.
+
+        Raises:
+            InvalidRequest: it is recording already.
+            DeviceLost: the executor is closed.
+        """
+        ...
+
+    async def stop_profile(self, path: Path) -> None:
+        """Stop recording and write a Chrome trace (JSON) to ``path``, while steps go on.
+
+        A file that is there is replaced once the new one is whole. If the writing fails or is cancelled the recording
+        is over and lost.
+
+        Raises:
+            InvalidRequest: it is not recording.
+            OSError: the file cannot be written.
+            DeviceLost: the executor is closed.
         """
         ...
 

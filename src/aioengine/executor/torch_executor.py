@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Protocol, Self
 
 import anyio
@@ -17,8 +18,10 @@ from aioengine.core.plan import StepPlan, StepResult
 from aioengine.executor.device import DeviceThread, Pending
 from aioengine.executor.input_batch import InputBatch
 from aioengine.executor.memory import available_memory, num_kv_blocks
+from aioengine.executor.profiler import recorded_step
 from aioengine.executor.protocol import ExecutorInfo, ExecutorStats
 from aioengine.executor.runner import Runner
+from aioengine.executor.trace import Trace, already_recording, not_recording
 from aioengine.model_folder import ModelFolder
 from aioengine.models.decoder import Decoder
 from aioengine.models.loader import load_decoder
@@ -83,6 +86,13 @@ class TorchExecutor:
     def launch(self, plan: StepPlan) -> TorchStep:
         return TorchStep(self._thread.submit(partial(self._device.step, plan)))
 
+    async def start_profile(self) -> None:
+        await self._thread.submit(self._device.start_profile).wait()
+
+    async def stop_profile(self, path: Path) -> None:
+        trace = await self._thread.submit(self._device.stop_profile).wait()
+        await trace.write(path)
+
     async def aclose(self) -> None:
         await self._thread.aclose()
 
@@ -109,6 +119,7 @@ class Device:
         self._weight_bytes = 0
         self._max_threads = 0
         """Threads of a large step; 0: leave the thread's number as it is, for all steps."""
+        self._trace: Trace | None = None
 
     def load(self, make_decoder: Callable[[], Decoder], config: EngineConfig, stats: ExecutorStats) -> ExecutorInfo:
         """Load the decoder and make room for its KV cache."""
@@ -152,10 +163,25 @@ class Device:
         if self._max_threads:
             is_large = is_large_step(self._weight_bytes, int(plan.num_tokens.sum()))
             torch.set_num_threads(self._max_threads if is_large else 1)  # 0.2 µs, and for this thread alone
-        return self._runner.step(plan)
+        if self._trace is None:
+            return self._runner.step(plan)
+        with recorded_step(self._trace, plan):
+            return self._runner.step(plan)
+
+    def start_profile(self) -> None:
+        if self._trace is not None:
+            raise already_recording()
+        self._trace = Trace()
+
+    def stop_profile(self) -> Trace:
+        trace, self._trace = self._trace, None
+        if trace is None:
+            raise not_recording()
+        return trace
 
     def free(self) -> None:
         self._runner = None
+        self._trace = None
 
 
 def is_large_step(weight_bytes: int, num_tokens: int) -> bool:

@@ -11,6 +11,7 @@ import asyncio
 import functools
 import zlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -30,6 +31,7 @@ from aioengine.core.plan import (
     int32,
 )
 from aioengine.executor.protocol import DeviceLost, ExecutorInfo, ExecutorStats
+from aioengine.executor.trace import Span, Trace, already_recording, not_recording
 
 Sampler = Callable[[list[int], RowSampling], int]
 """(all tokens of the sequence, as read from the KV; the row's sampling, with the choice that is wanted) -> the next
@@ -70,11 +72,13 @@ class _NoTokenLeft(ValueError):
 class FakeStep:
     """A launched step of a `FakeExecutor`."""
 
-    def __init__(self, executor: FakeExecutor, step: int, outcome: StepResult | Exception) -> None:
+    def __init__(self, executor: FakeExecutor, step: int, outcome: StepResult | Exception, trace: Trace | None) -> None:
         self.step = step
+        self._trace = trace
         self._executor = executor
         self._outcome = outcome
         self._done = asyncio.Event()
+        self._launched_at_s = _loop_time()
         self._ended_at_s = 0.0
 
     @property
@@ -84,6 +88,9 @@ class FakeStep:
     def complete(self) -> None:
         """Let `finish` return."""
         self._ended_at_s = _loop_time()
+        if self._trace is not None:
+            begin_ns, end_ns = int(self._launched_at_s * 1e9), int(self._ended_at_s * 1e9)
+            self._trace.add(Span("step", f"step {self.step}", begin_ns, end_ns))
         self._done.set()
 
     def lose(self, cause: Exception) -> None:
@@ -155,6 +162,7 @@ class FakeExecutor:
         self._row_failures: dict[tuple[int, int], Exception] = {}
         self._lost: Exception | None = None
         self._busy_until = 0.0
+        self._trace: Trace | None = None
 
     def make_step_fail(self, step: int, error: Exception) -> None:
         """When step number ``step`` is launched it writes no KV, and its `finish` raises ``error``.
@@ -180,7 +188,7 @@ class FakeExecutor:
         self.events.append(("launch", plan.step))
         self.plans.append(plan)
         self.stats.num_steps += 1
-        step = FakeStep(self, plan.step, self._run(plan))
+        step = FakeStep(self, plan.step, self._run(plan), self._trace)
         self.unfinished.append(step)
         if self.is_closed:
             step.complete()
@@ -188,8 +196,27 @@ class FakeExecutor:
             self._complete_later(step)
         return step
 
+    async def start_profile(self) -> None:
+        self._check_open()
+        if self._trace is not None:
+            raise already_recording()
+        self._trace = Trace()
+
+    async def stop_profile(self, path: Path) -> None:
+        """Write a trace of the steps that were launched and have ended since the start, each from its launch on."""
+        self._check_open()
+        trace, self._trace = self._trace, None
+        if trace is None:
+            raise not_recording()
+        await trace.write(path)
+
+    def _check_open(self) -> None:
+        if self.is_closed:
+            raise DeviceLost("the executor was closed")
+
     async def aclose(self) -> None:
         self.is_closed = True
+        self._trace = None
         self._rows.clear()
         for step in self.unfinished:
             step.lose(DeviceLost("the executor was closed"))
