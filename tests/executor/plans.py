@@ -1,6 +1,7 @@
 """Plans as a scheduler would write them, for tests that drive an executor or a runner by hand."""
 
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,8 @@ class PlannedRow:
 class PlanWriter:
     """Keeps the rows and the free blocks, hands out blocks in random order, numbers the steps from 1.
 
+    A block is free when no row has it.
+
     Attributes:
         rows: by row.
     """
@@ -41,34 +44,67 @@ class PlanWriter:
     def __post_init__(self) -> None:
         self._free = list(range(self.num_blocks))
         random.Random(self.seed).shuffle(self._free)
+        self._num_holders: Counter[int] = Counter()
         self._step = 0
         self._epoch = 0
         self._added: list[RowAdded] = []
         self._removed: list[int] = []
+        self._copied: list[tuple[int, int]] = []
 
     def add(self, row: int, token_ids: list[int], *, num_prompt_tokens: int | None = None, **sampling: Any) -> None:
         """Let a sequence take a row with the next plan; greedy unless ``sampling`` says otherwise."""
-        num_blocks = -(-len(token_ids) // self.block_size)
-        blocks = [self._free.pop() for _ in range(num_blocks)]
+        blocks = [self._take() for _ in range(self._num_blocks(len(token_ids)))]
         num_prompt_tokens = len(token_ids) if num_prompt_tokens is None else num_prompt_tokens
+        self._add(row, PlannedRow(list(token_ids), num_prompt_tokens, blocks), token_ids, sampling)
+
+    def fork(self, parent: int, row: int, first_token: int, **sampling: Any) -> None:
+        """Let a sequence with the prompt of ``parent``, whose KV is computed, go on with another token in ``row``.
+
+        It shares the prompt's full blocks and gets a copy of the partial one, with the next plan.
+        """
+        of_parent = self.rows[parent]
+        num_prompt_tokens = of_parent.num_prompt_tokens
+        prompt = [token for token in of_parent.token_ids[:num_prompt_tokens] if token is not None]
+        num_shared, num_in_partial = divmod(num_prompt_tokens, self.block_size)
+        blocks = of_parent.block_ids[:num_shared]
+        self._num_holders.update(blocks)
+        blocks.append(self._take())
+        if num_in_partial:
+            self._copied.append((of_parent.block_ids[num_shared], blocks[-1]))
+        token_ids = [*prompt, first_token]
+        state = PlannedRow([*token_ids], num_prompt_tokens, blocks, num_computed=num_prompt_tokens)
+        self._add(row, state, token_ids, sampling)
+
+    def _add(self, row: int, state: PlannedRow, token_ids: list[int], sampling: dict[str, Any]) -> None:
         self._epoch += 1
-        self.rows[row] = PlannedRow(list(token_ids), num_prompt_tokens, blocks, epoch=self._epoch)
+        state.epoch = self._epoch
+        self.rows[row] = state
         self._added.append(
             RowAdded(
                 row=row,
                 token_ids=int32(token_ids),
-                num_prompt_tokens=num_prompt_tokens,
-                block_ids=int32(blocks),
+                num_prompt_tokens=state.num_prompt_tokens,
+                block_ids=int32(state.block_ids),
                 sampling=RowSampling(**{"temperature": 0.0, **sampling}),
             )
         )
 
-    def remove(self, row: int) -> PlannedRow:
-        """Free a row with the next plan, and its blocks."""
+    def remove(self, row: int, *, is_reused_next: bool = False) -> PlannedRow:
+        """Free a row with the next plan, and its blocks, which are taken last, or first if ``is_reused_next``."""
         removed = self.rows.pop(row)
         self._removed.append(row)
-        self._free[:0] = removed.block_ids
+        self._num_holders.subtract(removed.block_ids)
+        freed = [block for block in removed.block_ids if not self._num_holders[block]]
+        self._free = [*self._free, *freed] if is_reused_next else [*freed, *self._free]
         return removed
+
+    def _take(self) -> int:
+        block = self._free.pop()
+        self._num_holders[block] = 1
+        return block
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
 
     def plan(self, num_tokens: dict[int, int | None] | None = None) -> StepPlan:
         """The next step: so many tokens for each row, None for all known ones; every row if nothing is given.
@@ -82,8 +118,8 @@ class PlanWriter:
             start = state.num_computed
             count = state.num_known - start if count is None else count
             state.num_computed += count
-            for _ in range(len(state.block_ids) * self.block_size, state.num_computed, self.block_size):
-                state.block_ids.append(self._free.pop())
+            while len(state.block_ids) < self._num_blocks(state.num_computed):
+                state.block_ids.append(self._take())
                 grown.append((row, state.block_ids[-1]))
             is_last = state.num_computed == state.num_known
             lines.append((row, state.epoch, start, count, Want.LOGITS if is_last else Want.NOTHING))
@@ -102,14 +138,16 @@ class PlanWriter:
             starts=int32(starts),
             num_tokens=int32(counts),
             wants=int32(wants).astype("int8"),
+            copied_from=int32([source for source, _ in self._copied]),
+            copied_to=int32([target for _, target in self._copied]),
         )
-        self._added, self._removed = [], []
+        self._added, self._removed, self._copied = [], [], []
         return plan
 
     def read(self, plan: StepPlan, result: StepResult) -> dict[int, int]:
-        """Take in a result: the sampled token of each row that had one. Checks its form."""
+        """Take in a result: the sampled token of each row that had one, the first of several. Checks its form."""
         assert result.step == plan.step
-        tokens = tokens_by_row(plan, result)
+        tokens = {row: choices[0] for row, choices in choices_by_row(plan, result).items() if choices}
         epochs = dict(zip(plan.rows.tolist(), plan.epochs.tolist(), strict=True))
         for row, token in tokens.items():
             state = self.rows.get(row)
@@ -118,16 +156,25 @@ class PlanWriter:
         return tokens
 
 
-def tokens_by_row(plan: StepPlan, result: StepResult) -> dict[int, int]:
-    """{row: sampled token}, with the result's offsets checked against the plan."""
+def choices_by_row(plan: StepPlan, result: StepResult) -> dict[int, list[int]]:
+    """{row that wanted a token: sampled tokens, none if it failed}, with the result checked against the plan."""
     assert len(result.offsets) == len(plan.rows) + 1
     assert result.offsets[0] == 0
     assert result.offsets[-1] == len(result.token_ids)
     assert result.token_ids.dtype == result.offsets.dtype == "int32"
+    failed = [failure.index for failure in result.failures]
+    assert failed == sorted(set(failed))
     tokens = {}
     for index, (row, want) in enumerate(zip(plan.rows.tolist(), plan.wants.tolist(), strict=True)):
         of_row = result.token_ids[result.offsets[index] : result.offsets[index + 1]].tolist()
-        assert len(of_row) == (want == Want.LOGITS)
-        if of_row:
-            tokens[row] = of_row[0]
+        assert bool(of_row) == (want == Want.LOGITS and index not in failed)
+        if want == Want.LOGITS:
+            tokens[row] = of_row
     return tokens
+
+
+def tokens_by_row(plan: StepPlan, result: StepResult) -> dict[int, int]:
+    """{row: sampled token} of a plan whose rows bring one each where they want one, checked."""
+    tokens = choices_by_row(plan, result)
+    assert all(len(of_row) == 1 for of_row in tokens.values())
+    return {row: of_row[0] for row, of_row in tokens.items()}
