@@ -8,6 +8,7 @@ import abc
 import asyncio
 import json
 import os
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -17,9 +18,9 @@ from typing import Any, ClassVar
 import anyio
 import numpy as np
 import pytest
-from executor.plans import PlanWriter, tokens_by_row
+from executor.plans import PlanWriter, choices_by_row, tokens_by_row
 
-from aioengine.core.plan import StepPlan, StepResult
+from aioengine.core.plan import LogitsRow, StepPlan, StepResult
 from aioengine.errors import InvalidRequest
 from aioengine.executor.protocol import DeviceLost, Executor, PendingStep
 
@@ -44,6 +45,47 @@ class Opened:
         return await self.executor.launch(plan).finish()
 
 
+DRAWN: dict[str, Any] = {"temperature": 1.0, "seed": 5}
+"""A way to sample in which choices differ."""
+
+NO_TOKEN_LEFT: dict[str, Any] = {"allowed_token_ids": (3, 4), "bad_words": ((3,), (4,))}
+"""Rules under which a row cannot sample."""
+
+
+@dataclass(frozen=True)
+class PromptLine:
+    """Attributes:
+    rank: of the prompt token.
+    top_ids: the likeliest.
+    logprobs: of the token, then of the likeliest ones.
+    """
+
+    rank: int
+    top_ids: list[int]
+    logprobs: list[float]
+
+
+def prompt_lines(plan: StepPlan, result: StepResult, *, row: int, num_top: int) -> dict[int, PromptLine]:
+    """{position: line} of one row's prompt tokens, in the order of the result; its form is checked."""
+    lines = result.prompt_logprobs
+    if lines is None:
+        return {}
+    assert (np.diff(lines.index) >= 0).all()
+    assert lines.top_ids.shape == lines.top_logprobs.shape
+    assert lines.index.dtype == lines.positions.dtype == lines.ranks.dtype == lines.top_ids.dtype == np.int32
+    assert lines.logprobs.dtype == lines.top_logprobs.dtype == np.float32
+    places = np.flatnonzero(plan.rows[lines.index] == row)
+    assert not len(places) or lines.top_ids.shape[1] >= num_top
+    return {
+        int(lines.positions[place]): PromptLine(
+            rank=int(lines.ranks[place]),
+            top_ids=lines.top_ids[place, :num_top].tolist(),
+            logprobs=[float(lines.logprobs[place]), *lines.top_logprobs[place, :num_top].tolist()],
+        )
+        for place in places
+    }
+
+
 def spans(path: Path, category: str) -> list[dict[str, Any]]:
     """The spans of a written trace that are of one category; each has a time."""
     events = json.loads(path.read_text())["traceEvents"]
@@ -55,6 +97,8 @@ class ExecutorContract(abc.ABC):
     """The suite. An executor of 64 blocks or more, a ``max_model_len`` of 64 or more and 4 rows or more will do."""
 
     max_rows: ClassVar[int] = 4
+    has_logits: ClassVar[bool] = True
+    """Whether there are logits that a processor could change."""
 
     @abc.abstractmethod
     async def start(self, max_in_flight: int) -> Opened:
@@ -77,10 +121,10 @@ class ExecutorContract(abc.ABC):
         return [(7 * i + 13 * salt) % min(opened.executor.info.vocab_size, 90) for i in range(length)]
 
     async def generate(
-        self, opened: Opened, writer: PlanWriter, row: int, prompt: list[int], num_tokens: int
+        self, opened: Opened, writer: PlanWriter, row: int, prompt: list[int], num_tokens: int, **sampling: Any
     ) -> list[int]:
         """One sequence alone, a step at a time, each finished before the next."""
-        writer.add(row, prompt)
+        writer.add(row, prompt, **sampling)
         tokens = []
         for _ in range(num_tokens):
             plan = writer.plan({row: None})
@@ -218,6 +262,246 @@ class ExecutorContract(abc.ABC):
         writer.remove(3)
         assert (await opened.run(writer.plan({0: None}))).logprobs is None
 
+    async def test_named_tokens_have_log_probabilities_beside_each_token_of_their_rows(self, opened: Opened) -> None:
+        writer, prompt = opened.writer(), self.prompt(opened, 8)
+        writer.add(0, prompt, logprobs=5)
+        free = (await opened.run(writer.plan())).logprobs
+        assert free is not None
+        assert len(free.extra_offsets) == 0
+        writer.remove(0)
+        named = (int(free.top_ids[0, 4]), int(free.top_ids[0, 0]))
+        wanted: list[tuple[int, tuple[int, ...]]] = [(2, ()), (0, named), (-1, ()), (1, (3,))]
+        for row, (num_top, ids) in enumerate(wanted):
+            writer.add(row, prompt if ids else prompt[1:], logprobs=num_top, logprob_token_ids=ids)
+        logprobs = (await opened.run(writer.plan())).logprobs
+        assert logprobs is not None
+        assert logprobs.index.tolist() == [0, 1, 3]
+        assert logprobs.extra_offsets.tolist() == [0, 0, 2, 3]
+        assert logprobs.extra_ids.tolist() == [*named, 3]
+        np.testing.assert_allclose(logprobs.extra_logprobs[:2], free.top_logprobs[0, [4, 0]], atol=1e-4)
+        assert logprobs.extra_ranks[:2].tolist() == [5, 1]
+        assert logprobs.extra_ranks[2] >= 1
+
+    async def test_prompt_tokens_have_log_probabilities_in_whatever_pieces_they_come(self, opened: Opened) -> None:
+        writer, prompt = opened.writer(), self.prompt(opened, 45)
+        company = {1: self.prompt(opened, 30, salt=1), 2: self.prompt(opened, 12, salt=2)}
+        found = []
+        for counts in ([45], [1, 17, 3, 23, 1], [20, 25], [44, 1]):
+            writer.add(0, prompt, prompt_logprobs=3)
+            writer.add(1, company[1])
+            writer.add(2, company[2], prompt_logprobs=5)
+            lines: dict[int, PromptLine] = {}
+            for count in counts:
+                plan = writer.plan({1: None, 2: 1, 0: count})
+                lines |= prompt_lines(plan, await opened.run(plan), row=0, num_top=3)
+            assert list(lines) == list(range(1, 45))
+            plan = writer.plan({0: None, 2: None})
+            result = await opened.run(plan)
+            assert prompt_lines(plan, result, row=0, num_top=3) == {}, "the prompt is over"
+            assert list(prompt_lines(plan, result, row=2, num_top=5)) == list(range(len(counts) + 1, 12))
+            assert (await opened.run(writer.plan({1: None}))).prompt_logprobs is None
+            found.append(lines)
+            for row in range(3):
+                writer.remove(row)
+        for lines in found[1:]:
+            for position, line in lines.items():
+                expected = found[0][position]
+                assert (line.rank, line.top_ids) == (expected.rank, expected.top_ids)
+                np.testing.assert_allclose(line.logprobs, expected.logprobs, atol=1e-4)
+        for position, line in found[0].items():
+            assert all(logprob <= 0 for logprob in line.logprobs)
+            assert (prompt[position] in line.top_ids) == (line.rank <= 3)
+
+    async def test_output_tokens_are_no_prompt_tokens(self, opened: Opened) -> None:
+        writer = opened.writer()
+        writer.add(0, self.prompt(opened, 12), num_prompt_tokens=9, prompt_logprobs=0)
+        plan = writer.plan()
+        assert list(prompt_lines(plan, await opened.run(plan), row=0, num_top=0)) == list(range(1, 9))
+
+    async def test_a_step_says_when_it_ended(self, opened: Opened) -> None:
+        writer, times = opened.writer(), [time.monotonic()]
+        writer.add(0, self.prompt(opened, 12))
+        for _ in range(3):
+            times.append((await opened.run(writer.plan())).ended_at_s)
+        times.append(time.monotonic())
+        assert times == sorted(times)
+
+    # Rules
+
+    async def test_only_allowed_tokens_are_sampled(self, opened: Opened) -> None:
+        writer, prompt = opened.writer(), self.prompt(opened, 9)
+        allowed = (5, 17, 31, 60)
+        tokens = await self.generate(opened, writer, 0, prompt, 8, temperature=1.0, allowed_token_ids=allowed)
+        assert set(tokens) <= set(allowed)
+        assert await self.generate(opened, writer, 0, prompt, 3, allowed_token_ids=(17,)) == [17] * 3
+
+    async def test_bad_words_are_not_completed_in_the_output(self, opened: Opened) -> None:
+        writer, prompt = opened.writer(), self.prompt(opened, 9)
+        free = await self.generate(opened, writer, 0, prompt, 4)
+        for bad_words, num_kept in [
+            (((free[0],),), 0),
+            (((free[0], free[1]),), 1),
+            (((free[0], free[1], free[2]), (free[1], free[0])), 2),
+        ]:
+            tokens = await self.generate(opened, writer, 0, prompt, 4, bad_words=bad_words)
+            assert tokens[:num_kept] == free[:num_kept]
+            assert tokens[num_kept] != free[num_kept]
+        of_prompt = (*prompt[-2:], free[0])
+        assert await self.generate(opened, writer, 0, prompt, 4, bad_words=(of_prompt,)) == free
+
+    async def test_a_processor_changes_the_logits_of_the_rows_that_have_it(self, opened: Opened) -> None:
+        if not self.has_logits:
+            pytest.skip("it has no logits")
+        writer, prompt = opened.writer(), self.prompt(opened, 9)
+        free = await self.generate(opened, writer, 0, prompt, 3)
+        other = (free[1] + 1) % opened.executor.info.vocab_size
+        seen: list[list[tuple[list[int], list[int], int]]] = []
+
+        def force_second_token(logits: Any, rows: list[LogitsRow]) -> None:
+            seen.append([(r.prompt_token_ids.tolist(), r.output_token_ids.tolist(), r.choice) for r in rows])
+            for line, row in zip(logits, rows, strict=True):
+                if len(row.output_token_ids) == 1:
+                    line[other] = line.max() + 100
+
+        for row, processors in enumerate([(), (force_second_token,), (), (force_second_token,)]):
+            writer.add(row, prompt, logits_processors=processors)
+        for _ in range(2):
+            plan = writer.plan()
+            tokens = writer.read(plan, await opened.run(plan))
+        assert tokens == {0: free[1], 1: other, 2: free[1], 3: other}
+        assert seen == [[(prompt, [], 0)] * 2, [(prompt, free[:1], 0)] * 2]
+
+    async def test_a_processor_that_raises_fails_its_rows_alone(self, opened: Opened) -> None:
+        if not self.has_logits:
+            pytest.skip("it has no logits")
+        writer, prompt = opened.writer(), self.prompt(opened, 9)
+        free = await self.generate(opened, writer, 0, prompt, 1)
+
+        def fail(logits: Any, rows: list[LogitsRow]) -> None:
+            raise ArithmeticError("on purpose")
+
+        for row, processors in enumerate([(fail,), (), (fail,)]):
+            writer.add(row, prompt, logits_processors=processors)
+        plan = writer.plan()
+        result = await opened.run(plan)
+        assert [failure.index for failure in result.failures] == [0, 2]
+        assert all("on purpose" in str(failure.error) for failure in result.failures)
+        assert choices_by_row(plan, result) == {0: [], 1: free, 2: []}
+
+    # Choices
+
+    async def choices_alone(
+        self, opened: Opened, writer: PlanWriter, prompt: list[int], num_choices: int, num_tokens: int
+    ) -> list[list[int]]:
+        """What each choice brings when it is computed as a sequence of its own."""
+        return [
+            await self.generate(opened, writer, 0, prompt, num_tokens, **DRAWN, choice=choice)
+            for choice in range(num_choices)
+        ]
+
+    async def test_the_first_tokens_of_all_choices_come_from_one_row(self, opened: Opened) -> None:
+        writer, prompt = opened.writer(), self.prompt(opened, 21)
+        expected = await self.choices_alone(opened, writer, prompt, 5, 3)
+        assert len({tokens[0] for tokens in expected}) > 1
+        lone = await self.generate(opened, writer, 0, self.prompt(opened, 6, salt=1), 1)
+        num_sampled = opened.executor.stats.num_sampled_tokens
+        writer.add(0, self.prompt(opened, 6, salt=1))
+        writer.add(1, prompt, **DRAWN, num_choices=5, logprobs=2)
+        writer.add(2, prompt, **DRAWN, choice=2, num_choices=2)
+        plan = writer.plan({0: None, 1: 20, 2: None})
+        result = await opened.run(plan)
+        firsts = [tokens[0] for tokens in expected]
+        assert choices_by_row(plan, result) == {0: lone, 2: firsts[2:4]}
+        writer.read(plan, result)
+        plan = writer.plan({2: None, 1: None})
+        result = await opened.run(plan)
+        assert choices_by_row(plan, result) == {2: [expected[2][1]], 1: firsts}
+        writer.read(plan, result)
+        assert result.logprobs is not None
+        assert result.logprobs.index.tolist() == [1, 2, 3, 4, 5], "a line for each choice"
+        plan = writer.plan({1: None})
+        assert tokens_by_row(plan, await opened.run(plan)) == {1: expected[0][1]}, "it goes on with the first"
+        assert opened.executor.stats.num_sampled_tokens == num_sampled + 3 + 6 + 1
+
+    @pytest.mark.parametrize("length", [3, 16, 17, 31, 40])
+    async def test_choices_that_share_the_prompts_blocks_go_on_as_if_alone(self, opened: Opened, length: int) -> None:
+        """The first has written behind the prompt by then, as many tokens as there are steps in flight."""
+        num_choices, num_tokens = self.max_rows, 12
+        writer, prompt = opened.writer(), self.prompt(opened, length)
+        expected = await self.choices_alone(opened, writer, prompt, num_choices, num_tokens)
+        assert len({tuple(tokens) for tokens in expected}) > 1
+        writer.add(0, prompt, **DRAWN, num_choices=num_choices)
+        brought: list[list[int]] = [[] for _ in range(num_choices)]
+        in_flight: list[tuple[StepPlan, PendingStep]] = []
+        while min(map(len, brought)) < num_tokens:
+            plan = writer.plan()
+            in_flight.append((plan, opened.executor.launch(plan)))
+            if len(in_flight) < opened.executor.info.max_in_flight:
+                continue
+            plan, step = in_flight.pop(0)
+            result = await step.finish()
+            for row, tokens in choices_by_row(plan, result).items():
+                brought[row].append(tokens[0])
+            writer.read(plan, result)
+            for choice, token in enumerate(choices_by_row(plan, result)[0]):
+                if choice > 0:
+                    writer.fork(0, choice, token, **DRAWN, choice=choice)
+                    brought[choice].append(token)
+        for _, step in in_flight:
+            await step.finish()
+        for choice, tokens in enumerate(brought):
+            assert tokens[:num_tokens] == expected[choice]
+
+    async def test_a_block_is_copied_before_another_row_that_has_got_it_writes(self, opened: Opened) -> None:
+        writer, prompt = opened.writer(), self.prompt(opened, 22)
+        expected = await self.choices_alone(opened, writer, prompt, 2, 6)
+        other = self.prompt(opened, 30, salt=4)
+        of_other = await self.generate(opened, writer, 0, other, 1)
+        writer.add(0, prompt, **DRAWN, num_choices=2)
+        plan = writer.plan()
+        result = await opened.run(plan)
+        writer.read(plan, result)
+        writer.fork(0, 1, choices_by_row(plan, result)[0][1], **DRAWN, choice=1)
+        writer.remove(0, is_reused_next=True)
+        writer.add(0, other)
+        plan = writer.plan()
+        assert set(plan.copied_from.tolist()) & set(plan.added[1].block_ids.tolist()), "the copied block has a new row"
+        tokens = tokens_by_row(plan, await opened.run(plan))
+        assert tokens == {0: of_other[0], 1: expected[1][1]}
+
+    async def test_a_block_is_copied_behind_the_steps_in_flight_that_write_where_it_goes(self, opened: Opened) -> None:
+        writer, prompt = opened.writer(), self.prompt(opened, 22)
+        expected = await self.choices_alone(opened, writer, prompt, 2, 3)
+        writer.add(0, prompt, **DRAWN, num_choices=2)
+        plan = writer.plan()
+        result = await opened.run(plan)
+        writer.read(plan, result)
+        writer.add(1, self.prompt(opened, 1, salt=1))
+        plans = [writer.plan()]
+        state = writer.remove(1, is_reused_next=True)
+        writer.fork(0, 1, choices_by_row(plan, result)[0][1], **DRAWN, choice=1)
+        plans += [writer.plan({1: None}), writer.plan({1: None})]
+        assert plans[1].copied_to.tolist() == state.block_ids, "the copy goes where the row was"
+        results = await self.run_all(opened, plans)
+        tokens = [tokens_by_row(plan, result)[1] for plan, result in zip(plans[1:], results[1:], strict=True)]
+        assert tokens == expected[1][1:]
+
+    async def test_the_copies_of_a_failed_step_hold(self, opened: Opened) -> None:
+        writer, prompt = opened.writer(), self.prompt(opened, 22)
+        expected = await self.choices_alone(opened, writer, prompt, 2, 3)
+        writer.add(0, prompt, **DRAWN, num_choices=2)
+        plan = writer.plan()
+        result = await opened.run(plan)
+        writer.read(plan, result)
+        writer.fork(0, 1, choices_by_row(plan, result)[0][1], **DRAWN, choice=1)
+        plan = writer.plan({0: None})
+        opened.make_step_fail(plan.step)
+        with pytest.raises(Exception):  # noqa: B017 - the executor's own
+            await opened.run(plan)
+        for token in expected[1][1:]:
+            plan = writer.plan({1: None})
+            assert writer.read(plan, await opened.run(plan)) == {1: token}
+
     # Several steps in flight
 
     async def test_steps_in_flight_read_the_tokens_that_are_on_the_device(self, opened: Opened) -> None:
@@ -328,6 +612,37 @@ class ExecutorContract(abc.ABC):
         with pytest.raises(Exception):  # noqa: B017 - the executor's own
             await failed.finish()
         assert tokens_by_row(plan, await step.finish()) == {0: expected[0]}
+
+    async def test_a_row_that_fails_harms_nobody_else(self, opened: Opened) -> None:
+        writer = opened.writer()
+        prompts = {row: self.prompt(opened, 9 + row, salt=row) for row in range(3)}
+        expected = {row: await self.generate(opened, writer, row, prompts[row], 4) for row in (0, 2)}
+        writer.add(0, prompts[0], logprobs=0)
+        writer.add(1, prompts[1], **NO_TOKEN_LEFT, num_choices=3, logprobs=0)
+        writer.add(2, prompts[2], logprobs=0)
+        plans = [writer.plan(), writer.plan()]  # the second goes on from a meaningless token
+        writer.remove(1)
+        plans += [writer.plan(), writer.plan()]
+        results = await self.run_all(opened, plans)
+        assert [(failure.index, str(failure.error) != "") for failure in results[0].failures] == [(1, True)]
+        assert choices_by_row(plans[0], results[0])[1] == []
+        assert results[0].logprobs is not None
+        assert results[0].logprobs.index.tolist() == [0, 1], "of the tokens, not of the rows"
+        for result in results[2:]:
+            assert result.failures == ()
+        tokens = [choices_by_row(*pair) for pair in zip(plans, results, strict=True)]
+        for row in (0, 2):
+            assert [of_step[row] for of_step in tokens] == [[token] for token in expected[row]]
+        again = await self.generate(opened, writer, 1, prompts[0], 4)
+        assert again == expected[0], "in a row and in blocks where one failed"
+
+    async def test_a_row_whose_first_step_brings_nothing_may_fail_later(self, opened: Opened) -> None:
+        writer = opened.writer()
+        writer.add(0, self.prompt(opened, 9), **NO_TOKEN_LEFT)
+        assert (await opened.run(writer.plan({0: 5}))).failures == ()
+        result = await opened.run(writer.plan())
+        assert [failure.index for failure in result.failures] == [0]
+        assert len(result.token_ids) == 0
 
     # Profiles
 

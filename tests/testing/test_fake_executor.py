@@ -24,6 +24,8 @@ class InjectedFailure(Exception):
 class TestContract(ExecutorContract):
     """What the torch executor passes, the fake one passes."""
 
+    has_logits = False
+
     async def start(self, max_in_flight: int) -> Opened:
         executor = FakeExecutor(num_blocks=128, max_in_flight=max_in_flight)
         return Opened(executor, lambda step: executor.make_step_fail(step, InjectedFailure(f"step {step}")))
