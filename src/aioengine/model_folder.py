@@ -15,7 +15,7 @@ SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 WEIGHT_FILES = ("*.safetensors",)
 # Some repositories hold the same weights twice, in their author's own layout.
 DUPLICATE_FILES = ("original/*", "consolidated*")
-SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p")
+SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class ModelFolder(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from aioengine.errors import InvalidRequest
-from aioengine.validation import check_fields, check_known_fields
+from aioengine.validation import check_fields, check_known_fields, shorten
 
 GREEDY_TEMPERATURE = 0.0
 """Only temperature 0 is greedy."""
@@ -19,10 +19,14 @@ MAX_BAD_WORDS = 1024
 MAX_TEXT_CHARS = 1024
 """Of one stop string or bad word."""
 MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_TOKEN_IDS = 2**20
+"""More than any vocabulary has."""
 MAX_LOGPROB_TOKEN_IDS = 128
+MAX_LOGITS_PROCESSORS = 64
 MAX_BIAS = 100.0
+MAX_INT = 2**31 - 1
 
-TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+TokenId = Annotated[int, Meta(ge=0, le=MAX_INT)]
 ShortText = Annotated[str, Meta(min_length=1, max_length=MAX_TEXT_CHARS)]
 
 
@@ -40,7 +44,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     top_p: Annotated[
         float, Meta(gt=0.0, le=1.0, description="keep the likeliest tokens that hold this much probability")
     ] = 1.0
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1, description="keep this many likeliest tokens; 0 or -1: all")] = 0
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_INT, description="keep this many likeliest tokens; 0 or -1: all")] = 0
     min_p: Annotated[
         float, Meta(ge=0.0, le=1.0, description="drop tokens below this fraction of the likeliest one's probability")
     ] = 0.0
@@ -48,9 +52,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         None
     )
     max_tokens: (
-        Annotated[int, Meta(ge=1, description="the most tokens to generate; absent: up to max_model_len")] | None
+        Annotated[int, Meta(ge=1, le=MAX_INT, description="the most tokens to generate; absent: up to max_model_len")]
+        | None
     ) = None
-    min_tokens: Annotated[int, Meta(ge=0, description="no EOS, stop token or stop string before this many tokens")] = 0
+    min_tokens: Annotated[
+        int, Meta(ge=0, le=MAX_INT, description="no EOS, stop token or stop string before this many tokens")
+    ] = 0
     ignore_eos: Annotated[bool, Meta(description="go on after the model's end-of-sequence token")] = False
     stop: Annotated[
         str | Annotated[tuple[ShortText, ...], Meta(max_length=MAX_STOP_STRINGS)],
@@ -60,7 +67,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         tuple[TokenId, ...],
         Meta(max_length=MAX_STOP_TOKEN_IDS, description="token ids that end the output and are its last token"),
     ] = ()
-    n: Annotated[int, Meta(ge=1, description="choices to generate for the prompt")] = 1
+    n: Annotated[int, Meta(ge=1, le=MAX_INT, description="choices to generate for the prompt")] = 1
     presence_penalty: Annotated[
         float, Meta(ge=-2.0, le=2.0, description="taken from the logits of tokens that the output has (-2 to 2)")
     ] = 0.0
@@ -78,19 +85,25 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         | None
     ) = None
     allowed_token_ids: (
-        Annotated[tuple[TokenId, ...], Meta(min_length=1, description="the only tokens that may be generated")] | None
+        Annotated[
+            tuple[TokenId, ...],
+            Meta(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS, description="the only tokens that may be generated"),
+        ]
+        | None
     ) = None
     bad_words: Annotated[
         str | Annotated[tuple[ShortText, ...], Meta(max_length=MAX_BAD_WORDS)],
         Meta(description="texts that must not be generated, by their tokens"),
     ] = ()
-    logits_processors: tuple[Any, ...] = ()
+    logits_processors: Annotated[tuple[Any, ...], Meta(max_length=MAX_LOGITS_PROCESSORS)] = ()
     """Functions over logits, in this process only: see `aioengine.LogitsProcessor`."""
     logprobs: (
         Annotated[
             int,
             Meta(
-                ge=0, description="log-probabilities of each token and of this many likeliest ones, before temperature"
+                ge=0,
+                le=MAX_INT,
+                description="log-probabilities of each token and of this many likeliest ones, before temperature",
             ),
         ]
         | None
@@ -105,7 +118,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     prompt_logprobs: (
         Annotated[
             int,
-            Meta(ge=0, description="log-probabilities of each prompt token and of this many likeliest ones"),
+            Meta(
+                ge=0, le=MAX_INT, description="log-probabilities of each prompt token and of this many likeliest ones"
+            ),
         ]
         | None
     ) = None
@@ -127,14 +142,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         self._check_texts()
         for processor in self.logits_processors:
             if not callable(processor):
-                raise _invalid("logits_processors", f"logits_processors holds {processor!r}, which cannot be called")
+                raise _invalid(
+                    "logits_processors", f"logits_processors holds {shorten(processor)}, which cannot be called"
+                )
         if self.logit_bias:
             clamped = {token: min(max(bias, -MAX_BIAS), MAX_BIAS) for token, bias in self.logit_bias.items()}
             msgspec.structs.force_setattr(self, "logit_bias", clamped)
 
     def _check_lengths(self) -> None:
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
-            raise _invalid("seed", f"seed={self.seed}: a signed 64-bit integer is needed")
+            raise _invalid("seed", f"seed={shorten(self.seed)}: a signed 64-bit integer is needed")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _invalid("min_tokens", f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
 
@@ -147,6 +164,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     @property
     def is_greedy(self) -> bool:
         return self.temperature == GREEDY_TEMPERATURE
+
+    @property
+    def num_sequences(self) -> int:
+        """How many are computed: all greedy choices are the same one."""
+        return 1 if self.is_greedy else self.n
 
 
 def make_params(params: SamplingParams | None, defaults: dict[str, Any], sampling: dict[str, Any]) -> SamplingParams:

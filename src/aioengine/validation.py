@@ -6,11 +6,38 @@ import difflib
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 import numpy as np
+
+SIZED = (str, bytes, bytearray, list, tuple, set, frozenset, dict)
+MAX_SHOWN_CHARS = 60
+MAX_SHOWN_ITEMS = 8
+MAX_SHOWN_BITS = 128
+MAX_NAME_CHARS = 100
+"""Of an unknown keyword that is compared with the known ones: comparing takes the product of the lengths."""
+
+
+class _Rule(NamedTuple):
+    """What can be said of a field before it is converted.
+
+    Attributes:
+        default: an object that needs no check.
+        max_chars, max_items: of a text or a collection in its place; inf without a limit or where it takes none.
+        takes_items: whether it may be a collection.
+        is_looked_through: whether it may hold floats or texts, and nothing but plain types.
+    """
+
+    name: str
+    hint: Any
+    default: Any
+    max_chars: float
+    max_items: float
+    takes_items: bool
+    is_looked_through: bool
 
 
 @functools.cache
@@ -21,7 +48,11 @@ def field_types(struct_type: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def check_fields(struct: msgspec.Struct, error: Callable[[str, str], Exception]) -> None:
-    """Check each field against its annotation and bounds, and normalise it (an int for a float becomes a float).
+    """Check each field against its annotation and bounds, and normalise it.
+
+    An int for a float becomes a float, a list for a tuple a tuple, numpy's scalars and one-dimensional arrays what
+    they hold, a subclass of ``str`` a ``str``. No float may be infinite or NaN, also inside collections. What is too
+    long is refused by its length, before anything looks at what it holds. A default is taken as it is.
 
     Args:
         struct: a frozen struct, in its ``__post_init__``.
@@ -29,18 +60,17 @@ def check_fields(struct: msgspec.Struct, error: Callable[[str, str], Exception])
     Raises:
         what ``error`` makes, for the first field that is wrong.
     """
-    for name, hint in field_types(type(struct)).items():
-        value = getattr(struct, name)
-        if isinstance(value, np.generic):
-            value = value.item()
-        if isinstance(value, float) and math.isnan(value):  # NaN passes every comparison that a bound makes
-            raise error(name, f"{name}=nan is not a number")
+    for rule in _rules(type(struct)):
+        value = getattr(struct, rule.name)
+        if value is rule.default:
+            continue
         try:
-            converted = msgspec.convert(value, hint, strict=True)
-        except msgspec.ValidationError as exc:
-            raise error(name, f"{name}={_shorten(value)}: {_in_python(str(exc))}{_choices(hint)}") from None
-        if converted is not getattr(struct, name):
-            msgspec.structs.force_setattr(struct, name, converted)
+            checked = _check(value, rule)
+        except (msgspec.ValidationError, _Refused) as exc:
+            message = _in_python(str(exc), value) + _choices(rule.hint)
+            raise error(rule.name, f"{rule.name}={shorten(value)}: {message}") from None
+        if checked is not value:
+            msgspec.structs.force_setattr(struct, rule.name, checked)
 
 
 def check_known_fields(
@@ -54,26 +84,178 @@ def check_known_fields(
     known = struct_type.__struct_fields__
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
+            near = difflib.get_close_matches(name, known, n=1) if len(name) <= MAX_NAME_CHARS else []
             hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
-            raise error(name, f"unknown parameter {name!r}{hint}")
+            raise error(name, f"unknown parameter {shorten(name)}{hint}")
 
 
-def _in_python(message: str) -> str:
+def shorten(value: object, *, depth: int = 2) -> str:
+    """A value as a message can show it: on one line, not long, whatever the value is."""
+    if isinstance(value, int) and value.bit_length() > MAX_SHOWN_BITS:  # Python refuses to print very long ones
+        return f"<{type(value).__name__} of {value.bit_length()} bits>"
+    if isinstance(value, str | bytes | bytearray) and len(value) > MAX_SHOWN_CHARS:
+        return f"<{type(value).__name__} of {len(value)}>"
+    if isinstance(value, list | tuple | set | frozenset | dict):
+        if len(value) > MAX_SHOWN_ITEMS or not depth:
+            return f"<{type(value).__name__} of {len(value)}>"
+        return _shorten_items(value, depth - 1)
+    try:
+        text = repr(value)
+    except Exception:  # a class of the caller's own may raise anything
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 3] + "..."
+
+
+def _shorten_items(value: Any, depth: int) -> str:
+    if isinstance(value, dict):
+        pairs = (f"{shorten(key, depth=depth)}: {shorten(item, depth=depth)}" for key, item in value.items())
+        return f"{{{', '.join(pairs)}}}"
+    items = ", ".join(shorten(item, depth=depth) for item in value)
+    if isinstance(value, list):
+        return f"[{items}]"
+    if isinstance(value, tuple):
+        return f"({items},)" if len(value) == 1 else f"({items})"
+    return f"{{{items}}}" if value else f"{type(value).__name__}()"
+
+
+# Checking one value
+
+
+class _Refused(Exception):
+    """Why a value is refused, where that is not msgspec's to say."""
+
+
+def _check(value: Any, rule: _Rule) -> Any:
+    """The value as its field holds it.
+
+    Raises:
+        msgspec.ValidationError, _Refused
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, SIZED) or (isinstance(value, np.ndarray) and value.ndim == 1):
+        _check_length(value, rule)
+    if isinstance(value, np.ndarray) and value.ndim == 1 and rule.takes_items:
+        value = value.tolist()
+    try:
+        checked = _convert(value, rule)
+    except msgspec.ValidationError as exc:
+        if "got `numpy." not in str(exc):
+            raise
+        checked = _convert(_without_numpy(value), rule)
+    return _look_through(checked) if rule.is_looked_through else checked
+
+
+def _check_length(value: Any, rule: _Rule) -> None:
+    is_text = isinstance(value, str)
+    limit, unit = (rule.max_chars, "characters") if is_text else (rule.max_items, "items")
+    if len(value) > limit:
+        raise _Refused(f"it has {len(value):,} {unit}, and at most {limit:,} are allowed; give fewer")
+
+
+def _convert(value: Any, rule: _Rule) -> Any:
+    try:
+        return msgspec.convert(value, rule.hint, strict=True)
+    except msgspec.ValidationError:
+        raise
+    except Exception as exc:  # a mapping of the caller's own class may raise anything
+        raise _Refused(f"it cannot be read: {type(exc).__name__}") from None
+
+
+def _without_numpy(value: Any) -> Any:
+    def plain(item: Any) -> Any:
+        return item.item() if isinstance(item, np.generic) else item
+
+    if isinstance(value, dict):
+        return {plain(key): plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list | tuple | set | frozenset) else value
+
+
+def _look_through(value: Any) -> Any:
+    """The value with texts of the exact type ``str``; a subclass may be anything, an Enum's member for one.
+
+    Raises:
+        _Refused: it holds a float that is no finite number; NaN passes every comparison that a bound makes.
+    """
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise _Refused(f"{value} is not a finite number; give one")
+        return value
+    if isinstance(value, str):
+        return value if type(value) is str else str.__str__(value)
+    if isinstance(value, tuple | list):
+        return type(value)(map(_look_through, value))
+    if isinstance(value, dict):
+        return {_look_through(key): _look_through(item) for key, item in value.items()}
+    return value
+
+
+# Reading annotations
+
+
+@functools.cache
+def _rules(struct_type: type[msgspec.Struct]) -> tuple[_Rule, ...]:
+    defaults = {field.name: field.default for field in msgspec.structs.fields(struct_type)}
+    return tuple(_rule(name, hint, defaults[name]) for name, hint in field_types(struct_type).items())
+
+
+def _rule(name: str, hint: Any, default: Any) -> _Rule:
+    chars, items = [], []
+    for kind, limit in _alternatives(hint, math.inf):
+        if kind is str:
+            chars.append(limit)
+        elif (get_origin(kind) or kind) in (tuple, list, set, frozenset, dict):
+            items.append(limit)
+    leaves = set(_leaves(hint))
+    return _Rule(
+        name=name,
+        hint=hint,
+        default=default,
+        max_chars=max(chars, default=math.inf),
+        max_items=max(items, default=math.inf),
+        takes_items=bool(items),
+        is_looked_through=not leaves.isdisjoint({float, str}) and Any not in leaves,
+    )
+
+
+def _alternatives(hint: Any, limit: float) -> Iterator[tuple[Any, float]]:
+    """Each type that a value may have, with its ``max_length``."""
+    if get_origin(hint) is Annotated:
+        lengths = [meta.max_length for meta in hint.__metadata__ if isinstance(meta, msgspec.Meta)]
+        yield from _alternatives(hint.__origin__, min([limit, *(length for length in lengths if length is not None)]))
+    elif get_origin(hint) in (Union, types.UnionType):
+        for kind in get_args(hint):
+            yield from _alternatives(kind, limit)
+    else:
+        yield hint, limit
+
+
+def _leaves(hint: Any) -> Iterator[Any]:
+    """The types that a value is made of in the end."""
+    for kind, _ in _alternatives(hint, math.inf):
+        if get_origin(kind) in (tuple, list, set, frozenset, dict):
+            for argument in get_args(kind):
+                yield from _leaves(argument)
+        else:
+            yield kind
+
+
+# Messages
+
+
+def _in_python(message: str, value: Any) -> str:
     """msgspec speaks of JSON; say it in Python's words: ``Expected `array`, got `null` - at `$[0]` ``."""
-    message = message.replace("`null`", "`None`").replace("| null", "| None").replace("`array`", "`list`")
+    for json_name, name in (("null", "None"), ("array", "list"), ("object", "dict")):
+        message = re.sub(rf"(?<=[` ]){json_name}(?=[` ])", name, message)
+    name = "None" if value is None else type(value).__name__
+    message = re.sub(r"got `[^`]*`$", lambda _: f"got `{name}`", message)
     message = re.sub(r" - at `\$\[(\d+)\]`", r" (item \1)", message)
+    message = message.replace(" - at `key` in `$`", " (a key)").replace(" - at `$[...]`", " (a value)")
     return message[0].lower() + message[1:]
 
 
 def _choices(hint: Any) -> str:
-    names = get_args(hint.__origin__ if get_origin(hint) is Annotated else hint)
-    is_choice = get_origin(hint.__origin__ if get_origin(hint) is Annotated else hint) is Literal
-    return f"; choose one of {', '.join(map(repr, names))}" if is_choice else ""
-
-
-def _shorten(value: object) -> str:
-    if isinstance(value, str | bytes | list | tuple | dict) and len(value) > 60:
-        return f"<{type(value).__name__} of {len(value)}>"
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    names = [
+        name for kind, _ in _alternatives(hint, math.inf) if get_origin(kind) is Literal for name in get_args(kind)
+    ]
+    return f"; choose one of {', '.join(map(repr, names))}" if names else ""
