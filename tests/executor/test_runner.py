@@ -191,7 +191,7 @@ def test_a_step_that_fails_leaves_the_rows_in_order(stage: str, monkeypatch: pyt
     assert tokens_by_row(plan, runner.step(plan)) == {1: expected}
 
 
-def test_a_model_that_breaks_into_nan_breaks_its_own_row_only() -> None:
+def test_a_model_that_breaks_into_nan_fails_its_own_row_only() -> None:
     decoder = TinyDecoder()
     decoder.embedding[90] = torch.nan
     runner, _ = make_runner(decoder)
@@ -201,9 +201,13 @@ def test_a_model_that_breaks_into_nan_breaks_its_own_row_only() -> None:
         writer.add(poisoned_row, [90] * 9, temperature=1.0)
         writer.add(1 - poisoned_row, [4] * 9)
         plan = writer.plan()
-        tokens = writer.read(plan, runner.step(plan))
-        assert tokens[1 - poisoned_row] == expected
-        assert 0 <= tokens[poisoned_row] < VOCAB_SIZE
+        result = runner.step(plan)
+        (failure,) = result.failures
+        assert plan.rows[failure.index] == poisoned_row
+        assert "not numbers" in str(failure.error)
+        assert result.token_ids.tolist() == [expected]
+        assert np.diff(result.offsets)[failure.index] == 0
+        runner.step(writer.plan())  # one launched meanwhile runs on a meaningless token
         writer.remove(0)
         writer.remove(1)
     for _ in range(10):  # in the poisoned blocks

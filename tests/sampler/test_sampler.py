@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from aioengine import sampler
-from aioengine.sampler import SamplingRows, Scratch, block, gumbel, largest, likeliest, noise_keys, sample
+from aioengine.sampler import SamplingRows, Scratch, sample
+from aioengine.sampler.blocks import BLOCK, block, largest, likeliest
+from aioengine.sampler.filters import apply_top_p
+from aioengine.sampler.noise import NOISE_SPAN, NoiseKeys, gumbel, noise_keys
 
 COLUMN_DTYPES = {"temperature": np.float32, "top_p": np.float32, "min_p": np.float32, "seed": np.int64}
 DEFAULTS = {
@@ -18,24 +20,23 @@ DEFAULTS = {
     "min_p": 0.0,
     "seed": 0,
     "choice": 0,
-    "min_tokens": 0,
     "logprobs": -1,
     "positions": 0,
 }
 
 
-def make_rows(n: int, stop_ids: Any = (), **columns: Any) -> SamplingRows:
+def make_rows(n: int, **columns: Any) -> SamplingRows:
     """Columns of n rows; a scalar holds for all of them."""
     arrays = {
         name: np.broadcast_to(np.asarray(columns.pop(name, value)), n).astype(COLUMN_DTYPES.get(name, np.int32))
         for name, value in DEFAULTS.items()
     }
     assert not columns, f"no such columns: {columns}"
-    return SamplingRows(**arrays, stop_ids=list(stop_ids) if stop_ids else [()] * n)
+    return SamplingRows(**arrays)
 
 
 def row_of(rows: SamplingRows, index: int) -> SamplingRows:
-    columns = {name: getattr(rows, name)[index : index + 1] for name in (*DEFAULTS, "stop_ids")}
+    columns = {name: getattr(rows, name)[index : index + 1] for name in DEFAULTS}
     return SamplingRows(**columns)
 
 
@@ -76,8 +77,7 @@ def chi_square_is_plausible(counts: np.ndarray, probabilities: np.ndarray) -> bo
 def draws(logits: torch.Tensor, n: int, **columns: Any) -> np.ndarray:
     """How often each token came in n draws at the positions 0 to n - 1."""
     rows = make_rows(n, positions=np.arange(n), **columns)
-    tokens, _ = sample(logits.expand(n, -1), rows)
-    return np.bincount(tokens.numpy(), minlength=len(logits))
+    return np.bincount(sample(logits.expand(n, -1), rows).token_ids, minlength=len(logits))
 
 
 def random_logits(vocab: int, seed: int, spread: float = 2.0) -> torch.Tensor:
@@ -122,7 +122,7 @@ def test_top_p_finds_its_tokens_in_a_large_vocabulary(top_p: float, spread: floa
     logits = random_logits(vocab, seed=3, spread=spread)
     probabilities = expected_probabilities(logits.double().numpy(), 1.0, top_p=top_p)
     ones = torch.ones(1)
-    threshold = sampler.apply_top_p(
+    threshold = apply_top_p(
         block(logits[None]), np.array([top_p], np.float32), ones, logits.max()[None], torch.tensor([-torch.inf])
     )
     # float32 sums move the edge by a few of the thousands of tokens there.
@@ -139,8 +139,8 @@ def test_rows_with_and_without_filters_share_a_batch() -> None:
         for name in ("temperature", "top_k", "top_p", "min_p")
     }
     rows = make_rows(n * len(settings), positions=np.tile(np.arange(n), len(settings)), seed=9, **columns)
-    tokens, _ = sample(logits.expand(n * len(settings), -1), rows)
-    for setting, chosen in zip(settings, tokens.view(len(settings), n), strict=True):
+    tokens = sample(logits.expand(n * len(settings), -1), rows).token_ids
+    for setting, chosen in zip(settings, tokens.reshape(len(settings), n), strict=True):
         if setting["temperature"] == 0:
             assert set(chosen.tolist()) == {int(logits.argmax())}
         else:
@@ -164,35 +164,37 @@ def test_a_row_gets_the_same_token_alone_and_in_any_batch(vocab: int, monkeypatc
         positions=generator.integers(0, 1000, n),
         logprobs=3,
     )
-    together, logprobs = sample(logits, rows)
+    together = sample(logits, rows)
+    logprobs = together.logprobs
     assert logprobs is not None
     for index in range(n):
-        alone, own = sample(logits[index : index + 1], row_of(rows, index))
-        assert alone[0] == together[index], f"row {index}"
+        alone = sample(logits[index : index + 1], row_of(rows, index))
+        own = alone.logprobs
+        assert alone.token_ids[0] == together.token_ids[index], f"row {index}"
         assert own is not None
         np.testing.assert_allclose(own.logprobs[0], logprobs.logprobs[index], rtol=1e-6)
         assert own.ranks[0] == logprobs.ranks[index]
     for elements in (1, 7 * vocab):
-        monkeypatch.setattr(sampler, "CHUNK_ELEMENTS", elements)
-        assert torch.equal(sample(logits, rows)[0], together)
+        monkeypatch.setattr("aioengine.sampler.draws.CHUNK_ELEMENTS", elements)
+        np.testing.assert_array_equal(sample(logits, rows).token_ids, together.token_ids)
 
 
 def test_a_token_that_cannot_win_is_left_out_and_nothing_else_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = random_logits(5000, seed=5, spread=6.0).expand(50, -1)
     rows = make_rows(50, temperature=0.8, positions=np.arange(50))
-    pruned, _ = sample(logits, rows)
-    monkeypatch.setattr(sampler, "NOISE_SPAN", torch.inf)
-    assert torch.equal(sample(logits, rows)[0], pruned)
+    pruned = sample(logits, rows).token_ids
+    monkeypatch.setattr("aioengine.sampler.draws.NOISE_SPAN", torch.inf)
+    np.testing.assert_array_equal(sample(logits, rows).token_ids, pruned)
 
 
 def test_noise_is_within_the_bound_that_pruning_relies_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def set_extremes(tokens: torch.Tensor, keys: sampler.NoiseKeys, shifted: torch.Tensor) -> None:
-        tokens.copy_(-(torch.arange(sampler.BLOCK) % 2))  # no bit set and all: the lowest and the highest noise
+    def set_extremes(tokens: torch.Tensor, keys: NoiseKeys, shifted: torch.Tensor) -> None:
+        tokens.copy_(-(torch.arange(BLOCK) % 2))  # no bit set and all: the lowest and the highest noise
 
-    monkeypatch.setattr(sampler, "hash_tokens_", set_extremes)
+    monkeypatch.setattr("aioengine.sampler.noise.hash_tokens_", set_extremes)
     low, high = noise_of()[:2].tolist()
     assert math.isfinite(low)
-    assert sampler.NOISE_SPAN - 0.1 < high - low < sampler.NOISE_SPAN
+    assert NOISE_SPAN - 0.1 < high - low < NOISE_SPAN
 
 
 def noise_of(
@@ -238,28 +240,29 @@ def test_noise_of_one_token_over_positions_and_seeds_is_uniform() -> None:
 
 
 def test_noise_of_a_token_does_not_depend_on_which_others_are_asked_for() -> None:
-    whole = noise_of(seed=3).view(-1, sampler.BLOCK)
+    whole = noise_of(seed=3).view(-1, BLOCK)
     for blocks in ([5], [0, 2, 3, 63], list(range(7, 60, 5))):
-        assert torch.equal(noise_of(seed=3, blocks=blocks).view(-1, sampler.BLOCK), whole[blocks])
+        assert torch.equal(noise_of(seed=3, blocks=blocks).view(-1, BLOCK), whole[blocks])
 
 
 def test_scratch_that_was_used_for_more_changes_nothing() -> None:
     scratch = Scratch()
     logits = random_logits(1000, seed=5).expand(30, -1)
     rows = make_rows(30, positions=np.arange(30), top_p=0.9)
-    fresh, _ = sample(logits, rows)
+    fresh = sample(logits, rows).token_ids
     for _ in range(2):
-        assert torch.equal(sample(logits, rows, scratch)[0], fresh)
-        assert torch.equal(sample(logits[:1], row_of(rows, 0), scratch)[0], fresh[:1])
+        np.testing.assert_array_equal(sample(logits, rows, scratch).token_ids, fresh)
+        assert sample(logits[:1], row_of(rows, 0), scratch).token_ids[0] == fresh[0]
 
 
 def test_greedy_takes_the_lowest_id_of_equal_logits() -> None:
     logits = torch.zeros(3, 200)
     logits[1, [70, 130, 199]] = 1.0
     logits[2, 199] = 1.0
-    tokens, logprobs = sample(logits, make_rows(3, temperature=0.0))
-    assert tokens.tolist() == [0, 70, 199]
-    assert logprobs is None
+    sampled = sample(logits, make_rows(3, temperature=0.0))
+    assert sampled.token_ids.tolist() == sampled.next_ids.tolist() == [0, 70, 199]
+    assert sampled.counts.tolist() == [1, 1, 1]
+    assert sampled.logprobs is None
 
 
 def test_equal_logits_are_kept_or_dropped_together() -> None:
@@ -288,46 +291,11 @@ def test_a_tiny_temperature_is_as_good_as_greedy(temperature: float) -> None:
         assert np.flatnonzero(counts).tolist() == [int(logits.argmax())]
 
 
-def test_stop_ids_are_masked_until_min_tokens() -> None:
-    logits = torch.zeros(4, 100)
-    logits[:, 7], logits[:, 9], logits[:, 50] = 5.0, 4.0, 3.0
-    stop_ids = [(7, 9), (7, 9), (), (7, 2**31 - 1)]
-    rows = make_rows(4, temperature=0.0, min_tokens=3, positions=[2, 3, 0, 0], stop_ids=stop_ids, logprobs=2)
-    before = logits.clone()
-    tokens, logprobs = sample(logits, rows)
-    assert tokens.tolist() == [50, 7, 7, 9]
-    assert torch.equal(logits, before)
-    assert logprobs is not None
-    assert logprobs.top_ids.tolist() == [[7, 9]] * 4, "log-probabilities are of the unmasked logits"
-    assert logprobs.ranks.tolist() == [3, 1, 1, 2]
-    sampled = draws(torch.tensor([9.0, 0.0, 0.0]), 200, min_tokens=500, stop_ids=[(0,)] * 200)
-    assert sampled[0] == 0
-    assert (sampled[1:] > 0).all()
-
-
-@pytest.mark.parametrize("bad", [-torch.inf, torch.nan, torch.inf])
-@pytest.mark.parametrize("filters", [{"temperature": 0.0}, *FILTERS.values()], ids=str)
-def test_a_hopeless_row_brings_some_token_and_harms_no_other(bad: float, filters: dict[str, Any]) -> None:
-    logits = random_logits(70, seed=6).repeat(3, 1)
-    rows = make_rows(3, **filters)
-    good, _ = sample(logits, rows)
-    logits[1] = bad
-    tokens, _ = sample(logits, rows)
-    assert 0 <= int(tokens[1]) < 70
-    assert torch.equal(tokens[[0, 2]], good[[0, 2]])
-
-
-def test_a_row_of_stop_ids_alone_brings_some_token() -> None:
-    rows = make_rows(2, temperature=[0.0, 1.0], min_tokens=5, stop_ids=[tuple(range(70))] * 2)
-    tokens, _ = sample(torch.zeros(2, 70), rows)
-    assert all(0 <= token < 70 for token in tokens.tolist())
-
-
 def test_logprobs_are_the_log_softmax_of_the_raw_logits() -> None:
     logits = 3 * torch.randn(6, 500, generator=torch.Generator().manual_seed(8))
     wanted = np.array([2, -1, 0, 5, -1, 3])
     rows = make_rows(6, temperature=[0.0, 1.0, 1.5, 0.3, 0.0, 2.0], top_k=10, logprobs=wanted)
-    tokens, logprobs = sample(logits, rows)
+    tokens, _, _, logprobs, _ = sample(logits, rows)
     expected = torch.log_softmax(logits.double(), dim=-1)
     assert logprobs is not None
     assert logprobs.index.tolist() == [0, 2, 3, 5]
@@ -344,13 +312,14 @@ def test_logprobs_are_the_log_softmax_of_the_raw_logits() -> None:
 def test_logprobs_may_ask_for_no_token_but_the_sampled_one_or_for_all() -> None:
     logits = random_logits(30, seed=1)[None]
     for wanted, width in ((0, 0), (30, 30), (99, 30)):
-        _, logprobs = sample(logits, make_rows(1, logprobs=wanted))
+        logprobs = sample(logits, make_rows(1, logprobs=wanted)).logprobs
         assert logprobs is not None
         assert logprobs.top_ids.shape == (1, width)
 
 
 def test_tokens_of_equal_logits_have_equal_ranks() -> None:
-    _, logprobs = sample(torch.tensor([[1.0, 5.0, 5.0, 0.0]]).repeat(2, 1), make_rows(2, temperature=0.0, logprobs=0))
+    logits = torch.tensor([[1.0, 5.0, 5.0, 0.0]]).repeat(2, 1)
+    logprobs = sample(logits, make_rows(2, temperature=0.0, logprobs=0)).logprobs
     assert logprobs is not None
     assert logprobs.ranks.tolist() == [1, 1]
 
@@ -364,4 +333,6 @@ def test_the_largest_logits_are_found_through_their_blocks(vocab: int) -> None:
         expected = logits.topk(k)
         assert torch.equal(values, expected.values)
         assert torch.equal(ids, expected.indices)
-    assert torch.equal(likeliest(block(logits)), logits.argmax(dim=-1))
+    ids, top = likeliest(block(logits))
+    assert torch.equal(ids, logits.argmax(dim=-1))
+    assert torch.equal(top, logits.amax(dim=-1))

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import time
 
+import msgspec
 import numpy as np
 from torch import Tensor
 
 from aioengine.attention.backend import AttentionBackend
-from aioengine.core.plan import EMPTY, Int32, StepLogprobs, StepPlan, StepResult, Want
+from aioengine.core.plan import EMPTY, RowFailure, StepPlan, StepResult, int32
 from aioengine.executor.input_batch import InputBatch, StepInputs
 from aioengine.executor.protocol import DeviceLost, ExecutorStats
 from aioengine.models.decoder import Decoder
-from aioengine.sampler import Scratch, sample
+from aioengine.sampler import Scratch, prompt_logprobs, sample
 
 
 class Runner:
@@ -42,35 +43,46 @@ class Runner:
         started = time.perf_counter()
         self._stats.num_steps += 1
         self._apply(plan)
-        token_ids, logprobs = self._compute(plan) if len(plan.rows) else (EMPTY, None)
-        return StepResult(
-            step=plan.step,
-            offsets=np.concatenate(([0], np.cumsum(plan.wants == Want.LOGITS))).astype(np.int32),
-            token_ids=token_ids,
-            logprobs=logprobs,
-            device_time_s=time.perf_counter() - started,
-        )
+        result = self._compute(plan)
+        ended = time.perf_counter()
+        return msgspec.structs.replace(result, device_time_s=ended - started, ended_at_s=time.monotonic())
 
     def _apply(self, plan: StepPlan) -> None:
         if self._broken_by is None:
             try:
+                # Beside the rows' state, which the rest of the plan changes: their order is of no account.
+                if len(plan.copied_from):
+                    self._attention.copy_blocks(plan.copied_from, plan.copied_to)
                 return self._batch.apply(plan)
             except Exception as error:
                 self._broken_by = error
         raise DeviceLost(f"a plan could not be applied: {self._broken_by}") from self._broken_by
 
-    def _compute(self, plan: StepPlan) -> tuple[Int32, StepLogprobs | None]:
+    def _compute(self, plan: StepPlan) -> StepResult:
+        result = StepResult(step=plan.step, offsets=int32([0] * (len(plan.rows) + 1)), token_ids=EMPTY)
+        if not len(plan.rows):
+            return result
         inputs = self._batch.inputs(plan)
         hidden = self._decoder(inputs.token_ids, inputs.positions, self._attention.begin_step(inputs.attention))
         self._stats.num_computed_tokens += len(inputs.token_ids)
-        if not len(inputs.sampled):
-            return EMPTY, None
-        return self._sample(plan, inputs, hidden)
+        if len(inputs.sampled):
+            result = self._sample(plan, inputs, hidden)
+        if inputs.prompt is not None:
+            of_prompts = prompt_logprobs(self._decoder.logits, hidden, inputs.prompt, self._decoder.config.vocab_size)
+            result = msgspec.structs.replace(result, prompt_logprobs=of_prompts)
+        return result
 
-    def _sample(self, plan: StepPlan, inputs: StepInputs, hidden: Tensor) -> tuple[Int32, StepLogprobs | None]:
+    def _sample(self, plan: StepPlan, inputs: StepInputs, hidden: Tensor) -> StepResult:
         logits = self._decoder.logits(hidden[inputs.last_tokens])
-        sampled, logprobs = sample(logits, inputs.sampling, self._scratch)
-        token_ids = sampled.int().numpy()
-        self._batch.append(plan, inputs, token_ids)
-        self._stats.num_sampled_tokens += len(token_ids)
-        return token_ids, logprobs
+        sampled = sample(logits, inputs.sampling, self._scratch)
+        self._batch.append(plan, inputs, sampled.next_ids)
+        self._stats.num_sampled_tokens += len(sampled.token_ids)
+        counts = np.zeros(len(plan.rows), np.int32)
+        counts[inputs.sampled] = sampled.counts
+        return StepResult(
+            step=plan.step,
+            offsets=np.concatenate(([0], np.cumsum(counts))).astype(np.int32),
+            token_ids=sampled.token_ids,
+            logprobs=sampled.logprobs,
+            failures=tuple(RowFailure(int(inputs.sampled[f.index]), f.error) for f in sampled.failures),
+        )

@@ -1,0 +1,169 @@
+"""Log-probabilities of tokens, their ranks, and the likeliest tokens: of sampled tokens and of prompt tokens.
+
+All are of the logits as the model gave them. A rank is 1 plus the number of tokens with a higher logit, so that tokens
+of equal logits have equal ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from aioengine.core.plan import Float32, Int32, PromptLogprobs, StepLogprobs, int32
+from aioengine.sampler.blocks import BLOCK, CHUNK_ELEMENTS, BlockedLogits, block, distinct, largest, row_index
+from aioengine.sampler.rows import Int64, PromptLines, SamplingRows, spans
+
+PROMPT_CHUNK_ELEMENTS = 2**22
+"""Logits of a prompt that are computed together: 16 MB, and temporaries of the same size; 27 tokens of 150,000."""
+
+FEW_BLOCKS = 64
+"""So few are all looked into for a rank: that is faster than to find those that matter."""
+
+
+class Likeliest(NamedTuple):
+    """The likeliest tokens of some rows.
+
+    Attributes:
+        log_mass: float32 [n], what a row's logits have to be lowered by to be log-probabilities.
+        ids, logprobs: int32 and float32 [n, k].
+    """
+
+    log_mass: Float32
+    ids: Int32
+    logprobs: Float32
+
+    def lines(self, index: Tensor | None) -> Likeliest:
+        """Those of the rows ``index``, int64 [m]; None: all."""
+        return self if index is None else Likeliest(*(column[index.numpy()] for column in self))
+
+
+def likeliest_tokens(logits: BlockedLogits, rows: Int64, vocab: int, num_top: int) -> Likeliest:
+    """Of the rows ``rows``, int64 [n], ascending; ``num_top`` of them or as many as there are."""
+    rows_a_chunk = max(1, CHUNK_ELEMENTS // vocab)
+    parts = []
+    for start in range(0, len(rows), rows_a_chunk):
+        of_rows = logits.rows(row_index(rows[start : start + rows_a_chunk]))
+        log_mass = torch.logsumexp(of_rows.values.flatten(1), dim=-1)
+        values, ids = largest(of_rows, min(num_top, vocab))
+        # The padding behind the vocabulary may tie with tokens that are -inf.
+        parts.append((log_mass, ids.clamp(max=vocab - 1).int(), values.sub_(log_mass[:, None])))
+    columns = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
+    return Likeliest(*(column.numpy() for column in columns))
+
+
+def look_up(logits: BlockedLogits, rows: Int64, token_ids: Tensor) -> tuple[Float32, Int32]:
+    """The logit of ``token_ids[i]`` in row ``rows[i]``, and its rank: [m] each.
+
+    For the rank, only the blocks are looked into that have a higher logit in them: a few, for a likely token.
+    """
+    num_blocks = logits.maxima.shape[1]
+    blocks = logits.values.flatten(0, 1)
+    of_pairs = torch.from_numpy(rows)
+    values = logits.values.flatten(1)[of_pairs, token_ids]
+    ranks = torch.ones(len(rows), dtype=torch.int32)
+    pairs_a_chunk = max(1, CHUNK_ELEMENTS // (BLOCK * num_blocks))
+    for start in range(0, len(rows), pairs_a_chunk):
+        chunk = slice(start, start + pairs_a_chunk)
+        of_rows, of_values = of_pairs[chunk], values[chunk]
+        if num_blocks <= FEW_BLOCKS:
+            is_above = logits.values.flatten(1)[of_rows] > of_values[:, None]
+            ranks[chunk] += is_above.sum(dim=-1, dtype=torch.int32)
+            continue
+        pair, in_block = (logits.maxima[of_rows] > of_values[:, None]).nonzero(as_tuple=True)
+        is_above = blocks.index_select(0, of_rows[pair] * num_blocks + in_block) > of_values[pair, None]
+        ranks[chunk].index_add_(0, pair, is_above.sum(dim=-1, dtype=torch.int32))
+    return values.numpy(), ranks.numpy()
+
+
+def step_logprobs(
+    logits: BlockedLogits, vocab: int, rows: SamplingRows, row_of_token: Int64, token_ids: Tensor
+) -> StepLogprobs | None:
+    """Log-probabilities of the sampled tokens whose rows asked.
+
+    Args:
+        logits: of all rows, as the model gave them.
+        row_of_token: int64 [t], ascending.
+        token_ids: int64 [t].
+    """
+    index = (rows.logprobs[row_of_token] >= 0).nonzero()[0]
+    if not len(index):
+        return None
+    row_of_line = row_of_token[index]
+    asked, line = distinct(row_of_line)
+    of_rows = likeliest_tokens(logits, asked, vocab, int(rows.logprobs[asked].max()))
+    of_lines = of_rows.lines(line)
+    values, ranks = look_up(logits, row_of_line, token_ids[torch.from_numpy(index)])
+    result = StepLogprobs(
+        index=index.astype(np.int32),
+        logprobs=values - of_lines.log_mass,
+        ranks=ranks,
+        top_ids=of_lines.ids,
+        top_logprobs=of_lines.logprobs,
+    )
+    return add_extra(result, logits, vocab, rows, asked, line, of_rows.log_mass)
+
+
+def add_extra(
+    result: StepLogprobs,
+    logits: BlockedLogits,
+    vocab: int,
+    rows: SamplingRows,
+    asked: Int64,
+    line: Tensor | None,
+    log_mass: Float32,
+) -> StepLogprobs:
+    """With the tokens that rows report always. ``log_mass`` is of the rows ``asked``, ``line`` which of those a line is
+    of, int64 [m]; None: one line each, in order."""
+    if rows.logprob_token_ids is None:
+        return result
+    of_rows = [rows.logprob_token_ids[row] for row in asked.tolist()]
+    of_rows = [ids[ids < vocab] for ids in of_rows]
+    counts = np.array([len(ids) for ids in of_rows])
+    ids = np.concatenate(of_rows)
+    values, ranks = look_up(logits, np.repeat(asked, counts), torch.from_numpy(ids))
+    logprobs = values - np.repeat(log_mass, counts)
+    starts = np.cumsum(counts) - counts
+    if line is not None:
+        starts, counts = starts[line.numpy()], counts[line.numpy()]
+    lines = spans(starts, counts)
+    return msgspec.structs.replace(
+        result,
+        extra_offsets=int32(np.concatenate(([0], np.cumsum(counts)))),
+        extra_ids=int32(ids[lines]),
+        extra_logprobs=logprobs[lines],
+        extra_ranks=ranks[lines],
+    )
+
+
+def prompt_logprobs(
+    logits_of: Callable[[Tensor], Tensor], hidden: Tensor, lines: PromptLines, vocab: int
+) -> PromptLogprobs:
+    """Log-probabilities of prompt tokens, a bounded number at once.
+
+    Args:
+        logits_of: [m, hidden_size] → float32 [m, vocab].
+        hidden: [tokens, hidden_size], of the step's tokens.
+    """
+    lines_a_chunk = max(1, PROMPT_CHUNK_ELEMENTS // vocab)
+    parts = []
+    for start in range(0, len(lines.token_ids), lines_a_chunk):
+        chunk = slice(start, start + lines_a_chunk)
+        logits = block(logits_of(hidden[torch.from_numpy(lines.predicted_at[chunk])]))
+        each = np.arange(len(logits.maxima))
+        top = likeliest_tokens(logits, each, vocab, lines.num_top)
+        values, ranks = look_up(logits, each, torch.from_numpy(lines.token_ids[chunk]))
+        parts.append((values - top.log_mass, ranks, top.ids, top.logprobs))
+    logprobs, ranks, top_ids, top_logprobs = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    return PromptLogprobs(
+        index=lines.index,
+        positions=lines.positions,
+        logprobs=logprobs,
+        ranks=ranks,
+        top_ids=top_ids,
+        top_logprobs=top_logprobs,
+    )
