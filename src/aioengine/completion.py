@@ -1,44 +1,68 @@
-"""One completion on the caller's side: tokens become text when they arrive, and wait for their one reader."""
+"""One completion on the caller's side: tokens become text when they arrive, and wait for their reader."""
 
 from __future__ import annotations
 
-import asyncio
+import sys
 from collections.abc import Callable
+from typing import Protocol
 
 from aioengine.core.detokenizer import Detokenizer
 from aioengine.core.sequence import FinishReason, Sequence
-from aioengine.engine_core import SampledLogprobs
+from aioengine.engine_core import EngineCore, SampledLogprobs
 from aioengine.errors import AioEngineError
 from aioengine.outputs import CompletionDelta, CompletionOutput, Logprob, TokenLogprobs
 
-Finish = Callable[[Sequence, FinishReason, str], None]
+UNLIMITED = sys.maxsize
+
+Decode = Callable[[int], str]
+"""One token's text."""
+
+
+class Mailbox(Protocol):
+    """Where a completion says what is new of it."""
+
+    def on_news(self, completion: Completion) -> None:
+        """There is something to `Completion.take`."""
+        ...
+
+    def on_ended(self, completion: Completion) -> None:
+        """Nothing more will come, and this may have been the last to take."""
+        ...
+
+    def on_prompt_logprobs(self, position: int, lines: list[TokenLogprobs]) -> None: ...
 
 
 class Completion:
-    """The `Listener` of a sequence, and the mailbox of its reader.
+    """The `Listener` of a sequence.
 
     Text is made and stop strings are searched as tokens arrive, never when they are read, so that an unread stream
-    stops where it should. What is not read is merged; the sequence's length bounds it.
+    stops where it should. What is not read is merged; the sequence's length bounds it, and so may ``max_unread``.
 
     Args:
         sequence: what to follow.
-        detokenizer: None without a tokenizer: there is no text then.
-        decode: one token's text, for log-probabilities.
-        finish: called with (sequence, "stop", the stop string) when one is found.
+        mailbox: told when there is something to take.
+        core: ends the sequence at a stop string, and blocks it while its reader is behind.
+        detokenizer: None: there is no text then.
+        decode: for log-probabilities; None without text.
+        stream_interval: tokens to collect before the mailbox is told; the first token and the end are told at once.
+        max_unread: tokens that may lie unread before the sequence is blocked; those in flight come nevertheless.
     """
 
     __slots__ = (
+        "_core",
         "_decode",
         "_detokenizer",
-        "_finish",
+        "_has_stop_text",
+        "_mailbox",
+        "_max_unread",
+        "_news_at",
         "_num_read_ids",
         "_num_read_texts",
         "_texts",
-        "_waiter",
-        "_waits_for_end",
         "error",
         "finish_reason",
         "is_ended",
+        "is_listed",
         "logprobs",
         "sequence",
         "stop_reason",
@@ -49,9 +73,12 @@ class Completion:
         self,
         sequence: Sequence,
         *,
+        mailbox: Mailbox,
+        core: EngineCore,
         detokenizer: Detokenizer | None,
-        decode: Callable[[int], str] | None,
-        finish: Finish,
+        decode: Decode | None,
+        stream_interval: int = 1,
+        max_unread: int = UNLIMITED,
     ) -> None:
         self.sequence = sequence
         self.token_ids: list[int] = []
@@ -60,14 +87,18 @@ class Completion:
         self.stop_reason: int | str | None = None
         self.error: AioEngineError | None = None
         self.is_ended = False
+        self.is_listed = False
+        """The mailbox knows already; it puts this back."""
+        self._mailbox = mailbox
+        self._core = core
         self._detokenizer = detokenizer
         self._decode = decode
-        self._finish = finish
+        self._has_stop_text = sequence.request.params.include_stop_str_in_output
+        self._news_at = min(stream_interval, max_unread)
+        self._max_unread = max_unread
         self._texts: list[str] = []
         self._num_read_ids = 0
         self._num_read_texts = 0
-        self._waiter: asyncio.Future[None] | None = None
-        self._waits_for_end = False
 
     # What the core says
 
@@ -75,18 +106,28 @@ class Completion:
         if self.is_ended:
             return
         self.token_ids.append(token_id)
-        if logprobs is not None:
-            self._add_logprobs(token_id, logprobs)
-        if self._detokenizer is not None and self.sequence.finish_reason != "stop":  # a stop token has no text
-            text = self._detokenizer.feed_one(token_id)
+        if logprobs is not None and self.logprobs is not None:
+            self.logprobs.append(_line(token_id, logprobs, self._decode))
+        detokenizer = self._detokenizer
+        if detokenizer is not None and (self._has_stop_text or self.sequence.finish_reason != "stop"):
+            text = detokenizer.feed_one(token_id)
             if text:
                 self._texts.append(text)
-            if self._detokenizer.stop_string is not None:
-                self._end("stop", self._detokenizer.stop_string)
-                self._finish(self.sequence, "stop", self._detokenizer.stop_string)
+            if detokenizer.stop_string is not None:
+                self._end("stop", detokenizer.stop_string)
+                self._core.finish(self.sequence, "stop", detokenizer.stop_string)
                 return
-        if self._waiter is not None and not self._waits_for_end:
-            self._wake()
+        num_unread = len(self.token_ids) - self._num_read_ids
+        if num_unread >= self._news_at or len(self.token_ids) == 1:
+            self._mailbox.on_news(self)
+            if num_unread >= self._max_unread:
+                self._core.block(self.sequence)
+
+    def on_prompt_logprobs(self, position: int, lines: list[SampledLogprobs]) -> None:
+        ids = self.sequence.slice_ids(position, position + len(lines))
+        self._mailbox.on_prompt_logprobs(
+            position, [_line(token_id, line, self._decode) for token_id, line in zip(ids, lines, strict=True)]
+        )
 
     def on_end(self) -> None:
         if self.is_ended:
@@ -109,33 +150,20 @@ class Completion:
 
     # What the reader asks
 
-    async def wait(self, *, for_end: bool) -> None:
-        """Wait until there is something to take, or for the end; for one reader.
-
-        Cancelling takes nothing away: what has arrived stays to be read.
-        """
-        if self._waiter is not None:
-            raise RuntimeError("this stream is being read by another task; a stream has one reader")
-        while not (self.is_ended or (not for_end and self.has_unread)):
-            self._waiter = asyncio.get_running_loop().create_future()
-            self._waits_for_end = for_end
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-
     @property
     def has_unread(self) -> bool:
         return len(self.token_ids) > self._num_read_ids or len(self._texts) > self._num_read_texts
 
-    def take(self) -> CompletionDelta:
-        """What has arrived since the last `take`, merged."""
+    def take(self, index: int) -> CompletionDelta:
+        """What has arrived since the last `take`, merged; a sequence that was blocked for it goes on."""
         first = self._num_read_ids
         text = "".join(self._texts[self._num_read_texts :])
         self._num_read_ids = len(self.token_ids)
         self._num_read_texts = len(self._texts)
+        if self._max_unread != UNLIMITED:
+            self._core.unblock(self.sequence)
         return CompletionDelta(
-            index=0,
+            index=index,
             text=text,
             token_ids=self.token_ids[first:],
             logprobs=self.logprobs[first:] if self.logprobs is not None else None,
@@ -143,14 +171,20 @@ class Completion:
             stop_reason=self.stop_reason,
         )
 
-    def output(self) -> CompletionOutput:
+    def lift_limit(self) -> None:
+        """Nobody will read, but for the end: let it come."""
+        if self._max_unread != UNLIMITED:
+            self._max_unread = UNLIMITED
+            self._core.unblock(self.sequence)
+
+    def output(self, index: int) -> CompletionOutput:
         """The completion as far as it has come."""
         cumulative = None
         if self.logprobs is not None:
             lines = zip(self.token_ids, self.logprobs, strict=True)
             cumulative = sum(line[token_id].logprob for token_id, line in lines)
         return CompletionOutput(
-            index=0,
+            index=index,
             text="".join(self._texts),
             token_ids=list(self.token_ids),
             cumulative_logprob=cumulative,
@@ -159,21 +193,17 @@ class Completion:
             stop_reason=self.stop_reason,
         )
 
-    def _add_logprobs(self, token_id: int, sampled: SampledLogprobs) -> None:
-        assert self.logprobs is not None
-        decode = self._decode
-        line = {token_id: Logprob(sampled.logprob, sampled.rank, decode(token_id) if decode else None)}
-        for rank, (other_id, logprob) in enumerate(zip(sampled.top_ids, sampled.top_logprobs, strict=True), 1):
-            if other_id != token_id:
-                line[other_id] = Logprob(logprob, rank, decode(other_id) if decode else None)
-        self.logprobs.append(line)
-
     def _end(self, reason: FinishReason, stop_reason: int | str | None) -> None:
         self.is_ended = True
         self.finish_reason = reason
         self.stop_reason = stop_reason
-        self._wake()
+        self._mailbox.on_news(self)
+        self._mailbox.on_ended(self)
 
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+
+def _line(token_id: int, sampled: SampledLogprobs, decode: Decode | None) -> TokenLogprobs:
+    line = {token_id: Logprob(sampled.logprob, sampled.rank, decode(token_id) if decode else None)}
+    for other_id, logprob, rank in sampled.others:
+        if other_id not in line:
+            line[other_id] = Logprob(logprob, rank, decode(other_id) if decode else None)
+    return line

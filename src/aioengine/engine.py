@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import warnings
+from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, get_args
 
 import anyio
-import msgspec
-import numpy as np
 
-from aioengine.completion import Completion
 from aioengine.config import EngineConfig
-from aioengine.core.sequence import Sequence
-from aioengine.errors import ConfigError, EngineClosed, InvalidRequest, PromptTooLong
+from aioengine.engine_core import PauseMode
+from aioengine.errors import ConfigError, EngineClosed, InvalidRequest
 from aioengine.executor.protocol import Executor, ExecutorInfo
 from aioengine.intake import OnFull
-from aioengine.outputs import CompletionDelta, RequestOutput
-from aioengine.request import Request
+from aioengine.metrics import EngineMetrics, EngineStats, Observer
+from aioengine.outputs import RequestOutput
+from aioengine.prompt import ChatMessage, Prompt, check_call, check_params, make_id, take_prompt
 from aioengine.runtime import Runtime
 from aioengine.sampling_params import SamplingParams, make_params
+from aioengine.stream import Call, Profile, Stream
 from aioengine.validation import check_known_fields
 
-ChatMessage = dict[str, Any]
-Prompt = str | list[int] | list[ChatMessage]
-"""Text, token ids, or the messages of a chat: ``{"role": ..., "content": ...}`` each."""
-
-MAX_NORMALIZED_CHARS = 4
-"""A normalizer makes one character of so many at most: of Unicode's compositions none takes more."""
+__all__ = ["ChatMessage", "Engine", "Prompt", "Stream"]
 
 
 class Engine:
@@ -86,8 +81,8 @@ class Engine:
         Cancelling stops the wait, not the closing.
 
         Args:
-            drain: first let all accepted requests end, while those that wait for a place hear `EngineClosed`. Without
-                it all hear that.
+            drain: first let all requests end that were made before, those included that wait for a place, and what is
+                paused. Without it they hear `EngineClosed`.
         """
         if self._runtime is not None:
             await self._runtime.aclose(drain=drain)
@@ -98,6 +93,8 @@ class Engine:
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
         on_full: OnFull = "wait",
         **sampling: Any,
     ) -> RequestOutput:
@@ -110,12 +107,22 @@ class Engine:
             params: how to sample; or give its fields as keywords. The model's generation config has the defaults of
                 keywords that are not given.
             request_id: your name for it; it may repeat. One is made up when absent.
+            priority: smaller goes first, and takes the place of larger ones that run; equal ones go by age.
+            cache_salt: share cached prefixes only with requests of the same salt.
             on_full: with ``max_waiting`` requests waiting already, "wait" for a place or "raise" `EngineOverloaded`.
         Raises:
             InvalidRequest: a value is bad; raised before anything is queued.
             EngineOverloaded, StepFailed, EngineDead, EngineClosed: see there.
         """
-        async with self.stream(prompt, params, request_id=request_id, on_full=on_full, **sampling) as stream:
+        async with self.stream(
+            prompt,
+            params,
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            on_full=on_full,
+            **sampling,
+        ) as stream:
             return await stream.finish()
 
     def stream(
@@ -124,26 +131,142 @@ class Engine:
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
         on_full: OnFull = "wait",
+        max_unread_tokens: int | None = None,
+        stream_interval: int | None = None,
         **sampling: Any,
     ) -> Stream:
         """Complete a prompt and read it as it comes.
 
         ``async with engine.stream(...) as stream: async for delta in stream: ...``. Arguments and errors are those of
-        `generate`. Leaving the block, for any reason, aborts the request.
+        `generate`, and two more. Leaving the block, for any reason, aborts the request.
+
+        Args:
+            max_unread_tokens: with so many of a choice unread it is not computed any further until they are read; it
+                then holds no running place and is the first to lose its memory. What is being computed at that moment
+                still comes: at most a token for each step in flight. Absent: what is unread is merged.
+            stream_interval: tokens of a choice between two deltas, the first and the last delta aside; absent: the
+                engine's.
         """
         runtime = self._running()
         runtime.check_loop()
         checked = make_params(params, runtime.sampling_defaults, sampling)
-        _check_params(checked, runtime)
-        prompt = _as_list(prompt)
-        _check_call(prompt, request_id, on_full)
-        return Stream(self, runtime, _snapshot(prompt, runtime), checked, request_id or _make_id(), on_full)
+        check_params(checked, runtime)
+        check_call(
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            on_full=on_full,
+            max_unread_tokens=max_unread_tokens,
+            stream_interval=stream_interval,
+        )
+        call = Call(
+            params=checked,
+            request_id=make_id() if request_id is None else request_id,
+            priority=priority,
+            cache_salt=cache_salt or "",
+            on_full=on_full,
+            max_unread_tokens=max_unread_tokens,
+            stream_interval=runtime.config.stream_interval if stream_interval is None else stream_interval,
+        )
+        return Stream(self, runtime, take_prompt(prompt, runtime), call)
 
     def abort(self, request_id: str) -> None:
         """End all requests of this id with what they have: ``finish_reason`` is "abort". Synchronous and idempotent."""
         if self._runtime is not None:
             self._runtime.abort(request_id)
+
+    def abort_all(self) -> None:
+        """End all requests, those that wait for a place included, with what they have. Synchronous and idempotent."""
+        if self._runtime is not None:
+            self._runtime.abort_all()
+
+    async def drain(self) -> None:
+        """Take no new requests, and wait until all that were made before have ended; `resume` takes new ones again.
+
+        Those that wait for a place are served, too, and what was paused goes on. Idempotent. Cancelling stops the wait
+        alone.
+
+        Raises:
+            EngineDead, EngineClosed: it came to an end before they did.
+        """
+        runtime = self._running()
+        runtime.check_loop()
+        await runtime.drain()
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """Wait until the device is idle, and keep it so until `resume`: requests are accepted, and wait.
+
+        Idempotent, and safe beside anything; a second pause adds to the first. Cancelling stops the wait: the engine
+        pauses all the same. Returns early when it is resumed meanwhile.
+
+        Args:
+            mode: what becomes of accepted requests: "keep" stops them where they are, to go on from there; "wait" lets
+                them end first, slow readers' with ``max_unread_tokens`` included; "abort" ends them with what they
+                have.
+        Raises:
+            InvalidRequest: there is no such mode.
+        """
+        if mode not in get_args(PauseMode):
+            modes = ", ".join(map(repr, get_args(PauseMode)))
+            raise InvalidRequest(f"mode={mode!r}: choose one of {modes}", param="mode")
+        runtime = self._running()
+        runtime.check_loop()
+        await runtime.pause(mode)
+
+    async def resume(self) -> None:
+        """Go on after `pause`, and take requests again after `drain`. Idempotent."""
+        runtime = self._running()
+        runtime.check_loop()
+        runtime.resume()
+
+    async def reset_prefix_cache(self) -> int:
+        """Forget all cached prefixes: no later request sees KV from before. Idempotent; running requests go on.
+
+        Returns:
+            how many KV blocks had been kept for a prefix.
+        """
+        runtime = self._running()
+        runtime.check_loop()
+        return runtime.core.reset_prefix_cache()
+
+    def stats(self) -> EngineStats:
+        """The engine's numbers now, and since its start.
+
+        Raises:
+            EngineClosed: the engine is not running.
+        """
+        return self._running().engine_stats()
+
+    @property
+    def metrics(self) -> EngineMetrics:
+        """The metric objects behind `stats`, for an exporter: ``for metric in engine.metrics.collect(): ...``.
+
+        Raises:
+            EngineClosed: the engine is not running.
+        """
+        runtime = self._running()
+        runtime.engine_stats()  # the gauges are of now
+        return runtime.core.metrics
+
+    def add_observer(self, observer: Observer) -> Callable[[], None]:
+        """From now on tell ``observer`` of each step and each request's end; what is returned stops that.
+
+        It is called on the loop, between steps. What it raises is logged.
+        """
+        observers = self._running().core.observers
+        observers.append(observer)
+        return lambda: observers.remove(observer) if observer in observers else None
+
+    def profile(self, path: str | os.PathLike[str]) -> Profile:
+        """Record what the device does: ``async with engine.profile("trace.json"): ...``.
+
+        The file is a trace that chrome://tracing, Perfetto and TensorBoard show; it is there when the block is left.
+        Steps of all requests are in it. One profile at a time.
+        """
+        return Profile(self._running().executor, Path(path))
 
     @property
     def info(self) -> ExecutorInfo:
@@ -186,234 +309,3 @@ class Engine:
     def __repr__(self) -> str:
         state = "new" if self._runtime is None else "open" if self._runtime.is_open else "closed"
         return f"<Engine {self.config.model or 'demo'!r} {state}>"
-
-
-class Stream:
-    """A request being read. Made by `Engine.stream`; the request begins where the ``async with`` block does.
-
-    One task reads it. What it has not read yet is merged into the next delta, so that a slow reader holds nobody up.
-
-    Attributes:
-        request_id: the request's.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        runtime: Runtime,
-        prompt: Prompt,
-        params: SamplingParams,
-        request_id: str,
-        on_full: OnFull,
-    ) -> None:
-        self.request_id = request_id
-        self._engine = engine  # an engine in use is not garbage
-        self._runtime = runtime
-        self._prompt = prompt
-        self._params = params
-        self._on_full = on_full
-        self._prompt_text: str | None = None
-        self._completion: Completion | None = None
-        self._is_entered = False
-        self._is_aborted = False
-        self._is_exhausted = False
-
-    async def __aenter__(self) -> Self:
-        if self._is_entered:
-            raise RuntimeError("a stream is entered once; call engine.stream again")
-        self._runtime.check_loop()
-        self._is_entered = True
-        self._runtime.register(self)
-        try:
-            await self._begin()
-        except BaseException:
-            self._runtime.forget(self)
-            raise
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.abort()
-        self._runtime.forget(self)
-
-    async def _begin(self) -> None:
-        """Take a place, prepare the prompt, hand it to the core. Nothing is awaited once the core has it."""
-        runtime = self._runtime
-        await runtime.intake.enter(self, self._on_full)
-        try:
-            runtime.core.check_accepting()
-            prepare = functools.partial(_prepare, runtime, self._prompt, self._params, self.request_id)
-            num_chars = _num_chars(self._prompt)
-            self._prompt_text, sequence = await runtime.worker_for(num_chars).run(prepare, num_chars)
-            self._completion = runtime.add(sequence)
-        finally:
-            runtime.intake.leave()
-        if self._is_aborted:
-            self.abort()
-
-    def abort(self) -> None:
-        """End the request with what it has. Synchronous and idempotent."""
-        self._is_aborted = True
-        if self._completion is not None:
-            self._runtime.core.finish(self._completion.sequence, "abort")
-        else:
-            self._runtime.intake.let_in(self)
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> CompletionDelta:
-        """The next delta, which is whatever has arrived; after the last one, StopAsyncIteration.
-
-        Raises:
-            StepFailed, EngineDead, EngineClosed: after all that had arrived was read.
-        """
-        completion = self._entered()
-        if self._is_exhausted:
-            raise StopAsyncIteration
-        await completion.wait(for_end=False)
-        if completion.error is not None and not completion.has_unread:
-            self._is_exhausted = True
-            raise completion.error
-        self._is_exhausted = completion.is_ended and completion.error is None
-        return completion.take()
-
-    async def finish(self) -> RequestOutput:
-        """Wait for the end, reading nothing; returns the whole output."""
-        completion = self._entered()
-        await completion.wait(for_end=True)
-        if completion.error is not None:
-            raise completion.error
-        return self.result
-
-    @property
-    def result(self) -> RequestOutput:
-        """The output so far."""
-        completion = self._entered()
-        sequence = completion.sequence
-        return RequestOutput(
-            request_id=self.request_id,
-            prompt=self._prompt_text,
-            prompt_token_ids=sequence.prompt.tolist(),
-            outputs=[completion.output()],
-            finished=completion.is_ended,
-            num_cached_tokens=sequence.num_cached_tokens,
-        )
-
-    def _entered(self) -> Completion:
-        if self._completion is None:
-            raise RuntimeError("enter the stream first: `async with engine.stream(...) as stream:`")
-        return self._completion
-
-
-def _prepare(runtime: Runtime, prompt: Prompt, params: SamplingParams, request_id: str) -> tuple[str | None, Sequence]:
-    """Turn a prompt into a sequence; pure and thread-safe, so that long prompts are prepared off the loop."""
-    text, ids = _tokenize(runtime, prompt)
-    limit = runtime.executor.info.max_model_len - 1  # room for one output token
-    if len(ids) > limit:
-        raise PromptTooLong(len(ids), limit)
-    token_ids = np.array(ids, dtype=np.int32)
-    token_ids.flags.writeable = False
-    room = limit + 1 - len(ids)
-    request = Request(
-        request_id=request_id,
-        prompt_token_ids=token_ids,
-        params=params,
-        seed=int.from_bytes(os.urandom(7)) if params.seed is None else params.seed,
-        max_total_tokens=len(ids) + (room if params.max_tokens is None else min(params.max_tokens, room)),
-    )
-    return text, runtime.core.make_sequence(request)
-
-
-def _tokenize(runtime: Runtime, prompt: Prompt) -> tuple[str | None, list[int]]:
-    limit = runtime.executor.info.max_model_len - 1
-    if isinstance(prompt, list) and not isinstance(prompt[0], dict):
-        return None, prompt  # checked at the call
-    tokenizer = runtime.require_tokenizer()
-    text = prompt if isinstance(prompt, str) else tokenizer.render_chat(prompt)
-    if runtime.longest_token_chars is not None:
-        at_least = len(text) // (MAX_NORMALIZED_CHARS * runtime.longest_token_chars)
-        if at_least > limit:  # megabytes that cannot fit are refused before they are tokenized
-            raise PromptTooLong(at_least, limit, is_lower_bound=True)
-    # A chat template writes the special tokens itself; the tokenizer would add a second BOS.
-    ids = tokenizer.encode(text, add_special_tokens=isinstance(prompt, str))
-    if not ids:
-        raise InvalidRequest("the prompt has no tokens; give at least one character or id", param="prompt")
-    return text, _check_ids(ids, limit, runtime.executor.info.vocab_size)
-
-
-def _check_ids(prompt: list[Any], limit: int, vocab_size: int) -> list[int]:
-    if len(prompt) > limit:
-        raise PromptTooLong(len(prompt), limit)
-    try:
-        plain = [token_id.item() if isinstance(token_id, np.integer) else token_id for token_id in prompt]
-        ids = msgspec.convert(plain, list[int], strict=True)
-    except msgspec.ValidationError as exc:
-        raise InvalidRequest(
-            f"prompt: a list holds token ids (int) or messages (dict): {exc}", param="prompt"
-        ) from None
-    worst = min(ids) if min(ids) < 0 else max(ids)
-    if not 0 <= worst < vocab_size:
-        raise InvalidRequest(f"prompt holds token id {worst}; the model has 0 to {vocab_size - 1}", param="prompt")
-    return ids
-
-
-def _as_list(prompt: Any) -> Any:
-    """Token ids as the list that they are: tuples, arrays and tensors of one dimension."""
-    if isinstance(prompt, tuple):
-        return list(prompt)
-    return prompt.tolist() if getattr(prompt, "ndim", None) == 1 and hasattr(prompt, "tolist") else prompt
-
-
-def _check_call(prompt: Any, request_id: str | None, on_full: str) -> None:
-    if not isinstance(prompt, str | list):
-        raise InvalidRequest(
-            f"prompt is a {type(prompt).__name__}; give a str, a list of token ids, or a list of chat messages",
-            param="prompt",
-        )
-    if not prompt:
-        raise InvalidRequest("the prompt is empty; give at least one character, token id or message", param="prompt")
-    if request_id is not None and not (isinstance(request_id, str) and request_id):
-        raise InvalidRequest(f"request_id={request_id!r}: a non-empty str is needed", param="request_id")
-    if on_full not in get_args(OnFull):
-        raise InvalidRequest(f"on_full={on_full!r}: 'wait' or 'raise' is needed", param="on_full")
-
-
-def _snapshot(prompt: Prompt, runtime: Runtime) -> Prompt:
-    """The prompt as it is now: while the request waits, the caller may go on with the list.
-
-    Raises:
-        InvalidRequest, PromptTooLong: this model cannot take it, whatever is in it.
-    """
-    if isinstance(prompt, str):
-        runtime.require_tokenizer()
-        return prompt
-    if isinstance(prompt[0], dict):
-        runtime.require_tokenizer()
-        return [dict(message) if isinstance(message, dict) else message for message in prompt]
-    return list(_check_ids(prompt, runtime.executor.info.max_model_len - 1, runtime.executor.info.vocab_size))
-
-
-def _check_params(params: SamplingParams, runtime: Runtime) -> None:
-    limit, vocab_size = runtime.config.max_logprobs, runtime.executor.info.vocab_size
-    if params.logprobs is not None and params.logprobs > limit:
-        raise InvalidRequest(
-            f"logprobs={params.logprobs} is more than this engine allows ({limit}, max_logprobs)", param="logprobs"
-        )
-    if params.stop_token_ids and max(params.stop_token_ids) >= vocab_size:
-        raise InvalidRequest(
-            f"stop_token_ids holds {max(params.stop_token_ids)}; the model has 0 to {vocab_size - 1}",
-            param="stop_token_ids",
-        )
-    if params.stop and runtime.tokenizer is None:
-        raise InvalidRequest("stop strings need a tokenizer, and this model has none", param="stop")
-
-
-def _num_chars(prompt: Prompt) -> int | None:
-    """How much there is to prepare; None for chats, whose templates are programs that may take long over little."""
-    return None if isinstance(prompt, list) and isinstance(prompt[0], dict) else len(prompt)
-
-
-def _make_id() -> str:
-    return f"req-{os.urandom(8).hex()}"

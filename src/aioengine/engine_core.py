@@ -142,7 +142,7 @@ class EngineCore:
         self._is_frozen = False
         """Nothing is launched."""
         self._waits: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
-        self._is_stopped = False
+        self.is_stopped = False
 
     # What callers do
 
@@ -179,7 +179,7 @@ class EngineCore:
         """Raise what `add` would: EngineDead or EngineClosed."""
         if self.death is not None:
             raise self.copy_death()
-        if self._is_stopped:
+        if self.is_stopped:
             raise EngineClosed("the engine is closed")
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
@@ -189,7 +189,7 @@ class EngineCore:
         Children that were to begin with what it computes end with it.
         """
         family = (sequence, *sequence.children)
-        if not self._is_stopped and self.scheduler.finish(sequence, reason, stop_reason):
+        if not self.is_stopped and self.scheduler.finish(sequence, reason, stop_reason):
             for member in family:
                 if member.order in self._live:
                     self._release(member).on_end()
@@ -233,7 +233,7 @@ class EngineCore:
     def when(self, is_so: Callable[[], bool]) -> asyncio.Future[None]:
         """A future that is done once ``is_so``, seen between two steps; or when this core stops, be it so or not."""
         future = asyncio.get_running_loop().create_future()
-        if self._is_stopped:
+        if self.is_stopped:
             future.set_result(None)
         else:
             self._waits.append((is_so, future))
@@ -446,7 +446,7 @@ class EngineCore:
 
     def _end_all(self, error: Callable[[], AioEngineError]) -> None:
         """Let everyone hear an end. The scheduler or a listener may be what broke: neither keeps it from the others."""
-        self._is_stopped = True
+        self.is_stopped = True
         is_more = True
         while is_more:
             with _logged("while ending what was running"):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, deque
+import heapq
+from collections import deque
 from collections.abc import Callable, Hashable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from aioengine.errors import AioEngineError, EngineOverloaded
 
@@ -14,90 +15,132 @@ OnFull = Literal["wait", "raise"]
 MIN_RETRY_S, MAX_RETRY_S = 0.1, 60.0
 
 
+class _Waiter(NamedTuple):
+    num_places: int
+    let_in: asyncio.Future[None]
+
+
 class Intake:
     """Places for requests on their way to a row; taken before any costly work, such as tokenization, is done.
 
+    A request takes a place for each sequence that it will be. Who waits for places is let in by priority, then in order
+    of arrival, and nobody passes one who stands before them, however few places they need.
+
     Args:
-        limit: requests that are being prepared or wait in the scheduler.
+        limit: sequences that are being prepared or wait in the scheduler.
         num_unstarted: how many wait in the scheduler now.
+        on_left: called when a request has gone on to the scheduler, or away.
     """
 
-    def __init__(self, limit: int, num_unstarted: Callable[[], int]) -> None:
+    def __init__(
+        self, limit: int, num_unstarted: Callable[[], int], on_left: Callable[[], None] = lambda: None
+    ) -> None:
         self.limit = limit
         self.num_preparing = 0
         self._num_unstarted = num_unstarted
-        self._queue: OrderedDict[Hashable, asyncio.Future[None]] = OrderedDict()
+        self._on_left = on_left
+        self._waiters: dict[Hashable, _Waiter] = {}
+        self._queue: list[tuple[int, int, Hashable]] = []
+        """(priority, arrival, who) as a heap; those who have left stay in it until they come up."""
+        self._num_arrivals = 0
         self._refusal: Callable[[], AioEngineError] | None = None
-        self._on_quiet: Callable[[], None] | None = None
         self._taken_at: deque[float] = deque(maxlen=32)
 
     @property
     def num_free(self) -> int:
         return self.limit - self.num_preparing - self._num_unstarted()
 
-    async def enter(self, who: Hashable, on_full: OnFull) -> None:
-        """Take a place, waiting for one in order of arrival; `leave` gives it back.
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nobody waits for a place, or is on the way to the scheduler."""
+        return not (self._waiters or self.num_preparing)
 
-        Cancelling gives up the place in the queue, or the place itself if it has just been won.
+    async def enter(self, who: Hashable, on_full: OnFull, *, priority: int = 0, num_places: int = 1) -> None:
+        """Take places, waiting for them in turn; `leave` gives them back.
 
+        Cancelling gives up the place in the queue, or the places themselves if they have just been won.
+
+        Args:
+            priority: smaller goes first.
+            num_places: at most ``limit``.
         Raises:
-            EngineOverloaded: there is none, and ``on_full`` is "raise".
-            AioEngineError: what `close` was given.
+            EngineOverloaded: there are too few, and ``on_full`` is "raise".
+            AioEngineError: what `close` or `refuse` was given.
         """
         if self._refusal is not None:
             raise self._refusal()
-        if self.num_free > 0 and not self._queue:
-            self._take()
+        if not self._waiters and self.num_free >= num_places:
+            self._take(num_places)
             return
         if on_full == "raise":
             raise EngineOverloaded(
-                f"{self.limit} requests wait already (max_waiting); try again later, or wait with on_full='wait'",
+                f"{self.limit} requests wait already (max_waiting), or too many for {num_places} more; try again "
+                "later, or wait with on_full='wait'",
                 retry_after_s=self._time_to_next_place(),
             )
-        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queue[who] = place
+        let_in = asyncio.get_running_loop().create_future()
+        self._waiters[who] = _Waiter(num_places, let_in)
+        heapq.heappush(self._queue, (priority, self._num_arrivals, who))
+        self._num_arrivals += 1
+        self.admit()  # who outranks all that wait may have room where they have none
         try:
-            await place
+            await let_in
         except asyncio.CancelledError:
-            if self._queue.pop(who, None) is None and not place.cancelled() and place.exception() is None:
-                self.leave()
+            if self._waiters.pop(who, None) is not None:
+                self._forget_gone()
+                self.admit()  # who stood behind may need less
+                self._on_left()
+            elif not let_in.cancelled() and let_in.exception() is None:
+                self.leave(num_places)
             raise
 
-    def leave(self) -> None:
+    def leave(self, num_places: int = 1) -> None:
         """The request has gone on to the scheduler, or has failed on its way."""
-        self.num_preparing -= 1
+        self.num_preparing -= num_places
         self.admit()
-        if self._on_quiet is not None:
-            self.when_quiet(self._on_quiet)
+        self._on_left()
 
     def admit(self) -> None:
         """Let in as many as there are places for now."""
-        while self._queue and self.num_free > 0:
-            self.let_in(next(iter(self._queue)))
+        while (who := self._first()) is not None and self._waiters[who].num_places <= self.num_free:
+            self.let_in(who)
 
     def let_in(self, who: Hashable) -> None:
         """Let this one in, place or no place, if it waits here: it was aborted, and will take no room for long."""
-        place = self._queue.pop(who, None)
-        if place is not None and not place.done():
-            self._take()
-            place.set_result(None)
+        waiter = self._waiters.pop(who, None)
+        if waiter is not None and not waiter.let_in.done():
+            self._take(waiter.num_places)
+            waiter.let_in.set_result(None)
+
+    def refuse(self, error: Callable[[], AioEngineError]) -> None:
+        """Refuse all who come from now on, each with an ``error`` of its own; who waits already is let in in turn."""
+        self._refusal = error
+
+    def reopen(self) -> None:
+        """Refuse nobody any more."""
+        self._refusal = None
 
     def close(self, error: Callable[[], AioEngineError]) -> None:
-        """Refuse all who wait, and all who come later, each with an ``error`` of its own."""
+        """Refuse also all who wait."""
         self._refusal = error
-        while self._queue:
-            _, place = self._queue.popitem(last=False)
-            if not place.done():
-                place.set_exception(error())
+        waiters, self._waiters = self._waiters, {}
+        for waiter in waiters.values():
+            if not waiter.let_in.done():
+                waiter.let_in.set_exception(error())
 
-    def when_quiet(self, callback: Callable[[], None]) -> None:
-        """Call back once nobody is between the queue and the scheduler; now, if so. To be closed first."""
-        self._on_quiet = callback if self.num_preparing else None
-        if not self.num_preparing:
-            callback()
+    def _forget_gone(self) -> None:
+        """Those who have left are never the larger half: behind a head that waits long, thousands may come and go."""
+        if len(self._queue) > 2 * len(self._waiters) + 16:
+            self._queue = sorted(entry for entry in self._queue if entry[2] in self._waiters)
 
-    def _take(self) -> None:
-        self.num_preparing += 1
+    def _first(self) -> Hashable | None:
+        """Who is to be let in next."""
+        while self._queue and self._queue[0][2] not in self._waiters:
+            heapq.heappop(self._queue)
+        return self._queue[0][2] if self._queue else None
+
+    def _take(self, num_places: int) -> None:
+        self.num_preparing += num_places
         self._taken_at.append(asyncio.get_running_loop().time())
 
     def _time_to_next_place(self) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from aioengine.core.sequence import FinishReason
+from aioengine.metrics import RequestMetrics
 
 
 class Logprob(msgspec.Struct, frozen=True, gc=False):
@@ -51,8 +52,8 @@ class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True):
     """One completion of a prompt.
 
     Attributes:
-        text: the decode of ``token_ids`` alone, special tokens left out; without the stop string or stop token that
-            ended it.
+        text: the decode of ``token_ids`` alone, by default without special tokens, and without the stop string or stop
+            token that ended it; empty with ``detokenize=False``.
         token_ids: all sampled tokens, EOS or stop token included.
         cumulative_logprob: sum over the sampled tokens, if log-probabilities were asked for.
     """
@@ -71,8 +72,12 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         prompt: the text as it was tokenized (the rendered template for chats); None for token ids.
-        finished: whether the completion has ended.
+        outputs: one for each choice, by index.
+        finished: whether all of them have ended.
         num_cached_tokens: prompt tokens that the prefix cache had.
+        prompt_logprobs: one for each prompt token, if asked for, as `CompletionOutput.logprobs`; None for the first,
+            which follows nothing, and for those that have not been computed yet.
+        metrics: where the time went.
     """
 
     request_id: str
@@ -81,6 +86,8 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    metrics: RequestMetrics | None = None
 
     @property
     def text(self) -> str:

@@ -12,23 +12,28 @@ import contextlib
 import functools
 import importlib
 import logging
+import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 import anyio
 
-from aioengine.completion import Completion
+from aioengine.completion import UNLIMITED, Completion
 from aioengine.config import EngineConfig
-from aioengine.core.detokenizer import TokenTable, WindowTable, make_detokenizer
+from aioengine.core.detokenizer import Detokenizer, TokenTable, make_detokenizer
 from aioengine.core.sequence import Sequence
 from aioengine.dump import write_dump
-from aioengine.engine_core import EngineCore
+from aioengine.engine_core import EngineCore, PauseMode
 from aioengine.errors import AioEngineError, ConfigError, EngineClosed, InternalError, InvalidRequest
 from aioengine.executor.protocol import Executor, ExecutorInfo
 from aioengine.intake import Intake
+from aioengine.metrics import EngineStats
 from aioengine.model_folder import ModelFolder
 from aioengine.progress import loading_bar
+from aioengine.reply import Arrival, Reply
+from aioengine.sampling_params import SamplingParams
 from aioengine.text.tokenizer import Tokenizer
 from aioengine.text.worker import TextWorker, run_abandonable
 
@@ -107,8 +112,8 @@ class Runtime:
         self.check_loop()
         self._is_closing = True
         if drain and self._is_serving:
-            self.intake.close(_closed)
-            self.intake.when_quiet(self.core.drain)
+            # By a callback: cancelling whoever waits here must not stop the closing.
+            self._drain().add_done_callback(lambda _: self._stop())
         else:
             self._stop()
         await asyncio.wait({self._supervisor})
@@ -197,19 +202,21 @@ class Runtime:
             eos_token_ids=self.files.eos_token_ids,
             on_room=self._on_room,
             write_dump=self._write_dump,
+            clock=_clock_of(self._loop),
         )
-        self.intake = Intake(config.max_waiting, lambda: self.core.scheduler.num_unstarted)
+        self.intake = Intake(
+            config.max_waiting, lambda: self.core.scheduler.num_unstarted, on_left=lambda: self.core.nudge()
+        )
         logger.info("%s", self.describe())
 
     async def _load_tokenizer(self) -> None:
         folder = self.files.path
         self.tokenizer = None
-        self._table: TokenTable | WindowTable | None = None
         if await self.worker.run(Tokenizer.exists, None, folder):
             self.tokenizer = await self.worker.run(Tokenizer.load, None, folder)
-            self._table = self.tokenizer.token_table()
-            if isinstance(self._table, TokenTable):
-                self.longest_token_chars = max((len(piece) for piece in self._table.pieces if piece), default=1)
+            table = self.tokenizer.token_table()
+            if isinstance(table, TokenTable):
+                self.longest_token_chars = max((len(piece) for piece in table.pieces if piece), default=1)
 
     async def _start_executor(self) -> Executor:
         # Importing torch takes a second: not on the loop.
@@ -253,20 +260,37 @@ class Runtime:
         is_large = num_chars is not None and num_chars > LARGE_TEXT_CHARS
         return self._large_worker if is_large else self.worker
 
-    def add(self, sequence: Sequence) -> Completion:
-        """Hand a sequence to the core, followed by a completion of its own."""
-        params = sequence.request.params
-        detokenizer = None
-        if self._table is not None:
-            detokenizer = make_detokenizer(self._table, stop=tuple(params.stop), min_tokens=params.min_tokens)
-        completion = Completion(
-            sequence,
-            detokenizer=detokenizer,
-            decode=self._decode_one if self.tokenizer is not None else None,
-            finish=self.core.finish,
+    def arrive(self) -> Arrival:
+        """Now, for a request's metrics."""
+        return Arrival(time.time(), self.core.clock())
+
+    def add(self, sequence: Sequence, arrival: Arrival, *, stream_interval: int, max_unread: int | None) -> Reply:
+        """Hand a sequence and its children to the core, and follow them."""
+
+        def make_completion(reply: Reply, member: Sequence) -> Completion:
+            params = member.request.params
+            has_text = params.detokenize and self.tokenizer is not None
+            return Completion(
+                member,
+                mailbox=reply,
+                core=self.core,
+                detokenizer=self._make_detokenizer(params) if has_text else None,
+                decode=self._decode_one if has_text else None,
+                stream_interval=stream_interval,
+                max_unread=max_unread or UNLIMITED,
+            )
+
+        reply = Reply(sequence, make_completion, self.core, arrival)
+        self.core.add(sequence, reply.completions)
+        return reply
+
+    def _make_detokenizer(self, params: SamplingParams) -> Detokenizer:
+        return make_detokenizer(
+            self.require_tokenizer().token_table(skip_special_tokens=params.skip_special_tokens),
+            stop=tuple(params.stop),
+            include_stop=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
         )
-        self.core.add(sequence, completion)
-        return completion
 
     def register(self, request: Abortable) -> None:
         """From now on `abort` finds this request by its id."""
@@ -285,6 +309,54 @@ class Runtime:
             self.check_loop()
         for request in requests:
             request.abort()
+
+    def abort_all(self) -> None:
+        self.check_loop()
+        for requests in list(self._requests.values()):
+            for request in list(requests):
+                request.abort()
+
+    # The whole engine
+
+    async def drain(self) -> None:
+        """Refuse new requests, and wait until all that were made before have ended."""
+        await self._until(self._drain(), self._is_idle)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Hold back what comes from now on, and wait until the device is idle."""
+        paused = self.core.pause(mode)
+        if mode == "abort":
+            self.abort_all()
+        await self._until(paused, lambda: True)
+
+    def resume(self) -> None:
+        self.intake.reopen()
+        self.core.resume()
+
+    def engine_stats(self) -> EngineStats:
+        stats, metrics = self.core.stats(), self.core.metrics
+        metrics.set_load(
+            running=stats.running,
+            waiting=stats.waiting + stats.blocked,
+            free_blocks=stats.free_blocks,
+            num_blocks=stats.num_blocks,
+        )
+        return metrics.snapshot()
+
+    def _drain(self) -> asyncio.Future[None]:
+        self.intake.refuse(_draining)
+        self.core.resume()  # what is paused would never end
+        return self.core.when(self._is_idle)
+
+    def _is_idle(self) -> bool:
+        return self.intake.is_quiet and self.core.is_idle
+
+    async def _until(self, happened: asyncio.Future[None], is_so: Callable[[], bool]) -> None:
+        await happened
+        if self.core.is_stopped and not is_so():
+            raise self._end_error()
+
+    # Text
 
     def require_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -344,5 +416,17 @@ def _check_room(info: ExecutorInfo) -> None:
         )
 
 
+def _clock_of(loop: asyncio.AbstractEventLoop) -> Callable[[], float]:
+    """The clock by which executors on this loop tell the time: a virtual loop's own, else the real one.
+
+    Not ``loop.time``: uvloop's stands still during a turn, and counts whole milliseconds.
+    """
+    return loop.time if hasattr(loop, "outside_work") else time.monotonic
+
+
 def _closed() -> EngineClosed:
     return EngineClosed("the engine is closed")
+
+
+def _draining() -> EngineClosed:
+    return EngineClosed("the engine is draining: it takes no new requests until it is resumed")

@@ -124,7 +124,7 @@ class Served:
         """No request is registered, queued or scheduled, and all blocks are free."""
         assert self.runtime._requests == {}
         assert self.runtime.intake.num_preparing == 0
-        assert not self.runtime.intake._queue
+        assert not self.runtime.intake._waiters
         self.core.scheduler.check_integrity()
         stats = self.core.stats()
         assert (stats.running, stats.waiting, stats.blocked) == (0, 0, 0)

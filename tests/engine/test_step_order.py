@@ -45,8 +45,9 @@ async def running(executor: FakeExecutor, tasks: Any, **config: Any) -> AsyncIte
     core = EngineCore(executor, EngineConfig(**config))
     task = tasks.start(core.run())
     yield core
-    core.drain()
-    await task
+    await core.when(lambda: core.is_idle)
+    task.cancel()
+    await tasks.end(task)
 
 
 def add(core: EngineCore, *, seed: int = 0, num_tokens: int = 8, num_prompt_tokens: int = 5) -> Recorder:
@@ -60,7 +61,7 @@ def add(core: EngineCore, *, seed: int = 0, num_tokens: int = 8, num_prompt_toke
         max_total_tokens=num_prompt_tokens + num_tokens,
     )
     recorder = Recorder(core.executor)
-    core.add(core.make_sequence(request), recorder)
+    core.add(core.make_sequence(request), [recorder])
     return recorder
 
 
@@ -198,7 +199,6 @@ async def test_a_device_that_is_always_done_does_not_hold_the_loop(tasks: Any, d
     async with running(executor, tasks) as core:
         ticker = tasks.start(tick())
         recorder = add(core, num_tokens=200)
-        core.drain()
     ticker.cancel()
     assert len(recorder.token_ids) == 200
     assert num_ticks >= 200, "a turn each step"

@@ -1,0 +1,225 @@
+"""What a caller gives, checked at the call and turned into a sequence: nothing bad goes any further."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Protocol, get_args
+
+import msgspec
+import numpy as np
+
+from aioengine.config import EngineConfig
+from aioengine.core.sequence import Sequence
+from aioengine.engine_core import EngineCore
+from aioengine.errors import InvalidRequest, PromptTooLong
+from aioengine.executor.protocol import Executor
+from aioengine.intake import OnFull
+from aioengine.request import Request
+from aioengine.sampling_params import SamplingParams
+from aioengine.text.tokenizer import Tokenizer
+
+ChatMessage = dict[str, Any]
+Prompt = str | list[int] | list[ChatMessage]
+"""Text, token ids, or the messages of a chat: ``{"role": ..., "content": ...}`` each."""
+
+MAX_NORMALIZED_CHARS = 4
+"""A normalizer makes one character of so many at most: of Unicode's compositions none takes more."""
+
+MAX_PRIORITY = 2**31 - 1
+MAX_SALT_CHARS = 1024
+
+
+class Host(Protocol):
+    """What of a started engine decides whether it can take a request."""
+
+    config: EngineConfig
+    executor: Executor
+    core: EngineCore
+    tokenizer: Tokenizer | None
+    longest_token_chars: int | None
+
+    def require_tokenizer(self) -> Tokenizer: ...
+
+
+# At the call
+
+
+def take_prompt(prompt: Any, host: Host) -> Prompt:
+    """The prompt as it is now: while the request waits, the caller may go on with the list.
+
+    Raises:
+        InvalidRequest, PromptTooLong: this model cannot take it, whatever is in it.
+    """
+    prompt = _as_list(prompt)
+    if not isinstance(prompt, str | list):
+        raise InvalidRequest(
+            f"prompt is a {type(prompt).__name__}; give a str, a list of token ids, or a list of chat messages",
+            param="prompt",
+        )
+    if not prompt:
+        raise InvalidRequest("the prompt is empty; give at least one character, token id or message", param="prompt")
+    if isinstance(prompt, str):
+        host.require_tokenizer()
+        return prompt
+    if isinstance(prompt[0], dict):
+        host.require_tokenizer()
+        return [dict(message) if isinstance(message, dict) else message for message in prompt]
+    return list(_check_ids(prompt, host.executor.info.max_model_len - 1, host.executor.info.vocab_size))
+
+
+def check_params(params: SamplingParams, host: Host) -> None:
+    """Hold parameters against the engine's limits and the model's vocabulary.
+
+    Raises:
+        InvalidRequest: one does not fit; names it.
+    """
+    config, vocab_size = host.config, host.executor.info.vocab_size
+    if params.n > config.max_n:
+        raise InvalidRequest(f"n={params.n} is more than this engine allows ({config.max_n}, max_n)", param="n")
+    if params.num_sequences > config.max_waiting:
+        raise InvalidRequest(
+            f"n={params.n} choices never find room where max_waiting={config.max_waiting} may wait", param="n"
+        )
+    for name in ("logprobs", "prompt_logprobs"):
+        asked = getattr(params, name)
+        if asked is not None and asked > config.max_logprobs:
+            raise InvalidRequest(
+                f"{name}={asked} is more than this engine allows ({config.max_logprobs}, max_logprobs)", param=name
+            )
+    for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids"):
+        worst = max(getattr(params, name) or (), default=0)
+        if worst >= vocab_size:
+            raise InvalidRequest(f"{name} holds {worst}; the model has 0 to {vocab_size - 1}", param=name)
+    for name in ("stop", "bad_words"):
+        if getattr(params, name) and host.tokenizer is None:
+            raise InvalidRequest(f"{name} needs a tokenizer, and this model has none", param=name)
+
+
+def check_call(
+    *,
+    request_id: str | None,
+    priority: int,
+    cache_salt: str | None,
+    on_full: str,
+    max_unread_tokens: int | None,
+    stream_interval: int | None,
+) -> None:
+    """Check what is not sampling.
+
+    Raises:
+        InvalidRequest: names the argument.
+    """
+    if request_id is not None and not (isinstance(request_id, str) and request_id):
+        raise InvalidRequest(f"request_id={request_id!r}: a non-empty str is needed", param="request_id")
+    if not _is_int(priority) or abs(priority) > MAX_PRIORITY:
+        raise InvalidRequest(
+            f"priority={priority!r:.80}: an int of at most {MAX_PRIORITY} is needed; smaller goes first",
+            param="priority",
+        )
+    if cache_salt is not None and not (isinstance(cache_salt, str) and 0 < len(cache_salt) <= MAX_SALT_CHARS):
+        raise InvalidRequest(f"cache_salt: a str of 1 to {MAX_SALT_CHARS} characters is needed", param="cache_salt")
+    if cache_salt is not None and not _is_utf8(cache_salt):
+        raise InvalidRequest("cache_salt has a lone surrogate, which has no UTF-8 form; remove it", param="cache_salt")
+    if on_full not in get_args(OnFull):
+        raise InvalidRequest(f"on_full={on_full!r}: 'wait' or 'raise' is needed", param="on_full")
+    for name, value in (("max_unread_tokens", max_unread_tokens), ("stream_interval", stream_interval)):
+        if value is not None and not (_is_int(value) and value >= 1):
+            raise InvalidRequest(f"{name}={value!r:.80}: an int of at least 1 is needed", param=name)
+
+
+def make_id() -> str:
+    return f"req-{os.urandom(8).hex()}"
+
+
+def num_chars(prompt: Prompt) -> int | None:
+    """How much there is to prepare; None for chats, whose templates are programs that may take long over little."""
+    return None if isinstance(prompt, list) and isinstance(prompt[0], dict) else len(prompt)
+
+
+# On the way to the core
+
+
+def prepare(
+    host: Host, prompt: Prompt, params: SamplingParams, *, request_id: str, priority: int, cache_salt: str
+) -> tuple[str | None, Sequence]:
+    """Turn a prompt into a sequence; pure and thread-safe, so that long prompts are prepared off the loop.
+
+    Returns:
+        the text that was tokenized, None for token ids; and the sequence.
+    """
+    text, ids = _tokenize(host, prompt)
+    limit = host.executor.info.max_model_len - 1  # room for one output token
+    if len(ids) > limit:
+        raise PromptTooLong(len(ids), limit)
+    token_ids = np.array(ids, dtype=np.int32)
+    token_ids.flags.writeable = False
+    room = limit + 1 - len(ids)
+    request = Request(
+        request_id=request_id,
+        prompt_token_ids=token_ids,
+        params=params,
+        seed=int.from_bytes(os.urandom(7)) if params.seed is None else params.seed,
+        max_total_tokens=len(ids) + (room if params.max_tokens is None else min(params.max_tokens, room)),
+        bad_words=_encode_bad_words(host.require_tokenizer(), tuple(params.bad_words)) if params.bad_words else (),
+        priority=priority,
+        cache_salt=cache_salt,
+    )
+    return text, host.core.make_sequence(request)
+
+
+def _tokenize(host: Host, prompt: Prompt) -> tuple[str | None, list[int]]:
+    limit = host.executor.info.max_model_len - 1
+    if isinstance(prompt, list) and not isinstance(prompt[0], dict):
+        return None, prompt  # checked at the call
+    tokenizer = host.require_tokenizer()
+    text = prompt if isinstance(prompt, str) else tokenizer.render_chat(prompt)
+    if host.longest_token_chars is not None:
+        at_least = len(text) // (MAX_NORMALIZED_CHARS * host.longest_token_chars)
+        if at_least > limit:  # megabytes that cannot fit are refused before they are tokenized
+            raise PromptTooLong(at_least, limit, is_lower_bound=True)
+    # A chat template writes the special tokens itself; the tokenizer would add a second BOS.
+    ids = tokenizer.encode(text, add_special_tokens=isinstance(prompt, str))
+    if not ids:
+        raise InvalidRequest("the prompt has no tokens; give at least one character or id", param="prompt")
+    return text, _check_ids(ids, limit, host.executor.info.vocab_size)
+
+
+def _check_ids(prompt: list[Any], limit: int, vocab_size: int) -> list[int]:
+    if len(prompt) > limit:
+        raise PromptTooLong(len(prompt), limit)
+    try:
+        plain = [token_id.item() if isinstance(token_id, np.integer) else token_id for token_id in prompt]
+        ids = msgspec.convert(plain, list[int], strict=True)
+    except msgspec.ValidationError as exc:
+        raise InvalidRequest(
+            f"prompt: a list holds token ids (int) or messages (dict): {exc}", param="prompt"
+        ) from None
+    worst = min(ids) if min(ids) < 0 else max(ids)
+    if not 0 <= worst < vocab_size:
+        raise InvalidRequest(f"prompt holds token id {worst}; the model has 0 to {vocab_size - 1}", param="prompt")
+    return ids
+
+
+def _as_list(prompt: Any) -> Any:
+    """Token ids as the list that they are: tuples, arrays and tensors of one dimension."""
+    if isinstance(prompt, tuple):
+        return list(prompt)
+    return prompt.tolist() if getattr(prompt, "ndim", None) == 1 and hasattr(prompt, "tolist") else prompt
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _encode_bad_words(tokenizer: Tokenizer, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    texts = (text for word in words for text in (word, " " + word.lstrip()))
+    ids = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+    return tuple(dict.fromkeys(sequence for sequence in ids if sequence))

@@ -1,0 +1,173 @@
+"""A request being read, and a device being watched: what `Engine` gives out to ``async with``."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from aioengine.executor.protocol import Executor
+from aioengine.intake import OnFull
+from aioengine.outputs import CompletionDelta, RequestOutput
+from aioengine.prompt import Prompt, num_chars, prepare
+from aioengine.reply import Reply
+from aioengine.runtime import Runtime
+from aioengine.sampling_params import SamplingParams
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """The arguments of `Engine.stream` beside the prompt, checked; as there."""
+
+    params: SamplingParams
+    request_id: str
+    priority: int
+    cache_salt: str
+    on_full: OnFull
+    max_unread_tokens: int | None
+    stream_interval: int
+
+
+class Stream:
+    """A request being read. Made by `Engine.stream`; the request begins where the ``async with`` block does.
+
+    One task reads it. What it has not read yet is merged into the next delta, so that a slow reader holds nobody up.
+    With several choices each delta is one choice's (``delta.index``), as they come.
+
+    Attributes:
+        request_id: the request's.
+    """
+
+    def __init__(self, engine: object, runtime: Runtime, prompt: Prompt, call: Call) -> None:
+        self.request_id = call.request_id
+        self._engine = engine  # an engine in use is not garbage
+        self._runtime = runtime
+        self._prompt = prompt
+        self._call = call
+        self._prompt_text: str | None = None
+        self._reply: Reply | None = None
+        self._is_entered = False
+        self._is_aborted = False
+        self._is_exhausted = False
+
+    async def __aenter__(self) -> Self:
+        if self._is_entered:
+            raise RuntimeError("a stream is entered once; call engine.stream again")
+        self._runtime.check_loop()
+        self._is_entered = True
+        self._runtime.register(self)
+        try:
+            await self._begin()
+        except BaseException:
+            self._runtime.forget(self)
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.abort()
+        self._runtime.forget(self)
+
+    async def _begin(self) -> None:
+        """Take a place, prepare the prompt, hand it to the core. Nothing is awaited once the core has it."""
+        runtime, call = self._runtime, self._call
+        arrival = runtime.arrive()
+        num_places = call.params.num_sequences
+        await runtime.intake.enter(self, call.on_full, priority=call.priority, num_places=num_places)
+        try:
+            runtime.core.check_accepting()
+            work = functools.partial(
+                prepare,
+                runtime,
+                self._prompt,
+                call.params,
+                request_id=self.request_id,
+                priority=call.priority,
+                cache_salt=call.cache_salt,
+            )
+            size = num_chars(self._prompt)
+            self._prompt_text, sequence = await runtime.worker_for(size).run(work, size)
+            self._reply = runtime.add(
+                sequence, arrival, stream_interval=call.stream_interval, max_unread=call.max_unread_tokens
+            )
+        finally:
+            runtime.intake.leave(num_places)
+        if self._is_aborted:
+            self.abort()
+
+    def abort(self) -> None:
+        """End the request with what it has. Synchronous and idempotent."""
+        self._is_aborted = True
+        if self._reply is not None:
+            self._reply.abort()
+        else:
+            self._runtime.intake.let_in(self)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> CompletionDelta:
+        """The next delta, which is whatever has arrived of one choice; after the last one, StopAsyncIteration.
+
+        Raises:
+            StepFailed, EngineDead, EngineClosed: after all that had arrived was read.
+        """
+        reply = self._entered()
+        while not self._is_exhausted:
+            delta = reply.take()
+            if delta is not None:
+                return delta
+            if not reply.is_ended:
+                await reply.wait(for_end=False)
+            else:
+                self._is_exhausted = True
+                if reply.error is not None:
+                    raise reply.error
+        raise StopAsyncIteration
+
+    async def finish(self) -> RequestOutput:
+        """Wait for the end, reading nothing; returns the whole output. Lifts ``max_unread_tokens``."""
+        reply = self._entered()
+        await reply.wait(for_end=True)
+        if reply.error is not None:
+            raise reply.error
+        return self.result
+
+    @property
+    def result(self) -> RequestOutput:
+        """The output so far."""
+        reply = self._entered()
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self._prompt_text,
+            prompt_token_ids=reply.prompt_token_ids,
+            outputs=reply.outputs(),
+            finished=reply.is_ended,
+            num_cached_tokens=reply.num_cached_tokens,
+            prompt_logprobs=list(reply.prompt_logprobs) if reply.prompt_logprobs is not None else None,
+            metrics=reply.metrics(),
+        )
+
+    def _entered(self) -> Reply:
+        if self._reply is None:
+            raise RuntimeError("enter the stream first: `async with engine.stream(...) as stream:`")
+        return self._reply
+
+
+class Profile:
+    """A recording of the device. Made by `Engine.profile`; it begins where the ``async with`` block does."""
+
+    def __init__(self, executor: Executor, path: Path) -> None:
+        self._executor = executor
+        self._path = path
+
+    async def __aenter__(self) -> None:
+        await self._executor.start_profile()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._executor.stop_profile(self._path)
