@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import anyio
 import numpy as np
 import pytest
-from executor.contract import ExecutorContract, Opened
+from executor.contract import ExecutorContract, Opened, spans
 
 from aioengine.core.plan import EMPTY, RowAdded, RowSampling, StepPlan, StepResult, Want, int32
 from aioengine.executor.protocol import DeviceLost
@@ -434,6 +435,19 @@ async def test_cancelling_the_wait_does_not_lose_the_step() -> None:
     executor.complete()
     assert (await step.finish()).token_ids.tolist() == [expected(5, 6, 7)]
     assert executor.events == [("launch", 0), ("finish", 0)]
+
+
+@pytest.mark.virtual_clock(seeds=2)
+async def test_a_profile_has_the_loops_time(tmp_path: Path) -> None:
+    executor = FakeExecutor(step_time_s=0.5, max_in_flight=2)
+    await asyncio.sleep(2)
+    await executor.start_profile()
+    steps = [executor.launch(make_plan(number)) for number in range(2)]
+    for step in steps:
+        await step.finish()
+    await executor.stop_profile(tmp_path / "trace.json")
+    times = [(span["ts"], span["dur"]) for span in spans(tmp_path / "trace.json", "step")]
+    assert times == [(2_000_000, 500_000), (2_000_000, 1_000_000)], "from the launch on"
 
 
 # When it breaks

@@ -46,7 +46,7 @@ class ExecutorStats(msgspec.Struct, kw_only=True):
     Attributes:
         num_steps: plans run, failed ones included.
         num_computed_tokens: sum of the plans' ``num_tokens``.
-        num_sampled_tokens: tokens sampled.
+        num_sampled_tokens: tokens sampled, those of all choices.
     """
 
     num_steps: int = 0
@@ -69,8 +69,9 @@ class PendingStep(Protocol):
 
         Raises:
             DeviceLost: neither this step nor any later one can succeed.
-            Exception: this step failed. Its deltas (rows removed, added and grown) hold nevertheless, and later plans
-                may be launched; rows that depend on its tokens bring meaningless ones.
+            Exception: this step failed. Its deltas (rows removed, added and grown, blocks copied) hold nevertheless,
+                and later plans may be launched; rows that depend on its tokens bring meaningless ones. What fails one
+                row alone is in ``StepResult.failures``.
         """
         ...
 
