@@ -9,6 +9,7 @@ import sys
 import click
 
 import aioengine
+from aioengine.cli.chat import chat
 from aioengine.cli.generate import generate
 from aioengine.errors import AioEngineError, ConfigError, InvalidRequest
 
@@ -24,6 +25,7 @@ def cli() -> None:
 
 
 cli.add_command(generate)
+cli.add_command(chat)
 
 
 def main() -> None:

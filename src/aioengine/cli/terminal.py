@@ -1,0 +1,201 @@
+"""Where a conversation's lines come from and its words go: a terminal, or pipes; and who hears a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import termios
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, Self
+
+import anyio
+import click
+
+if TYPE_CHECKING:
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+STDIN = 0
+READ_BYTES = 65536
+
+_CONTROL_CHARACTERS = {
+    code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if code not in (9, 10)
+}
+"""What a model says must not move the cursor, or worse."""
+
+
+class Lines(Protocol):
+    """Where the user's lines come from."""
+
+    async def read(self) -> str | None:
+        """The next line; None at the end."""
+        ...
+
+
+class Screen:
+    """Where words go: answers to stdout, notes beside them on a terminal and else to stderr."""
+
+    def __init__(self, *, is_terminal: bool) -> None:
+        self._is_terminal = is_terminal
+
+    def write(self, text: str) -> None:
+        """Show some of an answer at once."""
+        sys.stdout.write(text.translate(_CONTROL_CHARACTERS) if self._is_terminal else text)
+        sys.stdout.flush()
+
+    def note(self, text: str) -> None:
+        """Show what is not the model's."""
+        color = False if os.environ.get("NO_COLOR") else None
+        click.secho(text, err=not self._is_terminal, dim=True, color=color)
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """While an answer is written: what is typed meanwhile is not shown in it, but at the next prompt."""
+        if not self._is_terminal:
+            yield
+            return
+        before = termios.tcgetattr(STDIN)
+        quiet = [*before]
+        quiet[3] &= ~termios.ECHO
+        termios.tcsetattr(STDIN, termios.TCSANOW, quiet)
+        try:
+            yield
+        finally:
+            termios.tcsetattr(STDIN, termios.TCSANOW, before)
+
+
+class PipedLines:
+    """Lines of stdin that is a pipe or a file, read without a thread; UTF-8, whatever the locale says."""
+
+    def __init__(self) -> None:
+        self._pending = b""
+        self._is_ended = False
+
+    async def read(self) -> str | None:
+        """The next line; None at the end.
+
+        Raises:
+            click.UsageError: it is not UTF-8.
+        """
+        while b"\n" not in self._pending and not self._is_ended:
+            with contextlib.suppress(PermissionError):  # epoll takes no files: those can always be read
+                await anyio.wait_readable(STDIN)
+            chunk = os.read(STDIN, READ_BYTES)
+            self._pending += chunk
+            self._is_ended = not chunk
+        if not self._pending:
+            return None
+        raw, _, self._pending = self._pending.partition(b"\n")
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise click.UsageError(f"stdin is not UTF-8: {error.reason}") from None
+
+
+class TypedLines:
+    """Lines typed at a prompt, with editing, a history and completion of commands.
+
+    Args:
+        words: what Tab completes at the beginning of a line.
+        history: a file that keeps the lines; None: they are kept for as long as this object lives.
+        on_idle_interrupt: called at Ctrl-C where there is nothing to clear.
+    """
+
+    def __init__(self, words: tuple[str, ...], history: Path | None, on_idle_interrupt: Callable[[], None]) -> None:
+        from prompt_toolkit import PromptSession
+        from prompt_toolkit.completion import WordCompleter
+        from prompt_toolkit.history import FileHistory, InMemoryHistory
+        from prompt_toolkit.shortcuts import CompleteStyle
+
+        self._on_idle_interrupt = on_idle_interrupt
+        self._session: PromptSession[str] = PromptSession(
+            [("bold", "> ")],
+            history=FileHistory(str(history)) if history is not None else InMemoryHistory(),
+            completer=WordCompleter([f"{word} " for word in words], sentence=True),
+            complete_while_typing=False,
+            complete_style=CompleteStyle.READLINE_LIKE,
+            reserve_space_for_menu=0,
+            key_bindings=_keys(),
+        )
+
+    async def read(self) -> str | None:
+        """The next line; None at Ctrl-D."""
+        while True:
+            try:
+                return await self._session.prompt_async(set_exception_handler=False, handle_sigint=False)
+            except KeyboardInterrupt:
+                self._on_idle_interrupt()
+            except EOFError:
+                return None
+
+
+def _keys() -> KeyBindings:
+    from prompt_toolkit.key_binding import KeyBindings
+
+    keys = KeyBindings()
+
+    @keys.add("c-c")
+    def _clear(event: KeyPressEvent) -> None:
+        """Ctrl-C clears the line; where there is none, the prompt ends, so that something can be said above it."""
+        if event.current_buffer.text:
+            event.current_buffer.reset()
+        else:
+            event.app.exit(exception=KeyboardInterrupt)
+
+    return keys
+
+
+class Interrupts:
+    """Who hears a signal: SIGINT stops the block in `stoppable`, or else everything; SIGTERM stops everything.
+
+    A context manager over everything, to be entered on the loop: ``with Interrupts() as interrupts: ...``.
+
+    Attributes:
+        signal: what has stopped everything; to be looked at after the block.
+    """
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self._everything = anyio.CancelScope()
+        self._stoppable: anyio.CancelScope | None = None
+        self._before: object = None
+
+    def __enter__(self) -> Self:
+        self._before = signal.getsignal(signal.SIGINT)
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, self.hear, signal.SIGINT)
+        loop.add_signal_handler(signal.SIGTERM, self.hear, signal.SIGTERM)
+        self._everything.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        is_stopped = bool(self._everything.__exit__(kind, error, traceback))
+        loop = asyncio.get_running_loop()
+        loop.remove_signal_handler(signal.SIGTERM)
+        loop.remove_signal_handler(signal.SIGINT)
+        signal.signal(signal.SIGINT, self._before)  # type: ignore[arg-type]  # what was there before
+        return is_stopped
+
+    @contextlib.contextmanager
+    def stoppable(self) -> Iterator[anyio.CancelScope]:
+        """A block that SIGINT stops, and nothing else with it; the scope's ``cancelled_caught`` says whether it did."""
+        with anyio.CancelScope() as scope:
+            self._stoppable = scope
+            try:
+                yield scope
+            finally:
+                self._stoppable = None
+
+    def hear(self, received: signal.Signals) -> None:
+        """Do what a signal asks for, on the loop."""
+        if received is signal.SIGINT and self._stoppable is not None:
+            self._stoppable.cancel()
+        else:
+            self.signal = received
+            self._everything.cancel()

@@ -1,0 +1,437 @@
+"""Conversations: the commands alone, the shell over a fake device, and the program in a terminal of its own."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from aioengine import Engine, PromptTooLong
+from aioengine.cli.chat import ChatShell
+from aioengine.cli.conversation import (
+    COMMAND_NAMES,
+    HELP,
+    KNOBS,
+    Ask,
+    Conversation,
+    Ending,
+    Leave,
+    Message,
+    Save,
+    Say,
+)
+from aioengine.cli.terminal import Interrupts, Screen
+from aioengine.core.plan import RowSampling
+from aioengine.demo import model_path
+from aioengine.sampling_params import SamplingParams
+from aioengine.testing import FakeExecutor
+from aioengine.text.tokenizer import Tokenizer
+
+COMMAND = [sys.executable, "-m", "aioengine", "chat"]
+DEADLINE_S = 90
+
+
+def said(conversation: Conversation, line: str) -> str:
+    effect = conversation.take(line)
+    assert isinstance(effect, Say), effect
+    return effect.text
+
+
+# Commands
+
+
+def test_a_line_is_a_question_and_the_answer_joins_the_conversation() -> None:
+    conversation = Conversation(system="Be kind.")
+    assert conversation.take("  Hello!\n") == Ask()
+    assert conversation.answered("Hi.", Ending.WHOLE) == ""
+    assert conversation.take("Bye.") == Ask()
+    assert conversation.prompt() == [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "Hello!"},
+        {"role": "assistant", "content": "Hi."},
+        {"role": "user", "content": "Bye."},
+    ]
+
+
+def test_an_empty_line_is_nothing_and_two_slashes_are_a_message_with_one() -> None:
+    conversation = Conversation()
+    assert conversation.take("  ") is None
+    assert conversation.take("//etc") == Ask()
+    assert conversation.messages == [Message("user", "/etc")]
+
+
+@pytest.mark.parametrize("ending", list(Ending))
+def test_an_answer_that_was_cut_is_kept_and_marked(ending: Ending) -> None:
+    conversation = Conversation()
+    conversation.take("A story, please.")
+    assert conversation.answered("Once upon", ending) == ending.value
+    assert conversation.messages[-1] == Message("assistant", "Once upon", cut=ending is not Ending.WHOLE)
+
+
+def test_a_question_that_was_stopped_before_a_word_came_is_taken_back() -> None:
+    conversation = Conversation()
+    conversation.take("A story, please.")
+    assert "taken back" in conversation.answered("", Ending.STOPPED)
+    assert conversation.messages == []
+
+
+def test_a_conversation_that_is_too_long_says_what_to_do_and_takes_the_question_back() -> None:
+    conversation = Conversation()
+    conversation.take("long")
+    assert "shorten it" in conversation.failed(PromptTooLong(3000, 1023))
+    conversation.take("short")
+    conversation.answered("Yes.", Ending.WHOLE)
+    conversation.take("more")
+    said = conversation.failed(PromptTooLong(1030, 1023))
+    assert "1030 tokens" in said
+    assert "1023" in said
+    assert "/reset" in said
+    assert [message.content for message in conversation.messages] == ["short", "Yes."]
+
+
+def test_the_system_message_is_set_replaced_and_taken_away() -> None:
+    conversation = Conversation()
+    assert said(conversation, "/system") == "there is no system message"
+    assert said(conversation, "/system You are  Ruby.") == "the system message is set"
+    assert conversation.messages == [Message("system", "You are  Ruby.")]
+    assert said(conversation, "/system") == "the system message is taken away"
+    assert conversation.messages == []
+
+
+def test_reset_forgets_the_turns_alone() -> None:
+    conversation = Conversation(system="Be kind.", sampling={"seed": 1})
+    conversation.take("Hello!")
+    conversation.answered("Hi.", Ending.WHOLE)
+    assert said(conversation, "/reset") == "2 messages forgotten; the system message stays"
+    assert conversation.messages == [Message("system", "Be kind.")]
+    assert conversation.sampling == {"seed": 1}
+
+
+@pytest.mark.parametrize("name", KNOBS)
+def test_each_setting_is_shown_set_and_taken_back(name: str) -> None:
+    conversation = Conversation()
+    assert said(conversation, f"/{name}") == f"{name} is the default"
+    assert said(conversation, f"/{name} 1") == f"{name} is {KNOBS[name](1)}"
+    assert conversation.sampling == {name: 1}
+    SamplingParams(**conversation.sampling)
+    said(conversation, f"/{name} default")
+    assert conversation.sampling == {}
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("/temperature hot", "a number is needed"),
+        ("/temperature 3", "temperature=3.0: expected `float` <= 2.0"),
+        ("/temperature nan", "temperature=nan"),
+        ("/seed 1.5", "a whole number is needed"),
+        ("/seed 99999999999999999999", "64-bit"),
+        ("/max_tokens 0", "max_tokens=0"),
+        ("/wizard", "there is no command /wizard; /help lists them"),
+        ("/", "there is no command /; /help lists them"),
+        ("/save", "needs the name of a file"),
+    ],
+)
+def test_what_is_wrong_is_one_clear_line_and_changes_nothing(line: str, says: str) -> None:
+    conversation = Conversation(sampling={"temperature": 0.5})
+    text = said(conversation, line)
+    assert says in text
+    assert "\n" not in text
+    assert conversation.sampling == {"temperature": 0.5}
+    assert conversation.messages == []
+
+
+def test_saving_writes_the_messages_as_json_and_says_whether_it_may_overwrite() -> None:
+    conversation = Conversation(system="Be kind.")
+    conversation.take("Grüße 🙂")
+    conversation.answered("Hi", Ending.STOPPED)
+    save = conversation.take("/save my file.json")
+    assert isinstance(save, Save)
+    assert (save.path, save.num_messages, save.may_overwrite) == ("my file.json", 3, False)
+    assert json.loads(save.text) == [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "Grüße 🙂"},
+        {"role": "assistant", "content": "Hi", "cut": True},
+    ]
+    again = conversation.take("/save! x.json")
+    assert isinstance(again, Save)
+    assert again.may_overwrite
+
+
+def test_help_names_every_command_and_exit_leaves() -> None:
+    conversation = Conversation()
+    assert said(conversation, "/help") == HELP
+    assert [name for name in COMMAND_NAMES if name not in HELP and name != "/quit"] == []
+    assert conversation.take("/exit") == conversation.take("/quit") == Leave()
+
+
+# The shell, over a device that says what it is told to
+
+TOKENIZER = Tokenizer.load(model_path())
+REPLY = "Pip says hello to you, and to all the others."
+
+
+class Script:
+    """Lines as if they had been typed."""
+
+    def __init__(self, *lines: str) -> None:
+        self._lines = iter(lines)
+
+    async def read(self) -> str | None:
+        return next(self._lines, None)
+
+
+def talker(reply: str) -> Callable[[list[int], RowSampling], int]:
+    """A sampler that gives ``reply`` to each message, whatever it is."""
+    header = TOKENIZER.encode("<|im_start|>assistant\n", add_special_tokens=False)
+    answer = TOKENIZER.encode(reply + "<|im_end|>", add_special_tokens=False)
+
+    def sample(token_ids: list[int], sampling: RowSampling) -> int:
+        last = len(token_ids) - 1 - token_ids[::-1].index(header[0])
+        return answer[len(token_ids) - last - len(header)]
+
+    return sample
+
+
+async def talk(*lines: str, executor: FakeExecutor, interrupts: Interrupts | None = None) -> Conversation:
+    conversation = Conversation()
+    async with Engine(executor=executor) as engine:
+        shell = ChatShell(engine, conversation, Script(*lines), Screen(is_terminal=False), interrupts or Interrupts())
+        await shell.talk()
+    return conversation
+
+
+def talking_device(**options: object) -> FakeExecutor:
+    return FakeExecutor(vocab_size=2048, sampler=talker(REPLY), step_time_s=0.02, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.virtual_clock(seeds=1)
+async def test_answers_go_to_stdout_one_a_line_and_notes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    conversation = await talk("Hello!", "/nonsense", "", "And you?", "/exit", "never", executor=talking_device())
+    out, err = capsys.readouterr()
+    assert out == f"{REPLY}\n{REPLY}\n"
+    assert err == "there is no command /nonsense; /help lists them\n"
+    assert [message.content for message in conversation.messages] == ["Hello!", REPLY, "And you?", REPLY]
+
+
+@pytest.mark.virtual_clock(seeds=3)
+async def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    interrupts = Interrupts()
+    say = talker(REPLY)
+    calls = 0
+
+    def sample(token_ids: list[int], sampling: RowSampling) -> int:
+        nonlocal calls
+        calls += 1
+        if calls == 6:
+            interrupts.hear(signal.SIGINT)
+        return say(token_ids, sampling)
+
+    executor = FakeExecutor(vocab_size=2048, sampler=sample, step_time_s=0.02)
+    conversation = await talk("Hello!", "Go on.", executor=executor, interrupts=interrupts)
+    first, second = [message for message in conversation.messages if message.role == "assistant"]
+    assert first.cut
+    assert first.content
+    assert REPLY.startswith(first.content)
+    assert second == Message("assistant", REPLY)
+    out, err = capsys.readouterr()
+    assert out == f"{first.content}\n{REPLY}\n"
+    assert "stopped" in err
+
+
+@pytest.mark.virtual_clock(seeds=1)
+async def test_answers_that_are_cut_by_length_say_why(capsys: pytest.CaptureFixture[str]) -> None:
+    question = TOKENIZER.render_chat([{"role": "user", "content": "Hi"}])
+    longest = len(TOKENIZER.encode(question, add_special_tokens=False)) + 5
+    executor = talking_device(max_model_len=longest)
+    conversation = await talk("/max_tokens 3", "Hi", "/max_tokens default", "/reset", "Hi", "Hi", executor=executor)
+    err = capsys.readouterr().err
+    assert "[cut at max_tokens]" in err
+    assert "[cut: the conversation is as long as the model allows; /reset starts a new one]" in err
+    assert f"and {longest - 1} are allowed: your last message is taken back; /reset" in err
+    assert [message.role for message in conversation.messages] == ["user", "assistant"]
+
+
+@pytest.mark.virtual_clock(seeds=1)
+async def test_a_failed_step_is_one_line_and_the_next_message_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
+    say = talker(REPLY)
+    calls = 0
+
+    def sample(token_ids: list[int], sampling: RowSampling) -> int:
+        nonlocal calls
+        calls += 1
+        return say(token_ids, sampling)
+
+    executor = FakeExecutor(vocab_size=2048, sampler=sample)
+    executor.make_step_fail(3, RuntimeError("out of luck"))
+    conversation = await talk("Hello!", "Again?", executor=executor)
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1
+    assert "your message is taken back" in err
+    assert [message.content for message in conversation.messages] == ["Again?", REPLY]
+
+
+@pytest.mark.virtual_clock(seeds=1)
+async def test_saving_leaves_files_that_exist_alone_unless_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a chat.json"
+    await talk("Hello!", f"/save {path}", "And?", f"/save {path}", executor=talking_device())
+    assert len(json.loads(path.read_text())) == 2
+    err = capsys.readouterr().err
+    assert f"2 messages saved in {path}\n" in err
+    assert f"{path} exists and is left as it is" in err
+    await talk("Hello!", "And?", f"/save! {path}", f"/save {tmp_path}/no/where", executor=talking_device())
+    assert len(json.loads(path.read_text())) == 4
+    err = capsys.readouterr().err
+    assert "overwritten" in err
+    assert "not saved: " in err
+
+
+def test_control_characters_do_not_reach_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    Screen(is_terminal=True).write("a\x1b[2Jb\n\tc\x9b é🙂")
+    assert capsys.readouterr().out == "a�[2Jb\n\tc� é🙂"
+
+
+# The program
+
+
+def environment() -> dict[str, str]:
+    # A pseudo-terminal does not tell where its cursor is.
+    return {**os.environ, "HF_HUB_OFFLINE": "1", "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
+
+
+class Terminal:
+    """The command in a pseudo-terminal of its own, where Ctrl-C is a signal or a key as the program wants it."""
+
+    def __init__(self, *args: str) -> None:
+        self._ours, self._theirs = pty.openpty()
+        self.modes = termios.tcgetattr(self._theirs)
+        self._shown = ""
+        self.process = subprocess.Popen(
+            [*COMMAND, *args],
+            stdin=self._theirs,
+            stdout=self._theirs,
+            stderr=self._theirs,
+            env=environment(),
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
+
+    def type(self, keys: str) -> None:
+        os.write(self._ours, keys.encode())
+
+    def wait_for(self, pattern: str) -> str:
+        """Read until the pattern has come, after what was waited for before; returns the match."""
+        deadline = time.monotonic() + DEADLINE_S
+        while (found := re.search(pattern, self._shown)) is None:
+            assert time.monotonic() < deadline, f"no {pattern!r} in {self._shown!r}"
+            if select.select([self._ours], [], [], 1)[0]:
+                self._shown += os.read(self._ours, 65536).decode(errors="replace")
+        self._shown = self._shown[found.end() :]
+        return found.group()
+
+    def ends(self) -> int:
+        code = self.process.wait(DEADLINE_S)
+        assert termios.tcgetattr(self._theirs) == self.modes, "the terminal's modes are not what they were"
+        return code
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait(DEADLINE_S)
+        os.close(self._ours)
+        os.close(self._theirs)
+
+
+@pytest.fixture
+def open_terminal() -> Iterator[Callable[..., Terminal]]:
+    terminals: list[Terminal] = []
+
+    def opened(*args: str) -> Terminal:
+        terminals.append(Terminal(*args))
+        return terminals[-1]
+
+    yield opened
+    for terminal in terminals:
+        terminal.close()
+
+
+PROMPT = r">[^>\n]*\x1b\[\?25h"
+"""The prompt, and then the cursor is shown."""
+STORY = "Tell me a short story about a fox named Ruby.\r"
+UNENDING = ("--seed", "1", "--ignore-eos")
+
+
+def test_in_a_terminal_ctrl_c_stops_an_answer_clears_a_line_or_tells_how_to_leave(
+    open_terminal: Callable[..., Terminal],
+) -> None:
+    terminal = open_terminal(*UNENDING)
+    terminal.wait_for(r"Ctrl-D leaves")
+    terminal.wait_for(PROMPT)
+    terminal.type(STORY)
+    terminal.wait_for(r"Once upon a time")
+    terminal.type("typed ahead\x03")
+    terminal.wait_for(r"\[stopped; what came so far stays in the conversation\]")
+    terminal.wait_for(PROMPT)
+    terminal.type("not to be sent\x03")
+    terminal.type("/temper\t0\r")
+    terminal.wait_for(r"temperature is 0\.0")
+    terminal.wait_for(PROMPT)
+    terminal.type("\x03")
+    terminal.wait_for(r"Ctrl-D or /exit leaves")
+    terminal.wait_for(PROMPT)
+    terminal.type("\x04")
+    assert terminal.ends() == 0
+
+
+def test_a_terminated_chat_leaves_the_terminal_as_it_was(open_terminal: Callable[..., Terminal]) -> None:
+    terminal = open_terminal(*UNENDING)
+    terminal.wait_for(PROMPT)
+    terminal.type(STORY)
+    terminal.wait_for(r"Once upon a time")
+    terminal.process.send_signal(signal.SIGTERM)
+    assert terminal.ends() == 128 + signal.SIGTERM
+
+
+def test_through_a_pipe_each_line_is_a_message_and_ctrl_c_between_them_ends_it() -> None:
+    process = subprocess.Popen(
+        [*COMMAND, "--temperature", "0"], env=environment(), text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write("Who are you?\n/system You are Ruby.\nWhat is your name?\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "I am Pip, the tiny demo model of aioengine.\n"
+    assert process.stdout.readline() == "I am Ruby, the tiny demo model of aioengine.\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 130, err
+    assert "the system message is set" in err
+    assert "Traceback" not in err
+
+
+def test_what_cannot_work_is_said_before_a_model_is_loaded(tmp_path: Path) -> None:
+    for args, says in (
+        (["--n", "2"], "leave --n out"),
+        (["--temperature", "3"], "temperature=3.0"),
+        (["--history", str(tmp_path / "no" / "where")], "there is no folder"),
+    ):
+        done = subprocess.run(
+            [*COMMAND, *args], input="", capture_output=True, text=True, timeout=DEADLINE_S, check=False
+        )
+        assert done.returncode == 2, done.stderr
+        assert says in done.stderr
+        assert "KV cache" not in done.stderr
