@@ -117,6 +117,52 @@ def test_a_window_waits_where_a_tokens_text_is_open() -> None:
     assert deltas(make_detokenizer(table), [0, 1, 1, 0, 1]) == ["a", "", "", "bba", "", "b"]
 
 
+# Special tokens without spaces between them. "w" is a word; S and T are special.
+W, S, T, HALF, GONE = range(5)
+CONTENTS = {S: "<s>", T: "<t>"}
+WORDS = TokenTable(pieces=[" w", " <s>", " <t>", b"\xc3", None], first_pieces={W: "w", S: "<s>", T: "<t>"})
+
+
+@pytest.mark.parametrize(
+    ("ids", "expected"),
+    [
+        ([S, T, S, W, S], ["<s>", "<t>", "<s>", " w", " <s>", ""]),
+        ([W, S, S, T], ["w", " <s>", "<s>", "<t>", ""]),
+        ([S, W, T, T], ["<s>", " w", " <t>", "<t>", ""]),
+        ([S, GONE, S, 99, S], ["<s>", "", " <s>", "", " <s>", ""]),  # not one directly after the other
+        ([W, HALF, S, T, HALF], ["w", "", "\ufffd <s>", "<t>", "", "\ufffd"]),
+        ([], [""]),
+    ],
+)
+def test_a_special_token_directly_after_another_shows_its_content(ids: list[int], expected: list[str]) -> None:
+    assert deltas(make_detokenizer(WORDS, joined=CONTENTS), ids) == expected
+
+
+def test_without_anything_to_join_nothing_looks_for_it() -> None:
+    assert type(make_detokenizer(WORDS, joined={})) is PieceDetokenizer
+    assert deltas(make_detokenizer(WORDS), [S, T, W]) == ["<s>", " <t>", " w", ""]
+
+
+def test_bytes_before_joined_tokens_stay_before_them() -> None:
+    table = TokenTable(pieces=["w", b"\xc3", b"\xc3"])
+    assert deltas(make_detokenizer(table, joined={1: "<s>", 2: "<t>"}), [1, 2, 0]) == ["", "\ufffd<t>", "w", ""]
+
+
+def test_a_window_joins_special_tokens_as_a_table_does() -> None:
+    words = ["w", "<s>", "<t>", "\ufffd"]
+    table = WindowTable(decode=lambda ids: " ".join(words[i] for i in ids), kinds=bytes([WindowTable.SETTLES]) * 4)
+    ids = [S, T, W, 3, S, S, T, W, *[S] * 100, W]
+    shown = deltas(make_detokenizer(table, joined=CONTENTS), ids)
+    assert "".join(shown) == "<s><t> w \ufffd <s><s><t> w <s>" + "<s>" * 99 + " w"
+    assert shown[:2] == ["<s>", "<t>"]
+
+
+def test_stop_strings_are_found_across_joined_tokens() -> None:
+    detokenizer = make_detokenizer(WORDS, joined=CONTENTS, stop=("><t",))
+    assert detokenizer.feed([W, S, T]) == "w <s"
+    assert (detokenizer.stop_string, detokenizer.stop_token_index) == ("><t", 2)
+
+
 # Stop strings, on a table whose ids are the letters, some of their pairs and one long piece.
 PIECES: list[str | bytes | None] = ["a", "b", "c", "aa", "ab", "bc", "abcab", "", None]
 LETTERS = TokenTable(pieces=PIECES)

@@ -69,6 +69,36 @@ def byte_runs() -> Tokenizer:
     return backend
 
 
+def joined(backend: Tokenizer, contents: dict[int, str], ids: list[int]) -> str:
+    """The oracle: the decode of the whole, in it each special token after another one replaced by its content."""
+    text, num_decoded = "", 0
+    for index in range(1, len(ids)):
+        if ids[index] in contents and ids[index - 1] in contents:
+            before = backend.decode(ids[:index], skip_special_tokens=False)
+            text += before[num_decoded:] + contents[ids[index]]
+            num_decoded = len(backend.decode(ids[: index + 1], skip_special_tokens=False))
+    return text + backend.decode(ids, skip_special_tokens=False)[num_decoded:]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_special_tokens_are_joined_and_nothing_else_changes(backend: Tokenizer, seed: int) -> None:
+    rng = random.Random(seed)
+    table = build_token_tables(backend).with_special
+    contents = {i: token.content for i, token in backend.get_added_tokens_decoder().items() if token.special}
+    assert contents
+    num_ids = backend.get_vocab_size()
+    for _ in range(150):
+        others = rng.choice([range(num_ids), range(num_ids + 5), range(min(300, num_ids))])
+        size = rng.choice([1, 2, 3, 8, 90])
+        ids = [rng.choice([*contents]) if rng.random() < 0.5 else rng.choice(others) for _ in range(size)]
+        detokenizer = make_detokenizer(table, joined=contents)
+        expected, shown = joined(backend, contents, ids), ""
+        for token_id in ids:
+            shown += detokenizer.feed_one(token_id)
+            assert expected.startswith(shown), (ids, shown, expected)
+        assert shown + detokenizer.flush() == expected, ids
+
+
 def test_common_tokenizers_need_no_window() -> None:
     for steps in (
         [decoders.ByteLevel()],

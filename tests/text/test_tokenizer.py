@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken
+from text.conftest import byte_fallback, byte_level, unigram, without_decoder, word_piece
+from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as Backend
 
 from aioengine.core.detokenizer import WindowTable, make_detokenizer
 from aioengine.errors import InvalidRequest, ModelLoadError
-from aioengine.text.loading import PLAIN_MODEL_TYPES, load_tokenizer
+from aioengine.text.loading import PLAIN_MODEL_TYPES, LoadedTokenizer, load_tokenizer
 from aioengine.text.tokenizer import MAX_CHARS_HOLDING_GIL, Tokenizer
 
+BAD_WORD_KINDS = ["byte level", "byte fallback", "metaspace", "word piece"]
 MESSAGES = [{"role": "system", "content": " Be brief. "}, {"role": "user", "content": "Naïve café? 😀"}]
 TEXTS = [
     "",
@@ -144,6 +146,110 @@ def test_special_tokens_are_skipped_unless_asked_for(folder: Path) -> None:
         texts[skip] = detokenizer.feed(ids) + detokenizer.flush()
         assert texts[skip] == tokenizer.decode(ids, skip_special_tokens=skip)
     assert texts == {True: "ab", False: "<s>a<|im_end|>b"}
+
+
+def tokenizer_of(backend: Backend) -> Tokenizer:
+    return Tokenizer(LoadedTokenizer(backend=backend))
+
+
+@pytest.mark.parametrize(
+    ("backend", "spaced", "together"),
+    [
+        (word_piece(), "fox [CLS] [CLS] fox [CLS]", "fox [CLS][CLS] fox [CLS]"),
+        (without_decoder(), "fox [CLS] [CLS] fox [CLS]", "fox [CLS][CLS] fox [CLS]"),
+        (byte_fallback(), "fox[CLS][CLS]fox[CLS]", "fox[CLS][CLS]fox[CLS]"),
+        (byte_level(), "fox[CLS][CLS]fox[CLS]", "fox[CLS][CLS]fox[CLS]"),
+    ],
+    ids=["word piece", "no decoder", "byte fallback", "byte level"],
+)
+def test_special_tokens_are_joined_if_asked_for(backend: Backend, spaced: str, together: str) -> None:
+    backend.add_special_tokens(["[CLS]"])
+    backend.add_tokens(["fox"])
+    fox, special = backend.token_to_id("fox"), backend.token_to_id("[CLS]")
+    tokenizer = tokenizer_of(backend)
+    table = tokenizer.token_table(skip_special_tokens=False)
+    texts = []
+    for contents in ({}, tokenizer.joined_special_tokens):
+        detokenizer = make_detokenizer(table, joined=contents)
+        texts.append(detokenizer.feed([fox, special, special, fox, special]) + detokenizer.flush())
+    assert texts == [spaced, together]
+
+
+def test_where_no_space_comes_between_special_tokens_nothing_is_joined() -> None:
+    assert tokenizer_of(byte_fallback()).joined_special_tokens == {}
+    plain = Backend(models.BPE(vocab={"a": 0}, merges=[]))
+    plain.decoder = decoders.ByteLevel()
+    plain.add_special_tokens(["<s>", "</s>"])
+    assert tokenizer_of(plain).joined_special_tokens == {}
+    plain.add_special_tokens(["<é>"])  # as bytes, é is half a character
+    assert tokenizer_of(plain).joined_special_tokens == {1: "<s>", 2: "</s>", 3: "<é>"}
+
+
+# Bad words
+
+
+@pytest.mark.parametrize("backend", [byte_level(), byte_fallback(), unigram(), word_piece()], ids=BAD_WORD_KINDS)
+@pytest.mark.parametrize("word", ["fox", " fox", "  lazy dog", "日本茶", "😀"])
+def test_a_bad_word_is_encoded_with_and_without_a_space(backend: Backend, word: str) -> None:
+    sequences = tokenizer_of(backend).encode_bad_words([word])
+    forms = [word.lstrip(), " " + word.lstrip()]
+    expected = [tuple(backend.encode(form, add_special_tokens=False).ids) for form in forms]
+    assert sequences == tuple(dict.fromkeys(expected))
+    assert all(sequences)
+
+
+def test_a_word_has_two_beginnings_where_the_vocabulary_does() -> None:
+    assert len(tokenizer_of(byte_level()).encode_bad_words(["fox"])) == 2
+    assert len(tokenizer_of(word_piece()).encode_bad_words(["fox"])) == 1
+
+
+def test_each_bad_word_is_there_once_and_no_special_token_with_it() -> None:
+    tokenizer = tokenizer_of(byte_level())
+    once = tokenizer.encode_bad_words(["fox", "dog"])
+    assert tokenizer.encode_bad_words(["fox", " fox", "dog", "dog"]) == once
+    assert not tokenizer.special_ids.intersection(*once)
+    assert tokenizer.encode("fox")[0] in tokenizer.special_ids
+    assert tokenizer.encode_bad_words([]) == ()
+
+
+def test_a_word_without_tokens_forbids_nothing() -> None:
+    backend = word_piece()
+    backend.normalizer = normalizers.BertNormalizer(clean_text=True)
+    assert tokenizer_of(backend).encode_bad_words(["\x00", "fox"]) == tokenizer_of(backend).encode_bad_words(["fox"])
+
+
+def test_a_bad_word_with_a_lone_surrogate_is_the_callers_fault() -> None:
+    with pytest.raises(InvalidRequest, match="surrogate") as raised:
+        tokenizer_of(byte_level()).encode_bad_words(["a", "\ud800"])
+    assert raised.value.param == "bad_words"
+
+
+def test_a_python_tokenizer_has_bad_words_and_special_tokens_too(tmp_path: Path) -> None:
+    from transformers import ByT5Tokenizer
+
+    ByT5Tokenizer().save_pretrained(str(tmp_path))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.encode_bad_words(["ab"]) == ((100, 101), (35, 100, 101))
+    contents = tokenizer.joined_special_tokens
+    assert {"</s>", "<pad>"} <= set(contents.values())
+    detokenizer = make_detokenizer(tokenizer.token_table(skip_special_tokens=False), joined=contents)
+    ends = [tokenizer.eos_token_id] * 3
+    assert detokenizer.feed([100, *ends, 101]) + detokenizer.flush() == "a</s></s></s>b"
+
+
+def test_threads_encode_bad_words_alike() -> None:
+    tokenizer = tokenizer_of(byte_level())
+    words = [f"fox {number} dog" for number in range(200)]
+    expected = tokenizer.encode_bad_words(words)
+    results: list[bool] = []
+    threads = [
+        threading.Thread(target=lambda: results.append(tokenizer.encode_bad_words(words) == expected)) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [True] * 4
 
 
 def test_a_chat_has_one_bos(folder: Path) -> None:

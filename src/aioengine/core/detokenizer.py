@@ -18,7 +18,7 @@ every token of every sequence, which is why it is a table of ready strings and n
 from __future__ import annotations
 
 from codecs import utf_8_decode
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -94,15 +94,19 @@ def make_detokenizer(
     stop: Sequence[str] = (),
     include_stop: bool = False,
     min_tokens: int = 0,
+    joined: Mapping[int, str] | None = None,
 ) -> Detokenizer:
     """Make one sequence's detokenizer; without stop strings nothing looks for them.
 
     Args:
+        table: of all tokens, special ones included, where ``joined`` has some.
         stop: non-empty strings; see `StoppingDetokenizer` for which one is found.
         include_stop: end the text after the stop string instead of before it.
         min_tokens: the text of the first ``min_tokens`` tokens is no part of a match.
+        joined: the contents of the special tokens, for a text without spaces between them; see `JoiningDetokenizer`.
     """
-    detokenizer = PieceDetokenizer(table) if isinstance(table, TokenTable) else WindowDetokenizer(table)
+    plain = PieceDetokenizer(table) if isinstance(table, TokenTable) else WindowDetokenizer(table)
+    detokenizer = JoiningDetokenizer(plain, joined) if joined else plain
     if not stop:
         return detokenizer
     return StoppingDetokenizer(detokenizer, stop, include_stop=include_stop, min_tokens=min_tokens)
@@ -136,6 +140,10 @@ class PieceDetokenizer:
 
     def feed(self, token_ids: Iterable[int]) -> str:
         return "".join(map(self.feed_one, token_ids))
+
+    def feed_special(self, token_id: int, content: str) -> str:
+        """Feed an id that shows ``content`` instead of what the table has for it; not for the first one."""
+        return self._feed_unsettled(token_id, content)
 
     def flush(self) -> str:
         pending, self._pending = self._pending, b""
@@ -228,6 +236,13 @@ class WindowDetokenizer:
     def feed(self, token_ids: Iterable[int]) -> str:
         return "".join(map(self.feed_one, token_ids))
 
+    def feed_special(self, token_id: int, content: str) -> str:
+        """Feed an id that shows ``content`` instead of what the decoder makes of it; not for the first one."""
+        text = self.flush()
+        self.feed_one(token_id)
+        self.flush()
+        return text + content
+
     def flush(self) -> str:
         new_text = self._table.decode(self._ids)[self._num_shown :] if self._ids else ""
         self._num_shown += len(new_text)
@@ -243,6 +258,40 @@ class WindowDetokenizer:
             self._ids = ids
             self._num_shown = len(context) - len(hidden)
         self._rebase_at = len(self._ids) + self.NUM_CONTEXT_TOKENS
+
+
+class JoiningDetokenizer:
+    """Put nothing between special tokens: one directly after another shows its content as it is (vLLM's rule).
+
+    Some decoders put a space before each token, special ones too. What they make of the first one of several special
+    tokens stays, and so does what they make of the token after the last one.
+
+    Args:
+        contents: of every special token, by id.
+    """
+
+    __slots__ = ("_contents", "_detokenizer", "_was_special")
+
+    stop_string: None = None
+    stop_token_index: None = None
+
+    def __init__(self, detokenizer: PieceDetokenizer | WindowDetokenizer, contents: Mapping[int, str]) -> None:
+        self._contents = contents
+        self._detokenizer = detokenizer
+        self._was_special = False
+
+    def feed_one(self, token_id: int) -> str:
+        content = self._contents.get(token_id)
+        was_special, self._was_special = self._was_special, content is not None
+        if content is not None and was_special:
+            return self._detokenizer.feed_special(token_id, content)
+        return self._detokenizer.feed_one(token_id)
+
+    def feed(self, token_ids: Iterable[int]) -> str:
+        return "".join(map(self.feed_one, token_ids))
+
+    def flush(self) -> str:
+        return self._detokenizer.flush()
 
 
 class StoppingDetokenizer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,27 @@ class Tokenizer:
                 param="prompt",
             ) from error
 
+    def encode_bad_words(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        """Return the sequences of ids that would write one of the words: each once, none empty.
+
+        A word is encoded as it begins a text and as it follows a space, since most vocabularies have other tokens for
+        the two; a word that has no tokens cannot be written. Takes as long as encoding the words twice.
+
+        Raises:
+            InvalidRequest: a word has no UTF-8 form.
+        """
+        sequences: dict[tuple[int, ...], None] = {}
+        for word in words:
+            bare = word.lstrip()
+            for text in (bare, " " + bare):
+                try:
+                    ids = self.encode(text, add_special_tokens=False)
+                except InvalidRequest as error:
+                    raise InvalidRequest("bad_words holds a text with a lone surrogate", param="bad_words") from error
+                sequences[tuple(ids)] = None
+        sequences.pop((), None)
+        return tuple(sequences)
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of the ids. Ids that the vocabulary does not have are left out."""
         if self._backend is not None:
@@ -119,10 +140,27 @@ class Tokenizer:
     @cached_property
     def special_ids(self) -> frozenset[int]:
         """The ids that decoding skips by default."""
+        return frozenset(self._special_contents)
+
+    @cached_property
+    def joined_special_tokens(self) -> dict[int, str]:
+        """The special tokens' contents by id, for a detokenizer that puts nothing between them.
+
+        Empty where that changes nothing, because the decoder puts nothing there either.
+        """
+        table = self._tables.with_special
+        contents = self._special_contents
+        if isinstance(table, TokenTable) and all(table.pieces[i] == text for i, text in contents.items()):
+            return {}
+        return contents
+
+    @cached_property
+    def _special_contents(self) -> dict[int, str]:
         if self._backend is None:
-            return frozenset(self._slow.all_special_ids)
+            ids = self._slow.all_special_ids
+            return dict(zip(ids, self._slow.convert_ids_to_tokens(ids), strict=True))
         tokens = self._backend.get_added_tokens_decoder()
-        return frozenset(token_id for token_id, token in tokens.items() if token.special)
+        return {token_id: token.content for token_id, token in tokens.items() if token.special}
 
     @cached_property
     def bos_token_id(self) -> int | None:
