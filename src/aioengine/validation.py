@@ -60,17 +60,24 @@ def check_fields(struct: msgspec.Struct, error: Callable[[str, str], Exception])
     Raises:
         what ``error`` makes, for the first field that is wrong.
     """
-    for rule in _rules(type(struct)):
-        value = getattr(struct, rule.name)
+    for name, rule in _rules(type(struct)).items():
+        value = getattr(struct, name)
         if value is rule.default:
             continue
-        try:
-            checked = _check(value, rule)
-        except (msgspec.ValidationError, _Refused) as exc:
-            message = _in_python(str(exc), value) + _choices(rule.hint)
-            raise error(rule.name, f"{rule.name}={shorten(value)}: {message}") from None
+        checked = _checked(value, rule, error)
         if checked is not value:
-            msgspec.structs.force_setattr(struct, rule.name, checked)
+            msgspec.structs.force_setattr(struct, name, checked)
+
+
+def check_field(
+    struct_type: type[msgspec.Struct], name: str, value: Any, error: Callable[[str, str], Exception]
+) -> Any:
+    """What `check_fields` does to one field, for a value that is not in a struct yet; returns it normalised.
+
+    Raises:
+        what ``error`` makes from (field name, message).
+    """
+    return _checked(value, _rules(struct_type)[name], error)
 
 
 def check_known_fields(
@@ -123,6 +130,14 @@ def _shorten_items(value: Any, depth: int) -> str:
 
 class _Refused(Exception):
     """Why a value is refused, where that is not msgspec's to say."""
+
+
+def _checked(value: Any, rule: _Rule, error: Callable[[str, str], Exception]) -> Any:
+    try:
+        return _check(value, rule)
+    except (msgspec.ValidationError, _Refused) as exc:
+        message = _in_python(str(exc), value) + _choices(rule.hint)
+        raise error(rule.name, f"{rule.name}={shorten(value)}: {message}") from None
 
 
 def _check(value: Any, rule: _Rule) -> Any:
@@ -194,9 +209,9 @@ def _look_through(value: Any) -> Any:
 
 
 @functools.cache
-def _rules(struct_type: type[msgspec.Struct]) -> tuple[_Rule, ...]:
+def _rules(struct_type: type[msgspec.Struct]) -> dict[str, _Rule]:
     defaults = {field.name: field.default for field in msgspec.structs.fields(struct_type)}
-    return tuple(_rule(name, hint, defaults[name]) for name, hint in field_types(struct_type).items())
+    return {name: _rule(name, hint, defaults[name]) for name, hint in field_types(struct_type).items()}
 
 
 def _rule(name: str, hint: Any, default: Any) -> _Rule:

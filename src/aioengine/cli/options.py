@@ -1,7 +1,8 @@
 """Command-line flags made from config structs: one definition, several faces.
 
 A field ``max_num_seqs: Annotated[int, Meta(ge=1, description="…")] = 256`` becomes ``--max-num-seqs INTEGER``, with the
-description as its help and the struct's own check behind it.
+description as its help and the struct's own check behind it. A tuple's flag may be given more than once, for one item
+each, and so may a dict's: ``--logit-bias 50256=-100``. Fields that hold what no text can say have no flag.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import click
 import msgspec
 
-from aioengine.validation import field_types
+from aioengine.validation import check_field, field_types
 
 Command = Callable[..., Any]
 
 
 def options_of(struct_type: type[msgspec.Struct], *, absent: str = "{}") -> Callable[[Command], Command]:
-    """A decorator that gives a click command a flag for each field; absent flags are None, and left out by `given`.
+    """A decorator that gives a click command a flag for each field; `given` takes what the user gave.
+
+    A value that the field cannot take is a usage error that names the flag.
 
     Args:
         absent: how the help text puts a field's default, in place of ``{}``.
@@ -28,7 +31,12 @@ def options_of(struct_type: type[msgspec.Struct], *, absent: str = "{}") -> Call
     def decorate(command: Command) -> Command:
         fields = {field.name: field for field in msgspec.structs.fields(struct_type)}
         for name, hint in reversed(field_types(struct_type).items()):
-            command = _option(name, hint, fields[name].default, absent)(command)
+            kind, description = _unwrap(hint)
+            if _can_be_said(kind):
+                default = fields[name].default
+                if default not in (None, (), msgspec.NODEFAULT):
+                    description += f" [default: {absent.format(default)}]"
+                command = _option(struct_type, name, kind, description)(command)
         return command
 
     return decorate
@@ -40,19 +48,55 @@ def given(struct_type: type[msgspec.Struct], values: dict[str, Any]) -> dict[str
     return {name: value for name, value in values.items() if name in names and value not in (None, ())}
 
 
-def _option(name: str, hint: Any, default: Any, absent: str) -> Callable[[Command], Command]:
-    kind, description = _unwrap(hint)
+def _option(struct_type: type[msgspec.Struct], name: str, kind: Any, description: str) -> Callable[[Command], Command]:
     flag = "--" + name.replace("_", "-")
-    is_told = default not in (None, (), msgspec.NODEFAULT)
-    shown = f"{description} [default: {absent.format(default)}]" if is_told else description
     if kind is bool:
-        return click.option(f"{flag}/--no-{flag[2:]}", name, default=None, help=shown)
-    if get_origin(kind) is tuple:
-        item, _ = _unwrap(get_args(kind)[0])
-        return click.option(flag, name, type=item, multiple=True, help=f"{shown} (may be given more than once)")
+        return click.option(f"{flag}/--no-{flag[2:]}", name, default=None, help=description)
+    is_dict = get_origin(kind) is dict
+    items = [_unwrap(argument)[0] for argument in get_args(kind)] if get_origin(kind) in (tuple, dict) else []
+
+    def check(context: click.Context, option: click.Parameter, value: Any) -> Any:
+        def refuse(_: str, message: str) -> Exception:
+            return click.BadParameter(message, context, option)
+
+        if value in (None, ()):
+            return value
+        if is_dict:
+            value = _dict_of(value, items, context, option)
+        check_field(struct_type, name, value, refuse)
+        return value
+
+    settings: dict[str, Any] = {"type": kind, "default": None, "help": description, "callback": check}
+    if items:
+        settings |= {"type": items[0], "multiple": True, "help": f"{description} (may be given more than once)"}
+    if is_dict:
+        settings |= {"type": str, "metavar": _form(items)}
     if get_origin(kind) is Literal:
-        return click.option(flag, name, type=click.Choice(get_args(kind)), default=None, help=shown)
-    return click.option(flag, name, type=kind, default=None, help=shown)
+        settings["type"] = click.Choice(get_args(kind))
+    return click.option(flag, name, **settings)
+
+
+def _dict_of(texts: tuple[str, ...], kinds: list[Any], context: click.Context, option: click.Parameter) -> Any:
+    """What ``key=value`` texts say."""
+    key_type, value_type = map(click.types.convert_type, kinds)
+    found: dict[Any, Any] = {}
+    for text in texts:
+        name, equals, item = text.partition("=")
+        if not equals:
+            raise click.BadParameter(f"{text!r} is not of the form {_form(kinds)}.", context, option)
+        key = key_type.convert(name, option, context)
+        if key in found:
+            raise click.BadParameter(f"{key} is given twice.", context, option)
+        found[key] = value_type.convert(item, option, context)
+    return found
+
+
+def _form(kinds: list[Any]) -> str:
+    return "=".join(click.types.convert_type(kind).name.upper() for kind in kinds)
+
+
+def _can_be_said(kind: Any) -> bool:
+    return kind is not Any and all(_can_be_said(_unwrap(argument)[0]) for argument in get_args(kind))
 
 
 def _unwrap(hint: Any) -> tuple[Any, str]:
@@ -65,6 +109,6 @@ def _unwrap(hint: Any) -> tuple[Any, str]:
             hint = hint.__origin__
         elif get_origin(hint) in (Union, types.UnionType):
             kinds = [kind for kind in get_args(hint) if kind is not type(None)]
-            hint = next((kind for kind in kinds if get_origin(kind) is tuple), kinds[0])
+            hint = next((kind for kind in kinds if get_origin(_unwrap(kind)[0]) is tuple), kinds[0])
         else:
             return hint, description
