@@ -1,87 +1,29 @@
-"""The sampler against plain definitions: distributions, filters, independence, log-probabilities."""
+"""Draws against plain definitions: distributions, filters, independence of the batch."""
 
-import math
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
+from sampler.batch import (
+    DEFAULTS,
+    chi_square_is_plausible,
+    expected_probabilities,
+    make_rows,
+    random_logits,
+    row_of,
+)
 
-from aioengine.sampler import SamplingRows, Scratch, sample
-from aioengine.sampler.blocks import BLOCK, block, largest, likeliest
-from aioengine.sampler.filters import apply_top_p
-from aioengine.sampler.noise import NOISE_SPAN, NoiseKeys, gumbel, noise_keys
-
-COLUMN_DTYPES = {"temperature": np.float32, "top_p": np.float32, "min_p": np.float32, "seed": np.int64}
-DEFAULTS = {
-    "temperature": 1.0,
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "seed": 0,
-    "choice": 0,
-    "logprobs": -1,
-    "positions": 0,
-}
-
-
-def make_rows(n: int, **columns: Any) -> SamplingRows:
-    """Columns of n rows; a scalar holds for all of them."""
-    arrays = {
-        name: np.broadcast_to(np.asarray(columns.pop(name, value)), n).astype(COLUMN_DTYPES.get(name, np.int32))
-        for name, value in DEFAULTS.items()
-    }
-    assert not columns, f"no such columns: {columns}"
-    return SamplingRows(**arrays)
-
-
-def row_of(rows: SamplingRows, index: int) -> SamplingRows:
-    columns = {name: getattr(rows, name)[index : index + 1] for name in DEFAULTS}
-    return SamplingRows(**columns)
-
-
-def expected_probabilities(
-    logits: np.ndarray, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
-) -> np.ndarray:
-    """The distribution by its definition, in float64, one token after the other."""
-    probabilities = np.exp((logits - logits.max()) / temperature)
-    probabilities /= probabilities.sum()
-    kept = probabilities >= min_p * probabilities.max()
-    if top_k > 0:
-        kept &= probabilities >= np.sort(probabilities)[::-1][min(top_k, len(logits)) - 1]
-    probabilities = np.where(kept, probabilities, 0)
-    probabilities /= probabilities.sum()
-    mass, last_kept = 0.0, 1.0
-    for probability in np.sort(probabilities)[::-1]:
-        if mass >= top_p:
-            break
-        mass += probability
-        last_kept = probability
-    probabilities = np.where(probabilities >= last_kept, probabilities, 0)
-    return probabilities / probabilities.sum()
-
-
-def chi_square_is_plausible(counts: np.ndarray, probabilities: np.ndarray) -> bool:
-    """Whether counts could be drawn from probabilities: false for 1 in 30,000 fair ones."""
-    total = counts.sum()
-    common = probabilities * total >= 5
-    observed = np.append(counts[common], counts[~common].sum())
-    expected = np.append(probabilities[common], probabilities[~common].sum()) * total
-    observed, expected = observed[expected > 0], expected[expected > 0]
-    statistic, freedom = ((observed - expected) ** 2 / expected).sum(), len(observed) - 1
-    # Wilson and Hilferty: the cube root of a chi-square variable is nearly normal.
-    deviation = ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
-    return bool(deviation < 4)
+from aioengine.sampler import Scratch, sample
+from aioengine.sampler.blocks import block, largest, likeliest
+from aioengine.sampler.filters import apply_top_p, filter_threshold
 
 
 def draws(logits: torch.Tensor, n: int, **columns: Any) -> np.ndarray:
     """How often each token came in n draws at the positions 0 to n - 1."""
     rows = make_rows(n, positions=np.arange(n), **columns)
     return np.bincount(sample(logits.expand(n, -1), rows).token_ids, minlength=len(logits))
-
-
-def random_logits(vocab: int, seed: int, spread: float = 2.0) -> torch.Tensor:
-    return spread * torch.randn(vocab, generator=torch.Generator().manual_seed(seed))
 
 
 FILTERS = {
@@ -187,64 +129,6 @@ def test_a_token_that_cannot_win_is_left_out_and_nothing_else_changes(monkeypatc
     np.testing.assert_array_equal(sample(logits, rows).token_ids, pruned)
 
 
-def test_noise_is_within_the_bound_that_pruning_relies_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def set_extremes(tokens: torch.Tensor, keys: NoiseKeys, shifted: torch.Tensor) -> None:
-        tokens.copy_(-(torch.arange(BLOCK) % 2))  # no bit set and all: the lowest and the highest noise
-
-    monkeypatch.setattr("aioengine.sampler.noise.hash_tokens_", set_extremes)
-    low, high = noise_of()[:2].tolist()
-    assert math.isfinite(low)
-    assert NOISE_SPAN - 0.1 < high - low < NOISE_SPAN
-
-
-def noise_of(
-    seed: Any = 0, choice: Any = 0, position: Any = 0, blocks: Any = tuple(range(64)), n: int = 1
-) -> torch.Tensor:
-    """Noise of the tokens in ``blocks`` of the vocabulary, a line for each of n draws; flat for one."""
-    columns = make_rows(n, seed=seed, choice=choice, positions=position)
-    keys = noise_keys(columns.seed, columns.choice, columns.positions)
-    lines = torch.arange(n).repeat_interleave(len(blocks))
-    noise = gumbel(keys.rows(lines), torch.tensor(blocks).repeat(n), Scratch())
-    return noise.view(n, -1) if n > 1 else noise.flatten()
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"seed": 1},
-        {"seed": -1},
-        {"seed": 2**32},
-        {"seed": -(2**63)},
-        {"choice": 1},
-        {"position": 1},
-        {"position": 2**20},
-        {"seed": 1, "choice": 1},
-    ],
-    ids=str,
-)
-def test_noise_of_neighbouring_draws_is_uncorrelated(other: dict[str, int]) -> None:
-    one, two = noise_of(), noise_of(**other)
-    assert not torch.equal(one, two)
-    for lag in range(4):  # nor is the one the other, moved by a few tokens
-        correlation = np.corrcoef(one[lag:], two[: len(two) - lag])[0, 1]
-        assert abs(correlation) < 4.5 / math.sqrt(len(one))
-
-
-def test_noise_of_one_token_over_positions_and_seeds_is_uniform() -> None:
-    for columns in ({"position": np.arange(20_000)}, {"seed": np.arange(20_000)}):
-        noise = noise_of(**columns, blocks=(3,), n=20_000)[:, 17]
-        uniform = torch.exp(-torch.exp(-noise.double())).numpy()
-        counts = np.bincount((uniform * 64).astype(int), minlength=64)
-        assert chi_square_is_plausible(counts, np.full(64, 1 / 64))
-        assert abs(np.corrcoef(uniform[1:], uniform[:-1])[0, 1]) < 4.5 / math.sqrt(20_000)
-
-
-def test_noise_of_a_token_does_not_depend_on_which_others_are_asked_for() -> None:
-    whole = noise_of(seed=3).view(-1, BLOCK)
-    for blocks in ([5], [0, 2, 3, 63], list(range(7, 60, 5))):
-        assert torch.equal(noise_of(seed=3, blocks=blocks).view(-1, BLOCK), whole[blocks])
-
-
 def test_scratch_that_was_used_for_more_changes_nothing() -> None:
     scratch = Scratch()
     logits = random_logits(1000, seed=5).expand(30, -1)
@@ -291,39 +175,6 @@ def test_a_tiny_temperature_is_as_good_as_greedy(temperature: float) -> None:
         assert np.flatnonzero(counts).tolist() == [int(logits.argmax())]
 
 
-def test_logprobs_are_the_log_softmax_of_the_raw_logits() -> None:
-    logits = 3 * torch.randn(6, 500, generator=torch.Generator().manual_seed(8))
-    wanted = np.array([2, -1, 0, 5, -1, 3])
-    rows = make_rows(6, temperature=[0.0, 1.0, 1.5, 0.3, 0.0, 2.0], top_k=10, logprobs=wanted)
-    tokens, _, _, logprobs, _ = sample(logits, rows)
-    expected = torch.log_softmax(logits.double(), dim=-1)
-    assert logprobs is not None
-    assert logprobs.index.tolist() == [0, 2, 3, 5]
-    assert logprobs.top_ids.shape == logprobs.top_logprobs.shape == (4, 5)
-    for line, row in enumerate(logprobs.index.tolist()):
-        token = int(tokens[row])
-        assert logprobs.logprobs[line] == pytest.approx(float(expected[row, token]), abs=1e-5)
-        ranking = expected[row].argsort(descending=True).tolist()
-        assert logprobs.ranks[line] == ranking.index(token) + 1
-        assert logprobs.top_ids[line].tolist() == ranking[:5]
-        np.testing.assert_allclose(logprobs.top_logprobs[line], expected[row, ranking[:5]], atol=1e-5)
-
-
-def test_logprobs_may_ask_for_no_token_but_the_sampled_one_or_for_all() -> None:
-    logits = random_logits(30, seed=1)[None]
-    for wanted, width in ((0, 0), (30, 30), (99, 30)):
-        logprobs = sample(logits, make_rows(1, logprobs=wanted)).logprobs
-        assert logprobs is not None
-        assert logprobs.top_ids.shape == (1, width)
-
-
-def test_tokens_of_equal_logits_have_equal_ranks() -> None:
-    logits = torch.tensor([[1.0, 5.0, 5.0, 0.0]]).repeat(2, 1)
-    logprobs = sample(logits, make_rows(2, temperature=0.0, logprobs=0)).logprobs
-    assert logprobs is not None
-    assert logprobs.ranks.tolist() == [1, 1]
-
-
 @pytest.mark.parametrize("vocab", [1, 63, 64, 65, 1000, 10_000])
 def test_the_largest_logits_are_found_through_their_blocks(vocab: int) -> None:
     logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(vocab))
@@ -336,3 +187,31 @@ def test_the_largest_logits_are_found_through_their_blocks(vocab: int) -> None:
     ids, top = likeliest(block(logits))
     assert torch.equal(ids, logits.argmax(dim=-1))
     assert torch.equal(top, logits.amax(dim=-1))
+
+
+WARPERS = {
+    "top-k": ({"top_k": 7}, lambda: transformers.TopKLogitsWarper(7)),
+    "top-p": ({"top_p": 0.6}, lambda: transformers.TopPLogitsWarper(0.6)),
+    "top-p of nearly all": ({"top_p": 0.99}, lambda: transformers.TopPLogitsWarper(0.99)),
+    "min-p": ({"min_p": 0.05}, lambda: transformers.MinPLogitsWarper(0.05)),
+}
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.8])
+@pytest.mark.parametrize("vocab", [7, 123, 1000, 5003])
+@pytest.mark.parametrize("name", WARPERS)
+def test_a_filter_keeps_the_tokens_that_it_keeps_in_transformers(name: str, vocab: int, temperature: float) -> None:
+    filters, make_warper = WARPERS[name]
+    logits = random_logits(20, vocab, seed=vocab, spread=2.5)
+    warped = make_warper()(torch.zeros(20, 1), transformers.TemperatureLogitsWarper(temperature)(None, logits))
+    rows = make_rows(20, temperature=temperature, **filters)
+    threshold = filter_threshold(
+        block(logits), rows, np.arange(20), torch.from_numpy(rows.temperature), logits.amax(dim=-1)
+    )
+    assert threshold is not None
+    for row, is_other in zip(logits, (logits >= threshold[:, None]) != (warped > -torch.inf), strict=True):
+        # Where float32 sums decide differently, the token is right on the edge.
+        probabilities = torch.softmax(row.double() / temperature, dim=-1)
+        for probability in probabilities[is_other]:
+            mass_before = float(probabilities[probabilities > probability].sum())
+            assert mass_before == pytest.approx(filters.get("top_p"), abs=1e-5)

@@ -1,0 +1,138 @@
+"""Log-probabilities against log_softmax in float64: of sampled tokens, of tokens asked for, and of prompts."""
+
+import numpy as np
+import pytest
+import torch
+from sampler.batch import asking, make_rows, random_logits, sample_for
+
+from aioengine.sampler import PromptLines, prompt_logprobs, sample
+
+
+def test_logprobs_are_the_log_softmax_of_the_raw_logits() -> None:
+    logits = 3 * torch.randn(6, 500, generator=torch.Generator().manual_seed(8))
+    wanted = np.array([2, -1, 0, 5, -1, 3])
+    rows = make_rows(6, temperature=[0.0, 1.0, 1.5, 0.3, 0.0, 2.0], top_k=10, logprobs=wanted)
+    sampled = sample(logits, rows)
+    tokens, logprobs = sampled.token_ids, sampled.logprobs
+    expected = torch.log_softmax(logits.double(), dim=-1)
+    assert logprobs is not None
+    assert logprobs.index.tolist() == [0, 2, 3, 5]
+    assert logprobs.top_ids.shape == logprobs.top_logprobs.shape == (4, 5)
+    for line, row in enumerate(logprobs.index.tolist()):
+        token = int(tokens[row])
+        assert logprobs.logprobs[line] == pytest.approx(float(expected[row, token]), abs=1e-5)
+        ranking = expected[row].argsort(descending=True).tolist()
+        assert logprobs.ranks[line] == ranking.index(token) + 1
+        assert logprobs.top_ids[line].tolist() == ranking[:5]
+        np.testing.assert_allclose(logprobs.top_logprobs[line], expected[row, ranking[:5]], atol=1e-5)
+
+
+def test_logprobs_may_ask_for_no_token_but_the_sampled_one_or_for_all() -> None:
+    logits = random_logits(30, seed=1)[None]
+    for wanted, width in ((0, 0), (30, 30), (99, 30)):
+        logprobs = sample(logits, make_rows(1, logprobs=wanted)).logprobs
+        assert logprobs is not None
+        assert logprobs.top_ids.shape == (1, width)
+
+
+def test_tokens_of_equal_logits_have_equal_ranks() -> None:
+    logits = torch.tensor([[1.0, 5.0, 5.0, 0.0]]).repeat(2, 1)
+    logprobs = sample(logits, make_rows(2, temperature=0.0, logprobs=0)).logprobs
+    assert logprobs is not None
+    assert logprobs.ranks.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 123, 5003])
+def test_ranks_are_exact_whatever_the_chunks(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = random_logits(5, vocab, seed=vocab).round(decimals=1)  # so that there are many equal ones
+    requests = [
+        asking(temperature=2.0, seed=row, logprobs=row, logprob_token_ids=tuple(range(0, vocab, 1 + vocab // 40)))
+        for row in range(5)
+    ]
+    for elements in (2**20, 1, 3 * vocab):
+        monkeypatch.setattr("aioengine.sampler.logprobs.CHUNK_ELEMENTS", elements)
+        sampled = sample_for(requests, logits)
+        lines = sampled.logprobs
+        assert lines is not None
+        for row, token in enumerate(sampled.token_ids.tolist()):
+            assert lines.ranks[row] == 1 + int((logits[row] > logits[row, token]).sum())
+            span = slice(*lines.extra_offsets[row : row + 2].tolist())
+            assert lines.extra_ids[span].tolist() == list(range(0, vocab, 1 + vocab // 40))
+            of_extra = logits[row, torch.from_numpy(lines.extra_ids[span].astype(np.int64))]
+            assert lines.extra_ranks[span].tolist() == [1 + int((logits[row] > value).sum()) for value in of_extra]
+            expected = (of_extra - torch.logsumexp(logits[row], dim=-1)).numpy()
+            np.testing.assert_allclose(lines.extra_logprobs[span], expected, atol=1e-5)
+
+
+def test_tokens_asked_for_come_in_their_order_for_rows_that_want_logprobs() -> None:
+    logits = random_logits(4, 90, seed=1)
+    requests = [
+        asking(logprobs=0, logprob_token_ids=(80, 3, 3)),
+        asking(logprob_token_ids=(1,)),
+        asking(logprobs=2),
+        asking(logprobs=1, logprob_token_ids=(90, 5, 2**31 - 1)),
+    ]
+    lines = sample_for(requests, logits).logprobs
+    assert lines is not None
+    assert lines.index.tolist() == [0, 2, 3]
+    assert lines.extra_offsets.tolist() == [0, 3, 3, 4]
+    assert lines.extra_ids.tolist() == [80, 3, 3, 5]
+    assert lines.extra_offsets.dtype == lines.extra_ids.dtype == lines.extra_ranks.dtype == np.int32
+    assert lines.extra_logprobs.dtype == np.float32
+
+
+def test_nothing_extra_is_brought_where_no_row_asks() -> None:
+    lines = sample(random_logits(2, 90, seed=1), make_rows(2, logprobs=1)).logprobs
+    assert lines is not None
+    assert len(lines.extra_offsets) == len(lines.extra_ids) == 0
+
+
+def test_likeliest_tokens_are_of_the_vocabulary_though_most_of_it_is_impossible() -> None:
+    logits = torch.full((1, 70), -torch.inf)
+    logits[0, 5] = 1.0
+    lines = sample(logits, make_rows(1, logprobs=70)).logprobs
+    assert lines is not None
+    assert lines.top_ids[0, 0] == 5
+    assert (lines.top_ids < 70).all()
+    assert lines.top_logprobs[0].tolist() == [0.0] + [-np.inf] * 69
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 5, 2000])
+@pytest.mark.parametrize("vocab", [1, 7, 123, 1000])
+def test_prompt_logprobs_are_the_log_softmax_of_the_prompts_logits(
+    vocab: int, num_top: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random = np.random.default_rng(vocab)
+    hidden = random_logits(60, 16, seed=1)
+    head = random_logits(16, vocab, seed=2, spread=0.5)
+    predicted_at = np.sort(random.choice(60, 41, replace=False))
+    lines = PromptLines(
+        index=np.sort(random.integers(0, 5, 41)).astype(np.int32),
+        positions=np.arange(1, 42, dtype=np.int32),
+        token_ids=random.integers(0, vocab, 41),
+        predicted_at=predicted_at,
+        num_top=num_top,
+    )
+    expected = torch.log_softmax((hidden @ head)[torch.from_numpy(predicted_at)].double(), dim=-1).numpy()
+    most: list[int] = []
+
+    def logits_of(of_hidden: torch.Tensor) -> torch.Tensor:
+        most.append(len(of_hidden))
+        return of_hidden @ head
+
+    for elements, lines_a_chunk in ((2**22, 41), (1, 1), (7 * vocab, 7)):
+        monkeypatch.setattr("aioengine.sampler.logprobs.PROMPT_CHUNK_ELEMENTS", elements)
+        most.clear()
+        result = prompt_logprobs(logits_of, hidden, lines, vocab)
+        assert max(most) == lines_a_chunk
+        assert result.index is lines.index
+        assert result.positions is lines.positions
+        of_tokens = expected[np.arange(41), lines.token_ids]
+        np.testing.assert_allclose(result.logprobs, of_tokens, atol=1e-5)
+        assert result.ranks.tolist() == (1 + (expected > of_tokens[:, None]).sum(axis=1)).tolist()
+        width = min(num_top, vocab)
+        ranking = np.argsort(-expected, axis=1)[:, :width]
+        assert result.top_ids.tolist() == ranking.tolist()
+        np.testing.assert_allclose(result.top_logprobs, np.take_along_axis(expected, ranking, axis=1), atol=1e-5)
+        assert result.top_ids.dtype == result.ranks.dtype == np.int32
+        assert result.logprobs.dtype == result.top_logprobs.dtype == np.float32
