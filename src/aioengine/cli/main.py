@@ -9,6 +9,7 @@ import sys
 import click
 
 import aioengine
+from aioengine.cli.bench import bench
 from aioengine.cli.chat import chat
 from aioengine.cli.generate import generate
 from aioengine.errors import AioEngineError, ConfigError, InvalidRequest
@@ -26,6 +27,7 @@ def cli() -> None:
 
 cli.add_command(generate)
 cli.add_command(chat)
+cli.add_command(bench)
 
 
 def main() -> None:

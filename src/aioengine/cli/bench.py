@@ -1,0 +1,258 @@
+"""`aioengine bench`: what an engine does here, measured: latency by concurrency, and throughput."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from aioengine.cli.figures import (
+    LatencyReport,
+    Level,
+    ThroughputReport,
+    Workload,
+    environment_of,
+    measured_of,
+)
+from aioengine.cli.load import Burst, Job, Jobs, Range, send
+from aioengine.cli.loop import run
+from aioengine.cli.options import given, options_of
+from aioengine.cli.plot import check_matplotlib, plot_latency, plot_throughput
+from aioengine.cli.tables import progress_bar, show_latency, show_throughput
+from aioengine.config import EngineConfig
+from aioengine.engine import Engine
+from aioengine.sampling_params import SamplingParams
+
+Command = Callable[..., Any]
+
+FEWEST_REQUESTS = 8
+"""At a concurrency, unless told otherwise; twice the concurrency where that is more."""
+
+WARM_UP_TOKENS = 8
+"""Of each request before a measurement: what is done once for a batch of this size is done then."""
+
+WARM_UP_REQUESTS = 32
+"""At most: larger batches bring little that is new."""
+
+
+def _read_range(_: click.Context, __: click.Parameter, value: str) -> Range:
+    """``64``, or ``32:128`` for a uniform draw."""
+    low, colon, high = value.partition(":")
+    try:
+        drawn = Range(int(low), int(high) if colon else int(low))
+    except ValueError:
+        raise click.BadParameter(f"{value!r}: a number or a range like 32:128 is needed") from None
+    if not 1 <= drawn.low <= drawn.high:
+        raise click.BadParameter(f"{value!r}: at least 1 is needed, and the lower end first")
+    return drawn
+
+
+def _read_concurrencies(_: click.Context, __: click.Parameter, value: str) -> list[int]:
+    """``1,2,4``."""
+    try:
+        concurrencies = sorted({int(part) for part in value.split(",")})
+    except ValueError:
+        raise click.BadParameter(f"{value!r}: numbers with commas between them are needed, like 1,2,4") from None
+    if concurrencies[0] < 1:
+        raise click.BadParameter(f"{value!r}: at least 1 is needed")
+    return concurrencies
+
+
+class Output(msgspec.Struct, frozen=True):
+    """Where the figures go besides the table."""
+
+    json: str | None
+    plot: Path | None
+
+    def check(self) -> None:
+        """Refuse what could not be written, before anything is measured."""
+        if self.plot is not None:
+            check_matplotlib()
+        for path in (self.json if self.json != "-" else None, self.plot):
+            if path is not None and not Path(path).absolute().parent.is_dir():
+                raise click.UsageError(f"{path}: there is no folder {Path(path).parent}")
+
+    @property
+    def takes_stdout(self) -> bool:
+        return self.json == "-"
+
+    def write_json(self, report: msgspec.Struct) -> None:
+        text = msgspec.json.format(msgspec.json.encode(report), indent=2).decode()
+        if self.json == "-":
+            click.echo(text)
+        elif self.json is not None:
+            Path(self.json).write_text(text + "\n", encoding="utf-8")
+
+
+def _shared_options(output_len: str) -> Callable[[Command], Command]:
+    """What both benchmarks take."""
+    options: list[Callable[[Command], Command]] = [
+        click.option(
+            "--input-len", callback=_read_range, metavar="N|LOW:HIGH", default="64", show_default=True,
+            help="tokens of a prompt, drawn by --seed",
+        ),
+        click.option(
+            "--output-len", callback=_read_range, metavar="N|LOW:HIGH", default=output_len, show_default=True,
+            help="tokens of an answer",
+        ),
+        click.option("--prompt", help="text of all prompts, in place of random tokens: the prefix cache will have it"),
+        click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy"),
+        click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="of lengths and tokens"),
+        click.option(
+            "--repeats", type=click.IntRange(1), default=3, show_default=True,
+            help="measure everything so often: how far apart the repeats lie is the noise",
+        ),
+        click.option(
+            "--json", "json_path", type=click.Path(dir_okay=False, writable=True, allow_dash=True),
+            help='write all figures as JSON; "-": to stdout',
+        ),
+        click.option("--plot", type=click.Path(dir_okay=False, writable=True, path_type=Path), help="draw them as PNG"),
+        options_of(EngineConfig),
+    ]  # fmt: skip
+
+    def decorate(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+@click.group()
+def bench() -> None:
+    """Measure an engine on this machine."""
+
+
+@bench.command()
+@click.option(
+    "--concurrency",
+    callback=_read_concurrencies,
+    metavar="N,N,...",
+    default="1,2,4,8,16,32,64",
+    show_default=True,
+    help="requests in flight; each that ends is followed by the next",
+)
+@click.option(
+    "--num-requests",
+    type=click.IntRange(1),
+    help=f"at each concurrency; absent: {FEWEST_REQUESTS}, or twice the concurrency if that is more",
+)
+@_shared_options(output_len="32")
+def latency(
+    concurrency: list[int], num_requests: int | None, json_path: str | None, plot: Path | None, **flags: Any
+) -> None:
+    """How long requests take, by how many are in flight.
+
+    A closed loop: at each concurrency so many clients each send a request, read it to its end, and send the next.
+    Every request runs to its full length, past any end-of-sequence token.
+    """
+    output = Output(json_path, plot)
+    output.check()
+    counts = {level: num_requests or max(FEWEST_REQUESTS, 2 * level) for level in concurrency}
+    run(_latency(counts, output, _workload(flags), given(EngineConfig, flags)))
+
+
+@bench.command()
+@click.option("--num-prompts", type=click.IntRange(1), default=128, show_default=True, help="sent all at once")
+@_shared_options(output_len="64")
+def throughput(num_prompts: int, json_path: str | None, plot: Path | None, **flags: Any) -> None:
+    """How much an engine gets done when all requests come at once.
+
+    Every request runs to its full length, past any end-of-sequence token.
+    """
+    output = Output(json_path, plot)
+    output.check()
+    run(_throughput(num_prompts, output, _workload(flags), given(EngineConfig, flags)))
+
+
+def _workload(flags: dict[str, Any]) -> Workload:
+    workload = Workload(**{name: flags[name] for name in Workload.__struct_fields__})
+    SamplingParams(temperature=workload.temperature)  # a bad one is refused before the model is loaded
+    return workload
+
+
+async def _latency(counts: dict[int, int], output: Output, workload: Workload, config: dict[str, Any]) -> None:
+    bursts: dict[int, list[Burst]] = {concurrency: [] for concurrency in counts}
+    async with Engine(**config) as engine:
+        jobs = make_jobs(engine, workload)
+        with progress_bar(workload.repeats * sum(counts.values())) as on_done:
+            # A machine that drifts shows in the repeats of each level, not as a slope over the levels.
+            for repeat in range(workload.repeats):
+                for concurrency, count in counts.items():
+                    title = f"{concurrency} in flight"
+                    if repeat == 0:
+                        await _warm_up(engine, jobs.make(concurrency), workload)
+                    burst = await send(
+                        engine,
+                        jobs.make(count),
+                        concurrency=concurrency,
+                        temperature=workload.temperature,
+                        on_done=partial(on_done, title),
+                    )
+                    bursts[concurrency].append(burst)
+        environment = environment_of(engine)
+    levels = [Level(concurrency, measured_of(repeats)) for concurrency, repeats in bursts.items()]
+    report = LatencyReport(environment, workload, levels)
+    show_latency(report, to_stderr=output.takes_stdout)
+    output.write_json(report)
+    if output.plot is not None:
+        plot_latency(report, output.plot)
+
+
+async def _throughput(num_prompts: int, output: Output, workload: Workload, config: dict[str, Any]) -> None:
+    bursts: list[Burst] = []
+    async with Engine(**config) as engine:
+        jobs = make_jobs(engine, workload)
+        with progress_bar(workload.repeats * num_prompts) as on_done:
+            await _warm_up(engine, jobs.make(num_prompts), workload)
+            for repeat in range(workload.repeats):
+                title = f"repeat {repeat + 1}"
+                burst = await send(
+                    engine,
+                    jobs.make(num_prompts),
+                    concurrency=num_prompts,
+                    temperature=workload.temperature,
+                    on_done=partial(on_done, title),
+                )
+                bursts.append(burst)
+        environment = environment_of(engine)
+    report = ThroughputReport(environment, workload, measured_of(bursts))
+    show_throughput(report, to_stderr=output.takes_stdout)
+    output.write_json(report)
+    if output.plot is not None:
+        plot_throughput(report, [timing for burst in bursts for timing in burst.timings], output.plot)
+
+
+def make_jobs(engine: Engine, workload: Workload) -> Jobs:
+    """What a workload asks of this engine.
+
+    Raises:
+        click.UsageError: the longest request does not fit the model.
+    """
+    longest_input = workload.input_len.high if workload.prompt is None else 1
+    limit = engine.info.max_model_len
+    if longest_input + workload.output_len.high > limit:
+        raise click.UsageError(
+            f"{longest_input} tokens in and {workload.output_len.high} out are more than the {limit} that this model "
+            "allows: lower --input-len or --output-len"
+        )
+    return Jobs(
+        text=workload.prompt,
+        input_len=workload.input_len,
+        output_len=workload.output_len,
+        vocab_size=engine.info.vocab_size,
+        seed=workload.seed,
+    )
+
+
+async def _warm_up(engine: Engine, jobs: list[Job], workload: Workload) -> None:
+    """Compute what is computed once, unmeasured."""
+    short = [
+        msgspec.structs.replace(job, num_output_tokens=min(job.num_output_tokens, WARM_UP_TOKENS))
+        for job in jobs[:WARM_UP_REQUESTS]
+    ]
+    await send(engine, short, concurrency=len(short), temperature=workload.temperature)

@@ -1,0 +1,273 @@
+"""Benchmarks: times under a clock that is known, the command with tiny numbers, and what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pty
+import select
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import click
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from aioengine import Engine, StepFailed
+from aioengine.cli import load
+from aioengine.cli.bench import bench, make_jobs
+from aioengine.cli.figures import Environment, LatencyReport, Level, ThroughputReport, Workload, measured_of
+from aioengine.cli.load import Burst, Job, Jobs, Range, Timing, send
+from aioengine.cli.plot import SIZE_PIXELS, plot_latency, plot_throughput
+from aioengine.cli.tables import show_latency, show_throughput
+from aioengine.testing import FakeExecutor
+
+COMMAND = [sys.executable, "-m", "aioengine", "bench"]
+DEADLINE_S = 90
+STEP_TIME_S = 0.02
+EIGHT = Range(8, 8)
+TINY = ("--input-len", "8", "--kv-cache-memory-bytes", "20000000")
+
+
+def run(*args: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    return subprocess.run([*COMMAND, *args], capture_output=True, text=True, timeout=DEADLINE_S, check=False, env=env)
+
+
+# Measuring
+
+
+@pytest.fixture
+def loop_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests are timed by the loop's virtual clock."""
+    monkeypatch.setattr(load, "time", SimpleNamespace(perf_counter=lambda: asyncio.get_running_loop().time()))
+
+
+def slow_device() -> FakeExecutor:
+    return FakeExecutor(vocab_size=2048, step_time_s=STEP_TIME_S)
+
+
+@pytest.mark.usefixtures("loop_clock")
+@pytest.mark.virtual_clock(seeds=3)
+async def test_the_times_of_a_request_are_those_of_its_steps() -> None:
+    async with Engine(executor=slow_device()) as engine:
+        burst = await send(engine, [Job([1, 2, 3], 5)], concurrency=1)
+    (timing,) = burst.timings
+    assert (timing.num_input_tokens, timing.num_output_tokens) == (3, 5)
+    assert timing.ttft_s == pytest.approx(STEP_TIME_S)
+    assert timing.itl_s == pytest.approx([STEP_TIME_S] * 4)
+    assert timing.e2e_s == pytest.approx(5 * STEP_TIME_S)
+    assert burst.duration_s == pytest.approx(5 * STEP_TIME_S)
+
+
+@pytest.mark.usefixtures("loop_clock")
+@pytest.mark.virtual_clock(seeds=3)
+async def test_the_next_request_is_sent_when_one_ends_and_no_earlier() -> None:
+    done: list[float] = []
+    async with Engine(executor=slow_device()) as engine:
+        started = asyncio.get_running_loop().time()
+        jobs = [Job([number, 2, 3], 5) for number in range(6)]
+        burst = await send(
+            engine, jobs, concurrency=2, on_done=lambda: done.append(asyncio.get_running_loop().time() - started)
+        )
+    assert done == pytest.approx([5 * STEP_TIME_S] * 2 + [10 * STEP_TIME_S] * 2 + [15 * STEP_TIME_S] * 2)
+    assert [timing.ttft_s for timing in burst.timings] == pytest.approx([STEP_TIME_S] * 6)
+
+
+@pytest.mark.virtual_clock(seeds=3)
+async def test_the_engines_error_comes_out_as_itself() -> None:
+    executor = slow_device()
+    executor.make_step_fail(2, RuntimeError("out of luck"))
+    async with Engine(executor=executor) as engine:
+        with pytest.raises(StepFailed):
+            await send(engine, [Job([1], 5), Job([2], 5)], concurrency=2)
+
+
+def jobs(input_len: Range, output_len: Range, seed: int) -> Jobs:
+    return Jobs(text=None, input_len=input_len, output_len=output_len, vocab_size=2048, seed=seed)
+
+
+def test_the_same_seed_makes_the_same_jobs_and_each_batch_has_lengths_alike_and_tokens_of_its_own() -> None:
+    made = jobs(Range(2, 9), Range(1, 5), seed=3)
+    first, second = made.make(50), made.make(50)
+    assert first == jobs(Range(2, 9), Range(1, 5), seed=3).make(50)
+    assert first != jobs(Range(2, 9), Range(1, 5), seed=4).make(50)
+    shapes = [[(len(job.prompt), job.num_output_tokens) for job in batch] for batch in (first, second)]
+    assert shapes[0] == shapes[1]
+    assert {length for length, _ in shapes[0]} == set(range(2, 10))
+    assert {length for _, length in shapes[0]} == set(range(1, 6))
+    assert all(one.prompt != other.prompt for one, other in zip(first, second, strict=True) if len(one.prompt) > 2)
+
+
+def workload(input_len: Range = EIGHT, output_len: Range = EIGHT) -> Workload:
+    return Workload(prompt=None, input_len=input_len, output_len=output_len, temperature=0.0, seed=0, repeats=1)
+
+
+def test_a_summary_is_over_the_samples_of_all_repeats() -> None:
+    def timing(ttft_s: float) -> Timing:
+        return Timing(num_input_tokens=10, num_output_tokens=3, ttft_s=ttft_s, itl_s=[0.1, 0.3], e2e_s=ttft_s + 0.4)
+
+    bursts = [Burst([timing(1.0), timing(2.0)], 2.4), Burst([timing(3.0)], 3.6)]
+    measured = measured_of(bursts)
+    overall = measured.overall
+    assert (overall.num_requests, overall.num_input_tokens, overall.num_output_tokens) == (3, 30, 9)
+    assert overall.requests_per_s == pytest.approx(0.5)
+    assert overall.output_tokens_per_s == pytest.approx(1.5)
+    assert overall.total_tokens_per_s == pytest.approx(6.5)
+    assert overall.ttft_ms.mean == overall.ttft_ms.p50 == pytest.approx(2000)
+    assert overall.ttft_ms.p90 == pytest.approx(2800)
+    assert overall.itl_ms is not None
+    assert overall.itl_ms.p50 == pytest.approx(200)
+    assert [repeat.ttft_ms.p50 for repeat in measured.repeats] == pytest.approx([1500, 3000])
+
+
+# The command
+
+
+def png_size(path: Path) -> tuple[int, ...]:
+    data = path.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    assert data[12:16] == b"IHDR"
+    return struct.unpack(">II", data[16:24])
+
+
+def test_latency_is_a_table_on_stderr_json_on_stdout_and_a_picture(tmp_path: Path) -> None:
+    picture = tmp_path / "latency.png"
+    done = run(
+        "latency", *TINY, "--concurrency", "4,1", "--num-requests", "3", "--output-len", "3", "--repeats", "2",
+        "--json", "-", "--plot", str(picture),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "in flight" in done.stderr
+    assert "warming up" not in done.stderr, "a bar is for terminals"
+    report = msgspec.json.decode(done.stdout, type=LatencyReport)
+    assert [level.concurrency for level in report.levels] == [1, 4]
+    for level in report.levels:
+        overall = level.measured.overall
+        assert (overall.num_requests, overall.num_input_tokens, overall.num_output_tokens) == (6, 48, 18)
+        assert 0 < overall.ttft_ms.p50 <= overall.ttft_ms.p90 <= overall.ttft_ms.p99
+        assert overall.itl_ms is not None
+        assert overall.e2e_ms.p50 > overall.ttft_ms.p50
+        assert len(level.measured.repeats) == 2
+    assert report.environment.model == "the bundled model"
+    assert (report.environment.device, report.environment.dtype) == ("cpu", "bfloat16")
+    assert png_size(picture) == SIZE_PIXELS
+
+
+def test_throughput_is_a_table_on_stdout_json_in_a_file_and_a_picture(tmp_path: Path) -> None:
+    picture, file = tmp_path / "throughput.png", tmp_path / "figures.json"
+    done = run(
+        "throughput", *TINY, "--num-prompts", "6", "--output-len", "1:4", "--repeats", "2", "--seed", "5",
+        "--json", str(file), "--plot", str(picture), "--num-threads", "1", "--dtype", "float32",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "6 requests at once" in done.stdout
+    assert "output tokens" in done.stdout
+    report = msgspec.json.decode(file.read_text(), type=ThroughputReport)
+    lengths = [job.num_output_tokens for job in jobs(Range(8, 8), Range(1, 4), seed=5).make(6)]
+    first, second = report.measured.repeats
+    assert first.num_output_tokens == second.num_output_tokens == sum(lengths)
+    assert first.num_input_tokens == 48
+    slowest, fastest = sorted(repeat.requests_per_s for repeat in report.measured.repeats)
+    assert slowest <= report.measured.overall.requests_per_s <= fastest
+    assert (report.environment.dtype, report.environment.num_threads) == ("float32", 1)
+    assert set(json.loads(file.read_text())) == {"benchmark", "environment", "workload", "measured"}
+    assert png_size(picture) == SIZE_PIXELS
+
+
+def test_one_token_each_has_no_time_between_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    timing = Timing(num_input_tokens=8, num_output_tokens=1, ttft_s=0.5, itl_s=[], e2e_s=0.5)
+    measured = measured_of([Burst([timing], 0.5)])
+    assert measured.overall.itl_ms is None
+    environment = Environment(
+        model="a model", dtype="float32", device="cpu", num_threads=None, num_cores=2, machine="x", python="3",
+        torch="2", aioengine="1", time="now",
+    )  # fmt: skip
+    asked = workload(output_len=Range(1, 1))
+    latency = LatencyReport(environment, asked, [Level(1, measured)])
+    show_latency(latency, to_stderr=False)
+    plot_latency(latency, tmp_path / "latency.png")
+    throughput = ThroughputReport(environment, asked, measured)
+    show_throughput(throughput, to_stderr=True)
+    plot_throughput(throughput, [timing], tmp_path / "throughput.png")
+    assert png_size(tmp_path / "latency.png") == png_size(tmp_path / "throughput.png") == SIZE_PIXELS
+    out, err = capsys.readouterr()
+    assert "500.0 │       - │" in out
+    assert "8 random tokens in, 1 tokens out, greedy, seed 0" in out
+    assert "inter-token" not in err
+    assert "a model in float32 on cpu" in err
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("latency", "--concurrency", "1,x"), "numbers with commas"),
+        (("latency", "--concurrency", "0,1"), "at least 1"),
+        (("latency", "--input-len", "9:3"), "the lower end first"),
+        (("throughput", "--output-len", "0"), "at least 1"),
+        (("throughput", "--output-len", "few"), "a range like 32:128"),
+        (("throughput", "--repeats", "0"), "'--repeats'"),
+        (("throughput", "--json", "no/such/folder/x.json"), "there is no folder no/such/folder"),
+        (("latency", "--plot", "no/such/folder/x.png"), "there is no folder no/such/folder"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, tuple) else None,
+)
+def test_a_bad_argument_is_refused_before_anything_starts(args: tuple[str, ...], says: str) -> None:
+    result = CliRunner().invoke(bench, args)
+    assert result.exit_code == 2, result.output
+    assert says in " ".join(result.output.split())
+
+
+def test_without_matplotlib_a_plot_is_refused_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = CliRunner().invoke(bench, ["latency", "--plot", str(tmp_path / "x.png")])
+    assert result.exit_code == 2, result.output
+    assert "pip install 'aioengine[bench]'" in result.output
+
+
+@pytest.mark.virtual_clock(seeds=1)
+async def test_what_does_not_fit_the_model_is_said_with_the_flags_that_change_it() -> None:
+    async with Engine(executor=FakeExecutor(vocab_size=2048, max_model_len=100)) as engine:
+        assert len(make_jobs(engine, workload(Range(60, 60), Range(10, 40))).make(3)) == 3
+        with pytest.raises(
+            click.UsageError, match=r"61 tokens in and 40 out are more than the 100 .* lower --input-len"
+        ):
+            make_jobs(engine, workload(Range(60, 61), Range(10, 40)))
+
+
+def test_ctrl_c_ends_a_benchmark_and_its_bar_quietly() -> None:
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [*COMMAND, "latency", *TINY, "--concurrency", "2", "--num-requests", "5000"],
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    shown = b""
+    deadline = time.monotonic() + DEADLINE_S
+    while b"2 in flight" not in shown:  # the bar says that it is measuring
+        assert time.monotonic() < deadline, shown
+        if select.select([ours], [], [], 1)[0]:
+            shown += os.read(ours, 65536)
+    process.send_signal(signal.SIGINT)
+    while select.select([ours], [], [], DEADLINE_S)[0]:
+        try:
+            chunk = os.read(ours, 65536)
+        except OSError:  # its other end is closed
+            break
+        shown += chunk
+    os.close(ours)
+    stdout, _ = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 130, shown
+    assert not stdout
+    assert b"Traceback" not in shown
+    assert b"Warning" not in shown
