@@ -2,14 +2,16 @@
 
 import math
 import re
+import weakref
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from sampler.batch import asking, random_logits, sample_for, tokens_of
+from sampler.batch import asking, random_logits, rows_of, sample_for, tokens_of
 
 from aioengine.core.plan import LogitsRow
+from aioengine.sampler import sample
 
 VOCAB = 128  # a multiple of the block, so that rows are worked on where they are
 
@@ -91,8 +93,13 @@ def fail(logits: torch.Tensor, rows: list[LogitsRow]) -> None:
     raise KeyError("the request's own mistake")
 
 
+def leave(logits: torch.Tensor, rows: list[LogitsRow]) -> None:
+    raise SystemExit(3)
+
+
 BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "raises": (fail, KeyError, "own mistake"),
+    "wants to end the process": (leave, RuntimeError, r"SystemExit\(3\)"),
     "one row too few": (lambda logits, rows: logits[1:], ValueError, r"float32 \[\d, 128\]"),
     "flat": (lambda logits, rows: logits.flatten(), ValueError, r"float32 \[\d, 128\]"),
     "reshaped in place": (lambda logits, rows: logits.t_() and None, (ValueError, RuntimeError), ""),
@@ -131,6 +138,21 @@ def test_what_goes_wrong_in_one_fails_its_rows_and_no_other(bad: Any, error: Any
     assert alone.logprobs is not None
     assert sampled.logprobs.index.tolist() == alone.logprobs.index.tolist() == [0, 1]
     np.testing.assert_array_equal(sampled.logprobs.logprobs, alone.logprobs.logprobs)
+
+
+def test_an_error_says_where_it_was_raised_and_keeps_no_logits_alive() -> None:
+    def fail_by_chance(logits: torch.Tensor, rows: list[LogitsRow]) -> None:
+        try:
+            fail(logits, rows)
+        except KeyError as error:
+            raise ValueError("again") from error
+
+    logits = random_logits(1, VOCAB, seed=1)
+    is_alive = weakref.ref(logits)
+    (failure,) = sample(logits, rows_of([asking(logits_processors=(fail_by_chance,))])).failures
+    del logits
+    assert is_alive() is None
+    assert "in fail_by_chance" in failure.error.__notes__[0]
 
 
 def test_a_failed_row_runs_no_further_function_of_its_own() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -42,9 +44,29 @@ def run(processor: LogitsProcessor, logits: Tensor, ruled: RuledRows, members: I
         changed = given if returned is None else returned
         check(changed, shape, logits)
         logits[places] = changed.detach()
-    except Exception as error:
-        return error
+    except BaseException as error:  # SystemExit too: one request's code must not end the others' step
+        return forget_frames(error)
     return None
+
+
+def forget_frames(error: BaseException) -> Exception:
+    """The error with its traceback as text: frames would keep the step's logits alive as long as someone keeps it."""
+    if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+        stack = "".join(traceback.format_tb(error.__traceback__.tb_next))
+        error.add_note(f"Raised by a logits processor:\n{stack}")
+    links: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while links:
+        link = links.pop()
+        if link is not None and id(link) not in seen:
+            seen.add(id(link))
+            link.__traceback__ = None
+            links += [link.__cause__, link.__context__]
+    if isinstance(error, Exception):
+        return error
+    failure = RuntimeError(f"a logits processor raised {error!r}")
+    failure.__cause__ = error
+    return failure
 
 
 def check(changed: object, shape: torch.Size, logits: Tensor) -> None:
