@@ -11,7 +11,7 @@ import numpy as np
 from aioengine.core.kv_manager import KVManager
 from aioengine.core.plan import StepPlan, StepResult, Want, int32
 from aioengine.core.scheduler import Scheduler, StepOutput
-from aioengine.core.sequence import Reason, Sequence
+from aioengine.core.sequence import Reason, Sequence, make_family
 from aioengine.request import Request
 from aioengine.sampling_params import SamplingParams
 from aioengine.testing.fake_executor import FakeExecutor, FakeStep, Sampler, sample_hash
@@ -62,8 +62,17 @@ class Core:
         self._num_computed: Counter[Sequence] = Counter()
 
     def add(
-        self, prompt: Iterable[int], *, max_tokens: int = 8, reason: Reason = Reason.NONE, seed: int = 1, **params: Any
+        self,
+        prompt: Iterable[int],
+        *,
+        max_tokens: int = 8,
+        reason: Reason = Reason.NONE,
+        seed: int = 1,
+        priority: int = 0,
+        cache_salt: str = "",
+        **params: Any,
     ) -> Sequence:
+        """Add a request; returns its first choice, whose ``children`` are the others."""
         prompt_token_ids = int32(list(prompt))
         most = self.executor.info.num_blocks * self.executor.info.block_size
         request = Request(
@@ -72,10 +81,12 @@ class Core:
             params=SamplingParams(**params),
             seed=seed,
             max_total_tokens=min(len(prompt_token_ids) + max_tokens, most),
+            priority=priority,
+            cache_salt=cache_salt,
         )
-        sequence = Sequence(request, eos_token_ids=(EOS,))
+        sequence = make_family(request, request.params.n, eos_token_ids=(EOS,), block_hashes=None)
         self.scheduler.add(sequence, reason)
-        self.sequences.append(sequence)
+        self.sequences += [sequence, *sequence.children]
         return sequence
 
     def launch(self) -> StepPlan | None:
@@ -142,6 +153,8 @@ class Core:
         held = self.executor.rows()
         arrays = (
             plan.removed,
+            plan.copied_from,
+            plan.copied_to,
             plan.grown_rows,
             plan.grown_blocks,
             plan.rows,

@@ -14,6 +14,7 @@ from aioengine.testing.fake_executor import FakeExecutor
 
 VOCAB = 12
 """So few that outputs soon repeat, and every twelfth token is EOS."""
+INSIDE_REASONS = Reason.PENDING_PREFIX | Reason.FORK
 OUTSIDE_REASONS = [Reason.FLOW, Reason.GRAMMAR, Reason.PAUSED]
 PREFIXES = [list(range(start, start + length)) for start in (0, 1, 2) for length in (4, 9, 16)]
 
@@ -29,6 +30,10 @@ requests = st.fixed_dictionaries(
         "ignore_eos": st.booleans(),
         "stop_token_ids": st.sampled_from([(), (), (3,), (EOS, 5)]),
         "reason": st.sampled_from([Reason.NONE, Reason.NONE, Reason.NONE, Reason.REMOTE_KV]),
+        "n": st.sampled_from([1, 1, 1, 2, 3, 7]),
+        "priority": st.sampled_from([0, 0, 0, -1, 1]),
+        "cache_salt": st.sampled_from(["", "", "salt"]),
+        "prompt_logprobs": st.sampled_from([None, None, None, 1]),
     }
 )
 
@@ -99,14 +104,19 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def unblock(self, data: st.DataObject) -> None:
         sequence = data.draw(st.sampled_from(self.blocked_from_outside()))
-        self.core.scheduler.unblock(
-            sequence, data.draw(st.sampled_from(list(sequence.reasons & ~Reason.PENDING_PREFIX)))
-        )
+        self.core.scheduler.unblock(sequence, data.draw(st.sampled_from(list(sequence.reasons & ~INSIDE_REASONS))))
 
     @rule(is_unlucky=st.sampled_from([False, False, False, False, True]))
     def fail_next_step(self, is_unlucky: bool) -> None:
         if is_unlucky:
             self.core.fail_next()
+
+    @rule(data=st.data(), is_unlucky=st.sampled_from([False, False, True]))
+    def fail_a_row_of_the_next_step(self, data: st.DataObject, is_unlucky: bool) -> None:
+        running = self.core.scheduler.running
+        if is_unlucky and running:
+            row = data.draw(st.sampled_from(running)).row
+            self.core.executor.make_row_fail(self.core.executor.stats.num_steps, row, RuntimeError("the row broke"))
 
     @rule(is_wanted=st.sampled_from([False, False, True]))
     def reset_prefix_cache(self, is_wanted: bool) -> None:
@@ -129,11 +139,12 @@ class CoreMachine(RuleBasedStateMachine):
         assert leaving == set(self.core.scheduler.table._removed), "the next plan removes what the snapshot leaves out"
 
     def blocked_from_outside(self) -> list[Sequence]:
-        return [s for s in self.core.scheduler.sequences() if s.reasons & ~Reason.PENDING_PREFIX]
+        return [s for s in self.core.scheduler.sequences() if s.reasons & ~INSIDE_REASONS]
 
     def check_that_all_wait_for_others(self) -> None:
         """Nothing is in flight and nothing was scheduled: only somebody outside can bring the rest on."""
-        forgotten = set(self.core.scheduler.sequences()) - set(self.blocked_from_outside())
+        unborn = {child for sequence in self.core.scheduler.sequences() for child in sequence.children}
+        forgotten = set(self.core.scheduler.sequences()) - set(self.blocked_from_outside()) - unborn
         assert not forgotten
 
     def teardown(self) -> None:
@@ -141,7 +152,7 @@ class CoreMachine(RuleBasedStateMachine):
             return
         scheduler = self.core.scheduler
         for sequence in scheduler.sequences():
-            scheduler.unblock(sequence, ~Reason.PENDING_PREFIX)
+            scheduler.unblock(sequence, ~INSIDE_REASONS)
         self.core.run()
         assert not scheduler.has_work
         assert scheduler.num_unstarted == 0

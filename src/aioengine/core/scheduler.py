@@ -331,7 +331,7 @@ class Scheduler:
         idle = [*self.waiting, *self.blocked.values()]
         assert all(sequence.state is State.WAITING and sequence.row == -1 for sequence in idle)
         assert {s.order for s in idle if s.block_ids} == self._parked.keys()
-        unborn = {child.order for sequence in live for child in sequence.children}
+        unborn = {c.order for sequence in live for c in sequence.children if c.state is not State.FINISHED}
         assert unborn == {s.order for s in live if s.reasons & Reason.FORK}, (
             "a child waits for a parent that it has not"
         )

@@ -1,0 +1,329 @@
+"""Several choices of one prompt: computed once, shared, forked, and each on its own from then on."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from core.harness import EOS, Core, expected_output
+
+from aioengine.core.sequence import Reason, Sequence, State
+
+
+def family_of(core: Core, first: Sequence) -> list[Sequence]:
+    return [sequence for sequence in core.sequences if sequence.request is first.request]
+
+
+def assert_each_runs_alone_alike(sequences: list[Sequence]) -> None:
+    for sequence in sequences:
+        assert (sequence.output_ids, sequence.finish_reason, sequence.stop_reason) == expected_output(sequence)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 11])
+@pytest.mark.parametrize("num_choices", [2, 5])
+def test_the_prompt_is_computed_once_and_each_token_but_the_last_ones(
+    depth: int, caching: bool, length: int, num_choices: int
+) -> None:
+    core = Core(depth=depth, caching=caching)
+    family = family_of(core, core.add(range(100, 100 + length), n=num_choices, max_tokens=9, ignore_eos=True))
+    core.run()
+    assert len(family) == num_choices
+    assert_each_runs_alone_alike(family)
+    assert len({tuple(sequence.output_ids) for sequence in family}) == num_choices, "each draws its own"
+    num_outputs = sum(len(sequence.output_ids) for sequence in family)
+    assert core.num_computed_tokens == length + num_outputs - num_choices
+    assert core.kv.pool.num_free == core.kv.pool.num_blocks
+
+
+@pytest.mark.parametrize(("length", "num_copies"), [(8, 0), (9, 3), (11, 3)])
+def test_only_a_partial_block_is_copied_once_for_each_child(length: int, num_copies: int) -> None:
+    core = Core(block_size=4)
+    core.add(range(100, 100 + length), n=4, max_tokens=3, ignore_eos=True)
+    core.step()
+    assert core.kv.pool.num_free == core.kv.pool.num_blocks - 3 + (length == 8), "the prompt's blocks are there once"
+    core.run()
+    copied = [plan.copied_to.tolist() for plan in core.executor.plans]
+    assert sum(map(len, copied)) == num_copies
+
+
+def test_children_run_when_there_are_rows_for_them_in_the_order_of_their_index() -> None:
+    core = Core(max_num_seqs=2)
+    first = core.add(range(100, 110), n=5, max_tokens=4, ignore_eos=True)
+    later = core.add(range(300, 310), max_tokens=4, ignore_eos=True)
+    begun: list[Sequence] = []
+    while core.scheduler.has_work:
+        core.launch_all()
+        begun += [sequence for sequence in core.scheduler.running if sequence not in begun]
+        core.land()
+    # While the prompt runs the other row is free, and who comes later takes it.
+    assert [s for s in begun if s is not later] == family_of(core, first)
+    assert_each_runs_alone_alike(core.sequences)
+
+
+def test_a_family_counts_with_all_its_members_until_they_have_a_row() -> None:
+    core = Core()
+    core.add(range(100, 110), n=6, ignore_eos=True)
+    assert core.scheduler.num_unstarted == 6
+    core.step()
+    assert core.scheduler.num_unstarted == 5
+    core.step()
+    assert core.scheduler.num_unstarted == 0
+
+
+def test_the_first_tokens_may_end_any_of_them() -> None:
+    # Choices 1 and 3 end with their first token.
+    core = Core(sampler=lambda tokens, sampling: EOS if sampling.choice % 2 else 500 + sampling.choice)
+    family = family_of(core, core.add(range(100, 110), n=4, max_tokens=3))
+    core.step()
+    assert [sequence.finish_reason for sequence in family] == [None, "stop", None, "stop"]
+    assert [sequence.state for sequence in family[1::2]] == [State.FINISHED] * 2
+    core.run()
+    assert [sequence.output_ids for sequence in family] == [[500] * 3, [EOS], [502] * 3, [EOS]]
+
+
+def test_one_token_each_needs_no_row_but_the_first_ones() -> None:
+    core = Core()
+    family = family_of(core, core.add(range(100, 110), n=4, max_tokens=1, ignore_eos=True))
+    output = core.step()
+    assert output is not None
+    assert output.sequences == family
+    assert output.token_ids == [sequence.output_ids[0] for sequence in family]
+    assert [sequence.finish_reason for sequence in family] == ["length"] * 4
+    assert core.launch() is None
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_children_go_on_when_the_first_one_ends_before_they_have_a_row(depth: int) -> None:
+    core = Core(depth=depth, max_num_seqs=1)
+    family = family_of(core, core.add(range(100, 110), n=3, max_tokens=6, ignore_eos=True))
+    core.step()
+    core.scheduler.finish(family[0], "abort")
+    others = [core.add(range(first, first + 9), max_tokens=20, ignore_eos=True) for first in (300, 500)]
+    core.run()
+    assert_each_runs_alone_alike([*family[1:], *others])
+
+
+def test_ending_the_first_before_the_fork_ends_all_of_them() -> None:
+    core = Core(max_num_batched_tokens=8)
+    family = family_of(core, core.add(range(100, 120), n=3))
+    core.step()
+    core.scheduler.finish(family[0], "abort")
+    core.scheduler.check_integrity()
+    assert [sequence.finish_reason for sequence in family] == ["abort"] * 3
+    assert core.launch() is None
+    assert core.scheduler.num_unstarted == 0
+
+
+def test_a_child_that_was_ended_before_the_fork_gets_nothing() -> None:
+    core = Core()
+    family = family_of(core, core.add(range(100, 110), n=3, max_tokens=4, ignore_eos=True))
+    core.scheduler.finish(family[1], "abort")
+    core.run()
+    assert family[1].output_ids == []
+    assert_each_runs_alone_alike([family[0], family[2]])
+
+
+@pytest.mark.parametrize("breaks", ["step", "row"])
+def test_a_failure_before_the_fork_is_everybodys_and_after_it_ones_own(breaks: str) -> None:
+    core = Core()
+    early = family_of(core, core.add(range(100, 110), n=3))
+    break_next(core, breaks, 0)
+    core.step()
+    assert [sequence.finish_reason for sequence in early] == ["error"] * 3
+    late = family_of(core, core.add(range(100, 110), n=3, max_tokens=5, ignore_eos=True))
+    core.step()
+    core.scheduler.block(late[1], Reason.FLOW)
+    break_next(core, breaks, late[0].row)
+    core.step()
+    core.scheduler.unblock(late[1], Reason.FLOW)
+    core.run()
+    assert late[0].finish_reason == "error"
+    assert_each_runs_alone_alike(late[1:2])
+    assert (late[2].finish_reason == "error") == (breaks == "step"), "it shared the step, and not the row"
+
+
+def break_next(core: Core, what: str, row: int) -> None:
+    if what == "step":
+        core.fail_next()
+    else:
+        core.executor.make_row_fail(core.executor.stats.num_steps, row, RuntimeError("the row broke"))
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("caching", [True, False])
+def test_members_lose_their_blocks_and_go_on_as_before(depth: int, caching: bool) -> None:
+    core = Core(num_blocks=9, depth=depth, caching=caching)
+    family = family_of(core, core.add(range(100, 110), n=4, max_tokens=14, ignore_eos=True))
+    core.run()
+    assert core.scheduler.num_preemptions > 0
+    assert_each_runs_alone_alike(family)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_child_that_fills_the_whole_memory_is_not_stuck_before_its_own_tail(depth: int) -> None:
+    """With its parent's tail it holds all blocks, and a copy of that would need one more."""
+    core = Core(num_blocks=3, block_size=4, max_num_seqs=1, depth=depth)
+    family = family_of(core, core.add(range(100, 109), n=2, max_tokens=4, ignore_eos=True))
+    core.run()
+    assert_each_runs_alone_alike(family)
+
+
+def test_a_parent_that_is_preempted_before_its_first_token_still_has_a_family() -> None:
+    core = Core(num_blocks=8, max_num_batched_tokens=16)
+    elder = core.add(range(300, 312), max_tokens=12, ignore_eos=True)
+    family = family_of(core, core.add(range(100, 112), n=3, max_tokens=4, ignore_eos=True))
+    core.launch()
+    core.scheduler._preempt(family[0])
+    core.land()
+    assert family[0].output_ids == []
+    core.run()
+    assert_each_runs_alone_alike([elder, *family])
+
+
+def test_a_familys_blocks_are_a_prefix_for_others() -> None:
+    core = Core()
+    core.add(range(100, 111), n=3, max_tokens=6, ignore_eos=True)
+    core.run()
+    again = core.add(range(100, 111), max_tokens=2, ignore_eos=True)
+    core.run()
+    assert again.num_cached_tokens == 8
+
+
+# Salts
+
+
+def test_prefixes_are_shared_under_one_salt_and_not_across_two() -> None:
+    core = Core()
+    hits = []
+    for salt in ("", "a", "b", "a", ""):
+        sequence = core.add(range(100, 111), cache_salt=salt, max_tokens=2, ignore_eos=True)
+        core.run()
+        hits.append(sequence.num_cached_tokens)
+    assert hits == [0, 0, 0, 8, 8]
+
+
+# Priority
+
+
+def test_smaller_priorities_go_first_and_equal_ones_by_age() -> None:
+    core = Core(max_num_seqs=1)
+    core.add([1], max_tokens=1, priority=0)
+    core.launch()
+    sequences = {
+        name: core.add(range(100, 104), max_tokens=1, priority=priority)
+        for name, priority in [("b1", 5), ("a1", -1), ("b2", 5), ("a2", -1)]
+    }
+    core.land()
+    order: list[str] = []
+    while core.scheduler.has_work:
+        core.launch()
+        order += [name for name, sequence in sequences.items() if sequence in core.scheduler.running]
+        core.land()
+    assert order == ["a1", "a2", "b1", "b2"]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("lacking", ["rows", "blocks"])
+def test_a_higher_one_takes_the_place_of_the_lowest_and_that_goes_on_later(depth: int, lacking: str) -> None:
+    limits = {"max_num_seqs": 2} if lacking == "rows" else {"num_blocks": 10}
+    core = Core(depth=depth, **limits)
+    low = [core.add(range(100 * i, 100 * i + 12), max_tokens=8, ignore_eos=True, priority=i) for i in (1, 2)]
+    core.step()
+    high = core.add(range(500, 516), max_tokens=3, ignore_eos=True, priority=0)
+    core.launch_all()
+    while high not in core.scheduler.running:
+        core.land()
+        core.launch_all()
+    assert low[0] in core.scheduler.running
+    assert low[1] not in core.scheduler.running
+    assert low[1].num_preemptions == 1
+    core.run()
+    assert core.scheduler.num_preemptions == 1, "nobody is thrown out for an equal or a lower one"
+    assert_each_runs_alone_alike([*low, high])
+
+
+def test_nobody_is_thrown_out_for_one_that_would_not_fit_all_the_same() -> None:
+    core = Core(num_blocks=10)
+    equal = core.add(range(100, 124), max_tokens=8, ignore_eos=True, priority=0)
+    lower = core.add(range(300, 304), max_tokens=8, ignore_eos=True, priority=1)
+    core.step()
+    waiting = core.add(range(500, 524), max_tokens=2, ignore_eos=True, priority=0)
+    core.step()
+    assert lower.num_preemptions == 0
+    core.run()
+    assert_each_runs_alone_alike([equal, lower, waiting])
+
+
+# Log-probabilities of prompts
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("budget", [64, 8, 9])
+def test_each_prompt_token_but_the_first_is_scored_once_and_no_prefix_is_read(depth: int, budget: int) -> None:
+    core = Core(depth=depth, max_num_batched_tokens=budget)
+    core.add(range(100, 120), max_tokens=1)
+    core.run()
+    asking = core.add(range(100, 120), max_tokens=4, ignore_eos=True, prompt_logprobs=2)
+    core.run()
+    pieces = [piece for output in core.outputs for sequence, piece in output.prompt_logprobs if sequence is asking]
+    positions = np.concatenate([piece.positions for piece in pieces])
+    assert positions.tolist() == list(range(1, 20))
+    assert all(piece.top_ids.shape == (len(piece.positions), 2) for piece in pieces)
+    assert asking.num_cached_tokens == 0
+    assert not asking.is_to_be_scored
+    assert_each_runs_alone_alike([asking])
+
+
+def test_a_prompt_is_scored_again_only_if_it_was_not_finished() -> None:
+    core = Core(max_num_batched_tokens=8)
+    asking = core.add(range(100, 120), max_tokens=6, ignore_eos=True, prompt_logprobs=0)
+    core.step()
+    core.scheduler._preempt(asking)
+    while not asking.output_ids:
+        core.step()
+    num_scored = sum(len(piece.positions) for output in core.outputs for _, piece in output.prompt_logprobs)
+    assert num_scored == 8 + 19
+    core.scheduler._preempt(asking)
+    core.run()
+    assert num_scored == sum(len(p.positions) for output in core.outputs for _, p in output.prompt_logprobs)
+    assert_each_runs_alone_alike([asking])
+
+
+# Rows that fail
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_a_row_that_fails_takes_nobody_with_it_and_leaves_no_prefix(depth: int) -> None:
+    core = Core(depth=depth)
+    failing, other = (core.add(range(i, i + 9), max_tokens=6, ignore_eos=True) for i in (100, 300))
+    cause = RuntimeError("the row broke")
+    core.executor.make_row_fail(0, 0, cause)
+    core.run()
+    assert [(sequence, error) for output in core.outputs for sequence, error in output.failed] == [(failing, cause)]
+    assert failing.finish_reason == "error"
+    assert failing.output_ids == []
+    assert_each_runs_alone_alike([other])
+    again = core.add(range(100, 109), max_tokens=6, ignore_eos=True)
+    core.run()
+    assert again.num_cached_tokens == 0
+    assert_each_runs_alone_alike([again])
+
+
+# Times
+
+
+def test_times_are_noted_as_they_are_told() -> None:
+    core = Core()
+    sequence = core.add(range(100, 110), max_tokens=4, ignore_eos=True)
+    gaps = []
+    for now in (1.0, 2.0, 4.0, 8.0):
+        plan = core.scheduler.schedule(now)
+        assert plan is not None
+        step = core.executor.launch(plan)
+        step.complete()
+        core.executor.unfinished.remove(step)
+        output = core.scheduler.apply(plan, step._outcome, now + 0.5)  # type: ignore[arg-type]
+        gaps.append(output.gaps_s.tolist())
+    assert (sequence.admitted_at, sequence.first_token_at, sequence.last_token_at) == (1.0, 1.5, 8.5)
+    assert gaps == [[], [1.0], [2.0], [4.0]]
