@@ -88,8 +88,8 @@ class Reply:
         self._num_open -= 1
         if completion.error is not None and self.error is None:
             self.error = completion.error
-            self.abort()
-        if not self._num_open:
+            self.abort()  # the others come back to here, and the last of them may be the end already
+        if not self._num_open and math.isnan(self._ended_at):
             self._ended_at = self._core.clock()
             reasons = tuple(output.finish_reason or "error" for output in self.outputs())
             self._core.note_request(self.metrics(), reasons if self.error is None else ("error",) * len(reasons))
