@@ -113,7 +113,7 @@ class Runtime:
         self._is_closing = True
         if drain and self._is_serving:
             # By a callback: cancelling whoever waits here must not stop the closing.
-            self._drain().add_done_callback(lambda _: self._stop())
+            self._drain(self._is_idle).add_done_callback(lambda _: self._stop())
         else:
             self._stop()
         await asyncio.wait({self._supervisor})
@@ -320,14 +320,23 @@ class Runtime:
 
     async def drain(self) -> None:
         """Refuse new requests, and wait until all that were made before have ended."""
-        await self._until(self._drain(), self._is_idle)
+        was_idle = False
+
+        def is_idle() -> bool:
+            nonlocal was_idle
+            was_idle = self._is_idle()
+            return was_idle
+
+        await self._drain(is_idle)
+        if not was_idle:  # nothing runs in a closed or dead engine, either
+            raise self._end_error()
 
     async def pause(self, mode: PauseMode) -> None:
         """Hold back what comes from now on, and wait until the device is idle."""
         paused = self.core.pause(mode)
         if mode == "abort":
             self.abort_all()
-        await self._until(paused, lambda: True)
+        await paused
 
     def resume(self) -> None:
         self.intake.reopen()
@@ -343,18 +352,13 @@ class Runtime:
         )
         return metrics.snapshot()
 
-    def _drain(self) -> asyncio.Future[None]:
+    def _drain(self, is_idle: Callable[[], bool]) -> asyncio.Future[None]:
         self.intake.refuse(_draining)
         self.core.resume()  # what is paused would never end
-        return self.core.when(self._is_idle)
+        return self.core.when(is_idle)
 
     def _is_idle(self) -> bool:
         return self.intake.is_quiet and self.core.is_idle
-
-    async def _until(self, happened: asyncio.Future[None], is_so: Callable[[], bool]) -> None:
-        await happened
-        if self.core.is_stopped and not is_so():
-            raise self._end_error()
 
     # Text
 
