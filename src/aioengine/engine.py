@@ -252,13 +252,23 @@ class Engine:
         return runtime.core.metrics
 
     def add_observer(self, observer: Observer) -> Callable[[], None]:
-        """From now on tell ``observer`` of each step and each request's end; what is returned stops that.
+        """From now on tell ``observer`` of each step and each request's end; what is returned stops that, once.
 
         It is called on the loop, between steps. What it raises is logged.
         """
-        observers = self._running().core.observers
-        observers.append(observer)
-        return lambda: observers.remove(observer) if observer in observers else None
+        core = self._running().core
+        # Never changed in place: whoever comes or goes may do so while all of them are being told.
+        core.observers = [*core.observers, observer]
+        is_told = True
+
+        def stop() -> None:
+            nonlocal is_told
+            if is_told:
+                is_told = False
+                place = next(place for place, other in enumerate(core.observers) if other is observer)
+                core.observers = core.observers[:place] + core.observers[place + 1 :]
+
+        return stop
 
     def profile(self, path: str | os.PathLike[str]) -> Profile:
         """Record what the device does: ``async with engine.profile("trace.json"): ...``.
