@@ -24,6 +24,9 @@ PROMPT_CHUNK_ELEMENTS = 2**22
 FEW_BLOCKS = 64
 """So few are all looked into for a rank: that is faster than to find those that matter."""
 
+MANY_TOKENS = 20
+"""To rank so many tokens of a row, it is sorted: 5 ms for 150,000, where looking for one may take 0.25."""
+
 
 class Likeliest(NamedTuple):
     """The likeliest tokens of some rows.
@@ -80,6 +83,20 @@ def look_up(logits: BlockedLogits, rows: Int64, token_ids: Tensor) -> tuple[Floa
     return values.numpy(), ranks.numpy()
 
 
+def look_up_many(logits: BlockedLogits, rows: Int64, token_ids: list[Int64]) -> tuple[Float32, Int32]:
+    """As `look_up`, for tokens ``token_ids[i]`` of row ``rows[i]``, one row after the other."""
+    if max(map(len, token_ids)) < MANY_TOKENS:
+        pairs = np.repeat(rows, [len(ids) for ids in token_ids])
+        return look_up(logits, pairs, torch.from_numpy(np.concatenate(token_ids)))
+    values, ranks = [], []
+    for row, ids in zip(rows.tolist(), token_ids, strict=True):
+        of_row = logits.values[row].flatten().numpy()
+        ranked = np.sort(of_row)
+        values.append(of_row[ids])
+        ranks.append(1 + len(ranked) - np.searchsorted(ranked, values[-1], side="right"))
+    return np.concatenate(values), np.concatenate(ranks).astype(np.int32)
+
+
 def step_logprobs(
     logits: BlockedLogits, vocab: int, rows: SamplingRows, row_of_token: Int64, token_ids: Tensor
 ) -> StepLogprobs | None:
@@ -125,7 +142,7 @@ def add_extra(
     of_rows = [ids[ids < vocab] for ids in of_rows]
     counts = np.array([len(ids) for ids in of_rows])
     ids = np.concatenate(of_rows)
-    values, ranks = look_up(logits, np.repeat(asked, counts), torch.from_numpy(ids))
+    values, ranks = look_up_many(logits, asked, of_rows)
     logprobs = values - np.repeat(log_mass, counts)
     starts = np.cumsum(counts) - counts
     if line is not None:

@@ -6,12 +6,15 @@ times is read and written as often, with the same value.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from aioengine.core.plan import Float32, Int32
 from aioengine.sampler.blocks import BLOCK, CHUNK_ELEMENTS, Scratch
-from aioengine.sampler.rows import Int64, RuledRows, spans
+from aioengine.sampler.rows import Int64, RuledRows
 
 
 def apply_penalties(logits: Tensor, ruled: RuledRows, scratch: Scratch) -> None:
@@ -20,49 +23,79 @@ def apply_penalties(logits: Tensor, ruled: RuledRows, scratch: Scratch) -> None:
     Args:
         logits: float32 [n, vocab], contiguous.
     """
-    counts_output = (ruled.frequency_penalty != 0) | (ruled.presence_penalty != 0)
-    penalised = np.flatnonzero(counts_output | (ruled.repetition_penalty != 1))
-    if not len(penalised):
-        return
-    longest = max(logits.shape[1], int(ruled.num_tokens[penalised].max()))
-    rows_a_chunk = max(1, CHUNK_ELEMENTS // longest)
-    for start in range(0, len(penalised), rows_a_chunk):
-        penalise(logits, ruled, penalised[start : start + rows_a_chunk], scratch)
+    repeated = np.flatnonzero(ruled.repetition_penalty != 1)
+    counted = np.flatnonzero((ruled.frequency_penalty != 0) | (ruled.presence_penalty != 0))
+    for chunk in chunks(repeated, ruled, logits.shape[1]):
+        penalise_repetition(logits, ruled, chunk)
+    for chunk in chunks(counted, ruled, logits.shape[1]):
+        penalise_counts(logits, ruled, chunk, scratch)
 
 
-def penalise(logits: Tensor, ruled: RuledRows, chunk: Int64, scratch: Scratch) -> None:
-    """As `apply_penalties`, for the rows ``chunk`` of ``ruled``."""
+def chunks(members: Int64, ruled: RuledRows, vocab: int) -> list[Int64]:
+    """``members`` of ``ruled`` in parts with a bounded number of tokens and of counters."""
+    if not len(members):
+        return []
+    rows_a_chunk = max(1, CHUNK_ELEMENTS // max(vocab, int(ruled.num_tokens[members].max())))
+    return [members[start : start + rows_a_chunk] for start in range(0, len(members), rows_a_chunk)]
+
+
+class Known(NamedTuple):
+    """Tokens of some rows, one row's after the other's.
+
+    Attributes:
+        token_ids: int64 [t], below the vocabulary's size.
+        lengths: int64 [m], how many of each row.
+    """
+
+    token_ids: Int64
+    lengths: Int64
+
+    @classmethod
+    def of(cls, ruled: RuledRows, members: Int64, starts: Int32, vocab: int) -> Known:
+        """The tokens of ``members`` from ``starts`` on; those that the model does not have are passed over."""
+        lines = zip(
+            ruled.history_rows[members].tolist(), starts.tolist(), ruled.num_tokens[members].tolist(), strict=True
+        )
+        parts = [ruled.history[row, start:end] for row, start, end in lines]
+        token_ids = np.concatenate(parts).astype(np.int64)
+        if not len(token_ids) or token_ids.max() < vocab:
+            return cls(token_ids, ruled.num_tokens[members] - starts)
+        parts = [part[part < vocab] for part in parts]
+        return cls(np.concatenate(parts).astype(np.int64), np.array([len(part) for part in parts]))
+
+    def flat_index(self, rows: Int64, vocab: int) -> Tensor:
+        """int64 [t]: where the tokens are in [any, vocab] seen flat, if they are of the rows ``rows``, [m]."""
+        return torch.from_numpy(self.token_ids + np.repeat(rows * vocab, self.lengths))
+
+    def each(self, of_row: Float32) -> Tensor:
+        """float32 [t]: each token's row's, from [m]."""
+        return torch.from_numpy(np.repeat(of_row, self.lengths))
+
+
+def penalise_repetition(logits: Tensor, ruled: RuledRows, members: Int64) -> None:
+    """Divide positive logits of the tokens in prompt and output, multiply the others."""
     vocab = logits.shape[1]
-    num_prompt = ruled.num_prompt_tokens[chunk]
-    starts = np.where(ruled.repetition_penalty[chunk] != 1, 0, num_prompt)
-    lengths = ruled.num_tokens[chunk] - starts
-    line = np.repeat(np.arange(len(chunk)), lengths)
-    positions = spans(starts, lengths)
-    token_ids = ruled.history[ruled.history_rows[chunk][line], positions].astype(np.int64)
-    is_output = positions >= num_prompt[line]
-    is_known = token_ids < vocab
-    if not is_known.all():
-        line, token_ids, is_output = line[is_known], token_ids[is_known], is_output[is_known]
-
-    index = torch.from_numpy(ruled.places[chunk][line] * vocab + token_ids)
+    known = Known.of(ruled, members, np.zeros(len(members), np.int32), vocab)
+    index = known.flat_index(ruled.places[members], vocab)
+    penalty = known.each(ruled.repetition_penalty[members])
     flat = logits.view(-1)
-    changed = flat[index]
-    repetition = torch.from_numpy(ruled.repetition_penalty[chunk][line])
-    changed = torch.where(changed > 0, changed / repetition, changed * repetition)
-    if is_output.any():
-        counts = output_counts(line * vocab + token_ids, is_output, len(chunk) * vocab, scratch)
-        changed -= torch.from_numpy(ruled.frequency_penalty[chunk][line]) * counts
-        changed -= torch.from_numpy(ruled.presence_penalty[chunk][line]) * (counts > 0)
-    flat[index] = changed
+    before = flat.index_select(0, index)
+    flat[index] = torch.where(before > 0, before / penalty, before * penalty)
 
 
-def output_counts(
-    index: Int64, is_output: np.ndarray[tuple[int], np.dtype[np.bool_]], size: int, scratch: Scratch
-) -> Tensor:
-    """float32 [t]: how often each of ``index``, below ``size``, is there among those that are output."""
-    counts = scratch.blocks("counts", -(-size // BLOCK), torch.float32).view(-1)
-    places = torch.from_numpy(index)
-    counts.index_fill_(0, places, 0.0)  # only what is read below: the rest may be anything
-    output = torch.from_numpy(index[is_output])
-    counts.index_add_(0, output, torch.ones(len(output)))
-    return counts[places]
+def penalise_counts(logits: Tensor, ruled: RuledRows, members: Int64, scratch: Scratch) -> None:
+    """Lower the logits of the tokens in the output, by the frequency penalty once for each time that it is there."""
+    vocab = logits.shape[1]
+    known = Known.of(ruled, members, ruled.num_prompt_tokens[members], vocab)
+    if not len(known.token_ids):
+        return
+    counters = scratch.blocks("counts", -(-len(members) * vocab // BLOCK), torch.float32).view(-1)
+    counter = known.flat_index(np.arange(len(members)), vocab)
+    counters.index_fill_(0, counter, 0.0)  # only those that are used: the others may be anything
+    counters.index_add_(0, counter, torch.ones(len(counter)))
+    counts = counters.index_select(0, counter)
+    index = known.flat_index(ruled.places[members], vocab)
+    flat = logits.view(-1)
+    changed = flat.index_select(0, index)
+    changed.sub_(known.each(ruled.frequency_penalty[members]).mul_(counts))
+    flat[index] = changed.sub_(known.each(ruled.presence_penalty[members]))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from aioengine.core.plan import LogitsProcessor, LogitsRow
+from aioengine.sampler.blocks import put_rows
 from aioengine.sampler.rows import Int64, RuledRows
 
 
@@ -36,14 +37,15 @@ def run_processors(logits: Tensor, ruled: RuledRows) -> dict[int, Exception]:
 
 def run(processor: LogitsProcessor, logits: Tensor, ruled: RuledRows, members: Int64) -> Exception | None:
     """Give a processor the logits of the rows ``members`` of ``ruled``; returns what went wrong."""
-    places = torch.from_numpy(ruled.places[members])
-    given = logits[places]  # a copy, whatever the rows are: a processor may keep it, or break it
+    places = ruled.places[members]
+    # A copy, whatever the rows are: a processor may keep it, or break it.
+    given = logits.index_select(0, torch.from_numpy(places))
     shape = given.shape
     try:
         returned = processor(given, [logits_row(ruled, i) for i in members.tolist()])
         changed = given if returned is None else returned
         check(changed, shape, logits)
-        logits[places] = changed.detach()
+        put_rows(logits, places.tolist(), changed.detach())
     except BaseException as error:  # SystemExit too: one request's code must not end the others' step
         return forget_frames(error)
     return None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from aioengine.core.plan import Float32, Int32, RowFailure, StepLogprobs
-from aioengine.sampler.blocks import BlockedLogits, Scratch, block, likeliest, row_index
+from aioengine.sampler.blocks import BlockedLogits, Scratch, block, likeliest, put_rows, row_index
 from aioengine.sampler.draws import draw_tokens
 from aioengine.sampler.logprobs import step_logprobs
 from aioengine.sampler.rows import Int64, RuledRows, SamplingRows, spans
@@ -92,17 +92,17 @@ def sample(logits: Tensor, rows: SamplingRows, scratch: Scratch | None = None) -
 class RawLogits(NamedTuple):
     """The logits of rows that have rules and want log-probabilities, as the model gave them."""
 
-    rows: Tensor
+    rows: Int64
     values: Tensor
 
     @classmethod
     def copy(cls, logits: Tensor, rows: SamplingRows, ruled: RuledRows) -> RawLogits | None:
-        index = torch.from_numpy(ruled.places[rows.logprobs[ruled.places] >= 0])
-        return cls(index, logits[index]) if len(index) else None
+        places = ruled.places[rows.logprobs[ruled.places] >= 0]
+        return cls(places, logits.index_select(0, torch.from_numpy(places))) if len(places) else None
 
     def put_back(self, blocked: BlockedLogits) -> None:
-        blocked.values.flatten(1)[self.rows, : self.values.shape[1]] = self.values
-        blocked.maxima[self.rows] = block(self.values).maxima
+        put_rows(blocked.values.flatten(1)[:, : self.values.shape[1]], self.rows.tolist(), self.values)
+        blocked.maxima[torch.from_numpy(self.rows)] = block(self.values).maxima
 
 
 def hopeless_rows(top: Tensor, ruled: RuledRows | None) -> dict[int, Exception]:
