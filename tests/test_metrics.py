@@ -65,6 +65,7 @@ def step_record(**changes: Any) -> StepRecord:
         "step_time_s": 0.012,
         "loop_lag_s": 0.0003,
         "inter_token_latencies_s": np.zeros(0),
+        "times_to_first_token_s": [],
         "running": 4,
         "waiting": 0,
         "free_blocks": 10,
@@ -204,7 +205,13 @@ def fed() -> EngineMetrics:
     latencies = np.array([0.02])
     observer.on_step(
         step_record(
-            step=2, num_tokens=11, num_sampled=2, num_prompt_tokens=10, inter_token_latencies_s=latencies, **totals
+            step=2,
+            num_tokens=11,
+            num_sampled=2,
+            num_prompt_tokens=10,
+            inter_token_latencies_s=latencies,
+            times_to_first_token_s=[0.3],
+            **totals,
         )
     )
     observer.on_step(

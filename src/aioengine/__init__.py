@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from aioengine.config import EngineConfig
+    from aioengine.core.plan import LogitsProcessor, LogitsRow
     from aioengine.engine import Engine, Stream
     from aioengine.errors import (
         AioEngineError,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
         WireError,
     )
     from aioengine.executor.protocol import ExecutorInfo
+    from aioengine.metrics import EngineMetrics, EngineStats, Observer, RequestMetrics, StepRecord
     from aioengine.outputs import CompletionDelta, CompletionOutput, Logprob, RequestOutput
     from aioengine.sampling_params import SamplingParams
 
@@ -44,16 +46,23 @@ __all__ = [
     "EngineClosed",
     "EngineConfig",
     "EngineDead",
+    "EngineMetrics",
     "EngineOverloaded",
+    "EngineStats",
     "ExecutorInfo",
     "InternalError",
     "InvalidRequest",
+    "LogitsProcessor",
+    "LogitsRow",
     "Logprob",
     "ModelLoadError",
+    "Observer",
     "PromptTooLong",
+    "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
     "StepFailed",
+    "StepRecord",
     "Stream",
     "WireError",
 ]
@@ -61,7 +70,9 @@ __all__ = [
 _HOMES = {
     "config": ["EngineConfig"],
     "engine": ["Engine", "Stream"],
+    "core.plan": ["LogitsProcessor", "LogitsRow"],
     "executor.protocol": ["ExecutorInfo"],
+    "metrics": ["EngineMetrics", "EngineStats", "Observer", "RequestMetrics", "StepRecord"],
     "outputs": ["CompletionDelta", "CompletionOutput", "Logprob", "RequestOutput"],
     "sampling_params": ["SamplingParams"],
 }

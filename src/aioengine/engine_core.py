@@ -157,15 +157,17 @@ class EngineCore:
         num_choices = request.params.num_sequences
         return make_family(request, num_choices, eos_token_ids=self.eos_token_ids, block_hashes=hashes)
 
-    def add(self, sequence: Sequence, listeners: Iterable[Listener]) -> None:
+    def add(self, sequence: Sequence, listeners: Iterable[Listener], *, arrived_at: float | None = None) -> None:
         """Accept a sequence and its children: from now on each one's listener hears of one end or one error.
 
         Args:
             listeners: the sequence's, then those of its children.
+            arrived_at: when the request was made, by ``clock``; absent: now.
         Raises:
             EngineDead, EngineClosed: it is not accepted.
         """
         self.check_accepting()
+        sequence.arrived_at = self.clock() if arrived_at is None else arrived_at
         family = (sequence, *sequence.children)
         self.scheduler.add(sequence, Reason.PAUSED if self._is_holding else Reason.NONE)
         for member, listener in zip(family, listeners, strict=True):
@@ -389,6 +391,7 @@ class EngineCore:
             step_time_s=now - step.launched_at,
             loop_lag_s=max(now - result.ended_at_s, 0.0) if result.ended_at_s else None,
             inter_token_latencies_s=output.gaps_s,
+            times_to_first_token_s=[now - sequence.arrived_at for sequence in output.first],
             running=num_running,
             waiting=scheduler.num_idle,
             free_blocks=self.kv.pool.num_free,

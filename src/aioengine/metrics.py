@@ -57,6 +57,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         step_time_s: from its launch until it was applied.
         loop_lag_s: from its end on the device until the loop noticed; None if the device tells no time.
         inter_token_latencies_s: float64 [m], one for each token that followed another one of its sequence.
+        times_to_first_token_s: from the calls of those requests whose first token it brought.
         running, waiting: sequences, after the step.
         free_blocks, num_blocks: of the KV cache, after the step.
         preemptions, prefix_cache_queries, prefix_cache_hits: totals since the engine started.
@@ -70,6 +71,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     step_time_s: float
     loop_lag_s: float | None
     inter_token_latencies_s: Float64
+    times_to_first_token_s: list[float]
     running: int
     waiting: int
     free_blocks: int
@@ -294,7 +296,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         kv_cache_usage: the share of blocks in use now, 0 to 1.
         prefix_cache_hit_rate: the share of looked-up prompt tokens that the cache had; None before the first look.
         finished: choices by how they ended.
-        time_to_first_token_s, e2e_latency_s, queue_time_s, prefill_time_s, decode_time_s: of requests that have ended.
+        time_to_first_token_s: of requests whose first token has come.
+        e2e_latency_s, queue_time_s, prefill_time_s, decode_time_s: of requests that have ended.
         inter_token_latency_s: of tokens.
         step_time_s, device_time_s, loop_lag_s: of steps; see `StepRecord`.
     """
@@ -384,6 +387,8 @@ class EngineMetrics:
         self.device_time_seconds.observe(record.device_time_s)
         if record.loop_lag_s is not None:
             self.loop_lag_seconds.observe(record.loop_lag_s)
+        for value_s in record.times_to_first_token_s:
+            self.time_to_first_token_seconds.observe(value_s)
         if len(record.inter_token_latencies_s):
             self.inter_token_latency_seconds.observe_many(record.inter_token_latencies_s)
 
@@ -399,7 +404,6 @@ class EngineMetrics:
         self.request_prompt_tokens.observe(metrics.num_prompt_tokens)
         self.request_generation_tokens.observe(metrics.num_generation_tokens)
         for histogram, value_s in (
-            (self.time_to_first_token_seconds, metrics.time_to_first_token_s),
             (self.e2e_request_latency_seconds, metrics.e2e_latency_s),
             (self.request_queue_time_seconds, metrics.queue_time_s),
             (self.request_inference_time_seconds, metrics.inference_time_s),

@@ -160,7 +160,7 @@ def prepare(
         params=params,
         seed=int.from_bytes(os.urandom(7)) if params.seed is None else params.seed,
         max_total_tokens=len(ids) + (room if params.max_tokens is None else min(params.max_tokens, room)),
-        bad_words=_encode_bad_words(host.require_tokenizer(), tuple(params.bad_words)) if params.bad_words else (),
+        bad_words=host.require_tokenizer().encode_bad_words(params.bad_words) if params.bad_words else (),
         priority=priority,
         cache_salt=cache_salt,
     )
@@ -217,9 +217,3 @@ def _is_utf8(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _encode_bad_words(tokenizer: Tokenizer, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-    texts = (text for word in words for text in (word, " " + word.lstrip()))
-    ids = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
-    return tuple(dict.fromkeys(sequence for sequence in ids if sequence))

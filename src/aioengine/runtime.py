@@ -281,15 +281,18 @@ class Runtime:
             )
 
         reply = Reply(sequence, make_completion, self.core, arrival)
-        self.core.add(sequence, reply.completions)
+        self.core.add(sequence, reply.completions, arrived_at=arrival.clock_s)
         return reply
 
     def _make_detokenizer(self, params: SamplingParams) -> Detokenizer:
+        tokenizer = self.require_tokenizer()
+        is_joined = not (params.skip_special_tokens or params.spaces_between_special_tokens)
         return make_detokenizer(
-            self.require_tokenizer().token_table(skip_special_tokens=params.skip_special_tokens),
+            tokenizer.token_table(skip_special_tokens=params.skip_special_tokens),
             stop=tuple(params.stop),
             include_stop=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,
+            joined=tokenizer.joined_special_tokens if is_joined else None,
         )
 
     def register(self, request: Abortable) -> None:

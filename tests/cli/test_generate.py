@@ -121,14 +121,6 @@ def test_an_emoji_goes_in_and_out_whatever_the_locale_is() -> None:
     assert b"hi" in done.stdout
 
 
-def test_every_field_of_the_structs_is_a_flag_with_a_help_text() -> None:
-    options = {parameter.name: parameter for parameter in generate.params}
-    for struct in (EngineConfig, SamplingParams):
-        for name in struct.__struct_fields__:
-            assert name in options, f"--{name} is missing"
-            assert getattr(options[name], "help", None), f"--{name} has no help text"
-
-
 def test_the_version_is_the_packages() -> None:
     assert aioengine.__version__ in run("--version").stdout
 

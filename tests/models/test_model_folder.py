@@ -204,7 +204,7 @@ def test_eos_tokens_that_are_not_token_ids_are_refused(tmp_path: Path, value: An
         ({"do_sample": False}, {}),
         ({"do_sample": True, "temperature": 0.6, "top_p": 0.9}, {"temperature": 0.6, "top_p": 0.9}),
         ({"do_sample": False, "temperature": 0.6}, {"temperature": 0.6}),
-        ({"top_k": 20, "min_p": 0, "repetition_penalty": 1.1}, {"top_k": 20, "min_p": 0.0}),
+        ({"top_k": 20, "min_p": 0, "repetition_penalty": 1.1}, {"top_k": 20, "min_p": 0.0, "repetition_penalty": 1.1}),
         ({"temperature": None, "top_p": 1}, {"top_p": 1.0}),
         ({"temperature": 0.0}, {"temperature": 0.0}),
     ],

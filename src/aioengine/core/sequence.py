@@ -81,6 +81,7 @@ class Sequence:
         is_named: whether its full blocks go into the prefix cache.
         row: its row, or -1.
         has_run: whether it ever had one.
+        arrived_at: when its request was made, in seconds of whoever adds it; NaN if nobody says.
         admitted_at: when it first took a row, in seconds of whoever calls the scheduler; NaN before, as the next two.
         first_token_at: when its first token was applied.
         last_token_at: when its newest token was applied; kept here only while it has no row.
@@ -90,6 +91,7 @@ class Sequence:
 
     __slots__ = (
         "admitted_at",
+        "arrived_at",
         "block_hashes",
         "block_ids",
         "children",
@@ -146,7 +148,7 @@ class Sequence:
         self.is_named = True
         self.row = -1
         self.has_run = False
-        self.admitted_at = self.first_token_at = self.last_token_at = math.nan
+        self.arrived_at = self.admitted_at = self.first_token_at = self.last_token_at = math.nan
         self.num_preemptions = 0
         self.reasons = Reason.NONE
         self.state = State.WAITING
