@@ -10,12 +10,12 @@ from typing import Any
 import anyio.to_thread
 import click
 
+from aioengine import Engine, Stream
 from aioengine.cli.conversation import COMMAND_NAMES, Ask, Conversation, Effect, Ending, Leave, Save
 from aioengine.cli.loop import run
 from aioengine.cli.options import given, options_of
 from aioengine.cli.terminal import Interrupts, Lines, PipedLines, Screen, TypedLines
 from aioengine.config import EngineConfig
-from aioengine.engine import Engine, Stream
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead
 from aioengine.sampling_params import SamplingParams
 

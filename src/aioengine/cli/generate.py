@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections import Counter
 from typing import Any
 
 import click
 
+from aioengine import Engine, Stream
 from aioengine.cli.loop import run
 from aioengine.cli.options import given, options_of
 from aioengine.config import EngineConfig
-from aioengine.engine import ChatMessage, Engine
-from aioengine.outputs import RequestOutput
+from aioengine.outputs import CompletionOutput, RequestOutput
 from aioengine.sampling_params import SamplingParams
 
 
@@ -25,9 +26,12 @@ from aioengine.sampling_params import SamplingParams
 @options_of(SamplingParams, absent="the model's, or {}")
 @options_of(EngineConfig)
 def generate(prompt: str, is_chat: bool, system: str | None, shows_stats: bool, **flags: Any) -> None:
-    """Complete PROMPT ("-": read it from stdin), streaming the text to stdout."""
+    """Complete PROMPT ("-": read it from stdin), streaming the text to stdout.
+
+    With --n, the choices are shown when all have ended, one after the other, each under a line with its number.
+    """
     prompt = _decode(sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt))
-    messages: list[ChatMessage] | None = None
+    messages: list[dict[str, Any]] | None = None
     if is_chat or system is not None:
         messages = [{"role": "system", "content": system}] if system is not None else []
         messages.append({"role": "user", "content": prompt})
@@ -36,25 +40,39 @@ def generate(prompt: str, is_chat: bool, system: str | None, shows_stats: bool, 
 
 
 async def _generate(
-    prompt: str | list[ChatMessage],
+    prompt: str | list[dict[str, Any]],
     echo: str | None,
     shows_stats: bool,
     config: dict[str, Any],
     sampling: dict[str, Any],
 ) -> None:
-    SamplingParams(**sampling)  # bad flags are refused before the model is loaded
+    num_choices = SamplingParams(**sampling).n  # bad flags are refused before the model is loaded
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal may not know every character
     async with Engine(**config) as engine:
         click.echo(engine.describe(), err=True)
         started = time.perf_counter()
         async with engine.stream(prompt, **sampling) as stream:
-            if echo is not None:
-                _write(echo)
-            async for delta in stream:
-                _write(delta.text)
-            _write("\n")
+            if num_choices > 1:
+                _write(_choices(await stream.finish(), echo or ""))
+            else:
+                await _write_as_it_comes(stream, echo or "")
         if shows_stats:
             click.echo(_summary(stream.result, time.perf_counter() - started), err=True)
+
+
+async def _write_as_it_comes(stream: Stream, echo: str) -> None:
+    _write(echo)
+    async for delta in stream:
+        _write(delta.text)
+    _write("\n")
+
+
+def _choices(output: RequestOutput, echo: str) -> str:
+    """All choices, each under a line of its own: they come interleaved, and text on a terminal cannot."""
+    count = len(output.outputs)
+    return "".join(
+        f"--- choice {number} of {count}\n{echo}{choice.text}\n" for number, choice in enumerate(output.outputs, 1)
+    )
 
 
 def _decode(raw: bytes) -> str:
@@ -71,12 +89,16 @@ def _write(text: str) -> None:
 
 
 def _summary(output: RequestOutput, seconds: float) -> str:
-    completion = output.outputs[0]
-    reason = str(completion.finish_reason)
-    if completion.stop_reason is not None:
-        reason += f" ({completion.stop_reason!r})"
-    num_tokens = len(completion.token_ids)
+    reasons = Counter(_ending(choice) for choice in output.outputs)
+    is_one = len(output.outputs) == 1
+    ended = ", ".join(reason if is_one else f"{reason} × {count}" for reason, count in reasons.items())
+    num_tokens = sum(len(choice.token_ids) for choice in output.outputs)
     return (
-        f"prompt tokens: {len(output.prompt_token_ids)}, output tokens: {num_tokens}, ended by {reason}; "
+        f"prompt tokens: {len(output.prompt_token_ids)}, output tokens: {num_tokens}, ended by {ended}; "
         f"{seconds:.2f} s, {num_tokens / seconds:.1f} tokens/s"
     )
+
+
+def _ending(choice: CompletionOutput) -> str:
+    reason = str(choice.finish_reason)
+    return reason if choice.stop_reason is None else f"{reason} ({choice.stop_reason!r})"

@@ -68,7 +68,7 @@ def plot_throughput(report: ThroughputReport, timings: list[Timing], path: Path)
         axes.set_xlabel("ms")
         axes.set_ylabel("share of tokens" if field == "itl_ms" else "share of requests")
         if samples_s[field]:
-            axes.ecdf([1e3 * sample for sample in samples_s[field]], color="#1f6fb4")
+            axes.ecdf([1e3 * sample for sample in samples_s[field]], color="#333333")
             summary = getattr(overall, field)
             for percentile, (color, _) in _LINES.items():
                 value = getattr(summary, percentile)
@@ -104,7 +104,7 @@ def _draw_line(axes: Axes, levels: list[Level], field: str, percentile: str, col
     repeats = [[getattr(getattr(one, field), percentile) for one in level.measured.repeats] for level in levels]
     if all(len(values_of_level) > 1 for values_of_level in repeats):
         lows, highs = [min(values_of_level) for values_of_level in repeats], [max(v) for v in repeats]
-        axes.vlines(concurrencies, lows, highs, color=color, linewidth=3, alpha=0.35)
+        axes.vlines(concurrencies, lows, highs, color=color, linewidth=3, alpha=0.35, label=f"{percentile} of repeats")
 
 
 def _scale_concurrency(axes: Axes, concurrencies: list[int]) -> None:
