@@ -1,0 +1,456 @@
+"""Several choices of one prompt: computed once as far as they are alike, each its own after that, one request all the
+while."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from engine.oracle import Witness, continuation, tokens_of
+
+from aioengine import CompletionDelta, EngineDead, EngineOverloaded, InvalidRequest, StepFailed
+from aioengine.core.plan import RowSampling
+from aioengine.executor.protocol import DeviceLost
+
+EOS = 0
+PROMPT = list(range(10, 17))
+BLOCK_SIZE = 4
+
+
+def expected(prompt: list[int], n: int, count: int, *, seed: int) -> list[list[int]]:
+    return [continuation(prompt, count, seed=seed, choice=choice) for choice in range(n)]
+
+
+def is_beginning(ids: list[int], whole: list[int]) -> bool:
+    return whole[: len(ids)] == ids
+
+
+def let_choices_say(served: Any, prompt: list[int], texts: dict[int, list[int]]) -> None:
+    """From now on each of these choices of a prompt brings the tokens given, as far as they go."""
+    sampler = served.executor._sampler
+
+    def sample(token_ids: list[int], sampling: RowSampling) -> int:
+        ids = texts.get(sampling.choice, [])
+        position = len(token_ids) - len(prompt)
+        if token_ids[: len(prompt)] == prompt and position < len(ids):
+            return ids[position]
+        return sampler(token_ids, sampling)
+
+    served.executor._sampler = sample
+
+
+@pytest.fixture
+def quiet_log() -> Any:
+    """What a test breaks on purpose need not be printed."""
+    logger = logging.getLogger("aioengine")
+    logger.propagate = False
+    yield
+    logger.propagate = True
+
+
+# What comes, and what it costs
+
+
+@pytest.mark.virtual_clock(seeds=1)
+@pytest.mark.parametrize("enable_prefix_caching", [True, False], ids=["cached", "uncached"])
+async def test_the_prompt_is_computed_once_and_each_choice_by_itself(
+    serve: Any, depth: int, enable_prefix_caching: bool
+) -> None:
+    config = {"enable_prefix_caching": enable_prefix_caching}
+    for num_prompt_tokens in (1, 3, 4, 5, 7, 8, 9, 16, 17):
+        for n in (2, 5):
+            async with serve(depth=depth, block_size=BLOCK_SIZE, num_blocks=128, config=config) as served:
+                prompt = list(range(10, 10 + num_prompt_tokens))
+                output = await served.engine.generate(prompt, n=n, seed=3, max_tokens=6)
+
+                assert tokens_of(output) == expected(prompt, n, 6, seed=3)
+                assert served.executor.stats.num_computed_tokens == num_prompt_tokens + n * 6 - n
+                assert [completion.index for completion in output.outputs] == list(range(n))
+                assert [completion.finish_reason for completion in output.outputs] == ["length"] * n
+                assert output.finished
+                assert output.metrics.num_generation_tokens == n * 6
+                assert output.metrics.num_preemptions == 0
+
+
+@pytest.mark.virtual_clock(seeds=1)
+async def test_greedy_choices_are_computed_once_and_repeated(serve: Any, depth: int) -> None:
+    async with serve(depth=depth, block_size=BLOCK_SIZE) as served:
+        output = await served.engine.generate(PROMPT, n=3, temperature=0.0, seed=3, max_tokens=6, logprobs=1)
+        assert tokens_of(output) == [continuation(PROMPT, 6, seed=3)] * 3
+        assert served.executor.stats.num_computed_tokens == len(PROMPT) + 6 - 1
+        assert [completion.index for completion in output.outputs] == [0, 1, 2]
+        assert len({completion.text for completion in output.outputs}) == 1
+        assert all(len(completion.logprobs) == 6 for completion in output.outputs)
+
+
+@pytest.mark.virtual_clock(seeds=1)
+async def test_choices_with_one_token_cost_the_prompt_alone(serve: Any, depth: int) -> None:
+    async with serve(depth=depth, block_size=BLOCK_SIZE) as served:
+        output = await served.engine.generate(PROMPT, n=7, seed=3, max_tokens=1)
+        assert tokens_of(output) == expected(PROMPT, 7, 1, seed=3)
+        assert served.executor.stats.num_computed_tokens == len(PROMPT)
+        assert len(served.executor.plans) == 1
+
+
+@pytest.mark.virtual_clock(seeds=2)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_a_stream_interleaves_the_choices_and_ends_each_once(serve: Any, depth: int, temperature: float) -> None:
+    async with serve(depth=depth, block_size=BLOCK_SIZE) as served:
+        stream = served.engine.stream(PROMPT, n=3, seed=3, max_tokens=8, logprobs=0, temperature=temperature)
+        async with stream:
+            deltas = [delta async for delta in stream]
+            result = stream.result
+
+        for completion in result.outputs:
+            mine = [delta for delta in deltas if delta.index == completion.index]
+            assert [token for delta in mine for token in delta.token_ids] == completion.token_ids
+            assert "".join(delta.text for delta in mine) == completion.text
+            assert [line for delta in mine for line in delta.logprobs] == completion.logprobs
+            assert [delta.finish_reason for delta in mine] == [None] * (len(mine) - 1) + ["length"]
+            assert len(mine) == 8, "a reader that keeps up gets each token by itself"
+        assert {delta.index for delta in deltas[:3]} == {0, 1, 2}, "no choice waits for the end of another"
+
+
+@pytest.mark.virtual_clock(seeds=1)
+async def test_one_delta_of_each_choice_is_enough_for_a_reader_that_comes_late(serve: Any, depth: int) -> None:
+    async with serve(depth=depth) as served, served.engine.stream(PROMPT, n=4, seed=3, max_tokens=8) as stream:
+        await asyncio.sleep(10)
+        deltas: list[CompletionDelta] = [delta async for delta in stream]
+        assert sorted(delta.index for delta in deltas) == [0, 1, 2, 3]
+        assert [len(delta.token_ids) for delta in deltas] == [8] * 4
+
+
+@pytest.mark.virtual_clock(seeds=1)
+async def test_choices_have_logprobs_of_their_own_and_the_prompt_has_its_own_once(serve: Any, depth: int) -> None:
+    async with serve(depth=depth, block_size=BLOCK_SIZE, config={"max_num_batched_tokens": 8, "max_num_seqs": 4}) as s:
+        output = await s.engine.generate(PROMPT * 2, n=4, seed=3, max_tokens=5, logprobs=1, prompt_logprobs=2)
+        for completion in output.outputs:
+            assert [next(iter(line)) for line in completion.logprobs] == completion.token_ids
+        assert output.prompt_logprobs[0] is None
+        assert [next(iter(line)) for line in output.prompt_logprobs[1:]] == (PROMPT * 2)[1:]
+
+
+@pytest.mark.virtual_clock(seeds=1)
+async def test_families_with_the_same_prompt_share_it_and_do_not_mix(serve: Any, depth: int) -> None:
+    async with serve(depth=depth, block_size=BLOCK_SIZE, num_blocks=128) as served:
+        prompt = list(range(10, 27))
+        outputs = await asyncio.gather(
+            *(served.engine.generate(prompt, n=3, seed=seed, max_tokens=6) for seed in range(4))
+        )
+        for seed, output in enumerate(outputs):
+            assert tokens_of(output) == expected(prompt, 3, 6, seed=seed)
+        assert sorted(output.num_cached_tokens for output in outputs) == [0, 16, 16, 16]
+        # Whole blocks are shared; the rest of the prompt, one token, is computed by each family.
+        assert served.executor.stats.num_computed_tokens == 17 + 3 * 1 + 4 * 3 * (6 - 1)
+
+
+# Whatever else is going on
+
+
+@pytest.mark.virtual_clock(seeds=2)
+@pytest.mark.parametrize(
+    ("circumstances", "sizes"),
+    [
+        ({"max_num_batched_tokens": 9, "max_num_seqs": 8}, {}),
+        ({"max_num_seqs": 2, "max_num_batched_tokens": 5}, {}),
+        ({"max_num_seqs": 6}, {"num_blocks": 16, "max_model_len": 60}),
+        ({"enable_prefix_caching": False, "max_num_seqs": 6}, {"num_blocks": 16, "max_model_len": 60}),
+        ({"max_waiting": 5}, {}),
+    ],
+    ids=["small chunks", "few rows", "few blocks", "few blocks, uncached", "few places"],
+)
+async def test_each_choice_is_the_same_whatever_the_batch(
+    serve: Any, depth: int, circumstances: dict[str, Any], sizes: dict[str, int]
+) -> None:
+    rng = random.Random(f"{asyncio.get_running_loop().seed} {depth}")
+    wishes = [
+        {"prompt": rng.choices(range(3, 9), k=rng.randrange(1, 30)), "n": rng.randrange(1, 6), "seed": seed}
+        for seed in range(10)
+    ]
+    async with serve(depth=depth, block_size=BLOCK_SIZE, config=circumstances, **sizes) as served:
+        outputs = await asyncio.gather(*(served.engine.generate(**wish, max_tokens=20) for wish in wishes))
+        for wish, output in zip(wishes, outputs, strict=True):
+            assert tokens_of(output) == expected(wish["prompt"], wish["n"], 20, seed=wish["seed"])
+        num_preemptions = served.core.stats().preemptions
+        assert num_preemptions > 3 or not sizes
+        assert sum(output.metrics.num_preemptions for output in outputs) == num_preemptions
+
+
+@pytest.mark.virtual_clock(seeds=1)
+async def test_more_choices_than_rows_take_turns(serve: Any, depth: int) -> None:
+    config = {"max_num_seqs": 2, "max_num_batched_tokens": 16}
+    async with serve(depth=depth, block_size=BLOCK_SIZE, config=config) as served:
+        output = await served.engine.generate(PROMPT, n=9, seed=3, max_tokens=6)
+        assert tokens_of(output) == expected(PROMPT, 9, 6, seed=3)
+        assert served.executor.stats.num_computed_tokens == len(PROMPT) + 9 * 6 - 9
+        assert max(len(plan.rows) for plan in served.executor.plans) == 2
+
+
+# How choices end
+
+
+@pytest.mark.virtual_clock(seeds=1)
+@pytest.mark.parametrize("which", [{0}, {1}, {0, 2}, {1, 2, 3}, {0, 1, 2, 3}], ids=str)
+async def test_eos_as_the_first_token_of_some_ends_those_alone(serve: Any, depth: int, which: set[int]) -> None:
+    async with serve(depth=depth, block_size=BLOCK_SIZE) as served:
+        let_choices_say(served, PROMPT, {choice: [EOS] for choice in which})
+        output = await served.engine.generate(PROMPT, n=4, seed=3, max_tokens=5)
+        for choice, completion in enumerate(output.outputs):
+            if choice in which:
+                assert (completion.token_ids, completion.finish_reason) == ([EOS], "stop")
+                assert completion.text == ""
+            else:
+                assert completion.token_ids == continuation(PROMPT, 5, seed=3, choice=choice)
+                assert completion.finish_reason == "length"
+
+
+@pytest.mark.virtual_clock(seeds=1)
+@pytest.mark.parametrize("stopping", [0, 1, 2])
+@pytest.mark.parametrize("num_rows", [2, 8])
+async def test_a_stop_string_ends_one_choice_and_the_others_go_on(
+    serve: Any, depth: int, stopping: int, num_rows: int
+) -> None:
+    async with serve(depth=depth, block_size=BLOCK_SIZE, config={"max_num_seqs": num_rows}) as served:
+        ids = served.tokenizer.encode(" a fox. The end", add_special_tokens=False)
+        others = [150 + i for i in range(30)]
+        let_choices_say(served, PROMPT, {choice: ids if choice == stopping else others for choice in range(3)})
+        output = await served.engine.generate(PROMPT, n=3, seed=3, max_tokens=30, stop=" The end")
+        for choice, completion in enumerate(output.outputs):
+            if choice == stopping:
+                assert completion.text == " a fox."
+                assert (completion.finish_reason, completion.stop_reason) == ("stop", " The end")
+                assert completion.token_ids == ids
+            else:
+                assert (completion.token_ids, completion.finish_reason) == (others, "length")
+                assert completion.stop_reason is None
+
+
+@pytest.mark.virtual_clock(seeds=1)
+async def test_a_stop_string_in_the_first_token_of_the_first_choice_lets_the_others_be(serve: Any, depth: int) -> None:
+    async with serve(depth=depth, block_size=BLOCK_SIZE) as served:
+        [fox] = served.tokenizer.encode(" the", add_special_tokens=False)
+        let_choices_say(served, PROMPT, {0: [fox]})
+        output = await served.engine.generate(PROMPT, n=3, seed=3, max_tokens=1, stop=" the")
+        assert [completion.finish_reason for completion in output.outputs] == ["stop", "length", "length"]
+        output = await served.engine.generate(PROMPT, n=3, seed=3, max_tokens=4, stop=" the")
+        assert (output.outputs[0].text, output.outputs[0].token_ids) == ("", [fox])
+        assert tokens_of(output)[1:] == expected(PROMPT, 3, 4, seed=3)[1:]
+
+
+# Aborting
+
+
+STAGES: dict[str, Callable[[Any], Any]] = {
+    "waiting": lambda served: served.core.stats().blocked,
+    "prefilling": lambda served: served.has_run(3),
+    "at the first token": lambda served: any(s.output_ids for s in served.core.scheduler.sequences()),
+    "running": lambda served: sum(len(s.output_ids) > 2 for s in served.core.scheduler.sequences()) == 4,
+}
+
+
+@pytest.mark.virtual_clock(seeds=1)
+@pytest.mark.parametrize("way", ["aborted", "cancelled", "left"])
+@pytest.mark.parametrize("stage", STAGES)
+async def test_all_choices_end_with_what_they_have_when_the_request_is_ended(
+    serve: Any, tasks: Any, depth: int, stage: str, way: str
+) -> None:
+    prompt = list(range(10, 40))
+    config = {"max_num_batched_tokens": 8, "max_num_seqs": 8}
+    witness = Witness()
+    async with serve(depth=depth, block_size=BLOCK_SIZE, config=config) as served:
+        if stage == "waiting":
+            await served.engine.pause()
+        served.engine.add_observer(witness)
+        streams = []
+
+        async def ask() -> Any:
+            async with served.engine.stream(prompt, n=4, seed=3, request_id="family") as stream:
+                streams.append(stream)
+                if way == "left":
+                    await served.until(lambda: STAGES[stage](served))
+                    return None
+                return await stream.finish()
+
+        task = tasks.start(ask())
+        if way != "left":
+            await served.until(lambda: STAGES[stage](served))
+        if way == "aborted":
+            served.engine.abort("family")
+        elif way == "cancelled":
+            task.cancel()
+        await tasks.end(task)
+        output = streams[0].result
+        await served.engine.resume()
+        await served.rest()
+
+        assert output.finished
+        assert [completion.finish_reason for completion in output.outputs] == ["abort"] * 4
+        for choice, ids in enumerate(tokens_of(output)):
+            assert is_beginning(ids, continuation(prompt, len(ids), seed=3, choice=choice))
+        if stage in ("waiting", "prefilling"):
+            assert tokens_of(output) == [[]] * 4
+        assert witness.reasons == [("abort",) * 4]
+
+
+# Places at the intake
+
+
+@pytest.mark.virtual_clock(seeds=1)
+async def test_a_family_takes_a_place_for_each_choice(serve: Any, tasks: Any, depth: int) -> None:
+    config = {"max_waiting": 4, "max_num_seqs": 1, "max_num_batched_tokens": 64}
+    async with serve(depth=depth, is_manual=True, config=config) as served:
+
+        def ask(n: int, **more: Any) -> Any:
+            return tasks.start(served.engine.generate(PROMPT, n=n, seed=3, max_tokens=3, on_full="raise", **more))
+
+        running = ask(1)
+        await served.until(lambda: served.executor.plans)
+        waiting = ask(3)
+        await served.until(lambda: served.core.stats().waiting + served.core.stats().blocked == 3)
+        [refused] = await tasks.end(ask(2))
+        assert isinstance(refused, EngineOverloaded)
+        single = ask(1)
+        await served.turn()
+        assert not single.done()
+        greedy = served.engine.generate(PROMPT, n=4, temperature=0.0, on_full="raise")
+        [refused] = await tasks.end(tasks.start(greedy))
+        assert isinstance(refused, EngineOverloaded), "full"
+        with pytest.raises(InvalidRequest, match="max_waiting"):
+            await served.engine.generate(PROMPT, n=5)
+        while not all(task.done() for task in (running, waiting, single)):
+            await served.rest()
+            await served.turn()
+        assert tokens_of(await waiting) == expected(PROMPT, 3, 3, seed=3)
+
+
+@pytest.mark.virtual_clock(seeds=1)
+async def test_greedy_choices_take_one_place(serve: Any, depth: int) -> None:
+    async with serve(depth=depth, config={"max_waiting": 1}) as served:
+        output = await served.engine.generate(PROMPT, n=50, temperature=0.0, max_tokens=2)
+        assert len(output.outputs) == 50
+
+
+@pytest.mark.virtual_clock(seeds=2)
+@pytest.mark.parametrize("goes", ["aborted", "cancelled", "served"])
+async def test_all_places_of_a_family_are_given_back(serve: Any, tasks: Any, depth: int, goes: str) -> None:
+    config = {"max_waiting": 3, "max_num_seqs": 1, "max_num_batched_tokens": 64}
+    async with serve(depth=depth, config=config) as served:
+        first = tasks.start(served.engine.generate(PROMPT, n=3, max_tokens=20, request_id="first"))
+        await served.until(lambda: served.executor.plans)
+        second = tasks.start(served.engine.generate(PROMPT, n=3, max_tokens=20))
+        await served.turn()
+        assert served.runtime.intake._waiters, "one choice runs and two wait: three more find no place"
+        if goes == "aborted":
+            served.engine.abort("first")
+        elif goes == "cancelled":
+            first.cancel()
+        output = await second
+        assert [len(ids) for ids in tokens_of(output)] == [20] * 3
+        assert served.runtime.intake.num_free == 3
+
+
+@pytest.mark.xfail(reason="the intake is not told of them", strict=True)
+@pytest.mark.virtual_clock(seeds=2)
+@pytest.mark.parametrize("how", ["length", "eos"])
+async def test_choices_that_end_with_their_first_token_let_others_in(
+    serve: Any, tasks: Any, depth: int, how: str
+) -> None:
+    """They never had a row, and nothing else may be going on by which the intake could notice."""
+    async with serve(depth=depth, config={"max_waiting": 4}) as served:
+        if how == "eos":
+            let_choices_say(served, PROMPT, {choice: [EOS] for choice in range(4)})
+        first = tasks.start(served.engine.generate(PROMPT, n=4, max_tokens=1 if how == "length" else 9))
+        await served.until(lambda: served.core.stats().running)
+        second = tasks.start(served.engine.generate(PROMPT[::-1], n=4, max_tokens=2))
+        assert [len((await task).outputs) for task in (first, second)] == [4, 4]
+
+
+# Failures
+
+
+@pytest.mark.usefixtures("quiet_log")
+@pytest.mark.virtual_clock(seeds=1)
+@pytest.mark.parametrize("num_rows", [2, 8])
+@pytest.mark.parametrize("step", [0, 1, 2, 3, 5])
+async def test_a_failed_step_fails_the_family_once_before_the_fork_and_after(
+    serve: Any, tasks: Any, depth: int, step: int, num_rows: int
+) -> None:
+    """The prompt takes two steps here, so that the choices part in the second."""
+    config = {"max_num_batched_tokens": 8, "max_num_seqs": num_rows}
+    witness = Witness()
+    async with serve(depth=depth, block_size=BLOCK_SIZE, config=config) as served:
+        served.engine.add_observer(witness)
+        served.executor.make_step_fail(step, ArithmeticError("upside down"))
+        prompt = list(range(10, 22))
+        async with served.engine.stream(prompt, n=4, seed=3, max_tokens=9) as stream:
+            with pytest.raises(StepFailed, match="upside down"):
+                await stream.finish()
+            output = stream.result
+        await served.rest()
+
+        assert output.finished
+        assert "error" in [completion.finish_reason for completion in output.outputs]
+        for choice, ids in enumerate(tokens_of(output)):
+            assert is_beginning(ids, continuation(prompt, 9, seed=3, choice=choice))
+        assert witness.reasons == [("error",) * 4]
+        again = await served.engine.generate(prompt, n=4, seed=3, max_tokens=9)
+        assert tokens_of(again) == expected(prompt, 4, 9, seed=3)
+
+
+@pytest.mark.usefixtures("quiet_log")
+@pytest.mark.virtual_clock(seeds=1)
+@pytest.mark.parametrize("step", [0, 1, 2, 4])
+@pytest.mark.parametrize("row", [0, 1])
+async def test_a_failed_row_fails_its_request_once_and_no_other(
+    serve: Any, tasks: Any, depth: int, step: int, row: int
+) -> None:
+    witness = Witness()
+    async with serve(depth=depth, block_size=BLOCK_SIZE, num_blocks=128) as served:
+        served.engine.add_observer(witness)
+        served.executor.make_row_fail(step, row, cause := ArithmeticError("not a number"))
+        works = [served.engine.generate([40 + i] * 5, n=3, seed=i, max_tokens=9) for i in range(2)]
+        outcomes = await tasks.end(*(tasks.start(work) for work in works))
+        failed = [outcome for outcome in outcomes if isinstance(outcome, StepFailed)]
+        if row == 0 or step > 0:
+            [failure] = failed
+            assert failure.__cause__ is cause
+            assert sorted(witness.reasons) == [("error",) * 3, ("length",) * 3]
+        for i, outcome in enumerate(outcomes):
+            if not isinstance(outcome, StepFailed):
+                assert tokens_of(outcome) == expected([40 + i] * 5, 3, 9, seed=i)
+        assert sum(served.engine.stats().finished.values()) == 6
+
+
+@pytest.mark.usefixtures("quiet_log")
+@pytest.mark.virtual_clock(seeds=1)
+async def test_a_reader_gets_what_all_choices_had_brought_before_it_hears_of_the_failure(
+    serve: Any, depth: int
+) -> None:
+    async with serve(depth=depth) as served:
+        served.executor.make_row_fail(2 + depth, 1, ArithmeticError("not a number"))
+        async with served.engine.stream(PROMPT, n=3, seed=3, max_tokens=9) as stream:
+            await asyncio.sleep(5)
+            deltas = [await anext(stream) for _ in range(3)]
+            with pytest.raises(StepFailed):
+                await anext(stream)
+            with pytest.raises(StopAsyncIteration):
+                await anext(stream)
+        assert sorted(delta.index for delta in deltas) == [0, 1, 2]
+        assert [delta.token_ids for delta in sorted(deltas, key=lambda delta: delta.index)] == tokens_of(stream.result)
+        assert all(delta.finish_reason in (None, "abort") for delta in deltas)
+
+
+@pytest.mark.usefixtures("quiet_log")
+@pytest.mark.virtual_clock(seeds=1)
+async def test_a_family_hears_of_a_lost_device_once(serve: Any, tasks: Any, depth: int) -> None:
+    witness = Witness()
+    async with serve(depth=depth, config={"max_num_seqs": 2}) as served:
+        served.engine.add_observer(witness)
+        served.executor.make_step_fail(3, DeviceLost("lost"))
+        [outcome] = await tasks.end(tasks.start(served.engine.generate(PROMPT, n=4, max_tokens=9)))
+        assert isinstance(outcome, EngineDead)
+        assert witness.reasons == [("error",) * 4]
