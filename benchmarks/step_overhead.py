@@ -7,6 +7,7 @@ Phases of a step, each timed apart:
 - **intake**: make a `Sequence` for each new request and `Scheduler.add` it (churn only)
 - **schedule**: `Scheduler.schedule`, the plan with its deltas; prompts of new sequences are hashed here
 - **apply**: `Scheduler.apply`: append tokens, check stops, hash the blocks that were filled
+- **observe**: one `StepRecord` for the metrics that every engine keeps
 - **publish**, not part of the sums: each token to its `Completion`, which makes text of it and keeps it for its reader
 
 The device is a stand-in that draws tokens outside the timed parts. Two workloads, prefix caching on:
@@ -39,6 +40,8 @@ from aioengine.core.plan import StepPlan, StepResult, Want, int32
 from aioengine.core.scheduler import Scheduler, StepOutput
 from aioengine.core.sequence import Sequence
 from aioengine.demo import model_path
+from aioengine.engine_core import make_record
+from aioengine.metrics import EngineMetrics
 from aioengine.request import Request
 from aioengine.sampling_params import SamplingParams
 from aioengine.text.tokenizer import Tokenizer
@@ -50,7 +53,7 @@ MAX_BATCHED_TOKENS = 8192
 CHURN = 0.05
 VOCAB = 2048
 EOS = (2, 3)
-PHASES = ("intake", "schedule", "apply", "publish")
+PHASES = ("intake", "schedule", "apply", "observe", "publish")
 WARM_UP_STEPS = 60
 
 
@@ -100,6 +103,16 @@ class Requests:
         ]
 
 
+class Mailbox:
+    """A reader that takes everything at once; what a stream adds to that is `benchmarks/loop_lag.py`'s."""
+
+    def on_news(self, completion: Completion) -> None:
+        pass
+
+    def on_ended(self, completion: Completion) -> None:
+        pass
+
+
 class Workload:
     """``num_running`` sequences, of which a share of ``churn`` is replaced each step.
 
@@ -126,6 +139,8 @@ class Workload:
         self._launched: deque[StepPlan] = deque()
         self._landing: tuple[StepPlan, StepResult] | None = None
         self._num_ending = 0.0
+        self._metrics = EngineMetrics()
+        self._mailbox = Mailbox()
         self._table = Tokenizer.load(model_path()).token_table()
 
     def arrive(self, step: int) -> None:
@@ -142,12 +157,16 @@ class Workload:
         for request in self._arriving:
             sequence = Sequence(request, eos_token_ids=EOS)
             sequence.listener = Completion(
-                sequence, detokenizer=make_detokenizer(self._table), decode=None, finish=lambda *_: None
+                sequence,
+                mailbox=self._mailbox,  # type: ignore[arg-type]
+                core=None,  # type: ignore[arg-type]  # without stop strings and limits it is not asked
+                detokenizer=make_detokenizer(self._table),
+                decode=None,
             )
             self.scheduler.add(sequence)
 
     def schedule(self) -> None:
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(time.monotonic())
         if plan is not None:
             self._launched.append(plan)
 
@@ -161,7 +180,14 @@ class Workload:
 
     def apply(self) -> None:
         if self._landing is not None:
-            self.output = self.scheduler.apply(*self._landing)
+            self.output = self.scheduler.apply(*self._landing, time.monotonic())
+
+    def observe(self) -> None:
+        if self._landing is not None and self.output is not None:
+            now = time.monotonic()
+            self._metrics.on_step(
+                make_record(self.scheduler, *self._landing, self.output, launched_at=now - 0.01, now=now)
+            )
 
     def publish(self) -> None:
         if self._landing is None or self.output is None:

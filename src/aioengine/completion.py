@@ -55,7 +55,8 @@ class Completion:
         "_has_stop_text",
         "_mailbox",
         "_max_unread",
-        "_news_at",
+        "_stream_interval",
+        "_tell_at",
         "_num_read_ids",
         "_num_read_texts",
         "_texts",
@@ -94,8 +95,10 @@ class Completion:
         self._detokenizer = detokenizer
         self._decode = decode
         self._has_stop_text = sequence.request.params.include_stop_str_in_output
-        self._news_at = min(stream_interval, max_unread)
+        self._stream_interval = stream_interval
         self._max_unread = max_unread
+        self._tell_at = 1
+        """Tokens at which the mailbox, or the core, must hear of it: one comparison for all others."""
         self._texts: list[str] = []
         self._num_read_ids = 0
         self._num_read_texts = 0
@@ -105,11 +108,12 @@ class Completion:
     def on_token(self, token_id: int, logprobs: SampledLogprobs | None) -> None:
         if self.is_ended:
             return
-        self.token_ids.append(token_id)
+        token_ids = self.token_ids
+        token_ids.append(token_id)
         if logprobs is not None and self.logprobs is not None:
             self.logprobs.append(_line(token_id, logprobs, self._decode))
         detokenizer = self._detokenizer
-        if detokenizer is not None and (self._has_stop_text or self.sequence.finish_reason != "stop"):
+        if detokenizer is not None and (self.sequence.finish_reason != "stop" or self._has_stop_text):
             text = detokenizer.feed_one(token_id)
             if text:
                 self._texts.append(text)
@@ -117,11 +121,8 @@ class Completion:
                 self._end("stop", detokenizer.stop_string)
                 self._core.finish(self.sequence, "stop", detokenizer.stop_string)
                 return
-        num_unread = len(self.token_ids) - self._num_read_ids
-        if num_unread >= self._news_at or len(self.token_ids) == 1:
-            self._mailbox.on_news(self)
-            if num_unread >= self._max_unread:
-                self._core.block(self.sequence)
+        if len(token_ids) >= self._tell_at:
+            self._tell()
 
     def on_prompt_logprobs(self, position: int, lines: list[SampledLogprobs]) -> None:
         ids = self.sequence.slice_ids(position, position + len(lines))
@@ -160,6 +161,7 @@ class Completion:
         text = "".join(self._texts[self._num_read_texts :])
         self._num_read_ids = len(self.token_ids)
         self._num_read_texts = len(self._texts)
+        self._tell_at = self._num_read_ids + min(self._stream_interval, self._max_unread)
         if self._max_unread != UNLIMITED:
             self._core.unblock(self.sequence)
         return CompletionDelta(
@@ -192,6 +194,12 @@ class Completion:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
         )
+
+    def _tell(self) -> None:
+        self._mailbox.on_news(self)
+        self._tell_at = self._num_read_ids + self._max_unread
+        if len(self.token_ids) >= self._tell_at:
+            self._core.block(self.sequence)
 
     def _end(self, reason: FinishReason, stop_reason: int | str | None) -> None:
         self.is_ended = True

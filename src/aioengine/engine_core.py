@@ -380,26 +380,7 @@ class EngineCore:
     # What observers see
 
     def _observe(self, step: _InFlight, result: StepResult, output: StepOutput, now: float) -> None:
-        scheduler = self.scheduler
-        num_running = len(scheduler.running)
-        record = StepRecord(
-            step=step.plan.step,
-            num_tokens=int(step.plan.num_tokens.sum()),
-            num_sampled=len(output.token_ids),
-            num_prompt_tokens=sum(len(sequence.prompt) for sequence in output.first),
-            device_time_s=result.device_time_s,
-            step_time_s=now - step.launched_at,
-            loop_lag_s=max(now - result.ended_at_s, 0.0) if result.ended_at_s else None,
-            inter_token_latencies_s=output.gaps_s,
-            times_to_first_token_s=[now - sequence.arrived_at for sequence in output.first],
-            running=num_running,
-            waiting=scheduler.num_idle,
-            free_blocks=self.kv.pool.num_free,
-            num_blocks=self.kv.pool.num_blocks,
-            preemptions=scheduler.num_preemptions,
-            prefix_cache_queries=self.kv.num_queried_tokens,
-            prefix_cache_hits=self.kv.num_hit_tokens,
-        )
+        record = make_record(self.scheduler, step.plan, result, output, launched_at=step.launched_at, now=now)
         for observer in self.observers:
             try:
                 observer.on_step(record)
@@ -473,6 +454,31 @@ class EngineCore:
         listener: Listener = sequence.listener  # type: ignore[assignment]
         sequence.listener = None  # launched steps hold the sequence, and must not hold the caller's side of it
         return listener
+
+
+def make_record(
+    scheduler: Scheduler, plan: StepPlan, result: StepResult, output: StepOutput, *, launched_at: float, now: float
+) -> StepRecord:
+    """What observers hear of a step that has just been applied."""
+    kv = scheduler.kv
+    return StepRecord(
+        step=plan.step,
+        num_tokens=int(plan.num_tokens.sum()),
+        num_sampled=len(output.token_ids),
+        num_prompt_tokens=sum(len(sequence.prompt) for sequence in output.first),
+        device_time_s=result.device_time_s,
+        step_time_s=now - launched_at,
+        loop_lag_s=max(now - result.ended_at_s, 0.0) if result.ended_at_s else None,
+        inter_token_latencies_s=output.gaps_s,
+        times_to_first_token_s=[now - sequence.arrived_at for sequence in output.first],
+        running=len(scheduler.running),
+        waiting=scheduler.num_idle,
+        free_blocks=kv.pool.num_free,
+        num_blocks=kv.pool.num_blocks,
+        preemptions=scheduler.num_preemptions,
+        prefix_cache_queries=kv.num_queried_tokens,
+        prefix_cache_hits=kv.num_hit_tokens,
+    )
 
 
 def _lines(output: StepOutput) -> dict[int, SampledLogprobs]:

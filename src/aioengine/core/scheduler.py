@@ -109,6 +109,8 @@ class Scheduler:
         """Sequences that were added and never had a row."""
         self.num_preemptions = 0
         self._next_order = 0
+        self._num_forks = 0
+        """Sequences with children."""
         self._step = 0
         self._launched: deque[_Launched] = deque()
         self._leaving: list[Sequence] = []
@@ -123,6 +125,7 @@ class Scheduler:
         """Take in a new sequence and its children, blocked if there is a ``reason``."""
         assert self.kv.blocks_for(sequence.limit - 1) <= self.kv.pool.num_blocks, f"{sequence} could never end"
         self._add_one(sequence, reason)
+        self._num_forks += bool(sequence.children)
         for child in sequence.children:
             self._add_one(child, reason | Reason.FORK)
 
@@ -230,7 +233,7 @@ class Scheduler:
         ids: list[int] = token_ids.tolist()
         for sequence, token_id in zip(sequences, ids, strict=True):
             sequence.output_ids.append(token_id)
-        born, born_places = self._fork(sequences, places, counts)
+        born, born_places = self._fork(sequences, places, counts) if self._num_forks else ([], [])
         self._stop(rows, ends, sequences, token_ids)
         if born:
             ids += self._begin(born, result.token_ids[born_places].tolist(), now)
@@ -331,6 +334,7 @@ class Scheduler:
         idle = [*self.waiting, *self.blocked.values()]
         assert all(sequence.state is State.WAITING and sequence.row == -1 for sequence in idle)
         assert {s.order for s in idle if s.block_ids} == self._parked.keys()
+        assert self._num_forks == sum(bool(sequence.children) for sequence in live)
         unborn = {c.order for sequence in live for c in sequence.children if c.state is not State.FINISHED}
         assert unborn == {s.order for s in live if s.reasons & Reason.FORK}, (
             "a child waits for a parent that it has not"
@@ -512,6 +516,7 @@ class Scheduler:
                     self._parked[child.order] = child
                     born.append(child)
                     born_places.append(int(places[index]) + nth)
+            self._num_forks -= bool(parent.children)
             parent.children = ()
         return born, born_places
 
@@ -576,6 +581,7 @@ class Scheduler:
         self._release(sequence)
         for child in sequence.children:
             self.finish(child, reason)
+        self._num_forks -= bool(sequence.children)
         sequence.children = ()
 
     def _release(self, sequence: Sequence) -> None:
