@@ -37,8 +37,9 @@ from aioengine.completion import Completion
 from aioengine.core.detokenizer import make_detokenizer
 from aioengine.core.kv_manager import KVManager
 from aioengine.core.plan import StepPlan, StepResult, Want, int32
-from aioengine.core.scheduler import Scheduler, StepOutput
+from aioengine.core.scheduler import Scheduler
 from aioengine.core.sequence import Sequence
+from aioengine.core.step_output import StepOutput
 from aioengine.demo import model_path
 from aioengine.engine_core import make_record
 from aioengine.metrics import EngineMetrics

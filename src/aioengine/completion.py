@@ -8,8 +8,9 @@ from typing import Protocol
 
 from aioengine.core.detokenizer import Detokenizer
 from aioengine.core.sequence import FinishReason, Sequence
-from aioengine.engine_core import EngineCore, SampledLogprobs
+from aioengine.engine_core import EngineCore
 from aioengine.errors import AioEngineError
+from aioengine.listener import SampledLogprobs
 from aioengine.outputs import CompletionDelta, CompletionOutput, Logprob, TokenLogprobs
 
 UNLIMITED = sys.maxsize
@@ -55,10 +56,10 @@ class Completion:
         "_has_stop_text",
         "_mailbox",
         "_max_unread",
-        "_stream_interval",
-        "_tell_at",
         "_num_read_ids",
         "_num_read_texts",
+        "_stream_interval",
+        "_tell_at",
         "_texts",
         "error",
         "finish_reason",

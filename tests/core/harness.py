@@ -10,8 +10,9 @@ import numpy as np
 
 from aioengine.core.kv_manager import KVManager
 from aioengine.core.plan import StepPlan, StepResult, Want, int32
-from aioengine.core.scheduler import Scheduler, StepOutput
+from aioengine.core.scheduler import Scheduler
 from aioengine.core.sequence import Reason, Sequence, make_family
+from aioengine.core.step_output import StepOutput
 from aioengine.request import Request
 from aioengine.sampling_params import SamplingParams
 from aioengine.testing.fake_executor import FakeExecutor, FakeStep, Sampler, sample_hash

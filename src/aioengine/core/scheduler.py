@@ -14,18 +14,17 @@ from typing import TypeVar
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
+from aioengine.core.budget import Work, join, out_of_blocks, share_budget
 from aioengine.core.kv_manager import Hit, KVManager
-from aioengine.core.plan import EMPTY, Int8, Int32, PromptLogprobs, RowAdded, StepLogprobs, StepPlan, StepResult, int32
+from aioengine.core.plan import EMPTY, Int8, Int32, RowAdded, StepPlan, StepResult, int32
 from aioengine.core.row_table import Rows, RowTable
 from aioengine.core.sequence import Event, FinishReason, Reason, Sequence, State
+from aioengine.core.step_output import Bool, Float64, StepOutput, score_prompts
 from aioengine.core.stopping import finish_reason
 from aioengine.core.waiting import WaitingQueue
 
 Array = TypeVar("Array", Int32, Int8)
-Float64 = NDArray[np.float64]
-Bool = NDArray[np.bool_]
 
 
 class SchedulerStats(msgspec.Struct, kw_only=True):
@@ -40,39 +39,6 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     prefix_cache_queries: int
     prefix_cache_hits: int
     steps: int
-
-
-class StepOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """What applying a result brought: ``token_ids[i]`` is the newest token of ``sequences[i]``.
-
-    A sequence that ended with its token has its ``finish_reason`` set.
-
-    Attributes:
-        places: int32, where ``token_ids`` stood in the result; ``logprobs.index`` speaks of those.
-        logprobs: as in the result.
-        gaps_s: float64 [m], seconds since the token before, of the tokens that followed one.
-        first: the sequences whose first token it brought, but for children.
-        prompt_logprobs: about the prompts of these sequences, which have not ended.
-        failed: sequences that ended because their own row failed, and why.
-    """
-
-    sequences: list[Sequence]
-    token_ids: list[int]
-    places: Int32
-    logprobs: StepLogprobs | None
-    gaps_s: Float64
-    first: list[Sequence]
-    prompt_logprobs: list[tuple[Sequence, PromptLogprobs]]
-    failed: list[tuple[Sequence, Exception]]
-
-
-class _Work(msgspec.Struct, frozen=True, gc=False):
-    """What a step computes: ``num_tokens[i]`` tokens of ``rows[i]``, from ``starts[i]`` up to ``ends[i]``."""
-
-    rows: Rows
-    starts: Int32
-    num_tokens: Int32
-    ends: Int32
 
 
 class _Launched(msgspec.Struct, frozen=True):
@@ -191,19 +157,20 @@ class Scheduler:
         self._park_blocked()
         self._wake_waiters()
         self._yield_to_higher()
-        work = self._share_budget()
-        growing = self._out_of_blocks(work)
+        work = share_budget(self.table, self.max_num_batched_tokens)
+        growing = out_of_blocks(self.table, work)
         is_tight = len(growing) > self.kv.pool.num_free
         while len(growing) > self.kv.pool.num_free:
             self._preempt(self._victim())
-            work = self._share_budget()
-            growing = self._out_of_blocks(work)
+            work = share_budget(self.table, self.max_num_batched_tokens)
+            growing = out_of_blocks(self.table, work)
         grown_blocks = self._grow(growing)
         admitted: list[Sequence] = []
         self._wake_waiters()
         if self.waiting and not (is_tight and len(work.rows)):
             admitted = self._admit(self.max_num_batched_tokens - int(work.num_tokens.sum()), now)
-            work = self._join(work, admitted)
+            if admitted:
+                work = join(self.table, work, self.table.run(admitted), self.max_num_batched_tokens)
         if not len(work.rows):
             return None
         return self._launch(work, growing, grown_blocks, admitted)
@@ -217,7 +184,7 @@ class Scheduler:
         counts = result.offsets[1:] - places
         is_alive = self.table.epoch[rows] == plan.epochs
         failed = self._end_failed(result, sequences, is_alive) if result.failures else []
-        prompt_logprobs = _of_each(result.prompt_logprobs, sequences, is_alive)
+        prompt_logprobs = score_prompts(result.prompt_logprobs, sequences, is_alive)
         if np.count_nonzero(is_alive) < len(rows):
             # Ended or preempted while the step ran: the late result finds nobody.
             rows, ends, places, counts = rows[is_alive], ends[is_alive], places[is_alive], counts[is_alive]
@@ -354,31 +321,6 @@ class Scheduler:
 
     # Sharing out a step
 
-    def _share_budget(self) -> _Work:
-        """Rows with tokens to compute, and how many each: decodes first, then prefills in order as far as it goes."""
-        table = self.table
-        rows = table.running_rows
-        starts = table.scheduled[rows]
-        num_tokens = np.minimum(table.expected[rows], table.last[rows]) - starts
-        if int(num_tokens.sum()) > self.max_num_batched_tokens:
-            num_tokens = self._ration(num_tokens)
-        if np.count_nonzero(num_tokens) < len(rows):
-            has_some = num_tokens > 0
-            rows, starts, num_tokens = rows[has_some], starts[has_some], num_tokens[has_some]
-        return _Work(rows, starts, num_tokens, starts + num_tokens)
-
-    def _ration(self, num_tokens: Int32) -> Int32:
-        """Cut down what rows want to one step's budget, which is at least one token for each of them."""
-        is_decode = num_tokens == 1
-        prefills = np.where(is_decode, 0, num_tokens)
-        left = self.max_num_batched_tokens - np.count_nonzero(is_decode)
-        shares = np.clip(left - (np.cumsum(prefills) - prefills), 0, prefills)
-        return np.where(is_decode, 1, shares).astype(np.int32)
-
-    def _out_of_blocks(self, work: _Work) -> Rows:
-        """The rows that need a block: one each, since a prompt has all of its own and a decode is one token."""
-        return work.rows[work.ends > self.table.capacity[work.rows]]
-
     def _grow(self, rows: Rows) -> Int32:
         """Give each a block; returns their ids."""
         if not len(rows):
@@ -411,19 +353,7 @@ class Scheduler:
             budget -= sequence.num_tokens - sequence.num_computed_tokens
         return admitted
 
-    def _join(self, work: _Work, admitted: list[Sequence]) -> _Work:
-        """Append the first chunks of the admitted sequences; the last one may have to share its prompt out."""
-        if not admitted:
-            return work
-        table = self.table
-        new_rows = table.run(admitted)
-        rows = np.concatenate([work.rows, new_rows])
-        starts = table.scheduled[rows]
-        num_tokens = np.concatenate([work.num_tokens, table.expected[new_rows] - table.scheduled[new_rows]])
-        num_tokens[-1] -= max(int(num_tokens.sum()) - self.max_num_batched_tokens, 0)
-        return _Work(rows, starts, num_tokens, starts + num_tokens)
-
-    def _launch(self, work: _Work, growing: Rows, grown_blocks: Int32, admitted: list[Sequence]) -> StepPlan:
+    def _launch(self, work: Work, growing: Rows, grown_blocks: Int32, admitted: list[Sequence]) -> StepPlan:
         rows, table = work.rows, self.table
         expected = table.expected[rows]
         samples = work.ends == expected
@@ -668,25 +598,6 @@ def _introduce(sequence: Sequence) -> RowAdded:
         block_ids=int32(sequence.block_ids),
         sampling=sampling,
     )
-
-
-def _of_each(
-    logprobs: PromptLogprobs | None, sequences: list[Sequence], is_alive: Bool
-) -> list[tuple[Sequence, PromptLogprobs]]:
-    """The lines about each living sequence's prompt, which count as handed out."""
-    if logprobs is None:
-        return []
-    indices, starts = np.unique(logprobs.index, return_index=True)
-    pieces = []
-    for index, start, end in zip(
-        indices.tolist(), starts.tolist(), [*starts[1:].tolist(), len(logprobs.index)], strict=True
-    ):
-        if is_alive[index]:
-            columns = (getattr(logprobs, name)[start:end] for name in logprobs.__struct_fields__)
-            piece = PromptLogprobs(**dict(zip(logprobs.__struct_fields__, columns, strict=True)))
-            sequences[index].num_scored_tokens = max(sequences[index].num_scored_tokens, int(piece.positions[-1]))
-            pieces.append((sequences[index], piece))
-    return pieces
 
 
 def _frozen(array: Array) -> Array:

@@ -1,0 +1,54 @@
+"""How a step's tokens are shared out among the rows."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from aioengine.core.plan import Int32
+from aioengine.core.row_table import Rows, RowTable
+
+
+class Work(msgspec.Struct, frozen=True, gc=False):
+    """What a step computes: ``num_tokens[i]`` tokens of ``rows[i]``, from ``starts[i]`` up to ``ends[i]``."""
+
+    rows: Rows
+    starts: Int32
+    num_tokens: Int32
+    ends: Int32
+
+
+def share_budget(table: RowTable, max_tokens: int) -> Work:
+    """Rows with tokens to compute, and how many each: decodes first, then prefills in order as far as it goes."""
+    rows = table.running_rows
+    starts = table.scheduled[rows]
+    num_tokens = np.minimum(table.expected[rows], table.last[rows]) - starts
+    if int(num_tokens.sum()) > max_tokens:
+        num_tokens = _ration(num_tokens, max_tokens)
+    if np.count_nonzero(num_tokens) < len(rows):
+        has_some = num_tokens > 0
+        rows, starts, num_tokens = rows[has_some], starts[has_some], num_tokens[has_some]
+    return Work(rows, starts, num_tokens, starts + num_tokens)
+
+
+def join(table: RowTable, work: Work, new_rows: Rows, max_tokens: int) -> Work:
+    """Append the first chunks of newly seated rows; the last one may have to share its prompt out."""
+    rows = np.concatenate([work.rows, new_rows])
+    starts = table.scheduled[rows]
+    num_tokens = np.concatenate([work.num_tokens, table.expected[new_rows] - table.scheduled[new_rows]])
+    num_tokens[-1] -= max(int(num_tokens.sum()) - max_tokens, 0)
+    return Work(rows, starts, num_tokens, starts + num_tokens)
+
+
+def out_of_blocks(table: RowTable, work: Work) -> Rows:
+    """The rows that need a block: one each, since a prompt has all of its own and a decode is one token."""
+    return work.rows[work.ends > table.capacity[work.rows]]
+
+
+def _ration(num_tokens: Int32, max_tokens: int) -> Int32:
+    """Cut down what rows want to one step's budget, which is at least one token for each of them."""
+    is_decode = num_tokens == 1
+    prefills = np.where(is_decode, 0, num_tokens)
+    left = max_tokens - np.count_nonzero(is_decode)
+    shares = np.clip(left - (np.cumsum(prefills) - prefills), 0, prefills)
+    return np.where(is_decode, 1, shares).astype(np.int32)
