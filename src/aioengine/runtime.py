@@ -314,10 +314,8 @@ class Runtime:
             request.abort()
 
     def abort_all(self) -> None:
-        self.check_loop()
-        for requests in list(self._requests.values()):
-            for request in list(requests):
-                request.abort()
+        for request_id in list(self._requests):
+            self.abort(request_id)
 
     # The whole engine
 
