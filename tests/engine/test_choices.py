@@ -454,3 +454,21 @@ async def test_a_family_hears_of_a_lost_device_once(serve: Any, tasks: Any, dept
         [outcome] = await tasks.end(tasks.start(served.engine.generate(PROMPT, n=4, max_tokens=9)))
         assert isinstance(outcome, EngineDead)
         assert witness.reasons == [("error",) * 4]
+
+
+@pytest.mark.usefixtures("quiet_log")
+@pytest.mark.virtual_clock(seeds=2)
+@pytest.mark.parametrize("what", ["step", "row"])
+async def test_a_family_that_fails_gives_all_its_places_back(serve: Any, tasks: Any, depth: int, what: str) -> None:
+    """Before its choices part, with nothing else going on."""
+    async with serve(depth=depth, config={"max_waiting": 4}) as served:
+        if what == "step":
+            served.executor.make_step_fail(0, ArithmeticError("upside down"))
+        else:
+            served.executor.make_row_fail(0, 0, ArithmeticError("not a number"))
+        first = tasks.start(served.engine.generate(PROMPT, n=4, max_tokens=9))
+        await served.until(lambda: served.core.stats().running)
+        second = tasks.start(served.engine.generate(PROMPT[::-1], n=4, max_tokens=2))
+        outcomes = await tasks.end(first, second)
+        assert isinstance(outcomes[0], StepFailed)
+        assert len(outcomes[1].outputs) == 4

@@ -230,6 +230,23 @@ async def test_a_stalled_request_stops_at_its_stop_string_when_it_gets_there(ser
         assert delta.stop_reason == " The end"
 
 
+@pytest.mark.xfail(reason="who has ended gets a place among the running, without a row", strict=True)
+@pytest.mark.virtual_clock(seeds=1)
+async def test_a_reader_that_comes_back_in_the_moment_in_which_another_request_is_aborted_goes_on(
+    serve: Any, tasks: Any, depth: int
+) -> None:
+    """What was computed for it when it was blocked is still in flight: it has kept its row."""
+    async with serve(depth=depth) as served:
+        async with served.engine.stream(PROMPT, seed=3, max_tokens=20, max_unread_tokens=2) as stream:
+            other = tasks.start(served.engine.generate(PROMPT, seed=4, max_tokens=100, request_id="other"))
+            await served.until(lambda: served.core.scheduler._leaving)
+            served.engine.abort("other")
+            deltas = [await anext(stream)]
+            deltas += [delta async for delta in stream]
+        assert as_ids(deltas) == continuation(PROMPT, 20, seed=3)
+        assert (await other).outputs[0].finish_reason == "abort"
+
+
 @pytest.mark.virtual_clock(seeds=1)
 async def test_a_pause_waits_for_a_slow_reader_only_in_the_mode_that_says_so(
     serve: Any, tasks: Any, depth: int
