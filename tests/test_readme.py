@@ -1,0 +1,73 @@
+"""The README's Python runs as it stands, on the bundled model in place of a downloaded one."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import aioengine
+
+README = Path(__file__).parents[1] / "README.md"
+BLOCKS = re.findall(r"^```python\n(.*?)^```", README.read_text(), flags=re.MULTILINE | re.DOTALL)
+PROGRAMS = [block for block in BLOCKS if "import" in block]
+"""Those that stand for themselves; the others go on where the one before has stopped, as cells of a notebook do."""
+CELLS = [block for block in BLOCKS if block not in PROGRAMS]
+
+
+async def run_cells(cells: list[str], names: dict[str, Any]) -> None:
+    """Run cells one after the other; ``await`` may stand outside functions."""
+    for cell in cells:
+        code = compile(cell, "README.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        result = eval(code, names)
+        if inspect.isawaitable(result):
+            await result
+
+
+def test_there_are_programs_and_cells() -> None:
+    assert len(PROGRAMS) == 2
+    assert len(CELLS) >= 6
+
+
+def test_the_programs_run(tmp_path: Path) -> None:
+    for program in PROGRAMS:
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env=dict(os.environ),
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_the_cells_run_one_after_the_other(tmp_path: Path) -> None:
+    replaced = {
+        '"Qwen/Qwen3-0.6B", max_model_len=4096, max_num_seqs=64': "max_num_seqs=64, kv_cache_memory_bytes=2**24",
+        "await engine.aclose()": "pass",
+        '"trace.json"': repr(str(tmp_path / "trace.json")),
+        "engine.add_observer(...)": "",
+    }
+    cells = CELLS
+    for old, new in replaced.items():
+        cells = [cell.replace(old, new) for cell in cells]
+    names: dict[str, Any] = {
+        "asyncio": asyncio,
+        "Engine": aioengine.Engine,
+        "prompts": ["Once upon a time", "Hello"],
+        "digit_ids": [15, 16],
+    }
+    try:
+        await run_cells(cells, names)
+        assert (tmp_path / "trace.json").stat().st_size > 1000
+        assert len(names["out"].outputs) == 3
+    finally:
+        await names["engine"].aclose()
