@@ -31,33 +31,39 @@ def generate(prompt: str, is_chat: bool, system: str | None, shows_stats: bool, 
     With --n, the choices are shown when all have ended, one after the other, each under a line with its number.
     """
     prompt = _decode(sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt))
-    messages: list[dict[str, Any]] | None = None
-    if is_chat or system is not None:
-        messages = [{"role": "system", "content": system}] if system is not None else []
-        messages.append({"role": "user", "content": prompt})
-    echo = None if messages else prompt
-    run(_generate(messages or prompt, echo, shows_stats, given(EngineConfig, flags), given(SamplingParams, flags)))
+    sampling = given(SamplingParams, flags)
+    SamplingParams(**sampling)  # bad flags are refused before the model is loaded
+    messages = as_messages(prompt, system) if is_chat or system is not None else None
+    run(_generate(messages or prompt, shows_stats, given(EngineConfig, flags), sampling))
+
+
+def as_messages(prompt: str, system: str | None) -> list[dict[str, Any]]:
+    """The chat in which ``prompt`` is the user's message."""
+    before = [{"role": "system", "content": system}] if system is not None else []
+    return [*before, {"role": "user", "content": prompt}]
 
 
 async def _generate(
-    prompt: str | list[dict[str, Any]],
-    echo: str | None,
-    shows_stats: bool,
-    config: dict[str, Any],
-    sampling: dict[str, Any],
+    prompt: str | list[dict[str, Any]], shows_stats: bool, config: dict[str, Any], sampling: dict[str, Any]
 ) -> None:
-    num_choices = SamplingParams(**sampling).n  # bad flags are refused before the model is loaded
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal may not know every character
     async with Engine(**config) as engine:
         click.echo(engine.describe(), err=True)
         started = time.perf_counter()
-        async with engine.stream(prompt, **sampling) as stream:
-            if num_choices > 1:
-                _write(_choices(await stream.finish(), echo or ""))
-            else:
-                await _write_as_it_comes(stream, echo or "")
+        output = await show(engine, prompt, sampling)
         if shows_stats:
-            click.echo(_summary(stream.result, time.perf_counter() - started), err=True)
+            click.echo(_summary(output, time.perf_counter() - started), err=True)
+
+
+async def show(engine: Engine, prompt: str | list[dict[str, Any]], sampling: dict[str, Any]) -> RequestOutput:
+    """Complete the prompt on stdout; a text is shown with what follows it, of a chat the answer alone."""
+    echo = prompt if isinstance(prompt, str) else ""
+    async with engine.stream(prompt, **sampling) as stream:
+        if sampling.get("n", 1) > 1:
+            _write(_choices(await stream.finish(), echo))
+        else:
+            await _write_as_it_comes(stream, echo)
+    return stream.result
 
 
 async def _write_as_it_comes(stream: Stream, echo: str) -> None:
