@@ -114,7 +114,7 @@ class Moments:
 
     async def wait(self, num_moments: int) -> None:
         passed = asyncio.get_running_loop().create_future()
-        self.after(num_moments, lambda: passed.done() or passed.set_result(None))
+        self.after(num_moments, lambda: None if passed.done() else passed.set_result(None))
         await passed
 
     def client_is_done(self) -> None:

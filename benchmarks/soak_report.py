@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
@@ -157,7 +158,12 @@ def print_report(report: Report) -> None:
         f"accepted {report.num_accepted:,}, ended {report.num_ended:,}; "
         f"came again {report.num_compared:,}, with other tokens {report.num_different}"
     )
-    counts = {"for callers": report.outcomes, "choices": report.ended, "upsets": report.upsets, "most": report.peaks}
+    counts: dict[str, Mapping[str, float]] = {
+        "for callers": report.outcomes,
+        "choices": report.ended,
+        "upsets": report.upsets,
+        "most": report.peaks,
+    }
     table = Table("what", "how often", title="Outcomes")
     for title, counter in counts.items():
         for name, count in counter.items():
