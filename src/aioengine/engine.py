@@ -22,7 +22,7 @@ from aioengine.prompt import ChatMessage, Prompt, check_call, check_params, make
 from aioengine.runtime import Runtime
 from aioengine.sampling_params import SamplingParams, make_params
 from aioengine.stream import Call, Profile, Stream
-from aioengine.validation import check_known_fields
+from aioengine.validation import check_known_fields, shorten
 
 __all__ = ["ChatMessage", "Engine", "Prompt", "Stream"]
 
@@ -270,13 +270,33 @@ class Engine:
 
         return stop
 
-    def profile(self, path: str | os.PathLike[str]) -> Profile:
+    def profile(self, path: str | os.PathLike[str], *, max_steps: int = 100) -> Profile:
         """Record what the device does: ``async with engine.profile("trace.json"): ...``.
 
-        The file is a trace that chrome://tracing, Perfetto and TensorBoard show; it is there when the block is left.
-        Steps of all requests are in it. One profile at a time.
+        What comes out is torch's own trace, for https://ui.perfetto.dev or chrome://tracing: an event a step of the
+        device, named ``step N (R rows, T tokens)``, and in it each operation with those inside it. Steps of all
+        requests are in it. The file is there when the block is left, also by an error; a block that is cancelled may
+        leave none.
+
+        The price: while it records, a step takes a tenth longer. Then torch holds the GIL, and with it the event
+        loop, for 2 to 4 µs an operation after the last step, and for 2 µs at the end of the block. ``max_steps`` bounds
+        that: 100 steps of the demo model have 100,000 operations, hold the loop for 0.2 to 0.4 s and again for 0.2 s,
+        and make a file of 25 MB.
+
+        Args:
+            max_steps: record so many steps of the device, and no more.
+        Raises:
+            InvalidRequest: a value is bad; or, on entering the block, torch's profiler is in use: it has one a process.
+            OSError: on leaving the block: the file cannot be written. The recording is then lost.
+            EngineClosed: the engine is not running, or was closed in the block.
         """
-        return Profile(self._running().executor, Path(path))
+        if isinstance(max_steps, bool) or not isinstance(max_steps, int) or max_steps < 1:
+            raise InvalidRequest(f"max_steps={shorten(max_steps)}: an int of at least 1 is needed", param="max_steps")
+        if not Path(path).name:
+            raise InvalidRequest(f"path={shorten(path)}: the name of a file is needed", param="path")
+        runtime = self._running()
+        runtime.check_loop()
+        return Profile(runtime.executor, Path(path), max_steps)
 
     @property
     def info(self) -> ExecutorInfo:

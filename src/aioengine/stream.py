@@ -9,7 +9,8 @@ from typing import Self
 
 import msgspec
 
-from aioengine.executor.protocol import Executor
+from aioengine.errors import EngineClosed
+from aioengine.executor.protocol import DeviceLost, Executor
 from aioengine.intake import OnFull
 from aioengine.outputs import CompletionDelta, RequestOutput
 from aioengine.prompt import Prompt, num_chars, prepare
@@ -160,14 +161,22 @@ class Stream:
 class Profile:
     """A recording of the device. Made by `Engine.profile`; it begins where the ``async with`` block does."""
 
-    def __init__(self, executor: Executor, path: Path) -> None:
+    def __init__(self, executor: Executor, path: Path, max_steps: int) -> None:
         self._executor = executor
         self._path = path
+        self._max_steps = max_steps
 
     async def __aenter__(self) -> None:
-        await self._executor.start_profile()
+        try:
+            await self._executor.start_profile(max_steps=self._max_steps)
+        except DeviceLost as lost:
+            raise EngineClosed("the engine is closed: there is nothing to record") from lost
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        await self._executor.stop_profile(self._path)
+        try:
+            await self._executor.stop_profile(self._path)
+        except DeviceLost as lost:
+            if error is None:  # else that one is the news
+                raise EngineClosed("the engine was closed while it was recorded: there is no trace") from lost

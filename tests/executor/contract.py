@@ -86,6 +86,11 @@ def prompt_lines(plan: StepPlan, result: StepResult, *, row: int, num_top: int) 
     }
 
 
+def step_names(path: Path) -> list[str]:
+    """What a written trace calls its steps, in their order."""
+    return [event["name"] for event in sorted(spans(path, "user_annotation"), key=lambda event: event["ts"])]
+
+
 def spans(path: Path, category: str) -> list[dict[str, Any]]:
     """The spans of a written trace that are of one category; each has a time."""
     events = json.loads(path.read_text())["traceEvents"]
@@ -654,33 +659,48 @@ class ExecutorContract(abc.ABC):
         writer.add(0, prompt)
         plans = [writer.plan()]
         await opened.run(plans[0])
-        await opened.executor.start_profile()
+        await opened.executor.start_profile(max_steps=100)
         plans += [writer.plan() for _ in range(3)]
         results = await self.run_all(opened, plans[1:])
         await opened.executor.stop_profile(path)
-        assert [event["name"] for event in spans(path, "step")] == [f"step {plan.step}" for plan in plans[1:]]
+        assert step_names(path) == [f"step {plan.step} (1 rows, 1 tokens)" for plan in plans[1:]]
         assert os.listdir(tmp_path) == [path.name]
         plan = writer.plan()
         results.append(await opened.run(plan))
         tokens = [tokens_by_row(*pair)[0] for pair in zip([*plans[1:], plan], results, strict=True)]
         assert tokens == expected[1:], "recording changes no token"
 
-    async def test_each_profile_has_its_own_steps(self, opened: Opened, tmp_path: Path) -> None:
+    async def test_each_profile_has_its_own_steps_and_takes_the_place_of_the_one_before(
+        self, opened: Opened, tmp_path: Path
+    ) -> None:
         writer, path = opened.writer(), tmp_path / "trace.json"
         for step in (1, 2):
-            await opened.executor.start_profile()
+            await opened.executor.start_profile(max_steps=100)
             await opened.run(writer.plan({}))
             await opened.executor.stop_profile(path)
-            assert [event["name"] for event in spans(path, "step")] == [f"step {step}"]
+            assert step_names(path) == [f"step {step} (0 rows, 0 tokens)"]
+
+    async def test_a_profile_has_no_more_steps_than_it_may(self, opened: Opened, tmp_path: Path) -> None:
+        writer, path = opened.writer(), tmp_path / "trace.json"
+        writer.add(0, self.prompt(opened, 9))
+        await opened.executor.start_profile(max_steps=2)
+        plans = [writer.plan() for _ in range(4)]
+        await self.run_all(opened, plans)
+        with pytest.raises(InvalidRequest, match="already"):  # it has ended, and waits to be written
+            await opened.executor.start_profile(max_steps=2)
+        await opened.executor.stop_profile(path)
+        assert step_names(path) == ["step 1 (1 rows, 9 tokens)", "step 2 (1 rows, 1 tokens)"]
 
     async def test_a_profile_has_a_start_and_an_end(self, opened: Opened, tmp_path: Path) -> None:
         with pytest.raises(InvalidRequest, match="start one first"):
             await opened.executor.stop_profile(tmp_path / "trace.json")
-        await opened.executor.start_profile()
+        await opened.executor.start_profile(max_steps=100)
         with pytest.raises(InvalidRequest, match="already"):
-            await opened.executor.start_profile()
+            await opened.executor.start_profile(max_steps=100)
         await opened.executor.stop_profile(tmp_path / "trace.json")
-        assert spans(tmp_path / "trace.json", "step") == []
+        assert step_names(tmp_path / "trace.json") == []
+        with pytest.raises(InvalidRequest, match="start one first"):
+            await opened.executor.stop_profile(tmp_path / "trace.json")
 
     async def test_a_profile_that_cannot_be_written_says_so_and_leaves_all_as_it_was(
         self, opened: Opened, tmp_path: Path
@@ -688,23 +708,25 @@ class ExecutorContract(abc.ABC):
         writer, prompt = opened.writer(), self.prompt(opened, 9)
         expected = await self.generate(opened, writer, 0, prompt, 1)
         (tmp_path / "folder").mkdir()
-        for path in (tmp_path / "missing" / "trace.json", tmp_path / "folder"):
-            await opened.executor.start_profile()
+        (tmp_path / "file").write_text("a file")
+        paths = [tmp_path / "missing" / "trace.json", tmp_path / "folder", tmp_path / "file" / "trace.json"]
+        for path in paths:
+            await opened.executor.start_profile(max_steps=100)
             with pytest.raises(OSError, match=path.name):
                 await opened.executor.stop_profile(path)
-        assert os.listdir(tmp_path) == ["folder"]
+        assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
         assert await self.generate(opened, writer, 0, prompt, 1) == expected
-        await opened.executor.start_profile()
+        await opened.executor.start_profile(max_steps=100)
         await opened.executor.stop_profile(tmp_path / "trace.json")
-        assert (tmp_path / "trace.json").exists()
+        assert step_names(tmp_path / "trace.json") == []
 
     async def test_a_profile_ends_with_the_executor(self, opened: Opened, tmp_path: Path) -> None:
-        await opened.executor.start_profile()
+        await opened.executor.start_profile(max_steps=100)
         await opened.executor.aclose()
         with pytest.raises(DeviceLost):
             await opened.executor.stop_profile(tmp_path / "trace.json")
         with pytest.raises(DeviceLost):
-            await opened.executor.start_profile()
+            await opened.executor.start_profile(max_steps=100)
         assert os.listdir(tmp_path) == []
 
     # The end

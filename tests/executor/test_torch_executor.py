@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import json
 import os
 import subprocess
 import sys
@@ -10,7 +9,8 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,16 @@ import anyio
 import pytest
 import torch
 import uvloop
-from executor.contract import ExecutorContract, Opened, spans
+from executor.contract import ExecutorContract, Opened, spans, step_names
 from executor.plans import PlanWriter, tokens_by_row
 from executor.tiny_decoder import TinyConfig, TinyDecoder
 
 from aioengine.config import EngineConfig
-from aioengine.errors import ConfigError
+from aioengine.errors import ConfigError, InvalidRequest
 from aioengine.executor import torch_executor
-from aioengine.executor import trace as trace_module
 from aioengine.executor.device import THREAD_NAME
 from aioengine.executor.protocol import DeviceLost
 from aioengine.executor.torch_executor import TorchExecutor
-from aioengine.executor.trace import Span, Trace
 
 END_TIMEOUT_S = 5.0
 
@@ -280,132 +278,169 @@ async def test_the_error_of_a_failed_step_is_the_one_that_was_raised(model: Mode
 # Profiles
 
 
-async def test_a_profile_shows_the_operations_of_each_step(model: Model, tmp_path: Path) -> None:
+async def test_a_profile_shows_the_operations_of_each_step_and_those_inside_them(model: Model, tmp_path: Path) -> None:
     executor = await model.start()
     writer = PlanWriter(64, 4)
     await executor.launch(a_plan(writer)).finish()
-    await executor.start_profile()
+    await executor.start_profile(max_steps=100)
     for _ in range(2):
         await executor.launch(writer.plan()).finish()
     await executor.stop_profile(tmp_path / "trace.json")
-    steps, operations = (spans(tmp_path / "trace.json", category) for category in ("step", "op"))
-    assert [step["args"] for step in steps] == [{"num_rows": 1, "num_tokens": 1}] * 2
-    num_inside = 0
+    steps, operations = (spans(tmp_path / "trace.json", category) for category in ("user_annotation", "cpu_op"))
+    assert len(steps) == 2
     for step in steps:
-        begin, end = step["ts"], step["ts"] + step["dur"]
-        names = Counter(op["name"] for op in operations if begin <= op["ts"] and op["ts"] + op["dur"] <= end)
+        names = Counter(operation["name"] for operation in inside(step, operations))
         assert names["aten::tanh"] == model.config.num_layers
         assert names["aten::index_copy_"] == 2 * model.config.num_layers, "keys and values"
-        num_inside += sum(names.values())
-    assert num_inside == len(operations)
+    assert sum(len(inside(step, operations)) for step in steps) == len(operations)
+    matmul = next(operation for operation in operations if operation["name"] == "aten::matmul")
+    assert "aten::mm" in [operation["name"] for operation in inside(matmul, operations)]
     await executor.aclose()
 
 
-async def test_a_failed_step_is_in_the_profile_and_the_next_one_too(model: Model, tmp_path: Path) -> None:
+def inside(outer: dict[str, Any], spans: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of the same thread that lie in its time."""
+    end = outer["ts"] + outer["dur"]
+    return [s for s in spans if s["tid"] == outer["tid"] and outer["ts"] <= s["ts"] and s["ts"] + s["dur"] <= end]
+
+
+@pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
+async def test_steps_may_be_in_flight_when_a_profile_starts_and_stops(model: Model, tmp_path: Path) -> None:
+    executor = await model.start(max_in_flight=4)
+    model.gate.clear()
+    writer = PlanWriter(64, 4)
+    steps = [executor.launch(a_plan(writer))]
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(partial(executor.start_profile, max_steps=100))
+        await anyio.wait_all_tasks_blocked()
+        steps += [executor.launch(writer.plan()) for _ in range(2)]
+        tasks.start_soon(executor.stop_profile, tmp_path / "trace.json")
+        await anyio.wait_all_tasks_blocked()
+        steps.append(executor.launch(writer.plan()))
+        model.gate.set()
+    for step in steps:
+        await step.finish()
+    assert step_names(tmp_path / "trace.json") == ["step 2 (1 rows, 1 tokens)", "step 3 (1 rows, 1 tokens)"]
+    await executor.aclose()
+
+
+async def test_nothing_is_recorded_after_the_last_step_of_a_profile(model: Model, tmp_path: Path) -> None:
+    executor = await model.start()
+    writer = PlanWriter(64, 4)
+    await executor.start_profile(max_steps=1)
+    await executor.launch(a_plan(writer)).finish()
+    await executor.launch(writer.plan()).finish()
+    await executor.stop_profile(tmp_path / "trace.json")
+    step, *others = spans(tmp_path / "trace.json", "user_annotation")
+    assert not others
+    operations = spans(tmp_path / "trace.json", "cpu_op")
+    assert inside(step, operations) == operations
+    await executor.aclose()
+
+
+@pytest.mark.parametrize("max_steps", [1, 100])
+async def test_a_failed_step_is_in_the_profile(model: Model, tmp_path: Path, max_steps: int) -> None:
     executor = await model.start()
     model.failing = {1}
     writer = PlanWriter(64, 4)
-    await executor.start_profile()
+    await executor.start_profile(max_steps=max_steps)
     with pytest.raises(InjectedFailure):
         await executor.launch(a_plan(writer)).finish()
     await executor.launch(writer.plan({})).finish()
     await executor.stop_profile(tmp_path / "trace.json")
-    assert [step["name"] for step in spans(tmp_path / "trace.json", "step")] == ["step 1", "step 2"]
+    expected = ["step 1 (1 rows, 3 tokens)", "step 2 (0 rows, 0 tokens)"]
+    assert step_names(tmp_path / "trace.json") == expected[:max_steps]
     await executor.aclose()
 
 
-@pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
-async def test_steps_go_on_while_a_profile_is_written(
-    model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+async def test_a_cancelled_start_of_a_profile_records_nothing(model: Model, tmp_path: Path) -> None:
     executor = await model.start()
-    writer = PlanWriter(64, 4)
-    may_write = hold_the_writing(monkeypatch)
-    await executor.start_profile()
-    await executor.launch(a_plan(writer)).finish()
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(executor.stop_profile, tmp_path / "trace.json")
-        await anyio.wait_all_tasks_blocked()
-        await executor.launch(writer.plan()).finish()
-        may_write.set()
-    assert [step["name"] for step in spans(tmp_path / "trace.json", "step")] == ["step 1"]
-    assert not trace_threads()
+    model.gate.clear()
+    step = executor.launch(a_plan())
+    with anyio.move_on_after(0.001) as scope:
+        await executor.start_profile(max_steps=100)
+    assert scope.cancelled_caught
+    model.gate.set()
+    await step.finish()
+    await executor.start_profile(max_steps=100)
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        await executor.start_profile(max_steps=100)
+    await executor.stop_profile(tmp_path / "trace.json")  # the one before is none of the cancelled one's business
     await executor.aclose()
 
 
-async def test_cancelling_the_writing_of_a_profile_leaves_no_file_and_no_thread(
+async def test_a_cancelled_stop_of_a_profile_stops_and_writes_it_all_the_same(model: Model, tmp_path: Path) -> None:
+    executor = await model.start()
+    await executor.start_profile(max_steps=100)
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        await executor.stop_profile(tmp_path / "first.json")
+    await executor.start_profile(max_steps=100)
+    await executor.stop_profile(tmp_path / "second.json")
+    assert sorted(os.listdir(tmp_path)) == ["first.json", "second.json"]
+    await executor.aclose()
+
+
+async def test_where_torch_fails_to_write_a_profile_it_is_an_error_and_leaves_nothing(
     model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    def export(_: object, path: str) -> None:  # what it does on a full disk, with a line on stderr
+        Path(f"{path}.tmp").write_text("half of it")
+
     executor = await model.start()
     (tmp_path / "trace.json").write_text("older")
-    may_write = hold_the_writing(monkeypatch)
-    await executor.start_profile()
-    with anyio.move_on_after(0.001) as scope:
+    await executor.start_profile(max_steps=100)
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", export)
+    with pytest.raises(OSError, match=r"could not write.*trace\.json"):
         await executor.stop_profile(tmp_path / "trace.json")
-    assert scope.cancelled_caught
-    may_write.set()
-    for thread in trace_threads():
-        thread.join(END_TIMEOUT_S)
     assert os.listdir(tmp_path) == ["trace.json"]
     assert (tmp_path / "trace.json").read_text() == "older"
-    await executor.start_profile()
-    await executor.stop_profile(tmp_path / "trace.json")
-    assert spans(tmp_path / "trace.json", "op") == []
     await executor.aclose()
 
 
-def hold_the_writing(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Let the first piece of a trace wait for the event."""
-    may_write = threading.Event()
-    pieces = Trace._pieces
-
-    def held(trace: Trace) -> Iterator[bytes]:
-        assert may_write.wait(END_TIMEOUT_S)
-        return pieces(trace)
-
-    monkeypatch.setattr(Trace, "_pieces", held)
-    return may_write
-
-
-def trace_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("aioengine-trace")]
+async def test_one_profile_is_recorded_in_a_process_at_a_time(model: Model, tmp_path: Path) -> None:
+    other = Model()
+    executors = [await model.start(), await other.start()]
+    await executors[0].start_profile(max_steps=1)
+    with pytest.raises(InvalidRequest, match="in use"):
+        await executors[1].start_profile(max_steps=1)
+    await executors[0].launch(a_plan()).finish()  # its last
+    await executors[1].start_profile(max_steps=1)
+    for number, executor in enumerate(executors):
+        await executor.stop_profile(tmp_path / f"{number}.json")
+        await executor.aclose()
+    assert [len(step_names(tmp_path / name)) for name in ("0.json", "1.json")] == [1, 0]
 
 
-async def test_closing_while_a_profile_is_recorded_leaves_nothing(model: Model) -> None:
+async def test_a_profile_of_the_apps_own_is_left_alone(model: Model, tmp_path: Path) -> None:
     executor = await model.start()
-    await executor.start_profile()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as own:
+        with pytest.raises(InvalidRequest, match="in use"):
+            await executor.start_profile(max_steps=1)
+        torch.ones(3).sum()
+    assert "aten::sum" in [average.key for average in own.key_averages()]
+    await executor.start_profile(max_steps=1)
+    await executor.stop_profile(tmp_path / "trace.json")
+    await executor.aclose()
+
+
+async def test_closing_while_a_profile_is_recorded_leaves_nothing(model: Model, tmp_path: Path) -> None:
+    executor = await model.start()
+    await executor.start_profile(max_steps=100)
     await executor.launch(a_plan()).finish()
-    trace = weakref.ref(executor._device._trace)  # type: ignore[type-var]
+    assert executor._device._recording is not None
+    recorded = weakref.ref(executor._device._recording._profile)
     await executor.aclose()
     gc.collect()
-    assert trace() is None
+    assert recorded() is None
     assert model.is_freed
     assert not device_threads()
-
-
-async def test_a_profile_that_nobody_stops_keeps_its_first_spans_only(
-    model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(trace_module, "MAX_SPANS", 5)
-    executor = await model.start()
-    await executor.start_profile()
-    await executor.launch(a_plan()).finish()
+    other = Model()
+    executor = await other.start()
+    await executor.start_profile(max_steps=100)
     await executor.stop_profile(tmp_path / "trace.json")
-    assert len(spans(tmp_path / "trace.json", "op")) == 5
-    assert json.loads((tmp_path / "trace.json").read_text())["numDropped"] > 10
     await executor.aclose()
-
-
-async def test_a_long_trace_is_written_whole(tmp_path: Path) -> None:
-    trace = Trace()
-    num_spans = 3 * trace_module.SPANS_A_PIECE + 1
-    for number in range(num_spans):
-        trace.add(Span("op", f"op {number}", number * 1000, number * 1000 + 500))
-    await trace.write(tmp_path / "trace.json")
-    written = spans(tmp_path / "trace.json", "op")
-    assert [(span["name"], span["ts"], span["dur"]) for span in written] == [
-        (f"op {number}", number, 0.5) for number in range(num_spans)
-    ]
 
 
 # The end

@@ -441,12 +441,12 @@ async def test_cancelling_the_wait_does_not_lose_the_step() -> None:
 async def test_a_profile_has_the_loops_time(tmp_path: Path) -> None:
     executor = FakeExecutor(step_time_s=0.5, max_in_flight=2)
     await asyncio.sleep(2)
-    await executor.start_profile()
+    await executor.start_profile(max_steps=100)
     steps = [executor.launch(make_plan(number)) for number in range(2)]
     for step in steps:
         await step.finish()
     await executor.stop_profile(tmp_path / "trace.json")
-    times = [(span["ts"], span["dur"]) for span in spans(tmp_path / "trace.json", "step")]
+    times = [(span["ts"], span["dur"]) for span in spans(tmp_path / "trace.json", "user_annotation")]
     assert times == [(2_000_000, 500_000), (2_000_000, 1_000_000)], "from the launch on"
 
 

@@ -8,6 +8,7 @@ from typing import Protocol
 import msgspec
 
 from aioengine.core.plan import StepPlan, StepResult
+from aioengine.errors import InvalidRequest
 
 
 class DeviceLost(Exception):
@@ -92,22 +93,25 @@ class Executor(Protocol):
         """
         ...
 
-    async def start_profile(self) -> None:
-        """Record what the device does in the steps that are launched from now on, which makes them slower.
+    async def start_profile(self, *, max_steps: int) -> None:
+        """Record what the device does in the next ``max_steps`` steps (1 or more) that are launched.
 
-        Cancelling stops the wait; it may record all the same.
+        After those the recording ends by itself, and waits to be written by `stop_profile`. Cancelled, it records
+        nothing.
 
         Raises:
-            InvalidRequest: it is recording already.
+            InvalidRequest: it is recording already, or has recorded what is not written yet, or what records is in use
+                elsewhere in this process.
             DeviceLost: the executor is closed.
         """
         ...
 
     async def stop_profile(self, path: Path) -> None:
-        """Stop recording and write a Chrome trace (JSON) to ``path``, while steps go on.
+        """Stop recording, behind the steps that are launched, and write a Chrome trace (JSON) to ``path``.
 
-        A file that is there is replaced once the new one is whole. If the writing fails or is cancelled the recording
-        is over and lost.
+        A step is an event of the category "user_annotation" named ``step N (R rows, T tokens)``. A file that is there
+        is replaced once the new one is whole. If the writing fails the recording is over and lost. Cancelling stops
+        the wait: the file may come all the same.
 
         Raises:
             InvalidRequest: it is not recording.
@@ -122,3 +126,11 @@ class Executor(Protocol):
         Launched steps that have not run raise `DeviceLost` from `finish`.
         """
         ...
+
+
+def already_recording() -> InvalidRequest:
+    return InvalidRequest("a profile is being recorded already: stop that one first")
+
+
+def not_recording() -> InvalidRequest:
+    return InvalidRequest("no profile is being recorded: start one first")

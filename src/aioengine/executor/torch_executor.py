@@ -18,10 +18,9 @@ from aioengine.core.plan import StepPlan, StepResult
 from aioengine.executor.device import DeviceThread, Pending
 from aioengine.executor.input_batch import InputBatch
 from aioengine.executor.memory import available_memory, num_kv_blocks
-from aioengine.executor.profiler import recorded_step
-from aioengine.executor.protocol import ExecutorInfo, ExecutorStats
+from aioengine.executor.profiler import Recording
+from aioengine.executor.protocol import ExecutorInfo, ExecutorStats, already_recording, not_recording
 from aioengine.executor.runner import Runner
-from aioengine.executor.trace import Trace, already_recording, not_recording
 from aioengine.model_folder import ModelFolder
 from aioengine.models.decoder import Decoder
 from aioengine.models.loader import load_decoder
@@ -86,12 +85,16 @@ class TorchExecutor:
     def launch(self, plan: StepPlan) -> TorchStep:
         return TorchStep(self._thread.submit(partial(self._device.step, plan)))
 
-    async def start_profile(self) -> None:
-        await self._thread.submit(self._device.start_profile).wait()
+    async def start_profile(self, *, max_steps: int) -> None:
+        recording = Recording(max_steps)
+        try:
+            await self._thread.submit(partial(self._device.start_profile, recording)).wait()
+        except asyncio.CancelledError:
+            self._thread.submit(partial(self._device.drop_profile, recording))
+            raise
 
     async def stop_profile(self, path: Path) -> None:
-        trace = await self._thread.submit(self._device.stop_profile).wait()
-        await trace.write(path)
+        await self._thread.submit(partial(self._device.stop_profile, path)).wait()
 
     async def aclose(self) -> None:
         await self._thread.aclose()
@@ -119,7 +122,7 @@ class Device:
         self._weight_bytes = 0
         self._max_threads = 0
         """Threads of a large step; 0: leave the thread's number as it is, for all steps."""
-        self._trace: Trace | None = None
+        self._recording: Recording | None = None
 
     def load(self, make_decoder: Callable[[], Decoder], config: EngineConfig, stats: ExecutorStats) -> ExecutorInfo:
         """Load the decoder and make room for its KV cache."""
@@ -163,25 +166,34 @@ class Device:
         if self._max_threads:
             is_large = is_large_step(self._weight_bytes, int(plan.num_tokens.sum()))
             torch.set_num_threads(self._max_threads if is_large else 1)  # 0.2 µs, and for this thread alone
-        if self._trace is None:
+        if self._recording is None:
             return self._runner.step(plan)
-        with recorded_step(self._trace, plan):
+        with self._recording.step(plan):
             return self._runner.step(plan)
 
-    def start_profile(self) -> None:
-        if self._trace is not None:
+    def start_profile(self, recording: Recording) -> None:
+        if self._recording is not None:
             raise already_recording()
-        self._trace = Trace()
+        recording.start()
+        self._recording = recording
 
-    def stop_profile(self) -> Trace:
-        trace, self._trace = self._trace, None
-        if trace is None:
+    def stop_profile(self, path: Path) -> None:
+        recording, self._recording = self._recording, None
+        if recording is None:
             raise not_recording()
-        return trace
+        recording.stop()
+        recording.write(path)
+
+    def drop_profile(self, recording: Recording) -> None:
+        """End a recording that nobody will stop, if it has begun."""
+        if self._recording is recording:
+            self._recording = None
+            recording.stop()
 
     def free(self) -> None:
         self._runner = None
-        self._trace = None
+        if self._recording is not None:
+            self.drop_profile(self._recording)
 
 
 def is_large_step(weight_bytes: int, num_tokens: int) -> bool:

@@ -8,11 +8,13 @@ early, shared wrongly, not copied or not yet written changes the output. It refu
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import json
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -30,8 +32,7 @@ from aioengine.core.plan import (
     Want,
     int32,
 )
-from aioengine.executor.protocol import DeviceLost, ExecutorInfo, ExecutorStats
-from aioengine.executor.trace import Span, Trace, already_recording, not_recording
+from aioengine.executor.protocol import DeviceLost, ExecutorInfo, ExecutorStats, already_recording, not_recording
 
 Sampler = Callable[[list[int], RowSampling], int]
 """(all tokens of the sequence, as read from the KV; the row's sampling, with the choice that is wanted) -> the next
@@ -69,12 +70,36 @@ class _NoTokenLeft(ValueError):
     """A row's rules leave no token to sample."""
 
 
+class _Profile(msgspec.Struct):
+    """A Chrome trace in the making, of the next ``num_left`` steps that are launched."""
+
+    num_left: int
+    events: list[dict[str, Any]] = []
+
+    def add(self, plan: StepPlan, begin_s: float, end_s: float) -> None:
+        name = f"step {plan.step} ({len(plan.rows)} rows, {int(plan.num_tokens.sum())} tokens)"
+        times = {"ts": begin_s * 1e6, "dur": (end_s - begin_s) * 1e6}
+        self.events.append({"ph": "X", "cat": "user_annotation", "name": name, "pid": 0, "tid": 0, **times})
+
+    def write(self, path: Path) -> None:
+        part = path.with_name(f"{path.name}.part")
+        try:
+            part.write_text(json.dumps({"traceEvents": self.events}))
+            part.replace(path)
+        finally:
+            with contextlib.suppress(OSError):
+                part.unlink()
+
+
 class FakeStep:
     """A launched step of a `FakeExecutor`."""
 
-    def __init__(self, executor: FakeExecutor, step: int, outcome: StepResult | Exception, trace: Trace | None) -> None:
-        self.step = step
-        self._trace = trace
+    def __init__(
+        self, executor: FakeExecutor, plan: StepPlan, outcome: StepResult | Exception, profile: _Profile | None
+    ) -> None:
+        self.step = plan.step
+        self._plan = plan
+        self._profile = profile
         self._executor = executor
         self._outcome = outcome
         self._done = asyncio.Event()
@@ -88,9 +113,8 @@ class FakeStep:
     def complete(self) -> None:
         """Let `finish` return."""
         self._ended_at_s = _loop_time()
-        if self._trace is not None:
-            begin_ns, end_ns = int(self._launched_at_s * 1e9), int(self._ended_at_s * 1e9)
-            self._trace.add(Span("step", f"step {self.step}", begin_ns, end_ns))
+        if self._profile is not None:
+            self._profile.add(self._plan, self._launched_at_s, self._ended_at_s)
         self._done.set()
 
     def lose(self, cause: Exception) -> None:
@@ -162,7 +186,7 @@ class FakeExecutor:
         self._row_failures: dict[tuple[int, int], Exception] = {}
         self._lost: Exception | None = None
         self._busy_until = 0.0
-        self._trace: Trace | None = None
+        self._profile: _Profile | None = None
 
     def make_step_fail(self, step: int, error: Exception) -> None:
         """When step number ``step`` is launched it writes no KV, and its `finish` raises ``error``.
@@ -188,7 +212,7 @@ class FakeExecutor:
         self.events.append(("launch", plan.step))
         self.plans.append(plan)
         self.stats.num_steps += 1
-        step = FakeStep(self, plan.step, self._run(plan), self._trace)
+        step = FakeStep(self, plan, self._run(plan), self._profile_of_next_step())
         self.unfinished.append(step)
         if self.is_closed:
             step.complete()
@@ -196,19 +220,25 @@ class FakeExecutor:
             self._complete_later(step)
         return step
 
-    async def start_profile(self) -> None:
+    async def start_profile(self, *, max_steps: int) -> None:
         self._check_open()
-        if self._trace is not None:
+        if self._profile is not None:
             raise already_recording()
-        self._trace = Trace()
+        self._profile = _Profile(max_steps)
 
     async def stop_profile(self, path: Path) -> None:
         """Write a trace of the steps that were launched and have ended since the start, each from its launch on."""
         self._check_open()
-        trace, self._trace = self._trace, None
-        if trace is None:
+        profile, self._profile = self._profile, None
+        if profile is None:
             raise not_recording()
-        await trace.write(path)
+        await asyncio.to_thread(profile.write, path)
+
+    def _profile_of_next_step(self) -> _Profile | None:
+        if self._profile is None or self._profile.num_left == 0:
+            return None
+        self._profile.num_left -= 1
+        return self._profile
 
     def _check_open(self) -> None:
         if self.is_closed:
@@ -216,7 +246,7 @@ class FakeExecutor:
 
     async def aclose(self) -> None:
         self.is_closed = True
-        self._trace = None
+        self._profile = None
         self._rows.clear()
         for step in self.unfinished:
             step.lose(DeviceLost("the executor was closed"))
