@@ -392,9 +392,12 @@ class EngineCore:
         """Let everyone hear an end. The scheduler or a listener may be what broke: neither keeps it from the others."""
         self.is_stopped = True
         is_more = True
-        while is_more:
+        num_failures, max_failures = 0, len(self._live)  # a token each; more, and publishing itself is what broke
+        while is_more and num_failures <= max_failures:
+            num_failures += 1
             with _logged("while ending what was running"):
                 is_more = self._publish_slice()
+                num_failures -= 1
         for sequence in list(self._live.values()):
             with _logged("while ending what was running"):
                 self._release(sequence).on_error(error())

@@ -385,3 +385,19 @@ async def test_a_plan_that_the_device_refuses_is_a_dead_engine(serve: Any, tasks
         [outcome] = await tasks.end(task)
         assert isinstance(outcome, EngineDead)
         assert "no block" in str(outcome)
+
+
+@pytest.mark.virtual_clock(seeds=2)
+async def test_everyone_hears_the_end_even_where_publishing_itself_is_broken(
+    serve: Any, tasks: Any, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serve(depth=depth) as served:
+        started = [tasks.start(served.engine.generate([1, 2, 3], max_tokens=9, seed=seed)) for seed in range(40)]
+        await served.until(lambda: served.core.stats().running)
+
+        def broken() -> bool:
+            raise NameError("publishing broke")
+
+        monkeypatch.setattr(served.core, "_publish_slice", broken)
+        outcomes = await tasks.end(*started)
+        assert {type(outcome) for outcome in outcomes} == {EngineDead}
