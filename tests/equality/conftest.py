@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import transformers
-from checkpoints import NUM_SPECIAL, cached_checkpoints
+from checkpoints import NUM_SPECIAL, PAD, cached_checkpoints
 
 MAX_MODEL_LEN = 256
 VOCAB_SIZE = 384
@@ -57,6 +57,73 @@ def greedy(model: transformers.PreTrainedModel, prompt: list[int], max_tokens: i
             lines.append(line)
             ids = torch.tensor([[chosen[-1]]])
     return Case(prompt, max_tokens, chosen, torch.stack(lines))
+
+
+class Oracle:
+    """transformers' model of a checkpoint, in float32."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._model.generation_config = transformers.GenerationConfig(pad_token_id=PAD)  # no EOS but those asked for
+
+    def generate(self, prompt: list[int], max_tokens: int, **options: Any) -> Generated:
+        """Greedy, by transformers' own loop; ``options`` are those of its ``generate``."""
+        ids = torch.tensor([prompt])
+        out = self._model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=max_tokens,
+            return_dict_in_generate=True,
+            output_scores=True,
+            output_logits=True,
+            **options,
+        )
+        best = torch.cat(out.scores).topk(2).values
+        return Generated(
+            out.sequences[0, len(prompt) :].tolist(),
+            torch.cat(out.logits).float(),
+            float((best[:, 0] - best[:, 1]).min()),
+        )
+
+    def logits(self, token_ids: list[int]) -> torch.Tensor:
+        """float32 [tokens, vocab]: after each token, the next one's."""
+        with torch.inference_mode():
+            return self._model(torch.tensor([token_ids]), use_cache=False).logits[0].float()
+
+
+class Generated(NamedTuple):
+    """What transformers' ``generate`` gives.
+
+    Attributes:
+        token_ids: the new ones.
+        logits: float32 [new tokens, vocab]: as the model gave them, before any rule.
+        margin: the least lead of a chosen token over the next one, after all rules.
+    """
+
+    token_ids: list[int]
+    logits: torch.Tensor
+    margin: float
+
+
+def save_character_tokenizer(folder: Path) -> None:
+    """Save a tokenizer in which each id is a character: 3 a space, and then one each, so that any ids can be said."""
+    from tokenizers import Tokenizer, decoders, models
+
+    specials = ["<pad>", "<s>", "</s>"]
+    characters = [" ", *(character_of(token_id) for token_id in range(NUM_SPECIAL + 1, VOCAB_SIZE))]
+    vocab = {token: token_id for token_id, token in enumerate([*specials, *characters])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(specials)
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(folder)
+
+
+def character_of(token_id: int) -> str:
+    """What `save_character_tokenizer` makes of an id above that of the space."""
+    return chr(0x4E00 + token_id)
 
 
 @pytest.fixture(scope="session")
