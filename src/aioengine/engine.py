@@ -278,10 +278,10 @@ class Engine:
         requests are in it. The file is there when the block is left, also by an error; a block that is cancelled may
         leave none.
 
-        The price: while it records, a step takes a tenth longer. Then torch holds the GIL, and with it the event
-        loop, for 2 to 4 µs an operation after the last step, and for 2 µs at the end of the block. ``max_steps`` bounds
-        that: 100 steps of the demo model have 100,000 operations, hold the loop for 0.2 to 0.4 s and again for 0.2 s,
-        and make a file of 25 MB.
+        The price: while it records, a step takes a fifth longer. Then torch holds the GIL, and with it the event loop,
+        for 2 to 5 µs an operation after the last step, and for 1 to 3 µs at the end of the block. ``max_steps`` bounds
+        that: 100 steps of the demo model have 100,000 operations, hold the loop for 0.2 to 0.5 s and again for 0.1 to
+        0.3 s, and make a file of 25 MB.
 
         Args:
             max_steps: record so many steps of the device, and no more.

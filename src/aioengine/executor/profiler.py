@@ -30,7 +30,7 @@ class Recording:
 
     def __init__(self, max_steps: int) -> None:
         self._num_left = max_steps
-        # Without shapes: with them an event costs five times as much in `stop` and `write`, and 100 steps of a small
+        # Without shapes: with them an event costs four times as much in `stop` and `write`, and 100 steps of a small
         # model hold the loop for 1 to 3 s instead of 0.4.
         self._profile = profile(activities=[ProfilerActivity.CPU])
         self._is_running = False
