@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ import pytest
 import torch
 import transformers
 from checkpoints import NUM_SPECIAL, PAD, cached_checkpoints
+from transformers.generation import logits_process as theirs
 
 MAX_MODEL_LEN = 256
 VOCAB_SIZE = 384
@@ -104,6 +106,21 @@ class Generated(NamedTuple):
     token_ids: list[int]
     logits: torch.Tensor
     margin: float
+
+
+class Counted(theirs.LogitsProcessor):
+    """Presence and frequency penalty as OpenAI defines them, token by token."""
+
+    def __init__(self, num_prompt_tokens: int, *, presence: float = 0.0, frequency: float = 0.0) -> None:
+        self._num_prompt_tokens = num_prompt_tokens
+        self._presence = presence
+        self._frequency = frequency
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores = scores.clone()
+        for token_id, count in Counter(input_ids[0, self._num_prompt_tokens :].tolist()).items():
+            scores[0, token_id] -= count * self._frequency + self._presence
+        return scores
 
 
 def save_character_tokenizer(folder: Path) -> None:

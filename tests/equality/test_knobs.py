@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from checkpoints import EOS, NUM_SPECIAL, make_checkpoint
 from equality.conftest import (
     SEED,
     VOCAB_SIZE,
+    Counted,
     Generated,
     Oracle,
     Reference,
@@ -110,21 +110,6 @@ class OutputOnly(theirs.LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         changed: torch.Tensor = self._rule(input_ids[:, self._num_prompt_tokens :], scores)
         return changed
-
-
-class Counted(theirs.LogitsProcessor):
-    """Presence and frequency penalty as OpenAI defines them, token by token."""
-
-    def __init__(self, num_prompt_tokens: int, *, presence: float = 0.0, frequency: float = 0.0) -> None:
-        self._num_prompt_tokens = num_prompt_tokens
-        self._presence = presence
-        self._frequency = frequency
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        scores = scores.clone()
-        for token_id, count in Counter(input_ids[0, self._num_prompt_tokens :].tolist()).items():
-            scores[0, token_id] -= count * self._frequency + self._presence
-        return scores
 
 
 class Squeezed(theirs.LogitsProcessor):
