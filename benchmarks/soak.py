@@ -495,12 +495,12 @@ class Soak:
 
     async def _upset_now_and_then(self) -> None:
         upsets = {
-            "pause, keep": (4, self._pause_and_keep),
-            "pause, wait": (2, self._pause_and_wait),
+            "pause, keep": (8, self._pause_and_keep),
+            "pause, wait": (4, self._pause_and_wait),
             "pause, abort": (1, self._pause_and_abort),
-            "pause, given up": (2, self._give_up_a_pause),
-            "drain": (2, self._drain),
-            "reset of the prefix cache": (4, self._engine.reset_prefix_cache),
+            "pause, given up": (4, self._give_up_a_pause),
+            "drain": (3, self._drain),
+            "reset of the prefix cache": (8, self._engine.reset_prefix_cache),
             "abort of all": (1, self._abort_all),
         }
         weights = [weight for weight, _ in upsets.values()]

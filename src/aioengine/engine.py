@@ -187,8 +187,8 @@ class Engine:
         """Take no new requests, and wait until all that were made before have ended; `resume` takes new ones again.
 
         Those that wait for a place are served, too, and what was paused goes on. A reader that has stalled at its
-        ``max_unread_tokens`` is waited for: bound that with a timeout of your own, and `abort_all`. Idempotent.
-        Cancelling stops the wait alone.
+        ``max_unread_tokens`` is waited for: bound that with a timeout of your own, and `abort_all`. Returns early when
+        it is resumed. Idempotent. Cancelling stops the wait alone.
 
         Raises:
             EngineDead, EngineClosed: it came to an end before they did.

@@ -290,6 +290,7 @@ class EngineCore:
             self._fail(step.plan, exc)
             return
         now = self.clock()
+        num_unstarted = self.scheduler.num_unstarted
         output = self.scheduler.apply(step.plan, result, now)
         self._in_flight.popleft()
         self._observe(step, result, output, now)
@@ -298,6 +299,8 @@ class EngineCore:
         self._lines = token_lines(output)
         self._unpublished_prompts = prompt_lines(output.prompt_logprobs)
         self._unpublished = enumerate(zip(output.sequences, output.token_ids, strict=True))
+        if self.scheduler.num_unstarted != num_unstarted:  # children may end with their first token, without a row
+            self._on_room()
 
     async def _publish(self) -> None:
         """Hand out the last step's tokens, yielding between slices."""
@@ -331,10 +334,12 @@ class EngineCore:
     def _end_waits(self) -> None:
         still: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
         for is_so, future in self._waits:
-            if not is_so():
-                still.append((is_so, future))
-            elif not future.done():
+            if future.done():  # given up
+                continue
+            if is_so():
                 future.set_result(None)
+            else:
+                still.append((is_so, future))
         self._waits = still
 
     # What observers see
@@ -434,7 +439,7 @@ def make_record(
         loop_lag_s=max(now - result.ended_at_s, 0.0) if result.ended_at_s else None,
         inter_token_latencies_s=output.gaps_s,
         times_to_first_token_s=[now - sequence.arrived_at for sequence in output.first],
-        running=len(scheduler.running),
+        running=scheduler.num_running,
         waiting=scheduler.num_idle,
         free_blocks=kv.pool.num_free,
         num_blocks=kv.pool.num_blocks,

@@ -55,6 +55,10 @@ class Intake:
         """Whether nobody waits for a place, or is on the way to the scheduler."""
         return not (self._waiters or self.num_preparing)
 
+    @property
+    def is_refusing(self) -> bool:
+        return self._refusal is not None
+
     async def enter(self, who: Hashable, on_full: OnFull, *, priority: int = 0, num_places: int = 1) -> None:
         """Take places, waiting for them in turn; `leave` gives them back.
 

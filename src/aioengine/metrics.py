@@ -92,7 +92,7 @@ class RequestMetrics(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         inference_time_s: prefill and decode together.
         time_to_first_token_s, e2e_latency_s: from the call until its first token, and until its end.
         mean_inter_token_latency_s: over the tokens that followed another one of the same choice.
-        num_generation_tokens: of all choices.
+        num_generation_tokens: generated for all choices; greedy ones, computed once, count once.
         num_cached_tokens: prompt tokens that the prefix cache had.
     """
 

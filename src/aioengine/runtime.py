@@ -113,7 +113,7 @@ class Runtime:
         self._is_closing = True
         if drain and self._is_serving:
             # By a callback: cancelling whoever waits here must not stop the closing.
-            self._drain(self._is_idle).add_done_callback(lambda _: self._stop())
+            self._drain(_closed, self._is_idle).add_done_callback(lambda _: self._stop())
         else:
             self._stop()
         await asyncio.wait({self._supervisor})
@@ -320,16 +320,16 @@ class Runtime:
     # The whole engine
 
     async def drain(self) -> None:
-        """Refuse new requests, and wait until all that were made before have ended."""
-        was_idle = False
+        """Refuse new requests, and wait until all that were made before have ended, or it is resumed."""
+        was_over = False
 
-        def is_idle() -> bool:
-            nonlocal was_idle
-            was_idle = self._is_idle()
-            return was_idle
+        def is_over() -> bool:
+            nonlocal was_over
+            was_over = self._is_idle() or not self.intake.is_refusing
+            return was_over
 
-        await self._drain(is_idle)
-        if not was_idle:  # nothing runs in a closed or dead engine, either
+        await self._drain(_draining, is_over)
+        if not was_over:  # nothing runs in a closed or dead engine, either
             raise self._end_error()
 
     async def pause(self, mode: PauseMode) -> None:
@@ -353,10 +353,10 @@ class Runtime:
         )
         return metrics.snapshot()
 
-    def _drain(self, is_idle: Callable[[], bool]) -> asyncio.Future[None]:
-        self.intake.refuse(_draining)
+    def _drain(self, refusal: Callable[[], AioEngineError], is_over: Callable[[], bool]) -> asyncio.Future[None]:
+        self.intake.refuse(refusal)
         self.core.resume()  # what is paused would never end
-        return self.core.when(is_idle)
+        return self.core.when(is_over)
 
     def _is_idle(self) -> bool:
         return self.intake.is_quiet and self.core.is_idle

@@ -353,7 +353,6 @@ async def test_all_places_of_a_family_are_given_back(serve: Any, tasks: Any, dep
         assert served.runtime.intake.num_free == 3
 
 
-@pytest.mark.xfail(reason="the intake is not told of them", strict=True)
 @pytest.mark.virtual_clock(seeds=2)
 @pytest.mark.parametrize("how", ["length", "eos"])
 async def test_choices_that_end_with_their_first_token_let_others_in(

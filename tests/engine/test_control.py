@@ -669,7 +669,6 @@ class Storm:
         await self.engine.aclose(drain=self.end == "drained")
 
 
-@pytest.mark.xfail(reason="a few seeds meet the two bugs that test_choices and test_flow expect to fail", strict=False)
 @pytest.mark.usefixtures("quiet_log")
 @pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
 def test_a_storm_of_requests_and_control_calls_hangs_nobody_and_holds_nothing(

@@ -230,7 +230,6 @@ async def test_a_stalled_request_stops_at_its_stop_string_when_it_gets_there(ser
         assert delta.stop_reason == " The end"
 
 
-@pytest.mark.xfail(reason="who has ended gets a place among the running, without a row", strict=True)
 @pytest.mark.virtual_clock(seeds=1)
 async def test_a_reader_that_comes_back_in_the_moment_in_which_another_request_is_aborted_goes_on(
     serve: Any, tasks: Any, depth: int

@@ -333,7 +333,6 @@ async def test_who_was_refused_is_not_counted(serve: Any, tasks: Any) -> None:
         assert served.engine.stats().finished == {"stop": 0, "length": 2, "abort": 0, "error": 0}
 
 
-@pytest.mark.xfail(reason="who was ended while the step ran is still counted", strict=True)
 @pytest.mark.virtual_clock(seeds=1)
 async def test_a_steps_record_does_not_count_who_was_ended_while_it_ran(serve: Any, tasks: Any) -> None:
     witness = Witness()

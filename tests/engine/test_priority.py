@@ -185,7 +185,6 @@ async def test_who_gave_way_comes_back_once_and_not_again_and_again(serve: Any, 
         assert all(task.result().metrics.num_preemptions <= 1 for task in high[1::2])
 
 
-@pytest.mark.xfail(reason="a prompt that is being computed takes the whole budget, whoever waits", strict=True)
 @pytest.mark.virtual_clock(seeds=1)
 async def test_a_higher_one_does_not_wait_for_the_rest_of_a_lower_ones_long_prompt(
     serve: Any, tasks: Any, depth: int

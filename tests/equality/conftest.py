@@ -138,6 +138,19 @@ def save_character_tokenizer(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
+def save_word_tokenizer(folder: Path) -> None:
+    """Save a tokenizer in which each id is a word, and whose decoder puts a space before all but the first."""
+    from tokenizers import Tokenizer, models
+
+    specials = ["<pad>", "<s>", "</s>"]
+    words = [*specials, *(f"w{token_id}" for token_id in range(NUM_SPECIAL, VOCAB_SIZE))]
+    tokenizer = Tokenizer(models.WordLevel({word: token_id for token_id, word in enumerate(words)}, unk_token="<pad>"))
+    tokenizer.add_special_tokens(specials)
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(folder)
+
+
 def character_of(token_id: int) -> str:
     """What `save_character_tokenizer` makes of an id above that of the space."""
     return chr(0x4E00 + token_id)

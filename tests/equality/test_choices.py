@@ -137,6 +137,7 @@ class Runs:
         self.cases = make_cases()
         self._root = root
         self._checkpoints: dict[str, tuple[Path, Oracle]] = {}
+        self._logits: dict[tuple[str | int, ...], torch.Tensor] = {}
         self._rounds: dict[tuple[str, str, int], list[list[Served]]] = {}
 
     def folder(self, family: str) -> Path:
@@ -150,6 +151,13 @@ class Runs:
             folder = make_checkpoint(self._root / family, family)
             self._checkpoints[family] = (folder, Oracle(folder))
         return self._checkpoints[family]
+
+    def logits(self, family: str, prompt: list[int], token_ids: list[int]) -> torch.Tensor:
+        """float32 [tokens, vocab]: those that each of the output tokens is drawn from, by transformers."""
+        key = (family, *prompt, *token_ids)
+        if key not in self._logits:
+            self._logits[key] = self.oracle(family).logits([*prompt, *token_ids])[len(prompt) - 1 : -1]
+        return self._logits[key]
 
     async def rounds(self, family: str, name: str, depth: int) -> list[list[Served]]:
         key = (family, name, depth)
@@ -201,7 +209,7 @@ async def test_each_choice_is_made_by_transformers_logits_and_its_own_noise(runs
         chain = theirs.LogitsProcessorList(case.rules.chain)
         for choice, ids in enumerate(tokens_of(served.many)):
             assert len(ids) == NUM_TOKENS
-            logits = runs.oracle(family).logits([*case.prompt, *ids])[len(case.prompt) - 1 : -1]
+            logits = runs.logits(family, case.prompt, ids)
             scores = torch.stack([
                 chain(torch.tensor([[*case.prompt, *ids[:place]]]), line[None])[0]
                 for place, line in enumerate(logits)
@@ -229,7 +237,7 @@ async def test_each_choice_reads_its_own_tokens_and_the_shared_prompt(
     for round_ in await runs.rounds(family, setting, depth):
         for case, served in zip(runs.cases, round_, strict=True):
             for completion in (*served.many.outputs, *served.two.outputs):
-                logits = runs.oracle(family).logits([*case.prompt, *completion.token_ids])[len(case.prompt) - 1 : -1]
+                logits = runs.logits(family, case.prompt, completion.token_ids)
                 wanted = logits.log_softmax(-1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
                 lines = zip(completion.token_ids, completion.logprobs or [], strict=True)
                 found = torch.tensor([line[token_id].logprob for token_id, line in lines])

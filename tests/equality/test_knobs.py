@@ -2,12 +2,14 @@
 
 Each rule alone, several together, and rules of the caller's own: greedy tokens are those of transformers' ``generate``
 with the same rules. Log-probabilities, of outputs and of prompts, are those of its logits before any rule. All of it
-holds however the requests are batched, cut, interrupted and cached.
+holds however the requests are batched, cut, interrupted and cached. The text is what the tokenizer's decode makes of
+the tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import transformers
 from checkpoints import EOS, NUM_SPECIAL, make_checkpoint
 from equality.conftest import (
     SEED,
@@ -25,10 +28,12 @@ from equality.conftest import (
     Reference,
     character_of,
     save_character_tokenizer,
+    save_word_tokenizer,
 )
 from equality.test_equality import Setting, check_setting, serving
 from transformers.generation import logits_process as theirs
 
+import aioengine.demo
 from aioengine import Engine, LogitsRow, RequestOutput
 from aioengine.outputs import TokenLogprobs
 
@@ -566,3 +571,129 @@ def check_lines(
     for line in lines:
         assert set(range(1, num_top + 1)) <= {entry.rank for entry in line.values()}
         assert set(asked) <= set(line)
+
+
+# Text
+
+
+class Said(NamedTuple):
+    """A model that says what it is told, its own tokenizer by transformers, and what it is told.
+
+    Attributes:
+        token_ids: with special tokens, an EOS among them, with half a character before one and another at the end.
+    """
+
+    folder: Path
+    tokenizer: transformers.PreTrainedTokenizerBase
+    token_ids: list[int]
+    eos: int
+
+    def decode(self, token_ids: list[int], **options: Any) -> str:
+        text = self.tokenizer.decode(token_ids, clean_up_tokenization_spaces=False, **options)
+        assert isinstance(text, str)
+        return text
+
+    def params(self, *, num_tokens: int | None = None, **params: Any) -> dict[str, Any]:
+        ids = self.token_ids
+
+        def say(logits: torch.Tensor, rows: list[LogitsRow]) -> None:
+            for line, row in zip(logits, rows, strict=True):
+                line[torch.arange(len(line)) != ids[len(row.output_token_ids)]] = -torch.inf
+
+        return {"logits_processors": [say], "max_tokens": num_tokens or len(ids), "ignore_eos": True, **params}
+
+
+@pytest.fixture(scope="module", params=["demo", "bytes"])
+def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Said:
+    if request.param == "demo":
+        folder, eos = Path(aioengine.demo.__file__).parent / "model", 2
+    else:
+        folder, eos = make_checkpoint(tmp_path_factory.mktemp("text") / "bytes", "qwen3", tokenizer=True), EOS
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    fox, naive = encode(" a \N{FOX FACE}"), encode(" na\N{LATIN SMALL LETTER I WITH DIAERESIS}ve")
+    assert len(fox) > 3, "the fox is one token"
+    ids = [1, *encode("Once upon a time"), *fox, 1, 1, *naive, *fox[:-2], eos, *encode(" there was"), eos, eos]
+    return Said(folder, tokenizer, [*ids, *naive, *fox[:-1]], eos)
+
+
+def say_with(said: Said) -> Engine:
+    return Engine(str(said.folder), num_threads=1, kv_cache_memory_bytes=2**24, show_progress=False)
+
+
+async def test_the_text_is_the_tokenizers_decode_of_the_whole_output(said: Said) -> None:
+    options: list[dict[str, bool]] = [
+        {},
+        {"skip_special_tokens": False},
+        {"skip_special_tokens": False, "spaces_between_special_tokens": False},  # nothing is between them anyhow
+    ]
+    lengths = [*range(1, len(said.token_ids), 3), len(said.token_ids)]
+    asked = list(itertools.product(lengths, options))
+    async with say_with(said) as engine:
+        outputs = await asyncio.gather(
+            *(engine.generate([5], **said.params(num_tokens=length), **shown) for length, shown in asked)
+        )
+    for (length, shown), output in zip(asked, outputs, strict=True):
+        assert output.outputs[0].token_ids == said.token_ids[:length]
+        is_skipped = shown.get("skip_special_tokens", True)
+        assert output.text == said.decode(said.token_ids[:length], skip_special_tokens=is_skipped)
+    assert outputs[-1].text != outputs[-3].text, "there are no special tokens"
+
+
+async def test_without_detokenizing_there_are_tokens_and_no_text(said: Said) -> None:
+    async with say_with(said) as engine:
+        output = await engine.generate([5], **said.params(detokenize=False, logprobs=1))
+    [completion] = output.outputs
+    assert (completion.text, completion.token_ids) == ("", said.token_ids)
+    assert {found.decoded_token for line in completion.logprobs or [] for found in line.values()} == {None}
+
+
+@pytest.mark.parametrize("is_included", [False, True], ids=["left out", "included"])
+@pytest.mark.parametrize("is_skipped", [False, True], ids=["specials skipped", "specials shown"])
+async def test_the_text_ends_before_the_stop_or_behind_it(said: Said, is_included: bool, is_skipped: bool) -> None:
+    shown = {"skip_special_tokens": is_skipped, "include_stop_str_in_output": is_included}
+
+    def text_of(num_tokens: int) -> str:
+        return said.decode(said.token_ids[:num_tokens], skip_special_tokens=is_skipped)
+
+    async with say_with(said) as engine:
+        whole = text_of(len(said.token_ids))
+        for stop in ("n a ti", "\N{FOX FACE}", "ve a \N{REPLACEMENT CHARACTER}", "there"):
+            output = await engine.generate([5], **said.params(stop=[stop, "never said"]), **shown)
+            end = whole.index(stop) + (len(stop) if is_included else 0)
+            assert output.text == whole[:end]
+            assert output.outputs[0].stop_reason == stop
+            assert len(output.outputs[0].token_ids) < len(said.token_ids)
+        for params, stop_id in (
+            ({"ignore_eos": False}, said.eos),
+            ({"stop_token_ids": [said.token_ids[3]]}, said.token_ids[3]),
+        ):
+            output = await engine.generate([5], **said.params(**params), **shown)
+            num_tokens = said.token_ids.index(stop_id) + 1
+            assert output.outputs[0].token_ids == said.token_ids[:num_tokens], "with what ended it"
+            assert output.text == text_of(num_tokens if is_included else num_tokens - 1)
+            assert output.outputs[0].finish_reason == "stop"
+
+
+async def test_special_tokens_side_by_side_are_joined_on_demand(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "qwen3")
+    save_word_tokenizer(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    said = Said(folder, tokenizer, [5, 1, 0, 7, EOS, EOS, EOS, 9, 8, 1, 1], EOS)
+    async with say_with(said) as engine:
+        texts = [
+            (
+                await engine.generate(
+                    [5], **said.params(skip_special_tokens=False, spaces_between_special_tokens=is_so)
+                )
+            ).text
+            for is_so in (True, False)
+        ]
+    assert texts == [
+        "w5 <s> <pad> w7 </s> </s> </s> w9 w8 <s> <s>",
+        "w5 <s><pad> w7 </s></s></s> w9 w8 <s><s>",
+    ]
+    assert texts[0] == said.decode(said.token_ids)

@@ -18,13 +18,25 @@ class Work(msgspec.Struct, frozen=True, gc=False):
     ends: Int32
 
 
-def share_budget(table: RowTable, max_tokens: int) -> Work:
+class Claim(msgspec.Struct, frozen=True, gc=False):
+    """What somebody without a row is going to take of a step.
+
+    Attributes:
+        num_tokens: as many as are left after all decodes, and the prefills of those before them.
+        place: how many of the running sequences come before them.
+    """
+
+    num_tokens: int
+    place: int
+
+
+def share_budget(table: RowTable, max_tokens: int, claim: Claim | None = None) -> Work:
     """Rows with tokens to compute, and how many each: decodes first, then prefills in order as far as it goes."""
     rows = table.running_rows
     starts = table.scheduled[rows]
     num_tokens = np.minimum(table.expected[rows], table.last[rows]) - starts
-    if int(num_tokens.sum()) > max_tokens:
-        num_tokens = _ration(num_tokens, max_tokens)
+    if int(num_tokens.sum()) + (claim.num_tokens if claim else 0) > max_tokens:
+        num_tokens = _ration(num_tokens, max_tokens, claim)
     if np.count_nonzero(num_tokens) < len(rows):
         has_some = num_tokens > 0
         rows, starts, num_tokens = rows[has_some], starts[has_some], num_tokens[has_some]
@@ -45,10 +57,13 @@ def out_of_blocks(table: RowTable, work: Work) -> Rows:
     return work.rows[work.ends > table.capacity[work.rows]]
 
 
-def _ration(num_tokens: Int32, max_tokens: int) -> Int32:
+def _ration(num_tokens: Int32, max_tokens: int, claim: Claim | None) -> Int32:
     """Cut down what rows want to one step's budget, which is at least one token for each of them."""
     is_decode = num_tokens == 1
     prefills = np.where(is_decode, 0, num_tokens)
     left = max_tokens - np.count_nonzero(is_decode)
-    shares = np.clip(left - (np.cumsum(prefills) - prefills), 0, prefills)
+    before = np.cumsum(prefills) - prefills
+    if claim is not None:
+        before[claim.place :] += claim.num_tokens
+    shares = np.clip(left - before, 0, prefills)
     return np.where(is_decode, 1, shares).astype(np.int32)

@@ -93,6 +93,7 @@ class RowTable:
 
     def run(self, sequences: list[Sequence]) -> Rows:
         """Put these, which are in order and have rows, among ``running``; returns their rows."""
+        self.stop_gone()  # who was ended has no row any more, and would be sorted in without one
         new_rows = np.array([sequence.row for sequence in sequences], np.intp)
         running = self.running + sequences
         if self.running and self.running[-1].place > sequences[0].place:

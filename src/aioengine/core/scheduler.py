@@ -8,6 +8,7 @@ steps in flight are all the same thing: a distance.
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import deque
 from itertools import compress
 from typing import TypeVar
@@ -15,7 +16,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from aioengine.core.budget import Work, join, out_of_blocks, share_budget
+from aioengine.core.budget import Claim, Work, join, out_of_blocks, share_budget
 from aioengine.core.kv_manager import Hit, KVManager
 from aioengine.core.plan import EMPTY, Int8, Int32, RowAdded, StepPlan, StepResult, int32
 from aioengine.core.row_table import Rows, RowTable
@@ -157,12 +158,13 @@ class Scheduler:
         self._park_blocked()
         self._wake_waiters()
         self._yield_to_higher()
-        work = share_budget(self.table, self.max_num_batched_tokens)
+        claim = self._claim_of_higher()
+        work = share_budget(self.table, self.max_num_batched_tokens, claim)
         growing = out_of_blocks(self.table, work)
         is_tight = len(growing) > self.kv.pool.num_free
         while len(growing) > self.kv.pool.num_free:
             self._preempt(self._victim())
-            work = share_budget(self.table, self.max_num_batched_tokens)
+            work = share_budget(self.table, self.max_num_batched_tokens, claim)
             growing = out_of_blocks(self.table, work)
         grown_blocks = self._grow(growing)
         admitted: list[Sequence] = []
@@ -240,6 +242,12 @@ class Scheduler:
         return bool(self.waiting or self.running or self.blocked or self._leaving)
 
     @property
+    def num_running(self) -> int:
+        """Sequences with a row."""
+        self.table.stop_gone()
+        return len(self.running) + len(self._leaving)
+
+    @property
     def num_idle(self) -> int:
         """Sequences without a row, blocked ones included."""
         return len(self.waiting) + len(self.blocked)
@@ -250,9 +258,8 @@ class Scheduler:
         return [*self.running, *self._leaving, *self.waiting, *self.blocked.values()]
 
     def stats(self) -> SchedulerStats:
-        self.table.stop_gone()
         return SchedulerStats(
-            running=len(self.running) + len(self._leaving),
+            running=self.num_running,
             waiting=len(self.waiting),
             blocked=len(self.blocked),
             free_blocks=self.kv.pool.num_free,
@@ -546,6 +553,17 @@ class Scheduler:
         while lower and not self._has_room(hit):
             self._preempt(lower.pop())
 
+    def _claim_of_higher(self) -> Claim | None:
+        """What the first in the queue is going to take of the next step, before the prompts of lower ones."""
+        head = self.waiting.peek() if self.running else None
+        if head is None or head.place[0] >= self.running[-1].place[0]:
+            return None
+        hit = self.kv.lookup(head)
+        if hit.pending is not None or not self._has_room(hit):
+            return None
+        num_tokens = head.num_tokens - max(head.num_computed_tokens, len(hit.block_ids) * self.kv.block_size)
+        return Claim(num_tokens, bisect(self.running, head.place, key=_place))
+
     def _has_room(self, hit: Hit) -> bool:
         is_roomy = self.kv.can_admit(hit, self._reserve) or bool(self._parked)  # those go first, when it is admitted
         return bool(self.table.free_rows) and is_roomy
@@ -585,6 +603,10 @@ class Scheduler:
             sequence.advance(Event.PARKED)
             self.kv.withdraw(sequence)
             self.blocked[sequence.order] = self._parked[sequence.order] = sequence
+
+
+def _place(sequence: Sequence) -> tuple[int, int]:
+    return sequence.place
 
 
 def _introduce(sequence: Sequence) -> RowAdded:
