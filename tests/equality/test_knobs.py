@@ -50,7 +50,7 @@ SETTINGS = {
     "batched": Setting(),
     "chunked": Setting(budget=23),
     "prefix hits": Setting(repeats=2, kv_sequences=40),
-    "preempted": Setting(kv_sequences=1.3, repeats=3),
+    "preempted": Setting(kv_sequences=1.3, repeats=2),
     "all at once": Setting(budget=23, kv_sequences=1.3, repeats=3),
 }
 RUNS = [
