@@ -292,7 +292,7 @@ def in_short(ratios: list[float]) -> str:
 
 
 def print_figures(figures: Figures) -> None:
-    console = Console()
+    console = Console(width=120)
     title = f"{figures.fast} fast streams of {figures.fast_tokens} tokens beside {figures.others} others"
     table = Table("beside", "alone/s", "beside/s", "ratio", "by CPU time", "rows", "others' tokens", title=title)
     for name, pairs in figures.pairs.items():

@@ -146,7 +146,7 @@ def print_report(report: Report) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    console = Console(width=120)
     setting, seconds = report.setting, report.seconds
     console.print(
         f"{setting.num_requests:,} requests of {setting.concurrency} clients, depth {setting.max_in_flight}, seed "
