@@ -208,7 +208,27 @@ def make_rules(oracle: Oracle) -> Rules:
     add_combinations(rules)
     add_processors(rules)
     add_scored(rules)
+    add_repetition_below_zero(rules)
     return rules
+
+
+def add_repetition_below_zero(rules: Rules) -> None:
+    """Of tokens whose logits are all negative, which the penalty multiplies instead of dividing."""
+    prompt = rules.prompt(26)
+    allowed = sorted({*rules.ids(12), *prompt[:8]})
+    biases = dict.fromkeys(allowed, -30.0)
+    rules.add(
+        "repetition penalty below zero",
+        prompt,
+        30,
+        {"repetition_penalty": 1.15, "allowed_token_ids": allowed, "logit_bias": biases},
+        logits_processor=[
+            allow(allowed),
+            theirs.SequenceBiasLogitsProcessor({(token_id,): bias for token_id, bias in biases.items()}),
+            theirs.RepetitionPenaltyLogitsProcessor(1.15),
+        ],
+    )
+    assert not comes_by([allow(allowed)], rules.cases["repetition penalty below zero"])
 
 
 def add_biases(rules: Rules) -> None:
