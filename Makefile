@@ -16,5 +16,6 @@ lint:
 types:
 	$(PYTHON) -m mypy
 
+# Two at a time, a module always in one of them: its tests share engines.
 tests:
-	$(PYTHON) -m pytest
+	$(PYTHON) -m pytest -n 2 --dist loadscope

@@ -45,7 +45,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ) = None
     num_threads: (
         Annotated[
-            int, Meta(ge=1, description="threads of one CPU operation; absent: torch's number, one in small steps")
+            int,
+            Meta(ge=1, le=1024, description="threads of one CPU operation; absent: torch's number, one in small steps"),
         ]
         | None
     ) = None

@@ -294,8 +294,8 @@ class EngineCore:
         output = self.scheduler.apply(step.plan, result, now)
         self._in_flight.popleft()
         self._observe(step, result, output, now)
-        for sequence, error in output.failed:
-            self._fail_one(sequence, error)
+        if output.failed:
+            self._fail_rows(step.plan, output.failed)
         self._lines = token_lines(output)
         self._unpublished_prompts = prompt_lines(output.prompt_logprobs)
         self._unpublished = enumerate(zip(output.sequences, output.token_ids, strict=True))
@@ -370,13 +370,17 @@ class EngineCore:
         self._on_room()
         self._write_dump(dump)
 
-    def _fail_one(self, sequence: Sequence, cause: Exception) -> None:
-        message = f"this request's part of a step failed: {type(cause).__name__}: {cause}"
-        logger.error("%s: %s", sequence.request.request_id, message, exc_info=cause)
-        failure = StepFailed(message)
-        failure.__cause__ = cause
-        self._release(sequence).on_error(failure)
+    def _fail_rows(self, plan: StepPlan, failed: list[tuple[Sequence, Exception]]) -> None:
+        """Single rows of a step failed, each for a reason of its own, and the others did not."""
+        dump = self._describe(failed[0][1], plan)
+        for sequence, cause in failed:
+            message = f"this request's part of step {plan.step} failed: {type(cause).__name__}: {cause}"
+            logger.error("%s: %s", sequence.request.request_id, message, exc_info=cause)
+            failure = StepFailed(message, dump=dump)
+            failure.__cause__ = cause
+            self._release(sequence).on_error(failure)
         self._on_room()
+        self._write_dump(dump)
 
     def _make_death(self, cause: Exception) -> EngineDead:
         dump = self._describe(cause, self._in_flight[0].plan if self._in_flight else None)

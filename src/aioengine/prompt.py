@@ -27,6 +27,7 @@ MAX_NORMALIZED_CHARS = 4
 
 MAX_PRIORITY = 2**31 - 1
 MAX_SALT_CHARS = 1024
+MAX_ID_CHARS = 1024
 
 
 class Host(Protocol):
@@ -93,6 +94,14 @@ def check_params(params: SamplingParams, host: Host) -> None:
     for name in ("stop", "bad_words"):
         if getattr(params, name) and host.tokenizer is None:
             raise InvalidRequest(f"{name} needs a tokenizer, and this model has none", param=name)
+    if params.allowed_token_ids and params.min_tokens:
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else host.core.eos_token_ids)}
+        if ends.issuperset(params.allowed_token_ids):
+            raise InvalidRequest(
+                f"allowed_token_ids holds only tokens that end the output, and min_tokens={params.min_tokens} forbids "
+                "them at first",
+                param="allowed_token_ids",
+            )
 
 
 def check_call(
@@ -109,8 +118,8 @@ def check_call(
     Raises:
         InvalidRequest: names the argument.
     """
-    if request_id is not None and not (isinstance(request_id, str) and request_id):
-        raise InvalidRequest(f"request_id={request_id!r}: a non-empty str is needed", param="request_id")
+    if request_id is not None and not (isinstance(request_id, str) and 0 < len(request_id) <= MAX_ID_CHARS):
+        raise InvalidRequest(f"request_id: a str of 1 to {MAX_ID_CHARS} characters is needed", param="request_id")
     if not _is_int(priority) or abs(priority) > MAX_PRIORITY:
         raise InvalidRequest(
             f"priority={priority!r:.80}: an int of at most {MAX_PRIORITY} is needed; smaller goes first",
@@ -131,9 +140,11 @@ def make_id() -> str:
     return f"req-{os.urandom(8).hex()}"
 
 
-def num_chars(prompt: Prompt) -> int | None:
+def num_chars(prompt: Prompt, params: SamplingParams) -> int | None:
     """How much there is to prepare; None for chats, whose templates are programs that may take long over little."""
-    return None if isinstance(prompt, list) and isinstance(prompt[0], dict) else len(prompt)
+    if isinstance(prompt, list) and isinstance(prompt[0], dict):
+        return None
+    return len(prompt) + 2 * sum(len(word) for word in params.bad_words)  # each word is encoded in two forms
 
 
 # On the way to the core

@@ -91,8 +91,7 @@ class Reply:
             self.abort()  # the others come back to here, and the last of them may be the end already
         if not self._num_open and math.isnan(self._ended_at):
             self._ended_at = self._core.clock()
-            reasons = tuple(output.finish_reason or "error" for output in self.outputs())
-            self._core.note_request(self.metrics(), reasons if self.error is None else ("error",) * len(reasons))
+            self._core.note_request(self.metrics(), self._finish_reasons())
             self._wake()
 
     def on_prompt_logprobs(self, position: int, lines: list[TokenLogprobs]) -> None:
@@ -167,6 +166,13 @@ class Reply:
             num_cached_tokens=first.num_cached_tokens,
             num_preemptions=sum(sequence.num_preemptions for sequence in self._sequences),
         )
+
+    def _finish_reasons(self) -> tuple[str, ...]:
+        """One for each choice."""
+        if self.error is not None:
+            return ("error",) * self._num_choices
+        reasons = tuple(completion.finish_reason or "error" for completion in self.completions)
+        return reasons if len(reasons) == self._num_choices else reasons * self._num_choices
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -47,11 +47,15 @@ CLOSE_DEADLINE_S = 60.0
 
 
 class Abortable(Protocol):
-    """A request in any stage, as `Runtime.abort` sees it."""
+    """A request in any stage, as the runtime sees it."""
 
     request_id: str
 
     def abort(self) -> None: ...
+
+    def fail(self, error: Callable[[], AioEngineError]) -> None:
+        """End it by ``error``, if it has not ended."""
+        ...
 
 
 class Runtime:
@@ -243,6 +247,9 @@ class Runtime:
         """Idempotent."""
         if hasattr(self, "intake"):
             self.intake.close(self._end_error)
+        # The core has ended them all, unless that is what broke: nobody is left waiting for ever.
+        for request in [request for requests in self._requests.values() for request in requests]:
+            request.fail(self._end_error)
         self._requests.clear()
         try:
             if hasattr(self, "executor"):

@@ -18,6 +18,8 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_BAD_WORDS = 1024
 MAX_TEXT_CHARS = 1024
 """Of one stop string or bad word."""
+MAX_BAD_WORDS_CHARS = 65_536
+"""Of all together: they are tokenized, twice, while the request waits."""
 MAX_LOGIT_BIAS = 1024
 MAX_ALLOWED_TOKEN_IDS = 2**20
 """More than any vocabulary has."""
@@ -28,6 +30,14 @@ MAX_INT = 2**31 - 1
 
 TokenId = Annotated[int, Meta(ge=0, le=MAX_INT)]
 ShortText = Annotated[str, Meta(min_length=1, max_length=MAX_TEXT_CHARS)]
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _invalid(name: str, message: str) -> InvalidRequest:
@@ -80,7 +90,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logit_bias: (
         Annotated[
             dict[TokenId, float],
-            Meta(max_length=MAX_LOGIT_BIAS, description="token id → what is added to its logit (-100 to 100)"),
+            Meta(max_length=MAX_LOGIT_BIAS, description="token id → what is added to its logit, at most ±100"),
         ]
         | None
     ) = None
@@ -160,6 +170,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise _invalid("stop", "stop strings are found in text, and detokenize=False makes none")
         if any(not word.strip() for word in self.bad_words):
             raise _invalid("bad_words", "bad_words holds a text of spaces alone; it would forbid every word")
+        if sum(len(word) for word in self.bad_words) > MAX_BAD_WORDS_CHARS:
+            raise _invalid("bad_words", f"bad_words has more than {MAX_BAD_WORDS_CHARS} characters; give fewer words")
+        for name in ("stop", "bad_words"):
+            if not all(_is_utf8(text) for text in getattr(self, name)):
+                raise _invalid(name, f"{name} holds a lone surrogate, which has no UTF-8 form; remove it")
 
     @property
     def is_greedy(self) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import msgspec
 
-from aioengine.errors import EngineClosed
+from aioengine.errors import AioEngineError, EngineClosed
 from aioengine.executor.protocol import DeviceLost, Executor
 from aioengine.intake import OnFull
 from aioengine.outputs import CompletionDelta, RequestOutput
@@ -89,7 +90,7 @@ class Stream:
                 priority=call.priority,
                 cache_salt=call.cache_salt,
             )
-            size = num_chars(self._prompt)
+            size = num_chars(self._prompt, call.params)
             self._prompt_text, sequence = await runtime.worker_for(size).run(work, size)
             self._reply = runtime.add(
                 sequence, arrival, stream_interval=call.stream_interval, max_unread=call.max_unread_tokens
@@ -106,6 +107,13 @@ class Stream:
             self._reply.abort()
         else:
             self._runtime.intake.let_in(self)
+
+    def fail(self, error: Callable[[], AioEngineError]) -> None:
+        """End the request by an error, if it has not ended; idempotent."""
+        if self._reply is not None:
+            for completion in self._reply.completions:
+                if not completion.is_ended:
+                    completion.on_error(error())
 
     def __aiter__(self) -> Self:
         return self

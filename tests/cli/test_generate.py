@@ -14,8 +14,6 @@ from pathlib import Path
 import pytest
 
 import aioengine
-from aioengine import EngineConfig, SamplingParams
-from aioengine.cli.generate import generate
 
 COMMAND = [sys.executable, "-m", "aioengine"]
 DEADLINE_S = 90
@@ -135,3 +133,18 @@ def test_a_local_folder_without_a_tokenizer_says_what_to_do(tmp_path: Path) -> N
     done = run("generate", "hello", "--model", str(tmp_path), "--load-format", "dummy")
     assert done.returncode == 2, done.stderr
     assert "no tokenizer; give the prompt as token ids" in done.stderr
+
+
+def test_the_whole_output_comes_as_json_where_no_text_would_show_it() -> None:
+    done = run("generate", "Once upon a time", "--max-tokens", "3", "--seed", "1", "--logprobs", "2", "--json")
+    output = json.loads(done.stdout)
+    assert len(output["outputs"][0]["logprobs"]) == 3
+    assert output["metrics"]["num_generation_tokens"] == 3
+
+
+@pytest.mark.parametrize("flags", [["--logprobs", "2"], ["--prompt-logprobs", "1"], ["--no-detokenize"]], ids=" ".join)
+def test_what_a_text_cannot_show_is_refused_before_the_model_is_loaded(flags: list[str]) -> None:
+    done = run("generate", "Once", *flags)
+    assert done.returncode == 2
+    assert "--json" in done.stderr
+    assert "weights" not in done.stderr

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from aioengine import EngineClosed, EngineDead, RequestOutput, StepFailed, runtime
+from aioengine import EngineClosed, EngineDead, InternalError, RequestOutput, StepFailed, runtime
 from aioengine.executor.protocol import DeviceLost
 
 SECRET_IDS = [1234, 1567, 1890] * 6
@@ -336,9 +336,7 @@ async def test_a_request_that_a_bug_lost_hears_of_the_death_all_the_same(serve: 
 
 
 @pytest.mark.virtual_clock(seeds=3)
-async def test_a_bug_in_one_listener_is_a_dead_engine_that_all_others_hear_of(
-    serve: Any, tasks: Any, depth: int
-) -> None:
+async def test_a_bug_in_one_listener_is_a_dead_engine_that_all_hear_of(serve: Any, tasks: Any, depth: int) -> None:
     class Broken:
         def on_token(self, *_: Any) -> None:
             raise AssertionError("a bug")
@@ -350,12 +348,8 @@ async def test_a_bug_in_one_listener_is_a_dead_engine_that_all_others_hear_of(
         await served.until(lambda: served.core.stats().running == 70)
         served.core.scheduler.sequences()[40].listener = Broken()
         await served.until(lambda: not served.runtime.is_open)
-        await served.turn()
-        deaf = [task for task in started if not task.done()]
-        assert len(deaf) == 1
-        deaf[0].cancel()
-        outcomes = await tasks.end()
-        assert sum(isinstance(outcome, EngineDead) for outcome in outcomes) == 69
+        outcomes = await tasks.end(*started)
+        assert sum(isinstance(outcome, EngineDead) for outcome in outcomes) == 70, "the one whose listener broke, too"
         [death] = {str(outcome) for outcome in outcomes if isinstance(outcome, EngineDead)}
         assert "a bug" in death
 
@@ -401,3 +395,21 @@ async def test_everyone_hears_the_end_even_where_publishing_itself_is_broken(
         monkeypatch.setattr(served.core, "_publish_slice", broken)
         outcomes = await tasks.end(*started)
         assert {type(outcome) for outcome in outcomes} == {EngineDead}
+
+
+@pytest.mark.virtual_clock(seeds=2)
+async def test_nobody_waits_for_ever_where_ending_everyone_is_what_broke(
+    serve: Any, tasks: Any, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise NameError("ending broke")
+
+    with pytest.raises(InternalError, match="ending broke"):  # closing says so
+        async with serve(depth=depth, is_manual=True) as served:
+            started = [tasks.start(served.engine.generate([1, 2, 3], max_tokens=9, seed=seed)) for seed in range(3)]
+            await served.until(lambda: served.core.stats().running)
+            monkeypatch.setattr(served.core, "_end_all", broken)
+            monkeypatch.setattr(served.core.scheduler, "apply", broken)
+            served.complete_all()
+            outcomes = await tasks.end(*started)
+            assert {type(outcome) for outcome in outcomes} == {EngineDead}

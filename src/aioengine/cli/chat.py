@@ -12,6 +12,7 @@ import click
 
 from aioengine import Engine, Stream
 from aioengine.cli.conversation import COMMAND_NAMES, Ask, Conversation, Effect, Ending, Leave, Save
+from aioengine.cli.generate import refuse_what_no_text_shows
 from aioengine.cli.loop import run
 from aioengine.cli.options import given, options_of
 from aioengine.cli.terminal import Interrupts, Lines, PipedLines, Screen, TypedLines
@@ -40,6 +41,7 @@ def chat(system: str | None, history: Path | None, **flags: Any) -> None:
     sampling = given(SamplingParams, flags)
     if SamplingParams(**sampling).n > 1:  # bad flags are refused before the model is loaded
         raise click.UsageError("a chat has one answer to a message: leave --n out")
+    refuse_what_no_text_shows(sampling, "leave it out of a chat")
     if history is not None and not history.parent.is_dir():
         raise click.UsageError(f"--history {history}: there is no folder {history.parent}")
     run(_chat(Conversation(system=system or None, sampling=sampling), history, given(EngineConfig, flags)))

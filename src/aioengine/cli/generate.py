@@ -9,6 +9,7 @@ from collections import Counter
 from typing import Any
 
 import click
+import msgspec
 
 from aioengine import Engine, Stream
 from aioengine.cli.loop import run
@@ -22,19 +23,31 @@ from aioengine.sampling_params import SamplingParams
 @click.argument("prompt")
 @click.option("--chat", "is_chat", is_flag=True, help="take PROMPT as a user's message, by the model's chat template")
 @click.option("--system", help="a system message before it; implies --chat")
+@click.option("--json", "is_json", is_flag=True, help="print the whole output as JSON when it is there, not the text")
 @click.option("--stats", "shows_stats", is_flag=True, help="say afterwards, on stderr, how it ended and how fast")
 @options_of(SamplingParams, absent="the model's, or {}")
 @options_of(EngineConfig)
-def generate(prompt: str, is_chat: bool, system: str | None, shows_stats: bool, **flags: Any) -> None:
-    """Complete PROMPT ("-": read it from stdin), streaming the text to stdout.
+def generate(prompt: str, is_chat: bool, system: str | None, is_json: bool, shows_stats: bool, **flags: Any) -> None:
+    """Complete PROMPT ("-": read it from stdin, but for a newline at its end), streaming the text to stdout.
 
     With --n, the choices are shown when all have ended, one after the other, each under a line with its number.
     """
-    prompt = _decode(sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt))
+    prompt = _decode(sys.stdin.buffer.read()).removesuffix("\n") if prompt == "-" else _decode(os.fsencode(prompt))
     sampling = given(SamplingParams, flags)
     SamplingParams(**sampling)  # bad flags are refused before the model is loaded
     messages = as_messages(prompt, system) if is_chat or system is not None else None
-    run(_generate(messages or prompt, shows_stats, given(EngineConfig, flags), sampling))
+    if not is_json:
+        refuse_what_no_text_shows(sampling, "give --json with it")
+    run(_generate(messages or prompt, is_json, shows_stats, given(EngineConfig, flags), sampling))
+
+
+def refuse_what_no_text_shows(sampling: dict[str, Any], advice: str) -> None:
+    """Raise a usage error for flags whose effect is not in the text."""
+    for name in ("logprobs", "logprob_token_ids", "prompt_logprobs"):
+        if name in sampling:
+            raise click.UsageError(f"--{name.replace('_', '-')} shows nothing in a text: {advice}")
+    if not sampling.get("detokenize", True):
+        raise click.UsageError(f"--no-detokenize leaves no text to show: {advice}")
 
 
 def as_messages(prompt: str, system: str | None) -> list[dict[str, Any]]:
@@ -44,13 +57,21 @@ def as_messages(prompt: str, system: str | None) -> list[dict[str, Any]]:
 
 
 async def _generate(
-    prompt: str | list[dict[str, Any]], shows_stats: bool, config: dict[str, Any], sampling: dict[str, Any]
+    prompt: str | list[dict[str, Any]],
+    is_json: bool,
+    shows_stats: bool,
+    config: dict[str, Any],
+    sampling: dict[str, Any],
 ) -> None:
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal may not know every character
     async with Engine(**config) as engine:
         click.echo(engine.describe(), err=True)
         started = time.perf_counter()
-        output = await show(engine, prompt, sampling)
+        if is_json:
+            output = await engine.generate(prompt, **sampling)
+            _write(msgspec.json.encode(output).decode() + "\n")
+        else:
+            output = await show(engine, prompt, sampling)
         if shows_stats:
             click.echo(_summary(output, time.perf_counter() - started), err=True)
 

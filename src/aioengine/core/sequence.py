@@ -10,6 +10,7 @@ import enum
 import math
 from typing import Literal
 
+import msgspec
 import numpy as np
 
 from aioengine.core.plan import Int32, RowSampling
@@ -126,7 +127,7 @@ class Sequence:
         *,
         eos_token_ids: tuple[int, ...] = (),
         block_hashes: list[bytes] | None = None,
-        choice: int = 0,
+        sampling: RowSampling | None = None,
         children: tuple[Sequence, ...] = (),
     ) -> None:
         params = request.params
@@ -137,7 +138,7 @@ class Sequence:
         self.output_ids: list[int] = []
         self.limit = request.max_total_tokens
         self.stop_token_ids = frozenset(params.stop_token_ids)
-        self.sampling = _row_sampling(request, eos_token_ids, choice, 1 + len(children))
+        self.sampling = sampling or _row_sampling(request, eos_token_ids)
         self.block_ids: list[int] = []
         self.block_hashes: list[bytes] = [] if block_hashes is None else block_hashes
         self.num_settled_blocks = 0
@@ -207,11 +208,19 @@ def make_family(
     request: Request, num_choices: int, *, eos_token_ids: tuple[int, ...], block_hashes: list[bytes] | None
 ) -> Sequence:
     """The first choice of a request, with the others as its children; they share ``block_hashes`` when they fork."""
-    children = tuple(Sequence(request, eos_token_ids=eos_token_ids, choice=i) for i in range(1, num_choices))
-    return Sequence(request, eos_token_ids=eos_token_ids, block_hashes=block_hashes, children=children)
+    sampling = _row_sampling(request, eos_token_ids)
+    children = tuple(
+        Sequence(request, sampling=msgspec.structs.replace(sampling, choice=choice)) for choice in range(1, num_choices)
+    )
+    return Sequence(
+        request,
+        block_hashes=block_hashes,
+        sampling=msgspec.structs.replace(sampling, num_choices=num_choices),
+        children=children,
+    )
 
 
-def _row_sampling(request: Request, eos_token_ids: tuple[int, ...], choice: int, num_choices: int) -> RowSampling:
+def _row_sampling(request: Request, eos_token_ids: tuple[int, ...]) -> RowSampling:
     params = request.params
     stop_ids = (*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids)
     has_logprobs = params.logprobs is not None or params.logprob_token_ids is not None
@@ -221,8 +230,6 @@ def _row_sampling(request: Request, eos_token_ids: tuple[int, ...], choice: int,
         top_p=params.top_p,
         min_p=params.min_p,
         seed=request.seed,
-        choice=choice,
-        num_choices=num_choices,
         min_tokens=params.min_tokens,
         stop_ids=stop_ids if params.min_tokens else (),
         presence_penalty=params.presence_penalty,
