@@ -404,7 +404,7 @@ async def test_nobody_waits_for_ever_where_ending_everyone_is_what_broke(
     def broken(*_: Any) -> None:
         raise NameError("ending broke")
 
-    with pytest.raises(InternalError, match="ending broke"):  # closing says so
+    with pytest.raises(InternalError, match="ending broke"):  # noqa: PT012 - closing says so
         async with serve(depth=depth, is_manual=True) as served:
             started = [tasks.start(served.engine.generate([1, 2, 3], max_tokens=9, seed=seed)) for seed in range(3)]
             await served.until(lambda: served.core.stats().running)
