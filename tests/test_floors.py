@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "completion": {"engine_core", "listener", "core.detokenizer", "core.sequence"},
     "reply": {"completion", "core.sequence", "engine_core"},
     "prompt": {"core.sequence", "engine_core", "executor.protocol", "intake", "text"},
-    "stream": {"executor.protocol", "intake", "prompt", "reply", "runtime"},
+    "stream": {"core.plan", "executor.protocol", "intake", "prompt", "reply", "runtime"},
     "intake": set(),
     "progress": set(),
     "text": {"text", "core.detokenizer"},

@@ -51,6 +51,7 @@ class Completion:
 
     __slots__ = (
         "_core",
+        "_cumulative_logprob",
         "_decode",
         "_detokenizer",
         "_has_stop_text",
@@ -100,6 +101,7 @@ class Completion:
         self._max_unread = max_unread
         self._tell_at = 1
         """Tokens at which the mailbox, or the core, must hear of it: one comparison for all others."""
+        self._cumulative_logprob = 0.0
         self._texts: list[str] = []
         self._num_read_ids = 0
         self._num_read_texts = 0
@@ -113,6 +115,7 @@ class Completion:
         token_ids.append(token_id)
         if logprobs is not None and self.logprobs is not None:
             self.logprobs.append(_line(token_id, logprobs, self._decode))
+            self._cumulative_logprob += logprobs.logprob
         detokenizer = self._detokenizer
         if detokenizer is not None and (self.sequence.finish_reason != "stop" or self._has_stop_text):
             text = detokenizer.feed_one(token_id)
@@ -182,15 +185,11 @@ class Completion:
 
     def output(self, index: int) -> CompletionOutput:
         """The completion as far as it has come."""
-        cumulative = None
-        if self.logprobs is not None:
-            lines = zip(self.token_ids, self.logprobs, strict=True)
-            cumulative = sum(line[token_id].logprob for token_id, line in lines)
         return CompletionOutput(
             index=index,
             text="".join(self._texts),
             token_ids=list(self.token_ids),
-            cumulative_logprob=cumulative,
+            cumulative_logprob=self._cumulative_logprob if self.logprobs is not None else None,
             logprobs=list(self.logprobs) if self.logprobs is not None else None,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import math
 import time
@@ -27,14 +26,18 @@ from aioengine.core.step_output import StepOutput
 from aioengine.dump import describe_failure
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead, StepFailed
 from aioengine.executor.protocol import DeviceLost, Executor, PendingStep
-from aioengine.listener import Listener, SampledLogprobs, prompt_lines, token_lines
+from aioengine.listener import Listener, SampledLogprobs, TokenLines, prompt_lines
 from aioengine.metrics import EngineMetrics, Observer, RequestMetrics, StatsLog, StepRecord
 from aioengine.request import Request
 
 logger = logging.getLogger("aioengine")
 
 PUBLISH_SLICE = 32
-"""Sequences that are handed their tokens before the loop gets its turn: below a millisecond."""
+"""Tokens that are handed out before the loop gets its turn, below a millisecond; one with many log-probabilities counts
+for several."""
+
+LOGPROBS_A_TOKEN = 8
+"""Log-probabilities that cost as much to hand out as a token does."""
 
 
 PauseMode = Literal["abort", "wait", "keep"]
@@ -54,6 +57,7 @@ class EngineCore:
         config: the engine's.
         eos_token_ids: the model's.
         on_room: called when a waiting sequence has begun to run or has ended.
+        num_outside: how many sequences wait to be added, for the record.
         write_dump: begins to keep the report of a failed step, and returns at once.
         clock: seconds; the one by which the executor tells when a step has ended.
     """
@@ -65,6 +69,7 @@ class EngineCore:
         *,
         eos_token_ids: tuple[int, ...] = (),
         on_room: Callable[[], None] = lambda: None,
+        num_outside: Callable[[], int] = lambda: 0,
         write_dump: Callable[[str], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -85,6 +90,7 @@ class EngineCore:
         self.observers: list[Observer] = [self.metrics]
         self._stats_log = StatsLog(self.metrics, interval_s=config.log_stats_interval_s or math.inf, now_s=clock())
         self._on_room = on_room
+        self.num_outside = num_outside
         self._write_dump = write_dump
         self._live: dict[int, Sequence] = {}
         """By order, those whose listeners have heard no end yet, whatever the scheduler makes of them."""
@@ -94,7 +100,8 @@ class EngineCore:
         self._unpublished: Iterator[tuple[int, tuple[Sequence, int]]] = iter(())
         """(index, (sequence, token)) of the last step's output, as far as they were not handed out."""
         self._unpublished_prompts: Iterator[tuple[Sequence, int, list[SampledLogprobs]]] = iter(())
-        self._lines: dict[int, SampledLogprobs] = {}
+        self._lines: TokenLines | None = None
+        """Log-probabilities of those; None where nobody asked."""
         self._has_news = asyncio.Event()
         """Somebody has added, ended, blocked or paused something since the last look at the scheduler."""
         self._is_holding = False
@@ -296,7 +303,7 @@ class EngineCore:
         self._observe(step, result, output, now)
         if output.failed:
             self._fail_rows(step.plan, output.failed)
-        self._lines = token_lines(output)
+        self._lines = TokenLines(output) if output.logprobs is not None else None
         self._unpublished_prompts = prompt_lines(output.prompt_logprobs)
         self._unpublished = enumerate(zip(output.sequences, output.token_ids, strict=True))
         if self.scheduler.num_unstarted != num_unstarted:  # children may end with their first token, without a row
@@ -315,17 +322,20 @@ class EngineCore:
             if sequence.listener is not None:
                 sequence.listener.on_prompt_logprobs(position, lines)  # type: ignore[attr-defined]
             return True
-        lines_of_tokens = self._lines
-        count = 0
-        for index, (sequence, token_id) in itertools.islice(self._unpublished, PUBLISH_SLICE):
-            count += 1
+        weight = 0
+        for index, (sequence, token_id) in self._unpublished:
+            weight += 1
             listener: Listener | None = sequence.listener  # type: ignore[assignment]
-            if listener is None:  # it was aborted since the step was applied
-                continue
-            listener.on_token(token_id, lines_of_tokens.get(index) if lines_of_tokens else None)
-            if sequence.finish_reason is not None and sequence.listener is listener:
-                self._release(sequence).on_end()
-        return count == PUBLISH_SLICE
+            if listener is not None:  # else it was aborted since the step was applied
+                line = None
+                if self._lines is not None and (line := self._lines.get(index)) is not None:
+                    weight += len(line.others) // LOGPROBS_A_TOKEN
+                listener.on_token(token_id, line)
+                if sequence.finish_reason is not None and sequence.listener is listener:
+                    self._release(sequence).on_end()
+            if weight >= PUBLISH_SLICE:
+                return True
+        return False
 
     def _is_quiet(self) -> bool:
         is_still = self._is_frozen or len(self._held) == len(self._live)
@@ -345,12 +355,18 @@ class EngineCore:
     # What observers see
 
     def _observe(self, step: _InFlight, result: StepResult, output: StepOutput, now: float) -> None:
-        record = make_record(self.scheduler, step.plan, result, output, launched_at=step.launched_at, now=now)
+        record = make_record(
+            self.scheduler,
+            step.plan,
+            result,
+            output,
+            launched_at=step.launched_at,
+            now=now,
+            num_outside=self.num_outside(),
+        )
         for observer in self.observers:
-            try:
+            with _logged("an observer failed"):
                 observer.on_step(record)
-            except Exception:
-                logger.exception("an observer failed")
         line = self._stats_log.poll(now)
         if line is not None:
             logger.info("%s", line)
@@ -375,7 +391,8 @@ class EngineCore:
         dump = self._describe(failed[0][1], plan)
         for sequence, cause in failed:
             message = f"this request's part of step {plan.step} failed: {type(cause).__name__}: {cause}"
-            logger.error("%s: %s", sequence.request.request_id, message, exc_info=cause)
+            if sequence.sampling.choice == 0 or cause is not failed[0][1]:  # not again for each child
+                logger.error("%s: %s", sequence.request.request_id, message, exc_info=cause)
             failure = StepFailed(message, dump=dump)
             failure.__cause__ = cause
             self._release(sequence).on_error(failure)
@@ -429,7 +446,14 @@ class EngineCore:
 
 
 def make_record(
-    scheduler: Scheduler, plan: StepPlan, result: StepResult, output: StepOutput, *, launched_at: float, now: float
+    scheduler: Scheduler,
+    plan: StepPlan,
+    result: StepResult,
+    output: StepOutput,
+    *,
+    launched_at: float,
+    now: float,
+    num_outside: int = 0,
 ) -> StepRecord:
     """What observers hear of a step that has just been applied."""
     kv = scheduler.kv
@@ -444,7 +468,7 @@ def make_record(
         inter_token_latencies_s=output.gaps_s,
         times_to_first_token_s=[now - sequence.arrived_at for sequence in output.first],
         running=scheduler.num_running,
-        waiting=scheduler.num_idle,
+        waiting=scheduler.num_idle + num_outside,
         free_blocks=kv.pool.num_free,
         num_blocks=kv.pool.num_blocks,
         preemptions=scheduler.num_preemptions,
@@ -455,10 +479,10 @@ def make_record(
 
 @contextlib.contextmanager
 def _logged(doing: str) -> Iterator[None]:
-    """Log what goes wrong, and go on."""
+    """Log what goes wrong in a block that awaits nothing, and go on: no cancellation of ours can come from there."""
     try:
         yield
-    except Exception:
+    except (Exception, asyncio.CancelledError):
         logger.exception("%s", doing)
 
 

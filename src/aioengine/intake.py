@@ -17,7 +17,7 @@ MIN_RETRY_S, MAX_RETRY_S = 0.1, 60.0
 
 class _Waiter(NamedTuple):
     num_places: int
-    let_in: asyncio.Future[None]
+    let_in: asyncio.Future[bool]
 
 
 class Intake:
@@ -43,12 +43,18 @@ class Intake:
         self._queue: list[tuple[int, int, Hashable]] = []
         """(priority, arrival, who) as a heap; those who have left stay in it until they come up."""
         self._num_arrivals = 0
+        self._num_waiting = 0
         self._refusal: Callable[[], AioEngineError] | None = None
         self._taken_at: deque[float] = deque(maxlen=32)
 
     @property
     def num_free(self) -> int:
         return self.limit - self.num_preparing - self._num_unstarted()
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for a place."""
+        return self._num_waiting
 
     @property
     def is_quiet(self) -> bool:
@@ -59,8 +65,8 @@ class Intake:
     def is_refusing(self) -> bool:
         return self._refusal is not None
 
-    async def enter(self, who: Hashable, on_full: OnFull, *, priority: int = 0, num_places: int = 1) -> None:
-        """Take places, waiting for them in turn; `leave` gives them back.
+    async def enter(self, who: Hashable, on_full: OnFull, *, priority: int = 0, num_places: int = 1) -> bool:
+        """Take places, waiting for them in turn; `leave` gives them back. False if it was dismissed, and has none.
 
         Cancelling gives up the place in the queue, or the places themselves if they have just been won.
 
@@ -75,7 +81,7 @@ class Intake:
             raise self._refusal()
         if not self._waiters and self.num_free >= num_places:
             self._take(num_places)
-            return
+            return True
         if on_full == "raise":
             raise EngineOverloaded(
                 f"{self.limit} requests wait already (max_waiting), or too many for {num_places} more; try again "
@@ -84,17 +90,19 @@ class Intake:
             )
         let_in = asyncio.get_running_loop().create_future()
         self._waiters[who] = _Waiter(num_places, let_in)
+        self._num_waiting += num_places
         heapq.heappush(self._queue, (priority, self._num_arrivals, who))
         self._num_arrivals += 1
         self.admit()  # who outranks all that wait may have room where they have none
         try:
-            await let_in
+            has_place: bool = await let_in
+            return has_place
         except asyncio.CancelledError:
-            if self._waiters.pop(who, None) is not None:
+            if self._drop(who) is not None:
                 self._forget_gone()
                 self.admit()  # who stood behind may need less
                 self._on_left()
-            elif not let_in.cancelled() and let_in.exception() is None:
+            elif not let_in.cancelled() and let_in.exception() is None and let_in.result():
                 self.leave(num_places)
             raise
 
@@ -107,14 +115,19 @@ class Intake:
     def admit(self) -> None:
         """Let in as many as there are places for now."""
         while (who := self._first()) is not None and self._waiters[who].num_places <= self.num_free:
-            self.let_in(who)
+            waiter = self._drop(who)
+            if waiter is not None and not waiter.let_in.done():
+                self._take(waiter.num_places)
+                waiter.let_in.set_result(True)
 
-    def let_in(self, who: Hashable) -> None:
-        """Let this one in, place or no place, if it waits here: it was aborted, and will take no room for long."""
-        waiter = self._waiters.pop(who, None)
+    def dismiss(self, who: Hashable) -> None:
+        """Let this one wait no longer, if it does: it was aborted, and needs no place."""
+        waiter = self._drop(who)
         if waiter is not None and not waiter.let_in.done():
-            self._take(waiter.num_places)
-            waiter.let_in.set_result(None)
+            self._forget_gone()
+            waiter.let_in.set_result(False)
+            self.admit()  # who stood behind may need less
+            self._on_left()
 
     def refuse(self, error: Callable[[], AioEngineError]) -> None:
         """Refuse all who come from now on, each with an ``error`` of its own; who waits already is let in in turn."""
@@ -127,10 +140,17 @@ class Intake:
     def close(self, error: Callable[[], AioEngineError]) -> None:
         """Refuse also all who wait."""
         self._refusal = error
-        waiters, self._waiters = self._waiters, {}
+        waiters, self._waiters, self._num_waiting = self._waiters, {}, 0
         for waiter in waiters.values():
             if not waiter.let_in.done():
                 waiter.let_in.set_exception(error())
+
+    def _drop(self, who: Hashable) -> _Waiter | None:
+        """Let it wait no longer; None if it did not."""
+        waiter = self._waiters.pop(who, None)
+        if waiter is not None:
+            self._num_waiting -= waiter.num_places
+        return waiter
 
     def _forget_gone(self) -> None:
         """Those who have left are never the larger half: behind a head that waits long, thousands may come and go."""

@@ -53,26 +53,34 @@ class Listener(Protocol):
         ...
 
 
-def token_lines(output: StepOutput) -> dict[int, SampledLogprobs]:
-    """Log-probabilities by the index of their token in the output, each as wide as its row asked for."""
-    logprobs = output.logprobs
-    if logprobs is None:
-        return {}
-    token_at = {place: index for index, place in enumerate(output.places.tolist())}
-    columns = (logprobs.logprobs, logprobs.ranks, logprobs.top_ids, logprobs.top_logprobs)
-    extra_ends = logprobs.extra_offsets.tolist() or [0] * (len(logprobs.index) + 1)
-    lines = {}
-    for line, (place, logprob, rank, ids, values) in enumerate(
-        zip(logprobs.index.tolist(), *(column.tolist() for column in columns), strict=True)
-    ):
-        index = token_at.get(place)
-        if index is not None:  # its sequence lives
-            width = output.sequences[index].sampling.logprobs
-            extra = slice(extra_ends[line], extra_ends[line + 1])
+class TokenLines:
+    """The log-probabilities of a step's tokens, each made when it is asked for: all at once would hold the loop."""
+
+    def __init__(self, output: StepOutput) -> None:
+        self._output = output
+        self._line_of: dict[int, int] = {}
+        """By the index of a token in the output, its line."""
+        if output.logprobs is not None:
+            index_at = {place: index for index, place in enumerate(output.places.tolist())}
+            for line, place in enumerate(output.logprobs.index.tolist()):
+                index = index_at.get(place)
+                if index is not None:  # its sequence lives
+                    self._line_of[index] = line
+
+    def get(self, index: int) -> SampledLogprobs | None:
+        """About token ``index`` of the output, as wide as its row asked for; None if it did not ask."""
+        line = self._line_of.get(index)
+        logprobs = self._output.logprobs
+        if line is None or logprobs is None:
+            return None
+        width = self._output.sequences[index].sampling.logprobs
+        ids, values = logprobs.top_ids[line, :width].tolist(), logprobs.top_logprobs[line, :width].tolist()
+        others = list(zip(ids, values, range(1, width + 1), strict=False))
+        if len(logprobs.extra_offsets):
+            extra = slice(*logprobs.extra_offsets[line : line + 2].tolist())
             named = (c[extra].tolist() for c in (logprobs.extra_ids, logprobs.extra_logprobs, logprobs.extra_ranks))
-            likeliest = zip(ids[:width], values[:width], range(1, width + 1), strict=False)
-            lines[index] = SampledLogprobs(logprob, rank, [*likeliest, *zip(*named, strict=True)])
-    return lines
+            others += zip(*named, strict=True)
+        return SampledLogprobs(float(logprobs.logprobs[line]), int(logprobs.ranks[line]), others)
 
 
 def prompt_lines(

@@ -58,7 +58,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         loop_lag_s: from its end on the device until the loop noticed; None if the device tells no time.
         inter_token_latencies_s: float64 [m], one for each token that followed another one of its sequence.
         times_to_first_token_s: from the calls of those requests whose first token it brought.
-        running, waiting: sequences, after the step.
+        running, waiting: sequences, after the step; those that wait for a place at the engine's door included.
         free_blocks, num_blocks: of the KV cache, after the step.
         preemptions, prefix_cache_queries, prefix_cache_hits: totals since the engine started.
     """
@@ -292,7 +292,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """An engine's numbers since its start, for a person or for JSON.
 
     Attributes:
-        running, waiting: sequences, now.
+        running, waiting: sequences, now; those that wait for a place at the engine's door included.
         kv_cache_usage: the share of blocks in use now, 0 to 1.
         prefix_cache_hit_rate: the share of looked-up prompt tokens that the cache had; None before the first look.
         finished: choices by how they ended.

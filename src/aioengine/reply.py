@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from aioengine.completion import Completion
-from aioengine.core.sequence import Sequence
+from aioengine.core.sequence import Event, Sequence
 from aioengine.engine_core import EngineCore
 from aioengine.errors import AioEngineError
 from aioengine.metrics import RequestMetrics
@@ -74,6 +74,13 @@ class Reply:
         """End all choices with what they have."""
         for sequence in reversed(self._sequences):  # the first one takes unborn ones with it
             self._core.finish(sequence, "abort")
+
+    def end_unbegun(self) -> None:
+        """It was aborted before the core had it."""
+        for sequence, completion in zip(self._sequences, self.completions, strict=True):
+            sequence.advance(Event.ENDED)
+            sequence.finish_reason = "abort"
+            completion.on_end()
 
     # What the completions say
 

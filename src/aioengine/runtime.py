@@ -23,7 +23,7 @@ import anyio
 from aioengine.completion import UNLIMITED, Completion
 from aioengine.config import EngineConfig
 from aioengine.core.detokenizer import Detokenizer, TokenTable, make_detokenizer
-from aioengine.core.sequence import Sequence
+from aioengine.core.sequence import Sequence, make_family
 from aioengine.dump import write_dump
 from aioengine.engine_core import EngineCore, PauseMode
 from aioengine.errors import AioEngineError, ConfigError, EngineClosed, InternalError, InvalidRequest
@@ -33,6 +33,7 @@ from aioengine.metrics import EngineStats
 from aioengine.model_folder import ModelFolder
 from aioengine.progress import loading_bar
 from aioengine.reply import Arrival, Reply
+from aioengine.request import Request
 from aioengine.sampling_params import SamplingParams
 from aioengine.text.tokenizer import Tokenizer
 from aioengine.text.worker import TextWorker, run_abandonable
@@ -205,6 +206,7 @@ class Runtime:
             config,
             eos_token_ids=self.files.eos_token_ids,
             on_room=self._on_room,
+            num_outside=lambda: self.intake.num_waiting,
             write_dump=self._write_dump,
             clock=_clock_of(self._loop),
         )
@@ -273,23 +275,31 @@ class Runtime:
 
     def add(self, sequence: Sequence, arrival: Arrival, *, stream_interval: int, max_unread: int | None) -> Reply:
         """Hand a sequence and its children to the core, and follow them."""
-
-        def make_completion(reply: Reply, member: Sequence) -> Completion:
-            params = member.request.params
-            has_text = params.detokenize and self.tokenizer is not None
-            return Completion(
-                member,
-                mailbox=reply,
-                core=self.core,
-                detokenizer=self._make_detokenizer(params) if has_text else None,
-                decode=self._decode_one if has_text else None,
-                stream_interval=stream_interval,
-                max_unread=max_unread or UNLIMITED,
-            )
-
-        reply = Reply(sequence, make_completion, self.core, arrival)
+        make = functools.partial(self._make_completion, stream_interval, max_unread or UNLIMITED)
+        reply = Reply(sequence, make, self.core, arrival)
         self.core.add(sequence, reply.completions, arrived_at=arrival.clock_s)
         return reply
+
+    def end_unbegun(self, request: Request, arrival: Arrival) -> Reply:
+        """The reply to a request that was aborted on its way to the core."""
+        num_sequences = request.params.num_sequences
+        sequence = make_family(request, num_sequences, eos_token_ids=(), block_hashes=None)
+        reply = Reply(sequence, functools.partial(self._make_completion, 1, UNLIMITED), self.core, arrival)
+        reply.end_unbegun()
+        return reply
+
+    def _make_completion(self, stream_interval: int, max_unread: int, reply: Reply, member: Sequence) -> Completion:
+        params = member.request.params
+        has_text = params.detokenize and self.tokenizer is not None
+        return Completion(
+            member,
+            mailbox=reply,
+            core=self.core,
+            detokenizer=self._make_detokenizer(params) if has_text else None,
+            decode=self._decode_one if has_text else None,
+            stream_interval=stream_interval,
+            max_unread=max_unread,
+        )
 
     def _make_detokenizer(self, params: SamplingParams) -> Detokenizer:
         tokenizer = self.require_tokenizer()
@@ -354,7 +364,7 @@ class Runtime:
         stats, metrics = self.core.stats(), self.core.metrics
         metrics.set_load(
             running=stats.running,
-            waiting=stats.waiting + stats.blocked,
+            waiting=stats.waiting + stats.blocked + self.intake.num_waiting,
             free_blocks=stats.free_blocks,
             num_blocks=stats.num_blocks,
         )

@@ -10,12 +10,14 @@ from typing import Self
 
 import msgspec
 
+from aioengine.core.plan import int32
 from aioengine.errors import AioEngineError, EngineClosed
 from aioengine.executor.protocol import DeviceLost, Executor
 from aioengine.intake import OnFull
 from aioengine.outputs import CompletionDelta, RequestOutput
 from aioengine.prompt import Prompt, num_chars, prepare
-from aioengine.reply import Reply
+from aioengine.reply import Arrival, Reply
+from aioengine.request import Request
 from aioengine.runtime import Runtime
 from aioengine.sampling_params import SamplingParams
 
@@ -78,7 +80,9 @@ class Stream:
         runtime, call = self._runtime, self._call
         arrival = runtime.arrive()
         num_places = call.params.num_sequences
-        await runtime.intake.enter(self, call.on_full, priority=call.priority, num_places=num_places)
+        if not await runtime.intake.enter(self, call.on_full, priority=call.priority, num_places=num_places):
+            self._end_unbegun(arrival)
+            return
         try:
             runtime.core.check_accepting()
             work = functools.partial(
@@ -100,13 +104,26 @@ class Stream:
         if self._is_aborted:
             self.abort()
 
+    def _end_unbegun(self, arrival: Arrival) -> None:
+        """It was aborted while it waited for a place: nothing is computed, not even its tokens."""
+        ids = self._prompt if isinstance(self._prompt, list) and not isinstance(self._prompt[0], dict) else []
+        self._prompt_text = self._prompt if isinstance(self._prompt, str) else None
+        request = Request(
+            request_id=self.request_id,
+            prompt_token_ids=int32(ids),
+            params=self._call.params,
+            seed=0,
+            max_total_tokens=len(ids) + 1,
+        )
+        self._reply = self._runtime.end_unbegun(request, arrival)
+
     def abort(self) -> None:
         """End the request with what it has. Synchronous and idempotent."""
         self._is_aborted = True
         if self._reply is not None:
             self._reply.abort()
         else:
-            self._runtime.intake.let_in(self)
+            self._runtime.intake.dismiss(self)
 
     def fail(self, error: Callable[[], AioEngineError]) -> None:
         """End the request by an error, if it has not ended; idempotent."""

@@ -327,3 +327,16 @@ def test_times_are_noted_as_they_are_told() -> None:
         gaps.append(output.gaps_s.tolist())
     assert (sequence.admitted_at, sequence.first_token_at, sequence.last_token_at) == (1.0, 1.5, 8.5)
     assert gaps == [[], [1.0], [2.0], [4.0]]
+
+
+def test_a_child_that_must_compute_the_prompt_again_does_not_score_it_again() -> None:
+    core = Core(num_blocks=24)
+    family = family_of(core, core.add(range(100, 110), n=4, max_tokens=10, ignore_eos=True, prompt_logprobs=1))
+    core.step()
+    core.step()
+    core.scheduler._preempt(family[2])
+    core.run()
+    lines = [piece for output in core.outputs for _, piece in output.prompt_logprobs]
+    assert sum(len(piece.positions) for piece in lines) == 9
+    assert all(sequence is family[0] for output in core.outputs for sequence, _ in output.prompt_logprobs)
+    assert_each_runs_alone_alike(family)

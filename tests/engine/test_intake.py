@@ -187,3 +187,30 @@ async def test_closing_refuses_those_who_wait_for_a_place_and_draining_serves_th
                 assert len(outcome.outputs[0].token_ids) == 40
             else:
                 assert isinstance(outcome, EngineClosed)
+
+
+@pytest.mark.virtual_clock(seeds=3)
+async def test_who_is_aborted_at_the_door_costs_nothing(serve: Any, tasks: Any, depth: int) -> None:
+    async with serve(depth=depth, is_manual=True, config=ONE_AT_A_TIME) as served:
+        await fill(served, tasks, 2, max_tokens=2)
+        encoded: list[str] = []
+        encode = served.tokenizer.encode
+        served.tokenizer.encode = lambda text, **options: encoded.append(text) or encode(text, **options)
+        late = [
+            tasks.start(served.engine.generate("words " * 3_000, request_id="late", n=2, max_tokens=2)),
+            tasks.start(served.engine.generate([7] * 20, request_id="late", max_tokens=2)),
+        ]
+        for _ in range(3):
+            await served.turn()
+        assert served.engine.stats().waiting == 1 + 1, "a family that asks for more than there ever is, is refused"
+        served.engine.abort("late")
+        served.engine.abort("late")
+        _, by_ids = await tasks.end(*late)
+        assert encoded == []
+        assert [choice.finish_reason for choice in by_ids.outputs] == ["abort"]
+        assert (by_ids.finished, by_ids.prompt_token_ids, by_ids.outputs[0].token_ids) == (True, [7] * 20, [])
+        assert by_ids.metrics.num_generation_tokens == 0
+        await served.rest()
+        while served.engine.stats().running:
+            await served.rest()
+            await served.turn()

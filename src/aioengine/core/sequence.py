@@ -209,8 +209,10 @@ def make_family(
 ) -> Sequence:
     """The first choice of a request, with the others as its children; they share ``block_hashes`` when they fork."""
     sampling = _row_sampling(request, eos_token_ids)
+    # The prompt is scored once, by the first one, and not by others that have to compute it again.
+    of_child = msgspec.structs.replace(sampling, prompt_logprobs=-1)
     children = tuple(
-        Sequence(request, sampling=msgspec.structs.replace(sampling, choice=choice)) for choice in range(1, num_choices)
+        Sequence(request, sampling=msgspec.structs.replace(of_child, choice=choice)) for choice in range(1, num_choices)
     )
     return Sequence(
         request,

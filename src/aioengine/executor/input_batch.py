@@ -155,9 +155,11 @@ class InputBatch:
         )
 
     def _num_choices(self, rows: Int32, positions: Int32) -> Int32 | None:
-        """How many tokens each row brings; None where it is one."""
+        """How many tokens each row brings; None where it is one. Families that have begun are one no more."""
         counts = [self._families.get(row, 1) for row in rows.tolist()]
         num_choices = np.where(positions == 0, counts, 1).astype(np.int32)
+        for row in rows[positions > 0].tolist():
+            self._families.pop(row, None)
         return num_choices if (num_choices > 1).any() else None
 
     def _logprob_token_ids_of(self, rows: Int32) -> list[NDArray[np.int64]]:

@@ -82,7 +82,7 @@ class Recording:
             OSError: it cannot be written there.
         """
         if not path.parent.is_dir():
-            raise FileNotFoundError(errno.ENOENT, "there is no such folder", str(path.parent))
+            raise FileNotFoundError(errno.ENOENT, "there is no folder for it", str(path))
         # A folder of its own: where torch fails it raises nothing, and leaves a part of the file behind.
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=path.name, ignore_cleanup_errors=True) as folder:
             written = Path(folder, path.name)
