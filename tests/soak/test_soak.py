@@ -26,7 +26,7 @@ def soak(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> A
 async def test_mixed_use_ends_once_for_everyone_and_leaves_nothing(soak: Any, depth: int, seed: int) -> None:
     report = await soak.Soak(
         soak.Setting(
-            num_requests=700,
+            num_requests=2_000,
             num_waves=7,
             seed=seed,
             concurrency=48,
