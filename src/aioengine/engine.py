@@ -82,7 +82,8 @@ class Engine:
 
         Args:
             drain: first let all requests end that were made before, those included that wait for a place, and what is
-                paused. Without it they hear `EngineClosed`.
+                paused. A reader that has stalled at its ``max_unread_tokens`` is waited for: bound that with a timeout
+                of your own, and `abort_all`. Without ``drain`` all requests hear `EngineClosed`.
         """
         if self._runtime is not None:
             await self._runtime.aclose(drain=drain)
@@ -154,7 +155,7 @@ class Engine:
         runtime.check_loop()
         checked = make_params(params, runtime.sampling_defaults, sampling)
         check_params(checked, runtime)
-        check_call(
+        priority, max_unread_tokens, stream_interval = check_call(
             request_id=request_id,
             priority=priority,
             cache_salt=cache_salt,
@@ -210,9 +211,9 @@ class Engine:
         Raises:
             InvalidRequest: there is no such mode.
         """
-        if mode not in get_args(PauseMode):
+        if not isinstance(mode, str) or mode not in get_args(PauseMode):
             modes = ", ".join(map(repr, get_args(PauseMode)))
-            raise InvalidRequest(f"mode={mode!r}: choose one of {modes}", param="mode")
+            raise InvalidRequest(f"mode={shorten(mode)}: choose one of {modes}", param="mode")
         runtime = self._running()
         runtime.check_loop()
         await runtime.pause(mode)
@@ -293,7 +294,7 @@ class Engine:
         """
         if isinstance(max_steps, bool) or not isinstance(max_steps, int) or max_steps < 1:
             raise InvalidRequest(f"max_steps={shorten(max_steps)}: an int of at least 1 is needed", param="max_steps")
-        if not Path(path).name:
+        if not (isinstance(path, str | os.PathLike) and isinstance(os.fspath(path), str) and Path(path).name):
             raise InvalidRequest(f"path={shorten(path)}: the name of a file is needed", param="path")
         runtime = self._running()
         runtime.check_loop()

@@ -17,6 +17,7 @@ from aioengine.intake import OnFull
 from aioengine.request import Request
 from aioengine.sampling_params import SamplingParams
 from aioengine.text.tokenizer import Tokenizer
+from aioengine.validation import shorten
 
 ChatMessage = dict[str, Any]
 Prompt = str | list[int] | list[ChatMessage]
@@ -28,6 +29,8 @@ MAX_NORMALIZED_CHARS = 4
 MAX_PRIORITY = 2**31 - 1
 MAX_SALT_CHARS = 1024
 MAX_ID_CHARS = 1024
+MAX_COPIED_LEVELS = 32
+"""Of lists and dicts in a message; what lies deeper is shared with the caller."""
 
 
 class Host(Protocol):
@@ -46,12 +49,13 @@ class Host(Protocol):
 
 
 def take_prompt(prompt: Any, host: Host) -> Prompt:
-    """The prompt as it is now: while the request waits, the caller may go on with the list.
+    """The prompt as it is now: while the request waits, the caller may go on with the list and all that is in it.
 
     Raises:
         InvalidRequest, PromptTooLong: this model cannot take it, whatever is in it.
     """
-    prompt = _as_list(prompt)
+    max_ids = host.executor.info.max_model_len - 1
+    prompt = _as_list(prompt, max_ids)
     if not isinstance(prompt, str | list):
         raise InvalidRequest(
             f"prompt is a {type(prompt).__name__}; give a str, a list of token ids, or a list of chat messages",
@@ -64,8 +68,9 @@ def take_prompt(prompt: Any, host: Host) -> Prompt:
         return prompt
     if isinstance(prompt[0], dict):
         host.require_tokenizer()
-        return [dict(message) if isinstance(message, dict) else message for message in prompt]
-    return list(_check_ids(prompt, host.executor.info.max_model_len - 1, host.executor.info.vocab_size))
+        copies: dict[int, Any] = {}
+        return [_copy(message, copies, MAX_COPIED_LEVELS) for message in prompt]
+    return list(_check_ids(prompt, max_ids, host.executor.info.vocab_size))
 
 
 def check_params(params: SamplingParams, host: Host) -> None:
@@ -112,28 +117,29 @@ def check_call(
     on_full: str,
     max_unread_tokens: int | None,
     stream_interval: int | None,
-) -> None:
-    """Check what is not sampling.
+) -> tuple[int, int | None, int | None]:
+    """Check what is not sampling; numpy's integers are as good as Python's.
 
+    Returns:
+        priority, max_unread_tokens and stream_interval, as Python's own.
     Raises:
         InvalidRequest: names the argument.
     """
     if request_id is not None and not (isinstance(request_id, str) and 0 < len(request_id) <= MAX_ID_CHARS):
         raise InvalidRequest(f"request_id: a str of 1 to {MAX_ID_CHARS} characters is needed", param="request_id")
-    if not _is_int(priority) or abs(priority) > MAX_PRIORITY:
+    rank = _as_int(priority)
+    if rank is None or abs(rank) > MAX_PRIORITY:
         raise InvalidRequest(
-            f"priority={priority!r:.80}: an int of at most {MAX_PRIORITY} is needed; smaller goes first",
+            f"priority={shorten(priority)}: an int of at most {MAX_PRIORITY} is needed; smaller goes first",
             param="priority",
         )
     if cache_salt is not None and not (isinstance(cache_salt, str) and 0 < len(cache_salt) <= MAX_SALT_CHARS):
         raise InvalidRequest(f"cache_salt: a str of 1 to {MAX_SALT_CHARS} characters is needed", param="cache_salt")
     if cache_salt is not None and not _is_utf8(cache_salt):
         raise InvalidRequest("cache_salt has a lone surrogate, which has no UTF-8 form; remove it", param="cache_salt")
-    if on_full not in get_args(OnFull):
-        raise InvalidRequest(f"on_full={on_full!r}: 'wait' or 'raise' is needed", param="on_full")
-    for name, value in (("max_unread_tokens", max_unread_tokens), ("stream_interval", stream_interval)):
-        if value is not None and not (_is_int(value) and value >= 1):
-            raise InvalidRequest(f"{name}={value!r:.80}: an int of at least 1 is needed", param=name)
+    if not isinstance(on_full, str) or on_full not in get_args(OnFull):
+        raise InvalidRequest(f"on_full={shorten(on_full)}: 'wait' or 'raise' is needed", param="on_full")
+    return rank, _count("max_unread_tokens", max_unread_tokens), _count("stream_interval", stream_interval)
 
 
 def make_id() -> str:
@@ -207,19 +213,74 @@ def _check_ids(prompt: list[Any], limit: int, vocab_size: int) -> list[int]:
         ) from None
     worst = min(ids) if min(ids) < 0 else max(ids)
     if not 0 <= worst < vocab_size:
-        raise InvalidRequest(f"prompt holds token id {worst}; the model has 0 to {vocab_size - 1}", param="prompt")
+        raise InvalidRequest(
+            f"prompt holds token id {shorten(worst)}; the model has 0 to {vocab_size - 1}", param="prompt"
+        )
     return ids
 
 
-def _as_list(prompt: Any) -> Any:
-    """Token ids as the list that they are: tuples, arrays and tensors of one dimension."""
+def _as_list(prompt: Any, max_ids: int) -> Any:
+    """Token ids as the list that they are: tuples, arrays and tensors of one dimension.
+
+    Raises:
+        InvalidRequest, PromptTooLong: it cannot become one, or is too long to be worth it.
+    """
     if isinstance(prompt, tuple):
+        if len(prompt) > max_ids and not isinstance(prompt[0], dict):
+            raise PromptTooLong(len(prompt), max_ids)
         return list(prompt)
-    return prompt.tolist() if getattr(prompt, "ndim", None) == 1 and hasattr(prompt, "tolist") else prompt
+    if getattr(prompt, "ndim", None) != 1 or not hasattr(prompt, "tolist"):
+        return prompt
+    try:
+        length = len(prompt)
+        items = prompt.tolist() if length <= max_ids else None
+    except Exception as exc:  # an array of the caller's own may raise anything, and so may a tensor without data
+        raise InvalidRequest(
+            f"prompt is a {type(prompt).__name__} that cannot be read: {type(exc).__name__}", param="prompt"
+        ) from None
+    if length > max_ids:
+        raise PromptTooLong(length, max_ids)
+    return items
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _copy(value: Any, copies: dict[int, Any], levels: int) -> Any:
+    """Lists, tuples and dicts copied, ``levels`` deep; what else is in a message stays the object that it is.
+
+    Args:
+        copies: by the ids of what was copied, so that what occurs twice, or in itself, is copied once.
+    """
+    if not isinstance(value, list | dict) and type(value) is not tuple:
+        return value
+    if id(value) in copies or not levels:
+        return copies.get(id(value), value)
+    # By the methods of the types themselves: a subclass may have made others of them.
+    if isinstance(value, dict):
+        of_dict: dict[Any, Any] = {}
+        copies[id(value)] = of_dict
+        of_dict.update((key, _copy(item, copies, levels - 1)) for key, item in dict.items(value))
+    elif isinstance(value, list):
+        of_list: list[Any] = []
+        copies[id(value)] = of_list
+        of_list.extend(_copy(item, copies, levels - 1) for item in list.__iter__(value))
+    else:
+        copies[id(value)] = tuple(_copy(item, copies, levels - 1) for item in value)
+    return copies[id(value)]
+
+
+def _as_int(value: Any) -> int | None:
+    """Python's int of an integer; None of anything else."""
+    if isinstance(value, np.integer):
+        return int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _count(name: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    count = _as_int(value)
+    if count is None or count < 1:
+        raise InvalidRequest(f"{name}={shorten(value)}: an int of at least 1 is needed", param=name)
+    return count
 
 
 def _is_utf8(text: str) -> bool:

@@ -7,7 +7,7 @@ import functools
 import math
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -107,8 +107,10 @@ def shorten(value: object, *, depth: int = 2) -> str:
             return f"<{type(value).__name__} of {len(value)}>"
         return _shorten_items(value, depth - 1)
     try:
+        if not isinstance(value, str | bytes | bytearray) and isinstance(value, Sized) and len(value) > MAX_SHOWN_ITEMS:
+            return f"<{type(value).__name__} of {len(value)}>"
         text = repr(value)
-    except Exception:  # a class of the caller's own may raise anything
+    except Exception:  # a class of the caller's own may raise anything, and so does an array without a dimension
         return f"<{type(value).__name__}>"
     return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 3] + "..."
 

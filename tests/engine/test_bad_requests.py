@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import collections
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from aioengine import EngineOverloaded, InvalidRequest, PromptTooLong, SamplingParams
+from aioengine.prompt import prepare
 
 IDS = [5, 6, 7]
 
@@ -275,35 +278,54 @@ async def test_a_text_of_long_special_tokens_is_counted_by_its_tokens(serve: Any
 
 
 @pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
-@pytest.mark.parametrize("prompt", ["text", "chat", "ids"])
-async def test_thirty_megabytes_are_refused_while_the_loop_goes_on(serve: Any, tasks: Any, prompt: str) -> None:
+@pytest.mark.parametrize("prompt", ["text", "chat"])
+async def test_thirty_megabytes_are_refused_in_a_thread_and_never_tokenized(
+    serve: Any, monkeypatch: pytest.MonkeyPatch, prompt: str
+) -> None:
     text = "megabyte" * (30 * 2**20 // 8)
-    prompts: dict[str, Any] = {
-        "text": text,
-        "chat": [{"role": "user", "content": text}],
-        "ids": [5] * (30 * 2**20 // 8),
-    }
-    longest_s = 0.0
+    prompts: dict[str, Any] = {"text": text, "chat": [{"role": "user", "content": text}]}
+    threads = []
 
-    async def tick() -> None:
-        nonlocal longest_s
-        before = time.perf_counter()
-        while True:
-            await asyncio.sleep(0)
-            now = time.perf_counter()
-            longest_s, before = max(longest_s, now - before), now
+    def prepare_and_note(*arguments: Any, **named: Any) -> Any:
+        threads.append(threading.current_thread())
+        return prepare(*arguments, **named)
 
+    def encode(*_: Any, **__: Any) -> list[int]:
+        raise AssertionError("tokenized")
+
+    monkeypatch.setattr("aioengine.stream.prepare", prepare_and_note)
     async with serve() as served:
-        ticker = tasks.start(tick())
-        await asyncio.sleep(0)
+        monkeypatch.setattr(served.tokenizer, "encode", encode)
         with pytest.raises(PromptTooLong):
             await served.engine.generate(prompts[prompt])
-        ticker.cancel()
-        await tasks.end()
         assert_nothing_was_queued(served)
 
-    # Tokenizing it takes seconds. Generous: other processes may have the cores.
-    assert longest_s < 0.5
+    assert threads
+    assert threading.current_thread() not in threads
+
+
+class Unread(np.ndarray):
+    def tolist(self) -> Any:
+        raise AssertionError("read")
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        [5] * 5_000_000,
+        (5,) * 5_000_000,
+        np.zeros(20, np.int32).view(Unread),
+        np.broadcast_to(np.int32(5), 50_000_000).view(Unread),
+        torch.tensor(5, dtype=torch.int32).expand(50_000_000),
+    ],
+    ids=["list", "tuple", "array", "long array", "tensor"],
+)
+async def test_too_many_ids_are_refused_by_their_number_alone(serve: Any, prompt: Any) -> None:
+    async with serve(max_model_len=20) as served:
+        with pytest.raises(PromptTooLong) as error:
+            served.engine.stream(prompt)
+        assert error.value.length == len(prompt)
+        assert_nothing_was_queued(served)
 
 
 async def test_many_long_prompts_are_prepared_in_their_order(serve: Any) -> None:
@@ -335,3 +357,159 @@ async def test_overload_is_heard_before_anything_is_tokenized(
             assert error.value.retry_after_s > 0
         await served.rest()
         assert all(output.finished for output in await tasks.end())
+
+
+# Beside others
+
+
+BAD_CALLS: list[dict[str, Any]] = [
+    {"prompt": ""},
+    {"prompt": [5, 2048]},
+    {"prompt": [5] * 1000},
+    {"prompt": "fox " * 1000},
+    {"prompt": [{"role": "jester", "content": "hi"}]},
+    {"prompt": "a lone \ud800 surrogate"},
+    {"prompt": np.zeros((2, 2), np.int32)},
+    {"temperature": float("nan")},
+    {"logit_bias": {2048: 1.0}},
+    {"bad_words": ["  "]},
+    {"max_tokn": 3},
+    {"priority": 10**5000},
+    {"on_full": np.array([1, 2])},
+]
+
+
+@pytest.mark.virtual_clock
+async def test_bad_requests_change_nothing_for_those_that_run(serve: Any, tasks: Any, depth: int) -> None:
+    async def work(engine: Any, number: int) -> list[int]:
+        output = await engine.generate([5 + number, 6], seed=number, temperature=1.0, max_tokens=80)
+        assert output.outputs[0].finish_reason == "length"
+        token_ids: list[int] = output.outputs[0].token_ids
+        return token_ids
+
+    alone = []
+    for number in range(3):
+        async with serve(depth=depth, max_model_len=100) as served:
+            alone.append(await work(served.engine, number))
+
+    async with serve(depth=depth, max_model_len=100) as served:
+        running = [tasks.start(work(served.engine, number)) for number in range(3)]
+        await served.until(lambda: all(map(served.has_run, range(3))))
+        for call in BAD_CALLS:
+            seen = len(served.executor.plans)
+            with pytest.raises(InvalidRequest):
+                await served.engine.generate(**{"prompt": IDS, "seed": 99} | call)
+            await served.until(lambda seen=seen: len(served.executor.plans) > seen)
+        assert not any(task.done() for task in running), "they were to run all the while"
+        assert await tasks.end() == alone
+        assert not served.has_run(99)
+
+
+# What can hardly be shown
+
+
+class Untold:
+    def __repr__(self) -> str:
+        raise AssertionError("shown")
+
+
+HARD_TO_SHOW = {
+    "long negative int": -(10**5000),
+    "long int": 10**5000,
+    "array": np.array([1, 2]),
+    "ten megabytes": "x" * 10_000_000,
+    "many": [Untold()] * 100,
+    "many in a deque": collections.deque([Untold()] * 100),
+}
+
+
+@pytest.mark.parametrize("value", HARD_TO_SHOW.values(), ids=HARD_TO_SHOW)
+@pytest.mark.parametrize("name", ["priority", "on_full", "max_unread_tokens", "stream_interval", "request_id"])
+async def test_a_bad_value_that_is_hard_to_show_is_named_in_few_words(serve: Any, name: str, value: Any) -> None:
+    if name in ("max_unread_tokens", "stream_interval") and isinstance(value, int):
+        value = -abs(value)
+    async with serve() as served:
+        with pytest.raises(InvalidRequest) as error:
+            served.engine.stream(IDS, **{name: value})
+        assert error.value.param == name
+        assert len(str(error.value)) < 200
+        assert_nothing_was_queued(served)
+
+
+@pytest.mark.parametrize("value", HARD_TO_SHOW.values(), ids=HARD_TO_SHOW)
+async def test_a_bad_mode_that_is_hard_to_show_is_named_in_few_words(serve: Any, value: Any) -> None:
+    async with serve() as served:
+        with pytest.raises(InvalidRequest) as error:
+            await served.engine.pause(value)
+        assert error.value.param == "mode"
+        assert len(str(error.value)) < 200
+
+
+@pytest.mark.parametrize("token_id", [10**5000, -(10**5000)], ids=["positive", "negative"])
+async def test_a_token_id_of_thousands_of_digits_is_refused(serve: Any, token_id: int) -> None:
+    async with serve() as served:
+        with pytest.raises(InvalidRequest) as error:
+            served.engine.stream([5, token_id])
+        assert error.value.param == "prompt"
+        assert len(str(error.value)) < 200
+
+
+async def test_numpys_integers_are_as_good_as_pythons(serve: Any) -> None:
+    async with serve() as served:
+        async with served.engine.stream(
+            IDS,
+            max_tokens=4,
+            priority=np.int64(-3),
+            max_unread_tokens=np.int32(2),
+            stream_interval=np.uint8(2),
+        ) as stream:
+            call = stream._call
+            assert [type(value) for value in (call.priority, call.max_unread_tokens, call.stream_interval)] == [int] * 3
+            assert sum([len(delta.token_ids) async for delta in stream]) == 4
+        for bad in (np.int64(0), np.float64(3), np.bool_(True)):
+            with pytest.raises(InvalidRequest):
+                served.engine.stream(IDS, stream_interval=bad)
+
+
+# What the caller goes on with
+
+
+async def test_messages_are_those_of_the_call_whatever_becomes_of_them(serve: Any) -> None:
+    async with serve() as served:
+        part = {"type": "text", "text": "a fox"}
+        messages = [{"role": "user", "content": [part]}]
+        expected = served.tokenizer.encode_chat([{"role": "user", "content": "a fox"}])
+        stream = served.engine.stream(messages, max_tokens=1)
+        part["text"] = "an owl"
+        messages[0]["content"].append({"type": "text", "text": "and more"})
+        messages.clear()
+        async with stream:
+            output = await stream.finish()
+        assert output.prompt_token_ids == expected
+
+
+async def test_messages_are_copied_in_time_and_depth_that_do_not_grow_with_what_they_repeat(serve: Any) -> None:
+    cycle: list[Any] = []
+    cycle.append({"again": cycle})
+    doubled: tuple[Any, ...] = ()
+    deep: list[Any] = []
+    for _ in range(5000):
+        doubled, deep = (doubled, doubled), [deep]
+    async with serve() as served:
+        stream = served.engine.stream([{"role": "user", "cycle": cycle, "doubled": doubled, "deep": deep}])
+        (message,) = stream._prompt
+        assert message["cycle"] is not cycle
+        assert message["cycle"][0]["again"] is message["cycle"]
+        assert message["doubled"][0] is message["doubled"][1]
+        assert_nothing_was_queued(served)
+
+
+async def test_an_object_in_a_message_is_the_templates_business(serve: Any) -> None:
+    class Odd:
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise AssertionError("copied")
+
+    async with serve() as served:
+        expected = served.tokenizer.encode_chat([{"role": "user", "content": "a fox"}])
+        output = await served.engine.generate([{"role": "user", "content": "a fox", "odd": [Odd()]}], max_tokens=1)
+        assert output.prompt_token_ids == expected

@@ -94,10 +94,10 @@ async def test_max_steps_is_a_positive_int(serve: Any, tmp_path: Path, max_steps
         assert refused.value.param == "max_steps"
 
 
-@pytest.mark.parametrize("path", ["", ".", "/"])
-async def test_a_path_names_a_file(serve: Any, path: str) -> None:
+@pytest.mark.parametrize("path", ["", ".", "/", 5, None, b"trace.json", ["trace.json"]], ids=repr)
+async def test_a_path_names_a_file(serve: Any, path: Any) -> None:
     async with serve() as served:
-        with pytest.raises(InvalidRequest, match="file") as refused:
+        with pytest.raises(InvalidRequest, match=r"path=.*file") as refused:
             served.engine.profile(path)
         assert refused.value.param == "path"
 
