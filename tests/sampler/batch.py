@@ -155,7 +155,12 @@ def expected_probabilities(
 
 
 def chi_square_is_plausible(counts: np.ndarray, probabilities: np.ndarray) -> bool:
-    """Whether counts could be drawn from probabilities: false for 1 in 30,000 fair ones."""
+    """Whether counts could be drawn from probabilities: false for 1 in 30,000 fair ones.
+
+    What has no probability is never drawn: one count there is too many.
+    """
+    if counts[probabilities == 0].any():
+        return False
     total = counts.sum()
     common = probabilities * total >= 5
     observed = np.append(counts[common], counts[~common].sum())

@@ -57,6 +57,18 @@ def test_the_chi_square_sees_a_distribution_that_is_a_little_off() -> None:
     assert not chi_square_is_plausible(counts, expected_probabilities(logits.double().numpy(), 1.1))
 
 
+def test_the_chi_square_sees_a_single_draw_of_what_has_no_probability() -> None:
+    probabilities = np.array([0.5, 0.0, 0.5, 0.0])
+    assert chi_square_is_plausible(np.array([5000, 0, 5000, 0]), probabilities)
+    assert not chi_square_is_plausible(np.array([5000, 1, 5000, 0]), probabilities)
+    assert not chi_square_is_plausible(np.array([5000, 0, 5000, 1]), probabilities)
+
+
+def test_the_chi_square_sees_what_has_no_probability_beside_the_only_token() -> None:
+    assert chi_square_is_plausible(np.array([100, 0]), np.array([1.0, 0.0]))
+    assert not chi_square_is_plausible(np.array([100, 1]), np.array([1.0, 0.0]))
+
+
 @pytest.mark.parametrize("top_p", [0.3, 0.9, 0.999])
 @pytest.mark.parametrize("spread", [0.01, 1.0, 6.0])
 def test_top_p_finds_its_tokens_in_a_large_vocabulary(top_p: float, spread: float) -> None:

@@ -206,3 +206,13 @@ def test_logprobs_are_not_changed_by_a_function() -> None:
     expected = torch.log_softmax(logits[0], dim=-1)
     assert sampled.logprobs.logprobs[0] == pytest.approx(float(expected[5]), abs=1e-5)
     assert sampled.logprobs.top_ids.tolist() == [[int(expected.argmax())]]
+
+
+def test_a_row_is_found_among_rows_and_equals_itself_alone() -> None:
+    def row() -> LogitsRow:
+        return LogitsRow(np.arange(3, dtype=np.int32), np.arange(2, dtype=np.int32), 0)
+
+    one, other = rows = [row(), row()]
+    assert rows.index(other) == 1
+    assert one != other
+    assert {one: "one", other: "other"}[other] == "other"

@@ -49,8 +49,8 @@ requests (`StepFailed`), and no others.
 """
 
 
-class LogitsRow(msgspec.Struct, frozen=True, gc=False):
-    """One row of the logits that a `LogitsProcessor` is given.
+class LogitsRow(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """One row of the logits that a `LogitsProcessor` is given; equal to itself alone.
 
     Attributes:
         prompt_token_ids, output_token_ids: int32 [tokens] each, read-only; the next output token is being chosen.
