@@ -12,13 +12,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import aioengine
+from aioengine.testing import FakeExecutor
 
 README = Path(__file__).parents[1] / "README.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```", README.read_text(), flags=re.MULTILINE | re.DOTALL)
 PROGRAMS = [block for block in BLOCKS if "import" in block]
 """Those that stand for themselves; the others go on where the one before has stopped, as cells of a notebook do."""
 CELLS = [block for block in BLOCKS if block not in PROGRAMS]
+
+
+IM_END = 2
+"""A token that ends the demo model's output."""
 
 
 async def run_cells(cells: list[str], names: dict[str, Any]) -> None:
@@ -47,6 +54,21 @@ def test_the_programs_run(tmp_path: Path) -> None:
         )
         assert done.returncode == 0, done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_program_about_testing_runs_whatever_tokens_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnlyEnds(FakeExecutor):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(sampler=lambda token_ids, sampling: IM_END, **options)
+
+    monkeypatch.setattr("aioengine.testing.FakeExecutor", OnlyEnds)
+    (program,) = (program for program in PROGRAMS if "FakeExecutor" in program)
+    exec(compile(program, "README.md", "exec"), {})
+
+
+def test_prose_fits_its_lines() -> None:
+    prose = re.sub(r"^```.*?^```", "", README.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    assert [line for line in prose.splitlines() if len(line) > 120] == []
 
 
 async def test_the_cells_run_one_after_the_other(tmp_path: Path) -> None:
