@@ -118,7 +118,10 @@ class Observer(Protocol):
         ...
 
     def on_request(self, metrics: RequestMetrics, finish_reasons: tuple[str, ...]) -> None:
-        """A request has ended, with one reason for each choice; "error" for all of one that failed."""
+        """A request has ended, with one reason for each choice; "error" for all of one that failed.
+
+        Of one that never got a place at the engine's door nothing is told.
+        """
         ...
 
 
