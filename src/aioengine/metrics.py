@@ -118,10 +118,7 @@ class Observer(Protocol):
         ...
 
     def on_request(self, metrics: RequestMetrics, finish_reasons: tuple[str, ...]) -> None:
-        """A request has ended, with one reason for each choice; "error" for all of one that failed.
-
-        Of one that never got a place at the engine's door nothing is told.
-        """
+        """A request has ended, with one reason for each choice; "error" for all of one that failed."""
         ...
 
 

@@ -76,8 +76,7 @@ class Reply:
             self._core.finish(sequence, "abort")
 
     def end_unbegun(self) -> None:
-        """It was aborted before the core had it; observers hear nothing of it, as of one that is cancelled there."""
-        self._ended_at = self._core.clock()
+        """It was aborted before the core had it."""
         for sequence, completion in zip(self._sequences, self.completions, strict=True):
             sequence.advance(Event.ENDED)
             sequence.finish_reason = "abort"
