@@ -239,6 +239,8 @@ class Soak:
             assert engine._runtime is not None
             core = self._core = engine._runtime.core
             core.add = functools.partial(self._count_accepted, core.add)  # type: ignore[method-assign]
+            runtime = engine._runtime  # who is aborted at the door is answered, and never comes to the core
+            runtime.end_unbegun = functools.partial(self._count_accepted, runtime.end_unbegun)  # type: ignore[method-assign]
             engine.add_observer(self._moments)
             try:
                 async with asyncio.timeout(self.setting.deadline_s), asyncio.TaskGroup() as group:
@@ -258,9 +260,10 @@ class Soak:
             del self._engine, self._core
         return alive
 
-    def _count_accepted(self, add: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        add(*args, **kwargs)
+    def _count_accepted(self, add: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        added = add(*args, **kwargs)
         self.report.num_accepted += 1
+        return added
 
     async def _warm_up(self) -> None:
         """What libraries make when it is first needed, and keep, is made now: it is no growth.
