@@ -188,8 +188,8 @@ class Engine:
         """Take no new requests, and wait until all that were made before have ended; `resume` takes new ones again.
 
         Those that wait for a place are served, too, and what was paused goes on. A reader that has stalled at its
-        ``max_unread_tokens`` is waited for: bound that with a timeout of your own, and `abort_all`. Returns early when
-        it is resumed. Idempotent. Cancelling stops the wait alone.
+        ``max_unread_tokens`` is waited for: bound that with a timeout of your own, and `abort_all`. A `pause` meanwhile
+        holds it up. Returns early when it is resumed. Idempotent. Cancelling stops the wait alone.
 
         Raises:
             EngineDead, EngineClosed: it came to an end before they did.
@@ -249,9 +249,7 @@ class Engine:
         Raises:
             EngineClosed: the engine is not running.
         """
-        runtime = self._running()
-        runtime.engine_stats()  # the gauges are of now
-        return runtime.core.metrics
+        return self._running().current_metrics()
 
     def add_observer(self, observer: Observer) -> Callable[[], None]:
         """From now on tell ``observer`` of each step and each request's end; what is returned stops that, once.

@@ -29,7 +29,7 @@ from aioengine.engine_core import EngineCore, PauseMode
 from aioengine.errors import AioEngineError, ConfigError, EngineClosed, InternalError, InvalidRequest
 from aioengine.executor.protocol import Executor, ExecutorInfo
 from aioengine.intake import Intake
-from aioengine.metrics import EngineStats
+from aioengine.metrics import EngineMetrics, EngineStats
 from aioengine.model_folder import ModelFolder
 from aioengine.progress import loading_bar
 from aioengine.reply import Arrival, Reply
@@ -361,6 +361,10 @@ class Runtime:
         self.core.resume()
 
     def engine_stats(self) -> EngineStats:
+        return self.current_metrics().snapshot()
+
+    def current_metrics(self) -> EngineMetrics:
+        """The metrics, with gauges of now."""
         stats, metrics = self.core.stats(), self.core.metrics
         metrics.set_load(
             running=stats.running,
@@ -368,7 +372,7 @@ class Runtime:
             free_blocks=stats.free_blocks,
             num_blocks=stats.num_blocks,
         )
-        return metrics.snapshot()
+        return metrics
 
     def _drain(self, refusal: Callable[[], AioEngineError], is_over: Callable[[], bool]) -> asyncio.Future[None]:
         self.intake.refuse(refusal)

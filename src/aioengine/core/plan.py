@@ -54,7 +54,8 @@ class LogitsRow(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     Attributes:
         prompt_token_ids, output_token_ids: int32 [tokens] each, read-only; the next output token is being chosen.
-        choice: which of the request's ``n`` choices; where the first tokens of several are drawn from these logits, 0.
+        choice: which of the request's ``n`` choices; 0 where the first tokens of several are drawn from these logits,
+            and for greedy choices, which are all alike and one row.
     """
 
     prompt_token_ids: Int32
