@@ -477,8 +477,11 @@ class Soak:
         """Look at a request that came to its end; returns how it ended."""
         if not is_noted:
             self._note_ends(output)
-        assert wish.refused_for is None, f"a bad {wish.refused_for} was accepted"
         reasons = [choice.finish_reason or "none" for choice in output.outputs]
+        if wish.refused_for == "prompt" and output.metrics is not None and output.metrics.queue_time_s is None:
+            assert set(reasons) == {"abort"}, "a bad prompt was accepted"  # aborted before anybody looked at it
+            return "abort"
+        assert wish.refused_for is None, f"a bad {wish.refused_for} was accepted"
         assert len(reasons) == wish.num_choices, f"{len(reasons)} choices came, not {wish.num_choices}"
         limit, allowed = wish.arguments["max_tokens"], set(wish.arguments.get("allowed_token_ids", ()))
         for choice in output.outputs:
