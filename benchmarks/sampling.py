@@ -160,15 +160,16 @@ def measure(name: str, raw: torch.Tensor, logits: torch.Tensor, budget_s: float)
     num_rows, vocab = raw.shape
     greedy = Steps(raw, GREEDY, 0)
     alone: Steps | PromptSteps
+    beside: list[Steps | PromptSteps]
     if name == PROMPT_LOGPROBS:
-        alone = PromptSteps(num_rows, vocab)
-        one_token = PromptSteps(1, vocab)
-        with_one = lambda: greedy.run(logits) + one_token.run(logits)  # noqa: E731
+        alone, beside = PromptSteps(num_rows, vocab), [greedy, PromptSteps(1, vocab)]
     else:
         feature = RowSampling(**{"temperature": 0.0, "seed": 1, **FEATURES[name]})
-        alone = Steps(raw, feature, num_rows)
-        one_row = Steps(raw, feature, 1)
-        with_one = lambda: one_row.run(logits)  # noqa: E731
+        alone, beside = Steps(raw, feature, num_rows), [Steps(raw, feature, 1)]
+
+    def with_one() -> float:
+        return sum(steps.run(logits) for steps in beside)
+
     (step,) = median_us([lambda: alone.run(logits)], budget_s)
     without, beside_one = median_us([lambda: greedy.run(logits), with_one], budget_s)
     return {

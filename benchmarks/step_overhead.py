@@ -43,6 +43,7 @@ from aioengine.core.step_output import StepOutput
 from aioengine.demo import model_path
 from aioengine.engine_core import make_record
 from aioengine.metrics import EngineMetrics
+from aioengine.outputs import TokenLogprobs
 from aioengine.request import Request
 from aioengine.sampling_params import SamplingParams
 from aioengine.text.tokenizer import Tokenizer
@@ -113,6 +114,9 @@ class Mailbox:
     def on_ended(self, completion: Completion) -> None:
         pass
 
+    def on_prompt_logprobs(self, position: int, lines: list[TokenLogprobs]) -> None:
+        pass
+
 
 class Workload:
     """``num_running`` sequences, of which a share of ``churn`` is replaced each step.
@@ -159,7 +163,7 @@ class Workload:
             sequence = Sequence(request, eos_token_ids=EOS)
             sequence.listener = Completion(
                 sequence,
-                mailbox=self._mailbox,  # type: ignore[arg-type]
+                mailbox=self._mailbox,
                 core=None,  # type: ignore[arg-type]  # without stop strings and limits it is not asked
                 detokenizer=make_detokenizer(self._table),
                 decode=None,
@@ -194,7 +198,7 @@ class Workload:
         if self._landing is None or self.output is None:
             return
         for sequence, token_id in zip(self.output.sequences, self.output.token_ids, strict=True):
-            listener: Completion = sequence.listener  # type: ignore[assignment]
+            listener: Completion = sequence.listener
             listener.on_token(token_id, None)
             if sequence.finish_reason is not None:
                 listener.on_end()

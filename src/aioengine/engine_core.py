@@ -171,8 +171,9 @@ class EngineCore:
 
     def unblock(self, sequence: Sequence) -> None:
         """Its reader has caught up; idempotent."""
-        self.scheduler.unblock(sequence, Reason.FLOW)
-        self._has_news.set()
+        if sequence.reasons & Reason.FLOW:
+            self.scheduler.unblock(sequence, Reason.FLOW)
+            self._has_news.set()
 
     def pause(self, mode: PauseMode) -> asyncio.Future[None]:
         """Hold back what comes from now on, until `resume`. Idempotent; a later mode adds to an earlier one.
@@ -320,12 +321,12 @@ class EngineCore:
         """Hand out what `PUBLISH_SLICE` and `PROMPT_SLICE` say; returns False if there was not as much."""
         for sequence, position, lines in self._unpublished_prompts:
             if sequence.listener is not None:
-                sequence.listener.on_prompt_logprobs(position, lines)  # type: ignore[attr-defined]
+                sequence.listener.on_prompt_logprobs(position, lines)
             return True
         weight = 0
         for index, (sequence, token_id) in self._unpublished:
             weight += 1
-            listener: Listener | None = sequence.listener  # type: ignore[assignment]
+            listener: Listener | None = sequence.listener
             if listener is not None:  # else it was aborted since the step was applied
                 line = None
                 if self._lines is not None and (line := self._lines.get(index)) is not None:
@@ -440,7 +441,7 @@ class EngineCore:
         """Its listener, which hears its end now and nothing more."""
         del self._live[sequence.order]
         self._held.pop(sequence.order, None)
-        listener: Listener = sequence.listener  # type: ignore[assignment]
+        listener: Listener = sequence.listener
         sequence.listener = None  # launched steps hold the sequence, and must not hold the caller's side of it
         return listener
 

@@ -17,7 +17,7 @@ from aioengine.intake import OnFull
 from aioengine.request import Request
 from aioengine.sampling_params import SamplingParams
 from aioengine.text.tokenizer import Tokenizer
-from aioengine.validation import shorten
+from aioengine.validation import is_utf8, shorten
 
 ChatMessage = dict[str, Any]
 Prompt = str | list[int] | list[ChatMessage]
@@ -135,7 +135,7 @@ def check_call(
         )
     if cache_salt is not None and not (isinstance(cache_salt, str) and 0 < len(cache_salt) <= MAX_SALT_CHARS):
         raise InvalidRequest(f"cache_salt: a str of 1 to {MAX_SALT_CHARS} characters is needed", param="cache_salt")
-    if cache_salt is not None and not _is_utf8(cache_salt):
+    if cache_salt is not None and not is_utf8(cache_salt):
         raise InvalidRequest("cache_salt has a lone surrogate, which has no UTF-8 form; remove it", param="cache_salt")
     if not isinstance(on_full, str) or on_full not in get_args(OnFull):
         raise InvalidRequest(f"on_full={shorten(on_full)}: 'wait' or 'raise' is needed", param="on_full")
@@ -281,11 +281,3 @@ def _count(name: str, value: Any) -> int | None:
     if count is None or count < 1:
         raise InvalidRequest(f"{name}={shorten(value)}: an int of at least 1 is needed", param=name)
     return count
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

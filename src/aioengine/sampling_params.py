@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from aioengine.errors import InvalidRequest
-from aioengine.validation import check_fields, check_known_fields, shorten
+from aioengine.validation import check_fields, check_known_fields, is_utf8, shorten
 
 GREEDY_TEMPERATURE = 0.0
 """Only temperature 0 is greedy."""
@@ -30,14 +30,6 @@ MAX_INT = 2**31 - 1
 
 TokenId = Annotated[int, Meta(ge=0, le=MAX_INT)]
 ShortText = Annotated[str, Meta(min_length=1, max_length=MAX_TEXT_CHARS)]
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _invalid(name: str, message: str) -> InvalidRequest:
@@ -173,7 +165,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if sum(len(word) for word in self.bad_words) > MAX_BAD_WORDS_CHARS:
             raise _invalid("bad_words", f"bad_words has more than {MAX_BAD_WORDS_CHARS} characters; give fewer words")
         for name in ("stop", "bad_words"):
-            if not all(_is_utf8(text) for text in getattr(self, name)):
+            if not all(is_utf8(text) for text in getattr(self, name)):
                 raise _invalid(name, f"{name} holds a lone surrogate, which has no UTF-8 form; remove it")
 
     @property

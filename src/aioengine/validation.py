@@ -276,3 +276,12 @@ def _choices(hint: Any) -> str:
         name for kind, _ in _alternatives(hint, math.inf) if get_origin(kind) is Literal for name in get_args(kind)
     ]
     return f"; choose one of {', '.join(map(repr, names))}" if names else ""
+
+
+def is_utf8(text: str) -> bool:
+    """Whether a text has a UTF-8 form; a lone surrogate has none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

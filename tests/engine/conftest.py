@@ -143,6 +143,15 @@ def each_tokenizer_is_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def quiet_log() -> Any:
+    """What a test breaks on purpose need not be printed."""
+    logger = logging.getLogger("aioengine")
+    logger.propagate = False
+    yield
+    logger.propagate = True
+
+
+@pytest.fixture
 def make_executor() -> Callable[..., FakeExecutor]:
     """Make a fake device of the demo model's vocabulary; ``depth`` is ``max_in_flight``.
 

@@ -4,7 +4,6 @@ while."""
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 from collections.abc import Callable
 from typing import Any
@@ -41,15 +40,6 @@ def let_choices_say(served: Any, prompt: list[int], texts: dict[int, list[int]])
         return sampler(token_ids, sampling)
 
     served.executor._sampler = sample
-
-
-@pytest.fixture
-def quiet_log() -> Any:
-    """What a test breaks on purpose need not be printed."""
-    logger = logging.getLogger("aioengine")
-    logger.propagate = False
-    yield
-    logger.propagate = True
 
 
 # What comes, and what it costs

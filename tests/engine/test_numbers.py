@@ -22,15 +22,6 @@ def steps(count: float) -> Any:
     return pytest.approx(count * STEP_TIME_S)
 
 
-@pytest.fixture
-def quiet_log() -> Any:
-    """What a test breaks on purpose need not be printed."""
-    logger = logging.getLogger("aioengine")
-    logger.propagate = False
-    yield
-    logger.propagate = True
-
-
 # A request's times
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -155,7 +155,7 @@ class Sequence:
         self.state = State.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
-        self.listener: object = None
+        self.listener: Any = None
 
     def __repr__(self) -> str:
         return (
