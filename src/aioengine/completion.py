@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Protocol
 
 from aioengine.core.detokenizer import Detokenizer
 from aioengine.core.sequence import FinishReason, Sequence
-from aioengine.engine_core import EngineCore
+from aioengine.core_api import Core
 from aioengine.errors import AioEngineError
-from aioengine.listener import SampledLogprobs
+from aioengine.listener import UNLIMITED, SampledLogprobs
 from aioengine.outputs import CompletionDelta, CompletionOutput, Logprob, TokenLogprobs
-
-UNLIMITED = sys.maxsize
 
 Decode = Callable[[int], str]
 """One token's text."""
@@ -77,7 +74,7 @@ class Completion:
         sequence: Sequence,
         *,
         mailbox: Mailbox,
-        core: EngineCore,
+        core: Core,
         detokenizer: Detokenizer | None,
         decode: Decode | None,
         stream_interval: int = 1,
@@ -107,6 +104,9 @@ class Completion:
         self._num_read_texts = 0
 
     # What the core says
+
+    def on_started(self) -> None:
+        pass
 
     def on_token(self, token_id: int, logprobs: SampledLogprobs | None) -> None:
         if self.is_ended:
@@ -154,6 +154,11 @@ class Completion:
         self._end("error", None)
 
     # What the reader asks
+
+    @property
+    def num_allowed(self) -> int:
+        """Tokens that may be computed, all told, with what has been read."""
+        return UNLIMITED if self._max_unread == UNLIMITED else self._num_read_ids + self._max_unread
 
     @property
     def has_unread(self) -> bool:

@@ -54,6 +54,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     stream_interval: Annotated[
         int, Meta(ge=1, description="tokens of a choice between two deltas of a stream, the first and last aside")
     ] = 1
+    stall_after_s: Annotated[
+        float, Meta(gt=0.0, le=86400.0, description="seconds at one step after which the engine counts as stalled")
+    ] = 30.0
     log_stats_interval_s: Annotated[
         float, Meta(ge=0.0, le=86400.0, description="seconds between two log lines about the load; 0: none")
     ] = 10.0

@@ -2,29 +2,54 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, get_args
+from typing import Any, Self, TypeVar, get_args
 
 import anyio
 
 from aioengine.config import EngineConfig
-from aioengine.engine_core import PauseMode
+from aioengine.control import (
+    WAKE_TAGS,
+    AnyControl,
+    CollectiveRpc,
+    ExecuteDummyBatch,
+    IsSleeping,
+    PauseMode,
+    ResetPrefixCache,
+    SaveShardedState,
+    Sleep,
+    SleepLevel,
+    StartProfile,
+    StopProfile,
+    SupportedTasks,
+    UpdateWeights,
+    WakeTag,
+    WakeUp,
+)
+from aioengine.core_api import Backend, Surroundings
 from aioengine.errors import ConfigError, EngineClosed, InvalidRequest
 from aioengine.executor.protocol import Executor, ExecutorInfo
+from aioengine.health import Health
+from aioengine.in_process import InProcess
 from aioengine.intake import OnFull
 from aioengine.metrics import EngineMetrics, EngineStats, Observer
 from aioengine.outputs import RequestOutput
+from aioengine.process_options import ProcessOptions
 from aioengine.prompt import ChatMessage, Prompt, check_call, check_params, make_id, take_prompt
 from aioengine.runtime import Runtime
 from aioengine.sampling_params import SamplingParams, make_params
 from aioengine.stream import Call, Profile, Stream
 from aioengine.validation import check_known_fields, shorten
+from aioengine.weight_pieces import absolute, send_weights
 
 __all__ = ["ChatMessage", "Engine", "Prompt", "Stream"]
+
+T = TypeVar("T")
 
 
 class Engine:
@@ -37,22 +62,33 @@ class Engine:
         model: a hub id, a folder, or None for the bundled demo model.
         executor: a device side of your own, such as `aioengine.testing.FakeExecutor`; the model then serves for its
             tokenizer and its generation config alone. It is closed with the engine, also when that cannot start.
+        process: run the engine core, with its model and device, in a process of its own, which ends with this one.
         config: the fields of `EngineConfig`.
     Raises:
         ConfigError: a field is unknown, or its value is bad.
     """
 
     def __init__(
-        self, model: str | os.PathLike[str] | None = None, *, executor: Executor | None = None, **config: Any
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        executor: Executor | None = None,
+        process: bool | ProcessOptions = False,
+        **config: Any,
     ) -> None:
         check_known_fields(EngineConfig, config, lambda _, message: ConfigError(message))
         self.config = EngineConfig(model=os.fspath(model) if isinstance(model, os.PathLike) else model, **config)
-        self._given_executor = executor
+        self._make_backend = _backend_of(self.config, executor, process)
         self._runtime: Runtime | None = None
 
     @classmethod
     async def start(
-        cls, model: str | os.PathLike[str] | None = None, *, executor: Executor | None = None, **config: Any
+        cls,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        executor: Executor | None = None,
+        process: bool | ProcessOptions = False,
+        **config: Any,
     ) -> Self:
         """Make an engine and start it, for notebooks and apps where no ``async with`` fits; close it with `aclose`.
 
@@ -61,7 +97,40 @@ class Engine:
         Raises:
             ConfigError, ModelLoadError: it cannot be started; nothing is left behind.
         """
-        engine = cls(model, executor=executor, **config)
+        engine = cls(model, executor=executor, process=process, **config)
+        await engine._start()
+        return engine
+
+    @classmethod
+    async def connect(
+        cls,
+        address: str,
+        *,
+        model: str | os.PathLike[str] | None = None,
+        keys: str | os.PathLike[str] | None = None,
+        timeout_s: float = 30.0,
+    ) -> Self:
+        """Use an engine that serves in another process (``aioengine engine``, `EngineServer`); the same object.
+
+        Its config is that engine's. `aclose` ends this connection and its requests; the engine serves on. When the
+        engine or the connection breaks, everyone hears `EngineDead` once; connect anew then.
+
+        Args:
+            address: ``ipc:///path`` or ``tcp://host:port``.
+            model: where to find the tokenizer here, if that is elsewhere than on the engine's machine.
+            keys: the folder that ``aioengine keys`` made; for addresses that are not this machine's own.
+            timeout_s: for the connection to be made.
+        Raises:
+            ConfigError: the address is not allowed, or lacks keys.
+            EngineDead: nobody answers there, or what answers is no engine of this version.
+        """
+        from aioengine.transport.launch import Connected
+
+        engine = cls(model)
+        folder = None if keys is None else os.fspath(keys)
+        engine._make_backend = functools.partial(
+            Connected, address, model=engine.config.model, keys=folder, timeout_s=timeout_s
+        )
         await engine._start()
         return engine
 
@@ -151,8 +220,7 @@ class Engine:
             stream_interval: tokens of a choice between two deltas, the first and the last delta aside; absent: the
                 engine's.
         """
-        runtime = self._running()
-        runtime.check_loop()
+        runtime = self._here()
         checked = make_params(params, runtime.sampling_defaults, sampling)
         check_params(checked, runtime)
         priority, max_unread_tokens, stream_interval = check_call(
@@ -194,9 +262,7 @@ class Engine:
         Raises:
             EngineDead, EngineClosed: it came to an end before they did.
         """
-        runtime = self._running()
-        runtime.check_loop()
-        await runtime.drain()
+        await self._here().drain()
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         """Wait until the device is idle, and keep it so until `resume`: requests are accepted, and wait.
@@ -211,28 +277,176 @@ class Engine:
         Raises:
             InvalidRequest: there is no such mode.
         """
-        if not isinstance(mode, str) or mode not in get_args(PauseMode):
-            modes = ", ".join(map(repr, get_args(PauseMode)))
-            raise InvalidRequest(f"mode={shorten(mode)}: choose one of {modes}", param="mode")
-        runtime = self._running()
-        runtime.check_loop()
-        await runtime.pause(mode)
+        _check_mode(mode)
+        await self._here().pause(mode)
 
     async def resume(self) -> None:
         """Go on after `pause`, and take requests again after `drain`. Idempotent."""
-        runtime = self._running()
-        runtime.check_loop()
-        runtime.resume()
+        self._here().resume()
 
-    async def reset_prefix_cache(self) -> int:
+    async def reset_prefix_cache(self, *, reset_running: bool = False) -> int:
         """Forget all cached prefixes: no later request sees KV from before. Idempotent; running requests go on.
 
+        Args:
+            reset_running: let running requests compute their KV again, too.
         Returns:
             how many KV blocks had been kept for a prefix.
         """
-        runtime = self._running()
-        runtime.check_loop()
-        return runtime.core.reset_prefix_cache()
+        num_blocks: int = await self._call(ResetPrefixCache(bool(reset_running)))
+        return num_blocks
+
+    async def sleep(self, level: SleepLevel = 1, *, mode: PauseMode = "abort") -> None:
+        """Give the device's memory back until `wake_up`; meanwhile requests are accepted, and wait.
+
+        The prefix cache is cleared. After waking, equal requests bring equal outputs.
+
+        Args:
+            level: 0 only pauses; 1 drops the KV cache and keeps the weights in the host's memory (on a CPU they are
+                there already); 2 drops both, and waking reads the weights again from where they came.
+            mode: what becomes of accepted requests, as in `pause`; what "keep" stopped goes on after waking.
+        Raises:
+            InvalidRequest: a value is bad; or level 2, and the weights came as tensors, so that nothing could bring
+                them back.
+        """
+        if isinstance(level, bool) or level not in get_args(SleepLevel):
+            raise InvalidRequest(f"level={shorten(level)}: 0, 1 or 2 is needed", param="level")
+        _check_mode(mode)
+        runtime = self._here()
+        if mode == "abort":
+            runtime.abort_all()  # those on their way, too
+        await runtime.call(Sleep(level, mode))
+
+    async def wake_up(self, tags: Iterable[WakeTag] | None = None) -> None:
+        """Bring back what `sleep` took, and go on. Idempotent.
+
+        Args:
+            tags: "weights", "kv_cache", or "scheduling" for what a `sleep` at level 0 has stopped; absent: all. With
+                weights and KV cache both back, requests go on by themselves.
+        Raises:
+            InvalidRequest: there is no such tag.
+            ModelLoadError: the weights cannot be read any more; it sleeps on.
+        """
+        wanted: tuple[Any, ...] = WAKE_TAGS if tags is None else (tags,) if isinstance(tags, str) else tuple(tags)
+        for tag in wanted:
+            if tag not in WAKE_TAGS:
+                names = ", ".join(map(repr, WAKE_TAGS))
+                raise InvalidRequest(f"tags holds {shorten(tag)}: choose of {names}", param="tags")
+        await self._call(WakeUp(wanted))
+
+    async def is_sleeping(self) -> bool:
+        """Whether anything that `sleep` took is not back yet."""
+        is_sleeping: bool = await self._call(IsSleeping())
+        return is_sleeping
+
+    async def supported_tasks(self) -> tuple[str, ...]:
+        """What this engine can do with its model, such as "generate"."""
+        return tuple(await self._call(SupportedTasks()))
+
+    # Weights and workers
+
+    async def save_sharded_state(
+        self, folder: str | os.PathLike[str], *, max_shard_bytes: int = 5 * 2**30
+    ) -> list[str]:
+        """Write the weights as they are now, with config and tokenizer, as a checkpoint that `Engine` loads again.
+
+        Args:
+            folder: on the engine's machine; made if it is missing.
+            max_shard_bytes: of one file; a tensor larger than that has one of its own.
+        Returns:
+            the names of the weight files.
+        Raises:
+            OSError: it cannot be written.
+        """
+        if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
+            raise InvalidRequest(
+                f"max_shard_bytes={shorten(max_shard_bytes)}: an int of at least 1 is needed", param="max_shard_bytes"
+            )
+        return list(await self._call(SaveShardedState(absolute(folder, "folder"), max_shard_bytes)))
+
+    async def update_weights(
+        self, folder: str | os.PathLike[str] | None = None, *, tensors: Mapping[str, Any] | None = None
+    ) -> None:
+        """Take other weights of the same shapes, all or nothing, between two steps.
+
+        The prefix cache is cleared, and what runs computes its KV again. Needs the memory of the new weights beside
+        the old ones for a moment.
+
+        Args:
+            folder: a checkpoint on the engine's machine.
+            tensors: by their names in checkpoints, as many as are to change: torch tensors on the CPU, or numpy
+                arrays; float32, float16, or torch's bfloat16.
+        Raises:
+            InvalidRequest: neither or both were given, or a tensor does not fit the model.
+            ModelLoadError: the checkpoint does not fit, or cannot be read.
+        """
+        runtime = self._here()
+        if (folder is None) == (tensors is None):
+            raise InvalidRequest("give either a folder or tensors", param="folder")
+        if folder is not None:
+            await runtime.call(UpdateWeights(absolute(folder, "folder")))
+        elif tensors is not None:
+            await send_weights(runtime.call, tensors)
+
+    async def collective_rpc(
+        self, name: str, args: Iterable[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> list[Any]:
+        """Call a function that the engine's process has registered (`worker_function`), between two steps.
+
+        Args:
+            args, kwargs: behind the `Worker` that it is given; plain data where the engine is another process.
+        Returns:
+            what it returned on each rank.
+        Raises:
+            InvalidRequest: no function has this name; in another process: an argument or a result is no plain data.
+            Exception: what the function raised; from another process Python's own types only, else RuntimeError.
+        """
+        if not isinstance(name, str):
+            raise InvalidRequest(
+                f"name={shorten(name)}: the name of a registered function is needed (aioengine.worker_function); "
+                "apply_model takes a function itself, in process",
+                param="name",
+            )
+        return list(await self._call(CollectiveRpc(name, tuple(args), dict(kwargs or {}))))
+
+    async def apply_model(self, function: Callable[[Any], T]) -> list[T]:
+        """Call ``function`` with the model of each rank, in the device thread between two steps; in process only.
+
+        Raises:
+            InvalidRequest: the engine is another process: register a function there, and use `collective_rpc`.
+        """
+        return await self._here().apply_model(function)
+
+    async def execute_dummy_batch(self) -> None:
+        """Compute one token that is nobody's: for ranks that must take part in what others compute.
+
+        Raises:
+            InvalidRequest: the engine sleeps.
+        """
+        await self._call(ExecuteDummyBatch())
+
+    # Numbers
+
+    def health(self) -> Health:
+        """Whether the engine is alive, stalled or dead, and why. Never raises once the engine has been started.
+
+        ALIVE: loop and device get on. STALLED: the engine is there, and either its device has been at one step for
+        longer than ``stall_after_s``, or its process does not beat (stopped, say). DEAD: it said so, its process is
+        gone, the connection to it was cut, or beats are missing from another machine.
+
+        Raises:
+            EngineClosed: the engine has not been started.
+        """
+        if self._runtime is None:
+            raise _not_started()
+        return self._runtime.health()
+
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer, of the `tokenizers` library.
+
+        Raises:
+            InvalidRequest: the model has none.
+        """
+        return self._running().require_tokenizer().backend
 
     def stats(self) -> EngineStats:
         """The engine's numbers now, and since its start.
@@ -290,13 +504,28 @@ class Engine:
             OSError: on leaving the block: the file cannot be written. The recording is then lost.
             EngineClosed: the engine is not running, or was closed in the block.
         """
-        if isinstance(max_steps, bool) or not isinstance(max_steps, int) or max_steps < 1:
-            raise InvalidRequest(f"max_steps={shorten(max_steps)}: an int of at least 1 is needed", param="max_steps")
-        if not (isinstance(path, str | os.PathLike) and isinstance(os.fspath(path), str) and Path(path).name):
-            raise InvalidRequest(f"path={shorten(path)}: the name of a file is needed", param="path")
-        runtime = self._running()
-        runtime.check_loop()
-        return Profile(runtime.executor, Path(path), max_steps)
+        _check_max_steps(max_steps)
+        _check_file(path)
+        return Profile(self._here(), Path(absolute(path, "path")), max_steps)
+
+    async def start_profile(self, *, max_steps: int = 100) -> None:
+        """Begin a recording that `stop_profile` ends; `profile` does both, and tells what it costs.
+
+        Raises:
+            InvalidRequest: a value is bad, or torch's profiler is in use.
+        """
+        _check_max_steps(max_steps)
+        await self._call(StartProfile(max_steps))
+
+    async def stop_profile(self, path: str | os.PathLike[str]) -> None:
+        """End a recording, and write it to a file of the engine's machine.
+
+        Raises:
+            InvalidRequest: there is no recording.
+            OSError: the file cannot be written. The recording is then lost.
+        """
+        _check_file(path)
+        await self._call(StopProfile(absolute(path, "path")))
 
     @property
     def info(self) -> ExecutorInfo:
@@ -305,7 +534,7 @@ class Engine:
         Raises:
             EngineClosed: the engine is not running.
         """
-        return self._running().executor.info
+        return self._running().info
 
     def describe(self) -> str:
         """One line about the model, its weights and its KV cache, for a person.
@@ -318,16 +547,24 @@ class Engine:
     async def _start(self) -> None:
         if self._runtime is not None:
             raise EngineClosed("an engine starts once; make a new one")
-        self._runtime = runtime = Runtime(self.config, self._given_executor)
+        self._runtime = runtime = Runtime(self.config.show_progress, self._make_backend)
         await runtime.start()
+        self.config = runtime.config
 
     def _running(self) -> Runtime:
         if self._runtime is None:
-            raise EngineClosed(
-                "the engine has not been started: use `async with Engine(...)` or `await Engine.start(...)`"
-            )
+            raise _not_started()
         self._runtime.check_running()
         return self._runtime
+
+    def _here(self) -> Runtime:
+        """The running engine's runtime, asked on its loop."""
+        runtime = self._running()
+        runtime.check_loop()
+        return runtime
+
+    async def _call(self, control: AnyControl) -> Any:
+        return await self._here().call(control)
 
     def __del__(self) -> None:
         runtime = getattr(self, "_runtime", None)
@@ -339,3 +576,36 @@ class Engine:
     def __repr__(self) -> str:
         state = "new" if self._runtime is None else "open" if self._runtime.is_open else "closed"
         return f"<Engine {self.config.model or 'demo'!r} {state}>"
+
+
+def _backend_of(
+    config: EngineConfig, executor: Executor | None, process: bool | ProcessOptions
+) -> Callable[[Surroundings], Backend]:
+    """Where the core is to run."""
+    if process is False:
+        return functools.partial(InProcess, config, executor)
+    if executor is not None:
+        raise ConfigError("an executor is an object of this process: give either executor or process")
+    from aioengine.transport.launch import InChild
+
+    return functools.partial(InChild, config, ProcessOptions() if process is True else process)
+
+
+def _not_started() -> EngineClosed:
+    return EngineClosed("the engine has not been started: use `async with Engine(...)` or `await Engine.start(...)`")
+
+
+def _check_mode(mode: object) -> None:
+    if not isinstance(mode, str) or mode not in get_args(PauseMode):
+        modes = ", ".join(map(repr, get_args(PauseMode)))
+        raise InvalidRequest(f"mode={shorten(mode)}: choose one of {modes}", param="mode")
+
+
+def _check_max_steps(max_steps: object) -> None:
+    if isinstance(max_steps, bool) or not isinstance(max_steps, int) or max_steps < 1:
+        raise InvalidRequest(f"max_steps={shorten(max_steps)}: an int of at least 1 is needed", param="max_steps")
+
+
+def _check_file(path: object) -> None:
+    if not (isinstance(path, str | os.PathLike) and isinstance(os.fspath(path), str) and Path(path).name):
+        raise InvalidRequest(f"path={shorten(path)}: the name of a file is needed", param="path")

@@ -14,9 +14,10 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from aioengine.config import EngineConfig
+from aioengine.control import AnyControl, PauseMode
 from aioengine.core.kv_manager import KVManager
 from aioengine.core.plan import StepPlan, StepResult
 from aioengine.core.prefix_cache import hash_prompt, root_of
@@ -24,11 +25,14 @@ from aioengine.core.scheduler import Scheduler, SchedulerStats
 from aioengine.core.sequence import FinishReason, Reason, Sequence, make_family
 from aioengine.core.step_output import StepOutput
 from aioengine.dump import describe_failure
+from aioengine.engine_control import Controls
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead, StepFailed
-from aioengine.executor.protocol import DeviceLost, Executor, PendingStep
+from aioengine.executor.protocol import DeviceLost, Executor, ExecutorInfo, PendingStep
+from aioengine.health import Beat, Health, dead, judge
 from aioengine.listener import Listener, SampledLogprobs, TokenLines, prompt_lines
 from aioengine.metrics import EngineMetrics, Observer, RequestMetrics, StatsLog, StepRecord
 from aioengine.request import Request
+from aioengine.waits import Waits
 
 logger = logging.getLogger("aioengine")
 
@@ -38,9 +42,6 @@ for several."""
 
 LOGPROBS_A_TOKEN = 8
 """Log-probabilities that cost as much to hand out as a token does."""
-
-
-PauseMode = Literal["abort", "wait", "keep"]
 
 
 class _InFlight(NamedTuple):
@@ -104,11 +105,15 @@ class EngineCore:
         """Log-probabilities of those; None where nobody asked."""
         self._has_news = asyncio.Event()
         """Somebody has added, ended, blocked or paused something since the last look at the scheduler."""
-        self._is_holding = False
-        """New sequences are held back."""
-        self._is_frozen = False
-        """Nothing is launched."""
-        self._waits: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
+        self._holders: set[str] = set()
+        """For what new sequences are held back."""
+        self._freezers: set[str] = set()
+        """For what nothing is launched."""
+        self._waits = Waits()
+        self._num_applied = 0
+        self._step_began_at = math.nan
+        """When the device got to the oldest step in flight."""
+        self._controls = Controls(self)
         self.is_stopped = False
 
     # What callers do
@@ -136,11 +141,12 @@ class EngineCore:
         self.check_accepting()
         sequence.arrived_at = self.clock() if arrived_at is None else arrived_at
         family = (sequence, *sequence.children)
-        self.scheduler.add(sequence, Reason.PAUSED if self._is_holding else Reason.NONE)
+        is_held = bool(self._holders)
+        self.scheduler.add(sequence, Reason.PAUSED if is_held else Reason.NONE)
         for member, listener in zip(family, listeners, strict=True):
             member.listener = listener
             self._live[member.order] = member
-            if self._is_holding:
+            if is_held:
                 self._held[member.order] = member
         self._has_news.set()
 
@@ -175,26 +181,62 @@ class EngineCore:
             self.scheduler.unblock(sequence, Reason.FLOW)
             self._has_news.set()
 
-    def pause(self, mode: PauseMode) -> asyncio.Future[None]:
-        """Hold back what comes from now on, until `resume`. Idempotent; a later mode adds to an earlier one.
+    async def call(self, control: AnyControl) -> Any:
+        """Perform a control call and return what its class says; up to its first wait it is performed at once.
+
+        Cancelling stops the wait: what has begun goes on, and a pause holds.
+
+        Raises:
+            InvalidRequest: it cannot be done now, or was asked for badly.
+            EngineClosed, EngineDead: the engine came to an end.
+        """
+        return await self._controls.perform(control)
+
+    def hold(self, holder: str, mode: PauseMode) -> None:
+        """Hold back what comes from now on, until ``holder`` lets go. Idempotent; a later mode adds to an earlier one.
 
         Args:
             mode: what becomes of the sequences that are here. "keep": they stop where they are; "wait": they go on to
-                their ends; "abort": their callers have ended them.
-        Returns:
-            done once the device is idle and stays so, or once this is over (resumed, closed, dead).
+                their ends; "abort": they end with what they have.
         """
-        self._is_holding = True
-        self._is_frozen |= mode == "keep"
-        return self.when(self._is_quiet)
+        self._holders.add(holder)
+        if mode == "keep":
+            self.freeze(holder)
+        elif mode == "abort":
+            self.abort_all()
+
+    def freeze(self, holder: str) -> None:
+        """Launch nothing until ``holder`` lets go."""
+        self._freezers.add(holder)
+
+    def let_go(self, holder: str) -> None:
+        """``holder`` does not hold back any more; idempotent."""
+        self._holders.discard(holder)
+        self._freezers.discard(holder)
+        if not self._holders:
+            held, self._held = self._held, {}
+            for sequence in held.values():
+                self.scheduler.unblock(sequence, Reason.PAUSED)
+        self._has_news.set()
 
     def resume(self) -> None:
-        """Go on; idempotent."""
-        self._is_holding = self._is_frozen = False
-        held, self._held = self._held, {}
-        for sequence in held.values():
-            self.scheduler.unblock(sequence, Reason.PAUSED)
-        self._has_news.set()
+        """Go on after a pause; idempotent. A sleeping engine sleeps on."""
+        self.let_go("pause")
+
+    def abort_all(self) -> None:
+        """End all sequences that are here, with what they have."""
+        for sequence in list(self._live.values()):
+            self.finish(sequence, "abort")
+
+    @property
+    def is_sleeping(self) -> bool:
+        return self._controls.is_sleeping
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the device is idle and stays so, as nothing may be launched; or nothing is held back any more."""
+        is_still = bool(self._freezers) or len(self._held) == len(self._live)
+        return not (self._holders or self._freezers) or (is_still and not self._in_flight)
 
     def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes, also those in use; returns how many blocks had been kept for one."""
@@ -202,18 +244,25 @@ class EngineCore:
 
     def when(self, is_so: Callable[[], bool]) -> asyncio.Future[None]:
         """A future that is done once ``is_so``, seen between two steps; or when this core stops, be it so or not."""
-        future = asyncio.get_running_loop().create_future()
+        future = self._waits.add(is_so)
         if self.is_stopped:
-            future.set_result(None)
-        else:
-            self._waits.append((is_so, future))
-            self._has_news.set()
+            self._waits.end_all()
+        self._has_news.set()
         return future
 
     def nudge(self) -> None:
         """Look again at what others wait for."""
         if self._waits:
             self._has_news.set()
+
+    @property
+    def info(self) -> ExecutorInfo:
+        return self.executor.info
+
+    @property
+    def num_unstarted(self) -> int:
+        """Sequences that were added and never had a row."""
+        return self.scheduler.num_unstarted
 
     @property
     def is_idle(self) -> bool:
@@ -227,6 +276,24 @@ class EngineCore:
 
     def stats(self) -> SchedulerStats:
         return self.scheduler.stats()
+
+    def beat(self) -> Beat:
+        """How far this core has come."""
+        return Beat(
+            step=self._num_applied,
+            step_age_s=self.clock() - self._step_began_at if self._in_flight else 0.0,
+            running=self.scheduler.num_running,
+            waiting=self.scheduler.num_idle + self.num_outside(),
+            is_sleeping=self.is_sleeping,
+        )
+
+    def health(self) -> Health:
+        """Whether the loop and the device get on."""
+        if self.death is not None:
+            return dead(str(self.death), self.beat())
+        if self.is_stopped:
+            return dead("it was closed", self.beat())
+        return judge(self.beat(), stall_after_s=self.config.stall_after_s)
 
     def note_request(self, metrics: RequestMetrics, finish_reasons: tuple[str, ...]) -> None:
         """Tell the observers that a request has ended."""
@@ -265,7 +332,7 @@ class EngineCore:
             self._launch()
             await self._publish()
             if self._waits:
-                self._end_waits()
+                self._waits.look()
             if self._in_flight:
                 await self._finish_oldest()
             else:
@@ -273,7 +340,7 @@ class EngineCore:
 
     def _launch(self) -> None:
         """Schedule and launch as many steps as the executor takes."""
-        if self._is_frozen:
+        if self._freezers:
             return
         num_unstarted = self.scheduler.num_unstarted
         while len(self._in_flight) < self.executor.info.max_in_flight:
@@ -281,7 +348,12 @@ class EngineCore:
             plan = self.scheduler.schedule(now)
             if plan is None:
                 break
+            if not self._in_flight:
+                self._step_began_at = now
             self._in_flight.append(_InFlight(plan, self.executor.launch(plan), now))
+        for sequence in self.scheduler.take_started():
+            if sequence.listener is not None:
+                sequence.listener.on_started()
         if self.scheduler.num_unstarted != num_unstarted:
             self._on_room()
 
@@ -297,7 +369,8 @@ class EngineCore:
         except Exception as exc:
             self._fail(step.plan, exc)
             return
-        now = self.clock()
+        self._num_applied += 1
+        self._step_began_at = now = self.clock()
         num_unstarted = self.scheduler.num_unstarted
         output = self.scheduler.apply(step.plan, result, now)
         self._in_flight.popleft()
@@ -338,21 +411,6 @@ class EngineCore:
                 return True
         return False
 
-    def _is_quiet(self) -> bool:
-        is_still = self._is_frozen or len(self._held) == len(self._live)
-        return not self._is_holding or (is_still and not self._in_flight)
-
-    def _end_waits(self) -> None:
-        still: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
-        for is_so, future in self._waits:
-            if future.done():  # given up
-                continue
-            if is_so():
-                future.set_result(None)
-            else:
-                still.append((is_so, future))
-        self._waits = still
-
     # What observers see
 
     def _observe(self, step: _InFlight, result: StepResult, output: StepOutput, now: float) -> None:
@@ -377,6 +435,7 @@ class EngineCore:
     def _fail(self, plan: StepPlan, cause: Exception) -> None:
         failed = self.scheduler.fail(plan)
         self._in_flight.popleft()
+        self._step_began_at = self.clock()
         dump = self._describe(cause, plan)
         message = f"step {plan.step} failed with {len(failed)} sequences in it: {type(cause).__name__}: {cause}"
         logger.error("%s\n%s", message, dump)
@@ -432,10 +491,7 @@ class EngineCore:
             for sequence in self.scheduler.sequences():
                 self.scheduler.finish(sequence, "error")
             self._on_room()
-        waits, self._waits = self._waits, []
-        for _, future in waits:
-            if not future.done():
-                future.set_result(None)
+        self._waits.end_all()
 
     def _release(self, sequence: Sequence) -> Listener:
         """Its listener, which hears its end now and nothing more."""

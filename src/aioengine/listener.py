@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -14,6 +15,10 @@ from aioengine.errors import AioEngineError
 
 PROMPT_SLICE = 32
 """Prompt tokens whose log-probabilities are handed out between the loop's turns: with 20 each, below a millisecond."""
+
+
+UNLIMITED = sys.maxsize
+"""Of tokens that a reader lets be computed."""
 
 
 class SampledLogprobs(msgspec.Struct, frozen=True, gc=False):
@@ -35,6 +40,15 @@ class Listener(Protocol):
 
     It is called on the loop, between device steps, and must return soon.
     """
+
+    @property
+    def num_allowed(self) -> int:
+        """Output tokens that its reader lets be computed for now, all told; `UNLIMITED` where it does not care."""
+        ...
+
+    def on_started(self) -> None:
+        """It has taken its first row. Not told of what ends without one."""
+        ...
 
     def on_token(self, token_id: int, logprobs: SampledLogprobs | None) -> None:
         """A token was sampled; if it is the last one, the sequence's ``finish_reason`` is set."""

@@ -10,9 +10,9 @@ import numpy as np
 
 from aioengine.config import EngineConfig
 from aioengine.core.sequence import Sequence
-from aioengine.engine_core import EngineCore
+from aioengine.core_api import Core
 from aioengine.errors import InvalidRequest, PromptTooLong
-from aioengine.executor.protocol import Executor
+from aioengine.executor.protocol import ExecutorInfo
 from aioengine.intake import OnFull
 from aioengine.request import Request
 from aioengine.sampling_params import SamplingParams
@@ -36,11 +36,15 @@ MAX_COPIED_LEVELS = 32
 class Host(Protocol):
     """What of a started engine decides whether it can take a request."""
 
-    config: EngineConfig
-    executor: Executor
-    core: EngineCore
+    core: Core
     tokenizer: Tokenizer | None
     longest_token_chars: int | None
+
+    @property
+    def config(self) -> EngineConfig: ...
+
+    @property
+    def info(self) -> ExecutorInfo: ...
 
     def require_tokenizer(self) -> Tokenizer: ...
 
@@ -54,7 +58,7 @@ def take_prompt(prompt: Any, host: Host) -> Prompt:
     Raises:
         InvalidRequest, PromptTooLong: this model cannot take it, whatever is in it.
     """
-    max_ids = host.executor.info.max_model_len - 1
+    max_ids = host.info.max_model_len - 1
     prompt = _as_list(prompt, max_ids)
     if not isinstance(prompt, str | list):
         raise InvalidRequest(
@@ -70,7 +74,7 @@ def take_prompt(prompt: Any, host: Host) -> Prompt:
         host.require_tokenizer()
         copies: dict[int, Any] = {}
         return [_copy(message, copies, MAX_COPIED_LEVELS) for message in prompt]
-    return list(_check_ids(prompt, max_ids, host.executor.info.vocab_size))
+    return list(_check_ids(prompt, max_ids, host.info.vocab_size))
 
 
 def check_params(params: SamplingParams, host: Host) -> None:
@@ -79,7 +83,7 @@ def check_params(params: SamplingParams, host: Host) -> None:
     Raises:
         InvalidRequest: one does not fit; names it.
     """
-    config, vocab_size = host.config, host.executor.info.vocab_size
+    config, vocab_size = host.config, host.info.vocab_size
     if params.n > config.max_n:
         raise InvalidRequest(f"n={params.n} is more than this engine allows ({config.max_n}, max_n)", param="n")
     if params.num_sequences > config.max_waiting:
@@ -165,7 +169,7 @@ def prepare(
         the text that was tokenized, None for token ids; and the sequence.
     """
     text, ids = _tokenize(host, prompt)
-    limit = host.executor.info.max_model_len - 1  # room for one output token
+    limit = host.info.max_model_len - 1  # room for one output token
     if len(ids) > limit:
         raise PromptTooLong(len(ids), limit)
     token_ids = np.array(ids, dtype=np.int32)
@@ -185,7 +189,7 @@ def prepare(
 
 
 def _tokenize(host: Host, prompt: Prompt) -> tuple[str | None, list[int]]:
-    limit = host.executor.info.max_model_len - 1
+    limit = host.info.max_model_len - 1
     if isinstance(prompt, list) and not isinstance(prompt[0], dict):
         return None, prompt  # checked at the call
     tokenizer = host.require_tokenizer()
@@ -198,7 +202,7 @@ def _tokenize(host: Host, prompt: Prompt) -> tuple[str | None, list[int]]:
     ids = tokenizer.encode(text, add_special_tokens=isinstance(prompt, str))
     if not ids:
         raise InvalidRequest("the prompt has no tokens; give at least one character or id", param="prompt")
-    return text, _check_ids(ids, limit, host.executor.info.vocab_size)
+    return text, _check_ids(ids, limit, host.info.vocab_size)
 
 
 def _check_ids(prompt: list[Any], limit: int, vocab_size: int) -> list[int]:

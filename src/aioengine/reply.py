@@ -12,7 +12,7 @@ import msgspec
 
 from aioengine.completion import Completion
 from aioengine.core.sequence import Event, Sequence
-from aioengine.engine_core import EngineCore
+from aioengine.core_api import Core
 from aioengine.errors import AioEngineError
 from aioengine.metrics import RequestMetrics
 from aioengine.outputs import CompletionDelta, CompletionOutput, TokenLogprobs
@@ -40,7 +40,7 @@ class Reply:
         arrival: of the request.
     """
 
-    def __init__(self, sequence: Sequence, make_completion: MakeCompletion, core: EngineCore, arrival: Arrival) -> None:
+    def __init__(self, sequence: Sequence, make_completion: MakeCompletion, core: Core, arrival: Arrival) -> None:
         self.error: AioEngineError | None = None
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         if sequence.sampling.prompt_logprobs >= 0:
@@ -56,6 +56,7 @@ class Reply:
         self._ended_at = math.nan
         self._waiter: asyncio.Future[None] | None = None
         self._waits_for_end = False
+        self._watcher: Callable[[], None] | None = None
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -88,6 +89,7 @@ class Reply:
         if not completion.is_listed:
             completion.is_listed = True
             self._ready.append(completion)
+            self._tell_watcher()
         if self._waiter is not None and not self._waits_for_end:
             self._wake()
 
@@ -100,6 +102,7 @@ class Reply:
             self._ended_at = self._core.clock()
             self._core.note_request(self.metrics(), self._finish_reasons())
             self._wake()
+            self._tell_watcher()
 
     def on_prompt_logprobs(self, position: int, lines: list[TokenLogprobs]) -> None:
         assert self.prompt_logprobs is not None
@@ -124,6 +127,12 @@ class Reply:
                 await self._waiter
             finally:
                 self._waiter = None
+
+    def watch(self, watcher: Callable[[], None]) -> None:
+        """Call ``watcher`` when there is something to take that was not there before, and at the end."""
+        self._watcher = watcher
+        if self.has_news or self.is_ended:
+            watcher()
 
     @property
     def has_news(self) -> bool:
@@ -180,6 +189,10 @@ class Reply:
             return ("error",) * self._num_choices
         reasons = tuple(completion.finish_reason or "error" for completion in self.completions)
         return reasons if len(reasons) == self._num_choices else reasons * self._num_choices
+
+    def _tell_watcher(self) -> None:
+        if self._watcher is not None:
+            self._watcher()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -8,27 +8,26 @@ dropped unclosed can be noticed. The supervisor task opens everything, serves, a
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
-import importlib
 import logging
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import anyio
 
-from aioengine.completion import UNLIMITED, Completion
+from aioengine.completion import Completion
 from aioengine.config import EngineConfig
+from aioengine.control import AnyControl, Pause, PauseMode
 from aioengine.core.detokenizer import Detokenizer, TokenTable, make_detokenizer
 from aioengine.core.sequence import Sequence, make_family
-from aioengine.dump import write_dump
-from aioengine.engine_core import EngineCore, PauseMode
-from aioengine.errors import AioEngineError, ConfigError, EngineClosed, InternalError, InvalidRequest
-from aioengine.executor.protocol import Executor, ExecutorInfo
+from aioengine.core_api import Backend, Core, Surroundings
+from aioengine.errors import AioEngineError, EngineClosed, InternalError, InvalidRequest
+from aioengine.executor.protocol import ExecutorInfo
+from aioengine.health import Health
 from aioengine.intake import Intake
+from aioengine.listener import UNLIMITED
 from aioengine.metrics import EngineMetrics, EngineStats
 from aioengine.model_folder import ModelFolder
 from aioengine.progress import loading_bar
@@ -36,9 +35,11 @@ from aioengine.reply import Arrival, Reply
 from aioengine.request import Request
 from aioengine.sampling_params import SamplingParams
 from aioengine.text.tokenizer import Tokenizer
-from aioengine.text.worker import TextWorker, run_abandonable
+from aioengine.text.worker import TextWorker
 
 logger = logging.getLogger("aioengine")
+
+T = TypeVar("T")
 
 LARGE_TEXT_CHARS = 100_000
 """About 20 ms of tokenization, and a long prompt for any model."""
@@ -63,26 +64,30 @@ class Runtime:
     """A started engine's parts; made on the loop that it lives on.
 
     Args:
-        config: the engine's.
-        executor: used instead of a torch executor of its own, if given, and closed like that.
+        show_progress: as in `EngineConfig`.
+        make_backend: where the core comes from.
     """
 
     files: ModelFolder
     tokenizer: Tokenizer | None
-    executor: Executor
-    core: EngineCore
+    core: Core
     intake: Intake
 
-    def __init__(self, config: EngineConfig, executor: Executor | None) -> None:
-        self.config = config
+    def __init__(self, show_progress: bool | None, make_backend: Callable[[Surroundings], Backend]) -> None:
+        self._show_progress = show_progress
         self.worker = TextWorker()
         self._large_worker = TextWorker()
         """For what takes long and must hold up nobody else: huge texts, and files that are written."""
         self.longest_token_chars: int | None = None
         """Characters of the longest token; None where nobody knows."""
-        self._has_executor = executor is not None
-        if executor is not None:
-            self.executor = executor
+        self._backend = make_backend(
+            Surroundings(
+                worker=self.worker,
+                dump_worker=self._large_worker,
+                on_room=self._on_room,
+                num_outside=lambda: self.intake.num_waiting,
+            )
+        )
         self._loop = asyncio.get_running_loop()
         self._started = asyncio.Event()
         """It serves, or it never will and everything is closed again."""
@@ -93,6 +98,15 @@ class Runtime:
         self._requests: dict[str, list[Abortable]] = {}
         # The one task that no task group owns: start and aclose may be called from different tasks.
         self._supervisor = self._loop.create_task(self._supervise(), name="aioengine supervisor")
+
+    @property
+    def config(self) -> EngineConfig:
+        """The engine's, which may be another process's."""
+        return self.core.config
+
+    @property
+    def info(self) -> ExecutorInfo:
+        return self.core.info
 
     # Life
 
@@ -117,8 +131,10 @@ class Runtime:
         self.check_loop()
         self._is_closing = True
         if drain and self._is_serving:
-            # By a callback: cancelling whoever waits here must not stop the closing.
-            self._drain(_closed, self._is_idle).add_done_callback(lambda _: self._stop())
+            # By a callback: cancelling whoever waits here must not stop the closing. What sleeps would never end.
+            self._drain(_closed, lambda: self._is_idle() or self.core.is_sleeping).add_done_callback(
+                lambda _: self._stop()
+            )
         else:
             self._stop()
         await asyncio.wait({self._supervisor})
@@ -128,8 +144,10 @@ class Runtime:
     def abandon(self) -> None:
         """Close without anyone waiting: the engine is garbage. From any thread, and at any moment."""
         self._is_closing = True
-        with contextlib.suppress(RuntimeError):  # the loop is gone: so is whoever waited, and the executor sees it too
+        try:
             self._loop.call_soon_threadsafe(self._stop)
+        except RuntimeError:  # the loop is gone: so is whoever waited
+            self._backend.abandon()
 
     def _stop(self) -> None:
         """Interrupt the supervisor, which then closes everything; once, since a second time would hit the closing."""
@@ -173,6 +191,7 @@ class Runtime:
                 await self.core.run()
         except GeneratorExit:  # nothing can be awaited any more; threads see for themselves that their loop is gone
             is_loop_gone = True
+            self._backend.abandon()
             raise
         except asyncio.CancelledError:
             if not self._is_closing:
@@ -189,29 +208,14 @@ class Runtime:
                 await self._close()
 
     async def _open(self) -> None:
-        config = self.config
-        resolve = functools.partial(
-            ModelFolder.resolve, config.model, revision=config.revision, with_weights=config.load_format != "dummy"
-        )
-        is_here = config.model is None or await self.worker.run(Path(config.model).exists, None)
-        # A download cannot be stopped; a cancelled start, or Ctrl-C, must not wait for gigabytes.
-        self.files = await (self.worker.run(resolve, None) if is_here else run_abandonable(resolve))
+        self.files = await self._backend.find_model()
         self.sampling_defaults = self.files.sampling_defaults
         await self._load_tokenizer()
-        if not self._has_executor:
-            self.executor = await self._start_executor()
-        _check_room(self.executor.info)
-        self.core = EngineCore(
-            self.executor,
-            config,
-            eos_token_ids=self.files.eos_token_ids,
-            on_room=self._on_room,
-            num_outside=lambda: self.intake.num_waiting,
-            write_dump=self._write_dump,
-            clock=_clock_of(self._loop),
-        )
+        with loading_bar(f"loading {self.files.path.name}", is_shown=self._show_progress) as on_progress:
+            await self._backend.open(on_progress)
+        self.core = self._backend.core
         self.intake = Intake(
-            config.max_waiting, lambda: self.core.scheduler.num_unstarted, on_left=lambda: self.core.nudge()
+            self.config.max_waiting, lambda: self.core.num_unstarted, on_left=lambda: self.core.nudge()
         )
         logger.info("%s", self.describe())
 
@@ -223,13 +227,6 @@ class Runtime:
             table = self.tokenizer.token_table()
             if isinstance(table, TokenTable):
                 self.longest_token_chars = max((len(piece) for piece in table.pieces if piece), default=1)
-
-    async def _start_executor(self) -> Executor:
-        # Importing torch takes a second: not on the loop.
-        module = await self.worker.run(importlib.import_module, None, "aioengine.executor.torch_executor")
-        with loading_bar(f"loading {self.files.path.name}", is_shown=self.config.show_progress) as on_progress:
-            executor: Executor = await module.TorchExecutor.start(self.files, self.config, on_progress=on_progress)
-        return executor
 
     async def _close(self) -> None:
         """Close whatever was opened, in whatever state it is; then those who wait for the start may go on."""
@@ -254,8 +251,7 @@ class Runtime:
             request.fail(self._end_error)
         self._requests.clear()
         try:
-            if hasattr(self, "executor"):
-                await self.executor.aclose()
+            await self._backend.aclose()
         finally:
             try:
                 await self.worker.aclose()
@@ -351,10 +347,20 @@ class Runtime:
 
     async def pause(self, mode: PauseMode) -> None:
         """Hold back what comes from now on, and wait until the device is idle."""
-        paused = self.core.pause(mode)
         if mode == "abort":
-            self.abort_all()
-        await paused
+            self.abort_all()  # those on their way, too
+        await self.core.call(Pause(mode))
+
+    async def call(self, control: AnyControl) -> Any:
+        return await self.core.call(control)
+
+    async def apply_model(self, function: Callable[[Any], T]) -> list[T]:
+        return await self._backend.apply_model(function)
+
+    def health(self) -> Health:
+        if self._is_serving:
+            return self.core.health()
+        return Health(status="DEAD", reason="it is closed" if self._is_closing else "it is still starting")
 
     def resume(self) -> None:
         self.intake.reopen()
@@ -391,7 +397,7 @@ class Runtime:
 
     def describe(self) -> str:
         """One line on what was started, for a person."""
-        info = self.executor.info
+        info = self.info
         num_tokens = info.num_blocks * info.block_size
         return (
             f"{self.files.path.name} on {info.device} in {info.dtype}: weights {info.weight_bytes / 2**20:,.0f} MiB; "
@@ -414,40 +420,6 @@ class Runtime:
 
     def _end_error(self) -> AioEngineError:
         return self.core.copy_death() if self.core.death is not None else _closed()
-
-    def _write_dump(self, text: str) -> None:
-        """Keep a report in ``dump_dir``, if there is one; the engine goes on meanwhile, and `aclose` waits for it."""
-        if self.config.dump_dir is not None:
-            write = functools.partial(write_dump, Path(self.config.dump_dir), text)
-            self._large_worker.begin(write).add_done_callback(_tell_dump)
-
-
-def _tell_dump(written: asyncio.Future[Path]) -> None:
-    if written.cancelled():
-        return
-    error = written.exception()
-    if error is not None:
-        logger.error("the report of the failed step could not be written: %s", error)
-    else:
-        logger.error("the report of the failed step is in %s", written.result())
-
-
-def _check_room(info: ExecutorInfo) -> None:
-    """Refuse a KV cache in which the longest sequence would wait for ever; its last token is never computed."""
-    num_tokens = info.num_blocks * info.block_size
-    if num_tokens < info.max_model_len - 1:
-        raise ConfigError(
-            f"the KV cache holds {num_tokens} tokens, and one sequence may have max_model_len={info.max_model_len}: "
-            "lower max_model_len, or give the cache more memory (kv_cache_memory_bytes, memory_utilization)"
-        )
-
-
-def _clock_of(loop: asyncio.AbstractEventLoop) -> Callable[[], float]:
-    """The clock by which executors on this loop tell the time: a virtual loop's own, else the real one.
-
-    Not ``loop.time``: uvloop's stands still during a turn, and counts whole milliseconds.
-    """
-    return loop.time if hasattr(loop, "outside_work") else time.monotonic
 
 
 def _closed() -> EngineClosed:

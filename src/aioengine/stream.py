@@ -10,9 +10,9 @@ from typing import Self
 
 import msgspec
 
+from aioengine.control import StartProfile, StopProfile
 from aioengine.core.plan import int32
 from aioengine.errors import AioEngineError, EngineClosed
-from aioengine.executor.protocol import DeviceLost, Executor
 from aioengine.intake import OnFull
 from aioengine.outputs import CompletionDelta, RequestOutput
 from aioengine.prompt import Prompt, num_chars, prepare
@@ -162,6 +162,34 @@ class Stream:
             raise reply.error
         return self.result
 
+    def watch(self, on_news: Callable[[], None]) -> None:
+        """Call ``on_news``, on the loop, when there is something new to read or the request ends; at once if so now.
+
+        Once for all that is unread; `poll` reads it. For one reader of many streams, in the place of a task for each.
+        What is called must not raise, and must not hold the engine, or one that is dropped would never close itself.
+        """
+        self._entered().watch(on_news)
+
+    def poll(self) -> RequestOutput:
+        """The output so far, all of it read now; waits for nothing.
+
+        Raises:
+            StepFailed, EngineDead, EngineClosed: the request has ended so.
+        """
+        reply = self._entered()
+        while reply.take() is not None:
+            pass
+        if reply.is_ended and reply.error is not None:
+            raise reply.error
+        return self.result
+
+    def again(self, on_full: OnFull) -> Stream:
+        """The same request as a stream that has not been entered, for one that was refused a place.
+
+        The prompt is the one that was given then; nothing is checked twice.
+        """
+        return Stream(self._engine, self._runtime, self._prompt, msgspec.structs.replace(self._call, on_full=on_full))
+
     @property
     def result(self) -> RequestOutput:
         """The output so far."""
@@ -186,22 +214,19 @@ class Stream:
 class Profile:
     """A recording of the device. Made by `Engine.profile`; it begins where the ``async with`` block does."""
 
-    def __init__(self, executor: Executor, path: Path, max_steps: int) -> None:
-        self._executor = executor
+    def __init__(self, runtime: Runtime, path: Path, max_steps: int) -> None:
+        self._runtime = runtime
         self._path = path
         self._max_steps = max_steps
 
     async def __aenter__(self) -> None:
-        try:
-            await self._executor.start_profile(max_steps=self._max_steps)
-        except DeviceLost as lost:
-            raise EngineClosed("the engine is closed: there is nothing to record") from lost
+        await self._runtime.call(StartProfile(self._max_steps))
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            await self._executor.stop_profile(self._path)
-        except DeviceLost as lost:
+            await self._runtime.call(StopProfile(str(self._path)))
+        except EngineClosed:
             if error is None:  # else that one is the news
-                raise EngineClosed("the engine was closed while it was recorded: there is no trace") from lost
+                raise

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from aioengine import EngineClosed, EngineDead, InternalError, RequestOutput, StepFailed, runtime
+from aioengine import EngineClosed, EngineDead, InternalError, RequestOutput, StepFailed, in_process
 from aioengine.executor.protocol import DeviceLost
 
 SECRET_IDS = [1234, 1567, 1890] * 6
@@ -206,13 +206,13 @@ async def test_a_report_that_takes_long_to_write_holds_nobody_up_and_is_waited_f
     serve: Any, tasks: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     gate = threading.Event()
-    write = runtime.write_dump
+    write = in_process.write_dump
 
     def gated(*args: Any) -> Path:
         assert gate.wait(30)
         return write(*args)
 
-    monkeypatch.setattr(runtime, "write_dump", gated)
+    monkeypatch.setattr(in_process, "write_dump", gated)
     async with serve(config={"dump_dir": str(tmp_path)}) as served:
         served.executor.make_step_fail(0, upside_down())
         with pytest.raises(StepFailed):

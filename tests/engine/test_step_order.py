@@ -26,6 +26,9 @@ class Recorder:
         self.token_ids: list[int] = []
         self.ends: list[Any] = []
 
+    def on_started(self) -> None:
+        pass
+
     def on_token(self, token_id: int, logprobs: Any) -> None:
         kinds = [kind for kind, _ in self.executor.events]
         self.num_launched.append(kinds.count("launch"))

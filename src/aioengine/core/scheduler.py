@@ -75,6 +75,7 @@ class Scheduler:
         self.num_unstarted = 0
         """Sequences that were added and never had a row."""
         self.num_preemptions = 0
+        self._started: list[Sequence] = []
         self._next_order = 0
         self._num_forks = 0
         """Sequences with children."""
@@ -146,6 +147,18 @@ class Scheduler:
     def reset_prefix_cache(self) -> int:
         """Forget all prefixes; returns how many blocks had been kept for one."""
         return self.kv.reset_prefix_cache(self.sequences())
+
+    def preempt_all(self) -> None:
+        """Take the blocks of all sequences that hold some: they will compute their KV again."""
+        holders = [sequence for sequence in self.sequences() if sequence.block_ids]
+        # The last in order first, so that the queue takes them back in turn.
+        for sequence in sorted(holders, key=_place, reverse=True):
+            self._preempt(sequence)
+
+    def take_started(self) -> list[Sequence]:
+        """The sequences that have taken a row for the first time since this was last asked."""
+        started, self._started = self._started, []
+        return started
 
     # The step
 
@@ -501,6 +514,7 @@ class Scheduler:
             sequence.has_run = True
             sequence.admitted_at = now
             self.num_unstarted -= 1
+            self._started.append(sequence)
         self._parked.pop(sequence.order, None)
         self.table.seat(sequence)
 

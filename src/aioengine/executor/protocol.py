@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 
+from aioengine.control import StageWeights
 from aioengine.core.plan import StepPlan, StepResult
 from aioengine.errors import InvalidRequest
+
+
+T = TypeVar("T")
+
+Part = Literal["weights", "kv_cache"]
+"""What of a device's memory can be given back and brought back."""
 
 
 class DeviceLost(Exception):
@@ -118,6 +126,83 @@ class Executor(Protocol):
             OSError: the file cannot be written.
             DeviceLost: the executor is closed.
         """
+        ...
+
+    async def sleep(self, level: Literal[1, 2]) -> None:
+        """Behind the launched steps, free the KV cache and (2) the weights, or (1) move those to the host's memory.
+
+        On a CPU they are there already. No row may hold blocks, and no plan may be launched until `wake_up` has brought
+        back both parts. Rows that were not removed stay known. Idempotent.
+
+        Raises:
+            InvalidRequest: level 2, and the weights cannot be read again: they came as tensors (`commit_weights`).
+        """
+        ...
+
+    async def wake_up(self, parts: frozenset[Part]) -> None:
+        """Bring back what `sleep` took, of these; the KV cache comes back empty. Idempotent.
+
+        Raises:
+            ModelLoadError: the weights cannot be read any more; they stay away, and this may be tried again.
+        """
+        ...
+
+    async def update_weights(self, folder: Path) -> None:
+        """Behind the launched steps, take the weights of another checkpoint of the same shapes; all or nothing.
+
+        Raises:
+            ModelLoadError: they do not fit, or cannot be read.
+        """
+        ...
+
+    async def stage_weights(self, piece: StageWeights) -> None:
+        """Keep a copy of a piece of a tensor until `commit_weights` or `drop_weights`. Pieces may come in any order.
+
+        Raises:
+            InvalidRequest: there is no such tensor, or the piece does not fit it.
+        """
+        ...
+
+    async def commit_weights(self, transfer: str) -> None:
+        """Behind the launched steps, put all tensors staged for ``transfer`` in their places; all or nothing.
+
+        Tensors that were not staged stay as they are.
+
+        Raises:
+            InvalidRequest: nothing is staged, a tensor is not whole, or the weights are asleep at level 2.
+        """
+        ...
+
+    async def drop_weights(self, transfer: str) -> None:
+        """Forget what was staged for ``transfer``. Idempotent."""
+        ...
+
+    async def save_sharded_state(self, folder: Path, max_shard_bytes: int) -> list[str]:
+        """Write a checkpoint of the weights as they are, with config and tokenizer, which `Engine` can load again.
+
+        Returns:
+            the names of the weight files, in order.
+        Raises:
+            InvalidRequest: the weights are asleep at level 2.
+            OSError: it cannot be written.
+        """
+        ...
+
+    async def collective_rpc(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Call the registered function on each rank, between two steps; returns what each returned.
+
+        Raises:
+            InvalidRequest: no function of that name is registered in this process.
+            Exception: what the function raised.
+        """
+        ...
+
+    async def apply_model(self, function: Callable[[Any], T]) -> list[T]:
+        """Call ``function`` with each rank's model, between two steps; returns what each returned."""
+        ...
+
+    async def execute_dummy_batch(self) -> None:
+        """Behind the launched steps, compute one token that changes no row and no KV."""
         ...
 
     async def aclose(self) -> None:

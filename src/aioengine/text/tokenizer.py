@@ -32,6 +32,11 @@ class Tokenizer:
         else:
             self._tables = build_slow_token_tables(self._slow)
 
+    @property
+    def backend(self) -> Any:
+        """The tokenizer behind it: a `tokenizers.Tokenizer`, or transformers' own Python one where there is no other."""
+        return self._backend if self._backend is not None else self._slow
+
     @staticmethod
     def exists(folder: Path) -> bool:
         """Tell whether the folder has a tokenizer at all. A model without one takes prompts as token ids."""

@@ -1,0 +1,165 @@
+"""What a caller's side asks of an engine core, wherever that runs: in this loop, or in another process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from aioengine.config import EngineConfig
+from aioengine.control import AnyControl
+from aioengine.core.scheduler import SchedulerStats
+from aioengine.core.sequence import FinishReason, Sequence
+from aioengine.errors import EngineDead
+from aioengine.executor.protocol import ExecutorInfo
+from aioengine.health import Health
+from aioengine.listener import Listener
+from aioengine.metrics import EngineMetrics, Observer, RequestMetrics
+from aioengine.model_folder import ModelFolder
+from aioengine.progress import OnProgress
+from aioengine.request import Request
+from aioengine.text.worker import TextWorker
+
+T = TypeVar("T")
+
+
+class Core(Protocol):
+    """An engine core: `EngineCore` in this process, `RemoteCore` for one in another."""
+
+    config: EngineConfig
+    eos_token_ids: tuple[int, ...]
+    death: EngineDead | None
+    clock: Callable[[], float]
+    metrics: EngineMetrics
+    observers: list[Observer]
+
+    @property
+    def info(self) -> ExecutorInfo: ...
+
+    @property
+    def num_unstarted(self) -> int:
+        """Sequences that were added here and never had a row."""
+        ...
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all that was added here has ended."""
+        ...
+
+    @property
+    def is_sleeping(self) -> bool: ...
+
+    def make_sequence(self, request: Request) -> Sequence:
+        """Turn a request into a sequence with its children; pure, so that a long one may be made in a thread."""
+        ...
+
+    def check_accepting(self) -> None:
+        """Raise what `add` would: EngineDead or EngineClosed."""
+        ...
+
+    def add(self, sequence: Sequence, listeners: Iterable[Listener], *, arrived_at: float | None = None) -> None:
+        """Accept a sequence and its children: from now on each one's listener hears of one end or one error."""
+        ...
+
+    def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """End a sequence now (abort, stop string); idempotent. Its listener hears the end before this returns."""
+        ...
+
+    def block(self, sequence: Sequence) -> None:
+        """Its reader is behind: compute no more than its listener's ``num_allowed`` tokens of it."""
+        ...
+
+    def unblock(self, sequence: Sequence) -> None:
+        """Its reader has caught up, and ``num_allowed`` has grown; idempotent."""
+        ...
+
+    async def call(self, control: AnyControl) -> Any:
+        """Perform a control call."""
+        ...
+
+    def resume(self) -> None:
+        """Go on after a pause; idempotent."""
+        ...
+
+    def when(self, is_so: Callable[[], bool]) -> asyncio.Future[None]:
+        """A future that is done once ``is_so``; or when this core stops, be it so or not."""
+        ...
+
+    def nudge(self) -> None:
+        """Look again at what others wait for."""
+        ...
+
+    def last_token_at(self, sequence: Sequence) -> float:
+        """When its newest token came, by ``clock``; NaN before the first."""
+        ...
+
+    def stats(self) -> SchedulerStats: ...
+
+    def health(self) -> Health: ...
+
+    def note_request(self, metrics: RequestMetrics, finish_reasons: tuple[str, ...]) -> None:
+        """Tell the observers that a request has ended."""
+        ...
+
+    def copy_death(self) -> EngineDead:
+        """The error of a dead engine, made anew for each who hears it."""
+        ...
+
+    async def run(self) -> None:
+        """Serve until cancelled, or until the engine breaks; every sequence has heard its end then."""
+        ...
+
+
+class Surroundings(NamedTuple):
+    """What a backend is given of the caller's side.
+
+    Attributes:
+        worker: for imports and files.
+        dump_worker: for what takes long and must hold up nobody else.
+        on_room: to be called when a waiting sequence has begun to run or has ended.
+        num_outside: how many sequences wait to be added, for the record.
+    """
+
+    worker: TextWorker
+    dump_worker: TextWorker
+    on_room: Callable[[], None]
+    num_outside: Callable[[], int]
+
+
+class Backend(Protocol):
+    """Where an engine core comes from. To be used by one task, on one loop."""
+
+    @property
+    def core(self) -> Core:
+        """The core, once `open` has returned."""
+        ...
+
+    async def find_model(self) -> ModelFolder:
+        """Find the model's small files: what the caller's side needs for its tokenizer. Called first, once.
+
+        Raises:
+            ModelLoadError, ConfigError, EngineDead: there is none.
+        """
+        ...
+
+    async def open(self, on_progress: OnProgress | None = None) -> None:
+        """Load the model, or reach whoever has; then there is a ``core``, which ``core.run`` serves.
+
+        Args:
+            on_progress: called on the loop while weights are loaded.
+        Raises:
+            ModelLoadError, ConfigError, EngineDead: it cannot be.
+        """
+        ...
+
+    async def apply_model(self, function: Callable[[Any], T]) -> list[T]:
+        """As `Engine.apply_model`."""
+        ...
+
+    async def aclose(self) -> None:
+        """Close whatever was opened, in whatever state it is. Idempotent."""
+        ...
+
+    def abandon(self) -> None:
+        """The loop is gone, and nothing can be awaited: end what would outlive it. From any thread, at any moment."""
+        ...

@@ -1,0 +1,67 @@
+"""Is an engine alive, stalled or dead: what its beats say, judged in one place, in this process and from afar."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+HealthStatus = Literal["ALIVE", "STALLED", "DEAD"]
+
+
+class Beat(msgspec.Struct, frozen=True, array_like=True):
+    """How far an engine core has come.
+
+    Attributes:
+        step: steps applied so far.
+        step_age_s: how long the device has been at its present step; 0 if it has none.
+        running, waiting: sequences of all who use the engine.
+        is_sleeping: whether `Engine.sleep` has taken something that is not back yet.
+        num_refused: frames of the wire that were refused as malformed or foreign; 0 in process.
+    """
+
+    step: int = 0
+    step_age_s: float = 0.0
+    running: int = 0
+    waiting: int = 0
+    is_sleeping: bool = False
+    num_refused: int = 0
+
+
+class Health(msgspec.Struct, frozen=True, kw_only=True):
+    """What `Engine.health` says.
+
+    Attributes:
+        status: "ALIVE"; "STALLED": it is there and does not get on; "DEAD": it will not come back.
+        reason: why it is not alive, for a person; empty if it is.
+        step, step_age_s, running, waiting: as in the last beat; the age counted up to now.
+        beat_age_s: how old that beat is; 0 in process.
+    """
+
+    status: HealthStatus
+    reason: str = ""
+    step: int = 0
+    step_age_s: float = 0.0
+    running: int = 0
+    waiting: int = 0
+    beat_age_s: float = 0.0
+
+
+def judge(beat: Beat, *, stall_after_s: float, beat_age_s: float = 0.0) -> Health:
+    """ALIVE, or STALLED where the device has been at one step for longer than ``stall_after_s``."""
+    age_s = beat.step_age_s + beat_age_s if beat.step_age_s else 0.0
+    is_stalled = beat.step_age_s > stall_after_s
+    return Health(
+        status="STALLED" if is_stalled else "ALIVE",
+        reason=f"the device has been at one step for {age_s:.1f} s, and the loop goes on" if is_stalled else "",
+        step=beat.step,
+        step_age_s=age_s,
+        running=beat.running,
+        waiting=beat.waiting,
+        beat_age_s=beat_age_s,
+    )
+
+
+def dead(reason: str, beat: Beat) -> Health:
+    """It will not come back."""
+    return Health(status="DEAD", reason=reason, step=beat.step, running=beat.running, waiting=beat.waiting)

@@ -1,0 +1,120 @@
+"""The engine core in this process, on this loop: files, executor and core, opened and closed."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import time
+from asyncio import AbstractEventLoop, get_running_loop
+from asyncio import Future as AsyncioFuture
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from aioengine.config import EngineConfig
+from aioengine.core_api import Surroundings
+from aioengine.dump import write_dump
+from aioengine.engine_core import EngineCore
+from aioengine.errors import ConfigError
+from aioengine.executor.protocol import Executor, ExecutorInfo
+from aioengine.model_folder import ModelFolder
+from aioengine.progress import OnProgress
+from aioengine.text.worker import TextWorker, run_abandonable
+
+logger = logging.getLogger("aioengine")
+
+T = TypeVar("T")
+
+
+class InProcess:
+    """A `Backend` whose core lives here.
+
+    Args:
+        config: the engine's.
+        executor: used instead of a torch executor of its own, if given, and closed like that.
+    """
+
+    core: EngineCore
+
+    def __init__(self, config: EngineConfig, executor: Executor | None, around: Surroundings) -> None:
+        self._config = config
+        self._executor = executor
+        self._around = around
+
+    async def find_model(self) -> ModelFolder:
+        config = self._config
+        resolve = functools.partial(
+            ModelFolder.resolve, config.model, revision=config.revision, with_weights=config.load_format != "dummy"
+        )
+        self._files = await find(resolve, config, self._around.worker)
+        return self._files
+
+    async def open(self, on_progress: OnProgress | None = None) -> None:
+        if self._executor is None:
+            # Importing torch takes a second: not on the loop.
+            module = await self._around.worker.run(importlib.import_module, None, "aioengine.executor.torch_executor")
+            self._executor = await module.TorchExecutor.start(self._files, self._config, on_progress=on_progress)
+            assert self._executor is not None
+        _check_room(self._executor.info)
+        self.core = EngineCore(
+            self._executor,
+            self._config,
+            eos_token_ids=self._files.eos_token_ids,
+            on_room=self._around.on_room,
+            num_outside=self._around.num_outside,
+            write_dump=self._write_dump,
+            clock=clock_of(get_running_loop()),
+        )
+
+    async def apply_model(self, function: Callable[[Any], T]) -> list[T]:
+        assert self._executor is not None
+        return await self._executor.apply_model(function)
+
+    async def aclose(self) -> None:
+        if self._executor is not None:
+            await self._executor.aclose()
+
+    def abandon(self) -> None:
+        """The device thread sees for itself that its loop is gone."""
+
+    def _write_dump(self, text: str) -> None:
+        """Keep a report in ``dump_dir``, if there is one; the engine goes on meanwhile, and `aclose` waits for it."""
+        if self._config.dump_dir is not None:
+            write = functools.partial(write_dump, Path(self._config.dump_dir), text)
+            self._around.dump_worker.begin(write).add_done_callback(_tell_dump)
+
+
+async def find(resolve: Callable[[], ModelFolder], config: EngineConfig, worker: TextWorker) -> ModelFolder:
+    """Resolve a model's folder, in a thread."""
+    is_here = config.model is None or await worker.run(Path(config.model).exists, None)
+    # A download cannot be stopped; a cancelled start, or Ctrl-C, must not wait for gigabytes.
+    return await (worker.run(resolve, None) if is_here else run_abandonable(resolve))
+
+
+def clock_of(loop: AbstractEventLoop) -> Callable[[], float]:
+    """The clock by which executors on this loop tell the time: a virtual loop's own, else the real one.
+
+    Not ``loop.time``: uvloop's stands still during a turn, and counts whole milliseconds.
+    """
+    return loop.time if hasattr(loop, "outside_work") else time.monotonic
+
+
+def _tell_dump(written: AsyncioFuture[Path]) -> None:
+    if written.cancelled():
+        return
+    error = written.exception()
+    if error is not None:
+        logger.error("the report of the failed step could not be written: %s", error)
+    else:
+        logger.error("the report of the failed step is in %s", written.result())
+
+
+def _check_room(info: ExecutorInfo) -> None:
+    """Refuse a KV cache in which the longest sequence would wait for ever; its last token is never computed."""
+    num_tokens = info.num_blocks * info.block_size
+    if num_tokens < info.max_model_len - 1:
+        raise ConfigError(
+            f"the KV cache holds {num_tokens} tokens, and one sequence may have max_model_len={info.max_model_len}: "
+            "lower max_model_len, or give the cache more memory (kv_cache_memory_bytes, memory_utilization)"
+        )
