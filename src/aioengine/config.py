@@ -57,6 +57,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     stall_after_s: Annotated[
         float, Meta(gt=0.0, le=86400.0, description="seconds at one step after which the engine counts as stalled")
     ] = 30.0
+    heartbeat_interval_s: Annotated[
+        float, Meta(ge=0.01, le=3600.0, description="seconds between two beats of an engine in another process")
+    ] = 1.0
+    heartbeat_timeout_s: Annotated[
+        float, Meta(ge=0.02, le=86400.0, description="seconds without a beat after which it counts as stalled or dead")
+    ] = 10.0
+    log_requests: Annotated[bool, Meta(description="log each request's beginning and end, without its texts")] = False
+    log_prompts: Annotated[bool, Meta(description="with log_requests: the prompts, too")] = False
     log_stats_interval_s: Annotated[
         float, Meta(ge=0.0, le=86400.0, description="seconds between two log lines about the load; 0: none")
     ] = 10.0
@@ -65,6 +73,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         check_fields(self, lambda _, message: ConfigError(message))
+        if self.heartbeat_timeout_s < 2 * self.heartbeat_interval_s:
+            raise ConfigError(
+                f"heartbeat_timeout_s={self.heartbeat_timeout_s:g} is less than two beats, "
+                f"heartbeat_interval_s={self.heartbeat_interval_s:g} each: raise the first or lower the second"
+            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}: "

@@ -114,6 +114,9 @@ class EngineCore:
         self._step_began_at = math.nan
         """When the device got to the oldest step in flight."""
         self._controls = Controls(self)
+        self.is_publishing = False
+        self.on_published: Callable[[], None] = lambda: None
+        """Called when a step's tokens have all been handed out."""
         self.is_stopped = False
 
     # What callers do
@@ -385,10 +388,13 @@ class EngineCore:
 
     async def _publish(self) -> None:
         """Hand out the last step's tokens, yielding between slices."""
+        self.is_publishing = True
         is_more = self._publish_slice()
         while is_more:
             await asyncio.sleep(0)
             is_more = self._publish_slice()
+        self.is_publishing = False
+        self.on_published()
 
     def _publish_slice(self) -> bool:
         """Hand out what `PUBLISH_SLICE` and `PROMPT_SLICE` say; returns False if there was not as much."""

@@ -28,6 +28,16 @@ class ProcessOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         tuple[Annotated[str, Meta(min_length=1)], ...],
         Meta(description="modules that it imports first, such as those that register worker functions"),
     ] = ()
+    executor: (
+        Annotated[
+            str,
+            Meta(
+                pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$",
+                description="module:function that makes the device side there, from the EngineConfig; absent: torch's",
+            ),
+        ]
+        | None
+    ) = None
     start_timeout_s: Annotated[
         float, Meta(gt=0.0, le=86400.0, description="seconds until it must be ready, loading included")
     ] = 600.0

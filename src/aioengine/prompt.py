@@ -78,12 +78,19 @@ def take_prompt(prompt: Any, host: Host) -> Prompt:
 
 
 def check_params(params: SamplingParams, host: Host) -> None:
-    """Hold parameters against the engine's limits and the model's vocabulary.
+    """Hold parameters against the engine's limits, the model's vocabulary and its tokenizer.
 
     Raises:
         InvalidRequest: one does not fit; names it.
     """
-    config, vocab_size = host.config, host.info.vocab_size
+    check_limits(params, host.config, host.info.vocab_size, host.core.eos_token_ids)
+    for name in ("stop", "bad_words"):
+        if getattr(params, name) and host.tokenizer is None:
+            raise InvalidRequest(f"{name} needs a tokenizer, and this model has none", param=name)
+
+
+def check_limits(params: SamplingParams, config: EngineConfig, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+    """The part of `check_params` that needs no tokenizer."""
     if params.n > config.max_n:
         raise InvalidRequest(f"n={params.n} is more than this engine allows ({config.max_n}, max_n)", param="n")
     if params.num_sequences > config.max_waiting:
@@ -100,11 +107,8 @@ def check_params(params: SamplingParams, host: Host) -> None:
         worst = max(getattr(params, name) or (), default=0)
         if worst >= vocab_size:
             raise InvalidRequest(f"{name} holds {worst}; the model has 0 to {vocab_size - 1}", param=name)
-    for name in ("stop", "bad_words"):
-        if getattr(params, name) and host.tokenizer is None:
-            raise InvalidRequest(f"{name} needs a tokenizer, and this model has none", param=name)
     if params.allowed_token_ids and params.min_tokens:
-        ends = {*params.stop_token_ids, *(() if params.ignore_eos else host.core.eos_token_ids)}
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
         if ends.issuperset(params.allowed_token_ids):
             raise InvalidRequest(
                 f"allowed_token_ids holds only tokens that end the output, and min_tokens={params.min_tokens} forbids "

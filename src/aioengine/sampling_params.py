@@ -36,7 +36,7 @@ def _invalid(name: str, message: str) -> InvalidRequest:
     return InvalidRequest(message, param=name)
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """What one request asks of the sampler. The rules and names are vLLM's where the field has no others.
 
     A value out of range is an `InvalidRequest` that names the field, raised when the struct is made.

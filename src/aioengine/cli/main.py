@@ -12,6 +12,7 @@ import aioengine
 from aioengine.cli.bench import bench
 from aioengine.cli.chat import chat
 from aioengine.cli.generate import generate
+from aioengine.cli.keys import keys
 from aioengine.errors import AioEngineError, ConfigError, InvalidRequest
 
 EXIT_FAILURE = 1
@@ -28,6 +29,7 @@ def cli() -> None:
 cli.add_command(generate)
 cli.add_command(chat)
 cli.add_command(bench)
+cli.add_command(keys)
 
 
 def main() -> None:

@@ -1,0 +1,316 @@
+"""Where an engine may be reached: ``ipc://`` in a folder of one's own, ``tcp://`` on loopback, anything else with keys.
+
+Decided before a socket exists, because ZMQ itself asks nothing: it binds to every interface, removes the socket file of
+a server that still listens, and looks names up. `check_bind` and `check_connect` return an `Address` that ZMQ can be
+given as it is, or raise a `ConfigError` that says what to do. They touch the file system for microseconds: call them
+off the loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import os
+import re
+import socket
+import stat
+import tempfile
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Literal, Self
+
+import msgspec
+
+from aioengine.errors import ConfigError
+from aioengine.transport.keys import ClientKeys, ServerKeys
+
+MAX_SOCKET_PATH_BYTES = 107
+"""``sun_path`` of unix(7) without its terminator."""
+
+MAX_SUFFIX_BYTES = 16
+"""Kept free for the sockets that lie beside the first one: ``.7.out``."""
+
+MAX_PATH_BYTES = MAX_SOCKET_PATH_BYTES - MAX_SUFFIX_BYTES
+
+POSSIBLE = (
+    "possible are ipc:///absolute/path in a folder that only you can enter, tcp://127.0.0.1:PORT or tcp://[::1]:PORT, "
+    "and with keys (`aioengine keys`) tcp://HOST:PORT"
+)
+
+_EVERY_INTERFACE = ("*", "0.0.0.0", "::")
+_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?")
+_BESIDE = re.compile(r"\.[0-9]+\.[a-z]+")
+_FOLDER_PREFIX = "aioengine-"
+
+
+class Address(msgspec.Struct, frozen=True, kw_only=True):
+    """An address that was checked.
+
+    Attributes:
+        scheme: how it is reached.
+        path: of the socket, for ipc.
+        host: an IP address without brackets, ``*``, or a name, for tcp; ``localhost`` has become 127.0.0.1.
+        port: 0 leaves the choice to the system.
+        is_ipv6: the socket needs ``zmq.IPV6``. A name is looked up among IPv4 addresses only.
+    """
+
+    scheme: Literal["ipc", "tcp"]
+    path: str = ""
+    host: str = ""
+    port: int = 0
+    is_ipv6: bool = False
+
+    def __str__(self) -> str:
+        """As ZMQ takes it."""
+        if self.scheme == "ipc":
+            return f"ipc://{self.path}"
+        host = f"[{self.host}]" if self.is_ipv6 else self.host
+        return f"tcp://{host}:{self.port or '*'}"
+
+    def beside(self, suffix: str) -> Address:
+        """Another address under the same protection: ``PATH.7.out`` for ``.7.out``; the same host and any port."""
+        if self.scheme == "tcp":
+            return msgspec.structs.replace(self, port=0)
+        assert _BESIDE.fullmatch(suffix), suffix
+        assert len(suffix) <= MAX_SUFFIX_BYTES, suffix
+        return msgspec.structs.replace(self, path=self.path + suffix)
+
+
+def check_bind(address: str, keys: ServerKeys | None) -> Address:
+    """The address to bind to. For ipc its folder exists afterwards, and no socket that nobody listens on lies there.
+
+    Two servers that start on one path in the same instant are not told apart: the later one may get it.
+
+    Raises:
+        ConfigError: it cannot be had, is in use, or would be open to others than its owner and those with keys.
+    """
+    found = _parse(address, has_keys=keys is not None)
+    if found.scheme == "ipc":
+        try:
+            _make_way(found.path)
+        except OSError as error:
+            raise ConfigError(f"cannot serve at {found}: {error.strerror} ({error.filename}); choose another") from None
+    return found
+
+
+def check_connect(address: str, keys: ClientKeys | None) -> Address:
+    """The address to connect to; for ipc somebody listens there.
+
+    Raises:
+        ConfigError: nobody serves there, what lies there may be anybody's, or it is not reached without keys.
+    """
+    found = _parse(address, has_keys=keys is not None)
+    if found.scheme == "ipc":
+        _check_served(found)
+    elif found.host in _EVERY_INTERFACE:
+        raise ConfigError(f"{address!r}: {found.host} is every interface, to bind to; name the host to connect to")
+    elif found.port == 0:
+        raise ConfigError(f"{address!r}: a port is needed to connect to; the server says which it was given")
+    return found
+
+
+def _parse(address: str, *, has_keys: bool) -> Address:
+    scheme, separator, rest = address.partition("://")
+    if not separator or scheme not in ("ipc", "tcp"):
+        raise ConfigError(f"{address!r} is no address here: {POSSIBLE}")
+    return _parse_ipc(address, rest) if scheme == "ipc" else _parse_tcp(address, rest, has_keys=has_keys)
+
+
+def _parse_ipc(address: str, path: str) -> Address:
+    if path.startswith("@"):
+        raise ConfigError(f"{address!r}: anybody can connect to an abstract socket; use ipc:///absolute/path")
+    if not path.startswith("/") or path.endswith(("/", "/.", "/..")):
+        raise ConfigError(f"{address!r}: the absolute path of a socket is needed: ipc:///absolute/path")
+    if not path.isprintable():
+        raise ConfigError(f"{address!r}: a path of printable characters is needed")
+    num_bytes = len(path.encode())
+    if num_bytes > MAX_PATH_BYTES:
+        raise ConfigError(
+            f"{address!r}: the path has {num_bytes} bytes; {MAX_PATH_BYTES} are possible: choose a shorter folder"
+        )
+    return Address(scheme="ipc", path=path)
+
+
+def _parse_tcp(address: str, rest: str, *, has_keys: bool) -> Address:
+    host, colon, port_text = rest.rpartition(":")
+    is_bracketed = host.startswith("[") and host.endswith("]")
+    if not colon or not host or (":" in host and not is_bracketed):
+        raise ConfigError(f"{address!r}: tcp://HOST:PORT is needed, with an IPv6 address in brackets: tcp://[::1]:5555")
+    port = _parse_port(address, port_text)
+    host = host[1:-1] if is_bracketed else host
+    ip = _parse_ip(address, host, is_ipv6=is_bracketed)
+    if host == "localhost":  # never looked up: what a name means is up to others
+        ip = ipaddress.IPv4Address("127.0.0.1")
+    if ip is None and host != "*" and not _NAME.fullmatch(host):
+        raise ConfigError(f"{address!r}: {host!r} is neither an IP address nor a name")
+    if not has_keys and (ip is None or not _is_loopback(ip)):
+        raise ConfigError(
+            f"{address!r} can be reached from other machines, and needs keys: make them with `aioengine keys FOLDER`; "
+            "without keys use ipc:// or tcp://127.0.0.1:PORT"
+        )
+    return Address(scheme="tcp", host=host if ip is None else str(ip), port=port, is_ipv6=is_bracketed)
+
+
+def _parse_port(address: str, text: str) -> int:
+    if text == "*":
+        return 0
+    if not (text.isascii() and text.isdecimal() and len(text) <= 5 and int(text) < 2**16):
+        raise ConfigError(f"{address!r}: a port from 1 to 65535 is needed, or * to bind to any")
+    return int(text)
+
+
+def _parse_ip(address: str, host: str, *, is_ipv6: bool) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """None for what may be a name. ``127.1`` is one here: what the system would make of it is not decided by us."""
+    if not is_ipv6:
+        try:
+            return ipaddress.IPv4Address(host)
+        except ValueError:
+            return None
+    try:
+        return ipaddress.IPv6Address(host)
+    except ValueError:
+        raise ConfigError(f"{address!r}: {host!r} is no IPv6 address") from None
+
+
+def _is_loopback(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    # ZMQ itself names 127.0.0.1 so, on a socket that takes both kinds.
+    mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
+    return ip.is_loopback if mapped is None else mapped.is_loopback
+
+
+def _make_way(path: str) -> None:
+    """Make the folder where it is missing, and remove what a server that was killed has left in it."""
+    folder, name = os.path.split(path)
+    _make_folder(folder)
+    _check_folder_to_bind(folder, name)
+    if os.path.lexists(path):
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise ConfigError(f"{path!r} exists and is not a socket; it is not overwritten: choose another path")
+        # ZMQ would remove it without asking, also where a server still listens.
+        if not _is_stale(path):
+            raise ConfigError(f"ipc://{path} is in use: another process serves there; end it or choose another path")
+        _unlink(path)
+    for entry in os.listdir(folder):
+        if entry.startswith(name) and _BESIDE.fullmatch(entry[len(name) :]) and _is_stale(f"{folder}/{entry}"):
+            _unlink(f"{folder}/{entry}")
+
+
+def _make_folder(folder: str) -> None:
+    """Make a folder and what is missing above it, for its owner only."""
+    missing = []
+    while not os.path.lexists(folder):
+        missing.append(folder)
+        folder = os.path.dirname(folder)
+    for each in reversed(missing):
+        with contextlib.suppress(FileExistsError):  # another process was quicker; what it made is checked like any
+            os.mkdir(each, 0o700)
+
+
+def _check_folder_to_bind(folder: str, name: str) -> None:
+    """Whoever can enter the folder can connect, whatever the socket's own mode: not every system heeds that."""
+    status = os.lstat(folder)
+    mode = stat.S_IMODE(status.st_mode)
+    own = f"{folder.rstrip('/')}/aioengine"
+    remedy = f"make one that only you can enter, mkdir -m 700 {own}, and serve at ipc://{own}/{name}"
+    if not stat.S_ISDIR(status.st_mode):
+        raise ConfigError(f"{folder!r} is not a folder; choose another path")
+    if status.st_uid != os.geteuid():
+        raise ConfigError(f"the folder {folder!r} is another user's; {remedy}")
+    if mode & 0o077:
+        raise ConfigError(f"others can enter the folder {folder!r} (mode {mode:o}); {remedy}")
+
+
+def _check_served(address: Address) -> None:
+    path = address.path
+    try:
+        folder_status, status = os.stat(os.path.dirname(path)), os.lstat(path)
+    except OSError as error:
+        raise ConfigError(f"nobody serves at {address}: {error.strerror}") from None
+    if not stat.S_ISSOCK(status.st_mode):
+        raise ConfigError(f"nobody serves at {address}: it is not a socket")
+    # Where others may write, what answers may be theirs. Root may use anybody's engine.
+    if folder_status.st_mode & 0o022 or os.geteuid() not in (0, folder_status.st_uid):
+        raise ConfigError(f"{address}: its folder is not yours alone to write to, so that anybody may serve there")
+    if _is_stale(path):
+        raise ConfigError(f"nobody serves at {address} any more: the socket is what is left of a server that died")
+
+
+def _is_stale(path: str) -> bool:
+    """Whether nobody listens on a socket: what a process that was killed leaves, or nothing any more."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)  # with a full backlog it would wait; then somebody listens
+        outcome = probe.connect_ex(path)
+    try:
+        # A file that is no socket refuses, too.
+        return outcome == errno.ECONNREFUSED and stat.S_ISSOCK(os.lstat(path).st_mode)
+    except FileNotFoundError:
+        return True
+
+
+def _unlink(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+class PrivateFolder:
+    """A fresh folder that only its owner can enter, for sockets that nobody else is meant to know of.
+
+    Made below ``XDG_RUNTIME_DIR`` where that is of use, else in the folder for temporary files.
+
+    Raises:
+        ConfigError: no folder is short enough, or none can be written to.
+    """
+
+    def __init__(self) -> None:
+        self.path = _fresh_folder()
+
+    def address(self, name: str) -> Address:
+        """A new address in this folder."""
+        return _parse_ipc(f"ipc://{self.path}/{name}", f"{self.path}/{name}")
+
+    def remove(self) -> None:
+        """Remove the sockets in it, and the folder unless somebody put anything else there. Idempotent."""
+        for entry in os.listdir(self.path) if os.path.isdir(self.path) else ():
+            with contextlib.suppress(FileNotFoundError):  # its socket was closed meanwhile
+                if stat.S_ISSOCK(os.lstat(f"{self.path}/{entry}").st_mode):
+                    os.unlink(f"{self.path}/{entry}")
+        with contextlib.suppress(OSError):
+            os.rmdir(self.path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.remove()
+
+
+@contextlib.contextmanager
+def private_ipc_address(name: str) -> Iterator[Address]:
+    """An address in a `PrivateFolder` of its own, which is removed at the end."""
+    with PrivateFolder() as folder:
+        yield folder.address(name)
+
+
+def _fresh_folder() -> str:
+    for parent in _parents():
+        # What mkdtemp appends, and a name of 16 bytes.
+        is_short = len(os.fsencode(parent)) + len(_FOLDER_PREFIX) + 10 + 16 <= MAX_PATH_BYTES
+        if is_short and os.path.isabs(parent):
+            with contextlib.suppress(OSError):  # not ours to write to: the next one
+                return tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=parent)
+    raise ConfigError("no folder for sockets can be made: set TMPDIR to a short one that you can write to")
+
+
+def _parents() -> Iterator[str]:
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    with contextlib.suppress(OSError):
+        status = os.stat(runtime)
+        # After `sudo` or `su` it may be somebody else's.
+        if status.st_uid == os.geteuid() and not status.st_mode & 0o077:
+            yield runtime
+    with contextlib.suppress(OSError):
+        yield tempfile.gettempdir()
+    yield "/tmp"

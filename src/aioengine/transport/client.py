@@ -1,0 +1,527 @@
+"""`RemoteCore`: an engine core in another process, as the caller's side sees it.
+
+Its sequences are mirrors: the front end's own objects, filled from what the engine sends, with the same listeners as in
+process. Ends that the caller asks for are final here at once; the engine hears of them behind. What the engine sends of
+sequences that have ended here is ignored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+import anyio
+import msgspec
+
+from aioengine.config import EngineConfig
+from aioengine.control import AnyControl, GetStats, Resume, Sleep, WakeUp
+from aioengine.core.scheduler import SchedulerStats
+from aioengine.core.sequence import FinishReason, Sequence, make_family
+from aioengine.engine_core import PUBLISH_SLICE
+from aioengine.errors import AioEngineError, EngineClosed, EngineDead, WireError
+from aioengine.executor.protocol import ExecutorInfo
+from aioengine.health import Health, dead, judge
+from aioengine.listener import UNLIMITED, Listener
+from aioengine.metrics import EngineMetrics, Observer, RequestMetrics, StatsLog
+from aioengine.request import Request
+from aioengine.transport.faults import Fault, to_error
+from aioengine.transport.line_columns import LineColumns
+from aioengine.transport.link import Link
+from aioengine.transport.session import record_of
+from aioengine.transport.wire import (
+    Acknowledge,
+    AddRequest,
+    Allow,
+    Arrays,
+    Attached,
+    Beating,
+    CallControl,
+    Ended,
+    Ending,
+    Finish,
+    FromEngine,
+    OutOfTurn,
+    Outputs,
+    Reader,
+    Returned,
+    pack_control,
+    pack_params,
+)
+from aioengine.waits import Waits
+
+logger = logging.getLogger("aioengine")
+
+MAX_CALLS = 32
+"""Control calls under way; further ones wait for their turn."""
+
+ACKNOWLEDGE_EVERY = 32
+"""Messages; one acknowledgement costs the engine as much as reading a request."""
+ACKNOWLEDGE_BYTES = 2**20
+
+DescribeCut = Callable[[], Awaitable[str]]
+
+
+class RemoteCore:
+    """A `Core` in another process.
+
+    Args:
+        link: attached; closed by its owner after `run` has ended.
+        attached: what the engine has said of itself.
+        config: the engine's.
+        clock: seconds, of this side.
+        on_room: called when a waiting sequence has begun to run or has ended.
+        is_far: whether missing beats mean that it is dead, since nothing else would tell.
+        describe_cut: says, soon, why the connection has ended.
+        logs_stats: whether this side logs the engine's load.
+    Attributes:
+        num_refused: messages of the engine's that were malformed or came twice.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        attached: Attached,
+        *,
+        config: EngineConfig,
+        clock: Callable[[], float],
+        on_room: Callable[[], None],
+        is_far: bool,
+        describe_cut: DescribeCut,
+        logs_stats: bool,
+    ) -> None:
+        self.config = config
+        self.eos_token_ids = attached.eos_token_ids
+        self.clock = clock
+        self.metrics = EngineMetrics()
+        self.observers: list[Observer] = [self.metrics]
+        self.death: EngineDead | None = None
+        self.is_stopped = False
+        self.num_refused = 0
+        self._info = attached.info
+        self._link = link
+        self._on_room = on_room
+        self._is_far = is_far
+        self._describe_cut = describe_cut
+        interval_s = (config.log_stats_interval_s if logs_stats else 0.0) or math.inf
+        self._stats_log = StatsLog(self.metrics, interval_s=interval_s, now_s=clock())
+        self._live: dict[int, Sequence] = {}
+        """By the numbers that the engine knows them by, which are their orders."""
+        self._unstarted: set[int] = set()
+        self._next_number = 0
+        self._waits = Waits()
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._next_call = 0
+        self._call_turns = anyio.Semaphore(MAX_CALLS, fast_acquire=True)
+        self._stats = attached.stats
+        self._beat = attached.first_beat
+        self._is_sleeping = attached.first_beat.is_sleeping
+        self._heard_at = clock()
+        self._reader: Reader[Any] = Reader(FromEngine)
+        self._num_unacknowledged = self._unacknowledged_bytes = 0
+        self._is_cut = False
+        self._over = asyncio.Event()
+
+    # What callers do
+
+    @property
+    def info(self) -> ExecutorInfo:
+        return self._info
+
+    @property
+    def num_unstarted(self) -> int:
+        return len(self._unstarted)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._live
+
+    @property
+    def is_sleeping(self) -> bool:
+        return self._is_sleeping
+
+    def make_sequence(self, request: Request) -> Sequence:
+        """As `EngineCore.make_sequence`; prefixes are hashed by the engine.
+
+        Raises:
+            InvalidRequest: it holds functions.
+        """
+        pack_params(request.params)
+        return make_family(request, request.params.num_sequences, eos_token_ids=self.eos_token_ids, block_hashes=None)
+
+    def check_accepting(self) -> None:
+        if self.death is not None:
+            raise self.copy_death()
+        if self.is_stopped:
+            raise EngineClosed("the engine is closed")
+
+    def add(self, sequence: Sequence, listeners: Iterable[Listener], *, arrived_at: float | None = None) -> None:
+        self.check_accepting()
+        sequence.arrived_at = self.clock() if arrived_at is None else arrived_at
+        number = self._next_number
+        family = (sequence, *sequence.children)
+        for member, listener in zip(family, listeners, strict=True):
+            member.order = self._next_number
+            member.listener = listener
+            self._live[member.order] = member
+            self._unstarted.add(member.order)
+            self._next_number += 1
+        request = sequence.request
+        self._link.send(
+            AddRequest(
+                number=number,
+                params=pack_params(request.params),
+                seed=request.seed,
+                max_total_tokens=request.max_total_tokens,
+                request_id=request.request_id,
+                bad_words=request.bad_words,
+                priority=request.priority,
+                cache_salt=request.cache_salt,
+                num_allowed=_allowed(sequence.listener),
+            ),
+            (request.prompt_token_ids,),
+        )
+
+    def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        if self.is_stopped or sequence.order not in self._live:
+            return
+        family = [member for member in (sequence, *sequence.children) if member.order in self._live]
+        self._link.send(Finish([member.order for member in family], reason, stop_reason))
+        for member in family:
+            member.finish_reason, member.stop_reason = reason, stop_reason
+            self._release(member).on_end()
+        self._look()
+
+    def block(self, sequence: Sequence) -> None:
+        """The engine counts by itself what it was allowed."""
+
+    def unblock(self, sequence: Sequence) -> None:
+        if sequence.order in self._live and not self.is_stopped:
+            self._link.send(Allow(sequence.order, _allowed(sequence.listener)))
+
+    async def call(self, control: AnyControl) -> Any:
+        """Have the engine perform a control call; it is on its way before the first wait.
+
+        Cancelling stops the wait: the engine does it all the same.
+
+        Raises:
+            InvalidRequest: it cannot be sent, or cannot be done now.
+            EngineDead, EngineClosed: the engine, or this connection, came to an end.
+            Exception: what went wrong there.
+        """
+        self.check_accepting()
+        raw, frames = pack_control(control)
+        async with self._call_turns:
+            self.check_accepting()
+            returned = self._loop_future()
+            call_id = self._send_call(raw, frames, returned)
+            try:
+                result = await returned
+            finally:
+                self._calls.pop(call_id, None)
+        if isinstance(control, Sleep | WakeUp):
+            self._is_sleeping = isinstance(control, Sleep)
+        return msgspec.convert(result, SchedulerStats) if isinstance(control, GetStats) else result
+
+    def resume(self) -> None:
+        if not self.is_stopped:
+            self._send_call(*pack_control(Resume()), None)
+
+    def when(self, is_so: Callable[[], bool]) -> asyncio.Future[None]:
+        future = self._waits.add(is_so)
+        if self.is_stopped:
+            self._waits.end_all()
+        asyncio.get_running_loop().call_soon(self._waits.look)
+        return future
+
+    def nudge(self) -> None:
+        if self._waits:
+            asyncio.get_running_loop().call_soon(self._waits.look)
+
+    def last_token_at(self, sequence: Sequence) -> float:
+        return sequence.last_token_at
+
+    def stats(self) -> SchedulerStats:
+        return self._stats
+
+    def health(self) -> Health:
+        if self.death is not None:
+            return dead(str(self.death), self._beat)
+        if self.is_stopped:
+            return dead("it was closed", self._beat)
+        silent_s = self.clock() - self._heard_at
+        health = judge(self._beat, stall_after_s=self.config.stall_after_s, beat_age_s=silent_s)
+        if silent_s <= self.config.heartbeat_timeout_s:
+            return health
+        reason = f"its process is there, and has not beaten for {silent_s:.1f} s: it is stopped, or its loop is held"
+        return msgspec.structs.replace(health, status="STALLED", reason=reason)
+
+    def note_request(self, metrics: RequestMetrics, finish_reasons: tuple[str, ...]) -> None:
+        for observer in self.observers:
+            try:
+                observer.on_request(metrics, finish_reasons)
+            except Exception:
+                logger.exception("an observer failed")
+
+    def copy_death(self) -> EngineDead:
+        assert self.death is not None
+        copy = EngineDead(str(self.death), dump=self.death.dump)
+        copy.__cause__ = self.death.__cause__
+        return copy
+
+    def die(self, death: EngineDead) -> None:
+        """The engine, or the way to it, is gone: everyone hears it, now and once."""
+        if not self.is_stopped:
+            self.death = death
+            logger.error("%s", death)
+            self._end_all(self.copy_death)
+            self._over.set()
+
+    # The loop
+
+    async def run(self) -> None:
+        """Take in what the engine sends, until cancelled or until it is gone."""
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._receive)
+                tasks.start_soon(self._watch_beats)
+                for monitor in self._link.monitors:
+                    tasks.start_soon(self._watch_connection, monitor)
+                await self._over.wait()
+                tasks.cancel_scope.cancel()
+        except asyncio.CancelledError:
+            self._end_all(_closed)
+            raise
+        except Exception as error:
+            logger.exception("a bug in the connection to the engine")
+            death = EngineDead(f"the connection to the engine broke: {type(error).__name__}: {error}")
+            death.__cause__ = error
+            self.die(death)
+
+    async def _receive(self) -> None:
+        outputs = self._link.outputs
+        while True:
+            messages = await outputs.receive()
+            for frames in messages:
+                await self._take(frames)
+            self._look()
+            if self._is_cut and not messages:
+                reason = await self._describe_cut()
+                self.die(EngineDead(f"the engine is gone: {reason}"))
+
+    async def _watch_connection(self, monitor: Any) -> None:
+        while not monitor.is_gone:
+            await monitor.look()
+        self._is_cut = True
+        self._link.outputs.wake()  # what came before the end is read first
+
+    async def _watch_beats(self) -> None:
+        timeout_s = self.config.heartbeat_timeout_s
+        while self._is_far:
+            silent_s = self.clock() - self._heard_at
+            if silent_s > timeout_s:
+                self.die(EngineDead(f"the engine has not been heard of for {silent_s:.1f} s"))
+                return
+            await anyio.sleep(timeout_s - silent_s + 0.01)
+
+    async def _take(self, frames: list[bytes]) -> None:
+        """Act on a message, or refuse it; a gap is the end, since what was lost cannot be had again."""
+        try:
+            body, arrays = self._reader.read(frames)
+        except OutOfTurn as error:
+            self.num_refused += 1
+            if error.is_gap:
+                self.die(EngineDead(f"messages of the engine were lost: {error}"))
+            return
+        except WireError as error:
+            self.num_refused += 1
+            logger.warning("refused a message of the engine's: %s", error)
+            return
+        self._heard_at = self.clock()
+        self._acknowledge(frames)
+        if isinstance(body, Outputs):
+            await self._on_outputs(body, arrays)
+        elif isinstance(body, Returned):
+            self._on_returned(body)
+        elif isinstance(body, Beating):
+            self._beat = body.beat
+            self._is_sleeping = body.beat.is_sleeping
+            self._stats = msgspec.structs.replace(
+                self._stats, running=body.beat.running, waiting=body.beat.waiting, blocked=0
+            )
+        elif isinstance(body, Ending):
+            self.die(_death_of(body.fault))
+
+    def _acknowledge(self, frames: list[bytes]) -> None:
+        self._num_unacknowledged += 1
+        self._unacknowledged_bytes += sum(map(len, frames))
+        if self._num_unacknowledged >= ACKNOWLEDGE_EVERY or self._unacknowledged_bytes >= ACKNOWLEDGE_BYTES:
+            self._num_unacknowledged = self._unacknowledged_bytes = 0
+            self._link.send(Acknowledge(self._reader.due - 1))
+
+    def _on_returned(self, body: Returned) -> None:
+        returned = self._calls.pop(body.call_id, None)
+        if returned is None or returned.done():
+            return
+        if body.fault is None:
+            returned.set_result(body.result)
+        else:
+            error = to_error(body.fault)
+            returned.set_exception(_death_of(body.fault) if isinstance(error, EngineClosed) else error)
+
+    # What sequences bring
+
+    async def _on_outputs(self, body: Outputs, arrays: Arrays) -> None:
+        now = self.clock()
+        numbers, token_ids = arrays[0].tolist(), arrays[1].tolist()
+        for started in body.started:
+            self._on_started(started.number, started.num_cached_tokens, now)
+        for first in body.first:
+            sequence = self._live.get(first.number)
+            if sequence is not None:
+                sequence.children = ()  # its family is on its own from now on
+                sequence.first_token_at = now
+                sequence.admitted_at = now - first.prefill_time_s
+        lines = LineColumns(arrays[3], arrays[4:]) if body.has_lines else None
+        last_of = {ended.number: ended for ended in body.ended}
+        for begin in range(0, len(numbers), PUBLISH_SLICE):
+            if begin:
+                await asyncio.sleep(0)
+            self._on_tokens(numbers, token_ids, begin, lines, last_of, now)
+        if lines is not None:
+            for piece in body.prompts:
+                sequence = self._live.get(piece.number)
+                of_prompt = lines.take(piece.count)
+                if sequence is not None:
+                    sequence.listener.on_prompt_logprobs(piece.position, of_prompt)
+        self._on_ends(body)
+        if body.record is not None:
+            self._on_record(body, arrays[2])
+
+    def _on_started(self, number: int, num_cached_tokens: int, now: float) -> None:
+        sequence = self._live.get(number)
+        if sequence is not None:
+            sequence.num_cached_tokens = num_cached_tokens
+            sequence.admitted_at = now
+            sequence.has_run = True
+            sequence.listener.on_started()
+        if number in self._unstarted:
+            self._unstarted.discard(number)
+            self._on_room()
+
+    def _on_tokens(
+        self,
+        numbers: list[int],
+        token_ids: list[int],
+        begin: int,
+        lines: LineColumns | None,
+        last_of: dict[int, Ended],
+        now: float,
+    ) -> None:
+        """Hand out a slice of tokens. An end by a token must be known when that token is handed out."""
+        live = self._live
+        end = min(begin + PUBLISH_SLICE, len(numbers))
+        for index in range(begin, end):
+            number = numbers[index]
+            sequence = live.get(number)
+            line = lines.at(index) if lines is not None else None
+            if sequence is None:
+                continue
+            sequence.output_ids.append(token_ids[index])
+            sequence.last_token_at = now
+            if last_of and number in last_of and number not in numbers[index + 1 :]:
+                ended = last_of[number]
+                sequence.finish_reason, sequence.stop_reason = ended.finish_reason, ended.stop_reason
+            sequence.listener.on_token(token_ids[index], line)
+
+    def _on_ends(self, body: Outputs) -> None:
+        for ended in body.ended:
+            sequence = self._live.get(ended.number)
+            if sequence is not None:
+                sequence.finish_reason, sequence.stop_reason = ended.finish_reason, ended.stop_reason
+                sequence.num_preemptions = ended.num_preemptions
+                self._release(sequence).on_end()
+        for failed in body.failed:
+            sequence = self._live.get(failed.number)
+            if sequence is not None:
+                error = to_error(failed.fault)
+                is_end = isinstance(error, EngineClosed) or not isinstance(error, AioEngineError)
+                self._release(sequence).on_error(_death_of(failed.fault) if is_end else error)  # type: ignore[arg-type]
+
+    def _on_record(self, body: Outputs, gaps_s: Any) -> None:
+        assert body.record is not None
+        record = record_of(body.record, gaps_s)
+        self._stats = msgspec.structs.replace(
+            self._stats,
+            running=record.running,
+            waiting=record.waiting,
+            blocked=0,
+            free_blocks=record.free_blocks,
+            num_blocks=record.num_blocks,
+        )
+        for observer in self.observers:
+            try:
+                observer.on_step(record)
+            except Exception:
+                logger.exception("an observer failed")
+        line = self._stats_log.poll(self.clock())
+        if line is not None:
+            logger.info("%s", line)
+
+    # Odds and ends
+
+    def _send_call(self, raw: Any, frames: Any, returned: asyncio.Future[Any] | None) -> int:
+        call_id = self._next_call
+        self._next_call += 1
+        if returned is not None:
+            self._calls[call_id] = returned
+        self._link.send(CallControl(call_id, raw, bool(frames)), frames)
+        return call_id
+
+    def _loop_future(self) -> asyncio.Future[Any]:
+        return asyncio.get_running_loop().create_future()
+
+    def _release(self, sequence: Sequence) -> Listener:
+        """Its listener, which hears its end now and nothing more."""
+        del self._live[sequence.order]
+        listener: Listener = sequence.listener
+        sequence.listener = None
+        if sequence.order in self._unstarted:
+            self._unstarted.discard(sequence.order)
+            self._on_room()
+        return listener
+
+    def _look(self) -> None:
+        if self._waits:
+            self._waits.look()
+
+    def _end_all(self, error: Callable[[], AioEngineError]) -> None:
+        self.is_stopped = True
+        for sequence in list(self._live.values()):
+            try:
+                self._release(sequence).on_error(error())
+            except Exception:
+                logger.exception("while ending what was running")
+        for returned in self._calls.values():
+            if not returned.done():
+                returned.set_exception(error())
+        self._calls.clear()
+        self._waits.end_all()
+
+
+def _allowed(listener: Listener) -> int:
+    return -1 if listener.num_allowed == UNLIMITED else listener.num_allowed
+
+
+def _death_of(fault: Fault) -> EngineDead:
+    """What an engine's end is for those on this side: they have not closed it."""
+    error = to_error(fault)
+    if isinstance(error, EngineDead):
+        return error
+    return EngineDead(f"the engine has ended: {error}")
+
+
+def _closed() -> EngineClosed:
+    return EngineClosed("the engine was closed before this request had ended")

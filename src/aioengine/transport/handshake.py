@@ -1,0 +1,386 @@
+"""Starting engines that run in processes of their own: HELLO → INIT → READY, as two pure machines and their drivers.
+
+An engine says HELLO to whoever started it, is told in INIT where to serve and how it is configured, loads its model,
+and says READY with what it offers, or what went wrong. It may shake hands with two: the one beside it, which started
+it, and one that several engines share, on this machine or another, and that waits for a number of each.
+"""
+
+from __future__ import annotations
+
+import enum
+import hmac
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import msgspec
+
+from aioengine.config import EngineConfig
+from aioengine.errors import AioEngineError, ConfigError, EngineDead, ModelLoadError, WireError
+from aioengine.executor.protocol import ExecutorInfo
+from aioengine.transport.faults import Fault, to_error
+from aioengine.transport.sockets import Channel
+from aioengine.transport.wire import PROTOCOL_VERSION, Message, Reader, Writer
+
+LAST_WORDS_S = 0.1
+"""For a message to arrive that was sent before its sender's end."""
+
+HELLO_TIMEOUT_S = 60.0
+"""For a process to start Python and say HELLO; it imports no torch before that."""
+
+
+class Addresses(msgspec.Struct, frozen=True, kw_only=True):
+    """Where an engine finds others, and is found; None: not told.
+
+    Attributes:
+        serve: where it serves.
+        coordinator: of its replicas.
+    """
+
+    serve: str | None = None
+    coordinator: str | None = None
+
+
+# From an engine
+
+
+class Hello(Message, frozen=True, tag=1):
+    version: int
+    index: int
+    token: str
+    """Proves that it was started by whom it speaks to; empty for a front end that anybody with its keys may join."""
+    pid: int
+    is_local: bool
+    """Whether it runs on the same machine."""
+
+
+class Loading(Message, frozen=True, tag=2):
+    """Bytes of the weights that are there, and all."""
+
+    done: int
+    total: int
+
+
+class Ready(Message, frozen=True, tag=3):
+    """It serves."""
+
+    address: str
+    info: ExecutorInfo
+    supported_tasks: tuple[str, ...]
+
+
+class Failing(Message, frozen=True, tag=4):
+    """It cannot start, and ends now."""
+
+    fault: Fault
+
+
+FromEngine = Hello | Loading | Ready | Failing
+
+
+# To an engine
+
+
+class Init(Message, frozen=True, tag=1):
+    version: int
+    index: int
+    num_engines: int
+    addresses: Addresses
+    config: EngineConfig | None = None
+    """None: it keeps its own."""
+    plugins: tuple[str, ...] = ()
+    executor: str | None = None
+    """``module:function`` of this machine that makes the device side; None: torch's."""
+
+
+class TurnedAway(Message, frozen=True, tag=2):
+    version: int
+    reason: str
+
+
+ToEngine = Init | TurnedAway
+
+
+# The side that waits for engines
+
+
+class EngineState(enum.Enum):
+    NEW = "new"
+    CONNECTED = "connected"
+    """It has said HELLO, and was told INIT."""
+    READY = "ready"
+    FAILED = "failed"
+
+
+class Event(enum.Enum):
+    HELLO = "HELLO"
+    LOADING = "progress"
+    READY = "READY"
+    FAILED = "failure"
+
+
+TRANSITIONS: dict[EngineState, dict[Event, EngineState]] = {
+    EngineState.NEW: {Event.HELLO: EngineState.CONNECTED, Event.FAILED: EngineState.FAILED},
+    EngineState.CONNECTED: {
+        Event.LOADING: EngineState.CONNECTED,
+        Event.READY: EngineState.READY,
+        Event.FAILED: EngineState.FAILED,
+    },
+    EngineState.READY: {Event.FAILED: EngineState.FAILED},
+    EngineState.FAILED: {},
+}
+
+
+class EngineRecord:
+    """An engine that is waited for.
+
+    Attributes:
+        index: its place among all.
+        is_local: whether it runs on this machine.
+        peer: its routing id, once it has said HELLO.
+        loaded: (bytes done, bytes in all).
+        ready: what it offers.
+    """
+
+    def __init__(self, index: int, *, is_local: bool) -> None:
+        self.index = index
+        self.is_local = is_local
+        self.state = EngineState.NEW
+        self.peer: bytes | None = None
+        self.pid = 0
+        self.reader: Reader[FromEngine] | None = None
+        self.loaded = (0, 0)
+        self.ready: Ready | None = None
+
+    def advance(self, event: Event) -> None:
+        """Change state.
+
+        Raises:
+            WireError: the event does not belong to this state.
+        """
+        state = TRANSITIONS[self.state].get(event)
+        if state is None:
+            raise WireError(f"a {event.value} from an engine that is {self.state.value}")
+        self.state = state
+
+    def __repr__(self) -> str:
+        where = "local" if self.is_local else "remote"
+        return f"<EngineRecord {self.index} {where} {self.state.value}>"
+
+
+class Welcome:
+    """Waits for a number of engines: a pure machine. Local ones have the first indices.
+
+    Args:
+        num_local, num_remote: how many of each.
+        make_init: what an engine of this index is told.
+        token: what local engines must show; remote ones prove themselves by their keys.
+        now, hello_timeout_s, start_timeout_s: each engine says HELLO by the first, and READY by the second.
+    Attributes:
+        engines: by index.
+        failure: why it is over, if it went wrong.
+        num_refused: messages that were malformed, foreign or out of turn.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_local: int,
+        num_remote: int = 0,
+        make_init: Callable[[int], Init],
+        token: str,
+        now: float,
+        hello_timeout_s: float = HELLO_TIMEOUT_S,
+        start_timeout_s: float,
+    ) -> None:
+        self.engines = [EngineRecord(index, is_local=index < num_local) for index in range(num_local + num_remote)]
+        self.failure: AioEngineError | None = None
+        self.num_refused = 0
+        self._make_init = make_init
+        self._token = token
+        self._hello_by = now + min(hello_timeout_s, start_timeout_s)
+        self._ready_by = now + start_timeout_s
+        self._start_timeout_s = start_timeout_s
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all are ready."""
+        return all(engine.state is EngineState.READY for engine in self.engines)
+
+    @property
+    def deadline(self) -> float:
+        """When to call `on_time` at the latest."""
+        is_anyone_new = any(engine.state is EngineState.NEW for engine in self.engines)
+        return self._hello_by if is_anyone_new else self._ready_by
+
+    def on_message(self, peer: bytes, frames: list[Any]) -> list[tuple[bytes, Message]]:
+        """Take a message; returns what is to be sent, and to whom. What does not belong here is refused and counted."""
+        try:
+            engine = next((engine for engine in self.engines if engine.peer == peer), None)
+            if engine is None:
+                return self._on_stranger(peer, frames)
+            assert engine.reader is not None
+            body, _ = engine.reader.read(frames)
+            self._on_engine(engine, body)
+        except WireError:
+            self.num_refused += 1
+        return []
+
+    def on_exit(self, index: int, description: str) -> None:
+        """The process of a local engine has ended."""
+        engine = self.engines[index]
+        if engine.state is not EngineState.FAILED:
+            engine.advance(Event.FAILED)
+            self._fail(EngineDead(description))
+
+    def on_time(self, now: float) -> None:
+        """Some time has passed."""
+        if now >= self.deadline and not self.is_done:
+            late = [engine for engine in self.engines if engine.state is not EngineState.READY]
+            silent = [engine for engine in late if engine.state is EngineState.NEW]
+            who = ", ".join(f"{e.index} ({'local' if e.is_local else 'remote'})" for e in silent or late)
+            what = "did not say HELLO" if silent else f"was not ready within {self._start_timeout_s:g} s"
+            self._fail(EngineDead(f"engine {who} {what}"))
+
+    def _on_stranger(self, peer: bytes, frames: list[Any]) -> list[tuple[bytes, Message]]:
+        reader: Reader[FromEngine] = Reader(FromEngine)
+        body, _ = reader.read(frames)
+        if not isinstance(body, Hello):
+            raise WireError(f"a {type(body).__name__} from nobody")
+        refusal = self._why_not(body)
+        if refusal is not None:
+            self.num_refused += 1
+            return [(peer, TurnedAway(PROTOCOL_VERSION, refusal))]
+        engine = self._place_for(body)
+        if engine is None:
+            self.num_refused += 1
+            where = "local" if body.is_local else "remote"
+            return [(peer, TurnedAway(PROTOCOL_VERSION, f"no {where} engine {body.index} is waited for"))]
+        engine.advance(Event.HELLO)
+        engine.peer, engine.reader, engine.pid = peer, reader, body.pid
+        return [(peer, self._make_init(engine.index))]
+
+    def _why_not(self, hello: Hello) -> str | None:
+        if hello.version != PROTOCOL_VERSION:
+            return f"version {PROTOCOL_VERSION} is spoken here, not {hello.version}"
+        if hello.is_local and not hmac.compare_digest(hello.token.encode(), self._token.encode()):
+            return "the token is another one"
+        return None
+
+    def _place_for(self, hello: Hello) -> EngineRecord | None:
+        """A local engine has its index; a remote one takes the next place, or the one it asks for."""
+        free = [e for e in self.engines if e.state is EngineState.NEW and e.is_local == hello.is_local]
+        if hello.index >= 0:
+            free = [engine for engine in free if engine.index == hello.index]
+        return free[0] if free else None
+
+    def _on_engine(self, engine: EngineRecord, body: FromEngine) -> None:
+        match body:
+            case Loading():
+                engine.advance(Event.LOADING)
+                engine.loaded = (body.done, body.total)
+            case Ready():
+                engine.advance(Event.READY)
+                engine.ready = body
+            case Failing():
+                engine.advance(Event.FAILED)
+                self._fail(to_error(body.fault))
+            case _:
+                raise WireError(f"a second {type(body).__name__}")
+
+    def _fail(self, error: Exception) -> None:
+        if self.failure is None:
+            is_ours = isinstance(error, ConfigError | ModelLoadError | EngineDead)
+            self.failure = error if is_ours else EngineDead(f"{type(error).__name__}: {error}")  # type: ignore[assignment]
+
+
+async def welcome(
+    channel: Channel,
+    machine: Welcome,
+    clock: Callable[[], float],
+    *,
+    exits: deque[tuple[int, str]],
+    on_change: Callable[[], None] = lambda: None,
+) -> None:
+    """Drive a `Welcome` over a ROUTER socket until all engines are ready.
+
+    Args:
+        exits: (index, description) of local engines that have ended; whoever appends to it wakes ``channel``.
+        on_change: called after each message.
+    Raises:
+        ConfigError, ModelLoadError, EngineDead: one of them cannot start, or did not in time.
+    """
+    writers: dict[bytes, Writer] = {}
+    while not machine.is_done and machine.failure is None:
+        # What an engine has said last may still be on its way when its end is known.
+        limit_s = LAST_WORDS_S if exits else max(machine.deadline - clock(), 0.0)
+        messages: list[list[bytes]] = []
+        with anyio.move_on_after(limit_s):
+            messages = await channel.receive()
+        for peer, *frames in messages:
+            for to, body in machine.on_message(bytes(peer), frames):
+                channel.send([to, *writers.setdefault(to, Writer()).write(body)])
+            on_change()
+        if exits and not messages and machine.failure is None:
+            machine.on_exit(*exits.popleft())
+        machine.on_time(clock())
+    if machine.failure is not None:
+        raise machine.failure
+
+
+# The engine's side
+
+
+class Joining:
+    """An engine's handshakes, with one or two: a pure machine.
+
+    What the first (the one beside it) says of address and config holds; the last one, which may be shared, says which
+    engine of how many it is.
+
+    Args:
+        num_handshakes: with how many.
+    """
+
+    def __init__(self, num_handshakes: int) -> None:
+        assert num_handshakes >= 1, "nobody to shake hands with"
+        self._inits: list[Init | None] = [None] * num_handshakes
+
+    def on_init(self, handshake: int, body: ToEngine) -> None:
+        """Take an answer to HELLO.
+
+        Raises:
+            EngineDead: it was turned away.
+            WireError: it came twice.
+        """
+        if isinstance(body, TurnedAway):
+            raise EngineDead(f"this engine was turned away: {body.reason}")
+        if body.version != PROTOCOL_VERSION:
+            raise EngineDead(f"version {PROTOCOL_VERSION} is spoken here, not {body.version}")
+        if self._inits[handshake] is not None:
+            raise WireError("a second INIT")
+        self._inits[handshake] = body
+
+    @property
+    def is_done(self) -> bool:
+        return all(init is not None for init in self._inits)
+
+    def merged(self) -> Init:
+        """What all said together."""
+        inits = [init for init in self._inits if init is not None]
+        assert len(inits) == len(self._inits), "somebody has not answered yet"
+        first, last = inits[0], inits[-1]
+        return Init(
+            version=PROTOCOL_VERSION,
+            index=last.index,
+            num_engines=last.num_engines,
+            addresses=Addresses(
+                serve=next((init.addresses.serve for init in inits if init.addresses.serve), None),
+                coordinator=next(
+                    (init.addresses.coordinator for init in reversed(inits) if init.addresses.coordinator), None
+                ),
+            ),
+            config=next((init.config for init in inits if init.config is not None), None),
+            plugins=first.plugins,
+            executor=first.executor,
+        )

@@ -1,0 +1,362 @@
+"""Who may connect: CURVE keys in files (RFC 26), and the decision that ZMQ asks for at each connection (ZAP, RFC 27).
+
+The keys of an engine are a folder, made by `aioengine keys`::
+
+    FOLDER/server.key                  public: every client's machine needs it
+    FOLDER/server.key_secret           the server's machine only
+    FOLDER/clients/NAME.key            public: whoever has one here may connect
+    FOLDER/clients/NAME.key_secret     that client's machine only
+
+`Gate` holds no socket: whoever owns the one at ``inproc://zeromq.zap.01`` gives it each request and sends its answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import re
+import secrets
+import stat
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import msgspec
+import zmq
+import zmq.auth
+from zmq.utils import z85
+
+from aioengine.errors import ConfigError
+
+ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+
+SERVER = "server"
+CLIENTS = "clients"
+PUBLIC = ".key"
+SECRET = ".key_secret"
+
+_KEY_CHARS = 40
+_KEY_BYTES = 32
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
+
+
+class KeyPair(msgspec.Struct, frozen=True, kw_only=True):
+    """A CURVE key pair, each 40 characters of Z85 (RFC 32). Its repr does not tell the secret."""
+
+    public: bytes
+    secret: bytes
+
+    def __repr__(self) -> str:
+        return f"KeyPair(public={self.public!r})"
+
+
+class ServerKeys(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server needs.
+
+    Attributes:
+        clients: the public keys of those who may connect, by name, each 32 bytes, as ZAP shows them.
+    """
+
+    pair: KeyPair
+    clients: dict[str, bytes]
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str]) -> Self:
+        """Read a folder of `make_keys`. The secret keys of clients are not needed.
+
+        Raises:
+            ConfigError: a file is missing or damaged, a secret can be read by others, or there is no client.
+        """
+        root = Path(folder)
+        pair = _read_pair(root / f"{SERVER}{SECRET}")
+        _check_not_writable(root)
+        clients = {path.stem: _read_public(path) for path in sorted((root / CLIENTS).glob(f"*{PUBLIC}"))}
+        if not clients:
+            raise ConfigError(
+                f"{root / CLIENTS} has no client's key, so that nobody could connect; make one with "
+                f"`aioengine keys {root} --client NAME`, or copy a client's NAME{PUBLIC} there"
+            )
+        _check_not_writable(root / CLIENTS)
+        return cls(pair=pair, clients={name: z85.decode(key) for name, key in clients.items()})
+
+    def apply_server(self, socket: zmq.Socket[bytes], domain: str) -> None:
+        """Make a socket that is not bound yet admit only whom the `Gate` of its context admits to ``domain``."""
+        assert domain, "without a domain ZMQ admits every key"
+        socket.curve_server = True
+        socket.curve_publickey = self.pair.public
+        socket.curve_secretkey = self.pair.secret
+        enforce(socket, domain)
+
+
+class ClientKeys(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client needs: the server's public key (40 characters) and its own pair."""
+
+    server: bytes
+    pair: KeyPair
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str], name: str | None = None) -> Self:
+        """Read ``server.key`` and one client's secret key; ``name`` may be left out where there is one.
+
+        Raises:
+            ConfigError: a file is missing or damaged, a secret can be read by others, or it is not clear which client.
+        """
+        root = Path(folder)
+        secret = root / CLIENTS / f"{_client_name(root, name)}{SECRET}"
+        server = _read_public(root / f"{SERVER}{PUBLIC}")
+        _check_not_writable(root)
+        return cls(server=server, pair=_read_pair(secret))
+
+    def apply_client(self, socket: zmq.Socket[bytes]) -> None:
+        """Make a socket that is not connected yet speak to this server only."""
+        socket.curve_serverkey = self.server
+        socket.curve_publickey = self.pair.public
+        socket.curve_secretkey = self.pair.secret
+
+
+def enforce(socket: zmq.Socket[bytes], domain: str) -> None:
+    """Have each connection to a socket decided by the `Gate`, and refused where none answers.
+
+    Without ``ZMQ_ZAP_ENFORCE_DOMAIN`` libzmq admits every CURVE key while nothing is bound at `ZAP_ENDPOINT`.
+    """
+    socket.zap_domain = domain.encode()
+    socket.setsockopt(zmq.SocketOption.ZAP_ENFORCE_DOMAIN, 1)
+
+
+def make_keys(folder: str | os.PathLike[str], clients: Sequence[str]) -> list[Path]:
+    """Make the server's pair unless it is there, and a pair for each client. → the files that were written.
+
+    Nothing is ever overwritten, and nothing is written where anything is in the way.
+
+    Raises:
+        ConfigError: a name cannot be one of a file, a client has a key already, or the folder cannot be written to.
+    """
+    root = Path(folder)
+    for name in clients:
+        if not _NAME.fullmatch(name):
+            raise ConfigError(f"a client's name has letters, digits, '.', '_' and '-'; {name!r} does not do")
+        for path in _existing(root / CLIENTS, name):
+            raise ConfigError(f"{path} exists and is never overwritten; choose another name, or delete both files")
+    servers = _existing(root, SERVER)
+    if len(servers) == 1:
+        raise ConfigError(
+            f"{root} has {servers[0].name} without the other half of the pair; this may be a client's copy: choose "
+            "another folder, or delete it"
+        )
+    try:
+        _make_private(root)
+        _make_private(root / CLIENTS)
+        written = [] if servers else _make_pair(root, SERVER)
+        return written + [path for name in dict.fromkeys(clients) for path in _make_pair(root / CLIENTS, name)]
+    except OSError as error:
+        raise ConfigError(f"cannot write keys to {root}: {error.strerror} ({error.filename})") from None
+
+
+def _existing(folder: Path, name: str) -> list[Path]:
+    return [path for path in (folder / f"{name}{SECRET}", folder / f"{name}{PUBLIC}") if os.path.lexists(path)]
+
+
+def _make_private(folder: Path) -> None:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    mode = stat.S_IMODE(folder.stat().st_mode)
+    if mode & 0o077:
+        raise ConfigError(f"others can enter {folder} (mode {mode:o}); close it first: chmod 700 {folder}")
+
+
+def _make_pair(folder: Path, name: str) -> list[Path]:
+    # Made in a folder of their own, since the library overwrites, and leaves the modes to the umask.
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as new:
+        zmq.auth.create_certificates(new, name)
+        return [
+            _write_new(folder / f"{name}{ending}", Path(new, f"{name}{ending}").read_bytes(), mode)
+            for ending, mode in ((SECRET, 0o600), (PUBLIC, 0o644))
+        ]
+
+
+def _write_new(path: Path, content: bytes, mode: int) -> Path:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        file.write(content)
+    return path
+
+
+def _client_name(root: Path, name: str | None) -> str:
+    names = [path.stem for path in sorted((root / CLIENTS).glob(f"*{SECRET}"))]
+    if name in names:
+        return name
+    if name is None and len(names) == 1:
+        return names[0]
+    there = ", ".join(names) or "none"
+    if name is None and names:
+        raise ConfigError(f"{root / CLIENTS} has keys for several clients; say which to use: {there}")
+    wanted = "a client" if name is None else repr(name)
+    raise ConfigError(
+        f"{root / CLIENTS} has no secret key for {wanted} (there: {there}); make one with `aioengine keys` where the "
+        f"server runs, and copy its NAME{SECRET} here"
+    )
+
+
+def _read_pair(path: Path) -> KeyPair:
+    public, secret = _read(path)
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & 0o077:
+        raise ConfigError(f"{path} is secret and can be read by others (mode {mode:o}); close it: chmod 600 {path}")
+    if secret is None or len(secret) != _KEY_CHARS or _public_of(secret) != public:
+        raise ConfigError(f"{path} is damaged: it has no pair of keys that belong together; make new ones")
+    return KeyPair(public=public, secret=secret)
+
+
+def _read_public(path: Path) -> bytes:
+    _check_not_writable(path)
+    return _read(path)[0]
+
+
+def _read(path: Path) -> tuple[bytes, bytes | None]:
+    try:
+        public, secret = zmq.auth.load_certificate(path)
+    except (OSError, ValueError, IndexError) as error:  # the last where a line has no "="
+        reason = _missing(path) if not path.exists() else getattr(error, "strerror", None) or "it is damaged"
+        raise ConfigError(f"{path} cannot be read: {reason}") from None
+    if not _is_key(public):
+        raise ConfigError(f"{path} is damaged: its public key is none; copy it again or make new ones")
+    return public, secret
+
+
+def _missing(path: Path) -> str:
+    if path.name == f"{SERVER}{PUBLIC}":
+        return "copy it from where the server runs"
+    return f"make keys with `aioengine keys {path.parent}`, or name the folder that has them"
+
+
+def _is_key(key: bytes) -> bool:
+    try:
+        return len(key) == _KEY_CHARS and len(z85.decode(key)) == _KEY_BYTES
+    except Exception:  # what it raises depends on the character: KeyError, struct.error, …
+        return False
+
+
+def _public_of(secret: bytes) -> bytes | None:
+    try:
+        return zmq.curve_public(secret)
+    except (ValueError, zmq.ZMQError):
+        return None
+
+
+def _check_not_writable(path: Path) -> None:
+    """Whoever can write there can admit himself, or stand in for the server."""
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+    except FileNotFoundError:
+        return  # the reader says more about it
+    if mode & 0o022:
+        raise ConfigError(f"others can write to {path} (mode {mode:o}); close it: chmod go-w {path}")
+
+
+class _Credential(NamedTuple):
+    """Something that opens a domain: a digest of what must be shown, and whether it does so more than once."""
+
+    digest: bytes
+    is_once: bool
+
+
+class Gate:
+    """Decides who may connect to the sockets of a context (ZAP, https://rfc.zeromq.org/spec/27/).
+
+    A credential is tied to a domain, the ``zap_domain`` of the socket that is connected to. Where nothing was allowed
+    nothing is admitted, and NULL never is. A credential for one connection is spent when ZMQ is told to admit it, also
+    if the client is gone by then.
+
+    Attributes:
+        num_admitted, num_refused: requests that were answered so; malformed ones are refused ones.
+    """
+
+    def __init__(self) -> None:
+        self.num_admitted = 0
+        self.num_refused = 0
+        self._credentials: dict[bytes, list[_Credential]] = {}
+        # Digests have one length, and say nothing of what they were made of: comparing them leaks neither.
+        self._salt = secrets.token_bytes(32)
+
+    def allow_once(self, domain: str, username: str, password: str) -> None:
+        """Admit one PLAIN connection, ever."""
+        self._allow(domain, b"PLAIN", (username.encode(), password.encode()), is_once=True)
+
+    def allow_key_once(self, domain: str, public_key: bytes) -> None:
+        """Admit one CURVE connection, ever, of the client with this public key (32 bytes)."""
+        self._allow(domain, b"CURVE", (public_key,), is_once=True)
+
+    def allow_keys(self, domain: str, public_keys: Iterable[bytes]) -> None:
+        """Admit any number of CURVE connections of clients with these public keys (32 bytes each)."""
+        for public_key in public_keys:
+            self._allow(domain, b"CURVE", (public_key,), is_once=False)
+
+    def forget(self, domain: str) -> None:
+        """Admit nobody to a domain any more; who is connected stays."""
+        self._credentials.pop(domain.encode(), None)
+
+    def decide(self, frames: Sequence[bytes]) -> list[bytes]:
+        """Answer a request, as a REP socket receives it, without its envelope. Every request has an answer.
+
+        A CURVE client's user id is its public key in Z85: ``Frame.get("User-Id")`` of what it sends, which it cannot
+        forge.
+        """
+        request_id = bytes(frames[1]) if len(frames) > 1 else b""
+        try:
+            version, _, domain, _, _, mechanism, *shown = (bytes(frame) for frame in frames)
+        except ValueError:
+            return self._refuse(request_id, b"500", b"malformed request")
+        if version != b"1.0":
+            return self._refuse(request_id, b"500", b"unknown version")
+        name_user = _MECHANISMS.get(mechanism)
+        if name_user is None:
+            return self._refuse(request_id, b"400", b"mechanism refused")
+        user_id = name_user(shown)
+        if user_id is None:
+            return self._refuse(request_id, b"500", b"malformed credentials")
+        if not self._admit(domain, self._digest(mechanism, shown)):
+            return self._refuse(request_id, b"400", b"credentials refused")
+        self.num_admitted += 1
+        return [b"1.0", request_id, b"200", b"OK", user_id, b""]
+
+    def _allow(self, domain: str, mechanism: bytes, shown: Sequence[bytes], *, is_once: bool) -> None:
+        assert domain, "a domain is needed"
+        assert _MECHANISMS[mechanism](shown) is not None, "no such credential can be shown"
+        credential = _Credential(self._digest(mechanism, shown), is_once)
+        self._credentials.setdefault(domain.encode(), []).append(credential)
+
+    def _admit(self, domain: bytes, digest: bytes) -> bool:
+        credentials = self._credentials.get(domain, [])
+        # All are compared, so that the time does not tell which one was right.
+        matches = [credential for credential in credentials if hmac.compare_digest(credential.digest, digest)]
+        if not matches:
+            return False
+        # One that stays leaves those for one connection unspent.
+        spent = min(matches, key=lambda credential: credential.is_once)
+        if spent.is_once:
+            credentials.remove(spent)
+            if not credentials:
+                del self._credentials[domain]
+        return True
+
+    def _digest(self, mechanism: bytes, shown: Sequence[bytes]) -> bytes:
+        digest = hashlib.blake2b(key=self._salt, digest_size=32)
+        for part in (mechanism, *shown):
+            digest.update(len(part).to_bytes(8, "little") + part)
+        return digest.digest()
+
+    def _refuse(self, request_id: bytes, status: bytes, reason: bytes) -> list[bytes]:
+        self.num_refused += 1
+        return [b"1.0", request_id, status, reason, b"", b""]
+
+
+def _plain_user(shown: Sequence[bytes]) -> bytes | None:
+    return shown[0] if len(shown) == 2 and all(len(part) <= 255 for part in shown) else None
+
+
+def _curve_user(shown: Sequence[bytes]) -> bytes | None:
+    return bytes(z85.encode(shown[0])) if len(shown) == 1 and len(shown[0]) == _KEY_BYTES else None
+
+
+_MECHANISMS: dict[bytes, Callable[[Sequence[bytes]], bytes | None]] = {b"PLAIN": _plain_user, b"CURVE": _curve_user}
+"""What each makes of the frames that were shown: who it is, or None where they are malformed."""

@@ -1,0 +1,242 @@
+"""Backends whose core is in another process: a child of this one, or one that serves already."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import secrets
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import anyio
+import msgspec
+import zmq
+
+from aioengine.config import EngineConfig
+from aioengine.core_api import Surroundings
+from aioengine.errors import EngineDead, InvalidRequest
+from aioengine.in_process import clock_of, find
+from aioengine.model_folder import ModelFolder
+from aioengine.process_options import ProcessOptions
+from aioengine.progress import OnProgress
+from aioengine.transport.addresses import PrivateFolder
+from aioengine.transport.child import TOKEN
+from aioengine.transport.client import RemoteCore
+from aioengine.transport.handshake import Addresses, Init, Welcome, welcome
+from aioengine.transport.keys import ClientKeys
+from aioengine.transport.link import Link
+from aioengine.transport.sockets import Channel
+from aioengine.transport.supervisor import Child, ChildSpec, Supervisor
+from aioengine.transport.wire import PROTOCOL_VERSION, Attached
+
+T = TypeVar("T")
+
+CHILD_MODULE = "aioengine.transport.child"
+
+ATTACH_TIMEOUT_S = 30.0
+
+EXIT_NEWS_S = 0.05
+"""The end of a connection and that of a process are told apart if the second is known so soon after the first."""
+
+
+class Connected:
+    """A `Backend` for an engine that serves at an address.
+
+    Args:
+        address, keys, timeout_s: as for `Engine.connect`.
+        model: where to find the tokenizer; None: where the engine says.
+        around: of the caller's side.
+    """
+
+    core: RemoteCore
+
+    def __init__(
+        self, address: str, around: Surroundings, *, model: str | None, keys: str | None, timeout_s: float
+    ) -> None:
+        self._address = address
+        self._around = around
+        self._model = model
+        self._keys_folder = keys
+        self._timeout_s = timeout_s
+        self._link = Link(around.worker)
+
+    async def find_model(self) -> ModelFolder:
+        folder = self._keys_folder
+        keys = None if folder is None else await self._around.worker.run(lambda: ClientKeys.load(folder), None)
+        self._attached = attached = await self._link.open(
+            self._address, keys, name="a connected front end", timeout_s=self._timeout_s
+        )
+        return await _find_tokenizer(attached, self._model, self._around)
+
+    async def open(self, on_progress: OnProgress | None = None) -> None:
+        self.core = RemoteCore(
+            self._link,
+            self._attached,
+            config=self._attached.config,
+            clock=clock_of(asyncio.get_running_loop()),
+            on_room=self._around.on_room,
+            is_far=self._address.startswith("tcp:"),
+            describe_cut=self._describe_cut,
+            logs_stats=False,
+        )
+
+    async def apply_model(self, function: Callable[[Any], T]) -> list[T]:
+        raise _no_functions()
+
+    async def aclose(self) -> None:
+        await self._link.aclose()
+
+    def abandon(self) -> None:
+        self._link.abandon()
+
+    async def _describe_cut(self) -> str:
+        return f"the connection to {self._address} was cut"
+
+
+class InChild:
+    """A `Backend` whose core is in a child process, which ends with this one.
+
+    Args:
+        config: the engine's.
+        options: the process's.
+        around: of the caller's side.
+    """
+
+    core: RemoteCore
+
+    def __init__(self, config: EngineConfig, options: ProcessOptions, around: Surroundings) -> None:
+        self._config = config
+        self._options = options
+        self._around = around
+        self._token = secrets.token_hex(16)
+        self._supervisor = Supervisor(terminate_s=options.stop_timeout_s)
+        self._folder = PrivateFolder()
+        self._link = Link(around.worker)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.linger = 0
+        self._exits: deque[tuple[int, str]] = deque()
+
+    async def find_model(self) -> ModelFolder:
+        await self._around.worker.run(self._folder.__enter__, None)
+        self._begin()
+        config = self._config
+        # The process looks for the weights itself; here the small files are enough.
+        resolve = functools.partial(ModelFolder.resolve, config.model, revision=config.revision, with_weights=False)
+        return await find(resolve, config, self._around.worker)
+
+    async def open(self, on_progress: OnProgress | None = None) -> None:
+        clock = clock_of(asyncio.get_running_loop())
+        machine = Welcome(
+            num_local=1,
+            make_init=self._make_init,
+            token=self._token,
+            now=clock(),
+            start_timeout_s=self._options.start_timeout_s,
+        )
+
+        def on_change() -> None:
+            done, total = machine.engines[0].loaded
+            if on_progress is not None and total:
+                on_progress(done, total)
+
+        await welcome(self._handshake, machine, clock, exits=self._exits, on_change=on_change)
+        ready = machine.engines[0].ready
+        assert ready is not None
+        attached = await self._link.open(ready.address, None, name="its parent", timeout_s=ATTACH_TIMEOUT_S)
+        self.core = RemoteCore(
+            self._link,
+            attached,
+            config=self._config,
+            clock=clock,
+            on_room=self._around.on_room,
+            is_far=False,
+            describe_cut=self._describe_cut,
+            logs_stats=True,
+        )
+        # The process may end without its connection noticing, as when something it has started holds that open.
+        self._child.add_exit_callback(lambda child: self.core.die(EngineDead(_tell_exit(child))))
+
+    async def apply_model(self, function: Callable[[Any], T]) -> list[T]:
+        raise _no_functions()
+
+    async def aclose(self) -> None:
+        self._supervisor.expect_exits()
+        try:
+            await self._link.aclose()
+        finally:
+            try:
+                await self._supervisor.aclose()
+            finally:
+                if hasattr(self, "_handshake"):
+                    self._handshake.close()
+                self._context.term()  # nothing is left to be sent
+                await self._around.worker.run(self._folder.__exit__, None, None, None, None)
+
+    def abandon(self) -> None:
+        self._supervisor.abandon()
+        if hasattr(self, "_handshake"):
+            self._handshake.close()
+        self._link.abandon()
+        self._folder.__exit__(None, None, None)
+
+    def _begin(self) -> None:
+        """Bind for the handshake and start the process."""
+        address = f"ipc://{self._folder.path}/start.sock"
+        socket = self._context.socket(zmq.ROUTER)
+        socket.bind(address)
+        self._handshake = Channel(socket)
+        spec = ChildSpec(
+            name="engine 0",
+            module=CHILD_MODULE,
+            args=("--handshake", address, "--index", "0"),
+            env={TOKEN: self._token},
+            visible_devices=self._options.visible_devices,
+        )
+        (self._child,) = self._supervisor.start([spec])
+        self._child.add_exit_callback(self._on_early_exit)
+
+    def _on_early_exit(self, child: Child) -> None:
+        self._exits.append((0, _tell_exit(child)))
+        self._handshake.wake()
+
+    def _make_init(self, index: int) -> Init:
+        return Init(
+            version=PROTOCOL_VERSION,
+            index=index,
+            num_engines=1,
+            addresses=Addresses(serve=f"ipc://{self._folder.path}/engine.sock"),
+            # This side logs the load: once is enough.
+            config=msgspec.structs.replace(self._config, log_stats_interval_s=0.0),
+            plugins=self._options.plugins,
+            executor=self._options.executor,
+        )
+
+    async def _describe_cut(self) -> str:
+        with anyio.move_on_after(EXIT_NEWS_S):
+            await self._child.wait()
+        if self._child.returncode is not None:
+            return _tell_exit(self._child)
+        return f"the connection to its process (pid {self._child.pid}) was cut, and that is still there"
+
+
+def _tell_exit(child: Child) -> str:
+    return child.describe_exit()
+
+
+async def _find_tokenizer(attached: Attached, model: str | None, around: Surroundings) -> ModelFolder:
+    """The small files of an engine's model, from where its machine has them if that is this one."""
+    path = Path(attached.model_path)
+    if model is None and await around.worker.run(path.exists, None):
+        return await around.worker.run(ModelFolder.read, None, path)
+    config = attached.config if model is None else EngineConfig(model=model)
+    resolve = functools.partial(ModelFolder.resolve, config.model, revision=config.revision, with_weights=False)
+    return await find(resolve, config, around.worker)
+
+
+def _no_functions() -> InvalidRequest:
+    return InvalidRequest(
+        "a function cannot travel to the engine's process: register it there (aioengine.worker_function, in a module "
+        "named in ProcessOptions.plugins), and call it by its name with collective_rpc"
+    )

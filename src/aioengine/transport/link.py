@@ -1,0 +1,174 @@
+"""A front end's connection to an engine server: requests go out by one socket, outputs come in by another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import zmq
+
+from aioengine.errors import EngineDead, WireError
+from aioengine.text.worker import TextWorker
+from aioengine.transport.addresses import Address, check_connect
+from aioengine.transport.keys import ClientKeys
+from aioengine.transport.sockets import Channel, Monitor
+from aioengine.transport.wire import (
+    MAX_FRAME_BYTES,
+    PROTOCOL_VERSION,
+    Attach,
+    Attached,
+    Detach,
+    FromEngine,
+    Message,
+    Reader,
+    Refused,
+    Writer,
+)
+
+LINGER_S = 0.2
+"""For a farewell to reach the engine, which would notice without it, too."""
+
+RETRY_S = 0.05
+"""Between two tries to reach a server that is not there yet."""
+
+
+class Link:
+    """The sockets of one session. Neither ever reconnects: what was lost in between could not be known.
+
+    Attributes:
+        outputs: a PULL socket; for one task to receive from.
+        monitors: of both.
+    """
+
+    def __init__(self, worker: TextWorker) -> None:
+        self._worker = worker
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.linger = 0
+        self._writer = Writer()
+        self.monitors: list[Monitor] = []
+        self._channels: list[Channel] = []
+
+    @property
+    def outputs(self) -> Channel:
+        return self._channels[1]
+
+    @property
+    def requests(self) -> Channel:
+        return self._channels[0]
+
+    async def open(self, address: str, keys: ClientKeys | None, *, name: str, timeout_s: float) -> Attached:
+        """Reach a server and attach to it.
+
+        Raises:
+            ConfigError: the address is not allowed, or nobody serves there.
+            EngineDead: nobody answers in time, or what answers is no engine of this version.
+        """
+        where = await self._worker.run(lambda: check_connect(address, keys), None)
+        with anyio.move_on_after(timeout_s):
+            attached = await self._attach(where, keys, name)
+            await self._connect_outputs(where, keys, attached)
+            return attached
+        raise EngineDead(f"nobody answers at {address} within {timeout_s:g} s; is an engine of this version there?")
+
+    def send(self, body: Message, arrays: Any = ()) -> None:
+        """Send a message, now or as soon as the socket takes it. What may lie there is bounded by what is live."""
+        self.requests.send(self._writer.write(body, arrays, into=self.requests.buffers.take()))
+
+    async def aclose(self) -> None:
+        """Say farewell and close; idempotent."""
+        if self._context.closed:
+            return
+        if self._channels and not self._channels[0].socket.closed:
+            self.send(Detach())
+        self._close_sockets(LINGER_S)
+        await self._worker.run(self._context.term, None)
+
+    def abandon(self) -> None:
+        """Close without a word or a wait; from any thread once the loop is gone."""
+        if not self._context.closed:
+            self._close_sockets(0.0)
+            self._context.term()
+
+    def _close_sockets(self, linger_s: float) -> None:
+        for monitor in self.monitors:
+            monitor.close()
+        for channel in self._channels:
+            channel.close(linger_s)
+
+    async def _attach(self, where: Address, keys: ClientKeys | None, name: str) -> Attached:
+        socket = self._make_socket(zmq.DEALER, where)
+        if keys is not None and where.scheme == "tcp":
+            keys.apply_client(socket)
+        channel, monitor = self._connect(socket, str(where))
+        self.send(Attach(PROTOCOL_VERSION, name))
+        body = await _first_of(channel, monitor, f"nobody serves at {where}, or it does not know these keys")
+        if isinstance(body, Refused):
+            raise EngineDead(f"the engine at {where} does not serve this front end: {body.reason}")
+        if not isinstance(body, Attached):
+            raise EngineDead(f"what answers at {where} is no engine of this version")
+        return body
+
+    async def _connect_outputs(self, where: Address, keys: ClientKeys | None, attached: Attached) -> None:
+        socket = self._make_socket(zmq.PULL, where)
+        if keys is not None and where.scheme == "tcp":
+            keys.apply_client(socket)
+        else:
+            socket.plain_username = attached.username.encode()
+            socket.plain_password = attached.password.encode()
+        _, monitor = self._connect(socket, _reachable(attached.output_address, where))
+        while not monitor.has_connected:
+            if monitor.is_refused:
+                raise EngineDead(f"the engine at {where} does not let this front end have its outputs")
+            await monitor.look()
+
+    def _connect(self, socket: zmq.Socket[bytes], address: str) -> tuple[Channel, Monitor]:
+        socket.reconnect_ivl = -1
+        monitor = Monitor(socket)
+        self.monitors.append(monitor)
+        channel = Channel(socket)
+        self._channels.append(channel)
+        socket.connect(address)
+        return channel, monitor
+
+    def _make_socket(self, kind: int, where: Address) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.maxmsgsize = MAX_FRAME_BYTES
+        socket.ipv6 = where.is_ipv6
+        return socket
+
+
+async def _first_of(channel: Channel, monitor: Monitor, refusal: str) -> Message:
+    """The first message, unless the connection is refused before."""
+    messages: list[list[bytes]] = []
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(_wake_if_refused, channel, monitor)
+        messages = await channel.receive()
+        tasks.cancel_scope.cancel()
+    if not messages:
+        raise EngineDead(refusal)
+    try:
+        reader: Reader[Any] = Reader(FromEngine)
+        body, _ = reader.read(messages[0])
+    except WireError as error:
+        raise EngineDead(f"what answers is no engine of this version: {error}") from None
+    return body  # type: ignore[no-any-return]
+
+
+async def _wake_if_refused(channel: Channel, monitor: Monitor) -> None:
+    while not (monitor.is_refused or monitor.is_gone):
+        await monitor.look()
+    channel.wake()
+
+
+def _reachable(output_address: str, where: Address) -> str:
+    """An output socket that was bound to every interface is reached where the requests are."""
+    scheme, _, rest = output_address.partition("://")
+    host, _, port = rest.rpartition(":")
+    if scheme == "tcp" and host in ("0.0.0.0", "[::]", "*"):
+        own = str(where).partition("://")[2].rpartition(":")[0]
+        return f"tcp://{own}:{port}"
+    return output_address
+
+
+Clock = Callable[[], float]

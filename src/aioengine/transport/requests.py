@@ -1,0 +1,135 @@
+"""Requests of front ends, checked and handed to the core: a front end is not trusted to have checked them."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+
+from aioengine.core.sequence import Sequence
+from aioengine.engine_core import EngineCore
+from aioengine.errors import AioEngineError, EngineOverloaded, InvalidRequest, PromptTooLong
+from aioengine.listener import UNLIMITED
+from aioengine.prompt import MAX_PRIORITY, MAX_SALT_CHARS, check_limits
+from aioengine.request import Request
+from aioengine.sampling_params import SamplingParams
+from aioengine.text.worker import TextWorker
+from aioengine.transport.faults import to_fault
+from aioengine.transport.session import Follower, Session
+from aioengine.transport.wire import AddRequest, Failed, Finish, unpack_params
+
+logger = logging.getLogger("aioengine")
+
+RETRY_AFTER_S = 1.0
+
+CHARS_A_TOKEN = 1
+"""Hashing a prompt's token takes as long as tokenizing a character: what is long is done in the worker's thread."""
+
+
+class Requests:
+    """Takes the requests of all front ends.
+
+    Args:
+        core: where they run.
+        worker: hashes long prompts.
+    """
+
+    def __init__(self, core: EngineCore, worker: TextWorker) -> None:
+        self._core = core
+        self._worker = worker
+
+    async def add(self, session: Session, body: AddRequest, prompt: np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:
+        """Hand a request to the core. A bad one fails, for its front end to hear, and nothing else does."""
+        numbers: range | None = None
+        try:
+            params = unpack_params(body.params)
+            numbers = range(body.number, body.number + params.num_sequences)
+            self._check(session, body, prompt, params, numbers)
+            request = Request(
+                request_id=body.request_id,
+                prompt_token_ids=prompt,
+                params=params,
+                seed=body.seed,
+                max_total_tokens=body.max_total_tokens,
+                bad_words=body.bad_words,
+                priority=body.priority,
+                cache_salt=body.cache_salt,
+            )
+            size = CHARS_A_TOKEN * len(prompt)
+            sequence = await self._worker.run(self._core.make_sequence, size, request)
+            if session.is_over:
+                return
+            self._begin(session, sequence, numbers, body.num_allowed)
+        except AioEngineError as error:
+            for number in numbers or (body.number,):
+                if number not in session.followers:
+                    session.failed.append(Failed(number, to_fault(error)))
+            session.mark()
+        else:
+            if self._core.config.log_requests:
+                self._log(session, body, prompt)
+
+    def finish(self, session: Session, body: Finish) -> None:
+        """End sequences; those that have ended, or never were, are nobody's business."""
+        for number in body.numbers:
+            follower = session.followers.get(number)
+            if follower is not None:
+                self._core.finish(follower.sequence, body.reason, body.stop_reason)
+
+    def _begin(self, session: Session, sequence: Sequence, numbers: range, num_allowed: int) -> None:
+        family = (sequence, *sequence.children)
+        allowed = UNLIMITED if num_allowed < 0 else num_allowed
+        followers = [
+            Follower(session, number, member, self._core, allowed)
+            for number, member in zip(numbers, family, strict=True)
+        ]
+        self._core.add(sequence, followers)
+        session.num_unstarted += len(family)
+        session.followers.update(zip(numbers, followers, strict=True))
+
+    def _check(
+        self,
+        session: Session,
+        body: AddRequest,
+        prompt: np.ndarray[tuple[int], np.dtype[np.int32]],
+        params: SamplingParams,
+        numbers: range,
+    ) -> None:
+        core = self._core
+        core.check_accepting()
+        info = core.info
+        limit = info.max_model_len - 1
+        if len(prompt) > limit:
+            raise PromptTooLong(len(prompt), limit)
+        if not len(prompt) or int(prompt.min()) < 0 or int(prompt.max()) >= info.vocab_size:
+            raise InvalidRequest(f"the prompt needs token ids, from 0 to {info.vocab_size - 1}", param="prompt")
+        if not len(prompt) < body.max_total_tokens <= info.max_model_len:
+            raise InvalidRequest(
+                f"max_total_tokens={body.max_total_tokens}: more than the prompt's {len(prompt)} and at most "
+                f"{info.max_model_len} are needed",
+                param="max_tokens",
+            )
+        if any(not word or not all(0 <= token < info.vocab_size for token in word) for word in body.bad_words):
+            raise InvalidRequest("bad_words holds what is no token", param="bad_words")
+        if abs(body.priority) > MAX_PRIORITY or not -(2**63) <= body.seed < 2**64:
+            raise InvalidRequest("priority or seed is out of range", param="priority")
+        if len(body.cache_salt) > MAX_SALT_CHARS:
+            raise InvalidRequest(f"cache_salt: at most {MAX_SALT_CHARS} characters are possible", param="cache_salt")
+        check_limits(params, core.config, info.vocab_size, core.eos_token_ids)
+        if numbers[0] < 0 or numbers[-1] >= 2**31 or any(number in session.followers for number in numbers):
+            raise InvalidRequest(f"a sequence of number {body.number} is here already, or cannot be")
+        if session.num_unstarted + len(numbers) > core.config.max_waiting:
+            raise EngineOverloaded(
+                f"{session.num_unstarted} sequences of this front end wait already (max_waiting)",
+                retry_after_s=RETRY_AFTER_S,
+            )
+
+    def _log(self, session: Session, body: AddRequest, prompt: np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:
+        logger.info(
+            "request %s of front end %d: %d prompt tokens, at most %d in all%s",
+            body.request_id,
+            session.index,
+            len(prompt),
+            body.max_total_tokens,
+            f", prompt {prompt.tolist()}" if self._core.config.log_prompts else "",
+        )

@@ -1,0 +1,402 @@
+"""`EngineServer`: an engine core that other processes use.
+
+Front ends reach it at one address, a ROUTER socket; each is given an output socket of its own (PUSH) that admits one
+connection. The server runs the core, follows each sequence for the front end that asked for it, and ends what a front
+end has running when that goes, stops reading, or speaks out of turn. Nothing here ever waits for a front end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import zmq
+from zmq.utils import z85
+
+from aioengine.engine_control import TASKS
+from aioengine.engine_core import EngineCore
+from aioengine.errors import AioEngineError, ConfigError, EngineClosed, EngineDead, InvalidRequest, WireError
+from aioengine.metrics import RequestMetrics, StepRecord
+from aioengine.text.worker import TextWorker
+from aioengine.transport.addresses import Address, check_bind
+from aioengine.transport.faults import to_fault
+from aioengine.transport.keys import ZAP_ENDPOINT, Gate, ServerKeys, enforce
+from aioengine.transport.requests import Requests
+from aioengine.transport.session import CutOff, Session
+from aioengine.transport.sockets import Channel, Monitor
+from aioengine.transport.wire import (
+    MAX_FRAME_BYTES,
+    PROTOCOL_VERSION,
+    Acknowledge,
+    AddRequest,
+    Allow,
+    Arrays,
+    Attach,
+    Attached,
+    CallControl,
+    Detach,
+    Finish,
+    FromFrontEnd,
+    Message,
+    OutOfTurn,
+    Reader,
+    Refused,
+    Returned,
+    Writer,
+    unpack_control,
+)
+
+logger = logging.getLogger("aioengine")
+
+MAX_SESSIONS = 256
+MAX_CALLS = 64
+"""Control calls of one front end under way."""
+MAX_READERS = 1024
+"""Peers that are remembered for what they have said, attached or not."""
+CONNECT_TIMEOUT_S = 10.0
+"""For a front end to connect to its output socket."""
+LINGER_S = 1.0
+"""For last words to reach front ends."""
+REQUESTS_DOMAIN = "requests"
+TCP_HEARTBEAT_MS, TCP_TIMEOUT_MS = 2_000, 15_000
+"""A machine that is gone says nothing; ZMQ's own heartbeats find that out."""
+
+
+class EngineServer:
+    """Serves an engine core to other processes.
+
+    Args:
+        core: not running yet; `serve` runs it.
+        address: where to be reached: ``ipc:///path`` or ``tcp://host:port``; port 0 is any.
+        model_path: the model's folder, which front ends look for a tokenizer in.
+        keys: who may come, for addresses that others can reach.
+    Attributes:
+        address: as it is reached, once `open` has returned.
+        num_refused: frames that were malformed, foreign or out of turn, by why.
+    """
+
+    def __init__(self, core: EngineCore, address: str, *, model_path: Path, keys: ServerKeys | None = None) -> None:
+        self.core = core
+        self.address = address
+        self.num_refused: Counter[str] = Counter()
+        self._asked_for = address
+        self._model_path = model_path
+        self._keys = keys
+        self._gate = Gate()
+        self._sessions: dict[bytes, Session] = {}
+        self._readers: dict[bytes, Reader[FromFrontEnd]] = {}
+        self._num_sessions = 0
+        self._record: StepRecord | None = None
+        self._is_marked = False
+        self._worker = TextWorker()
+        self._requests = Requests(core, self._worker)
+
+    async def open(self) -> None:
+        """Bind to the address. Front ends that come now are answered by `serve`.
+
+        Raises:
+            ConfigError: it cannot be had.
+        """
+        self._address = await self._worker.run(lambda: check_bind(self._asked_for, self._keys), None)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.linger = 0
+        self._zap = Channel(self._context.socket(zmq.ROUTER))
+        self._zap.socket.bind(ZAP_ENDPOINT)
+        socket = self._make_socket(zmq.ROUTER)
+        if self._keys is not None and self._address.scheme == "tcp":
+            self._gate.allow_keys(REQUESTS_DOMAIN, self._keys.clients.values())
+            self._keys.apply_server(socket, REQUESTS_DOMAIN)
+        self.address = _bind(socket, self._address)
+        self._frontend = Channel(socket, tells_users=True)
+
+    async def serve(self) -> None:
+        """Run the core and serve it until cancelled, or until the core dies; then everything is closed.
+
+        Every front end hears the end: `EngineDead` with what the core died of, or that the engine was closed.
+        """
+        observer = _Observer(self)
+        self.core.observers = [*self.core.observers, observer]
+        self.core.on_published = self._flush
+        try:
+            async with anyio.create_task_group() as self._tasks:
+                self._tasks.start_soon(self._answer_zap)
+                self._tasks.start_soon(self._receive)
+                self._tasks.start_soon(self._beat)
+                await self.core.run()
+                self._tasks.cancel_scope.cancel()
+        finally:
+            self._end_sessions()
+            with anyio.CancelScope(shield=True), anyio.move_on_after(2 * LINGER_S):
+                await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close the sockets; idempotent. `serve` does it by itself."""
+        if hasattr(self, "_frontend") and not self._context.closed:
+            self._frontend.close(LINGER_S)
+            self._zap.close()
+            # Waits for last words, and for that long at most.
+            await self._worker.run(self._context.term, None)
+            if self._address.scheme == "ipc":
+                await self._worker.run(_remove, None, self._address.path)
+        await self._worker.aclose()
+
+    # Tasks
+
+    async def _receive(self) -> None:
+        while True:
+            for user, peer, *frames in await self._frontend.receive():
+                await self._take(user, bytes(peer), frames)
+
+    async def _answer_zap(self) -> None:
+        while True:
+            for peer, delimiter, *request in await self._zap.receive():
+                self._zap.send([peer, delimiter, *self._gate.decide(request)])
+
+    async def _beat(self) -> None:
+        interval_s = self.core.config.heartbeat_interval_s
+        while True:
+            beat = msgspec.structs.replace(self.core.beat(), num_refused=self.num_refused.total())
+            self._send_all(lambda session, beat=beat: session.beat(beat))  # type: ignore[misc]
+            await anyio.sleep(interval_s)
+
+    async def _watch(self, peer: bytes, session: Session) -> None:
+        """Follow a front end's connection, and end its session when that ends."""
+        monitor = session.monitor
+        with anyio.move_on_after(CONNECT_TIMEOUT_S):
+            while not monitor.has_connected:
+                await monitor.look()
+            session.is_connected = True
+        while session.is_connected and not monitor.is_gone:
+            await monitor.look()
+        why = "its connection is gone" if session.is_connected else "it did not connect to its outputs"
+        self._end_session(peer, why)
+
+    async def _call(self, session: Session, peer: bytes, call: CallControl, arrays: Arrays) -> None:
+        """Perform a control call and send what it brought, to the one who called."""
+        session.num_calls += 1
+        try:
+            returned = Returned(call.call_id, await self.core.call(unpack_control(call.control, arrays)))
+        except Exception as error:  # whatever it was, its caller hears it, and nobody else
+            returned = Returned(call.call_id, fault=to_fault(error))
+        finally:
+            session.num_calls -= 1
+        self._guarded(peer, session, lambda session: _send_returned(session, returned))
+
+    # Messages
+
+    async def _take(self, user: bytes, peer: bytes, frames: list[Any]) -> None:
+        """Act on a message, or refuse it without harm."""
+        session = self._sessions.get(peer)
+        reader = session.reader if session is not None else self._reader_of(peer)
+        try:
+            body, arrays = reader.read(frames)
+            if session is None:
+                self._attach(user, peer, reader, body)
+            elif isinstance(body, AddRequest):
+                await self._requests.add(session, body, arrays[0])
+            else:
+                self._act(session, peer, body, arrays)
+        except OutOfTurn as error:
+            self._refuse(peer, "out of turn", error)
+            if error.is_gap and session is not None:
+                self._end_session(peer, f"messages of it were lost: {error}")
+        except WireError as error:
+            self._refuse(peer, "malformed", error)
+
+    def _act(self, session: Session, peer: bytes, body: FromFrontEnd, arrays: Arrays) -> None:
+        match body:
+            case Finish():
+                self._requests.finish(session, body)
+            case Allow():
+                follower = session.followers.get(body.number)
+                if follower is not None:
+                    follower.allow(body.num_allowed)
+            case Acknowledge():
+                session.acknowledge(body.number)
+            case CallControl():
+                self._begin_call(session, peer, body, arrays)
+            case Detach():
+                self._end_session(peer, "it has left")
+            case _:
+                raise WireError(f"a {type(body).__name__} in the middle of a session")
+
+    def _begin_call(self, session: Session, peer: bytes, call: CallControl, arrays: Arrays) -> None:
+        if session.num_calls >= MAX_CALLS:
+            refusal = InvalidRequest(
+                f"{MAX_CALLS} control calls of this front end are under way already; wait for some"
+            )
+            refused = Returned(call.call_id, fault=to_fault(refusal))
+            self._guarded(peer, session, lambda session: session.send(refused))
+            return
+        self._tasks.start_soon(self._call, session, peer, call, arrays)
+
+    def _refuse(self, peer: bytes, why: str, error: Exception) -> None:
+        self.num_refused[why] += 1
+        if self.num_refused[why] in (1, 10, 100) or self.num_refused[why] % 1000 == 0:  # a flood is no flood of logs
+            logger.warning("refused a frame (%s, %d so far): %s", why, self.num_refused[why], error)
+
+    # Sessions
+
+    def _reader_of(self, peer: bytes) -> Reader[FromFrontEnd]:
+        """Of a peer that is not attached; forgotten peers begin anew, and have nothing to lose."""
+        reader = self._readers.get(peer)
+        if reader is None:
+            if len(self._readers) >= MAX_READERS:
+                del self._readers[next(iter(self._readers))]
+            reader = self._readers[peer] = Reader(FromFrontEnd)
+        return reader
+
+    def _attach(self, user: bytes, peer: bytes, reader: Reader[FromFrontEnd], body: FromFrontEnd) -> None:
+        if not isinstance(body, Attach):
+            raise WireError(f"a {type(body).__name__} from a front end that is not attached")
+        if body.version != PROTOCOL_VERSION:
+            self._reply(
+                peer, Refused(PROTOCOL_VERSION, f"this engine speaks version {PROTOCOL_VERSION} of its protocol")
+            )
+        elif len(self._sessions) >= MAX_SESSIONS:
+            self._reply(peer, Refused(PROTOCOL_VERSION, f"{MAX_SESSIONS} front ends are attached already"))
+        else:
+            del self._readers[peer]
+            self._sessions[peer] = session = self._open_session(user, peer, reader, body.name)
+            self._tasks.start_soon(self._watch, peer, session)
+            logger.info("front end %d (%s) is attached", session.index, session.name)
+
+    def _open_session(self, user: bytes, peer: bytes, reader: Reader[FromFrontEnd], name: str) -> Session:
+        index, core = self._num_sessions, self.core
+        self._num_sessions += 1
+        domain, password = f"outputs-{index}", secrets.token_hex(16)
+        socket = self._make_socket(zmq.PUSH)
+        if self._keys is not None and self._address.scheme == "tcp":
+            self._keys.apply_server(socket, domain)
+            self._gate.allow_key_once(domain, z85.decode(user))
+        else:
+            socket.plain_server = True
+            enforce(socket, domain)
+            self._gate.allow_once(domain, domain, password)
+        monitor = Monitor(socket)
+        bound = _bind(socket, self._address.beside(f".{index}.out"))
+        self._reply(
+            peer,
+            Attached(
+                version=PROTOCOL_VERSION,
+                client_index=index,
+                output_address=bound,
+                username=domain,
+                password=password,
+                config=core.config,
+                info=core.info,
+                eos_token_ids=core.eos_token_ids,
+                model_path=str(self._model_path),
+                supported_tasks=TASKS,
+                first_beat=core.beat(),
+                pid=os.getpid(),
+                stats=core.stats(),
+            ),
+        )
+        return Session(index, name, reader, Channel(socket), monitor, self._mark)
+
+    def _end_session(self, peer: bytes, why: str) -> None:
+        """Let go of a front end; what it has running ends. Idempotent."""
+        session = self._sessions.pop(peer, None)
+        if session is None:
+            return
+        logger.info("front end %d (%s) is let go: %s", session.index, session.name, why)
+        session.end(EngineDead(f"the engine let this front end go: {why}"), linger_s=LINGER_S)
+        self._gate.forget(f"outputs-{session.index}")
+        for follower in list(session.followers.values()):
+            self.core.finish(follower.sequence, "abort")
+        self._tidy(session)
+
+    def _end_sessions(self) -> None:
+        """The core has ended, and everyone's sequences with it: hand out what is left, and last words."""
+        end: AioEngineError = self.core.copy_death() if self.core.death is not None else EngineClosed("it was closed")
+        for peer, session in list(self._sessions.items()):
+            self._guarded(peer, session, Session.flush)
+            session.end(end, linger_s=LINGER_S)
+        self._sessions.clear()
+
+    def _tidy(self, session: Session) -> None:
+        if self._address.scheme == "ipc" and not self._tasks.cancel_scope.cancel_called:
+            self._worker.begin(lambda: _remove(f"{self._address.path}.{session.index}.out"))
+
+    # Sending
+
+    def _mark(self) -> None:
+        """There is news beside a step's: send it at the end of this turn of the loop, or with the step."""
+        if not self._is_marked and not self.core.is_publishing:
+            self._is_marked = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._is_marked = False
+        record, self._record = self._record, None
+        self._send_all(lambda session: session.flush(record))
+
+    def note(self, record: StepRecord) -> None:
+        """The step whose tokens are handed out next."""
+        self._record = record
+
+    def _send_all(self, send: Callable[[Session], None]) -> None:
+        for peer, session in list(self._sessions.items()):
+            self._guarded(peer, session, send)
+
+    def _guarded(self, peer: bytes, session: Session, send: Callable[[Session], None]) -> None:
+        """Send to a front end, and cut it off if it does not read."""
+        try:
+            send(session)
+        except CutOff as error:
+            logger.warning("front end %d (%s) is cut off: %s", session.index, session.name, error)
+            self._end_session(peer, str(error))
+
+    def _reply(self, peer: bytes, body: Message) -> None:
+        self._frontend.send([peer, *Writer().write(body)])
+
+    def _make_socket(self, kind: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.maxmsgsize = MAX_FRAME_BYTES
+        socket.ipv6 = self._address.is_ipv6
+        if self._address.scheme == "tcp":
+            socket.heartbeat_ivl, socket.heartbeat_timeout = TCP_HEARTBEAT_MS, TCP_TIMEOUT_MS
+        return socket
+
+
+class _Observer:
+    """Takes each step's record to the server."""
+
+    def __init__(self, server: EngineServer) -> None:
+        self._server = server
+
+    def on_step(self, record: StepRecord) -> None:
+        self._server.note(record)
+
+    def on_request(self, metrics: RequestMetrics, finish_reasons: tuple[str, ...]) -> None:
+        """Requests end where they were made."""
+
+
+def _send_returned(session: Session, returned: Returned) -> None:
+    try:
+        session.send(returned)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        refusal = InvalidRequest(f"what the call returned is no plain data, and cannot be sent: {error}")
+        session.send(Returned(returned.call_id, fault=to_fault(refusal)))
+
+
+def _bind(socket: zmq.Socket[bytes], address: Address) -> str:
+    """Bind, and return the address as others reach it."""
+    try:
+        socket.bind(str(address))
+    except zmq.ZMQError as error:
+        raise ConfigError(f"cannot serve at {address}: {error.strerror}; choose another address") from None
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+
+
+def _remove(path: str) -> None:
+    Path(path).unlink(missing_ok=True)

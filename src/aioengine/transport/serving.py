@@ -1,0 +1,249 @@
+"""An engine's whole life in a process of its own: handshakes, loading, serving, the end."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import anyio
+import zmq
+
+from aioengine.config import EngineConfig
+from aioengine.core_api import Surroundings
+from aioengine.engine_control import TASKS
+from aioengine.errors import ConfigError, EngineDead
+from aioengine.executor.protocol import Executor
+from aioengine.in_process import InProcess
+from aioengine.text.worker import TextWorker
+from aioengine.transport.addresses import check_connect
+from aioengine.transport.faults import to_fault
+from aioengine.transport.handshake import (
+    HELLO_TIMEOUT_S,
+    Failing,
+    Hello,
+    Init,
+    Joining,
+    Loading,
+    Ready,
+    ToEngine,
+)
+from aioengine.transport.keys import ClientKeys, ServerKeys
+from aioengine.transport.server import EngineServer
+from aioengine.transport.sockets import Channel, Monitor
+from aioengine.transport.wire import PROTOCOL_VERSION, Message, Reader, Writer
+
+logger = logging.getLogger("aioengine")
+
+LINGER_S = 1.0
+"""For last words to reach whoever started this engine."""
+
+LOADING_EVERY_BYTES = 16 * 2**20
+
+
+class Host(NamedTuple):
+    """Somebody to shake hands with.
+
+    Attributes:
+        token: what it expects; empty where keys are the proof.
+        is_local: whether this engine is a child of its machine.
+    """
+
+    address: str
+    token: str = ""
+    is_local: bool = True
+    keys: ClientKeys | None = None
+
+
+async def serve_engine(
+    hosts: Sequence[Host],
+    *,
+    index: int = -1,
+    address: str | None = None,
+    config: EngineConfig | None = None,
+    keys: ServerKeys | None = None,
+    plugins: Sequence[str] = (),
+    on_serving: Callable[[EngineServer], None] = lambda _: None,
+) -> None:
+    """Load a model and serve it until SIGTERM or SIGINT, cancellation, or the engine's death.
+
+    Args:
+        hosts: whom to shake hands with; nobody for an engine that is started by hand.
+        index: which engine to say HELLO as; -1: any.
+        address: where to serve; absent: where the hosts say.
+        config: absent: what the hosts say.
+        keys: who may come, for addresses that others can reach.
+        plugins: modules to import first.
+        on_serving: called once it serves.
+    Raises:
+        ConfigError, ModelLoadError, EngineDead: it cannot start, or has died; the hosts have heard of it.
+    """
+    with _ended_by_signals() as scope:
+        worker, dump_worker = TextWorker(), TextWorker()
+        shakers = _Handshakes(hosts, worker)
+        try:
+            init = await shakers.greet(index)
+            settled = _settle(init, address, config, plugins)
+            await _serve(settled, keys, shakers, worker, dump_worker, on_serving)
+        except Exception as error:
+            shakers.tell(Failing(to_fault(error)))
+            raise
+        finally:
+            with anyio.CancelScope(shield=True):
+                await shakers.aclose()
+                await worker.aclose()
+                await dump_worker.aclose()
+    if scope.cancel_called:
+        logger.info("the engine has ended as it was told")
+
+
+class _Settled(NamedTuple):
+    address: str
+    config: EngineConfig
+    plugins: tuple[str, ...]
+    executor: str | None
+
+
+def _settle(init: Init | None, address: str | None, config: EngineConfig | None, plugins: Sequence[str]) -> _Settled:
+    """What this side was told and what the hosts say, together."""
+    if init is not None:
+        address, config = address or init.addresses.serve, config or init.config
+        plugins = (*plugins, *init.plugins)
+    if address is None or config is None:
+        raise ConfigError("nobody said where to serve, or what: give an address and a model")
+    return _Settled(address, config, tuple(plugins), init.executor if init is not None else None)
+
+
+async def _serve(
+    settled: _Settled,
+    keys: ServerKeys | None,
+    shakers: _Handshakes,
+    worker: TextWorker,
+    dump_worker: TextWorker,
+    on_serving: Callable[[EngineServer], None],
+) -> None:
+    around = Surroundings(worker, dump_worker, on_room=lambda: None, num_outside=lambda: 0)
+    for plugin in settled.plugins:
+        _import(plugin)
+    executor = _make_executor(settled) if settled.executor is not None else None
+    backend = InProcess(settled.config, executor, around)
+    try:
+        files = await backend.find_model()
+        await backend.open(shakers.on_progress)
+        server = EngineServer(backend.core, settled.address, model_path=files.path, keys=keys)
+        await server.open()
+        shakers.tell(Ready(server.address, backend.core.info, TASKS))
+        on_serving(server)
+        await server.serve()
+    finally:
+        with anyio.CancelScope(shield=True):
+            await backend.aclose()
+    if backend.core.death is not None:
+        raise EngineDead(str(backend.core.death), dump=backend.core.death.dump)
+
+
+def _make_executor(settled: _Settled) -> Executor:
+    assert settled.executor is not None
+    module, _, name = settled.executor.partition(":")
+    make = getattr(_import(module), name, None)
+    if not callable(make):
+        raise ConfigError(f"{settled.executor}: {module} has no function {name}")
+    executor: Executor = make(settled.config)
+    return executor
+
+
+def _import(module: str) -> object:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(f"{module} cannot be imported in the engine's process: {error}") from error
+
+
+class _Handshakes:
+    """This engine's conversations with those it shakes hands with."""
+
+    def __init__(self, hosts: Sequence[Host], worker: TextWorker) -> None:
+        self._hosts = hosts
+        self._worker = worker
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._channels: list[Channel] = []
+        self._monitors: list[Monitor] = []
+        self._writers: list[Writer] = []
+        self._told_bytes = 0
+
+    async def greet(self, index: int) -> Init | None:
+        """Say HELLO to all, and wait for what they say together; None if there is nobody.
+
+        Raises:
+            EngineDead: one of them is not there, turned this engine away, or did not answer in time.
+        """
+        if not self._hosts:
+            return None
+        machine = Joining(len(self._hosts))
+        for host in self._hosts:
+            await self._connect(host)
+        for place, host in enumerate(self._hosts):
+            self._send(place, Hello(PROTOCOL_VERSION, index, host.token, os.getpid(), host.is_local))
+        with anyio.move_on_after(HELLO_TIMEOUT_S):
+            async with anyio.create_task_group() as tasks:
+                for place in range(len(self._hosts)):
+                    tasks.start_soon(self._wait_for_init, place, machine)
+        if not machine.is_done:
+            addresses = ", ".join(host.address for host in self._hosts)
+            raise EngineDead(f"no answer to HELLO from {addresses} within {HELLO_TIMEOUT_S:g} s")
+        return machine.merged()
+
+    def tell(self, body: Message) -> None:
+        """Say the same to all."""
+        for place in range(len(self._channels)):
+            self._send(place, body)
+
+    def on_progress(self, done: int, total: int) -> None:
+        """Tell how far the loading is, now and then."""
+        if done in (0, total) or done - self._told_bytes >= LOADING_EVERY_BYTES:
+            self._told_bytes = done
+            self.tell(Loading(done, total))
+
+    async def aclose(self) -> None:
+        for channel in self._channels:
+            channel.close(LINGER_S)
+        await self._worker.run(self._context.term, None)
+
+    async def _connect(self, host: Host) -> None:
+        where = await self._worker.run(lambda: check_connect(host.address, host.keys), None)
+        socket = self._context.socket(zmq.DEALER)
+        socket.ipv6 = where.is_ipv6
+        if host.keys is not None and where.scheme == "tcp":
+            host.keys.apply_client(socket)
+        self._channels.append(Channel(socket))
+        self._writers.append(Writer())
+        socket.connect(str(where))
+
+    def _send(self, place: int, body: Message) -> None:
+        self._channels[place].send(self._writers[place].write(body))
+
+    async def _wait_for_init(self, place: int, machine: Joining) -> None:
+        reader: Reader[ToEngine] = Reader(ToEngine)
+        for frames in await self._channels[place].receive():
+            body, _ = reader.read(frames)
+            machine.on_init(place, body)
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[anyio.CancelScope]:
+    """Cancel what is in the block at SIGTERM or SIGINT: this process is the engine's own."""
+    import asyncio
+
+    loop = asyncio.get_running_loop()
+    with anyio.CancelScope() as scope:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, scope.cancel)
+        try:
+            yield scope
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)

@@ -1,0 +1,290 @@
+"""One front end of an engine, on the engine's side: its sequences, what they bring it, and what it has not read yet."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from aioengine.core.sequence import Sequence
+from aioengine.engine_core import EngineCore
+from aioengine.errors import AioEngineError
+from aioengine.health import Beat
+from aioengine.listener import UNLIMITED, SampledLogprobs
+from aioengine.metrics import StepRecord
+from aioengine.transport.faults import to_fault
+from aioengine.transport.sockets import Channel, Monitor, size_of
+from aioengine.transport.wire import (
+    Beating,
+    Ended,
+    Ending,
+    Failed,
+    First,
+    FromFrontEnd,
+    Message,
+    Outputs,
+    PromptLines,
+    Reader,
+    Started,
+    StepHead,
+    Writer,
+)
+
+MAX_UNREAD_MESSAGES = 4096
+MAX_UNREAD_BYTES = 64 * 2**20
+"""A front end that leaves more than either unread is cut off: minutes of steps, or megabytes of log-probabilities."""
+
+BEHIND_MESSAGES = 256
+"""With so many unread it hears no more of steps and beats, which are not its own news."""
+
+EMPTY = np.zeros(0, np.int32)
+NO_GAPS = np.zeros(0, np.float64)
+
+
+class CutOff(Exception):
+    """A front end does not read what it is sent."""
+
+
+class Session:
+    """A front end that is attached.
+
+    Args:
+        index: counts the engine's front ends.
+        name: its own, for logs.
+        outputs: the socket that only it reads from.
+        mark: called when something is to be sent soon.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        reader: Reader[FromFrontEnd],
+        outputs: Channel,
+        monitor: Monitor,
+        mark: Callable[[], None],
+    ) -> None:
+        self.index = index
+        self.name = name
+        self.reader = reader
+        self.outputs = outputs
+        self.monitor = monitor
+        self.followers: dict[int, Follower] = {}
+        """By the front end's number, those whose end it has not been told."""
+        self.num_unstarted = 0
+        self.num_calls = 0
+        self.is_connected = False
+        """Whether its end of the output socket has ever been there."""
+        self.is_over = False
+        self._writer = Writer()
+        self._mark = mark
+        self._unread: deque[tuple[int, int]] = deque()
+        """(message number, bytes) of what it has not said to have read."""
+        self._unread_bytes = 0
+        self._reset()
+
+    # What its sequences bring
+
+    def _reset(self) -> None:
+        self.numbers: list[int] = []
+        self.token_ids: list[int] = []
+        self.started: list[Started] = []
+        self.first: list[First] = []
+        self.ended: list[Ended] = []
+        self.failed: list[Failed] = []
+        self.line_places: list[int] = []
+        self.lines: list[SampledLogprobs] = []
+        self.prompts: list[PromptLines] = []
+        self.prompt_lines: list[SampledLogprobs] = []
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self.numbers or self.ended or self.failed or self.started or self.prompts)
+
+    def mark(self) -> None:
+        """There is news beside a step's tokens."""
+        self._mark()
+
+    def flush(self, record: StepRecord | None = None) -> None:
+        """Send what has come together, with the step's record if the front end keeps up.
+
+        Raises:
+            CutOff: it does not read.
+        """
+        if len(self._unread) >= BEHIND_MESSAGES or not self.is_connected:
+            record = None
+        if record is None and not self.has_news:
+            return
+        has_lines = bool(self.lines or self.prompt_lines)
+        arrays = [
+            np.array(self.numbers, np.int32) if self.numbers else EMPTY,
+            np.array(self.token_ids, np.int32) if self.token_ids else EMPTY,
+            record.inter_token_latencies_s if record is not None else NO_GAPS,
+        ]
+        if has_lines:
+            arrays += [np.array(self.line_places, np.int32), *pack_lines([*self.lines, *self.prompt_lines])]
+        body = Outputs(
+            started=self.started,
+            first=self.first,
+            prompts=self.prompts,
+            ended=self.ended,
+            failed=self.failed,
+            record=head_of(record) if record is not None else None,
+            has_lines=has_lines,
+        )
+        self._reset()
+        self.send(body, arrays)
+
+    # Sending
+
+    def send(self, body: Message, arrays: Any = ()) -> None:
+        """Send a message now.
+
+        Raises:
+            CutOff: it does not read.
+        """
+        if self.is_over:
+            return
+        frames = self._writer.write(body, arrays, into=self.outputs.buffers.take())
+        size = sum(map(size_of, frames))
+        self._unread.append((self._writer.number - 1, size))
+        self._unread_bytes += size
+        if len(self._unread) > MAX_UNREAD_MESSAGES or self._unread_bytes > MAX_UNREAD_BYTES:
+            raise CutOff(
+                f"it left {len(self._unread):,} messages ({self._unread_bytes:,} bytes) unread; "
+                f"{MAX_UNREAD_MESSAGES:,} ({MAX_UNREAD_BYTES:,}) are allowed"
+            )
+        self.outputs.send(frames)
+
+    def acknowledge(self, number: int) -> None:
+        """It has read the messages up to this number."""
+        while self._unread and self._unread[0][0] <= number:
+            self._unread_bytes -= self._unread.popleft()[1]
+
+    def beat(self, beat: Beat) -> None:
+        """Tell it that the engine lives, if it keeps up."""
+        if self.is_connected and len(self._unread) < BEHIND_MESSAGES:
+            self.send(Beating(beat))
+
+    def end(self, error: AioEngineError, *, linger_s: float) -> None:
+        """Say last words and let go of the sockets. Idempotent; its sequences are the caller's to end."""
+        if not self.is_over:
+            if self.is_connected:
+                self.outputs.send(self._writer.write(Ending(to_fault(error))))
+            self.is_over = True
+            self.monitor.close()
+            self.outputs.close(linger_s)
+
+
+class Follower:
+    """The `Listener` of a sequence that a front end is told of."""
+
+    __slots__ = ("_core", "_has_started", "_num_tokens", "_session", "num_allowed", "number", "sequence")
+
+    def __init__(self, session: Session, number: int, sequence: Sequence, core: EngineCore, num_allowed: int) -> None:
+        self._session = session
+        self._core = core
+        self._num_tokens = 0
+        self._has_started = False
+        self.number = number
+        self.sequence = sequence
+        self.num_allowed = num_allowed
+
+    def on_started(self) -> None:
+        self._has_started = True
+        session = self._session
+        session.num_unstarted -= 1
+        session.started.append(Started(self.number, self.sequence.num_cached_tokens))
+        session.mark()
+
+    def on_token(self, token_id: int, logprobs: SampledLogprobs | None) -> None:
+        session = self._session
+        if logprobs is not None:
+            session.line_places.append(len(session.numbers))
+            session.lines.append(logprobs)
+        session.numbers.append(self.number)
+        session.token_ids.append(token_id)
+        self._num_tokens += 1
+        if self._num_tokens == 1:
+            session.first.append(First(self.number, self._prefill_time_s()))
+        if self._num_tokens >= self.num_allowed:
+            self._core.block(self.sequence)
+
+    def on_prompt_logprobs(self, position: int, lines: list[SampledLogprobs]) -> None:
+        self._session.prompts.append(PromptLines(self.number, position, len(lines)))
+        self._session.prompt_lines += lines
+
+    def on_end(self) -> None:
+        sequence = self.sequence
+        assert sequence.finish_reason is not None, f"{sequence} has not ended"
+        self._leave()
+        self._session.ended.append(
+            Ended(self.number, sequence.finish_reason, sequence.stop_reason, sequence.num_preemptions)
+        )
+
+    def on_error(self, error: AioEngineError) -> None:
+        self._leave()
+        self._session.failed.append(Failed(self.number, to_fault(error)))
+
+    def allow(self, num_tokens: int) -> None:
+        """Its reader lets so many output tokens be computed."""
+        self.num_allowed = UNLIMITED if num_tokens < 0 else num_tokens
+        if self._num_tokens < self.num_allowed:
+            self._core.unblock(self.sequence)
+
+    def _leave(self) -> None:
+        session = self._session
+        session.followers.pop(self.number, None)
+        if not self._has_started:
+            session.num_unstarted -= 1
+        session.mark()
+
+    def _prefill_time_s(self) -> float:
+        time_s = self.sequence.first_token_at - self.sequence.admitted_at
+        return 0.0 if math.isnan(time_s) else time_s
+
+
+def head_of(record: StepRecord) -> StepHead:
+    """A record without its array."""
+    return StepHead(
+        record.step,
+        record.num_tokens,
+        record.num_sampled,
+        record.num_prompt_tokens,
+        record.device_time_s,
+        record.step_time_s,
+        record.loop_lag_s,
+        record.times_to_first_token_s,
+        record.running,
+        record.waiting,
+        record.free_blocks,
+        record.num_blocks,
+        record.preemptions,
+        record.prefix_cache_queries,
+        record.prefix_cache_hits,
+    )
+
+
+def record_of(head: StepHead, gaps_s: Any) -> StepRecord:
+    """The record again.
+
+    Args:
+        gaps_s: float64 [m].
+    """
+    return StepRecord(**{name: getattr(head, name) for name in head.__struct_fields__}, inter_token_latencies_s=gaps_s)
+
+
+def pack_lines(lines: list[SampledLogprobs]) -> list[Any]:
+    """Lines of log-probabilities as the columns of `wire.LINES`."""
+    others = [other for line in lines for other in line.others]
+    return [
+        np.array([line.logprob for line in lines], np.float32),
+        np.array([line.rank for line in lines], np.int32),
+        np.array([len(line.others) for line in lines], np.int32),
+        np.array([other[0] for other in others], np.int32),
+        np.array([other[1] for other in others], np.float32),
+        np.array([other[2] for other in others], np.int32),
+    ]

@@ -1,0 +1,259 @@
+"""ZMQ sockets on an event loop: one owner each, never blocking, drained in batches with a turn for the loop between.
+
+ZMQ's own asyncio sockets do not yield while messages are ready, so that a full socket starves the loop. Its file
+descriptor tells of changes, not of states: whoever sends may take the news of a message that has come. A `Channel`
+looks at the socket's state after each send and before each wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import operator
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+RECEIVE_BATCH = 64
+"""Messages handed out before the loop gets its turn."""
+
+ZERO_COPY_BYTES = 64 * 1024
+"""Frames from this size on are not copied into ZMQ's memory; below, copying is cheaper than keeping track."""
+
+Frames = list[Any]
+
+_FAILURES = (
+    zmq.Event.HANDSHAKE_FAILED_AUTH,
+    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL,
+    zmq.Event.HANDSHAKE_FAILED_PROTOCOL,
+)
+_WATCHED_EVENTS = functools.reduce(
+    operator.or_, (*_FAILURES, zmq.Event.HANDSHAKE_SUCCEEDED, zmq.Event.DISCONNECTED, zmq.Event.CLOSED)
+)
+
+
+class SendBuffers:
+    """Buffers for headers, used again once ZMQ is done with them."""
+
+    MAX_KEPT = 32
+
+    def __init__(self) -> None:
+        self._free: list[bytearray] = []
+        self._lent: deque[tuple[bytearray, zmq.MessageTracker]] = deque()
+
+    def take(self) -> bytearray:
+        """A buffer that nobody reads any more."""
+        while self._lent and self._lent[0][1].done:
+            self._keep(self._lent.popleft()[0])
+        return self._free.pop() if self._free else bytearray()
+
+    def give_back(self, buffer: bytearray, tracker: zmq.MessageTracker | None) -> None:
+        """Take it back when ``tracker`` says so; None: at once, since it was copied."""
+        if tracker is None:
+            self._keep(buffer)
+        else:
+            self._lent.append((buffer, tracker))
+
+    @property
+    def num_lent(self) -> int:
+        """Buffers that ZMQ has not done with, as far as was looked."""
+        return len(self._lent)
+
+    def _keep(self, buffer: bytearray) -> None:
+        # A buffer that grew large for once would be kept for ever.
+        if len(self._free) < self.MAX_KEPT and len(buffer) <= ZERO_COPY_BYTES:
+            self._free.append(buffer)
+
+
+class Channel:
+    """A ZMQ socket on the running loop, with one task that receives from it.
+
+    Args:
+        socket: bound or connected; closed with the channel.
+        tells_users: put the sender's user id, as the `Gate` named it, before each message that is received.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], *, tells_users: bool = False) -> None:
+        self.socket = socket
+        self._tells_users = tells_users
+        self.buffers = SendBuffers()
+        self._loop = asyncio.get_running_loop()
+        self._backlog: deque[Frames] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._has_yielded = True
+        self._is_woken = False
+        self._fd: int = socket.FD
+        self._loop.add_reader(self._fd, self._look)
+
+    # Sending
+
+    def try_send(self, frames: Sequence[Any]) -> bool:
+        """Send a message whole, without waiting; False if the socket takes no more now, and nothing was sent.
+
+        A header in a bytearray of `buffers` goes back there, in either case.
+        """
+        try:
+            self._send(frames)
+        except zmq.Again:
+            self._return_header(frames, None)
+            return False
+        self._look()
+        return True
+
+    def send(self, frames: Sequence[Any]) -> None:
+        """Send a message, or keep it until the socket takes it. What may lie here is for the caller to bound.
+
+        Header and arrays must stay as they are: for messages that are kept, a header from `buffers` is copied.
+        """
+        if self._backlog or not self.try_send(frames):
+            self._backlog.append([bytes(frames[0]), *frames[1:]])
+
+    @property
+    def num_backlog(self) -> int:
+        """Messages that wait for the socket to take them."""
+        return len(self._backlog)
+
+    def _send(self, frames: Sequence[Any]) -> None:
+        last = len(frames) - 1
+        tracker = None
+        for index, frame in enumerate(frames):
+            flags = zmq.DONTWAIT if index == last else zmq.DONTWAIT | zmq.SNDMORE
+            is_tracked = size_of(frame) >= ZERO_COPY_BYTES
+            sent = self.socket.send(frame, flags, copy=not is_tracked, track=is_tracked)
+            if index == 0 and is_tracked:
+                tracker = sent
+        self._return_header(frames, tracker)
+
+    def _return_header(self, frames: Sequence[Any], tracker: zmq.MessageTracker | None) -> None:
+        header = frames[0]
+        if isinstance(header, bytearray):
+            self.buffers.give_back(header, tracker)
+
+    # Receiving
+
+    async def receive(self) -> list[list[bytes]]:
+        """Wait for messages, and return up to `RECEIVE_BATCH` that are there; none if `wake` ended the wait.
+
+        Every call gives the loop a turn. Cancelling loses nothing.
+        """
+        if not self._has_yielded:
+            await asyncio.sleep(0)
+            self._has_yielded = True
+        while not (batch := self._drain()):
+            if self._is_woken:
+                self._is_woken = False
+                return []
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        self._has_yielded = False
+        return batch
+
+    def wake(self) -> None:
+        """Let `receive` return, once, when nothing is there."""
+        self._is_woken = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _drain(self) -> list[list[bytes]]:
+        batch: list[list[bytes]] = []
+        try:
+            while len(batch) < RECEIVE_BATCH:
+                frames = self.socket.recv_multipart(zmq.DONTWAIT, copy=False)
+                user = [_user_of(frames[-1])] if self._tells_users else []
+                batch.append([*user, *map(_plain, frames)])
+        except zmq.Again:
+            pass
+        return batch
+
+    def _look(self) -> None:
+        """Act on the socket's state; asking for it takes the news off the file descriptor."""
+        events = self.socket.getsockopt(zmq.EVENTS)
+        assert isinstance(events, int)
+        if events & zmq.POLLIN and self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+        if events & zmq.POLLOUT and self._backlog:
+            self._flush()
+
+    def _flush(self) -> None:
+        try:
+            while self._backlog:
+                self._send(self._backlog[0])
+                self._backlog.popleft()
+        except zmq.Again:
+            pass
+
+    # The end
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Let go of the socket; what it has not sent yet may take so long. Idempotent."""
+        if not self.socket.closed:
+            if not self._loop.is_closed():
+                self._loop.remove_reader(self._fd)
+            self.socket.close(linger=round(1000 * linger_s))
+
+
+class Monitor:
+    """What becomes of a socket's one good connection, among others that may be refused.
+
+    Attributes:
+        has_connected: a peer has been there, and was admitted.
+        is_refused: this side was not admitted, or nobody listens; for sockets that connect.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._watched = socket
+        self._channel = Channel(socket.get_monitor_socket(_WATCHED_EVENTS))
+        self._num_failed = self._num_ended = 0
+        self.has_connected = False
+        self.is_refused = False
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the good connection has ended: each refused one ends, too, and counts as failed before."""
+        return self.has_connected and self._num_ended > self._num_failed
+
+    async def look(self) -> None:
+        """Wait until something has happened."""
+        for message in await self._channel.receive():
+            event = zmq.Event(parse_monitor_message(message)["event"])
+            if event is zmq.Event.HANDSHAKE_SUCCEEDED:
+                self.has_connected = True
+            elif event is zmq.Event.DISCONNECTED:
+                self._num_ended += 1
+            elif event is zmq.Event.CLOSED:
+                self.is_refused = True
+            elif event in _FAILURES:
+                self._num_failed += 1
+                self.is_refused = True
+
+    def close(self) -> None:
+        """Idempotent; to be called before the watched socket is closed."""
+        if not self._channel.socket.closed:
+            self._channel.close()
+            if not self._watched.closed:
+                self._watched.disable_monitor()
+
+
+def size_of(frame: Any) -> int:
+    """Bytes of a frame, which for arrays and their views is not their length."""
+    return frame.nbytes if isinstance(frame, np.ndarray | memoryview) else len(frame)
+
+
+def _plain(frame: zmq.Frame) -> Any:
+    """A small frame as bytes, a large one as a view of ZMQ's memory."""
+    return frame.bytes if len(frame) < ZERO_COPY_BYTES else frame.buffer
+
+
+def _user_of(frame: zmq.Frame) -> bytes:
+    try:
+        user: Any = frame.get("User-Id")
+    except zmq.ZMQError:  # none was named
+        return b""
+    return user.encode() if isinstance(user, str) else bytes(user)

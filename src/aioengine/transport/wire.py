@@ -1,0 +1,410 @@
+"""What goes over the wire: a closed set of messages, each a msgpack header with its arrays in frames beside it.
+
+A message is ``[header, frame, ...]``. The header is an `Envelope`: a number that counts the messages of one direction
+of one session, and the body, a tagged array. Arrays (token ids, log-probabilities, tensors) are raw little-endian
+frames whose dtypes follow from the body (`layout`), so that they are neither copied nor parsed.
+
+Messages evolve by appending fields with defaults: an older reader skips what it does not know, a newer one fills in
+what is missing. What changes otherwise raises `PROTOCOL_VERSION`, which both sides compare before anything else.
+
+Nothing here trusts its input: `Reader.read` returns a message that is whole and in its turn, or raises `WireError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from aioengine.config import EngineConfig
+from aioengine.control import AnyControl, StageWeights
+from aioengine.core.scheduler import SchedulerStats
+from aioengine.core.sequence import FinishReason
+from aioengine.errors import InvalidRequest, WireError
+from aioengine.executor.protocol import ExecutorInfo
+from aioengine.health import Beat
+from aioengine.sampling_params import SamplingParams
+from aioengine.transport.faults import Fault
+
+PROTOCOL_VERSION = 1
+
+MAX_HEADER_BYTES = 16 * 2**20
+"""The largest is a request with every list at its limit, or a result of `collective_rpc`."""
+MAX_FRAME_BYTES = 64 * 2**20
+MAX_FRAMES = 16
+
+Buffer = bytes | bytearray | memoryview
+Arrays = tuple[NDArray[Any], ...]
+Layout = tuple[str, ...]
+"""The numpy dtype of each frame."""
+
+LINES: Layout = ("<f4", "<i4", "<i4", "<i4", "<f4", "<i4")
+"""Log-probabilities of n tokens: own values, own ranks, how many others each has; their ids, values and ranks."""
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True):
+    """Any message of the wire."""
+
+    def layout(self) -> Layout:
+        """The dtypes of the frames that come with it."""
+        return ()
+
+
+# From a front end to an engine
+
+
+class Attach(Message, frozen=True, tag=1):
+    """A front end wants to use the engine; the first message of a session."""
+
+    version: int
+    name: str = ""
+    """For logs."""
+
+
+class AddRequest(Message, frozen=True, tag=2):
+    """A request; its choices are ``number`` and those that follow. Frame: the prompt's token ids."""
+
+    number: int
+    """Chosen by the front end, rising; of this session only."""
+    params: msgspec.Raw
+    """A `SamplingParams`, read by itself, so that a bad one fails its request and not the message."""
+    seed: int
+    max_total_tokens: int
+    request_id: str = ""
+    """For the request log."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    priority: int = 0
+    cache_salt: str = ""
+    num_allowed: int = -1
+    """Output tokens of each choice that may be computed for now; -1: all."""
+
+    def layout(self) -> Layout:
+        return ("<i4",)
+
+
+class Finish(Message, frozen=True, tag=3):
+    """End these sequences with what they have."""
+
+    numbers: list[int]
+    reason: FinishReason
+    stop_reason: int | str | None = None
+
+
+class Allow(Message, frozen=True, tag=4):
+    """Of this sequence so many output tokens may be computed for now; -1: all."""
+
+    number: int
+    num_allowed: int
+
+
+class CallControl(Message, frozen=True, tag=5):
+    """A control call. Frame, if it ``has_data``: the bytes of a `StageWeights`, whose ``data`` is not in the header."""
+
+    call_id: int
+    control: msgspec.Raw
+    """An `AnyControl`, read by itself, so that an unknown one fails its caller and not the message."""
+    has_data: bool = False
+
+    def layout(self) -> Layout:
+        return ("<u1",) if self.has_data else ()
+
+
+class Acknowledge(Message, frozen=True, tag=6):
+    """The front end has read the engine's messages up to this number."""
+
+    number: int
+
+
+class Detach(Message, frozen=True, tag=7):
+    """The front end goes; what it left running ends."""
+
+
+FromFrontEnd = Attach | AddRequest | Finish | Allow | CallControl | Acknowledge | Detach
+
+
+# From an engine to a front end
+
+
+class Attached(Message, frozen=True, tag=1):
+    """The answer to `Attach`, on the same socket; all else comes from ``output_address``."""
+
+    version: int
+    client_index: int
+    output_address: str
+    username: str
+    """With ``password`` the credentials of the output socket, good for one connection."""
+    password: str
+    config: EngineConfig
+    info: ExecutorInfo
+    eos_token_ids: tuple[int, ...]
+    model_path: str
+    """The model's folder on the engine's machine."""
+    supported_tasks: tuple[str, ...]
+    first_beat: Beat
+    pid: int
+    stats: SchedulerStats
+
+
+class Refused(Message, frozen=True, tag=2):
+    """The answer to what cannot be served; the session is over."""
+
+    version: int
+    reason: str
+
+
+class Started(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A sequence has taken its first row."""
+
+    number: int
+    num_cached_tokens: int
+
+
+class First(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A sequence's first token is among these, so long after its prompt was first scheduled."""
+
+    number: int
+    prefill_time_s: float
+
+
+class Ended(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A sequence has ended, behind its tokens in this message."""
+
+    number: int
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    num_preemptions: int
+
+
+class Failed(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A sequence has ended by an error."""
+
+    number: int
+    fault: Fault
+
+
+class PromptLines(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Log-probabilities of ``count`` prompt tokens from ``position`` on; among the lines, behind those of tokens."""
+
+    number: int
+    position: int
+    count: int
+
+
+class StepHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A `StepRecord` without its array, field by field."""
+
+    step: int
+    num_tokens: int
+    num_sampled: int
+    num_prompt_tokens: int
+    device_time_s: float
+    step_time_s: float
+    loop_lag_s: float | None
+    times_to_first_token_s: list[float]
+    running: int
+    waiting: int
+    free_blocks: int
+    num_blocks: int
+    preemptions: int
+    prefix_cache_queries: int
+    prefix_cache_hits: int
+
+
+class Outputs(Message, frozen=True, tag=3):
+    """What a step brought a front end. In this order: started, first, tokens, prompts, ended and failed, record.
+
+    Frames: the tokens' sequences, the token ids, the step's inter-token latencies; then, if ``has_lines``, the places
+    of tokens with log-probabilities, and their lines.
+    """
+
+    started: list[Started] = []
+    first: list[First] = []
+    prompts: list[PromptLines] = []
+    ended: list[Ended] = []
+    failed: list[Failed] = []
+    record: StepHead | None = None
+    has_lines: bool = False
+
+    def layout(self) -> Layout:
+        columns: Layout = ("<i4", "<i4", "<f8")
+        return (*columns, "<i4", *LINES) if self.has_lines else columns
+
+
+class Returned(Message, frozen=True, tag=4):
+    """What a control call brought."""
+
+    call_id: int
+    result: Any = None
+    fault: Fault | None = None
+
+
+class Beating(Message, frozen=True, tag=5):
+    """The engine's loop lives."""
+
+    beat: Beat
+
+
+class Ending(Message, frozen=True, tag=6):
+    """The engine's last words to a front end: it is closed, or cut this front end off, or has died."""
+
+    fault: Fault
+
+
+FromEngine = Attached | Refused | Outputs | Returned | Beating | Ending
+
+
+# What is read by itself
+
+_encoder = msgspec.msgpack.Encoder()
+_params_decoder = msgspec.msgpack.Decoder(SamplingParams)
+_control_decoder: msgspec.msgpack.Decoder[AnyControl] = msgspec.msgpack.Decoder(AnyControl)
+
+
+def pack_params(params: SamplingParams) -> msgspec.Raw:
+    """Raises InvalidRequest: they hold functions, which cannot travel."""
+    if params.logits_processors:
+        raise InvalidRequest(
+            "logits_processors are functions, and this engine's device is in another process: run the engine in this "
+            "one for them",
+            param="logits_processors",
+        )
+    return msgspec.Raw(_encoder.encode(params))
+
+
+def unpack_params(raw: msgspec.Raw) -> SamplingParams:
+    """Raises InvalidRequest: they are none, or bad ones."""
+    try:
+        return _params_decoder.decode(raw)
+    except msgspec.MsgspecError as error:
+        raise InvalidRequest(f"the sampling parameters cannot be read: {error}", param="params") from None
+
+
+def pack_control(control: AnyControl) -> tuple[msgspec.Raw, Sequence[Any]]:
+    """The control call and its frames. Raises InvalidRequest: it holds what no message can."""
+    frames: Sequence[Any] = ()
+    if isinstance(control, StageWeights):
+        control, frames = msgspec.structs.replace(control, data=None), (control.data,)
+    try:
+        return msgspec.Raw(_encoder.encode(control)), frames
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise InvalidRequest(f"only plain data can be sent to another process: {error}") from None
+
+
+def unpack_control(raw: msgspec.Raw, arrays: Arrays) -> AnyControl:
+    """Raises InvalidRequest: there is no such call, or its arguments are bad."""
+    try:
+        control = _control_decoder.decode(raw)
+    except msgspec.MsgspecError as error:
+        raise InvalidRequest(f"this engine knows no such call: {error}") from None
+    if isinstance(control, StageWeights):
+        if not arrays:
+            raise InvalidRequest("a piece of a tensor came without its bytes")
+        control = msgspec.structs.replace(control, data=arrays[0].data)
+    return control
+
+
+# Reading and writing
+
+Body = TypeVar("Body", bound=Message)
+
+
+class Envelope(msgspec.Struct, Generic[Body], frozen=True, array_like=True, gc=False):
+    number: int
+    body: Body
+
+
+class Writer:
+    """Numbers and encodes the messages of one direction of one session."""
+
+    def __init__(self) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+        self.number = 0
+        """Of the next message."""
+
+    def write(self, body: Message, arrays: Sequence[Any] = (), *, into: bytearray | None = None) -> list[Any]:
+        """The frames of a message.
+
+        Args:
+            arrays: one for each of ``body.layout()``, contiguous; not copied.
+            into: where to put the header, resized to fit; absent: new bytes.
+        """
+        envelope = Envelope(self.number, body)
+        self.number += 1
+        if into is None:
+            return [self._encoder.encode(envelope), *arrays]
+        self._encoder.encode_into(envelope, into)
+        return [into, *arrays]
+
+
+class OutOfTurn(WireError):
+    """A message is not the next one of its session.
+
+    Attributes:
+        is_gap: messages before it are missing; else it, or one of its number, has been read already.
+    """
+
+    def __init__(self, number: int, expected: int) -> None:
+        super().__init__(f"message {number} where {expected} was due")
+        self.is_gap = number > expected
+
+
+class Reader(Generic[Body]):
+    """Reads the messages of one direction of one session, in their turn.
+
+    What is refused changes nothing: the message that was due before is due after it.
+
+    Args:
+        kinds: the union of the messages that may come.
+    """
+
+    def __init__(self, kinds: Any) -> None:
+        self._decoder: msgspec.msgpack.Decoder[Envelope[Body]] = msgspec.msgpack.Decoder(Envelope[kinds])
+        self.due = 0
+        """The number of the next message."""
+
+    def read(self, frames: Sequence[Buffer]) -> tuple[Body, Arrays]:
+        """A message and its arrays, which are views of the frames, read-only.
+
+        Raises:
+            WireError: it is malformed, truncated, too large, or has more in it than belongs there.
+            OutOfTurn: it is not the next one.
+        """
+        _check_sizes(frames)
+        try:
+            envelope = self._decoder.decode(frames[0])
+        except WireError:
+            raise
+        except Exception as error:  # msgspec's own, and what a struct's __post_init__ finds wrong with its values
+            raise WireError(f"a malformed header: {error}") from None
+        body = envelope.body
+        arrays = _view(frames[1:], body.layout())
+        if envelope.number != self.due:
+            raise OutOfTurn(envelope.number, self.due)
+        self.due += 1
+        return body, arrays
+
+
+def _check_sizes(frames: Sequence[Buffer]) -> None:
+    if not 1 <= len(frames) <= MAX_FRAMES:
+        raise WireError(f"{len(frames)} frames; 1 to {MAX_FRAMES} make a message")
+    if len(frames[0]) > MAX_HEADER_BYTES:
+        raise WireError(f"a header of {len(frames[0])} bytes; {MAX_HEADER_BYTES} are allowed")
+    for frame in frames[1:]:
+        if len(frame) > MAX_FRAME_BYTES:
+            raise WireError(f"a frame of {len(frame)} bytes; {MAX_FRAME_BYTES} are allowed")
+
+
+def _view(frames: Sequence[Buffer], layout: Layout) -> Arrays:
+    if len(frames) != len(layout):
+        raise WireError(f"{len(frames)} frames beside the header; {len(layout)} belong there")
+    arrays = []
+    for frame, dtype in zip(frames, layout, strict=True):
+        if len(frame) % np.dtype(dtype).itemsize:
+            raise WireError(f"a frame of {len(frame)} bytes, which are no {dtype}")
+        array: NDArray[Any] = np.frombuffer(frame, dtype)
+        array.flags.writeable = False
+        arrays.append(array)
+    return tuple(arrays)

@@ -1,0 +1,382 @@
+"""An address is refused before a socket exists unless it is its owner's alone, or guarded by keys."""
+
+import os
+import re
+import socket
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from aioengine.errors import ConfigError
+from aioengine.transport.addresses import (
+    MAX_PATH_BYTES,
+    MAX_SOCKET_PATH_BYTES,
+    Address,
+    PrivateFolder,
+    check_bind,
+    check_connect,
+    private_ipc_address,
+)
+from aioengine.transport.keys import ClientKeys, KeyPair, ServerKeys
+
+PAIR = KeyPair(public=b"p" * 40, secret=b"s" * 40)
+SERVER_KEYS = ServerKeys(pair=PAIR, clients={"client": bytes(32)})
+CLIENT_KEYS = ClientKeys(server=b"k" * 40, pair=PAIR)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """One that only its owner can enter, with a path short enough for a socket."""
+    with tempfile.TemporaryDirectory(prefix="aio", dir="/tmp") as path:
+        yield Path(path)
+
+
+def listen(path: Path) -> socket.socket:
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(str(path))
+    server.listen()
+    return server
+
+
+def leave_stale(path: Path) -> None:
+    listen(path).close()
+    assert stat.S_ISSOCK(path.lstat().st_mode)
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("tcp://127.0.0.1:5555", "tcp://127.0.0.1:5555"),
+        ("tcp://127.200.3.4:0080", "tcp://127.200.3.4:80"),
+        ("tcp://[::1]:5555", "tcp://[::1]:5555"),
+        ("tcp://[0:0::0001]:65535", "tcp://[::1]:65535"),
+        ("tcp://localhost:5555", "tcp://127.0.0.1:5555"),
+    ],
+)
+def test_loopback_needs_no_keys(address: str, expected: str) -> None:
+    assert str(check_bind(address, None)) == str(check_connect(address, None)) == expected
+    assert check_bind(address, None).is_ipv6 == ("[" in address)
+
+
+@pytest.mark.parametrize("port", ["0", "*"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "localhost"])
+def test_any_port_can_be_bound_to_and_what_zmq_calls_it_then_connected_to(host: str, port: str) -> None:
+    address = check_bind(f"tcp://{host}:{port}", None)
+    with pytest.raises(ConfigError, match="a port is needed"):
+        check_connect(str(address), None)
+    with zmq.Context() as context, context.socket(zmq.PUSH) as bound:
+        bound.ipv6 = address.is_ipv6
+        bound.bind(str(address))
+        named = check_connect(bound.last_endpoint.rstrip(b"\0").decode(), None)
+        assert (named.host, named.is_ipv6) == (address.host, address.is_ipv6)
+        assert named.port > 0
+
+
+def test_an_ipv4_address_in_the_clothes_of_ipv6_is_loopback_where_it_is_one() -> None:
+    assert check_connect("tcp://[::ffff:127.0.0.1]:5555", None).is_ipv6
+    with pytest.raises(ConfigError, match="needs keys"):
+        check_connect("tcp://[::ffff:10.0.0.1]:5555", None)
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("10.0.0.1", "192.168.1.7", "8.8.8.8", "0.0.0.0", "*", "[::]", "[fe80::1]", "[::ffff:0.0.0.0]"),
+        *("eth0", "lo", "gpu7.example.org", "localhost.localdomain", "LOCALHOST", "127.1", "127.0.0.01", "2130706433"),
+    ],
+)
+def test_what_other_machines_may_reach_needs_keys_and_no_name_is_looked_up(host: str) -> None:
+    for check in (check_bind, check_connect):
+        with pytest.raises(ConfigError, match=r"needs keys: make them with `aioengine keys FOLDER`"):
+            check(f"tcp://{host}:5555", None)
+    assert str(check_bind(f"tcp://{host}:5555", SERVER_KEYS)).endswith(":5555")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "*", "[::]"])
+def test_every_interface_is_bound_to_where_it_is_asked_for_and_never_connected_to(host: str) -> None:
+    assert str(check_bind(f"tcp://{host}:0", SERVER_KEYS)) == f"tcp://{host}:*"
+    with pytest.raises(ConfigError, match="every interface"):
+        check_connect(f"tcp://{host}:5555", CLIENT_KEYS)
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        *(
+            "",
+            ":",
+            ":5555",
+            "127.0.0.1",
+            "127.0.0.1:",
+            "127.0.0.1:65536",
+            "127.0.0.1:-1",
+            "127.0.0.1:+5",
+            "127.0.0.1:a",
+        ),
+        *("127.0.0.1:٥", "127.0.0.1: 5", "127.0.0.1:1_0", "127.0.0.1:000080", "::1:5555", "[::1]", "[::1]5555", "[]:5"),
+        *("[127.0.0.1]:5", "[*]:5", "[localhost]:5", "[::1:5", "::1]:5", "a;b:5", "1.1.1.1:1;127.0.0.1:5", "a b:5"),
+        *("user@host:5", "host/path:5", "-x:5", "a\0:5", "a\n:5", "тест:5"),
+    ],
+)
+def test_a_malformed_tcp_address_is_refused_also_with_keys(rest: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(repr(f"tcp://{rest}"))):
+        check_bind(f"tcp://{rest}", SERVER_KEYS)
+    with pytest.raises(ConfigError, match=re.escape(repr(f"tcp://{rest}"))):
+        check_connect(f"tcp://{rest}", CLIENT_KEYS)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "",
+        "engine",
+        "/run/engine",
+        "ipc:/run/x",
+        "inproc://x",
+        "udp://127.0.0.1:5",
+        "pgm://x;1.2.3.4:5",
+        "ws://x",
+        "TCP://[::1]:5",
+    ],
+)
+def test_any_other_scheme_is_refused_with_what_is_possible(address: str) -> None:
+    for check in (check_bind, check_connect):
+        with pytest.raises(ConfigError, match=r"possible are ipc:///.* tcp://127\.0\.0\.1:PORT .*aioengine keys"):
+            check(address, None)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("@engine", "abstract"),
+        ("", "absolute"),
+        ("*", "absolute"),
+        ("run/engine", "absolute"),
+        ("/", "absolute"),
+        ("/run/aioengine/", "absolute"),
+        ("/run/aioengine/..", "absolute"),
+        ("/run/a\0b", "printable"),
+        ("/run/a\nb", "printable"),
+        ("/run/\udc80", "printable"),
+        ("/" + "é" * (MAX_PATH_BYTES // 2), f"{MAX_PATH_BYTES + 1 - MAX_PATH_BYTES % 2} bytes"),
+    ],
+)
+def test_a_path_that_cannot_hold_a_socket_of_ones_own_is_refused(path: str, message: str) -> None:
+    if message.endswith("bytes"):
+        path += "é"
+        message = f"{len(path.encode())} bytes"
+    for check in (check_bind, check_connect):
+        with pytest.raises(ConfigError, match=message):
+            check(f"ipc://{path}", None)
+
+
+def test_the_longest_path_leaves_room_for_the_sockets_beside_it(folder: Path) -> None:
+    path = f"{folder}/".ljust(MAX_PATH_BYTES, "x")
+    address = check_bind(f"ipc://{path}", None)
+    other = address.beside(".1234567890.outs")
+    assert len(other.path) == MAX_SOCKET_PATH_BYTES
+    with zmq.Context() as context, context.socket(zmq.PUSH) as bound:
+        bound.bind(str(other))
+
+
+def test_beside_a_tcp_address_is_another_port_of_the_same_host() -> None:
+    address = check_bind("tcp://[::1]:5555", None)
+    assert address.beside(".7.out") == Address(scheme="tcp", host="::1", port=0, is_ipv6=True)
+
+
+def test_missing_folders_are_made_for_their_owner_only_whatever_the_umask(folder: Path) -> None:
+    before = os.umask(0)
+    try:
+        check_bind(f"ipc://{folder}/a/b/engine", None)
+    finally:
+        os.umask(before)
+    assert [stat.S_IMODE((folder / name).stat().st_mode) for name in ("a", "a/b")] == [0o700, 0o700]
+    check_bind(f"ipc://{folder}/a/b/engine", None)
+
+
+@pytest.mark.parametrize("mode", [0o701, 0o710, 0o704, 0o750, 0o755, 0o777, 0o1777])
+def test_a_folder_that_others_can_enter_is_refused_with_what_to_do(folder: Path, mode: int) -> None:
+    folder.chmod(mode)
+    message = f"others can enter .*mode {mode:o}.*mkdir -m 700 {folder}/aioengine, .*ipc://{folder}/aioengine/engine"
+    with pytest.raises(ConfigError, match=message):
+        check_bind(f"ipc://{folder}/engine", None)
+    assert stat.S_IMODE(folder.stat().st_mode) == mode
+    assert list(folder.iterdir()) == []
+
+
+def test_a_folder_of_another_user_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
+    with pytest.raises(ConfigError, match="another user's; make one that only you can enter, mkdir -m 700"):
+        check_bind(f"ipc://{folder}/engine", None)
+
+
+def test_a_link_in_the_place_of_the_folder_is_refused(folder: Path) -> None:
+    (folder / "real").mkdir(mode=0o700)
+    (folder / "link").symlink_to(folder / "real")
+    (folder / "dangling").symlink_to(folder / "nowhere")
+    (folder / "file").touch()
+    for name in ("link", "dangling", "file"):
+        with pytest.raises(ConfigError, match="not a folder"):
+            check_bind(f"ipc://{folder}/{name}/engine", None)
+
+
+def test_a_folder_that_cannot_be_made_is_refused(folder: Path) -> None:
+    (folder / "file").touch()
+    with pytest.raises(ConfigError, match=r"cannot serve at ipc://.*Not a directory.*choose another"):
+        check_bind(f"ipc://{folder}/file/below/engine", None)
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "link to a socket", "dangling link"])
+def test_what_is_not_a_socket_is_left_alone(folder: Path, kind: str) -> None:
+    path = folder / "engine"
+    if kind == "file":
+        path.write_text("precious")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(folder / "other")
+        if kind == "link to a socket":
+            leave_stale(folder / "other")
+    before = path.lstat()
+    with pytest.raises(ConfigError, match="is not a socket; it is not overwritten"):
+        check_bind(f"ipc://{path}", None)
+    assert path.lstat() == before
+
+
+def test_a_socket_that_is_in_use_is_left_alone(folder: Path) -> None:
+    path = folder / "engine"
+    with listen(path):
+        before = path.lstat().st_ino
+        with pytest.raises(ConfigError, match="in use"):
+            check_bind(f"ipc://{path}", None)
+        assert path.lstat().st_ino == before
+
+
+def test_a_socket_is_in_use_also_while_its_backlog_is_full(folder: Path) -> None:
+    path = folder / "engine"
+    with listen(path) as server:
+        server.listen(0)
+        clients = [socket.socket(socket.AF_UNIX) for _ in range(4)]
+        for client in clients:
+            client.setblocking(False)
+            client.connect_ex(str(path))
+        with pytest.raises(ConfigError, match="in use"):
+            check_bind(f"ipc://{path}", None)
+        for client in clients:
+            client.close()
+
+
+def test_a_zmq_socket_is_in_use_until_it_is_closed(folder: Path) -> None:
+    address = f"ipc://{folder}/engine"
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.bind(str(check_bind(address, None)))
+        with pytest.raises(ConfigError, match="in use"):
+            check_bind(address, None)
+        assert str(check_connect(address, None)) == address
+    assert str(check_bind(address, None)) == address
+
+
+def test_what_a_killed_server_left_is_removed_and_nothing_else(folder: Path) -> None:
+    for name in ("engine", "engine.7.out", "engine.12.out", "engine2", "engine.7.OUT", "engine.x.out"):
+        leave_stale(folder / name)
+    (folder / "engine.8.out").touch()
+    with listen(folder / "engine.9.out"):
+        check_bind(f"ipc://{folder}/engine", None)
+    left = {path.name for path in folder.iterdir()}
+    assert left == {"engine2", "engine.7.OUT", "engine.x.out", "engine.8.out", "engine.9.out"}
+
+
+def test_nobody_serves_where_nothing_is(folder: Path) -> None:
+    (folder / "file").touch()
+    leave_stale(folder / "stale")
+    for name in ("missing", "missing/engine", "file", "file/engine", "stale", "."):
+        with pytest.raises(ConfigError, match=r"nobody serves at ipc://|absolute path"):
+            check_connect(f"ipc://{folder}/{name}", None)
+    assert (folder / "stale").exists(), "looking for a server changes nothing"
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o702, 0o1777])
+def test_a_server_in_a_folder_that_others_write_to_is_not_trusted(folder: Path, mode: int) -> None:
+    with listen(folder / "engine"):
+        folder.chmod(mode)
+        with pytest.raises(ConfigError, match="anybody may serve there"):
+            check_connect(f"ipc://{folder}/engine", None)
+
+
+def test_a_server_of_another_user_is_trusted_by_root_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = folder.stat().st_uid
+    with listen(folder / "engine"):
+        monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+        with pytest.raises(ConfigError, match="anybody may serve there"):
+            check_connect(f"ipc://{folder}/engine", None)
+        monkeypatch.setattr(os, "geteuid", lambda: 0)
+        check_connect(f"ipc://{folder}/engine", None)
+
+
+def test_a_private_folder_is_its_owners_and_goes_with_its_sockets(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    with PrivateFolder() as private:
+        assert Path(private.path).parent == folder
+        assert stat.S_IMODE(os.stat(private.path).st_mode) == 0o700
+        address = private.address("engine")
+        assert check_bind(str(address), None) == address
+        leave_stale(Path(address.path))
+        leave_stale(Path(address.beside(".7.out").path))
+    assert list(folder.iterdir()) == []
+    private.remove()
+
+
+def test_a_private_folder_with_something_of_somebody_else_in_it_stays(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    with PrivateFolder() as private:
+        leave_stale(Path(private.path, "engine"))
+        Path(private.path, "notes").write_text("precious")
+    assert [path.name for path in Path(private.path).iterdir()] == ["notes"]
+
+
+def test_two_private_addresses_never_meet() -> None:
+    with private_ipc_address("engine") as one, private_ipc_address("engine") as other:
+        assert one != other
+    assert not Path(one.path).parent.exists()
+    assert not Path(other.path).parent.exists()
+
+
+@pytest.mark.parametrize("kind", ["missing", "relative", "too long", "open to others", "another user's", "a file"])
+def test_a_runtime_folder_of_no_use_is_passed_over(folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    runtime = folder / ("x" * 80 if kind == "too long" else "runtime")
+    if kind == "a file":
+        runtime.touch(mode=0o600)
+    elif kind != "missing":
+        runtime.mkdir(mode=0o700)
+    if kind == "open to others":
+        runtime.chmod(0o755)
+    if kind == "another user's":
+        monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "runtime" if kind == "relative" else str(runtime))
+    (folder / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder / "temporary"))
+    with PrivateFolder() as private:
+        assert Path(private.path).parent == folder / "temporary"
+
+
+def test_a_long_folder_for_temporary_files_is_passed_over(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    long = folder / ("x" * 80)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with PrivateFolder() as private:
+        assert Path(private.path).parent == Path("/tmp")
+
+
+def test_a_name_too_long_for_a_private_folder_is_refused() -> None:
+    with PrivateFolder() as private, pytest.raises(ConfigError, match="bytes"):
+        private.address("x" * MAX_PATH_BYTES)

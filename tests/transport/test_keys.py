@@ -1,0 +1,505 @@
+"""Keys are files that nobody else reads or changes; the gate admits who has one, and a spent secret never again."""
+
+import os
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+import zmq
+from hypothesis import given
+from zmq.utils import z85
+from zmq.utils.monitor import parse_monitor_message
+
+from aioengine.errors import ConfigError
+from aioengine.transport.keys import ZAP_ENDPOINT, ClientKeys, Gate, KeyPair, ServerKeys, enforce, make_keys
+
+KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
+TIMEOUT_MS = 10_000
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """With the keys of a server and of two clients, alice and bob."""
+    make_keys(tmp_path / "keys", ["alice", "bob"])
+    return tmp_path / "keys"
+
+
+# The files
+
+
+def test_each_side_reads_what_was_made(folder: Path) -> None:
+    server = ServerKeys.load(folder)
+    alice, bob = ClientKeys.load(folder, "alice"), ClientKeys.load(str(folder), "bob")
+    assert alice.server == bob.server == server.pair.public
+    assert server.clients == {"alice": z85.decode(alice.pair.public), "bob": z85.decode(bob.pair.public)}
+    assert zmq.curve_public(server.pair.secret) == server.pair.public
+    assert len({server.pair.secret, alice.pair.secret, bob.pair.secret}) == 3
+
+
+def test_secrets_are_their_owners_whatever_the_umask_and_nothing_else_is_left(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        written = make_keys(tmp_path / "deep" / "keys", ["alice"])
+    finally:
+        os.umask(before)
+    found = {str(path.relative_to(tmp_path / "deep/keys")): path for path in (tmp_path / "deep/keys").rglob("*")}
+    modes = {name: stat.S_IMODE(path.stat().st_mode) for name, path in found.items()}
+    assert modes == {
+        "server.key": 0o644,
+        "server.key_secret": 0o600,
+        "clients": 0o700,
+        "clients/alice.key": 0o644,
+        "clients/alice.key_secret": 0o600,
+    }
+    assert stat.S_IMODE((tmp_path / "deep/keys").stat().st_mode) == 0o700
+    assert sorted(written) == sorted(path for path in found.values() if path.is_file())
+    secret = ServerKeys.load(tmp_path / "deep/keys").pair.secret
+    assert secret not in found["server.key"].read_bytes()
+
+
+def test_one_more_client_changes_nobody_elses_key(folder: Path) -> None:
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    written = make_keys(folder, ["carol", "carol"])
+    assert [path.name for path in written] == ["carol.key_secret", "carol.key"]
+    assert {path: path.read_bytes() for path in before} == before
+    assert set(ServerKeys.load(folder).clients) == {"alice", "bob", "carol"}
+
+
+@pytest.mark.parametrize("left", ["alice.key", "alice.key_secret"])
+def test_a_key_that_exists_is_never_overwritten_and_then_nothing_is_written(folder: Path, left: str) -> None:
+    (folder / "clients" / ("alice.key" if left.endswith("secret") else "alice.key_secret")).unlink()
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match=f"{left} exists and is never overwritten"):
+        make_keys(folder, ["carol", "alice"])
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_a_clients_copy_is_not_taken_for_a_servers_folder(folder: Path) -> None:
+    (folder / "server.key_secret").unlink()
+    with pytest.raises(ConfigError, match=r"has server.key without the other half.*choose another folder"):
+        make_keys(folder, ["carol"])
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", ".hidden", "a/b", "../server", "-x", "a b", "é", "a" * 65, "a\n"])
+def test_a_name_that_is_no_file_name_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="a client's name has letters"):
+        make_keys(tmp_path / "keys", ["alice", name])
+    assert not (tmp_path / "keys").exists()
+
+
+def test_keys_are_not_written_where_others_can_enter(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    with pytest.raises(ConfigError, match=f"others can enter {tmp_path} .*chmod 700 {tmp_path}"):
+        make_keys(tmp_path, ["alice"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"cannot write keys to .*file"):
+        make_keys(tmp_path / "file" / "keys", ["alice"])
+
+
+def test_a_client_that_is_alone_needs_no_name(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="several clients; say which to use: alice, bob"):
+        ClientKeys.load(folder)
+    (folder / "clients/bob.key_secret").unlink()
+    assert ClientKeys.load(folder) == ClientKeys.load(folder, "alice")
+
+
+def test_a_client_needs_its_secret_and_the_servers_public_key_and_no_more(folder: Path) -> None:
+    before = ClientKeys.load(folder, "alice")
+    for name in ("server.key_secret", "clients/alice.key", "clients/bob.key", "clients/bob.key_secret"):
+        (folder / name).unlink()
+    assert ClientKeys.load(folder) == before
+    (folder / "server.key").unlink()
+    with pytest.raises(ConfigError, match=r"server.key cannot be read: copy it from where the server runs"):
+        ClientKeys.load(folder)
+
+
+def test_a_server_needs_its_secret_and_public_keys_of_clients_and_no_more(folder: Path) -> None:
+    before = ServerKeys.load(folder)
+    for name in ("server.key", "clients/alice.key_secret", "clients/bob.key_secret"):
+        (folder / name).unlink()
+    assert ServerKeys.load(folder) == before
+    (folder / "clients/alice.key").unlink()
+    (folder / "clients/bob.key").unlink()
+    with pytest.raises(ConfigError, match=r"nobody could connect; make one with `aioengine keys .* --client NAME`"):
+        ServerKeys.load(folder)
+
+
+@pytest.mark.parametrize("name", ["carol", "../server", ""])
+def test_an_unknown_client_is_said_with_those_that_are_there(folder: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"no secret key for '{name}' \(there: alice, bob\); make one with"):
+        ClientKeys.load(folder, name)
+
+
+def test_a_folder_without_keys_is_said_with_the_command_that_makes_them(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=f"server.key_secret cannot be read: make keys with `aioengine keys {tmp_path}"
+    ):
+        ServerKeys.load(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"no secret key for a client \(there: none\); make one with `aioengine keys`"
+    ):
+        ClientKeys.load(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o666])
+@pytest.mark.parametrize("name", ["server.key_secret", "clients/alice.key_secret"])
+def test_a_secret_that_others_can_read_is_refused(folder: Path, name: str, mode: int) -> None:
+    (folder / name).chmod(mode)
+    with pytest.raises(ConfigError, match=f"{name} is secret and can be read by others .*chmod 600 {folder / name}"):
+        ServerKeys.load(folder) if name.startswith("server") else ClientKeys.load(folder, "alice")
+
+
+@pytest.mark.parametrize("name", [".", "clients", "clients/alice.key"])
+def test_a_server_refuses_keys_that_others_can_change(folder: Path, name: str) -> None:
+    (folder / name).chmod(0o772)
+    with pytest.raises(ConfigError, match=r"others can write to .*chmod go-w"):
+        ServerKeys.load(folder)
+
+
+@pytest.mark.parametrize("name", [".", "server.key"])
+def test_a_client_refuses_a_servers_key_that_others_can_change(folder: Path, name: str) -> None:
+    (folder / name).chmod(0o727)
+    with pytest.raises(ConfigError, match=r"others can write to .*chmod go-w"):
+        ClientKeys.load(folder, "alice")
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"public-key", b'public-key = "short"\n', b"public-key = \n"])
+@pytest.mark.parametrize("name", ["server.key_secret", "clients/alice.key", "server.key", "clients/alice.key_secret"])
+def test_a_damaged_file_is_named(folder: Path, name: str, content: bytes) -> None:
+    (folder / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=f"{name} .*damaged"):
+        ServerKeys.load(folder) if name in ("server.key_secret", "clients/alice.key") else ClientKeys.load(
+            folder, "alice"
+        )
+
+
+@pytest.mark.parametrize("key", [b"~" * 40, b"#" * 40, b"\xff" * 40, b"a" * 39, b"a" * 45])
+def test_a_public_key_that_is_none_is_refused(folder: Path, key: bytes) -> None:
+    (folder / "server.key").write_bytes(b'public-key = "' + key + b'"\n')
+    with pytest.raises(ConfigError, match=r"server.key is damaged"):
+        ClientKeys.load(folder, "alice")
+
+
+def test_halves_of_two_pairs_are_refused(folder: Path) -> None:
+    path = folder / "server.key_secret"
+    own, foreign = ServerKeys.load(folder).pair, zmq.curve_keypair()
+    for secret in (foreign[1], b"~" * 40):
+        path.write_bytes(path.read_bytes().replace(own.secret, secret))
+        with pytest.raises(ConfigError, match=r"server.key_secret is damaged: it has no pair of keys"):
+            ServerKeys.load(folder)
+        own = KeyPair(public=own.public, secret=secret)
+
+
+def test_a_repr_tells_no_secret(folder: Path) -> None:
+    for keys in (ServerKeys.load(folder), ClientKeys.load(folder, "alice")):
+        assert keys.pair.secret.decode() not in repr(keys)
+        assert keys.pair.public.decode() in repr(keys)
+
+
+# The gate
+
+
+def request(mechanism: bytes, *shown: bytes, domain: str = "out.7", version: bytes = b"1.0") -> list[bytes]:
+    return [version, b"id", domain.encode(), b"127.0.0.1", b"", mechanism, *shown]
+
+
+def status(gate: Gate, frames: list[bytes]) -> str:
+    answer = gate.decide(frames)
+    assert len(answer) == 6
+    assert answer[0] == b"1.0"
+    assert answer[1] == (frames[1] if len(frames) > 1 else b"")
+    assert answer[5] == b""
+    return answer[2].decode()
+
+
+def test_a_secret_admits_one_connection_ever() -> None:
+    gate = Gate()
+    gate.allow_once("out.7", "out", "secret")
+    assert gate.decide(request(b"PLAIN", b"out", b"secret")) == [b"1.0", b"id", b"200", b"OK", b"out", b""]
+    for _ in range(3):
+        assert status(gate, request(b"PLAIN", b"out", b"secret")) == "400"
+    assert (gate.num_admitted, gate.num_refused) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        request(b"PLAIN", b"out", b"guess"),
+        request(b"PLAIN", b"out", b"secret "),
+        request(b"PLAIN", b"out", b""),
+        request(b"PLAIN", b"", b"secret"),
+        request(b"PLAIN", b"secret", b"out"),
+        request(b"PLAIN", b"outs", b"ecret"),
+        request(b"PLAIN", b"out", b"secret", domain="out.8"),
+        request(b"PLAIN", b"out", b"secret", domain=""),
+        request(b"NULL"),
+        request(b"NULL", b"out", b"secret"),
+        request(b"CURVE", KEY),
+        request(b"GSSAPI", b"out"),
+        request(b"plain", b"out", b"secret"),
+        request(b"", b"out", b"secret"),
+    ],
+    ids=lambda frames: b" ".join(frames[5:]).decode("latin-1"),
+)
+def test_a_wrong_guess_is_refused_and_leaves_the_right_one_good(frames: list[bytes]) -> None:
+    gate = Gate()
+    gate.allow_once("out.7", "out", "secret")
+    assert status(gate, frames) == "400"
+    assert status(gate, request(b"PLAIN", b"out", b"secret")) == "200"
+    assert (gate.num_admitted, gate.num_refused) == (1, 1)
+
+
+MALFORMED = [
+    [],
+    [b""],
+    [b"1.0"],
+    [b"1.0", b"id"],
+    [b"1.0", b"id", b"out.7", b"127.0.0.1", b""],
+    request(b"PLAIN", b"out", b"secret", version=b"2.0"),
+    request(b"PLAIN", b"out", b"secret", version=b""),
+    request(b"PLAIN", b"out", b"secret", version=b"1.0\0"),
+    request(b"PLAIN"),
+    request(b"PLAIN", b"out"),
+    request(b"PLAIN", b"out", b"secret", b""),
+    request(b"PLAIN", b"x" * 256, b"secret"),
+    request(b"CURVE"),
+    request(b"CURVE", KEY[:31]),
+    request(b"CURVE", KEY + b"\0"),
+    request(b"CURVE", z85.encode(KEY)),
+    request(b"CURVE", KEY, KEY),
+    request(b"CURVE", b""),
+]
+
+
+@pytest.mark.parametrize("frames", MALFORMED, ids=range(len(MALFORMED)))
+def test_a_malformed_request_is_answered_and_harms_nobody(frames: list[bytes]) -> None:
+    gate = Gate()
+    gate.allow_once("out.7", "out", "secret")
+    gate.allow_keys("out.7", [KEY])
+    assert status(gate, frames) == "500"
+    assert gate.num_refused == 1
+    assert status(gate, request(b"PLAIN", b"out", b"secret")) == "200"
+    assert status(gate, request(b"CURVE", KEY)) == "200"
+
+
+@given(
+    st.lists(st.one_of(st.binary(max_size=64), st.sampled_from([b"1.0", b"out.7", b"PLAIN", b"CURVE"])), max_size=10)
+)
+def test_no_frames_admit_anybody_without_a_credential(frames: list[bytes]) -> None:
+    gate = Gate()
+    gate.allow_once("out.7", "out", "0123456789abcdef")
+    gate.allow_keys("out.7", [KEY])
+    assert status(gate, frames) in ("400", "500")
+    assert (gate.num_admitted, gate.num_refused) == (0, 1)
+
+
+def test_a_known_key_is_admitted_as_often_as_it_comes_and_named() -> None:
+    gate = Gate()
+    gate.allow_keys("engine", [KEY])
+    for _ in range(3):
+        answer = gate.decide(request(b"CURVE", KEY, domain="engine"))
+        assert answer == [b"1.0", b"id", b"200", b"OK", z85.encode(KEY), b""]
+    assert status(gate, request(b"CURVE", OTHER_KEY, domain="engine")) == "400"
+    assert status(gate, request(b"CURVE", KEY, domain="out.7")) == "400"
+
+
+def test_a_key_for_one_connection_is_spent_by_it() -> None:
+    gate = Gate()
+    gate.allow_keys("engine", [KEY, OTHER_KEY])
+    gate.allow_key_once("out.7", KEY)
+    assert status(gate, request(b"CURVE", OTHER_KEY)) == "400"
+    assert status(gate, request(b"CURVE", KEY)) == "200"
+    assert status(gate, request(b"CURVE", KEY)) == "400"
+    assert status(gate, request(b"CURVE", KEY, domain="engine")) == "200"
+
+
+def test_a_key_that_stays_leaves_one_connection_unspent() -> None:
+    gate = Gate()
+    gate.allow_key_once("out.7", KEY)
+    gate.allow_keys("out.7", [KEY])
+    assert [status(gate, request(b"CURVE", KEY)) for _ in range(3)] == ["200"] * 3
+
+
+def test_as_many_connections_as_were_allowed_are_admitted() -> None:
+    gate = Gate()
+    for _ in range(2):
+        gate.allow_key_once("out.7", KEY)
+    assert [status(gate, request(b"CURVE", KEY)) for _ in range(3)] == ["200", "200", "400"]
+
+
+def test_what_is_forgotten_admits_nobody() -> None:
+    gate = Gate()
+    gate.allow_once("out.7", "out", "secret")
+    gate.allow_once("out.8", "out", "secret")
+    gate.forget("out.7")
+    gate.forget("never known")
+    assert status(gate, request(b"PLAIN", b"out", b"secret")) == "400"
+    assert status(gate, request(b"PLAIN", b"out", b"secret", domain="out.8")) == "200"
+
+
+# The gate in front of real sockets
+
+
+class Guarded:
+    """A server's socket and its gate on one context, and clients on another: all polled by hand."""
+
+    def __init__(self, kind: int = zmq.PUSH) -> None:
+        self.gate = Gate()
+        self.server_context, self.client_context = zmq.Context(), zmq.Context()
+        self.handler = self.server_context.socket(zmq.REP)
+        self.served = self.server_context.socket(kind)
+        self.served.linger = 0
+        self.clients: list[zmq.Socket[bytes]] = []
+        self.address = ""
+
+    def serve(self, address: str) -> None:
+        self.handler.bind(ZAP_ENDPOINT)
+        self.served.bind(address)
+        self.address = self.served.last_endpoint.rstrip(b"\0").decode()
+
+    def connect(
+        self, set_up: Callable[[zmq.Socket[bytes]], None], kind: int = zmq.PULL
+    ) -> tuple[zmq.Socket[bytes], zmq.Event]:
+        """A client's socket, and how its handshake ended. Refused connections are not tried again."""
+        client = self.client_context.socket(kind)
+        self.clients.append(client)
+        set_up(client)
+        client.reconnect_ivl = -1
+        ends = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        ends |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_DISCONNECTED
+        monitor = client.get_monitor_socket(ends)
+        client.connect(self.address)
+        poller = zmq.Poller()
+        poller.register(self.handler, zmq.POLLIN)
+        poller.register(monitor, zmq.POLLIN)
+        while ready := dict(poller.poll(TIMEOUT_MS)):
+            if self.handler in ready:
+                self.handler.send_multipart(self.gate.decide(self.handler.recv_multipart()))
+            if monitor in ready:
+                event = parse_monitor_message(monitor.recv_multipart())["event"]
+                client.disable_monitor()
+                monitor.close()
+                return client, event
+        pytest.fail("the handshake did not end")
+
+    def numbers_at(self, pull: zmq.Socket[bytes]) -> list[int]:
+        """What the client gets of ten messages."""
+        for number in range(10):
+            assert self.served.poll(TIMEOUT_MS, zmq.POLLOUT)
+            self.served.send(bytes([number]))
+        got = []
+        while len(got) < 10 and pull.poll(TIMEOUT_MS):
+            got.append(pull.recv()[0])
+        return got
+
+    def close(self) -> None:
+        self.client_context.destroy(linger=0)
+        self.server_context.destroy(linger=0)
+
+
+@pytest.fixture
+def guarded() -> Iterator[Guarded]:
+    guarded = Guarded()
+    yield guarded
+    guarded.close()
+
+
+def plain(username: bytes, password: bytes) -> Callable[[zmq.Socket[bytes]], None]:
+    def set_up(socket: zmq.Socket[bytes]) -> None:
+        socket.plain_username = username
+        socket.plain_password = password
+
+    return set_up
+
+
+def no_mechanism(socket: zmq.Socket[bytes]) -> None:
+    pass
+
+
+@pytest.mark.parametrize("scheme", ["ipc", "tcp"])
+def test_only_who_has_the_secret_is_served_and_only_once(guarded: Guarded, scheme: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="aio", dir="/tmp") as folder:
+        guarded.served.plain_server = True
+        enforce(guarded.served, "out.7")
+        guarded.gate.allow_once("out.7", "out", "secret")
+        guarded.serve(f"ipc://{folder}/out" if scheme == "ipc" else "tcp://127.0.0.1:*")
+
+        _, event = guarded.connect(plain(b"out", b"guess"))
+        assert event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        _, event = guarded.connect(no_mechanism)
+        assert event != zmq.EVENT_HANDSHAKE_SUCCEEDED
+        assert guarded.served.poll(0, zmq.POLLOUT) == 0, "nobody is connected"
+
+        pull, event = guarded.connect(plain(b"out", b"secret"))
+        assert event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        second, event = guarded.connect(plain(b"out", b"secret"))
+        assert event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        assert guarded.numbers_at(pull) == list(range(10))
+        assert second.poll(0) == 0
+        assert (guarded.gate.num_admitted, guarded.gate.num_refused) == (1, 2)
+        guarded.close()
+
+
+def test_only_who_has_a_known_key_and_the_servers_is_served(guarded: Guarded, folder: Path) -> None:
+    keys = ServerKeys.load(folder)
+    alice, bob = ClientKeys.load(folder, "alice"), ClientKeys.load(folder, "bob")
+    keys.apply_server(guarded.served, "out.7")
+    guarded.gate.allow_key_once("out.7", keys.clients["alice"])
+    guarded.serve("tcp://127.0.0.1:*")
+
+    public, secret = zmq.curve_keypair()
+    stranger = ClientKeys(server=keys.pair.public, pair=KeyPair(public=public, secret=secret))
+    misled = ClientKeys(server=bob.pair.public, pair=alice.pair)
+    for set_up in (stranger.apply_client, bob.apply_client):
+        _, event = guarded.connect(set_up)
+        assert event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    assert guarded.gate.num_refused == 2
+    for set_up in (misled.apply_client, no_mechanism, plain(b"out", b"secret")):
+        _, event = guarded.connect(set_up)
+        assert event != zmq.EVENT_HANDSHAKE_SUCCEEDED
+    assert guarded.served.poll(0, zmq.POLLOUT) == 0, "nobody is connected"
+
+    pull, event = guarded.connect(alice.apply_client)
+    assert event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+    _, event = guarded.connect(alice.apply_client)
+    assert event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    assert guarded.numbers_at(pull) == list(range(10))
+    assert guarded.gate.num_admitted == 1
+
+
+def test_who_speaks_is_known_by_the_key(folder: Path) -> None:
+    guarded = Guarded(zmq.ROUTER)
+    keys, alice = ServerKeys.load(folder), ClientKeys.load(folder, "alice")
+    keys.apply_server(guarded.served, "engine")
+    guarded.gate.allow_keys("engine", keys.clients.values())
+    guarded.serve("tcp://127.0.0.1:*")
+    dealer, event = guarded.connect(alice.apply_client, zmq.DEALER)
+    assert event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+    dealer.send(b"hello")
+    assert guarded.served.poll(TIMEOUT_MS)
+    _, message = guarded.served.recv_multipart(copy=False)
+    assert message.get("User-Id") == alice.pair.public.decode()
+    guarded.close()
+
+
+@pytest.mark.parametrize("mechanism", ["PLAIN", "CURVE"])
+def test_nobody_is_admitted_while_no_gate_answers(guarded: Guarded, folder: Path, mechanism: str) -> None:
+    keys = ServerKeys.load(folder)
+    if mechanism == "CURVE":
+        keys.apply_server(guarded.served, "out.7")
+    else:
+        guarded.served.plain_server = True
+        enforce(guarded.served, "out.7")
+    guarded.serve("tcp://127.0.0.1:*")
+    guarded.handler.unbind(ZAP_ENDPOINT)
+    set_up = plain(b"out", b"secret") if mechanism == "PLAIN" else ClientKeys.load(folder, "alice").apply_client
+    _, event = guarded.connect(set_up)
+    assert event != zmq.EVENT_HANDSHAKE_SUCCEEDED
+    assert guarded.served.poll(0, zmq.POLLOUT) == 0
