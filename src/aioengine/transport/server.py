@@ -177,7 +177,7 @@ class EngineServer:
         while session.is_connected and not monitor.is_gone:
             await monitor.look()
         why = "its connection is gone" if session.is_connected else "it did not connect to its outputs"
-        self._end_session(peer, why)
+        self._end_session(peer, why, is_there=False)
 
     async def _call(self, session: Session, peer: bytes, call: CallControl, arrays: Arrays) -> None:
         """Perform a control call and send what it brought, to the one who called."""
@@ -224,7 +224,7 @@ class EngineServer:
             case CallControl():
                 self._begin_call(session, peer, body, arrays)
             case Detach():
-                self._end_session(peer, "it has left")
+                self._end_session(peer, "it has left", is_there=False)
             case _:
                 raise WireError(f"a {type(body).__name__} in the middle of a session")
 
@@ -303,13 +303,13 @@ class EngineServer:
         )
         return Session(index, name, reader, Channel(socket), monitor, self._mark)
 
-    def _end_session(self, peer: bytes, why: str) -> None:
-        """Let go of a front end; what it has running ends. Idempotent."""
+    def _end_session(self, peer: bytes, why: str, *, is_there: bool = True) -> None:
+        """Let go of a front end, with last words if it is there; what it has running ends. Idempotent."""
         session = self._sessions.pop(peer, None)
         if session is None:
             return
         logger.info("front end %d (%s) is let go: %s", session.index, session.name, why)
-        session.end(EngineDead(f"the engine let this front end go: {why}"), linger_s=LINGER_S)
+        session.end(EngineDead(f"the engine let this front end go: {why}"), linger_s=LINGER_S if is_there else 0.0)
         self._gate.forget(f"outputs-{session.index}")
         for follower in list(session.followers.values()):
             self.core.finish(follower.sequence, "abort")
