@@ -14,6 +14,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from aioengine.blocking.llm import LLM
+    from aioengine.blocking.llm_engine import LLMEngine
     from aioengine.config import EngineConfig
     from aioengine.core.plan import LogitsProcessor, LogitsRow
     from aioengine.engine import Engine, Stream
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "LLM",
     "AioEngineError",
     "CompletionDelta",
     "CompletionOutput",
@@ -52,6 +55,7 @@ __all__ = [
     "ExecutorInfo",
     "InternalError",
     "InvalidRequest",
+    "LLMEngine",
     "LogitsProcessor",
     "LogitsRow",
     "Logprob",
@@ -68,6 +72,8 @@ __all__ = [
 ]
 
 _HOMES = {
+    "blocking.llm": ["LLM"],
+    "blocking.llm_engine": ["LLMEngine"],
     "config": ["EngineConfig"],
     "engine": ["Engine", "Stream"],
     "core.plan": ["LogitsProcessor", "LogitsRow"],

@@ -1,0 +1,197 @@
+"""What `LLM` and `LLMEngine` have in common: an engine that is asked by blocking calls."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import anyio
+
+from aioengine.blocking.host import Host
+from aioengine.config import EngineConfig
+from aioengine.control import PauseMode, SleepLevel, WakeTag
+from aioengine.engine import Engine
+from aioengine.errors import EngineDead
+from aioengine.executor.protocol import Executor
+from aioengine.health import Health
+from aioengine.metrics import EngineStats
+
+T = TypeVar("T")
+
+DEFAULT_TRACE = "aioengine-trace.json"
+
+
+class Facade:
+    """A started engine on a loop of its own, which runs while a method waits. See `Host` for threads and loops.
+
+    Every method raises RuntimeError inside a running event loop and in other threads than the one that made this
+    object, and `EngineClosed` once it is closed. Closing is optional: what is dropped, or still open when the script
+    ends, closes itself.
+
+    Args:
+        model, executor, config: as in `Engine`.
+    Raises:
+        ConfigError, ModelLoadError: it cannot be started; nothing is left behind.
+    """
+
+    def __init__(
+        self, model: str | os.PathLike[str] | None = None, *, executor: Executor | None = None, **config: Any
+    ) -> None:
+        self._open(lambda: Engine.start(model, executor=executor, **config))
+
+    @classmethod
+    def connect(cls, address: str, **options: Any) -> Self:
+        """Use an engine that serves in another process; as `Engine.connect`."""
+        facade = cls.__new__(cls)
+        facade._open(lambda: Engine.connect(address, **options))
+        return facade
+
+    def _open(self, start: Callable[[], Coroutine[Any, Any, Engine]]) -> None:
+        self._host = Host(type(self).__name__, start)
+        self._may_sleep = False
+        self.engine_config: EngineConfig = self._host.engine.config
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop, and free everything. Idempotent."""
+        self._host.close()
+
+    def shutdown(self) -> None:
+        """The same as `close`."""
+        self.close()
+
+    # What the engine is
+
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer, of the library that it comes from."""
+        return self._host.engine.get_tokenizer()
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        """What the engine can do, such as "generate"."""
+        return self._host.run(lambda engine: engine.supported_tasks())
+
+    def stats(self) -> EngineStats:
+        """The engine's numbers now, and since its start."""
+        return self._host.engine.stats()
+
+    def get_metrics(self) -> list[Any]:
+        """The metrics behind `stats`, as `EngineMetrics.collect` gives them."""
+        return list(self._host.engine.metrics.collect())
+
+    def check_health(self) -> Health:
+        """Whether the engine is alive or stalled.
+
+        Raises:
+            EngineDead: it is dead.
+        """
+
+        async def look(engine: Engine) -> Health:
+            await asyncio.sleep(0)  # the loop has stood still: what has come meanwhile is heard first
+            return engine.health()
+
+        health = self._host.run(look)
+        if health.status == "DEAD":
+            raise EngineDead(health.reason or "the engine is dead")
+        return health
+
+    # The whole engine
+
+    def reset_prefix_cache(self, reset_running: bool = False) -> bool:
+        """Forget all cached prefixes; with ``reset_running`` what runs computes its KV again, too.
+
+        Returns:
+            True: it always succeeds.
+        """
+        self._host.run(lambda engine: engine.reset_prefix_cache(reset_running=reset_running))
+        return True
+
+    def sleep(self, level: SleepLevel = 1, mode: PauseMode = "abort") -> None:
+        """Give the device's memory back until `wake_up`; as `Engine.sleep`."""
+        self._may_sleep = True
+        self._host.run(lambda engine: engine.sleep(level, mode=mode))
+
+    def wake_up(self, tags: Iterable[WakeTag] | None = None) -> None:
+        """Bring back what `sleep` took: all, or these; as `Engine.wake_up`."""
+        self._host.run(lambda engine: engine.wake_up(tags))
+
+    def is_sleeping(self) -> bool:
+        """Whether anything that `sleep` took is not back yet."""
+        return self._host.run(lambda engine: engine.is_sleeping())
+
+    def start_profile(self, max_steps: int = 100) -> None:
+        """Record the device's next steps, ``max_steps`` at most, until `stop_profile`."""
+        self._host.run(lambda engine: engine.start_profile(max_steps=max_steps))
+
+    def stop_profile(self, path: str | os.PathLike[str] = DEFAULT_TRACE) -> Path:
+        """Write what was recorded since `start_profile`; as `Engine.profile`.
+
+        Returns:
+            the file.
+        """
+        self._host.run(lambda engine: engine.stop_profile(path))
+        return Path(path)
+
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Iterable[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a function that was registered by name (`aioengine.worker_function`) on each rank of the device.
+
+        Args:
+            timeout: seconds to wait; absent: for ever.
+        Returns:
+            what it returned, by rank.
+        Raises:
+            TimeoutError: it took longer.
+        """
+
+        async def call(engine: Engine) -> list[Any]:
+            with anyio.fail_after(timeout):
+                return await engine.collective_rpc(method, args, kwargs)
+
+        return self._host.run(call)
+
+    def apply_model(self, function: Callable[[Any], T]) -> list[T]:
+        """Call a function with the model on each rank; for engines in this process."""
+        return self._host.run(lambda engine: engine.apply_model(function))
+
+    def update_weights(
+        self, folder: str | os.PathLike[str] | None = None, *, tensors: Mapping[str, Any] | None = None
+    ) -> None:
+        """Take other weights of the same shapes, from a folder or from tensors; as `Engine.update_weights`."""
+        self._host.run(lambda engine: engine.update_weights(folder, tensors=tensors))
+
+    def save_sharded_state(self, folder: str | os.PathLike[str], **options: Any) -> list[str]:
+        """Write the weights as they are now into a folder; as `Engine.save_sharded_state`.
+
+        Returns:
+            the names of the weight files.
+        """
+        return self._host.run(lambda engine: engine.save_sharded_state(folder, **options))
+
+    # For those who wait for tokens
+
+    async def _check_awake(self, engine: Engine) -> None:
+        """Raise where waiting would never end: nobody can wake the engine up while its only caller waits."""
+        if self._may_sleep:
+            self._may_sleep = await engine.is_sleeping()
+        if self._may_sleep:
+            raise RuntimeError("the engine sleeps, and computes nothing until it is woken: call wake_up() first")
+
+    def __repr__(self) -> str:
+        state = "open" if self._host.is_open else "closed"
+        return f"<{type(self).__name__} {self.engine_config.model or 'demo'!r} {state}>"

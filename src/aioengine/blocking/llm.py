@@ -1,0 +1,192 @@
+"""`LLM`: prompts in, outputs out, in the names of vLLM's class."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import anyio
+
+from aioengine.blocking.bar import Bar, progress_bar
+from aioengine.blocking.facade import Facade
+from aioengine.blocking.prompts import list_chats, list_prompts, read_prompt
+from aioengine.engine import Engine
+from aioengine.errors import InvalidRequest
+from aioengine.outputs import RequestOutput
+from aioengine.sampling_params import SamplingParams
+
+REFRESH_INTERVAL_S = 0.2
+"""Of the progress bar: what an eye follows."""
+
+Params = SamplingParams | Sequence[SamplingParams | None] | None
+
+
+class _Job(NamedTuple):
+    number: int
+    prompt: Any
+    call: dict[str, Any]
+    """The keywords of `Engine.generate`."""
+
+
+class LLM(Facade):
+    """A model for scripts: ``LLM().generate(["Once upon a time", "Then"], max_tokens=64)``.
+
+    All prompts of a call run side by side, as many as the engine takes.
+    """
+
+    def _open(self, start: Callable[[], Coroutine[Any, Any, Engine]]) -> None:
+        super()._open(start)
+        self._request_numbers = itertools.count()
+
+    def generate(
+        self,
+        prompts: Any,
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool = True,
+        show_progress: bool | None = None,
+        priority: int | Sequence[int] | None = None,
+        cache_salt: str | None = None,
+        **sampling: Any,
+    ) -> list[RequestOutput]:
+        """Complete prompts, and wait for all of them.
+
+        When one fails the others are aborted, and so they are at Ctrl-C; the object stays usable.
+
+        Args:
+            prompts: one or a list. Each is a text, token ids, chat messages, ``{"prompt": text}`` or
+                ``{"prompt_token_ids": ids}``.
+            sampling_params: for all, or a list with one for each; or give the fields as keywords. The model's
+                generation config has the defaults of what is not given.
+            use_tqdm: False shows no progress.
+            show_progress: True shows it also where stderr is no terminal; absent: as ``use_tqdm`` says, on a terminal.
+            priority: for all, or a list with one for each; smaller goes first.
+            cache_salt: share cached prefixes only with requests of the same salt.
+        Returns:
+            an output for each prompt, in their order.
+        Raises:
+            InvalidRequest: a value is bad; all are checked before the first one runs, but for the lengths of texts in
+                tokens. The error's notes say which prompt it was.
+            StepFailed, EngineDead: see there.
+            RuntimeError: the engine sleeps.
+        """
+        jobs = self._make_jobs(list_prompts(prompts), sampling_params, priority, cache_salt, sampling)
+        return self._complete(jobs, use_tqdm=use_tqdm, show_progress=show_progress)
+
+    def chat(
+        self,
+        messages: Any,
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool = True,
+        show_progress: bool | None = None,
+        priority: int | Sequence[int] | None = None,
+        cache_salt: str | None = None,
+        **sampling: Any,
+    ) -> list[RequestOutput]:
+        """Answer conversations, by the model's chat template; as `generate`.
+
+        Args:
+            messages: a conversation, a list of ``{"role": ..., "content": ...}``; or a list of conversations.
+        """
+        jobs = self._make_jobs(list_chats(messages), sampling_params, priority, cache_salt, sampling)
+        return self._complete(jobs, use_tqdm=use_tqdm, show_progress=show_progress)
+
+    def _make_jobs(
+        self,
+        prompts: list[Any],
+        sampling_params: Params,
+        priority: int | Sequence[int] | None,
+        cache_salt: str | None,
+        sampling: dict[str, Any],
+    ) -> list[_Job]:
+        all_params = _for_each("sampling_params", sampling_params, len(prompts))
+        priorities = _for_each("priority", 0 if priority is None else priority, len(prompts))
+        jobs = []
+        for number, (given, params, rank) in enumerate(zip(prompts, all_params, priorities, strict=True)):
+            with _naming(number, len(prompts)):
+                prompt, salt = read_prompt(given, cache_salt)
+            call = {"params": params, "priority": rank, "cache_salt": salt, **sampling}
+            jobs.append(_Job(number, prompt, call))
+        return jobs
+
+    def _complete(self, jobs: list[_Job], *, use_tqdm: bool, show_progress: bool | None) -> list[RequestOutput]:
+        is_shown = False if not use_tqdm and show_progress is None else show_progress
+        outputs: dict[int, RequestOutput] = {}
+
+        async def check(engine: Engine) -> None:
+            await self._check_awake(engine)
+            for job in jobs:  # one that can never run must not cost the others' work
+                with _naming(job.number, len(jobs)):
+                    engine.stream(job.prompt, **job.call)
+
+        self._host.run(check)
+        with progress_bar(len(jobs), is_shown=is_shown) as bar:
+            self._host.run(lambda engine: _run_all(engine, jobs, outputs, bar, self._request_numbers))
+        return [outputs[job.number] for job in jobs]
+
+
+async def _run_all(
+    engine: Engine, jobs: list[_Job], outputs: dict[int, RequestOutput], bar: Bar | None, numbers: Iterator[int]
+) -> None:
+    """Run all jobs, no more of them at a time than the engine could hold; the first error ends them all."""
+    error: Exception | None = None
+    # By priority here, too: who is not in the engine yet is not sorted by it.
+    queue = iter(sorted(jobs, key=lambda job: job.call["priority"]))
+
+    async def work() -> None:
+        nonlocal error
+        for job in queue:
+            try:
+                with _naming(job.number, len(jobs)):
+                    outputs[job.number] = output = await engine.generate(
+                        job.prompt, request_id=str(next(numbers)), **job.call
+                    )
+            except Exception as exc:
+                error = error or exc
+                tasks.cancel_scope.cancel()
+                return
+            if bar is not None:
+                bar.add(output)
+                if len(outputs) == len(jobs):
+                    tasks.cancel_scope.cancel()
+
+    async def refresh() -> None:
+        assert bar is not None
+        first = engine.stats().generation_tokens
+        while True:
+            await anyio.sleep(REFRESH_INTERVAL_S)
+            bar.refresh(engine.stats().generation_tokens - first)
+
+    config = engine.config
+    async with anyio.create_task_group() as tasks:
+        for _ in range(min(len(jobs), config.max_num_seqs + config.max_waiting)):
+            tasks.start_soon(work)
+        if bar is not None and jobs:
+            tasks.start_soon(refresh)
+    if error is not None:
+        raise error
+
+
+@contextlib.contextmanager
+def _naming(number: int, num_prompts: int) -> Iterator[None]:
+    """Say in an error which prompt it was, where there are several."""
+    try:
+        yield
+    except Exception as error:
+        if num_prompts > 1:
+            error.add_note(f"prompt {number} of {num_prompts}, counted from 0")
+        raise
+
+
+def _for_each(name: str, given: Any, num_prompts: int) -> list[Any]:
+    """One for each prompt, of one for all or a list."""
+    if not isinstance(given, list | tuple):
+        return [given] * num_prompts
+    if len(given) != num_prompts:
+        raise InvalidRequest(
+            f"{name} has {len(given)} items for {num_prompts} prompts; give one for each, or one for all", param=name
+        )
+    return list(given)

@@ -1,0 +1,87 @@
+"""Blocking objects over a fake device, closed at the end whatever became of them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import pytest
+
+from aioengine import LLM, LLMEngine
+from aioengine.core.plan import RowSampling
+from aioengine.testing import FakeExecutor, sample_hash
+from aioengine.text.tokenizer import Tokenizer
+
+F = TypeVar("F", LLM, LLMEngine)
+
+VOCAB_SIZE = 2048
+
+_load_once = functools.cache(Tokenizer.load)
+
+
+@pytest.fixture(autouse=True)
+def each_tokenizer_is_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading the demo's is most of a start's time."""
+    monkeypatch.setattr(Tokenizer, "load", lambda folder: copy.copy(_load_once(folder)))
+
+
+class Device(FakeExecutor):
+    """A fake device of the demo model's vocabulary, that calls back before it samples, and never ends an output."""
+
+    def __init__(self, **options: Any) -> None:
+        self.num_sampled = 0
+        self.on_sample: Callable[[], None] = lambda: None
+        super().__init__(vocab_size=VOCAB_SIZE, sampler=self._sample_next, **options)
+
+    def _sample_next(self, token_ids: list[int], sampling: RowSampling) -> int:
+        self.num_sampled += 1
+        self.on_sample()
+        return 3 + sample_hash(token_ids, sampling, vocab_size=VOCAB_SIZE - 3)  # above the special tokens
+
+    def seeds(self) -> list[int]:
+        """Of all requests that came to the device, in that order."""
+        return [added.sampling.seed for plan in self.plans for added in plan.added]
+
+
+@pytest.fixture
+def device() -> Device:
+    return Device()
+
+
+@pytest.fixture
+def open_llm() -> Iterator[Callable[..., LLM]]:
+    yield from _opening(LLM)
+
+
+@pytest.fixture
+def open_engine() -> Iterator[Callable[..., LLMEngine]]:
+    yield from _opening(LLMEngine)
+
+
+def _opening(kind: type[F]) -> Iterator[Callable[..., F]]:
+    opened: list[F] = []
+
+    def open_one(executor: FakeExecutor | None = None, **config: Any) -> F:
+        opened.append(kind(executor=executor or Device(), **config))
+        return opened[-1]
+
+    yield open_one
+    for one in opened:
+        one.close()
+
+
+@pytest.fixture
+def quiet_log() -> Iterator[None]:
+    """What a test breaks on purpose need not be printed."""
+    logger = logging.getLogger("aioengine")
+    logger.propagate = False
+    yield
+    logger.propagate = True
+
+
+@pytest.fixture
+def device_type() -> type[Device]:
+    return Device

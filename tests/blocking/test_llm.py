@@ -1,0 +1,296 @@
+"""`LLM`: prompts in, outputs out, in order; what fails ends the rest; what is shown meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+from aioengine import (
+    LLM,
+    Engine,
+    InvalidRequest,
+    LLMEngine,
+    PromptTooLong,
+    RequestOutput,
+    SamplingParams,
+    StepFailed,
+    Stream,
+)
+
+IDS = [5, 6, 7]
+CHAT = [{"role": "user", "content": "Hello"}]
+
+Open = Callable[..., LLM]
+
+
+def token_ids(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+# What comes out
+
+
+def test_outputs_come_in_the_order_of_the_prompts(open_llm: Open) -> None:
+    llm = open_llm(max_num_seqs=4)
+    prompts = [[5, 6, number] for number in range(40)]
+    params = [SamplingParams(seed=number, max_tokens=1 + (number * 7) % 11) for number in range(40)]
+    outputs = llm.generate(prompts, params)
+    assert [output.prompt_token_ids for output in outputs] == prompts
+    assert [len(ids) for ids in token_ids(outputs)] == [1 + (number * 7) % 11 for number in range(40)]
+    assert all(output.finished for output in outputs)
+    assert len({output.request_id for output in outputs}) == 40
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        "Once upon a time",
+        IDS,
+        tuple(IDS),
+        np.array(IDS),
+        [np.int64(5), np.int64(6)],
+        {"prompt": "Once upon a time"},
+        {"prompt_token_ids": IDS},
+        CHAT,
+    ],
+    ids=repr,
+)
+def test_one_prompt_brings_a_list_of_one(open_llm: Open, prompts: Any) -> None:
+    llm = open_llm()
+    [alone] = llm.generate(prompts, seed=1, max_tokens=4)
+    one, two = llm.generate([prompts, prompts], seed=1, max_tokens=4)
+    assert token_ids([alone]) == token_ids([one]) == token_ids([two])
+
+
+def test_no_prompts_bring_no_outputs(open_llm: Open) -> None:
+    llm = open_llm()
+    assert llm.generate([], show_progress=True) == []
+    assert llm.chat([]) == []
+
+
+def test_a_chat_is_one_conversation_or_several(open_llm: Open) -> None:
+    llm = open_llm()
+    [alone] = llm.chat(CHAT, SamplingParams(seed=1, max_tokens=4))
+    one, two = llm.chat([CHAT, CHAT], seed=1, max_tokens=4)
+    assert token_ids([alone]) == token_ids([one]) == token_ids([two])
+    assert "Hello" in (alone.prompt or "")
+
+
+def test_choices_and_salts_and_keywords_reach_the_engine(open_llm: Open) -> None:
+    llm = open_llm()
+    prompt = list(range(100, 140))
+    assert len(llm.generate(prompt, n=3, max_tokens=2)[0].outputs) == 3
+    cached = [llm.generate(prompt, max_tokens=1, cache_salt=salt)[0].num_cached_tokens for salt in ("a", "a", "b")]
+    assert cached == [0, 32, 0]
+
+
+def test_smaller_priorities_go_first(open_llm: Open, device: Any) -> None:
+    llm = open_llm(device, max_num_seqs=1, max_waiting=1)
+    params = [SamplingParams(seed=seed, max_tokens=2) for seed in range(6)]
+    llm.generate([IDS] * 6, params, priority=[5, 4, 3, 2, 1, 0])
+    assert device.seeds() == [5, 4, 3, 2, 1, 0]
+
+
+def test_many_prompts_are_never_all_in_the_engine(open_llm: Open, device: Any) -> None:
+    most = 0
+
+    def count() -> None:
+        nonlocal most
+        most = max(most, len(asyncio.all_tasks()))
+
+    device.on_sample = count
+    llm = open_llm(device, max_num_seqs=8, max_waiting=8)
+    outputs = llm.generate([[5, 6, 7 + number] for number in range(2000)], max_tokens=1)
+    assert [output.prompt_token_ids[-1] for output in outputs] == list(range(7, 2007))
+    assert most < 8 + 8 + 5
+
+
+# What is refused, and what fails
+
+
+@pytest.mark.parametrize(
+    ("param", "call"),
+    [
+        ("sampling_params", {"sampling_params": [SamplingParams()]}),
+        ("priority", {"priority": [1, 2, 3]}),
+        ("params", {"sampling_params": {"max_tokens": 3}}),
+        ("params", {"sampling_params": SamplingParams(), "max_tokens": 3}),
+        ("max_tokens", {"max_tokens": 0}),
+        ("max_token", {"max_token": 3}),
+        ("priority", {"priority": [0, "high"]}),
+    ],
+)
+def test_a_bad_argument_is_refused(open_llm: Open, param: str, call: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        open_llm().generate([IDS, IDS], **call)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize("messages", ["Hello", [[]], ["Hello"], {"role": "user"}, [[IDS]], 7], ids=repr)
+def test_what_is_no_conversation_is_refused(open_llm: Open, messages: Any) -> None:
+    with pytest.raises(InvalidRequest, match="conversation"):
+        open_llm().chat(messages)
+
+
+@pytest.mark.parametrize("bad", [[99999], "", {"prompt": "a", "multi_modal_data": {}}, None], ids=repr)
+def test_a_bad_prompt_costs_nothing_and_is_named(open_llm: Open, device: Any, bad: Any) -> None:
+    llm = open_llm(device)
+    with pytest.raises(InvalidRequest) as caught:
+        llm.generate([IDS] * 7 + [bad])
+    assert caught.value.__notes__ == ["prompt 7 of 8, counted from 0"]
+    assert not device.plans
+
+
+def test_when_one_fails_the_rest_is_aborted(open_llm: Open, device: Any) -> None:
+    llm = open_llm(device, max_num_seqs=4, max_waiting=4)
+    device.make_row_fail(3, 2, ValueError("broken row"))
+    with pytest.raises(StepFailed) as caught:
+        llm.generate([IDS] * 50, max_tokens=20)
+    assert caught.value.__notes__ == ["prompt 2 of 50, counted from 0"]
+    assert len(device.plans) < 8
+    assert llm.stats().running == llm.stats().waiting == 0
+    assert len(llm.generate([IDS] * 3, max_tokens=2)) == 3
+
+
+def test_a_text_that_is_too_long_fails_them_all(open_llm: Open) -> None:
+    llm = open_llm()
+    with pytest.raises(PromptTooLong):
+        llm.generate(["dog", "dog " * 300], max_tokens=100)
+    assert llm.stats().running == 0
+
+
+def test_ctrl_c_aborts_them_all_and_the_next_call_works(open_llm: Open, device: Any) -> None:
+    llm = open_llm(device, max_num_seqs=4, max_waiting=4)
+
+    def interrupt_once() -> None:
+        if device.num_sampled == 30:
+            signal.raise_signal(signal.SIGINT)
+
+    device.on_sample = interrupt_once
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([IDS] * 50, max_tokens=20)
+    assert device.num_sampled < 40
+    assert llm.stats().running == llm.stats().waiting == 0
+    assert len(llm.generate([IDS] * 3, max_tokens=2)) == 3
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_end_of_the_first(
+    open_llm: Open, device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish = Stream.finish
+    is_hanging = True
+
+    async def hang_when_cancelled(stream: Stream) -> RequestOutput:
+        try:
+            return await finish(stream)
+        finally:
+            if is_hanging:
+                signal.raise_signal(signal.SIGINT)
+                with anyio.CancelScope(shield=True):
+                    await anyio.sleep_forever()
+
+    monkeypatch.setattr(Stream, "finish", hang_when_cancelled)
+
+    def interrupt_once() -> None:
+        if device.num_sampled == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    device.on_sample = interrupt_once
+    llm = open_llm(device)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(IDS, max_tokens=20)
+    is_hanging = False
+    assert len(llm.generate([IDS] * 3, max_tokens=2)) == 3
+    llm.close()
+    assert device.is_closed
+
+
+def test_a_sleeping_engine_says_so_instead_of_waiting_for_ever(open_llm: Open) -> None:
+    llm = open_llm()
+    llm.sleep(0)
+    with pytest.raises(RuntimeError, match="wake_up"):
+        llm.generate(IDS)
+    llm.wake_up()
+    assert len(llm.generate(IDS, max_tokens=2)) == 1
+
+
+# What is shown
+
+
+def test_no_bar_is_shown_where_nobody_looks(open_llm: Open, capsys: pytest.CaptureFixture[str]) -> None:
+    open_llm().generate([IDS] * 3, max_tokens=2)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_bar_tells_requests_and_tokens(open_llm: Open, capsys: pytest.CaptureFixture[str]) -> None:
+    open_llm().generate([IDS] * 3, max_tokens=2, show_progress=True)
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "3/3" in shown.err
+    assert "tokens/s" in shown.err
+    assert " 0 tokens/s" not in shown.err
+
+
+def test_the_bar_is_refreshed_while_they_run(open_llm: Open, device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioengine.blocking.llm.REFRESH_INTERVAL_S", 0.0)
+    seen: list[int] = []
+    monkeypatch.setattr("aioengine.blocking.bar.Bar.refresh", lambda bar, num_tokens: seen.append(num_tokens))
+    open_llm(device, max_num_seqs=2).generate([IDS] * 6, max_tokens=5, show_progress=True)
+    assert seen == sorted(seen)
+    assert 0 < seen[len(seen) // 2] < 30
+    assert seen[-1] == 30
+
+
+def test_a_bar_of_an_interrupted_call_ends_as_it_was(
+    open_llm: Open, device: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    device.make_row_fail(3, 0, ValueError("broken row"))
+    with pytest.raises(StepFailed):
+        open_llm(device).generate([IDS] * 3, max_tokens=5, show_progress=True)
+    assert "0/3" in capsys.readouterr().err
+
+
+def test_use_tqdm_says_no_as_well(open_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any) -> None:
+        raise AssertionError("a bar was made")
+
+    monkeypatch.setattr("aioengine.blocking.bar.Bar.__init__", refuse)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    llm = open_llm(show_progress=False)
+    llm.generate(IDS, max_tokens=2, use_tqdm=False)
+    llm.generate(IDS, max_tokens=2, show_progress=False)
+    with pytest.raises(AssertionError):
+        llm.generate(IDS, max_tokens=2)
+
+
+# The real model
+
+
+def test_all_ways_bring_the_same_from_the_demo_model() -> None:
+    prompts = ["Once upon a time", "The dog", "One day a girl"]
+    params = [SamplingParams(seed=number, max_tokens=12, n=2) for number in range(3)]
+
+    async def generate_all() -> list[RequestOutput]:
+        async with Engine() as engine:
+            return await asyncio.gather(*map(engine.generate, prompts, params))
+
+    with LLM() as llm:
+        by_llm = llm.generate(prompts, params)
+        chat = llm.chat(CHAT, temperature=0.0, max_tokens=8)
+    by_engine: dict[str, RequestOutput] = {}
+    with LLMEngine() as engine:
+        for number, (prompt, of_prompt) in enumerate(zip(prompts, params, strict=True)):
+            engine.add_request(str(number), prompt, of_prompt)
+        while engine.has_unfinished_requests():
+            by_engine.update((output.request_id, output) for output in engine.step())
+        assert engine.check_health().status == "ALIVE"
+    expected = [output.outputs for output in asyncio.run(generate_all())]
+    assert [output.outputs for output in by_llm] == expected
+    assert [by_engine[str(number)].outputs for number in range(3)] == expected
+    assert chat[0].text.startswith("Hello")

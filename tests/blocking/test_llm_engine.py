@@ -1,0 +1,501 @@
+"""`LLMEngine`: requests are added, steps bring what is new, and nothing is lost, told twice or left behind."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import itertools
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioengine import (
+    LLM,
+    ConfigError,
+    Engine,
+    EngineClosed,
+    EngineConfig,
+    EngineDead,
+    InvalidRequest,
+    LLMEngine,
+    PromptTooLong,
+    RequestOutput,
+    SamplingParams,
+    StepFailed,
+)
+from aioengine.executor.protocol import DeviceLost
+
+IDS = [5, 6, 7]
+CHAT = [{"role": "user", "content": "Hello"}]
+
+Open = Callable[..., LLMEngine]
+
+
+def params(seed: int = 0, max_tokens: int = 5, **options: Any) -> SamplingParams:
+    return SamplingParams(seed=seed, max_tokens=max_tokens, **options)
+
+
+def run_to_end(engine: LLMEngine) -> dict[str, list[RequestOutput]]:
+    """Step until all have ended: each one's outputs, in order."""
+    outputs: dict[str, list[RequestOutput]] = {}
+    while engine.has_unfinished_requests():
+        news = engine.step()
+        assert news, "a step came back with nothing"
+        assert len({output.request_id for output in news}) == len(news)
+        for output in news:
+            outputs.setdefault(output.request_id, []).append(output)
+    return outputs
+
+
+def choices(output: RequestOutput) -> list[tuple[str, list[int], str | None]]:
+    return [(choice.text, choice.token_ids, choice.finish_reason) for choice in output.outputs]
+
+
+# What steps bring
+
+
+def test_steps_bring_what_generate_brings(open_engine: Open, device_type: Any) -> None:
+    seeds = range(20)
+
+    async def generate_all() -> list[RequestOutput]:
+        async with Engine(executor=device_type()) as engine:
+            return await asyncio.gather(*(engine.generate(IDS, params(seed, 1 + seed)) for seed in seeds))
+
+    expected = asyncio.run(generate_all())
+    engine = open_engine()
+    for seed in seeds:
+        assert engine.add_request(f"r{seed}", IDS, params(seed, 1 + seed)) == f"r{seed}"
+    outputs = run_to_end(engine)
+    assert [choices(outputs[f"r{seed}"][-1]) for seed in seeds] == [choices(output) for output in expected]
+
+
+def test_an_output_has_all_so_far_and_the_finished_one_comes_once(open_engine: Open) -> None:
+    engine = open_engine()
+    engine.add_request("a", "Once upon a time", params(max_tokens=6))
+    engine.add_request("b", IDS, params(max_tokens=3))
+    for outputs in run_to_end(engine).values():
+        assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+        for before, after in itertools.pairwise(outputs):
+            length = len(before.outputs[0].token_ids)
+            assert after.outputs[0].token_ids[:length] == before.outputs[0].token_ids
+            assert len(after.outputs[0].token_ids) > length
+    assert engine.step() == []
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_all_choices_of_a_request_are_in_its_outputs(open_engine: Open, temperature: float) -> None:
+    engine = open_engine()
+    engine.add_request("a", IDS, params(n=3, temperature=temperature))
+    assert engine.get_num_unfinished_requests() == 1
+    outputs = run_to_end(engine)["a"]
+    assert {len(output.outputs) for output in outputs} == {3}
+    assert [choice.index for choice in outputs[-1].outputs] == [0, 1, 2]
+    assert [len(choice.token_ids) for choice in outputs[-1].outputs] == [5, 5, 5]
+
+
+def test_a_prompt_may_have_any_of_its_forms(open_engine: Open) -> None:
+    engine = open_engine()
+    ids = engine.get_tokenizer().encode("Once upon a time").ids
+    forms: list[Any] = [
+        "Once upon a time",
+        ids,
+        tuple(ids),
+        {"prompt": "Once upon a time"},
+        {"prompt_token_ids": ids, "prompt": None},
+        {"prompt_token_ids": ids, "prompt": "is not looked at", "cache_salt": "salt"},
+    ]
+    for number, form in enumerate(forms):
+        engine.add_request(str(number), form, params())
+    engine.add_request("chat", CHAT, params())
+    outputs = run_to_end(engine)
+    assert {tuple(outputs[str(number)][-1].outputs[0].token_ids) for number in range(len(forms))} == {
+        tuple(outputs["0"][-1].outputs[0].token_ids)
+    }
+    assert "Hello" in (outputs["chat"][-1].prompt or "")
+
+
+# More than the engine takes
+
+
+def test_more_requests_than_the_engine_takes_all_end(open_engine: Open) -> None:
+    engine = open_engine(max_num_seqs=2, max_waiting=2)
+    for number in range(50):
+        engine.add_request(str(number), IDS, params(number))
+    assert engine.get_num_unfinished_requests() == 50
+    outputs = run_to_end(engine)
+    assert all(len(outputs[str(number)][-1].outputs[0].token_ids) == 5 for number in range(50))
+    assert not engine.has_unfinished_requests()
+
+
+def test_who_waits_outside_comes_by_priority_then_age(open_engine: Open, device: Any) -> None:
+    engine = open_engine(device, max_num_seqs=1, max_waiting=1)
+    for seed, priority in enumerate([0, 0, 5, 5, 1, 1]):
+        engine.add_request(str(seed), IDS, params(seed), priority=priority)
+    run_to_end(engine)
+    assert device.seeds() == [0, 1, 4, 5, 2, 3]
+
+
+def test_a_prompt_that_waits_outside_stays_as_it_was_given(open_engine: Open) -> None:
+    engine = open_engine(max_num_seqs=1, max_waiting=1)
+    ids = list(IDS)
+    for number in range(4):
+        engine.add_request(str(number), ids, params())
+    ids.append(9)
+    assert {tuple(outputs[-1].prompt_token_ids) for outputs in run_to_end(engine).values()} == {tuple(IDS)}
+
+
+def test_a_text_that_waits_outside_and_is_too_long_fails_in_a_step(open_engine: Open) -> None:
+    engine = open_engine(max_num_seqs=1, max_waiting=1)
+    for number in range(3):
+        engine.add_request(str(number), IDS, params())
+    engine.add_request("long", "dog " * 300, params())
+    ended, failed = set(), []
+    while engine.has_unfinished_requests():
+        try:
+            ended |= {output.request_id for output in engine.step() if output.finished}
+        except PromptTooLong as error:
+            failed.append(error)
+    assert ended == {"0", "1", "2"}
+    assert [error.__notes__ for error in failed] == [["request_id='long'"]]
+
+
+# What is refused
+
+
+def test_an_id_names_one_unfinished_request(open_engine: Open) -> None:
+    engine = open_engine(max_num_seqs=1, max_waiting=1)
+    for number in range(4):
+        engine.add_request(str(number), IDS, params())
+    for number in range(4):  # running, waiting, and outside
+        with pytest.raises(InvalidRequest, match="unfinished request") as caught:
+            engine.add_request(str(number), IDS, params())
+        assert caught.value.param == "request_id"
+    assert engine.get_num_unfinished_requests() == 4
+    run_to_end(engine)
+    engine.add_request("0", IDS, params())
+    assert set(run_to_end(engine)) == {"0"}
+
+
+@pytest.mark.parametrize(
+    ("param", "bad"),
+    [
+        ("request_id", {"request_id": 7}),
+        ("request_id", {"request_id": ""}),
+        ("request_id", {"request_id": None}),
+        ("request_id", {"request_id": []}),
+        ("prompt", {"prompt": ""}),
+        ("prompt", {"prompt": [99999]}),
+        ("prompt", {"prompt": [1] * 300}),
+        ("prompt", {"prompt": "dog " * 300}),
+        ("prompt", {"prompt": {}}),
+        ("prompt", {"prompt": {"prompt": None}}),
+        ("prompt", {"prompt": {"prompt": "hi", "multi_modal_data": {"image": 1}}}),
+        ("params", {"params": {"max_tokens": 3}}),
+        ("n", {"params": SamplingParams(n=1000)}),
+        ("priority", {"priority": "high"}),
+        ("cache_salt", {"cache_salt": ""}),
+    ],
+)
+def test_a_bad_value_is_refused_when_it_is_added(open_engine: Open, param: str, bad: dict[str, Any]) -> None:
+    engine = open_engine()
+    with pytest.raises(InvalidRequest) as caught:
+        engine.add_request(**{"request_id": "a", "prompt": IDS, **bad})
+    assert caught.value.param == param
+    assert not engine.has_unfinished_requests()
+    engine.add_request("a", IDS, params())
+    assert set(run_to_end(engine)) == {"a"}
+
+
+# Abort
+
+
+def test_of_an_aborted_request_nothing_comes_any_more(open_engine: Open) -> None:
+    engine = open_engine(max_num_seqs=2, max_waiting=2)
+    for number in range(8):
+        engine.add_request(str(number), IDS, params(max_tokens=50))
+    engine.step()
+    engine.abort_request("0")
+    engine.abort_request(["1", "3", "7", "unknown"])
+    engine.abort_request("0")
+    assert engine.get_num_unfinished_requests() == 4
+    engine.add_request("0", IDS, params(max_tokens=2))
+    outputs = run_to_end(engine)
+    assert set(outputs) == {"0", "2", "4", "5", "6"}
+    assert [len(output.outputs[0].token_ids) for output in outputs["0"]][-1] == 2
+    assert engine.stats().running == engine.stats().waiting == 0
+
+
+# Failures
+
+
+def test_a_failed_request_raises_once_and_the_others_go_on(open_engine: Open, device: Any) -> None:
+    device.make_row_fail(2, 0, ValueError("broken row"))
+    engine = open_engine(device)
+    engine.add_request("bad", IDS, params(0))
+    engine.add_request("good", IDS, params(1))
+    errors, ended = [], []
+    while engine.has_unfinished_requests():
+        try:
+            ended += [output.request_id for output in engine.step() if output.finished]
+        except StepFailed as error:
+            errors.append(error)
+    assert ended == ["good"]
+    assert [error.__notes__ for error in errors] == [["request_id='bad'"]]
+    engine.add_request("bad", IDS, params())
+    assert run_to_end(engine)["bad"][-1].finished
+
+
+def test_all_requests_of_a_failed_step_raise_one_after_the_other(open_engine: Open, device: Any) -> None:
+    engine = open_engine(device, max_num_seqs=4, max_waiting=4)
+    for number in range(3):
+        engine.add_request(str(number), IDS, params(number, 20))
+    engine.step()
+    device.make_step_fail(device.plans[-1].step + 1, RuntimeError("broken step"))
+    notes = []
+    while engine.has_unfinished_requests():
+        try:
+            engine.step()
+        except StepFailed as error:
+            notes += error.__notes__
+    assert sorted(notes) == [f"request_id='{number}'" for number in range(3)]
+    assert not engine.has_unfinished_requests()
+
+
+@pytest.mark.usefixtures("quiet_log")
+def test_a_dead_engine_is_heard_once(open_engine: Open, device: Any) -> None:
+    engine = open_engine(device, max_num_seqs=2, max_waiting=2)
+    for number in range(8):
+        engine.add_request(str(number), IDS, params(number, 20))
+    engine.step()
+    device.make_step_fail(device.plans[-1].step + 1, DeviceLost("unplugged"))
+    with pytest.raises(EngineDead):
+        run_to_end(engine)
+    assert not engine.has_unfinished_requests()
+    assert engine.step() == []
+    for ask in (engine.check_health, lambda: engine.add_request("a", IDS)):
+        with pytest.raises(EngineDead):
+            ask()
+
+
+# Ctrl-C
+
+
+def test_ctrl_c_in_a_step_loses_nothing(open_engine: Open, device: Any) -> None:
+    engine = open_engine(device, max_num_seqs=3, max_waiting=3)
+
+    def interrupt_sometimes() -> None:
+        if device.num_sampled % 7 == 0:
+            signal.raise_signal(signal.SIGINT)
+
+    for number in range(10):
+        engine.add_request(str(number), IDS, params(number, 9))
+    device.on_sample = interrupt_sometimes
+    ended: dict[str, int] = {}
+    num_interrupts = 0
+    while engine.has_unfinished_requests():
+        try:
+            for output in engine.step():
+                if output.finished:
+                    assert output.request_id not in ended
+                    ended[output.request_id] = len(output.outputs[0].token_ids)
+        except KeyboardInterrupt:
+            num_interrupts += 1
+    assert ended == {str(number): 9 for number in range(10)}
+    assert num_interrupts > 3
+    assert engine.stats().running == engine.stats().waiting == 0
+
+
+# Sleep
+
+
+def test_a_step_says_that_the_engine_sleeps_instead_of_waiting_for_ever(open_engine: Open) -> None:
+    engine = open_engine()
+    engine.add_request("a", IDS, params(max_tokens=20))
+    engine.step()
+    assert not engine.is_sleeping()
+    engine.sleep(0, mode="keep")
+    assert engine.is_sleeping()
+    engine.add_request("b", IDS, params())
+    with pytest.raises(RuntimeError, match="wake_up"):
+        run_to_end(engine)
+    assert engine.get_num_unfinished_requests() == 2
+    engine.wake_up()
+    assert not engine.is_sleeping()
+    assert {name: len(outputs[-1].outputs[0].token_ids) for name, outputs in run_to_end(engine).items()} == {
+        "a": 20,
+        "b": 5,
+    }
+
+
+def test_requests_that_sleep_aborts_end_with_what_they_have(open_engine: Open) -> None:
+    engine = open_engine()
+    engine.add_request("a", IDS, params(max_tokens=200))
+    engine.step()
+    engine.sleep(0)
+    outputs = run_to_end(engine)["a"]
+    assert outputs[-1].outputs[0].finish_reason == "abort"
+    engine.wake_up(["scheduling"])
+    engine.add_request("a", IDS, params())
+    assert run_to_end(engine)["a"][-1].outputs[0].finish_reason == "length"
+
+
+# The rest of the interface
+
+
+def test_numbers_health_and_tasks(open_engine: Open) -> None:
+    engine = open_engine()
+    engine.add_request("a", IDS, params())
+    run_to_end(engine)
+    assert engine.stats().generation_tokens == 5
+    assert "generation_tokens" in {metric.name.removeprefix("vllm:") for metric in engine.get_metrics()}
+    assert engine.check_health().status == "ALIVE"
+    assert engine.get_supported_tasks() == ("generate",)
+    assert engine.engine_config == EngineConfig()
+
+
+def test_resetting_the_prefix_cache_forgets_prompts(open_engine: Open) -> None:
+    engine = open_engine()
+    prompt = list(range(100, 140))
+    cached = []
+    for reset in (False, False, True):
+        if reset:
+            assert engine.reset_prefix_cache() is True
+        engine.add_request("a", prompt, params())
+        cached.append(run_to_end(engine)["a"][-1].num_cached_tokens)
+    assert cached == [0, 32, 0]
+
+
+def test_a_profile_has_the_steps_between_start_and_stop(open_engine: Open, tmp_path: Path) -> None:
+    engine = open_engine()
+    engine.start_profile(max_steps=3)
+    engine.add_request("a", IDS, params())
+    run_to_end(engine)
+    path = engine.stop_profile(tmp_path / "trace.json")
+    assert len(json.loads(path.read_text())["traceEvents"]) == 3
+
+
+def test_a_trace_goes_to_the_current_folder_unless_told_otherwise(
+    open_engine: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    engine = open_engine()
+    engine.start_profile()
+    assert engine.stop_profile().absolute().parent == tmp_path
+    assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
+
+
+def test_what_is_asked_of_the_whole_engine_is_passed_on(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def answering(name: str, answer: Any) -> Callable[..., Any]:
+        async def method(self: Engine, *args: Any, **kwargs: Any) -> Any:
+            asked.append((name, args, kwargs))
+            return answer
+
+        return method
+
+    answers = {"collective_rpc": [1], "apply_model": [2], "update_weights": None, "save_sharded_state": ["a"]}
+    for name, answer in answers.items():
+        monkeypatch.setattr(Engine, name, answering(name, answer))
+    engine = open_engine()
+    assert engine.collective_rpc("f", args=(1,), kwargs={"b": 2}) == [1]
+    assert engine.apply_model(len) == [2]
+    engine.update_weights("folder")
+    engine.update_weights(tensors={"w": 1})
+    assert engine.save_sharded_state("folder", max_shard_bytes=7) == ["a"]
+    assert asked == [
+        ("collective_rpc", ("f", (1,), {"b": 2}), {}),
+        ("apply_model", (len,), {}),
+        ("update_weights", ("folder",), {"tensors": None}),
+        ("update_weights", (None,), {"tensors": {"w": 1}}),
+        ("save_sharded_state", ("folder",), {"max_shard_bytes": 7}),
+    ]
+
+
+def test_a_collective_call_may_have_a_deadline(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def hang(self: Engine, *args: Any) -> Any:
+        await asyncio.get_running_loop().create_future()
+
+    monkeypatch.setattr(Engine, "collective_rpc", hang)
+    engine = open_engine()
+    with pytest.raises(TimeoutError):
+        engine.collective_rpc("f", timeout=0.0)
+
+
+# Making one
+
+
+@dataclasses.dataclass
+class Args:
+    max_num_seqs: int = 7
+    revision: str | None = None
+    quantization: str | None = None
+
+
+class Plain:
+    def __init__(self) -> None:
+        self.max_num_seqs = 7
+        self.quantization = None
+
+
+@pytest.mark.parametrize(
+    "args",
+    [{"max_num_seqs": 7}, Args(), Plain(), argparse.Namespace(max_num_seqs=7, lora=None), EngineConfig(max_num_seqs=7)],
+    ids=lambda args: type(args).__name__,
+)
+def test_engine_args_may_be_any_object_with_the_fields(args: Any, device: Any) -> None:
+    with LLMEngine.from_engine_args(args, executor=device) as engine:
+        assert engine.engine_config == EngineConfig(max_num_seqs=7)
+
+
+def test_keywords_are_engine_args_too_and_win(device: Any) -> None:
+    with LLMEngine.from_engine_args(Args(), max_num_seqs=8, executor=device) as engine:
+        assert engine.engine_config.max_num_seqs == 8
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"max_num_seq": 7}, "did you mean 'max_num_seqs'"),
+        ({"enforce_eager": True, "gpu_memory_utilization": 0.9}, "'enforce_eager', 'gpu_memory_utilization'"),
+        ({"max_num_seqs": 0}, "max_num_seqs=0"),
+        (7, "engine_args=7"),
+        (Args, "engine_args="),
+    ],
+)
+def test_engine_args_that_are_no_such_thing_are_refused(args: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLMEngine.from_engine_args(args)
+
+
+@pytest.mark.parametrize("kind", [LLM, LLMEngine])
+def test_one_may_be_connected_to_an_engine_elsewhere(kind: Any, device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    async def connect(address: str, **options: Any) -> Engine:
+        asked.append((address, options))
+        return await Engine.start(executor=device)
+
+    monkeypatch.setattr(Engine, "connect", connect)
+    with kind.connect("ipc:///engine.sock", timeout_s=3.0) as connected:
+        assert connected.check_health().status == "ALIVE"
+        assert not getattr(connected, "has_unfinished_requests", bool)()
+    assert asked == [("ipc:///engine.sock", {"timeout_s": 3.0})]
+
+
+def test_a_closed_engine_says_so(open_engine: Open, device: Any) -> None:
+    engine = open_engine(device)
+    engine.add_request("a", IDS, params())
+    engine.close()
+    engine.shutdown()
+    assert device.is_closed
+    assert not engine.has_unfinished_requests()
+    for ask in (engine.step, engine.stats, engine.is_sleeping, lambda: engine.add_request("a", IDS)):
+        with pytest.raises(EngineClosed):
+            ask()
+    assert repr(engine) == "<LLMEngine 'demo' closed>"

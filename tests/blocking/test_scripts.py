@@ -1,0 +1,206 @@
+"""Plain scripts, each in a process of its own, as people write them: what they print, and how they end."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+TIMEOUT_S = 120
+
+FAKE = """
+from aioengine import LLM, LLMEngine, SamplingParams
+from aioengine.testing import FakeExecutor
+
+def fake():
+    return FakeExecutor(vocab_size=2048)
+"""
+
+# Development mode shows what is closed too late, and by whom nothing was awaited.
+PYTHON = [sys.executable, "-X", "dev", "-W", "error", "-u", "-c"]
+
+
+def run(script: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*PYTHON, script], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+
+
+def test_a_script_that_generates_and_just_ends() -> None:
+    done = run("from aioengine import LLM; llm = LLM(); print(llm.generate('Once upon a time', max_tokens=8)[0].text)")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(",")
+
+
+def test_a_script_that_ends_with_requests_unfinished() -> None:
+    done = run("""
+from aioengine import LLMEngine, SamplingParams
+engine = LLMEngine()
+for number in range(20):
+    engine.add_request(str(number), "Once upon a time", SamplingParams(max_tokens=200, ignore_eos=True))
+print(len(engine.step()) > 0)
+""")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
+
+
+def test_a_script_that_fails_shows_its_own_error_alone() -> None:
+    done = run(FAKE + "llm = LLM(executor=fake())\nllm.generate([5, 6], max_tokens=3)\nraise SystemExit(7)")
+    assert (done.returncode, done.stderr) == (7, "")
+    done = run(FAKE + "llm = LLM(executor=fake())\nllm.generate([99999])")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("aioengine.errors.InvalidRequest: prompt holds token id 99999")
+    assert done.stderr.count("Traceback") == 1
+
+
+def test_a_script_that_keeps_them_in_a_cycle_and_in_threads() -> None:
+    done = run(
+        FAKE
+        + """
+import threading
+
+class Keeper:
+    def __init__(self):
+        self.llm, self.me = LLM(executor=fake()), self
+
+def use():
+    kept.append(LLM(executor=fake()))
+    print(len(kept[-1].generate([5, 6], max_tokens=3)))
+
+kept = [Keeper()]
+for thread in [threading.Thread(target=use), threading.Thread(target=use)]:
+    thread.start()
+    thread.join()
+"""
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1\n1\n", "")
+
+
+def test_a_script_that_ends_while_a_daemon_thread_is_in_a_call() -> None:
+    done = run("""
+import threading
+from aioengine import EngineClosed, LLM, SamplingParams
+
+def use():
+    try:
+        LLM().generate(["Once upon a time"] * 50, params)
+    except EngineClosed:
+        pass
+
+is_running = threading.Event()
+say = lambda logits, rows: is_running.set()
+params = SamplingParams(max_tokens=300, ignore_eos=True, logits_processors=[say])
+threading.Thread(target=use, daemon=True).start()
+is_running.wait()
+""")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_inside_asyncio_run_the_async_way_is_told() -> None:
+    done = run("""
+import asyncio
+from aioengine import LLM
+
+async def main():
+    LLM()
+
+asyncio.run(main())
+""")
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("RuntimeError: LLM blocks")
+    assert "await aioengine.Engine.start(...)" in last
+    assert "await engine.generate(...)" in last
+    assert "never awaited" not in done.stderr
+
+
+@pytest.fixture
+def started() -> Iterator[list[subprocess.Popen[str]]]:
+    processes: list[subprocess.Popen[str]] = []
+    yield processes
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def start(script: str, started: list[subprocess.Popen[str]]) -> subprocess.Popen[str]:
+    started.append(
+        subprocess.Popen([*PYTHON, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1)
+    )
+    return started[-1]
+
+
+def read_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+# Says from within a step that the call is under way, so that a signal that is sent then meets it there.
+ENDLESS = """
+from aioengine import LLM, SamplingParams
+
+said = []
+
+def say_once(logits, rows):
+    if not said:
+        said.append(True)
+        print("running")
+
+params = SamplingParams(max_tokens=300, ignore_eos=True, logits_processors=[say_once])
+"""
+
+
+def test_ctrl_c_ends_a_script_like_any_other(started: list[subprocess.Popen[str]]) -> None:
+    process = start(ENDLESS + "llm = LLM()\nwhile True:\n    llm.generate(['Once upon a time'] * 50, params)", started)
+    assert read_line(process) == "running"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == -signal.SIGINT
+    assert errors.splitlines()[-1] == "KeyboardInterrupt"
+    assert errors.count("Traceback") == 1
+
+
+def test_a_script_may_catch_ctrl_c_and_go_on(started: list[subprocess.Popen[str]]) -> None:
+    process = start(
+        ENDLESS
+        + """
+llm = LLM()
+try:
+    while True:
+        llm.generate(["Once upon a time"] * 50, params)
+except KeyboardInterrupt:
+    print(llm.stats().running, llm.stats().waiting)
+print(len(llm.generate("The dog", max_tokens=3)))
+""",
+        started,
+    )
+    assert read_line(process) == "running"
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=TIMEOUT_S)
+    assert (process.returncode, output, errors) == (0, "0 0\n1\n", "")
+
+
+def test_ctrl_c_while_the_model_is_loaded(started: list[subprocess.Popen[str]]) -> None:
+    process = start(
+        """
+from aioengine import LLM
+from aioengine.text.tokenizer import Tokenizer
+
+load = Tokenizer.load
+
+def say_and_load(folder):
+    print("loading")
+    return load(folder)
+
+Tokenizer.load = say_and_load
+while True:
+    LLM().close()
+""",
+        started,
+    )
+    assert read_line(process) == "loading"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == -signal.SIGINT
+    assert errors.splitlines()[-1] == "KeyboardInterrupt"
+    assert errors.count("Traceback") == 1
