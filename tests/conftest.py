@@ -116,6 +116,8 @@ def no_blocking_call_on_a_loop() -> Iterator[BlockBuster]:
     # Joining a thread that has said on the loop that it ends: microseconds, and there is no other way to see its end.
     for file in ("aioengine/text/worker.py", "aioengine/executor/device.py"):
         blockbuster.functions["threading.Lock.acquire"].can_block_in(file, "aclose")
+    # Asks for the working folder: a microsecond, and no disk.
+    blockbuster.functions["os.path.abspath"].can_block_in("aioengine/weight_pieces.py", "absolute")
     # A fork with exec takes 0.2 ms, and what is read from is the pipe that tells of the exec.
     blockbuster.functions["os.read"].can_block_in("aioengine/transport/supervisor.py", "_spawn")
     blockbuster.activate()

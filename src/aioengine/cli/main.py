@@ -11,6 +11,7 @@ import click
 import aioengine
 from aioengine.cli.bench import bench
 from aioengine.cli.chat import chat
+from aioengine.cli.engine import engine
 from aioengine.cli.generate import generate
 from aioengine.cli.keys import keys
 from aioengine.errors import AioEngineError, ConfigError, InvalidRequest
@@ -29,6 +30,7 @@ def cli() -> None:
 cli.add_command(generate)
 cli.add_command(chat)
 cli.add_command(bench)
+cli.add_command(engine)
 cli.add_command(keys)
 
 

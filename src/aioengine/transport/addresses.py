@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import ipaddress
 import os
 import re
@@ -42,6 +43,7 @@ _EVERY_INTERFACE = ("*", "0.0.0.0", "::")
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?")
 _BESIDE = re.compile(r"\.[0-9]+\.[a-z]+")
 _FOLDER_PREFIX = "aioengine-"
+_LOCK = ".lock"
 
 
 class Address(msgspec.Struct, frozen=True, kw_only=True):
@@ -256,7 +258,8 @@ def _unlink(path: str) -> None:
 class PrivateFolder:
     """A fresh folder that only its owner can enter, for sockets that nobody else is meant to know of.
 
-    Made below ``XDG_RUNTIME_DIR`` where that is of use, else in the folder for temporary files.
+    Made below ``XDG_RUNTIME_DIR`` where that is of use, else in the folder for temporary files. Those of processes that
+    were killed are removed on the way: each holds a lock that ends with its process.
 
     Raises:
         ConfigError: no folder is short enough, or none can be written to.
@@ -264,6 +267,8 @@ class PrivateFolder:
 
     def __init__(self) -> None:
         self.path = _fresh_folder()
+        self._lock: int | None = _lock(self.path)
+        _sweep(os.path.dirname(self.path))
 
     def address(self, name: str) -> Address:
         """A new address in this folder."""
@@ -271,12 +276,16 @@ class PrivateFolder:
 
     def remove(self) -> None:
         """Remove the sockets in it, and the folder unless somebody put anything else there. Idempotent."""
-        for entry in os.listdir(self.path) if os.path.isdir(self.path) else ():
-            with contextlib.suppress(FileNotFoundError):  # its socket was closed meanwhile
-                if stat.S_ISSOCK(os.lstat(f"{self.path}/{entry}").st_mode):
-                    os.unlink(f"{self.path}/{entry}")
-        with contextlib.suppress(OSError):
-            os.rmdir(self.path)
+        _remove_sockets(self.path)
+        _remove_rest(self.path)
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            os.close(lock)
+
+    def remove_socket(self, name: str) -> None:
+        """Nobody can connect to it any more; those who have are not concerned. Idempotent."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(f"{self.path}/{name}")
 
     def __enter__(self) -> Self:
         return self
@@ -302,6 +311,51 @@ def _fresh_folder() -> str:
             with contextlib.suppress(OSError):  # not ours to write to: the next one
                 return tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=parent)
     raise ConfigError("no folder for sockets can be made: set TMPDIR to a short one that you can write to")
+
+
+def _lock(folder: str) -> int | None:
+    """Lock a folder for as long as this process lives; None where the file system knows no locks."""
+    try:
+        lock = os.open(f"{folder}/{_LOCK}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return None
+    with contextlib.suppress(OSError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return lock
+    os.close(lock)
+    return None
+
+
+def _sweep(parent: str) -> None:
+    """Remove this user's folders whose processes are gone. One without a lock is being made, and is left alone."""
+    for name in os.listdir(parent):
+        folder = f"{parent}/{name}"
+        if not name.startswith(_FOLDER_PREFIX):
+            continue
+        with contextlib.suppress(OSError):  # gone meanwhile, somebody else's, or in use
+            if os.lstat(folder).st_uid != os.geteuid():
+                continue
+            lock = os.open(f"{folder}/{_LOCK}", os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove_sockets(folder)
+                _remove_rest(folder)
+            finally:
+                os.close(lock)
+
+
+def _remove_sockets(folder: str) -> None:
+    for entry in os.listdir(folder) if os.path.isdir(folder) else ():
+        with contextlib.suppress(FileNotFoundError):  # its socket was closed meanwhile
+            if stat.S_ISSOCK(os.lstat(f"{folder}/{entry}").st_mode):
+                os.unlink(f"{folder}/{entry}")
+
+
+def _remove_rest(folder: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(f"{folder}/{_LOCK}")
+    with contextlib.suppress(OSError):  # somebody put something there
+        os.rmdir(folder)
 
 
 def _parents() -> Iterator[str]:

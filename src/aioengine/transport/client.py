@@ -61,6 +61,9 @@ ACKNOWLEDGE_EVERY = 32
 """Messages; one acknowledgement costs the engine as much as reading a request."""
 ACKNOWLEDGE_BYTES = 2**20
 
+HEARING_S = 0.2
+"""For what has arrived to be read, before an engine is taken for dead."""
+
 DescribeCut = Callable[[], Awaitable[str]]
 
 
@@ -322,9 +325,11 @@ class RemoteCore:
         while self._is_far:
             silent_s = self.clock() - self._heard_at
             if silent_s > timeout_s:
-                self.die(EngineDead(f"the engine has not been heard of for {silent_s:.1f} s"))
-                return
-            await anyio.sleep(timeout_s - silent_s + 0.01)
+                await anyio.sleep(HEARING_S)  # this loop may have stood still: what has come meanwhile is read first
+                if self.clock() - self._heard_at > timeout_s:
+                    self.die(EngineDead(f"the engine has not been heard of for {silent_s:.1f} s"))
+                    return
+            await anyio.sleep(max(timeout_s - silent_s, 0.0) + 0.01)
 
     async def _take(self, frames: list[bytes]) -> None:
         """Act on a message, or refuse it; a gap is the end, since what was lost cannot be had again."""

@@ -24,7 +24,7 @@ from aioengine.progress import OnProgress
 from aioengine.transport.addresses import PrivateFolder
 from aioengine.transport.child import TOKEN
 from aioengine.transport.client import RemoteCore
-from aioengine.transport.handshake import Addresses, Init, Welcome, welcome
+from aioengine.transport.handshake import Addresses, EngineState, Init, Welcome, welcome
 from aioengine.transport.keys import ClientKeys
 from aioengine.transport.link import Link
 from aioengine.transport.sockets import Channel
@@ -34,6 +34,8 @@ from aioengine.transport.wire import PROTOCOL_VERSION, Attached
 T = TypeVar("T")
 
 CHILD_MODULE = "aioengine.transport.child"
+
+START_SOCKET = "start.sock"
 
 ATTACH_TIMEOUT_S = 30.0
 
@@ -112,15 +114,15 @@ class InChild:
         self._around = around
         self._token = secrets.token_hex(16)
         self._supervisor = Supervisor(terminate_s=options.stop_timeout_s)
-        self._folder = PrivateFolder()
+        self._folder: PrivateFolder | None = None
         self._link = Link(around.worker)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.linger = 0
         self._exits: deque[tuple[int, str]] = deque()
 
     async def find_model(self) -> ModelFolder:
-        await self._around.worker.run(self._folder.__enter__, None)
-        self._begin()
+        self._folder = await self._around.worker.run(PrivateFolder, None)
+        self._begin(self._folder)
         config = self._config
         # The process looks for the weights itself; here the small files are enough.
         resolve = functools.partial(ModelFolder.resolve, config.model, revision=config.revision, with_weights=False)
@@ -128,15 +130,22 @@ class InChild:
 
     async def open(self, on_progress: OnProgress | None = None) -> None:
         clock = clock_of(asyncio.get_running_loop())
+        assert self._folder is not None, "find_model comes first"
+        folder = self._folder
         machine = Welcome(
             num_local=1,
-            make_init=self._make_init,
+            make_init=lambda index: self._make_init(index, folder),
             token=self._token,
             now=clock(),
             start_timeout_s=self._options.start_timeout_s,
         )
 
+        is_new = [True]
+
         def on_change() -> None:
+            if is_new and machine.engines[0].state is not EngineState.NEW:
+                is_new.clear()
+                self._around.worker.begin(lambda: folder.remove_socket(START_SOCKET))  # nobody else shall come
             done, total = machine.engines[0].loaded
             if on_progress is not None and total:
                 on_progress(done, total)
@@ -155,6 +164,8 @@ class InChild:
             describe_cut=self._describe_cut,
             logs_stats=True,
         )
+        # From now on this process may be killed and leaves no file.
+        await self._around.worker.run(folder.remove, None)
         # The process may end without its connection noticing, as when something it has started holds that open.
         self._child.add_exit_callback(lambda child: self.core.die(EngineDead(_tell_exit(child))))
 
@@ -172,18 +183,20 @@ class InChild:
                 if hasattr(self, "_handshake"):
                     self._handshake.close()
                 self._context.term()  # nothing is left to be sent
-                await self._around.worker.run(self._folder.__exit__, None, None, None, None)
+                if self._folder is not None:
+                    await self._around.worker.run(self._folder.remove, None)
 
     def abandon(self) -> None:
         self._supervisor.abandon()
         if hasattr(self, "_handshake"):
             self._handshake.close()
         self._link.abandon()
-        self._folder.__exit__(None, None, None)
+        if self._folder is not None:
+            self._folder.remove()
 
-    def _begin(self) -> None:
+    def _begin(self, folder: PrivateFolder) -> None:
         """Bind for the handshake and start the process."""
-        address = f"ipc://{self._folder.path}/start.sock"
+        address = str(folder.address(START_SOCKET))
         socket = self._context.socket(zmq.ROUTER)
         socket.bind(address)
         self._handshake = Channel(socket)
@@ -201,12 +214,12 @@ class InChild:
         self._exits.append((0, _tell_exit(child)))
         self._handshake.wake()
 
-    def _make_init(self, index: int) -> Init:
+    def _make_init(self, index: int, folder: PrivateFolder) -> Init:
         return Init(
             version=PROTOCOL_VERSION,
             index=index,
             num_engines=1,
-            addresses=Addresses(serve=f"ipc://{self._folder.path}/engine.sock"),
+            addresses=Addresses(serve=str(folder.address("engine.sock"))),
             # This side logs the load: once is enough.
             config=msgspec.structs.replace(self._config, log_stats_interval_s=0.0),
             plugins=self._options.plugins,
