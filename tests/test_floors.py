@@ -23,26 +23,52 @@ MAY_IMPORT = {
     "attention": {"attention", "kernels", "core"},
     "sampler": {"sampler", "kernels", "core"},
     "models": {"models", "attention", "kernels", "model_folder"},
-    "executor": {"executor", "models", "attention", "sampler", "kernels", "core", "model_folder"},
+    "executor": {
+        "executor", "models", "attention", "sampler", "kernels", "core", "control", "model_folder", "worker_functions",
+    },
     "model_folder": {"demo"},
     "dump": {"core"},
-    "engine_core": {"core", "executor.protocol", "dump", "listener"},
+    "control": set(),
+    "health": set(),
+    "waits": set(),
+    "process_options": set(),
+    "weight_pieces": {"control"},
+    "core_api": {
+        "control", "core.scheduler", "core.sequence", "executor.protocol", "health", "listener", "model_folder",
+        "progress", "text.worker",
+    },
+    "engine_core": {"control", "core", "dump", "engine_control", "executor.protocol", "health", "listener", "waits"},
+    "engine_control": {"control", "engine_core", "executor.protocol"},
+    "in_process": {
+        "core_api", "dump", "engine_core", "executor.protocol", "executor.torch_executor", "model_folder", "progress",
+        "text.worker",
+    },
     "listener": {"core.plan", "core.sequence", "core.step_output"},
-    "completion": {"engine_core", "listener", "core.detokenizer", "core.sequence"},
-    "reply": {"completion", "core.sequence", "engine_core"},
-    "prompt": {"core.sequence", "engine_core", "executor.protocol", "intake", "text"},
-    "stream": {"core.plan", "executor.protocol", "intake", "prompt", "reply", "runtime"},
+    "completion": {"core_api", "listener", "core.detokenizer", "core.sequence"},
+    "reply": {"completion", "core.sequence", "core_api"},
+    "prompt": {"core.sequence", "core_api", "executor.protocol", "intake", "text"},
+    "stream": {"control", "core.plan", "executor.protocol", "intake", "prompt", "reply", "runtime"},
     "intake": set(),
     "progress": set(),
     "text": {"text", "core.detokenizer"},
     "runtime": {
-        "completion", "core.detokenizer", "core.sequence", "dump", "engine_core", "executor.protocol",
-        "executor.torch_executor", "intake", "model_folder", "progress", "reply", "text",
+        "completion", "control", "core.detokenizer", "core.sequence", "core_api", "executor.protocol", "health",
+        "intake", "listener", "model_folder", "progress", "reply", "text",
     },
-    "engine": {"engine_core", "executor.protocol", "intake", "prompt", "runtime", "stream"},
-    "cli": {"cli", "engine"},
+    "engine": {
+        "control", "core_api", "executor.protocol", "health", "in_process", "intake", "process_options", "prompt",
+        "runtime", "stream", "transport.launch", "weight_pieces",
+    },
+    "transport": {
+        "transport", "control", "core.scheduler", "core.sequence", "core_api", "engine_control", "engine_core",
+        "executor.protocol", "health", "in_process", "listener", "model_folder", "process_options", "progress",
+        "prompt", "text.worker", "waits",
+    },
+    "blocking": {"blocking", "control", "engine", "executor.protocol", "health"},
+    "cli": {"cli", "engine", "transport"},
     "__main__": {"cli"},
-    "testing": {"testing", "core", "executor.protocol"},
+    "testing": {"testing", "core", "control", "executor.protocol", "executor.staging", "worker_functions"},
+    "worker_functions": set(),
     "demo": {"demo"},
     "outputs": {"core.sequence"},
     "request": set(),
@@ -56,6 +82,7 @@ MAY_IMPORT = {
 
 NEVER = {
     "core": {"torch", "asyncio", "anyio", "zmq", "time", "random", "threading"},
+    "transport": {"torch"},
     "models": {"asyncio", "anyio", "zmq"},
     "attention": {"asyncio", "anyio", "zmq"},
     "sampler": {"asyncio", "anyio", "zmq"},
@@ -124,7 +151,7 @@ def test_a_module_imports_only_what_its_floor_may(path: Path) -> None:
 
 
 def test_importing_the_package_loads_no_torch_and_no_transformers() -> None:
-    heavy = ("torch", "transformers", "tokenizers", "rich", "uvloop", "click")
+    heavy = ("torch", "transformers", "tokenizers", "rich", "uvloop", "click", "zmq")
     code = f"import sys, aioengine; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -28,6 +28,7 @@ from aioengine.executor import torch_executor
 from aioengine.executor.device import THREAD_NAME
 from aioengine.executor.protocol import DeviceLost
 from aioengine.executor.torch_executor import TorchExecutor
+from aioengine.model_folder import ModelFolder
 
 END_TIMEOUT_S = 5.0
 
@@ -221,7 +222,7 @@ async def test_start_loads_the_folder_that_it_is_given(monkeypatch: pytest.Monke
         return model.load(**kwargs)
 
     monkeypatch.setattr(torch_executor, "load_decoder", load_decoder)
-    folder: Any = Path("model")
+    folder = ModelFolder(path=Path("model"), config={}, generation_config={})
     executor = await TorchExecutor.start(folder, make_config())
     assert calls == [(folder, make_config())]
     await executor.aclose()

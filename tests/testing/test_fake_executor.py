@@ -10,8 +10,11 @@ import anyio
 import numpy as np
 import pytest
 from executor.contract import ExecutorContract, Opened, spans
+from executor.control_contract import ControlContract, Controlled
 
+from aioengine.control import StageWeights
 from aioengine.core.plan import EMPTY, RowAdded, RowSampling, StepPlan, StepResult, Want, int32
+from aioengine.errors import ModelLoadError
 from aioengine.executor.protocol import DeviceLost
 from aioengine.testing.fake_executor import FakeExecutor, sample_hash
 
@@ -30,6 +33,14 @@ class TestContract(ExecutorContract):
     async def start(self, max_in_flight: int) -> Opened:
         executor = FakeExecutor(num_blocks=128, max_in_flight=max_in_flight)
         return Opened(executor, lambda step: executor.make_step_fail(step, InjectedFailure(f"step {step}")))
+
+
+class TestControlContract(ControlContract):
+    async def start(self, tmp_path: Path, max_in_flight: int) -> Controlled:
+        executor = FakeExecutor(max_in_flight=max_in_flight)
+        other = tmp_path / "other"
+        other.mkdir(exist_ok=True)
+        return Controlled(executor, other, executor.weight_shapes)
 
 
 def make_row(
@@ -528,3 +539,85 @@ def test_an_empty_plan_changes_nothing() -> None:
     assert result.offsets.tolist() == [0]
     assert result.token_ids.tolist() == EMPTY.tolist()
     assert executor.rows() == {}
+
+
+# Weights
+
+
+def a_piece(executor: FakeExecutor, data: bytes) -> StageWeights:
+    shape = executor.weight_shapes["model.norm.weight"]
+    return StageWeights(transfer="t", name="model.norm.weight", dtype="F32", shape=shape, offset=0, data=data)
+
+
+def test_the_first_weights_leave_the_hash_as_it_is_and_others_change_it() -> None:
+    tokens = [sample_hash([1, 2, 3], SAMPLING, vocab_size=1000, weights_version=version) for version in range(50)]
+    assert tokens[0] == sample_hash([1, 2, 3], SAMPLING, vocab_size=1000)
+    assert len(set(tokens)) > 40
+
+
+async def test_a_version_is_made_of_what_was_taken(tmp_path: Path) -> None:
+    executor, again = FakeExecutor(), FakeExecutor()
+    versions = [executor.weights_version]
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        await executor.update_weights(tmp_path / folder)
+        versions.append(executor.weights_version)
+    for data in (b"x" * 16, b"y" * 16):
+        await executor.stage_weights(a_piece(executor, data))
+        await executor.commit_weights("t")
+        versions.append(executor.weights_version)
+    assert versions[0] == 0
+    assert len(set(versions)) == 5
+    await again.update_weights(tmp_path / "b")
+    assert again.weights_version == versions[2]
+    await again.stage_weights(a_piece(again, b"y" * 16))
+    await again.commit_weights("t")
+    assert again.weights_version == versions[4]
+
+
+async def test_weights_of_a_folder_that_is_gone_stay_away(tmp_path: Path) -> None:
+    executor, folder = FakeExecutor(), tmp_path / "a"
+    folder.mkdir()
+    await executor.update_weights(folder)
+    version = executor.weights_version
+    await executor.sleep(2)
+    folder.rmdir()
+    with pytest.raises(ModelLoadError, match="no folder"):
+        await executor.wake_up(frozenset(("weights", "kv_cache")))
+    with pytest.raises(AssertionError, match="asleep"):
+        executor.launch(make_plan(1))
+    folder.mkdir()
+    await executor.wake_up(frozenset(("weights", "kv_cache")))
+    assert executor.weights_version == version
+
+
+async def test_a_saved_version_that_is_none_is_refused(tmp_path: Path) -> None:
+    executor = FakeExecutor()
+    (name,) = await executor.save_sharded_state(tmp_path, 1)
+    for content in ("", "{}", '{"version": null}'):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(ModelLoadError, match="no good"):
+            await executor.update_weights(tmp_path)
+
+
+@pytest.mark.virtual_clock
+async def test_a_control_call_waits_for_the_launched_steps_and_is_recorded() -> None:
+    executor = FakeExecutor(block_size=4, step_time_s=1.0)
+    step = executor.launch(make_plan(1, (0, 0, 2, Want.LOGITS), added=(make_row(0, [5, 6], [0]),)))
+    assert await executor.apply_model(lambda model: model.weights_version) == [0]
+    assert asyncio.get_running_loop().time() == 1.0
+    await step.finish()
+    await executor.sleep(1)
+    await executor.stage_weights(a_piece(executor, b"x" * 16))
+    kinds = [kind for kind, _ in executor.events]
+    assert kinds == ["launch", "apply_model", "finish", "sleep", "stage_weights"]
+    assert executor.events[-2:] == [("sleep", 1), ("stage_weights", "model.norm.weight")]
+
+
+async def test_who_waits_in_a_control_call_hears_of_the_closing() -> None:
+    executor = make_executor()
+    executor.launch(make_plan(1, (0, 0, 2, Want.LOGITS), added=(make_row(0, [5, 6], [0]),)))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(executor.aclose)
+        with pytest.raises(DeviceLost):
+            await executor.sleep(1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import mmap
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,7 +61,12 @@ class KVCache:
 
 
 def _lazy_zeros(shape: KVCacheShape, num_blocks: int) -> Tensor:
-    # numpy's zeros come from calloc, which leaves large allocations to the kernel's zero page; torch.zeros writes them,
-    # so that a cache of gigabytes would be resident before the first token.
+    # Pages of the cache's own, which the system hands out as zeros when they are first written, and has back as soon as
+    # nobody refers to them. torch.zeros writes them all; calloc does so, too, with memory that it had before, and keeps
+    # what was freed.
     size = (num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
-    return torch.from_numpy(np.zeros(math.prod(size) * shape.dtype.itemsize, np.uint8)).view(shape.dtype).view(size)
+    num_bytes = math.prod(size) * shape.dtype.itemsize
+    pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(AttributeError, OSError):  # not on every system
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.from_numpy(np.frombuffer(pages, np.uint8, num_bytes)).view(shape.dtype).view(size)

@@ -12,7 +12,6 @@ from aioengine.control import StageWeights
 from aioengine.core.plan import StepPlan, StepResult
 from aioengine.errors import InvalidRequest
 
-
 T = TypeVar("T")
 
 Part = Literal["weights", "kv_cache"]
@@ -132,7 +131,8 @@ class Executor(Protocol):
         """Behind the launched steps, free the KV cache and (2) the weights, or (1) move those to the host's memory.
 
         On a CPU they are there already. No row may hold blocks, and no plan may be launched until `wake_up` has brought
-        back both parts. Rows that were not removed stay known. Idempotent.
+        back both parts: it would fail with an AssertionError. Rows that were not removed stay known. Idempotent; level
+        2 may follow level 1, and 1 after 2 changes nothing.
 
         Raises:
             InvalidRequest: level 2, and the weights cannot be read again: they came as tensors (`commit_weights`).
@@ -150,6 +150,8 @@ class Executor(Protocol):
     async def update_weights(self, folder: Path) -> None:
         """Behind the launched steps, take the weights of another checkpoint of the same shapes; all or nothing.
 
+        Asleep at level 2, it looks at the files' headers alone: `wake_up` reads the weights.
+
         Raises:
             ModelLoadError: they do not fit, or cannot be read.
         """
@@ -157,6 +159,8 @@ class Executor(Protocol):
 
     async def stage_weights(self, piece: StageWeights) -> None:
         """Keep a copy of a piece of a tensor until `commit_weights` or `drop_weights`. Pieces may come in any order.
+
+        Cancelled, it drops the transfer, since nobody knows what became of the piece.
 
         Raises:
             InvalidRequest: there is no such tensor, or the piece does not fit it.
@@ -198,11 +202,20 @@ class Executor(Protocol):
         ...
 
     async def apply_model(self, function: Callable[[Any], T]) -> list[T]:
-        """Call ``function`` with each rank's model, between two steps; returns what each returned."""
+        """Call ``function`` with each rank's model, between two steps; returns what each returned.
+
+        Raises:
+            InvalidRequest: the weights are asleep at level 2.
+            Exception: what the function raised.
+        """
         ...
 
     async def execute_dummy_batch(self) -> None:
-        """Behind the launched steps, compute one token that changes no row and no KV."""
+        """Behind the launched steps, compute one token that changes no row and no KV.
+
+        Raises:
+            InvalidRequest: the weights are asleep.
+        """
         ...
 
     async def aclose(self) -> None:
@@ -219,3 +232,15 @@ def already_recording() -> InvalidRequest:
 
 def not_recording() -> InvalidRequest:
     return InvalidRequest("no profile is being recorded: start one first")
+
+
+def weights_asleep(what: str) -> InvalidRequest:
+    return InvalidRequest(f"{what} needs the weights, which are asleep: wake them up first")
+
+
+def weights_came_as_tensors() -> InvalidRequest:
+    return InvalidRequest(
+        "sleep at level 2 discards the weights, and those came as tensors, so that they cannot be read again: sleep at "
+        "level 1, or write them with save_sharded_state and take them from there with update_weights",
+        param="level",
+    )

@@ -10,6 +10,7 @@ import time
 
 import msgspec
 import numpy as np
+import torch
 from torch import Tensor
 
 from aioengine.attention.backend import AttentionBackend
@@ -20,12 +21,21 @@ from aioengine.models.decoder import Decoder
 from aioengine.sampler import Scratch, prompt_logprobs, sample
 
 
+def attend_to_itself(layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None) -> Tensor:
+    """Attention where each token sees itself alone, as an `Attend` without a cache."""
+    return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+
+
 class Runner:
-    """Runs plans in the order in which they come, each on top of the state that the one before left."""
+    """Runs plans in the order in which they come, each on top of the state that the one before left.
+
+    Attributes:
+        decoder, attention: may be replaced between steps. While one is None no step may come.
+    """
 
     def __init__(self, decoder: Decoder, attention: AttentionBackend, batch: InputBatch, stats: ExecutorStats) -> None:
-        self._decoder = decoder
-        self._attention = attention
+        self.decoder: Decoder | None = decoder
+        self.attention: AttentionBackend | None = attention
         self._batch = batch
         self._stats = stats
         self._scratch = Scratch()
@@ -40,40 +50,53 @@ class Runner:
             Exception: the forward pass or the sampler failed. The deltas hold; rows that had a token to sample have a
                 meaningless one.
         """
+        decoder, attention = self.decoder, self.attention
+        assert decoder is not None, "a plan was launched while the weights were away"
+        assert attention is not None, "a plan was launched while the KV cache was away"
         started = time.perf_counter()
         self._stats.num_steps += 1
-        self._apply(plan)
-        result = self._compute(plan)
+        self._apply(plan, attention)
+        result = self._compute(plan, decoder, attention)
         ended = time.perf_counter()
         return msgspec.structs.replace(result, device_time_s=ended - started, ended_at_s=time.monotonic())
 
-    def _apply(self, plan: StepPlan) -> None:
+    def drop_cache(self) -> None:
+        """Give up the KV cache, and the memory that steps use again. The rows stay."""
+        self.attention = None
+        self._scratch = Scratch()
+
+    def compute_nothing(self) -> None:
+        """Compute one token that no row has, which leaves no trace."""
+        assert self.decoder is not None
+        token = torch.zeros(1, dtype=torch.int64)
+        self.decoder.logits(self.decoder(token, token, attend_to_itself))
+
+    def _apply(self, plan: StepPlan, attention: AttentionBackend) -> None:
         if self._broken_by is None:
             try:
                 # Beside the rows' state, which the rest of the plan changes: their order is of no account.
                 if len(plan.copied_from):
-                    self._attention.copy_blocks(plan.copied_from, plan.copied_to)
+                    attention.copy_blocks(plan.copied_from, plan.copied_to)
                 return self._batch.apply(plan)
             except Exception as error:
                 self._broken_by = error
         raise DeviceLost(f"a plan could not be applied: {self._broken_by}") from self._broken_by
 
-    def _compute(self, plan: StepPlan) -> StepResult:
+    def _compute(self, plan: StepPlan, decoder: Decoder, attention: AttentionBackend) -> StepResult:
         result = StepResult(step=plan.step, offsets=int32([0] * (len(plan.rows) + 1)), token_ids=EMPTY)
         if not len(plan.rows):
             return result
         inputs = self._batch.inputs(plan)
-        hidden = self._decoder(inputs.token_ids, inputs.positions, self._attention.begin_step(inputs.attention))
+        hidden = decoder(inputs.token_ids, inputs.positions, attention.begin_step(inputs.attention))
         self._stats.num_computed_tokens += len(inputs.token_ids)
         if len(inputs.sampled):
-            result = self._sample(plan, inputs, hidden)
+            result = self._sample(plan, inputs, decoder.logits(hidden[inputs.last_tokens]))
         if inputs.prompt is not None:
-            of_prompts = prompt_logprobs(self._decoder.logits, hidden, inputs.prompt, self._decoder.config.vocab_size)
+            of_prompts = prompt_logprobs(decoder.logits, hidden, inputs.prompt, decoder.config.vocab_size)
             result = msgspec.structs.replace(result, prompt_logprobs=of_prompts)
         return result
 
-    def _sample(self, plan: StepPlan, inputs: StepInputs, hidden: Tensor) -> StepResult:
-        logits = self._decoder.logits(hidden[inputs.last_tokens])
+    def _sample(self, plan: StepPlan, inputs: StepInputs, logits: Tensor) -> StepResult:
         sampled = sample(logits, inputs.sampling, self._scratch)
         self._batch.append(plan, inputs, sampled.next_ids)
         self._stats.num_sampled_tokens += len(sampled.token_ids)

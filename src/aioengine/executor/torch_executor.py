@@ -4,35 +4,41 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Any, Literal, ParamSpec, Self, TypeVar
 
 import anyio
 import torch
 
+from aioengine.attention.backend import AttentionBackend
 from aioengine.attention.kv_cache import KVCache, KVCacheShape
 from aioengine.attention.torch_paged import TorchPagedAttention
 from aioengine.config import EngineConfig
+from aioengine.control import StageWeights
 from aioengine.core.plan import StepPlan, StepResult
 from aioengine.executor.device import DeviceThread, Pending
 from aioengine.executor.input_batch import InputBatch
-from aioengine.executor.memory import available_memory, num_kv_blocks
+from aioengine.executor.memory import available_memory, num_kv_blocks, return_freed_memory
 from aioengine.executor.profiler import Recording
-from aioengine.executor.protocol import ExecutorInfo, ExecutorStats, already_recording, not_recording
+from aioengine.executor.protocol import (
+    DeviceLost,
+    ExecutorInfo,
+    ExecutorStats,
+    Part,
+    already_recording,
+    not_recording,
+    weights_asleep,
+)
 from aioengine.executor.runner import Runner
+from aioengine.executor.weights import Load, OnProgress, Weights
 from aioengine.model_folder import ModelFolder
-from aioengine.models.decoder import Decoder
-from aioengine.models.loader import load_decoder
+from aioengine.models.loader import LoadStopped, load_decoder
+from aioengine.worker_functions import Worker, registered
 
-OnProgress = Callable[[int, int], None]
-"""Called with (bytes loaded, bytes to load)."""
-
-
-class Load(Protocol):
-    """Makes a decoder; blocks."""
-
-    def __call__(self, *, on_progress: OnProgress, should_stop: Callable[[], bool]) -> Decoder: ...
+T = TypeVar("T")
+P = ParamSpec("P")
 
 
 DEFAULT_MAX_IN_FLIGHT = 1
@@ -65,17 +71,37 @@ class TorchExecutor:
         Raises:
             ModelLoadError, ConfigError: as `load_decoder`; ConfigError also when the KV cache is too small.
         """
-        return await cls.start_with(partial(load_decoder, folder, config), config, on_progress=on_progress)
+        load = partial(load_decoder, folder, config)
+        return await cls.start_with(load, config, folder=folder, on_progress=on_progress)
 
     @classmethod
-    async def start_with(cls, load: Load, config: EngineConfig, *, on_progress: OnProgress | None = None) -> Self:
-        """As `start`, with the decoder that ``load`` makes in the device thread."""
-        device = Device()
+    async def start_with(
+        cls,
+        load: Load,
+        config: EngineConfig,
+        *,
+        folder: ModelFolder | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> Self:
+        """As `start`, with the decoder that ``load`` makes in the device thread, and makes again after `sleep`.
+
+        Args:
+            folder: where the model's config, tokenizer and (unless they are dummies) weights are, to be read again and
+                saved elsewhere; None: ``load`` is called again, and they cannot be saved.
+        """
+        device = Device(config)
         stats = ExecutorStats()
         thread = DeviceThread(num_threads=config.num_threads, on_end=device.free)
-        make_decoder = partial(load, on_progress=_on_loop(on_progress), should_stop=thread.should_stop)
+        make = partial(
+            Weights,
+            load,
+            folder,
+            is_in_folder=config.load_format != "dummy",
+            on_progress=_on_loop(on_progress),
+            should_stop=thread.should_stop,
+        )
         try:
-            info = await thread.submit(partial(device.load, make_decoder, config, stats)).wait()
+            info = await thread.submit(partial(device.load, make, stats)).wait()
         except BaseException:
             with anyio.CancelScope(shield=True), anyio.move_on_after(CANCEL_DEADLINE_S):
                 await thread.aclose()
@@ -96,6 +122,44 @@ class TorchExecutor:
     async def stop_profile(self, path: Path) -> None:
         await self._thread.submit(partial(self._device.stop_profile, path)).wait()
 
+    async def sleep(self, level: Literal[1, 2]) -> None:
+        await self._do(self._device.sleep, level)
+
+    async def wake_up(self, parts: frozenset[Part]) -> None:
+        await self._do(self._device.wake_up, parts)
+
+    async def update_weights(self, folder: Path) -> None:
+        await self._do(self._device.update_weights, folder)
+
+    async def stage_weights(self, piece: StageWeights) -> None:
+        try:
+            await self._do(self._device.stage_weights, piece)
+        except asyncio.CancelledError:
+            # The caller may write to the piece's memory from now on, which the thread may be reading.
+            self._thread.submit(partial(self._device.drop_weights, piece.transfer))
+            raise
+
+    async def commit_weights(self, transfer: str) -> None:
+        await self._do(self._device.commit_weights, transfer)
+
+    async def drop_weights(self, transfer: str) -> None:
+        await self._do(self._device.drop_weights, transfer)
+
+    async def save_sharded_state(self, folder: Path, max_shard_bytes: int) -> list[str]:
+        return await self._do(self._device.save_sharded_state, folder, max_shard_bytes)
+
+    async def collective_rpc(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        return await self._do(self._device.call, registered(name), args, kwargs)
+
+    async def apply_model(self, function: Callable[[Any], T]) -> list[T]:
+        return await self._do(self._device.apply, function)
+
+    async def execute_dummy_batch(self) -> None:
+        await self._do(self._device.execute_dummy_batch)
+
+    async def _do(self, job: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self._thread.submit(partial(_job, partial(job, *args, **kwargs))).wait()
+
     async def aclose(self) -> None:
         await self._thread.aclose()
 
@@ -114,19 +178,33 @@ class TorchStep:
         return await self._pending.wait()
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a device has once it is loaded."""
+
+    weights: Weights
+    runner: Runner
+    make_attention: Callable[[], AttentionBackend]
+    """With a KV cache that is empty."""
+
+
 class Device:
     """What the device thread owns. Only jobs and the thread's end touch it, so that it is freed with the thread."""
 
-    def __init__(self) -> None:
-        self._runner: Runner | None = None
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._held: Held | None = None
+        self._asleep: frozenset[Part] = frozenset()
         self._weight_bytes = 0
         self._max_threads = 0
         """Threads of a large step; 0: leave the thread's number as it is, for all steps."""
         self._recording: Recording | None = None
 
-    def load(self, make_decoder: Callable[[], Decoder], config: EngineConfig, stats: ExecutorStats) -> ExecutorInfo:
+    def load(self, make_weights: Callable[[], Weights], stats: ExecutorStats) -> ExecutorInfo:
         """Load the decoder and make room for its KV cache."""
-        decoder = make_decoder()
+        config, weights = self._config, make_weights()
+        decoder = weights.decoder
+        assert decoder is not None
         model = decoder.config
         shape = KVCacheShape(
             num_layers=model.num_layers,
@@ -144,8 +222,11 @@ class Device:
         batch = InputBatch(
             max_num_seqs=config.max_num_seqs, max_model_len=model.max_model_len, block_size=config.block_size
         )
-        attention = TorchPagedAttention(KVCache.allocate(shape, num_blocks))
-        self._runner = Runner(decoder, attention, batch, stats)
+
+        def make_attention() -> AttentionBackend:
+            return TorchPagedAttention(KVCache.allocate(shape, num_blocks))
+
+        self._held = Held(weights, Runner(decoder, make_attention(), batch, stats), make_attention)
         self._weight_bytes = decoder.weight_bytes
         if config.num_threads is None:
             self._max_threads = torch.get_num_threads()
@@ -161,15 +242,18 @@ class Device:
             dtype=str(model.dtype).removeprefix("torch."),
         )
 
+    @property
+    def held(self) -> Held:
+        assert self._held is not None, "load comes first"
+        return self._held
+
     def step(self, plan: StepPlan) -> StepResult:
-        assert self._runner is not None
-        if self._max_threads:
-            is_large = is_large_step(self._weight_bytes, int(plan.num_tokens.sum()))
-            torch.set_num_threads(self._max_threads if is_large else 1)  # 0.2 µs, and for this thread alone
+        assert not self._asleep, f"a plan was launched while these were asleep: {sorted(self._asleep)}"
+        self._use_threads(is_large_step(self._weight_bytes, int(plan.num_tokens.sum())))
         if self._recording is None:
-            return self._runner.step(plan)
+            return self.held.runner.step(plan)
         with self._recording.step(plan):
-            return self._runner.step(plan)
+            return self.held.runner.step(plan)
 
     def start_profile(self, recording: Recording) -> None:
         if self._recording is not None:
@@ -190,10 +274,82 @@ class Device:
             self._recording = None
             recording.stop()
 
+    def sleep(self, level: Literal[1, 2]) -> None:
+        if level == 2:
+            self.held.weights.discard()  # first, since it may refuse
+            self.held.runner.decoder = None
+        self.held.runner.drop_cache()
+        self._asleep = frozenset(("weights", "kv_cache"))
+        return_freed_memory()
+
+    def wake_up(self, parts: frozenset[Part]) -> None:
+        if "weights" in parts:
+            self._use_threads(True)
+            self.held.weights.restore()
+            self.held.runner.decoder = self.held.weights.decoder
+            return_freed_memory()
+        if "kv_cache" in parts and self.held.runner.attention is None:
+            self.held.runner.attention = self.held.make_attention()
+        self._asleep -= parts
+
+    def update_weights(self, folder: Path) -> None:
+        self._use_threads(True)
+        self._replace(lambda weights: weights.update(folder))
+
+    def commit_weights(self, transfer: str) -> None:
+        self._use_threads(True)
+        self._replace(lambda weights: weights.commit(transfer))
+
+    def _replace(self, change: Callable[[Weights], None]) -> None:
+        change(self.held.weights)
+        self.held.runner.decoder = self.held.weights.decoder
+        return_freed_memory()
+
+    def stage_weights(self, piece: StageWeights) -> None:
+        self.held.weights.staging.add(piece)
+
+    def drop_weights(self, transfer: str) -> None:
+        self.held.weights.staging.drop(transfer)
+
+    def save_sharded_state(self, folder: Path, max_shard_bytes: int) -> list[str]:
+        return self.held.weights.save(folder, max_shard_bytes)
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """A registered function's result, by rank."""
+        worker = Worker(rank=0, world_size=1, model=self.held.weights.decoder, config=self._config)
+        return [function(worker, *args, **kwargs)]
+
+    def apply(self, function: Callable[[Any], T]) -> list[T]:
+        if self.held.weights.decoder is None:
+            raise weights_asleep("apply_model")
+        return [function(self.held.weights.decoder)]
+
+    def execute_dummy_batch(self) -> None:
+        if "weights" in self._asleep:
+            raise weights_asleep("execute_dummy_batch")
+        self._use_threads(is_large_step(self._weight_bytes, 1))
+        self.held.runner.compute_nothing()
+
+    def _use_threads(self, all_of_them: bool) -> None:
+        if self._max_threads:
+            torch.set_num_threads(self._max_threads if all_of_them else 1)  # 0.2 µs, and for this thread alone
+
     def free(self) -> None:
-        self._runner = None
+        self._held = None
         if self._recording is not None:
             self.drop_profile(self._recording)
+
+
+def _job(job: Callable[[], T]) -> T:
+    """What is asked beside steps, where some of it calls foreign code and some takes long."""
+    try:
+        return job()
+    except LoadStopped as error:
+        raise DeviceLost("the device was closed") from error
+    except Exception:
+        raise
+    except BaseException as error:  # a SystemExit that went on would end the loop
+        raise RuntimeError(f"a function that was called in the device thread raised {error!r}") from error
 
 
 def is_large_step(weight_bytes: int, num_tokens: int) -> bool:

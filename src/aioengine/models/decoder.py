@@ -8,7 +8,7 @@ of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 import torch
@@ -26,6 +26,7 @@ MIN_PACKED_FLOAT32 = 1 << 17
 # The layout is chosen for about this many rows; for one row it is as fast as the one chosen for one, and a row's result
 # does not change with the number of rows beside it.
 PACKED_FOR_ROWS = 16
+PACKED_HEAD = "_packed_head"
 
 
 class Attend(Protocol):
@@ -55,12 +56,14 @@ class Linear(nn.Module):
 
     def bind(self) -> Map:
         """The product as a function [rows, in] → [rows, out]; repacks the weight where that is faster."""
-        if not _is_worth_packing(self.weight):
-            weight, bias = self.weight, self.bias
-            return lambda x: F.linear(x, weight, bias)
-        packed = _pack(self.weight)
-        self.weight = nn.Parameter(packed, requires_grad=False)
-        return _packed_linear(packed, self.bias)
+        self.pack()
+        weight, bias = self.weight, self.bias
+        return _packed_linear(weight, bias) if weight.is_mkldnn else lambda x: F.linear(x, weight, bias)
+
+    def pack(self) -> None:
+        """Repack the weight where that is faster. Idempotent."""
+        if not self.weight.is_mkldnn and _is_worth_packing(self.weight):
+            self.weight = nn.Parameter(_pack(self.weight), requires_grad=False)
 
 
 class RMSNorm(nn.Module):
@@ -144,6 +147,7 @@ class Decoder(nn.Module):
     """
 
     rope_table: Tensor
+    _packed_head: nn.Parameter | None
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -156,6 +160,7 @@ class Decoder(nn.Module):
             self.head = (
                 None if c.tie_word_embeddings else Linear(c.hidden_size, c.vocab_size, bias=False, dtype=c.dtype)
             )
+        self.register_parameter(PACKED_HEAD, None)
         self._bound: tuple[Layer, ...] = ()
 
     @property
@@ -173,6 +178,10 @@ class Decoder(nn.Module):
             on_layer: called after each layer; what it raises ends the binding.
         """
         self.rope_table = rope_table(self.config).to(self.embedding.device)
+        self._packed_head = None
+        self._bind_products(on_layer)
+
+    def _bind_products(self, on_layer: Callable[[], None] = lambda: None) -> None:
         bound: list[Layer] = []
         for layer in self.decoder_layers():
             bound.append(layer.bind())
@@ -180,6 +189,41 @@ class Decoder(nn.Module):
         self._bound = tuple(bound)
         self._final_norm = self.norm.bind()
         self._head = self.head.bind() if self.head is not None else self._bind_tied_head()
+
+    def dense(self, name: str) -> Tensor:
+        """The values of a parameter, by its name in ``named_parameters``: a copy of one that is packed, or itself."""
+        parameter = self.get_parameter(name)
+        return parameter.to_dense(self.config.dtype) if parameter.is_mkldnn else parameter
+
+    def with_parameters(self, changed: Iterable[tuple[str, Tensor]]) -> Decoder:
+        """A decoder that is ready to run, with other values for some parameters; this one stays as it is.
+
+        What does not change they share.
+
+        Args:
+            changed: name and dense values, taken one by one, each packed before the next. It keeps the tensors.
+        """
+        other = Decoder(self.config)
+        held = dict(self.named_parameters())
+        packed_head = held.pop(PACKED_HEAD, None)
+        for name, parameter in held.items():
+            other._set(name, parameter)
+        for name, value in changed:
+            other._set(name, nn.Parameter(value, requires_grad=False))
+            if name == "embedding":
+                packed_head = None
+        if packed_head is not None:
+            other._set(PACKED_HEAD, packed_head)
+        other.rope_table = self.rope_table
+        other._bind_products()
+        return other
+
+    def _set(self, name: str, parameter: nn.Parameter) -> None:
+        path, _, attribute = name.rpartition(".")
+        module = self.get_submodule(path)
+        setattr(module, attribute, parameter)
+        if isinstance(module, Linear):
+            module.pack()
 
     def decoder_layers(self) -> Iterator[DecoderLayer]:
         """``layers``, by their type."""
@@ -189,10 +233,11 @@ class Decoder(nn.Module):
 
     def _bind_tied_head(self) -> Map:
         weight = self.embedding
-        if _is_worth_packing(weight):
+        if not _is_worth_packing(weight):
+            return lambda x: F.linear(x, weight)
+        if self._packed_head is None:
             self._packed_head = nn.Parameter(_pack(weight), requires_grad=False)
-            return _packed_linear(self._packed_head, None)
-        return lambda x: F.linear(x, weight)
+        return _packed_linear(self._packed_head, None)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """One step for tokens of any number of sequences.

@@ -14,16 +14,22 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from aioengine.config import EngineConfig
-from aioengine.errors import ModelLoadError
+from aioengine.errors import ConfigError, ModelLoadError
 from aioengine.model_folder import ModelFolder, read_json
-from aioengine.models.decoder import Decoder, DecoderLayer, Linear
+from aioengine.models.decoder import Decoder
 from aioengine.models.decoder_config import DecoderConfig, read_decoder_config
+from aioengine.models.places import (
+    EMBEDDING,
+    FILE_DTYPES,
+    HEAD,
+    INDEX_FILE,
+    SINGLE_FILE,
+    Place,
+    Slot,
+    checkpoint_places,
+    checkpoint_slots,
+)
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-FILE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-EMBEDDING = "model.embed_tokens.weight"
-HEAD = "lm_head.weight"
 # Old checkpoints carry the rotation's frequencies, which follow from the config.
 HARMLESS = re.compile(r"\.rotary_emb\.inv_freq$")
 DUMMY_SEED = 0
@@ -44,13 +50,6 @@ class Stored(msgspec.Struct, frozen=True):
     @property
     def num_bytes(self) -> int:
         return torch.Size(self.shape).numel() * FILE_DTYPES[self.dtype].itemsize
-
-
-class Slot(msgspec.Struct, frozen=True):
-    """Where a checkpoint's tensor goes: a view of a parameter, which the tensor fills (or broadcasts into)."""
-
-    shape: tuple[int, ...]
-    target: Tensor
 
 
 def load_decoder(
@@ -82,53 +81,79 @@ def load_decoder(
         stored = read_catalogue(folder.path)
         if config.dtype == "auto" and not any(folder.config.get(key) for key in ("dtype", "torch_dtype")):
             decoder_config = _with_dtype_of_files(decoder_config, stored)
-        wanted = match(stored, checkpoint_slots(Decoder(decoder_config)), tied=decoder_config.tie_word_embeddings)
-        decoder = _allocate(decoder_config)
-        _stream(wanted, checkpoint_slots(decoder), on_progress, should_stop)
-        if decoder_config.tie_word_embeddings and HEAD in stored and HEAD not in (t.name for t in wanted):
-            _check_tied_head(stored[HEAD], decoder.embedding)
-    decoder.bind(lambda: _stop_if(should_stop))
+        decoder = _read(stored, decoder_config, on_progress, should_stop)
+    decoder.bind(lambda: stop_if(should_stop))
     return decoder
 
 
-def checkpoint_slots(decoder: Decoder) -> dict[str, Slot]:
-    """For each tensor that a checkpoint of this decoder holds, by its name there, where it goes."""
-    slots = {
-        EMBEDDING: _whole(decoder.embedding),
-        "model.norm.weight": _whole(decoder.norm.weight),
-    }
-    if decoder.head is not None:
-        slots[HEAD] = _whole(decoder.head.weight)
-    for layer in decoder.decoder_layers():
-        for name, slot in _layer_slots(layer, decoder.config):
-            slots[f"model.layers.{layer.index}.{name}"] = slot
-    return slots
+def load_weights(
+    folder: Path,
+    config: DecoderConfig,
+    *,
+    on_progress: Callable[[int, int], None] | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Decoder:
+    """As `load_decoder`, of a decoder that is known: from any checkpoint of its shapes, in the dtype of ``config``.
+
+    The folder needs no config.json. One that is there must describe the same decoder.
+
+    Raises:
+        ModelLoadError, LoadStopped: as `load_decoder`.
+    """
+    check_config(folder, config)
+    decoder = _read(read_catalogue(folder), config, on_progress, should_stop)
+    decoder.bind(lambda: stop_if(should_stop))
+    return decoder
 
 
-def _layer_slots(layer: DecoderLayer, c: DecoderConfig) -> Iterator[tuple[str, Slot]]:
-    q, kv, mlp = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.intermediate_size
-    yield "input_layernorm.weight", _whole(layer.input_norm.weight)
-    yield "post_attention_layernorm.weight", _whole(layer.mlp_norm.weight)
-    yield from _stacked(layer.qkv, {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv})
-    yield from _stacked(layer.output, {"self_attn.o_proj": c.hidden_size})
-    yield from _stacked(layer.gate_up, {"mlp.gate_proj": mlp, "mlp.up_proj": mlp})
-    yield from _stacked(layer.down, {"mlp.down_proj": c.hidden_size})
-    if layer.qk_norm is not None:
-        of_queries, of_keys = torch.split_with_sizes(layer.qk_norm.weight, [c.num_heads, c.num_kv_heads])
-        yield "self_attn.q_norm.weight", Slot((c.head_dim,), of_queries)
-        yield "self_attn.k_norm.weight", Slot((c.head_dim,), of_keys)
+def check_weights(folder: Path, config: DecoderConfig) -> None:
+    """Raise what `load_weights` would, but for what only the tensors' values can tell."""
+    check_config(folder, config)
+    match(read_catalogue(folder), checkpoint_places(config), tied=config.tie_word_embeddings)
 
 
-def _whole(parameter: Tensor) -> Slot:
-    return Slot(tuple(parameter.shape), parameter)
+def check_config(folder: Path, config: DecoderConfig) -> None:
+    """Compare with the folder's config.json, if it has one. The dtype of the files may be another one.
+
+    Raises:
+        ModelLoadError: it describes another decoder, or there is no such folder.
+    """
+    if not folder.is_dir():
+        raise ModelLoadError(f"there is no folder {folder}")
+    if not (folder / "config.json").is_file():
+        return
+    dtype = str(config.dtype).removeprefix("torch.")
+    try:
+        found = read_decoder_config(ModelFolder.read(folder), dtype=dtype, max_model_len=config.max_model_len)
+    except ConfigError as error:
+        raise ModelLoadError(f"{folder / 'config.json'}: {error}") from error
+    check_same(found, config, folder)
 
 
-def _stacked(linear: Linear, parts: dict[str, int]) -> Iterator[tuple[str, Slot]]:
-    """The slots of matrices (and biases) that lie one above the other, each with so many outputs."""
-    for kind, parameter in (("weight", linear.weight), ("bias", linear.bias)):
-        if parameter is not None:
-            for name, part in zip(parts, torch.split_with_sizes(parameter, list(parts.values())), strict=True):
-                yield f"{name}.{kind}", _whole(part)
+def check_same(found: DecoderConfig, config: DecoderConfig, folder: Path) -> None:
+    """Refuse a folder whose config.json says ``found``, unless that is ``config``."""
+    for field in DecoderConfig.__struct_fields__:
+        theirs, ours = getattr(found, field), getattr(config, field)
+        if theirs != ours:
+            values = f" {theirs!r} instead of {ours!r}" if not isinstance(ours, tuple) else ""
+            raise ModelLoadError(
+                f"{folder / 'config.json'} describes another model than the one that runs: {field}{values}"
+            )
+
+
+def _read(
+    stored: dict[str, Stored],
+    config: DecoderConfig,
+    on_progress: Callable[[int, int], None] | None,
+    should_stop: Callable[[], bool],
+) -> Decoder:
+    """A decoder with the values of the files, not bound yet."""
+    wanted = match(stored, checkpoint_places(config), tied=config.tie_word_embeddings)
+    decoder = _allocate(config)
+    _stream(wanted, checkpoint_slots(decoder), on_progress, should_stop)
+    if config.tie_word_embeddings and HEAD in stored and HEAD not in (t.name for t in wanted):
+        _check_tied_head(stored[HEAD], decoder.embedding)
+    return decoder
 
 
 def read_catalogue(folder: Path) -> dict[str, Stored]:
@@ -189,13 +214,13 @@ class Transfer(msgspec.Struct, frozen=True):
     stored: Stored
 
 
-def match(stored: dict[str, Stored], slots: dict[str, Slot], *, tied: bool) -> list[Transfer]:
+def match(stored: dict[str, Stored], places: dict[str, Place], *, tied: bool) -> list[Transfer]:
     """Pair what the files hold with what the decoder needs, file by file.
 
     Raises:
         ModelLoadError: a tensor is missing, unexpected, of the wrong shape, or of a dtype that is not supported.
     """
-    names = {slot: slot for slot in slots}
+    names = {name: name for name in places}
     if tied and EMBEDDING not in stored and HEAD in stored:
         names[EMBEDDING] = HEAD  # of two that are one, some tools save the other
     expected = set(names.values())
@@ -209,7 +234,7 @@ def match(stored: dict[str, Stored], slots: dict[str, Slot], *, tied: bool) -> l
             raise ModelLoadError(f"the checkpoint {problem} tensor {found[0]}{more}, by what config.json says{hint}")
     transfers = [Transfer(name, slot, stored[name]) for slot, name in names.items()]
     for transfer in transfers:
-        _check_tensor(transfer.name, transfer.stored, slots[transfer.slot])
+        _check_tensor(transfer.name, transfer.stored, places[transfer.slot].shape)
     return sorted(transfers, key=lambda transfer: transfer.stored.path)
 
 
@@ -217,15 +242,15 @@ def _is_harmless(name: str, *, tied: bool) -> bool:
     return HARMLESS.search(name) is not None or (tied and name == HEAD)
 
 
-def _check_tensor(name: str, stored: Stored, slot: Slot) -> None:
+def _check_tensor(name: str, stored: Stored, shape: tuple[int, ...]) -> None:
     if stored.dtype not in FILE_DTYPES:
         raise ModelLoadError(
             f"tensor {name} in {stored.path} is {stored.dtype}; supported: {', '.join(FILE_DTYPES)}. "
             "Quantised checkpoints are not supported yet"
         )
-    if stored.shape != slot.shape:
+    if stored.shape != shape:
         raise ModelLoadError(
-            f"tensor {name} in {stored.path} has shape {list(stored.shape)}; config.json makes it {list(slot.shape)}"
+            f"tensor {name} in {stored.path} has shape {list(stored.shape)}; config.json makes it {list(shape)}"
         )
 
 
@@ -257,7 +282,7 @@ def _stream(
         with _opened(path) as file:
             for transfer in transfers:
                 if transfer.stored.path == path:
-                    _stop_if(should_stop)
+                    stop_if(should_stop)
                     slots[transfer.slot].target.copy_(file.get_tensor(transfer.name))
                     progress.add(transfer.stored.num_bytes)
 
@@ -279,7 +304,7 @@ def _fill_with_noise(
     generator = torch.Generator().manual_seed(DUMMY_SEED)
     progress = _Progress(decoder.weight_bytes, on_progress)
     for slot in checkpoint_slots(decoder).values():
-        _stop_if(should_stop)
+        stop_if(should_stop)
         if slot.shape == slot.target.shape and len(slot.shape) > 1:
             slot.target.uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)
         else:
@@ -287,7 +312,8 @@ def _fill_with_noise(
         progress.add(slot.target.nbytes)
 
 
-def _stop_if(should_stop: Callable[[], bool]) -> None:
+def stop_if(should_stop: Callable[[], bool]) -> None:
+    """Raise LoadStopped if ``should_stop`` says so."""
     if should_stop():
         raise LoadStopped
 

@@ -9,39 +9,52 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import json
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 
+from aioengine.config import EngineConfig
+from aioengine.control import StageWeights
 from aioengine.core.plan import (
-    Float32,
-    Int32,
     PromptLogprobs,
     RowAdded,
     RowFailure,
     RowSampling,
-    StepLogprobs,
     StepPlan,
     StepResult,
     Want,
     int32,
 )
-from aioengine.executor.protocol import DeviceLost, ExecutorInfo, ExecutorStats, already_recording, not_recording
+from aioengine.errors import InvalidRequest
+from aioengine.executor.protocol import (
+    DeviceLost,
+    ExecutorInfo,
+    ExecutorStats,
+    Part,
+    already_recording,
+    not_recording,
+    weights_asleep,
+)
+from aioengine.testing.fake_logprobs import likeliest, logprobs_of, step_logprobs
+from aioengine.testing.fake_weights import FakeWeights
+from aioengine.worker_functions import Worker, registered
+
+T = TypeVar("T")
 
 Sampler = Callable[[list[int], RowSampling], int]
 """(all tokens of the sequence, as read from the KV; the row's sampling, with the choice that is wanted) -> the next
 token."""
 
 
-def sample_hash(token_ids: list[int], sampling: RowSampling, *, vocab_size: int) -> int:
-    """A token that depends on every token before it, on the seed and on the choice, and on nothing else."""
-    seeded = np.array([sampling.seed & 0x7FFFFFFF, *token_ids], np.int32)
+def sample_hash(token_ids: list[int], sampling: RowSampling, *, vocab_size: int, weights_version: int = 0) -> int:
+    """A token that depends on every token before it, on the seed, the choice and the weights, and on nothing else."""
+    version = [weights_version & 0x7FFFFFFF] if weights_version else []
+    seeded = np.array([sampling.seed & 0x7FFFFFFF, *version, *token_ids], np.int32)
     # The checksum's first value is as good as XORed to the first bytes: a small one would only be another seed.
     of_choice = sampling.choice * 0x9E3779B1 & 0xFFFFFFFF
     return zlib.crc32(seeded.tobytes(), of_choice) % vocab_size
@@ -117,6 +130,10 @@ class FakeStep:
             self._profile.add(self._plan, self._launched_at_s, self._ended_at_s)
         self._done.set()
 
+    async def wait(self) -> None:
+        """Wait until it has ended, one way or another."""
+        await self._done.wait()
+
     def lose(self, cause: Exception) -> None:
         """Make `finish` raise ``cause``, unless the step is done."""
         if not self._done.is_set():
@@ -140,6 +157,9 @@ class FakeExecutor:
     that temperature, filters, penalties, ``logit_bias`` or ``logits_processors`` could change. Its log-probabilities
     are made up: the likeliest token has -0.5, and each next id 1 less.
 
+    It has no weights, but knows when they have changed: see `FakeWeights`. Functions that are called with its model get
+    the executor itself, and are called on the loop.
+
     Args:
         num_blocks, block_size, max_model_len, vocab_size, max_in_flight: as in `ExecutorInfo`.
         sampler: makes the next token; `sample_hash` unless given.
@@ -147,7 +167,8 @@ class FakeExecutor:
         is_manual: steps end when `complete` is called, and not by themselves.
 
     Attributes:
-        events: ("launch", n) and ("finish", n), in the order in which they happened.
+        events: ("launch", n) and ("finish", n), and the names of control calls, each with what it was about, in the
+            order in which they happened.
         plans: every plan launched.
         unfinished: launched steps, the oldest first.
     """
@@ -173,13 +194,15 @@ class FakeExecutor:
             device="fake",
         )
         self.stats = ExecutorStats()
-        self.events: list[tuple[str, int]] = []
+        self.events: list[tuple[str, Any]] = []
         self.plans: list[StepPlan] = []
         self.unfinished: list[FakeStep] = []
         self.is_closed = False
         self.is_manual = is_manual
         self.step_time_s = step_time_s
-        self._sampler = sampler or functools.partial(sample_hash, vocab_size=vocab_size)
+        self._sampler = sampler or self._sample_hash
+        self._weights = FakeWeights(vocab_size)
+        self._asleep: frozenset[Part] = frozenset()
         self._rows: dict[int, _Row] = {}
         self._kv = np.full((num_blocks, block_size), -1, np.int64)
         self._failures: dict[int, Exception] = {}
@@ -209,6 +232,7 @@ class FakeExecutor:
 
     def launch(self, plan: StepPlan) -> FakeStep:
         assert len(self.unfinished) < self.info.max_in_flight, "more steps in flight than the executor takes"
+        assert not self._asleep, f"a plan was launched while these were asleep: {sorted(self._asleep)}"
         self.events.append(("launch", plan.step))
         self.plans.append(plan)
         self.stats.num_steps += 1
@@ -233,6 +257,96 @@ class FakeExecutor:
         if profile is None:
             raise not_recording()
         await asyncio.to_thread(profile.write, path)
+
+    @property
+    def weights_version(self) -> int:
+        """What `sample_hash` should know of the weights: 0 for those of the start."""
+        return self._weights.version
+
+    @property
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The tensors that `stage_weights` takes."""
+        return self._weights.shapes
+
+    # Plans are computed when they are launched: what a control call changes at once is behind all that were launched
+    # before it, and all that is left is to wait for those.
+
+    async def sleep(self, level: Literal[1, 2]) -> None:
+        self._begin("sleep", level)
+        if level == 2:
+            self._weights.discard()
+        self._kv[:] = -1
+        self._asleep = frozenset(("weights", "kv_cache"))
+        await self._steps_end()
+
+    async def wake_up(self, parts: frozenset[Part]) -> None:
+        self._begin("wake_up", parts)
+        if "weights" in parts:
+            await self._weights.restore()
+        self._asleep -= parts
+        await self._steps_end()
+
+    async def update_weights(self, folder: Path) -> None:
+        self._begin("update_weights", folder)
+        await self._weights.update(folder)
+        await self._steps_end()
+
+    async def stage_weights(self, piece: StageWeights) -> None:
+        self._begin("stage_weights", piece.name)
+        self._weights.staging.add(piece)
+        await self._steps_end()
+
+    async def commit_weights(self, transfer: str) -> None:
+        self._begin("commit_weights", transfer)
+        self._weights.commit(transfer)
+        await self._steps_end()
+
+    async def drop_weights(self, transfer: str) -> None:
+        self._begin("drop_weights", transfer)
+        self._weights.staging.drop(transfer)
+        await self._steps_end()
+
+    async def save_sharded_state(self, folder: Path, max_shard_bytes: int) -> list[str]:
+        self._begin("save_sharded_state", folder)
+        if max_shard_bytes < 1:
+            raise InvalidRequest(f"max_shard_bytes={max_shard_bytes} must be at least 1", param="max_shard_bytes")
+        names = await self._weights.save(folder)
+        await self._steps_end()
+        return names
+
+    async def collective_rpc(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        self._begin("collective_rpc", name)
+        function = registered(name)
+        await self._steps_end()
+        model = None if self._weights.are_discarded else self
+        config = EngineConfig(max_model_len=self.info.max_model_len, block_size=self.info.block_size)
+        return [function(Worker(rank=0, world_size=1, model=model, config=config), *args, **kwargs)]
+
+    async def apply_model(self, function: Callable[[Any], T]) -> list[T]:
+        self._begin("apply_model", function)
+        await self._steps_end()
+        if self._weights.are_discarded:
+            raise weights_asleep("apply_model")
+        return [function(self)]
+
+    async def execute_dummy_batch(self) -> None:
+        self._begin("execute_dummy_batch", None)
+        if "weights" in self._asleep:
+            raise weights_asleep("execute_dummy_batch")
+        await self._steps_end()
+
+    def _begin(self, call: str, argument: object) -> None:
+        self._check_open()
+        self.events.append((call, argument))
+
+    async def _steps_end(self) -> None:
+        """Wait for the launched steps."""
+        for step in list(self.unfinished):
+            await step.wait()
+        self._check_open()
+
+    def _sample_hash(self, token_ids: list[int], sampling: RowSampling) -> int:
+        return sample_hash(token_ids, sampling, vocab_size=self.info.vocab_size, weights_version=self._weights.version)
 
     def _profile_of_next_step(self) -> _Profile | None:
         if self._profile is None or self._profile.num_left == 0:
@@ -315,7 +429,7 @@ class FakeExecutor:
             step=plan.step,
             offsets=int32(np.cumsum([0, *map(len, sampled)])),
             token_ids=int32([token for _, token in lines]),
-            logprobs=_step_logprobs(lines, self.info.vocab_size),
+            logprobs=step_logprobs(lines, self.info.vocab_size),
             prompt_logprobs=self._prompt_logprobs(works),
             failures=tuple(failures),
             device_time_s=self.step_time_s,
@@ -391,11 +505,11 @@ class FakeExecutor:
             return None
         indices, positions, tokens, distances = (int32(column) for column in zip(*lines, strict=True))
         vocab_size = self.info.vocab_size
-        top_ids, top_logprobs = _likeliest((tokens - distances) % vocab_size, max(widths), vocab_size)
+        top_ids, top_logprobs = likeliest((tokens - distances) % vocab_size, max(widths), vocab_size)
         return PromptLogprobs(
             index=indices,
             positions=positions,
-            logprobs=_logprobs(distances),
+            logprobs=logprobs_of(distances),
             ranks=distances + np.int32(1),
             top_ids=top_ids,
             top_logprobs=top_logprobs,
@@ -428,49 +542,3 @@ def _masked(output: list[int], sampling: RowSampling) -> set[int]:
     """The ids that ``bad_words`` and ``min_tokens`` forbid behind this output."""
     masked = {word[-1] for word in sampling.bad_words if output[len(output) - len(word) + 1 :] == list(word[:-1])}
     return masked.union(sampling.stop_ids) if len(output) < sampling.min_tokens else masked
-
-
-def _logprobs(distances: Int32) -> Float32:
-    """Of tokens whose ids are so far behind the likeliest one's; their ranks are one more."""
-    return np.float32(-0.5) - distances.astype(np.float32)
-
-
-def _likeliest(first: Int32, width: int, vocab_size: int) -> tuple[Int32, Float32]:
-    """[len(first), width] token ids and log-probabilities, or as many as there are."""
-    distances = np.arange(min(width, vocab_size), dtype=np.int32)
-    ids: Int32 = (first[:, None] + distances) % vocab_size
-    return ids, np.tile(_logprobs(distances), (len(first), 1))
-
-
-def _step_logprobs(lines: list[tuple[RowSampling, int]], vocab_size: int) -> StepLogprobs | None:
-    """Of tokens, each with the sampling of its row; each is the likeliest one of its place."""
-    index = [i for i, (sampling, _) in enumerate(lines) if sampling.logprobs >= 0]
-    if not index:
-        return None
-    asking = [lines[i][0] for i in index]
-    chosen = int32([lines[i][1] for i in index])
-    top_ids, top_logprobs = _likeliest(chosen, max(sampling.logprobs for sampling in asking), vocab_size)
-    logprobs = StepLogprobs(
-        index=int32(index),
-        logprobs=_logprobs(np.zeros_like(chosen)),
-        ranks=np.ones_like(chosen),
-        top_ids=top_ids,
-        top_logprobs=top_logprobs,
-    )
-    return _with_extra(logprobs, chosen, [sampling.logprob_token_ids for sampling in asking], vocab_size)
-
-
-def _with_extra(logprobs: StepLogprobs, chosen: Int32, asked: list[tuple[int, ...]], vocab_size: int) -> StepLogprobs:
-    """With those of the tokens that each line's row has named."""
-    counts = [len(ids) for ids in asked]
-    if not any(counts):
-        return logprobs
-    ids = int32([token for ids in asked for token in ids])
-    distances: Int32 = (ids - np.repeat(chosen, counts)) % vocab_size
-    return msgspec.structs.replace(
-        logprobs,
-        extra_offsets=int32(np.cumsum([0, *counts])),
-        extra_ids=ids,
-        extra_logprobs=_logprobs(distances),
-        extra_ranks=distances + np.int32(1),
-    )

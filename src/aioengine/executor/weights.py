@@ -1,0 +1,171 @@
+"""A model's weights over an engine's life: loaded, replaced, thrown away and read again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from aioengine.errors import InvalidRequest
+from aioengine.executor.protocol import weights_asleep, weights_came_as_tensors
+from aioengine.executor.staging import StagedTensor, Staging
+from aioengine.model_folder import ModelFolder
+from aioengine.models.decoder import Decoder
+from aioengine.models.loader import check_weights, load_weights
+from aioengine.models.places import EMBEDDING, FILE_DTYPES, HEAD, Place, checkpoint_places
+from aioengine.models.saver import save_checkpoint
+
+OnProgress = Callable[[int, int], None]
+"""Called with (bytes loaded, bytes to load)."""
+
+
+class Load(Protocol):
+    """Makes a decoder; blocks."""
+
+    def __call__(self, *, on_progress: OnProgress, should_stop: Callable[[], bool]) -> Decoder: ...
+
+
+class Weights:
+    """The decoder of a device, or what it takes to make it again. For the device thread.
+
+    Args:
+        load: makes the decoder, now and after `discard`.
+        folder: where its config and tokenizer are, for `save`.
+        is_in_folder: its weights are there, too, and are read from there after `discard`.
+        should_stop: asked by what takes long, which then raises LoadStopped.
+
+    Attributes:
+        decoder: None while the weights are thrown away.
+        config: the decoder's.
+    """
+
+    def __init__(
+        self,
+        load: Load,
+        folder: ModelFolder | None,
+        *,
+        is_in_folder: bool,
+        on_progress: OnProgress,
+        should_stop: Callable[[], bool],
+    ) -> None:
+        self._folder = folder
+        self._should_stop = should_stop
+        self._came_as_tensors = False
+        decoder = load(on_progress=on_progress, should_stop=should_stop)
+        self.config = decoder.config
+        self.decoder: Decoder | None = decoder
+        self._load: Load = load
+        if folder is not None and is_in_folder:
+            self._load = partial(load_weights, folder.path.absolute(), self.config)
+
+    @cached_property
+    def _places(self) -> dict[str, Place]:
+        return checkpoint_places(self.config)
+
+    @cached_property
+    def _staging(self) -> Staging:
+        shapes = {name: place.shape for name, place in self._places.items()}
+        if self.config.tie_word_embeddings:
+            shapes[HEAD] = shapes[EMBEDDING]  # of two that are one, some tools send the other, or both
+        return Staging(shapes)
+
+    def discard(self) -> None:
+        """Throw the weights away. Idempotent.
+
+        Raises:
+            InvalidRequest: they came as tensors.
+        """
+        if self._came_as_tensors:
+            raise weights_came_as_tensors()
+        self.decoder = None
+
+    def restore(self) -> None:
+        """Read the weights again, if they were thrown away.
+
+        Raises:
+            ModelLoadError: they cannot be read, or have become those of another model.
+        """
+        if self.decoder is not None:
+            return
+        self.decoder = self._load(on_progress=_tell_nobody, should_stop=self._should_stop)
+
+    def update(self, folder: Path) -> None:
+        """Take the weights of a folder, now or with `restore`. Needs the memory of the weights once more.
+
+        Raises:
+            ModelLoadError: as `load_weights`; the old ones stay.
+        """
+        load = partial(load_weights, folder.absolute(), self.config)
+        if self.decoder is None:
+            check_weights(folder, self.config)
+        else:
+            self.decoder = load(on_progress=_tell_nobody, should_stop=self._should_stop)
+        self._load = load
+        self._came_as_tensors = False
+
+    @property
+    def staging(self) -> Staging:
+        return self._staging
+
+    def commit(self, transfer: str) -> None:
+        """Put what was staged in its place. From the moment in which it fits, the transfer is over.
+
+        Raises:
+            InvalidRequest: as `Staging.whole`; the weights are thrown away; or a tied head and the embedding differ.
+        """
+        staged = self._staging.whole(transfer)
+        if self.decoder is None:
+            raise weights_asleep("commit_weights")
+        self._resolve_tied_head(staged)
+        self._staging.drop(transfer)
+        self.decoder = self.decoder.with_parameters(self._changed(self.decoder, staged))
+        self._came_as_tensors = True
+
+    def _resolve_tied_head(self, staged: dict[str, StagedTensor]) -> None:
+        """A tied head is the embedding, as in a checkpoint: it stands for it, or is equal to it."""
+        if HEAD not in staged or not self.config.tie_word_embeddings:
+            return
+        head, dtype = staged.pop(HEAD), self.config.dtype
+        embedding = staged.setdefault(EMBEDDING, head)
+        if not torch.equal(_tensor(head).to(dtype), _tensor(embedding).to(dtype)):
+            raise InvalidRequest(
+                f"{HEAD} is not {EMBEDDING}, though the model ties them: send one of them, or equal ones",
+                param="transfer",
+            )
+
+    def _changed(self, decoder: Decoder, staged: dict[str, StagedTensor]) -> Iterator[tuple[str, Tensor]]:
+        """Each parameter that changes, with its new values; takes the tensors out of ``staged`` as it goes."""
+        names_of: dict[str, list[str]] = {}
+        for name in staged:
+            names_of.setdefault(self._places[name].parameter, []).append(name)
+        for parameter, names in names_of.items():
+            values = decoder.dense(parameter).clone()
+            for name in names:
+                self._places[name].of(values).copy_(_tensor(staged.pop(name)))
+            yield parameter, values
+
+    def save(self, folder: Path, max_shard_bytes: int) -> list[str]:
+        """As `save_checkpoint`.
+
+        Raises:
+            InvalidRequest: the weights are thrown away, or the model came from no folder.
+        """
+        if self.decoder is None:
+            raise weights_asleep("save_sharded_state")
+        if self._folder is None:
+            raise InvalidRequest("this model came from no folder, so that there is no config to save with its weights")
+        return save_checkpoint(
+            self.decoder, self._folder, folder, max_shard_bytes=max_shard_bytes, should_stop=self._should_stop
+        )
+
+
+def _tensor(staged: StagedTensor) -> Tensor:
+    return torch.from_numpy(staged.data).view(FILE_DTYPES[staged.dtype]).view(staged.shape)
+
+
+def _tell_nobody(done: int, total: int) -> None:
+    pass

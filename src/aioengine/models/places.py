@@ -1,0 +1,104 @@
+"""What a checkpoint's tensors are called, and where in a decoder they go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import torch
+from torch import Tensor
+
+from aioengine.models.decoder import Decoder
+from aioengine.models.decoder_config import DecoderConfig
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+FILE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a checkpoint's tensor goes: lines of a parameter, which it fills, or broadcasts into.
+
+    Attributes:
+        parameter: its name in the decoder.
+        first, count: which lines of it.
+        shape: of the tensor in a checkpoint.
+    """
+
+    parameter: str
+    first: int
+    count: int
+    shape: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """The lines, as a view of the dense parameter."""
+        return parameter.narrow(0, self.first, self.count)
+
+    def read(self, parameter: Tensor) -> Tensor:
+        """The tensor as a checkpoint holds it, as a view."""
+        lines = self.of(parameter)
+        return lines if len(self.shape) == lines.dim() else lines[0]
+
+
+class Slot(msgspec.Struct, frozen=True):
+    """A place in a decoder: a view of a parameter, which a tensor of this shape fills or broadcasts into."""
+
+    shape: tuple[int, ...]
+    target: Tensor
+
+
+def checkpoint_slots(decoder: Decoder) -> dict[str, Slot]:
+    """For each tensor that a checkpoint of this decoder holds, by its name there, where it goes.
+
+    Of a decoder whose parameters are not packed.
+    """
+    return {
+        name: Slot(place.shape, place.of(decoder.get_parameter(place.parameter)))
+        for name, place in checkpoint_places(decoder.config).items()
+    }
+
+
+def checkpoint_places(config: DecoderConfig) -> dict[str, Place]:
+    """As `checkpoint_slots`, of any decoder with this config. A head that is tied has no place: it is the embedding."""
+    vocab_size, hidden_size = config.vocab_size, config.hidden_size
+    places = {
+        EMBEDDING: Place("embedding", 0, vocab_size, (vocab_size, hidden_size)),
+        "model.norm.weight": Place("norm.weight", 0, hidden_size, (hidden_size,)),
+    }
+    if not config.tie_word_embeddings:
+        places[HEAD] = Place("head.weight", 0, vocab_size, (vocab_size, hidden_size))
+    for index in range(config.num_layers):
+        for name, place in _layer_places(config, f"layers.{index}"):
+            places[f"model.layers.{index}.{name}"] = place
+    return places
+
+
+def _layer_places(c: DecoderConfig, layer: str) -> Iterator[tuple[str, Place]]:
+    q, kv, mlp, hidden = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.intermediate_size, c.hidden_size
+    yield "input_layernorm.weight", Place(f"{layer}.input_norm.weight", 0, hidden, (hidden,))
+    yield "post_attention_layernorm.weight", Place(f"{layer}.mlp_norm.weight", 0, hidden, (hidden,))
+    of_qkv = {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
+    yield from _stacked(f"{layer}.qkv", of_qkv, hidden, c.qkv_bias)
+    yield from _stacked(f"{layer}.output", {"self_attn.o_proj": hidden}, q, c.output_bias)
+    yield from _stacked(f"{layer}.gate_up", {"mlp.gate_proj": mlp, "mlp.up_proj": mlp}, hidden, c.mlp_bias)
+    yield from _stacked(f"{layer}.down", {"mlp.down_proj": hidden}, mlp, c.mlp_bias)
+    if c.qk_norm:
+        norm = f"{layer}.qk_norm.weight"
+        yield "self_attn.q_norm.weight", Place(norm, 0, c.num_heads, (c.head_dim,))
+        yield "self_attn.k_norm.weight", Place(norm, c.num_heads, c.num_kv_heads, (c.head_dim,))
+
+
+def _stacked(linear: str, parts: dict[str, int], in_features: int, bias: bool) -> Iterator[tuple[str, Place]]:
+    """The places of matrices (and biases) that lie one above the other, each with so many outputs."""
+    first = 0
+    for name, count in parts.items():
+        yield f"{name}.weight", Place(f"{linear}.weight", first, count, (count, in_features))
+        if bias:
+            yield f"{name}.bias", Place(f"{linear}.bias", first, count, (count,))
+        first += count

@@ -1,0 +1,144 @@
+"""A decoder's weights into a folder, as a checkpoint that transformers and `Engine` load."""
+
+from __future__ import annotations
+
+import errno
+import json
+import secrets
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from aioengine.errors import InvalidRequest
+from aioengine.model_folder import SMALL_FILES, ModelFolder
+from aioengine.models.decoder import Decoder
+from aioengine.models.loader import stop_if
+from aioengine.models.places import INDEX_FILE, SINGLE_FILE, Place, checkpoint_places
+
+SHARD = "model-{:05d}-of-{:05d}.safetensors"
+SHARDS = "model-*-of-*.safetensors"
+NOT_COPIED = ("*.index.json", "config.json")
+
+
+def save_checkpoint(
+    decoder: Decoder,
+    source: ModelFolder,
+    folder: Path,
+    *,
+    max_shard_bytes: int,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> list[str]:
+    """Write the weights in the decoder's dtype, with the config and the tokenizer of ``source``. Blocks: for a thread.
+
+    Needs the memory of two files more. ``folder`` may be there: what it holds is replaced once all has been written,
+    and weights of another checkpoint leave it; other files stay. A crash in between leaves a folder without weights,
+    never one with those of two checkpoints.
+
+    Args:
+        max_shard_bytes: of the tensors in a file; a single larger one has a file of its own.
+        should_stop: asked between files.
+    Returns:
+        the names of the weight files, in order.
+    Raises:
+        InvalidRequest: ``max_shard_bytes`` is less than 1.
+        OSError: it cannot be written, or the files of ``source`` are gone.
+        LoadStopped: ``should_stop`` said so.
+    """
+    if max_shard_bytes < 1:
+        raise InvalidRequest(f"max_shard_bytes={max_shard_bytes} must be at least 1", param="max_shard_bytes")
+    folder = folder.resolve()
+    is_there = folder.is_dir()
+    beside = folder if is_there else folder.parent
+    if not beside.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "there is no folder for it", str(folder))
+    part = beside / f".{folder.name}-{secrets.token_hex(4)}.part"
+    part.mkdir()
+    try:
+        names = _write_weights(decoder, part, max_shard_bytes, should_stop)
+        _write_small_files(decoder, source, part)
+        for name in names:  # safetensors makes files that nobody else may read
+            (part / name).chmod(stat.S_IMODE((part / "config.json").stat().st_mode))
+        if is_there:
+            _put_into(part, folder, names)
+        else:
+            part.rename(folder)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return names
+
+
+def _write_weights(decoder: Decoder, part: Path, max_shard_bytes: int, should_stop: Callable[[], bool]) -> list[str]:
+    places = checkpoint_places(decoder.config)
+    shards = list(_shards(places, decoder.config.dtype.itemsize, max_shard_bytes))
+    names = [SHARD.format(number, len(shards)) for number in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        names = [SINGLE_FILE]
+    for name, shard in zip(names, shards, strict=True):
+        stop_if(should_stop)
+        _write_file(dict(_tensors(decoder, {tensor: places[tensor] for tensor in shard})), part / name)
+    if len(shards) > 1:
+        shard_of = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+        size = sum(place.num_elements for place in places.values()) * decoder.config.dtype.itemsize
+        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(shard_of.items()))}
+        (part / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+    return names
+
+
+def _shards(places: dict[str, Place], item_bytes: int, max_shard_bytes: int) -> Iterator[list[str]]:
+    """The names of each file's tensors."""
+    shard: list[str] = []
+    num_bytes = 0
+    for name, place in places.items():
+        size = place.num_elements * item_bytes
+        if shard and num_bytes + size > max_shard_bytes:
+            yield shard
+            shard, num_bytes = [], 0
+        shard.append(name)
+        num_bytes += size
+    yield shard
+
+
+def _tensors(decoder: Decoder, places: dict[str, Place]) -> Iterator[tuple[str, Tensor]]:
+    """What a checkpoint holds at these places. Neighbours that share a parameter share its dense values."""
+    parameter, dense = "", torch.empty(0)
+    for name, place in places.items():
+        if place.parameter != parameter:
+            parameter, dense = place.parameter, decoder.dense(place.parameter)
+        yield name, place.read(dense)
+
+
+def _write_file(tensors: dict[str, Tensor], path: Path) -> None:
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # it wraps what the system said
+        raise OSError(errno.EIO, f"the weights cannot be written: {error}", str(path)) from error
+
+
+def _write_small_files(decoder: Decoder, source: ModelFolder, part: Path) -> None:
+    for file in sorted(source.path.iterdir()):
+        wanted = any(fnmatch(file.name, pattern) for pattern in SMALL_FILES)
+        if wanted and file.is_file() and not any(fnmatch(file.name, pattern) for pattern in NOT_COPIED):
+            shutil.copyfile(file, part / file.name)
+    # Loaded in another dtype than the one that they are written in, the weights would bring other tokens.
+    dtype = str(decoder.config.dtype).removeprefix("torch.")
+    names = [name for name in ("dtype", "torch_dtype") if name in source.config] or ["dtype"]
+    config = source.config | dict.fromkeys(names, dtype)
+    (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _put_into(part: Path, folder: Path, names: list[str]) -> None:
+    """Replace a checkpoint. Without its index, or its only file, shards are not taken for one."""
+    last = SINGLE_FILE if names == [SINGLE_FILE] else INDEX_FILE
+    for name in (SINGLE_FILE, INDEX_FILE):
+        (folder / name).unlink(missing_ok=True)
+    for shard in folder.glob(SHARDS):
+        shard.unlink()
+    for file in sorted(part.iterdir(), key=lambda file: (file.name == last, file.name)):
+        file.replace(folder / file.name)

@@ -1,0 +1,666 @@
+"""`TorchExecutor` beside its steps: whose weights it has after each call, and whose memory."""
+
+import asyncio
+import gc
+import json
+import os
+import shutil
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import anyio
+import pytest
+import torch
+import transformers
+from executor.control_contract import BOTH, ControlContract, Controlled
+from executor.plans import PlanWriter
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from aioengine.config import EngineConfig
+from aioengine.control import StageWeights
+from aioengine.errors import InvalidRequest, ModelLoadError
+from aioengine.executor import weights as weights_module
+from aioengine.executor.protocol import DeviceLost
+from aioengine.executor.torch_executor import TorchExecutor
+from aioengine.model_folder import ModelFolder
+from aioengine.models import decoder as decoder_module
+from aioengine.models import saver
+from aioengine.models.decoder import Decoder
+from aioengine.models.loader import LoadStopped, load_weights
+from aioengine.models.places import EMBEDDING, HEAD, INDEX_FILE, SINGLE_FILE, checkpoint_places
+
+Checkpoint = Callable[..., Path]
+NUM_TOKENS = 8
+PROMPT = [(7 * i) % 90 + 3 for i in range(21)]
+FILE_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+QUERY = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.fixture(params=["packed", "plain"])
+def packing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Whether linear maps, small as they are, have their weights repacked. bfloat16 always has."""
+    monkeypatch.setattr(decoder_module, "MIN_PACKED_FLOAT32", 0 if request.param == "packed" else 2**40)
+    return str(request.param)
+
+
+@asynccontextmanager
+async def started(folder: Path, **fields: Any) -> AsyncIterator[TorchExecutor]:
+    config = EngineConfig(
+        **{"max_num_seqs": 4, "block_size": 4, "kv_cache_memory_bytes": 2**20, "num_threads": 1, **fields}
+    )
+    executor = await TorchExecutor.start(await asyncio.to_thread(ModelFolder.read, folder), config)
+    try:
+        yield executor
+    finally:
+        await executor.aclose()
+
+
+async def tokens(executor: TorchExecutor) -> list[int]:
+    """Those of a short greedy sequence, which leaves its row."""
+    writer = PlanWriter(executor.info.num_blocks, executor.info.block_size)
+    writer.add(0, PROMPT)
+    sampled = []
+    for _ in range(NUM_TOKENS):
+        plan = writer.plan({0: None})
+        sampled.append(writer.read(plan, await executor.launch(plan).finish())[0])
+    writer.remove(0)
+    await executor.launch(writer.plan({})).finish()
+    return sampled
+
+
+async def tensors(executor: TorchExecutor) -> dict[str, Tensor]:
+    """The weights, as a checkpoint names them."""
+
+    def read(decoder: Decoder) -> dict[str, Tensor]:
+        places = checkpoint_places(decoder.config)
+        return {name: place.read(decoder.dense(place.parameter)).clone() for name, place in places.items()}
+
+    (held,) = await executor.apply_model(read)
+    return held
+
+
+async def assert_same(executor: TorchExecutor, folder: Path, **fields: Any) -> None:
+    """It has the weights of that folder, and computes as one that was started there."""
+    async with started(folder, **fields) as expected:
+        theirs = await tensors(expected)
+        ours = await tensors(executor)
+        assert ours.keys() == theirs.keys()
+        for name, tensor in theirs.items():
+            assert torch.equal(ours[name], tensor), name
+        assert await tokens(executor) == await tokens(expected)
+
+
+async def send(executor: TorchExecutor, sent: dict[str, Tensor], transfer: str = "t", pieces: int = 1) -> None:
+    for name, tensor in sent.items():
+        data = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        size = -(-len(data) // pieces)
+        for offset in range(0, len(data), size):
+            await executor.stage_weights(
+                StageWeights(
+                    transfer=transfer,
+                    name=name,
+                    dtype=FILE_DTYPES[tensor.dtype],  # type: ignore[arg-type]
+                    shape=tuple(tensor.shape),
+                    offset=offset,
+                    data=data[offset : offset + size],
+                )
+            )
+
+
+def changed_checkpoint(folder: Path, target: Path, changes: dict[str, Tensor]) -> Path:
+    """A copy of a checkpoint of one file, with some other tensors."""
+    shutil.copytree(folder, target)
+    held = load_file(folder / SINGLE_FILE)
+    dtype = next(iter(held.values())).dtype
+    save_file({**held, **{name: tensor.to(dtype) for name, tensor in changes.items()}}, target / SINGLE_FILE)
+    return target
+
+
+class TestContract(ControlContract):
+    """On packed weights."""
+
+    @pytest.fixture(autouse=True)
+    def _packed(self, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(decoder_module, "MIN_PACKED_FLOAT32", 0)
+        self.checkpoint = checkpoint
+
+    async def start(self, tmp_path: Path, max_in_flight: int) -> Controlled:
+        config = EngineConfig(
+            max_num_seqs=4, block_size=4, kv_cache_memory_bytes=2**20, num_threads=1, max_in_flight=max_in_flight
+        )
+        folder = await asyncio.to_thread(ModelFolder.read, self.checkpoint("llama2"))
+        executor = await TorchExecutor.start(folder, config)
+        shapes = {"model.embed_tokens.weight": (384, 64), "model.norm.weight": (64,)}
+        return Controlled(executor, self.checkpoint("llama2", seed=1), shapes)
+
+
+class TestContractOnUvloop(TestContract):
+    pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
+
+
+FAMILIES = [("llama2", torch.float32), ("qwen2", torch.float32), ("qwen3", torch.float32), ("qwen3", torch.bfloat16)]
+
+
+# From a folder
+
+
+@pytest.mark.parametrize(("family", "dtype"), FAMILIES)
+async def test_the_weights_of_a_folder_are_those_of_an_executor_started_there(
+    checkpoint: Checkpoint, packing: str, family: str, dtype: torch.dtype
+) -> None:
+    other = checkpoint(family, dtype=dtype, seed=1)
+    async with started(checkpoint(family, dtype=dtype)) as executor:
+        await executor.update_weights(other)
+        await assert_same(executor, other)
+        await executor.update_weights(checkpoint(family, dtype=dtype, seed=2, shards=3))
+        await assert_same(executor, checkpoint(family, dtype=dtype, seed=2))
+
+
+async def test_the_weights_of_a_folder_come_in_the_models_dtype(checkpoint: Checkpoint) -> None:
+    wide, narrow = checkpoint("qwen3", seed=1), checkpoint("qwen3", dtype=torch.bfloat16)
+    async with started(narrow) as executor:
+        await executor.update_weights(wide)
+        await assert_same(executor, wide, dtype="bfloat16")
+    async with started(wide) as executor:
+        await executor.update_weights(narrow)
+        await assert_same(executor, narrow, dtype="float32")
+
+
+async def test_a_folder_needs_no_config(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    other = checkpoint("llama2", seed=1)
+    shutil.copyfile(other / SINGLE_FILE, tmp_path / SINGLE_FILE)
+    async with started(checkpoint("llama2")) as executor:
+        await executor.update_weights(tmp_path)
+        await assert_same(executor, other)
+
+
+def without_a_tensor(folder: Path) -> None:
+    held = load_file(folder / SINGLE_FILE)
+    del held[QUERY]
+    save_file(held, folder / SINGLE_FILE)
+
+
+def with_another_shape(folder: Path) -> None:
+    held = load_file(folder / SINGLE_FILE)
+    save_file({**held, QUERY: held[QUERY][:-1].clone()}, folder / SINGLE_FILE)
+
+
+def cut_short(folder: Path) -> None:
+    os.truncate(folder / SINGLE_FILE, (folder / SINGLE_FILE).stat().st_size - 1)
+
+
+def with_another_rotation(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 5000.0}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def with_shorter_texts(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 128}))
+
+
+def with_another_epsilon(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
+
+
+MISFITS: list[tuple[Callable[[Path], None], str]] = [
+    (without_a_tensor, "lacks tensor"),
+    (with_another_shape, "has shape"),
+    (cut_short, "cut short"),
+    (with_another_rotation, "another model than the one that runs: inv_freq"),
+    (with_shorter_texts, "max_model_len=256"),
+    (with_another_epsilon, "rms_norm_eps 0.001 instead of"),
+]
+
+
+@pytest.mark.parametrize("level", [0, 1, 2], ids=["awake", "in a light sleep", "in a deep sleep"])
+@pytest.mark.parametrize(("damage", "message"), MISFITS)
+async def test_a_checkpoint_that_does_not_fit_changes_nothing(
+    checkpoint: Checkpoint,
+    tmp_path: Path,
+    damage: Callable[[Path], None],
+    message: str,
+    level: Literal[0, 1, 2],
+) -> None:
+    misfit = Path(shutil.copytree(checkpoint("llama2", seed=1), tmp_path / "misfit"))
+    damage(misfit)
+    async with started(checkpoint("llama2")) as executor:
+        if level:
+            await executor.sleep(level)
+        with pytest.raises(ModelLoadError, match=message):
+            await executor.update_weights(misfit)
+        await executor.wake_up(BOTH)
+        await assert_same(executor, checkpoint("llama2"))
+
+
+async def test_a_loading_that_fails_halfway_changes_nothing(
+    checkpoint: Checkpoint, packing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with started(checkpoint("qwen3")) as executor:
+        with monkeypatch.context() as patch:
+            patch.setattr(weights_module, "load_weights", fail_when_bound)
+            with pytest.raises(MemoryError):
+                await executor.update_weights(checkpoint("qwen3", seed=1))
+        await assert_same(executor, checkpoint("qwen3"))
+        await executor.sleep(2)
+        await executor.wake_up(BOTH)
+        await assert_same(executor, checkpoint("qwen3"))
+
+
+def fail_when_bound(folder: Path, config: Any, **_: Any) -> Decoder:
+    load_weights(folder, config)
+    raise MemoryError
+
+
+# As tensors
+
+
+def drawn(shape: tuple[int, ...], seed: int = 3) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.2
+
+
+@pytest.mark.parametrize("pieces", [1, 5])
+@pytest.mark.parametrize(("family", "dtype"), FAMILIES)
+async def test_any_tensors_make_the_checkpoint_that_has_them(
+    checkpoint: Checkpoint, tmp_path: Path, packing: str, family: str, dtype: torch.dtype, pieces: int
+) -> None:
+    folder = checkpoint(family, dtype=dtype)
+    held = load_file(folder / SINGLE_FILE)
+    names = [
+        [QUERY],
+        [name for name in held if name.endswith(("k_proj.bias", "q_proj.bias"))],
+        [name for name in held if name.endswith(("k_norm.weight", "input_layernorm.weight"))],
+        [name for name in held if name.endswith(("gate_proj.weight", "down_proj.weight"))],
+        [EMBEDDING],
+        [name for name in held if name in (HEAD, "model.norm.weight")],
+    ]
+    so_far: dict[str, Tensor] = {}
+    async with started(folder) as executor:
+        for number, chosen in enumerate(group for group in names if group):
+            sent = {name: drawn(tuple(held[name].shape), seed=number) for name in chosen}
+            await send(executor, sent, pieces=pieces)
+            await executor.commit_weights("t")
+            so_far.update(sent)
+            await assert_same(executor, changed_checkpoint(folder, tmp_path / str(number), so_far))
+
+
+@pytest.mark.parametrize("sent_as", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("family", "dtype"), FAMILIES)
+async def test_all_tensors_make_the_checkpoint_that_has_them_in_whatever_dtype_they_come(
+    checkpoint: Checkpoint, tmp_path: Path, family: str, dtype: torch.dtype, sent_as: torch.dtype
+) -> None:
+    folder = checkpoint(family, dtype=dtype)
+    sent = {name: tensor.to(sent_as) for name, tensor in load_file(checkpoint(family, seed=1) / SINGLE_FILE).items()}
+    async with started(folder) as executor:
+        await send(executor, sent)
+        await executor.commit_weights("t")
+        await assert_same(executor, changed_checkpoint(folder, tmp_path / "expected", sent))
+
+
+async def test_a_tied_head_is_the_embedding(checkpoint: Checkpoint, packing: str, tmp_path: Path) -> None:
+    folder = checkpoint("qwen3")
+    sent = drawn((384, 64))
+    expected = changed_checkpoint(folder, tmp_path / "expected", {EMBEDDING: sent})
+    for names in ([HEAD], [EMBEDDING, HEAD]):
+        async with started(folder) as executor:
+            await send(executor, dict.fromkeys(names, sent))
+            await executor.commit_weights("t")
+            await assert_same(executor, expected)
+
+
+async def test_a_tied_head_that_differs_is_refused(checkpoint: Checkpoint) -> None:
+    async with started(checkpoint("qwen3")) as executor:
+        await send(executor, {EMBEDDING: drawn((384, 64)), HEAD: drawn((384, 64), seed=4)})
+        with pytest.raises(InvalidRequest, match="the model ties them"):
+            await executor.commit_weights("t")
+        await assert_same(executor, checkpoint("qwen3"))
+
+
+@pytest.mark.parametrize("num_packed", [0, 1])
+async def test_a_commit_that_fails_halfway_changes_nothing(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, num_packed: int
+) -> None:
+    monkeypatch.setattr(decoder_module, "MIN_PACKED_FLOAT32", 0)
+    pack, calls = decoder_module._pack, []
+
+    def fail_later(weight: Tensor) -> Tensor:
+        calls.append(weight)
+        if len(calls) > num_packed:
+            raise MemoryError
+        return pack(weight)
+
+    sent = {QUERY: drawn((64, 64)), HEAD: drawn((384, 64)), EMBEDDING: drawn((384, 64), seed=4)}
+    async with started(checkpoint("llama2")) as executor:
+        await send(executor, sent)
+        with monkeypatch.context() as patch:
+            patch.setattr(decoder_module, "_pack", fail_later)
+            with pytest.raises(MemoryError):
+                await executor.commit_weights("t")
+        await assert_same(executor, checkpoint("llama2"))
+
+
+async def test_what_a_commit_does_not_change_is_not_copied(checkpoint: Checkpoint, packing: str) -> None:
+    async with started(checkpoint("qwen3")) as executor:
+        (before,) = await executor.apply_model(lambda decoder: decoder)
+        await send(executor, {QUERY: drawn((128, 64))})
+        await executor.commit_weights("t")
+        (after,) = await executor.apply_model(lambda decoder: decoder)
+        held = dict(before.named_parameters())
+        others = {name for name, parameter in after.named_parameters() if parameter is not held[name]}
+        assert others == {"layers.1.qkv.weight"}
+        assert after.rope_table is before.rope_table
+
+
+async def test_a_cancelled_piece_takes_its_transfer_with_it(checkpoint: Checkpoint) -> None:
+    async with started(checkpoint("llama2")) as executor:
+        await send(executor, {QUERY: drawn((64, 64))})
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await send(executor, {EMBEDDING: drawn((384, 64))})
+        with pytest.raises(InvalidRequest, match="nothing is staged"):
+            await executor.commit_weights("t")
+
+
+# Sleep
+
+
+async def test_weights_that_cannot_be_read_again_stay_away_until_they_can(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(checkpoint("llama2"), tmp_path / "model"))
+    async with started(folder) as executor:
+        await executor.sleep(2)
+        shutil.move(folder, tmp_path / "away")
+        with pytest.raises(ModelLoadError):
+            await executor.wake_up(BOTH)
+        with pytest.raises(AssertionError, match=r"kv_cache.*weights"):
+            await executor.launch(PlanWriter(8, 4).plan({})).finish()
+        shutil.move(tmp_path / "away", folder)
+        await executor.wake_up(BOTH)
+        await assert_same(executor, folder)
+
+
+async def test_another_model_in_the_old_ones_place_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(checkpoint("llama2"), tmp_path / "model"))
+    async with started(folder) as executor:
+        await executor.sleep(2)
+        shutil.copytree(checkpoint("qwen3"), folder, dirs_exist_ok=True)
+        with pytest.raises(ModelLoadError, match="another model"):
+            await executor.wake_up(BOTH)
+        shutil.copytree(checkpoint("llama2"), folder, dirs_exist_ok=True)
+        with_shorter_texts(folder)
+        await executor.update_weights(checkpoint("llama2", seed=1))
+        await executor.wake_up(BOTH)
+        await assert_same(executor, checkpoint("llama2", seed=1))
+
+
+async def test_random_weights_come_back_as_they_were(checkpoint: Checkpoint) -> None:
+    async with started(checkpoint("llama2"), load_format="dummy") as executor:
+        await executor.sleep(2)
+        await executor.wake_up(BOTH)
+        await assert_same(executor, checkpoint("llama2"), load_format="dummy")
+
+
+async def test_closing_ends_a_loading(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_loading = threading.Event()
+
+    def load_slowly(*_: Any, should_stop: Callable[[], bool], **__: Any) -> Decoder:
+        is_loading.set()
+        while not should_stop():
+            pass
+        raise LoadStopped
+
+    monkeypatch.setattr(weights_module, "load_weights", load_slowly)
+    async with started(checkpoint("llama2")) as executor, anyio.create_task_group() as tasks:
+        with_error: list[BaseException] = []
+
+        async def update() -> None:
+            with pytest.raises(DeviceLost) as raised:
+                await executor.update_weights(checkpoint("llama2"))
+            with_error.append(raised.value)
+
+        tasks.start_soon(update)
+        await asyncio.to_thread(is_loading.wait)
+        await executor.aclose()
+    assert with_error
+
+
+def resident_bytes() -> int:
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+KEPT_BY_GLIBC = 64 * 2**20
+"""Of a thread's memory, however much of it is free."""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the kernel's count of pages")
+@pytest.mark.parametrize(("dtype", "num_layers", "tied"), [("float32", 5, False), ("bfloat16", 10, True)])
+async def test_a_sleep_gives_the_memory_back(tmp_path: Path, dtype: str, num_layers: int, tied: bool) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=8192,
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=num_layers,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        tie_word_embeddings=tied,
+        architectures=["LlamaForCausalLM"],
+    )
+    config.save_pretrained(tmp_path)
+    fields = {"dtype": dtype, "load_format": "dummy", "kv_cache_memory_bytes": 192 * 2**20, "max_model_len": 256}
+    async with started(tmp_path, **fields, block_size=128, max_num_seqs=64) as executor:
+        attention = executor._device.held.runner.attention
+        with torch.inference_mode():
+            for cache in (*attention._cache.k, *attention._cache.v):  # type: ignore[union-attr]
+                cache.fill_(1.0)
+        del attention, cache
+        await executor.execute_dummy_batch()
+        info = executor.info
+        assert info.weight_bytes > 4 * KEPT_BY_GLIBC
+        awake = resident_bytes()
+        await executor.sleep(1)
+        light = resident_bytes()
+        assert awake - light > 0.9 * info.kv_cache_bytes
+        for _ in range(3):
+            await executor.sleep(2)
+            assert light - resident_bytes() > info.weight_bytes - KEPT_BY_GLIBC
+            await executor.wake_up(BOTH)
+            await executor.execute_dummy_batch()
+            assert resident_bytes() - light < KEPT_BY_GLIBC
+
+
+async def test_other_weights_take_no_more_memory(tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=8192,
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=5,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        architectures=["LlamaForCausalLM"],
+    )
+    config.save_pretrained(tmp_path)
+    fields = {"dtype": "float32", "load_format": "dummy", "max_model_len": 256}
+    async with started(tmp_path, **fields, kv_cache_memory_bytes=192 * 2**20) as executor:
+        await executor.save_sharded_state(tmp_path / "saved", 2**26)
+        before = resident_bytes()
+        for _ in range(2):
+            await executor.update_weights(tmp_path / "saved")
+            assert resident_bytes() - before < KEPT_BY_GLIBC
+        await send(executor, {EMBEDDING: drawn((8192, 1024)), "model.layers.1.mlp.up_proj.weight": drawn((4096, 1024))})
+        await executor.commit_weights("t")
+        assert resident_bytes() - before < KEPT_BY_GLIBC
+
+
+# Saving
+
+
+@pytest.mark.parametrize("max_shard_bytes", [2**30, 100_000])
+@pytest.mark.parametrize(("family", "dtype"), FAMILIES)
+async def test_what_was_saved_is_what_runs_for_us_and_for_transformers(
+    checkpoint: Checkpoint, packing: str, tmp_path: Path, family: str, dtype: torch.dtype, max_shard_bytes: int
+) -> None:
+    folder = checkpoint(family, dtype=dtype, tokenizer=True)
+    sent = {QUERY: drawn(tuple(load_file(folder / SINGLE_FILE)[QUERY].shape))}
+    saved = tmp_path / "saved"
+    async with started(folder) as executor:
+        await send(executor, sent)
+        await executor.commit_weights("t")
+        names = await executor.save_sharded_state(saved, max_shard_bytes)
+        assert (len(names) > 1) == (max_shard_bytes < 2**30)
+        await assert_same(executor, saved)
+        await assert_same(executor, changed_checkpoint(folder, tmp_path / "expected", sent))
+        expected = await tokens(executor)
+    assert sorted(names) == names == sorted(path.name for path in saved.glob("*.safetensors"))
+    small = {path.name for path in folder.iterdir()} - {SINGLE_FILE}
+    assert {path.name for path in saved.iterdir()} - {INDEX_FILE, *names} == small >= {"tokenizer.json"}
+    original = load_file(folder / SINGLE_FILE)
+    written = {name: tensor for file in names for name, tensor in load_file(saved / file).items()}
+    assert {name: (t.dtype, t.shape) for name, t in written.items()} == {
+        name: (t.dtype, t.shape) for name, t in original.items()
+    }
+    if dtype == torch.float32:  # in bfloat16 its roundings are others
+        assert of_transformers(saved) == expected
+
+
+def of_transformers(folder: Path) -> list[int]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    model.generation_config.eos_token_id = None
+    with torch.inference_mode():
+        output = model.generate(torch.tensor([PROMPT]), max_new_tokens=NUM_TOKENS, do_sample=False)
+    generated: list[int] = output[0, len(PROMPT) :].tolist()
+    return generated
+
+
+async def test_saved_files_hold_no_more_than_they_may(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    async with started(checkpoint("llama2")) as executor:
+        names = await executor.save_sharded_state(tmp_path / "saved", 50_000)
+    held = [load_file(tmp_path / "saved" / name) for name in names]
+    sizes = [sum(tensor.nbytes for tensor in file.values()) for file in held]
+    assert all(size <= 50_000 or len(file) == 1 for size, file in zip(sizes, held, strict=True))
+    index = json.loads((tmp_path / "saved" / INDEX_FILE).read_text())
+    assert index["metadata"]["total_size"] == sum(sizes)
+    assert set(index["weight_map"].values()) == set(names)
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+async def test_a_model_that_runs_in_another_dtype_is_saved_in_that(
+    checkpoint: Checkpoint, tmp_path: Path, key: str
+) -> None:
+    folder = Path(shutil.copytree(checkpoint("llama2"), tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    del config["dtype"]
+    (folder / "config.json").write_text(json.dumps({**config, key: "float32"}))
+    async with started(folder, dtype="bfloat16") as executor:
+        await executor.save_sharded_state(tmp_path / "saved", 2**30)
+        await assert_same(executor, tmp_path / "saved")
+    written = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert written == {**config, key: "bfloat16"}
+
+
+@pytest.mark.parametrize("first", [2**30, 100_000])
+@pytest.mark.parametrize("second", [2**30, 60_000])
+async def test_a_checkpoint_that_is_there_is_replaced(
+    checkpoint: Checkpoint, tmp_path: Path, first: int, second: int
+) -> None:
+    saved = tmp_path / "saved"
+    async with started(checkpoint("llama2")) as executor:
+        await executor.save_sharded_state(saved, first)
+        (saved / "notes.md").write_text("mine")
+        await executor.update_weights(checkpoint("llama2", seed=1))
+        names = await executor.save_sharded_state(saved, second)
+        await assert_same(executor, saved)
+        assert sorted(path.name for path in saved.glob("*.safetensors")) == names
+        assert (saved / INDEX_FILE).exists() == (len(names) > 1)
+        assert (saved / "notes.md").read_text() == "mine"
+
+
+async def test_a_model_is_saved_in_the_folder_that_it_came_from(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(checkpoint("llama2"), tmp_path / "model"))
+    async with started(folder) as executor:
+        await send(executor, {QUERY: drawn((64, 64))})
+        await executor.commit_weights("t")
+        await executor.save_sharded_state(folder, 2**30)
+        await assert_same(executor, folder)
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+async def test_a_saving_that_fails_leaves_all_as_it_was(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool
+) -> None:
+    saved = tmp_path / "saved"
+    async with started(checkpoint("llama2")) as executor:
+        if is_there:
+            await executor.save_sharded_state(saved, 100_000)
+        before = contents(tmp_path)
+        await executor.update_weights(checkpoint("llama2", seed=1))
+        written: list[Path] = []
+
+        def fail_later(tensors: Any, path: Path, **options: Any) -> None:
+            written.append(path)
+            if len(written) == 2:
+                raise OSError(28, "No space left on device")
+            save_file(tensors, path, **options)
+
+        monkeypatch.setattr(saver, "save_file", fail_later)
+        with pytest.raises(OSError, match="No space left"):
+            await executor.save_sharded_state(saved, 100_000)
+        assert contents(tmp_path) == before
+        assert saved.exists() == is_there
+        await assert_same(executor, checkpoint("llama2", seed=1))
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+async def test_who_may_read_a_saved_folder_may_read_its_files(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    async with started(checkpoint("llama2")) as executor:
+        await executor.save_sharded_state(tmp_path / "saved", 100_000)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    assert (tmp_path / "saved").stat().st_mode == (tmp_path / "folder").stat().st_mode
+    modes = {path.stat().st_mode for path in (tmp_path / "saved").iterdir()}
+    assert modes == {(tmp_path / "file").stat().st_mode}
+
+
+async def test_a_model_from_no_folder_cannot_be_saved(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    config = EngineConfig(max_num_seqs=4, kv_cache_memory_bytes=2**20, num_threads=1)
+    decoder_config = None
+    async with started(checkpoint("llama2")) as executor:
+        (decoder_config,) = await executor.apply_model(lambda decoder: decoder.config)
+
+    def load(**_: Any) -> Decoder:
+        return load_weights(checkpoint("llama2"), decoder_config)
+
+    executor = await TorchExecutor.start_with(load, config)
+    with pytest.raises(InvalidRequest, match="no folder"):
+        await executor.save_sharded_state(tmp_path / "saved", 2**30)
+    await executor.aclose()
+
+
+# Functions
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])
+async def test_a_function_cannot_end_the_loop(checkpoint: Checkpoint, error: type[BaseException]) -> None:
+    def leave(decoder: Decoder) -> None:
+        raise error
+
+    async with started(checkpoint("llama2")) as executor:
+        with pytest.raises(RuntimeError, match=error.__name__):
+            await executor.apply_model(leave)
+        assert len(await tokens(executor)) == NUM_TOKENS
+
+
+async def test_functions_are_called_in_the_device_thread(checkpoint: Checkpoint) -> None:
+    async with started(checkpoint("llama2")) as executor:
+        (name,) = await executor.apply_model(lambda decoder: threading.current_thread().name)
+        assert name == "aioengine-device"
