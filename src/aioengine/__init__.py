@@ -33,9 +33,12 @@ if TYPE_CHECKING:
         WireError,
     )
     from aioengine.executor.protocol import ExecutorInfo
+    from aioengine.health import Health
     from aioengine.metrics import EngineMetrics, EngineStats, Observer, RequestMetrics, StepRecord
     from aioengine.outputs import CompletionDelta, CompletionOutput, Logprob, RequestOutput
+    from aioengine.process_options import ProcessOptions
     from aioengine.sampling_params import SamplingParams
+    from aioengine.worker_functions import Worker, worker_function
 
 __version__ = "0.1.0"
 
@@ -53,6 +56,7 @@ __all__ = [
     "EngineOverloaded",
     "EngineStats",
     "ExecutorInfo",
+    "Health",
     "InternalError",
     "InvalidRequest",
     "LLMEngine",
@@ -61,6 +65,7 @@ __all__ = [
     "Logprob",
     "ModelLoadError",
     "Observer",
+    "ProcessOptions",
     "PromptTooLong",
     "RequestMetrics",
     "RequestOutput",
@@ -69,6 +74,8 @@ __all__ = [
     "StepRecord",
     "Stream",
     "WireError",
+    "Worker",
+    "worker_function",
 ]
 
 _HOMES = {
@@ -78,9 +85,12 @@ _HOMES = {
     "engine": ["Engine", "Stream"],
     "core.plan": ["LogitsProcessor", "LogitsRow"],
     "executor.protocol": ["ExecutorInfo"],
+    "health": ["Health"],
     "metrics": ["EngineMetrics", "EngineStats", "Observer", "RequestMetrics", "StepRecord"],
     "outputs": ["CompletionDelta", "CompletionOutput", "Logprob", "RequestOutput"],
+    "process_options": ["ProcessOptions"],
     "sampling_params": ["SamplingParams"],
+    "worker_functions": ["Worker", "worker_function"],
 }
 _HOME_OF = {name: f"aioengine.{module}" for module, names in _HOMES.items() for name in names}
 

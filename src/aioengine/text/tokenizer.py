@@ -34,7 +34,7 @@ class Tokenizer:
 
     @property
     def backend(self) -> Any:
-        """The tokenizer behind it: a `tokenizers.Tokenizer`, or transformers' own Python one where there is no other."""
+        """What is behind it: a `tokenizers.Tokenizer`, or transformers' own Python one where there is no other."""
         return self._backend if self._backend is not None else self._slow
 
     @staticmethod

@@ -8,6 +8,7 @@ end has running when that goes, stops reading, or speaks out of turn. Nothing he
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
@@ -21,6 +22,7 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
+from aioengine.control import DropWeights
 from aioengine.engine_control import TASKS
 from aioengine.engine_core import EngineCore
 from aioengine.errors import AioEngineError, ConfigError, EngineClosed, EngineDead, InvalidRequest, WireError
@@ -183,7 +185,9 @@ class EngineServer:
         """Perform a control call and send what it brought, to the one who called."""
         session.num_calls += 1
         try:
-            returned = Returned(call.call_id, await self.core.call(unpack_control(call.control, arrays)))
+            control = unpack_control(call.control, arrays)
+            session.note_transfer(control)
+            returned = Returned(call.call_id, await self.core.call(control))
         except Exception as error:  # whatever it was, its caller hears it, and nobody else
             returned = Returned(call.call_id, fault=to_fault(error))
         finally:
@@ -313,7 +317,7 @@ class EngineServer:
         self._gate.forget(f"outputs-{session.index}")
         for follower in list(session.followers.values()):
             self.core.finish(follower.sequence, "abort")
-        self._tidy(session)
+        self._tasks.start_soon(self._tidy, session)
 
     def _end_sessions(self) -> None:
         """The core has ended, and everyone's sequences with it: hand out what is left, and last words."""
@@ -323,9 +327,13 @@ class EngineServer:
             session.end(end, linger_s=LINGER_S)
         self._sessions.clear()
 
-    def _tidy(self, session: Session) -> None:
-        if self._address.scheme == "ipc" and not self._tasks.cancel_scope.cancel_called:
-            self._worker.begin(lambda: _remove(f"{self._address.path}.{session.index}.out"))
+    async def _tidy(self, session: Session) -> None:
+        """Put away what a front end has left: its socket's file, and weights that it did not commit."""
+        if self._address.scheme == "ipc":
+            await self._worker.run(_remove, None, f"{self._address.path}.{session.index}.out")
+        for transfer in session.transfers:
+            with contextlib.suppress(AioEngineError):  # the engine is ending, and they with it
+                await self.core.call(DropWeights(transfer))
 
     # Sending
 

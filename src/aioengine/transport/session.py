@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from aioengine.control import AnyControl, CommitWeights, DropWeights, StageWeights
 from aioengine.core.sequence import Sequence
 from aioengine.engine_core import EngineCore
 from aioengine.errors import AioEngineError
@@ -76,6 +77,8 @@ class Session:
         """By the front end's number, those whose end it has not been told."""
         self.num_unstarted = 0
         self.num_calls = 0
+        self.transfers: set[str] = set()
+        """Of weights, begun and neither committed nor dropped."""
         self.is_connected = False
         """Whether its end of the output socket has ever been there."""
         self.is_over = False
@@ -158,6 +161,13 @@ class Session:
                 f"{MAX_UNREAD_MESSAGES:,} ({MAX_UNREAD_BYTES:,}) are allowed"
             )
         self.outputs.send(frames)
+
+    def note_transfer(self, control: AnyControl) -> None:
+        """Remember the weights that it has begun to send."""
+        if isinstance(control, StageWeights):
+            self.transfers.add(control.transfer)
+        elif isinstance(control, CommitWeights | DropWeights):
+            self.transfers.discard(control.transfer)
 
     def acknowledge(self, number: int) -> None:
         """It has read the messages up to this number."""
