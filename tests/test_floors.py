@@ -14,7 +14,7 @@ import aioengine
 
 ROOT = Path(aioengine.__file__).parent
 
-EVERYWHERE = {"errors", "config", "sampling_params", "request", "outputs", "validation", "metrics"}
+EVERYWHERE = {"errors", "config", "sampling_params", "request", "request_log", "outputs", "validation", "metrics"}
 """What every floor may use; `outputs` is for those above the core."""
 
 MAY_IMPORT = {
@@ -72,6 +72,7 @@ MAY_IMPORT = {
     "demo": {"demo"},
     "outputs": {"core.sequence"},
     "request": set(),
+    "request_log": set(),
     "sampling_params": set(),
     "config": set(),
     "validation": set(),

@@ -60,12 +60,12 @@ class Controls:
 
     async def perform(self, call: c.AnyControl) -> Any:
         """As `EngineCore.call`."""
-        self._core.check_accepting()
         try:
             return await self._perform[type(call)](call)
         except DeviceLost as lost:
-            self._core.check_accepting()  # the core may know better why
-            raise EngineClosed("the engine was closed while it did this") from lost
+            if self._core.death is not None:
+                raise self._core.copy_death() from lost
+            raise EngineClosed("the engine is closed") from lost
 
     # Scheduling
 

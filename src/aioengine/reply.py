@@ -16,6 +16,7 @@ from aioengine.core_api import Core
 from aioengine.errors import AioEngineError
 from aioengine.metrics import RequestMetrics
 from aioengine.outputs import CompletionDelta, CompletionOutput, TokenLogprobs
+from aioengine.request_log import RequestLog
 
 MakeCompletion = Callable[["Reply", Sequence], Completion]
 
@@ -38,15 +39,19 @@ class Reply:
         make_completion: for each choice.
         core: where they run.
         arrival: of the request.
+        log: hears of its end.
     """
 
-    def __init__(self, sequence: Sequence, make_completion: MakeCompletion, core: Core, arrival: Arrival) -> None:
+    def __init__(
+        self, sequence: Sequence, make_completion: MakeCompletion, core: Core, arrival: Arrival, log: RequestLog
+    ) -> None:
         self.error: AioEngineError | None = None
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         if sequence.sampling.prompt_logprobs >= 0:
             self.prompt_logprobs = [None] * len(sequence.prompt)
         self._core = core
         self._arrival = arrival
+        self._log = log
         self._sequences = (sequence, *sequence.children)
         self.completions = [make_completion(self, member) for member in self._sequences]
         self._num_choices = sequence.request.params.n
@@ -100,7 +105,9 @@ class Reply:
             self.abort()  # the others come back to here, and the last of them may be the end already
         if not self._num_open and math.isnan(self._ended_at):
             self._ended_at = self._core.clock()
-            self._core.note_request(self.metrics(), self._finish_reasons())
+            metrics, reasons = self.metrics(), self._finish_reasons()
+            self._core.note_request(metrics, reasons)
+            self._log.ended(self._sequences[0].request.request_id, reasons, metrics)
             self._wake()
             self._tell_watcher()
 

@@ -33,6 +33,7 @@ from aioengine.model_folder import ModelFolder
 from aioengine.progress import loading_bar
 from aioengine.reply import Arrival, Reply
 from aioengine.request import Request
+from aioengine.request_log import RequestLog
 from aioengine.sampling_params import SamplingParams
 from aioengine.text.tokenizer import Tokenizer
 from aioengine.text.worker import TextWorker
@@ -72,6 +73,7 @@ class Runtime:
     tokenizer: Tokenizer | None
     core: Core
     intake: Intake
+    log: RequestLog
 
     def __init__(self, show_progress: bool | None, make_backend: Callable[[Surroundings], Backend]) -> None:
         self._show_progress = show_progress
@@ -214,6 +216,7 @@ class Runtime:
         with loading_bar(f"loading {self.files.path.name}", is_shown=self._show_progress) as on_progress:
             await self._backend.open(on_progress)
         self.core = self._backend.core
+        self.log = RequestLog(self.config)
         self.intake = Intake(
             self.config.max_waiting, lambda: self.core.num_unstarted, on_left=lambda: self.core.nudge()
         )
@@ -272,7 +275,7 @@ class Runtime:
     def add(self, sequence: Sequence, arrival: Arrival, *, stream_interval: int, max_unread: int | None) -> Reply:
         """Hand a sequence and its children to the core, and follow them."""
         make = functools.partial(self._make_completion, stream_interval, max_unread or UNLIMITED)
-        reply = Reply(sequence, make, self.core, arrival)
+        reply = Reply(sequence, make, self.core, arrival, self.log)
         self.core.add(sequence, reply.completions, arrived_at=arrival.clock_s)
         return reply
 
@@ -280,7 +283,7 @@ class Runtime:
         """The reply to a request that was aborted on its way to the core."""
         num_sequences = request.params.num_sequences
         sequence = make_family(request, num_sequences, eos_token_ids=(), block_hashes=None)
-        reply = Reply(sequence, functools.partial(self._make_completion, 1, UNLIMITED), self.core, arrival)
+        reply = Reply(sequence, functools.partial(self._make_completion, 1, UNLIMITED), self.core, arrival, self.log)
         reply.end_unbegun()
         return reply
 

@@ -99,6 +99,7 @@ class Stream:
             self._reply = runtime.add(
                 sequence, arrival, stream_interval=call.stream_interval, max_unread=call.max_unread_tokens
             )
+            runtime.log.begun(sequence.request, self._prompt_text)
         finally:
             runtime.intake.leave(num_places)
         if self._is_aborted:
@@ -227,6 +228,6 @@ class Profile:
     ) -> None:
         try:
             await self._runtime.call(StopProfile(str(self._path)))
-        except EngineClosed:
+        except EngineClosed as closed:
             if error is None:  # else that one is the news
-                raise
+                raise EngineClosed("the engine was closed while it was recorded: there is no trace") from closed

@@ -220,8 +220,8 @@ class InChild:
             index=index,
             num_engines=1,
             addresses=Addresses(serve=str(folder.address("engine.sock"))),
-            # This side logs the load: once is enough.
-            config=msgspec.structs.replace(self._config, log_stats_interval_s=0.0),
+            # This side logs load and requests: once is enough.
+            config=msgspec.structs.replace(self._config, log_stats_interval_s=0.0, log_requests=False),
             plugins=self._options.plugins,
             executor=self._options.executor,
         )

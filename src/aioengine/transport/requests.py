@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import numpy as np
 
 from aioengine.core.sequence import Sequence
@@ -12,13 +10,12 @@ from aioengine.errors import AioEngineError, EngineOverloaded, InvalidRequest, P
 from aioengine.listener import UNLIMITED
 from aioengine.prompt import MAX_PRIORITY, MAX_SALT_CHARS, check_limits
 from aioengine.request import Request
+from aioengine.request_log import RequestLog
 from aioengine.sampling_params import SamplingParams
 from aioengine.text.worker import TextWorker
 from aioengine.transport.faults import to_fault
 from aioengine.transport.session import Follower, Session
 from aioengine.transport.wire import AddRequest, Failed, Finish, unpack_params
-
-logger = logging.getLogger("aioengine")
 
 RETRY_AFTER_S = 1.0
 
@@ -66,8 +63,7 @@ class Requests:
                     session.failed.append(Failed(number, to_fault(error)))
             session.mark()
         else:
-            if self._core.config.log_requests:
-                self._log(session, body, prompt)
+            RequestLog(self._core.config, f"front end {session.index}: ").begun(request)
 
     def finish(self, session: Session, body: Finish) -> None:
         """End sequences; those that have ended, or never were, are nobody's business."""
@@ -123,13 +119,3 @@ class Requests:
                 f"{session.num_unstarted} sequences of this front end wait already (max_waiting)",
                 retry_after_s=RETRY_AFTER_S,
             )
-
-    def _log(self, session: Session, body: AddRequest, prompt: np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:
-        logger.info(
-            "request %s of front end %d: %d prompt tokens, at most %d in all%s",
-            body.request_id,
-            session.index,
-            len(prompt),
-            body.max_total_tokens,
-            f", prompt {prompt.tolist()}" if self._core.config.log_prompts else "",
-        )
