@@ -38,7 +38,7 @@ async def run_cells(cells: list[str], names: dict[str, Any]) -> None:
 
 
 def test_there_are_programs_and_cells() -> None:
-    assert len(PROGRAMS) == 2
+    assert len(PROGRAMS) == 4
     assert len(CELLS) >= 6
 
 
@@ -76,6 +76,8 @@ async def test_the_cells_run_one_after_the_other(tmp_path: Path) -> None:
         '"Qwen/Qwen3-0.6B", max_model_len=4096, max_num_seqs=64': "max_num_seqs=64, kv_cache_memory_bytes=2**24",
         "await engine.aclose()": "pass",
         '"trace.json"': repr(str(tmp_path / "trace.json")),
+        '"./checkpoint"': repr(str(tmp_path / "checkpoint")),
+        ', or tensors={"model.norm.weight": tensor, ...}': "",
     }
     cells = CELLS
     for old, new in replaced.items():
