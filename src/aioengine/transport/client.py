@@ -61,9 +61,6 @@ ACKNOWLEDGE_EVERY = 32
 """Messages; one acknowledgement costs the engine as much as reading a request."""
 ACKNOWLEDGE_BYTES = 2**20
 
-HEARING_S = 0.2
-"""For what has arrived to be read, before an engine is taken for dead."""
-
 DescribeCut = Callable[[], Awaitable[str]]
 
 
@@ -121,7 +118,7 @@ class RemoteCore:
         self._stats = attached.stats
         self._beat = attached.first_beat
         self._is_sleeping = attached.first_beat.is_sleeping
-        self._heard_at = clock()
+        self._heard_at = self._listened_until = clock()
         self._reader: Reader[Any] = Reader(FromEngine)
         self._num_unacknowledged = self._unacknowledged_bytes = 0
         self._is_cut = False
@@ -254,8 +251,9 @@ class RemoteCore:
             return dead(str(self.death), self._beat)
         if self.is_stopped:
             return dead("it was closed", self._beat)
-        silent_s = self.clock() - self._heard_at
-        health = judge(self._beat, stall_after_s=self.config.stall_after_s, beat_age_s=silent_s)
+        silent_s = self._silent_s
+        age_s = self.clock() - self._heard_at
+        health = judge(self._beat, stall_after_s=self.config.stall_after_s, beat_age_s=age_s)
         if silent_s <= self.config.heartbeat_timeout_s:
             return health
         reason = f"its process is there, and has not beaten for {silent_s:.1f} s: it is stopped, or its loop is held"
@@ -321,15 +319,22 @@ class RemoteCore:
         self._link.outputs.wake()  # what came before the end is read first
 
     async def _watch_beats(self) -> None:
-        timeout_s = self.config.heartbeat_timeout_s
-        while self._is_far:
-            silent_s = self.clock() - self._heard_at
-            if silent_s > timeout_s:
-                await anyio.sleep(HEARING_S)  # this loop may have stood still: what has come meanwhile is read first
-                if self.clock() - self._heard_at > timeout_s:
-                    self.die(EngineDead(f"the engine has not been heard of for {silent_s:.1f} s"))
-                    return
-            await anyio.sleep(max(timeout_s - silent_s, 0.0) + 0.01)
+        """Note how far this loop has listened; an engine that is far is dead when it has said nothing for long."""
+        interval_s, timeout_s = self.config.heartbeat_interval_s, self.config.heartbeat_timeout_s
+        while True:
+            began = self.clock()
+            await anyio.sleep(interval_s)
+            now = self.clock()
+            if now - began > interval_s + timeout_s / 2:
+                continue  # this loop stood still, and what has come meanwhile is not read yet
+            self._listened_until = now
+            if self._is_far and self._silent_s > timeout_s:
+                self.die(EngineDead(f"the engine has not been heard of for {self._silent_s:.1f} s"))
+
+    @property
+    def _silent_s(self) -> float:
+        """How long this side has listened and heard nothing."""
+        return max(self._listened_until - self._heard_at, 0.0)
 
     async def _take(self, frames: list[bytes]) -> None:
         """Act on a message, or refuse it; a gap is the end, since what was lost cannot be had again."""
