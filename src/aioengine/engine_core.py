@@ -110,7 +110,8 @@ class EngineCore:
         self._freezers: set[str] = set()
         """For what nothing is launched."""
         self._waits = Waits()
-        self._num_applied = 0
+        self._num_steps = 0
+        """Steps that have ended."""
         self._step_began_at = math.nan
         """When the device got to the oldest step in flight."""
         self._controls = Controls(self)
@@ -283,7 +284,7 @@ class EngineCore:
     def beat(self) -> Beat:
         """How far this core has come."""
         return Beat(
-            step=self._num_applied,
+            step=self._num_steps,
             step_age_s=self.clock() - self._step_began_at if self._in_flight else 0.0,
             running=self.scheduler.num_running,
             waiting=self.scheduler.num_idle + self.num_outside(),
@@ -372,7 +373,7 @@ class EngineCore:
         except Exception as exc:
             self._fail(step.plan, exc)
             return
-        self._num_applied += 1
+        self._num_steps = step.plan.step + 1
         self._step_began_at = now = self.clock()
         num_unstarted = self.scheduler.num_unstarted
         output = self.scheduler.apply(step.plan, result, now)
@@ -441,6 +442,7 @@ class EngineCore:
     def _fail(self, plan: StepPlan, cause: Exception) -> None:
         failed = self.scheduler.fail(plan)
         self._in_flight.popleft()
+        self._num_steps = plan.step + 1
         self._step_began_at = self.clock()
         dump = self._describe(cause, plan)
         message = f"step {plan.step} failed with {len(failed)} sequences in it: {type(cause).__name__}: {cause}"

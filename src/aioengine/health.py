@@ -13,7 +13,7 @@ class Beat(msgspec.Struct, frozen=True, array_like=True):
     """How far an engine core has come.
 
     Attributes:
-        step: steps applied so far.
+        step: steps that have ended so far.
         step_age_s: how long the device has been at its present step; 0 if it has none.
         running, waiting: sequences of all who use the engine.
         is_sleeping: whether `Engine.sleep` has taken something that is not back yet.

@@ -471,6 +471,9 @@ class RemoteCore:
             free_blocks=record.free_blocks,
             num_blocks=record.num_blocks,
         )
+        self._beat = msgspec.structs.replace(
+            self._beat, step=record.step + 1, step_age_s=0.0, running=record.running, waiting=record.waiting
+        )
         for observer in self.observers:
             try:
                 observer.on_step(record)
