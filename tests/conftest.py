@@ -150,9 +150,10 @@ def _stack_of(thread: threading.Thread) -> str:
 def _must_end(thread: threading.Thread, is_loop_open: bool) -> bool:
     if is_loop_open and not thread.name.startswith("aioengine"):
         return False
-    # Not a thread that a C library lent to Python for a call (it cannot be joined), nor the one that tqdm starts with
-    # the first progress bar of a process and keeps.
-    return not isinstance(thread, threading._DummyThread) and type(thread).__name__ != "TMonitor"
+    # Not a thread that a C library lent to Python for a call (it cannot be joined), nor those that tqdm starts with the
+    # first progress bar of a process, and pyzmq with the first large frame, and keep.
+    kept = ("TMonitor", "GarbageCollectorThread")
+    return not isinstance(thread, threading._DummyThread) and type(thread).__name__ not in kept
 
 
 def _loop_scope(item: pytest.Item) -> LoopScope | None:

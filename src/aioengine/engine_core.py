@@ -289,6 +289,7 @@ class EngineCore:
             running=self.scheduler.num_running,
             waiting=self.scheduler.num_idle + self.num_outside(),
             is_sleeping=self.is_sleeping,
+            free_blocks=self.kv.pool.num_free,
         )
 
     def health(self) -> Health:

@@ -18,6 +18,7 @@ class Beat(msgspec.Struct, frozen=True, array_like=True):
         running, waiting: sequences of all who use the engine.
         is_sleeping: whether `Engine.sleep` has taken something that is not back yet.
         num_refused: frames of the wire that were refused as malformed or foreign; 0 in process.
+        free_blocks: of the KV cache; -1 from an engine that does not say.
     """
 
     step: int = 0
@@ -26,6 +27,7 @@ class Beat(msgspec.Struct, frozen=True, array_like=True):
     waiting: int = 0
     is_sleeping: bool = False
     num_refused: int = 0
+    free_blocks: int = -1
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):

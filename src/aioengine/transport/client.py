@@ -31,6 +31,7 @@ from aioengine.transport.faults import Fault, to_error
 from aioengine.transport.line_columns import LineColumns
 from aioengine.transport.link import Link
 from aioengine.transport.session import record_of
+from aioengine.transport.sockets import Monitor
 from aioengine.transport.wire import (
     Acknowledge,
     AddRequest,
@@ -60,6 +61,9 @@ MAX_CALLS = 32
 ACKNOWLEDGE_EVERY = 32
 """Messages; one acknowledgement costs the engine as much as reading a request."""
 ACKNOWLEDGE_BYTES = 2**20
+
+LAST_WORDS_S = 0.05
+"""For what an engine says last, once it has closed the socket that it does not say it by."""
 
 DescribeCut = Callable[[], Awaitable[str]]
 
@@ -288,8 +292,10 @@ class RemoteCore:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._receive)
                 tasks.start_soon(self._watch_beats)
-                for monitor in self._link.monitors:
-                    tasks.start_soon(self._watch_connection, monitor)
+                of_requests, of_outputs = self._link.monitors
+                tasks.start_soon(self._watch_connection, of_outputs, 0.0)
+                # Who ends in order closes both, and what it said last may be on its way by the other.
+                tasks.start_soon(self._watch_connection, of_requests, LAST_WORDS_S)
                 await self._over.wait()
                 tasks.cancel_scope.cancel()
         except asyncio.CancelledError:
@@ -312,9 +318,10 @@ class RemoteCore:
                 reason = await self._describe_cut()
                 self.die(EngineDead(f"the engine is gone: {reason}"))
 
-    async def _watch_connection(self, monitor: Any) -> None:
+    async def _watch_connection(self, monitor: Monitor, patience_s: float) -> None:
         while not monitor.is_gone:
             await monitor.look()
+        await anyio.sleep(patience_s)
         self._is_cut = True
         self._link.outputs.wake()  # what came before the end is read first
 
@@ -358,8 +365,13 @@ class RemoteCore:
         elif isinstance(body, Beating):
             self._beat = body.beat
             self._is_sleeping = body.beat.is_sleeping
+            free_blocks = body.beat.free_blocks  # what ends between two steps makes no record
             self._stats = msgspec.structs.replace(
-                self._stats, running=body.beat.running, waiting=body.beat.waiting, blocked=0
+                self._stats,
+                running=body.beat.running,
+                waiting=body.beat.waiting,
+                blocked=0,
+                free_blocks=free_blocks if free_blocks >= 0 else self._stats.free_blocks,
             )
         elif isinstance(body, Ending):
             self.die(_death_of(body.fault))
@@ -459,6 +471,9 @@ class RemoteCore:
                 error = to_error(failed.fault)
                 is_end = isinstance(error, EngineClosed) or not isinstance(error, AioEngineError)
                 self._release(sequence).on_error(_death_of(failed.fault) if is_end else error)  # type: ignore[arg-type]
+                if isinstance(error, EngineClosed | EngineDead):
+                    # Its last words follow; whoever has heard of the end finds it so here already.
+                    self.die(_death_of(failed.fault))
 
     def _on_record(self, body: Outputs, gaps_s: Any) -> None:
         assert body.record is not None

@@ -50,7 +50,7 @@ _OS_ERRORS: dict[str, type[OSError]] = {
 
 def to_fault(error: BaseException) -> Fault:
     """The message that stands for an error; the cause's text is part of it, since tracebacks do not travel."""
-    kind, message = type(error).__name__, str(error)
+    kind, message = type(error).__name__, _text_of(error)
     if isinstance(error, errors.PromptTooLong):
         return Fault(
             kind,
@@ -61,17 +61,41 @@ def to_fault(error: BaseException) -> Fault:
             is_lower_bound=error.is_lower_bound,
         )
     if isinstance(error, OSError) and kind in _OS_ERRORS:
-        filename = error.filename if isinstance(error.filename, str) else None
-        return Fault(kind, error.strerror or message, errno=error.errno, filename=filename)
-    if not isinstance(error, errors.AioEngineError) and kind not in PLAIN:
-        kind, message = "RuntimeError", f"{kind}: {message}"
+        return _os_fault(kind, message, error)
+    if not isinstance(error, errors.AioEngineError):  # attributes of its own may be anything
+        is_plain = kind in PLAIN
+        return Fault(kind, message) if is_plain else Fault("RuntimeError", f"{kind}: {message}"[:MAX_MESSAGE_CHARS])
     return Fault(
         kind,
-        message[:MAX_MESSAGE_CHARS],
+        message,
         param=getattr(error, "param", None),
         retry_after_s=getattr(error, "retry_after_s", 0.0),
-        dump=getattr(error, "dump", "")[:MAX_DUMP_CHARS],
+        dump=_cut(getattr(error, "dump", ""), MAX_DUMP_CHARS),
     )
+
+
+def _os_fault(kind: str, message: str, error: OSError) -> Fault:
+    number = error.errno if isinstance(error.errno, int) and abs(error.errno) < 2**31 else None
+    return Fault(
+        kind,
+        _cut(error.strerror, MAX_MESSAGE_CHARS) if number is not None and isinstance(error.strerror, str) else message,
+        errno=number,
+        filename=_cut(error.filename, MAX_MESSAGE_CHARS) if isinstance(error.filename, str) else None,
+    )
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        # A KeyError shows its key by repr, and will do so again when it is made anew.
+        is_key = type(error) is KeyError and len(error.args) == 1 and isinstance(error.args[0], str)
+        return _cut(error.args[0] if is_key else str(error), MAX_MESSAGE_CHARS)
+    except Exception as bad:  # a __str__ of somebody's own; one error must not become another's
+        return f"(its text cannot be had: {type(bad).__name__})"
+
+
+def _cut(text: str, max_chars: int) -> str:
+    """What of a text can be sent: file names may hold what has no UTF-8 form."""
+    return text[:max_chars].encode(errors="replace").decode()
 
 
 def to_error(fault: Fault) -> Exception:
@@ -79,7 +103,8 @@ def to_error(fault: Fault) -> Exception:
     if fault.kind == "PromptTooLong":
         return errors.PromptTooLong(fault.length, fault.limit, is_lower_bound=fault.is_lower_bound)
     if fault.kind in _OS_ERRORS and fault.kind not in PLAIN:
-        return _OS_ERRORS[fault.kind](fault.errno, fault.message, fault.filename)
+        of_kind = _OS_ERRORS[fault.kind]
+        return of_kind(fault.message) if fault.errno is None else of_kind(fault.errno, fault.message, fault.filename)
     if fault.kind in PLAIN:
         return PLAIN[fault.kind](fault.message)
     return _own_error(fault)

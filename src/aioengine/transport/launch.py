@@ -16,7 +16,7 @@ import zmq
 
 from aioengine.config import EngineConfig
 from aioengine.core_api import Surroundings
-from aioengine.errors import EngineDead, InvalidRequest
+from aioengine.errors import AioEngineError, EngineDead, InvalidRequest
 from aioengine.in_process import clock_of, find
 from aioengine.model_folder import ModelFolder
 from aioengine.process_options import ProcessOptions
@@ -153,7 +153,7 @@ class InChild:
         await welcome(self._handshake, machine, clock, exits=self._exits, on_change=on_change)
         ready = machine.engines[0].ready
         assert ready is not None
-        attached = await self._link.open(ready.address, None, name="its parent", timeout_s=ATTACH_TIMEOUT_S)
+        attached = await self._attach(ready.address)
         self.core = RemoteCore(
             self._link,
             attached,
@@ -209,6 +209,17 @@ class InChild:
         )
         (self._child,) = self._supervisor.start([spec])
         self._child.add_exit_callback(self._on_early_exit)
+
+    async def _attach(self, address: str) -> Attached:
+        """Attach to the process, unless it ends meanwhile: then that is why nobody serves there."""
+        try:
+            return await self._link.open(address, None, name="its parent", timeout_s=ATTACH_TIMEOUT_S)
+        except AioEngineError as error:
+            with anyio.move_on_after(EXIT_NEWS_S):
+                await self._child.wait()
+            if self._child.returncode is None:
+                raise
+            raise EngineDead(_tell_exit(self._child)) from error
 
     def _on_early_exit(self, child: Child) -> None:
         self._exits.append((0, _tell_exit(child)))

@@ -32,6 +32,9 @@ LINGER_S = 0.2
 RETRY_S = 0.05
 """Between two tries to reach a server that is not there yet."""
 
+NEVER_MS = 24 * 3600 * 1000
+"""Longer than a link lives after it was cut."""
+
 
 class Link:
     """The sockets of one session. Neither ever reconnects: what was lost in between could not be known.
@@ -123,7 +126,9 @@ class Link:
             await monitor.look()
 
     def _connect(self, socket: zmq.Socket[bytes], address: str) -> tuple[Channel, Monitor]:
-        socket.reconnect_ivl = -1
+        # Never, that is. With -1 ZMQ lets go of a connection that was cut together with what has come by it and was not
+        # read yet, last words above all.
+        socket.reconnect_ivl = NEVER_MS
         monitor = Monitor(socket)
         self.monitors.append(monitor)
         channel = Channel(socket)

@@ -8,16 +8,20 @@ from aioengine.core.sequence import Sequence
 from aioengine.engine_core import EngineCore
 from aioengine.errors import AioEngineError, EngineOverloaded, InvalidRequest, PromptTooLong
 from aioengine.listener import UNLIMITED
-from aioengine.prompt import MAX_PRIORITY, MAX_SALT_CHARS, check_limits
+from aioengine.prompt import MAX_ID_CHARS, MAX_PRIORITY, MAX_SALT_CHARS, check_limits
 from aioengine.request import Request
 from aioengine.request_log import RequestLog
-from aioengine.sampling_params import SamplingParams
+from aioengine.sampling_params import MAX_BAD_WORDS, MAX_BAD_WORDS_CHARS
 from aioengine.text.worker import TextWorker
 from aioengine.transport.faults import to_fault
 from aioengine.transport.session import Follower, Session
 from aioengine.transport.wire import AddRequest, Failed, Finish, unpack_params
 
 RETRY_AFTER_S = 1.0
+
+MAX_BAD_SEQUENCES = 2 * MAX_BAD_WORDS
+MAX_BAD_TOKENS = 2 * 4 * (MAX_BAD_WORDS_CHARS + MAX_BAD_WORDS)
+"""Of all bad words: each is tokenized twice, once behind a space, and a character is four tokens at most."""
 
 CHARS_A_TOKEN = 1
 """Hashing a prompt's token takes as long as tokenizing a character: what is long is done in the worker's thread."""
@@ -37,11 +41,12 @@ class Requests:
 
     async def add(self, session: Session, body: AddRequest, prompt: np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:
         """Hand a request to the core. A bad one fails, for its front end to hear, and nothing else does."""
-        numbers: range | None = None
+        numbers = range(body.number, body.number + 1)
         try:
             params = unpack_params(body.params)
-            numbers = range(body.number, body.number + params.num_sequences)
-            self._check(session, body, prompt, params, numbers)
+            check_limits(params, self._core.config, self._core.info.vocab_size, self._core.eos_token_ids)
+            numbers = range(body.number, body.number + params.num_sequences)  # not more than may be had
+            self._check(session, body, prompt, numbers)
             request = Request(
                 request_id=body.request_id,
                 prompt_token_ids=prompt,
@@ -58,7 +63,7 @@ class Requests:
                 return
             self._begin(session, sequence, numbers, body.num_allowed)
         except AioEngineError as error:
-            for number in numbers or (body.number,):
+            for number in numbers:
                 if number not in session.followers:
                     session.failed.append(Failed(number, to_fault(error)))
             session.mark()
@@ -88,7 +93,6 @@ class Requests:
         session: Session,
         body: AddRequest,
         prompt: np.ndarray[tuple[int], np.dtype[np.int32]],
-        params: SamplingParams,
         numbers: range,
     ) -> None:
         core = self._core
@@ -105,13 +109,17 @@ class Requests:
                 f"{info.max_model_len} are needed",
                 param="max_tokens",
             )
+        num_bad = sum(map(len, body.bad_words))
+        if len(body.bad_words) > MAX_BAD_SEQUENCES or num_bad > MAX_BAD_TOKENS:
+            raise InvalidRequest("bad_words holds more than any text makes", param="bad_words")
         if any(not word or not all(0 <= token < info.vocab_size for token in word) for word in body.bad_words):
             raise InvalidRequest("bad_words holds what is no token", param="bad_words")
         if abs(body.priority) > MAX_PRIORITY or not -(2**63) <= body.seed < 2**64:
             raise InvalidRequest("priority or seed is out of range", param="priority")
+        if len(body.request_id) > MAX_ID_CHARS:
+            raise InvalidRequest(f"request_id: at most {MAX_ID_CHARS} characters are possible", param="request_id")
         if len(body.cache_salt) > MAX_SALT_CHARS:
             raise InvalidRequest(f"cache_salt: at most {MAX_SALT_CHARS} characters are possible", param="cache_salt")
-        check_limits(params, core.config, info.vocab_size, core.eos_token_ids)
         if numbers[0] < 0 or numbers[-1] >= 2**31 or any(number in session.followers for number in numbers):
             raise InvalidRequest(f"a sequence of number {body.number} is here already, or cannot be")
         if session.num_unstarted + len(numbers) > core.config.max_waiting:

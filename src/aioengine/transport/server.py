@@ -96,6 +96,8 @@ class EngineServer:
         self._sessions: dict[bytes, Session] = {}
         self._readers: dict[bytes, Reader[FromFrontEnd]] = {}
         self._num_sessions = 0
+        self._out_files: set[str] = set()
+        """Of the output sockets that were bound and are not put away yet; for ipc."""
         self._record: StepRecord | None = None
         self._is_marked = False
         self._worker = TextWorker()
@@ -147,7 +149,8 @@ class EngineServer:
             # Waits for last words, and for that long at most.
             await self._worker.run(self._context.term, None)
             if self._address.scheme == "ipc":
-                await self._worker.run(_remove, None, self._address.path)
+                for path in (self._address.path, *self._out_files):
+                    await self._worker.run(_remove, None, path)
         await self._worker.aclose()
 
     # Tasks
@@ -173,17 +176,17 @@ class EngineServer:
         """Follow a front end's connection, and end its session when that ends."""
         monitor = session.monitor
         with anyio.move_on_after(CONNECT_TIMEOUT_S):
-            while not monitor.has_connected:
+            while not (monitor.has_connected or session.is_over):
                 await monitor.look()
-            session.is_connected = True
-        while session.is_connected and not monitor.is_gone:
+            session.is_connected = monitor.has_connected
+        while session.is_connected and not (monitor.is_gone or session.is_over):
             await monitor.look()
         why = "its connection is gone" if session.is_connected else "it did not connect to its outputs"
-        self._end_session(peer, why, is_there=False)
+        if not session.is_over:  # else the peer may have another one by now
+            self._end_session(peer, why, is_there=False)
 
     async def _call(self, session: Session, peer: bytes, call: CallControl, arrays: Arrays) -> None:
         """Perform a control call and send what it brought, to the one who called."""
-        session.num_calls += 1
         try:
             control = unpack_control(call.control, arrays)
             session.note_transfer(control)
@@ -240,6 +243,7 @@ class EngineServer:
             refused = Returned(call.call_id, fault=to_fault(refusal))
             self._guarded(peer, session, lambda session: session.send(refused))
             return
+        session.num_calls += 1
         self._tasks.start_soon(self._call, session, peer, call, arrays)
 
     def _refuse(self, peer: bytes, why: str, error: Exception) -> None:
@@ -259,6 +263,7 @@ class EngineServer:
         return reader
 
     def _attach(self, user: bytes, peer: bytes, reader: Reader[FromFrontEnd], body: FromFrontEnd) -> None:
+        del self._readers[peer]  # whatever comes of it, the next one begins anew
         if not isinstance(body, Attach):
             raise WireError(f"a {type(body).__name__} from a front end that is not attached")
         if body.version != PROTOCOL_VERSION:
@@ -268,8 +273,13 @@ class EngineServer:
         elif len(self._sessions) >= MAX_SESSIONS:
             self._reply(peer, Refused(PROTOCOL_VERSION, f"{MAX_SESSIONS} front ends are attached already"))
         else:
-            del self._readers[peer]
-            self._sessions[peer] = session = self._open_session(user, peer, reader, body.name)
+            try:
+                session = self._open_session(user, peer, reader, body.name)
+            except (zmq.ZMQError, ConfigError) as error:  # such as no file descriptors left: those who are here go on
+                logger.warning("a front end cannot be served: %s", error)
+                self._reply(peer, Refused(PROTOCOL_VERSION, f"another front end cannot be served now: {error}"))
+                return
+            self._sessions[peer] = session
             self._tasks.start_soon(self._watch, peer, session)
             logger.info("front end %d (%s) is attached", session.index, session.name)
 
@@ -285,8 +295,16 @@ class EngineServer:
             socket.plain_server = True
             enforce(socket, domain)
             self._gate.allow_once(domain, domain, password)
-        monitor = Monitor(socket)
-        bound = _bind(socket, self._address.beside(f".{index}.out"))
+        try:
+            monitor = Monitor(socket)
+            beside = self._address.beside(f".{index}.out")
+            bound = _bind(socket, beside)
+        except (zmq.ZMQError, ConfigError):
+            socket.close()
+            self._gate.forget(domain)
+            raise
+        if beside.scheme == "ipc":
+            self._out_files.add(beside.path)
         self._reply(
             peer,
             Attached(
@@ -330,7 +348,9 @@ class EngineServer:
     async def _tidy(self, session: Session) -> None:
         """Put away what a front end has left: its socket's file, and weights that it did not commit."""
         if self._address.scheme == "ipc":
-            await self._worker.run(_remove, None, f"{self._address.path}.{session.index}.out")
+            path = f"{self._address.path}.{session.index}.out"
+            await self._worker.run(_remove, None, path)
+            self._out_files.discard(path)
         for transfer in session.transfers:
             with contextlib.suppress(AioEngineError):  # the engine is ending, and they with it
                 await self.core.call(DropWeights(transfer))

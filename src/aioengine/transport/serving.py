@@ -189,9 +189,9 @@ class _Handshakes:
         for place, host in enumerate(self._hosts):
             self._send(place, Hello(PROTOCOL_VERSION, index, host.token, os.getpid(), host.is_local))
         with anyio.move_on_after(HELLO_TIMEOUT_S):
-            async with anyio.create_task_group() as tasks:
-                for place in range(len(self._hosts)):
-                    tasks.start_soon(self._wait_for_init, place, machine)
+            # One after the other: all are needed, and a group of tasks would wrap the error that says why one is not.
+            for place in range(len(self._hosts)):
+                await self._wait_for_init(place, machine)
         if not machine.is_done:
             addresses = ", ".join(host.address for host in self._hosts)
             raise EngineDead(f"no answer to HELLO from {addresses} within {HELLO_TIMEOUT_S:g} s")

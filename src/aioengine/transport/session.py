@@ -12,7 +12,7 @@ import numpy as np
 from aioengine.control import AnyControl, CommitWeights, DropWeights, StageWeights
 from aioengine.core.sequence import Sequence
 from aioengine.engine_core import EngineCore
-from aioengine.errors import AioEngineError
+from aioengine.errors import AioEngineError, WireError
 from aioengine.health import Beat
 from aioengine.listener import UNLIMITED, SampledLogprobs
 from aioengine.metrics import StepRecord
@@ -170,7 +170,13 @@ class Session:
             self.transfers.discard(control.transfer)
 
     def acknowledge(self, number: int) -> None:
-        """It has read the messages up to this number."""
+        """It has read the messages up to this number.
+
+        Raises:
+            WireError: they were not sent yet; else what waits for a socket that nobody reads would have no bound.
+        """
+        if number >= self._writer.number - self.outputs.num_backlog:
+            raise WireError(f"message {number} is acknowledged, and was not sent yet")
         while self._unread and self._unread[0][0] <= number:
             self._unread_bytes -= self._unread.popleft()[1]
 

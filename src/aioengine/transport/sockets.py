@@ -31,8 +31,9 @@ _FAILURES = (
     zmq.Event.HANDSHAKE_FAILED_NO_DETAIL,
     zmq.Event.HANDSHAKE_FAILED_PROTOCOL,
 )
+_BEGINNINGS = (zmq.Event.ACCEPTED, zmq.Event.CONNECTED)
 _WATCHED_EVENTS = functools.reduce(
-    operator.or_, (*_FAILURES, zmq.Event.HANDSHAKE_SUCCEEDED, zmq.Event.DISCONNECTED, zmq.Event.CLOSED)
+    operator.or_, (*_FAILURES, *_BEGINNINGS, zmq.Event.HANDSHAKE_SUCCEEDED, zmq.Event.DISCONNECTED, zmq.Event.CLOSED)
 )
 
 
@@ -98,11 +99,12 @@ class Channel:
         """
         try:
             self._send(frames)
+            was_sent = True
         except zmq.Again:
             self._return_header(frames, None)
-            return False
-        self._look()
-        return True
+            was_sent = False
+        self._look()  # trying, too, takes news off the file descriptor
+        return was_sent
 
     def send(self, frames: Sequence[Any]) -> None:
         """Send a message, or keep it until the socket takes it. What may lie here is for the caller to bound.
@@ -111,6 +113,7 @@ class Channel:
         """
         if self._backlog or not self.try_send(frames):
             self._backlog.append([bytes(frames[0]), *frames[1:]])
+            self._look()  # there may have come room for it since
 
     @property
     def num_backlog(self) -> int:
@@ -136,7 +139,7 @@ class Channel:
     # Receiving
 
     async def receive(self) -> list[list[bytes]]:
-        """Wait for messages, and return up to `RECEIVE_BATCH` that are there; none if `wake` ended the wait.
+        """Wait for messages, and return up to `RECEIVE_BATCH` that are there; none if `wake` or `close` ended the wait.
 
         Every call gives the loop a turn. Cancelling loses nothing.
         """
@@ -148,6 +151,8 @@ class Channel:
                 self._is_woken = False
                 return []
             self._waiter = self._loop.create_future()
+            if self._backlog and not self.socket.closed:
+                self._look()  # receiving, too, takes news: that there is room
             try:
                 await self._waiter
             finally:
@@ -163,6 +168,8 @@ class Channel:
 
     def _drain(self) -> list[list[bytes]]:
         batch: list[list[bytes]] = []
+        if self.socket.closed:  # while its receiver was waiting, or about to
+            return batch
         try:
             while len(batch) < RECEIVE_BATCH:
                 frames = self.socket.recv_multipart(zmq.DONTWAIT, copy=False)
@@ -174,12 +181,14 @@ class Channel:
 
     def _look(self) -> None:
         """Act on the socket's state; asking for it takes the news off the file descriptor."""
-        events = self.socket.getsockopt(zmq.EVENTS)
-        assert isinstance(events, int)
-        if events & zmq.POLLIN and self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-        if events & zmq.POLLOUT and self._backlog:
-            self._flush()
+        while True:
+            events = self.socket.getsockopt(zmq.EVENTS)
+            assert isinstance(events, int)
+            if events & zmq.POLLIN and self._waiter is not None and not self._waiter.done():
+                self._waiter.set_result(None)
+            if not (events & zmq.POLLOUT and self._backlog):
+                return
+            self._flush()  # which is sending: look again
 
     def _flush(self) -> None:
         try:
@@ -196,6 +205,7 @@ class Channel:
         if not self.socket.closed:
             if not self._loop.is_closed():
                 self._loop.remove_reader(self._fd)
+                self.wake()
             self.socket.close(linger=round(1000 * linger_s))
 
 
@@ -210,35 +220,51 @@ class Monitor:
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._watched = socket
         self._channel = Channel(socket.get_monitor_socket(_WATCHED_EVENTS))
-        self._num_failed = self._num_ended = 0
+        self._open: set[int] = set()
+        """The connections that are there, by their file descriptors."""
+        self._maybe_good: set[int] = set()
+        """Those that were there when one of them was admitted: ZMQ does not say which one it was."""
         self.has_connected = False
         self.is_refused = False
 
     @property
     def is_gone(self) -> bool:
-        """Whether the good connection has ended: each refused one ends, too, and counts as failed before."""
-        return self.has_connected and self._num_ended > self._num_failed
+        """Whether the good connection has ended.
+
+        Failures are not counted for this: some refused peers end without one, and some with two. One that was being
+        refused while the good one was admitted may delay the news, until ZMQ gives it up (30 s).
+        """
+        return self.has_connected and not self._maybe_good
 
     async def look(self) -> None:
         """Wait until something has happened."""
         for message in await self._channel.receive():
-            event = zmq.Event(parse_monitor_message(message)["event"])
-            if event is zmq.Event.HANDSHAKE_SUCCEEDED:
-                self.has_connected = True
-            elif event is zmq.Event.DISCONNECTED:
-                self._num_ended += 1
-            elif event is zmq.Event.CLOSED:
-                self.is_refused = True
-            elif event in _FAILURES:
-                self._num_failed += 1
-                self.is_refused = True
+            news = parse_monitor_message(message)
+            self._note(zmq.Event(news["event"]), int(news["value"]))
+
+    def _note(self, event: zmq.Event, value: int) -> None:
+        """Take in an event; ``value`` is the connection's file descriptor where it begins and ends."""
+        if event in _BEGINNINGS:
+            self._open.add(value)
+        elif event is zmq.Event.HANDSHAKE_SUCCEEDED:
+            if not self.has_connected:
+                self._maybe_good = set(self._open)
+            self.has_connected = True
+        elif event is zmq.Event.DISCONNECTED:
+            self._open.discard(value)
+            self._maybe_good.discard(value)
+            self.is_refused |= not self.has_connected
+        else:  # CLOSED, or one of the failures
+            self.is_refused = True
 
     def close(self) -> None:
         """Idempotent; to be called before the watched socket is closed."""
         if not self._channel.socket.closed:
-            self._channel.close()
+            # In this order: ZMQ's thread tells its news under a lock that the first call needs, and with nobody left to
+            # tell it to it would wait for ever, and this loop for it.
             if not self._watched.closed:
                 self._watched.disable_monitor()
+            self._channel.close()
 
 
 def size_of(frame: Any) -> int:

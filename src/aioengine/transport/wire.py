@@ -13,10 +13,11 @@ Nothing here trusts its input: `Reader.read` returns a message that is whole and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from aioengine.config import EngineConfig
@@ -60,14 +61,14 @@ class Attach(Message, frozen=True, tag=1):
     """A front end wants to use the engine; the first message of a session."""
 
     version: int
-    name: str = ""
+    name: Annotated[str, Meta(max_length=256)] = ""
     """For logs."""
 
 
 class AddRequest(Message, frozen=True, tag=2):
     """A request; its choices are ``number`` and those that follow. Frame: the prompt's token ids."""
 
-    number: int
+    number: Annotated[int, Meta(ge=0, lt=2**31)]
     """Chosen by the front end, rising; of this session only."""
     params: msgspec.Raw
     """A `SamplingParams`, read by itself, so that a bad one fails its request and not the message."""
@@ -278,7 +279,9 @@ def unpack_params(raw: msgspec.Raw) -> SamplingParams:
     """Raises InvalidRequest: they are none, or bad ones."""
     try:
         return _params_decoder.decode(raw)
-    except msgspec.MsgspecError as error:
+    except InvalidRequest:
+        raise
+    except Exception as error:  # msgspec's own, text that is none, a nesting too deep
         raise InvalidRequest(f"the sampling parameters cannot be read: {error}", param="params") from None
 
 
@@ -297,7 +300,7 @@ def unpack_control(raw: msgspec.Raw, arrays: Arrays) -> AnyControl:
     """Raises InvalidRequest: there is no such call, or its arguments are bad."""
     try:
         control = _control_decoder.decode(raw)
-    except msgspec.MsgspecError as error:
+    except Exception as error:  # as above
         raise InvalidRequest(f"this engine knows no such call: {error}") from None
     if isinstance(control, StageWeights):
         if not arrays:
@@ -332,11 +335,14 @@ class Writer:
             into: where to put the header, resized to fit; absent: new bytes.
         """
         envelope = Envelope(self.number, body)
-        self.number += 1
+        header: bytes | bytearray
         if into is None:
-            return [self._encoder.encode(envelope), *arrays]
-        self._encoder.encode_into(envelope, into)
-        return [into, *arrays]
+            header = self._encoder.encode(envelope)
+        else:
+            self._encoder.encode_into(envelope, into)
+            header = into
+        self.number += 1  # not before: what cannot be encoded is no message, and leaves no gap
+        return [header, *arrays]
 
 
 class OutOfTurn(WireError):

@@ -1,0 +1,114 @@
+"""Engines of every way, closed at the end whatever became of them; the tests say what is the same of all.
+
+A file's tests share a loop, and engines where they change nothing for good: ``engine`` is one that all of them use, one
+after the other, and ``reference`` the same in process. `make_engine` makes one for a test alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from contract.ways import WAYS, Opener, Quiet, has_load, until
+
+from aioengine import Engine
+
+MakeEngine = Callable[..., Coroutine[Any, Any, Engine]]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def children_find_the_fakes() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent.parent), prepend=os.pathsep)
+        yield
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def way(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def device() -> str:
+    """Over which the shared engines of a file run: a function of `contract.fakes`."""
+    return "make"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(way: str, device: str) -> AsyncIterator[Engine]:
+    opener = Opener(way)
+    yield await opener.open(device)
+    await opener.aclose()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def reference(device: str) -> AsyncIterator[Engine]:
+    """An engine in process, to compare with."""
+    opener = Opener("in_process")
+    yield await opener.open(device)
+    await opener.aclose()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def engine(shared: Engine) -> AsyncIterator[Engine]:
+    """The shared one, at rest, which a test has to leave at rest."""
+    yield shared
+    await until(has_load(shared, running=0, waiting=0))
+    assert not await shared.is_sleeping()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def opener(way: str) -> AsyncIterator[Opener]:
+    made = Opener(way)
+    yield made
+    await made.aclose()
+
+
+@pytest.fixture
+def make_engine(opener: Opener) -> MakeEngine:
+    """``await make_engine(device, **config)``: one that is closed at the end."""
+    return opener.open
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def make_local() -> AsyncIterator[MakeEngine]:
+    """The same in process, to compare with."""
+    made = Opener("in_process")
+    yield made.open
+    await made.aclose()
+
+
+@pytest.fixture
+def quiet_log() -> Iterator[None]:
+    with Quiet():
+        yield
+
+
+class Tasks:
+    """Tasks of a test, by hand: their results and errors are looked at one by one."""
+
+    def __init__(self) -> None:
+        self._tasks: list[asyncio.Task[Any]] = []
+
+    def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.append(task)
+        return task
+
+    async def end(self, *tasks: asyncio.Task[Any]) -> list[Any]:
+        """Wait for these (or all) and return each one's result or error."""
+        return await asyncio.gather(*(tasks or self._tasks), return_exceptions=True)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def tasks() -> AsyncIterator[Tasks]:
+    made = Tasks()
+    yield made
+    for task in made._tasks:
+        task.cancel()
+    await made.end()
