@@ -12,7 +12,7 @@ import pytest
 from contract import fakes
 from contract.ways import described, error_of, ids_of, reasons_of, told
 
-from aioengine import Engine, InvalidRequest
+from aioengine import Engine, InvalidRequest, weight_pieces
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 BOTH_LOOPS = pytest.mark.asyncio(loop_scope="module", loop_factories=["asyncio", "uvloop"])
@@ -194,14 +194,18 @@ async def test_a_bad_tensor_fails_its_caller_alone_and_changes_nothing(
     assert await say(engine) == before
 
 
-async def test_tensors_of_many_pieces_arrive_whole(make_engine: Any, make_local: Any) -> None:
-    """A message takes 8 MiB at most; this one's numbers tell its pieces apart."""
+async def test_tensors_of_many_pieces_arrive_whole(
+    make_engine: Any, make_local: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A message takes so many bytes at most; the numbers tell the pieces apart."""
+    monkeypatch.setattr(weight_pieces, "PIECE_BYTES", 1000)
     tensor = {"model.embed_tokens.weight": np.arange(2048 * 4, dtype=np.float32).reshape(2048, 4)}
     strided = {"model.embed_tokens.weight": np.asfortranarray(tensor["model.embed_tokens.weight"])}
     said = []
     for engine, tensors in ((await make_engine(), tensor), (await make_local(), strided)):
         await engine.update_weights(tensors=tensors)
         said.append(await say(engine))
+        monkeypatch.undo()  # the other one gets it whole
     assert said[0] == said[1]
 
 
