@@ -468,9 +468,12 @@ class RemoteCore:
         for failed in body.failed:
             sequence = self._live.get(failed.number)
             if sequence is not None:
-                error = to_error(failed.fault)
+                fault = failed.fault
+                if 0 <= failed.dump_of < len(body.failed):
+                    fault = msgspec.structs.replace(fault, dump=body.failed[failed.dump_of].fault.dump)
+                error = to_error(fault)
                 is_end = isinstance(error, EngineClosed) or not isinstance(error, AioEngineError)
-                self._release(sequence).on_error(_death_of(failed.fault) if is_end else error)  # type: ignore[arg-type]
+                self._release(sequence).on_error(_death_of(fault) if is_end else error)  # type: ignore[arg-type]
                 if isinstance(error, EngineClosed | EngineDead):
                     # Its last words follow; whoever has heard of the end finds it so here already.
                     self.die(_death_of(failed.fault))

@@ -9,7 +9,7 @@ import msgspec
 
 from aioengine import errors
 
-MAX_MESSAGE_CHARS = 20_000
+MAX_MESSAGE_CHARS = 10_000
 MAX_DUMP_CHARS = 200_000
 
 

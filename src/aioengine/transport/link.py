@@ -82,9 +82,10 @@ class Link:
         """Say farewell and close; idempotent."""
         if self._context.closed:
             return
-        if self._channels and not self._channels[0].socket.closed:
+        is_cut = any(monitor.is_gone for monitor in self.monitors)
+        if self._channels and not self._channels[0].socket.closed and not is_cut:
             self.send(Detach())
-        self._close_sockets(LINGER_S)
+        self._close_sockets(0.0 if is_cut else LINGER_S)
         await self._worker.run(self._context.term, None)
 
     def abandon(self) -> None:

@@ -95,6 +95,8 @@ class EngineServer:
         self._gate = Gate()
         self._sessions: dict[bytes, Session] = {}
         self._readers: dict[bytes, Reader[FromFrontEnd]] = {}
+        self._gone: dict[bytes, None] = {}
+        """Peers whose sessions are over, the latest ones."""
         self._num_sessions = 0
         self._out_files: set[str] = set()
         """Of the output sockets that were bound and are not put away yet; for ipc."""
@@ -201,6 +203,8 @@ class EngineServer:
 
     async def _take(self, user: bytes, peer: bytes, frames: list[Any]) -> None:
         """Act on a message, or refuse it without harm."""
+        if peer in self._gone:
+            return  # it has been let go, and what it said meanwhile is of no account
         session = self._sessions.get(peer)
         reader = session.reader if session is not None else self._reader_of(peer)
         try:
@@ -330,6 +334,9 @@ class EngineServer:
         session = self._sessions.pop(peer, None)
         if session is None:
             return
+        self._gone[peer] = None
+        if len(self._gone) > MAX_READERS:
+            del self._gone[next(iter(self._gone))]
         logger.info("front end %d (%s) is let go: %s", session.index, session.name, why)
         session.end(EngineDead(f"the engine let this front end go: {why}"), linger_s=LINGER_S if is_there else 0.0)
         self._gate.forget(f"outputs-{session.index}")

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from aioengine.control import AnyControl, CommitWeights, DropWeights, StageWeights
@@ -40,6 +41,9 @@ MAX_UNREAD_BYTES = 64 * 2**20
 
 BEHIND_MESSAGES = 256
 """With so many unread it hears no more of steps and beats, which are not its own news."""
+
+MAX_FAILED = 256
+"""Failures in one message; each may have a long text."""
 
 EMPTY = np.zeros(0, np.int32)
 NO_GAPS = np.zeros(0, np.float64)
@@ -134,12 +138,15 @@ class Session:
             first=self.first,
             prompts=self.prompts,
             ended=self.ended,
-            failed=self.failed,
+            failed=_share_dumps(self.failed[:MAX_FAILED]),
             record=head_of(record) if record is not None else None,
             has_lines=has_lines,
         )
+        more = self.failed[MAX_FAILED:]
         self._reset()
         self.send(body, arrays)
+        for begin in range(0, len(more), MAX_FAILED):
+            self.send(Outputs(failed=_share_dumps(more[begin : begin + MAX_FAILED])), [EMPTY, EMPTY, NO_GAPS])
 
     # Sending
 
@@ -155,12 +162,12 @@ class Session:
         size = sum(map(size_of, frames))
         self._unread.append((self._writer.number - 1, size))
         self._unread_bytes += size
+        self.outputs.send(frames)  # in any case, so that the numbers of what follows it are right
         if len(self._unread) > MAX_UNREAD_MESSAGES or self._unread_bytes > MAX_UNREAD_BYTES:
             raise CutOff(
                 f"it left {len(self._unread):,} messages ({self._unread_bytes:,} bytes) unread; "
                 f"{MAX_UNREAD_MESSAGES:,} ({MAX_UNREAD_BYTES:,}) are allowed"
             )
-        self.outputs.send(frames)
 
     def note_transfer(self, control: AnyControl) -> None:
         """Remember the weights that it has begun to send."""
@@ -261,6 +268,18 @@ class Follower:
     def _prefill_time_s(self) -> float:
         time_s = self.sequence.first_token_at - self.sequence.admitted_at
         return 0.0 if math.isnan(time_s) else time_s
+
+
+def _share_dumps(failed: list[Failed]) -> list[Failed]:
+    """Each dump once: all sequences of a step that failed have the same, and it is long."""
+    places: dict[str, int] = {}
+    shared = []
+    for place, each in enumerate(failed):
+        first = places.setdefault(each.fault.dump, place)
+        if first != place and each.fault.dump:
+            each = Failed(each.number, msgspec.structs.replace(each.fault, dump=""), dump_of=first)
+        shared.append(each)
+    return shared
 
 
 def head_of(record: StepRecord) -> StepHead:

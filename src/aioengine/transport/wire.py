@@ -184,6 +184,8 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     number: int
     fault: Fault
+    dump_of: int = -1
+    """Its dump is that of the message's failure at this place: hundreds may have one in common. -1: its own."""
 
 
 class PromptLines(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -393,6 +395,10 @@ class Reader(Generic[Body]):
         return body, arrays
 
 
+_DTYPES = {name: np.dtype(name) for name in ("<i4", "<f4", "<f8", "<u1")}
+"""Of all layouts; making one anew costs as much as viewing a frame."""
+
+
 def _check_sizes(frames: Sequence[Buffer]) -> None:
     if not 1 <= len(frames) <= MAX_FRAMES:
         raise WireError(f"{len(frames)} frames; 1 to {MAX_FRAMES} make a message")
@@ -407,10 +413,12 @@ def _view(frames: Sequence[Buffer], layout: Layout) -> Arrays:
     if len(frames) != len(layout):
         raise WireError(f"{len(frames)} frames beside the header; {len(layout)} belong there")
     arrays = []
-    for frame, dtype in zip(frames, layout, strict=True):
-        if len(frame) % np.dtype(dtype).itemsize:
-            raise WireError(f"a frame of {len(frame)} bytes, which are no {dtype}")
+    for frame, name in zip(frames, layout, strict=True):
+        dtype = _DTYPES[name]
+        if len(frame) % dtype.itemsize:
+            raise WireError(f"a frame of {len(frame)} bytes, which are no {name}")
         array: NDArray[Any] = np.frombuffer(frame, dtype)
-        array.flags.writeable = False
+        if array.flags.writeable:
+            array.flags.writeable = False
         arrays.append(array)
     return tuple(arrays)
