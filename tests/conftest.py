@@ -118,6 +118,10 @@ def no_blocking_call_on_a_loop() -> Iterator[BlockBuster]:
         blockbuster.functions["threading.Lock.acquire"].can_block_in(file, "aclose")
     # Asks for the working folder: a microsecond, and no disk.
     blockbuster.functions["os.path.abspath"].can_block_in("aioengine/weight_pieces.py", "absolute")
+    # A folder of one socket: microseconds, and it must be gone before the next message is sent.
+    for name in ("os.listdir", "os.stat", "os.unlink", "os.rmdir"):
+        if name in blockbuster.functions:
+            blockbuster.functions[name].can_block_in("aioengine/transport/launch.py", "_make_init")
     # A fork with exec takes 0.2 ms, and what is read from is the pipe that tells of the exec.
     blockbuster.functions["os.read"].can_block_in("aioengine/transport/supervisor.py", "_spawn")
     blockbuster.activate()

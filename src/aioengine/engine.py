@@ -80,6 +80,8 @@ class Engine:
         self.config = EngineConfig(model=os.fspath(model) if isinstance(model, os.PathLike) else model, **config)
         self._make_backend = _backend_of(self.config, executor, process)
         self._runtime: Runtime | None = None
+        self._is_to_be_entered = False
+        """It was started without a block, and one may still follow."""
 
     @classmethod
     async def start(
@@ -99,6 +101,7 @@ class Engine:
         """
         engine = cls(model, executor=executor, process=process, **config)
         await engine._start()
+        engine._is_to_be_entered = True
         return engine
 
     @classmethod
@@ -132,10 +135,14 @@ class Engine:
             Connected, address, model=engine.config.model, keys=folder, timeout_s=timeout_s
         )
         await engine._start()
+        engine._is_to_be_entered = True
         return engine
 
     async def __aenter__(self) -> Self:
-        await self._start()
+        if self._is_to_be_entered:  # as in `async with await Engine.connect(...)`
+            self._is_to_be_entered = False
+        else:
+            await self._start()
         return self
 
     async def __aexit__(

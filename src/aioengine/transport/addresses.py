@@ -282,11 +282,6 @@ class PrivateFolder:
         if lock is not None:
             os.close(lock)
 
-    def remove_socket(self, name: str) -> None:
-        """Nobody can connect to it any more; those who have are not concerned. Idempotent."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(f"{self.path}/{name}")
-
     def __enter__(self) -> Self:
         return self
 
@@ -311,6 +306,13 @@ def _fresh_folder() -> str:
             with contextlib.suppress(OSError):  # not ours to write to: the next one
                 return tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=parent)
     raise ConfigError("no folder for sockets can be made: set TMPDIR to a short one that you can write to")
+
+
+def hold_folder(address: Address) -> None:
+    """Let an ipc address's `PrivateFolder`, made by another process, be swept away once this one has ended."""
+    folder = os.path.dirname(address.path)
+    if os.path.basename(folder).startswith(_FOLDER_PREFIX):
+        _lock(folder)  # never closed, but by the kernel
 
 
 def _lock(folder: str) -> int | None:

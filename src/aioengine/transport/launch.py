@@ -24,7 +24,7 @@ from aioengine.progress import OnProgress
 from aioengine.transport.addresses import PrivateFolder
 from aioengine.transport.child import TOKEN
 from aioengine.transport.client import RemoteCore
-from aioengine.transport.handshake import Addresses, EngineState, Init, Welcome, welcome
+from aioengine.transport.handshake import Addresses, Init, Welcome, welcome
 from aioengine.transport.keys import ClientKeys
 from aioengine.transport.link import Link
 from aioengine.transport.sockets import Channel
@@ -140,12 +140,7 @@ class InChild:
             start_timeout_s=self._options.start_timeout_s,
         )
 
-        is_new = [True]
-
         def on_change() -> None:
-            if is_new and machine.engines[0].state is not EngineState.NEW:
-                is_new.clear()
-                self._around.worker.begin(lambda: folder.remove_socket(START_SOCKET))  # nobody else shall come
             done, total = machine.engines[0].loaded
             if on_progress is not None and total:
                 on_progress(done, total)
@@ -226,6 +221,12 @@ class InChild:
         self._handshake.wake()
 
     def _make_init(self, index: int, folder: PrivateFolder) -> Init:
+        """What the process is told now that it is here.
+
+        Nobody else shall come, and should this process be killed while the model loads, no file is to be left: the
+        folder goes, at once, before the other makes it again to serve there.
+        """
+        folder.remove()
         return Init(
             version=PROTOCOL_VERSION,
             index=index,

@@ -28,7 +28,7 @@ from aioengine.engine_core import EngineCore
 from aioengine.errors import AioEngineError, ConfigError, EngineClosed, EngineDead, InvalidRequest, WireError
 from aioengine.metrics import RequestMetrics, StepRecord
 from aioengine.text.worker import TextWorker
-from aioengine.transport.addresses import Address, check_bind
+from aioengine.transport.addresses import Address, check_bind, hold_folder
 from aioengine.transport.faults import to_fault
 from aioengine.transport.keys import ZAP_ENDPOINT, Gate, ServerKeys, enforce
 from aioengine.transport.requests import Requests
@@ -122,6 +122,11 @@ class EngineServer:
             self._keys.apply_server(socket, REQUESTS_DOMAIN)
         self.address = _bind(socket, self._address)
         self._frontend = Channel(socket, tells_users=True)
+
+    def hold_folder(self) -> None:
+        """For a server that was given a folder of its own: should this process be killed, somebody removes it later."""
+        if self._address.scheme == "ipc":
+            hold_folder(self._address)
 
     async def serve(self) -> None:
         """Run the core and serve it until cancelled, or until the core dies; then everything is closed.

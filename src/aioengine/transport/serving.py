@@ -128,7 +128,7 @@ async def _serve(
 ) -> None:
     around = Surroundings(worker, dump_worker, on_room=lambda: None, num_outside=lambda: 0)
     for plugin in settled.plugins:
-        _import(plugin)
+        await worker.run(_import, None, plugin)  # which may take long, and this process be told to end meanwhile
     executor = _make_executor(settled) if settled.executor is not None else None
     backend = InProcess(settled.config, executor, around)
     try:
@@ -136,6 +136,7 @@ async def _serve(
         await backend.open(shakers.on_progress)
         server = EngineServer(backend.core, settled.address, model_path=files.path, keys=keys)
         await server.open()
+        await worker.run(server.hold_folder, None)
         shakers.tell(Ready(server.address, backend.core.info, TASKS))
         on_serving(server)
         await server.serve()
@@ -159,8 +160,10 @@ def _make_executor(settled: _Settled) -> Executor:
 def _import(module: str) -> object:
     try:
         return importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(f"{module} cannot be imported in the engine's process: {error}") from error
+    except Exception as error:  # a module of somebody's own may raise anything
+        raise ConfigError(
+            f"{module} cannot be imported in the engine's process: {type(error).__name__}: {error}"
+        ) from error
 
 
 class _Handshakes:

@@ -1,0 +1,46 @@
+"""For tests with engines in processes of their own: where their files go, and what a failing test leaves."""
+
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from transport.life_scripts.devices import FIFO
+
+TESTS = str(Path(__file__).parents[1])
+
+
+@pytest.fixture
+def no_stray_process() -> Iterator[None]:
+    """Whatever a failing test leaves is killed."""
+    yield
+    for process in psutil.Process().children(recursive=True):
+        process.kill()
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A folder of its own for sockets, since the paths of those are short; and the FIFO of the devices."""
+    folder = Path(tempfile.mkdtemp(prefix="life-", dir="/tmp"))
+    for name in ("XDG_RUNTIME_DIR", "TMPDIR"):
+        monkeypatch.setenv(name, str(folder))
+    monkeypatch.setenv("PYTHONPATH", TESTS)
+    os.mkfifo(tmp_path / "fifo")
+    monkeypatch.setenv(FIFO, str(tmp_path / "fifo"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def quiet_log() -> Iterator[None]:
+    """What is killed on purpose need not be reported."""
+    logger = logging.getLogger("aioengine")
+    logger.propagate = False
+    logger.setLevel(logging.INFO)
+    yield
+    logger.propagate = True
+    logger.setLevel(logging.NOTSET)

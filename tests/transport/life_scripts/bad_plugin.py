@@ -1,0 +1,3 @@
+"""A plugin that cannot be imported."""
+
+raise ValueError("this plugin was made for another version")

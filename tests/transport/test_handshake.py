@@ -1,0 +1,376 @@
+"""HELLO → INIT → READY: the machines by themselves, without a socket. With sockets and processes: test_start."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from aioengine.config import EngineConfig
+from aioengine.errors import ConfigError, EngineDead, ModelLoadError, WireError
+from aioengine.executor.protocol import ExecutorInfo
+from aioengine.transport.faults import Fault, to_fault
+from aioengine.transport.handshake import (
+    TRANSITIONS,
+    Addresses,
+    EngineRecord,
+    EngineState,
+    Event,
+    Failing,
+    Hello,
+    Init,
+    Joining,
+    Loading,
+    Ready,
+    TurnedAway,
+    Welcome,
+)
+from aioengine.transport.wire import PROTOCOL_VERSION, Message, Writer
+
+TOKEN = "f00d"
+INFO = ExecutorInfo(num_blocks=8, block_size=16, max_model_len=64, vocab_size=100)
+READY = Ready("ipc:///somewhere/engine.sock", INFO, ("generate",))
+OTHER_VERSION = PROTOCOL_VERSION + 1
+
+
+def init_of(index: int) -> Init:
+    return Init(version=PROTOCOL_VERSION, index=index, num_engines=4, addresses=Addresses(serve=f"ipc:///e/{index}"))
+
+
+def hello(
+    index: int, *, is_local: bool = True, token: str | None = None, version: int = PROTOCOL_VERSION, pid: int = 7
+) -> Hello:
+    return Hello(version, index, token if token is not None else TOKEN if is_local else "", pid, is_local)
+
+
+class Peer:
+    """An engine that talks to a `Welcome`."""
+
+    names = itertools.count()
+
+    def __init__(self, machine: Welcome) -> None:
+        self.name = f"peer {next(self.names)}".encode()
+        self._machine = machine
+        self._writer = Writer()
+
+    def says(self, body: Message) -> Message | None:
+        """What it is answered."""
+        answers = self._machine.on_message(self.name, self._writer.write(body))
+        assert [to for to, _ in answers] in ([], [self.name])
+        return answers[0][1] if answers else None
+
+
+def make_welcome(num_local: int = 1, num_remote: int = 0, **options: Any) -> Welcome:
+    return Welcome(
+        num_local=num_local,
+        num_remote=num_remote,
+        make_init=init_of,
+        token=TOKEN,
+        **{"now": 100.0, "hello_timeout_s": 10.0, "start_timeout_s": 60.0, **options},
+    )
+
+
+def states(machine: Welcome) -> str:
+    return " ".join(engine.state.value for engine in machine.engines)
+
+
+# Each state and each event
+
+BRING_TO: dict[EngineState, list[Message]] = {
+    EngineState.NEW: [],
+    EngineState.CONNECTED: [hello(0)],
+    EngineState.READY: [hello(0), READY],
+    EngineState.FAILED: [hello(0), Failing(Fault("ConfigError", "too small"))],
+}
+SAY: dict[Event, Message] = {
+    Event.HELLO: hello(0),
+    Event.LOADING: Loading(1, 2),
+    Event.READY: READY,
+    Event.FAILED: Failing(Fault("ConfigError", "too small")),
+}
+
+
+@pytest.mark.parametrize("event", Event)
+@pytest.mark.parametrize("state", EngineState)
+def test_an_engine_changes_state_as_the_table_says_or_is_refused(state: EngineState, event: Event) -> None:
+    machine = make_welcome()
+    peer = Peer(machine)
+    for body in BRING_TO[state]:
+        peer.says(body)
+    assert machine.engines[0].state is state
+    assert machine.num_refused == 0
+    peer.says(SAY[event])
+    # Nobody is known before it has said HELLO: what fails before that is its process.
+    is_legal = event in TRANSITIONS[state] and not (state is EngineState.NEW and event is Event.FAILED)
+    assert machine.engines[0].state is (TRANSITIONS[state][event] if is_legal else state)
+    assert machine.num_refused == (0 if is_legal else 1)
+
+
+@pytest.mark.parametrize("state", EngineState)
+@pytest.mark.parametrize("event", Event)
+def test_a_record_raises_for_what_the_table_does_not_have(state: EngineState, event: Event) -> None:
+    engine = EngineRecord(3, is_local=False)
+    engine.state = state
+    if event in TRANSITIONS[state]:
+        engine.advance(event)
+        assert engine.state is TRANSITIONS[state][event]
+    else:
+        with pytest.raises(WireError, match=f"a {event.value} from an engine that is {state.value}"):
+            engine.advance(event)
+        assert engine.state is state
+    assert repr(engine) == f"<EngineRecord 3 remote {engine.state.value}>"
+
+
+def test_an_engine_is_told_init_loads_and_is_ready() -> None:
+    machine = make_welcome()
+    peer = Peer(machine)
+    assert peer.says(hello(0, pid=4711)) == init_of(0)
+    assert (machine.engines[0].pid, machine.engines[0].peer) == (4711, peer.name)
+    assert peer.says(Loading(3, 10)) is None
+    assert machine.engines[0].loaded == (3, 10)
+    assert not machine.is_done
+    assert peer.says(READY) is None
+    assert machine.engines[0].ready == READY
+    assert machine.is_done
+    assert machine.failure is None
+
+
+# Who may come
+
+ORDERS = list(itertools.permutations(["local 0", "local 1", "remote", "another remote"]))
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=lambda order: " · ".join(order))
+def test_two_local_and_two_remote_engines_come_in_any_order(order: tuple[str, ...]) -> None:
+    machine = make_welcome(2, 2)
+    peers = []
+    next_remote = itertools.count(2)
+    for who in order:
+        peers.append(Peer(machine))
+        is_local = who.startswith("local")
+        answer = peers[-1].says(hello(int(who[-1]) if is_local else -1, is_local=is_local))
+        assert answer == init_of(int(who[-1]) if is_local else next(next_remote))
+        assert not machine.is_done
+    for peer in reversed(peers):
+        assert not machine.is_done
+        peer.says(READY)
+    assert machine.is_done
+    assert [engine.is_local for engine in machine.engines] == [True, True, False, False]
+    assert machine.num_refused == 0
+
+
+def test_remote_engines_may_ask_for_their_places() -> None:
+    machine = make_welcome(2, 2)
+    assert Peer(machine).says(hello(3, is_local=False)) == init_of(3)
+    assert Peer(machine).says(hello(-1, is_local=False)) == init_of(2)
+    assert states(machine) == "new new connected connected"
+
+
+@pytest.mark.parametrize(
+    ("who", "reason"),
+    [
+        (hello(0, token="beef"), "the token is another one"),
+        (hello(0, token=""), "the token is another one"),
+        (hello(0, token="ü"), "the token is another one"),
+        (hello(0, version=OTHER_VERSION), f"version {PROTOCOL_VERSION} is spoken here, not {OTHER_VERSION}"),
+        (hello(1), "no local engine 1 is waited for"),  # it is a remote one's place
+        (hello(7), "no local engine 7 is waited for"),
+        (hello(0, is_local=False), "no remote engine 0 is waited for"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_who_does_not_belong_here_is_turned_away_and_counted(who: Hello, reason: str) -> None:
+    machine = make_welcome(1, 1)
+    assert Peer(machine).says(who) == TurnedAway(PROTOCOL_VERSION, reason)
+    assert states(machine) == "new new"
+    assert machine.num_refused == 1
+    assert Peer(machine).says(hello(0)) == init_of(0)  # the right one may still come
+
+
+@pytest.mark.parametrize("index", [0, -1])
+def test_a_place_that_is_taken_stays_taken(index: int) -> None:
+    machine = make_welcome(1, 1)
+    first, remote = Peer(machine), Peer(machine)
+    first.says(hello(0, pid=1))
+    remote.says(hello(-1, is_local=False))
+    for is_local in (True, False):
+        where = "local" if is_local else "remote"
+        answer = Peer(machine).says(hello(index, is_local=is_local, pid=2))
+        assert answer == TurnedAway(PROTOCOL_VERSION, f"no {where} engine {index} is waited for")
+    assert machine.engines[0].peer == first.name
+    assert machine.engines[0].pid == 1
+    assert machine.num_refused == 2
+    first.says(READY)
+    remote.says(READY)
+    assert machine.is_done
+
+
+def test_noise_is_counted_and_harms_nobody() -> None:
+    machine = make_welcome()
+    peer = Peer(machine)
+    for frames in ([], [b""], [b"\xc1"], [b"x" * 100], Writer().write(READY), [*Writer().write(hello(0)), b"more"]):
+        assert machine.on_message(b"stranger", frames) == []
+    assert machine.num_refused == 6
+    peer.says(hello(0))
+    replayed = Writer().write(Loading(1, 1))  # number 0, again
+    assert machine.on_message(peer.name, replayed) == []
+    assert machine.num_refused == 7
+    peer.says(READY)
+    assert machine.is_done
+
+
+# Deadlines
+
+
+def test_who_says_no_hello_is_named() -> None:
+    machine = make_welcome(2, 2)
+    Peer(machine).says(hello(1))
+    assert machine.deadline == 110.0
+    machine.on_time(109.9)
+    assert machine.failure is None
+    machine.on_time(110.0)
+    assert isinstance(machine.failure, EngineDead)
+    assert str(machine.failure) == "engine 0 (local), 2 (remote), 3 (remote) did not say HELLO"
+
+
+def test_who_is_late_is_named() -> None:
+    machine = make_welcome(2)
+    peers = [Peer(machine), Peer(machine)]
+    for index, peer in enumerate(peers):
+        peer.says(hello(index))
+    assert machine.deadline == 160.0  # once all have said HELLO
+    peers[0].says(READY)
+    machine.on_time(159.9)
+    assert machine.failure is None
+    machine.on_time(160.0)
+    assert str(machine.failure) == "engine 1 (local) was not ready within 60 s"
+
+
+def test_a_short_time_to_start_is_one_to_say_hello_too() -> None:
+    assert make_welcome(start_timeout_s=2.0).deadline == 102.0
+
+
+def test_a_deadline_that_was_met_means_nothing() -> None:
+    machine = make_welcome()
+    peer = Peer(machine)
+    peer.says(hello(0))
+    peer.says(READY)
+    machine.on_time(1e9)
+    assert machine.failure is None
+
+
+# Failures
+
+
+@pytest.mark.parametrize(
+    ("error", "comes_out"),
+    [
+        (ModelLoadError("shard 3 is damaged"), ModelLoadError("shard 3 is damaged")),
+        (ConfigError("no such device"), ConfigError("no such device")),
+        (EngineDead("the device is lost", dump="a report"), EngineDead("the device is lost")),
+        (ZeroDivisionError("by zero"), EngineDead("ZeroDivisionError: by zero")),
+        (OSError(28, "No space left"), EngineDead("OSError: [Errno 28] No space left")),
+    ],
+)
+def test_a_failing_engine_is_the_failure_of_all(error: Exception, comes_out: Exception) -> None:
+    machine = make_welcome(2)
+    peer = Peer(machine)
+    peer.says(hello(1))
+    peer.says(Failing(to_fault(error)))
+    assert states(machine) == "new failed"
+    assert type(machine.failure) is type(comes_out)
+    assert str(machine.failure) == str(comes_out)
+    machine.on_exit(1, "engine 1 exited with code 1")  # as it must
+    machine.on_exit(0, "engine 0 was killed")
+    assert str(machine.failure) == str(comes_out)  # the first one stays
+
+
+@pytest.mark.parametrize("said", [[], [hello(0)], [hello(0), READY]], ids=["new", "connected", "ready"])
+def test_an_exit_is_a_failure_in_any_state(said: list[Message]) -> None:
+    machine = make_welcome(1, 1)
+    peer = Peer(machine)
+    for body in said:
+        peer.says(body)
+    machine.on_exit(0, "engine 0 (pid 7) was killed by SIGKILL")
+    assert states(machine) == "failed new"
+    assert isinstance(machine.failure, EngineDead)
+    assert str(machine.failure) == "engine 0 (pid 7) was killed by SIGKILL"
+    assert not machine.is_done
+
+
+# The engine's side
+
+
+def test_one_handshake_is_merged_as_it_is() -> None:
+    joining = Joining(1)
+    assert not joining.is_done
+    init = Init(
+        version=PROTOCOL_VERSION, index=2, num_engines=3, addresses=Addresses(serve="ipc:///a", coordinator="ipc:///c"),
+        config=EngineConfig(max_num_seqs=7), plugins=("a", "b"), executor="m:f",
+    )  # fmt: skip
+    joining.on_init(0, init)
+    assert joining.is_done
+    assert joining.merged() == init
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_of_two_the_first_says_where_and_what_and_the_last_which(order: tuple[int, ...]) -> None:
+    parents = Init(
+        version=PROTOCOL_VERSION, index=0, num_engines=1,
+        addresses=Addresses(serve="ipc:///parent", coordinator="ipc:///parents"),
+        config=EngineConfig(max_num_seqs=7), plugins=("parents",), executor="m:f",
+    )  # fmt: skip
+    shared = Init(
+        version=PROTOCOL_VERSION, index=5, num_engines=8,
+        addresses=Addresses(serve="tcp://127.0.0.1:1", coordinator="tcp://127.0.0.1:2"),
+        config=EngineConfig(max_num_seqs=9), plugins=("anybody's",), executor="other:f",
+    )  # fmt: skip
+    joining = Joining(2)
+    for place in order:
+        assert not joining.is_done
+        joining.on_init(place, (parents, shared)[place])
+    merged = joining.merged()
+    assert (merged.index, merged.num_engines) == (5, 8)
+    assert merged.addresses == Addresses(serve="ipc:///parent", coordinator="tcp://127.0.0.1:2")
+    assert merged.config == parents.config
+    assert (merged.plugins, merged.executor) == (("parents",), "m:f")  # code is for its parent alone to name
+
+
+def test_what_the_first_leaves_open_the_second_says() -> None:
+    nothing = Init(version=PROTOCOL_VERSION, index=0, num_engines=1, addresses=Addresses())
+    shared = Init(
+        version=PROTOCOL_VERSION, index=1, num_engines=2, addresses=Addresses(serve="tcp://127.0.0.1:1"),
+        config=EngineConfig(max_num_seqs=9),
+    )  # fmt: skip
+    joining = Joining(2)
+    joining.on_init(0, nothing)
+    joining.on_init(1, shared)
+    assert joining.merged().addresses.serve == "tcp://127.0.0.1:1"
+    assert joining.merged().config == shared.config
+
+
+@pytest.mark.parametrize(
+    ("said", "error"),
+    [
+        (lambda: TurnedAway(PROTOCOL_VERSION, "the token is another one"), "turned away: the token is another one"),
+        (
+            lambda: Init(version=OTHER_VERSION, index=0, num_engines=1, addresses=Addresses()),
+            f"version {PROTOCOL_VERSION} is spoken here, not {OTHER_VERSION}",
+        ),
+    ],
+)
+def test_an_engine_that_is_turned_away_ends(said: Callable[[], Any], error: str) -> None:
+    joining = Joining(2)
+    joining.on_init(0, init_of(0))
+    with pytest.raises(EngineDead, match=error):
+        joining.on_init(1, said())
+    assert not joining.is_done
+
+
+def test_a_second_init_is_refused() -> None:
+    joining = Joining(2)
+    joining.on_init(0, init_of(0))
+    with pytest.raises(WireError, match="a second INIT"):
+        joining.on_init(0, init_of(1))
+    joining.on_init(1, init_of(3))
+    assert joining.merged().index == 3

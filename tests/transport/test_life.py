@@ -1,0 +1,209 @@
+"""What is left when a process is ended at any stage of its life: nothing. Real processes; see the folder life_scripts.
+
+The tables are process × stage × signal. The child's half runs in this process, the parent's in a script.
+"""
+
+import asyncio
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import anyio
+import psutil
+import pytest
+from transport.life_scripts.life import STAGES, Life
+from transport.life_scripts.watching import DEADLINE_S, Lines, Script, ends_of, health_is, is_dead, until_stopped
+
+from aioengine import Engine, ProcessOptions
+from aioengine.errors import EngineDead
+from aioengine.transport.addresses import PrivateFolder
+
+pytestmark = pytest.mark.usefixtures("no_stray_process", "runtime", "quiet_log")
+
+SIGNALS = {name: signal.Signals[name] for name in ("SIGTERM", "SIGINT", "SIGKILL", "SIGSTOP")}
+
+
+# The child
+
+KILLED = r"EngineDead: .*engine 0 \(pid \d+\) was killed by SIGKILL.*"
+TOLD_TO_END = r"EngineDead: the engine has ended: .*closed.*"
+EXITED = r"EngineDead: .*engine 0 \(pid \d+\) exited with code 0.*"
+CLOSED_HERE = "EngineClosed: .*"
+
+WHAT_CALLERS_HEAR = {
+    # The start, where there are no requests yet
+    ("spawned", "SIGTERM"): r"EngineDead: engine 0 \(pid \d+\) was killed by SIGTERM.*",
+    ("spawned", "SIGINT"): r"EngineDead: engine 0 \(pid \d+\) .*(SIGINT|KeyboardInterrupt).*",
+    ("spawned", "SIGKILL"): KILLED,
+    ("spawned", "SIGSTOP"): r"EngineDead: engine 0 \(local\) did not say HELLO.*",
+    ("loading", "SIGTERM"): EXITED,
+    ("loading", "SIGINT"): EXITED,
+    ("loading", "SIGKILL"): KILLED,
+    ("loading", "SIGSTOP"): r"EngineDead: engine 0 \(local\) was not ready within 1 s",
+    ("ready", "SIGTERM"): EXITED,
+    ("ready", "SIGINT"): EXITED,
+    ("ready", "SIGKILL"): KILLED,
+    ("ready", "SIGSTOP"): "EngineDead: nobody answers at .* within 1 s.*",
+    # Requests, and in "idle" one that comes later
+    ("idle", "SIGTERM"): TOLD_TO_END,
+    ("idle", "SIGINT"): TOLD_TO_END,
+    ("idle", "SIGKILL"): KILLED,
+    ("busy", "SIGTERM"): TOLD_TO_END,
+    ("busy", "SIGINT"): TOLD_TO_END,
+    ("busy", "SIGKILL"): KILLED,
+    ("busy", "SIGSTOP"): CLOSED_HERE,
+    ("asleep", "SIGTERM"): TOLD_TO_END,
+    ("asleep", "SIGINT"): TOLD_TO_END,
+    ("asleep", "SIGKILL"): KILLED,
+    ("asleep", "SIGSTOP"): CLOSED_HERE,
+    ("closing", "SIGTERM"): CLOSED_HERE,
+    ("closing", "SIGINT"): CLOSED_HERE,
+    ("closing", "SIGKILL"): CLOSED_HERE,
+    ("closing", "SIGSTOP"): CLOSED_HERE,
+}
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("stage", STAGES)
+async def test_an_engine_whose_process_gets(stage: str, number: str, runtime: Path) -> None:
+    lines = Lines()
+    life = Life(stage, says=lines.add, has_deadline=number == "SIGSTOP")
+    with anyio.fail_after(DEADLINE_S):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(life.run)
+            await lines.hears(f"at {stage}")
+            os.kill(life.child_pid, SIGNALS[number])
+            if number == "SIGSTOP" and stage != "spawned":
+                until_stopped(life.child_pid)
+            elif number == "SIGKILL" or (stage in ("ready", "idle") and number != "SIGSTOP"):
+                assert is_dead(life.child_pid)
+            if number == "SIGSTOP" and stage in ("idle", "busy", "asleep"):
+                assert life.engine is not None
+                await health_is(life.engine, "STALLED", "has not beaten")
+            began = time.monotonic()
+            life.go_on(is_told=number != "SIGSTOP")
+    took_s = time.monotonic() - began
+    print(f"{stage} × {number}: {took_s * 1000:.0f} ms to the end")
+    check_nothing_is_left(life.child_pid, runtime)
+    heard = WHAT_CALLERS_HEAR.get((stage, number))
+    if stage in ("spawned", "loading", "ready"):
+        assert heard is not None
+        assert re.fullmatch(f"start failed: {heard}", lines.said[-1]), lines.said
+    else:
+        assert lines.said[-1] == "closed"
+        ends = ends_of(lines.said)
+        assert len(ends) == {"idle": int(number != "SIGSTOP")}.get(stage, 2)
+        for end in ends.values():
+            assert heard is not None
+            assert len(end) == 1
+            assert re.fullmatch(heard, end[0]), end
+
+
+def check_nothing_is_left(child_pid: int, runtime: Path) -> None:
+    assert psutil.Process().children(recursive=True) == []  # zombies included
+    assert is_dead(child_pid)
+    assert os.listdir(runtime) == []
+
+
+# The parent
+
+
+MAY_LEAVE_A_FOLDER = {(stage, number) for stage in ("spawned", "loading", "ready") for number in ("SIGTERM", "SIGKILL")}
+"""A parent that nothing could run in any more, before it had attached: the next engine of this user removes it."""
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_script_with_an_engine_gets(stage: str, number: str, runtime: Path) -> None:
+    script = Script("transport.life_scripts.family", stage)
+    child_pid = int(script.hears(r"child (\d+)")[1])
+    script.hears(f"at {stage}")
+    script.process.send_signal(SIGNALS[number])
+    if number == "SIGSTOP":
+        until_stopped(script.process.pid)
+        assert psutil.pid_exists(child_pid)
+        script.process.send_signal(signal.SIGCONT)
+        script.go_on()
+    assert script.end() == (0 if number == "SIGSTOP" else -SIGNALS[number])
+    assert is_dead(child_pid)
+    ends = ends_of(script.said)
+    if number == "SIGSTOP":  # as if nothing had been
+        assert script.said[-1] == "closed"
+        expected = "EngineClosed: .*" if stage == "closing" else "finished"
+        assert len(ends) == {"idle": 1, "busy": 2, "asleep": 2, "closing": 2}.get(stage, 0)
+    else:
+        expected = "EngineClosed: .*"  # of SIGINT, by which all is closed in order
+        assert len(ends) == (2 if number == "SIGINT" and stage in ("busy", "asleep") else len(ends))
+    assert all(len(end) == 1 and re.fullmatch(expected, end[0]) for end in ends.values()), ends
+    check_files((stage, number), runtime)
+
+
+def check_files(cell: tuple[str, str], runtime: Path) -> None:
+    if cell in MAY_LEAVE_A_FOLDER:
+        assert len(os.listdir(runtime)) <= 1
+        with PrivateFolder():
+            assert len(os.listdir(runtime)) == 1
+    assert os.listdir(runtime) == []
+
+
+@pytest.mark.parametrize("stage", ["loading", "ready", "busy", "closing"])
+def test_a_script_is_killed_while_its_child_is_stopped(stage: str, runtime: Path) -> None:
+    script = Script("transport.life_scripts.family", stage)
+    child_pid = int(script.hears(r"child (\d+)")[1])
+    script.hears(f"at {stage}")
+    os.kill(child_pid, signal.SIGSTOP)
+    until_stopped(child_pid)
+    script.process.kill()
+    assert script.end() == -signal.SIGKILL
+    assert is_dead(child_pid)
+    check_files((stage, "SIGKILL"), runtime)
+
+
+async def test_what_a_killed_script_has_left_goes_with_the_next_engine(runtime: Path) -> None:
+    script = Script("transport.life_scripts.family", "ready")
+    script.hears("at ready")
+    script.process.kill()
+    script.end()
+    (folder,) = os.listdir(runtime)
+    assert is_dead(int(script.hears(r"child (\d+)")[1]))
+    assert "engine.sock" in os.listdir(runtime / folder)
+    async with Engine(process=ProcessOptions(executor="transport.life_scripts.devices:told")):
+        assert os.listdir(runtime) == []
+    assert os.listdir(runtime) == []
+
+
+# Soon
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV"])
+async def test_every_caller_hears_soon_that_the_process_was_killed(name: str) -> None:
+    took_ms = []
+    for _ in range(3):
+        ends: list[float] = []
+        num_streaming = 0
+
+        async def call(engine: Engine, number: int, ends: list[float] = ends) -> None:
+            nonlocal num_streaming
+            async with engine.stream([5, 6, 7 + number], max_tokens=2000, ignore_eos=True) as stream:
+                await anext(aiter(stream))
+                num_streaming += 1
+                with pytest.raises(EngineDead, match=f"was killed by {name}"):
+                    await stream.finish()
+            ends.append(time.monotonic())
+
+        async with Engine(process=ProcessOptions(executor="transport.life_scripts.devices:steady")) as engine:
+            with anyio.fail_after(DEADLINE_S):
+                async with anyio.create_task_group() as tasks:
+                    for number in range(64):
+                        tasks.start_soon(call, engine, number)
+                    while num_streaming < 64:  # noqa: ASYNC110
+                        await asyncio.sleep(0)
+                    (child,) = psutil.Process().children()
+                    began = time.monotonic()
+                    os.kill(child.pid, signal.Signals[name])
+            assert len(ends) == 64
+            took_ms.append((max(ends) - began) * 1000)
+    print(f"{name}: the last of 64 callers heard of it after {', '.join(f'{ms:.0f}' for ms in took_ms)} ms")
+    assert min(took_ms) < 1000  # 100 on a quiet machine

@@ -1,0 +1,181 @@
+"""Engines that serve others, and those others, ended at any moment; and the connections between them."""
+
+import contextlib
+import os
+import re
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+
+import anyio
+import pytest
+from transport.life_scripts.devices import VOCAB_SIZE
+from transport.life_scripts.serving import Forwarder, served
+from transport.life_scripts.watching import DEADLINE_S, Script, ends_of, health_is, until
+
+from aioengine import Engine
+from aioengine.errors import AioEngineError, EngineDead
+from aioengine.testing import FakeExecutor
+from aioengine.transport.server import EngineServer
+
+pytestmark = pytest.mark.usefixtures("no_stray_process", "runtime", "quiet_log")
+
+SIGNALS = {name: signal.Signals[name] for name in ("SIGTERM", "SIGINT", "SIGKILL", "SIGSTOP")}
+
+
+# An engine that serves others
+
+
+@contextlib.asynccontextmanager
+async def engine_command(address: str, *flags: str) -> AsyncIterator[Script]:
+    script = Script(
+        "aioengine", "engine", address, "--plugin", "transport.life_scripts.no_torch",
+        "--heartbeat-interval-s", "0.05", "--heartbeat-timeout-s", "0.2", *flags,
+    )  # fmt: skip
+    try:
+        await anyio.to_thread.run_sync(script.hears, f"serving at {re.escape(address)}")
+        yield script
+    finally:
+        script.process.kill()
+        await anyio.to_thread.run_sync(script.end)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+async def test_an_engine_command_with_two_front_ends_gets(number: str, runtime: Path) -> None:
+    address = f"ipc://{runtime}/engine.sock"
+    ends: list[str] = []
+
+    async def call(engine: Engine, num_tokens: int) -> None:
+        try:
+            output = await engine.generate([5, 6, 7], max_tokens=num_tokens, ignore_eos=True, seed=3)
+            ends.append(f"{len(output.outputs[0].token_ids)} tokens")
+        except AioEngineError as error:
+            ends.append(f"{type(error).__name__}: {error}")
+
+    async with (
+        engine_command(address) as script,
+        aclosing(await Engine.connect(address)) as one,
+        aclosing(await Engine.connect(address)) as other,
+    ):
+        await one.pause()  # what comes from now on is in flight until it is resumed
+        async with anyio.create_task_group() as tasks:
+            for engine in (one, other):
+                tasks.start_soon(call, engine, 20)
+                tasks.start_soon(call, engine, 20)
+            await until(lambda: other.health().waiting == 4)
+            script.process.send_signal(SIGNALS[number])
+            if number == "SIGSTOP":
+                for engine in (one, other):
+                    await health_is(engine, "STALLED", "has not beaten")
+                script.process.send_signal(signal.SIGCONT)
+                for engine in (one, other):
+                    await health_is(engine, "ALIVE", "")
+                await other.resume()
+        if number == "SIGSTOP":
+            assert ends == ["20 tokens"] * 4
+            script.process.terminate()
+        code = await anyio.to_thread.run_sync(script.process.wait, DEADLINE_S)
+        for engine in (one, other):
+            await health_is(engine, "DEAD", "was cut" if number == "SIGKILL" else "the engine has ended")
+    if number == "SIGKILL":
+        assert code == -signal.SIGKILL
+        assert ends == [f"EngineDead: the engine is gone: the connection to {address} was cut"] * 4
+        assert "engine.sock" in os.listdir(runtime)  # nobody was there to remove it: the next one there does
+        async with engine_command(address) as script, aclosing(await Engine.connect(address)):
+            script.process.terminate()
+            assert await anyio.to_thread.run_sync(script.process.wait, DEADLINE_S) == 0
+    else:
+        assert code == 0
+        told = "20 tokens" if number == "SIGSTOP" else "EngineDead: the engine has ended: .*closed.*"
+        assert len(ends) == 4
+        assert all(re.fullmatch(told, end) for end in ends), ends
+    assert os.listdir(runtime) == []
+
+
+def front_end_executor() -> FakeExecutor:
+    return FakeExecutor(vocab_size=VOCAB_SIZE, num_blocks=4096, max_model_len=2048, step_time_s=0.001)
+
+
+async def tokens_of(engine: Engine) -> list[int]:
+    output = await engine.generate([5, 6, 7], max_tokens=100, ignore_eos=True, seed=3)
+    return list(output.outputs[0].token_ids)
+
+
+async def until_running(server: EngineServer, number: int) -> None:
+    await until(lambda: server.core.scheduler.num_running == number)
+
+
+@pytest.mark.parametrize("number", ["SIGKILL", "SIGSTOP"])
+async def test_a_front_end_with_requests_gets(number: str, runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioengine.transport.session.MAX_UNREAD_MESSAGES", 200)
+    monkeypatch.setattr("aioengine.transport.session.BEHIND_MESSAGES", 100)
+    async with (
+        served(f"ipc://{runtime}/engine.sock", front_end_executor()) as server,
+        aclosing(await Engine.connect(server.address)) as other,
+    ):
+        tokens = await tokens_of(other)
+        script = Script("transport.life_scripts.caller", server.address)
+        await anyio.to_thread.run_sync(script.hears, "at busy")
+        await until_running(server, 2)
+        async with anyio.create_task_group() as tasks:
+            heard: list[list[int]] = []
+
+            async def ask() -> None:
+                heard.append(await tokens_of(other))
+
+            tasks.start_soon(ask)
+            script.process.send_signal(SIGNALS[number])
+            began = time.monotonic()
+            await until(lambda: len(server._sessions) == 1 and server.core.scheduler.num_running <= 1)
+            if number == "SIGKILL":
+                print(f"requests of a killed front end ended after {(time.monotonic() - began) * 1000:.1f} ms")
+        assert heard == [tokens]
+        assert await tokens_of(other) == tokens
+        assert server.core.is_idle
+        script.process.send_signal(signal.SIGCONT)
+        await anyio.to_thread.run_sync(script.end)
+        ends = ends_of(script.said)
+        if number == "SIGSTOP":
+            assert len(ends) == 2
+            told = r"EngineDead: .*(let this front end go|was cut|were lost).*"
+            assert all(len(end) == 1 and re.fullmatch(told, end[0]) for end in ends.values()), ends
+        assert other.health().status == "ALIVE"
+    assert os.listdir(runtime) == []
+
+
+@pytest.mark.parametrize("what", ["the way of requests", "the way of outputs", "both go silent"])
+async def test_a_connection_by_tcp_is_cut(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioengine.transport.server.TCP_HEARTBEAT_MS", 100)
+    monkeypatch.setattr("aioengine.transport.server.TCP_TIMEOUT_MS", 400)
+    beats = {"heartbeat_interval_s": 0.05, "heartbeat_timeout_s": 0.3}
+    async with (
+        served("tcp://127.0.0.1:*", front_end_executor(), **beats) as server,
+        aclosing(await Engine.connect(server.address)) as other,
+        Forwarder() as requests,
+        Forwarder() as outputs,
+    ):
+        requests.to(server.address)
+        with monkeypatch.context() as patch:
+            patch.setattr("aioengine.transport.link._reachable", lambda address, _: outputs.to(address))
+            far = await Engine.connect(requests.address)
+        with anyio.fail_after(DEADLINE_S):
+            assert await tokens_of(far) == await tokens_of(other)
+            async with aclosing(far), far.stream([1, 2], max_tokens=2000, ignore_eos=True) as stream:
+                await anext(aiter(stream))
+                began = time.monotonic()
+                if what == "both go silent":
+                    requests.be_silent()
+                    outputs.be_silent()
+                else:
+                    (requests if what == "the way of requests" else outputs).cut()
+                said = "has not been heard of" if what == "both go silent" else "was cut"
+                with pytest.raises(EngineDead, match=said):
+                    await stream.finish()
+                print(f"{what}: known after {(time.monotonic() - began) * 1000:.0f} ms")
+                assert far.health().status == "DEAD"
+                assert said in far.health().reason
+                await until_running(server, 0)
+            assert len(await tokens_of(other)) == 100
+        assert other.health().status == "ALIVE"

@@ -1,0 +1,303 @@
+"""Engines that start in processes of their own: shake hands with one or two, or fail and say why. Real processes."""
+
+import contextlib
+import logging
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import anyio
+import pytest
+import zmq
+from transport.life_scripts.watching import DEADLINE_S, Lines, Script
+
+from aioengine import Engine, ProcessOptions, demo
+from aioengine.config import EngineConfig
+from aioengine.errors import AioEngineError, ConfigError, EngineDead, ModelLoadError
+from aioengine.transport.child import TOKEN
+from aioengine.transport.handshake import Addresses, EngineState, Init, Welcome, welcome
+from aioengine.transport.keys import ZAP_ENDPOINT, Gate, ServerKeys
+from aioengine.transport.sockets import Channel
+from aioengine.transport.supervisor import Child, ChildSpec, Supervisor
+from aioengine.transport.wire import PROTOCOL_VERSION
+
+pytestmark = pytest.mark.usefixtures("no_stray_process", "runtime", "quiet_log")
+
+DEVICE = "transport.life_scripts.devices"
+
+
+class Hall:
+    """Somebody who waits for engines: a `Welcome` and its socket."""
+
+    def __init__(self, channel: Channel, address: str, machine: Welcome) -> None:
+        self.channel = channel
+        self.address = address
+        self.machine = machine
+        self.exits: deque[tuple[int, str]] = deque()
+
+    async def wait(self) -> None:
+        with anyio.fail_after(DEADLINE_S):
+            await welcome(self.channel, self.machine, time.monotonic, exits=self.exits)
+
+    def on_exit(self, child: Child) -> None:
+        self.exits.append((int(child.name.removeprefix("engine ")), child.describe_exit()))
+        self.channel.wake()
+
+
+@contextlib.asynccontextmanager
+async def hall(
+    address: str, serve: str | None, *, num_local: int = 0, num_remote: int = 0, keys: ServerKeys | None = None
+) -> AsyncIterator[Hall]:
+    """``serve``: where the engines are to serve, with their indices for {}."""
+
+    def make_init(index: int) -> Init:
+        return Init(
+            version=PROTOCOL_VERSION, index=index, num_engines=num_local + num_remote,
+            addresses=Addresses(serve=serve and serve.format(index)), config=EngineConfig(max_num_seqs=33),
+            executor=f"{DEVICE}:told",
+        )  # fmt: skip
+
+    machine = Welcome(
+        num_local=num_local, num_remote=num_remote, make_init=make_init, token="f00d",
+        now=time.monotonic(), start_timeout_s=DEADLINE_S,
+    )  # fmt: skip
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context.linger = 0
+    zap, gate = Channel(context.socket(zmq.ROUTER)), Gate()
+    zap.socket.bind(ZAP_ENDPOINT)
+    socket = context.socket(zmq.ROUTER)
+    if keys is not None:
+        gate.allow_keys("start", keys.clients.values())
+        keys.apply_server(socket, "start")
+    socket.bind(address)
+    channel = Channel(socket)
+    try:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(answer, zap, gate)
+            yield Hall(channel, socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0"), machine)
+            tasks.cancel_scope.cancel()
+    finally:
+        channel.close()
+        zap.close()
+        context.term()
+
+
+async def answer(zap: Channel, gate: Gate) -> None:
+    while True:
+        for peer, delimiter, *request in await zap.receive():
+            zap.send([peer, delimiter, *gate.decide(request)])
+
+
+def child_of(host: Hall, *more: str, index: int = 0, token: str = "f00d") -> ChildSpec:
+    return ChildSpec(
+        name=f"engine {index}",
+        module="aioengine.transport.child",
+        args=("--handshake", host.address, "--index", str(index), *more),
+        env={TOKEN: token},
+    )
+
+
+async def asks(address: str) -> None:
+    """The engine there does its work."""
+    async with aclosing(await Engine.connect(address)) as engine:
+        assert engine.config.max_num_seqs == 33
+        output = await engine.generate([5, 6, 7], max_tokens=3, ignore_eos=True)
+        assert len(output.outputs[0].token_ids) == 3
+
+
+def ready_at(host: Hall) -> list[str]:
+    """Where the engines serve, by their indices; what they offer is theirs."""
+    addresses = []
+    for engine in host.machine.engines:
+        assert engine.state is EngineState.READY
+        assert engine.ready is not None
+        assert (engine.ready.info.num_blocks, engine.ready.info.max_model_len) == (4096, 2048)
+        assert engine.ready.supported_tasks == ("generate",)
+        addresses.append(engine.ready.address)
+    return addresses
+
+
+# One handshake or two
+
+
+async def test_two_children_with_one_handshake_each(runtime: Path) -> None:
+    async with (
+        hall(f"ipc://{runtime}/start", f"ipc://{runtime}/engine.{{}}", num_local=2) as host,
+        Supervisor() as family,
+    ):
+        children = family.start([child_of(host, index=1), child_of(host, index=0)])
+        await host.wait()
+        assert [engine.pid for engine in host.machine.engines] == [children[1].pid, children[0].pid]
+        assert ready_at(host) == [f"ipc://{runtime}/engine.0", f"ipc://{runtime}/engine.1"]
+        for address in ready_at(host):
+            await asks(address)
+
+
+class Way(NamedTuple):
+    """To a front end that several engines share."""
+
+    address: str
+    server_keys: ServerKeys | None = None
+    folder: tuple[str, ...] = ()
+    """Of the keys, if there are some."""
+
+
+@pytest.fixture(params=["ipc", "tcp", "tcp with keys"])
+def way(request: pytest.FixtureRequest, runtime: Path, tmp_path: Path) -> Way:
+    if request.param == "ipc":
+        return Way(f"ipc://{runtime}/shared")
+    if request.param == "tcp":
+        return Way("tcp://127.0.0.1:*")
+    folder = str(tmp_path / "keys")
+    subprocess.run([sys.executable, "-m", "aioengine", "keys", folder], check=True, capture_output=True)
+    return Way("tcp://127.0.0.1:*", ServerKeys.load(folder), (folder,))
+
+
+async def test_a_child_shakes_hands_with_its_parent_and_with_whom_it_shares(way: Way, runtime: Path) -> None:
+    async with (
+        hall(way.address, "ipc:///not/this/one", num_remote=1, keys=way.server_keys) as shared,
+        hall(f"ipc://{runtime}/start", f"ipc://{runtime}/engine", num_local=1) as parent,
+        Supervisor() as family,
+    ):
+        keys = ("--keys", *way.folder) if way.folder else ()
+        family.start([child_of(parent, "--shared", shared.address, *keys)])
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(shared.wait)
+            tasks.start_soon(parent.wait)
+        assert ready_at(shared) == ready_at(parent) == [f"ipc://{runtime}/engine"]
+        assert [engine.is_local for engine in (*shared.machine.engines, *parent.machine.engines)] == [False, True]
+        await asks(f"ipc://{runtime}/engine")
+
+
+async def test_two_engine_commands_join_a_front_end(way: Way, runtime: Path) -> None:
+    addresses = [f"ipc://{runtime}/engine.{index}" for index in range(2)]
+    flags = ("--plugin", "transport.life_scripts.no_torch", "--max-num-seqs", "33")
+    keys = ("--join-keys", *way.folder) if way.folder else ()
+    async with hall(way.address, None, num_remote=2, keys=way.server_keys) as shared:
+        scripts = [
+            Script("aioengine", "engine", address, "--join", shared.address, *keys, *flags) for address in addresses
+        ]
+        await shared.wait()
+        assert sorted(ready_at(shared)) == addresses
+        for address in addresses:
+            await asks(address)
+        for script in scripts:
+            script.process.terminate()
+            assert await anyio.to_thread.run_sync(script.end) == 0
+    assert not [name for name in os.listdir(runtime) if name.startswith("engine")]
+
+
+async def test_a_child_that_is_turned_away_says_so_and_ends(runtime: Path) -> None:
+    async with hall(f"ipc://{runtime}/start", f"ipc://{runtime}/engine", num_local=1) as host, Supervisor() as family:
+        (child,) = family.start([child_of(host, token="beef")])
+        child.add_exit_callback(host.on_exit)
+        with pytest.raises(EngineDead, match=r"EngineDead: this engine was turned away: the token is another one"):
+            await host.wait()
+        assert child.returncode == 1
+        assert host.machine.num_refused == 2  # its HELLO, and its last words
+
+
+async def test_one_of_two_children_that_dies_ends_the_wait(runtime: Path) -> None:
+    async with (
+        hall(f"ipc://{runtime}/start", f"ipc://{runtime}/engine.{{}}", num_local=2) as host,
+        Supervisor() as family,
+    ):
+        children = family.start([child_of(host, index=index) for index in range(2)])
+        for child in children:
+            child.add_exit_callback(host.on_exit)
+        os.kill(children[1].pid, signal.SIGKILL)
+        with pytest.raises(EngineDead, match=r"engine 1 \(pid \d+\) was killed by SIGKILL"):
+            await host.wait()
+        assert host.machine.engines[1].state is EngineState.FAILED
+
+
+# Last words
+
+
+@pytest.fixture
+def lines() -> Any:
+    """What this side logs, children's lines included."""
+    lines = Lines()
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.add(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("aioengine").addHandler(handler)
+    yield lines
+    logging.getLogger("aioengine").removeHandler(handler)
+
+
+@pytest.mark.parametrize(
+    ("device", "error", "said"),
+    [
+        ("not_loading", ModelLoadError, "shard 3 of 7 is damaged"),
+        ("raising", EngineDead, "ZeroDivisionError: no device to divide by"),
+        ("exiting", EngineDead, r"engine 0 \(pid \d+\) exited with code 3.*"),
+        ("speaking", EngineDead, r"engine 0 \(pid \d+\) exited with code 1; its last words: the driver is too old .*"),
+        ("crashing", EngineDead, r"engine 0 .* was killed by SIGSEGV; its last words: Fatal Python error: Segm.*"),
+        ("cramped", ConfigError, "the KV cache holds 32 tokens, and one sequence may have max_model_len=2048: .*"),
+        ("not_there", ConfigError, f"{DEVICE}:not_there: {DEVICE} has no function not_there"),
+    ],
+)
+async def test_a_child_that_cannot_start_says_why(
+    device: str, error: type[AioEngineError], said: str, runtime: Path, lines: Lines
+) -> None:
+    took_ms = []
+    for _ in range(3):
+        lines.said.clear()
+        with pytest.raises(error) as caught:
+            await Engine.start(process=ProcessOptions(executor=f"{DEVICE}:{device}"))
+        known = time.monotonic()
+        assert type(caught.value) is error
+        assert re.fullmatch(said, str(caught.value)), str(caught.value)
+        ended = [float(line.split()[-1]) for line in lines.said if re.fullmatch(r"engine 0: at [\d.]+", line)]
+        took_ms += [(known - at) * 1000 for at in ended]
+        assert os.listdir(runtime) == []
+    if took_ms:
+        print(f"{device}: everything is closed {', '.join(f'{ms:.0f}' for ms in took_ms)} ms after it was over")
+        assert min(took_ms) < 1000
+
+
+@pytest.mark.parametrize(
+    ("plugin", "error", "said"),
+    [
+        ("transport.life_scripts.bad_plugin", EngineDead, "ValueError: this plugin was made for another version"),
+        (
+            "no_such_plugin",
+            ConfigError,
+            "no_such_plugin cannot be imported in the engine's process: No module .*",
+        ),
+    ],
+)
+async def test_a_plugin_that_cannot_be_imported(plugin: str, error: type[AioEngineError], said: str) -> None:
+    with pytest.raises(error) as caught:
+        await Engine.start(process=ProcessOptions(executor=f"{DEVICE}:told", plugins=(plugin,)))
+    assert re.fullmatch(said, str(caught.value)), str(caught.value)
+
+
+@pytest.fixture
+def model_without_weights(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    shutil.copytree(demo.model_path(), folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    return folder
+
+
+async def test_a_folder_without_a_model_is_found_out_before_there_is_a_child(tmp_path: Path, runtime: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"there is no folder .*/nothing"):
+        await Engine.start(tmp_path / "nothing", process=True)
+    assert os.listdir(runtime) == []
+
+
+async def test_what_torch_finds_wrong_in_the_child_is_told_here(model_without_weights: Path, runtime: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"safetensors"):
+        await Engine.start(model_without_weights, process=True)
+    with pytest.raises(ConfigError, match=r"kv_cache_memory_bytes"):
+        await Engine.start(process=True, kv_cache_memory_bytes=1)
+    assert not [name for name in os.listdir(runtime) if name.startswith("aioengine")]  # torch has its own there
