@@ -1,0 +1,301 @@
+"""A served engine, a front end that behaves and uses it all the while, and peers that do not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import functools
+import logging
+import os
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import anyio
+import zmq
+from transport.wire_samples import int32
+
+from aioengine import Engine
+from aioengine.config import EngineConfig
+from aioengine.core.plan import RowSampling
+from aioengine.core_api import Surroundings
+from aioengine.in_process import InProcess
+from aioengine.sampling_params import SamplingParams
+from aioengine.testing import FakeExecutor, sample_hash
+from aioengine.text.tokenizer import Tokenizer
+from aioengine.text.worker import TextWorker
+from aioengine.transport import wire
+from aioengine.transport.link import NEVER_MS
+from aioengine.transport.server import EngineServer
+from aioengine.transport.sockets import Channel, Monitor
+from aioengine.transport.wire import Attached, Message, Reader, Writer
+
+VOCAB_SIZE = 2048
+PATIENCE_S = 30
+
+_load_once = functools.cache(Tokenizer.load)
+
+
+def expected_tokens(prompt: Sequence[int], count: int, *, seed: int) -> list[int]:
+    """What the device continues a prompt with, whoever else uses it."""
+    ids, sampling = list(prompt), RowSampling(seed=seed)
+    for _ in range(count):
+        ids.append(sample_hash(ids, sampling, vocab_size=VOCAB_SIZE))
+    return ids[len(prompt) :]
+
+
+def params_of(**fields: Any) -> Any:
+    return wire.pack_params(SamplingParams(**{"ignore_eos": True, "detokenize": False, **fields}))
+
+
+def request(number: int, prompt: Sequence[int] = (1, 2, 3), *, max_tokens: int = 20, **fields: Any) -> tuple[Any, Any]:
+    """An `AddRequest` and its prompt."""
+    fields.setdefault("params", params_of())
+    body = wire.AddRequest(
+        **{"number": number, "seed": number, "max_total_tokens": len(prompt) + max_tokens, "request_id": "r", **fields}
+    )
+    return body, (int32(*prompt),)
+
+
+async def until(is_so: Callable[[], Any]) -> None:
+    with anyio.fail_after(PATIENCE_S):
+        while not is_so():  # noqa: ASYNC110 - ZMQ's threads and the engine set no event for this
+            await asyncio.sleep(0)
+
+
+def num_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+class Peer:
+    """A front end made of bare sockets, which says what it is told to."""
+
+    def __init__(self, address: str, *, name: str = "peer") -> None:
+        self.name = name
+        self._address = address
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.context.linger = 0
+        socket = self._make(zmq.DEALER)
+        self.monitor = Monitor(socket)
+        socket.connect(address)
+        self.requests = Channel(socket)
+        self.outputs: Channel | None = None
+        self.writer = Writer()
+        self.reader: Reader[Any] = Reader(wire.FromEngine)
+        self.numbers: list[int] = []
+        self.tokens: dict[int, list[int]] = {}
+        self.news: list[Message] = []
+
+    def say(self, body: Message, arrays: Any = ()) -> None:
+        self.requests.send([bytes(frame) for frame in self.writer.write(body, arrays)])
+
+    def say_raw(self, frames: Sequence[bytes]) -> None:
+        self.requests.send(list(frames))
+
+    async def answer(self) -> Message:
+        """The next answer on the socket of the requests."""
+        with anyio.fail_after(PATIENCE_S):
+            (frames,) = await self.requests.receive()
+        reader: Reader[Any] = Reader(wire.FromEngine)
+        body: Message = reader.read(frames)[0]
+        return body
+
+    async def attach(self) -> Attached:
+        self.say(wire.Attach(wire.PROTOCOL_VERSION, self.name))
+        attached = await self.answer()
+        assert isinstance(attached, Attached), attached
+        return attached
+
+    async def connect_outputs(self, attached: Attached, *, hwm: int = 1000) -> None:
+        socket, monitor = self.pull(attached, attached.password.encode(), hwm=hwm)
+        with anyio.fail_after(PATIENCE_S):
+            while not monitor.has_connected:
+                await monitor.look()
+        monitor.close()
+        self.outputs = Channel(socket)
+
+    def pull(self, attached: Attached, password: bytes | None, *, hwm: int = 1000) -> tuple[Any, Monitor]:
+        """A socket that asks for the outputs, and what becomes of it."""
+        socket = self._make(zmq.PULL)
+        socket.set_hwm(hwm)
+        if password is not None:
+            socket.plain_username, socket.plain_password = attached.username.encode(), password
+        monitor = Monitor(socket)
+        socket.connect(attached.output_address)
+        return socket, monitor
+
+    async def join(self, **options: Any) -> Attached:
+        attached = await self.attach()
+        await self.connect_outputs(attached, **options)
+        return attached
+
+    async def read(self) -> None:
+        """Take in what the engine has sent; it comes whole and in order, or the reader raises."""
+        assert self.outputs is not None
+        for frames in await self.outputs.receive():
+            body, arrays = self.reader.read(frames)
+            self.news.append(body)
+            if isinstance(body, wire.Outputs):
+                for number, token in zip(arrays[0].tolist(), arrays[1].tolist(), strict=True):
+                    self.tokens.setdefault(number, []).append(token)
+            if self.reader.due % 32 == 0:
+                self.say(wire.Acknowledge(self.reader.due - 1))
+
+    async def read_until(self, is_so: Callable[[], Any]) -> None:
+        with anyio.fail_after(PATIENCE_S):
+            while not is_so():
+                await self.read()
+
+    @property
+    def ended(self) -> dict[int, str]:
+        """The sequences that have ended, and why: a reason, or an error's type."""
+        ends: dict[int, str] = {}
+        for body in self.news:
+            if isinstance(body, wire.Outputs):
+                ends |= {ended.number: ended.finish_reason for ended in body.ended}
+                ends |= {failed.number: failed.fault.kind for failed in body.failed}
+        return ends
+
+    @property
+    def returned(self) -> dict[int, wire.Returned]:
+        return {body.call_id: body for body in self.news if isinstance(body, wire.Returned)}
+
+    def vanish(self) -> None:
+        self.monitor.close()
+        self.requests.close()
+        if self.outputs is not None:
+            self.outputs.close()
+        self.context.destroy(linger=0)
+
+    def _make(self, kind: int) -> Any:
+        socket = self.context.socket(kind)
+        socket.reconnect_ivl = NEVER_MS
+        return socket
+
+
+class Siege:
+    """What a test sees.
+
+    Attributes:
+        num_good: requests of the front end that behaves that have ended, with the right tokens.
+    """
+
+    good: Engine
+
+    def __init__(self, server: EngineServer, executor: FakeExecutor) -> None:
+        self.server = server
+        self.executor = executor
+        self.num_good = 0
+        self.is_over = self.has_stopped = False
+        self.peers: list[Peer] = []
+
+    def peer(self, **options: Any) -> Peer:
+        peer = Peer(self.server.address, **options)
+        self.peers.append(peer)
+        return peer
+
+    def let_all_go(self) -> None:
+        """All peers vanish; idempotent."""
+        for peer in self.peers:
+            peer.vanish()
+
+    @property
+    def num_refused(self) -> int:
+        return self.server.num_refused.total()
+
+    @property
+    def num_sessions(self) -> int:
+        """But for that of the front end that behaves."""
+        return len(self.server._sessions) - 1
+
+    async def is_unharmed(self) -> None:
+        """The server goes on: it has done with the peers' messages, and serves the one who behaves."""
+        before = self.num_good
+        await until(lambda: self.num_good >= before + 2)
+
+    async def generate_always(self) -> None:
+        index = 0
+        while not self.is_over:
+            prompt = [index % 1000 + 1, 5, 9]
+            output = await self.good.generate(prompt, max_tokens=12, seed=index, ignore_eos=True, detokenize=False)
+            assert output.outputs[0].token_ids == expected_tokens(prompt, 12, seed=index)
+            self.num_good += 1
+            index += 1
+        self.has_stopped = True
+
+
+@contextlib.contextmanager
+def _quick_and_quiet() -> Iterator[None]:
+    """Loading the tokenizer is most of a start's time; what is refused on purpose need not be printed."""
+    logger = logging.getLogger("aioengine")
+    logger.propagate = False
+    try:
+        with mock.patch.object(Tokenizer, "load", lambda folder: copy.copy(_load_once(folder))):
+            yield
+    finally:
+        logger.propagate = True
+
+
+@contextlib.asynccontextmanager
+async def besieged(address: str, *, num_blocks: int = 512, **config: Any) -> AsyncIterator[Siege]:
+    """A server on this loop with a good front end. At the end all peers go, and nothing of them must be left."""
+    with _quick_and_quiet():
+        async with _besieged(address, num_blocks=num_blocks, **config) as siege:
+            yield siege
+
+
+@contextlib.asynccontextmanager
+async def _besieged(address: str, *, num_blocks: int, **config: Any) -> AsyncIterator[Siege]:
+    zmq.Frame(bytes(2**17), copy=False)  # with the first one pyzmq starts a thread that it keeps
+    fds_before = num_fds()
+    executor = FakeExecutor(vocab_size=VOCAB_SIZE, num_blocks=num_blocks, max_model_len=4096)
+    worker = TextWorker()
+    around = Surroundings(worker, worker, on_room=lambda: None, num_outside=lambda: 0)
+    backend = InProcess(EngineConfig(**{"heartbeat_interval_s": 0.05, **config}), executor, around)
+    files = await backend.find_model()
+    await backend.open()
+    server = EngineServer(backend.core, address, model_path=files.path)
+    await server.open()
+    siege = Siege(server, executor)
+    try:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(server.serve)
+            siege.good = await Engine.connect(server.address)
+            tasks.start_soon(siege.generate_always)
+            await until(lambda: siege.num_good)
+            yield siege
+            await siege.is_unharmed()
+            siege.let_all_go()
+            await until(lambda: siege.num_sessions == 0)
+            await siege.is_unharmed()
+            siege.is_over = True
+            await until(lambda: siege.has_stopped)
+            await _assert_nothing_is_left(server)
+            await siege.good.aclose()
+            await until(lambda: not server._sessions)
+            tasks.cancel_scope.cancel()
+    finally:
+        siege.let_all_go()
+    await backend.aclose()
+    await worker.aclose()
+    await until(lambda: num_fds() <= fds_before)
+
+
+async def _assert_nothing_is_left(server: EngineServer) -> None:
+    core = server.core
+    await until(lambda: not core._live and not core._in_flight)
+    (session,) = server._sessions.values()
+    assert not session.followers
+    assert (session.num_unstarted, session.num_calls) == (0, 0)
+    core.scheduler.check_integrity()
+    stats = core.stats()
+    assert (stats.running, stats.waiting, stats.blocked) == (0, 0, 0)
+    assert stats.free_blocks == stats.num_blocks
+    assert not server._gate._credentials
+    assert core.death is None
+
+
+def address_in(folder: Path, scheme: str) -> str:
+    return f"ipc://{folder}/engine" if scheme == "ipc" else "tcp://127.0.0.1:*"

@@ -1,0 +1,147 @@
+"""Errors on the wire: what each type is on the other side."""
+
+from __future__ import annotations
+
+import errno
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioengine import errors
+from aioengine.transport import faults
+from aioengine.transport.faults import MAX_DUMP_CHARS, MAX_MESSAGE_CHARS, Fault, to_error, to_fault
+
+OWN_ERRORS = [
+    errors.InvalidRequest("bad", param="stop"),
+    errors.InvalidRequest("bad"),
+    errors.PromptTooLong(9000, 8192, is_lower_bound=True),
+    errors.ConfigError("bad config"),
+    errors.ModelLoadError("no model"),
+    errors.EngineOverloaded("full", retry_after_s=2.5),
+    errors.StepFailed("a step failed", dump="the plan"),
+    errors.EngineClosed("closed"),
+    errors.EngineDead("dead", dump="last words"),
+    errors.WireError("foreign"),
+    errors.InternalError("our bug"),
+]
+PLAIN_ERRORS = [
+    ArithmeticError("a"), AttributeError("b"), AssertionError("c"), EOFError("d"), IndexError("e"), LookupError("f"),
+    MemoryError("g"), NotImplementedError("h"), OverflowError("i"), RuntimeError("j"), TypeError("k"), ValueError("l"),
+    ZeroDivisionError("m"),
+]  # fmt: skip
+
+
+def there_and_back(error: BaseException) -> Exception:
+    raw = msgspec.msgpack.encode(to_fault(error))
+    return to_error(msgspec.msgpack.decode(raw, type=Fault))
+
+
+class TestFaults:
+    @pytest.mark.parametrize("error", [*OWN_ERRORS, *PLAIN_ERRORS], ids=lambda error: type(error).__name__)
+    def test_an_error_is_what_it_was(self, error: Exception) -> None:
+        back = there_and_back(error)
+        assert type(back) is type(error)
+        assert str(back) == str(error)
+        assert vars(back) == vars(error)
+
+    def test_each_of_our_own_types_is_tried(self) -> None:
+        own = {kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)}
+        assert own - {type(error) for error in OWN_ERRORS} <= {errors.AioEngineError}
+
+    @pytest.mark.parametrize("kind", [FileNotFoundError, PermissionError, OSError, ConnectionResetError])
+    def test_an_os_error_keeps_number_and_file(self, kind: type[OSError]) -> None:
+        error = kind(errno.EIO, "it broke", "/some/file")
+        back = there_and_back(error)
+        assert type(back) is kind
+        assert isinstance(back, OSError)
+        assert (back.errno, back.strerror, back.filename) == (errno.EIO, "it broke", "/some/file")
+
+    @pytest.mark.parametrize(("number", "kind"), [(errno.ENOENT, FileNotFoundError), (errno.ENOSPC, OSError)])
+    def test_the_system_s_own(self, number: int, kind: type[OSError]) -> None:
+        back = there_and_back(OSError(number, "so it says", "/x"))
+        assert type(back) is kind
+        assert isinstance(back, OSError)
+        assert back.errno == number
+
+    def test_an_os_error_without_a_number(self) -> None:
+        back = there_and_back(OSError("just words"))
+        assert type(back) is OSError
+        assert "just words" in str(back)
+
+    def test_an_error_of_the_user_s_own_says_what_it_was(self) -> None:
+        class MyError(Exception):
+            pass
+
+        back = there_and_back(MyError("in my function"))
+        assert type(back) is RuntimeError
+        assert str(back) == "MyError: in my function"
+
+    def test_an_error_of_the_user_s_own_with_attributes_of_the_same_names(self) -> None:
+        class MyError(Exception):
+            def __init__(self, text: str) -> None:
+                super().__init__(text)
+                self.param, self.dump, self.retry_after_s = ["no", "text"], None, "soon"
+
+        assert str(there_and_back(MyError("odd"))) == "MyError: odd"
+
+    def test_a_class_of_the_user_s_that_only_has_a_known_name(self) -> None:
+        class FileNotFoundError(ValueError):  # noqa: A001
+            pass
+
+        back = there_and_back(FileNotFoundError("mine"))
+        assert isinstance(back, Exception)
+        assert "mine" in str(back)
+
+    def test_an_error_that_cannot_say_what_it_is(self) -> None:
+        class MyError(Exception):
+            def __str__(self) -> str:
+                raise ValueError("not even this")
+
+        assert str(there_and_back(MyError())).startswith("MyError: ")
+
+    @pytest.mark.parametrize("arguments", [("a", "b"), (1, 2), (2**70, "x"), (2, "x", 3), (2, "x", b"/f"), ()])
+    def test_an_os_error_made_of_anything(self, arguments: tuple[Any, ...]) -> None:
+        assert isinstance(there_and_back(OSError(*arguments)), OSError)
+
+    def test_text_that_has_no_utf_8_form(self) -> None:
+        name = "file-\udcff"
+        assert str(there_and_back(ValueError(name))) == "file-?"
+        assert str(there_and_back(errors.StepFailed(name, dump=name))) == "file-?"
+        back = there_and_back(OSError(errno.ENOENT, name, name))
+        assert isinstance(back, FileNotFoundError)
+        assert back.filename == "file-?"
+
+    @pytest.mark.parametrize("kind", sorted(faults._OS_ERRORS))
+    def test_every_os_error_of_python_s(self, kind: str) -> None:
+        back = there_and_back(faults._OS_ERRORS[kind](errno.EIO, "it broke"))
+        assert type(back) is faults._OS_ERRORS[kind]
+        assert isinstance(back, OSError)
+        assert back.errno == errno.EIO
+
+    def test_a_key_error_is_a_key_error(self) -> None:
+        assert isinstance(there_and_back(KeyError("missing")), KeyError)
+
+    @pytest.mark.parametrize(
+        "kind", ["", "NoSuchThing", "SystemExit", "KeyboardInterrupt", "AioEngineErrors", "Any", "__builtins__", "eval"]
+    )
+    def test_an_unknown_kind_is_our_bug(self, kind: str) -> None:
+        back = to_error(Fault(kind, "words"))
+        assert type(back) is errors.InternalError
+        assert str(back) == f"{kind}: words"
+
+    def test_texts_are_cut(self) -> None:
+        fault = to_fault(errors.StepFailed("m" * 2 * MAX_MESSAGE_CHARS, dump="d" * 2 * MAX_DUMP_CHARS))
+        assert len(fault.message) <= MAX_MESSAGE_CHARS
+        assert len(fault.dump) <= MAX_DUMP_CHARS
+        assert len(to_fault(OSError(errno.EIO, "x" * 2 * MAX_MESSAGE_CHARS)).message) <= MAX_MESSAGE_CHARS
+
+    @given(st.builds(Fault))
+    def test_any_fault_makes_an_error(self, fault: Fault) -> None:
+        assert isinstance(to_error(fault), Exception)
+
+    @pytest.mark.parametrize("kind", sorted({*(type(error).__name__ for error in OWN_ERRORS), "OSError", "ValueError"}))
+    def test_a_fault_with_nothing_but_its_kind(self, kind: str) -> None:
+        assert isinstance(to_error(Fault(kind, "")), Exception)

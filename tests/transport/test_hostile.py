@@ -1,0 +1,358 @@
+"""Peers that do what they should not, beside one that behaves: it gets its tokens, and nothing of theirs is left."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+from transport import wire_samples
+from transport.siege import (
+    Peer,
+    address_in,
+    besieged,
+    expected_tokens,
+    params_of,
+    request,
+    until,
+)
+from transport.wire_samples import DIRECTIONS, frames_of
+
+from aioengine import control as c
+from aioengine.transport import server as server_module
+from aioengine.transport import wire
+from aioengine.transport.wire import PROTOCOL_VERSION, Refused
+
+pack = msgspec.msgpack.encode
+
+both_ways = pytest.mark.parametrize("scheme", ["ipc", "tcp"])
+
+
+@pytest.fixture
+def address(tmp_path_factory: pytest.TempPathFactory, scheme: str) -> str:
+    return address_in(tmp_path_factory.mktemp("s"), scheme)
+
+
+def attach_frames(number: int = 0, version: int = PROTOCOL_VERSION) -> list[bytes]:
+    return frames_of(wire_samples.Sample("", wire.Attach(version, "x")), number)
+
+
+ADD = frames_of(wire_samples.FROM_FRONT_END[2])
+
+STRANGE: dict[str, list[list[bytes]]] = {
+    "nothing": [[b""]],
+    "no msgpack": [[b"\xc1"]],
+    "text": [[b"GET / HTTP/1.0"]],
+    "a header cut short": [[attach_frames()[0][:-1]]],
+    "a header with more behind": [[attach_frames()[0] + b"\x00"]],
+    "a frame too many": [[*attach_frames(), b"extra"]],
+    "frames without end": [[attach_frames()[0], *[b"x"] * 1000]],
+    "a request before all": [ADD],
+    "a request without its prompt": [ADD[:1]],
+    "a request with half a token": [[ADD[0], b"\x01\x02"]],
+    "a farewell before all": [frames_of(wire_samples.Sample("", wire.Detach()))],
+    "a later number": [attach_frames(5)],
+    "a declared length": [[b"\x92\x00\x94\x03\xdd\xff\xff\xff\xff"]],
+    "a deep nesting": [[b"\x92\x00\x93\x05\x00" + b"\x91" * 500_000 + b"\xc0"]],
+    "a name without end": [[pack([0, [1, PROTOCOL_VERSION, "n" * 100_000]])]],
+    "an engine's messages": [frames_of(sample) for sample in wire_samples.FROM_ENGINE[2:7]],
+    "a handshake": [frames_of(sample) for _, samples in list(DIRECTIONS.values())[2:] for sample in samples[1:]],
+}
+
+
+@both_ways
+class TestBeforeAttaching:
+    @pytest.mark.parametrize("what", STRANGE)
+    async def test_what_is_no_attach_is_refused_and_counted(self, address: str, what: str) -> None:
+        async with besieged(address) as siege:
+            peer = siege.peer()
+            for frames in STRANGE[what]:
+                peer.say_raw(frames)
+            await until(lambda: siege.num_refused == len(STRANGE[what]))
+            assert siege.num_sessions == 0
+            await peer.join()  # nothing that was refused counts
+
+    async def test_another_version(self, address: str) -> None:
+        async with besieged(address) as siege:
+            peer = siege.peer()
+            peer.say_raw(attach_frames(version=99))
+            answer = await peer.answer()
+            assert answer == Refused(PROTOCOL_VERSION, f"this engine speaks version {PROTOCOL_VERSION} of its protocol")
+            assert siege.num_sessions == 0
+            await peer.join()
+
+    async def test_a_frame_that_is_too_large_ends_the_connection(
+        self, address: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(server_module, "MAX_FRAME_BYTES", 2**20)
+        async with besieged(address) as siege:
+            peer = siege.peer()
+            await peer.join()
+            peer.say_raw([b"x" * 2**21])
+            with anyio.fail_after(30):
+                while not peer.monitor.is_gone:
+                    await peer.monitor.look()
+
+    async def test_many_that_are_forgotten_again(self, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(server_module, "MAX_READERS", 16)
+        async with besieged(address) as siege:
+            for _ in range(50):
+                siege.peer().say_raw([b"?"])
+            await until(lambda: siege.num_refused == 50)
+            assert len(siege.server._readers) <= 16
+            await siege.peers[0].join()
+
+
+@both_ways
+class TestInASession:
+    async def test_a_second_attach(self, address: str) -> None:
+        async with besieged(address) as siege:
+            peer = siege.peer()
+            await peer.join()
+            peer.say(wire.Attach(PROTOCOL_VERSION))
+            await until(lambda: siege.num_refused == 1)
+            assert siege.num_sessions == 1
+            await self._is_served(peer, 0)
+
+    async def _is_served(self, peer: Peer, number: int) -> None:
+        peer.say(*request(number))
+        await peer.read_until(lambda: number in peer.ended)
+        assert peer.tokens[number] == expected_tokens([1, 2, 3], 20, seed=number)
+
+    async def test_malformed_messages_between_good_ones(self, address: str) -> None:
+        async with besieged(address) as siege:
+            peer = siege.peer()
+            await peer.join()
+            refused = [frames for name, each in STRANGE.items() if name != "a later number" for frames in each]
+            for number, frames in enumerate(refused):
+                peer.say_raw(frames)
+                await self._is_served(peer, number)
+            assert siege.num_refused == len(refused)
+
+    async def test_replayed_messages(self, address: str) -> None:
+        async with besieged(address) as siege:
+            peer = siege.peer()
+            await peer.join()
+            frames = [bytes(frame) for frame in peer.writer.write(*request(0))]
+            for _ in range(5):
+                peer.say_raw(frames)
+            await peer.read_until(lambda: 0 in peer.ended)
+            peer.say_raw(frames)
+            peer.say_raw(attach_frames())
+            await until(lambda: siege.server.num_refused["out of turn"] == 6)
+            await self._is_served(peer, 1)
+            assert peer.tokens[0] == expected_tokens([1, 2, 3], 20, seed=0)
+
+    async def test_reordered_messages_are_lost_ones(self, address: str) -> None:
+        """What is missing cannot be had again: the session ends, and says so."""
+        async with besieged(address) as siege:
+            peer = siege.peer()
+            await peer.join()
+            peer.say(*request(0, max_tokens=1000))
+            first, second = (peer.writer.write(wire.Allow(0, 5)) for _ in range(2))
+            peer.say_raw(second)
+            peer.say_raw(first)
+            await peer.read_until(lambda: isinstance(peer.news[-1:] and peer.news[-1], wire.Ending))
+            ending = peer.news[-1]
+            assert isinstance(ending, wire.Ending)
+            assert "messages of it were lost" in ending.fault.message
+            await until(lambda: siege.num_sessions == 0)
+            assert siege.server.num_refused["out of turn"] == 1
+
+    @pytest.mark.parametrize(
+        ("fields", "kind"),
+        [
+            ({"params": msgspec.Raw(pack({"temperature": 9.0}))}, "InvalidRequest"),
+            ({"params": msgspec.Raw(pack("no params"))}, "InvalidRequest"),
+            ({"params": msgspec.Raw(b"\x81\xa4stop\xa1\xff")}, "InvalidRequest"),
+            ({"params": params_of(n=2**31 - 1, temperature=1.0)}, "InvalidRequest"),
+            ({"params": params_of(allowed_token_ids=(2**31 - 1,))}, "InvalidRequest"),
+            ({"max_total_tokens": 3}, "InvalidRequest"),
+            ({"max_total_tokens": 2**63}, "InvalidRequest"),
+            ({"max_total_tokens": -(2**63)}, "InvalidRequest"),
+            ({"seed": 2**64 - 1, "priority": 2**63 - 1}, "InvalidRequest"),
+            ({"bad_words": ((),)}, "InvalidRequest"),
+            ({"bad_words": ((-1,),)}, "InvalidRequest"),
+            ({"bad_words": ((1,),) * 100_000}, "InvalidRequest"),
+            ({"cache_salt": "s" * 1_000_000}, "InvalidRequest"),
+            ({"request_id": "i" * 1_000_000}, "InvalidRequest"),
+            ({"prompt": ()}, "InvalidRequest"),
+            ({"prompt": (-1,)}, "InvalidRequest"),
+            ({"prompt": (2**31 - 1,)}, "InvalidRequest"),
+            ({"prompt": (1,) * 5000}, "PromptTooLong"),
+        ],
+    )
+    async def test_a_bad_request_fails_alone(self, address: str, fields: dict[str, Any], kind: str) -> None:
+        async with besieged(address) as siege:
+            peer = siege.peer()
+            await peer.join()
+            peer.say(*request(7, **fields))
+            await peer.read_until(lambda: 7 in peer.ended)
+            assert peer.ended == {7: kind}
+            await self._is_served(peer, 8)
+            assert siege.num_refused == 0
+
+    @pytest.mark.parametrize("number", [-1, 2**31, 2**64 - 1])
+    async def test_numbers_that_cannot_be(self, address: str, number: int) -> None:
+        async with besieged(address) as siege:
+            peer = siege.peer()
+            await peer.join()
+            body, arrays = request(number, seed=1, params=params_of(n=2, temperature=1.0))
+            frames = peer.writer.write(body, arrays)
+            peer.writer.number -= 1
+            peer.say_raw([bytes(frame) for frame in frames])
+            await until(lambda: siege.num_refused == 1)
+            await self._is_served(peer, 0)
+
+    async def test_a_number_that_is_taken(self, address: str) -> None:
+        """Another request of the same number does not disturb the one that is here."""
+        async with besieged(address) as siege:
+            peer = siege.peer()
+            await peer.join()
+            peer.say(*request(0, max_tokens=200))
+            for seed in (5, 6):
+                peer.say(*request(0, seed=seed))
+            await peer.read_until(lambda: 0 in peer.ended)
+            assert peer.tokens[0] == expected_tokens([1, 2, 3], 200, seed=0)
+
+    async def test_families_that_overlap(self, address: str) -> None:
+        async with besieged(address) as siege:
+            peer = siege.peer()
+            await peer.join()
+            peer.say(*request(1, max_tokens=200))
+            peer.say(*request(0, params=params_of(n=3, temperature=1.0)))
+            await peer.read_until(lambda: {0, 1, 2} <= peer.ended.keys())
+            assert peer.ended == {0: "InvalidRequest", 1: "length", 2: "InvalidRequest"}
+            assert peer.tokens[1] == expected_tokens([1, 2, 3], 200, seed=1)
+
+    async def test_numbers_of_two_front_ends_may_be_the_same(self, address: str) -> None:
+        async with besieged(address) as siege:
+            peers = [siege.peer() for _ in range(3)]
+            for peer in peers:
+                await peer.join()
+            for seed, peer in enumerate(peers):
+                peer.say(*request(0, seed=seed, max_tokens=100))
+            for seed, peer in enumerate(peers):
+                await peer.read_until(lambda peer=peer: 0 in peer.ended)  # type: ignore[misc]
+                assert peer.tokens == {0: expected_tokens([1, 2, 3], 100, seed=seed)}
+
+    async def test_ends_and_allowances_of_what_is_not_there(self, address: str) -> None:
+        async with besieged(address) as siege:
+            peer = siege.peer()
+            await peer.join()
+            peer.say(wire.Finish([0, -1, 2**31, 2**63, 7] * 1000, "abort"))
+            peer.say(wire.Finish([], "stop", "a word"))
+            peer.say(wire.Allow(0, 5))
+            peer.say(wire.Allow(2**63, -(2**63)))
+            await self._is_served(peer, 0)
+
+    async def test_part_of_a_family_may_be_ended(self, address: str) -> None:
+        async with besieged(address) as siege:
+            peer = siege.peer()
+            await peer.join()
+            for first, ended in ((0, [1]), (10, [10]), (20, [22, 20]), (30, [30, 31, 32])):
+                peer.say(*request(first, params=params_of(n=3, temperature=1.0)))
+                peer.say(wire.Finish(ended, "abort"))
+                await peer.read_until(lambda first=first: {first, first + 1, first + 2} <= peer.ended.keys())  # type: ignore[misc]
+
+    async def test_what_was_not_sent_cannot_be_acknowledged(self, address: str) -> None:
+        async with besieged(address) as siege:
+            peer = siege.peer()
+            await peer.join()
+            for number in (10**6, 2**63):
+                peer.say(wire.Acknowledge(number))
+            peer.say(wire.Acknowledge(-1))
+            await until(lambda: siege.num_refused == 2)
+            await self._is_served(peer, 0)
+
+    async def test_more_waiting_requests_than_are_allowed(self, address: str) -> None:
+        async with besieged(address, max_waiting=8, max_num_seqs=4) as siege:
+            peer = siege.peer()
+            await peer.join()
+            for number in range(100):
+                peer.say(*request(number, max_tokens=50))
+            await peer.read_until(lambda: len(peer.ended) == 100)
+            assert set(peer.ended.values()) == {"length", "EngineOverloaded"}
+            assert list(peer.ended.values()).count("length") >= 8
+
+
+@both_ways
+class TestControlCalls:
+    async def test_an_unknown_or_failing_call_fails_its_caller_only(self, address: str) -> None:
+        async with besieged(address) as siege:
+            peer = siege.peer()
+            await peer.join()
+            calls = [pack(["Explode"]), pack(["Pause", "never"]), b"\xc1", pack(["CollectiveRpc", "no such function"])]
+            for call_id, raw in enumerate(calls):
+                if raw == b"\xc1":  # no msgpack, so no message
+                    peer.say_raw([peer.writer.write(wire.CallControl(call_id, msgspec.Raw(raw)))[0]])
+                    peer.writer.number -= 1
+                else:
+                    peer.say(wire.CallControl(call_id, msgspec.Raw(raw)))
+            await peer.read_until(lambda: len(peer.returned) == 3)
+            for returned in peer.returned.values():
+                assert returned.fault is not None
+                assert returned.fault.kind == "InvalidRequest"
+            assert siege.num_refused == 1
+
+    async def test_a_call_whose_failure_is_odd(self, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Odd(Exception):
+            dump = 5
+
+            def __str__(self) -> str:
+                raise RuntimeError("not even a text")
+
+        async def fail(control: Any) -> Any:
+            raise Odd
+
+        async with besieged(address) as siege:
+            monkeypatch.setattr(siege.server.core, "call", fail)
+            peer = siege.peer()
+            await peer.join()
+            peer.say(wire.CallControl(1, wire.pack_control(c.IsSleeping())[0]))
+            await peer.read_until(lambda: 1 in peer.returned)
+            fault = peer.returned[1].fault
+            assert fault is not None
+            assert fault.kind == "RuntimeError"
+
+    @pytest.mark.parametrize(
+        "result", [object(), 2**70, "\udcff", {1: {2: object()}}], ids=["object", "int", "text", "deep"]
+    )
+    async def test_a_result_that_cannot_be_sent(
+        self, address: str, result: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async def succeed(control: Any) -> Any:
+            return result
+
+        async with besieged(address) as siege:
+            monkeypatch.setattr(siege.server.core, "call", succeed)
+            peer = siege.peer()
+            await peer.join()
+            peer.say(wire.CallControl(1, wire.pack_control(c.IsSleeping())[0]))
+            await peer.read_until(lambda: 1 in peer.returned)
+            fault = peer.returned[1].fault
+            assert fault is not None
+            assert fault.kind == "InvalidRequest"
+            peer.say(wire.CallControl(2, msgspec.Raw(pack(["Explode"]))))
+            await peer.read_until(lambda: 2 in peer.returned)  # no number was left out
+
+    async def test_calls_under_way_are_bounded(self, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        gate, num_inside = asyncio.Event(), 0
+
+        async def wait(control: Any) -> Any:
+            nonlocal num_inside
+            num_inside += 1
+            await gate.wait()
+
+        async with besieged(address) as siege:
+            monkeypatch.setattr(siege.server.core, "call", wait)
+            peer = siege.peer()
+            await peer.join()
+            for call_id in range(300):
+                peer.say(wire.CallControl(call_id, wire.pack_control(c.IsSleeping())[0]))
+            await peer.read_until(lambda: len(peer.returned) == 300 - server_module.MAX_CALLS)
+            assert num_inside == server_module.MAX_CALLS
+            gate.set()
+            await peer.read_until(lambda: len(peer.returned) == 300)

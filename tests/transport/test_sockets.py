@@ -1,0 +1,406 @@
+"""Sockets on a loop: nothing is lost, nobody is starved, and what is lent to ZMQ comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+import zmq
+
+from aioengine.transport.sockets import RECEIVE_BATCH, ZERO_COPY_BYTES, Channel, SendBuffers, size_of
+
+on_both_loops = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
+
+Context = zmq.Context[zmq.Socket[bytes]]
+
+LARGE = 2 * ZERO_COPY_BYTES
+
+
+@pytest.fixture
+def context() -> Iterator[Context]:
+    with zmq.Context() as context:
+        context.linger = 0
+        yield context
+        context.destroy(linger=0)
+
+
+@pytest.fixture
+async def join(context: Context) -> AsyncIterator[Callable[..., tuple[Channel, Channel]]]:
+    """``join(zmq.PUSH, zmq.PULL, hwm=...)``: two channels, connected to each other, that are closed at the end."""
+    channels: list[Channel] = []
+
+    def make(one: int, other: int, *, hwm: int = 1000, scheme: str = "tcp") -> tuple[Channel, Channel]:
+        sockets = [context.socket(one), context.socket(other)]
+        for socket in sockets:
+            socket.set_hwm(hwm)
+        sockets[1].bind("inproc://pair" if scheme == "inproc" else "tcp://127.0.0.1:*")
+        sockets[0].connect(sockets[1].getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0"))
+        made = [Channel(socket) for socket in sockets]
+        channels.extend(made)
+        return made[0], made[1]
+
+    yield make
+    for channel in channels:
+        channel.close()
+
+
+async def receive(channel: Channel, count: int) -> list[list[bytes]]:
+    messages: list[list[bytes]] = []
+    with anyio.fail_after(30):
+        while len(messages) < count:
+            messages += await channel.receive()
+    return messages
+
+
+async def until(is_so: Callable[[], Any]) -> None:
+    with anyio.fail_after(30):
+        while not is_so():  # noqa: ASYNC110 - other threads of ZMQ's set no event
+            await asyncio.sleep(0)
+
+
+def let_sends_look() -> None:
+    """ZMQ looks for news in a send only where it has not done so for a millisecond or so, by the CPU's clock."""
+    begin = time.perf_counter()
+    while time.perf_counter() < begin + 0.005:
+        pass
+
+
+def numbered(count: int) -> list[list[bytes]]:
+    return [[b"%d" % n, b"x" * (n % 7)] for n in range(count)]
+
+
+@on_both_loops
+class TestOrder:
+    @pytest.mark.parametrize("kinds", [(zmq.PUSH, zmq.PULL), (zmq.DEALER, zmq.DEALER), (zmq.PAIR, zmq.PAIR)])
+    async def test_messages_come_in_the_order_in_which_they_were_sent(self, join: Any, kinds: tuple[int, int]) -> None:
+        sender, receiver = join(*kinds)
+        for message in numbered(500):
+            sender.send(message)
+        assert await receive(receiver, 500) == numbered(500)
+
+    async def test_also_when_most_had_to_wait(self, join: Any) -> None:
+        sender, receiver = join(zmq.PUSH, zmq.PULL, hwm=1)
+        for message in numbered(2000):
+            sender.send(message)
+        assert sender.num_backlog > 0
+        assert await receive(receiver, 2000) == numbered(2000)
+        assert sender.num_backlog == 0
+
+    async def test_a_message_that_is_sent_while_others_wait_waits_behind_them(self, join: Any) -> None:
+        sender, receiver = join(zmq.PUSH, zmq.PULL, hwm=1)
+        messages = numbered(300)
+        for message in messages[:200]:
+            sender.send(message)
+        received = await receive(receiver, 50)
+        for message in messages[200:]:
+            sender.send(message)
+        assert received + await receive(receiver, 300 - len(received)) == messages
+
+    async def test_a_peer_that_comes_late_finds_all(self, context: Context) -> None:
+        push, pull = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+        push.bind("tcp://127.0.0.1:*")
+        sender = Channel(push)
+        for message in numbered(100):
+            sender.send(message)
+        assert sender.num_backlog == 100
+        receiver = Channel(pull)
+        pull.connect(push.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0"))
+        assert await receive(receiver, 100) == numbered(100)
+        assert sender.num_backlog == 0
+        sender.close()
+        receiver.close()
+
+
+@on_both_loops
+class TestBounds:
+    async def test_try_send_says_when_the_socket_takes_no_more(self, context: Context) -> None:
+        push = context.socket(zmq.PUSH)
+        push.bind("tcp://127.0.0.1:*")
+        channel = Channel(push)
+        header = channel.buffers.take()
+        assert not channel.try_send([header])
+        assert channel.num_backlog == 0
+        assert channel.buffers.take() is header
+        channel.close()
+
+    async def test_a_header_that_waits_is_a_copy(self, join: Any) -> None:
+        sender, receiver = join(zmq.PUSH, zmq.PULL, hwm=1)
+        for number in range(500):
+            header = sender.buffers.take()
+            header[:] = b"%d" % number
+            sender.send([header])
+        assert [int(message[0]) for message in await receive(receiver, 500)] == list(range(500))
+
+    async def test_one_batch_is_bounded(self, join: Any) -> None:
+        sender, receiver = join(zmq.PUSH, zmq.PULL)
+        for message in numbered(10 * RECEIVE_BATCH):
+            sender.send(message)
+        sizes = []
+        while sum(sizes) < 10 * RECEIVE_BATCH:
+            sizes.append(len(await receiver.receive()))
+        assert max(sizes) <= RECEIVE_BATCH
+
+    async def test_a_full_socket_does_not_starve_other_tasks(self, join: Any) -> None:
+        """ZMQ's own asyncio socket gives others no turn at all while messages are ready."""
+        count, turns = 20_000, 0
+        sender, receiver = join(zmq.PUSH, zmq.PULL, hwm=0)
+        for _ in range(count):
+            sender.send([b"x"])
+
+        async def count_turns() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        async with asyncio.TaskGroup() as tasks:
+            counting = tasks.create_task(count_turns())
+            await receive(receiver, count)
+            counting.cancel()
+        assert turns >= count // RECEIVE_BATCH - 1
+
+
+@on_both_loops
+class TestWakeUps:
+    @pytest.mark.parametrize("seed", range(40))
+    async def test_sending_takes_no_news_of_what_has_come(self, join: Any, seed: int) -> None:
+        """Two sides that each send at random moments, and wait for what the other sends: nobody waits for ever."""
+        rng = random.Random(seed)
+        count = 60
+        sides = join(zmq.DEALER, zmq.DEALER, scheme=rng.choice(["tcp", "inproc"]))
+
+        async def send(channel: Channel) -> None:
+            for message in numbered(count):
+                for _ in range(rng.choice([0, 0, 0, 1, 3])):
+                    await asyncio.sleep(0)
+                channel.send(message)
+
+        with anyio.fail_after(30):
+            async with anyio.create_task_group() as tasks:
+                for channel in sides:
+                    tasks.start_soon(send, channel)
+                    tasks.start_soon(receive, channel, count)
+
+    @pytest.mark.parametrize("seed", range(20))
+    async def test_questions_and_answers(self, join: Any, seed: int) -> None:
+        """Each side sends right after it has received, when the news of the next message is taken most easily."""
+        rng = random.Random(seed)
+        asker, answerer = join(zmq.DEALER, zmq.DEALER)
+        count, answered = 200, 0
+
+        async def answer() -> None:
+            seen = 0
+            while seen < count:
+                for message in await answerer.receive():
+                    seen += 1
+                    answerer.send(message)
+                    answerer.send([*message, b"again"])
+
+        with anyio.fail_after(30):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(answer)
+                asked = 0
+                while answered < 2 * count:
+                    for _ in range(min(rng.randint(1, 5), count - asked)):
+                        asker.send([b"%d" % asked])
+                        asked += 1
+                    answered += len(await asker.receive())
+
+    async def test_a_send_that_finds_no_room_takes_no_news_of_what_has_come(self, join: Any) -> None:
+        one, other = join(zmq.DEALER, zmq.DEALER, hwm=1, scheme="inproc")
+        while one.try_send([b"x"]):
+            pass
+
+        async def refuse_more() -> None:
+            other.socket.send(b"news", zmq.DONTWAIT)
+            let_sends_look()
+            assert not one.try_send([b"x"])
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(refuse_more)
+            assert await receive(one, 1) == [[b"news"]]
+
+    async def test_sending_what_had_to_wait_takes_no_news_of_what_has_come(self, join: Any) -> None:
+        one, other = join(zmq.DEALER, zmq.DEALER, hwm=1, scheme="inproc")
+        for _ in range(20):
+            one.send([b"x"])
+        send = one._send
+
+        def send_while_something_comes(frames: Any) -> None:
+            one._send = send
+            other.socket.send(b"news", zmq.DONTWAIT)
+            let_sends_look()
+            send(frames)
+
+        async def make_room() -> None:
+            one._send = send_while_something_comes
+            other.socket.recv(zmq.DONTWAIT)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(make_room)
+            assert await receive(one, 1) == [[b"news"]]
+
+    async def test_receiving_takes_no_news_of_room_for_what_has_to_wait(self, join: Any) -> None:
+        one, other = join(zmq.DEALER, zmq.DEALER, hwm=1, scheme="inproc")
+        for message in numbered(20):
+            one.send(message)
+        assert one.num_backlog > 0
+        received = other._drain()
+
+        async def receive_the_rest() -> None:
+            received.extend(await receive(other, 20 - len(received)))
+            tasks.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(receive_the_rest)
+            await one.receive()  # looks before the loop hears that there is room
+        assert received == numbered(20)
+
+    async def test_wake_ends_one_wait(self, join: Any) -> None:
+        _, receiver = join(zmq.PUSH, zmq.PULL)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(asyncio.sleep, 0)
+            receiver.wake()
+            assert await receiver.receive() == []
+            tasks.start_soon(_call_soon, receiver.wake)
+            assert await receiver.receive() == []
+
+    async def test_messages_come_before_a_wake(self, join: Any) -> None:
+        sender, receiver = join(zmq.PUSH, zmq.PULL, scheme="inproc")
+        sender.send([b"first"])
+        receiver.wake()
+        assert await receiver.receive() == [[b"first"]]
+        assert await receiver.receive() == []
+
+    async def test_closing_ends_a_wait(self, join: Any) -> None:
+        _, receiver = join(zmq.PUSH, zmq.PULL)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_call_soon, receiver.close)
+            with anyio.fail_after(10):
+                assert await receiver.receive() == []
+        receiver.close()
+
+    @pytest.mark.parametrize("seed", range(20))
+    async def test_cancelling_a_receive_loses_nothing(self, join: Any, seed: int) -> None:
+        rng = random.Random(seed)
+        sender, receiver = join(zmq.PUSH, zmq.PULL)
+        received: list[list[bytes]] = []
+
+        async def send() -> None:
+            for message in numbered(300):
+                sender.send(message)
+                if rng.random() < 0.3:
+                    await asyncio.sleep(0)
+
+        async def cancel(scope: anyio.CancelScope, turns: int) -> None:
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            scope.cancel()
+
+        with anyio.fail_after(30):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(send)
+                while len(received) < 300:
+                    with anyio.CancelScope() as scope:
+                        tasks.start_soon(cancel, scope, rng.randrange(4))
+                        received += await receiver.receive()
+        assert received == numbered(300)
+
+
+async def _call_soon(function: Callable[[], Any]) -> None:
+    function()
+
+
+@on_both_loops
+class TestLargeFrames:
+    async def test_they_arrive_as_they_were(self, join: Any) -> None:
+        sender, receiver = join(zmq.PUSH, zmq.PULL)
+        arrays = [np.arange(size, dtype=np.int32) for size in (0, 1, LARGE, ZERO_COPY_BYTES // 4, 2**20)]
+        sender.send([b"header", *arrays])
+        ((header, *frames),) = await receive(receiver, 1)
+        assert header == b"header"
+        for frame, array in zip(frames, arrays, strict=True):
+            np.testing.assert_array_equal(np.frombuffer(frame, np.int32), array)
+
+    async def test_an_array_lives_until_zmq_is_done_with_it(self, join: Any) -> None:
+        sender, receiver = join(zmq.PUSH, zmq.PULL, hwm=2)
+        for number in range(50):
+            sender.send([b"h", np.full(LARGE, number, np.uint8)])  # nobody else holds it
+        for number, (_, frame) in enumerate(await receive(receiver, 50)):
+            assert bytes(frame) == bytes([number]) * LARGE
+
+    async def test_a_large_header_is_not_overwritten_before_it_is_sent(self, join: Any) -> None:
+        sender, receiver = join(zmq.PUSH, zmq.PULL)
+        for number in range(30):
+            header = sender.buffers.take()
+            header[:] = bytes([number]) * LARGE
+            sender.send([header])
+        assert [bytes(frame[:1]) for (frame,) in await receive(receiver, 30)] == [bytes([n]) for n in range(30)]
+
+    async def test_large_headers_come_back_once_they_have_gone(self, join: Any) -> None:
+        sender, receiver = join(zmq.PUSH, zmq.PULL)
+        for _ in range(5):
+            header = sender.buffers.take()
+            header[:] = b"h" * LARGE
+            sender.send([header])
+        messages = await receive(receiver, 5)
+        assert len(messages) == 5
+
+        def are_all_back() -> bool:
+            sender.buffers.take()
+            return sender.buffers.num_lent == 0
+
+        await until(are_all_back)
+
+    async def test_a_large_message_that_does_not_fit_is_sent_later(self, join: Any) -> None:
+        sender, receiver = join(zmq.PUSH, zmq.PULL, hwm=1)
+        array = np.arange(LARGE, dtype=np.uint8)
+        for _ in range(20):
+            header = sender.buffers.take()
+            header[:] = b"H" * LARGE
+            sender.send([header, array])
+        for header, frame in await receive(receiver, 20):
+            assert bytes(header) == b"H" * LARGE
+            assert bytes(frame) == array.tobytes()
+
+
+class TestSendBuffers:
+    def test_a_buffer_that_was_copied_is_used_again(self) -> None:
+        buffers = SendBuffers()
+        buffer = buffers.take()
+        buffers.give_back(buffer, None)
+        assert buffers.take() is buffer
+        assert buffers.take() is not buffer
+
+    def test_a_buffer_that_is_lent_is_used_again_only_when_zmq_is_done(self) -> None:
+        class Tracker:
+            done = False
+
+        buffers, tracker = SendBuffers(), Tracker()
+        buffer = buffers.take()
+        buffers.give_back(buffer, tracker)  # type: ignore[arg-type]
+        assert buffers.num_lent == 1
+        assert buffers.take() is not buffer
+        tracker.done = True
+        assert buffers.take() is buffer
+        assert buffers.num_lent == 0
+
+    def test_no_more_are_kept_than_are_of_use_and_no_large_ones(self) -> None:
+        buffers = SendBuffers()
+        for _ in range(3 * SendBuffers.MAX_KEPT):
+            buffers.give_back(bytearray(), None)
+        assert len(buffers._free) == SendBuffers.MAX_KEPT
+        buffers = SendBuffers()
+        buffers.give_back(bytearray(ZERO_COPY_BYTES + 1), None)
+        assert buffers._free == []
+
+    def test_the_size_of_a_frame_is_its_bytes(self) -> None:
+        assert size_of(np.zeros(5, np.int32)) == 20
+        assert size_of(memoryview(np.zeros(5, np.int32))) == 20
+        assert size_of(b"abc") == size_of(bytearray(3)) == 3

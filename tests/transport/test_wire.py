@@ -1,0 +1,470 @@
+"""The messages: there and back, broken in every way, out of turn, and as an older version wrote them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transport import wire_samples
+from transport.wire_samples import CONTROLS, DIRECTIONS, RECORDED, Sample, float64, frames_of, int32
+
+from aioengine import control as c
+from aioengine.errors import InvalidRequest, WireError
+from aioengine.sampling_params import SamplingParams
+from aioengine.transport import wire
+from aioengine.transport.wire import Message, OutOfTurn, Reader, Writer
+
+EVERY = [
+    pytest.param(kinds, sample, id=f"{direction}-{sample.name}")
+    for direction, (kinds, samples) in DIRECTIONS.items()
+    for sample in samples
+]
+every_message = pytest.mark.parametrize(("kinds", "sample"), EVERY)
+
+RAW_FIELDS = {"params", "control"}
+"""They hold a message of their own."""
+
+
+def read(kinds: Any, frames: Sequence[Any], due: int = 0) -> tuple[Message, tuple[Any, ...]]:
+    reader: Reader[Message] = Reader(kinds)
+    reader.due = due
+    return reader.read(frames)
+
+
+def plain(body: Message) -> Any:
+    """To compare by: the same map may be packed in two ways."""
+    fields = msgspec.structs.asdict(body)
+    return {name: msgspec.msgpack.decode(value) if name in RAW_FIELDS else value for name, value in fields.items()}
+
+
+def assert_same(sample: Sample, body: Message, arrays: Sequence[Any]) -> None:
+    assert plain(body) == plain(sample.body)
+    assert type(body) is type(sample.body)
+    assert len(arrays) == len(sample.arrays)
+    for array, expected in zip(arrays, sample.arrays, strict=True):
+        assert array.dtype == expected.dtype
+        np.testing.assert_array_equal(array, expected)
+
+
+def assert_refused(kinds: Any, sample: Sample, frames: Sequence[Any], due: int = 0) -> None:
+    """The frames are refused, and the message that was due is read afterwards."""
+    reader: Reader[Message] = Reader(kinds)
+    reader.due = due
+    with pytest.raises(WireError):
+        reader.read(frames)
+    assert reader.due == due
+    assert_same(sample, *reader.read(frames_of(sample, due)))
+    assert reader.due == due + 1
+
+
+def header_of(sample: Sample) -> list[Any]:
+    """[number, [tag, field, ...]], to be changed and packed again."""
+    header = msgspec.msgpack.decode(frames_of(sample)[0])
+    assert isinstance(header, list)
+    return header
+
+
+pack = msgspec.msgpack.encode
+
+
+class TestThereAndBack:
+    @every_message
+    def test_a_message_is_read_as_it_was_written(self, kinds: Any, sample: Sample) -> None:
+        assert_same(sample, *read(kinds, frames_of(sample)))
+
+    @every_message
+    def test_frames_may_lie_in_any_kind_of_buffer(self, kinds: Any, sample: Sample) -> None:
+        for kind in (bytearray, memoryview, lambda frame: memoryview(bytearray(frame))):
+            assert_same(sample, *read(kinds, [kind(frame) for frame in frames_of(sample)]))
+
+    def test_every_kind_of_message_has_a_sample(self) -> None:
+        for kinds, samples in DIRECTIONS.values():
+            assert {type(sample.body) for sample in samples} == set(kinds.__args__)
+        assert {type(control) for control in CONTROLS} == set(c.AnyControl.__args__)
+
+    def test_arrays_are_views_of_the_frames_and_cannot_be_written(self) -> None:
+        prompt = bytearray(int32(1, 2, 3).tobytes())
+        header = frames_of(wire_samples.FROM_FRONT_END[1])[0]
+        _, (array,) = read(wire.FromFrontEnd, [header, prompt])
+        prompt[0] = 9
+        assert array.tolist() == [9, 2, 3]
+        assert not array.flags.writeable
+
+    def test_a_header_is_written_into_a_buffer_that_is_used_again(self) -> None:
+        writer, buffer = Writer(), bytearray(b"what was there before, and was longer" * 9)
+        first = writer.write(wire.Acknowledge(number=5), into=buffer)
+        assert first[0] is buffer
+        assert read(wire.FromFrontEnd, first)[0] == wire.Acknowledge(number=5)
+        second = writer.write(wire.Attach(version=1, name="n" * 200), into=buffer)
+        assert read(wire.FromFrontEnd, second, due=1)[0] == wire.Attach(version=1, name="n" * 200)
+
+    def test_messages_of_a_session_are_numbered_and_read_in_turn(self) -> None:
+        for kinds, samples in DIRECTIONS.values():
+            reader: Reader[Message] = Reader(kinds)
+            writer = Writer()
+            for sample in samples:
+                frames = writer.write(sample.body, sample.arrays)
+                assert_same(sample, *reader.read([bytes(frame) for frame in frames]))
+            assert reader.due == writer.number == len(samples)
+
+    @given(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=50), st.integers(-(2**63), 2**64 - 1), st.text())
+    def test_any_request(self, prompt: list[int], seed: int, text: str) -> None:
+        body = wire.AddRequest(
+            number=3,
+            params=wire.pack_params(SamplingParams()),
+            seed=seed,
+            max_total_tokens=9,
+            request_id=text,
+            cache_salt=text,
+        )
+        sample = Sample("any", body, (np.array(prompt, np.int32),))
+        assert_same(sample, *read(wire.FromFrontEnd, frames_of(sample)))
+
+    @given(st.lists(st.tuples(st.integers(0, 2**31 - 1), st.integers(0, 2**31 - 1)), max_size=40), st.data())
+    def test_any_outputs(self, tokens: list[tuple[int, int]], data: st.DataObject) -> None:
+        gaps = data.draw(st.lists(st.floats(0, 100), max_size=9))
+        ints = st.integers(0, 2**63)
+        ended = data.draw(
+            st.lists(st.builds(wire.Ended, ints, stop_reason=st.text() | ints, num_preemptions=ints), max_size=3)
+        )
+        arrays = (int32(*(n for n, _ in tokens)), int32(*(t for _, t in tokens)), float64(*gaps))
+        sample = Sample("any", wire.Outputs(ended=ended), arrays)
+        assert_same(sample, *read(wire.FromEngine, frames_of(sample)))
+
+
+class TestWhatIsReadByItself:
+    @given(st.builds(SamplingParams, temperature=st.floats(0, 2), n=st.integers(1, 9), seed=st.integers(0, 2**63 - 1)))
+    def test_sampling_parameters_there_and_back(self, params: SamplingParams) -> None:
+        assert wire.unpack_params(wire.pack_params(params)) == params
+
+    def test_functions_do_not_travel(self) -> None:
+        with pytest.raises(InvalidRequest, match="logits_processors"):
+            wire.pack_params(SamplingParams(logits_processors=(lambda ids, logits: logits,)))
+
+    @pytest.mark.parametrize(
+        "raw",
+        [
+            pack({"temperature": 3.0}),
+            pack({"temperature": "hot"}),
+            pack({"temperature": math.nan}),
+            pack({"warmth": 1.0}),
+            pack({"min_tokens": 5, "max_tokens": 2}),
+            pack({"logits_processors": [1]}),
+            pack([1, 2]),
+            pack(None),
+            b"\x81\xb1logits_processors\x91" + b"\x91" * 100_000 + b"\xc0",
+            b"\x81\xa4stop\xa1\xff",
+            b"",
+        ],
+        ids=[
+            "range",
+            "type",
+            "nan",
+            "unknown",
+            "contradiction",
+            "no function",
+            "array",
+            "nil",
+            "deep",
+            "text",
+            "empty",
+        ],
+    )
+    def test_bad_sampling_parameters_are_a_bad_request(self, raw: bytes) -> None:
+        with pytest.raises(InvalidRequest):
+            wire.unpack_params(msgspec.Raw(raw))
+
+    @pytest.mark.parametrize("control", CONTROLS, ids=lambda control: type(control).__name__)
+    def test_a_control_call_there_and_back(self, control: c.AnyControl) -> None:
+        if isinstance(control, c.StageWeights):
+            control = msgspec.structs.replace(control, data=b"abcd")
+        raw, frames = wire.pack_control(control)
+        arrays = tuple(np.frombuffer(frame, np.uint8) for frame in frames)
+        assert wire.unpack_control(raw, arrays) == control
+
+    @pytest.mark.parametrize(
+        "raw",
+        [
+            pack(["Explode"]),
+            pack(["__import__", "os"]),
+            pack(["Pause", "sometimes"]),
+            pack(["Sleep", 3]),
+            pack(["StopProfile"]),
+            pack([]),
+            pack({"type": "Pause"}),
+            b"\x93\xadCollectiveRpc\xa1a" + b"\x91" * 100_000 + b"\xc0",
+            b"\x92\xabStopProfile\xa1\xff",
+            b"",
+        ],
+        ids=["unknown", "python", "mode", "level", "missing", "nothing", "map", "deep", "text", "empty"],
+    )
+    def test_an_unknown_or_bad_control_call_is_a_bad_request(self, raw: bytes) -> None:
+        with pytest.raises(InvalidRequest):
+            wire.unpack_control(msgspec.Raw(raw), ())
+
+    def test_a_piece_of_a_tensor_needs_its_bytes(self) -> None:
+        raw, _ = wire.pack_control(wire_samples.STAGE)
+        with pytest.raises(InvalidRequest, match="bytes"):
+            wire.unpack_control(raw, ())
+
+    @pytest.mark.parametrize("argument", [object(), 2**70, lambda: None], ids=["object", "huge", "function"])
+    def test_what_no_message_can_hold_is_refused_before_it_is_sent(self, argument: Any) -> None:
+        with pytest.raises(InvalidRequest, match="plain data"):
+            wire.pack_control(c.CollectiveRpc("name", args=(argument,)))
+
+
+class TestBroken:
+    @every_message
+    def test_truncated_at_every_byte_of_every_frame(self, kinds: Any, sample: Sample) -> None:
+        frames = frames_of(sample)
+        reader: Reader[Message] = Reader(kinds)
+        for index, frame in enumerate(frames):
+            # A frame of numbers is whole at each multiple of their size: its length is the message's own affair.
+            size = 1 if index == 0 else np.dtype(sample.body.layout()[index - 1]).itemsize
+            lengths = [n for n in range(len(frame)) if index == 0 or n % size]
+            for length in lengths[:300]:
+                with pytest.raises(WireError):
+                    reader.read([*frames[:index], frame[:length], *frames[index + 1 :]])
+                assert reader.due == 0
+        assert_same(sample, *reader.read(frames))
+
+    @every_message
+    def test_a_frame_at_a_time_is_no_message_until_all_are_there(self, kinds: Any, sample: Sample) -> None:
+        frames = frames_of(sample)
+        for count in range(len(frames)):
+            assert_refused(kinds, sample, frames[:count])
+
+    @every_message
+    def test_trailing_bytes_and_frames_are_refused(self, kinds: Any, sample: Sample) -> None:
+        header, *rest = frames_of(sample)
+        for tail in (b"\x00", b"\xc0", b"\xff" * 9, header):
+            assert_refused(kinds, sample, [header + tail, *rest])
+        for extra in (b"", b"\x00" * 8, header):
+            assert_refused(kinds, sample, [header, *rest, extra])
+
+    @every_message
+    def test_each_frame_missing_doubled_or_of_odd_size(self, kinds: Any, sample: Sample) -> None:
+        frames = frames_of(sample)
+        for index, frame in enumerate(frames):
+            assert_refused(kinds, sample, frames[:index] + frames[index + 1 :])
+            assert_refused(kinds, sample, [*frames[: index + 1], *frames[index:]])
+            if index == 0 or sample.body.layout()[index - 1] != "<u1":
+                assert_refused(kinds, sample, [*frames[:index], frame + b"\x00", *frames[index + 1 :]])
+
+    @every_message
+    def test_an_empty_header(self, kinds: Any, sample: Sample) -> None:
+        assert_refused(kinds, sample, [b"", *frames_of(sample)[1:]])
+
+    @every_message
+    def test_an_empty_array_is_an_array(self, kinds: Any, sample: Sample) -> None:
+        header, *rest = frames_of(sample)
+        _, arrays = read(kinds, [header, *(b"" for _ in rest)])
+        assert [len(array) for array in arrays] == [0] * len(rest)
+
+    @every_message
+    def test_fields_of_the_wrong_type(self, kinds: Any, sample: Sample) -> None:
+        _, body = header_of(sample)
+        frames = frames_of(sample)
+        for index, name in enumerate(sample.body.__struct_fields__, start=1):
+            if name in RAW_FIELDS or (isinstance(sample.body, wire.Returned) and name == "result"):
+                continue
+            broken = [*body[:index], b"no such thing", *body[index + 1 :]]
+            assert_refused(kinds, sample, [pack([0, broken]), *frames[1:]])
+
+    @every_message
+    def test_a_tag_that_is_none(self, kinds: Any, sample: Sample) -> None:
+        _, body = header_of(sample)
+        for tag in (0, 99, -1, 2**63, "attach", None, True, 1.0):
+            assert_refused(kinds, sample, [pack([0, [tag, *body[1:]]]), *frames_of(sample)[1:]])
+
+    @every_message
+    def test_a_number_that_is_none(self, kinds: Any, sample: Sample) -> None:
+        _, body = header_of(sample)
+        for number in ("0", None, 0.5, [0], -1, 2**64 - 1):
+            assert_refused(kinds, sample, [pack([number, body]), *frames_of(sample)[1:]])
+
+    @pytest.mark.parametrize("direction", DIRECTIONS)
+    def test_things_that_are_no_messages(self, direction: str) -> None:
+        kinds, samples = DIRECTIONS[direction]
+        deep = b"\x92\x00" + b"\x91" * 1_000_000 + b"\xc0"
+        huge = [b"\x92\x00" + b"\xdd\xff\xff\xff\xff", b"\xdd\xff\xff\xff\xff", b"\x92\x00\xdb\xff\xff\xff\xff"]
+        for header in (b"\xc1", pack(None), pack([]), pack([0]), pack({}), pack([0, []]), pack([0, {}]), deep, *huge):
+            assert_refused(kinds, samples[0], [header])
+        assert_refused(kinds, samples[0], [])
+
+    @pytest.mark.parametrize("length", [2**28, 2**32 - 1])
+    def test_a_declared_length_allocates_nothing(self, length: int) -> None:
+        import tracemalloc
+
+        bodies = [b"\x94\x03", b"\x97\x02\x00\xc0\x00\x00\xa0", b"\x92\x03", b"\x93\x04\x00"]
+        declared = [kind + length.to_bytes(4, "big") for kind in (b"\xdb", b"\xc6", b"\xdd", b"\xdf")]
+        tracemalloc.start()
+        try:
+            for body, head, kinds in itertools.product(bodies, declared, (wire.FromFrontEnd, wire.FromEngine)):
+                with pytest.raises(WireError):
+                    read(kinds, [b"\x92\x00" + body + head])
+            assert tracemalloc.get_traced_memory()[1] < 2**22
+        finally:
+            tracemalloc.stop()
+
+    def test_too_large(self) -> None:
+        sample = wire_samples.FROM_FRONT_END[1]
+        header = frames_of(sample)[0]
+        assert_refused(wire.FromFrontEnd, sample, [header, memoryview(bytes(wire.MAX_FRAME_BYTES + 4))])
+        assert_refused(wire.FromFrontEnd, sample, [memoryview(bytes(wire.MAX_HEADER_BYTES + 1))])
+        assert_refused(wire.FromFrontEnd, sample, [header] * (wire.MAX_FRAMES + 1))
+        _, (largest,) = read(wire.FromFrontEnd, [header, memoryview(bytes(wire.MAX_FRAME_BYTES))])
+        assert largest.nbytes == wire.MAX_FRAME_BYTES
+
+    def test_messages_of_another_direction(self) -> None:
+        """Tags are used again in each direction, so that some could be taken for others; most cannot."""
+        sample = wire_samples.FROM_FRONT_END[0]
+        for name in ("attached", "outputs", "outputs_lines", "beating", "ending"):
+            foreign = next(each for each in wire_samples.FROM_ENGINE if each.name == name)
+            assert_refused(wire.FromFrontEnd, sample, frames_of(foreign))
+
+    @settings(max_examples=300)
+    @given(st.lists(st.binary(max_size=60), max_size=5), st.sampled_from(sorted(DIRECTIONS)))
+    def test_any_bytes_are_refused_as_a_wire_error_or_read(self, frames: list[bytes], direction: str) -> None:
+        kinds, _ = DIRECTIONS[direction]
+        reader: Reader[Message] = Reader(kinds)
+        try:
+            reader.read(frames)
+        except WireError:
+            assert reader.due == 0
+
+    @settings(max_examples=500)
+    @given(st.data())
+    def test_any_flipped_byte(self, data: st.DataObject) -> None:
+        kinds, samples = data.draw(st.sampled_from(sorted(DIRECTIONS.values(), key=lambda each: len(each[1]))))
+        frames = frames_of(data.draw(st.sampled_from(samples)))
+        header = bytearray(frames[0])
+        place = data.draw(st.integers(0, len(header) - 1))
+        header[place] ^= data.draw(st.integers(1, 255))
+        try:
+            body, arrays = read(kinds, [bytes(header), *frames[1:]])
+        except WireError:
+            return
+        assert len(arrays) == len(body.layout())
+
+
+class TestOutOfTurn:
+    @every_message
+    def test_a_replayed_one(self, kinds: Any, sample: Sample) -> None:
+        reader: Reader[Message] = Reader(kinds)
+        reader.read(frames_of(sample))
+        with pytest.raises(OutOfTurn, match="message 0 where 1 was due") as caught:
+            reader.read(frames_of(sample))
+        assert not caught.value.is_gap
+        assert_same(sample, *reader.read(frames_of(sample, 1)))
+
+    @every_message
+    def test_a_gap(self, kinds: Any, sample: Sample) -> None:
+        reader: Reader[Message] = Reader(kinds)
+        for number in (1, 2, 1000, 2**62):
+            with pytest.raises(OutOfTurn) as caught:
+                reader.read(frames_of(sample, number))
+            assert caught.value.is_gap
+        assert_same(sample, *reader.read(frames_of(sample)))
+
+    @given(st.permutations(range(6)))
+    def test_in_any_order_only_the_due_ones_are_read(self, order: list[int]) -> None:
+        reader: Reader[wire.Acknowledge] = Reader(wire.FromFrontEnd)
+        due = 0
+        for number in order:
+            frames = frames_of(Sample("", wire.Acknowledge(number)), number)
+            if number == due:
+                assert reader.read(frames)[0].number == number
+                due += 1
+            else:
+                with pytest.raises(OutOfTurn):
+                    reader.read(frames)
+            assert reader.due == due
+
+    def test_a_malformed_one_of_a_later_number_is_no_gap(self) -> None:
+        """Nothing that it says counts, not even its number."""
+        for frames in ([frames_of(wire_samples.FROM_FRONT_END[1], 5)[0]], [pack([5, [99]])]):
+            with pytest.raises(WireError) as caught:
+                read(wire.FromFrontEnd, frames)
+            assert not isinstance(caught.value, OutOfTurn)
+
+
+def recorded(direction: str) -> dict[str, list[bytes]]:
+    path = RECORDED / f"version1-{direction}.msgpack"
+    return msgspec.msgpack.decode(path.read_bytes(), type=dict[str, list[bytes]])
+
+
+class TestEvolution:
+    @pytest.mark.parametrize("direction", DIRECTIONS)
+    def test_what_version_1_wrote_is_read_as_what_it_meant(self, direction: str) -> None:
+        """If this fails, fields were moved, removed or given another type: append them, or raise PROTOCOL_VERSION."""
+        kinds, samples = DIRECTIONS[direction]
+        by_name = {sample.name: sample for sample in samples}
+        frames = recorded(direction)
+        assert list(frames) == [sample.name for sample in samples]
+        for number, (name, message) in enumerate(frames.items()):
+            assert_same(by_name[name], *read(kinds, message, due=number))
+
+    @every_message
+    def test_exchanged_fields_would_be_seen(self, kinds: Any, sample: Sample) -> None:
+        _, body = header_of(sample)
+        for one, other in itertools.combinations(range(1, len(body)), 2):
+            swapped = list(body)
+            swapped[one], swapped[other] = swapped[other], swapped[one]
+            try:
+                read_body, _ = read(kinds, [pack([0, swapped]), *frames_of(sample)[1:]])
+            except WireError:
+                continue
+            # Lists of a message without news are all empty: those that are full are in another sample.
+            assert plain(read_body) != plain(sample.body) or body[one] == body[other] == []
+
+    @every_message
+    def test_unknown_fields_behind_the_known_ones_are_skipped(self, kinds: Any, sample: Sample) -> None:
+        number, body = header_of(sample)
+        frames = frames_of(sample)
+        for later in ([7], ["new", {"deep": [1, 2]}], [None] * 9):
+            assert_same(sample, *read(kinds, [pack([number, [*body, *later]]), *frames[1:]]))
+            assert_same(sample, *read(kinds, [pack([number, body, *later]), *frames[1:]]))
+
+    @every_message
+    def test_fields_with_defaults_may_be_missing_at_the_end(self, kinds: Any, sample: Sample) -> None:
+        number, body = header_of(sample)
+        fields = msgspec.structs.fields(sample.body)
+        num_required = sum(field.required for field in fields)
+        full = msgspec.structs.asdict(sample.body)
+        for count in range(len(fields)):
+            short = [pack([number, body[: 1 + count]]), *frames_of(sample)[1:]]
+            if count < num_required:
+                assert_refused(kinds, sample, short)
+                continue
+            rest = {field.name: getattr(type(sample.body)(**_required(full, fields)), field.name) for field in fields}
+            known = {field.name: full[field.name] for field in fields[:count]}
+            expected = type(sample.body)(**{**rest, **known})
+            if len(expected.layout()) == len(sample.arrays):  # else the frames came with what is missing
+                assert plain(read(kinds, short)[0]) == plain(expected)
+
+    @pytest.mark.parametrize("control", CONTROLS, ids=lambda control: type(control).__name__)
+    def test_a_control_call_with_unknown_fields(self, control: c.AnyControl) -> None:
+        if isinstance(control, c.StageWeights):
+            control = msgspec.structs.replace(control, data=b"1234")
+        raw, frames = wire.pack_control(control)
+        later = [*cast(list[Any], msgspec.msgpack.decode(raw)), "later", 2]
+        arrays = tuple(np.frombuffer(frame, np.uint8) for frame in frames)
+        assert wire.unpack_control(msgspec.Raw(pack(later)), arrays) == control
+
+
+def _required(full: dict[str, Any], fields: Sequence[msgspec.structs.FieldInfo]) -> dict[str, Any]:
+    return {field.name: full[field.name] for field in fields if field.required}
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 999, 100_000])
+def test_prompts_of_any_size(size: int) -> None:
+    sample = Sample("", wire_samples.FROM_FRONT_END[1].body, (np.arange(size, dtype=np.int32),))
+    assert_same(sample, *read(wire.FromFrontEnd, frames_of(sample)))

@@ -1,0 +1,269 @@
+"""A valid message of each kind, with its arrays: what tests and the fuzzer start from, and what was recorded.
+
+    python tests/transport/wire_samples.py
+
+writes `recorded/`, the frames of today's messages. They stand for a peer of protocol version 1: write them anew only
+with another `PROTOCOL_VERSION`, or to add messages that did not exist. No two fields of a message that could be taken
+for each other have the same value, so that exchanged ones would be seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from aioengine import control as c
+from aioengine.config import EngineConfig
+from aioengine.core.scheduler import SchedulerStats
+from aioengine.executor.protocol import ExecutorInfo
+from aioengine.health import Beat
+from aioengine.sampling_params import SamplingParams
+from aioengine.transport import handshake, wire
+from aioengine.transport.faults import Fault
+from aioengine.transport.wire import Message
+
+RECORDED = Path(__file__).parent / "recorded"
+
+
+class Sample(NamedTuple):
+    """A message and its arrays."""
+
+    name: str
+    body: Message
+    arrays: Sequence[Any] = ()
+
+
+PARAMS = SamplingParams(temperature=0.5, top_k=7, seed=11, n=2, max_tokens=3, stop=("one", "two"), logit_bias={5: -2.0})
+
+CONFIG = EngineConfig(max_model_len=512, max_num_seqs=16, max_num_batched_tokens=128, block_size=8, max_waiting=33)
+
+INFO = ExecutorInfo(
+    num_blocks=101,
+    block_size=8,
+    max_model_len=512,
+    vocab_size=2048,
+    max_in_flight=2,
+    kv_cache_bytes=4096,
+    weight_bytes=8192,
+    device="fake",
+    dtype="bfloat16",
+)
+
+BEAT = Beat(step=91, step_age_s=0.25, running=3, waiting=4, is_sleeping=True, num_refused=5)
+
+STATS = SchedulerStats(
+    running=1,
+    waiting=2,
+    blocked=3,
+    free_blocks=4,
+    num_blocks=5,
+    preemptions=6,
+    prefix_cache_queries=7,
+    prefix_cache_hits=8,
+    steps=9,
+)
+
+FAULT = Fault(
+    "PromptTooLong",
+    "too long",
+    param="prompt",
+    retry_after_s=1.5,
+    dump="a report",
+    length=9000,
+    limit=8192,
+    is_lower_bound=True,
+    errno=2,
+    filename="/nowhere",
+)
+
+HEAD = wire.StepHead(
+    step=1,
+    num_tokens=2,
+    num_sampled=3,
+    num_prompt_tokens=4,
+    device_time_s=0.5,
+    step_time_s=0.75,
+    loop_lag_s=0.125,
+    times_to_first_token_s=[0.25, 0.5],
+    running=9,
+    waiting=10,
+    free_blocks=11,
+    num_blocks=12,
+    preemptions=13,
+    prefix_cache_queries=14,
+    prefix_cache_hits=15,
+)
+
+CONTROLS: tuple[c.AnyControl, ...] = (
+    c.ResetPrefixCache(reset_running=True),
+    c.Pause(mode="abort"),
+    c.Resume(),
+    c.Sleep(level=2, mode="wait"),
+    c.WakeUp(tags=("kv_cache",)),
+    c.IsSleeping(),
+    c.StartProfile(max_steps=17),
+    c.StopProfile(path="/tmp/trace.json"),
+    c.SupportedTasks(),
+    c.SaveShardedState(folder="/tmp/state", max_shard_bytes=2**33),
+    c.UpdateWeights(folder="/tmp/weights"),
+    c.StageWeights(transfer="a", name="lm_head.weight", dtype="BF16", shape=(3, 4), offset=8),
+    c.CommitWeights(transfer="b"),
+    c.DropWeights(transfer="d"),
+    c.CollectiveRpc(name="checksum", args=(1, "two", [3.5, None]), kwargs={"key": {"deep": True}}),
+    c.ExecuteDummyBatch(),
+    c.GetStats(),
+)
+
+
+def int32(*values: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+    return np.array(values, np.int32)
+
+
+def float32(*values: float) -> np.ndarray[Any, np.dtype[np.float32]]:
+    return np.array(values, np.float32)
+
+
+def float64(*values: float) -> np.ndarray[Any, np.dtype[np.float64]]:
+    return np.array(values, np.float64)
+
+
+def _add_request(prompt: np.ndarray[Any, np.dtype[np.int32]]) -> Sample:
+    body = wire.AddRequest(
+        number=21,
+        params=wire.pack_params(PARAMS),
+        seed=22,
+        max_total_tokens=23,
+        request_id="request-24",
+        bad_words=((25, 26), (27,)),
+        priority=28,
+        cache_salt="salt-29",
+        num_allowed=30,
+    )
+    return Sample(f"add_request_{len(prompt)}", body, (prompt,))
+
+
+def _control(call_id: int, control: c.AnyControl) -> Sample:
+    raw, _ = wire.pack_control(control)
+    return Sample(f"control_{type(control).__name__}", wire.CallControl(call_id, raw))
+
+
+STAGE = c.StageWeights(transfer="a", name="w", dtype="F32", shape=(2,), offset=4, data=bytes(range(8)))
+
+FROM_FRONT_END: tuple[Sample, ...] = (
+    Sample("attach", wire.Attach(version=1, name="somebody")),
+    _add_request(int32()),
+    _add_request(int32(5)),
+    _add_request(int32(*range(2000))),
+    Sample("finish_none", wire.Finish(numbers=[], reason="abort")),
+    Sample("finish", wire.Finish(numbers=[31, 32], reason="stop", stop_reason="a word")),
+    Sample("finish_token", wire.Finish(numbers=[33], reason="stop", stop_reason=34)),
+    Sample("allow", wire.Allow(number=41, num_allowed=42)),
+    *(_control(50 + index, control) for index, control in enumerate(CONTROLS)),
+    Sample("stage", wire.CallControl(71, wire.pack_control(STAGE)[0], has_data=True), (np.arange(8, dtype=np.uint8),)),
+    Sample("acknowledge", wire.Acknowledge(number=81)),
+    Sample("detach", wire.Detach()),
+)
+
+_NEWS: dict[str, Any] = {
+    "started": [wire.Started(number=1, num_cached_tokens=16)],
+    "first": [wire.First(number=2, prefill_time_s=0.5)],
+    "prompts": [wire.PromptLines(number=3, position=4, count=1)],
+    "ended": [wire.Ended(number=5, finish_reason="stop", stop_reason="word", num_preemptions=6)],
+    "failed": [wire.Failed(number=7, fault=FAULT)],
+    "record": HEAD,
+}
+_TOKENS = (int32(1, 2, 2), int32(100, 200, 300), float64(0.25, 0.5))
+_LINES = (
+    int32(0, 2),
+    float32(-0.5, -1.5, -2.5),
+    int32(1, 2, 3),
+    int32(2, 0, 1),
+    int32(7, 8, 9),
+    float32(-1.0, -2.0, -3.0),
+    int32(1, 2, 5),
+)
+
+FROM_ENGINE: tuple[Sample, ...] = (
+    Sample(
+        "attached",
+        wire.Attached(
+            version=1,
+            client_index=2,
+            output_address="ipc:///tmp/out",
+            username="outputs-2",
+            password="secret",
+            config=CONFIG,
+            info=INFO,
+            eos_token_ids=(3, 4),
+            model_path="/tmp/model",
+            supported_tasks=("generate", "embed"),
+            first_beat=BEAT,
+            pid=77,
+            stats=STATS,
+        ),
+    ),
+    Sample("refused", wire.Refused(version=1, reason="no room")),
+    Sample("outputs_none", wire.Outputs(), (int32(), int32(), float64())),
+    Sample("outputs_one", wire.Outputs(), (int32(9), int32(900), float64())),
+    Sample("outputs_many", wire.Outputs(), (int32(*range(300)), int32(*range(300, 600)), float64(0.5))),
+    Sample("outputs", wire.Outputs(**_NEWS), _TOKENS),
+    Sample("outputs_lines", wire.Outputs(**_NEWS, has_lines=True), (*_TOKENS, *_LINES)),
+    Sample("returned", wire.Returned(call_id=1, result={"files": ["a", "b"], "done": True})),
+    Sample("returned_fault", wire.Returned(call_id=2, fault=FAULT)),
+    Sample("beating", wire.Beating(beat=BEAT)),
+    Sample("ending", wire.Ending(fault=FAULT)),
+)
+
+HANDSHAKE_FROM_ENGINE: tuple[Sample, ...] = (
+    Sample("hello", handshake.Hello(version=1, index=2, token="secret", pid=3, is_local=True)),
+    Sample("loading", handshake.Loading(done=5, total=6)),
+    Sample("ready", handshake.Ready(address="ipc:///tmp/engine", info=INFO, supported_tasks=("generate",))),
+    Sample("failing", handshake.Failing(fault=FAULT)),
+)
+
+HANDSHAKE_TO_ENGINE: tuple[Sample, ...] = (
+    Sample(
+        "init",
+        handshake.Init(
+            version=1,
+            index=2,
+            num_engines=3,
+            addresses=handshake.Addresses(serve="ipc:///tmp/engine", coordinator="tcp://127.0.0.1:5555"),
+            config=CONFIG,
+            plugins=("one", "two"),
+            executor="module:function",
+        ),
+    ),
+    Sample("turned_away", handshake.TurnedAway(version=1, reason="the token is another one")),
+)
+
+DIRECTIONS: dict[str, tuple[Any, tuple[Sample, ...]]] = {
+    "from_front_end": (wire.FromFrontEnd, FROM_FRONT_END),
+    "from_engine": (wire.FromEngine, FROM_ENGINE),
+    "handshake_from_engine": (handshake.FromEngine, HANDSHAKE_FROM_ENGINE),
+    "handshake_to_engine": (handshake.ToEngine, HANDSHAKE_TO_ENGINE),
+}
+"""By name: the union of a direction's messages, and its samples."""
+
+
+def frames_of(sample: Sample, number: int = 0) -> list[bytes]:
+    """The frames of a sample as message ``number`` of its session, as bytes."""
+    writer = wire.Writer()
+    writer.number = number
+    return [bytes(frame) for frame in writer.write(sample.body, sample.arrays)]
+
+
+def record(folder: Path) -> None:
+    """Write the frames of all samples, a file a direction: msgpack of {name: frames}."""
+    folder.mkdir(exist_ok=True)
+    for direction, (_, samples) in DIRECTIONS.items():
+        frames = {sample.name: frames_of(sample, number) for number, sample in enumerate(samples)}
+        (folder / f"version{wire.PROTOCOL_VERSION}-{direction}.msgpack").write_bytes(msgspec.msgpack.encode(frames))
+
+
+if __name__ == "__main__":
+    record(RECORDED)
