@@ -266,20 +266,16 @@ async def test_a_child_that_cannot_start_says_why(
 
 
 @pytest.mark.parametrize(
-    ("plugin", "error", "said"),
+    ("plugin", "said"),
     [
-        ("transport.life_scripts.bad_plugin", EngineDead, "ValueError: this plugin was made for another version"),
-        (
-            "no_such_plugin",
-            ConfigError,
-            "no_such_plugin cannot be imported in the engine's process: No module .*",
-        ),
+        ("transport.life_scripts.bad_plugin", "ValueError: this plugin was made for another version"),
+        ("no_such_plugin", "ModuleNotFoundError: No module named 'no_such_plugin'"),
     ],
 )
-async def test_a_plugin_that_cannot_be_imported(plugin: str, error: type[AioEngineError], said: str) -> None:
-    with pytest.raises(error) as caught:
+async def test_a_plugin_that_cannot_be_imported(plugin: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
         await Engine.start(process=ProcessOptions(executor=f"{DEVICE}:told", plugins=(plugin,)))
-    assert re.fullmatch(said, str(caught.value)), str(caught.value)
+    assert str(caught.value) == f"{plugin} cannot be imported in the engine's process: {said}"
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from aioengine.transport.keys import ClientKeys
 from aioengine.transport.link import Link
 from aioengine.transport.sockets import Channel
 from aioengine.transport.supervisor import Child, ChildSpec, Supervisor
-from aioengine.transport.wire import PROTOCOL_VERSION, Attached
+from aioengine.transport.wire import PROTOCOL_VERSION, Attached, read_config
 
 T = TypeVar("T")
 
@@ -76,7 +76,7 @@ class Connected:
         self.core = RemoteCore(
             self._link,
             self._attached,
-            config=self._attached.config,
+            config=read_config(self._attached.config),
             clock=clock_of(asyncio.get_running_loop()),
             on_room=self._around.on_room,
             is_far=self._address.startswith("tcp:"),
@@ -255,7 +255,7 @@ async def _find_tokenizer(attached: Attached, model: str | None, around: Surroun
     path = Path(attached.model_path)
     if model is None and await around.worker.run(path.exists, None):
         return await around.worker.run(ModelFolder.read, None, path)
-    config = attached.config if model is None else EngineConfig(model=model)
+    config = read_config(attached.config) if model is None else EngineConfig(model=model)
     resolve = functools.partial(ModelFolder.resolve, config.model, revision=config.revision, with_weights=False)
     return await find(resolve, config, around.worker)
 

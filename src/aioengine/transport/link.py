@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import anyio
@@ -28,9 +27,6 @@ from aioengine.transport.wire import (
 
 LINGER_S = 0.2
 """For a farewell to reach the engine, which would notice without it, too."""
-
-RETRY_S = 0.05
-"""Between two tries to reach a server that is not there yet."""
 
 NEVER_MS = 24 * 3600 * 1000
 """Longer than a link lives after it was cut."""
@@ -175,6 +171,3 @@ def _reachable(output_address: str, where: Address) -> str:
         own = str(where).partition("://")[2].rpartition(":")[0]
         return f"tcp://{own}:{port}"
     return output_address
-
-
-Clock = Callable[[], float]

@@ -322,7 +322,7 @@ class EngineServer:
                 output_address=bound,
                 username=domain,
                 password=password,
-                config=core.config,
+                config=msgspec.structs.asdict(core.config),
                 info=core.info,
                 eos_token_ids=core.eos_token_ids,
                 model_path=str(self._model_path),

@@ -32,6 +32,9 @@ from aioengine.transport.faults import Fault
 
 PROTOCOL_VERSION = 1
 
+MAX_FINISHED = 65_536
+"""Sequences that one message may end: a family, by far."""
+
 MAX_HEADER_BYTES = 16 * 2**20
 """The largest is a request with every list at its limit, or a result of `collective_rpc`."""
 MAX_FRAME_BYTES = 64 * 2**20
@@ -52,6 +55,10 @@ class Message(msgspec.Struct, frozen=True, array_like=True):
     def layout(self) -> Layout:
         """The dtypes of the frames that come with it."""
         return ()
+
+    def fits(self, arrays: Arrays) -> bool:
+        """Whether the arrays are as long as each other, where they must be."""
+        return True
 
 
 # From a front end to an engine
@@ -89,7 +96,7 @@ class AddRequest(Message, frozen=True, tag=2):
 class Finish(Message, frozen=True, tag=3):
     """End these sequences with what they have."""
 
-    numbers: list[int]
+    numbers: Annotated[list[int], Meta(max_length=MAX_FINISHED)]
     reason: FinishReason
     stop_reason: int | str | None = None
 
@@ -138,7 +145,8 @@ class Attached(Message, frozen=True, tag=1):
     username: str
     """With ``password`` the credentials of the output socket, good for one connection."""
     password: str
-    config: EngineConfig
+    config: dict[str, Any]
+    """An `EngineConfig`; see `read_config`."""
     info: ExecutorInfo
     eos_token_ids: tuple[int, ...]
     model_path: str
@@ -235,6 +243,9 @@ class Outputs(Message, frozen=True, tag=3):
         columns: Layout = ("<i4", "<i4", "<f8")
         return (*columns, "<i4", *LINES) if self.has_lines else columns
 
+    def fits(self, arrays: Arrays) -> bool:
+        return len(arrays[0]) == len(arrays[1])
+
 
 class Returned(Message, frozen=True, tag=4):
     """What a control call brought."""
@@ -260,6 +271,17 @@ FromEngine = Attached | Refused | Outputs | Returned | Beating | Ending
 
 
 # What is read by itself
+
+
+def read_config(fields: dict[str, Any]) -> EngineConfig:
+    """An engine's config, of a version that may have settings which this one does not know.
+
+    Raises:
+        ConfigError: a value is bad.
+    """
+    known = EngineConfig.__struct_fields__
+    return EngineConfig(**{name: value for name, value in fields.items() if name in known})
+
 
 _encoder = msgspec.msgpack.Encoder()
 _params_decoder = msgspec.msgpack.Decoder(SamplingParams)
@@ -389,6 +411,8 @@ class Reader(Generic[Body]):
             raise WireError(f"a malformed header: {error}") from None
         body = envelope.body
         arrays = _view(frames[1:], body.layout())
+        if not body.fits(arrays):
+            raise WireError(f"the arrays of a {type(body).__name__} do not fit each other")
         if envelope.number != self.due:
             raise OutOfTurn(envelope.number, self.due)
         self.due += 1
