@@ -112,6 +112,13 @@ class DropWeights(Control, frozen=True):
     transfer: str
 
 
+LETS_GO = (Resume, WakeUp)
+"""What others may be waiting for: never made to wait behind them, however many they are."""
+
+FILES = (StopProfile, SaveShardedState, UpdateWeights)
+"""What reads or writes files of the engine's machine, by names that its caller chooses."""
+
+
 class CollectiveRpc(Control, frozen=True):
     """Call a registered function on each rank, between two steps. → a list of what it returned, by rank."""
 

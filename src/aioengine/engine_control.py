@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,9 +89,12 @@ class Controls:
     # Sleep
 
     async def _sleep(self, call: c.Sleep) -> None:
-        core = self._core
         self._away.add("scheduling")
-        core.hold("sleep", call.mode)
+        self._core.hold("sleep", call.mode)
+        await self._fall_asleep(call.level)
+
+    async def _fall_asleep(self, level: c.SleepLevel) -> None:
+        core = self._core
         await core.when(lambda: not self._away or core.is_quiet)
         async with self._device_turn:
             if not self._away:  # woken meanwhile
@@ -100,32 +102,32 @@ class Controls:
             core.check_accepting()
             core.freeze("sleep")
             await core.when(lambda: core.is_quiet)
+            core.check_accepting()
             self._forget_kv()
-            if call.level:
-                await self._put_to_sleep(call.level)
-
-    async def _put_to_sleep(self, level: c.SleepLevel) -> None:
-        assert level != 0
-        try:
-            await self._core.executor.sleep(level)
-        except asyncio.CancelledError:
-            self._away.update(_AWAY[level])  # the device thread does it all the same
-            raise
-        except BaseException:
-            self._wake_scheduling()
-            raise
-        self._away.update(_AWAY[level])
+            if level:
+                before = set(self._away)
+                self._away.update(_AWAY[level])
+                try:
+                    await core.executor.sleep(level)
+                except Exception:
+                    self._away = before  # as deep as it was
+                    if before == {"scheduling"}:
+                        self._wake_scheduling()
+                    raise
 
     async def _wake_up(self, call: c.WakeUp) -> None:
-        if self._away == {"scheduling"} and "scheduling" in call.tags:
-            self._wake_scheduling()  # nothing to wait for, not even for somebody who is falling asleep
+        if self._away == {"scheduling"} and "scheduling" in call.tags and not self._device_turn.locked():
+            self._wake_scheduling()  # it only waits for others to end
             return
-        async with self._device_turn:
-            parts: frozenset[Part] = frozenset(part for part in _PARTS if part in call.tags and part in self._away)
+        await self._wake_parts(call.tags)
+
+    async def _wake_parts(self, tags: tuple[c.WakeTag, ...]) -> None:
+        async with self._device_turn:  # behind whoever is falling asleep
+            parts: frozenset[Part] = frozenset(part for part in _PARTS if part in tags and part in self._away)
             if parts:
                 await self._core.executor.wake_up(parts)
                 self._away -= parts
-            if self._away <= {"scheduling"} and (parts or "scheduling" in call.tags):
+            if self._away <= {"scheduling"} and (parts or "scheduling" in tags):
                 self._wake_scheduling()
 
     def _wake_scheduling(self) -> None:

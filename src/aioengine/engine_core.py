@@ -188,7 +188,8 @@ class EngineCore:
     async def call(self, control: AnyControl) -> Any:
         """Perform a control call and return what its class says; up to its first wait it is performed at once.
 
-        Cancelling stops the wait: what has begun goes on, and a pause holds.
+        Cancelling stops it where it is: a pause or sleep holds back what comes until `resume` or `WakeUp`; what the
+        device has begun it carries out; what waits for the device is not done.
 
         Raises:
             InvalidRequest: it cannot be done now, or was asked for badly.

@@ -38,6 +38,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
         reason: why it is not alive, for a person; empty if it is.
         step, step_age_s, running, waiting: as in the last beat; the age counted up to now.
         beat_age_s: how old that beat is; 0 in process.
+        num_refused: frames that the engine has refused as malformed, foreign or out of turn; 0 in process.
     """
 
     status: HealthStatus
@@ -47,6 +48,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     running: int = 0
     waiting: int = 0
     beat_age_s: float = 0.0
+    num_refused: int = 0
 
 
 def judge(beat: Beat, *, stall_after_s: float, beat_age_s: float = 0.0) -> Health:
@@ -61,6 +63,7 @@ def judge(beat: Beat, *, stall_after_s: float, beat_age_s: float = 0.0) -> Healt
         running=beat.running,
         waiting=beat.waiting,
         beat_age_s=beat_age_s,
+        num_refused=beat.num_refused,
     )
 
 

@@ -135,6 +135,8 @@ def check_call(
     """
     if request_id is not None and not (isinstance(request_id, str) and 0 < len(request_id) <= MAX_ID_CHARS):
         raise InvalidRequest(f"request_id: a str of 1 to {MAX_ID_CHARS} characters is needed", param="request_id")
+    if request_id is not None and not is_utf8(request_id):
+        raise InvalidRequest("request_id has a lone surrogate, which has no UTF-8 form; remove it", param="request_id")
     rank = _as_int(priority)
     if rank is None or abs(rank) > MAX_PRIORITY:
         raise InvalidRequest(

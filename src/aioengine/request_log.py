@@ -36,7 +36,7 @@ class RequestLog:
         ids = request.prompt_token_ids
         of_prompt = f", prompt {ids.tolist() if prompt is None else prompt!r}" if self._has_prompts else ""
         logger.info(
-            "%srequest %s: %d prompt tokens, priority %d, %s%s",
+            "%srequest %r: %d prompt tokens, priority %d, %s%s",
             self._whose,
             request.request_id,
             len(ids),
@@ -49,7 +49,7 @@ class RequestLog:
         """All its choices have ended."""
         if self._is_on:
             logger.info(
-                "%srequest %s ended by %s: %d tokens in %.3f s",
+                "%srequest %r ended by %s: %d tokens in %.3f s",
                 self._whose,
                 request_id,
                 ", ".join(finish_reasons),

@@ -114,6 +114,11 @@ def lose_device(worker: Worker, message: str) -> None:
     worker.model.make_step_fail(len(worker.model.plans), DeviceLost(message))
 
 
+@worker_function("contract.repeat")
+def repeat(worker: Worker, text: str, count: int) -> str:
+    return text * count
+
+
 @worker_function("contract.echo")
 def echo(worker: Worker, *args: Any, **kwargs: Any) -> dict[str, Any]:
     return {"args": list(args), "kwargs": kwargs, "rank": worker.rank, "world_size": worker.world_size}

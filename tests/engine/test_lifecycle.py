@@ -109,8 +109,15 @@ async def test_closing_what_never_started_is_harmless() -> None:
     assert "new" in repr(engine)
 
 
+async def test_an_engine_that_was_started_may_be_entered_once(make_executor: Any) -> None:
+    async with await Engine.start(executor=make_executor()) as engine:
+        assert (await engine.generate([5, 6], max_tokens=3)).finished
+    assert "closed" in repr(engine)
+
+
 async def test_an_engine_starts_once(make_executor: Any) -> None:
-    engine = await Engine.start(executor=make_executor())
+    engine = Engine(executor=make_executor())
+    await engine.__aenter__()
     with pytest.raises(EngineClosed, match="starts once"):
         async with engine:
             pass

@@ -19,7 +19,6 @@ from aioengine.transport.addresses import (
     PrivateFolder,
     check_bind,
     check_connect,
-    private_ipc_address,
 )
 from aioengine.transport.keys import ClientKeys, KeyPair, ServerKeys
 
@@ -343,7 +342,8 @@ def test_a_private_folder_with_something_of_somebody_else_in_it_stays(
 
 
 def test_two_private_addresses_never_meet() -> None:
-    with private_ipc_address("engine") as one, private_ipc_address("engine") as other:
+    with PrivateFolder() as here, PrivateFolder() as there:
+        one, other = here.address("engine"), there.address("engine")
         assert one != other
     assert not Path(one.path).parent.exists()
     assert not Path(other.path).parent.exists()

@@ -291,13 +291,6 @@ class PrivateFolder:
         self.remove()
 
 
-@contextlib.contextmanager
-def private_ipc_address(name: str) -> Iterator[Address]:
-    """An address in a `PrivateFolder` of its own, which is removed at the end."""
-    with PrivateFolder() as folder:
-        yield folder.address(name)
-
-
 def _fresh_folder() -> str:
     for parent in _parents():
         # What mkdtemp appends, and a name of 16 bytes.
@@ -308,11 +301,15 @@ def _fresh_folder() -> str:
     raise ConfigError("no folder for sockets can be made: set TMPDIR to a short one that you can write to")
 
 
-def hold_folder(address: Address) -> None:
-    """Let an ipc address's `PrivateFolder`, made by another process, be swept away once this one has ended."""
-    folder = os.path.dirname(address.path)
+def remove_private(address: str) -> None:
+    """Remove the `PrivateFolder` that an ipc address lies in, from another process than the one that made it.
+
+    Nobody can connect there any more; those who have are not concerned. Idempotent.
+    """
+    folder = os.path.dirname(address.removeprefix("ipc://"))
     if os.path.basename(folder).startswith(_FOLDER_PREFIX):
-        _lock(folder)  # never closed, but by the kernel
+        _remove_sockets(folder)
+        _remove_rest(folder)
 
 
 def _lock(folder: str) -> int | None:

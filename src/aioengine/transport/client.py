@@ -17,7 +17,7 @@ import anyio
 import msgspec
 
 from aioengine.config import EngineConfig
-from aioengine.control import AnyControl, GetStats, Resume, Sleep, WakeUp
+from aioengine.control import LETS_GO, WAKE_TAGS, AnyControl, GetStats, Resume, Sleep, WakeUp
 from aioengine.core.scheduler import SchedulerStats
 from aioengine.core.sequence import FinishReason, Sequence, make_family
 from aioengine.engine_core import PUBLISH_SLICE
@@ -40,6 +40,7 @@ from aioengine.transport.wire import (
     Attached,
     Beating,
     CallControl,
+    CancelCall,
     Ended,
     Ending,
     Finish,
@@ -164,18 +165,11 @@ class RemoteCore:
     def add(self, sequence: Sequence, listeners: Iterable[Listener], *, arrived_at: float | None = None) -> None:
         self.check_accepting()
         sequence.arrived_at = self.clock() if arrived_at is None else arrived_at
-        number = self._next_number
-        family = (sequence, *sequence.children)
-        for member, listener in zip(family, listeners, strict=True):
-            member.order = self._next_number
-            member.listener = listener
-            self._live[member.order] = member
-            self._unstarted.add(member.order)
-            self._next_number += 1
         request = sequence.request
+        family = list(zip((sequence, *sequence.children), listeners, strict=True))
         self._link.send(
             AddRequest(
-                number=number,
+                number=self._next_number,
                 params=pack_params(request.params),
                 seed=request.seed,
                 max_total_tokens=request.max_total_tokens,
@@ -183,10 +177,16 @@ class RemoteCore:
                 bad_words=request.bad_words,
                 priority=request.priority,
                 cache_salt=request.cache_salt,
-                num_allowed=_allowed(sequence.listener),
+                num_allowed=_allowed(family[0][1]),
             ),
             (request.prompt_token_ids,),
         )
+        for member, listener in family:  # what could not be sent is not waited for
+            member.order = self._next_number
+            member.listener = listener
+            self._live[member.order] = member
+            self._unstarted.add(member.order)
+            self._next_number += 1
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         if self.is_stopped or sequence.order not in self._live:
@@ -208,7 +208,7 @@ class RemoteCore:
     async def call(self, control: AnyControl) -> Any:
         """Have the engine perform a control call; it is on its way before the first wait.
 
-        Cancelling stops the wait: the engine does it all the same.
+        Cancelling stops it where it is, as in `EngineCore.call`.
 
         Raises:
             InvalidRequest: it cannot be sent, or cannot be done now.
@@ -217,17 +217,29 @@ class RemoteCore:
         """
         self.check_accepting()
         raw, frames = pack_control(control)
-        async with self._call_turns:
-            self.check_accepting()
-            returned = self._loop_future()
-            call_id = self._send_call(raw, frames, returned)
-            try:
-                result = await returned
-            finally:
-                self._calls.pop(call_id, None)
-        if isinstance(control, Sleep | WakeUp):
-            self._is_sleeping = isinstance(control, Sleep)
+        if isinstance(control, LETS_GO):
+            result = await self._call(raw, frames)  # whoever holds all turns may wait for just this
+        else:
+            async with self._call_turns:
+                self.check_accepting()
+                result = await self._call(raw, frames)
+        if isinstance(control, Sleep):
+            self._is_sleeping = True
+        elif isinstance(control, WakeUp) and set(control.tags) >= set(WAKE_TAGS):
+            self._is_sleeping = False
         return msgspec.convert(result, SchedulerStats) if isinstance(control, GetStats) else result
+
+    async def _call(self, raw: Any, frames: Any) -> Any:
+        returned: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        call_id = self._send_call(raw, frames, returned)
+        try:
+            return await returned
+        except asyncio.CancelledError:
+            if not self.is_stopped:
+                self._link.send(CancelCall(call_id))
+            raise
+        finally:
+            self._calls.pop(call_id, None)
 
     def resume(self) -> None:
         if not self.is_stopped:
@@ -510,9 +522,6 @@ class RemoteCore:
             self._calls[call_id] = returned
         self._link.send(CallControl(call_id, raw, bool(frames)), frames)
         return call_id
-
-    def _loop_future(self) -> asyncio.Future[Any]:
-        return asyncio.get_running_loop().create_future()
 
     def _release(self, sequence: Sequence) -> Listener:
         """Its listener, which hears its end now and nothing more."""

@@ -66,7 +66,7 @@ def to_fault(error: BaseException) -> Fault:
         is_plain = kind in PLAIN
         return Fault(kind, message) if is_plain else Fault("RuntimeError", f"{kind}: {message}"[:MAX_MESSAGE_CHARS])
     return Fault(
-        kind,
+        next(base.__name__ for base in type(error).__mro__ if vars(errors).get(base.__name__) is base),
         message,
         param=getattr(error, "param", None),
         retry_after_s=getattr(error, "retry_after_s", 0.0),

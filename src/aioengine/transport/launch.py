@@ -21,7 +21,7 @@ from aioengine.in_process import clock_of, find
 from aioengine.model_folder import ModelFolder
 from aioengine.process_options import ProcessOptions
 from aioengine.progress import OnProgress
-from aioengine.transport.addresses import PrivateFolder
+from aioengine.transport.addresses import PrivateFolder, remove_private
 from aioengine.transport.child import TOKEN
 from aioengine.transport.client import RemoteCore
 from aioengine.transport.handshake import Addresses, Init, Welcome, welcome
@@ -115,6 +115,7 @@ class InChild:
         self._token = secrets.token_hex(16)
         self._supervisor = Supervisor(terminate_s=options.stop_timeout_s)
         self._folder: PrivateFolder | None = None
+        self._served_at: str | None = None
         self._link = Link(around.worker)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.linger = 0
@@ -148,6 +149,7 @@ class InChild:
         await welcome(self._handshake, machine, clock, exits=self._exits, on_change=on_change)
         ready = machine.engines[0].ready
         assert ready is not None
+        self._served_at = ready.address
         attached = await self._attach(ready.address)
         self.core = RemoteCore(
             self._link,
@@ -160,7 +162,7 @@ class InChild:
             logs_stats=True,
         )
         # From now on this process may be killed and leaves no file.
-        await self._around.worker.run(folder.remove, None)
+        await self._around.worker.run(remove_private, None, ready.address)
         # The process may end without its connection noticing, as when something it has started holds that open.
         self._child.add_exit_callback(lambda child: self.core.die(EngineDead(_tell_exit(child))))
 
@@ -178,16 +180,20 @@ class InChild:
                 if hasattr(self, "_handshake"):
                     self._handshake.close()
                 self._context.term()  # nothing is left to be sent
-                if self._folder is not None:
-                    await self._around.worker.run(self._folder.remove, None)
+                await self._around.worker.run(self._remove_files, None)
 
     def abandon(self) -> None:
         self._supervisor.abandon()
         if hasattr(self, "_handshake"):
             self._handshake.close()
         self._link.abandon()
+        self._remove_files()
+
+    def _remove_files(self) -> None:
         if self._folder is not None:
             self._folder.remove()
+        if self._served_at is not None:
+            remove_private(self._served_at)
 
     def _begin(self, folder: PrivateFolder) -> None:
         """Bind for the handshake and start the process."""
@@ -224,14 +230,14 @@ class InChild:
         """What the process is told now that it is here.
 
         Nobody else shall come, and should this process be killed while the model loads, no file is to be left: the
-        folder goes, at once, before the other makes it again to serve there.
+        folder goes. The other serves in one of its own, whose name nobody knows before it is there.
         """
         folder.remove()
         return Init(
             version=PROTOCOL_VERSION,
             index=index,
             num_engines=1,
-            addresses=Addresses(serve=str(folder.address("engine.sock"))),
+            addresses=Addresses(),
             # This side logs load and requests: once is enough.
             config=msgspec.structs.replace(self._config, log_stats_interval_s=0.0, log_requests=False),
             plugins=self._options.plugins,

@@ -19,6 +19,9 @@ from aioengine.transport.wire import AddRequest, Failed, Finish, unpack_params
 
 RETRY_AFTER_S = 1.0
 
+MAX_HELD_FACTOR = 8
+"""So many times what may wait and run at once may be held by a front end in all: the rest is blocked by its readers."""
+
 MAX_BAD_SEQUENCES = 2 * MAX_BAD_WORDS
 MAX_BAD_TOKENS = 2 * 4 * (MAX_BAD_WORDS_CHARS + MAX_BAD_WORDS)
 """Of all bad words: each is tokenized twice, once behind a space, and a character is four tokens at most."""
@@ -122,6 +125,12 @@ class Requests:
             raise InvalidRequest(f"cache_salt: at most {MAX_SALT_CHARS} characters are possible", param="cache_salt")
         if numbers[0] < 0 or numbers[-1] >= 2**31 or any(number in session.followers for number in numbers):
             raise InvalidRequest(f"a sequence of number {body.number} is here already, or cannot be")
+        most = core.config.max_waiting + core.config.max_num_seqs
+        if len(session.followers) + len(numbers) > MAX_HELD_FACTOR * most:
+            raise EngineOverloaded(
+                f"{len(session.followers)} sequences of this front end have not ended; read some of them to their ends",
+                retry_after_s=RETRY_AFTER_S,
+            )
         if session.num_unstarted + len(numbers) > core.config.max_waiting:
             raise EngineOverloaded(
                 f"{session.num_unstarted} sequences of this front end wait already (max_waiting)",

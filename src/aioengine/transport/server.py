@@ -22,13 +22,13 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
-from aioengine.control import DropWeights
+from aioengine.control import FILES, LETS_GO, AnyControl, DropWeights
 from aioengine.engine_control import TASKS
 from aioengine.engine_core import EngineCore
 from aioengine.errors import AioEngineError, ConfigError, EngineClosed, EngineDead, InvalidRequest, WireError
 from aioengine.metrics import RequestMetrics, StepRecord
 from aioengine.text.worker import TextWorker
-from aioengine.transport.addresses import Address, check_bind, hold_folder
+from aioengine.transport.addresses import Address, check_bind
 from aioengine.transport.faults import to_fault
 from aioengine.transport.keys import ZAP_ENDPOINT, Gate, ServerKeys, enforce
 from aioengine.transport.requests import Requests
@@ -44,6 +44,7 @@ from aioengine.transport.wire import (
     Attach,
     Attached,
     CallControl,
+    CancelCall,
     Detach,
     Finish,
     FromFrontEnd,
@@ -52,6 +53,7 @@ from aioengine.transport.wire import (
     Reader,
     Refused,
     Returned,
+    TooLarge,
     Writer,
     unpack_control,
 )
@@ -123,11 +125,6 @@ class EngineServer:
         self.address = _bind(socket, self._address)
         self._frontend = Channel(socket, tells_users=True)
 
-    def hold_folder(self) -> None:
-        """For a server that was given a folder of its own: should this process be killed, somebody removes it later."""
-        if self._address.scheme == "ipc":
-            hold_folder(self._address)
-
     async def serve(self) -> None:
         """Run the core and serve it until cancelled, or until the core dies; then everything is closed.
 
@@ -192,17 +189,17 @@ class EngineServer:
         if not session.is_over:  # else the peer may have another one by now
             self._end_session(peer, why, is_there=False)
 
-    async def _call(self, session: Session, peer: bytes, call: CallControl, arrays: Arrays) -> None:
+    async def _call(self, session: Session, peer: bytes, call_id: int, control: AnyControl) -> None:
         """Perform a control call and send what it brought, to the one who called."""
-        try:
-            control = unpack_control(call.control, arrays)
-            session.note_transfer(control)
-            returned = Returned(call.call_id, await self.core.call(control))
-        except Exception as error:  # whatever it was, its caller hears it, and nobody else
-            returned = Returned(call.call_id, fault=to_fault(error))
-        finally:
-            session.num_calls -= 1
-        self._guarded(peer, session, lambda session: _send_returned(session, returned))
+        with session.calls[call_id]:
+            try:
+                returned = Returned(call_id, await self.core.call(control))
+                session.note_transfer(control)
+            except Exception as error:  # whatever it was, its caller hears it, and nobody else
+                returned = Returned(call_id, fault=to_fault(error))
+            finally:
+                del session.calls[call_id]
+            self._guarded(peer, session, lambda session: _send_returned(session, returned))
 
     # Messages
 
@@ -239,21 +236,35 @@ class EngineServer:
                 session.acknowledge(body.number)
             case CallControl():
                 self._begin_call(session, peer, body, arrays)
+            case CancelCall():
+                if body.call_id in session.calls:
+                    session.calls[body.call_id].cancel()
             case Detach():
                 self._end_session(peer, "it has left", is_there=False)
             case _:
                 raise WireError(f"a {type(body).__name__} in the middle of a session")
 
     def _begin_call(self, session: Session, peer: bytes, call: CallControl, arrays: Arrays) -> None:
-        if session.num_calls >= MAX_CALLS:
-            refusal = InvalidRequest(
-                f"{MAX_CALLS} control calls of this front end are under way already; wait for some"
-            )
+        try:
+            control = unpack_control(call.control, arrays)
+            self._check_call(session, call.call_id, control)
+        except InvalidRequest as refusal:
             refused = Returned(call.call_id, fault=to_fault(refusal))
             self._guarded(peer, session, lambda session: session.send(refused))
             return
-        session.num_calls += 1
-        self._tasks.start_soon(self._call, session, peer, call, arrays)
+        session.calls[call.call_id] = anyio.CancelScope()
+        self._tasks.start_soon(self._call, session, peer, call.call_id, control)
+
+    def _check_call(self, session: Session, call_id: int, control: AnyControl) -> None:
+        if call_id in session.calls:
+            raise InvalidRequest(f"a call of number {call_id} is under way already")
+        if len(session.calls) >= MAX_CALLS and not isinstance(control, LETS_GO):
+            raise InvalidRequest(f"{MAX_CALLS} control calls of this front end are under way already; wait for some")
+        if isinstance(control, FILES) and self._address.scheme == "tcp" and self._keys is None:
+            raise InvalidRequest(
+                "any user of the machine can connect to this address, and this call reads or writes files as the "
+                "engine's user: serve at an ipc:// address, or with keys (`aioengine keys`)"
+            )
 
     def _refuse(self, peer: bytes, why: str, error: Exception) -> None:
         self.num_refused[why] += 1
@@ -290,7 +301,7 @@ class EngineServer:
                 return
             self._sessions[peer] = session
             self._tasks.start_soon(self._watch, peer, session)
-            logger.info("front end %d (%s) is attached", session.index, session.name)
+            logger.info("front end %d (%r) is attached", session.index, session.name)
 
     def _open_session(self, user: bytes, peer: bytes, reader: Reader[FromFrontEnd], name: str) -> Session:
         index, core = self._num_sessions, self.core
@@ -342,7 +353,7 @@ class EngineServer:
         self._gone[peer] = None
         if len(self._gone) > MAX_READERS:
             del self._gone[next(iter(self._gone))]
-        logger.info("front end %d (%s) is let go: %s", session.index, session.name, why)
+        logger.info("front end %d (%r) is let go: %s", session.index, session.name, why)
         session.end(EngineDead(f"the engine let this front end go: {why}"), linger_s=LINGER_S if is_there else 0.0)
         self._gate.forget(f"outputs-{session.index}")
         for follower in list(session.followers.values()):
@@ -352,8 +363,9 @@ class EngineServer:
     def _end_sessions(self) -> None:
         """The core has ended, and everyone's sequences with it: hand out what is left, and last words."""
         end: AioEngineError = self.core.copy_death() if self.core.death is not None else EngineClosed("it was closed")
-        for peer, session in list(self._sessions.items()):
-            self._guarded(peer, session, Session.flush)
+        for session in self._sessions.values():
+            with contextlib.suppress(CutOff):  # it hears the end next
+                session.flush()
             session.end(end, linger_s=LINGER_S)
         self._sessions.clear()
 
@@ -373,7 +385,11 @@ class EngineServer:
         """There is news beside a step's: send it at the end of this turn of the loop, or with the step."""
         if not self._is_marked and not self.core.is_publishing:
             self._is_marked = True
-            asyncio.get_running_loop().call_soon(self._flush)
+            asyncio.get_running_loop().call_soon(self._flush_marked)
+
+    def _flush_marked(self) -> None:
+        if not self.core.is_publishing:  # else it goes with the step
+            self._flush()
 
     def _flush(self) -> None:
         self._is_marked = False
@@ -393,7 +409,7 @@ class EngineServer:
         try:
             send(session)
         except CutOff as error:
-            logger.warning("front end %d (%s) is cut off: %s", session.index, session.name, error)
+            logger.warning("front end %d (%r) is cut off: %s", session.index, session.name, error)
             self._end_session(peer, str(error))
 
     def _reply(self, peer: bytes, body: Message) -> None:
@@ -424,6 +440,8 @@ class _Observer:
 def _send_returned(session: Session, returned: Returned) -> None:
     try:
         session.send(returned)
+    except TooLarge as too_large:
+        session.send(Returned(returned.call_id, fault=to_fault(too_large)))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         refusal = InvalidRequest(f"what the call returned is no plain data, and cannot be sent: {error}")
         session.send(Returned(returned.call_id, fault=to_fault(refusal)))

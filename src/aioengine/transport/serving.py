@@ -20,7 +20,7 @@ from aioengine.errors import ConfigError, EngineDead
 from aioengine.executor.protocol import Executor
 from aioengine.in_process import InProcess
 from aioengine.text.worker import TextWorker
-from aioengine.transport.addresses import check_connect
+from aioengine.transport.addresses import PrivateFolder, check_connect
 from aioengine.transport.faults import to_fault
 from aioengine.transport.handshake import (
     HELLO_TIMEOUT_S,
@@ -34,13 +34,15 @@ from aioengine.transport.handshake import (
 )
 from aioengine.transport.keys import ClientKeys, ServerKeys
 from aioengine.transport.server import EngineServer
-from aioengine.transport.sockets import Channel, Monitor
+from aioengine.transport.sockets import Channel
 from aioengine.transport.wire import PROTOCOL_VERSION, Message, Reader, Writer
 
 logger = logging.getLogger("aioengine")
 
 LINGER_S = 1.0
 """For last words to reach whoever started this engine."""
+
+ENGINE_SOCKET = "engine.sock"
 
 LOADING_EVERY_BYTES = 16 * 2**20
 
@@ -102,7 +104,8 @@ async def serve_engine(
 
 
 class _Settled(NamedTuple):
-    address: str
+    address: str | None
+    """None: in a folder of this process's own."""
     config: EngineConfig
     plugins: tuple[str, ...]
     executor: str | None
@@ -113,7 +116,7 @@ def _settle(init: Init | None, address: str | None, config: EngineConfig | None,
     if init is not None:
         address, config = address or init.addresses.serve, config or init.config
         plugins = (*plugins, *init.plugins)
-    if address is None or config is None:
+    if config is None or (init is None and address is None):
         raise ConfigError("nobody said where to serve, or what: give an address and a model")
     return _Settled(address, config, tuple(plugins), init.executor if init is not None else None)
 
@@ -131,18 +134,28 @@ async def _serve(
         await worker.run(_import, None, plugin)  # which may take long, and this process be told to end meanwhile
     executor = _make_executor(settled) if settled.executor is not None else None
     backend = InProcess(settled.config, executor, around)
+    folder: PrivateFolder | None = None
     try:
         files = await backend.find_model()
         await backend.open(shakers.on_progress)
-        server = EngineServer(backend.core, settled.address, model_path=files.path, keys=keys)
-        await server.open()
-        await worker.run(server.hold_folder, None)
-        shakers.tell(Ready(server.address, backend.core.info, TASKS))
-        on_serving(server)
-        await server.serve()
+        address = settled.address
+        if address is None:
+            folder = await worker.run(PrivateFolder, None)
+            address = str(folder.address(ENGINE_SOCKET))
+        server = EngineServer(backend.core, address, model_path=files.path, keys=keys)
+        try:
+            await server.open()
+            shakers.tell(Ready(server.address, backend.core.info, TASKS))
+            on_serving(server)
+            await server.serve()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await server.aclose()
     finally:
         with anyio.CancelScope(shield=True):
             await backend.aclose()
+            if folder is not None:
+                await worker.run(folder.remove, None)
     if backend.core.death is not None:
         raise EngineDead(str(backend.core.death), dump=backend.core.death.dump)
 
@@ -174,7 +187,6 @@ class _Handshakes:
         self._worker = worker
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._channels: list[Channel] = []
-        self._monitors: list[Monitor] = []
         self._writers: list[Writer] = []
         self._told_bytes = 0
 

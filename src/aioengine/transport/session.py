@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import anyio
 import msgspec
 import numpy as np
 
@@ -80,7 +81,8 @@ class Session:
         self.followers: dict[int, Follower] = {}
         """By the front end's number, those whose end it has not been told."""
         self.num_unstarted = 0
-        self.num_calls = 0
+        self.calls: dict[int, anyio.CancelScope] = {}
+        """Control calls under way."""
         self.transfers: set[str] = set()
         """Of weights, begun and neither committed nor dropped."""
         self.is_connected = False

@@ -130,7 +130,13 @@ class Detach(Message, frozen=True, tag=7):
     """The front end goes; what it left running ends."""
 
 
-FromFrontEnd = Attach | AddRequest | Finish | Allow | CallControl | Acknowledge | Detach
+class CancelCall(Message, frozen=True, tag=8):
+    """Nobody waits for a control call any more: it stops where it is."""
+
+    call_id: int
+
+
+FromFrontEnd = Attach | AddRequest | Finish | Allow | CallControl | Acknowledge | Detach | CancelCall
 
 
 # From an engine to a front end
@@ -343,6 +349,13 @@ class Envelope(msgspec.Struct, Generic[Body], frozen=True, array_like=True, gc=F
     body: Body
 
 
+class TooLarge(InvalidRequest):
+    """What a message would hold is more than a message may."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(f"{num_bytes:,} bytes cannot be sent to another process at once; {MAX_HEADER_BYTES:,} can")
+
+
 class Writer:
     """Numbers and encodes the messages of one direction of one session."""
 
@@ -357,6 +370,9 @@ class Writer:
         Args:
             arrays: one for each of ``body.layout()``, contiguous; not copied.
             into: where to put the header, resized to fit; absent: new bytes.
+        Raises:
+            TooLarge: nobody would read it.
+            TypeError, ValueError, OverflowError, RecursionError: it holds what is no plain data.
         """
         envelope = Envelope(self.number, body)
         header: bytes | bytearray
@@ -365,6 +381,8 @@ class Writer:
         else:
             self._encoder.encode_into(envelope, into)
             header = into
+        if len(header) > MAX_HEADER_BYTES:
+            raise TooLarge(len(header))
         self.number += 1  # not before: what cannot be encoded is no message, and leaves no gap
         return [header, *arrays]
 
