@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 import pytest_asyncio
 from contract.ways import Opener, has_load, reasons_of, told, until
 
-from aioengine import ConfigError, Engine, EngineClosed, EngineDead
+from aioengine import ConfigError, Engine, EngineClosed, EngineDead, EngineOverloaded, InvalidRequest
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 BOTH_LOOPS = pytest.mark.asyncio(loop_scope="module", loop_factories=["asyncio", "uvloop"])
@@ -171,3 +173,37 @@ async def test_who_connects_where_nobody_serves_is_told_so(scheme: str, tmp_path
     address = f"ipc://{tmp_path}/none.sock" if scheme == "ipc" else "tcp://127.0.0.1:9"
     with pytest.raises((ConfigError, EngineDead), match=r"none\.sock|127\.0\.0\.1"):
         await Engine.connect(address, timeout_s=5.0)
+
+
+async def test_what_names_files_is_not_taken_from_an_address_that_any_user_can_reach(tmp_path: Path) -> None:
+    opener = Opener("tcp")
+    try:
+        engine = await opener.open()
+        for work in (
+            engine.save_sharded_state(tmp_path / "saved"),
+            engine.update_weights(tmp_path),
+            engine.stop_profile(tmp_path / "trace.json"),
+        ):
+            with pytest.raises(InvalidRequest, match="any user of the machine"):
+                await work
+        assert os.listdir(tmp_path) == []
+        assert (await engine.generate([5, 6], max_tokens=3)).finished
+    finally:
+        await opener.aclose()
+
+
+async def test_what_a_front_end_holds_is_bounded_also_where_its_readers_stall() -> None:
+    opener = Opener("served")
+    async with contextlib.AsyncExitStack() as streams:
+        streams.push_async_callback(opener.aclose)
+        engine = await opener.open(max_waiting=2, max_num_seqs=2)
+
+        async def stall() -> None:
+            stream = engine.stream([5, 6], max_tokens=100, ignore_eos=True, max_unread_tokens=1)
+            await streams.enter_async_context(stream)
+            await stream.__anext__()
+
+        for _ in range(32):
+            await stall()
+        with pytest.raises(EngineOverloaded, match="have not ended"):
+            await stall()
