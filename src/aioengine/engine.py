@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -111,6 +112,7 @@ class Engine:
         *,
         model: str | os.PathLike[str] | None = None,
         keys: str | os.PathLike[str] | None = None,
+        client: str | None = None,
         timeout_s: float = 30.0,
     ) -> Self:
         """Use an engine that serves in another process (``aioengine engine``, `EngineServer`); the same object.
@@ -122,17 +124,22 @@ class Engine:
             address: ``ipc:///path`` or ``tcp://host:port``.
             model: where to find the tokenizer here, if that is elsewhere than on the engine's machine.
             keys: the folder that ``aioengine keys`` made; for addresses that are not this machine's own.
-            timeout_s: for the connection to be made.
+            client: whose keys of the folder to use; may be left out where there are one client's.
+            timeout_s: for what is there to answer; where nobody is, that is known at once.
         Raises:
             ConfigError: the address is not allowed, or lacks keys.
             EngineDead: nobody answers there, or what answers is no engine of this version.
         """
+        if not isinstance(address, str):
+            raise ConfigError(f"address={shorten(address)}: a str is needed, such as ipc:///path or tcp://host:port")
+        if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
+            raise ConfigError(f"timeout_s={shorten(timeout_s)}: a number of seconds above 0 is needed")
         from aioengine.transport.launch import Connected
 
         engine = cls(model)
         folder = None if keys is None else os.fspath(keys)
         engine._make_backend = functools.partial(
-            Connected, address, model=engine.config.model, keys=folder, timeout_s=timeout_s
+            Connected, address, model=engine.config.model, keys=folder, client=client, timeout_s=float(timeout_s)
         )
         await engine._start()
         engine._is_to_be_entered = True
@@ -158,8 +165,8 @@ class Engine:
 
         Args:
             drain: first let all requests end that were made before, those included that wait for a place, and what is
-                paused. A reader that has stalled at its ``max_unread_tokens`` is waited for: bound that with a timeout
-                of your own, and `abort_all`. Without ``drain`` all requests hear `EngineClosed`.
+                paused or asleep. A reader that has stalled at its ``max_unread_tokens`` is waited for: bound that with a
+                timeout of your own, and `abort_all`. Without ``drain`` all requests hear `EngineClosed`.
         """
         if self._runtime is not None:
             await self._runtime.aclose(drain=drain)
@@ -262,9 +269,9 @@ class Engine:
     async def drain(self) -> None:
         """Take no new requests, and wait until all that were made before have ended; `resume` takes new ones again.
 
-        Those that wait for a place are served, too, and what was paused goes on. A reader that has stalled at its
-        ``max_unread_tokens`` is waited for: bound that with a timeout of your own, and `abort_all`. A `pause` meanwhile
-        holds it up. Returns early when it is resumed. Idempotent. Cancelling stops the wait alone.
+        Those that wait for a place are served, too, and what was paused or asleep goes on. A reader that has stalled at
+        its ``max_unread_tokens`` is waited for: bound that with a timeout of your own, and `abort_all`. A `pause`
+        meanwhile holds it up. Returns early when it is resumed. Idempotent. Cancelling stops the wait alone.
 
         Raises:
             EngineDead, EngineClosed: it came to an end before they did.
@@ -333,6 +340,8 @@ class Engine:
             InvalidRequest: there is no such tag.
             ModelLoadError: the weights cannot be read any more; it sleeps on.
         """
+        if tags is not None and not isinstance(tags, Iterable):
+            raise InvalidRequest(f"tags={shorten(tags)}: names are needed, such as ['weights']", param="tags")
         wanted: tuple[Any, ...] = WAKE_TAGS if tags is None else (tags,) if isinstance(tags, str) else tuple(tags)
         for tag in wanted:
             if tag not in WAKE_TAGS:
@@ -392,7 +401,8 @@ class Engine:
         if folder is not None:
             await runtime.call(UpdateWeights(absolute(folder, "folder")))
         elif tensors is not None:
-            await send_weights(runtime.call, tensors)
+            async with runtime.weights_turn:  # one at a time: the engine holds what has come of each
+                await send_weights(runtime.call, tensors)
 
     async def collective_rpc(
         self, name: str, args: Iterable[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -413,6 +423,10 @@ class Engine:
                 "apply_model takes a function itself, in process",
                 param="name",
             )
+        if isinstance(args, str) or not isinstance(args, Iterable):
+            raise InvalidRequest(f"args={shorten(args)}: a list of arguments is needed", param="args")
+        if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(key, str) for key in kwargs)):
+            raise InvalidRequest(f"kwargs={shorten(kwargs)}: a mapping of names is needed", param="kwargs")
         return list(await self._call(CollectiveRpc(name, tuple(args), dict(kwargs or {}))))
 
     async def apply_model(self, function: Callable[[Any], T]) -> list[T]:
@@ -591,6 +605,8 @@ def _backend_of(
     """Where the core is to run."""
     if process is False:
         return functools.partial(InProcess, config, executor)
+    if process is not True and not isinstance(process, ProcessOptions):
+        raise ConfigError(f"process={shorten(process)}: True, False or a ProcessOptions is needed")
     if executor is not None:
         raise ConfigError("an executor is an object of this process: give either executor or process")
     from aioengine.transport.launch import InChild

@@ -290,6 +290,7 @@ class EngineCore:
             running=self.scheduler.num_running,
             waiting=self.scheduler.num_idle + self.num_outside(),
             is_sleeping=self.is_sleeping,
+            is_paused="pause" in self._holders,
             free_blocks=self.kv.pool.num_free,
         )
 

@@ -19,6 +19,7 @@ class Beat(msgspec.Struct, frozen=True, array_like=True):
         is_sleeping: whether `Engine.sleep` has taken something that is not back yet.
         num_refused: frames of the wire that were refused as malformed or foreign; 0 in process.
         free_blocks: of the KV cache; -1 from an engine that does not say.
+        is_paused: whether it is held by `Engine.pause`.
     """
 
     step: int = 0
@@ -28,6 +29,7 @@ class Beat(msgspec.Struct, frozen=True, array_like=True):
     is_sleeping: bool = False
     num_refused: int = 0
     free_blocks: int = -1
+    is_paused: bool = False
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +41,8 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
         step, step_age_s, running, waiting: as in the last beat; the age counted up to now.
         beat_age_s: how old that beat is; 0 in process.
         num_refused: frames that the engine has refused as malformed, foreign or out of turn; 0 in process.
+        is_paused, is_sleeping: whether somebody has paused it, or put it to sleep: requests wait until `Engine.resume`
+            or `Engine.wake_up`, whoever calls them.
     """
 
     status: HealthStatus
@@ -49,6 +53,8 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int = 0
     beat_age_s: float = 0.0
     num_refused: int = 0
+    is_paused: bool = False
+    is_sleeping: bool = False
 
 
 def judge(beat: Beat, *, stall_after_s: float, beat_age_s: float = 0.0) -> Health:
@@ -64,6 +70,8 @@ def judge(beat: Beat, *, stall_after_s: float, beat_age_s: float = 0.0) -> Healt
         waiting=beat.waiting,
         beat_age_s=beat_age_s,
         num_refused=beat.num_refused,
+        is_paused=beat.is_paused,
+        is_sleeping=beat.is_sleeping,
     )
 
 

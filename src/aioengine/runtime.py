@@ -19,7 +19,7 @@ import anyio
 
 from aioengine.completion import Completion
 from aioengine.config import EngineConfig
-from aioengine.control import AnyControl, Pause, PauseMode
+from aioengine.control import AnyControl, Pause, PauseMode, WakeUp
 from aioengine.core.detokenizer import Detokenizer, TokenTable, make_detokenizer
 from aioengine.core.sequence import Sequence, make_family
 from aioengine.core_api import Backend, Core, Surroundings
@@ -80,6 +80,7 @@ class Runtime:
         self.worker = TextWorker()
         self._large_worker = TextWorker()
         """For what takes long and must hold up nobody else: huge texts, and files that are written."""
+        self.weights_turn = anyio.Lock()
         self.longest_token_chars: int | None = None
         """Characters of the longest token; None where nobody knows."""
         self._backend = make_backend(
@@ -133,10 +134,13 @@ class Runtime:
         self.check_loop()
         self._is_closing = True
         if drain and self._is_serving:
-            # By a callback: cancelling whoever waits here must not stop the closing. What sleeps would never end.
-            self._drain(_closed, lambda: self._is_idle() or self.core.is_sleeping).add_done_callback(
-                lambda _: self._stop()
-            )
+            try:
+                await self._wake_up()
+            except BaseException:  # cancelled, or it cannot wake up: closing goes on all the same
+                self._stop()
+                raise
+            # By a callback: cancelling whoever waits here must not stop the closing.
+            self._drain(_closed, self._is_idle).add_done_callback(lambda _: self._stop())
         else:
             self._stop()
         await asyncio.wait({self._supervisor})
@@ -344,6 +348,8 @@ class Runtime:
             was_over = self._is_idle() or not self.intake.is_refusing
             return was_over
 
+        self.intake.refuse(_draining)
+        await self._wake_up()
         await self._drain(_draining, is_over)
         if not was_over:  # nothing runs in a closed or dead engine, either
             raise self._end_error()
@@ -382,6 +388,11 @@ class Runtime:
             num_blocks=stats.num_blocks,
         )
         return metrics
+
+    async def _wake_up(self) -> None:
+        """What sleeps would never end."""
+        if self.core.is_sleeping:
+            await self.core.call(WakeUp())
 
     def _drain(self, refusal: Callable[[], AioEngineError], is_over: Callable[[], bool]) -> asyncio.Future[None]:
         self.intake.refuse(refusal)

@@ -16,6 +16,7 @@ import numpy as np
 SIZED = (str, bytes, bytearray, list, tuple, set, frozenset, dict)
 MAX_SHOWN_CHARS = 60
 MAX_SHOWN_ITEMS = 8
+MAX_SHOWN_ITEMS_CHARS = 240
 MAX_SHOWN_BITS = 128
 MAX_NAME_CHARS = 100
 """Of an unknown keyword that is compared with the known ones: comparing takes the product of the lengths."""
@@ -105,7 +106,8 @@ def shorten(value: object, *, depth: int = 2) -> str:
     if isinstance(value, list | tuple | set | frozenset | dict):
         if len(value) > MAX_SHOWN_ITEMS or not depth:
             return f"<{type(value).__name__} of {len(value)}>"
-        return _shorten_items(value, depth - 1)
+        shown = _shorten_items(value, depth - 1)
+        return shown if len(shown) <= MAX_SHOWN_ITEMS_CHARS else f"<{type(value).__name__} of {len(value)}>"
     try:
         if not isinstance(value, str | bytes | bytearray) and isinstance(value, Sized) and len(value) > MAX_SHOWN_ITEMS:
             return f"<{type(value).__name__} of {len(value)}>"

@@ -288,7 +288,7 @@ async def _assert_nothing_is_left(server: EngineServer) -> None:
     await until(lambda: not core._live and not core._in_flight)
     (session,) = server._sessions.values()
     assert not session.followers
-    assert (session.num_unstarted, session.num_calls) == (0, 0)
+    assert (session.num_unstarted, len(session.calls)) == (0, 0)
     core.scheduler.check_integrity()
     stats = core.stats()
     assert (stats.running, stats.waiting, stats.blocked) == (0, 0, 0)

@@ -86,10 +86,12 @@ class TestOrder:
 
     async def test_also_when_most_had_to_wait(self, join: Any) -> None:
         sender, receiver = join(zmq.PUSH, zmq.PULL, hwm=1)
-        for message in numbered(2000):
+        # More than all buffers on the way hold, however fast ZMQ's threads are.
+        messages = [[*message, b"y" * 30_000] for message in numbered(2000)]
+        for message in messages:
             sender.send(message)
         assert sender.num_backlog > 0
-        assert await receive(receiver, 2000) == numbered(2000)
+        assert await receive(receiver, 2000) == messages
         assert sender.num_backlog == 0
 
     async def test_a_message_that_is_sent_while_others_wait_waits_behind_them(self, join: Any) -> None:

@@ -166,6 +166,7 @@ FROM_FRONT_END: tuple[Sample, ...] = (
     Sample("stage", wire.CallControl(71, wire.pack_control(STAGE)[0], has_data=True), (np.arange(8, dtype=np.uint8),)),
     Sample("acknowledge", wire.Acknowledge(number=81)),
     Sample("detach", wire.Detach()),
+    Sample("cancel_call", wire.CancelCall(call_id=72)),
 )
 
 _NEWS: dict[str, Any] = {

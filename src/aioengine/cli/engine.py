@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from typing import Any
 
 import click
@@ -30,6 +32,8 @@ def engine(
     ADDRESS is ipc:///path/of/a.sock, in a folder that only you can enter, or tcp://127.0.0.1:PORT; others need --keys.
     """
     logging.basicConfig(format="%(message)s", level=logging.INFO)
+    if plugins:
+        sys.path.insert(0, os.getcwd())  # an installed command does not look there by itself
     config = EngineConfig(**given(EngineConfig, flags))
     server_keys = ServerKeys.load(keys) if keys is not None else None
     hosts = []

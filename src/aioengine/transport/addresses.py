@@ -46,6 +46,10 @@ _FOLDER_PREFIX = "aioengine-"
 _LOCK = ".lock"
 
 
+class NobodyServes(ConfigError):
+    """An address is as it should be, and no server is there."""
+
+
 class Address(msgspec.Struct, frozen=True, kw_only=True):
     """An address that was checked.
 
@@ -228,14 +232,14 @@ def _check_served(address: Address) -> None:
     try:
         folder_status, status = os.stat(os.path.dirname(path)), os.lstat(path)
     except OSError as error:
-        raise ConfigError(f"nobody serves at {address}: {error.strerror}") from None
+        raise NobodyServes(f"nobody serves at {address}: {error.strerror}") from None
     if not stat.S_ISSOCK(status.st_mode):
         raise ConfigError(f"nobody serves at {address}: it is not a socket")
     # Where others may write, what answers may be theirs. Root may use anybody's engine.
     if folder_status.st_mode & 0o022 or os.geteuid() not in (0, folder_status.st_uid):
         raise ConfigError(f"{address}: its folder is not yours alone to write to, so that anybody may serve there")
     if _is_stale(path):
-        raise ConfigError(f"nobody serves at {address} any more: the socket is what is left of a server that died")
+        raise NobodyServes(f"nobody serves at {address} any more: the socket is what is left of a server that died")
 
 
 def _is_stale(path: str) -> bool:

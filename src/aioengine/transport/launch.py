@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import secrets
+import sys
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -47,7 +49,7 @@ class Connected:
     """A `Backend` for an engine that serves at an address.
 
     Args:
-        address, keys, timeout_s: as for `Engine.connect`.
+        address, keys, client, timeout_s: as for `Engine.connect`.
         model: where to find the tokenizer; None: where the engine says.
         around: of the caller's side.
     """
@@ -55,18 +57,30 @@ class Connected:
     core: RemoteCore
 
     def __init__(
-        self, address: str, around: Surroundings, *, model: str | None, keys: str | None, timeout_s: float
+        self,
+        address: str,
+        around: Surroundings,
+        *,
+        model: str | None,
+        keys: str | None,
+        client: str | None,
+        timeout_s: float,
     ) -> None:
         self._address = address
         self._around = around
         self._model = model
         self._keys_folder = keys
+        self._client = client
         self._timeout_s = timeout_s
         self._link = Link(around.worker)
 
     async def find_model(self) -> ModelFolder:
         folder = self._keys_folder
-        keys = None if folder is None else await self._around.worker.run(lambda: ClientKeys.load(folder), None)
+        keys = (
+            None
+            if folder is None
+            else await self._around.worker.run(lambda: ClientKeys.load(folder, self._client), None)
+        )
         self._attached = attached = await self._link.open(
             self._address, keys, name="a connected front end", timeout_s=self._timeout_s
         )
@@ -114,7 +128,8 @@ class InChild:
         self._around = around
         self._token = secrets.token_hex(16)
         self._supervisor = Supervisor(terminate_s=options.stop_timeout_s)
-        self._folder: PrivateFolder | None = None
+        self._folders: list[PrivateFolder] = []
+        """None yet, or one."""
         self._served_at: str | None = None
         self._link = Link(around.worker)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -122,8 +137,9 @@ class InChild:
         self._exits: deque[tuple[int, str]] = deque()
 
     async def find_model(self) -> ModelFolder:
-        self._folder = await self._around.worker.run(PrivateFolder, None)
-        self._begin(self._folder)
+        # Noted where it is made: who is cancelled here has one all the same.
+        await self._around.worker.run(lambda: self._folders.append(PrivateFolder()), None)
+        self._begin(self._folders[0])
         config = self._config
         # The process looks for the weights itself; here the small files are enough.
         resolve = functools.partial(ModelFolder.resolve, config.model, revision=config.revision, with_weights=False)
@@ -131,8 +147,7 @@ class InChild:
 
     async def open(self, on_progress: OnProgress | None = None) -> None:
         clock = clock_of(asyncio.get_running_loop())
-        assert self._folder is not None, "find_model comes first"
-        folder = self._folder
+        (folder,) = self._folders
         machine = Welcome(
             num_local=1,
             make_init=lambda index: self._make_init(index, folder),
@@ -190,8 +205,8 @@ class InChild:
         self._remove_files()
 
     def _remove_files(self) -> None:
-        if self._folder is not None:
-            self._folder.remove()
+        for folder in self._folders:
+            folder.remove()
         if self._served_at is not None:
             remove_private(self._served_at)
 
@@ -205,7 +220,7 @@ class InChild:
             name="engine 0",
             module=CHILD_MODULE,
             args=("--handshake", address, "--index", "0"),
-            env={TOKEN: self._token},
+            env={TOKEN: self._token, **_importing_like_here()},
             visible_devices=self._options.visible_devices,
         )
         (self._child,) = self._supervisor.start([spec])
@@ -250,6 +265,13 @@ class InChild:
         if self._child.returncode is not None:
             return _tell_exit(self._child)
         return f"the connection to its process (pid {self._child.pid}) was cut, and that is still there"
+
+
+def _importing_like_here() -> dict[str, str]:
+    """The process finds the modules that lie beside this program's script, as this one does."""
+    beside = [folder for folder in sys.path[:1] if folder and os.path.isabs(folder)]
+    known = os.environ.get("PYTHONPATH", "")
+    return {"PYTHONPATH": os.pathsep.join([*filter(None, [known]), *beside])} if beside else {}
 
 
 def _tell_exit(child: Child) -> str:

@@ -9,7 +9,7 @@ import zmq
 
 from aioengine.errors import EngineDead, WireError
 from aioengine.text.worker import TextWorker
-from aioengine.transport.addresses import Address, check_connect
+from aioengine.transport.addresses import Address, NobodyServes, check_connect
 from aioengine.transport.keys import ClientKeys
 from aioengine.transport.sockets import Channel, Monitor
 from aioengine.transport.wire import (
@@ -60,10 +60,13 @@ class Link:
         """Reach a server and attach to it.
 
         Raises:
-            ConfigError: the address is not allowed, or nobody serves there.
-            EngineDead: nobody answers in time, or what answers is no engine of this version.
+            ConfigError: the address is not allowed.
+            EngineDead: nobody serves there, or answers in time, or what answers is no engine of this version.
         """
-        where = await self._worker.run(lambda: check_connect(address, keys), None)
+        try:
+            where = await self._worker.run(lambda: check_connect(address, keys), None)
+        except NobodyServes as nobody:
+            raise EngineDead(str(nobody)) from None
         with anyio.move_on_after(timeout_s):
             attached = await self._attach(where, keys, name)
             await self._connect_outputs(where, keys, attached)
@@ -102,7 +105,8 @@ class Link:
             keys.apply_client(socket)
         channel, monitor = self._connect(socket, str(where))
         self.send(Attach(PROTOCOL_VERSION, name))
-        body = await _first_of(channel, monitor, f"nobody serves at {where}, or it does not know these keys")
+        of_keys = "" if where.scheme == "ipc" else ", or it needs keys" if keys is None else ", or not with these keys"
+        body = await _first_of(channel, monitor, f"nobody serves at {where}{of_keys}")
         if isinstance(body, Refused):
             raise EngineDead(f"the engine at {where} does not serve this front end: {body.reason}")
         if not isinstance(body, Attached):

@@ -134,14 +134,15 @@ async def _serve(
         await worker.run(_import, None, plugin)  # which may take long, and this process be told to end meanwhile
     executor = _make_executor(settled) if settled.executor is not None else None
     backend = InProcess(settled.config, executor, around)
-    folder: PrivateFolder | None = None
+    folders: list[PrivateFolder] = []
     try:
         files = await backend.find_model()
         await backend.open(shakers.on_progress)
         address = settled.address
         if address is None:
-            folder = await worker.run(PrivateFolder, None)
-            address = str(folder.address(ENGINE_SOCKET))
+            # Noted where it is made: who is cancelled here has one all the same.
+            await worker.run(lambda: folders.append(PrivateFolder()), None)
+            address = str(folders[0].address(ENGINE_SOCKET))
         server = EngineServer(backend.core, address, model_path=files.path, keys=keys)
         try:
             await server.open()
@@ -154,7 +155,7 @@ async def _serve(
     finally:
         with anyio.CancelScope(shield=True):
             await backend.aclose()
-            if folder is not None:
+            for folder in folders:
                 await worker.run(folder.remove, None)
     if backend.core.death is not None:
         raise EngineDead(str(backend.core.death), dump=backend.core.death.dump)

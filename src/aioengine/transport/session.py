@@ -31,6 +31,7 @@ from aioengine.transport.wire import (
     Outputs,
     PromptLines,
     Reader,
+    Returned,
     Started,
     StepHead,
     Writer,
@@ -161,7 +162,8 @@ class Session:
         if self.is_over:
             return
         frames = self._writer.write(body, arrays, into=self.outputs.buffers.take())
-        size = sum(map(size_of, frames))
+        # Results are few, as calls are, and may be large: they are no sign of a reader that has stalled.
+        size = 0 if isinstance(body, Returned) else sum(map(size_of, frames))
         self._unread.append((self._writer.number - 1, size))
         self._unread_bytes += size
         self.outputs.send(frames)  # in any case, so that the numbers of what follows it are right
