@@ -165,7 +165,7 @@ class Engine:
 
         Args:
             drain: first let all requests end that were made before, those included that wait for a place, and what is
-                paused or asleep. A reader that has stalled at its ``max_unread_tokens`` is waited for: bound that with a
+                paused or asleep. A reader that has stalled at its ``max_unread_tokens`` is waited for: bound that by a
                 timeout of your own, and `abort_all`. Without ``drain`` all requests hear `EngineClosed`.
         """
         if self._runtime is not None:
