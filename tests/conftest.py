@@ -20,6 +20,7 @@ named ``aioengine…``: the loop still owns others). A failing test is spared: w
 
 import asyncio
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -37,6 +38,10 @@ from aioengine.testing.clock import VirtualClockLoop
 # Threads of a tiny operation wait for each other longer than they work, and on a busy machine very much longer.
 # Before torch is imported; subprocesses inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell starts what it runs in the background with Ctrl-C ignored, and so would all that the tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 LoopScope = Literal["function", "class", "module", "session"]
