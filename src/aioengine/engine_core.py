@@ -311,9 +311,7 @@ class EngineCore:
     def copy_death(self) -> EngineDead:
         """The error of a dead engine, made anew for each who hears it: a shared one would collect their tracebacks."""
         assert self.death is not None
-        copy = EngineDead(str(self.death), dump=self.death.dump)
-        copy.__cause__ = self.death.__cause__
-        return copy
+        return self.death.anew()
 
     # The loop
 

@@ -94,6 +94,12 @@ class EngineDead(AioEngineError):
         super().__init__(message)
         self.dump = dump
 
+    def anew(self) -> EngineDead:
+        """The same error for another who hears it: a shared one would collect all their tracebacks."""
+        copy = EngineDead(str(self), dump=self.dump)
+        copy.__cause__ = self.__cause__
+        return copy
+
 
 class WireError(AioEngineError):
     """A malformed or foreign peer."""

@@ -284,9 +284,7 @@ class RemoteCore:
 
     def copy_death(self) -> EngineDead:
         assert self.death is not None
-        copy = EngineDead(str(self.death), dump=self.death.dump)
-        copy.__cause__ = self.death.__cause__
-        return copy
+        return self.death.anew()
 
     def die(self, death: EngineDead) -> None:
         """The engine, or the way to it, is gone: everyone hears it, now and once."""
