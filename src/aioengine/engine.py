@@ -41,7 +41,7 @@ from aioengine.intake import OnFull
 from aioengine.metrics import EngineMetrics, EngineStats, Observer
 from aioengine.outputs import RequestOutput
 from aioengine.process_options import ProcessOptions
-from aioengine.prompt import ChatMessage, Prompt, check_call, check_params, make_id, take_prompt
+from aioengine.prompt import ChatMessage, Prompt, check_call, check_params, make_id, take_prompt, take_template
 from aioengine.runtime import Runtime
 from aioengine.sampling_params import SamplingParams, make_params
 from aioengine.stream import Call, Profile, Stream
@@ -180,6 +180,7 @@ class Engine:
         priority: int = 0,
         cache_salt: str | None = None,
         on_full: OnFull = "wait",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **sampling: Any,
     ) -> RequestOutput:
         """Complete a prompt.
@@ -194,6 +195,10 @@ class Engine:
             priority: smaller goes first, and takes the place of larger ones that run; equal ones go by age.
             cache_salt: share cached prefixes only with requests of the same salt.
             on_full: with ``max_waiting`` requests waiting already, "wait" for a place or "raise" `EngineOverloaded`.
+            chat_template_kwargs: variables for the model's chat template, such as ``enable_thinking``; plain data.
+                Among them ``add_generation_prompt``: end the prompt with what begins an answer, True where no message
+                is continued; ``continue_final_message``: leave the last message open, so that the answer goes on with
+                it.
         Raises:
             InvalidRequest: a value is bad; raised before anything is queued.
             EngineOverloaded, StepFailed, EngineDead, EngineClosed: see there.
@@ -205,6 +210,7 @@ class Engine:
             priority=priority,
             cache_salt=cache_salt,
             on_full=on_full,
+            chat_template_kwargs=chat_template_kwargs,
             **sampling,
         ) as stream:
             return await stream.finish()
@@ -218,6 +224,7 @@ class Engine:
         priority: int = 0,
         cache_salt: str | None = None,
         on_full: OnFull = "wait",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         max_unread_tokens: int | None = None,
         stream_interval: int | None = None,
         **sampling: Any,
@@ -245,6 +252,7 @@ class Engine:
             max_unread_tokens=max_unread_tokens,
             stream_interval=stream_interval,
         )
+        taken = take_prompt(prompt, runtime)
         call = Call(
             params=checked,
             request_id=make_id() if request_id is None else request_id,
@@ -253,8 +261,24 @@ class Engine:
             on_full=on_full,
             max_unread_tokens=max_unread_tokens,
             stream_interval=runtime.config.stream_interval if stream_interval is None else stream_interval,
+            template_kwargs=take_template(chat_template_kwargs, taken),
         )
-        return Stream(self, runtime, take_prompt(prompt, runtime), call)
+        return Stream(self, runtime, taken, call)
+
+    def check_accepting(self, num_sequences: int = 1) -> None:
+        """Raise what a request with ``on_full="raise"`` would hear now; for who wants to refuse before other work.
+
+        Takes no place, so that a request which follows may hear otherwise. Synchronous.
+
+        Args:
+            num_sequences: that the request will be (`SamplingParams.num_sequences`).
+        Raises:
+            EngineOverloaded: there is no place for so many; says when to try again.
+            EngineClosed: the engine has not been started, drains, or is closed.
+            EngineDead: it broke.
+            InvalidRequest: so many never find room.
+        """
+        self._here().check_accepting(num_sequences)
 
     def abort(self, request_id: str) -> None:
         """End all requests of this id with what they have: ``finish_reason`` is "abort". Synchronous and idempotent."""
@@ -444,6 +468,58 @@ class Engine:
             InvalidRequest: the engine sleeps.
         """
         await self._call(ExecuteDummyBatch())
+
+    # Text
+
+    async def tokenize(
+        self,
+        prompt: str | list[ChatMessage],
+        *,
+        add_special_tokens: bool | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The token ids of a text or a chat, however long: more than the model takes may be counted, too.
+
+        What is long is done in a thread; cancelling stops the wait, and the result is lost.
+
+        Args:
+            add_special_tokens: those that the tokenizer adds by itself, such as a BOS. Absent: as `generate` does, with
+                a text and not with a chat, whose template writes them.
+            chat_template_kwargs: as in `generate`.
+        Raises:
+            InvalidRequest: a value is bad, or the model has no tokenizer.
+        """
+        return await self._here().tokenize(
+            prompt, add_special_tokens=add_special_tokens, chat_template_kwargs=chat_template_kwargs
+        )
+
+    async def detokenize(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids, however many, as the tokenizer's own decode gives it.
+
+        What is long is done in a thread; cancelling stops the wait, and the result is lost.
+
+        Raises:
+            InvalidRequest: an id is not in the model's vocabulary, or the model has no tokenizer.
+        """
+        return await self._here().detokenize(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(
+        self, token_ids: list[int], *, is_start: bool = True, skip_special_tokens: bool = True
+    ) -> list[bytes]:
+        """Each token's part of the UTF-8 of their text: joined they are the text, where it has whole characters.
+
+        The bytes of half a character, which a text shows as U+FFFD, are here what they are. Of a tokenizer whose
+        decoder is only known as a function (`WindowTable`) each token is decoded alone, and half a character is U+FFFD.
+        Synchronous, by a table: about half a microsecond a token, with the checks.
+
+        Args:
+            is_start: the text begins with these, as an output does: some tokenizers leave the space before the first
+                word out. False: others came before them.
+            skip_special_tokens: they have no bytes then; else those of their contents.
+        Raises:
+            InvalidRequest: an id is not in the model's vocabulary, or the model has no tokenizer.
+        """
+        return self._here().token_bytes(token_ids, is_start=is_start, skip_special_tokens=skip_special_tokens)
 
     # Numbers
 

@@ -77,17 +77,13 @@ class Intake:
             EngineOverloaded: there are too few, and ``on_full`` is "raise".
             AioEngineError: what `close` or `refuse` was given.
         """
+        if on_full == "raise":
+            self.check(num_places)
         if self._refusal is not None:
             raise self._refusal()
-        if not self._waiters and self.num_free >= num_places:
+        if self._has_room(num_places):
             self._take(num_places)
             return True
-        if on_full == "raise":
-            raise EngineOverloaded(
-                f"{self.limit} requests wait already (max_waiting), or too many for {num_places} more; try again "
-                "later, or wait with on_full='wait'",
-                retry_after_s=self._time_to_next_place(),
-            )
         let_in = asyncio.get_running_loop().create_future()
         self._waiters[who] = _Waiter(num_places, let_in)
         self._num_waiting += num_places
@@ -105,6 +101,22 @@ class Intake:
             elif not let_in.cancelled() and let_in.exception() is None and let_in.result():
                 self.leave(num_places)
             raise
+
+    def check(self, num_places: int = 1) -> None:
+        """Refuse who would not wait, and take nothing: what `enter` does first with ``on_full`` "raise".
+
+        Raises:
+            EngineOverloaded: there are too few places.
+            AioEngineError: what `close` or `refuse` was given.
+        """
+        if self._refusal is not None:
+            raise self._refusal()
+        if not self._has_room(num_places):
+            raise EngineOverloaded(
+                f"{self.limit} requests wait already (max_waiting), or too many for {num_places} more; try again "
+                "later, or wait with on_full='wait'",
+                retry_after_s=self._time_to_next_place(),
+            )
 
     def leave(self, num_places: int = 1) -> None:
         """The request has gone on to the scheduler, or has failed on its way."""
@@ -162,6 +174,10 @@ class Intake:
         while self._queue and self._queue[0][2] not in self._waiters:
             heapq.heappop(self._queue)
         return self._queue[0][2] if self._queue else None
+
+    def _has_room(self, num_places: int) -> bool:
+        """For one who comes now: nobody is passed."""
+        return not self._waiters and self.num_free >= num_places
 
     def _take(self, num_places: int) -> None:
         self.num_preparing += num_places

@@ -16,6 +16,8 @@ from aioengine.executor.protocol import ExecutorInfo
 from aioengine.intake import OnFull
 from aioengine.request import Request
 from aioengine.sampling_params import SamplingParams
+from aioengine.text.chat import copy_messages
+from aioengine.text.template_kwargs import take_template_kwargs
 from aioengine.text.tokenizer import Tokenizer
 from aioengine.validation import is_utf8, shorten
 
@@ -29,8 +31,6 @@ MAX_NORMALIZED_CHARS = 4
 MAX_PRIORITY = 2**31 - 1
 MAX_SALT_CHARS = 1024
 MAX_ID_CHARS = 1024
-MAX_COPIED_LEVELS = 32
-"""Of lists and dicts in a message; what lies deeper is shared with the caller."""
 
 
 class Host(Protocol):
@@ -72,9 +72,13 @@ def take_prompt(prompt: Any, host: Host) -> Prompt:
         return prompt
     if isinstance(prompt[0], dict):
         host.require_tokenizer()
-        copies: dict[int, Any] = {}
-        return [_copy(message, copies, MAX_COPIED_LEVELS) for message in prompt]
+        return copy_messages(prompt)
     return list(_check_ids(prompt, max_ids, host.info.vocab_size))
+
+
+def take_template(chat_template_kwargs: Any, prompt: Prompt) -> dict[str, Any]:
+    """The variables for the chat template, as they are now; see `take_template_kwargs`."""
+    return take_template_kwargs(chat_template_kwargs, is_chat=_is_chat(prompt))
 
 
 def check_params(params: SamplingParams, host: Host) -> None:
@@ -158,7 +162,7 @@ def make_id() -> str:
 
 def num_chars(prompt: Prompt, params: SamplingParams) -> int | None:
     """How much there is to prepare; None for chats, whose templates are programs that may take long over little."""
-    if isinstance(prompt, list) and isinstance(prompt[0], dict):
+    if _is_chat(prompt):
         return None
     return len(prompt) + 2 * sum(len(word) for word in params.bad_words)  # each word is encoded in two forms
 
@@ -167,14 +171,23 @@ def num_chars(prompt: Prompt, params: SamplingParams) -> int | None:
 
 
 def prepare(
-    host: Host, prompt: Prompt, params: SamplingParams, *, request_id: str, priority: int, cache_salt: str
+    host: Host,
+    prompt: Prompt,
+    params: SamplingParams,
+    *,
+    request_id: str,
+    priority: int,
+    cache_salt: str,
+    template_kwargs: dict[str, Any],
 ) -> tuple[str | None, Sequence]:
     """Turn a prompt into a sequence; pure and thread-safe, so that long prompts are prepared off the loop.
 
+    Args:
+        template_kwargs: as `take_template_kwargs` gives them; the other arguments as in `Engine.stream`.
     Returns:
         the text that was tokenized, None for token ids; and the sequence.
     """
-    text, ids = _tokenize(host, prompt)
+    text, ids = _tokenize(host, prompt, template_kwargs)
     limit = host.info.max_model_len - 1  # room for one output token
     if len(ids) > limit:
         raise PromptTooLong(len(ids), limit)
@@ -194,12 +207,12 @@ def prepare(
     return text, host.core.make_sequence(request)
 
 
-def _tokenize(host: Host, prompt: Prompt) -> tuple[str | None, list[int]]:
+def _tokenize(host: Host, prompt: Prompt, template_kwargs: dict[str, Any]) -> tuple[str | None, list[int]]:
     limit = host.info.max_model_len - 1
     if isinstance(prompt, list) and not isinstance(prompt[0], dict):
         return None, prompt  # checked at the call
     tokenizer = host.require_tokenizer()
-    text = prompt if isinstance(prompt, str) else tokenizer.render_chat(prompt)
+    text = prompt if isinstance(prompt, str) else tokenizer.render_chat(prompt, **template_kwargs)
     if host.longest_token_chars is not None:
         at_least = len(text) // (MAX_NORMALIZED_CHARS * host.longest_token_chars)
         if at_least > limit:  # megabytes that cannot fit are refused before they are tokenized
@@ -209,6 +222,10 @@ def _tokenize(host: Host, prompt: Prompt) -> tuple[str | None, list[int]]:
     if not ids:
         raise InvalidRequest("the prompt has no tokens; give at least one character or id", param="prompt")
     return text, _check_ids(ids, limit, host.info.vocab_size)
+
+
+def _is_chat(prompt: Prompt) -> bool:
+    return isinstance(prompt, list) and isinstance(prompt[0], dict)
 
 
 def _check_ids(prompt: list[Any], limit: int, vocab_size: int) -> list[int]:
@@ -251,30 +268,6 @@ def _as_list(prompt: Any, max_ids: int) -> Any:
     if length > max_ids:
         raise PromptTooLong(length, max_ids)
     return items
-
-
-def _copy(value: Any, copies: dict[int, Any], levels: int) -> Any:
-    """Lists, tuples and dicts copied, ``levels`` deep; what else is in a message stays the object that it is.
-
-    Args:
-        copies: by the ids of what was copied, so that what occurs twice, or in itself, is copied once.
-    """
-    if not isinstance(value, list | dict) and type(value) is not tuple:
-        return value
-    if id(value) in copies or not levels:
-        return copies.get(id(value), value)
-    # By the methods of the types themselves: a subclass may have made others of them.
-    if isinstance(value, dict):
-        of_dict: dict[Any, Any] = {}
-        copies[id(value)] = of_dict
-        of_dict.update((key, _copy(item, copies, levels - 1)) for key, item in dict.items(value))
-    elif isinstance(value, list):
-        of_list: list[Any] = []
-        copies[id(value)] = of_list
-        of_list.extend(_copy(item, copies, levels - 1) for item in list.__iter__(value))
-    else:
-        copies[id(value)] = tuple(_copy(item, copies, levels - 1) for item in value)
-    return copies[id(value)]
 
 
 def _as_int(value: Any) -> int | None:

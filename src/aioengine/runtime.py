@@ -35,8 +35,10 @@ from aioengine.reply import Arrival, Reply
 from aioengine.request import Request
 from aioengine.request_log import RequestLog
 from aioengine.sampling_params import SamplingParams
+from aioengine.text import calls
 from aioengine.text.tokenizer import Tokenizer
 from aioengine.text.worker import TextWorker
+from aioengine.validation import shorten
 
 logger = logging.getLogger("aioengine")
 
@@ -272,6 +274,20 @@ class Runtime:
         is_large = num_chars is not None and num_chars > LARGE_TEXT_CHARS
         return self._large_worker if is_large else self.worker
 
+    def check_accepting(self, num_sequences: int) -> None:
+        """Raise what a request that would not wait hears now; this engine runs."""
+        if isinstance(num_sequences, bool) or not isinstance(num_sequences, int) or num_sequences < 1:
+            raise InvalidRequest(
+                f"num_sequences={shorten(num_sequences)}: an int of at least 1 is needed", param="num_sequences"
+            )
+        if num_sequences > self.config.max_waiting:
+            raise InvalidRequest(
+                f"{num_sequences} sequences never find room where max_waiting={self.config.max_waiting} may wait",
+                param="num_sequences",
+            )
+        self.intake.check(num_sequences)
+        self.core.check_accepting()
+
     def arrive(self) -> Arrival:
         """Now, for a request's metrics."""
         return Arrival(time.time(), self.core.clock())
@@ -408,6 +424,33 @@ class Runtime:
         if self.tokenizer is None:
             raise InvalidRequest("this model has no tokenizer; give the prompt as token ids", param="prompt")
         return self.tokenizer
+
+    async def tokenize(self, prompt: Any, *, add_special_tokens: Any, chat_template_kwargs: Any) -> list[int]:
+        return await calls.tokenize(
+            self.tokenizer,
+            self.worker_for,
+            prompt,
+            add_special_tokens=add_special_tokens,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+
+    async def detokenize(self, token_ids: Any, *, skip_special_tokens: Any) -> str:
+        return await calls.detokenize(
+            self.tokenizer,
+            self.worker_for,
+            token_ids,
+            vocab_size=self.info.vocab_size,
+            skip_special_tokens=skip_special_tokens,
+        )
+
+    def token_bytes(self, token_ids: Any, *, is_start: Any, skip_special_tokens: Any) -> list[bytes]:
+        return calls.token_bytes(
+            self.tokenizer,
+            token_ids,
+            vocab_size=self.info.vocab_size,
+            is_start=is_start,
+            skip_special_tokens=skip_special_tokens,
+        )
 
     def describe(self) -> str:
         """One line on what was started, for a person."""

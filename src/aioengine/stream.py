@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 
@@ -32,6 +32,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     on_full: OnFull
     max_unread_tokens: int | None
     stream_interval: int
+    template_kwargs: dict[str, Any]
 
 
 class Stream:
@@ -55,6 +56,11 @@ class Stream:
         self._is_entered = False
         self._is_aborted = False
         self._is_exhausted = False
+
+    @property
+    def params(self) -> SamplingParams:
+        """How it is sampled: what was given, and the model's defaults."""
+        return self._call.params
 
     async def __aenter__(self) -> Self:
         if self._is_entered:
@@ -93,6 +99,7 @@ class Stream:
                 request_id=self.request_id,
                 priority=call.priority,
                 cache_salt=call.cache_salt,
+                template_kwargs=call.template_kwargs,
             )
             size = num_chars(self._prompt, call.params)
             self._prompt_text, sequence = await runtime.worker_for(size).run(work, size)
@@ -142,18 +149,11 @@ class Stream:
         Raises:
             StepFailed, EngineDead, EngineClosed: after all that had arrived was read.
         """
-        reply = self._entered()
-        while not self._is_exhausted:
-            delta = reply.take()
-            if delta is not None:
-                return delta
-            if not reply.is_ended:
-                await reply.wait(for_end=False)
-            else:
-                self._is_exhausted = True
-                if reply.error is not None:
-                    raise reply.error
-        raise StopAsyncIteration
+        while (delta := self.take()) is None:
+            if self._is_exhausted:
+                raise StopAsyncIteration
+            await self._entered().wait(for_end=False)
+        return delta
 
     async def finish(self) -> RequestOutput:
         """Wait for the end, reading nothing; returns the whole output. Lifts ``max_unread_tokens``."""
@@ -166,10 +166,37 @@ class Stream:
     def watch(self, on_news: Callable[[], None]) -> None:
         """Call ``on_news``, on the loop, when there is something new to read or the request ends; at once if so now.
 
-        Once for all that is unread; `poll` reads it. For one reader of many streams, in the place of a task for each.
-        What is called must not raise, and must not hold the engine, or one that is dropped would never close itself.
+        With `take` or `poll` for one reader of many streams, in the place of a task for each. It is called once for all
+        that a choice has unread, and again only after that was read: read until `take` gives None.
+
+        What is called notes that, and leaves the reading to what it wakes: it runs amid the engine's own work on this
+        request. It must not raise, and must not hold the engine, or one that is dropped would never close itself.
         """
         self._entered().watch(on_news)
+
+    def take(self) -> CompletionDelta | None:
+        """The next delta, as by ``async for``, without waiting; None if there is nothing now, or nothing any more.
+
+        `watch` tells when to ask again, and `is_ended` when not to.
+
+        Raises:
+            StepFailed, EngineDead, EngineClosed: once, after all that had arrived was read.
+        """
+        reply = self._entered()
+        if self._is_exhausted:
+            return None
+        delta = reply.take()
+        if delta is None and reply.is_ended:
+            self._is_exhausted = True
+            if reply.error is not None:
+                raise reply.error
+        return delta
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether the request has ended and all of it was read, its error included: `take` brings nothing more."""
+        reply = self._entered()
+        return self._is_exhausted or (reply.is_ended and reply.error is None and not reply.has_news)
 
     def poll(self) -> RequestOutput:
         """The output so far, all of it read now; waits for nothing.

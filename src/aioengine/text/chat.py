@@ -6,10 +6,46 @@ A template is a program that came with the weights, so it runs in Jinja's immuta
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from aioengine.errors import InvalidRequest
+
+MAX_COPIED_LEVELS = 32
+"""Of lists and dicts in a message; what lies deeper is shared with the caller."""
+
+MAX_SHOWN_CHARS = 500
+"""Of what a template says when it fails: some say all that they were given."""
+
+
+def copy_messages(messages: Iterable[Any]) -> list[Any]:
+    """Messages as they are now, with the lists, tuples and dicts in them; whether they are good ones is seen later."""
+    copies: dict[int, Any] = {}
+    return [_copy(message, copies, MAX_COPIED_LEVELS) for message in messages]
+
+
+def _copy(value: Any, copies: dict[int, Any], levels: int) -> Any:
+    """Lists, tuples and dicts copied, ``levels`` deep; what else is in a message stays the object that it is.
+
+    Args:
+        copies: by the ids of what was copied, so that what occurs twice, or in itself, is copied once.
+    """
+    if not isinstance(value, list | dict) and type(value) is not tuple:
+        return value
+    if id(value) in copies or not levels:
+        return copies.get(id(value), value)
+    # By the methods of the types themselves: a subclass may have made others of them.
+    if isinstance(value, dict):
+        of_dict: dict[Any, Any] = {}
+        copies[id(value)] = of_dict
+        of_dict.update((key, _copy(item, copies, levels - 1)) for key, item in dict.items(value))
+    elif isinstance(value, list):
+        of_list: list[Any] = []
+        copies[id(value)] = of_list
+        of_list.extend(_copy(item, copies, levels - 1) for item in list.__iter__(value))
+    else:
+        copies[id(value)] = tuple(_copy(item, copies, levels - 1) for item in value)
+    return copies[id(value)]
 
 
 def check_messages(messages: object) -> list[dict[str, Any]]:
@@ -57,11 +93,21 @@ def _bad_message(index: int, problem: str) -> InvalidRequest:
 
 
 def render_template(
-    template: str, messages: list[dict[str, Any]], *, add_generation_prompt: bool, named_tokens: dict[str, str]
+    template: str,
+    messages: list[dict[str, Any]],
+    *,
+    add_generation_prompt: bool,
+    continue_final_message: bool | str = False,
+    variables: Mapping[str, Any] | None = None,
+    named_tokens: dict[str, str],
 ) -> str:
     """Render checked messages; the first call of a process imports transformers (up to a second): not on the loop.
 
     Args:
+        add_generation_prompt: end with what begins an answer.
+        continue_final_message: end within the last message, so that an answer goes on with it; or the name of its field
+            to go on with.
+        variables: for the template beside these; one may take the place of a named token.
         named_tokens: what the template sees as ``bos_token``, ``eos_token`` and so on.
     Raises:
         InvalidRequest: the template failed, or refused these messages by its ``raise_exception``.
@@ -73,10 +119,14 @@ def render_template(
             conversations=[messages],
             chat_template=template,
             add_generation_prompt=add_generation_prompt,
-            **named_tokens,
+            continue_final_message=continue_final_message,
+            **{**named_tokens, **(variables or {})},
         )
     except Exception as error:  # a template is a program, and any of its errors says that it cannot take this input
+        problem = str(error) or type(error).__name__
+        if len(problem) > MAX_SHOWN_CHARS:
+            problem = problem[:MAX_SHOWN_CHARS] + "..."
         raise InvalidRequest(
-            f"the model's chat template does not take these messages: {error or type(error).__name__}", param="prompt"
+            f"the model's chat template does not take these messages: {problem}", param="prompt"
         ) from error
     return str(rendered[0])

@@ -1,0 +1,303 @@
+"""One log record a request, as a line for a person or as JSON, and a handler that never holds the event loop.
+
+What a record says is in its attributes (``request_id``, ``status``, ``outcome``, ...), so that any handler of the host
+program has them, too. It holds no prompts, no texts, no keys and no query strings. What a client chose (its id, its
+path) cannot begin a line of its own, nor colour a terminal.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import queue
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Literal, Self, TextIO
+
+import msgspec
+
+from aioengine.prompt import make_id
+from aioengine.server.record import RequestRecord
+
+LOGGER_NAME = "aioengine.server"
+MAX_ID_CHARS = 128
+MAX_SHOWN_CHARS = 256
+"""Of a path or a name in the log: they are the client's."""
+
+LogFormat = Literal["text", "json"]
+
+logger = logging.getLogger(LOGGER_NAME)
+
+_FIT_ID = re.compile(f"[!-~]{{1,{MAX_ID_CHARS}}}")
+# Control characters, among them those of 8 bits and the line ends that only Unicode knows; marks that turn the
+# direction of writing; and halves of surrogate pairs, which no encoding can write.
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+FIELDS = (
+    "request_id",
+    "method",
+    "path",
+    "status",
+    "duration_s",
+    "client",
+    "model",
+    "prompt_tokens",
+    "completion_tokens",
+    "finish_reasons",
+    "time_to_first_token_s",
+    "outcome",
+)
+"""The attributes of a request's log record."""
+
+
+def request_id_of(headers: Mapping[str, str]) -> str:
+    """The client's ``X-Request-Id``, if that is 1 to 128 visible ASCII characters; else one that is made up.
+
+    Args:
+        headers: with names in lower case.
+    """
+    given = headers.get("x-request-id")
+    return given if given is not None and _FIT_ID.fullmatch(given) else make_id()
+
+
+def log_request(record: RequestRecord) -> None:
+    """The request is over; its record is complete. Failures of the server come with their traceback."""
+    level = logging.ERROR if record.is_failure else logging.INFO
+    if not logger.isEnabledFor(level):
+        return
+    fields: dict[str, Any] = {name: getattr(record, name) for name in FIELDS}
+    for name in ("request_id", "method", "path", "client", "model"):
+        fields[name] = _shown(fields[name])
+    fields["finish_reasons"] = list(record.finish_reasons)
+    fields["duration_s"] = round(record.duration_s, 6)
+    if record.time_to_first_token_s is None and record.metrics is not None:
+        fields["time_to_first_token_s"] = record.metrics.time_to_first_token_s
+    error = record.error if record.is_failure else None
+    exc_info = None if error is None else (type(error), error, error.__traceback__)
+    logger.log(level, _line(fields), extra=fields, exc_info=exc_info)
+
+
+def _line(fields: Mapping[str, Any]) -> str:
+    path = fields["path"].replace(" ", "%20")  # a path with spaces could pretend to be the words after it
+    said = [
+        f"{fields['client'] or '-'} {fields['method']} {path} {fields['status'] or '-'} {fields['outcome']}",
+        f"in {fields['duration_s']:.3f} s",
+    ]
+    if fields["completion_tokens"] is not None:
+        said.append(f"{fields['prompt_tokens'] or 0}+{fields['completion_tokens']} tokens")
+    if fields["time_to_first_token_s"] is not None:
+        said.append(f"first after {fields['time_to_first_token_s']:.3f} s")
+    if fields["finish_reasons"]:
+        said.append("/".join(fields["finish_reasons"]))
+    return f"{', '.join(said)} [{fields['request_id']}]"
+
+
+def _shown(value: str | None) -> str | None:
+    """A client's text on one line, and not a long one."""
+    if value is None:
+        return None
+    cut = value if len(value) <= MAX_SHOWN_CHARS else f"{value[:MAX_SHOWN_CHARS]}…"
+    return _UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", cut)
+
+
+# How it looks
+
+
+class TextFormatter(logging.Formatter):
+    """``2026-03-01 12:00:00.123 INFO aioengine.server: ...``; a traceback's lines are set in, as no record's first."""
+
+    default_msec_format = "%s.%03d"
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        # What a message or a traceback quotes may be anybody's text.
+        first, *more = super().format(record).split("\n")
+        return "\n".join([_escape(first), *(f"    {_escape(line)}" for line in more)])
+
+
+class JsonFormatter(logging.Formatter):
+    """An object a line: time (UTC), level, logger, message, then what a request's record has; errors as ``error``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._encoder = msgspec.json.Encoder(enc_hook=repr)
+
+    def format(self, record: logging.LogRecord) -> str:
+        shown: dict[str, Any] = {
+            "time": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z",
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if hasattr(record, "request_id"):
+            shown.update((name, value) for name in FIELDS if (value := getattr(record, name, None)) is not None)
+        if record.exc_info:
+            shown["error"] = self.formatException(record.exc_info)
+        if record.stack_info:
+            shown["stack"] = self.formatStack(record.stack_info)
+        try:
+            encoded = self._encoder.encode(shown)
+        except UnicodeEncodeError:  # half a surrogate pair, of another logger's message
+            encoded = self._encoder.encode({name: _writable(value) for name, value in shown.items()})
+        return _escape(encoded.decode())  # JSON leaves U+0085 and U+2028 as they are, which end lines for some readers
+
+
+def _escape(line: str) -> str:
+    return _UNPRINTABLE.sub(lambda match: match[0] if match[0] == "\t" else f"\\u{ord(match[0]):04x}", line)
+
+
+def _writable(value: Any) -> Any:
+    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
+
+
+# Where it goes
+
+
+class OffLoopHandler(logging.Handler):
+    """Writes log records in a thread of its own: a stderr that nobody reads stalls that, and not the loop.
+
+    At most ``max_queued`` records wait; with so many waiting newer ones are dropped, counted, and told of in a line
+    once there is room. Formatting is the thread's work, too, so that a flood costs the loop a few µs a record.
+
+    Args:
+        formatter: `TextFormatter` unless given.
+        stream: the process's stderr unless given.
+        max_queued: records that wait.
+    """
+
+    CLOSE_TIMEOUT_S = 1.0
+    MAX_TRACEBACKS = 100
+    """Of the records that wait so many may have one: it holds all that its functions held, prompts included."""
+
+    def __init__(
+        self, formatter: logging.Formatter | None = None, stream: TextIO | None = None, *, max_queued: int = 10_000
+    ) -> None:
+        super().__init__()
+        self.setFormatter(formatter or TextFormatter())
+        self._stream = sys.stderr if stream is None else stream
+        self._queue: queue.SimpleQueue[logging.LogRecord | None] = queue.SimpleQueue()
+        self._max_queued = max_queued
+        # Each is changed on one side only. (Two threads that log at the same moment may count one for two.)
+        self._num_dropped = 0
+        self._num_told = 0
+        self._num_tracebacks_queued = 0
+        self._num_tracebacks_taken = 0
+        self._is_closed = False
+        # A daemon: one that hangs in a write that nobody reads must not hold the interpreter's exit.
+        self._thread = threading.Thread(target=self._write_all, name="aioengine-log", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def num_dropped(self) -> int:
+        """Records dropped so far."""
+        return self._num_dropped
+
+    def createLock(self) -> None:  # noqa: N802 - logging's name
+        """None: the queue is safe by itself, and the loop waits for no lock."""
+        self.lock = None
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        """As any handler does it, but without a lock."""
+        passed: object = self.filter(record)
+        if isinstance(passed, logging.LogRecord):  # a filter may give another record, since Python 3.12
+            record = passed
+        if passed:
+            self.emit(record)
+        return bool(passed)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._is_closed or self._queue.qsize() >= self._max_queued:
+            self._num_dropped += 1
+        else:
+            self._queue.put(self._prepared(record))
+
+    def close(self) -> None:
+        """Write what waits and end the thread; idempotent. What cannot be written within a second is given up.
+
+        It waits: call it when the loop has ended, or in a thread.
+        """
+        if not self._is_closed:
+            self._is_closed = True
+            self._queue.put(None)
+            self._thread.join(self.CLOSE_TIMEOUT_S)
+        super().close()
+
+    def _prepared(self, record: logging.LogRecord) -> logging.LogRecord:
+        """The record as it is now: what its message is made of may change until the thread gets to it."""
+        has_traceback = bool(record.exc_info)
+        is_one_too_many = (
+            has_traceback and self._num_tracebacks_queued - self._num_tracebacks_taken >= self.MAX_TRACEBACKS
+        )
+        if record.args or is_one_too_many:
+            record = copy.copy(record)  # other handlers get it as it was
+            try:
+                record.msg = record.getMessage()
+            except Exception:  # arguments that do not fit: the bug is elsewhere, and the message is still worth having
+                record.msg = f"{record.msg} {len(record.args or ())} arguments that do not fit"
+            record.args = None
+        if is_one_too_many:
+            record.exc_info = record.exc_text = None
+            record.msg += " (with a traceback, one too many to keep)"
+        elif has_traceback:
+            self._num_tracebacks_queued += 1
+        return record
+
+    def _write_all(self) -> None:
+        while (record := self._queue.get()) is not None:
+            if record.exc_info:
+                self._num_tracebacks_taken += 1
+            self._write(record)
+            if self._num_dropped > self._num_told and self._queue.qsize() < self._max_queued // 2:
+                self._tell_of_dropped()
+        if self._num_dropped > self._num_told:
+            self._tell_of_dropped()
+
+    def _tell_of_dropped(self) -> None:
+        count = self._num_dropped - self._num_told
+        self._num_told += count
+        message = "%d log records were dropped: they came faster than they could be written"
+        self._write(logging.LogRecord(LOGGER_NAME, logging.WARNING, __file__, 0, message, (count,), None))
+
+    def _write(self, record: logging.LogRecord) -> None:
+        try:
+            line = self.format(record) + "\n"
+            try:
+                self._stream.write(line)
+            except UnicodeEncodeError:  # a stream of ASCII alone
+                self._stream.write(line.encode("ascii", "backslashreplace").decode())
+            self._stream.flush()
+        except (OSError, ValueError):
+            pass  # stderr is closed or its reader is gone: there is nowhere left to say so
+        except Exception:
+            self.handleError(record)
+
+
+@contextmanager
+def logging_off_loop(
+    log_format: LogFormat = "text", level: int = logging.INFO, stream: TextIO | None = None
+) -> Iterator[OffLoopHandler]:
+    """All of this process's log records go through an `OffLoopHandler` while the block runs; for the command line."""
+    root = logging.getLogger()
+    level_before = root.level
+    with OffLoopHandler(JsonFormatter() if log_format == "json" else TextFormatter(), stream) as handler:
+        root.addHandler(handler)
+        root.setLevel(level)
+        try:
+            yield handler
+        finally:
+            root.setLevel(level_before)
+            root.removeHandler(handler)

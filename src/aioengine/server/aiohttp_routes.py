@@ -1,0 +1,126 @@
+"""The handlers as routes of an aiohttp app."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from aiohttp import web
+
+from aioengine.engine import Engine
+from aioengine.server.api import Api
+from aioengine.server.exchange import ClientGone, Response
+from aioengine.server.server_config import ServerConfig
+
+
+def aiohttp_routes(engine: Engine, config: ServerConfig | None = None, *, prefix: str = "") -> list[web.RouteDef]:
+    """The OpenAI-compatible API of an engine: ``app.add_routes(aiohttp_routes(engine, prefix="/ai"))``.
+
+    The app's own ``cleanup_ctx`` starts and closes the engine. The limit on bodies is the config's: aiohttp's
+    ``client_max_size`` has no say here.
+
+    Args:
+        engine: belongs to the loop that it is started on, which must be the app's.
+        config: limits, API keys and names; absent: the defaults.
+        prefix: of all paths; begins with "/" and does not end with one.
+    """
+    api = Api(engine, config)
+    prefix = prefix.rstrip("/")
+    departures = Departures()
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        exchange = AiohttpExchange(request, prefix, departures)
+        await api.serve(exchange)
+        if exchange.response is None:  # the client has gone: nobody reads this
+            return web.Response(status=499)
+        return exchange.response
+
+    return [web.route("*", prefix + "/{path:.*}", handle)]
+
+
+class Departures:
+    """Tells when clients have left, for all requests of an app.
+
+    aiohttp cancels a handler for that if the app was run so, and else tells only who writes. Looking at 256 connections
+    takes 50 µs.
+    """
+
+    INTERVAL_S = 0.02
+
+    def __init__(self) -> None:
+        self._waiting: dict[asyncio.Future[None], web.Request] = {}
+
+    async def of(self, request: web.Request) -> None:
+        """Wait until the client of ``request`` has left."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+        if not self._waiting:
+            loop.call_later(self.INTERVAL_S, self._look, loop)
+        self._waiting[future] = request
+        try:
+            await future
+        finally:
+            self._waiting.pop(future, None)
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        for future, request in self._waiting.items():
+            if (request.transport is None or request.transport.is_closing()) and not future.done():
+                future.set_result(None)
+        if self._waiting:
+            loop.call_later(self.INTERVAL_S, self._look, loop)
+
+
+class AiohttpExchange:
+    """An `Exchange` of an aiohttp server."""
+
+    def __init__(self, request: web.Request, prefix: str, departures: Departures) -> None:
+        self.method = request.method
+        self.path = request.path.removeprefix(prefix) or "/"
+        self.headers: Mapping[str, str] = {name.lower(): value for name, value in request.headers.items()}
+        self.client = request.remote or ""
+        self.response: web.StreamResponse | None = None
+        self._request = request
+        self._departures = departures
+
+    async def read(self) -> bytes:
+        try:
+            return await self._request.content.readany()
+        except (ConnectionError, asyncio.IncompleteReadError) as error:
+            raise ClientGone from error
+
+    async def gone(self) -> None:
+        await self._departures.of(self._request)
+
+    async def start(self, status: int, headers: Mapping[str, str]) -> None:
+        self.response = web.StreamResponse(status=status, headers=headers)
+        await self._prepare(self.response)
+
+    async def write(self, data: bytes) -> None:
+        assert self.response is not None, "it has not been started"
+        try:
+            await self.response.write(data)
+        except ConnectionError as error:
+            raise ClientGone from error
+
+    async def end(self) -> None:
+        assert self.response is not None, "it has not been started"
+        try:
+            await self.response.write_eof()
+        except ConnectionError as error:
+            raise ClientGone from error
+
+    async def respond(self, response: Response) -> None:
+        # aiohttp sends what its handler returns.
+        self.response = web.Response(status=response.status, body=response.body, headers=response.headers)
+        if response.headers.get("connection") == "close":
+            self.response.force_close()
+
+    def cut(self) -> None:
+        if self._request.transport is not None:
+            self._request.transport.abort()
+
+    async def _prepare(self, response: web.StreamResponse) -> None:
+        try:
+            await response.prepare(self._request)
+        except ConnectionError as error:
+            raise ClientGone from error

@@ -1,0 +1,390 @@
+"""The handlers, written once for all frameworks: who is let in, what is asked for, what is known of it at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import PurePath
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+
+import aioengine
+from aioengine.engine import Engine
+from aioengine.errors import AioEngineError, EngineDead, InvalidRequest
+from aioengine.server.access_log import log_request, request_id_of
+from aioengine.server.api_keys import ApiKeys
+from aioengine.server.body import BodyReader
+from aioengine.server.completions import ClientCut, Completions, while_there
+from aioengine.server.exchange import ClientGone, Exchange, Response
+from aioengine.server.exposition import Exposition
+from aioengine.server.faults import JSON_HEADERS, HttpFault, fault_of, overloaded
+from aioengine.server.http_metrics import HttpMetrics
+from aioengine.server.page import page
+from aioengine.server.record import RequestRecord
+from aioengine.server.schema import (
+    TEXTS_A_MESSAGE,
+    AbortRequest,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    decode,
+    is_given,
+    read_messages,
+    read_text,
+    read_tokens,
+    template_kwargs,
+)
+from aioengine.server.server_config import ServerConfig
+from aioengine.server.tracing import Tracing
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+Handler = Callable[[Exchange, RequestRecord], Awaitable[Response | None]]
+
+MAX_TOKEN_STRS = 8192
+MAX_DETOKENIZED = 2**16
+IDS_A_SLICE = 20_000
+MAX_BODIES_AT_ONCE = 64
+"""Bodies of the largest size that may be on their way in at once."""
+ID_PREFIXES = ("chatcmpl-", "cmpl-")
+
+
+class Route(NamedTuple):
+    """What a path does.
+
+    Attributes:
+        is_work: it counts among the requests that are served at once, and is refused when there are too many.
+        is_generation: it needs a place in the engine, which is asked for before its body is read.
+    """
+
+    method: str
+    path: str
+    handler: Handler
+    is_work: bool = False
+    is_generation: bool = False
+
+
+class Api:
+    """One engine's HTTP face; `serve` is its one entry.
+
+    Args:
+        engine: may be started later; until then requests hear 503.
+        config: absent: the defaults.
+    """
+
+    def __init__(self, engine: Engine, config: ServerConfig | None = None) -> None:
+        self.engine = engine
+        self.config = config if config is not None else ServerConfig()
+        self.is_draining = False
+        """Set by whoever serves: `/health` says so, and no new work is taken."""
+        routes = (
+            Route("POST", "/v1/chat/completions", self._chat, is_work=True, is_generation=True),
+            Route("POST", "/v1/completions", self._complete, is_work=True, is_generation=True),
+            Route("GET", "/v1/models", self._models),
+            Route("GET", MODEL_PATH, self._model),
+            Route("POST", "/tokenize", self._tokenize, is_work=True),
+            Route("POST", "/detokenize", self._detokenize, is_work=True),
+            Route("POST", "/abort", self._abort),
+            Route("GET", "/health", self._health),
+            Route("GET", "/metrics", self._metrics),
+            Route("GET", "/version", self._version),
+            Route("GET", "/load", self._load),
+            Route("GET", "/", self._page),
+        )
+        self._routes: dict[str, Route] = {route.path: route for route in routes}
+        self._metrics_of_http = HttpMetrics(self._routes)
+        self._exposition: Exposition | None = None
+        self._tracing = Tracing()
+        self._keys = ApiKeys(self.config.api_keys)
+        self._bodies = BodyReader(timeout_s=self.config.body_timeout_s, max_bodies=MAX_BODIES_AT_ONCE)
+        self._completions = Completions(engine, self.config, self.model_name)
+        self._num_open = 0
+        self._created = int(time.time())
+
+    # Every request
+
+    async def serve(self, exchange: Exchange) -> None:
+        """Answer one request. Cancelling aborts what it has begun."""
+        clock = asyncio.get_running_loop().time
+        record = RequestRecord(
+            request_id=request_id_of(exchange.headers),
+            method=exchange.method,
+            path=exchange.path,
+            started_at=clock(),
+            client=exchange.client,
+        )
+        self._metrics_of_http.began()
+        route = self._routes.get(MODEL_PATH if exchange.path.startswith(MODEL_PREFIX) else exchange.path)
+        record.route = route.path if route is not None else record.route
+        span = self._tracing.begin(record, exchange.headers)
+        try:
+            response = await self._answer(exchange, record, route)
+            if response is not None:
+                record.status = response.status
+                headers = {**response.headers, "x-request-id": record.request_id}
+                await exchange.respond(Response(response.status, response.body, headers))
+        except ClientCut:
+            record.outcome = "cut"
+        except ClientGone:
+            record.outcome = "client_gone"
+        except asyncio.CancelledError:
+            record.outcome = "client_gone"
+            raise
+        finally:
+            record.ended_at = clock()
+            self._metrics_of_http.ended(record)
+            self._tracing.end(span, record)
+            log_request(record)
+
+    async def _answer(self, exchange: Exchange, record: RequestRecord, route: Route | None) -> Response | None:
+        """The response, of whatever kind; None where it has been written already."""
+        try:
+            if exchange.path != "/health":
+                self._keys.check(exchange.headers)
+            if route is None:
+                raise HttpFault(404, f"there is nothing at {record.path[:100]!r}", code="not_found")
+            if exchange.method != route.method and not (exchange.method == "HEAD" and route.method == "GET"):
+                raise HttpFault(
+                    405,
+                    f"{route.path} takes {route.method}",
+                    code="method_not_allowed",
+                    headers={"allow": route.method},
+                )
+            if not route.is_work:
+                return await route.handler(exchange, record)
+            return await self._work(exchange, record, route)
+        except ClientGone:
+            raise
+        except Exception as error:
+            fault = fault_of(error)
+            record.error = error
+            if fault.code == "overloaded":
+                record.outcome = "shed"
+            elif fault.status >= 500:
+                record.outcome = "error"
+            return fault.response()
+
+    async def _work(self, exchange: Exchange, record: RequestRecord, route: Route) -> Response | None:
+        """Refuse what there is no room for, before its body is read; then do it."""
+        if self.is_draining:
+            raise HttpFault(
+                503,
+                "this server is being stopped",
+                kind="server_error",
+                code="unavailable",
+                headers={"retry-after": "5", "connection": "close"},
+            )
+        limit = self.config.concurrency_limit(self.engine.config)
+        if self._num_open >= limit:
+            raise overloaded(f"{limit} requests are being served already (max_concurrent_requests); try again later", 1)
+        if route.is_generation:
+            self.engine.check_accepting()
+            self._expose().watch()
+        self._num_open += 1
+        try:
+            return await route.handler(exchange, record)
+        finally:
+            self._num_open -= 1
+
+    async def _read(self, exchange: Exchange, kind: type[T]) -> T:
+        """The request's body, decoded.
+
+        Raises:
+            HttpFault: it is too large, too slow, or no such thing.
+        """
+        media_type = exchange.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media_type != "application/json":
+            # A page of any origin can make a browser send other types here without asking first.
+            raise HttpFault(
+                415,
+                "the body must be JSON: send the header Content-Type: application/json",
+                code="unsupported_media_type",
+            )
+        body = await self._bodies.read(exchange, self.config.body_limit(self.engine.info.max_model_len))
+        return decode(body, kind, max_texts=TEXTS_A_MESSAGE * self.config.max_messages)
+
+    # Generating
+
+    async def _chat(self, exchange: Exchange, record: RequestRecord) -> Response | None:
+        return await self._completions.chat(exchange, record, await self._read(exchange, ChatRequest))
+
+    async def _complete(self, exchange: Exchange, record: RequestRecord) -> Response | None:
+        return await self._completions.complete(exchange, record, await self._read(exchange, CompletionRequest))
+
+    async def _abort(self, exchange: Exchange, record: RequestRecord) -> Response:
+        request = await self._read(exchange, AbortRequest)
+        ids = [*(request.request_ids or ()), *([request.request_id] if request.request_id is not None else ())]
+        if not ids:
+            raise HttpFault(400, "request_id is missing", param="request_id", code="missing_required_parameter")
+        for request_id in ids:
+            prefix = next((prefix for prefix in ID_PREFIXES if request_id.startswith(prefix)), "")
+            self.engine.abort(request_id)
+            self.engine.abort(request_id.removeprefix(prefix))
+        return _json({"request_ids": ids})
+
+    # Text
+
+    async def _tokenize(self, exchange: Exchange, record: RequestRecord) -> Response:
+        request = await self._read(exchange, TokenizeRequest)
+        record.model = self.model_name(request.model)
+        if is_given(request.messages) == is_given(request.prompt):
+            raise HttpFault(400, "give either prompt or messages", param="prompt", code="invalid_value")
+        prompt: Any
+        if is_given(request.messages):
+            prompt = read_messages(request.messages, self.config.max_messages)
+        else:
+            prompt = read_text(request.prompt, "prompt")
+        ids = await while_there(
+            exchange,
+            lambda _: self.engine.tokenize(
+                prompt, add_special_tokens=request.add_special_tokens, chat_template_kwargs=template_kwargs(request)
+            ),
+        )
+        answer: dict[str, Any] = {"count": len(ids), "max_model_len": self.engine.info.max_model_len}
+        if request.return_token_strs:
+            if len(ids) > MAX_TOKEN_STRS:
+                raise HttpFault(
+                    400,
+                    f"return_token_strs is for at most {MAX_TOKEN_STRS:,} tokens, and these are {len(ids):,}",
+                    param="return_token_strs",
+                    code="invalid_value",
+                )
+            texts = self.engine.token_bytes(ids, skip_special_tokens=False)
+            answer["token_strs"] = [text.decode(errors="replace") for text in texts]
+        return Response(200, await _with_ids(answer, "tokens", ids), JSON_HEADERS)
+
+    async def _detokenize(self, exchange: Exchange, record: RequestRecord) -> Response:
+        request = await self._read(exchange, DetokenizeRequest)
+        record.model = self.model_name(request.model)
+        ids = read_tokens(request.tokens, max(MAX_DETOKENIZED, self.engine.info.max_model_len))
+        try:
+            text = await while_there(exchange, lambda _: self.engine.detokenize(ids, skip_special_tokens=False))
+        except InvalidRequest as error:
+            raise fault_of(error, param_names={"token_ids": "tokens"}) from error
+        return _json({"prompt": text})
+
+    # Telling
+
+    def model_name(self, asked: str | None) -> str:
+        """The served model's name to answer with.
+
+        Raises:
+            HttpFault: 404; it is another one that was asked for.
+        """
+        names = self.model_names
+        if asked is None or asked == "":
+            return names[0]
+        if asked not in names:
+            raise HttpFault(
+                404,
+                f"the model {asked[:100]!r} is not served here; there is {', '.join(map(repr, names))}",
+                param="model",
+                code="model_not_found",
+            )
+        return asked
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """By what names requests may call the model. A folder's path is nobody's business, so its last part counts."""
+        if self.config.served_model_name:
+            return self.config.served_model_name
+        model = self.engine.config.model
+        if model is None:
+            return ("demo",)
+        return (PurePath(model).name or "model",) if PurePath(model).is_absolute() or model[0] in ".~" else (model,)
+
+    async def _models(self, exchange: Exchange, record: RequestRecord) -> Response:
+        self._check_alive()
+        return _json({"object": "list", "data": [self._describe(name) for name in self.model_names]})
+
+    async def _model(self, exchange: Exchange, record: RequestRecord) -> Response:
+        self._check_alive()
+        return _json(self._describe(self.model_name(exchange.path.removeprefix(MODEL_PREFIX))))
+
+    def _describe(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "aioengine",
+            "root": self.model_names[0],
+            "parent": None,
+            "max_model_len": self.engine.info.max_model_len,
+        }
+
+    async def _health(self, exchange: Exchange, record: RequestRecord) -> Response:
+        """200 while the engine gets on, whatever is asked of it; else 503 with what is wrong."""
+        try:
+            health = self.engine.health()
+        except AioEngineError:
+            return _json({"status": "DEAD", "reason": "the engine has not been started"}, 503)
+        told: dict[str, Any] = {
+            "status": health.status,
+            "running": health.running,
+            "waiting": health.waiting,
+            "is_paused": health.is_paused,
+            "is_sleeping": health.is_sleeping,
+            "is_draining": self.is_draining,
+        }
+        if health.status == "STALLED":
+            told["step_age_s"] = round(health.step_age_s, 3)
+        return _json(told, 200 if health.status == "ALIVE" and not self.is_draining else 503)
+
+    async def _metrics(self, exchange: Exchange, record: RequestRecord) -> Response:
+        body, content_type = self._expose().render(exchange.headers.get("accept"))
+        return Response(200, body, {"content-type": content_type})
+
+    async def _version(self, exchange: Exchange, record: RequestRecord) -> Response:
+        self._check_alive()
+        return _json({"version": aioengine.__version__})
+
+    async def _load(self, exchange: Exchange, record: RequestRecord) -> Response:
+        stats = self.engine.stats()
+        return _json(
+            {
+                "server_load": self._num_open,
+                "running": stats.running,
+                "waiting": stats.waiting,
+                "kv_cache_usage": stats.kv_cache_usage,
+            }
+        )
+
+    async def _page(self, exchange: Exchange, record: RequestRecord) -> Response:
+        return page()
+
+    def _check_alive(self) -> None:
+        """Raise where nothing can be served any more: who looks at any of our paths learns of it.
+
+        Raises:
+            EngineClosed, EngineDead
+        """
+        if self.engine.health().status == "DEAD":
+            raise EngineDead("the engine has stopped working")
+
+    def _expose(self) -> Exposition:
+        if self._exposition is None:
+            # Only now: a connected engine knows its model once it is connected.
+            self._exposition = Exposition(
+                self.engine, self._metrics_of_http, self.config.metrics_prefix, self.model_names[0]
+            )
+        return self._exposition
+
+
+MODEL_PREFIX = "/v1/models/"
+MODEL_PATH = "/v1/models/{id}"
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(status, msgspec.json.encode(value), JSON_HEADERS)
+
+
+async def _with_ids(fields: dict[str, Any], name: str, ids: list[int]) -> bytes:
+    """JSON of the fields and a list that may be very long, with turns for others between its parts."""
+    parts = []
+    for first in range(0, len(ids), IDS_A_SLICE):
+        parts.append(msgspec.json.encode(ids[first : first + IDS_A_SLICE])[1:-1])
+        await asyncio.sleep(0)
+    return b'%b,"%b":[%b]}' % (msgspec.json.encode(fields)[:-1], name.encode(), b",".join(parts))

@@ -1,0 +1,61 @@
+"""Who may use the server: keys, compared in a time that tells nothing of them."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+from collections.abc import Mapping, Sequence
+
+from aioengine.server.faults import HttpFault
+
+ASK_FOR_KEY = {"www-authenticate": 'Basic realm="aioengine", charset="UTF-8"'}
+"""A browser then asks its user, for the page; programs send theirs unasked."""
+MAX_HEADER_CHARS = 4096
+
+
+class ApiKeys:
+    """The keys that are accepted; with none, everybody is.
+
+    A key comes as ``Authorization: Bearer KEY``, or as the password of ``Authorization: Basic``, with any user's name.
+    """
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        # Hashed, so that all are of one length, and comparing tells nothing of that either.
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    def check(self, headers: Mapping[str, str]) -> None:
+        """Raise where the request has none of the keys.
+
+        Raises:
+            HttpFault: 401.
+        """
+        if not self._digests:
+            return
+        given = _digest(_key_of(headers.get("authorization", "")))
+        # All of them, always: how long it takes does not tell which one it was.
+        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
+        if True not in matches:
+            raise HttpFault(
+                401,
+                "a valid API key is needed: send it as `Authorization: Bearer KEY`",
+                code="invalid_api_key",
+                headers=ASK_FOR_KEY,
+            )
+
+
+def _key_of(header: str) -> bytes:
+    scheme, _, credentials = header[:MAX_HEADER_CHARS].partition(" ")
+    if scheme.lower() == "bearer":
+        return credentials.strip().encode("latin-1", "replace")
+    if scheme.lower() == "basic":
+        try:
+            return base64.b64decode(credentials.strip(), validate=True).partition(b":")[2]
+        except (binascii.Error, ValueError):
+            return b""
+    return b""
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

@@ -1,0 +1,139 @@
+"""The handlers as an ASGI app, to mount in a Starlette or FastAPI app or to serve alone."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from aioengine.engine import Engine
+from aioengine.errors import EngineClosed
+from aioengine.server.api import Api
+from aioengine.server.exchange import ClientGone, Response
+from aioengine.server.server_config import ServerConfig
+
+CUT_EXTENSION = "aioengine.cut"
+"""A function in ``scope["extensions"]`` that ends the connection at once; our own server has it."""
+
+
+def create_app(engine: Engine, config: ServerConfig | None = None) -> Starlette:
+    """The OpenAI-compatible API of an engine: ``app.mount("/ai", create_app(engine))``, or served alone.
+
+    Mounted, the host app's lifespan starts and closes the engine, before or after this call; until then requests
+    hear 503. Served alone, the app starts an engine that has not been started, and closes it at the end.
+
+    Args:
+        engine: belongs to the loop that it is started on, which must be the one that serves.
+        config: limits, API keys and names; absent: the defaults.
+    Returns:
+        an app whose ``state.api`` is the `Api` behind it.
+    """
+    api = Api(engine, config)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        if _is_new(engine):
+            async with engine:
+                yield
+        else:
+            yield
+
+    middleware = []
+    if api.config.allowed_origins:
+        middleware.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=list(api.config.allowed_origins),
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                expose_headers=["x-request-id", "retry-after"],
+            )
+        )
+    app = Starlette(routes=[Route("/{path:path}", _Endpoint(api))], middleware=middleware, lifespan=lifespan)
+    app.state.api = api
+    return app
+
+
+def _is_new(engine: Engine) -> bool:
+    try:
+        engine.health()
+    except EngineClosed:
+        return True
+    return False
+
+
+class _Endpoint:
+    """All paths and methods; a class, so that Starlette takes it for an app and not for a function of a request."""
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._api.serve(AsgiExchange(scope, receive, send))
+
+
+class AsgiExchange:
+    """An `Exchange` of an ASGI server (ASGI specification 3.0, HTTP)."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.method: str = scope["method"]
+        self.path = _path_below(scope)
+        self.headers: Mapping[str, str] = {
+            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
+        }
+        client = scope.get("client")
+        self.client = client[0] if client else ""
+        self._receive = receive
+        self._send = send
+        self._is_body_over = False
+        self._cut: Callable[[], None] | None = scope.get("extensions", {}).get(CUT_EXTENSION)
+
+    async def read(self) -> bytes:
+        while not self._is_body_over:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            self._is_body_over = not message.get("more_body", False)
+            if body := message.get("body", b""):
+                return bytes(body)
+        return b""
+
+    async def gone(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def start(self, status: int, headers: Mapping[str, str]) -> None:
+        await self._send({"type": "http.response.start", "status": status, "headers": _raw(headers)})
+
+    async def write(self, data: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self) -> None:
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def respond(self, response: Response) -> None:
+        headers = {**response.headers, "content-length": str(len(response.body))}
+        await self.start(response.status, headers)
+        await self._send({"type": "http.response.body", "body": response.body, "more_body": False})
+
+    def cut(self) -> None:
+        if self._cut is not None:
+            self._cut()
+
+
+def _path_below(scope: Scope) -> str:
+    """The path below where the app is mounted."""
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "")
+    if root and path.startswith(root) and path[len(root) : len(root) + 1] in ("", "/"):
+        path = path[len(root) :]
+    return path or "/"
+
+
+def _raw(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]

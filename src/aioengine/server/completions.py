@@ -1,0 +1,272 @@
+"""``/v1/chat/completions`` and ``/v1/completions``: from a decoded request to its last event."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import anyio
+import msgspec
+
+from aioengine.engine import Engine, Stream
+from aioengine.errors import InvalidRequest
+from aioengine.outputs import CompletionDelta
+from aioengine.server.answers import Answer, ChatAnswer, CompletionAnswer, Head, Usage, error_event
+from aioengine.server.exchange import ClientGone, Exchange, Response
+from aioengine.server.faults import JSON_HEADERS, fault_of
+from aioengine.server.generation import Batch, EventWriter
+from aioengine.server.record import RequestRecord
+from aioengine.server.schema import (
+    ChatRequest,
+    CompletionRequest,
+    Generation,
+    StreamOptions,
+    read_messages,
+    read_prompts,
+    template_kwargs,
+)
+from aioengine.server.server_config import ServerConfig
+
+T = TypeVar("T")
+
+EVENT_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",  # else nginx collects events before it passes them on
+}
+CHAT_NAMES = {"prompt": "messages", "logprobs": "top_logprobs"}
+"""What chats call the engine's parameters."""
+
+
+class ClientCut(ClientGone):
+    """The client has not read for so long that it was cut off."""
+
+
+async def while_there(exchange: Exchange, work: Callable[[Callable[[], None]], Awaitable[T]]) -> T:
+    """Do the work as long as the client is there to hear of it.
+
+    Args:
+        work: is given a function that cuts the client off, as one that does not read.
+    Raises:
+        ClientGone, ClientCut: it left, or was cut off; the work was cancelled.
+        Exception: what the work raised.
+    """
+    results: list[T] = []
+    errors: list[Exception] = []
+    gone: list[ClientGone] = []
+    async with anyio.create_task_group() as group:
+
+        def leave(reason: ClientGone) -> None:
+            gone.append(reason)
+            group.cancel_scope.cancel()
+
+        async def watch() -> None:
+            await exchange.gone()
+            leave(ClientGone())
+
+        group.start_soon(watch)
+        try:
+            results.append(await work(lambda: leave(ClientCut())))
+        except Exception as error:  # a group would wrap it
+            errors.append(error)
+        group.cancel_scope.cancel()
+    if results:
+        return results[0]
+    raise (errors or gone)[0]
+
+
+class Completions:
+    """Answers both kinds of generation.
+
+    Args:
+        engine: started by the time of the first request.
+        config: of the server.
+        model_name: the name to answer with for the one that was asked for.
+    """
+
+    def __init__(self, engine: Engine, config: ServerConfig, model_name: Callable[[str | None], str]) -> None:
+        self._engine = engine
+        self._config = config
+        self._model_name = model_name
+
+    async def chat(self, exchange: Exchange, record: RequestRecord, request: ChatRequest) -> Response | None:
+        """Answer a chat; None when that was a stream, which has been written."""
+        self._note(record, request)
+        messages = read_messages(request.messages, self._config.max_messages)
+        try:
+            streams = self._streams(record, request, [messages], chat_template_kwargs=template_kwargs(request))
+            answer = ChatAnswer(
+                self._head("chatcmpl", record),
+                self._engine.token_bytes,
+                top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+                has_usage=_has_usage(request.stream_options),
+            )
+            return await self._answer(exchange, record, request, streams, answer)
+        except InvalidRequest as error:
+            raise fault_of(error, param_names=CHAT_NAMES) from error
+
+    async def complete(self, exchange: Exchange, record: RequestRecord, request: CompletionRequest) -> Response | None:
+        """Complete prompts; None when that was a stream, which has been written."""
+        self._note(record, request)
+        prompts = read_prompts(
+            request.prompt, max_prompts=self._config.max_prompts, max_ids=self._engine.info.max_model_len
+        )
+        streams = self._streams(record, request, prompts)
+        answer = CompletionAnswer(
+            self._head("cmpl", record),
+            self._engine.token_bytes,
+            top_logprobs=request.logprobs,
+            has_usage=_has_usage(request.stream_options),
+            num_choices=streams[0].params.n,
+            prompt_texts=[await self._text_of(prompt) for prompt in prompts] if request.echo else None,
+            is_echo_alone=request.is_echo_alone,
+        )
+        return await self._answer(exchange, record, request, streams, answer)
+
+    async def _text_of(self, prompt: str | list[int]) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        return await self._engine.detokenize(prompt, skip_special_tokens=False)
+
+    def _note(self, record: RequestRecord, request: Generation) -> None:
+        request.check()
+        record.model = self._model_name(request.model)
+        record.is_stream = bool(request.stream)
+
+    def _head(self, kind: str, record: RequestRecord) -> Head:
+        assert record.model is not None
+        return Head(id=f"{kind}-{record.request_id}", created=int(time.time()), model=record.model)
+
+    def _streams(self, record: RequestRecord, request: Generation, prompts: list[Any], **options: Any) -> list[Stream]:
+        """The engine's streams for the prompts, checked and not entered.
+
+        Raises:
+            InvalidRequest, EngineOverloaded: one is bad, or there is no room for them all.
+        """
+        sampling = request.sampling()
+        streams = [
+            self._engine.stream(
+                prompt,
+                request_id=request.request_id or record.request_id,
+                priority=request.priority or 0,
+                cache_salt=request.cache_salt,
+                on_full="raise",
+                **options,
+                **sampling,
+            )
+            for prompt in prompts
+        ]
+        params = streams[0].params
+        self._engine.check_accepting(sum(stream.params.num_sequences for stream in streams))
+        record.num_prompts = len(streams)
+        record.n, record.max_tokens = params.n, params.max_tokens
+        record.temperature, record.top_p, record.top_k = params.temperature, params.top_p, params.top_k
+        return streams
+
+    async def _answer(
+        self,
+        exchange: Exchange,
+        record: RequestRecord,
+        request: Generation,
+        streams: list[Stream],
+        answer: Answer,
+    ) -> Response | None:
+        batch = Batch(streams, record.n or 1)
+
+        async def work(cut: Callable[[], None]) -> Response | None:
+            try:
+                async with batch:
+                    if not request.stream:
+                        return Response(200, await answer.whole(await batch.finish()), JSON_HEADERS)
+                    relay = _Relay(exchange, record, batch, answer, request.stream_options)
+                    await relay.run(self._config.write_timeout_s, cut)
+                    return None
+            finally:
+                note_outputs(record, batch)
+
+        return await while_there(exchange, work)
+
+
+class _Relay:
+    """Passes a batch's deltas on to the client as events."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        record: RequestRecord,
+        batch: Batch,
+        answer: Answer,
+        options: StreamOptions | None,
+    ) -> None:
+        self._exchange = exchange
+        self._record = record
+        self._batch = batch
+        self._answer = answer
+        self._has_usage = _has_usage(options)
+        self._is_usage_continuous = options is not None and bool(options.continuous_usage_stats)
+        self._so_far: Usage | None = None
+
+    async def run(self, write_timeout_s: float, cut: Callable[[], None]) -> None:
+        """Relay to the end, or to the error that ends it: that is an event, too."""
+        self._batch.watch()
+        self._record.status = 200
+        await self._exchange.start(200, {**EVENT_HEADERS, "x-request-id": self._record.request_id})
+        writer = EventWriter(self._exchange, write_timeout_s, cut)
+        try:
+            last = await self._relay(writer)
+            await writer.write(last)
+            await self._exchange.end()
+        finally:
+            writer.close()
+
+    async def _relay(self, writer: EventWriter) -> bytes:
+        """Write all events but the last ones, which are returned."""
+        batch, answer = self._batch, self._answer
+        num_choices = self._record.num_prompts * (self._record.n or 1)
+        if opening := answer.opening(num_choices):
+            await writer.write(opening)
+        echoed: set[int] = set()
+        while not batch.is_ended:
+            await batch.wait()
+            events: list[bytes] = []
+            try:
+                for choice, delta in batch.take():
+                    if answer.has_echo and choice not in echoed:
+                        echoed.add(choice)
+                        events.append(await answer.echo(choice, batch.output(choice // (self._record.n or 1))))
+                    usage = self._count(delta) if self._is_usage_continuous else None
+                    events.append(answer.event(choice, delta, usage))
+            except Exception as error:
+                self._record.outcome, self._record.error = "error", error
+                return b"".join(events) + error_event(fault_of(error).body()) + answer.closing(None)
+            if data := b"".join(events):
+                if self._record.time_to_first_token_s is None:
+                    self._record.time_to_first_token_s = asyncio.get_running_loop().time() - self._record.started_at
+                await writer.write(data)
+        return answer.closing(answer.usage(batch.outputs()) if self._has_usage else None)
+
+    def _count(self, delta: CompletionDelta) -> Usage:
+        """The usage so far."""
+        if self._so_far is None:
+            self._so_far = msgspec.structs.replace(Usage.of(self._batch.outputs()), completion_tokens=0)
+        self._so_far.completion_tokens += len(delta.token_ids)
+        return self._so_far
+
+
+def note_outputs(record: RequestRecord, batch: Batch) -> None:
+    """What the requests have brought, for the log."""
+    outputs = batch.outputs()
+    if not outputs:
+        return
+    usage = Usage.of(outputs)
+    choices = [choice for output in outputs for choice in output.outputs]
+    record.prompt_tokens, record.completion_tokens = usage.prompt_tokens, usage.completion_tokens
+    record.max_choice_tokens = max(len(choice.token_ids) for choice in choices)
+    record.finish_reasons = tuple(choice.finish_reason for choice in choices if choice.finish_reason is not None)
+    record.metrics = outputs[0].metrics
+
+
+def _has_usage(options: StreamOptions | None) -> bool:
+    return options is not None and bool(options.include_usage)

@@ -1,0 +1,102 @@
+"""Errors as clients of the OpenAI API read them: a status, and ``{"error": {"message", "type", "param", "code"}}``.
+
+What went wrong inside stays inside: a fault of ours says no more than that it was one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import msgspec
+
+from aioengine.errors import EngineClosed, EngineDead, EngineOverloaded, InvalidRequest, PromptTooLong, StepFailed
+from aioengine.server.exchange import Response
+from aioengine.validation import shorten
+
+JSON_HEADERS = {"content-type": "application/json"}
+
+
+class HttpFault(Exception):
+    """A request that is answered by an error.
+
+    Attributes:
+        status: of HTTP.
+        message: for the client's person; says what to do.
+        kind: the body's "type".
+        param: the field that was wrong.
+        code: for the client's program.
+        headers: beside the usual ones.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> bytes:
+        """The error as JSON."""
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
+
+    def response(self) -> Response:
+        return Response(self.status, self.body(), {**JSON_HEADERS, **self.headers})
+
+
+def fault_of(error: Exception, *, param_names: Mapping[str, str] | None = None) -> HttpFault:
+    """The fault that a client hears of for ``error``.
+
+    Args:
+        param_names: what the client calls the engine's parameters, where it has other names for them.
+    """
+    if isinstance(error, HttpFault):
+        return error
+    if isinstance(error, InvalidRequest):
+        param = (param_names or {}).get(error.param or "", error.param)
+        code = "context_length_exceeded" if isinstance(error, PromptTooLong) else "invalid_value"
+        return HttpFault(400, str(error), param=param, code=code)
+    if isinstance(error, EngineOverloaded):
+        return overloaded(str(error), error.retry_after_s)
+    if isinstance(error, EngineClosed):
+        return HttpFault(
+            503,
+            "the engine takes no requests now",
+            kind="server_error",
+            code="unavailable",
+            headers={"retry-after": "5"},
+        )
+    if isinstance(error, EngineDead):
+        return HttpFault(503, "the engine has stopped working", kind="server_error", code="engine_dead")
+    if isinstance(error, StepFailed):
+        return HttpFault(
+            500, "the step that computed this request failed; send it again", kind="server_error", code="step_failed"
+        )
+    return HttpFault(500, "an internal error; its request id is in the log", kind="server_error", code="internal_error")
+
+
+def overloaded(message: str, retry_after_s: float) -> HttpFault:
+    """503, with the seconds after which to come again."""
+    headers = {"retry-after": str(max(1, math.ceil(retry_after_s)))}
+    return HttpFault(503, message, kind="server_error", code="overloaded", headers=headers)
+
+
+def unsupported(name: str, why: str = "is not supported yet; leave it out") -> HttpFault:
+    """A field that clients may know from elsewhere, and that would change the answer if it were left out in silence."""
+    return HttpFault(400, f"{name} {why}", param=name, code="unsupported_parameter")
+
+
+def unknown(name: str, hint: str) -> HttpFault:
+    return HttpFault(400, f"unknown field {shorten(name)}{hint}", param=name[:100], code="unknown_parameter")

@@ -1,0 +1,135 @@
+"""The engine's streams behind one HTTP request, read together, and the way of their events to the client."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Self
+
+from aioengine.engine import Stream
+from aioengine.outputs import CompletionDelta, RequestOutput
+from aioengine.server.exchange import Exchange
+
+
+class Batch:
+    """Several streams as one: ``async with Batch(...) as batch: while not batch.is_ended: await batch.wait(); ...``.
+
+    Entering hands all of them to the engine, or none; leaving, for any reason, aborts what has not ended.
+
+    Args:
+        streams: one for each prompt, not entered yet.
+        num_choices: of each prompt; a choice's number counts through all prompts.
+    """
+
+    def __init__(self, streams: list[Stream], num_choices: int) -> None:
+        self._streams = streams
+        self._num_choices = num_choices
+        self._num_entered = 0
+        self._with_news: list[int] = []
+        """Places of streams that have something to take."""
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        try:
+            for stream in self._streams:
+                await stream.__aenter__()
+                self._num_entered += 1
+        except BaseException:
+            await self.__aexit__(None, None, None)
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for stream in self._streams[: self._num_entered]:
+            await stream.__aexit__(kind, error, traceback)
+
+    @property
+    def is_ended(self) -> bool:
+        """All has been taken."""
+        return all(stream.is_ended for stream in self._streams)
+
+    def watch(self) -> None:
+        """Be told of news from now on, for `wait` and `take`."""
+        for place, stream in enumerate(self._streams):
+            stream.watch(functools.partial(self._on_news, place))
+
+    async def wait(self) -> None:
+        """Wait until there is something to `take`, or the end."""
+        while not self._with_news:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+
+    def take(self) -> Iterator[tuple[int, CompletionDelta]]:
+        """What is new, with the number of its choice.
+
+        Raises:
+            StepFailed, EngineDead, EngineClosed: a request has failed, and all that had arrived of it was taken.
+        """
+        places, self._with_news = self._with_news, []
+        for place in places:
+            stream = self._streams[place]
+            while (delta := stream.take()) is not None:
+                yield place * self._num_choices + delta.index, delta
+
+    async def finish(self) -> list[RequestOutput]:
+        """Wait for the end of all; one output for each prompt."""
+        return [await stream.finish() for stream in self._streams]
+
+    def outputs(self) -> list[RequestOutput]:
+        """All prompts' outputs as far as they have come."""
+        return [stream.result for stream in self._streams[: self._num_entered]]
+
+    def output(self, place: int) -> RequestOutput:
+        """One prompt's output as far as it has come."""
+        return self._streams[place].result
+
+    def _on_news(self, place: int) -> None:
+        self._with_news.append(place)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class EventWriter:
+    """Writes a stream's events, and cuts off a client that takes nothing of them for too long.
+
+    Looking at the clock before each write costs 0.1 µs; a timeout around it would cost 4.
+
+    Args:
+        timeout_s: how long one write may wait for its client.
+        on_stuck: called when the connection has been cut.
+    """
+
+    def __init__(self, exchange: Exchange, timeout_s: float, on_stuck: Callable[[], None]) -> None:
+        self._exchange = exchange
+        self._timeout_s = timeout_s
+        self._on_stuck = on_stuck
+        self._loop = asyncio.get_running_loop()
+        self._since: float | None = None
+        """When the write that is under way began."""
+        self._timer = self._loop.call_later(timeout_s, self._look)
+
+    async def write(self, data: bytes) -> None:
+        """Write; waits while the client reads more slowly than it is written to."""
+        self._since = self._loop.time()
+        await self._exchange.write(data)
+        self._since = None
+
+    def close(self) -> None:
+        """Look no more. Idempotent."""
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        since = now if self._since is None else self._since
+        if now - since >= self._timeout_s:
+            self._exchange.cut()
+            self._on_stuck()
+        else:
+            self._timer = self._loop.call_at(since + self._timeout_s, self._look)

@@ -1,0 +1,322 @@
+"""HTTP/1.1 connections: uvicorn's, parsed by httptools, with bounds on what a client may do before an app sees it.
+
+uvicorn waits for ever for a head that does not come to its end, takes headers, URLs and pipelined requests without
+number, and closes a connection by waiting until the client has read what is left for it. Here each of these has a
+limit (`HttpLimits`), and is answered with the error body of the OpenAI API where there is still somebody to answer.
+
+A response is written by uvicorn's own code: nothing is added to a piece of it, and some 2 µs to a request. Of a scope's
+``extensions``, ``aioengine.cut`` is a function that ends the connection at once, with what is still buffered: for a
+client that does not read any more, on which closing would wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, cast
+
+import httptools
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from aioengine.server.faults import HttpFault, overloaded
+from aioengine.server.serving import HttpLimits
+
+CUT_EXTENSION = "aioengine.cut"
+
+MAX_PIPELINED = 16
+"""Requests that a connection may send ahead of their turn; the next ones are left unread, and it closes after these."""
+
+LINGER_S = 1.0
+"""For a refused client to read why. Closing at once would reset the connection where it still sends, and the reset
+takes what it has not read yet."""
+
+MAX_LINGERING = 256
+"""Refused connections that may linger; more are closed at once."""
+
+MAX_DISCARDED_BYTES = 2**20
+"""What a connection may send that nobody reads any more, before it is cut."""
+
+DRAIN_HEAD_S = 1.0
+"""For a request to come whose connection, or first bytes, the server had accepted before it began to drain."""
+
+CLOSE_TIMEOUT_S = 10.0
+"""For a client to read what is left for it on a connection that is closing."""
+
+
+class _Refused(Exception):
+    """Raised within the parser, to stop it there."""
+
+    def __init__(self, fault: HttpFault | None) -> None:
+        super().__init__()
+        self.fault = fault
+
+
+class HttpState(ServerState):
+    """What the connections of one server share.
+
+    Attributes:
+        limits: for all of them.
+        is_draining: every response is its connection's last.
+        lingering: connections that were refused and are not gone yet.
+        on_left: called when a connection has ended.
+        on_refused: called with the client's address and the fault of each refusal.
+    """
+
+    def __init__(
+        self,
+        limits: HttpLimits,
+        *,
+        on_left: Callable[[], None] = lambda: None,
+        on_refused: Callable[[str, HttpFault], None] = lambda client, fault: None,
+    ) -> None:
+        super().__init__()
+        self.limits = limits
+        self.is_draining = False
+        self.lingering: set[HttpProtocol] = set()
+        self.on_left = on_left
+        self.on_refused = on_refused
+
+    @property
+    def is_idle(self) -> bool:
+        """No connection is left."""
+        return not self.connections and not self.lingering
+
+    def all(self) -> set[HttpProtocol]:
+        """Every connection that is not gone."""
+        return cast(set[HttpProtocol], self.connections) | self.lingering
+
+    def sweep(self, now: float) -> None:
+        """Cut connections whose closing takes too long; to be called each second or so."""
+        for protocol in self.all():
+            protocol.sweep(now)
+
+    def drain(self) -> None:
+        """Let every connection end with the response that it is at, and idle ones now."""
+        self.is_draining = True
+        for protocol in self.all():
+            protocol.shutdown()
+
+    def abort(self) -> None:
+        """End every connection at once."""
+        for protocol in self.all():
+            protocol.transport.abort()
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """One connection. Its head timer runs where a head is due: before the first request, and once one has begun."""
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: HttpState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self.access_log = False  # uvicorn's own; the app has one
+        self._state = server_state
+        self._limits = server_state.limits
+        self._cycles: list[RequestResponseCycle] = []
+        """Requests that are not answered; the first one runs."""
+        self._extensions: dict[str, Any] = {}
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._is_in_head = False
+        self._head_bytes = 0
+        """Of a head that is not complete, without the piece that it began in."""
+        self._piece_bytes = 0
+        self._is_deaf = False
+        """What still comes is not read."""
+        self._discarded_bytes = 0
+        self._closing_since: float | None = None
+
+    # What asyncio calls
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._extensions[CUT_EXTENSION] = transport.abort
+        if len(self.connections) > self._limits.max_connections:
+            self._refuse(overloaded("too many connections", 1.0))
+        else:
+            self._start_head_timer(DRAIN_HEAD_S if self._state.is_draining else self._limits.header_timeout_s)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_deaf:
+            self._discard(len(data))
+            return
+        self._unset_keepalive_if_required()
+        self._piece_bytes = len(data)
+        if self._is_in_head:
+            self._head_bytes += len(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._on_upgrade()
+        except httptools.HttpParserError as error:
+            cause = error.__context__
+            self._refuse(cause.fault if isinstance(cause, _Refused) else _malformed())
+        else:
+            if self._is_in_head and self._head_bytes > self._limits.max_header_bytes + self._limits.max_url_bytes:
+                self._refuse(_head_too_large(self._limits))
+            elif self._head_timer is None and (self._is_in_head or self._is_idle):
+                # Also after newlines alone, or the rest of a body that nobody wanted: neither is a request.
+                self._start_head_timer(self._limits.header_timeout_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        # uvicorn tells the newest request alone, which may stand behind the one that runs.
+        for cycle in self._cycles:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        self.pipeline.clear()
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+        self._stop_head_timer()
+        self._cycles.clear()
+        self._state.lingering.discard(self)
+        self._state.on_left()
+
+    # What the parser calls
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["extensions"] = self._extensions
+        self._is_in_head = True
+        self._head_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        self.url += url
+        if len(self.url) > self._limits.max_url_bytes:
+            raise _Refused(HttpFault(414, f"the URL has more than {self._limits.max_url_bytes:,} bytes"))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        # Counted here: a piece of 256 KiB may hold 60,000 of them, and take 20 ms.
+        if len(self.headers) >= self._limits.max_headers:
+            raise _Refused(_head_too_large(self._limits))
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._is_in_head = False
+        self._stop_head_timer()
+        limits = self._limits
+        # Counted only where it can be too much: a piece may hold a body, too, or other requests.
+        if self._head_bytes + self._piece_bytes > limits.max_header_bytes and _size_of(self.headers) > (
+            limits.max_header_bytes
+        ):
+            raise _Refused(_head_too_large(limits))
+        if len(self.pipeline) >= MAX_PIPELINED:
+            raise _Refused(None)
+        super().on_headers_complete()
+        self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete] if self._cycles else []
+        self._cycles.append(self.cycle)
+        if self._state.is_draining:
+            self.cycle.keep_alive = False
+
+    # What the server calls
+
+    def shutdown(self) -> None:
+        """End after the last request that has begun to come."""
+        if not self._is_idle:
+            self.cycle.keep_alive = False
+        elif self._is_in_head or self.cycle is None:
+            if not self._is_deaf:
+                self._stop_head_timer()
+                self._start_head_timer(min(DRAIN_HEAD_S, self._limits.header_timeout_s))
+        else:
+            self.transport.close()
+
+    def sweep(self, now: float) -> None:
+        """Cut the connection if it has been closing for too long."""
+        if not self.transport.is_closing():
+            return
+        if self._closing_since is None:
+            self._closing_since = now
+        elif now - self._closing_since > CLOSE_TIMEOUT_S:
+            self.transport.abort()
+
+    # Refusing
+
+    @property
+    def _is_idle(self) -> bool:
+        """No request waits for its answer, or for the rest of it."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _start_head_timer(self, timeout_s: float) -> None:
+        self._head_timer = self.loop.call_later(timeout_s, self._on_no_head)
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _on_no_head(self) -> None:
+        self._head_timer = None
+        if self._is_in_head:
+            self._refuse(HttpFault(408, "the request's headers did not come in time"))
+        elif self._is_idle:  # it has sent nothing; or what followed its last request was no new one
+            self.transport.close()
+
+    def _on_upgrade(self) -> None:
+        """The request is answered as if it had not asked; what follows is not HTTP/1.1 any more."""
+        self._is_deaf = True
+        if not self._is_idle:
+            self.cycle.keep_alive = False
+
+    def _refuse(self, fault: HttpFault | None) -> None:
+        """Read nothing more; answer what was asked before, or else the fault, and close."""
+        self._is_deaf = True
+        self._stop_head_timer()
+        if self.transport.is_closing():
+            return
+        if fault is not None:
+            self._state.on_refused("" if self.client is None else self.client[0], fault)
+        if self._is_idle:
+            self._answer(fault or _malformed())
+        elif not self.cycle.more_body:  # it stands behind requests that were whole
+            self.cycle.keep_alive = False
+        elif self.cycle.response_started or any(not cycle.response_complete for cycle in self._cycles[:-1]):
+            self.transport.abort()  # an answer now would stand in the middle of another one
+        else:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+            self._answer(fault or _malformed())
+
+    def _answer(self, fault: HttpFault) -> None:
+        body = fault.body()
+        headers = {
+            "content-type": "application/json",
+            **fault.headers,
+            "content-length": str(len(body)),
+            "connection": "close",
+        }
+        lines = [name + b": " + value + b"\r\n" for name, value in self._state.default_headers]
+        lines += [f"{name}: {value}\r\n".encode() for name, value in headers.items()]
+        self.transport.write(b"".join([STATUS_LINE[fault.status], *lines, b"\r\n", body]))
+        self._linger()
+
+    def _linger(self) -> None:
+        if len(self._state.lingering) >= MAX_LINGERING or not self.transport.can_write_eof():
+            self.transport.close()
+            return
+        self.connections.discard(self)  # it takes nobody's place
+        self._state.lingering.add(self)
+        self.transport.write_eof()
+        self._head_timer = self.loop.call_later(LINGER_S, self.transport.abort)
+
+    def _discard(self, num_bytes: int) -> None:
+        self._discarded_bytes += num_bytes
+        if self._discarded_bytes > MAX_DISCARDED_BYTES:
+            self.transport.abort()
+
+
+def _size_of(headers: list[tuple[bytes, bytes]]) -> int:
+    return sum(len(name) + len(value) for name, value in headers)
+
+
+def _malformed() -> HttpFault:
+    return HttpFault(400, "this is no HTTP/1.1 request", code="malformed_request")
+
+
+def _head_too_large(limits: HttpLimits) -> HttpFault:
+    return HttpFault(431, f"more than {limits.max_headers} headers, or {limits.max_header_bytes:,} bytes of them")

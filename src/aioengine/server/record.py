@@ -1,0 +1,83 @@
+"""What is known of one HTTP request: filled in while it is served, read at its end by metrics, span and log."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from aioengine.metrics import RequestMetrics
+
+Outcome = Literal["ok", "client_gone", "cut", "shed", "error"]
+"""How a request ended.
+
+- ok: the whole response was sent, also one that says what was wrong with the request (4xx).
+- client_gone: the client left before that.
+- cut: the client stopped reading, and the server ended the connection.
+- shed: it was refused for want of room (503), before any costly work.
+- error: the server's fault: a 5xx, or an error in the middle of a stream.
+"""
+
+OTHER_ROUTE = "other"
+"""The route of a path that is none of ours: clients may make up as many paths as they like."""
+
+
+class RequestRecord(msgspec.Struct, kw_only=True, weakref=True):
+    """One HTTP request. It holds no prompt, no key, no header but the id, and nothing after a path's question mark.
+
+    Attributes:
+        request_id: the client's own if `access_log.request_id_of` found it fit, else made.
+        method: as sent.
+        path: below the mount, without the query.
+        route: the path's template, such as ``/v1/models/{id}``: what metrics and spans are named by.
+        client: the peer's address.
+        started_at, ended_at: by the loop's clock; nothing here reads one.
+        status: of the response; 0 while none has begun.
+        outcome: see `Outcome`.
+        error: what was raised. With a status of 500 and above, or with the outcome "error", it goes to the log with
+            its traceback, and never to the client.
+        model: the served name that the request chose.
+        is_stream: it is answered as server-sent events.
+        n, max_tokens, temperature, top_p, top_k: as the engine takes them, where the request has them.
+        num_prompts: completions may ask for several at once.
+        prompt_tokens, completion_tokens: of all prompts and choices; None for a request that generates nothing.
+        max_choice_tokens: of the longest choice; of one choice it is known without.
+        finish_reasons: one for each choice.
+        time_to_first_token_s: as the client saw it, from `started_at`.
+        metrics: the engine's own times; of the first prompt where there are several.
+    """
+
+    request_id: str
+    method: str
+    path: str
+    started_at: float
+    route: str = OTHER_ROUTE
+    client: str = ""
+    ended_at: float | None = None
+    status: int = 0
+    outcome: Outcome = "ok"
+    error: BaseException | None = None
+    model: str | None = None
+    is_stream: bool = False
+    n: int | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    num_prompts: int = 1
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    max_choice_tokens: int | None = None
+    finish_reasons: tuple[str, ...] = ()
+    time_to_first_token_s: float | None = None
+    metrics: RequestMetrics | None = None
+
+    @property
+    def duration_s(self) -> float:
+        """From its start to its end; 0 before that."""
+        return 0.0 if self.ended_at is None else self.ended_at - self.started_at
+
+    @property
+    def is_failure(self) -> bool:
+        """It was the server's fault. A 503 that sheds is none: that is what was asked of an overloaded server."""
+        return self.outcome == "error" or (self.status >= 500 and self.outcome != "shed")

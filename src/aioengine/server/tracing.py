@@ -1,0 +1,148 @@
+"""OpenTelemetry spans, one a request, where the program that hosts us has set OpenTelemetry up.
+
+We only ask its API for a tracer: which SDK there is, what is sampled and where spans go is the host's affair, and
+without opentelemetry-api, or while no provider is set, nothing happens. Names are those of the semantic conventions for
+HTTP and gen_ai; what these do not have is named as vLLM does. Spans hold no prompts, no texts and no keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from aioengine.errors import AioEngineError
+from aioengine.server.record import OTHER_ROUTE, RequestRecord
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span, TracerProvider
+
+try:
+    from opentelemetry import propagate, trace
+    from opentelemetry.trace import SpanKind, Status, StatusCode
+except ImportError:
+    is_installed = False
+else:
+    is_installed = True
+
+TRACER_NAME = "aioengine"
+SYSTEM = "aioengine"
+MAX_TEXT_CHARS = 1024
+"""Of one attribute: model names and paths are the client's."""
+
+_OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
+_METHODS = frozenset(("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"))
+
+
+class Tracing:
+    """Begins and ends the spans of requests.
+
+    Args:
+        provider: where to get the tracer; absent: the process's, whenever that is set.
+    """
+
+    def __init__(self, provider: TracerProvider | None = None) -> None:
+        # The API's own tracer passes on to the provider that is set later, so that it may be asked for now.
+        self._tracer = trace.get_tracer(TRACER_NAME, tracer_provider=provider) if is_installed else None
+
+    def begin(self, record: RequestRecord, headers: Mapping[str, str]) -> Span | None:
+        """The span of a request that begins, under the one that its ``traceparent`` names; None if none is recorded.
+
+        It is not made the current one: a request's work is spread over tasks and callbacks.
+
+        Args:
+            headers: with names in lower case.
+        """
+        if self._tracer is None:
+            return None
+        span = self._tracer.start_span(
+            _name(record),
+            context=propagate.extract(headers) if "traceparent" in headers else None,
+            kind=SpanKind.SERVER,
+            attributes={"http.request.method": _method(record), "url.path": record.path[:MAX_TEXT_CHARS]},
+        )
+        # What is not sampled needs no end: it costs its parent's check and no more.
+        return span if span.is_recording() else None
+
+    def end(self, span: Span | None, record: RequestRecord) -> None:
+        """The request is over; its record is complete, and tells the span all it says."""
+        if span is None:
+            return
+        span.update_name(_name(record))
+        span.set_attributes(dict(_attributes(record)))
+        if record.error is not None and record.is_failure:
+            span.set_attribute("error.type", type(record.error).__qualname__)
+            # Our own messages name no text of a request; those of others may quote anything.
+            told = str(record.error)[:MAX_TEXT_CHARS] if isinstance(record.error, AioEngineError) else ""
+            span.set_status(Status(StatusCode.ERROR, told or type(record.error).__qualname__))
+        elif record.outcome != "ok" or record.status >= 500:
+            span.set_attribute("error.type", record.outcome if record.outcome != "ok" else str(record.status))
+            span.set_status(Status(StatusCode.ERROR, record.outcome))
+        span.end()
+
+
+def _method(record: RequestRecord) -> str:
+    return record.method if record.method in _METHODS else "_OTHER"
+
+
+def _name(record: RequestRecord) -> str:
+    """``POST /v1/chat/completions``; never a path that a client made up, of which there may be any number."""
+    method = _method(record) if record.method in _METHODS else "HTTP"
+    return method if record.route == OTHER_ROUTE else f"{method} {record.route}"
+
+
+def _attributes(record: RequestRecord) -> Iterator[tuple[str, Any]]:
+    """All that is known: what is not is left out."""
+    for name, value in (*_http(record), *_asked(record), *_brought(record), *_times(record)):
+        if value is not None:
+            yield name, value[:MAX_TEXT_CHARS] if isinstance(value, str) else value
+
+
+def _http(record: RequestRecord) -> Iterator[tuple[str, Any]]:
+    yield "http.route", None if record.route == OTHER_ROUTE else record.route
+    yield "http.response.status_code", record.status or None
+    yield "client.address", record.client or None
+    yield "aioengine.outcome", record.outcome
+
+
+def _asked(record: RequestRecord) -> Iterator[tuple[str, Any]]:
+    yield "gen_ai.request.id", record.request_id
+    if record.model is None:
+        return
+    yield "gen_ai.operation.name", _OPERATIONS.get(record.route)
+    yield "gen_ai.system", SYSTEM
+    yield "gen_ai.provider.name", SYSTEM  # its name since semantic conventions 1.37
+    yield "gen_ai.request.model", record.model
+    yield "gen_ai.response.model", record.model
+    yield "gen_ai.request.max_tokens", record.max_tokens
+    yield "gen_ai.request.temperature", record.temperature
+    yield "gen_ai.request.top_p", record.top_p
+    yield "gen_ai.request.top_k", record.top_k
+    yield "gen_ai.request.n", record.n  # vLLM's
+    yield "gen_ai.request.choice.count", record.n
+
+
+def _brought(record: RequestRecord) -> Iterator[tuple[str, Any]]:
+    # Both the names of today and those of before 1.27, which vLLM still has.
+    yield "gen_ai.usage.input_tokens", record.prompt_tokens
+    yield "gen_ai.usage.prompt_tokens", record.prompt_tokens
+    yield "gen_ai.usage.output_tokens", record.completion_tokens
+    yield "gen_ai.usage.completion_tokens", record.completion_tokens
+    yield "gen_ai.response.finish_reasons", record.finish_reasons or None
+    yield "gen_ai.usage.num_sequences", len(record.finish_reasons) or None
+    if record.metrics is not None:
+        yield "gen_ai.usage.cached_tokens", record.metrics.num_cached_tokens
+
+
+def _times(record: RequestRecord) -> Iterator[tuple[str, Any]]:
+    """In seconds, as vLLM names them: the engine's own, but for the time to the first token that the client saw."""
+    metrics = record.metrics
+    first_s = record.time_to_first_token_s
+    if metrics is None:
+        yield "gen_ai.latency.time_to_first_token", first_s
+        return
+    yield "gen_ai.latency.time_to_first_token", first_s if first_s is not None else metrics.time_to_first_token_s
+    yield "gen_ai.latency.e2e", metrics.e2e_latency_s
+    yield "gen_ai.latency.time_in_queue", metrics.queue_time_s
+    yield "gen_ai.latency.time_in_model_prefill", metrics.prefill_time_s
+    yield "gen_ai.latency.time_in_model_decode", metrics.decode_time_s
+    yield "gen_ai.latency.time_in_model_inference", metrics.inference_time_s
