@@ -49,14 +49,16 @@ class Departures:
 
     def __init__(self) -> None:
         self._waiting: dict[asyncio.Future[None], web.Request] = {}
+        self._is_looking = False
 
     async def of(self, request: web.Request) -> None:
         """Wait until the client of ``request`` has left."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
-        if not self._waiting:
-            loop.call_later(self.INTERVAL_S, self._look, loop)
         self._waiting[future] = request
+        if not self._is_looking:
+            self._is_looking = True
+            loop.call_later(self.INTERVAL_S, self._look, loop)
         try:
             await future
         finally:
@@ -66,7 +68,8 @@ class Departures:
         for future, request in self._waiting.items():
             if (request.transport is None or request.transport.is_closing()) and not future.done():
                 future.set_result(None)
-        if self._waiting:
+        self._is_looking = bool(self._waiting)
+        if self._is_looking:
             loop.call_later(self.INTERVAL_S, self._look, loop)
 
 

@@ -133,11 +133,19 @@ class Api:
         except asyncio.CancelledError:
             record.outcome = "client_gone"
             raise
+        except Exception as error:  # of the framework, in sending
+            record.outcome, record.error = "error", error
+            raise
         finally:
             record.ended_at = clock()
             self._metrics_of_http.ended(record)
             self._tracing.end(span, record)
             log_request(record)
+
+    def close(self) -> None:
+        """Let the engine forget this face; idempotent. For an app that ends before its engine does."""
+        if self._exposition is not None:
+            self._exposition.close()
 
     async def _answer(self, exchange: Exchange, record: RequestRecord, route: Route | None) -> Response | None:
         """The response, of whatever kind; None where it has been written already."""

@@ -37,11 +37,14 @@ def create_app(engine: Engine, config: ServerConfig | None = None) -> Starlette:
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        if _is_new(engine):
-            async with engine:
+        try:
+            if _is_new(engine):
+                async with engine:
+                    yield
+            else:
                 yield
-        else:
-            yield
+        finally:
+            api.close()
 
     middleware = []
     if api.config.allowed_origins:

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("aioengine")
 
 BACKLOG = 2048
+TURNS_TO_TAKE_IN = 5
+"""Of the loop, from a connection that the system holds to the app's first step: accepted, made, read, begun."""
+
 TICK_S = 1.0
 """How often the server looks at the engine's health and at connections that are closing."""
 
@@ -326,8 +329,10 @@ async def serve(
         await server.start()
         on_serving(listener.url)
         await server.wait_for_stop()
+        await server.take_in()
         on_drain()
         await server.drain(drain_timeout_s)
+        server.look_at_engine()  # what has ended may have ended by its death
     finally:
         with anyio.CancelScope(shield=True):  # each step has a deadline of its own
             await server.aclose()
@@ -384,12 +389,14 @@ class _Server:
         """Wait until it is asked to stop, or the engine dies."""
         await self._until(lambda: self._stop.num_asked > 0)
 
+    async def take_in(self) -> None:
+        """Take over the connections that the system has accepted: closing its socket would reset them."""
+        for _ in range(TURNS_TO_TAKE_IN):
+            await asyncio.sleep(0)
+
     async def drain(self, timeout_s: float) -> None:
         """Let what was accepted end, or abort it."""
         state = self._state
-        # What the system has accepted is taken over first: closing its socket would reset it.
-        for _ in range(3):
-            await asyncio.sleep(0)
         state.drain()
         await self._stop_listening()
         if self.death is None:
@@ -451,11 +458,15 @@ class _Server:
     def _tick(self) -> None:
         self._state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
         self._state.sweep(self._loop.time())
+        self.look_at_engine()
+        self._ticker = self._loop.call_later(TICK_S, self._tick)
+
+    def look_at_engine(self) -> None:
+        """Notice that it has died."""
         health = self._engine.health()
         if health.status == "DEAD" and self.death is None:
             self.death = health.reason
             self._changed.set()
-        self._ticker = self._loop.call_later(TICK_S, self._tick)
 
 
 def _log_refusal(client: str, fault: HttpFault) -> None:

@@ -1,0 +1,423 @@
+"""What the log says of requests: once each, never a secret, never a forged line, and never at the loop's cost."""
+
+import asyncio
+import io
+import json
+import logging
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from aioengine.metrics import RequestMetrics
+from aioengine.server.access_log import (
+    FIELDS,
+    JsonFormatter,
+    OffLoopHandler,
+    TextFormatter,
+    log_request,
+    logging_off_loop,
+    request_id_of,
+)
+from aioengine.server.record import RequestRecord
+
+
+class Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+@pytest.fixture
+def kept() -> Iterator[list[logging.LogRecord]]:
+    handler, logger = Kept(), logging.getLogger("aioengine.server")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield handler.records
+    logger.setLevel(level)
+    logger.removeHandler(handler)
+
+
+class Stuck(io.StringIO):
+    """A stream that nobody reads until `gate` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+        self.is_reached = threading.Event()
+
+    def write(self, text: str) -> int:
+        self.is_reached.set()
+        assert self.gate.wait(30), "nobody ever read it"
+        return super().write(text)
+
+
+@contextmanager
+def stuck_handler(max_queued: int) -> Iterator[tuple[OffLoopHandler, Stuck]]:
+    """A handler whose thread hangs in its first write, with nothing else queued."""
+    stream = Stuck()
+    handler = OffLoopHandler(stream=stream, max_queued=max_queued)
+    handler.handle(plain("the first"))
+    assert stream.is_reached.wait(30)
+    try:
+        yield handler, stream
+    finally:
+        stream.gate.set()
+        handler.close()
+
+
+def plain(message: str, *args: Any, name: str = "test", exc_info: Any = None) -> logging.LogRecord:
+    return logging.LogRecord(name, logging.INFO, __file__, 1, message, args, exc_info)
+
+
+def ended(**fields: Any) -> RequestRecord:
+    known: dict[str, Any] = {
+        "request_id": "req-1",
+        "method": "POST",
+        "path": "/v1/completions",
+        "route": "/v1/completions",
+        "client": "127.0.0.1",
+        "started_at": 10.0,
+        "ended_at": 10.25,
+        "status": 200,
+    }
+    return RequestRecord(**{**known, **fields})
+
+
+def raised(error: BaseException) -> BaseException:
+    """The error with a traceback."""
+    try:
+        raise error
+    except type(error) as caught:
+        return caught
+
+
+def exc_info_of(error: BaseException) -> Any:
+    return type(error), error, error.__traceback__
+
+
+# Request ids
+
+
+@pytest.mark.parametrize("given", ["a", "b3d2-77", "x" * 128, "!~", "{\"'%s}"])
+def test_a_fit_request_id_is_kept(given: str) -> None:
+    assert request_id_of({"x-request-id": given}) == given
+
+
+@pytest.mark.parametrize("given", ["", "x" * 129, "a b", "a\nb", "a\n", "\x1b[31m", "é", "a\x7f", "a\t", "\u2028"])
+def test_an_unfit_request_id_is_replaced(given: str) -> None:
+    assert re.fullmatch(r"req-[0-9a-f]{16}", request_id_of({"x-request-id": given}))
+
+
+def test_a_request_without_an_id_gets_one_of_its_own() -> None:
+    assert request_id_of({}) != request_id_of({})
+
+
+# Records
+
+
+def test_a_request_is_one_record_with_all_it_is_known_by(kept: list[logging.LogRecord]) -> None:
+    log_request(
+        ended(
+            model="fox",
+            prompt_tokens=7,
+            completion_tokens=12,
+            finish_reasons=("stop", "length"),
+            metrics=RequestMetrics(arrival_time=1.0, time_to_first_token_s=0.125),
+        )
+    )
+    (record,) = kept
+    assert record.levelno == logging.INFO
+    assert {name: getattr(record, name) for name in FIELDS} == {
+        "request_id": "req-1",
+        "method": "POST",
+        "path": "/v1/completions",
+        "status": 200,
+        "duration_s": 0.25,
+        "client": "127.0.0.1",
+        "model": "fox",
+        "prompt_tokens": 7,
+        "completion_tokens": 12,
+        "finish_reasons": ["stop", "length"],
+        "time_to_first_token_s": 0.125,
+        "outcome": "ok",
+    }
+    assert record.getMessage() == (
+        "127.0.0.1 POST /v1/completions 200 ok, in 0.250 s, 7+12 tokens, first after 0.125 s, stop/length [req-1]"
+    )
+
+
+def test_a_client_that_left_before_any_answer_has_no_status(kept: list[logging.LogRecord]) -> None:
+    log_request(ended(status=0, outcome="client_gone", client=""))
+    assert kept[0].getMessage() == "- POST /v1/completions - client_gone, in 0.250 s [req-1]"
+    assert kept[0].levelno == logging.INFO
+
+
+@pytest.mark.parametrize(("status", "outcome"), [(500, "error"), (200, "error"), (503, "ok")])
+def test_failures_of_the_server_are_errors_with_their_traceback(
+    status: int, outcome: Any, kept: list[logging.LogRecord]
+) -> None:
+    log_request(ended(status=status, outcome=outcome, error=raised(ZeroDivisionError("how could it"))))
+    (record,) = kept
+    assert record.levelno == logging.ERROR
+    assert record.exc_info is not None
+    text = TextFormatter().format(record)
+    assert "ZeroDivisionError: how could it" in text
+    assert "in raised" in text
+
+
+@pytest.mark.parametrize(("status", "outcome"), [(400, "ok"), (503, "shed"), (200, "client_gone"), (200, "cut")])
+def test_what_is_no_failure_of_the_server_has_no_traceback(
+    status: int, outcome: Any, kept: list[logging.LogRecord]
+) -> None:
+    log_request(ended(status=status, outcome=outcome, error=raised(ValueError("a prompt"))))
+    (record,) = kept
+    assert record.levelno == logging.INFO
+    assert record.exc_info is None
+    assert "a prompt" not in TextFormatter().format(record)
+
+
+def test_a_log_that_nobody_wants_costs_nothing(kept: list[logging.LogRecord]) -> None:
+    logging.getLogger("aioengine.server").setLevel(logging.WARNING)
+    log_request(ended(request_id=None))  # would not survive being described
+    assert kept == []
+
+
+FORGERIES = ["\n", "\r", "\r\n", "\x0b", "\x0c", "\x1c", "\x85", "\u2028", "\u2029", "\x1b[2K", "\x00", "\u202e"]
+
+
+@pytest.mark.parametrize("forged", FORGERIES)
+@pytest.mark.parametrize("formatter", [TextFormatter(), JsonFormatter()], ids=["text", "json"])
+def test_no_client_can_forge_a_line(forged: str, formatter: logging.Formatter, kept: list[logging.LogRecord]) -> None:
+    said = f"/x{forged}2026-01-01 00:00:00.000 ERROR aioengine: all keys are public"
+    log_request(ended(path=said, request_id=said, client=said, method=said, model=said))
+    text = formatter.format(kept[0])
+    assert len(text.splitlines()) == 1
+    assert forged not in text
+    assert text.isprintable()
+
+
+@pytest.mark.parametrize("forged", [*FORGERIES, "\ud800"])
+def test_no_other_logger_can_forge_a_line_of_json(forged: str) -> None:
+    text = JsonFormatter().format(plain("said %s", f"a{forged}b"))
+    assert len(text.splitlines()) == 1
+    text.encode()
+    assert json.loads(text)["message"].startswith("said a")
+
+
+def test_further_lines_of_a_message_are_set_in() -> None:
+    text = TextFormatter().format(plain("one\ntwo\r\x1b[31mthree"))
+    first, second = text.splitlines()
+    assert first.endswith("INFO test: one")
+    assert second == "    two\\u000d\\u001b[31mthree"
+
+
+def test_a_path_with_spaces_cannot_pretend_to_be_the_words_after_it(kept: list[logging.LogRecord]) -> None:
+    log_request(ended(path="/x 200 ok, in 0.001 s", status=404))
+    assert kept[0].getMessage().startswith("127.0.0.1 POST /x%20200%20ok,%20in%200.001%20s 404 ok, ")
+
+
+def test_long_paths_are_cut(kept: list[logging.LogRecord]) -> None:
+    log_request(ended(path="/" + "x" * 100_000))
+    assert len(kept[0].getMessage()) < 400
+
+
+# JSON
+
+
+def test_json_has_what_is_known_and_leaves_out_what_is_not(kept: list[logging.LogRecord]) -> None:
+    log_request(ended(completion_tokens=3, prompt_tokens=2, finish_reasons=("stop",)))
+    shown = json.loads(JsonFormatter().format(kept[0]))
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", shown.pop("time"))
+    assert shown.pop("message").endswith("[req-1]")
+    assert shown == {
+        "level": "INFO",
+        "logger": "aioengine.server",
+        "request_id": "req-1",
+        "method": "POST",
+        "path": "/v1/completions",
+        "status": 200,
+        "duration_s": 0.25,
+        "client": "127.0.0.1",
+        "prompt_tokens": 2,
+        "completion_tokens": 3,
+        "finish_reasons": ["stop"],
+        "outcome": "ok",
+    }
+
+
+def test_json_of_another_logger_has_its_message_and_its_error() -> None:
+    shown = json.loads(JsonFormatter().format(plain("a %s", "word", exc_info=exc_info_of(raised(OSError("gone"))))))
+    assert shown["message"] == "a word"
+    assert shown["logger"] == "test"
+    assert shown["error"].endswith("OSError: gone")
+    assert "status" not in shown
+
+
+# Off the loop
+
+
+def test_records_are_written_in_order_and_closing_waits_for_them() -> None:
+    stream = io.StringIO()
+    with OffLoopHandler(stream=stream) as handler:
+        for place in range(500):
+            handler.handle(plain("number %d", place))
+    assert [line.rpartition(" ")[2] for line in stream.getvalue().splitlines()] == [str(place) for place in range(500)]
+    handler.close()
+
+
+def test_a_stream_that_nobody_reads_drops_what_is_too_much_and_says_so() -> None:
+    with stuck_handler(max_queued=100) as (handler, stream):
+        for place in range(1000):
+            handler.handle(plain("number %d", place))
+        assert handler.num_dropped == 900
+        stream.gate.set()
+        handler.close()
+        lines = stream.getvalue().splitlines()
+        told = [line for line in lines if "dropped" in line]
+        assert len(lines) == 102, "the first, those that had room, and one about the others"
+        assert told[0].endswith("WARNING aioengine.server: 900 log records were dropped: they came faster than they "
+                                "could be written")  # fmt: skip
+
+
+def test_each_flood_is_told_of_once() -> None:
+    with stuck_handler(max_queued=10) as (handler, stream):
+        for _ in range(20):
+            handler.handle(plain("much"))
+        stream.gate.set()
+        deadline = time.monotonic() + 30
+        while handler._num_told < 10:
+            assert time.monotonic() < deadline, "nobody was told"
+            time.sleep(0)
+        handler.handle(plain("one more"))
+        handler.close()
+        assert stream.getvalue().count("dropped") == 1
+        assert stream.getvalue().splitlines()[-1].endswith("one more")
+
+
+async def test_a_pipe_that_nobody_reads_does_not_hold_the_loop() -> None:
+    reading, writing = os.pipe()
+    pipe = os.fdopen(writing, "w")
+    handler = OffLoopHandler(stream=pipe, max_queued=100_000)
+    logger = logging.getLogger("aioengine.server")
+    logger.addHandler(handler)
+    level, logger.propagate = logger.level, False
+    logger.setLevel(logging.INFO)
+    try:
+        for _ in range(2_000):  # a pipe takes 64 KiB, and these are more: were they written here, this would never end
+            log_request(ended())
+        assert handler._queue.qsize() > 0
+    finally:
+        logger.setLevel(level)
+        logger.propagate = True
+        logger.removeHandler(handler)
+        os.close(reading)  # the write fails, and the thread goes on to its end
+        await asyncio.to_thread(handler.close)
+    assert not handler._thread.is_alive()
+    with pytest.raises(BrokenPipeError):
+        pipe.close()
+
+
+def test_closing_gives_a_stuck_stream_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OffLoopHandler, "CLOSE_TIMEOUT_S", 0.01)
+    with stuck_handler(max_queued=10) as (handler, _):
+        handler.close()
+        assert handler._thread.is_alive()
+        assert handler._thread.daemon, "it must not hold the interpreter's exit"
+
+
+def test_what_comes_after_closing_is_dropped() -> None:
+    handler = OffLoopHandler(stream=io.StringIO())
+    handler.close()
+    handler.handle(plain("too late"))
+    assert handler.num_dropped == 1
+    assert not handler._thread.is_alive()
+
+
+def test_a_message_is_as_it_was_when_it_was_logged() -> None:
+    with stuck_handler(max_queued=10) as (handler, stream):
+        names, record = ["fox"], plain("names: %s", None)
+        record.args = (names,)
+        handler.handle(record)
+        names.append("hen")
+        stream.gate.set()
+        handler.close()
+        assert "names: ['fox']\n" in stream.getvalue()
+        assert record.args == (names,), "other handlers get it as it was"
+
+
+def test_only_so_many_tracebacks_wait() -> None:
+    with stuck_handler(max_queued=1000) as (handler, stream):
+        for _ in range(150):
+            handler.handle(plain("broke", exc_info=exc_info_of(raised(ValueError("inside")))))
+        stream.gate.set()
+        handler.close()
+        assert stream.getvalue().count("ValueError: inside") == 100
+        assert stream.getvalue().count("broke (with a traceback, one too many to keep)") == 50
+
+
+def test_arguments_that_do_not_fit_lose_no_message() -> None:
+    stream = io.StringIO()
+    with OffLoopHandler(stream=stream) as handler:
+        handler.handle(plain("two: %s %s", "one"))
+    assert "two: %s %s 1 arguments that do not fit" in stream.getvalue()
+
+
+def test_a_stream_of_ascii_gets_what_it_can_take() -> None:
+    raw = io.BytesIO()
+    with OffLoopHandler(stream=io.TextIOWrapper(raw, "ascii")) as handler:
+        handler.handle(plain("füchse"))
+    assert b"f\\xfcchse\n" in raw.getvalue()
+
+
+def test_filters_of_the_handler_count() -> None:
+    stream = io.StringIO()
+    with OffLoopHandler(stream=stream) as handler:
+        handler.addFilter(lambda record: "secret" not in record.getMessage())
+        handler.handle(plain("a secret"))
+        handler.handle(plain("a word"))
+    assert "secret" not in stream.getvalue()
+    assert "a word" in stream.getvalue()
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_the_command_line_logs_everything_through_one_handler_and_leaves_none(log_format: Any) -> None:
+    root, stream = logging.getLogger(), io.StringIO()
+    before = root.level, list(root.handlers)
+    with logging_off_loop(log_format, stream=stream):
+        log_request(ended())
+        logging.getLogger("elsewhere").warning("careful")
+    assert (root.level, root.handlers) == before
+    first, second = stream.getvalue().splitlines()
+    assert "[req-1]" in first
+    assert "careful" in second
+    if log_format == "json":
+        assert [json.loads(line)["logger"] for line in (first, second)] == ["aioengine.server", "elsewhere"]
+
+
+def test_many_threads_log_without_losing_a_record() -> None:
+    stream = io.StringIO()
+    with OffLoopHandler(stream=stream) as handler:
+        threads = [threading.Thread(target=lambda: [handler.handle(plain("x")) for _ in range(500)]) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(stream.getvalue().splitlines()) == 2000
+
+
+def test_stderr_is_where_it_goes_by_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with OffLoopHandler() as handler:
+        handler.handle(plain("to stderr"))
+    sys.stderr.flush()
+    assert "to stderr" in capsys.readouterr().err

@@ -1,0 +1,444 @@
+"""What `GET /metrics` says: read as Prometheus reads it, against the queries of vLLM's dashboards."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+import prometheus_client
+import pytest
+from prometheus_client.core import Metric
+from prometheus_client.exposition import generate_latest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+from aioengine import Engine
+from aioengine.errors import EngineDead
+from aioengine.executor.protocol import DeviceLost
+from aioengine.server.exposition import OPENMETRICS, SERIES, TEXT, Exposition, describe_series
+from aioengine.server.http_metrics import HttpMetrics
+from aioengine.server.record import RequestRecord
+from aioengine.testing import FakeExecutor
+
+ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models/{id}", "/health", "/metrics")
+
+# What vLLM's Grafana dashboards ask for (the ones in its examples, of 0.10 and of today), with the labels that they
+# use. Left out are caches that are not here (multi-modal, external, speculative) and num_requests_waiting_by_reason.
+DASHBOARD_SERIES = {
+    "vllm:e2e_request_latency_seconds_bucket": {"le", "model_name"},
+    "vllm:e2e_request_latency_seconds_count": {"model_name"},
+    "vllm:e2e_request_latency_seconds_sum": {"model_name"},
+    "vllm:generation_tokens_total": {"model_name"},
+    "vllm:gpu_cache_usage_perc": {"model_name"},
+    "vllm:inter_token_latency_seconds_bucket": {"le", "model_name"},
+    "vllm:inter_token_latency_seconds_count": {"model_name"},
+    "vllm:inter_token_latency_seconds_sum": {"model_name"},
+    "vllm:iteration_tokens_total_bucket": {"le", "model_name"},
+    "vllm:iteration_tokens_total_count": {"model_name"},
+    "vllm:iteration_tokens_total_sum": {"model_name"},
+    "vllm:kv_cache_usage_perc": {"model_name"},
+    "vllm:num_preemptions_total": {"model_name"},
+    "vllm:num_requests_running": {"model_name"},
+    "vllm:num_requests_waiting": {"model_name"},
+    "vllm:prefix_cache_hits_total": {"model_name"},
+    "vllm:prefix_cache_queries_total": {"model_name"},
+    "vllm:prompt_tokens_by_source_total": {"model_name", "source"},
+    "vllm:prompt_tokens_total": {"model_name"},
+    "vllm:request_decode_time_seconds_sum": {"model_name"},
+    "vllm:request_generation_tokens_bucket": {"le", "model_name"},
+    "vllm:request_generation_tokens_count": {"model_name"},
+    "vllm:request_generation_tokens_sum": {"model_name"},
+    "vllm:request_max_num_generation_tokens_sum": {"model_name"},
+    "vllm:request_prefill_time_seconds_sum": {"model_name"},
+    "vllm:request_prompt_tokens_bucket": {"le", "model_name"},
+    "vllm:request_prompt_tokens_count": {"model_name"},
+    "vllm:request_prompt_tokens_sum": {"model_name"},
+    "vllm:request_queue_time_seconds_sum": {"model_name"},
+    "vllm:request_success_total": {"model_name", "finished_reason"},
+    "vllm:request_time_per_output_token_seconds_bucket": {"le", "model_name"},
+    "vllm:request_time_per_output_token_seconds_count": {"model_name"},
+    "vllm:time_per_output_token_seconds_bucket": {"le", "model_name"},
+    "vllm:time_per_output_token_seconds_count": {"model_name"},
+    "vllm:time_per_output_token_seconds_sum": {"model_name"},
+    "vllm:time_to_first_token_seconds_bucket": {"le", "model_name"},
+    "vllm:time_to_first_token_seconds_count": {"model_name"},
+    "vllm:time_to_first_token_seconds_sum": {"model_name"},
+    "http_requests_total": {"handler", "status"},
+    "http_request_duration_seconds_count": {"handler"},
+    "http_request_duration_seconds_sum": {"handler"},
+}
+
+# vLLM's bounds. A service level is asked for by the bound's text: le="0.25".
+TTFT_BOUNDS = "0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1.0 2.5 5.0 7.5 10.0 20.0 40.0 80.0"
+TPOT_BOUNDS = "0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1.0 2.5 5.0 7.5 10.0 20.0 40.0 80.0"
+
+
+def ended(**fields: Any) -> RequestRecord:
+    known: dict[str, Any] = {
+        "request_id": "req-1",
+        "method": "POST",
+        "path": "/v1/completions",
+        "route": "/v1/completions",
+        "started_at": 10.0,
+        "ended_at": 10.25,
+        "status": 200,
+    }
+    return RequestRecord(**{**known, **fields})
+
+
+def served(http_metrics: HttpMetrics, **fields: Any) -> None:
+    http_metrics.began()
+    http_metrics.ended(ended(**fields))
+
+
+def parsed(body: bytes) -> dict[str, Metric]:
+    return {family.name: family for family in parse_text(body.decode())}
+
+
+def samples(exposition: Exposition) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    body, _ = exposition.render(None)
+    found = {}
+    for family in parse_text(body.decode()):
+        for sample in family.samples:
+            key = sample.name, frozenset(sample.labels.items())
+            assert key not in found, f"{key} is there twice"
+            found[key] = sample.value
+    return found
+
+
+def value(exposition: Exposition, name: str, **labels: str) -> float:
+    """Of the one sample that has these labels, whatever others it has."""
+    (found,) = [
+        number
+        for (said, has), number in samples(exposition).items()
+        if said == name and labels.items() <= dict(has).items()
+    ]
+    return found
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[Engine]:
+    async with Engine(executor=FakeExecutor(vocab_size=500)) as engine:
+        yield engine
+
+
+@pytest.fixture
+def http_metrics() -> HttpMetrics:
+    return HttpMetrics(ROUTES)
+
+
+@pytest.fixture
+def exposition(engine: Engine, http_metrics: HttpMetrics) -> Exposition:
+    return Exposition(engine, http_metrics, "vllm:", "fox")
+
+
+async def work(engine: Engine, exposition: Exposition, http_metrics: HttpMetrics) -> None:
+    """Something in every series."""
+    exposition.watch()
+    for _ in range(2):
+        output = await engine.generate(list(range(1, 40)), max_tokens=8, ignore_eos=True)
+        served(
+            http_metrics,
+            n=1,
+            max_tokens=8,
+            prompt_tokens=39,
+            completion_tokens=8,
+            finish_reasons=("length",),
+            metrics=output.metrics,
+        )
+
+
+async def test_every_series_of_the_mapping_is_there(
+    engine: Engine, exposition: Exposition, http_metrics: HttpMetrics
+) -> None:
+    await work(engine, exposition, http_metrics)
+    families = parsed(exposition.render(None)[0])
+    for series, (name, kind, documentation, _) in zip(SERIES, describe_series(), strict=True):
+        family = families[series.full_name("vllm:")]
+        assert family.type == kind
+        assert family.documentation == documentation
+        assert family.samples, f"{name} says nothing"
+    assert len(families) == len(SERIES)
+
+
+async def test_vllms_dashboards_find_what_they_ask_for(
+    engine: Engine, exposition: Exposition, http_metrics: HttpMetrics
+) -> None:
+    await work(engine, exposition, http_metrics)
+    labels: dict[str, set[str]] = {}
+    for name, has in samples(exposition):
+        labels.setdefault(name, set()).update(label for label, _ in has)
+    missing = {name: asked for name, asked in DASHBOARD_SERIES.items() if not asked <= labels.get(name, set())}
+    assert missing == {}
+    of_vllm = [has for name, has in samples(exposition) if name.startswith("vllm:")]
+    assert all({("model_name", "fox"), ("engine", "0")} <= has for has in of_vllm)
+
+
+@pytest.mark.parametrize(
+    ("name", "bounds"),
+    [
+        ("vllm:time_to_first_token_seconds", TTFT_BOUNDS),
+        ("vllm:request_time_per_output_token_seconds", TPOT_BOUNDS),
+        ("vllm:inter_token_latency_seconds", TPOT_BOUNDS),
+    ],
+)
+async def test_service_levels_of_vllms_dashboards_are_bounds_here(
+    name: str, bounds: str, exposition: Exposition
+) -> None:
+    family = parsed(exposition.render(None)[0])[name]
+    assert {*bounds.split(), "+Inf"} <= {sample.labels.get("le") for sample in family.samples}
+
+
+async def test_numbers_are_the_engines(engine: Engine, exposition: Exposition, http_metrics: HttpMetrics) -> None:
+    await work(engine, exposition, http_metrics)
+    assert value(exposition, "vllm:generation_tokens_total") == 16
+    assert value(exposition, "vllm:prompt_tokens_total") == 78
+    assert value(exposition, "vllm:request_success_total", finished_reason="length") == 2
+    assert value(exposition, "vllm:e2e_request_latency_seconds_count") == 2
+    assert value(exposition, "vllm:time_to_first_token_seconds_bucket", le="+Inf") == 2
+    assert value(exposition, "vllm:prefix_cache_hits_total") == 32, "two blocks of the second prompt"
+    assert value(exposition, "vllm:prompt_tokens_by_source_total", source="local_cache_hit") == 32
+    assert value(exposition, "vllm:prompt_tokens_by_source_total", source="local_compute") == 78 - 32
+    assert value(exposition, "vllm:prompt_tokens_cached_total") == 32
+    assert value(exposition, "vllm:request_prefill_kv_computed_tokens_sum") == 78 - 32
+    assert value(exposition, "vllm:request_time_per_output_token_seconds_count") == 2
+    assert value(exposition, "vllm:request_params_n_sum") == 2
+    assert value(exposition, "vllm:request_params_max_tokens_sum") == 16
+    assert value(exposition, "vllm:request_max_num_generation_tokens_sum") == 16
+    assert value(exposition, "vllm:num_requests_running") == 0
+    assert value(exposition, "aioengine:engine_up") == 1
+    assert value(exposition, "vllm:engine_sleep_state", sleep_state="awake") == 1
+    assert value(exposition, "vllm:cache_config_info", block_size="16", num_gpu_blocks="64", cache_dtype="float32") == 1
+
+
+async def test_what_prometheus_clients_own_encoder_writes_is_what_is_written(
+    engine: Engine, exposition: Exposition, http_metrics: HttpMetrics
+) -> None:
+    for _ in range(3):  # laid out, filled in, and as before
+        await work(engine, exposition, http_metrics)
+        body, content_type = exposition.render(None)
+        assert content_type == TEXT
+
+        class Parsed:
+            def collect(self, body: bytes = body) -> list[Metric]:
+                return list(parse_text(body.decode()))
+
+        again = generate_latest(Parsed()).decode()
+        assert sorted(again.splitlines()) == sorted(body.decode().splitlines())
+        assert exposition.render(None)[0] == body
+
+
+async def test_openmetrics_says_the_same(engine: Engine, exposition: Exposition, http_metrics: HttpMetrics) -> None:
+    await work(engine, exposition, http_metrics)
+    body, content_type = exposition.render("application/openmetrics-text; version=1.0.0")
+    assert content_type == OPENMETRICS
+    assert body.endswith(b"\n# EOF\n")
+    assert body.count(b"# EOF") == 1
+    families = {family.name: family for family in parse_openmetrics(body.decode())}
+    assert len(families) == len(SERIES)
+    in_text = {key: number for key, number in samples(exposition).items() if "step_age" not in key[0]}
+    found = {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in families.values()
+        for sample in family.samples
+        if "step_age" not in sample.name
+    }
+    assert found == in_text
+
+
+PROMETHEUS_3 = (
+    "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,"
+    "application/openmetrics-text;version=0.0.1;q=0.5,text/plain;version=1.0.0;escaping=allow-utf-8;q=0.4,"
+    "text/plain;version=0.0.4;q=0.3,*/*;q=0.2"
+)
+
+
+@pytest.mark.parametrize(
+    ("accept", "content_type"),
+    [
+        (None, TEXT),
+        ("", TEXT),
+        ("*/*", TEXT),
+        ("text/plain", TEXT),
+        (PROMETHEUS_3, OPENMETRICS),
+        ("application/openmetrics-text", OPENMETRICS),
+        ("Application/OpenMetrics-Text; q=0.5, text/plain; q=0.9", TEXT),
+        ("application/openmetrics-text; q=0", TEXT),
+        ("application/openmetrics-text; version=rubbish; escaping=rubbish", OPENMETRICS),
+        ("application/openmetrics-text; q=rubbish", TEXT),
+        ("application/openmetrics-text; q=nan", TEXT),
+        (";;,,;q=", TEXT),
+    ],
+)
+async def test_the_client_chooses_the_format_and_rubbish_gets_text(
+    accept: str | None, content_type: str, exposition: Exposition
+) -> None:
+    assert exposition.render(accept)[1] == content_type
+
+
+async def test_another_prefix_and_a_model_of_any_name(engine: Engine, http_metrics: HttpMetrics) -> None:
+    name = 'a "b"\\c\nd{e}= le="0.0005",é'
+    exposition = Exposition(engine, http_metrics, "llm_", name)
+    assert value(exposition, "llm_num_requests_running") == 0
+    assert value(exposition, "llm_inter_token_latency_seconds_bucket", le="0.001", model_name=name) == 0
+    assert ("llm_num_requests_running", frozenset({("model_name", name), ("engine", "0")})) in samples(exposition)
+    assert not any(said.startswith("vllm:") for said, _ in samples(exposition))
+
+
+async def test_nothing_goes_into_the_registry_of_the_host(exposition: Exposition) -> None:
+    exposition.render(None)
+    assert not any(
+        family.name.startswith(("vllm:", "aioengine:", "http_")) for family in prometheus_client.REGISTRY.collect()
+    )
+    assert b"process_" not in exposition.render(None)[0]
+
+
+# Whatever the engine's state
+
+
+def test_an_engine_that_was_not_started_leaves_http_alone(http_metrics: HttpMetrics) -> None:
+    exposition = Exposition(Engine(executor=FakeExecutor()), http_metrics, "vllm:", "fox")
+    served(http_metrics, status=503, outcome="shed")
+    assert value(exposition, "aioengine:engine_up") == 0
+    assert value(exposition, "aioengine:http_requests_total", status="503", path="/v1/completions", method="POST") == 1
+    assert "vllm:num_requests_running" not in parsed(exposition.render(None)[0])
+
+
+async def test_an_engine_that_starts_later_is_seen_and_one_that_closes_is_down(http_metrics: HttpMetrics) -> None:
+    engine = Engine(executor=FakeExecutor(vocab_size=500))
+    exposition = Exposition(engine, http_metrics, "vllm:", "fox")
+    exposition.watch()
+    exposition.render(None)
+    async with engine:
+        await work(engine, exposition, http_metrics)
+        assert value(exposition, "aioengine:engine_up") == 1
+        assert value(exposition, "vllm:generation_tokens_total") == 16
+        assert value(exposition, "vllm:prompt_tokens_cached_total") == 32
+    assert value(exposition, "aioengine:engine_up") == 0
+    assert "vllm:generation_tokens" not in parsed(exposition.render(None)[0])
+    exposition.close()
+
+
+async def test_a_dead_engine_is_down(http_metrics: HttpMetrics) -> None:
+    executor = FakeExecutor(vocab_size=500, is_manual=True)
+    async with Engine(executor=executor) as engine:
+        exposition = Exposition(engine, http_metrics, "vllm:", "fox")
+        assert value(exposition, "aioengine:engine_up") == 1
+        request = asyncio.gather(engine.generate([1, 2, 3], max_tokens=5), return_exceptions=True)
+        for _ in range(1000):
+            if executor.unfinished:
+                break
+            await asyncio.sleep(0)
+        executor.unfinished[0].lose(DeviceLost("on fire"))
+        (error,) = await request
+        assert isinstance(error, EngineDead)
+        assert value(exposition, "aioengine:engine_up") == 0
+        served(http_metrics)
+        assert value(exposition, "aioengine:http_requests_total", status="200") == 1
+
+
+async def test_a_sleeping_engine_is_not_awake(engine: Engine, exposition: Exposition) -> None:
+    await engine.sleep(0)
+    await engine.wake_up()
+    await engine.sleep(1)
+    assert value(exposition, "vllm:engine_sleep_state", sleep_state="awake") == 0
+    await engine.wake_up()
+    assert value(exposition, "vllm:engine_sleep_state", sleep_state="awake") == 1
+
+
+async def test_closing_takes_the_observer_away(engine: Engine, exposition: Exposition) -> None:
+    exposition.watch()
+    exposition.watch()
+    exposition.close()
+    exposition.close()
+    exposition.watch()
+    await engine.generate([1, 2, 3], max_tokens=3, ignore_eos=True)
+    assert value(exposition, "vllm:request_prefill_kv_computed_tokens_count") == 0
+
+
+# HTTP
+
+
+async def test_http_requests_are_counted_by_method_route_and_status(
+    exposition: Exposition, http_metrics: HttpMetrics
+) -> None:
+    served(http_metrics)
+    served(http_metrics)
+    served(http_metrics, status=400)
+    served(http_metrics, method="GET", route="/health", path="/health")
+    http_metrics.began()
+    labels = {"method": "POST", "path": "/v1/completions"}
+    assert value(exposition, "aioengine:http_requests_total", **labels, status="200") == 2
+    assert value(exposition, "aioengine:http_requests_total", **labels, status="400") == 1
+    assert value(exposition, "aioengine:http_requests_total", method="GET", path="/health", status="200") == 1
+    assert value(exposition, "aioengine:http_request_duration_seconds_sum", path="/v1/completions") == 0.75
+    assert value(exposition, "aioengine:http_request_duration_seconds_bucket", path="/v1/completions", le="0.2") == 0
+    assert value(exposition, "aioengine:http_requests_in_progress") == 1
+    handler = {"handler": "/v1/completions", "method": "POST"}
+    assert value(exposition, "http_requests_total", **handler, status="2xx") == 2
+    assert value(exposition, "http_requests_total", **handler, status="4xx") == 1
+    assert value(exposition, "http_request_duration_seconds_count", handler="/v1/completions") == 3
+    assert not any(dict(has).get("handler") == "/health" for _, has in samples(exposition)), "probes are left out"
+
+
+async def test_how_requests_ended_is_counted(exposition: Exposition, http_metrics: HttpMetrics) -> None:
+    served(http_metrics, outcome="shed", status=503)
+    served(http_metrics, outcome="client_gone", status=0)
+    served(http_metrics, outcome="client_gone")
+    served(http_metrics, outcome="cut")
+    assert value(exposition, "aioengine:http_requests_shed_total") == 1
+    assert value(exposition, "aioengine:http_clients_gone_total") == 2
+    assert value(exposition, "aioengine:http_clients_cut_total") == 1
+    assert value(exposition, "aioengine:http_requests_total", status="none") == 1
+    assert value(exposition, "aioengine:http_requests_in_progress") == 0
+
+
+async def test_clients_cannot_make_up_series(exposition: Exposition, http_metrics: HttpMetrics) -> None:
+    for place in range(1000):
+        served(http_metrics, method=f"M{place}", route=f"/{place}", path=f"/{place}", status=1000 + place)
+    assert value(exposition, "aioengine:http_requests_total", method="other", path="other", status="none") == 1000
+    assert len(exposition.render(None)[0]) < 70_000
+
+
+async def test_choices_of_a_request_have_a_longest_one(exposition: Exposition, http_metrics: HttpMetrics) -> None:
+    served(http_metrics, n=3, completion_tokens=30, max_choice_tokens=12)
+    served(http_metrics, n=3, completion_tokens=30)  # not known
+    served(http_metrics, num_prompts=2, completion_tokens=30)  # not known
+    assert value(exposition, "vllm:request_max_num_generation_tokens_count") == 1
+    assert value(exposition, "vllm:request_max_num_generation_tokens_sum") == 12
+    assert value(exposition, "vllm:request_params_n_sum") == 7
+
+
+async def test_routes_that_come_later_are_written_too(exposition: Exposition, http_metrics: HttpMetrics) -> None:
+    served(http_metrics)
+    exposition.render(None)
+    served(http_metrics, route="/v1/models/{id}", method="GET")
+    assert value(exposition, "aioengine:http_requests_total", path="/v1/models/{id}") == 1
+    assert value(exposition, "aioengine:http_request_duration_seconds_count", path="/v1/models/{id}") == 1
+    assert value(exposition, "aioengine:http_request_duration_seconds_count", path="/v1/completions") == 1
+
+
+async def test_only_families_that_changed_are_written_anew(
+    exposition: Exposition, http_metrics: HttpMetrics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exposition.render(None)
+    written = []
+
+    def number(value: float) -> str:
+        written.append(value)
+        return str(value)
+
+    monkeypatch.setattr("aioengine.server.exposition._number", number)
+    exposition.render(None)
+    assert len(written) <= 1, "the step's age alone"
+    http_metrics.cut.inc()
+    exposition.render(None)
+    assert 1 in written
+
+
+def test_the_mapping_can_be_printed() -> None:
+    rows = describe_series("vllm:")
+    names = [name for name, *_ in rows]
+    assert len(set(names)) == len(names) == len(SERIES)
+    assert all(re.fullmatch(r"(vllm:|aioengine:|http_)[a-z0-9_]+", name) for name in names)
+    assert all(documentation.endswith(".") for _, _, documentation, _ in rows)

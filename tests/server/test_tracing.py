@@ -1,0 +1,223 @@
+"""Spans of requests: what they are called, whose children they are, and what they say and keep to themselves."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
+from opentelemetry.trace import SpanKind, StatusCode
+
+from aioengine.errors import StepFailed
+from aioengine.metrics import RequestMetrics
+from aioengine.server.record import RequestRecord
+from aioengine.server.tracing import Tracing
+
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+PARENT_ID = "b7ad6b7169203331"
+TRACEPARENT = f"00-{TRACE_ID}-{PARENT_ID}-01"
+
+
+@pytest.fixture
+def exporter() -> InMemorySpanExporter:
+    return InMemorySpanExporter()
+
+
+@pytest.fixture
+def tracing(exporter: InMemorySpanExporter) -> Iterator[Tracing]:
+    # A provider of our own: the process's can be set only once.
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    yield Tracing(provider)
+    provider.shutdown()
+
+
+def begun(**fields: Any) -> RequestRecord:
+    known: dict[str, Any] = {
+        "request_id": "req-1",
+        "method": "POST",
+        "path": "/v1/chat/completions",
+        "route": "/v1/chat/completions",
+        "client": "127.0.0.1",
+        "started_at": 10.0,
+    }
+    return RequestRecord(**{**known, **fields})
+
+
+def traced(
+    tracing: Tracing, exporter: InMemorySpanExporter, record: RequestRecord, headers: dict[str, str] | None = None
+) -> ReadableSpan:
+    tracing.end(tracing.begin(record, headers or {}), record)
+    (span,) = exporter.get_finished_spans()
+    return span
+
+
+def test_a_completion_tells_what_was_asked_what_came_and_how_long_it_took(
+    tracing: Tracing, exporter: InMemorySpanExporter
+) -> None:
+    record = begun()
+    span = tracing.begin(record, {})
+    record.model = "fox"
+    record.n, record.max_tokens, record.temperature, record.top_p, record.top_k = 2, 64, 0.5, 0.9, 40
+    record.status = 200
+    record.prompt_tokens, record.completion_tokens, record.finish_reasons = 7, 12, ("stop", "length")
+    record.time_to_first_token_s = 0.05
+    record.metrics = RequestMetrics(
+        arrival_time=1.0,
+        queue_time_s=0.01,
+        prefill_time_s=0.02,
+        decode_time_s=0.5,
+        inference_time_s=0.52,
+        time_to_first_token_s=0.03,
+        e2e_latency_s=0.53,
+        num_cached_tokens=4,
+    )
+    tracing.end(span, record)
+    (ended,) = exporter.get_finished_spans()
+    assert ended.name == "POST /v1/chat/completions"
+    assert ended.kind is SpanKind.SERVER
+    assert ended.parent is None
+    assert ended.status.status_code is StatusCode.UNSET
+    assert ended.instrumentation_scope is not None
+    assert ended.instrumentation_scope.name == "aioengine"
+    assert dict(ended.attributes or {}) == {
+        "http.request.method": "POST",
+        "url.path": "/v1/chat/completions",
+        "http.route": "/v1/chat/completions",
+        "http.response.status_code": 200,
+        "client.address": "127.0.0.1",
+        "aioengine.outcome": "ok",
+        "gen_ai.operation.name": "chat",
+        "gen_ai.system": "aioengine",
+        "gen_ai.provider.name": "aioengine",
+        "gen_ai.request.id": "req-1",
+        "gen_ai.request.model": "fox",
+        "gen_ai.response.model": "fox",
+        "gen_ai.request.max_tokens": 64,
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.request.top_p": 0.9,
+        "gen_ai.request.top_k": 40,
+        "gen_ai.request.n": 2,
+        "gen_ai.request.choice.count": 2,
+        "gen_ai.usage.input_tokens": 7,
+        "gen_ai.usage.prompt_tokens": 7,
+        "gen_ai.usage.output_tokens": 12,
+        "gen_ai.usage.completion_tokens": 12,
+        "gen_ai.usage.cached_tokens": 4,
+        "gen_ai.usage.num_sequences": 2,
+        "gen_ai.response.finish_reasons": ("stop", "length"),
+        "gen_ai.latency.time_to_first_token": 0.05,
+        "gen_ai.latency.e2e": 0.53,
+        "gen_ai.latency.time_in_queue": 0.01,
+        "gen_ai.latency.time_in_model_prefill": 0.02,
+        "gen_ai.latency.time_in_model_decode": 0.5,
+        "gen_ai.latency.time_in_model_inference": 0.52,
+    }
+
+
+def test_a_span_is_the_child_of_the_one_that_the_client_names(tracing: Tracing, exporter: InMemorySpanExporter) -> None:
+    span = traced(tracing, exporter, begun(status=200), {"traceparent": TRACEPARENT, "tracestate": "x=1"})
+    assert span.parent is not None
+    assert f"{span.parent.span_id:016x}" == PARENT_ID
+    assert span.context is not None
+    assert f"{span.context.trace_id:032x}" == TRACE_ID
+    assert span.parent.trace_state == {"x": "1"}
+
+
+@pytest.mark.parametrize("traceparent", ["", "rubbish", "00-0-0-01", f"00-{'0' * 32}-{PARENT_ID}-01", "é" * 55])
+def test_a_bad_traceparent_makes_a_root(traceparent: str, tracing: Tracing, exporter: InMemorySpanExporter) -> None:
+    assert traced(tracing, exporter, begun(), {"traceparent": traceparent}).parent is None
+
+
+def test_a_client_that_asks_for_no_sampling_gets_none(tracing: Tracing, exporter: InMemorySpanExporter) -> None:
+    record = begun()
+    span = tracing.begin(record, {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-00"})
+    assert span is None
+    tracing.end(span, record)
+    assert exporter.get_finished_spans() == ()
+
+
+def test_what_is_not_sampled_is_no_span() -> None:
+    provider = TracerProvider(sampler=ALWAYS_OFF)
+    assert Tracing(provider).begin(begun(), {}) is None
+    provider.shutdown()
+
+
+def test_without_a_provider_of_the_host_there_are_no_spans() -> None:
+    assert Tracing().begin(begun(), {"traceparent": TRACEPARENT.removesuffix("1") + "0"}) is None
+    assert Tracing().begin(begun(), {}) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "told", "error_type"),
+    [
+        ({"status": 500, "outcome": "error", "error": StepFailed("the step broke")}, "the step broke", "StepFailed"),
+        ({"status": 200, "outcome": "error", "error": KeyError("a prompt")}, "KeyError", "KeyError"),
+        ({"status": 503, "outcome": "shed"}, "shed", "shed"),
+        ({"status": 200, "outcome": "client_gone"}, "client_gone", "client_gone"),
+        ({"status": 200, "outcome": "cut"}, "cut", "cut"),
+        ({"status": 502}, "ok", "502"),
+    ],
+)
+def test_what_failed_is_an_error_without_anybodys_texts(
+    fields: dict[str, Any], told: str, error_type: str, tracing: Tracing, exporter: InMemorySpanExporter
+) -> None:
+    span = traced(tracing, exporter, begun(**fields))
+    assert span.status.status_code is StatusCode.ERROR
+    assert span.status.description == told
+    assert (span.attributes or {})["error.type"] == error_type
+    assert "a prompt" not in span.to_json()
+    assert span.events == ()
+
+
+def test_a_bad_request_is_no_error_of_the_server(tracing: Tracing, exporter: InMemorySpanExporter) -> None:
+    span = traced(tracing, exporter, begun(status=400, error=ValueError("a prompt")))
+    assert span.status.status_code is StatusCode.UNSET
+    assert "a prompt" not in span.to_json()
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"method": "GET", "route": "/v1/models/{id}", "path": "/v1/models/fox"}, "GET /v1/models/{id}"),
+        ({"method": "GET", "route": "other", "path": "/wp-login.php"}, "GET"),
+        ({"method": "BREW", "route": "other", "path": "/"}, "HTTP"),
+    ],
+)
+def test_names_are_few_whatever_clients_make_up(
+    fields: dict[str, str], name: str, tracing: Tracing, exporter: InMemorySpanExporter
+) -> None:
+    assert traced(tracing, exporter, begun(**fields)).name == name
+
+
+def test_long_texts_of_clients_are_cut(tracing: Tracing, exporter: InMemorySpanExporter) -> None:
+    span = traced(tracing, exporter, begun(path="/" + "x" * 10**6, model="m" * 10**6))
+    assert len(span.to_json()) < 10_000
+
+
+def test_a_route_that_is_known_only_later_names_the_span(tracing: Tracing, exporter: InMemorySpanExporter) -> None:
+    record = begun(route="other")
+    span = tracing.begin(record, {})
+    record.route = "/tokenize"
+    tracing.end(span, record)
+    assert exporter.get_finished_spans()[0].name == "POST /tokenize"
+
+
+def test_without_opentelemetry_nothing_happens() -> None:
+    script = """
+import sys
+sys.modules["opentelemetry"] = None  # as if it were not installed
+from aioengine.server.record import RequestRecord
+from aioengine.server.tracing import Tracing, is_installed
+record = RequestRecord(request_id="a", method="GET", path="/", started_at=0.0)
+tracing = Tracing()
+span = tracing.begin(record, {"traceparent": "x"})
+tracing.end(span, record)
+print(is_installed, span)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "False None\n"
