@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
 from aioengine.engine import Stream
+from aioengine.errors import AioEngineError
 from aioengine.outputs import CompletionDelta, RequestOutput
 from aioengine.server.exchange import Exchange
 
 
 class Batch:
-    """Several streams as one: ``async with Batch(...) as batch: while not batch.is_ended: await batch.wait(); ...``.
+    """Several streams as one: `watch`, then `wait` and `take` until it `is_ended`.
 
     Entering hands all of them to the engine, or none; leaving, for any reason, aborts what has not ended.
 
@@ -28,7 +29,9 @@ class Batch:
         self._num_choices = num_choices
         self._num_entered = 0
         self._with_news: list[int] = []
-        """Places of streams that have something to take."""
+        """Places of streams that have something to take, once for each choice of theirs, and once for their end."""
+        self._num_open = 0
+        self._failure: AioEngineError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -50,10 +53,11 @@ class Batch:
     @property
     def is_ended(self) -> bool:
         """All has been taken."""
-        return all(stream.is_ended for stream in self._streams)
+        return not self._num_open
 
     def watch(self) -> None:
         """Be told of news from now on, for `wait` and `take`."""
+        self._num_open = len(self._streams) * self._num_choices
         for place, stream in enumerate(self._streams):
             stream.watch(functools.partial(self._on_news, place))
 
@@ -66,17 +70,33 @@ class Batch:
             finally:
                 self._waiter = None
 
-    def take(self) -> Iterator[tuple[int, CompletionDelta]]:
+    def take(self) -> list[tuple[int, CompletionDelta]]:
         """What is new, with the number of its choice.
 
         Raises:
             StepFailed, EngineDead, EngineClosed: a request has failed, and all that had arrived of it was taken.
         """
+        if self._failure is not None:
+            raise self._failure
         places, self._with_news = self._with_news, []
+        taken: list[tuple[int, CompletionDelta]] = []
         for place in places:
             stream = self._streams[place]
-            while (delta := stream.take()) is not None:
-                yield place * self._num_choices + delta.index, delta
+            try:
+                # A single choice has one delta for each time that it told of news: asking again costs half of it.
+                while (delta := stream.take()) is not None:
+                    taken.append((place * self._num_choices + delta.index, delta))
+                    if delta.finish_reason is not None:
+                        self._num_open -= 1
+                    if self._num_choices == 1:
+                        break
+            except AioEngineError as error:
+                if not taken:
+                    raise
+                self._failure = error
+                self._with_news.append(place)  # to be asked again
+                break
+        return taken
 
     async def finish(self) -> list[RequestOutput]:
         """Wait for the end of all; one output for each prompt."""

@@ -399,7 +399,7 @@ class _Server:
         state = self._state
         state.drain()
         await self._stop_listening()
-        if self.death is None:
+        if self.death is None and not state.is_idle:
             logger.info("draining: %s, for at most %g s", _count(len(state.connections), "connection"), timeout_s)
             with anyio.move_on_after(timeout_s):
                 await self._until(lambda: state.is_idle or self._stop.num_asked > 1)
