@@ -65,7 +65,8 @@ MAY_IMPORT = {
         "prompt", "text.worker", "waits",
     },
     "blocking": {"blocking", "control", "engine", "executor.protocol", "health"},
-    "cli": {"cli", "engine", "transport"},
+    "server": {"server", "engine", "prompt"},
+    "cli": {"cli", "engine", "process_options", "server", "transport"},
     "__main__": {"cli"},
     "testing": {"testing", "core", "control", "executor.protocol", "executor.staging", "worker_functions"},
     "worker_functions": set(),
@@ -84,6 +85,7 @@ MAY_IMPORT = {
 NEVER = {
     "core": {"torch", "asyncio", "anyio", "zmq", "time", "random", "threading"},
     "transport": {"torch"},
+    "server": {"torch", "zmq"},
     "models": {"asyncio", "anyio", "zmq"},
     "attention": {"asyncio", "anyio", "zmq"},
     "sampler": {"asyncio", "anyio", "zmq"},
@@ -152,7 +154,7 @@ def test_a_module_imports_only_what_its_floor_may(path: Path) -> None:
 
 
 def test_importing_the_package_loads_no_torch_and_no_transformers() -> None:
-    heavy = ("torch", "transformers", "tokenizers", "rich", "uvloop", "click", "zmq")
+    heavy = ("torch", "transformers", "tokenizers", "rich", "uvloop", "click", "zmq", "starlette", "uvicorn", "aiohttp")
     code = f"import sys, aioengine; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

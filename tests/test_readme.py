@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,22 +39,42 @@ async def run_cells(cells: list[str], names: dict[str, Any]) -> None:
 
 
 def test_there_are_programs_and_cells() -> None:
-    assert len(PROGRAMS) == 4
+    assert len(PROGRAMS) == 6
     assert len(CELLS) >= 6
 
 
-def test_the_programs_run(tmp_path: Path) -> None:
-    for program in PROGRAMS:
-        done = subprocess.run(
-            [sys.executable, "-c", program],
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            env=dict(os.environ),
-            timeout=60,
-        )
-        assert done.returncode == 0, done.stderr
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """Where ``aioengine serve`` serves, as the README says."""
+    command = [sys.executable, "-m", "aioengine", "serve", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+        try:
+            assert server.stdout is not None
+            line = server.stdout.readline()
+            match = re.fullmatch(r"serving demo at (http://127.0.0.1:\d+)\n", line)
+            assert match is not None, line
+            yield match[1]
+        finally:
+            server.terminate()
+
+
+@pytest.mark.parametrize("number", range(len(PROGRAMS)))
+def test_a_program_runs(number: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    program = PROGRAMS[number]
+    if "http://127.0.0.1:8000" in program:
+        program = program.replace("http://127.0.0.1:8000", request.getfixturevalue("url"))
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=dict(os.environ),
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
     assert list(tmp_path.iterdir()) == []
+    if "What is 8 + 7?" in program:
+        assert "15" in done.stdout
 
 
 def test_the_program_about_testing_runs_whatever_tokens_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
