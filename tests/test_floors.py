@@ -33,6 +33,7 @@ MAY_IMPORT = {
     "waits": set(),
     "process_options": set(),
     "weight_pieces": {"control"},
+    "control_calls": {"control", "weight_pieces"},
     "core_api": {
         "control", "core.scheduler", "core.sequence", "executor.protocol", "health", "listener", "model_folder",
         "progress", "text.worker",
@@ -56,7 +57,7 @@ MAY_IMPORT = {
         "intake", "listener", "model_folder", "progress", "reply", "text",
     },
     "engine": {
-        "control", "core_api", "executor.protocol", "health", "in_process", "intake", "process_options", "prompt",
+        "control", "control_calls", "core_api", "executor.protocol", "health", "in_process", "intake", "process_options", "prompt",
         "runtime", "stream", "transport.launch", "weight_pieces",
     },
     "transport": {
@@ -65,7 +66,7 @@ MAY_IMPORT = {
         "prompt", "text.worker", "waits",
     },
     "blocking": {"blocking", "control", "engine", "executor.protocol", "health"},
-    "server": {"server", "engine", "prompt"},
+    "server": {"server", "engine", "health", "prompt"},
     "cli": {"cli", "engine", "process_options", "server", "transport"},
     "__main__": {"cli"},
     "testing": {"testing", "core", "control", "executor.protocol", "executor.staging", "worker_functions"},

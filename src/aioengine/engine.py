@@ -7,30 +7,23 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar, get_args
+from typing import Any, Self, TypeVar
 
 import anyio
 
+from aioengine import control_calls
 from aioengine.config import EngineConfig
 from aioengine.control import (
-    WAKE_TAGS,
     AnyControl,
-    CollectiveRpc,
     ExecuteDummyBatch,
     IsSleeping,
     PauseMode,
     ResetPrefixCache,
-    SaveShardedState,
-    Sleep,
     SleepLevel,
-    StartProfile,
-    StopProfile,
     SupportedTasks,
     UpdateWeights,
     WakeTag,
-    WakeUp,
 )
 from aioengine.core_api import Backend, Surroundings
 from aioengine.errors import ConfigError, EngineClosed, InvalidRequest
@@ -315,7 +308,7 @@ class Engine:
         Raises:
             InvalidRequest: there is no such mode.
         """
-        _check_mode(mode)
+        control_calls.check_mode(mode)
         await self._here().pause(mode)
 
     async def resume(self) -> None:
@@ -346,13 +339,11 @@ class Engine:
             InvalidRequest: a value is bad; or level 2, and the weights came as tensors, so that nothing could bring
                 them back.
         """
-        if isinstance(level, bool) or level not in get_args(SleepLevel):
-            raise InvalidRequest(f"level={shorten(level)}: 0, 1 or 2 is needed", param="level")
-        _check_mode(mode)
+        call = control_calls.sleep(level, mode)
         runtime = self._here()
         if mode == "abort":
             runtime.abort_all()  # those on their way, too
-        await runtime.call(Sleep(level, mode))
+        await runtime.call(call)
 
     async def wake_up(self, tags: Iterable[WakeTag] | None = None) -> None:
         """Bring back what `sleep` took, and go on. Idempotent.
@@ -364,14 +355,7 @@ class Engine:
             InvalidRequest: there is no such tag.
             ModelLoadError: the weights cannot be read any more; it sleeps on.
         """
-        if tags is not None and not isinstance(tags, Iterable):
-            raise InvalidRequest(f"tags={shorten(tags)}: names are needed, such as ['weights']", param="tags")
-        wanted: tuple[Any, ...] = WAKE_TAGS if tags is None else (tags,) if isinstance(tags, str) else tuple(tags)
-        for tag in wanted:
-            if tag not in WAKE_TAGS:
-                names = ", ".join(map(repr, WAKE_TAGS))
-                raise InvalidRequest(f"tags holds {shorten(tag)}: choose of {names}", param="tags")
-        await self._call(WakeUp(wanted))
+        await self._call(control_calls.wake_up(tags))
 
     async def is_sleeping(self) -> bool:
         """Whether anything that `sleep` took is not back yet."""
@@ -397,11 +381,7 @@ class Engine:
         Raises:
             OSError: it cannot be written.
         """
-        if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
-            raise InvalidRequest(
-                f"max_shard_bytes={shorten(max_shard_bytes)}: an int of at least 1 is needed", param="max_shard_bytes"
-            )
-        return list(await self._call(SaveShardedState(absolute(folder, "folder"), max_shard_bytes)))
+        return list(await self._call(control_calls.save_sharded_state(folder, max_shard_bytes)))
 
     async def update_weights(
         self, folder: str | os.PathLike[str] | None = None, *, tensors: Mapping[str, Any] | None = None
@@ -441,17 +421,7 @@ class Engine:
             InvalidRequest: no function has this name; in another process: an argument or a result is no plain data.
             Exception: what the function raised; from another process Python's own types only, else RuntimeError.
         """
-        if not isinstance(name, str):
-            raise InvalidRequest(
-                f"name={shorten(name)}: the name of a registered function is needed (aioengine.worker_function); "
-                "apply_model takes a function itself, in process",
-                param="name",
-            )
-        if isinstance(args, str) or not isinstance(args, Iterable):
-            raise InvalidRequest(f"args={shorten(args)}: a list of arguments is needed", param="args")
-        if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(key, str) for key in kwargs)):
-            raise InvalidRequest(f"kwargs={shorten(kwargs)}: a mapping of names is needed", param="kwargs")
-        return list(await self._call(CollectiveRpc(name, tuple(args), dict(kwargs or {}))))
+        return list(await self._call(control_calls.collective_rpc(name, args, kwargs)))
 
     async def apply_model(self, function: Callable[[Any], T]) -> list[T]:
         """Call ``function`` with the model of each rank, in the device thread between two steps; in process only.
@@ -601,9 +571,8 @@ class Engine:
             OSError: on leaving the block: the file cannot be written. The recording is then lost.
             EngineClosed: the engine is not running, or was closed in the block.
         """
-        _check_max_steps(max_steps)
-        _check_file(path)
-        return Profile(self._here(), Path(absolute(path, "path")), max_steps)
+        begin, end = control_calls.start_profile(max_steps), control_calls.stop_profile(path)
+        return Profile(self._here(), begin, end)
 
     async def start_profile(self, *, max_steps: int = 100) -> None:
         """Begin a recording that `stop_profile` ends; `profile` does both, and tells what it costs.
@@ -611,8 +580,7 @@ class Engine:
         Raises:
             InvalidRequest: a value is bad, or torch's profiler is in use.
         """
-        _check_max_steps(max_steps)
-        await self._call(StartProfile(max_steps))
+        await self._call(control_calls.start_profile(max_steps))
 
     async def stop_profile(self, path: str | os.PathLike[str]) -> None:
         """End a recording, and write it to a file of the engine's machine.
@@ -621,8 +589,7 @@ class Engine:
             InvalidRequest: there is no recording.
             OSError: the file cannot be written. The recording is then lost.
         """
-        _check_file(path)
-        await self._call(StopProfile(absolute(path, "path")))
+        await self._call(control_calls.stop_profile(path))
 
     @property
     def info(self) -> ExecutorInfo:
@@ -692,19 +659,3 @@ def _backend_of(
 
 def _not_started() -> EngineClosed:
     return EngineClosed("the engine has not been started: use `async with Engine(...)` or `await Engine.start(...)`")
-
-
-def _check_mode(mode: object) -> None:
-    if not isinstance(mode, str) or mode not in get_args(PauseMode):
-        modes = ", ".join(map(repr, get_args(PauseMode)))
-        raise InvalidRequest(f"mode={shorten(mode)}: choose one of {modes}", param="mode")
-
-
-def _check_max_steps(max_steps: object) -> None:
-    if isinstance(max_steps, bool) or not isinstance(max_steps, int) or max_steps < 1:
-        raise InvalidRequest(f"max_steps={shorten(max_steps)}: an int of at least 1 is needed", param="max_steps")
-
-
-def _check_file(path: object) -> None:
-    if not (isinstance(path, str | os.PathLike) and isinstance(os.fspath(path), str) and Path(path).name):
-        raise InvalidRequest(f"path={shorten(path)}: the name of a file is needed", param="path")

@@ -428,7 +428,7 @@ class Runtime:
     async def tokenize(self, prompt: Any, *, add_special_tokens: Any, chat_template_kwargs: Any) -> list[int]:
         return await calls.tokenize(
             self.tokenizer,
-            self.worker_for,
+            self._open_worker_for,
             prompt,
             add_special_tokens=add_special_tokens,
             chat_template_kwargs=chat_template_kwargs,
@@ -437,7 +437,7 @@ class Runtime:
     async def detokenize(self, token_ids: Any, *, skip_special_tokens: Any) -> str:
         return await calls.detokenize(
             self.tokenizer,
-            self.worker_for,
+            self._open_worker_for,
             token_ids,
             vocab_size=self.info.vocab_size,
             skip_special_tokens=skip_special_tokens,
@@ -451,6 +451,11 @@ class Runtime:
             is_start=is_start,
             skip_special_tokens=skip_special_tokens,
         )
+
+    def _open_worker_for(self, num_chars: int | None) -> TextWorker:
+        """For work of several pieces: the engine may have been closed between two."""
+        self.check_running()
+        return self.worker_for(num_chars)
 
     def describe(self) -> str:
         """One line on what was started, for a person."""

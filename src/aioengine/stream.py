@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -242,19 +241,19 @@ class Stream:
 class Profile:
     """A recording of the device. Made by `Engine.profile`; it begins where the ``async with`` block does."""
 
-    def __init__(self, runtime: Runtime, path: Path, max_steps: int) -> None:
+    def __init__(self, runtime: Runtime, begin: StartProfile, end: StopProfile) -> None:
         self._runtime = runtime
-        self._path = path
-        self._max_steps = max_steps
+        self._begin = begin
+        self._end = end
 
     async def __aenter__(self) -> None:
-        await self._runtime.call(StartProfile(self._max_steps))
+        await self._runtime.call(self._begin)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            await self._runtime.call(StopProfile(str(self._path)))
+            await self._runtime.call(self._end)
         except EngineClosed as closed:
             if error is None:  # else that one is the news
                 raise EngineClosed("the engine was closed while it was recorded: there is no trace") from closed

@@ -82,6 +82,19 @@ def test_a_chat_is_one_conversation_or_several(open_llm: Open) -> None:
     assert "Hello" in (alone.prompt or "")
 
 
+def test_a_chat_takes_variables_for_its_template(open_llm: Open) -> None:
+    [output] = open_llm().chat(
+        [*CHAT, {"role": "assistant", "content": "A fox and"}],
+        max_tokens=1,
+        chat_template_kwargs={"continue_final_message": True},
+    )
+    assert output.prompt is not None
+    assert output.prompt.endswith("A fox and")
+    with pytest.raises(InvalidRequest) as caught:
+        open_llm().chat(CHAT, chat_template_kwargs={"tools": []})
+    assert caught.value.param == "chat_template_kwargs"
+
+
 def test_choices_and_salts_and_keywords_reach_the_engine(open_llm: Open) -> None:
     llm = open_llm()
     prompt = list(range(100, 140))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import anyio
@@ -84,14 +84,17 @@ class LLM(Facade):
         show_progress: bool | None = None,
         priority: int | Sequence[int] | None = None,
         cache_salt: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **sampling: Any,
     ) -> list[RequestOutput]:
         """Answer conversations, by the model's chat template; as `generate`.
 
         Args:
             messages: a conversation, a list of ``{"role": ..., "content": ...}``; or a list of conversations.
+            chat_template_kwargs: variables for the template, such as ``enable_thinking``; as in `Engine.generate`.
         """
-        jobs = self._make_jobs(list_chats(messages), sampling_params, priority, cache_salt, sampling)
+        call = {"chat_template_kwargs": chat_template_kwargs, **sampling}
+        jobs = self._make_jobs(list_chats(messages), sampling_params, priority, cache_salt, call)
         return self._complete(jobs, use_tqdm=use_tqdm, show_progress=show_progress)
 
     def _make_jobs(
@@ -100,7 +103,7 @@ class LLM(Facade):
         sampling_params: Params,
         priority: int | Sequence[int] | None,
         cache_salt: str | None,
-        sampling: dict[str, Any],
+        others: dict[str, Any],
     ) -> list[_Job]:
         all_params = _for_each("sampling_params", sampling_params, len(prompts))
         priorities = _for_each("priority", 0 if priority is None else priority, len(prompts))
@@ -108,7 +111,7 @@ class LLM(Facade):
         for number, (given, params, rank) in enumerate(zip(prompts, all_params, priorities, strict=True)):
             with _naming(number, len(prompts)):
                 prompt, salt = read_prompt(given, cache_salt)
-            call = {"params": params, "priority": rank, "cache_salt": salt, **sampling}
+            call = {"params": params, "priority": rank, "cache_salt": salt, **others}
             jobs.append(_Job(number, prompt, call))
         return jobs
 

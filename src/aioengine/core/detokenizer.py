@@ -45,6 +45,34 @@ class TokenTable(msgspec.Struct, frozen=True, kw_only=True):
     lead_strip: int = 0
     lead_strip_char: str = " "
 
+    def to_bytes(self, token_ids: Iterable[int], *, is_start: bool) -> list[bytes]:
+        """Return each id's part of the text's UTF-8: together they are the text, where that has whole characters.
+
+        Bytes that are no character, which a text shows as U+FFFD, are here what they are. About 0.2 µs an id.
+
+        Args:
+            is_start: the text begins with these ids; else others came before them.
+        """
+        pieces, strip_char = self.pieces, self.lead_strip_char.encode()
+        num_to_strip = self.lead_strip if is_start else 0
+        parts = []
+        for token_id in token_ids:
+            piece = pieces[token_id] if token_id < len(pieces) else None
+            if piece is None:
+                parts.append(b"")
+                continue
+            if is_start:
+                is_start = False
+                piece = self.first_pieces.get(token_id, piece)
+            part = piece if isinstance(piece, bytes) else piece.encode()
+            while num_to_strip and part.startswith(strip_char):
+                part = part[len(strip_char) :]
+                num_to_strip -= 1
+            if part:
+                num_to_strip = 0
+            parts.append(part)
+        return parts
+
 
 class WindowTable(msgspec.Struct, frozen=True, kw_only=True):
     """For tokenizers whose decoder is only known as a function: decode a few tokens again with each new one.

@@ -6,11 +6,11 @@ the GIL, and with it the event loop.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from aioengine.core.detokenizer import TokenTable, make_detokenizer
@@ -28,7 +28,7 @@ PAUSE_S = 5e-5
 """Between two slices; with a shorter one the loop's thread, still waking up, comes too late to get the GIL."""
 
 WorkerFor = Callable[[int | None], TextWorker]
-"""The worker for so many characters; None where their number says nothing."""
+"""The worker for so many characters; None where their number says nothing. Raises where there is none any more."""
 
 
 async def tokenize(
@@ -50,14 +50,12 @@ async def tokenize(
     _check_flag("add_special_tokens", add)
     tokenizer = _needed(tokenizer, "prompt")
     kwargs = take_template_kwargs(chat_template_kwargs, is_chat=is_chat)
-    messages = copy_messages(prompt) if is_chat else None
-
-    def work() -> list[int]:
-        text = str(prompt) if messages is None else tokenizer.render_chat(messages, **kwargs)
-        return tokenizer.encode(text, add_special_tokens=add)
-
-    size = None if is_chat else len(prompt)
-    return await worker_for(size).run(work, size)
+    if is_chat:
+        # By itself: a long chat is encoded where it holds up nobody.
+        render = functools.partial(tokenizer.render_chat, copy_messages(prompt), **kwargs)
+        prompt = await worker_for(None).run(render, None)
+    encode = functools.partial(tokenizer.encode, prompt, add_special_tokens=add)
+    return await worker_for(len(prompt)).run(encode, len(prompt))
 
 
 async def detokenize(
@@ -122,15 +120,17 @@ def _slices(items: list[Any]) -> Iterator[list[Any]]:
 
 
 def _checked(token_ids: list[Any], vocab_size: int) -> list[int]:
-    plain = [token_id.item() if isinstance(token_id, np.integer) else token_id for token_id in token_ids]
-    try:
-        ids = msgspec.convert(plain, list[int], strict=True)
-    except msgspec.ValidationError:
-        other = next(item for item in plain if isinstance(item, bool) or not isinstance(item, int))
-        raise InvalidRequest(f"token_ids holds {shorten(other)}, which is no token id", param="token_ids") from None
-    for worst in (min(ids, default=0), max(ids, default=0)):
-        if not 0 <= worst < vocab_size:
-            raise InvalidRequest(
-                f"token_ids holds {shorten(worst)}; the model has 0 to {vocab_size - 1}", param="token_ids"
-            )
-    return ids
+    for token_id in token_ids:
+        if type(token_id) is not int or not 0 <= token_id < vocab_size:
+            return [_checked_one(token_id, vocab_size) for token_id in token_ids]
+    return token_ids
+
+
+def _checked_one(token_id: Any, vocab_size: int) -> int:
+    if isinstance(token_id, bool) or not isinstance(token_id, int | np.integer):
+        raise InvalidRequest(f"token_ids holds {shorten(token_id)}, which is no token id", param="token_ids")
+    if not 0 <= token_id < vocab_size:
+        raise InvalidRequest(
+            f"token_ids holds {shorten(token_id)}; the model has 0 to {vocab_size - 1}", param="token_ids"
+        )
+    return int(token_id)

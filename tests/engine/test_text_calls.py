@@ -1,0 +1,565 @@
+"""What a server in front of an engine asks beside requests: would it take one, streams read without waiting, texts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aioengine import CompletionDelta, EngineClosed, EngineDead, EngineOverloaded, InvalidRequest, StepFailed, Stream
+from aioengine.executor.protocol import DeviceLost
+from aioengine.text.template_kwargs import MAX_BYTES
+
+PROMPT = list(range(100, 120))
+TEXT = "Once upon a time there was a 🦊"
+CHAT = [{"role": "user", "content": "Who lives here?"}]
+BEGUN = [*CHAT, {"role": "assistant", "content": "A fox and"}]
+LONG = "Once upon a time there was a fox. " * 60_000  # 2 MB
+ONE_AT_A_TIME = {"max_waiting": 2, "max_num_seqs": 1}
+
+
+def raised_by(check: Any, *args: Any) -> tuple[type, str]:
+    with pytest.raises(Exception) as raised:
+        check(*args)
+    return type(raised.value), str(raised.value)
+
+
+async def refusal_of_a_request(served: Any, **sampling: Any) -> tuple[type, str]:
+    with pytest.raises(Exception) as raised:
+        await served.engine.generate(PROMPT, on_full="raise", **sampling)
+    return type(raised.value), str(raised.value)
+
+
+# Whether it takes a request
+
+
+@pytest.mark.virtual_clock(seeds=3)
+async def test_who_asks_hears_what_a_request_would_hear(serve: Any, tasks: Any, depth: int) -> None:
+    async with serve(depth=depth, is_manual=True, config=ONE_AT_A_TIME) as served:
+        check = served.engine.check_accepting
+        check()
+        check(2)
+        started = [tasks.start(served.engine.generate([1] * 20, max_tokens=2))]
+        await served.until(lambda: served.core.stats().running == 1)
+        started.append(tasks.start(served.engine.generate([2] * 20, max_tokens=2)))
+        await served.until(lambda: served.core.stats().waiting == 1)
+        check()
+        assert raised_by(check, 2) == await refusal_of_a_request(served, n=2)
+        started.append(tasks.start(served.engine.generate([3] * 20, max_tokens=2)))
+        await served.until(lambda: served.core.stats().waiting == 2)
+        with pytest.raises(EngineOverloaded, match="max_waiting") as refused:
+            check()
+        assert refused.value.retry_after_s > 0
+        assert raised_by(check) == await refusal_of_a_request(served)
+        while not all(task.done() for task in started):
+            await served.rest()
+            await served.turn()
+        check(2)
+
+
+@pytest.mark.virtual_clock(seeds=3)
+async def test_asking_takes_no_place_and_passes_nobody(serve: Any, tasks: Any, depth: int) -> None:
+    async with serve(depth=depth, is_manual=True, config=ONE_AT_A_TIME) as served:
+        for _ in range(10):
+            served.engine.check_accepting(2)
+        started = [tasks.start(served.engine.generate([1] * 20, max_tokens=2))]
+        await served.until(lambda: served.core.stats().running == 1)
+        for number in (2, 3):  # the second needs more places than there are, and stands in line for them
+            started.append(tasks.start(served.engine.generate([number] * 20, max_tokens=2, n=number - 1)))
+            await served.turn()
+        assert served.runtime.intake.num_free == 1
+        with pytest.raises(EngineOverloaded):
+            served.engine.check_accepting()
+        while not all(task.done() for task in started):
+            await served.rest()
+            await served.turn()
+
+
+async def test_an_engine_that_drains_or_is_closed_or_was_not_started_says_so(serve: Any, tasks: Any) -> None:
+    async with serve(is_manual=True) as served:
+        running = tasks.start(served.engine.generate(PROMPT, max_tokens=2))
+        await served.until(lambda: served.core.stats().running == 1)
+        draining = tasks.start(served.engine.drain())
+        await served.until(lambda: served.runtime.intake.is_refusing)
+        with pytest.raises(EngineClosed, match="draining"):
+            served.engine.check_accepting()
+        await served.rest()
+        await tasks.end(running, draining)
+        await served.engine.resume()
+        served.engine.check_accepting()
+        await served.engine.aclose()
+        with pytest.raises(EngineClosed, match="is closed"):
+            served.engine.check_accepting()
+    from aioengine import Engine
+
+    with pytest.raises(EngineClosed, match="has not been started"):
+        Engine().check_accepting()
+
+
+async def test_a_dead_engine_says_so(serve: Any, quiet_log: None) -> None:
+    async with serve() as served:
+        served.executor.make_step_fail(0, DeviceLost("lost"))
+        with pytest.raises(EngineDead):
+            await served.engine.generate(PROMPT, max_tokens=2)
+        with pytest.raises(EngineDead):
+            served.engine.check_accepting()
+
+
+@pytest.mark.parametrize("num_sequences", [0, -1, True, 1.0, "1", None])
+async def test_a_number_of_sequences_is_a_positive_int(serve: Any, num_sequences: Any) -> None:
+    async with serve() as served:
+        with pytest.raises(InvalidRequest) as refused:
+            served.engine.check_accepting(num_sequences)
+        assert refused.value.param == "num_sequences"
+
+
+async def test_more_sequences_than_may_ever_wait_are_a_bad_request_and_no_overload(serve: Any) -> None:
+    async with serve(config=ONE_AT_A_TIME) as served:
+        with pytest.raises(InvalidRequest, match="never find room"):
+            served.engine.check_accepting(3)
+
+
+# A stream without waiting
+
+
+def take_all(stream: Stream) -> list[CompletionDelta]:
+    deltas = []
+    while (delta := stream.take()) is not None:
+        deltas.append(delta)
+    return deltas
+
+
+@pytest.mark.virtual_clock(seeds=3)
+async def test_what_is_there_is_taken_and_nothing_is_waited_for(serve: Any, depth: int) -> None:
+    async with (
+        serve(depth=depth, is_manual=True) as served,
+        served.engine.stream(PROMPT, max_tokens=3, seed=1) as stream,
+    ):
+        taken = []
+        for count in range(1, 4):
+            assert stream.take() is None
+            assert not stream.is_ended
+            await served.until(lambda: served.executor.unfinished)
+            served.executor.complete()
+            await served.until(lambda: len(stream.result.outputs[0].token_ids) == count)  # noqa: B023 - called now
+            taken += take_all(stream)
+        assert [len(delta.token_ids) for delta in taken] == [1, 1, 1]
+        assert taken[-1].finish_reason == "length"
+        assert stream.is_ended
+        assert stream.take() is None
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+        assert stream.result.outputs[0].token_ids == [i for delta in taken for i in delta.token_ids]
+
+
+async def test_it_is_read_by_taking_waiting_and_polling_in_any_turn(serve: Any) -> None:
+    async with serve() as served:
+        whole = await served.engine.generate(TEXT, max_tokens=30, seed=5)
+        async with served.engine.stream(TEXT, max_tokens=30, seed=5) as stream:
+            text = (await anext(stream)).text
+            while not stream.is_ended:
+                text += "".join(delta.text for delta in take_all(stream))
+                with contextlib.suppress(StopAsyncIteration):
+                    text += (await anext(stream)).text
+            assert text == whole.text
+            assert stream.poll().outputs == whole.outputs
+            assert stream.is_ended
+
+
+async def test_it_is_ended_once_all_of_it_is_read_and_not_before(serve: Any) -> None:
+    async with serve() as served, served.engine.stream(PROMPT, max_tokens=4) as stream:
+        await stream.finish()
+        assert not stream.is_ended
+        assert [len(delta.token_ids) for delta in take_all(stream)] == [4]
+        assert stream.is_ended
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "drawn"])
+async def test_all_choices_are_taken_each_under_its_index(serve: Any, temperature: float) -> None:
+    async with serve() as served:
+        options = {"max_tokens": 6, "n": 3, "seed": 2, "temperature": temperature}
+        whole = await served.engine.generate(TEXT, **options)
+        async with served.engine.stream(TEXT, **options) as stream:
+            await stream.finish()
+            deltas = []
+            while not stream.is_ended:
+                deltas.append(stream.take())
+            assert [delta.index for delta in deltas if delta is not None] == [0, 1, 2]
+            assert [delta.text for delta in deltas if delta is not None] == [c.text for c in whole.outputs]
+
+
+async def test_an_error_comes_once_after_all_that_had_arrived(serve: Any, quiet_log: None) -> None:
+    async with serve(is_manual=True) as served:
+        served.executor.make_step_fail(2, RuntimeError("upside down"))
+        async with served.engine.stream(PROMPT, max_tokens=8) as stream:
+            while len(served.executor.plans) < 3:
+                served.complete_all()
+                await served.turn()
+            served.complete_all()
+            await served.until(lambda: stream._reply.is_ended)
+            assert not stream.is_ended
+            [delta] = [stream.take()]
+            assert (len(delta.token_ids), delta.finish_reason) == (2, None)
+            assert not stream.is_ended
+            with pytest.raises(StepFailed):
+                stream.take()
+            assert stream.is_ended
+            assert stream.take() is None
+
+
+async def test_one_reader_reads_many_streams_by_what_they_say(serve: Any) -> None:
+    async with serve() as served, contextlib.AsyncExitStack() as stack:
+        expected = {i: await served.engine.generate([i] * 5, seed=i, max_tokens=3 + i, n=2) for i in range(1, 9)}
+        news: asyncio.Queue[int] = asyncio.Queue()
+        streams = {}
+        for i in expected:
+            stream = served.engine.stream([i] * 5, seed=i, max_tokens=3 + i, n=2)
+            streams[i] = await stack.enter_async_context(stream)
+            streams[i].watch(lambda i=i: news.put_nowait(i))
+        texts = {(i, index): "" for i in expected for index in range(2)}
+        open_ones = set(expected)
+        while open_ones:
+            i = await news.get()
+            for delta in take_all(streams[i]):
+                texts[i, delta.index] += delta.text
+            if streams[i].is_ended:
+                open_ones.discard(i)
+        assert texts == {(i, c.index): c.text for i, output in expected.items() for c in output.outputs}
+
+
+async def test_a_stream_is_entered_before_anything_is_taken(serve: Any) -> None:
+    async with serve() as served:
+        stream = served.engine.stream(PROMPT, max_tokens=2)
+        with pytest.raises(RuntimeError, match="enter the stream first"):
+            stream.take()
+        with pytest.raises(RuntimeError, match="enter the stream first"):
+            assert stream.is_ended
+
+
+async def test_an_aborted_stream_has_ended_when_its_end_was_taken(serve: Any) -> None:
+    async with serve(is_manual=True) as served, served.engine.stream(PROMPT, max_tokens=8) as stream:
+        stream.abort()
+        assert not stream.is_ended
+        [delta] = take_all(stream)
+        assert delta.finish_reason == "abort"
+        assert stream.is_ended
+        served.complete_all()
+
+
+# Texts to ids, and back
+
+
+@pytest.mark.parametrize("prompt", [TEXT, CHAT, BEGUN, LONG[:5000]], ids=["text", "chat", "begun", "long"])
+async def test_a_prompt_has_the_ids_that_a_request_has_with_it(serve: Any, prompt: Any) -> None:
+    async with serve(num_blocks=256, max_model_len=4096) as served:
+        output = await served.engine.generate(prompt, max_tokens=1)
+        assert await served.engine.tokenize(prompt) == output.prompt_token_ids
+        assert await served.engine.tokenize(tuple(prompt) if isinstance(prompt, list) else prompt) == (
+            output.prompt_token_ids
+        )
+
+
+async def test_special_tokens_are_added_as_the_caller_says(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serve() as served:
+        heard = []
+        encode = served.tokenizer.encode
+
+        def noted(text: str, *, add_special_tokens: bool) -> list[int]:
+            heard.append(add_special_tokens)
+            return encode(text, add_special_tokens=add_special_tokens)
+
+        served.tokenizer.encode = noted
+        for prompt in (TEXT, CHAT):
+            for add in (None, True, False):
+                await served.engine.tokenize(prompt, add_special_tokens=add)
+        assert heard == [True, True, False, False, True, False]
+
+
+async def test_ids_come_back_as_the_text(serve: Any) -> None:
+    async with serve() as served:
+        ids = await served.engine.tokenize(TEXT)
+        for given in (ids, tuple(ids), np.array(ids), [np.int64(i) for i in ids]):
+            assert await served.engine.detokenize(given) == TEXT
+        assert await served.engine.detokenize([]) == ""
+        assert await served.engine.tokenize("") == []
+
+
+async def test_special_tokens_are_shown_if_the_caller_says_so(serve: Any) -> None:
+    async with serve() as served:
+        ids = await served.engine.tokenize(CHAT)
+        assert "<|im_start|>" not in await served.engine.detokenize(ids)
+        text = await served.engine.detokenize(ids, skip_special_tokens=False)
+        assert text == (await served.engine.generate(CHAT, max_tokens=1)).prompt
+
+
+async def test_more_than_the_model_takes_is_counted(serve: Any) -> None:
+    async with serve(max_model_len=64) as served:
+        ids = await served.engine.tokenize(LONG[:200_000])
+        assert len(ids) > 20_000
+        assert await served.engine.detokenize(ids) == LONG[:200_000]
+
+
+@pytest.mark.parametrize(
+    ("call", "param"),
+    [
+        (lambda engine: engine.tokenize(5), "prompt"),
+        (lambda engine: engine.tokenize(None), "prompt"),
+        (lambda engine: engine.tokenize([]), "prompt"),
+        (lambda engine: engine.tokenize([5, 6]), "prompt"),
+        (lambda engine: engine.tokenize(b"fox"), "prompt"),
+        (lambda engine: engine.tokenize("\ud800"), "prompt"),
+        (lambda engine: engine.tokenize(TEXT * 100 + "\ud800"), "prompt"),
+        (lambda engine: engine.tokenize([{"content": "fox"}]), "prompt"),
+        (lambda engine: engine.tokenize([*CHAT, 5]), "prompt"),
+        (lambda engine: engine.tokenize([{"role": "wizard", "content": "fox"}]), "prompt"),
+        (lambda engine: engine.tokenize(TEXT, add_special_tokens=1), "add_special_tokens"),
+        (lambda engine: engine.tokenize(TEXT, chat_template_kwargs={"a": 1}), "chat_template_kwargs"),
+        (lambda engine: engine.tokenize(CHAT, chat_template_kwargs={"tools": []}), "chat_template_kwargs"),
+        (lambda engine: engine.detokenize("fox"), "token_ids"),
+        (lambda engine: engine.detokenize(None), "token_ids"),
+        (lambda engine: engine.detokenize(np.zeros((2, 2), int)), "token_ids"),
+        (lambda engine: engine.detokenize([5, "six"]), "token_ids"),
+        (lambda engine: engine.detokenize([2048]), "token_ids"),
+        (lambda engine: engine.detokenize([-1]), "token_ids"),
+        (lambda engine: engine.detokenize([5] * 100_000 + [2048]), "token_ids"),
+        (lambda engine: engine.detokenize([5], skip_special_tokens=None), "skip_special_tokens"),
+    ],
+)
+async def test_bad_values_are_the_callers_fault(serve: Any, call: Any, param: str) -> None:
+    async with serve() as served:
+        with pytest.raises(InvalidRequest) as refused:
+            await call(served.engine)
+        assert refused.value.param == param
+        assert len(str(refused.value)) < 400
+
+
+async def test_a_model_without_a_tokenizer_says_so(serve: Any, tmp_path: Any) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    async with serve(model=str(tmp_path)) as served:
+        for work in (served.engine.tokenize(TEXT), served.engine.detokenize([5])):
+            with pytest.raises(InvalidRequest, match="no tokenizer"):
+                await work
+        with pytest.raises(InvalidRequest, match="no tokenizer"):
+            served.engine.token_bytes([5])
+
+
+async def test_a_closed_engine_has_no_texts(serve: Any) -> None:
+    async with serve() as served:
+        await served.engine.aclose()
+        with pytest.raises(EngineClosed):
+            await served.engine.tokenize(TEXT)
+        with pytest.raises(EngineClosed):
+            await served.engine.detokenize([5])
+        with pytest.raises(EngineClosed):
+            served.engine.token_bytes([5])
+
+
+async def test_an_engine_that_is_closed_meanwhile_gives_what_is_done_and_begins_nothing(serve: Any, tasks: Any) -> None:
+    async with serve() as served:
+        encode_gate, render_gate = served.hold_tokenizing(), threading.Event()
+        render = served.tokenizer.render_chat
+
+        def gated(*args: Any, **options: Any) -> str:
+            assert render_gate.wait(30), "nobody let it go on"
+            return str(render(*args, **options))
+
+        served.tokenizer.render_chat = gated
+        of_a_huge_text = tasks.start(served.engine.tokenize(LONG[:200_000]))
+        of_a_chat = tasks.start(served.engine.tokenize(CHAT))
+        for _ in range(3):
+            await served.turn()
+        closing = tasks.start(served.engine.aclose())
+        await served.turn()
+        encode_gate.set()
+        render_gate.set()
+        await closing
+        ids, error = await tasks.end(of_a_huge_text, of_a_chat)
+        assert len(ids) > 20_000
+        assert isinstance(error, EngineClosed)
+
+
+async def test_a_huge_chat_is_encoded_where_it_holds_up_nobody(serve: Any, tasks: Any) -> None:
+    async with serve() as served:
+        gate = served.hold_tokenizing()
+        huge = tasks.start(served.engine.tokenize([{"role": "user", "content": LONG[:200_000]}]))
+        await served.until(lambda: served.runtime._large_worker._threads)
+        assert await served.engine.detokenize([5] * 5000)
+        gate.set()
+        assert len((await tasks.end(huge))[0]) > 20_000
+
+
+async def test_what_is_short_is_done_at_once_and_what_is_long_in_a_thread(serve: Any) -> None:
+    async with serve() as served:
+        threads = []
+        encode, token_table = served.tokenizer.encode, served.tokenizer.token_table
+
+        def noted(text: str, **options: Any) -> list[int]:
+            threads.append(threading.current_thread())
+            return encode(text, **options)
+
+        def noted_table(**options: Any) -> Any:
+            threads.append(threading.current_thread())
+            return token_table(**options)
+
+        render = served.tokenizer.render_chat
+
+        def noted_render(*args: Any, **options: Any) -> str:
+            threads.append(threading.current_thread())
+            return str(render(*args, **options))
+
+        served.tokenizer.encode, served.tokenizer.token_table = noted, noted_table
+        served.tokenizer.render_chat = noted_render
+        await served.engine.tokenize(TEXT)
+        await served.engine.detokenize([5] * 100)
+        assert set(threads) == {threading.current_thread()}
+        threads.clear()
+        await served.engine.tokenize(LONG[:5000])
+        await served.engine.tokenize([{"role": "user", "content": LONG[:5000]}])
+        await served.engine.detokenize([5] * 5000)
+        assert len(threads) == 4
+        assert threading.current_thread() not in threads
+
+
+@pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
+async def test_the_loop_goes_on_while_megabytes_are_turned_into_ids_and_back(serve: Any, tasks: Any) -> None:
+    async with serve() as served:
+        is_working, num_turns = True, 0
+
+        async def tick() -> None:
+            nonlocal num_turns
+            while is_working:
+                num_turns += 1
+                await asyncio.sleep(0)
+
+        ticking = tasks.start(tick())
+        ids = await served.engine.tokenize(LONG)
+        assert num_turns > 100
+        num_turns = 0
+        assert await served.engine.detokenize(ids) == LONG
+        assert num_turns > 20
+        is_working = False
+        await ticking
+
+
+async def test_short_texts_and_requests_pass_a_huge_one(serve: Any, tasks: Any) -> None:
+    async with serve() as served:
+        gate = served.hold_tokenizing()
+        huge = tasks.start(served.engine.tokenize(LONG[:200_000]))
+        await served.turn()
+        assert await served.engine.detokenize([5] * 5000)
+        assert (await served.engine.generate(PROMPT, max_tokens=2)).finished
+        assert not huge.done()
+        gate.set()
+        assert len((await tasks.end(huge))[0]) > 20_000
+
+
+@pytest.mark.parametrize("size", [5000, 200_000])
+async def test_cancelling_stops_the_wait_and_leaves_nothing(serve: Any, tasks: Any, size: int) -> None:
+    async with serve() as served:
+        gate = served.hold_tokenizing()
+        begun, queued = [tasks.start(served.engine.tokenize(LONG[:size])) for _ in range(2)]
+        for _ in range(3):
+            await served.turn()
+        for task in (queued, begun):
+            task.cancel()
+        assert [type(outcome) for outcome in await tasks.end(begun, queued)] == [asyncio.CancelledError] * 2
+        gate.set()
+        assert await served.engine.tokenize(LONG[:size]) == served.tokenizer.encode(LONG[:size])
+
+
+# Variables for the template
+
+
+async def test_variables_reach_the_template(serve: Any) -> None:
+    async with serve() as served:
+        served.tokenizer.chat_template = "{{ mood }}{% for m in messages %}{{ m.content }}{% endfor %}"
+        output = await served.engine.generate(CHAT, max_tokens=1, chat_template_kwargs={"mood": "kind: "})
+        assert output.prompt == "kind: Who lives here?"
+        ids = await served.engine.tokenize(CHAT, chat_template_kwargs={"mood": "kind: "})
+        assert ids == output.prompt_token_ids
+
+
+async def test_an_answer_that_was_begun_is_continued(serve: Any) -> None:
+    async with serve() as served:
+        output = await served.engine.generate(
+            BEGUN, max_tokens=1, chat_template_kwargs={"continue_final_message": True}
+        )
+        assert output.prompt.endswith("<|im_start|>assistant\nA fox and")
+        output = await served.engine.generate(CHAT, max_tokens=1, chat_template_kwargs={"add_generation_prompt": False})
+        assert output.prompt == "<|im_start|>user\nWho lives here?<|im_end|>\n"
+
+
+async def test_variables_are_taken_at_the_call(serve: Any) -> None:
+    async with serve() as served:
+        served.tokenizer.chat_template = "{{ names }}"
+        names = ["fox"]
+        stream = served.engine.stream(CHAT, max_tokens=1, chat_template_kwargs={"names": names})
+        names.append("badger")
+        async with stream:
+            assert (await stream.finish()).prompt == "['fox']"
+        async with stream.again("wait") as again:
+            assert (await again.finish()).prompt == "['fox']"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "kwargs"),
+    [
+        (TEXT, {"enable_thinking": False}),
+        (PROMPT, {"enable_thinking": False}),
+        (CHAT, {"messages": []}),
+        (CHAT, {"x": "x" * MAX_BYTES}),
+        (CHAT, {"x": object()}),
+        (CHAT, {"add_generation_prompt": True, "continue_final_message": True}),
+        (CHAT, "enable_thinking"),
+    ],
+)
+async def test_variables_that_cannot_be_are_refused_before_anything_is_queued(
+    serve: Any, prompt: Any, kwargs: Any
+) -> None:
+    async with serve() as served:
+        with pytest.raises(InvalidRequest) as refused:
+            served.engine.stream(prompt, chat_template_kwargs=kwargs)
+        assert refused.value.param == "chat_template_kwargs"
+
+
+async def test_a_message_that_the_template_does_not_show_cannot_be_continued(serve: Any) -> None:
+    async with serve() as served:
+        served.tokenizer.chat_template = "{{ messages[0].content }}"
+        with pytest.raises(InvalidRequest, match="does not appear in the chat"):
+            await served.engine.generate(BEGUN, chat_template_kwargs={"continue_final_message": True})
+
+
+# The bytes of tokens
+
+
+async def test_the_bytes_of_an_outputs_tokens_are_its_text(serve: Any) -> None:
+    async with serve() as served:
+        ids = served.say(PROMPT, TEXT + " and a naïve 日本 badger")
+        output = await served.engine.generate(PROMPT, max_tokens=len(ids))
+        parts = served.engine.token_bytes(output.outputs[0].token_ids)
+        assert len(parts) == len(ids)
+        assert b"".join(parts).decode() == output.text == TEXT + " and a naïve 日本 badger"
+        assert any("\ufffd" in part.decode(errors="replace") for part in parts), "no character is cut"
+
+
+async def test_the_bytes_of_a_stream_are_those_of_the_whole(serve: Any) -> None:
+    async with serve() as served:
+        num_tokens = len(served.say(PROMPT, TEXT))
+        parts: list[bytes] = []
+        async with served.engine.stream(PROMPT, max_tokens=num_tokens) as stream:
+            async for delta in stream:
+                parts += served.engine.token_bytes(delta.token_ids, is_start=not parts)
+            assert b"".join(parts).decode() == stream.result.text
+
+
+async def test_ids_outside_the_vocabulary_have_no_bytes(serve: Any) -> None:
+    async with serve() as served:
+        for bad in ([2048], [-1], ["x"], "fox", None):
+            with pytest.raises(InvalidRequest) as refused:
+                served.engine.token_bytes(bad)
+            assert refused.value.param == "token_ids"
+        assert served.engine.token_bytes([]) == []

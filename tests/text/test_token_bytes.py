@@ -1,0 +1,134 @@
+"""The bytes of tokens, joined, are the UTF-8 of their text; also where a token is half a character."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from text.conftest import byte_fallback, byte_level, end_of_word, unigram
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders
+
+from aioengine.core.detokenizer import TokenTable
+from aioengine.errors import InvalidRequest
+from aioengine.text.calls import token_bytes
+from aioengine.text.loading import LoadedTokenizer
+from aioengine.text.token_table import build_token_tables
+from aioengine.text.tokenizer import Tokenizer
+
+CHARS = "abc .'\n🙂👩‍👧日本é▁\x00\ufffd"
+TEXTS = st.text(alphabet=st.sampled_from(CHARS) | st.characters(exclude_categories=["Cs"]), max_size=60)
+
+
+def parts_of(tokenizer: Tokenizer, ids: Any, **options: Any) -> list[bytes]:
+    options = {"vocab_size": 10_000, "is_start": True, "skip_special_tokens": True, **options}
+    return token_bytes(tokenizer, ids, **options)
+
+
+def made(backend: Backend) -> Tokenizer:
+    return Tokenizer(LoadedTokenizer(backend=backend))
+
+
+@settings(max_examples=40, deadline=None)
+@given(text=TEXTS)
+def test_joined_they_are_the_text(backend: Backend, text: str) -> None:
+    ids = backend.encode(text).ids
+    for skip, table in zip((True, False), build_token_tables(backend), strict=True):
+        if isinstance(table, TokenTable):
+            parts = table.to_bytes(ids, is_start=True)
+            assert len(parts) == len(ids)
+            # One of the decoders makes half characters of whole ones.
+            assert b"".join(parts).decode(errors="replace") == backend.decode(ids, skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_of_any_ids_at_all_they_are_what_the_text_shows(backend: Backend, seed: int) -> None:
+    rng = random.Random(seed)
+    num_ids = backend.get_vocab_size()
+    for skip, table in zip((True, False), build_token_tables(backend), strict=True):
+        if not isinstance(table, TokenTable):
+            continue
+        for _ in range(100):
+            ids = rng.choices(range(num_ids + 5), k=rng.choice([1, 2, 8, 90]))
+            if table.byte_runs:  # a run that is no text shows one U+FFFD a byte, whatever could be read of it
+                ids = [i for i in ids if i >= num_ids or not isinstance(table.pieces[i], bytes)]
+            shown = b"".join(table.to_bytes(ids, is_start=True)).decode(errors="replace")
+            assert shown == backend.decode(ids, skip_special_tokens=skip), ids
+
+
+@pytest.mark.parametrize("make", [byte_level, byte_fallback], ids=["byte level", "byte fallback"])
+def test_half_a_character_is_its_own_bytes(make: Any) -> None:
+    tokenizer = made(make())
+    ids = tokenizer.encode("🦊", add_special_tokens=False)
+    parts = [part for part in parts_of(tokenizer, ids) if part]
+    assert b"".join(parts) == "🦊".encode()
+    assert len(parts) > 1
+
+
+def test_parts_of_a_text_that_went_on_join_too() -> None:
+    for make in (byte_level, byte_fallback, unigram):
+        tokenizer = made(make())
+        text = "The quick brown fox jumps over 日本茶"
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        parts = parts_of(tokenizer, ids[:1])
+        for token_id in ids[1:]:
+            parts += parts_of(tokenizer, [token_id], is_start=False)
+        assert parts == parts_of(tokenizer, ids)
+        assert b"".join(parts).decode() == tokenizer.decode(ids)
+
+
+def test_the_space_before_a_word_is_left_out_at_the_start_alone() -> None:
+    tokenizer = made(unigram())
+    ids = tokenizer.encode("the", add_special_tokens=False)
+    assert b"".join(parts_of(tokenizer, ids)) == b"the"
+    assert b"".join(parts_of(tokenizer, ids, is_start=False)) == b" the"
+
+
+def test_a_strip_at_the_beginning_may_take_more_than_a_token() -> None:
+    backend = byte_level(decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 3, 0)]))
+    tokenizer = made(backend)
+    space, quote = backend.token_to_id("Ġ"), backend.token_to_id("a")
+    for num_spaces in range(6):
+        ids = [space] * num_spaces + [quote, space]
+        assert b"".join(parts_of(tokenizer, ids)).decode() == tokenizer.decode(ids)
+    assert parts_of(tokenizer, [space] * 5) == [b"", b"", b"", b" ", b" "]
+
+
+def test_special_tokens_have_bytes_if_they_are_asked_for() -> None:
+    tokenizer = made(byte_level())
+    ids = tokenizer.encode("fox")
+    assert parts_of(tokenizer, ids)[0] == b""
+    assert parts_of(tokenizer, ids, skip_special_tokens=False)[0] == b"<s>"
+
+
+def test_ids_that_only_pad_the_vocabulary_have_none() -> None:
+    assert parts_of(made(byte_level()), [9_999]) == [b""]
+
+
+def test_where_only_a_function_is_known_each_token_is_decoded_alone() -> None:
+    tokenizer = made(end_of_word())
+    ids = tokenizer.encode("The quick fox")
+    assert parts_of(tokenizer, ids) == [tokenizer.decode([token_id]).encode() for token_id in ids]
+
+
+@pytest.mark.parametrize(
+    ("ids", "problem"),
+    [
+        (5, "a list of token ids"),
+        ("5", "a list of token ids"),
+        ({5}, "a list of token ids"),
+        ([5, "six"], "holds 'six', which is no token id"),
+        ([True], "holds True, which is no token id"),
+        ([1.0], "holds 1.0, which is no token id"),
+        ([-1], "holds -1; the model has 0 to 9999"),
+        ([5, 10_000], "holds 10000; the model has 0 to 9999"),
+        ([2**70], "holds 1180591620717411303424"),
+    ],
+)
+def test_what_is_no_id_is_the_callers_fault(ids: Any, problem: str) -> None:
+    with pytest.raises(InvalidRequest, match=problem) as refused:
+        parts_of(made(byte_level()), ids)
+    assert refused.value.param == "token_ids"
