@@ -201,10 +201,10 @@ class Completion:
         )
 
     def _tell(self) -> None:
-        self._mailbox.on_news(self)
         self._tell_at = self._num_read_ids + self._max_unread
         if len(self.token_ids) >= self._tell_at:
             self._core.block(self.sequence)
+        self._mailbox.on_news(self)  # last, since whoever hears of it may read at once
 
     def _end(self, reason: FinishReason, stop_reason: int | str | None) -> None:
         self.is_ended = True

@@ -85,11 +85,11 @@ class Answer(Protocol):
         """The body of an answer that is given at once, when all has ended; with turns for others between its parts."""
         ...
 
-    def opening(self, num_choices: int) -> bytes:
+    def opening(self, num_choices: int, usage: Usage | None = None) -> bytes:
         """Events before the first token."""
         ...
 
-    async def echo(self, choice: int, output: RequestOutput) -> bytes:
+    async def echo(self, choice: int, output: RequestOutput, usage: Usage | None = None) -> bytes:
         """The event of a choice's prompt, before its first token; ``output`` is that prompt's."""
         ...
 
@@ -169,11 +169,11 @@ class ChatAnswer:
     def usage(self, outputs: Sequence[RequestOutput]) -> Usage:
         return Usage.of(outputs)
 
-    def opening(self, num_choices: int) -> bytes:
+    def opening(self, num_choices: int, usage: Usage | None = None) -> bytes:
         content = b'"delta":{"role":"assistant","content":"","refusal":null},"logprobs":null,"finish_reason":null'
-        return b"".join(self._events.make(choice, content, None) for choice in range(num_choices))
+        return b"".join(self._events.make(choice, content, usage) for choice in range(num_choices))
 
-    async def echo(self, choice: int, output: RequestOutput) -> bytes:
+    async def echo(self, choice: int, output: RequestOutput, usage: Usage | None = None) -> bytes:
         raise NotImplementedError("chats have no echo")
 
     def event(self, choice: int, delta: CompletionDelta, usage: Usage | None = None) -> bytes:
@@ -267,17 +267,17 @@ class CompletionAnswer:
         usage = Usage.of(outputs)
         return msgspec.structs.replace(usage, completion_tokens=0) if self._is_echo_alone else usage
 
-    def opening(self, num_choices: int) -> bytes:
+    def opening(self, num_choices: int, usage: Usage | None = None) -> bytes:
         return b""
 
-    async def echo(self, choice: int, output: RequestOutput) -> bytes:
+    async def echo(self, choice: int, output: RequestOutput, usage: Usage | None = None) -> bytes:
         assert self._prompt_texts is not None
         columns = _Columns(0)
         await self._add_prompt(columns, output)
         self._offsets[choice] = columns.offset
         logprobs = b"null" if self._top_logprobs is None else columns.encoded()
         text = encode(self._prompt_texts[choice // self._num_choices])
-        return self._events.make(choice, b'"text":%b,"logprobs":%b,"finish_reason":null' % (text, logprobs), None)
+        return self._events.make(choice, b'"text":%b,"logprobs":%b,"finish_reason":null' % (text, logprobs), usage)
 
     def event(self, choice: int, delta: CompletionDelta, usage: Usage | None = None) -> bytes:
         text = b'"text":' + (b'""' if self._is_echo_alone else encode(delta.text))

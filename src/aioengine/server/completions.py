@@ -12,7 +12,6 @@ import msgspec
 
 from aioengine.engine import Engine, Stream
 from aioengine.errors import InvalidRequest
-from aioengine.outputs import CompletionDelta
 from aioengine.server.answers import Answer, ChatAnswer, CompletionAnswer, Head, Usage, error_event
 from aioengine.server.exchange import ClientGone, Exchange, Response
 from aioengine.server.faults import JSON_HEADERS, fault_of
@@ -36,6 +35,8 @@ EVENT_HEADERS = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",  # else nginx collects events before it passes them on
 }
+KEEPALIVE = b": still here\n\n"
+"""A comment, which clients of server-sent events pass over."""
 CHAT_NAMES = {"prompt": "messages", "logprobs": "top_logprobs"}
 """What chats call the engine's parameters."""
 
@@ -98,7 +99,7 @@ class Completions:
         try:
             streams = self._streams(record, request, [messages], chat_template_kwargs=template_kwargs(request))
             answer = ChatAnswer(
-                self._head("chatcmpl", record),
+                self._head("chatcmpl", record, streams),
                 self._engine.token_bytes,
                 top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
                 has_usage=_has_usage(request.stream_options),
@@ -115,7 +116,7 @@ class Completions:
         )
         streams = self._streams(record, request, prompts)
         answer = CompletionAnswer(
-            self._head("cmpl", record),
+            self._head("cmpl", record, streams),
             self._engine.token_bytes,
             top_logprobs=request.logprobs,
             has_usage=_has_usage(request.stream_options),
@@ -135,9 +136,10 @@ class Completions:
         record.model = self._model_name(request.model)
         record.is_stream = bool(request.stream)
 
-    def _head(self, kind: str, record: RequestRecord) -> Head:
+    def _head(self, kind: str, record: RequestRecord, streams: list[Stream]) -> Head:
+        """With the engine's id for it, so that what an answer is called can be aborted."""
         assert record.model is not None
-        return Head(id=f"{kind}-{record.request_id}", created=int(time.time()), model=record.model)
+        return Head(id=f"{kind}-{streams[0].request_id}", created=int(time.time()), model=record.model)
 
     def _streams(self, record: RequestRecord, request: Generation, prompts: list[Any], **options: Any) -> list[Stream]:
         """The engine's streams for the prompts, checked and not entered.
@@ -149,10 +151,11 @@ class Completions:
         streams = [
             self._engine.stream(
                 prompt,
-                request_id=request.request_id or record.request_id,
+                request_id=record.request_id if request.request_id is None else request.request_id,
                 priority=request.priority or 0,
                 cache_salt=request.cache_salt,
                 on_full="raise",
+                max_unread_tokens=self._config.max_unread_tokens if request.stream else None,
                 **options,
                 **sampling,
             )
@@ -181,7 +184,7 @@ class Completions:
                     if not request.stream:
                         return Response(200, await answer.whole(await batch.finish()), JSON_HEADERS)
                     relay = _Relay(exchange, record, batch, answer, request.stream_options)
-                    await relay.run(self._config.write_timeout_s, cut)
+                    await relay.run(self._config, cut)
                     return None
             finally:
                 note_outputs(record, batch)
@@ -208,12 +211,18 @@ class _Relay:
         self._is_usage_continuous = options is not None and bool(options.continuous_usage_stats)
         self._so_far: Usage | None = None
 
-    async def run(self, write_timeout_s: float, cut: Callable[[], None]) -> None:
+    async def run(self, config: ServerConfig, cut: Callable[[], None]) -> None:
         """Relay to the end, or to the error that ends it: that is an event, too."""
         self._batch.watch()
         self._record.status = 200
         await self._exchange.start(200, {**EVENT_HEADERS, "x-request-id": self._record.request_id})
-        writer = EventWriter(self._exchange, write_timeout_s, cut)
+        writer = EventWriter(
+            self._exchange,
+            timeout_s=config.write_timeout_s,
+            on_stuck=cut,
+            idle_s=config.keepalive_s,
+            on_idle=self._batch.wake,
+        )
         try:
             last = await self._relay(writer)
             await writer.write(last)
@@ -225,19 +234,21 @@ class _Relay:
         """Write all events but the last ones, which are returned."""
         batch, answer = self._batch, self._answer
         num_choices = self._record.num_prompts * (self._record.n or 1)
-        if opening := answer.opening(num_choices):
+        if opening := answer.opening(num_choices, self._count(0)):
             await writer.write(opening)
         echoed: set[int] = set()
         while not batch.is_ended:
-            await batch.wait()
+            if not await batch.wait():
+                await writer.write(KEEPALIVE)
+                continue
             events: list[bytes] = []
             try:
                 for choice, delta in batch.take():
                     if answer.has_echo and choice not in echoed:
                         echoed.add(choice)
-                        events.append(await answer.echo(choice, batch.output(choice // (self._record.n or 1))))
-                    usage = self._count(delta) if self._is_usage_continuous else None
-                    events.append(answer.event(choice, delta, usage))
+                        output = batch.output(choice // (self._record.n or 1))
+                        events.append(await answer.echo(choice, output, self._count(0)))
+                    events.append(answer.event(choice, delta, self._count(len(delta.token_ids))))
             except Exception as error:
                 self._record.outcome, self._record.error = "error", error
                 return b"".join(events) + error_event(fault_of(error).body()) + answer.closing(None)
@@ -247,11 +258,13 @@ class _Relay:
                 await writer.write(data)
         return answer.closing(answer.usage(batch.outputs()) if self._has_usage else None)
 
-    def _count(self, delta: CompletionDelta) -> Usage:
-        """The usage so far."""
+    def _count(self, num_tokens: int) -> Usage | None:
+        """The usage so far, with so many new tokens; None where it is told at the end alone."""
+        if not self._is_usage_continuous:
+            return None
         if self._so_far is None:
             self._so_far = msgspec.structs.replace(Usage.of(self._batch.outputs()), completion_tokens=0)
-        self._so_far.completion_tokens += len(delta.token_ids)
+        self._so_far.completion_tokens += num_tokens
         return self._so_far
 
 

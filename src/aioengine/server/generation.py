@@ -61,14 +61,20 @@ class Batch:
         for place, stream in enumerate(self._streams):
             stream.watch(functools.partial(self._on_news, place))
 
-    async def wait(self) -> None:
-        """Wait until there is something to `take`, or the end."""
-        while not self._with_news:
+    async def wait(self) -> bool:
+        """Wait for something to `take`, or for the end; False where it was `wake` that ended the wait."""
+        if not self._with_news:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
+        return bool(self._with_news)
+
+    def wake(self) -> None:
+        """End a `wait`, without news."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def take(self) -> list[tuple[int, CompletionDelta]]:
         """What is new, with the number of its choice.
@@ -112,34 +118,49 @@ class Batch:
 
     def _on_news(self, place: int) -> None:
         self._with_news.append(place)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self.wake()
 
 
 class EventWriter:
-    """Writes a stream's events, and cuts off a client that takes nothing of them for too long.
+    """Writes a stream's events, and looks now and then at how that goes: a client that takes nothing of them for long is
+    cut off, and where there was nothing to write for long somebody is told.
 
     Looking at the clock before each write costs 0.1 µs; a timeout around it would cost 4.
 
     Args:
         timeout_s: how long one write may wait for its client.
         on_stuck: called when the connection has been cut.
+        idle_s: how long nothing may be written.
+        on_idle: called then, and again after each such time.
     """
 
-    def __init__(self, exchange: Exchange, timeout_s: float, on_stuck: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        *,
+        timeout_s: float,
+        on_stuck: Callable[[], None],
+        idle_s: float,
+        on_idle: Callable[[], None],
+    ) -> None:
         self._exchange = exchange
         self._timeout_s = timeout_s
         self._on_stuck = on_stuck
+        self._idle_s = idle_s
+        self._on_idle = on_idle
         self._loop = asyncio.get_running_loop()
-        self._since: float | None = None
-        """When the write that is under way began."""
-        self._timer = self._loop.call_later(timeout_s, self._look)
+        self._is_writing = False
+        self._since = self._loop.time()
+        """When the last write began."""
+        self._interval_s = min(timeout_s, idle_s)
+        self._timer = self._loop.call_later(self._interval_s, self._look)
 
     async def write(self, data: bytes) -> None:
         """Write; waits while the client reads more slowly than it is written to."""
         self._since = self._loop.time()
+        self._is_writing = True
         await self._exchange.write(data)
-        self._since = None
+        self._is_writing = False
 
     def close(self) -> None:
         """Look no more. Idempotent."""
@@ -147,9 +168,11 @@ class EventWriter:
 
     def _look(self) -> None:
         now = self._loop.time()
-        since = now if self._since is None else self._since
-        if now - since >= self._timeout_s:
+        if self._is_writing and now - self._since >= self._timeout_s:
             self._exchange.cut()
             self._on_stuck()
-        else:
-            self._timer = self._loop.call_at(since + self._timeout_s, self._look)
+            return
+        if not self._is_writing and now - self._since >= self._idle_s:
+            self._since = now
+            self._on_idle()
+        self._timer = self._loop.call_later(self._interval_s, self._look)

@@ -113,11 +113,6 @@ class Generation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """The fields that were given, as keywords of `SamplingParams`."""
         return {name: value for name in self.SAMPLING if (value := getattr(self, name)) is not None}
 
-    @property
-    def num_choices(self) -> int:
-        """For each prompt, before anything is checked."""
-        return 1 if self.n is None else self.n
-
     def check(self) -> None:
         """Refuse what is not supported, and what contradicts itself.
 
@@ -238,7 +233,7 @@ class ChatRequest(Generation, kw_only=True, forbid_unknown_fields=True):
 
     def check(self) -> None:
         super().check()
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise _bad("top_logprobs", "top_logprobs needs logprobs to be true")
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:

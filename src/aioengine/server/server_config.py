@@ -45,6 +45,13 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     write_timeout_s: Annotated[
         float, Meta(gt=0.0, description="a client that takes nothing of its answer for so long is cut off")
     ] = 30.0
+    keepalive_s: Annotated[
+        float, Meta(gt=0.0, description="a stream that has nothing to say for so long sends a comment, for proxies")
+    ] = 15.0
+    max_unread_tokens: Annotated[
+        int,
+        Meta(ge=1, description="a stream whose client has so many tokens unread is not computed further until then"),
+    ] = 4096
     metrics_prefix: Annotated[
         str, Meta(pattern="^[a-zA-Z_:][a-zA-Z0-9_:]*$", description="before the names of /metrics that vLLM has, too")
     ] = "vllm:"
