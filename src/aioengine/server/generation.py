@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 from collections.abc import Callable
 from types import TracebackType
 from typing import Self
@@ -122,7 +123,7 @@ class Batch:
 
 
 class EventWriter:
-    """Writes a stream's events, and looks now and then at how that goes: a client that takes nothing of them for long is
+    """Writes a stream's events, and looks now and then at how that goes: a client that takes nothing for long is
     cut off, and where there was nothing to write for long somebody is told.
 
     Looking at the clock before each write costs 0.1 µs; a timeout around it would cost 4.
@@ -140,8 +141,8 @@ class EventWriter:
         *,
         timeout_s: float,
         on_stuck: Callable[[], None],
-        idle_s: float,
-        on_idle: Callable[[], None],
+        idle_s: float = math.inf,
+        on_idle: Callable[[], None] = lambda: None,
     ) -> None:
         self._exchange = exchange
         self._timeout_s = timeout_s
@@ -160,6 +161,13 @@ class EventWriter:
         self._since = self._loop.time()
         self._is_writing = True
         await self._exchange.write(data)
+        self._is_writing = False
+
+    async def end(self) -> None:
+        """End the response; waits as `write` does."""
+        self._since = self._loop.time()
+        self._is_writing = True
+        await self._exchange.end()
         self._is_writing = False
 
     def close(self) -> None:
