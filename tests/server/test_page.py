@@ -1,0 +1,480 @@
+"""The built-in page, as somebody sees it who opens it in a browser: the real page, server and engine, in Chromium."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import re
+from collections.abc import AsyncIterator
+from importlib import resources
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from starlette.applications import Starlette
+from starlette.routing import Mount
+
+from aioengine import Engine
+from aioengine.server import ServerConfig, create_app
+from aioengine.server.page import page
+
+pytest.importorskip("playwright.async_api", reason="the page is tested with playwright")
+
+from contract.ways import has_load, until
+from playwright.async_api import Browser, expect
+from server.page_browser import CHROMIUM, Served, Tab, Talker, app_that_says, browser_process, event, page_of, tab_at
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+KEY = "a key of the tests"
+PLOTS = [
+    "Requests",
+    "KV cache in use",
+    "Tokens per second",
+    "Time to first token",
+    "Inter-token latency",
+    "Loop lag",
+]
+PHONE: dict[str, Any] = {"viewport": {"width": 360, "height": 740}, "is_mobile": True, "has_touch": True}
+FAILED_TO_LOAD = "Failed to load resource"
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def browser() -> AsyncIterator[Browser]:
+    if CHROMIUM is None:
+        pytest.skip("no chromium, chromium-browser or google-chrome is installed")
+    async with browser_process() as browser:
+        yield browser
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def engine() -> AsyncIterator[Engine]:
+    """With the bundled model."""
+    engine = await Engine.start(kv_cache_memory_bytes=2**24)
+    yield engine
+    await engine.aclose()
+
+
+# ---------------------------------------------------------------------------------------------- talking
+
+
+async def test_a_conversation_is_answered_and_remembered(browser: Browser, engine: Engine) -> None:
+    app = create_app(engine, ServerConfig(served_model_name=("fox-1",)))
+    async with page_of(browser, app) as tab:
+        await expect(tab.page.locator("header")).to_contain_text("fox-1")
+        await tab.set("Temperature", "0")
+        await tab.ask("Hi, I am Tom.")
+        await expect(tab.answers).to_have_text(["Nice to meet you, Tom!"])
+        await tab.ask("What is my name?")
+        await expect(tab.answers).to_have_text(["Nice to meet you, Tom!", "Your name is Tom."])
+        await expect(tab.questions).to_have_text(["Hi, I am Tom.", "What is my name?"])
+        await expect(tab.notes.last).to_contain_text(re.compile(r"^\d+ tokens · .*first after \d+ ms$"))
+
+
+async def test_an_answer_appears_as_it_is_made(browser: Browser) -> None:
+    device = Talker("Once upon a time there was a fox.", hold_after="Once upon a time")
+    async with Engine(executor=device) as engine, page_of(browser, create_app(engine)) as tab:
+        await tab.ask("A story, please")
+        await expect(tab.answers).to_have_text("Once upon a time")
+        await expect(tab.page.get_by_role("log")).to_have_attribute("aria-busy", "true")
+        await expect(tab.send).to_be_hidden()
+        device.go_on()
+        await expect(tab.answers).to_have_text("Once upon a time there was a fox.")
+        await expect(tab.page.get_by_role("log")).to_have_attribute("aria-busy", "false")
+        await expect(tab.stop).to_be_hidden()
+
+
+@pytest.mark.parametrize("how", ["button", "escape"])
+async def test_stopping_keeps_what_came_and_frees_the_engine(browser: Browser, how: str) -> None:
+    device = Talker(" and on", is_endless=True, step_time_s=0.005)
+    async with Engine(executor=device) as engine, page_of(browser, create_app(engine)) as tab:
+        await tab.ask("Talk")
+        await expect(tab.answers).to_contain_text("and on and on")
+        await (tab.stop.click() if how == "button" else tab.page.keyboard.press("Escape"))
+        await expect(tab.notes).to_have_text("stopped")
+        await until(has_load(engine, running=0, waiting=0))
+        said = await tab.answers.inner_text()
+        await tab.ask("Go on")
+        await expect(tab.answers).to_have_count(2)
+        await expect(tab.answers.last).to_contain_text("and on")
+        roles = [(message["role"], message["content"].strip()) for message in tab.asked()[1]["messages"]]
+        assert roles == [("user", "Talk"), ("assistant", said.strip()), ("user", "Go on")]
+        await tab.stop.click()
+
+
+async def test_a_new_conversation_forgets_the_old_one_and_stops_its_answer(browser: Browser) -> None:
+    device = Talker(" and on", is_endless=True, step_time_s=0.005)
+    async with Engine(executor=device) as engine, page_of(browser, create_app(engine)) as tab:
+        await tab.ask("First")
+        await expect(tab.answers).to_contain_text("and on")
+        await tab.page.get_by_role("button", name="New conversation").click()
+        await expect(tab.questions).to_have_count(0)
+        await expect(tab.message).to_be_focused()
+        await tab.page.keyboard.type("Second")
+        await tab.page.keyboard.press("Enter")
+        await expect(tab.answers).to_contain_text("and on")
+        await expect(tab.questions).to_have_text("Second")
+        assert [message["content"] for message in tab.asked()[1]["messages"]] == ["Second"]
+        await tab.stop.click()
+
+
+async def test_settings_are_sent_and_those_left_alone_are_not(browser: Browser) -> None:
+    async with Engine(executor=Talker("Yes.")) as engine, page_of(browser, create_app(engine)) as tab:
+        await tab.ask("One")
+        await expect(tab.notes).to_have_count(1)
+        chosen = {
+            "Temperature": "0.5",
+            "Top p": ".9",
+            "Max tokens": "1",
+            "Seed": "7",
+            "System message": "Be brief.",
+        }
+        for label, value in chosen.items():
+            await tab.set(label, value)
+        await expect(tab.page.locator("summary")).to_have_text(
+            "Sampling: temperature 0.5, top p 0.9, max tokens 1, seed 7, system message"
+        )
+        await tab.ask("Two")
+        await expect(tab.notes.last).to_contain_text("cut off by max tokens")
+        first, second = tab.asked()
+        assert first.keys() == {"model", "messages", "stream", "stream_options"}
+        assert second["messages"][0] == {"role": "system", "content": "Be brief."}
+        assert second.items() >= {"temperature": 0.5, "top_p": 0.9, "max_tokens": 1, "seed": 7}.items()
+
+
+async def test_what_is_no_number_is_not_sent(browser: Browser) -> None:
+    async with Engine(executor=Talker("Yes.")) as engine, page_of(browser, create_app(engine)) as tab:
+        await tab.set("Seed", "seven")
+        await tab.page.locator("summary").click()
+        await tab.ask("One")
+        await expect(tab.page.get_by_label("Seed")).to_be_focused()
+        await expect(tab.page.get_by_label("Seed")).to_be_visible()
+        assert tab.asked() == []
+
+
+async def test_shift_enter_makes_a_line_and_enter_sends(browser: Browser) -> None:
+    async with Engine(executor=Talker("Yes.")) as engine, page_of(browser, create_app(engine)) as tab:
+        await expect(tab.message).to_be_focused()
+        await tab.page.keyboard.type("One")
+        await tab.page.keyboard.press("Shift+Enter")
+        await tab.page.keyboard.type("Two")
+        await expect(tab.message).to_have_value("One\nTwo")
+        await tab.page.keyboard.press("Enter")
+        await expect(tab.answers).to_have_text("Yes.")
+        await expect(tab.message).to_have_value("")
+        assert tab.asked()[0]["messages"] == [{"role": "user", "content": "One\nTwo"}]
+
+
+async def test_html_is_text_whoever_wrote_it(browser: Browser) -> None:
+    html = '<img src=x onerror="document.title=1"><b>bold</b>'
+    async with Engine(executor=Talker(html)) as engine, page_of(browser, create_app(engine)) as tab:
+        await tab.ask(html)
+        await expect(tab.questions).to_have_text(html)
+        await expect(tab.answers).to_have_text(html)
+        await expect(tab.page.locator("#log img, #log b")).to_have_count(0)
+
+
+async def test_the_end_stays_in_sight_unless_somebody_reads_further_up(browser: Browser) -> None:
+    lines = [f"Line {number}.\n" for number in range(90)]
+    device = Talker("".join(lines), hold_after="".join(lines[:60]))
+    async with Engine(executor=device) as engine, page_of(browser, create_app(engine)) as tab:
+        await tab.ask("Talk")
+        await expect(tab.answers).to_contain_text("Line 59.")
+        await tab.expect_end_in_sight()
+        await tab.questions.scroll_into_view_if_needed()
+        device.go_on()
+        await expect(tab.answers).to_contain_text("Line 89.")
+        await expect(tab.questions).to_be_in_viewport()
+        await tab.ask("More")
+        await expect(tab.answers.last).to_contain_text("Line 89.")
+        await tab.expect_end_in_sight()
+
+
+# ---------------------------------------------------------------------------------------------- what goes wrong
+
+
+async def test_a_busy_server_is_said_to_be_and_can_be_asked_again(browser: Browser) -> None:
+    device = Talker(" and on", is_endless=True, step_time_s=0.005)
+    only_one = ServerConfig(max_concurrent_requests=1)
+    async with Engine(executor=device) as engine, Served(create_app(engine, only_one)) as served:
+        url = f"{served.origin}/"
+        async with tab_at(browser, url) as first, tab_at(browser, url, complaints=FAILED_TO_LOAD) as tab:
+            await first.ask("Talk")
+            await expect(first.answers).to_contain_text("and on")
+            await tab.ask("Talk to me, too")
+            await expect(tab.failure).to_contain_text("The server cannot answer now (503)")
+            await expect(tab.failure).to_contain_text(re.compile(r"try again in \d+ s"))
+            await first.stop.click()
+            await until(has_load(engine, running=0))
+            await tab.page.get_by_role("button", name="Try again").click()
+            await expect(tab.answers).to_contain_text("and on")
+            await expect(tab.failure).to_have_count(0)
+            await expect(tab.questions).to_have_text(["Talk to me, too"])
+            await tab.stop.click()
+
+
+async def test_a_bad_setting_is_named_and_the_next_question_starts_afresh(browser: Browser) -> None:
+    async with (
+        Engine(executor=Talker("Yes.")) as engine,
+        page_of(browser, create_app(engine), complaints=FAILED_TO_LOAD) as tab,
+    ):
+        await tab.set("Temperature", "7")
+        await tab.ask("One")
+        await expect(tab.failure).to_contain_text("The server refuses this (400)")
+        await expect(tab.failure).to_contain_text("temperature")
+        await tab.set("Temperature", "1")
+        await tab.ask("Two")
+        await expect(tab.answers).to_have_text("Yes.")
+        assert tab.asked()[1]["messages"] == [{"role": "user", "content": "Two"}]
+
+
+async def test_an_answer_that_fails_half_way_says_so(browser: Browser) -> None:
+    device = Talker("Once upon a time there was a fox.", hold_after="Once upon a time")
+    async with Engine(executor=device) as engine, page_of(browser, create_app(engine)) as tab:
+        await tab.ask("A story, please")
+        await expect(tab.answers).to_have_text("Once upon a time")
+        device.unfinished[0].lose(RuntimeError("out of luck"))
+        device.is_manual = False
+        await expect(tab.failure).to_contain_text("The answer broke off")
+        await expect(tab.failure).not_to_contain_text("out of luck")
+        await expect(tab.answers).to_have_text("Once upon a time")
+        await expect(tab.send).to_be_visible()
+
+
+async def test_a_server_that_has_gone_is_missed(browser: Browser, engine: Engine) -> None:
+    served = Served(create_app(engine))
+    async with served, tab_at(browser, f"{served.origin}/", complaints=FAILED_TO_LOAD) as tab:
+        await expect(tab.plot("Requests")).to_contain_text("running 0")
+        await served.aclose()
+        await tab.ask("Hello?")
+        await expect(tab.failure).to_contain_text("The server does not answer")
+        await expect(tab.page.get_by_role("status")).to_contain_text("The server does not answer")
+
+
+async def test_a_page_with_a_stale_key_says_what_to_do(browser: Browser, engine: Engine) -> None:
+    async with page_of(browser, create_app(engine), complaints=FAILED_TO_LOAD) as tab:
+        refusal = json.dumps({"error": {"message": "The key is unknown.", "type": "invalid_request_error"}})
+        await tab.page.route("**/chat/completions", lambda route: route.fulfill(status=401, body=refusal))
+        await tab.ask("Hello?")
+        await expect(tab.failure).to_contain_text("The server wants an API key (401)")
+        await expect(tab.failure).to_contain_text("The key is unknown. Reload the page")
+
+
+IN_SINGLE_BYTES = """
+const inBytes = () => new TransformStream({
+  transform(chunk, out) { for (const byte of chunk) out.enqueue(new Uint8Array([byte])); }
+});
+const plainFetch = window.fetch;
+window.fetch = async (...request) => {
+  const response = await plainFetch(...request);
+  return new Response(response.body.pipeThrough(inBytes()), response);
+};
+"""
+
+
+@pytest.mark.parametrize("line_end", ["\n", "\r\n", "\r"])
+@pytest.mark.parametrize("script", ["", IN_SINGLE_BYTES], ids=["at_once", "byte_by_byte"])
+async def test_events_may_come_in_any_pieces(browser: Browser, line_end: str, script: str) -> None:
+    two_lines = event("und Käse").replace(' "delta"', line_end + 'data:"delta"')
+    lines = [": hello", f"data: {event('Füchse 🦊 ')}", "", "event: x", f"data:{two_lines}", "", "data: [DONE]", ""]
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield "".join(line + line_end for line in lines).encode()
+
+    async with page_of(browser, app_that_says(pieces), script=script) as tab:
+        await tab.ask("Hm?")
+        await expect(tab.answers).to_have_text("Füchse 🦊 und Käse")
+        await expect(tab.stop).to_be_hidden()
+        await expect(tab.failure).to_have_count(0)
+
+
+@pytest.mark.parametrize(
+    ("last", "message"),
+    [
+        (b"", "The connection ended before the answer did."),
+        (None, "The connection was lost."),
+        (b'data: {"error": {"message": "Out of luck."}}\n\n', "Out of luck."),
+    ],
+    ids=["ended", "cut", "error"],
+)
+async def test_an_answer_that_breaks_off_is_not_taken_for_whole(
+    browser: Browser, last: bytes | None, message: str
+) -> None:
+    is_seen = asyncio.Event()
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield f"data: {event('So')}\n\n".encode()
+        await is_seen.wait()
+        if last is None:
+            raise ConnectionResetError
+        yield last
+
+    async with page_of(browser, app_that_says(pieces), complaints=FAILED_TO_LOAD) as tab:
+        await tab.ask("Hm?")
+        await expect(tab.answers).to_have_text("So")
+        is_seen.set()
+        await expect(tab.failure).to_contain_text("The answer broke off")
+        await expect(tab.failure).to_contain_text(message)
+        await expect(tab.answers).to_have_text("So")
+
+
+# ---------------------------------------------------------------------------------------------- the plots
+
+
+async def test_plots_draw_what_the_engine_did(browser: Browser, engine: Engine) -> None:
+    async with page_of(browser, create_app(engine)) as tab:
+        await expect(tab.plot("Requests")).to_contain_text("running 0")
+        await tab.ask("Tell me a short story about a fox named Ruby.")
+        for title in PLOTS:
+            for line in await tab.plot(title).locator("path.series").all():
+                await expect(line).to_have_attribute("d", re.compile(r"^M[\d.]+ [\d.]+"))
+            await expect(tab.plot(title).get_by_role("img")).to_have_attribute("aria-label", re.compile(r"\d"))
+        await expect(tab.plot("Time to first token")).to_contain_text(re.compile(r"p50 [\d.]+ (ms|s)"))
+        await expect(tab.plot("KV cache in use").locator("text").first).to_contain_text("%")
+
+
+async def test_numbers_are_those_between_two_polls_whatever_their_prefix(browser: Browser, engine: Engine) -> None:
+    polls = [0]
+
+    def exposition() -> str:
+        polls[0] += 1
+        many = 10 * polls[0]
+        return f"""# HELP my:num_requests_running Sequences.
+my:num_requests_running{{model_name="a",engine="0"}} 2.0
+my:num_requests_running{{model_name="a",engine="1"}} 1.0
+my:num_requests_waiting 1234
+my:kv_cache_usage_perc{{le="x"}} 0.125
+my:cached_prompt_tokens_total 7e9
+my:time_to_first_token_seconds_bucket{{model_name="a",le="0.01"}} 500
+my:time_to_first_token_seconds_bucket{{model_name="a",le="0.02"}} {500 + many}
+my:time_to_first_token_seconds_bucket{{model_name="a",le="+Inf"}} {500 + many}
+loop_lag_seconds_bucket{{le="0.0001"}} 0
+loop_lag_seconds_bucket{{le="+Inf"}} {many}
+"""
+
+    async with page_of(browser, create_app(engine)) as tab:
+        await tab.page.route("**/metrics", lambda route: route.fulfill(body=exposition()))
+        await expect(tab.plot("Time to first token")).to_contain_text("p50 15 ms")
+        await expect(tab.plot("Time to first token")).to_contain_text("p99 20 ms")
+        await expect(tab.plot("Loop lag")).to_contain_text("p99 100 µs")  # all lies above the last bound
+        await expect(tab.plot("Requests")).to_contain_text("running 3")
+        await expect(tab.plot("Requests")).to_contain_text("waiting 1,234")
+        await expect(tab.plot("KV cache in use")).to_contain_text("13 %")
+        await expect(tab.plot("Inter-token latency")).to_contain_text("p50 –")
+
+
+async def test_the_pointer_on_a_plot_shows_the_numbers_of_that_time(browser: Browser, engine: Engine) -> None:
+    async with page_of(browser, create_app(engine)) as tab:
+        plot = tab.plot("Requests")
+        await expect(plot).to_contain_text("running 0")
+        await plot.get_by_role("img").hover()  # a minute ago, when nobody looked
+        await expect(plot).to_contain_text("running –")
+        await expect(tab.plot("Loop lag").locator("path.cursor")).to_have_attribute("d", re.compile("^M"))
+        await tab.message.hover()
+        await expect(plot).to_contain_text("running 0")
+
+
+async def test_a_hidden_page_asks_for_no_numbers(browser: Browser, engine: Engine) -> None:
+    async with page_of(browser, create_app(engine)) as tab:
+
+        def polls() -> int:
+            return sum(request.url.endswith("/metrics") for request in tab.requests)
+
+        await tab.page.clock.install()
+        await tab.page.add_init_script("Object.defineProperty(document, 'hidden', {get: () => !window.isSeen});")
+        await tab.page.reload()
+        await expect(tab.plot("Requests")).to_contain_text("running 0")
+        seen = polls()
+        await tab.page.clock.run_for(10_000)
+        await tab.page.evaluate("fetch('version')")  # a request made later would be seen by now
+        assert polls() == seen
+        await tab.page.evaluate("window.isSeen = true; document.dispatchEvent(new Event('visibilitychange'));")
+        await until(lambda: polls() > seen)
+
+
+# ---------------------------------------------------------------------------------------------- where it is opened
+
+
+async def test_it_works_below_a_prefix_and_asks_for_nothing_above_it(browser: Browser, engine: Engine) -> None:
+    app = Starlette(routes=[Mount("/ai", create_app(engine))])
+    async with Served(app) as served, tab_at(browser, f"{served.origin}/ai/") as tab:
+        await tab.set("Temperature", "0")
+        await tab.ask("What is 8 + 7?")
+        await expect(tab.answers).to_have_text("8 + 7 = 15.")
+        await expect(tab.plot("Requests")).to_contain_text("running 0")
+
+
+async def test_a_browser_opens_it_with_an_api_key_as_the_password(browser: Browser, engine: Engine) -> None:
+    login = {"username": "anybody", "password": KEY}
+    async with page_of(
+        browser, create_app(engine, ServerConfig(api_keys=(KEY,))), http_credentials=login, complaints=FAILED_TO_LOAD
+    ) as tab:
+        await tab.set("Temperature", "0")
+        await tab.ask("What is 8 + 7?")
+        await expect(tab.answers).to_have_text("8 + 7 = 15.")
+        await expect(tab.plot("Requests")).to_contain_text("running 0")
+
+
+async def test_dark_and_light_are_the_readers_choice(browser: Browser, engine: Engine) -> None:
+    brightness = "Number(getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0])"
+    ink = "Number(getComputedStyle(document.body).color.match(/\\d+/)[0])"
+    async with page_of(browser, create_app(engine)) as tab:
+        await tab.page.emulate_media(color_scheme="light")
+        assert await tab.page.evaluate(brightness) > 230
+        assert await tab.page.evaluate(ink) < 50
+        await tab.page.emulate_media(color_scheme="dark")
+        assert await tab.page.evaluate(brightness) < 40
+        assert await tab.page.evaluate(ink) > 200
+
+
+async def overflow(tab: Tab) -> int:
+    """By how many pixels the page is wider than the screen."""
+    width: int = await tab.page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
+    return width
+
+
+async def test_a_phone_shows_all_of_it_without_scrolling_sideways(browser: Browser) -> None:
+    reply = "https://example.com/" + "a" * 200
+    async with (
+        Engine(executor=Talker(reply)) as engine,
+        page_of(browser, create_app(engine), complaints=FAILED_TO_LOAD, **PHONE) as tab,
+    ):
+        assert await overflow(tab) == 0
+        await tab.ask("b" * 200)
+        await expect(tab.answers).to_have_text(reply)
+        await tab.expect_end_in_sight()
+        await tab.set("Temperature", "7")
+        await tab.ask("One more?")
+        await expect(tab.failure).to_be_in_viewport()
+        assert await overflow(tab) == 0
+        for field in await tab.page.locator("input, textarea").all():
+            assert await field.evaluate("(field) => parseFloat(getComputedStyle(field).fontSize)") >= 16
+        await tab.plot(PLOTS[-1]).scroll_into_view_if_needed()
+        await expect(tab.plot(PLOTS[-1])).to_be_in_viewport()
+
+
+# ---------------------------------------------------------------------------------------------- its headers
+
+
+async def test_only_what_is_in_the_page_may_run() -> None:
+    answer = page()
+    policy = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))
+    html = answer.body.decode()
+    for directive, tag in (("script-src", "script"), ("style-src", "style")):
+        (text,) = re.findall(rf"<{tag}[^>]*>(.*?)</{tag}>", html, re.DOTALL)
+        assert policy[directive] == f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+    assert policy["default-src"] == policy["base-uri"] == policy["frame-ancestors"] == "'none'"
+    assert policy["connect-src"] == "'self'"
+    assert "unsafe" not in answer.headers["content-security-policy"]
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert answer.headers["referrer-policy"] == "no-referrer"
+    assert answer.headers["cache-control"] == "no-cache"
+
+
+async def test_the_page_names_no_other_place() -> None:
+    html = (resources.files("aioengine.server") / "page.html").read_text(encoding="utf-8")
+    assert set(re.findall(r"https?://[^\"'\s]+", html)) == {"http://www.w3.org/2000/svg"}
+    assert not re.search(r"style=|innerHTML|insertAdjacentHTML|document\.write|\beval\b|@import|url\(", html)
