@@ -14,6 +14,7 @@ from aioengine.cli.chat import chat
 from aioengine.cli.engine import engine
 from aioengine.cli.generate import generate
 from aioengine.cli.keys import keys
+from aioengine.cli.serve import serve_command
 from aioengine.errors import AioEngineError, ConfigError, InvalidRequest
 
 EXIT_FAILURE = 1
@@ -31,6 +32,7 @@ cli.add_command(generate)
 cli.add_command(chat)
 cli.add_command(bench)
 cli.add_command(engine)
+cli.add_command(serve_command)
 cli.add_command(keys)
 
 

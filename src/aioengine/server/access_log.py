@@ -76,7 +76,9 @@ def log_request(record: RequestRecord) -> None:
     fields["duration_s"] = round(record.duration_s, 6)
     if record.time_to_first_token_s is None and record.metrics is not None:
         fields["time_to_first_token_s"] = record.metrics.time_to_first_token_s
-    error = record.error if record.is_failure else None
+    # A dead engine has told of its death once; each request that hears of it need not.
+    is_news = record.is_failure and not isinstance(record.error, EngineDead | EngineClosed)
+    error = record.error if is_news else None
     exc_info = None if error is None else (type(error), error, error.__traceback__)
     logger.log(level, _line(fields), extra=fields, exc_info=exc_info)
 

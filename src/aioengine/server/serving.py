@@ -49,8 +49,13 @@ ABORT_GRACE_S = 2.0
 ABORT_AGAIN_S = 0.05
 """A request whose body was still coming reaches the engine after all were aborted: they are aborted again."""
 
+CONNECTIONS_END_S = 1.0
+"""For the loop to close sockets that were cut: it takes a turn."""
+
 TASKS_END_S = 2.0
 """For the app's tasks to end once their connections have."""
+
+LIFESPAN_END_S = 30.0
 
 MAX_SOCKET_PATH_BYTES = 107
 """``sun_path`` of unix(7) without its terminator."""
@@ -423,9 +428,16 @@ class _Server:
         if num_cut := len(self._state.connections):
             logger.warning("cutting off %s", _count(num_cut, "connection"))
         self._state.abort()
+        with anyio.move_on_after(CONNECTIONS_END_S):
+            while not self._state.is_idle:
+                self._changed.clear()
+                await self._changed.wait()
         await self._end_tasks()
         if self._is_started:
-            await self._lifespan.shutdown()
+            with anyio.move_on_after(LIFESPAN_END_S) as deadline:
+                await self._lifespan.shutdown()
+            if deadline.cancelled_caught:
+                logger.error("the app's lifespan did not end within %g s", LIFESPAN_END_S)
 
     async def _end_tasks(self) -> None:
         """Wait for the app's tasks; cancel those that go on without their client."""

@@ -1,0 +1,277 @@
+"""`aioengine serve` as a user runs it: a process of its own, real clients, real signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from click.testing import CliRunner, Result
+
+from aioengine.cli.serve import serve_command
+
+DEADLINE_S = 90
+STORY = {"prompt": "Once upon a time", "stream": True, "ignore_eos": True, "temperature": 0}
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder of its own, since the paths of sockets are short."""
+    made = Path(tempfile.mkdtemp(prefix="serve-", dir="/tmp"))
+    yield made
+    shutil.rmtree(made)
+
+
+@pytest.fixture
+def no_stray_process() -> Iterator[None]:
+    """Whatever a failing test leaves is killed."""
+    yield
+    for process in psutil.Process().children(recursive=True):
+        process.kill()
+
+
+pytestmark = pytest.mark.usefixtures("no_stray_process")
+
+
+class Command:
+    """`aioengine ARGS`, running."""
+
+    def __init__(self, log: Path, *args: str, **environment: str) -> None:
+        self.log = log
+        with log.open("wb") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "aioengine", *args],
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                env={**os.environ, "HF_HUB_OFFLINE": "1", **environment},
+            )
+
+    def says(self) -> str:
+        """Its next line on stdout; empty at its end."""
+        guard = threading.Timer(DEADLINE_S, self.process.kill)
+        guard.start()
+        try:
+            assert self.process.stdout is not None
+            return self.process.stdout.readline().rstrip("\n")
+        finally:
+            guard.cancel()
+            guard.join()
+
+    def serves(self) -> str:
+        """Where, once it does."""
+        line = self.says()
+        name, _, url = line.removeprefix("serving ").partition(" at ")
+        assert name == "demo", line + self.stderr
+        return url
+
+    def end(self) -> int:
+        """Its exit code; nothing of it is left then."""
+        code = self.process.wait(DEADLINE_S)
+        assert self.process.stdout is not None
+        assert self.process.stdout.read() == ""
+        self.process.stdout.close()
+        assert "\nTraceback" not in f"\n{self.stderr}", self.stderr
+        assert "Warning" not in self.stderr, self.stderr
+        return code
+
+    @property
+    def stderr(self) -> str:
+        return self.log.read_text()
+
+
+@contextmanager
+def command(log: Path, *args: str, **environment: str) -> Iterator[Command]:
+    made = Command(log, *args, **environment)
+    try:
+        yield made
+    finally:
+        made.process.kill()
+        made.process.wait()
+        if made.process.stdout is not None:
+            made.process.stdout.close()
+
+
+@contextmanager
+def story(client: httpx.Client, num_tokens: int) -> Iterator[Iterator[dict[str, Any]]]:
+    """A stream of so many tokens; its first piece has come."""
+    with client.stream("POST", "/v1/completions", json={**STORY, "max_tokens": num_tokens}) as response:
+        assert response.status_code == 200
+        lines = (line.removeprefix("data: ") for line in response.iter_lines() if line)
+        pieces = (json.loads(line) for line in lines if line != "[DONE]")
+        next(pieces)
+        yield pieces
+
+
+def ending_of(pieces: Iterator[dict[str, Any]]) -> tuple[str, str]:
+    """The text that still came, and how it ended: a connection that was cut would raise."""
+    choices = [piece["choices"][0] for piece in pieces]
+    return "".join(choice["text"] for choice in choices), choices[-1]["finish_reason"]
+
+
+def refuses(port: int) -> bool:
+    with socket.socket() as late:
+        return late.connect_ex(("127.0.0.1", port)) != 0
+
+
+def test_over_tcp_it_answers_those_with_a_key_and_sigterm_lets_a_stream_end(tmp_path: Path) -> None:
+    keys = {"AIOENGINE_API_KEY": "first-key, second-key"}
+    with command(tmp_path / "log", "serve", "--port", "0", "--log-format", "json", **keys) as server:
+        url = server.serves()
+        assert url.startswith("http://127.0.0.1:")
+        assert httpx.get(f"{url}/v1/models").status_code == 401
+        key = {"authorization": "Bearer second-key"}
+        with httpx.Client(base_url=url, headers=key, timeout=DEADLINE_S) as client, httpx.Client() as idle:
+            assert idle.get(f"{url}/health").json()["status"] == "ALIVE"
+            assert client.get("/v1/models").json()["data"][0]["id"] == "demo"
+            with story(client, 300) as pieces:
+                server.process.send_signal(signal.SIGTERM)
+                while not refuses(int(url.rpartition(":")[2])):
+                    assert server.process.poll() is None
+                text, reason = ending_of(pieces)
+                assert reason == "length"
+                assert len(text) > 200
+        assert server.end() == 0
+        records = [json.loads(line) for line in server.stderr.splitlines()]
+        assert any(record["message"].startswith("draining: ") for record in records)
+        (streamed,) = [record for record in records if record.get("completion_tokens")]
+        assert (streamed["status"], streamed["outcome"], streamed["completion_tokens"]) == (200, "ok", 300)
+        assert "second-key" not in server.stderr
+
+
+def test_at_a_unix_socket_the_drain_ends_at_its_deadline_and_the_client_hears_it(folder: Path) -> None:
+    path = folder / "api.sock"
+    with command(folder / "log", "serve", "--uds", str(path), "--drain-timeout-s", "0.1") as server:
+        assert server.serves() == f"unix:{path}"
+        transport = httpx.HTTPTransport(uds=str(path))
+        with (
+            httpx.Client(transport=transport, base_url="http://x", timeout=DEADLINE_S) as client,
+            story(client, 1000) as pieces,
+        ):
+            server.process.send_signal(signal.SIGTERM)
+            assert ending_of(pieces)[1] == "abort"
+        assert server.end() == 0
+        assert "aborting what still runs, on 1 connection" in server.stderr
+    assert os.listdir(folder) == ["log"]
+
+
+def test_over_tls_a_second_ctrl_c_aborts_at_once(tmp_path: Path) -> None:
+    make = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -keyout key.pem -out cert.pem -days 2"
+    name = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*make.split(), *name], cwd=tmp_path, check=True, capture_output=True)
+    files = ["--ssl-certfile", str(tmp_path / "cert.pem"), "--ssl-keyfile", str(tmp_path / "key.pem")]
+    trust = ssl.create_default_context(cafile=str(tmp_path / "cert.pem"))
+    with command(tmp_path / "log", "serve", "--port", "0", *files) as server:
+        url = server.serves()
+        assert url.startswith("https://127.0.0.1:")
+        with httpx.Client(base_url=url, verify=trust, timeout=DEADLINE_S) as client, story(client, 1000) as pieces:
+            server.process.send_signal(signal.SIGINT)
+            while not refuses(int(url.rpartition(":")[2])):
+                assert server.process.poll() is None
+            assert "choices" in next(pieces)  # the first one has aborted nothing
+            server.process.send_signal(signal.SIGINT)
+            assert ending_of(pieces)[1] == "abort"
+        assert server.end() == 130
+
+
+def test_with_the_engine_in_a_process_its_death_is_the_servers(tmp_path: Path) -> None:
+    with command(tmp_path / "log", "serve", "--port", "0", "--process") as server:
+        url = server.serves()
+        (child,) = psutil.Process(server.process.pid).children()
+        began = time.monotonic()
+        second = CliRunner().invoke(serve_command, ["--port", url.rpartition(":")[2]])
+        assert "Address already in use" in str(second.exception)
+        assert time.monotonic() - began < 2  # before any model was loaded
+        with httpx.Client(base_url=url, timeout=DEADLINE_S) as client, story(client, 1000) as pieces:
+            child.send_signal(signal.SIGKILL)
+            last = list(pieces)[-1]
+            assert last["error"]["code"] == "engine_dead"
+        assert server.end() == 1
+        (words,) = [line for line in server.stderr.splitlines() if line.startswith("aioengine: ")]
+        assert "was killed by SIGKILL" in words
+        assert not child.is_running()
+
+
+def test_an_engine_elsewhere_is_served_and_serves_on(folder: Path) -> None:
+    address = f"ipc://{folder}/engine.sock"
+    with command(folder / "engine.log", "engine", address) as engine:
+        assert engine.says() == f"serving at {address}"
+        with command(folder / "log", "serve", "--port", "0", "--connect", address) as server:
+            with httpx.Client(base_url=server.serves(), timeout=DEADLINE_S) as client, story(client, 20) as pieces:
+                assert ending_of(pieces)[1] == "length"
+            server.process.send_signal(signal.SIGTERM)
+            assert server.end() == 0
+        assert engine.process.poll() is None
+
+
+def test_told_to_stop_while_the_engine_starts_it_ends(folder: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(f"{folder}/engine.sock")
+        silent.listen()
+        silent.settimeout(DEADLINE_S)
+        connect = ["--connect", f"ipc://{folder}/engine.sock"]
+        with command(folder / "log", "serve", "--port", "0", *connect) as server, silent.accept()[0]:
+            server.process.send_signal(signal.SIGTERM)
+            assert server.end() == 0
+            assert "told to stop while the engine was starting" in server.stderr
+
+
+def test_other_commands_load_no_server() -> None:
+    code = "import sys, aioengine.cli; print(*{'uvicorn', 'starlette', 'httptools', 'torch'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
+
+
+def invoke(*args: str) -> Result:
+    return CliRunner().invoke(serve_command, list(args), env={"AIOENGINE_API_KEY": ""})
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("a", "--model", "b"), "give the model once"),
+        (("--keys", "x"), "--keys and --client are for --connect"),
+        (("--connect", "ipc:///x", "--max-num-seqs", "3"), "--max-num-seqs is for an engine that is started here"),
+        (("--connect", "ipc:///x", "--process"), "--process is for an engine that is started here"),
+        (("--api-keys", "short"), "Invalid value for '--api-keys'"),
+        (("--max-headers", "0"), "Invalid value for '--max-headers'"),
+        (("--port", "65536"), "Invalid value for '--port'"),
+    ],
+)
+def test_wrong_flags_are_usage_errors(args: tuple[str, ...], says: str) -> None:
+    result = invoke(*args)
+    assert result.exit_code == 2
+    assert says in result.output
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("--ssl-certfile", "/nowhere.pem", "--port", "0"), "/nowhere.pem: No such file"),
+        (("--uds", "/nowhere/at/all.sock"), "no file can be made in /nowhere/at: it is not there"),
+        (("--host", "192.0.2.1"), "cannot serve at http://192.0.2.1:8000: Cannot assign requested address"),
+        (("--max-num-batched-tokens", "1"), "raise the first or lower the second"),
+    ],
+)
+def test_what_cannot_be_served_is_said_before_a_model_is_loaded(args: tuple[str, ...], says: str) -> None:
+    assert says in str(invoke(*args).exception)
+
+
+def test_a_server_for_everybody_without_keys_is_warned_of(capfd: pytest.CaptureFixture[str]) -> None:
+    result = invoke("--host", "0.0.0.0", "--port", "0", "--connect", "ipc:///nowhere/a.sock")
+    assert "nobody serves" in str(result.exception)
+    assert "can be reached from other machines, and asks for no key" in result.stderr + capfd.readouterr().err

@@ -1,0 +1,128 @@
+"""A plain ASGI app with an engine of its own: what serving needs of both, and no more."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from aioengine.health import Health
+
+
+class SmallEngine:
+    """Requests that stream a line at a time: as many as each is allowed, until it is ended or aborted."""
+
+    def __init__(self) -> None:
+        self.status: Any = "ALIVE"
+        self.reason = ""
+        self.is_draining = False
+        self.num_aborts = 0
+        self.running: dict[str, Request] = {}
+        self.ended: list[str] = []
+
+    def health(self) -> Health:
+        return Health(status=self.status, reason=self.reason)
+
+    def abort_all(self) -> None:
+        self.num_aborts += 1
+        for request in list(self.running.values()):
+            request.end("abort")
+
+    def die(self, reason: str) -> None:
+        self.status, self.reason = "DEAD", reason
+        for request in list(self.running.values()):
+            request.end("error")
+
+
+class Request:
+    """One stream: `go` lets it write a line, `end` ends it."""
+
+    def __init__(self) -> None:
+        self.lines: asyncio.Queue[str] = asyncio.Queue()
+
+    def go(self, line: str = "token") -> None:
+        self.lines.put_nowait(line)
+
+    def end(self, reason: str = "stop") -> None:
+        self.lines.put_nowait(f"end: {reason}")
+
+
+class SmallApp:
+    """``GET /health``, ``POST /echo`` (gives the body back), ``GET /stream/NAME``, ``GET /flood``, ``GET /cut``,
+    ``POST /early`` (answers 413 and reads nothing)."""
+
+    def __init__(self, engine: SmallEngine) -> None:
+        self.engine = engine
+        self.scopes: list[Any] = []
+        self.num_floods_ended = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            raise NotImplementedError("it has none")
+        self.scopes.append(scope)
+        path = scope["path"]
+        if path == "/health":
+            status = 503 if self.engine.is_draining else 200
+            await respond(send, status, {"status": "draining" if self.engine.is_draining else "ok"})
+        elif path.startswith("/stream/"):
+            await self._stream(path.removeprefix("/stream/"), receive, send)
+        elif path == "/early":
+            await respond(send, 413, {"error": "too large"})
+        elif path == "/flood":
+            await self._flood(send)
+        elif path == "/cut":
+            await start(send, 200)
+            await send({"type": "http.response.body", "body": b"x" * 100, "more_body": True})
+            scope["extensions"]["aioengine.cut"]()
+        else:
+            await respond(send, 200, {"path": path, "body": (await body_of(receive)).decode()})
+
+    async def _stream(self, name: str, receive: Any, send: Any) -> None:
+        await body_of(receive)
+        self.engine.running[name] = request = Request()
+        try:
+            async with asyncio.TaskGroup() as group:
+                gone = group.create_task(receive())
+                gone.add_done_callback(lambda _: request.end("client_gone"))
+                await start(send, 200)
+                while True:
+                    line = await request.lines.get()
+                    is_last = line.startswith("end:")
+                    await send({"type": "http.response.body", "body": f"{line}\n".encode(), "more_body": not is_last})
+                    if is_last:
+                        break
+                gone.cancel()
+            self.engine.ended.append(f"{name} {line}")
+        except asyncio.CancelledError:
+            self.engine.ended.append(f"{name} cancelled")
+            raise
+        finally:
+            del self.engine.running[name]
+
+    async def _flood(self, send: Any) -> None:
+        """Write more than any buffer holds."""
+        await start(send, 200)
+        for _ in range(1000):
+            await send({"type": "http.response.body", "body": b"x" * 2**16, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        self.num_floods_ended += 1
+
+
+async def body_of(receive: Any) -> bytes:
+    body = b""
+    while True:
+        message = await receive()
+        body += message.get("body", b"")
+        if not message.get("more_body"):
+            return body
+
+
+async def start(send: Any, status: int, length: int | None = None) -> None:
+    headers = [] if length is None else [(b"content-length", str(length).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+async def respond(send: Any, status: int, body: Any) -> None:
+    data = json.dumps(body).encode()
+    await start(send, status, len(data))
+    await send({"type": "http.response.body", "body": data, "more_body": False})

@@ -1,0 +1,452 @@
+"""What a connection may do before an app sees it: real sockets, and clients that behave badly."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import pytest
+from server.small_app import SmallApp, SmallEngine
+from uvicorn.config import Config
+
+from aioengine.server.faults import HttpFault
+from aioengine.server.http_protocol import (
+    CLOSE_TIMEOUT_S,
+    LINGER_S,
+    MAX_DISCARDED_BYTES,
+    MAX_PIPELINED,
+    HttpProtocol,
+    HttpState,
+)
+from aioengine.server.serving import HttpLimits
+
+both_loops = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
+virtual_time = pytest.mark.virtual_clock(seeds=[1, 2])
+
+GET = b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n"
+HEAD_OF_POST = b"POST /echo HTTP/1.1\r\nhost: x\r\n"
+
+
+class Served:
+    """A server on a port of its own, and what happened in it."""
+
+    def __init__(self, limits: HttpLimits) -> None:
+        self.engine = SmallEngine()
+        self.app = SmallApp(self.engine)
+        self.refused: list[HttpFault] = []
+        self.state = HttpState(limits, on_refused=lambda _, fault: self.refused.append(fault))
+        self.address = ("", 0)
+
+    @property
+    def statuses(self) -> list[int]:
+        return [fault.status for fault in self.refused]
+
+    @property
+    def connection(self) -> HttpProtocol:
+        (only,) = self.state.all()
+        return only
+
+
+@asynccontextmanager
+async def served(**limits: Any) -> AsyncIterator[Served]:
+    server = Served(HttpLimits(**limits))
+    config = Config(
+        server.app,
+        http=HttpProtocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        proxy_headers=False,
+        timeout_keep_alive=server.state.limits.keep_alive_timeout_s,  # type: ignore[arg-type]
+    )
+    config.load()
+    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listening.bind(("127.0.0.1", 0))
+    loop = asyncio.get_running_loop()
+    accepting = await loop.create_server(
+        lambda: HttpProtocol(config=config, server_state=server.state, app_state={}), sock=listening
+    )
+    server.address = listening.getsockname()
+    try:
+        yield server
+    finally:
+        accepting.close()
+        server.state.abort()
+        await until(lambda: server.state.is_idle and not server.state.tasks)
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    with anyio.fail_after(20):
+        while not is_so():  # noqa: ASYNC110
+            await anyio.sleep(0.001)
+
+
+class Client:
+    """A socket that speaks for itself."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    def send(self, data: bytes) -> None:
+        self.writer.write(data)
+
+    async def answer(self) -> tuple[int, dict[str, str], bytes]:
+        """The next response's status, headers and body."""
+        with anyio.fail_after(20):
+            head = (await self.reader.readuntil(b"\r\n\r\n")).decode()
+            status, *lines = head.removesuffix("\r\n\r\n").split("\r\n")
+            headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
+            body = b""
+            if headers.get("transfer-encoding") == "chunked":
+                while size := int(await self.reader.readline(), 16):
+                    body += (await self.reader.readexactly(size + 2))[:-2]
+                await self.reader.readline()
+            else:
+                body = await self.reader.readexactly(int(headers["content-length"]))
+            return int(status.split()[1]), headers, body
+
+    async def end(self) -> bytes:
+        """All that comes until the server closes."""
+        with anyio.fail_after(20):
+            return await self.reader.read()
+
+    async def refusal(self) -> tuple[int, dict[str, Any]]:
+        """A response that is the last, and says in OpenAI's way what was wrong."""
+        status, headers, body = await self.answer()
+        assert headers["connection"] == "close"
+        assert headers["content-type"] == "application/json"
+        assert await self.end() == b""
+        error = json.loads(body)["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        return status, error
+
+
+@asynccontextmanager
+async def client_of(server: Served) -> AsyncIterator[Client]:
+    reader, writer = await asyncio.open_connection(*server.address)
+    try:
+        yield Client(reader, writer)
+    finally:
+        writer.close()
+        try:
+            await writer.wait_closed()
+        except ConnectionError:
+            pass
+
+
+# What a client may do
+
+
+@both_loops
+async def test_a_request_may_come_byte_by_byte_and_its_connection_is_used_again() -> None:
+    async with served() as server, client_of(server) as client:
+        for _ in range(2):
+            request = HEAD_OF_POST + b"content-length: 5\r\n\r\nhello"
+            for at in range(len(request)):
+                client.send(request[at : at + 1])
+                await client.writer.drain()
+            status, headers, body = await client.answer()
+            assert (status, json.loads(body)["body"]) == (200, "hello")
+            assert "connection" not in headers
+        assert server.refused == []
+        kept = server.connection.transport.get_extra_info("socket")
+        assert kept.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+@both_loops
+async def test_requests_sent_ahead_are_answered_in_order() -> None:
+    async with served() as server, client_of(server) as client:
+        client.send(b"".join(GET.replace(b"/a", b"/%d" % number) for number in range(MAX_PIPELINED)))
+        for number in range(MAX_PIPELINED):
+            assert json.loads((await client.answer())[2])["path"] == f"/{number}"
+        client.send(GET)
+        assert (await client.answer())[0] == 200
+
+
+@both_loops
+async def test_too_many_requests_ahead_are_left_unread_and_those_before_them_are_answered() -> None:
+    async with served() as server, client_of(server) as client:
+        client.send(GET * 1000)
+        answers = [await client.answer() for _ in range(MAX_PIPELINED + 1)]
+        assert [status for status, _, _ in answers] == [200] * (MAX_PIPELINED + 1)
+        assert [headers.get("connection") for _, headers, _ in answers] == [None] * MAX_PIPELINED + ["close"]
+        assert await client.end() == b""
+        assert len(server.app.scopes) == MAX_PIPELINED + 1
+
+
+@both_loops
+async def test_who_leaves_while_requests_wait_behind_the_first_ends_the_first() -> None:
+    async with served() as server:
+        async with client_of(server) as client:
+            client.send(GET.replace(b"/a", b"/stream/one") + GET * 2)
+            await until(lambda: "one" in server.engine.running)
+        await until(lambda: server.engine.ended == ["one end: client_gone"])
+        assert len(server.app.scopes) == 1
+
+
+async def test_a_request_that_asks_for_another_protocol_is_answered_in_this_one_as_the_last() -> None:
+    async with served() as server, client_of(server) as client:
+        client.send(b"GET /a HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\nPRI * HTTP/2.0")
+        status, headers, _ = await client.answer()
+        assert (status, headers["connection"]) == (200, "close")
+        assert await client.end() == b""
+
+
+# What it may not
+
+
+@both_loops
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
+        (b"CONNECT x:1 HTTP/1.1\r\nhost: x\r\n\r\n", 400),
+        (b"GET /\xff\xfe HTTP/1.1\r\nhost: x\r\n\r\n", 400),
+        (HEAD_OF_POST + b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n", 400),
+        (HEAD_OF_POST + b"transfer-encoding: chunked\r\n\r\nno number\r\n", 400),
+        (b"GET /" + b"a" * 8192 + b" HTTP/1.1\r\n", 414),
+        (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 101 + b"\r\n", 431),
+        (b"GET / HTTP/1.1\r\na: " + b"b" * 32768 + b"\r\n\r\n", 431),
+        (b"GET / HTTP/1.1\r\na: " + b"b" * 500_000, 431),
+    ],
+)
+async def test_what_is_no_request_is_refused_in_json_and_the_connection_closed(
+    request_bytes: bytes, status: int
+) -> None:
+    async with served() as server, client_of(server) as client:
+        client.send(request_bytes)
+        refused, error = await client.refusal()
+        assert refused == status
+        assert error["message"]
+        assert server.statuses == [status]
+
+
+@both_loops
+async def test_a_head_may_be_as_large_as_the_limits() -> None:
+    async with served() as server, client_of(server) as client:
+        path = b"/" + b"p" * 8191
+        headers = b"".join(b"h%02d: %s\r\n" % (number, b"v" * 320) for number in range(100))
+        client.send(b"GET " + path + b" HTTP/1.1\r\n" + headers + b"\r\n")
+        assert (await client.answer())[0] == 200
+        client.send(HEAD_OF_POST + b"content-length: 200000\r\n\r\n" + b"x" * 200_000 + GET)
+        assert len((await client.answer())[2]) > 200_000
+        assert (await client.answer())[0] == 200
+
+
+async def test_a_head_that_comes_in_small_pieces_is_bounded_too() -> None:
+    async with served() as server, client_of(server) as client:
+        client.send(b"GET / HTTP/1.1\r\na: ")
+        for _ in range(50):
+            client.send(b"b" * 1000)
+            await anyio.lowlevel.checkpoint()
+        assert (await client.refusal())[0] == 431
+
+
+@both_loops
+async def test_a_refusal_can_be_read_by_who_still_sends() -> None:
+    async with served() as server, client_of(server) as client:
+        client.send(b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 150)
+        await until(lambda: server.statuses == [431])
+        for _ in range(8):
+            client.send(b"c" * 2**16)
+            await client.writer.drain()
+        assert (await client.refusal())[0] == 431
+
+
+async def test_who_never_stops_sending_after_a_refusal_is_cut_off() -> None:
+    async with served() as server, client_of(server) as client:
+        client.send(b"rubbish\r\n\r\n")
+        client.send(b"c" * 20 * MAX_DISCARDED_BYTES)
+        await until(lambda: server.state.is_idle)
+
+
+@both_loops
+async def test_connections_beyond_the_limit_hear_503_and_when_to_come_again() -> None:
+    async with served(max_connections=2) as server:
+        async with client_of(server) as one, client_of(server) as two:
+            for client in (one, two):
+                client.send(GET)
+                assert (await client.answer())[0] == 200
+            async with client_of(server) as third:
+                status, headers, body = await third.answer()
+                assert (status, headers["retry-after"]) == (503, "1")
+                assert json.loads(body)["error"]["code"] == "overloaded"
+                assert await third.end() == b""
+            one.send(GET)
+            assert (await one.answer())[0] == 200
+        await until(lambda: server.state.is_idle)
+        async with client_of(server) as client:
+            client.send(GET)
+            assert (await client.answer())[0] == 200
+
+
+# Bad bytes beside good requests
+
+
+@both_loops
+async def test_rubbish_behind_a_whole_request_does_not_cost_the_request_its_answer() -> None:
+    async with served() as server, client_of(server) as client:
+        client.send(GET.replace(b"/a", b"/stream/one") + b"rubbish\r\n\r\n")
+        await until(lambda: "one" in server.engine.running)
+        server.engine.running["one"].go()
+        server.engine.running["one"].end()
+        assert (await client.answer())[2] == b"token\nend: stop\n"
+        assert await client.end() == b""
+        await until(lambda: server.engine.ended == ["one end: stop"])
+
+
+async def test_a_body_that_goes_bad_ends_its_request_and_the_client_hears_why() -> None:
+    async with served() as server, client_of(server) as client:
+        client.send(HEAD_OF_POST + b"transfer-encoding: chunked\r\n\r\n5\r\nhello\r\n")
+        await until(lambda: len(server.app.scopes) == 1)
+        client.send(b"zz\r\n")
+        assert (await client.refusal())[0] == 400
+        await until(lambda: not server.state.tasks)
+
+
+async def test_a_body_that_goes_bad_once_the_answer_has_begun_cuts_the_connection() -> None:
+    async with served() as server, client_of(server) as client:
+        client.send(b"GET /flood HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n")
+        await client.reader.readexactly(1000)
+        client.send(b"zz\r\n")
+        try:
+            assert not (await client.end()).endswith(b"0\r\n\r\n")
+        except ConnectionError:  # as it is where something was left unread
+            pass
+        await until(lambda: not server.state.tasks)
+
+
+# Time
+
+
+@virtual_time
+@pytest.mark.parametrize("begun", [b"", b"\r\n", GET + b"\r\n"])
+async def test_a_connection_without_a_request_is_closed(begun: bytes) -> None:
+    async with served(header_timeout_s=10.0) as server, client_of(server) as client:
+        if begun.startswith(b"GET"):
+            client.send(GET)
+            assert (await client.answer())[0] == 200
+        client.send(begun.removeprefix(GET))
+        began = asyncio.get_running_loop().time()
+        assert await client.end() == b""
+        assert asyncio.get_running_loop().time() - began == pytest.approx(10.0, abs=0.5)
+        assert server.refused == []
+
+
+@virtual_time
+@pytest.mark.parametrize("before", [b"", GET])
+async def test_headers_that_come_too_slowly_are_refused(before: bytes) -> None:
+    async with served(header_timeout_s=10.0) as server, client_of(server) as client:
+        client.send(before)
+        if before:
+            assert (await client.answer())[0] == 200
+        began = asyncio.get_running_loop().time()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(drip, client, b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 50)
+            status, _ = await client.refusal()
+            tasks.cancel_scope.cancel()
+        assert status == 408
+        assert asyncio.get_running_loop().time() - began == pytest.approx(10.0, abs=0.5)
+
+
+async def drip(client: Client, data: bytes) -> None:
+    for at in range(len(data)):
+        client.send(data[at : at + 1])
+        await anyio.sleep(0.1)
+
+
+@virtual_time
+async def test_a_stream_outlives_the_head_of_a_next_request_that_never_ends() -> None:
+    async with served(header_timeout_s=10.0) as server, client_of(server) as client:
+        client.send(GET.replace(b"/a", b"/stream/one") + b"GET /never")
+        await anyio.sleep(60)
+        server.engine.running["one"].end()
+        assert (await client.answer())[2] == b"end: stop\n"
+        assert await client.end() == b""
+
+
+@virtual_time
+async def test_an_idle_connection_is_closed_and_one_that_waits_for_its_answer_is_not() -> None:
+    async with served(keep_alive_timeout_s=75.0) as server, client_of(server) as client:
+        client.send(GET.replace(b"/a", b"/stream/one"))
+        await anyio.sleep(1000)
+        server.engine.running["one"].end()
+        await client.answer()
+        began = asyncio.get_running_loop().time()
+        assert await client.reader.read() == b""
+        assert asyncio.get_running_loop().time() - began == pytest.approx(75.0, abs=0.5)
+
+
+@virtual_time
+async def test_the_rest_of_a_body_that_nobody_wanted_is_read_for_a_while_so_that_the_answer_is() -> None:
+    async with served(header_timeout_s=10.0) as server, client_of(server) as client:
+        client.send(b"POST /early HTTP/1.1\r\ncontent-length: 100000000\r\n\r\n")
+        assert (await client.answer())[0] == 413
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(drip, client, b"x" * 1000)
+            await until_far(lambda: server.state.is_idle)
+            tasks.cancel_scope.cancel()
+
+
+async def until_far(is_so: Callable[[], bool]) -> None:
+    """As `until`, in virtual seconds."""
+    with anyio.fail_after(20):
+        while not is_so():  # noqa: ASYNC110
+            await anyio.sleep(0.5)
+
+
+# Clients that do not read
+
+
+@both_loops
+async def test_an_app_can_cut_a_client_that_does_not_read() -> None:
+    async with served() as server, client_of(server) as client:
+        client.send(GET.replace(b"/a", b"/flood"))
+        await until(lambda: any(each.flow.write_paused for each in server.state.all()))
+        server.app.scopes[0]["extensions"]["aioengine.cut"]()
+        await until(lambda: server.state.is_idle and not server.state.tasks)
+
+
+async def test_what_was_written_before_a_cut_may_be_lost_and_nothing_comes_after_it() -> None:
+    async with served() as server, client_of(server) as client:
+        client.send(GET.replace(b"/a", b"/cut"))
+        try:
+            heard = await client.end()
+        except ConnectionError:
+            heard = b""
+        assert len(heard) < 300
+        await until(lambda: server.state.is_idle and not server.state.tasks)
+
+
+@virtual_time
+async def test_a_client_that_does_not_read_cannot_keep_a_closing_connection() -> None:
+    async with served() as server, client_of(server) as client:
+        client.send(GET.replace(b"/a", b"/flood"))
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        await until_far(lambda: server.connection.flow.write_paused)
+        server.connection.transport.close()
+        now = asyncio.get_running_loop().time()
+        for after_s in (0.0, CLOSE_TIMEOUT_S - 0.1):
+            server.state.sweep(now + after_s)
+            await anyio.sleep(0.1)
+            assert not server.state.is_idle
+        server.state.sweep(now + CLOSE_TIMEOUT_S + 0.1)
+        await until_far(lambda: server.state.is_idle)
+
+
+@virtual_time
+async def test_a_refused_client_that_neither_reads_nor_leaves_is_cut_off() -> None:
+    async with served() as server, client_of(server) as client:
+        client.send(b"rubbish\r\n\r\n")
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        await until_far(lambda: len(server.state.lingering) == 1)
+        assert not server.state.connections
+        await anyio.sleep(LINGER_S + 0.5)
+        assert server.state.is_idle

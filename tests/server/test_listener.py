@@ -1,0 +1,218 @@
+"""Where a server is reached: ports, Unix sockets, TLS; real clients of each."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import socket
+import ssl
+import stat
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from server.running import GET, leave, listener_at, running, until
+from server.small_app import SmallApp, SmallEngine
+
+from aioengine.errors import ConfigError
+from aioengine.server.serving import Listener, Listening, Stop, serve
+
+both_loops = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder of its own, since the paths of sockets are short."""
+    made = Path(tempfile.mkdtemp(prefix="serving-", dir="/tmp"))
+    yield made
+    shutil.rmtree(made)
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with cert.pem and key.pem for 127.0.0.1, and locked.pem: the key with the password "open"."""
+    made = tmp_path_factory.mktemp("tls")
+    make_certificate(made)
+    lock = ["openssl", "ec", "-aes256", "-in", "key.pem", "-out", "locked.pem", "-passout", "pass:open"]
+    subprocess.run(lock, cwd=made, check=True, capture_output=True)
+    return made
+
+
+def make_certificate(folder: Path) -> None:
+    make = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -keyout key.pem -out cert.pem -days 2"
+    name = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*make.split(), *name], cwd=folder, check=True, capture_output=True)
+
+
+@both_loops
+async def test_a_free_port_is_found_and_told() -> None:
+    async with running() as server, httpx.AsyncClient(base_url=server.url) as client:
+        assert server.address[1] > 0
+        response = await client.post("/echo", content="hello")
+        assert response.json()["body"] == "hello"
+        assert "date" in response.headers
+        assert "server" not in response.headers
+
+
+async def test_a_host_may_be_ipv6() -> None:
+    async with running(Listening(host="::1", port=0)) as server, httpx.AsyncClient(base_url=server.url) as client:
+        assert server.url.startswith("http://[::1]:")
+        assert (await client.get("/health")).status_code == 200
+
+
+async def test_all_addresses_of_a_name_are_served_at_one_port() -> None:
+    async with running(Listening(host="localhost", port=0)) as server:
+        port = int(server.url.rpartition(":")[2])
+        for *_, address in set(socket.getaddrinfo("localhost", port, type=socket.SOCK_STREAM)):
+            host = f"[{address[0]}]" if ":" in str(address[0]) else address[0]
+            async with httpx.AsyncClient() as client:
+                assert (await client.get(f"http://{host}:{port}/health")).status_code == 200
+
+
+def test_nobody_can_connect_before_it_listens(folder: Path) -> None:
+    with Listener(Listening(port=0)) as listener:
+        address = listener.sockets[0].getsockname()
+        with socket.socket() as early, pytest.raises(ConnectionRefusedError):
+            early.connect(address)
+    with Listener(Listening(uds=str(folder / "a.sock"))):
+        assert os.listdir(folder) == []
+
+
+@both_loops
+async def test_a_unix_socket_is_its_owners_alone_and_removed_at_the_end(folder: Path) -> None:
+    path = folder / "a.sock"
+    before = os.umask(0)
+    try:
+        async with running(Listening(uds=str(path))) as server:
+            assert server.url == f"unix:{path}"
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600
+            async with httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=str(path))) as client:
+                assert (await client.get("http://x/health")).status_code == 200
+            with pytest.raises(ConfigError, match="in use: another process serves there"):
+                await listener_at(Listening(uds=str(path)))
+    finally:
+        os.umask(before)
+    assert os.listdir(folder) == []
+
+
+async def test_a_socket_that_a_killed_server_left_is_replaced(folder: Path) -> None:
+    path = str(folder / "a.sock")
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(path)
+        left.listen()
+    async with (
+        running(Listening(uds=path)) as server,
+        httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=path)) as client,
+    ):
+        assert server.error is None
+        assert (await client.get("http://x/health")).status_code == 200
+
+
+async def test_a_socket_that_another_has_put_in_its_place_is_left_alone(folder: Path) -> None:
+    path = str(folder / "a.sock")
+    async with running(Listening(uds=path)):
+        os.unlink(path)
+        with socket.socket(socket.AF_UNIX) as other:
+            other.bind(path)
+    assert os.listdir(folder) == ["a.sock"]
+
+
+def test_what_cannot_be_served_at_is_said_in_a_line(folder: Path) -> None:
+    (folder / "file").write_text("precious")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for where, says in [
+            (Listening(port=taken.getsockname()[1]), r"cannot serve at http://127.0.0.1:\d+: Address already in use"),
+            (
+                Listening(host="192.0.2.1", port=0),
+                "cannot serve at http://192.0.2.1:0: Cannot assign requested address",
+            ),
+            (Listening(uds=str(folder / "file")), "file exists and is not a socket; it is not overwritten"),
+            (Listening(uds=f"{folder}/none/a.sock"), "no file can be made in .*/none: it is not there"),
+            (Listening(uds=f"{folder}/{'a' * 100}"), "bytes; 107 are possible"),
+        ]:
+            with pytest.raises(ConfigError, match=says) as raised:
+                Listener(where)
+            assert "\n" not in str(raised.value)
+    assert (folder / "file").read_text() == "precious"
+
+
+async def test_a_port_that_is_taken_while_the_model_loads_is_said_too() -> None:
+    with Listener(Listening(port=0)) as listener, socket.socket() as thief:
+        thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        thief.bind(listener.sockets[0].getsockname())
+        thief.listen()
+        with pytest.raises(ConfigError, match="Address already in use"):
+            await serve(SmallApp(SmallEngine()), engine=SmallEngine(), listener=listener, stop=Stop())
+
+
+# TLS
+
+
+@both_loops
+async def test_https_is_served_with_a_certificate(certificate: Path) -> None:
+    for key, password in (("key.pem", None), ("locked.pem", "open")):
+        where = Listening(
+            port=0,
+            ssl_certfile=str(certificate / "cert.pem"),
+            ssl_keyfile=str(certificate / key),
+            ssl_keyfile_password=password,
+        )
+        trust = ssl.create_default_context(cafile=str(certificate / "cert.pem"))
+        async with running(where) as server, httpx.AsyncClient(base_url=server.url, verify=trust) as client:
+            assert server.url.startswith("https://127.0.0.1:")
+            assert (await client.post("/echo", content="x" * 10**6)).json()["body"] == "x" * 10**6
+            assert server.app.scopes[-1]["scheme"] == "https"
+
+
+@both_loops
+async def test_plain_http_at_a_tls_port_and_rubbish_hurt_nobody(certificate: Path) -> None:
+    where = Listening(port=0, ssl_certfile=str(certificate / "cert.pem"), ssl_keyfile=str(certificate / "key.pem"))
+    trust = ssl.create_default_context(cafile=str(certificate / "cert.pem"))
+    async with running(where) as server:
+        port = int(server.url.rpartition(":")[2])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(GET % b"health")
+        try:
+            assert b"200" not in await reader.read()
+        except ConnectionError:
+            pass
+        await leave(writer)
+        async with httpx.AsyncClient(base_url=server.url, verify=trust) as client:
+            assert (await client.get("/health")).status_code == 200
+
+
+@both_loops
+async def test_over_tls_too_an_app_can_cut_a_client_that_does_not_read(certificate: Path) -> None:
+    where = Listening(port=0, ssl_certfile=str(certificate / "cert.pem"), ssl_keyfile=str(certificate / "key.pem"))
+    trust = ssl.create_default_context(cafile=str(certificate / "cert.pem"))
+    async with running(where) as server:
+        port = int(server.url.rpartition(":")[2])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trust)
+        writer.write(GET % b"flood")
+        await reader.readexactly(1000)  # then asyncio stops reading by itself, with its buffer full
+        server.app.scopes[0]["extensions"]["aioengine.cut"]()
+        await until(lambda: server.app.num_floods_ended == 1)
+        await leave(writer)
+
+
+def test_a_bad_certificate_is_said_in_a_line(certificate: Path, folder: Path) -> None:
+    other = folder / "other"
+    other.mkdir()
+    make_certificate(other)
+    (folder / "rubbish.pem").write_text("rubbish")
+    cert, key = str(certificate / "cert.pem"), str(certificate / "key.pem")
+    for where, says in [
+        (Listening(port=0, ssl_certfile=cert, ssl_keyfile=str(other / "key.pem")), "key values mismatch"),
+        (Listening(port=0, ssl_certfile=cert, ssl_keyfile=str(certificate / "locked.pem")), "no certificate and key"),
+        (Listening(port=0, ssl_certfile=str(folder / "rubbish.pem")), "no certificate and key that fit together"),
+        (Listening(port=0, ssl_certfile=str(folder / "none.pem")), "none.pem: No such file"),
+        (Listening(port=0, ssl_keyfile=key), "give both, or neither"),
+        (Listening(uds=str(folder / "a.sock"), ssl_certfile=cert, ssl_keyfile=key), "a Unix socket needs none"),
+    ]:
+        with pytest.raises(ConfigError, match=says) as raised:
+            Listener(where)
+        assert "\n" not in str(raised.value)

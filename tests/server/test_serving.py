@@ -1,0 +1,296 @@
+"""How a server ends, and what it loses: nothing. Real clients, and an app and engine that do what they are told."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+from server.running import GET, Running, leave, listener_at, raw_client, running, until
+from server.small_app import SmallApp, SmallEngine
+
+from aioengine.errors import ConfigError, EngineDead
+from aioengine.server import serving
+from aioengine.server.serving import HttpLimits, Listening, Stop, serve
+
+both_loops = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder of its own, since the paths of sockets are short."""
+    made = Path(tempfile.mkdtemp(prefix="serving-", dir="/tmp"))
+    yield made
+    shutil.rmtree(made)
+
+
+class Streamed:
+    """What a client heard of a stream."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.error: Exception | None = None
+        self.headers: dict[str, str] = {}
+
+    async def read(self, server: Running, name: str) -> None:
+        try:
+            async with (
+                httpx.AsyncClient(base_url=server.url, timeout=20) as client,
+                client.stream("GET", f"/stream/{name}") as response,
+            ):
+                self.headers = dict(response.headers)
+                async for text in response.aiter_text():
+                    self.text += text
+        except httpx.HTTPError as error:
+            self.error = error
+
+
+# Draining
+
+
+@both_loops
+async def test_what_runs_ends_whole_and_nobody_else_comes() -> None:
+    async with running() as server, anyio.create_task_group() as tasks:
+        heard = Streamed()
+        tasks.start_soon(heard.read, server, "one")
+        await until(lambda: "one" in server.engine.running)
+        server.stop.ask()
+        await until(lambda: server.engine.is_draining)
+        request = server.engine.running["one"]
+        await until(lambda: refuses(server.address))
+        for _ in range(100):
+            request.go()
+        request.end()
+        await server.has_ended.wait()
+        assert heard.text == "token\n" * 100 + "end: stop\n"
+        assert server.engine.num_aborts == 0
+        assert server.error is None
+
+
+def refuses(address: tuple[str, int]) -> bool:
+    with socket.socket() as late:
+        return late.connect_ex(address) != 0
+
+
+@both_loops
+async def test_idle_connections_hold_up_nothing() -> None:
+    async with running() as server, raw_client(server) as (reader, writer):
+        writer.write(GET % b"health")
+        await reader.readuntil(b'"ok"}')
+        server.stop.ask()
+        with anyio.fail_after(5):
+            await server.has_ended.wait()
+        assert await reader.read() == b""
+
+
+@both_loops
+async def test_a_connection_that_was_accepted_may_still_ask_and_hears_of_the_drain() -> None:
+    async with running() as server, anyio.create_task_group() as tasks, raw_client(server) as (reader, writer):
+        tasks.start_soon(Streamed().read, server, "one")
+        await until(lambda: "one" in server.engine.running)
+        server.stop.ask()
+        await until(lambda: refuses(server.address))
+        writer.write(GET % b"health")
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"connection: close\r\n" in answer
+        assert answer.endswith(b'{"status": "draining"}')
+        server.engine.running["one"].end()
+
+
+@both_loops
+async def test_a_request_that_the_system_has_taken_and_the_server_has_not_seen_is_answered() -> None:
+    async with running() as server:
+        with socket.create_connection(server.address) as late:
+            late.sendall(GET % b"echo")
+            server.stop.ask()
+            await server.has_ended.wait()
+            late.setblocking(False)
+            assert late.recv(10_000).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_a_request_whose_body_is_on_its_way_is_answered() -> None:
+    async with running() as server, raw_client(server) as (reader, writer):
+        writer.write(b"POST /echo HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\nhe")
+        await until(lambda: len(server.app.scopes) == 1)
+        server.stop.ask()
+        await until(lambda: refuses(server.address))
+        writer.write(b"llo")
+        assert b'"hello"' in await reader.read()
+
+
+@both_loops
+async def test_at_the_deadline_what_runs_is_aborted_and_its_clients_hear_it() -> None:
+    async with running(drain_timeout_s=0.05) as server, anyio.create_task_group() as tasks:
+        heard = [Streamed() for _ in range(3)]
+        for number, each in enumerate(heard):
+            tasks.start_soon(each.read, server, str(number))
+        await until(lambda: len(server.engine.running) == 3)
+        server.stop.ask()
+        await server.has_ended.wait()
+        assert server.error is None
+        await until(lambda: all(each.text for each in heard))
+        assert [each.text for each in heard] == ["end: abort\n"] * 3
+        assert [each.error for each in heard] == [None] * 3
+
+
+async def test_asked_again_it_aborts_at_once() -> None:
+    async with running(drain_timeout_s=1000.0) as server, anyio.create_task_group() as tasks:
+        heard = Streamed()
+        tasks.start_soon(heard.read, server, "one")
+        await until(lambda: "one" in server.engine.running)
+        server.stop.ask()
+        await until(lambda: refuses(server.address))
+        assert server.engine.num_aborts == 0
+        server.stop.ask()
+        await server.has_ended.wait()
+        await until(lambda: heard.text == "end: abort\n")
+
+
+@both_loops
+async def test_who_does_not_read_is_cut_off_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "ABORT_GRACE_S", 0.05)
+    async with running(drain_timeout_s=0.01) as server, raw_client(server) as (_, writer):
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        writer.write(GET % b"flood")
+        await until(lambda: len(server.app.scopes) == 1)
+        server.stop.ask()
+        with anyio.fail_after(5):
+            await server.has_ended.wait()
+        assert server.error is None
+
+
+async def test_an_app_that_goes_on_without_its_client_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "ABORT_GRACE_S", 0.01)
+    monkeypatch.setattr(serving, "TASKS_END_S", 0.05)
+    ends: list[str] = []
+
+    async def deaf(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            ends.append("began")
+            try:
+                await anyio.sleep_forever()
+            finally:
+                ends.append("cancelled")
+
+    async with running(drain_timeout_s=0.0, app=deaf) as server, raw_client(server) as (_, writer):
+        writer.write(GET % b"x")
+        await until(lambda: ends == ["began"])
+        server.stop.ask()
+        await server.has_ended.wait()
+        assert ends == ["began", "cancelled"]
+
+
+@both_loops
+async def test_an_answer_that_does_not_wait_for_a_large_body_reaches_who_still_sends_it() -> None:
+    async with running() as server, httpx.AsyncClient(base_url=server.url, timeout=20) as client:
+        for _ in range(3):
+            assert (await client.post("/early", content=b"x" * 2**24)).status_code == 413
+
+
+async def test_cancelling_ends_everything_at_once(folder: Path) -> None:
+    engine, path = SmallEngine(), str(folder / "a.sock")
+    began = anyio.Event()
+    listener = await listener_at(Listening(uds=path))
+    async with anyio.create_task_group() as tasks:
+
+        async def run() -> None:
+            await serve(
+                SmallApp(engine), engine=engine, listener=listener, stop=Stop(), on_serving=lambda _: began.set()
+            )
+
+        tasks.start_soon(run)
+        await began.wait()
+        reader, writer = await asyncio.open_unix_connection(path)
+        writer.write(GET % b"stream/one")
+        await until(lambda: "one" in engine.running)
+        tasks.cancel_scope.cancel()
+    try:
+        assert b"end" not in await reader.read()
+    except ConnectionError:
+        pass
+    await leave(writer)
+    assert os.listdir(folder) == []
+    assert engine.ended == ["one end: client_gone"]
+
+
+# Death
+
+
+@both_loops
+async def test_when_the_engine_dies_its_clients_hear_an_answer_and_the_server_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(serving, "TICK_S", 0.01)
+    async with running() as server, anyio.create_task_group() as tasks:
+        heard = Streamed()
+        tasks.start_soon(heard.read, server, "one")
+        await until(lambda: "one" in server.engine.running)
+        server.engine.die("its last words")
+        await server.has_ended.wait()
+        assert isinstance(server.error, EngineDead)
+        assert str(server.error) == "its last words"
+        await until(lambda: heard.text == "end: error\n")
+
+
+async def test_an_engine_that_dies_in_the_drain_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "TICK_S", 0.01)
+    async with running(drain_timeout_s=1000.0) as server, anyio.create_task_group() as tasks:
+        tasks.start_soon(Streamed().read, server, "one")
+        await until(lambda: "one" in server.engine.running)
+        server.stop.ask()
+        await until(lambda: server.engine.is_draining)
+        server.engine.die("its last words")
+        await server.has_ended.wait()
+        assert isinstance(server.error, EngineDead)
+
+
+async def test_a_stalled_engine_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "TICK_S", 0.001)
+    async with running() as server, httpx.AsyncClient(base_url=server.url) as client:
+        server.engine.status = "STALLED"
+        for _ in range(5):
+            assert (await client.get("/health")).status_code == 200
+        assert not server.has_ended.is_set()
+
+
+# The app's lifespan
+
+
+async def test_the_apps_lifespan_is_run_around_its_requests() -> None:
+    told: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while scope["type"] == "lifespan":
+            kind = (await receive())["type"]
+            told.append(kind)
+            await send({"type": f"{kind}.complete"})
+            if kind == "lifespan.shutdown":
+                return
+
+    async with running(app=app):
+        assert told == ["lifespan.startup"]
+    assert told == ["lifespan.startup", "lifespan.shutdown"]
+
+
+async def test_an_app_that_cannot_start_is_not_served() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send({"type": "lifespan.startup.failed", "message": "no database"})
+
+    async with running(app=app) as server:
+        assert isinstance(server.error, ConfigError)
+        assert server.url == ""
+
+
+def test_bad_limits_are_refused() -> None:
+    with pytest.raises(ConfigError, match="max_headers"):
+        HttpLimits(max_headers=0)
