@@ -21,6 +21,7 @@ from typing import Any, Literal, Self, TextIO
 
 import msgspec
 
+from aioengine.errors import EngineClosed, EngineDead
 from aioengine.prompt import make_id
 from aioengine.server.record import RequestRecord
 

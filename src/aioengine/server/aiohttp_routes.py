@@ -35,7 +35,11 @@ def aiohttp_routes(engine: Engine, config: ServerConfig | None = None, *, prefix
             return web.Response(status=499)
         return exchange.response
 
-    return [web.route("*", prefix + "/{path:.*}", handle)]
+    return [web.route("*", prefix + "/{path:.*}", handle, expect_handler=_say_nothing_yet)]
+
+
+async def _say_nothing_yet(request: web.Request) -> None:
+    """aiohttp's own would ask for every body, also for one that is then refused; `AiohttpExchange.read` asks for it."""
 
 
 class Departures:
@@ -79,14 +83,21 @@ class AiohttpExchange:
     def __init__(self, request: web.Request, prefix: str, departures: Departures) -> None:
         self.method = request.method
         self.path = request.path.removeprefix(prefix) or "/"
-        self.headers: Mapping[str, str] = {name.lower(): value for name, value in request.headers.items()}
+        # Not as aiohttp decodes them: a key's bytes are then the same on both faces.
+        self.headers: Mapping[str, str] = {
+            name.decode("latin-1").lower(): value.decode("latin-1") for name, value in request.raw_headers
+        }
         self.client = request.remote or ""
         self.response: web.StreamResponse | None = None
         self._request = request
         self._departures = departures
+        self._is_to_be_asked = self.headers.get("expect", "").lower() == "100-continue"
 
     async def read(self) -> bytes:
         try:
+            if self._is_to_be_asked:
+                self._is_to_be_asked = False
+                await self._request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             return await self._request.content.readany()
         except (ConnectionError, asyncio.IncompleteReadError) as error:
             raise ClientGone from error
@@ -109,6 +120,7 @@ class AiohttpExchange:
         assert self.response is not None, "it has not been started"
         try:
             await self.response.write_eof()
+            await self._request.writer.drain()
         except ConnectionError as error:
             raise ClientGone from error
 

@@ -20,6 +20,7 @@ from aioengine.server.completions import ClientCut, Completions, while_there
 from aioengine.server.exchange import ClientGone, Exchange, Response
 from aioengine.server.exposition import Exposition
 from aioengine.server.faults import JSON_HEADERS, HttpFault, fault_of, overloaded
+from aioengine.server.generation import EventWriter
 from aioengine.server.http_metrics import HttpMetrics
 from aioengine.server.page import page
 from aioengine.server.record import RequestRecord
@@ -47,6 +48,8 @@ Handler = Callable[[Exchange, RequestRecord], Awaitable[Response | None]]
 MAX_TOKEN_STRS = 8192
 MAX_DETOKENIZED = 2**16
 IDS_A_SLICE = 20_000
+WHOLE_BYTES = 2**16
+"""Of an answer that is given to the connection at once, where it stays until the client reads."""
 MAX_BODIES_AT_ONCE = 64
 """Bodies of the largest size that may be on their way in at once."""
 ID_PREFIXES = ("chatcmpl-", "cmpl-")
@@ -125,7 +128,7 @@ class Api:
             if response is not None:
                 record.status = response.status
                 headers = {**response.headers, "x-request-id": record.request_id}
-                await exchange.respond(Response(response.status, response.body, headers))
+                await self._respond(exchange, Response(response.status, response.body, headers))
         except ClientCut:
             record.outcome = "cut"
         except ClientGone:
@@ -174,6 +177,28 @@ class Api:
             elif fault.status >= 500:
                 record.outcome = "error"
             return fault.response()
+
+    async def _respond(self, exchange: Exchange, response: Response) -> None:
+        """Give the response; a large one piece by piece, as its client takes it.
+
+        Raises:
+            ClientGone, ClientCut: it left, or did not take it in time.
+        """
+        if len(response.body) <= WHOLE_BYTES:
+            await exchange.respond(response)
+            return
+
+        async def write(cut: Callable[[], None]) -> None:
+            await exchange.start(response.status, {**response.headers, "content-length": str(len(response.body))})
+            writer = EventWriter(exchange, timeout_s=self.config.write_timeout_s, on_stuck=cut)
+            try:
+                for first in range(0, len(response.body), WHOLE_BYTES):
+                    await writer.write(response.body[first : first + WHOLE_BYTES])
+                await writer.end()
+            finally:
+                writer.close()
+
+        await while_there(exchange, write)
 
     async def _work(self, exchange: Exchange, record: RequestRecord, route: Route) -> Response | None:
         """Refuse what there is no room for, before its body is read; then do it."""

@@ -106,7 +106,8 @@ class Completions:
             )
             return await self._answer(exchange, record, request, streams, answer)
         except InvalidRequest as error:
-            raise fault_of(error, param_names=CHAT_NAMES) from error
+            limit = {} if request.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
+            raise fault_of(error, param_names={**CHAT_NAMES, **limit}) from error
 
     async def complete(self, exchange: Exchange, record: RequestRecord, request: CompletionRequest) -> Response | None:
         """Complete prompts; None when that was a stream, which has been written."""
@@ -226,7 +227,7 @@ class _Relay:
         try:
             last = await self._relay(writer)
             await writer.write(last)
-            await self._exchange.end()
+            await writer.end()
         finally:
             writer.close()
 
