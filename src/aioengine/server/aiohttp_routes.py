@@ -35,7 +35,7 @@ def aiohttp_routes(engine: Engine, config: ServerConfig | None = None, *, prefix
             return web.Response(status=499)
         return exchange.response
 
-    return [web.route("*", prefix + "/{path:.*}", handle, expect_handler=_say_nothing_yet)]
+    return [web.route("*", prefix + r"/{path:[\s\S]*}", handle, expect_handler=_say_nothing_yet)]
 
 
 async def _say_nothing_yet(request: web.Request) -> None:

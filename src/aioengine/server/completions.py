@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -255,7 +254,7 @@ class _Relay:
                 return b"".join(events) + error_event(fault_of(error).body()) + answer.closing(None)
             if data := b"".join(events):
                 if self._record.time_to_first_token_s is None:
-                    self._record.time_to_first_token_s = asyncio.get_running_loop().time() - self._record.started_at
+                    self._record.time_to_first_token_s = time.monotonic() - self._record.started_at
                 await writer.write(data)
         return answer.closing(answer.usage(batch.outputs()) if self._has_usage else None)
 

@@ -31,7 +31,7 @@ class RequestRecord(msgspec.Struct, kw_only=True, weakref=True):
         path: below the mount, without the query.
         route: the path's template, such as ``/v1/models/{id}``: what metrics and spans are named by.
         client: the peer's address.
-        started_at, ended_at: by the loop's clock; nothing here reads one.
+        started_at, ended_at: by ``time.monotonic``; nothing here reads it.
         status: of the response; 0 while none has begun.
         outcome: see `Outcome`.
         error: what was raised. With a status of 500 and above, or with the outcome "error", it goes to the log with

@@ -519,7 +519,7 @@ def is_given(raw: msgspec.Raw) -> bool:
 def _decode_part(data: bytes, kind: Any, name: str) -> Any:
     try:
         return msgspec.json.decode(data, type=kind)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         said = re.sub(r" - at `\$(.*)`$", r" (at \1)", str(error))
         raise HttpFault(400, f"{name}: {said}", param=re.split(r"[.\[]", name)[0], code="invalid_type") from None
 
