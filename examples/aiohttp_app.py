@@ -12,12 +12,12 @@ Press Ctrl-C in the second one: its request is aborted.
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 
 from aiohttp import web
 
-from aioengine import Engine, EngineOverloaded, InvalidRequest
-from aioengine.server import aiohttp_routes
+from aioengine import Engine
+from aioengine.server import aiohttp_errors, aiohttp_routes
 
 ENGINE = web.AppKey("engine", Engine)
 routes = web.RouteTableDef()
@@ -48,27 +48,13 @@ async def story(request: web.Request) -> web.StreamResponse:
     return response
 
 
-@web.middleware
-async def errors(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
-    """What the engine refuses is the client's business, as long as no response has begun."""
-    try:
-        return await handler(request)
-    except EngineOverloaded as error:
-        headers = {"Retry-After": f"{max(1.0, error.retry_after_s):.0f}"}
-        return web.json_response({"error": str(error)}, status=503, headers=headers)
-    except InvalidRequest as error:
-        return web.json_response({"error": str(error)}, status=400)
-
-
 async def own_engine(app: web.Application) -> AsyncIterator[None]:
     async with app[ENGINE]:
         yield
 
 
 def make_app() -> web.Application:
-    app = web.Application(middlewares=[errors])
+    app = web.Application(middlewares=[aiohttp_errors])  # 400 and 503 for what the engine refuses
     app[ENGINE] = engine = Engine(os.environ.get("MODEL"), max_waiting=64)  # without MODEL the bundled one
     app.cleanup_ctx.append(own_engine)
     app.add_routes(routes)

@@ -19,15 +19,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Annotated
 
-import anyio
 import uvicorn
 from fastapi import Depends, FastAPI, Request, Response
-from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
-from starlette.types import Receive, Scope, Send
 
-from aioengine import AioEngineError, Engine, EngineOverloaded, InvalidRequest, Stream
-from aioengine.server import create_app
+from aioengine import AioEngineError, CompletionDelta, Engine, Stream
+from aioengine.server import StreamResponse, create_app, engine_errors, while_connected
 
 engine = Engine(os.environ.get("MODEL"), max_waiting=64)  # without MODEL the bundled one; loaded by the lifespan
 
@@ -42,7 +39,8 @@ async def get_engine() -> Engine:  # async: a plain function would cost a trip t
     return engine
 
 
-app = FastAPI(title="An app with an engine", lifespan=lifespan)
+# What the engine refuses is answered by its handlers: 400, or 503 with Retry-After.
+app = FastAPI(title="An app with an engine", lifespan=lifespan, exception_handlers=engine_errors)
 app.mount("/ai", create_app(engine))
 
 
@@ -65,66 +63,23 @@ async def ask(question: Question, engine: Annotated[Engine, Depends(get_engine)]
 
 @app.post("/ask")
 async def answer(stream: Annotated[Stream, Depends(ask)], request: Request) -> Answer:
-    async with stream, anyio.create_task_group() as group:
-        group.start_soon(abort_when_gone, request.receive, stream)
-        output = (await stream.finish()).outputs[0]
-        group.cancel_scope.cancel()
+    async with stream:
+        # Without while_connected the endpoint would run on when its client has left.
+        output = (await while_connected(request, stream.finish())).outputs[0]
     return Answer(answer=output.text, finish_reason=output.finish_reason, num_tokens=len(output.token_ids))
 
 
 @app.post("/ask/stream", response_class=Response)
 async def answer_in_pieces(stream: Annotated[Stream, Depends(ask)]) -> Response:
-    return DeltaResponse(stream)
+    return StreamResponse(stream, event, encode_error=error_event, media_type="text/event-stream")
 
 
-async def abort_when_gone(receive: Receive, stream: Stream) -> None:
-    """Nobody stops an endpoint whose client has left. Only for a request whose body has been read."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    stream.abort()
+def event(delta: CompletionDelta) -> bytes:
+    return b"data: %b\n\n" % json.dumps({"text": delta.text, "finish_reason": delta.finish_reason}).encode()
 
 
-class DeltaResponse(Response):
-    """Sends a stream as server-sent events, and owns it: however this ends, the request ends with it.
-
-    A StreamingResponse says 200 before the engine has been asked. And it does not close the generator that it reads:
-    where a client leaves amid a write, its request runs on until the generator is collected.
-    """
-
-    def __init__(self, stream: Stream) -> None:
-        self.stream = stream
-        self.status_code = 200
-        self.background = None
-        self.init_headers({"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"})
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # Entered before the response begins, so that an overloaded engine still makes a 503.
-        async with self.stream as stream, anyio.create_task_group() as group:
-            group.start_soon(abort_when_gone, receive, stream)
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            last = b""
-            try:
-                async for delta in stream:
-                    data = event(text=delta.text, finish_reason=delta.finish_reason)
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
-            except AioEngineError as error:  # too late for a status
-                last = event(error=type(error).__name__)
-            await send({"type": "http.response.body", "body": last, "more_body": False})
-            group.cancel_scope.cancel()
-
-
-def event(**fields: str | None) -> bytes:
-    return f"data: {json.dumps(fields)}\n\n".encode()
-
-
-@app.exception_handler(EngineOverloaded)
-async def overloaded(request: Request, error: EngineOverloaded) -> JSONResponse:
-    return JSONResponse({"detail": str(error)}, 503, {"Retry-After": f"{max(1.0, error.retry_after_s):.0f}"})
-
-
-@app.exception_handler(InvalidRequest)
-async def bad_request(request: Request, error: InvalidRequest) -> JSONResponse:
-    return JSONResponse({"detail": str(error)}, 400)
+def error_event(error: AioEngineError) -> bytes:
+    return b"data: %b\n\n" % json.dumps({"error": type(error).__name__}).encode()  # too late for a status
 
 
 if __name__ == "__main__":

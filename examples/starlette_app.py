@@ -3,12 +3,13 @@
     python examples/starlette_app.py          # or: uvicorn examples.starlette_app:app
 
     curl localhost:8000/story -H 'Content-Type: application/json' -d '{"about": "a fox named Ruby"}'
+    curl -N localhost:8000/story/stream -H 'Content-Type: application/json' -d '{"about": "a dog named Max"}'
     curl localhost:8000/story/later -H 'Content-Type: application/json' -d '{"about": "a cow named Betty"}'
     curl localhost:8000/stories
     curl localhost:8000/ai/v1/chat/completions -H 'Content-Type: application/json' \
         -d '{"messages": [{"role": "user", "content": "What is 8 + 7?"}], "stream": true}'
 
-Press Ctrl-C in the first one: its request is aborted. http://localhost:8000/ai/ is a page to look at.
+Press Ctrl-C in one of the first two: its request is aborted. http://localhost:8000/ai/ is a page to look at.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import contextlib
 import os
 from collections.abc import AsyncIterator
 
-import anyio
 import msgspec
 import uvicorn
 from starlette.applications import Starlette
@@ -26,8 +26,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Mount, Route
 
-from aioengine import Engine, EngineOverloaded, InvalidRequest, Stream
-from aioengine.server import create_app
+from aioengine import Engine
+from aioengine.server import StreamResponse, create_app, engine_errors, while_connected
 
 engine = Engine(os.environ.get("MODEL"), max_waiting=64)  # without MODEL the bundled one; loaded by the lifespan
 stories: list[str] = []
@@ -43,21 +43,15 @@ class Wish(msgspec.Struct):
 async def story(request: Request) -> JSONResponse:
     """Tell a story now."""
     wish = msgspec.json.decode(await request.body(), type=Wish)
-    async with (
-        engine.stream(wish.prompt(), max_tokens=400, on_full="raise") as stream,
-        anyio.create_task_group() as group,
-    ):
-        group.start_soon(abort_when_gone, request, stream)
-        output = await stream.finish()
-        group.cancel_scope.cancel()
+    # Without while_connected the handler would run on when its client has left.
+    output = await while_connected(request, engine.generate(wish.prompt(), max_tokens=400, on_full="raise"))
     return JSONResponse({"story": output.text, "finish_reason": output.outputs[0].finish_reason})
 
 
-async def abort_when_gone(request: Request, stream: Stream) -> None:
-    """Starlette lets a handler run on when its client has left. Only for a request whose body has been read."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-    stream.abort()
+async def story_in_pieces(request: Request) -> StreamResponse:
+    """Tell a story as it comes, as plain text."""
+    wish = msgspec.json.decode(await request.body(), type=Wish)
+    return StreamResponse(engine.stream(wish.prompt(), max_tokens=400, on_full="raise"))
 
 
 async def story_later(request: Request) -> JSONResponse:
@@ -76,11 +70,6 @@ async def list_stories(request: Request) -> JSONResponse:
     return JSONResponse({"stories": stories})
 
 
-async def overloaded(request: Request, error: Exception) -> JSONResponse:
-    retry_after_s = error.retry_after_s if isinstance(error, EngineOverloaded) else 1.0
-    return JSONResponse({"error": str(error)}, 503, {"Retry-After": f"{max(1.0, retry_after_s):.0f}"})
-
-
 async def bad_request(request: Request, error: Exception) -> JSONResponse:
     return JSONResponse({"error": str(error)}, 400)
 
@@ -94,12 +83,13 @@ async def lifespan(app: Starlette) -> AsyncIterator[None]:
 app = Starlette(
     routes=[
         Route("/story", story, methods=["POST"]),
+        Route("/story/stream", story_in_pieces, methods=["POST"]),
         Route("/story/later", story_later, methods=["POST"]),
         Route("/stories", list_stories),
         Mount("/ai", create_app(engine)),
     ],
     lifespan=lifespan,
-    exception_handlers={EngineOverloaded: overloaded, InvalidRequest: bad_request, msgspec.DecodeError: bad_request},
+    exception_handlers={**engine_errors, msgspec.DecodeError: bad_request},  # 503 where there is no room, ...
 )
 
 if __name__ == "__main__":

@@ -47,6 +47,7 @@ class Completion:
     """
 
     __slots__ = (
+        "_allow_at",
         "_core",
         "_cumulative_logprob",
         "_decode",
@@ -96,6 +97,8 @@ class Completion:
         self._has_stop_text = sequence.request.params.include_stop_str_in_output
         self._stream_interval = stream_interval
         self._max_unread = max_unread
+        self._allow_at = max_unread if max_unread == UNLIMITED else 0
+        """Tokens read at which the core hears that more may come."""
         self._tell_at = 1
         """Tokens at which the mailbox, or the core, must hear of it: one comparison for all others."""
         self._cumulative_logprob = 0.0
@@ -171,8 +174,8 @@ class Completion:
         self._num_read_ids = len(self.token_ids)
         self._num_read_texts = len(self._texts)
         self._tell_at = self._num_read_ids + min(self._stream_interval, self._max_unread)
-        if self._max_unread != UNLIMITED:
-            self._core.unblock(self.sequence)
+        if self._num_read_ids >= self._allow_at:
+            self._allow()
         return CompletionDelta(
             index=index,
             text=text,
@@ -185,7 +188,7 @@ class Completion:
     def lift_limit(self) -> None:
         """Nobody will read, but for the end: let it come."""
         if self._max_unread != UNLIMITED:
-            self._max_unread = UNLIMITED
+            self._max_unread = self._allow_at = UNLIMITED
             self._core.unblock(self.sequence)
 
     def output(self, index: int) -> CompletionOutput:
@@ -199,6 +202,11 @@ class Completion:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
         )
+
+    def _allow(self) -> None:
+        """Let so many more be computed. Not for each token that is read: from another process that takes a message."""
+        self._allow_at = self._num_read_ids + (self._max_unread + 1) // 2
+        self._core.unblock(self.sequence)
 
     def _tell(self) -> None:
         self._tell_at = self._num_read_ids + self._max_unread

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 from examples.conftest import Client, events, running_asgi, until
 
-from aioengine import Engine, StepFailed, Stream
+from aioengine import CompletionDelta, Engine, StepFailed, Stream
 from aioengine.testing import FakeExecutor
 
 SUM = {"question": "What is 8 + 7?"}
@@ -58,10 +58,10 @@ async def test_a_client_that_leaves_amid_its_stream_ends_its_request(client: Cli
 
 
 async def test_a_client_that_leaves_amid_a_write_ends_its_request(client: Client) -> None:
-    written = []
+    written: list[CompletionDelta] = []
 
-    def large_event(**fields: str | None) -> bytes:
-        written.append(fields)
+    def large_event(delta: CompletionDelta) -> bytes:
+        written.append(delta)
         return b"x" * 2**24  # more than sockets hold
 
     client.module.event = large_event
@@ -82,7 +82,7 @@ async def test_an_overloaded_engine_is_a_503(client: Client, path: str) -> None:
     async with client.overloaded():
         answer = await client.http.post(path, json=SUM)
         assert answer.status_code == 503
-        assert "wait already" in answer.json()["detail"]
+        assert "wait already" in answer.json()["error"]["message"]
         assert int(answer.headers["retry-after"]) >= 1
     await client.until_idle()
     assert (await client.http.post(path, json=SUM)).status_code == 200
@@ -94,7 +94,7 @@ async def test_what_does_not_fit_is_refused(client: Client, path: str) -> None:
         assert (await client.http.post(path, json=body)).status_code == 422
     too_long = await client.http.post(path, json={"question": "x9" * 2000})
     assert too_long.status_code == 400
-    assert too_long.json()["detail"].startswith("prompt has ")
+    assert too_long.json()["error"]["message"].startswith("prompt has ")
 
 
 async def test_a_stream_that_breaks_says_so(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,7 +130,7 @@ async def test_all_cells_twice_in_one_kernel(kernel: Kernel) -> None:
 
 async def test_an_interrupted_cell_leaves_the_engine_and_the_server_well(kernel: Kernel) -> None:
     start, *_ = cells()
-    names, serve, client, stop = cells_with("fox = [", "Listener(", "AsyncOpenAI(", "stop.ask()")
+    names, serve, client, stop = cells_with("fox = [", "start_server(", "AsyncOpenAI(", "server.aclose()")
     await kernel.run_all([start, "import asyncio", names, serve])
     assert await kernel.interrupt(ENDLESS) in ("KeyboardInterrupt", "CancelledError")
     assert await kernel.run("stats = engine.stats(); stats.running, stats.waiting, stats.finished['abort']") == (
@@ -145,7 +145,7 @@ async def test_an_interrupted_start_leaves_nothing(kernel: Kernel) -> None:
     waiting = "print('loading', flush=True)\nwhile True:\n    await (await Engine.start()).aclose()"
     await kernel.run("from aioengine import Engine")
     assert await kernel.interrupt(waiting) in ("KeyboardInterrupt", "CancelledError")
-    (start, *_), (stop,) = cells(), cells_with("stop.ask()")
+    (start, *_), (stop,) = cells(), cells_with("server.aclose()")
     assert "KV cache" in await kernel.run(start)
     await kernel.run(stop.splitlines()[-1])
     await kernel.run(THREADS_END)

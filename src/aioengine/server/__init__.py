@@ -3,6 +3,7 @@
 ```python
 app = create_app(engine)  # Starlette: app.mount("/ai", create_app(engine)), or uvicorn.run(create_app(Engine()))
 app.add_routes(aiohttp_routes(engine, prefix="/ai"))  # aiohttp
+server = await start_server(engine, port=8000)  # in a notebook; await server.aclose()
 ```
 """
 
@@ -12,19 +13,41 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from aioengine.server.aiohttp_routes import aiohttp_routes
+    from aioengine.server.aiohttp_face import aiohttp_errors, aiohttp_routes
     from aioengine.server.asgi import create_app
+    from aioengine.server.http_server import HttpServer, start_server
+    from aioengine.server.responses import StreamResponse, engine_errors, while_connected
     from aioengine.server.server_config import ServerConfig
+    from aioengine.server.serving import HttpLimits
 
-__all__ = ["ServerConfig", "aiohttp_routes", "create_app"]
+__all__ = [
+    "HttpLimits",
+    "HttpServer",
+    "ServerConfig",
+    "StreamResponse",
+    "aiohttp_errors",
+    "aiohttp_routes",
+    "create_app",
+    "engine_errors",
+    "start_server",
+    "while_connected",
+]
 
-_HOMES = {"ServerConfig": "server_config", "aiohttp_routes": "aiohttp_routes", "create_app": "asgi"}
+_HOMES = {
+    "aiohttp_face": ["aiohttp_errors", "aiohttp_routes"],
+    "asgi": ["create_app"],
+    "http_server": ["HttpServer", "start_server"],
+    "responses": ["StreamResponse", "engine_errors", "while_connected"],
+    "server_config": ["ServerConfig"],
+    "serving": ["HttpLimits"],
+}
+_HOME_OF = {name: f"aioengine.server.{module}" for module, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
     """Each framework is imported by who uses it alone."""
     if name not in __all__:
         raise AttributeError(f"module 'aioengine.server' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"aioengine.server.{_HOMES[name]}"), name)
+    value = getattr(importlib.import_module(_HOME_OF[name]), name)
     globals()[name] = value
     return value

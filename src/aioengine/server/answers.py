@@ -110,12 +110,14 @@ class _Events:
     """Makes one answer's events: ``data: <head, "choices":[{"index":0,> … <}]>`` and an empty line."""
 
     def __init__(self, head: Head, kind: str, *, has_usage: bool) -> None:
-        self._head = encode(head.fields(kind))[:-1]
+        self._head = _in_one_line(encode(head.fields(kind))[:-1])
         self._prefixes: dict[int, bytes] = {}
         self._end = b'}],"usage":null}\n\n' if has_usage else b"}]}\n\n"
 
     def make(self, choice: int, content: bytes, usage: Usage | None) -> bytes:
         """An event with one choice, of which ``content`` is what follows its index."""
+        if not content.isascii():
+            content = _in_one_line(content)
         prefix = self._prefixes.get(choice)
         if prefix is None:
             prefix = b'data: %b,"choices":[{"index":%d,' % (self._head, choice)
@@ -127,6 +129,16 @@ class _Events:
     def usage(self, usage: Usage) -> bytes:
         """The event that tells of the usage alone."""
         return b'data: %b,"choices":[],"usage":%b}\n\n' % (self._head, encode(usage.plain()))
+
+
+LINE_ENDS = tuple((end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\u2029")
+
+
+def _in_one_line(data: bytes) -> bytes:
+    """JSON without what is the end of a line for clients that read by Python's ``splitlines``, and for nobody else."""
+    for end, escaped in LINE_ENDS:
+        data = data.replace(end, escaped)
+    return data
 
 
 def error_event(body: bytes) -> bytes:

@@ -25,6 +25,7 @@ from aioengine.server.http_metrics import HttpMetrics
 from aioengine.server.page import page
 from aioengine.server.record import RequestRecord
 from aioengine.server.schema import (
+    SMALL_BODY_BYTES,
     TEXTS_A_MESSAGE,
     AbortRequest,
     ChatRequest,
@@ -32,6 +33,7 @@ from aioengine.server.schema import (
     DetokenizeRequest,
     TokenizeRequest,
     decode,
+    decode_in_turns,
     is_given,
     read_messages,
     read_text,
@@ -74,12 +76,12 @@ class Api:
     """One engine's HTTP face; `serve` is its one entry.
 
     Args:
-        engine: may be started later; until then requests hear 503.
+        engine: may be started later; until then requests hear 503. Or a function that finds it, asked at each request.
         config: absent: the defaults.
     """
 
-    def __init__(self, engine: Engine, config: ServerConfig | None = None) -> None:
-        self.engine = engine
+    def __init__(self, engine: Engine | Callable[[], Engine], config: ServerConfig | None = None) -> None:
+        self._find_engine: Callable[[], Engine] = (lambda: engine) if isinstance(engine, Engine) else engine
         self.config = config if config is not None else ServerConfig()
         self.is_draining = False
         """Set by whoever serves: `/health` says so, and no new work is taken."""
@@ -103,9 +105,16 @@ class Api:
         self._tracing = Tracing()
         self._keys = ApiKeys(self.config.api_keys)
         self._bodies = BodyReader(timeout_s=self.config.body_timeout_s, max_bodies=MAX_BODIES_AT_ONCE)
-        self._completions = Completions(engine, self.config, self.model_name)
+        self._decoding = asyncio.Lock()
+        """For large bodies: one of them a turn of the loop."""
+        self._completions = Completions(self._find_engine, self.config, self.model_name)
         self._num_open = 0
         self._created = int(time.time())
+
+    @property
+    def engine(self) -> Engine:
+        """The one that is served now."""
+        return self._find_engine()
 
     # Every request
 
@@ -120,7 +129,8 @@ class Api:
             client=exchange.client,
         )
         self._metrics_of_http.began()
-        route = self._routes.get(MODEL_PATH if exchange.path.startswith(MODEL_PREFIX) else exchange.path)
+        is_of_model = exchange.path.startswith(MODEL_PREFIX) and exchange.path != MODEL_PREFIX
+        route = self._routes.get(MODEL_PATH if is_of_model else exchange.path)
         record.route = route.path if route is not None else record.route
         span = self._tracing.begin(record, exchange.headers)
         try:
@@ -184,7 +194,7 @@ class Api:
         Raises:
             ClientGone, ClientCut: it left, or did not take it in time.
         """
-        if len(response.body) <= WHOLE_BYTES:
+        if len(response.body) <= WHOLE_BYTES or exchange.method == "HEAD":  # of which no server sends the body
             await exchange.respond(response)
             return
 
@@ -237,7 +247,11 @@ class Api:
                 code="unsupported_media_type",
             )
         body = await self._bodies.read(exchange, self.config.body_limit(self.engine.info.max_model_len))
-        return decode(body, kind, max_texts=TEXTS_A_MESSAGE * self.config.max_messages)
+        max_texts = TEXTS_A_MESSAGE * self.config.max_messages
+        if len(body) <= SMALL_BODY_BYTES:
+            return decode(body, kind, max_texts=max_texts)
+        async with self._decoding:  # many that came together would hold the loop together
+            return await decode_in_turns(body, kind, max_texts=max_texts)
 
     # Generating
 
@@ -395,13 +409,16 @@ class Api:
             EngineClosed, EngineDead
         """
         if self.engine.health().status == "DEAD":
+            self.engine.check_accepting()  # one that was closed is not broken, and says so here
             raise EngineDead("the engine has stopped working")
 
     def _expose(self) -> Exposition:
-        if self._exposition is None:
+        engine = self.engine
+        if self._exposition is None or self._exposition.engine is not engine:
+            self.close()
             # Only now: a connected engine knows its model once it is connected.
             self._exposition = Exposition(
-                self.engine, self._metrics_of_http, self.config.metrics_prefix, self.model_names[0]
+                engine, self._metrics_of_http, self.config.metrics_prefix, self.model_names[0]
             )
         return self._exposition
 

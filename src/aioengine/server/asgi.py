@@ -21,14 +21,15 @@ CUT_EXTENSION = "aioengine.cut"
 """A function in ``scope["extensions"]`` that ends the connection at once; our own server has it."""
 
 
-def create_app(engine: Engine, config: ServerConfig | None = None) -> Starlette:
+def create_app(engine: Engine | Callable[[], Engine], config: ServerConfig | None = None) -> Starlette:
     """The OpenAI-compatible API of an engine: ``app.mount("/ai", create_app(engine))``, or served alone.
 
     Mounted, the host app's lifespan starts and closes the engine, before or after this call; until then requests
     hear 503. Served alone, the app starts an engine that has not been started, and closes it at the end.
 
     Args:
-        engine: belongs to the loop that it is started on, which must be the one that serves.
+        engine: belongs to the loop that it is started on, which must be the one that serves. Or a function that finds
+            it, asked at each request: for a host app that starts more than once, and has an engine for each time.
         config: limits, API keys and names; absent: the defaults.
     Returns:
         an app whose ``state.api`` is the `Api` behind it.
@@ -38,8 +39,8 @@ def create_app(engine: Engine, config: ServerConfig | None = None) -> Starlette:
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         try:
-            if _is_new(engine):
-                async with engine:
+            if _is_new(api.engine):
+                async with api.engine:
                     yield
             else:
                 yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -36,6 +37,8 @@ EVENT_HEADERS = {
 }
 KEEPALIVE = b": still here\n\n"
 """A comment, which clients of server-sent events pass over."""
+LONG_PROMPT = 500
+"""Ids or messages of a prompt that is not checked in the same turn as another one."""
 CHAT_NAMES = {"prompt": "messages", "logprobs": "top_logprobs"}
 """What chats call the engine's parameters."""
 
@@ -62,16 +65,17 @@ async def while_there(exchange: Exchange, work: Callable[[Callable[[], None]], A
             gone.append(reason)
             group.cancel_scope.cancel()
 
-        async def watch() -> None:
-            await exchange.gone()
-            leave(ClientGone())
+        async def do() -> None:
+            try:
+                results.append(await work(lambda: leave(ClientCut())))
+            except Exception as error:  # a group would wrap it
+                errors.append(error)
+            group.cancel_scope.cancel()
 
-        group.start_soon(watch)
-        try:
-            results.append(await work(lambda: leave(ClientCut())))
-        except Exception as error:  # a group would wrap it
-            errors.append(error)
-        group.cancel_scope.cancel()
+        # The work is the child: each token resumes what it is awaited by, and a server's layers are many (1 µs).
+        group.start_soon(do)
+        await exchange.gone()
+        leave(ClientGone())
     if results:
         return results[0]
     raise (errors or gone)[0]
@@ -81,22 +85,28 @@ class Completions:
     """Answers both kinds of generation.
 
     Args:
-        engine: started by the time of the first request.
+        find_engine: where the engine is.
         config: of the server.
         model_name: the name to answer with for the one that was asked for.
     """
 
-    def __init__(self, engine: Engine, config: ServerConfig, model_name: Callable[[str | None], str]) -> None:
-        self._engine = engine
+    def __init__(
+        self, find_engine: Callable[[], Engine], config: ServerConfig, model_name: Callable[[str | None], str]
+    ) -> None:
+        self._find_engine = find_engine
         self._config = config
         self._model_name = model_name
+
+    @property
+    def _engine(self) -> Engine:
+        return self._find_engine()
 
     async def chat(self, exchange: Exchange, record: RequestRecord, request: ChatRequest) -> Response | None:
         """Answer a chat; None when that was a stream, which has been written."""
         self._note(record, request)
         messages = read_messages(request.messages, self._config.max_messages)
         try:
-            streams = self._streams(record, request, [messages], chat_template_kwargs=template_kwargs(request))
+            streams = await self._streams(record, request, [messages], chat_template_kwargs=template_kwargs(request))
             answer = ChatAnswer(
                 self._head("chatcmpl", record, streams),
                 self._engine.token_bytes,
@@ -114,7 +124,7 @@ class Completions:
         prompts = read_prompts(
             request.prompt, max_prompts=self._config.max_prompts, max_ids=self._engine.info.max_model_len
         )
-        streams = self._streams(record, request, prompts)
+        streams = await self._streams(record, request, prompts)
         answer = CompletionAnswer(
             self._head("cmpl", record, streams),
             self._engine.token_bytes,
@@ -141,15 +151,20 @@ class Completions:
         assert record.model is not None
         return Head(id=f"{kind}-{streams[0].request_id}", created=int(time.time()), model=record.model)
 
-    def _streams(self, record: RequestRecord, request: Generation, prompts: list[Any], **options: Any) -> list[Stream]:
-        """The engine's streams for the prompts, checked and not entered.
+    async def _streams(
+        self, record: RequestRecord, request: Generation, prompts: list[Any], **options: Any
+    ) -> list[Stream]:
+        """The engine's streams for the prompts, checked and not entered; with turns for others between long ones.
 
         Raises:
             InvalidRequest, EngineOverloaded: one is bad, or there is no room for them all.
         """
         sampling = request.sampling()
-        streams = [
-            self._engine.stream(
+        streams = []
+        for prompt in prompts:
+            if len(prompt) > LONG_PROMPT:
+                await asyncio.sleep(0)
+            stream = self._engine.stream(
                 prompt,
                 request_id=record.request_id if request.request_id is None else request.request_id,
                 priority=request.priority or 0,
@@ -159,8 +174,7 @@ class Completions:
                 **options,
                 **sampling,
             )
-            for prompt in prompts
-        ]
+            streams.append(stream)
         params = streams[0].params
         self._engine.check_accepting(sum(stream.params.num_sequences for stream in streams))
         record.num_prompts = len(streams)

@@ -327,7 +327,7 @@ class Exposition:
     """
 
     def __init__(self, engine: Engine, http_metrics: HttpMetrics, prefix: str, model_name: str) -> None:
-        self._engine = engine
+        self.engine = engine
         self._prefix = prefix
         self._labels = {"model_name": model_name, "engine": "0"}
         self._state = EngineState()
@@ -348,7 +348,7 @@ class Exposition:
         """
         if self._stop_watching is None:
             try:
-                self._stop_watching = self._engine.add_observer(self._totals)
+                self._stop_watching = self.engine.add_observer(self._totals)
             except AioEngineError:
                 pass  # it is not up
 
@@ -362,7 +362,7 @@ class Exposition:
         """The body, and its content type: OpenMetrics where the client prefers it; whatever the state of the engine."""
         content_type = OPENMETRICS if _prefers_openmetrics(accept) else TEXT
         self.watch()
-        metrics = self._state.read(self._engine)
+        metrics = self._state.read(self.engine)
         if metrics is not None and metrics is not self._metrics:
             self._metrics = metrics
             self._of_engine = list(self._families("engine", metrics))

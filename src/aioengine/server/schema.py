@@ -6,6 +6,7 @@ would change the answer and is not supported is refused, never left out in silen
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import re
 from typing import Any, ClassVar, Literal, TypeVar
@@ -24,6 +25,9 @@ MAX_FIELD_BYTES = 2**18
 MAX_OTHER_TEXTS = 2**14
 """JSON texts in a body beside its prompts and messages."""
 TEXTS_A_MESSAGE = 64
+MAX_TOOL_BYTES = 2**20
+MAX_TOOL_VALUES = 2**14
+"""Of all tool calls in a chat: a value is decoded and copied in a microsecond, and a call has about ten."""
 
 Plain = Any
 """JSON of any kind, for a field whose value is only looked at to be refused."""
@@ -190,6 +194,8 @@ class ChatRequest(Generation, kw_only=True, forbid_unknown_fields=True):
         "moderation": (),
         "parallel_tool_calls": (True, False),  # says nothing without tools
         "prediction": (),
+        "prompt_cache_options": (),
+        "prompt_cache_retention": ("in_memory",),
         "reasoning_effort": (),
         "response_format": ({"type": "text"},),
         "service_tier": ("auto", "default"),
@@ -222,6 +228,8 @@ class ChatRequest(Generation, kw_only=True, forbid_unknown_fields=True):
     moderation: Plain = None
     parallel_tool_calls: Plain = None
     prediction: Plain = None
+    prompt_cache_options: Plain = None
+    prompt_cache_retention: Plain = None
     reasoning_effort: Plain = None
     response_format: Plain = None
     service_tier: Plain = None
@@ -328,21 +336,55 @@ def decode(body: bytes, kind: type[T], *, max_texts: int = 0) -> T:
     Raises:
         HttpFault: 400; names the field where there is one.
     """
+    if len(body) > SMALL_BODY_BYTES:
+        _check_texts(body, max_texts)
+        _check_fields(body, kind)
+    return _decoded(body, kind)
+
+
+async def decode_in_turns(body: bytes, kind: type[T], *, max_texts: int = 0) -> T:
+    """As `decode`, with turns for others between its passes over a large body: each takes a millisecond a MiB."""
+    if len(body) <= SMALL_BODY_BYTES:
+        return _decoded(body, kind)
+    await asyncio.sleep(0)
+    _check_texts(body, max_texts)
+    await asyncio.sleep(0)
+    _check_fields(body, kind)
+    await asyncio.sleep(0)
+    decoded = _decoded(body, kind)
+    await asyncio.sleep(0)  # its prompt is decoded next
+    return decoded
+
+
+def _decoded(body: bytes, kind: type[T]) -> T:
     try:
-        if len(body) > SMALL_BODY_BYTES:
-            _check_shape(body, max_texts)
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise _undecodable(error, kind) from None
 
 
-def _check_shape(body: bytes, max_texts: int) -> None:
-    """Refuse what would take long to decode: a millisecond a MiB, and no more for what is in it."""
-    if num_texts(body) > MAX_OTHER_TEXTS + max_texts:
+def _check_texts(body: bytes, max_texts: int) -> None:
+    if has_more_texts(body, MAX_OTHER_TEXTS + max_texts):
         raise HttpFault(400, "the request has too many prompts, messages or other texts; send less at once")
-    for name, value in msgspec.json.decode(body, type=dict[str, msgspec.Raw]).items():
+
+
+def _check_fields(body: bytes, kind: type[msgspec.Struct]) -> None:
+    """Refuse large fields other than those that are meant to be: decoding them makes objects of all that is in them."""
+    for name, value in _decoded_fields(body, kind).items():
         if name not in ("prompt", "messages", "tokens") and len(memoryview(value)) > MAX_FIELD_BYTES:
             raise _bad(name[:MAX_NAME_CHARS], f"{shorten(name)} is larger than {MAX_FIELD_BYTES:,} bytes; send less")
+
+
+def _decoded_fields(body: bytes, kind: type[msgspec.Struct]) -> dict[str, msgspec.Raw]:
+    try:
+        return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise _undecodable(error, kind) from None
+
+
+def has_more_texts(data: bytes, limit: int) -> bool:
+    """Whether `num_texts` is larger; most bodies have too few quotes for that, escaped ones and all."""
+    return data.count(b'"') > limit and num_texts(data) > limit
 
 
 def num_texts(data: bytes) -> int:
@@ -395,14 +437,30 @@ def read_messages(raw: msgspec.Raw, max_messages: int) -> list[dict[str, Any]]:
         HttpFault: 400; says which message is wrong and how.
     """
     data = _required(raw, "messages")
-    if num_texts(data) > TEXTS_A_MESSAGE * max_messages:
+    if has_more_texts(data, TEXTS_A_MESSAGE * max_messages):
         raise _too_many("messages", max_messages)
     messages = _decode_part(data, list[ChatMessage], "messages")
     if not messages:
         raise _bad("messages", "messages is empty; give at least one")
     if len(messages) > max_messages:
         raise _too_many("messages", max_messages)
+    _check_tool_calls([bytes(message.tool_calls) for message in messages if is_given(message.tool_calls)])
     return [_plain_message(place, message) for place, message in enumerate(messages)]
+
+
+def _check_tool_calls(calls: list[bytes]) -> None:
+    """Refuse what would take long to decode and copy."""
+    if sum(map(len, calls)) > MAX_TOOL_BYTES:
+        raise _bad("messages", f"the messages' tool_calls have more than {MAX_TOOL_BYTES:,} bytes; send less at once")
+    # Values are counted by what stands around them; arguments are texts, and full of that.
+    structure = b"".join([part for call in calls for part in _without_escapes(call).split(b'"')[::2]])
+    if sum(map(structure.count, (b",", b"[", b"{"))) > MAX_TOOL_VALUES:
+        raise _bad("messages", f"the messages' tool_calls have more than {MAX_TOOL_VALUES:,} values; send less at once")
+
+
+def _without_escapes(data: bytes) -> bytes:
+    """JSON in which each quote begins or ends a text."""
+    return data.replace(b"\\\\", b"").replace(b'\\"', b"")
 
 
 def _plain_message(place: int, message: ChatMessage) -> dict[str, Any]:
@@ -423,10 +481,7 @@ def _plain_message(place: int, message: ChatMessage) -> dict[str, Any]:
         if is_given(getattr(message, name)):
             raise unsupported(f"messages[{place}].{name}")
     if is_given(message.tool_calls):
-        data = bytes(message.tool_calls)
-        if len(data) > MAX_FIELD_BYTES:
-            raise _bad("messages", f"messages[{place}].tool_calls is larger than {MAX_FIELD_BYTES:,} bytes")
-        plain["tool_calls"] = _decode_part(data, list[dict[str, Any]], f"messages[{place}].tool_calls")
+        plain["tool_calls"] = _decode_part(message.tool_calls, list[dict[str, Any]], f"messages[{place}].tool_calls")
     return plain
 
 
@@ -447,7 +502,7 @@ def read_prompts(raw: msgspec.Raw, *, max_prompts: int, max_ids: int) -> list[st
     if kind == "empty":
         raise _bad("prompt", "the prompt is empty; give at least one character or token id")
     if kind == "texts":
-        if num_texts(data) > 2 * max_prompts:
+        if has_more_texts(data, 2 * max_prompts):
             raise _too_many("prompts", max_prompts)
         prompts: list[Any] = _decode_part(data, list[str], "prompt")
     else:

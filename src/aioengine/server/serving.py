@@ -329,14 +329,12 @@ async def serve(
         ConfigError: the place was taken meanwhile, or the app's lifespan failed to start.
         EngineDead: the engine has died; who waited for an answer has had `ABORT_GRACE_S` to read an error.
     """
-    server = _Server(app, engine, listener, stop, limits or HttpLimits())
+    server = Server(app, engine, listener, stop, limits or HttpLimits())
     try:
         await server.start()
         on_serving(listener.url)
         await server.wait_for_stop()
-        await server.take_in()
-        on_drain()
-        await server.drain(drain_timeout_s)
+        await server.drain(drain_timeout_s, on_drain)
         server.look_at_engine()  # what has ended may have ended by its death
     finally:
         with anyio.CancelScope(shield=True):  # each step has a deadline of its own
@@ -345,7 +343,7 @@ async def serve(
         raise EngineDead(server.death)
 
 
-class _Server:
+class Server:
     """A server's parts, and the order in which they end. What wakes it: being asked, a connection's end, a tick."""
 
     def __init__(self, app: Any, engine: Served, listener: Listener, stop: Stop, limits: HttpLimits) -> None:
@@ -394,13 +392,12 @@ class _Server:
         """Wait until it is asked to stop, or the engine dies."""
         await self._until(lambda: self._stop.num_asked > 0)
 
-    async def take_in(self) -> None:
-        """Take over the connections that the system has accepted: closing its socket would reset them."""
+    async def drain(self, timeout_s: float, on_drain: Callable[[], None] = lambda: None) -> None:
+        """Let what was accepted end, or abort it."""
+        # Connections that the system has accepted are taken over first: closing its socket would reset them.
         for _ in range(TURNS_TO_TAKE_IN):
             await asyncio.sleep(0)
-
-    async def drain(self, timeout_s: float) -> None:
-        """Let what was accepted end, or abort it."""
+        on_drain()
         state = self._state
         state.drain()
         await self._stop_listening()

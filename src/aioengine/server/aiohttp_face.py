@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 from aiohttp import web
 
 from aioengine.engine import Engine
+from aioengine.errors import AioEngineError
 from aioengine.server.api import Api
 from aioengine.server.exchange import ClientGone, Response
+from aioengine.server.faults import fault_of
 from aioengine.server.server_config import ServerConfig
 
 
-def aiohttp_routes(engine: Engine, config: ServerConfig | None = None, *, prefix: str = "") -> list[web.RouteDef]:
+def aiohttp_routes(
+    engine: Engine | Callable[[], Engine], config: ServerConfig | None = None, *, prefix: str = ""
+) -> list[web.RouteDef]:
     """The OpenAI-compatible API of an engine: ``app.add_routes(aiohttp_routes(engine, prefix="/ai"))``.
 
     The app's own ``cleanup_ctx`` starts and closes the engine. The limit on bodies is the config's: aiohttp's
     ``client_max_size`` has no say here.
 
     Args:
-        engine: belongs to the loop that it is started on, which must be the app's.
+        engine: belongs to the loop that it is started on, which must be the app's. Or a function that finds it, asked
+            at each request.
         config: limits, API keys and names; absent: the defaults.
         prefix: of all paths; begins with "/" and does not end with one.
     """
@@ -35,7 +40,23 @@ def aiohttp_routes(engine: Engine, config: ServerConfig | None = None, *, prefix
             return web.Response(status=499)
         return exchange.response
 
-    return [web.route("*", prefix + r"/{path:[\s\S]*}", handle, expect_handler=_say_nothing_yet)]
+    async def add_slash(request: web.Request) -> web.Response:
+        raise web.HTTPTemporaryRedirect(request.path + "/")
+
+    routes = [web.route("*", prefix + r"/{path:[\s\S]*}", handle, expect_handler=_say_nothing_yet)]
+    return [web.get(prefix, add_slash), *routes] if prefix else routes
+
+
+@web.middleware
+async def aiohttp_errors(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """A middleware for handlers of your own: what the engine raises becomes 400, 503 or 500, as the API answers it."""
+    try:
+        return await handler(request)
+    except AioEngineError as error:
+        response = fault_of(error).response()
+        return web.Response(status=response.status, body=response.body, headers=response.headers)
 
 
 async def _say_nothing_yet(request: web.Request) -> None:

@@ -1,0 +1,87 @@
+"""A server beside other things on a loop: started in one cell of a notebook, and closed in another."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import anyio
+
+from aioengine.engine import Engine
+from aioengine.server.asgi import create_app
+from aioengine.server.server_config import ServerConfig
+from aioengine.server.serving import HttpLimits, Listener, Listening, Server, Stop
+
+if TYPE_CHECKING:
+    from aioengine.server.api import Api
+
+
+async def start_server(
+    engine: Engine,
+    config: ServerConfig | None = None,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    uds: str | None = None,
+    limits: HttpLimits | None = None,
+) -> HttpServer:
+    """Serve a started engine on the running loop, and come back: ``server = await start_server(engine)``.
+
+    No signal handlers, no tasks of its own, no logging set up. Close it before the engine.
+
+    Args:
+        config: limits, API keys and names; absent: the defaults.
+        host, port: where; 0 leaves the port to the system. See `HttpServer.url`.
+        uds: the path of a Unix socket, instead of host and port.
+        limits: of connections.
+    Raises:
+        ConfigError: the place cannot be had.
+    """
+    listener = await anyio.to_thread.run_sync(Listener, Listening(host=host, port=port, uds=uds))
+    app = create_app(engine, config)
+    server = HttpServer(app.state.api, Server(app, engine, listener, Stop(), limits or HttpLimits()), listener.url)
+    try:
+        await server._server.start()
+    except BaseException:
+        with anyio.CancelScope(shield=True):  # each step has a deadline of its own
+            await server._server.aclose()
+        raise
+    return server
+
+
+class HttpServer:
+    """A server that runs. Made by `start_server`; ``async with await start_server(engine) as server: ...`` closes it.
+
+    Attributes:
+        url: where, such as ``http://127.0.0.1:8000``.
+    """
+
+    def __init__(self, api: Api, server: Server, url: str) -> None:
+        self.url = url
+        self._api = api
+        self._server = server
+
+    async def aclose(self, *, drain_timeout_s: float = 30.0) -> None:
+        """Take no more clients, and let what was accepted end for so long; then abort it. Idempotent.
+
+        Cancelling cuts off who is still connected.
+        """
+        try:
+            await self._server.drain(drain_timeout_s, self._note_draining)
+        finally:
+            with anyio.CancelScope(shield=True):  # each step has a deadline of its own
+                await self._server.aclose()
+
+    def _note_draining(self) -> None:
+        self._api.is_draining = True
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __repr__(self) -> str:
+        return f"<HttpServer {self.url}>"
