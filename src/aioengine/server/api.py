@@ -138,11 +138,11 @@ class Api:
             if response is not None:
                 record.status = response.status
                 headers = {**response.headers, "x-request-id": record.request_id}
-                await self._respond(exchange, Response(response.status, response.body, headers))
+                await self._respond(exchange, record, Response(response.status, response.body, headers))
         except ClientCut:
             record.outcome = "cut"
         except ClientGone:
-            record.outcome = "client_gone"
+            record.outcome = "cut" if record.outcome == "cut" else "client_gone"
         except asyncio.CancelledError:
             record.outcome = "client_gone"
             raise
@@ -182,20 +182,29 @@ class Api:
         except Exception as error:
             fault = fault_of(error)
             record.error = error
+            if record.status:  # an answer now would stand in the middle of one
+                record.outcome = "error"
+                exchange.cut()
+                return None
             if fault.code == "overloaded":
                 record.outcome = "shed"
             elif fault.status >= 500:
                 record.outcome = "error"
             return fault.response()
 
-    async def _respond(self, exchange: Exchange, response: Response) -> None:
+    async def _respond(self, exchange: Exchange, record: RequestRecord, response: Response) -> None:
         """Give the response; a large one piece by piece, as its client takes it.
 
         Raises:
             ClientGone, ClientCut: it left, or did not take it in time.
         """
         if len(response.body) <= WHOLE_BYTES or exchange.method == "HEAD":  # of which no server sends the body
-            await exchange.respond(response)
+            # It waits where the client has not read yet what it asked for before.
+            timer = asyncio.get_running_loop().call_later(self.config.write_timeout_s, _cut, exchange, record)
+            try:
+                await exchange.respond(response)
+            finally:
+                timer.cancel()
             return
 
         async def write(cut: Callable[[], None]) -> None:
@@ -421,6 +430,11 @@ class Api:
                 engine, self._metrics_of_http, self.config.metrics_prefix, self.model_names[0]
             )
         return self._exposition
+
+
+def _cut(exchange: Exchange, record: RequestRecord) -> None:
+    record.outcome = "cut"
+    exchange.cut()
 
 
 MODEL_PREFIX = "/v1/models/"

@@ -36,7 +36,9 @@ async def start_server(
         limits: of connections.
     Raises:
         ConfigError: the place cannot be had.
+        EngineClosed, EngineDead: the engine is not running.
     """
+    engine.describe()  # raises where it is not running
     listener = await anyio.to_thread.run_sync(Listener, Listening(host=host, port=port, uds=uds))
     app = create_app(engine, config)
     server = HttpServer(app.state.api, Server(app, engine, listener, Stop(), limits or HttpLimits()), listener.url)

@@ -384,7 +384,8 @@ def _decoded_fields(body: bytes, kind: type[msgspec.Struct]) -> dict[str, msgspe
 
 def has_more_texts(data: bytes, limit: int) -> bool:
     """Whether `num_texts` is larger; most bodies have too few quotes for that, escaped ones and all."""
-    return data.count(b'"') > limit and num_texts(data) > limit
+    num_quotes = data.count(b'"')
+    return num_quotes > limit and num_quotes - data.count(b'\\"') > limit
 
 
 def num_texts(data: bytes) -> int:

@@ -1,0 +1,292 @@
+"""What routes of one's own take from the package: responses of streams, errors, and a server beside other things."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+from aiohttp import web
+from server.conftest import plain_client, serving_app
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Mount, Route
+from starlette.testclient import TestClient
+
+from aioengine import AioEngineError, CompletionDelta, Engine, EngineClosed, StepFailed, Stream
+from aioengine.server import (
+    HttpLimits,
+    ServerConfig,
+    StreamResponse,
+    aiohttp_errors,
+    create_app,
+    engine_errors,
+    start_server,
+    while_connected,
+)
+from aioengine.testing import FakeExecutor
+
+PROMPT = [1, 2, 3]
+
+
+def slow_engine(**config: int) -> Engine:
+    """Its steps end by the test's hand."""
+    return Engine(executor=FakeExecutor(vocab_size=2048, is_manual=True), **config)
+
+
+def quick_engine(**config: int) -> Engine:
+    return Engine(executor=FakeExecutor(vocab_size=2048), **config)
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    for _ in range(1_000_000):
+        if is_so():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("it never came to be so")
+
+
+def num_live(engine: Engine) -> int:
+    stats = engine.stats()
+    return stats.running + stats.waiting
+
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+@asynccontextmanager
+async def hosted(handler: Handler) -> AsyncIterator[httpx.AsyncClient]:
+    app = Starlette(routes=[Route("/", handler)], exception_handlers=engine_errors)
+    async with serving_app(app) as url, plain_client(url) as client:
+        yield client
+
+
+async def test_a_stream_response_is_its_deltas_texts() -> None:
+    async with quick_engine() as engine:
+        expected = (await engine.generate(PROMPT, max_tokens=30, seed=1, ignore_eos=True)).text
+
+        async def handler(request: Request) -> Response:
+            return StreamResponse(engine.stream(PROMPT, max_tokens=30, seed=1, ignore_eos=True))
+
+        async with hosted(handler) as client:
+            answer = await client.get("/")
+    assert answer.text == expected
+    assert answer.headers["content-type"] == "text/plain; charset=utf-8"
+    assert "content-length" not in answer.headers
+
+
+async def test_a_stream_response_encodes_as_it_is_told() -> None:
+    def encode(delta: CompletionDelta) -> bytes:
+        return b"%d," % len(delta.token_ids)
+
+    async with quick_engine() as engine:
+
+        async def handler(request: Request) -> Response:
+            stream = engine.stream(PROMPT, max_tokens=30, ignore_eos=True)
+            return StreamResponse(stream, encode, media_type="text/csv", headers={"x-own": "1"})
+
+        async with hosted(handler) as client:
+            answer = await client.get("/")
+    assert sum(map(int, answer.text.strip(",").split(","))) == 30
+    assert (answer.headers["content-type"], answer.headers["x-own"]) == ("text/csv; charset=utf-8", "1")
+
+
+async def test_a_client_that_leaves_ends_the_request_of_a_stream_response() -> None:
+    async with slow_engine() as engine:
+
+        async def handler(request: Request) -> Response:
+            return StreamResponse(engine.stream(PROMPT, max_tokens=30))
+
+        async with hosted(handler) as client:
+            async with client.stream("GET", "/") as answer:
+                assert answer.status_code == 200
+                await until(lambda: num_live(engine) == 1)
+            await until(lambda: num_live(engine) == 0)
+
+
+async def test_a_client_that_leaves_ends_what_was_done_while_it_was_connected() -> None:
+    raised: list[BaseException] = []
+    async with slow_engine() as engine:
+
+        async def handler(request: Request) -> Response:
+            try:
+                output = await while_connected(request, engine.generate(PROMPT, max_tokens=30))
+            except Exception as error:
+                raised.append(error)
+                raise
+            return JSONResponse(output.text)
+
+        async with hosted(handler) as client:
+            with contextlib.suppress(httpx.ReadTimeout):
+                asking = asyncio.get_running_loop().create_task(client.get("/"))
+                await until(lambda: num_live(engine) == 1)
+                asking.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asking
+            await until(lambda: num_live(engine) == 0)
+            await until(lambda: bool(raised))
+    assert [type(error).__name__ for error in raised] == ["ClientDisconnect"]
+
+
+async def test_what_was_done_while_connected_is_given_back_and_its_errors_are_as_they_were() -> None:
+    async with quick_engine() as engine:
+
+        async def handler(request: Request) -> Response:
+            tokens = int(request.query_params["tokens"])
+            output = await while_connected(request, engine.generate(PROMPT, max_tokens=tokens, ignore_eos=True))
+            return JSONResponse(len(output.outputs[0].token_ids))
+
+        async with hosted(handler) as client:
+            assert (await client.get("/", params={"tokens": 7})).json() == 7
+            refused = await client.get("/", params={"tokens": 0})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "max_tokens"
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_an_engine_without_room_is_a_503_that_says_when_to_come_again(is_stream: bool) -> None:
+    async with slow_engine(max_num_seqs=1, max_num_batched_tokens=64, max_waiting=1) as engine:
+
+        async def handler(request: Request) -> Response:
+            if is_stream:
+                return StreamResponse(engine.stream(PROMPT, on_full="raise"))
+            return JSONResponse((await while_connected(request, engine.generate(PROMPT, on_full="raise"))).text)
+
+        async with hosted(handler) as client, engine.stream(PROMPT):
+            await until(lambda: engine.stats().running == 1)
+            async with engine.stream(PROMPT):
+                answer = await client.get("/")
+    assert answer.status_code == 503
+    assert int(answer.headers["retry-after"]) >= 1
+    assert answer.json()["error"]["code"] == "overloaded"
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+async def test_a_stream_that_breaks_ends_its_response_so_that_its_client_notices(
+    is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(stream: Stream) -> CompletionDelta:
+        if stream.result.outputs[0].token_ids[3:]:
+            raise StepFailed("secret internals")
+        return await take(stream)
+
+    take = Stream.__anext__
+    monkeypatch.setattr(Stream, "__anext__", fail)
+
+    def encode_error(error: AioEngineError) -> bytes:
+        return f"[{type(error).__name__}]".encode()
+
+    async with quick_engine() as engine:
+
+        async def handler(request: Request) -> Response:
+            stream = engine.stream(PROMPT, max_tokens=30, ignore_eos=True)
+            return StreamResponse(stream, encode_error=encode_error if is_told else None)
+
+        async with hosted(handler) as client:
+            if is_told:
+                assert (await client.get("/")).text.endswith("[StepFailed]")
+            else:
+                with pytest.raises(httpx.RemoteProtocolError):
+                    await client.get("/")
+
+
+async def test_aiohttp_handlers_answer_the_engines_errors_as_the_api_does() -> None:
+    async with quick_engine() as engine:
+
+        async def handler(request: web.Request) -> web.Response:
+            await engine.generate(PROMPT, max_tokens=0)
+            raise AssertionError("it was not refused")
+
+        app = web.Application(middlewares=[aiohttp_errors])
+        app.router.add_get("/", handler)
+        async with serving_app(app) as url, plain_client(url) as client:
+            answer = await client.get("/")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "max_tokens")
+
+
+def test_a_host_app_may_live_twice_with_an_engine_for_each_life() -> None:
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        async with quick_engine() as app.state.engine:
+            yield
+
+    app = Starlette(lifespan=lifespan)
+    app.routes.append(Mount("/ai", create_app(lambda: app.state.engine)))
+    for _ in range(2):
+        with TestClient(app) as client:
+            answer = client.post("/ai/v1/completions", json={"prompt": PROMPT, "max_tokens": 3, "ignore_eos": True})
+            assert answer.json()["usage"]["completion_tokens"] == 3
+            # The numbers are those of the engine that is served now.
+            assert 'vllm:generation_tokens_total{engine="0",model_name="demo"} 3.0' in client.get("/ai/metrics").text
+
+
+def test_an_app_that_is_served_alone_starts_its_engine_and_closes_it() -> None:
+    engine = quick_engine()
+    with TestClient(create_app(engine)) as client:
+        assert client.get("/health").json()["status"] == "ALIVE"
+    assert engine.health().status == "DEAD"
+
+
+# A server beside other things
+
+
+@pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
+async def test_a_server_comes_back_serving_and_is_closed_by_hand() -> None:
+    async with quick_engine() as engine:
+        server = await start_server(engine, ServerConfig(served_model_name=("fox",)), port=0)
+        async with plain_client(server.url) as client:
+            assert (await client.get("/v1/models")).json()["data"][0]["id"] == "fox"
+        await server.aclose()
+        await server.aclose()
+        with pytest.raises(httpx.ConnectError):
+            async with plain_client(server.url) as client:
+                await client.get("/health")
+        # Another one, on the same engine.
+        async with await start_server(engine, port=0) as again, plain_client(again.url) as client:
+            assert (await client.get("/health")).status_code == 200
+
+
+async def test_a_server_that_is_closed_lets_what_runs_end() -> None:
+    engine = slow_engine()
+    async with engine:
+        server = await start_server(engine, port=0)
+        async with plain_client(server.url) as client:
+            loop = asyncio.get_running_loop()
+            asking = loop.create_task(client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 1}))
+            await until(lambda: num_live(engine) == 1)
+            closing = loop.create_task(server.aclose())
+            await until(lambda: server._api.is_draining)
+            executor = engine._runtime.core.executor  # type: ignore[union-attr]
+            await until(lambda: bool(executor.unfinished))
+            while executor.unfinished:
+                executor.unfinished[0].complete()
+                await asyncio.sleep(0)
+            assert (await asking).json()["choices"][0]["finish_reason"] == "length"
+            await closing
+
+
+async def test_a_server_that_is_closed_in_a_hurry_aborts_what_runs() -> None:
+    async with slow_engine() as engine:
+        server = await start_server(engine, port=0)
+        async with plain_client(server.url) as client:
+            asking = asyncio.get_running_loop().create_task(
+                client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 5})
+            )
+            await until(lambda: num_live(engine) == 1)
+            await server.aclose(drain_timeout_s=0.0)
+            assert (await asking).json()["choices"][0]["finish_reason"] == "abort"
+
+
+async def test_a_server_of_an_engine_that_has_not_been_started_or_of_a_place_that_is_taken_is_refused() -> None:
+    limits = HttpLimits(max_connections=5)
+    async with quick_engine() as engine, await start_server(engine, port=0, limits=limits) as server:
+        with pytest.raises(AioEngineError, match="in use"):
+            await start_server(engine, port=int(server.url.rpartition(":")[2]))
+    with pytest.raises(EngineClosed):
+        await start_server(quick_engine(), port=0)
+    with pytest.raises(EngineClosed):
+        await start_server(engine, port=0)
