@@ -54,7 +54,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     step_ms: float = 1.0
     prompt_tokens: int = 16
     overload_tokens: int = 64
-    max_waiting: int = 64
+    max_waiting: int = 16
     calm_s: float = 5.0
     overload_s: float = 6.0
     recovery_s: float = 6.0
@@ -89,7 +89,7 @@ class Overload(msgspec.Struct, frozen=True, kw_only=True):
     """Before, during and after an overload.
 
     Attributes:
-        capacity_per_s: requests/s that were completed with all places taken and no queue.
+        capacity_per_s: requests/s that were completed with all places taken and no queue ("full" among the phases).
         recovered_s: see `recovered_after`.
         others_busy: as in a `Round`.
     """
@@ -266,7 +266,7 @@ def _others_busy(run: Run, begin: float, end: float) -> float:
 async def _overload(server: Server, setting: Setting) -> Overload:
     num_tokens = setting.overload_tokens
     target = _with_tokens(server.target, setting, num_tokens, num_tokens)
-    capacity = await _capacity(target, setting)
+    capacity, full = await _capacity(target, setting)
     phases = {
         "before": Phase(CALM * capacity, setting.calm_s),
         "overload": Phase(OVERLOAD * capacity, setting.overload_s),
@@ -274,7 +274,7 @@ async def _overload(server: Server, setting: Setting) -> Overload:
     }
     times = arrival_times(list(phases.values()), setting.seed)
     run = await generate(target, times, seed=setting.seed + 1000, server_pid=server.pid, cores=CORES)
-    figures, begin, slo = {}, 0.0, Slo()
+    figures, begin, slo = {"full": full}, 0.0, Slo()
     for name, phase in phases.items():
         ramp_s = min(RAMP_S, phase.seconds / 4)
         figures[name] = figures_of(run, begin + ramp_s, begin + phase.seconds, rate=phase.rate, slo=slo)
@@ -291,8 +291,8 @@ async def _overload(server: Server, setting: Setting) -> Overload:
     )
 
 
-async def _capacity(target: Target, setting: Setting) -> float:
-    """Requests/s with as many open as there are places, whose number is steady then."""
+async def _capacity(target: Target, setting: Setting) -> tuple[float, Figures]:
+    """Requests/s with as many open as there are places, whose number is steady then; and what they saw of it."""
     await generate(target, np.zeros(1))  # a first chat makes the server load its templates, which takes a while
     run = await generate_closed(
         target, concurrency=setting.streams, seconds=setting.capacity_s, seed=setting.seed + 500
@@ -302,4 +302,5 @@ async def _capacity(target: Target, setting: Setting) -> float:
     num_ended = int((ended_at >= begin).sum())
     if not num_ended:
         raise SystemExit("the server completed nothing")
-    return num_ended / (setting.capacity_s - begin)
+    rate = num_ended / (setting.capacity_s - begin)
+    return rate, figures_of(run, begin, setting.capacity_s, rate=rate, slo=Slo())
