@@ -24,7 +24,10 @@ async def serve_bare() -> None:
     """uvicorn with httptools, and nothing else."""
     from serving.bare import app
 
-    listening = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
+    # The protocol is named, since asyncio looks at it before it sets TCP_NODELAY.
+    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listening.bind(("127.0.0.1", 0))
+    listening.listen(BACKLOG)
     config = uvicorn.Config(
         app,
         http="httptools",

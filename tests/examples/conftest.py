@@ -121,7 +121,10 @@ async def running_asgi(name: str) -> AsyncIterator[Client]:
     # Not `serve`, whose main loop sees once in 0.1 s that it is to end.
     server = uvicorn.Server(config)
     server.lifespan = config.lifespan_class(config)
-    listener = socket.create_server(("127.0.0.1", 0))
+    # The protocol is named, since asyncio looks at it before it sets TCP_NODELAY.
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
     await server.startup(sockets=[listener])
     assert not server.should_exit
     try:

@@ -67,7 +67,9 @@ def request_id_of(headers: Mapping[str, str]) -> str:
 
 def log_request(record: RequestRecord) -> None:
     """The request is over; its record is complete. Failures of the server come with their traceback."""
-    level = logging.ERROR if record.is_failure else logging.INFO
+    # A dead engine has told of its death once, and a closed one is meant to be: requests that hear of it are no news.
+    is_news = record.is_failure and not isinstance(record.error, EngineDead | EngineClosed)
+    level = logging.ERROR if is_news else logging.INFO
     if not logger.isEnabledFor(level):
         return
     fields: dict[str, Any] = {name: getattr(record, name) for name in FIELDS}
@@ -77,8 +79,6 @@ def log_request(record: RequestRecord) -> None:
     fields["duration_s"] = round(record.duration_s, 6)
     if record.time_to_first_token_s is None and record.metrics is not None:
         fields["time_to_first_token_s"] = record.metrics.time_to_first_token_s
-    # A dead engine has told of its death once; each request that hears of it need not.
-    is_news = record.is_failure and not isinstance(record.error, EngineDead | EngineClosed)
     error = record.error if is_news else None
     exc_info = None if error is None else (type(error), error, error.__traceback__)
     logger.log(level, _line(fields), extra=fields, exc_info=exc_info)

@@ -146,10 +146,6 @@ class AiohttpExchange:
             raise ClientGone from error
 
     async def respond(self, response: Response) -> None:
-        try:
-            await self._request.writer.drain()  # aiohttp would add this to what the client has not read yet
-        except ConnectionError as error:
-            raise ClientGone from error
         # aiohttp sends what its handler returns.
         self.response = web.Response(status=response.status, body=response.body, headers=response.headers)
         if response.headers.get("connection") == "close":

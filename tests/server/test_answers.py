@@ -1,0 +1,342 @@
+"""Bodies and events that are made of outputs: whatever the tokens are, a stream adds up to the whole answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from server.conftest import FACES, Face, events_of, openai_client, plain_client, serving
+
+from aioengine import Engine
+from aioengine.core.sequence import FinishReason
+from aioengine.outputs import CompletionDelta, CompletionOutput, Logprob, RequestOutput, TokenLogprobs
+from aioengine.server.answers import ChatAnswer, CompletionAnswer, Head, Usage, error_event, slices
+from aioengine.server.faults import fault_of
+from aioengine.testing import FakeExecutor
+
+HEAD = Head(id="cmpl-1", created=1_700_000_000, model='a "model"\n')
+
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=4)
+scores = st.floats(max_value=0.0, allow_nan=False)
+
+
+class Token(NamedTuple):
+    """A sampled token: its part of the text, which may be held back, and its line."""
+
+    text: str
+    line: TokenLogprobs
+
+
+@st.composite
+def lines(draw: st.DrawFn) -> TokenLogprobs:
+    """The sampled token first, then the likeliest ones by rank; the sampled one is among them or not."""
+    num_top = draw(st.integers(0, 3))
+    sampled = draw(st.integers(0, 9))
+    rank = draw(st.integers(1, 9))
+    line = {sampled: Logprob(draw(scores), rank, draw(texts))}
+    for place in range(1, num_top + 1):
+        if place != rank:
+            line[10 + place] = Logprob(draw(scores), place, draw(texts))
+    return line
+
+
+@st.composite
+def choices(draw: st.DrawFn, index: int) -> tuple[CompletionOutput, list[CompletionDelta]]:
+    """A choice, whole and in deltas that are cut anywhere; some have tokens and no text, the last one may have none."""
+    tokens = [Token(draw(texts), draw(lines())) for _ in range(draw(st.integers(0, 6)))]
+    cuts = sorted(draw(st.lists(st.integers(0, len(tokens)), max_size=3)))
+    reason: FinishReason = draw(st.sampled_from(["stop", "length", "abort"]))
+    stop_reason = draw(st.none() | st.integers(0, 9) | texts.filter(bool))
+    deltas = []
+    for begin, end in zip([0, *cuts], [*cuts, len(tokens)], strict=True):
+        part = tokens[begin:end]
+        deltas.append(
+            CompletionDelta(
+                index=index,
+                text="".join(token.text for token in part),
+                token_ids=[next(iter(token.line)) for token in part],
+                logprobs=[token.line for token in part],
+            )
+        )
+    deltas[-1] = msgspec.structs.replace(deltas[-1], finish_reason=reason, stop_reason=stop_reason)
+    whole = CompletionOutput(
+        index=index,
+        text="".join(token.text for token in tokens),
+        token_ids=[next(iter(token.line)) for token in tokens],
+        logprobs=[token.line for token in tokens],
+        finish_reason=reason,
+        stop_reason=stop_reason,
+    )
+    return whole, deltas
+
+
+class Run(NamedTuple):
+    """Prompts, each with as many choices; and the deltas as they came, with the numbers of their choices."""
+
+    prompts: list[str]
+    outputs: list[RequestOutput]
+    deltas: list[tuple[int, CompletionDelta]]
+    num_choices: int
+
+
+@st.composite
+def runs(draw: st.DrawFn, max_prompts: int = 1) -> Run:
+    num_choices = draw(st.integers(1, 3))
+    prompts, outputs, queues = [], [], []
+    for place in range(draw(st.integers(1, max_prompts))):
+        made = [draw(choices(index)) for index in range(num_choices)]
+        prompt_lines = draw(st.lists(lines(), min_size=1, max_size=3))
+        prompts.append(draw(texts))
+        outputs.append(
+            RequestOutput(
+                request_id="1",
+                prompt=prompts[-1],
+                prompt_token_ids=[1, *(next(iter(line)) for line in prompt_lines)],
+                outputs=[whole for whole, _ in made],
+                finished=True,
+                num_cached_tokens=draw(st.integers(0, 1)),
+                prompt_logprobs=[None, *prompt_lines],
+            )
+        )
+        queues += [(place * num_choices + index, list(parts)) for index, (_, parts) in enumerate(made)]
+    deltas = []
+    while queues:
+        number, queue = draw(st.sampled_from(queues))
+        deltas.append((number, queue.pop(0)))
+        queues = [(number, queue) for number, queue in queues if queue]
+    return Run(prompts, outputs, deltas, num_choices)
+
+
+def token_bytes(token_ids: list[int], *, is_start: bool, skip_special_tokens: bool) -> list[bytes]:
+    assert not skip_special_tokens
+    return [bytes([token_id, is_start]) for token_id in token_ids]
+
+
+def streamed(answer: Any, run: Run, usage: Usage | None) -> list[Any]:
+    """The events of a run, decoded."""
+
+    async def relay() -> bytes:
+        parts = [answer.opening(len(run.outputs) * run.num_choices)]
+        echoed = set()
+        for number, delta in run.deltas:
+            if answer.has_echo and number not in echoed:
+                echoed.add(number)
+                parts.append(await answer.echo(number, run.outputs[number // run.num_choices]))
+            parts.append(answer.event(number, delta))
+        return b"".join([*parts, answer.closing(usage)])
+
+    return events_of(asyncio.run(relay()))
+
+
+def check_heads(bodies: list[Any], kind: str) -> None:
+    for body in bodies:
+        assert (body["id"], body["created"], body["model"]) == (HEAD.id, HEAD.created, HEAD.model)
+        assert body["object"] == kind
+        assert body["system_fingerprint"].startswith("aioengine-")
+
+
+def check_endings(events: list[Any], whole: Any) -> None:
+    """Each choice's last event, and no other, has its reason; ``usage`` is last, if anywhere."""
+    for choice in whole["choices"]:
+        parts = [part for event in events for part in event["choices"] if part["index"] == choice["index"]]
+        assert [part["finish_reason"] for part in parts[:-1]] == [None] * (len(parts) - 1)
+        assert parts[-1]["finish_reason"] == choice["finish_reason"]
+        assert parts[-1]["stop_reason"] == choice["stop_reason"]
+
+
+@unhurried
+@given(runs(), st.none() | st.integers(0, 3), st.booleans())
+def test_a_chats_events_add_up_to_its_answer(run: Run, top: int | None, has_usage: bool) -> None:
+    def answer() -> ChatAnswer:
+        return ChatAnswer(HEAD, token_bytes, top_logprobs=top, has_usage=has_usage)
+
+    whole = json.loads(asyncio.run(answer().whole(run.outputs)))
+    check_heads([whole], "chat.completion")
+    assert whole["usage"] == Usage.of(run.outputs).plain()
+    events = streamed(answer(), run, Usage.of(run.outputs) if has_usage else None)
+    check_heads(events, "chat.completion.chunk")
+    if has_usage:
+        last = events.pop()
+        assert last["choices"] == []
+        assert last["usage"] == whole["usage"]
+        assert all(event["usage"] is None for event in events)
+    else:
+        assert all("usage" not in event for event in events)
+    check_endings(events, whole)
+    for choice, output in zip(whole["choices"], run.outputs[0].outputs, strict=True):
+        parts = [part for event in events for part in event["choices"] if part["index"] == choice["index"]]
+        assert parts[0]["delta"] == {"role": "assistant", "content": "", "refusal": None}
+        assert all("role" not in part["delta"] for part in parts[1:])
+        assert "".join(part["delta"].get("content", "") for part in parts) == choice["message"]["content"]
+        assert choice["message"] == {"role": "assistant", "content": output.text, "refusal": None}
+        told = [position for part in parts if part["logprobs"] for position in part["logprobs"]["content"]]
+        if top is None:
+            assert choice["logprobs"] is None
+            assert told == []
+        else:
+            assert told == choice["logprobs"]["content"]
+            check_positions(told, output, top)
+
+
+def check_positions(told: list[Any], output: CompletionOutput, top: int) -> None:
+    """Each position has the sampled token, and of the likeliest ones as many as were asked for, in order."""
+    assert output.logprobs is not None
+    for place, (position, line) in enumerate(zip(told, output.logprobs, strict=True)):
+        token_id, sampled = next(iter(line.items()))
+        assert position["token"] == sampled.decoded_token
+        assert position["logprob"] == max(sampled.logprob, -9999.0)
+        assert position["bytes"] == [token_id, place == 0]
+        ranked = sorted((entry.rank, entry.decoded_token) for entry in line.values() if entry.rank <= top)
+        assert [other["token"] for other in position["top_logprobs"]] == [name for _, name in ranked]
+
+
+@unhurried
+@given(runs(max_prompts=2), st.none() | st.integers(0, 3), st.booleans(), st.sampled_from(["none", "echo", "alone"]))
+def test_a_completions_events_add_up_to_its_answer(run: Run, top: int | None, has_usage: bool, echo: str) -> None:
+    def answer() -> CompletionAnswer:
+        return CompletionAnswer(
+            HEAD,
+            token_bytes,
+            top_logprobs=top,
+            has_usage=has_usage,
+            num_choices=run.num_choices,
+            prompt_texts=None if echo == "none" else run.prompts,
+            is_echo_alone=echo == "alone",
+        )
+
+    whole = json.loads(asyncio.run(answer().whole(run.outputs)))
+    check_heads([whole], "text_completion")
+    usage = answer().usage(run.outputs)
+    assert whole["usage"] == usage.plain()
+    assert echo != "alone" or usage.completion_tokens == 0
+    events = streamed(answer(), run, usage if has_usage else None)
+    check_heads(events, "text_completion")
+    if has_usage:
+        assert events.pop()["usage"] == whole["usage"]
+    check_endings(events, whole)
+    outputs = [part for output in run.outputs for part in output.outputs]
+    for choice, output in zip(whole["choices"], outputs, strict=True):
+        prompt = "" if echo == "none" else run.prompts[choice["index"] // run.num_choices]
+        assert choice["text"] == prompt + ("" if echo == "alone" else output.text)
+        parts = [part for event in events for part in event["choices"] if part["index"] == choice["index"]]
+        assert "".join(part["text"] for part in parts) == choice["text"]
+        if top is None:
+            assert choice["logprobs"] is None
+            continue
+        for column in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            told = [item for part in parts if part["logprobs"] for item in part["logprobs"][column]]
+            assert told == choice["logprobs"][column]
+        check_columns(choice["logprobs"])
+
+
+def check_columns(logprobs: Any) -> None:
+    """Offsets are where the tokens' texts begin when they are put together; no number is out of JSON's reach."""
+    assert len({len(column) for column in logprobs.values()}) == 1
+    offset = 0
+    for token, begin, score, top in zip(
+        logprobs["tokens"], logprobs["text_offset"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
+    ):
+        assert begin == offset
+        offset += len(token)
+        assert (score is None) == (top is None)
+        if score is not None:
+            assert -9999.0 <= score <= 0.0
+            assert top[token] == score
+
+
+def test_what_is_impossible_has_a_number_nevertheless() -> None:
+    line = {5: Logprob(-math.inf, 2048, "a"), 6: Logprob(0.0, 1, "b")}
+    output = CompletionOutput(index=0, text="a", token_ids=[5], logprobs=[line], finish_reason="length")
+    request = RequestOutput(request_id="1", prompt="", prompt_token_ids=[1], outputs=[output], finished=True)
+    chat = ChatAnswer(HEAD, token_bytes, top_logprobs=1, has_usage=False)
+    (position,) = json.loads(asyncio.run(chat.whole([request])))["choices"][0]["logprobs"]["content"]
+    assert position["logprob"] == -9999.0
+    assert [top["token"] for top in position["top_logprobs"]] == ["b"]
+
+
+def test_half_characters_have_one_entry_and_the_sampled_ones_number() -> None:
+    line = {5: Logprob(-3.0, 3, "\ufffd"), 6: Logprob(-0.5, 1, "\ufffd"), 7: Logprob(-1.0, 2, "b")}
+    output = CompletionOutput(index=0, text="", token_ids=[5], logprobs=[line], finish_reason="length")
+    request = RequestOutput(request_id="1", prompt="", prompt_token_ids=[1], outputs=[output], finished=True)
+    made = CompletionAnswer(HEAD, token_bytes, top_logprobs=2, has_usage=False, num_choices=1)
+    logprobs = json.loads(asyncio.run(made.whole([request])))["choices"][0]["logprobs"]
+    assert logprobs["top_logprobs"] == [{"\ufffd": -3.0, "b": -1.0}]
+
+
+def test_an_error_amid_a_stream_is_an_event() -> None:
+    (event,) = events_of(error_event(fault_of(RuntimeError("a secret")).body()) + b"data: [DONE]\n\n")
+    assert event["error"]["code"] == "internal_error"
+    assert "secret" not in event["error"]["message"]
+
+
+@unhurried
+@given(st.integers(0, 3000), st.integers(0, 20))
+def test_slices_are_short_and_leave_nothing_out(length: int, top: int) -> None:
+    whole: list[TokenLogprobs] = [{}] * length
+    parts = list(slices(whole, top))
+    assert sum(map(len, parts)) == length
+    assert all(0 < len(part) * (top + 1) <= 500 for part in parts)
+
+
+# Any text at all, over a socket
+
+HARD = [
+    "one\ntwo\n\nthree\r\nfour\rfive",
+    "data: [DONE]\n\ndata: {}\n\n",
+    "a\u2028b\u2029c\x85d\x0be\x0cf\x1cg\x1dh\x1ei",
+    "👩‍👩‍👧‍👦 🦊 é ﷽ \U0010ffff \u200b",
+    '"\\u0041" \\ </script> \x00\x01\x7f',
+    "日本語" * 20,
+]
+
+
+def some_texts() -> list[str]:
+    rng = random.Random(20261121)
+    points = [point for point in range(0x110000) if not 0xD800 <= point < 0xE000]
+    return [*HARD, *("".join(chr(rng.choice(points)) for _ in range(30)) for _ in range(4))]
+
+
+def saying(ids: list[int]) -> Callable[[list[int], Any], int]:
+    """A device that says these tokens after a prompt of any length, which ends with the token 1."""
+
+    def sample(token_ids: list[int], _: Any) -> int:
+        return ids[len(token_ids) - 1 - max(place for place, token_id in enumerate(token_ids) if token_id == 1)]
+
+    return sample
+
+
+@pytest.mark.parametrize("face", FACES)
+async def test_any_text_comes_through_whole(face: Face) -> None:
+    script: list[int] = []
+    executor = FakeExecutor(vocab_size=2048, max_model_len=1024, num_blocks=256, sampler=saying(script))
+    async with (
+        Engine(executor=executor) as engine,
+        serving(engine, face) as served,
+        openai_client(served.url) as client,
+        plain_client(served.url) as http,
+    ):
+        for text in some_texts():
+            script[:] = await engine.tokenize(text)
+            asked: dict[str, Any] = {"model": "demo", "prompt": [1], "max_tokens": len(script), "logprobs": 0}
+            asked["extra_body"] = {"ignore_eos": True, "skip_special_tokens": False}
+            whole = await client.completions.create(**asked)
+            assert whole.choices[0].text == text
+            stream = await client.completions.create(**asked, stream=True)
+            assert "".join([chunk.choices[0].text async for chunk in stream]) == text
+            raw = await http.post(
+                "/v1/completions",
+                json={"prompt": [1], "max_tokens": len(script), "stream": True, "ignore_eos": True},
+            )
+            assert "".join(event["choices"][0]["text"] for event in events_of(raw.content)) == text
+            # Many read a line at a time, and some take more than the standard does for the end of one.
+            assert raw.text.splitlines() == raw.content.decode().removesuffix("\n").split("\n")

@@ -1,0 +1,163 @@
+"""API keys cover every path but ``/health``, on both faces, before anything else is looked at."""
+
+from __future__ import annotations
+
+import base64
+import hmac
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+from server.conftest import FACES, Face, all_ended, app_of, both_faces, fake_engine, plain_client, serving_app
+
+from aioengine.errors import ConfigError
+from aioengine.server import ServerConfig
+from aioengine.server.api_keys import ApiKeys
+from aioengine.server.faults import HttpFault
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+KEYS = ("first-secret-key", "schlüssel-12 mit:allem")
+
+PATHS: list[tuple[str, str, Any]] = [
+    ("GET", "/", None),
+    ("GET", "/metrics", None),
+    ("GET", "/version", None),
+    ("GET", "/load", None),
+    ("GET", "/v1/models", None),
+    ("GET", "/v1/models/demo", None),
+    ("HEAD", "/version", None),
+    ("POST", "/tokenize", {"prompt": "a"}),
+    ("POST", "/detokenize", {"tokens": [5]}),
+    ("POST", "/abort", {"request_id": "a"}),
+    ("POST", "/v1/completions", {"prompt": "a", "max_tokens": 1}),
+    ("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}),
+]
+OTHERS = [
+    ("GET", "/nothing", None), ("POST", "/health/", {}), ("GET", "/healthy", None), ("GET", "//health", None),
+    ("GET", "/HEALTH", None), ("DELETE", "/v1/models", None), ("OPTIONS", "/v1/completions", None),
+    ("POST", "/v1/completions", {"zzz": 1}), ("GET", "/v1/completions", None), ("GET", "/health/../metrics", None),
+]  # fmt: skip
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=FACES)
+async def url(request: pytest.FixtureRequest) -> AsyncIterator[str]:
+    config = ServerConfig(api_keys=KEYS)
+    async with (
+        fake_engine() as (engine, _),
+        serving_app(app_of(engine, request.param, config, prefix="/ai"), prefix="/ai") as url,
+    ):
+        yield url
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def locked(url: str) -> AsyncIterator[httpx.AsyncClient]:
+    async with all_ended(), plain_client(url) as client:
+        yield client
+
+
+def with_header(value: bytes) -> dict[bytes, bytes]:
+    return {b"authorization": value}
+
+
+def bearer(key: str) -> dict[bytes, bytes]:
+    return with_header(b"Bearer " + key.encode())
+
+
+def basic(key: str, user: str = "me") -> dict[bytes, bytes]:
+    return with_header(b"Basic " + base64.b64encode(f"{user}:{key}".encode()))
+
+
+@pytest.mark.parametrize(("method", "path", "body"), PATHS, ids=lambda value: value if isinstance(value, str) else "")
+async def test_every_path_opens_with_a_key_and_not_without(
+    locked: httpx.AsyncClient, method: str, path: str, body: Any
+) -> None:
+    async def status(headers: dict[bytes, bytes]) -> int:
+        answer = await locked.request(method, path, json=body, headers=headers)
+        if answer.status_code == 401:
+            assert answer.headers["www-authenticate"] == 'Basic realm="aioengine", charset="UTF-8"'
+            assert answer.headers["x-request-id"]
+            assert method == "HEAD" or answer.json()["error"]["code"] == "invalid_api_key"
+        return answer.status_code
+
+    for key in KEYS:
+        assert await status(bearer(key)) == 200
+        assert await status(basic(key)) == 200
+        assert await status(basic(key, user="")) == 200
+    assert await status({}) == 401
+    assert await status(bearer("wrong-secret-key")) == 401
+
+
+async def test_a_key_is_asked_for_before_anything_is_said_of_a_path(locked: httpx.AsyncClient) -> None:
+    for method, path, body in OTHERS:
+        answer = await locked.request(method, path, json=body)
+        assert answer.status_code == 401, path
+        answer = await locked.request(method, path, json=body, headers=bearer(KEYS[0]))
+        assert answer.status_code in (200, 400, 404, 405), path
+
+
+async def test_health_is_open(locked: httpx.AsyncClient) -> None:
+    for headers in ({}, bearer("wrong-secret-key"), bearer(KEYS[0])):
+        answer = await locked.get("/health", headers=headers)
+        assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"", b"Bearer", b"first-secret-key", b"Bearer first-secret-ke", b"Bearer first-secret-keyy",
+        b"Bearer FIRST-SECRET-KEY", b"Token first-secret-key", b"Basic", b"Basic !!!", b"Basic Zmlyc3Q=",
+        b"Basic " + base64.b64encode(b"first-secret-key"), b"Basic " + base64.b64encode(b"first-secret-key:"),
+        b"Bearer " + b"x" * 5000, b"Bearer \xff\xfe", b"Bearer first-secret-key, Bearer first-secret-key",
+        b"Bearer " + "schlüssel-12 mit:allem".encode("latin-1"),
+    ],
+    ids=lambda header: repr(header[:30]),
+)  # fmt: skip
+async def test_what_is_no_key_does_not_open(locked: httpx.AsyncClient, header: bytes) -> None:
+    answer = await locked.get("/version", headers=with_header(header))
+    assert answer.status_code == 401
+
+
+@pytest.mark.parametrize("scheme", [b"bearer", b"BEARER", b"Bearer  "])
+async def test_a_scheme_has_no_case(locked: httpx.AsyncClient, scheme: bytes) -> None:
+    answer = await locked.get("/version", headers=with_header(scheme + b" first-secret-key"))
+    assert answer.status_code == 200
+
+
+async def test_a_key_in_the_query_is_none(locked: httpx.AsyncClient) -> None:
+    answer = await locked.get("/version", params={"api_key": KEYS[0]})
+    assert answer.status_code == 401
+
+
+@both_faces
+async def test_without_keys_everybody_is_let_in(face: Face) -> None:
+    async with (
+        fake_engine() as (engine, _),
+        serving_app(app_of(engine, face)) as url,
+        plain_client(url) as client,
+    ):
+        assert (await client.get("/version")).status_code == 200
+        assert (await client.get("/version", headers=bearer("anything"))).status_code == 200
+
+
+async def test_all_keys_are_compared_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = []
+
+    def compare(one: bytes, other: bytes) -> bool:
+        compared.append((len(one), len(other)))
+        return hmac.compare_digest(one, other)
+
+    keys = ApiKeys(["first-secret-key", "second-key", "third-key-that-is-long"])
+    monkeypatch.setattr("aioengine.server.api_keys.hmac", type("hmac", (), {"compare_digest": staticmethod(compare)}))
+    keys.check({"authorization": "Bearer first-secret-key"})
+    assert compared == [(32, 32)] * 3
+    with pytest.raises(HttpFault):
+        keys.check({"authorization": "Bearer x"})
+    assert compared == [(32, 32)] * 6
+
+
+async def test_a_short_key_is_refused_when_it_is_configured() -> None:
+    with pytest.raises(ConfigError, match="api_keys"):
+        ServerConfig(api_keys=("short",))

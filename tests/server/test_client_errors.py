@@ -1,0 +1,352 @@
+"""What the official client raises, retries and gives up, and what becomes of its requests in the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import openai
+import pytest
+from openai import AsyncOpenAI
+from server.conftest import (
+    NO_TLS,
+    Face,
+    all_ended,
+    both_faces,
+    fake_engine,
+    openai_client,
+    plain_client,
+    serving,
+    until,
+)
+
+from aioengine import Engine
+from aioengine.executor.protocol import DeviceLost
+from aioengine.server import ServerConfig
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+HELLO: list[Any] = [{"role": "user", "content": "Hello!"}]
+
+
+class Impatient(AsyncOpenAI):
+    """Does at once what the client would do after a while; ``waits`` are those times."""
+
+    waits: list[float]
+
+    def _calculate_retry_timeout(self, *args: Any, **kwargs: Any) -> float:
+        self.waits.append(super()._calculate_retry_timeout(*args, **kwargs))
+        return 0.0
+
+
+def finished(engine: Engine) -> dict[str, int]:
+    """The choices that have ended, by how."""
+    return {reason: count for reason, count in engine.stats().finished.items() if count}
+
+
+@pytest.mark.parametrize(
+    ("asked", "param", "code"),
+    [
+        ({"temperature": 3}, "temperature", "invalid_value"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "unsupported_parameter"),
+        ({"extra_body": {"temprature": 1}}, "temprature", "unknown_parameter"),
+        ({"max_tokens": "many"}, "max_tokens", "invalid_type"),
+        ({"messages": []}, "messages", "invalid_value"),
+        ({"messages": [{"role": "user", "content": "a " * 3000}]}, "messages", "context_length_exceeded"),
+        ({"stream": True, "n": 1000}, "n", "invalid_value"),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)
+async def test_a_bad_request_names_its_parameter(
+    client: AsyncOpenAI, asked: dict[str, Any], param: str, code: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.chat.completions.create(**{"model": "demo", "messages": HELLO, **asked})
+    error = caught.value
+    assert (error.status_code, error.param, error.code) == (400, param, code)
+    assert error.type == "invalid_request_error"
+
+
+async def test_a_model_that_is_not_here_is_not_found(client: AsyncOpenAI) -> None:
+    for call in (
+        client.chat.completions.create(model="gpt-9", messages=HELLO),
+        client.completions.create(model="gpt-9", prompt="Hello!"),
+        client.models.retrieve("gpt-9"),
+    ):
+        with pytest.raises(openai.NotFoundError) as caught:
+            await call
+        assert (caught.value.param, caught.value.code) == ("model", "model_not_found")
+
+
+async def test_what_is_not_served_is_not_found(client: AsyncOpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        await client.embeddings.create(model="demo", input="Hello!")
+    assert caught.value.code == "not_found"
+
+
+@both_faces
+async def test_a_key_is_needed_where_there_are_keys(face: Face) -> None:
+    config = ServerConfig(api_keys=("a-secret-key", "another-key"))
+    async with fake_engine() as (engine, _), serving(engine, face, config) as served:
+        async with openai_client(served.url, api_key="wrong-secret") as client:
+            with pytest.raises(openai.AuthenticationError) as caught:
+                await client.chat.completions.create(model="demo", messages=HELLO)
+            assert caught.value.code == "invalid_api_key"
+        for key in config.api_keys:
+            async with openai_client(served.url, api_key=key) as client:
+                answer = await client.chat.completions.create(model="demo", messages=HELLO, max_tokens=2)
+                assert answer.usage is not None
+                assert answer.usage.completion_tokens == 2
+
+
+@both_faces
+async def test_the_served_name_is_the_one_to_ask_for(face: Face) -> None:
+    config = ServerConfig(served_model_name=("tiny", "fox/demo"))
+    async with (
+        fake_engine() as (engine, _),
+        serving(engine, face, config) as served,
+        openai_client(served.url) as client,
+    ):
+        assert [model.id async for model in client.models.list()] == ["tiny", "fox/demo"]
+        assert (await client.models.retrieve("fox/demo")).id == "fox/demo"
+        for name in config.served_model_name:
+            answer = await client.completions.create(model=name, prompt="a", max_tokens=1)
+            assert answer.model == name
+        with pytest.raises(openai.NotFoundError):
+            await client.completions.create(model="demo", prompt="a")
+
+
+@both_faces
+async def test_a_full_server_is_come_back_to_when_it_said(face: Face) -> None:
+    async with (
+        all_ended(),
+        fake_engine(is_manual=True) as (engine, executor),
+        serving(engine, face, ServerConfig(max_concurrent_requests=1)) as served,
+        openai_client(served.url) as client,
+        anyio.create_task_group() as tasks,
+    ):
+
+        async def occupy() -> None:
+            await client.completions.create(model="demo", prompt="a", max_tokens=1)
+
+        tasks.start_soon(occupy)
+        await until(lambda: engine.stats().running == 1)
+        with pytest.raises(openai.InternalServerError) as caught:
+            await client.completions.create(model="demo", prompt="b", max_tokens=1)
+        assert caught.value.status_code == 503
+        assert caught.value.code == "overloaded"
+        assert caught.value.type == "server_error"
+        assert caught.value.response.headers["retry-after"] == "1"
+
+        inner = openai.DefaultAsyncHttpxClient(verify=NO_TLS)
+        async with Impatient(base_url=f"{served.url}/v1", api_key="x", max_retries=2, http_client=inner) as patient:
+            patient.waits = []
+            with pytest.raises(openai.InternalServerError):
+                await patient.completions.create(model="demo", prompt="c", max_tokens=1)
+            assert patient.waits == [1.0, 1.0]
+            executor.is_manual = False
+            executor.complete()
+            await until(lambda: engine.stats().running == 0)
+            answer = await patient.completions.create(model="demo", prompt="c", max_tokens=1)
+            assert answer.choices[0].finish_reason == "length"
+
+
+@both_faces
+async def test_a_full_engine_says_so_before_it_reads_the_prompt(face: Face) -> None:
+    async with (
+        fake_engine(is_manual=True, max_num_seqs=1, max_waiting=1) as (engine, executor),
+        serving(engine, face, ServerConfig(max_concurrent_requests=99)) as served,
+        openai_client(served.url) as client,
+        anyio.create_task_group() as tasks,
+    ):
+
+        async def ask() -> None:
+            await client.chat.completions.create(model="demo", messages=HELLO, max_tokens=1)
+
+        tasks.start_soon(ask)
+        await until(lambda: engine.stats().running == 1)
+        tasks.start_soon(ask)
+        await until(lambda: engine.stats().waiting == 1)
+        with pytest.raises(openai.InternalServerError) as caught:
+            # No model of this name, no such field: what is wrong with it nobody has looked at.
+            await client.chat.completions.create(model="gpt-9", messages=HELLO, extra_body={"zzz": 1})
+        assert caught.value.code == "overloaded"
+        assert int(caught.value.response.headers["retry-after"]) >= 1
+        executor.is_manual = False
+        executor.complete()
+        await until(lambda: finished(engine) == {"length": 2})
+
+
+@both_faces
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_that_is_cancelled_is_aborted(face: Face, stream: bool) -> None:
+    async with (
+        fake_engine(is_manual=True) as (engine, executor),
+        serving(engine, face) as served,
+        openai_client(served.url) as client,
+        anyio.create_task_group() as tasks,
+    ):
+
+        async def ask() -> None:
+            answer: Any = await client.completions.create(model="demo", prompt="a", max_tokens=9, stream=stream)
+            async for _ in answer:
+                pass
+
+        tasks.start_soon(ask)
+        await until(lambda: engine.stats().running == 1)
+        tasks.cancel_scope.cancel()
+        with anyio.CancelScope(shield=True):
+            await until(lambda: finished(engine) == {"abort": 1})
+            executor.complete()
+            await until(lambda: engine.stats().running == 0)
+            assert len(executor.plans) <= 2
+
+
+@both_faces
+async def test_a_client_that_waits_no_longer_is_gone_for_the_engine(face: Face) -> None:
+    async with (
+        fake_engine(is_manual=True) as (engine, executor),
+        serving(engine, face) as served,
+        openai_client(served.url, timeout=0.2) as client,
+    ):
+        with pytest.raises(openai.APITimeoutError):
+            await client.chat.completions.create(model="demo", messages=HELLO)
+        await until(lambda: finished(engine) == {"abort": 1})
+        executor.complete()
+
+
+@both_faces
+async def test_a_failed_step_is_an_error_of_the_server(face: Face) -> None:
+    async with (
+        fake_engine() as (engine, executor),
+        serving(engine, face) as served,
+        openai_client(served.url) as client,
+    ):
+        executor.make_step_fail(1, RuntimeError("secret of the device"))
+        with pytest.raises(openai.InternalServerError) as caught:
+            await client.completions.create(model="demo", prompt="a", max_tokens=2)
+        assert (caught.value.status_code, caught.value.code) == (500, "step_failed")
+        assert "secret" not in caught.value.response.text
+        answer = await client.completions.create(model="demo", prompt="a", max_tokens=2)
+        assert answer.choices[0].finish_reason == "length"
+
+
+@both_faces
+async def test_a_step_that_fails_amid_a_stream_ends_it_with_an_error(face: Face) -> None:
+    async with (
+        fake_engine() as (engine, executor),
+        serving(engine, face) as served,
+        openai_client(served.url) as client,
+    ):
+        executor.make_step_fail(5, RuntimeError("secret of the device"))
+        chunks = []
+
+        async def read() -> None:
+            stream = await client.chat.completions.create(
+                model="demo", messages=HELLO, max_tokens=9, logprobs=True, stream=True
+            )
+            async for chunk in stream:
+                chunks.append(chunk)
+
+        with pytest.raises(openai.APIError) as caught:
+            await read()
+        choices = [choice for chunk in chunks for choice in chunk.choices]
+        assert {choice.finish_reason for choice in choices} == {None}
+        assert sum(len(choice.logprobs.content or ()) for choice in choices if choice.logprobs is not None) == 5
+        assert (caught.value.code, caught.value.type) == ("step_failed", "server_error")
+        assert "secret" not in str(caught.value.body)
+
+
+@both_faces
+async def test_a_lost_device_ends_everything_but_what_tells_of_it(face: Face) -> None:
+    async with (
+        fake_engine() as (engine, executor),
+        serving(engine, face) as served,
+        openai_client(served.url) as client,
+        plain_client(served.url) as http,
+    ):
+        executor.make_step_fail(3, DeviceLost("secret of the device"))
+
+        async def read() -> None:
+            async for _ in await client.completions.create(model="demo", prompt="a", max_tokens=9, stream=True):
+                pass
+
+        with pytest.raises(openai.APIError) as caught:
+            await read()
+        assert caught.value.code == "engine_dead"
+        for path, body in {
+            "/v1/completions": {"prompt": "a"},
+            "/v1/chat/completions": {"messages": HELLO},
+            "/tokenize": {"prompt": "a"},
+            "/detokenize": {"tokens": [5]},
+            "/v1/models": None,
+            "/v1/models/demo": None,
+            "/load": None,
+            "/version": None,
+            "/health": None,
+        }.items():
+            answer = await (http.get(path) if body is None else http.post(path, json=body))
+            assert answer.status_code == 503, path
+            assert "secret" not in answer.text
+            if path != "/health":
+                assert answer.json()["error"]["code"] == "engine_dead"
+                assert answer.json()["error"]["type"] == "server_error"
+        assert (await http.get("/health")).json()["status"] == "DEAD"
+        assert (await http.get("/metrics")).status_code == 200
+
+
+@both_faces
+async def test_a_client_passes_over_what_only_says_that_the_server_is_there(face: Face) -> None:
+    async with (
+        fake_engine(is_manual=True) as (engine, executor),
+        serving(engine, face, ServerConfig(keepalive_s=0.02)) as served,
+        openai_client(served.url) as client,
+        plain_client(served.url) as http,
+        anyio.create_task_group() as tasks,
+    ):
+        texts: list[str] = []
+
+        async def ask() -> None:
+            async for chunk in await client.completions.create(model="demo", prompt="a", max_tokens=1, stream=True):
+                texts.append(chunk.choices[0].text)
+
+        tasks.start_soon(ask)
+        asked = {"prompt": "a", "max_tokens": 1, "stream": True}
+        async with http.stream("POST", "/v1/completions", json=asked) as answer:
+            lines = answer.aiter_lines()
+            while not (await anext(lines)).startswith(": "):
+                pass
+            await until(lambda: engine.stats().running + engine.stats().waiting == 2)
+            executor.is_manual = False
+            while executor.unfinished:
+                executor.complete()
+                await anyio.lowlevel.checkpoint()
+            assert [line async for line in lines if line.startswith("data: ")][-1] == "data: [DONE]"
+    assert len(texts) == 1
+
+
+@both_faces
+async def test_smaller_priorities_go_first(face: Face) -> None:
+    async with (
+        fake_engine(is_manual=True, max_num_seqs=1) as (engine, executor),
+        serving(engine, face) as served,
+        openai_client(served.url) as client,
+    ):
+        ended: list[int] = []
+
+        async def ask(priority: int) -> None:
+            await client.completions.create(
+                model="demo", prompt="a", max_tokens=2, extra_body={"priority": priority, "ignore_eos": True}
+            )
+            ended.append(priority)
+
+        async with anyio.create_task_group() as tasks:
+            for place, priority in enumerate((0, 7, 3)):
+                tasks.start_soon(ask, priority)
+                await until(lambda: engine.stats().running == 1)
+                await until(lambda place=place: engine.stats().waiting == place)  # type: ignore[misc]
+            executor.is_manual = False
+            executor.complete()
+    assert ended == [0, 3, 7]

@@ -1,0 +1,296 @@
+"""The API inside other apps, beside their own routes; and what is answered where there is nothing of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from aiohttp import web
+from fastapi import FastAPI
+from openai import AsyncOpenAI
+from server.conftest import Face, both_faces, events_of, fake_engine, openai_client, plain_client, serving, serving_app
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.routing import Mount, Route
+
+from aioengine import Engine
+from aioengine.server import ServerConfig, aiohttp_routes, create_app
+from aioengine.testing import FakeExecutor
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+GETS = ["/", "/health", "/version", "/load", "/metrics", "/v1/models", "/v1/models/demo"]
+POSTS = ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize", "/abort"]
+
+
+def new_engine() -> Engine:
+    return Engine(executor=FakeExecutor(vocab_size=2048, max_model_len=256))
+
+
+async def starlette_own(request: Request) -> PlainTextResponse:
+    return PlainTextResponse(f"own {request.url.path}")
+
+
+async def aiohttp_own(request: web.Request) -> web.Response:
+    return web.Response(text=f"own {request.path}")
+
+
+def in_starlette(engine: Engine) -> Any:
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        async with engine:
+            yield
+
+    own = [Route("/own", starlette_own), Route("/health", starlette_own)]
+    return Starlette(routes=[*own, Mount("/ai", create_app(engine)), Route("/ais", starlette_own)], lifespan=lifespan)
+
+
+def in_fastapi(engine: Engine) -> Any:
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with engine:
+            yield
+
+    app = FastAPI(lifespan=lifespan)
+
+    @app.get("/own")
+    @app.get("/health")
+    @app.get("/ais")
+    async def own(request: Request) -> PlainTextResponse:
+        return PlainTextResponse(f"own {request.url.path}")
+
+    app.mount("/ai", create_app(engine))
+    return app
+
+
+def in_aiohttp(engine: Engine) -> Any:
+    async def context(app: web.Application) -> AsyncIterator[None]:
+        async with engine:
+            yield
+
+    app = web.Application()
+    app.cleanup_ctx.append(context)
+    app.add_routes([web.get(path, aiohttp_own) for path in ("/own", "/health", "/ais")])
+    app.add_routes(aiohttp_routes(engine, prefix="/ai"))
+    return app
+
+
+async def check_everything(client: AsyncOpenAI, http: httpx.AsyncClient) -> None:
+    """Each endpoint does its work below the mount."""
+    assert [model.id async for model in client.models.list()] == ["demo"]
+    assert (await client.models.retrieve("demo")).id == "demo"
+    answer = await client.chat.completions.create(
+        model="demo", messages=[{"role": "user", "content": "Hello!"}], max_tokens=3
+    )
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens <= 3
+    stream = await client.completions.create(model="demo", prompt="Hello!", max_tokens=3, stream=True)
+    assert [chunk async for chunk in stream][-1].choices[0].finish_reason is not None
+    tokens = (await http.post("/tokenize", json={"prompt": "Hello!"})).json()["tokens"]
+    assert (await http.post("/detokenize", json={"tokens": tokens})).json() == {"prompt": "Hello!"}
+    assert (await http.post("/abort", json={"request_id": "a"})).status_code == 200
+    for path in GETS:
+        assert (await http.get(path)).status_code == 200, path
+
+
+@pytest.mark.parametrize("host", [in_starlette, in_fastapi, in_aiohttp])
+async def test_a_host_keeps_its_routes_and_owns_the_engine(host: Any) -> None:
+    engine = new_engine()
+    async with serving_app(host(engine), has_lifespan=True) as url:
+        async with openai_client(f"{url}/ai") as client, plain_client(f"{url}/ai/") as http:
+            await check_everything(client, http)
+        async with plain_client(url) as http:
+            for path in ("/own", "/health", "/ais"):
+                assert (await http.get(path)).text == f"own {path}"
+            assert (await http.get("/version")).status_code == 404
+            assert (await http.get("/ai/own")).json()["error"]["code"] == "not_found"
+    assert "closed" in repr(engine)
+
+
+@pytest.mark.parametrize("host", [in_starlette, in_fastapi, in_aiohttp])
+async def test_the_mounts_own_name_leads_to_the_page(host: Any) -> None:
+    async with serving_app(host(new_engine()), has_lifespan=True) as url, plain_client(url) as http:
+        answer = await http.get("/ai", follow_redirects=True)
+        assert answer.status_code == 200
+        assert answer.url.path == "/ai/"
+        assert answer.headers["content-type"].startswith("text/html")
+
+
+@both_faces
+async def test_an_app_may_have_another_engine_each_time(face: Face) -> None:
+    found: list[Engine] = []
+    if face == "aiohttp":
+        app: Any = web.Application()
+        app.add_routes(aiohttp_routes(lambda: found[-1]))
+    else:
+        app = create_app(lambda: found[-1])
+    found.append(new_engine())
+    async with serving_app(app) as url, openai_client(url) as client, plain_client(url) as http:
+        for _ in range(2):
+            async with found[-1]:
+                await check_everything(client, http)
+                told = (await http.get("/metrics")).text
+                lines = [line for line in told.splitlines() if line.startswith("vllm:request_success_total")]
+                assert sum(float(line.rpartition(" ")[2]) for line in lines) == 2
+            assert (await http.get("/health")).status_code == 503
+            found.append(new_engine())
+
+
+async def test_an_app_may_be_mounted_in_a_mounted_one() -> None:
+    async with fake_engine() as (engine, _):
+        app = Starlette(routes=[Mount("/a", Starlette(routes=[Mount("/v1", create_app(engine))]))])
+        async with (
+            serving_app(app) as url,
+            openai_client(f"{url}/a/v1") as client,
+            plain_client(f"{url}/a/v1") as http,
+        ):
+            await check_everything(client, http)
+
+
+async def test_two_engines_are_mounted_side_by_side() -> None:
+    async with fake_engine() as (one, _), fake_engine(max_model_len=64) as (other, _):
+        app = web.Application()
+        app.add_routes(aiohttp_routes(one, ServerConfig(served_model_name=("one",)), prefix="/one"))
+        app.add_routes(aiohttp_routes(other, ServerConfig(served_model_name=("other",)), prefix="/other/"))
+        hosts = [Mount("/one", create_app(one, ServerConfig(served_model_name=("one",))))]
+        hosts.append(Mount("/other", create_app(other, ServerConfig(served_model_name=("other",)))))
+        for host in (app, Starlette(routes=hosts)):
+            async with serving_app(host) as url, plain_client(url) as http:
+                for name, length in (("one", 256), ("other", 64)):
+                    (model,) = (await http.get(f"/{name}/v1/models")).json()["data"]
+                    assert (model["id"], model["max_model_len"]) == (name, length)
+
+
+async def test_served_alone_the_app_starts_and_closes_its_engine() -> None:
+    engine = new_engine()
+    async with (
+        serving_app(create_app(engine), has_lifespan=True) as url,
+        openai_client(url) as client,
+        plain_client(url) as http,
+    ):
+        await check_everything(client, http)
+    assert "closed" in repr(engine)
+
+
+async def test_an_engine_that_runs_already_is_left_running() -> None:
+    async with fake_engine() as (engine, _):
+        for _ in range(2):
+            async with serving_app(create_app(engine), has_lifespan=True) as url, plain_client(url) as http:
+                assert (await http.get("/health")).status_code == 200
+        assert engine.health().status == "ALIVE"
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/v1", "/v1/", "/v1/completions/", "/v1/models/", "/health/", "/v2/models", "/V1/models", "/nothing",
+     "/v1/embeddings", "/v1/%63ompletions/x", "/é", "/" + "x" * 2000],
+    ids=lambda path: path[:20],
+)  # fmt: skip
+@pytest.mark.parametrize("method", ["GET", "POST"])
+async def test_where_there_is_nothing_it_says_so(http: httpx.AsyncClient, method: str, path: str) -> None:
+    answer = await http.request(method, path, json={} if method == "POST" else None)
+    assert answer.status_code in (404, 405)
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["code"] in ("not_found", "method_not_allowed", "model_not_found")
+    assert len(error["message"]) < 300
+    assert answer.headers["x-request-id"]
+
+
+async def test_a_path_may_be_written_with_percents(http: httpx.AsyncClient) -> None:
+    assert (await http.get("/v1/%6dodels")).status_code == 200
+    assert (await http.get("/v1/models/d%65mo?a=b")).json()["id"] == "demo"
+
+
+@pytest.mark.parametrize("path", [*GETS, *POSTS])
+async def test_another_method_hears_which_ones_there_are(http: httpx.AsyncClient, path: str) -> None:
+    allowed = "GET" if path in GETS else "POST"
+    for method in {"GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"} - {allowed}:
+        answer = await http.request(method, path)
+        assert answer.status_code == 405, method
+        assert allowed in answer.headers["allow"]
+        assert answer.json()["error"]["code"] == "method_not_allowed"
+
+
+@pytest.mark.parametrize("path", [*GETS, *POSTS, "/nothing"])
+async def test_a_head_has_the_status_and_no_body(http: httpx.AsyncClient, path: str) -> None:
+    # On one connection: a body that is sent nevertheless would be taken for the next answer.
+    for _ in range(3):
+        head = await http.head(path)
+        assert head.content == b""
+        assert head.headers["x-request-id"]
+        whole = await http.get(path)
+        assert head.status_code == whole.status_code
+        assert head.headers["content-type"] == whole.headers["content-type"]
+
+
+# Other origins
+
+
+@pytest.mark.parametrize("keys", [(), ("a-secret-key",)])
+async def test_a_page_of_an_allowed_origin_may_read_answers(keys: tuple[str, ...]) -> None:
+    config = ServerConfig(allowed_origins=("https://app.example",), api_keys=keys)
+    origin = {"origin": "https://app.example"}
+    key = {"authorization": f"Bearer {keys[0]}"} if keys else {}
+    async with (
+        fake_engine() as (engine, _),
+        serving(engine, "starlette", config) as served,
+        plain_client(served.url) as http,
+    ):
+        asked = {
+            "access-control-request-method": "POST",
+            "access-control-request-headers": "authorization, content-type, x-request-id",
+        }
+        preflight = await http.options("/v1/chat/completions", headers={**origin, **asked})
+        assert preflight.status_code == 200
+        assert preflight.headers["access-control-allow-origin"] == "https://app.example"
+        assert "POST" in preflight.headers["access-control-allow-methods"]
+        assert "authorization" in preflight.headers["access-control-allow-headers"].lower()
+        for stream in (False, True):
+            answer = await http.post(
+                "/v1/completions",
+                json={"prompt": "a", "max_tokens": 2, "stream": stream},
+                headers={**origin, **key},
+            )
+            assert answer.status_code == 200
+            assert answer.headers["access-control-allow-origin"] == "https://app.example"
+            assert "x-request-id" in answer.headers["access-control-expose-headers"].lower()
+            if stream:
+                events_of(answer.content)
+        refused = await http.post("/v1/completions", json={"zzz": 1}, headers=origin)
+        assert refused.status_code == (401 if keys else 400)
+        assert refused.headers["access-control-allow-origin"] == "https://app.example"
+
+        elsewhere = {"origin": "https://evil.example"}
+        preflight = await http.options("/v1/chat/completions", headers={**elsewhere, **asked})
+        assert preflight.status_code == 400
+        assert "access-control-allow-origin" not in preflight.headers
+        answer = await http.get("/version", headers={**elsewhere, **key})
+        assert "access-control-allow-origin" not in answer.headers
+
+
+async def test_any_origin_may_be_allowed() -> None:
+    async with (
+        fake_engine() as (engine, _),
+        serving(engine, "starlette", ServerConfig(allowed_origins=("*",))) as served,
+        plain_client(served.url) as http,
+    ):
+        answer = await http.get("/version", headers={"origin": "https://any.example"})
+        assert answer.headers["access-control-allow-origin"] == "*"
+
+
+@both_faces
+async def test_without_origins_no_page_may_read_anything(face: Face) -> None:
+    async with (
+        fake_engine() as (engine, _),
+        serving(engine, face) as served,
+        plain_client(served.url) as http,
+    ):
+        answer = await http.get("/version", headers={"origin": "https://any.example"})
+        assert not [name for name in answer.headers if name.startswith("access-control")]
+        headers = {"origin": "https://any.example", "access-control-request-method": "POST"}
+        assert (await http.options("/v1/completions", headers=headers)).status_code == 405

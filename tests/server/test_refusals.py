@@ -1,0 +1,251 @@
+"""What is refused over a socket: its status, its body, and that the engine never hears of it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+from server.conftest import FACES, Served, all_ended, fake_engine, plain_client, serving
+
+from aioengine import Engine
+from aioengine.server import ServerConfig
+from aioengine.server.schema import ChatRequest, CompletionRequest
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+HELLO = [{"role": "user", "content": "Hello!"}]
+LIMITS = ServerConfig(max_body_bytes=2**16, max_prompts=3, max_messages=3)
+LENGTH = 128
+ENGINE: dict[str, Any] = {"max_n": 8, "max_logprobs": 5, "max_waiting": 16}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=FACES)
+async def limited(request: pytest.FixtureRequest) -> AsyncIterator[Served]:
+    """An engine that has never computed anything, behind low limits."""
+    async with (
+        fake_engine(max_model_len=LENGTH, **ENGINE) as (engine, _),
+        serving(engine, request.param, LIMITS) as served,
+    ):
+        yield served
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def limited_http(limited: Served) -> AsyncIterator[httpx.AsyncClient]:
+    """A client, and at the end proof that the engine has heard nothing."""
+    before = limited.engine.stats()
+    async with all_ended(), plain_client(limited.url) as client:
+        yield client
+    assert limited.engine.stats() == before
+    assert before.prompt_tokens == before.running == before.waiting == 0
+    assert not any(before.finished.values())
+
+
+def check(answer: httpx.Response, status: int, param: str | None, code: str | None) -> str:
+    """Check an error's body; gives its message."""
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.headers["x-request-id"]
+    body = answer.json()
+    assert set(body) == {"error"}
+    error = body["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (answer.status_code, error["param"], error["code"]) == (status, param, code), error["message"]
+    assert error["type"] == ("invalid_request_error" if status < 500 else "server_error")
+    message: str = error["message"]
+    assert message
+    assert len(message) < 500
+    return message
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"messages": HELLO, **fields}
+
+
+def text(**fields: Any) -> dict[str, Any]:
+    return {"prompt": "Hello!", **fields}
+
+
+BAD_SAMPLING: dict[str, list[Any]] = {
+    "temperature": [-0.1, 2.1],
+    "top_p": [0, 1.1],
+    "top_k": [-2],
+    "min_p": [-0.1, 1.1],
+    "seed": [2**63],
+    "n": [0, -1, 9, 10**6],
+    "min_tokens": [-1, 10**12],
+    "max_tokens": [-1],
+    "stop": [[""], ["x" * 1025], ["x"] * 257, ""],
+    "stop_token_ids": [[2048], [-1], [1] * 1025],
+    "presence_penalty": [2.1],
+    "frequency_penalty": [-2.1],
+    "repetition_penalty": [0],
+    "logit_bias": [{"2048": 1}, {"-1": 1}, {str(i): 0 for i in range(1025)}],
+    "allowed_token_ids": [[], [2048]],
+    "bad_words": [[""], [" "]],
+    "priority": [2**31],
+    "request_id": ["", "x" * 1025],
+    "cache_salt": ["", "x" * 1025],
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", BAD_SAMPLING)
+async def test_a_bad_value_is_refused_by_its_fields_name(
+    limited_http: httpx.AsyncClient, name: str, stream: bool
+) -> None:
+    for value in BAD_SAMPLING[name]:
+        for path, body in ((CHAT, chat()), (COMPLETION, text())):
+            answer = await limited_http.post(path, json={**body, name: value, "stream": stream})
+            message = check(answer, 400, name, "invalid_value")
+            assert name in message
+
+
+async def test_limits_contradict_no_minimum(limited_http: httpx.AsyncClient) -> None:
+    answer = await limited_http.post(COMPLETION, json=text(min_tokens=5, max_tokens=4))
+    check(answer, 400, "min_tokens", "invalid_value")
+
+
+async def test_a_chat_names_its_own_fields(limited_http: httpx.AsyncClient) -> None:
+    answer = await limited_http.post(CHAT, json=chat(max_completion_tokens=0))
+    check(answer, 400, "max_completion_tokens", "invalid_value")
+    answer = await limited_http.post(CHAT, json=chat(max_tokens=0))
+    check(answer, 400, "max_tokens", "invalid_value")
+    answer = await limited_http.post(CHAT, json=chat(logprobs=True, top_logprobs=6))
+    check(answer, 400, "top_logprobs", "invalid_value")
+    answer = await limited_http.post(CHAT, json=chat(logprobs=True, top_logprobs=-1))
+    check(answer, 400, "top_logprobs", "invalid_value")
+    answer = await limited_http.post(COMPLETION, json=text(logprobs=6))
+    check(answer, 400, "logprobs", "invalid_value")
+
+
+@pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
+async def test_what_comes_later_is_refused_now(limited_http: httpx.AsyncClient, kind: Any) -> None:
+    path, body = (CHAT, chat()) if kind is ChatRequest else (COMPLETION, text())
+    for name in kind.NEUTRAL:
+        message = check(
+            await limited_http.post(path, json={**body, name: "something"}), 400, name, "unsupported_parameter"
+        )
+        assert "not supported" in message
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    wanted: dict[str, Any] = {"tools": [tool], "response_format": {"type": "json_object"}}
+    for name in wanted.keys() & kind.NEUTRAL.keys():
+        answer = await limited_http.post(path, json={**body, name: wanted[name]})
+        check(answer, 400, name, "unsupported_parameter")
+
+
+async def test_unknown_fields_and_types_are_refused(limited_http: httpx.AsyncClient) -> None:
+    message = check(await limited_http.post(CHAT, json=chat(max_token=3)), 400, "max_token", "unknown_parameter")
+    assert "max_tokens" in message
+    check(await limited_http.post(CHAT, json=chat(max_tokens="3")), 400, "max_tokens", "invalid_type")
+    check(await limited_http.post(CHAT, json=chat(stream=1)), 400, "stream", "invalid_type")
+    check(await limited_http.post(CHAT, json=[]), 400, None, "invalid_type")
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION, "/tokenize"])
+async def test_a_model_that_is_not_here_is_not_found(limited_http: httpx.AsyncClient, path: str) -> None:
+    body = chat() if path == CHAT else text()
+    message = check(await limited_http.post(path, json={**body, "model": "gpt-9"}), 404, "model", "model_not_found")
+    assert "gpt-9" in message
+    assert "demo" in message
+
+
+@pytest.mark.parametrize(
+    ("path", "name"), [(CHAT, "messages"), (COMPLETION, "prompt"), ("/detokenize", "tokens"), ("/abort", "request_id")]
+)
+async def test_what_is_needed_is_asked_for(limited_http: httpx.AsyncClient, path: str, name: str) -> None:
+    answer = await limited_http.post(path, json={})
+    if path == "/detokenize":
+        assert answer.status_code == 400
+        assert name in answer.json()["error"]["message"]
+    else:
+        check(answer, 400, name, "missing_required_parameter")
+
+
+async def test_a_prompt_that_is_too_long_is_refused(limited_http: httpx.AsyncClient) -> None:
+    long = "the fox and the owl " * 100
+    for body in (text(prompt=long), text(prompt=[long, "a"]), text(prompt=[5] * LENGTH), text(prompt=[[5] * LENGTH])):
+        for stream in (False, True):
+            answer = await limited_http.post(COMPLETION, json={**body, "stream": stream})
+            message = check(answer, 400, "prompt", "context_length_exceeded")
+            assert str(LENGTH) in message or str(LENGTH - 1) in message
+    answer = await limited_http.post(CHAT, json={"messages": [{"role": "user", "content": long}]})
+    check(answer, 400, "messages", "context_length_exceeded")
+
+
+async def test_bad_ids_are_refused(limited_http: httpx.AsyncClient) -> None:
+    for prompt in ([2048], [-1], [[5], [2048]], [2**40]):
+        check(await limited_http.post(COMPLETION, json=text(prompt=prompt)), 400, "prompt", "invalid_value")
+
+
+async def test_bad_chats_are_refused(limited_http: httpx.AsyncClient) -> None:
+    for fields in (
+        {"messages": [{"role": "wizard", "content": "Hello!"}]},
+        {"messages": [{"role": "user"}]},
+    ):
+        check(await limited_http.post(CHAT, json=fields), 400, "messages", "invalid_value")
+    both = {"add_generation_prompt": True, "continue_final_message": True}
+    check(await limited_http.post(CHAT, json=chat(**both)), 400, "chat_template_kwargs", "invalid_value")
+    own: dict[str, Any] = {"chat_template_kwargs": {"documents": []}}
+    check(await limited_http.post(CHAT, json=chat(**own)), 400, "chat_template_kwargs", "invalid_value")
+
+
+async def test_too_many_prompts_messages_and_places_are_refused(limited_http: httpx.AsyncClient) -> None:
+    check(await limited_http.post(COMPLETION, json=text(prompt=["a"] * 4)), 400, None, "invalid_value")
+    check(await limited_http.post(COMPLETION, json=text(prompt=[[5]] * 4)), 400, None, "invalid_value")
+    check(await limited_http.post(CHAT, json={"messages": HELLO * 4}), 400, None, "invalid_value")
+    answer = await limited_http.post(COMPLETION, json=text(prompt=["a"] * 3, n=6))
+    assert answer.status_code == 400
+    assert "max_waiting" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION, "/tokenize", "/detokenize", "/abort"])
+async def test_a_body_that_is_too_large_is_refused(limited_http: httpx.AsyncClient, path: str) -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(70):
+            yield b" " * 1000
+
+    for content in (b" " * 70_000, pieces()):
+        answer = await limited_http.post(path, content=content, headers={"content-type": "application/json"})
+        message = check(answer, 413, None, "request_too_large")
+        assert "65,536" in message
+        assert answer.headers["connection"] == "close"
+
+
+async def test_a_body_of_the_largest_size_is_read(limited_http: httpx.AsyncClient) -> None:
+    body = b"{" + b" " * (2**16 - 2) + b"}"
+    headers = {"content-type": "application/json"}
+    check(await limited_http.post(CHAT, content=body, headers=headers), 400, "messages", "missing_required_parameter")
+
+
+@pytest.mark.parametrize("media_type", [None, "text/plain", "application/x-www-form-urlencoded", "json", ""])
+@pytest.mark.parametrize("path", [CHAT, COMPLETION, "/tokenize", "/detokenize", "/abort"])
+async def test_a_body_that_is_not_called_json_is_refused(
+    limited_http: httpx.AsyncClient, path: str, media_type: str | None
+) -> None:
+    headers = {} if media_type is None else {"content-type": media_type}
+    answer = await limited_http.post(path, content=b'{"prompt": "a"}', headers=headers)
+    check(answer, 415, None, "unsupported_media_type")
+
+
+@pytest.mark.parametrize("media_type", ["application/json; charset=utf-8", "Application/JSON", "application/json ;a=b"])
+async def test_jsons_media_type_may_say_more(limited_http: httpx.AsyncClient, media_type: str) -> None:
+    answer = await limited_http.post("/tokenize", content=b'{"prompt": "a"}', headers={"content-type": media_type})
+    assert answer.status_code == 200
+
+
+async def test_a_body_that_is_no_json_is_refused(limited_http: httpx.AsyncClient) -> None:
+    for content in (b"", b"{", b"\xff", b"{}{}"):
+        headers = {"content-type": "application/json"}
+        check(await limited_http.post(CHAT, content=content, headers=headers), 400, None, "invalid_json")
+
+
+async def test_the_real_models_engine_hears_nothing_of_it_either(engine: Engine, http: httpx.AsyncClient) -> None:
+    before = engine.stats()
+    check(await http.post(CHAT, json=chat(n=129)), 400, "n", "invalid_value")
+    check(await http.post(COMPLETION, json=text(prompt="a " * 3000)), 400, "prompt", "context_length_exceeded")
+    check(await http.post(COMPLETION, json=text(prompt=[5] * 1024)), 400, "prompt", "context_length_exceeded")
+    check(await http.post(COMPLETION, json=text(prompt=["a"] * 129)), 400, None, "invalid_value")
+    assert engine.stats() == before

@@ -1,0 +1,480 @@
+"""What clients may send: each field is taken, refused by its name, or refused as one that comes later."""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Callable
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from openai.types import chat, completion_create_params
+
+from aioengine.sampling_params import SamplingParams
+from aioengine.server import schema
+from aioengine.server.faults import HttpFault
+from aioengine.server.schema import (
+    AbortRequest,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Generation,
+    TokenizeRequest,
+    decode,
+    is_given,
+    read_messages,
+    read_prompts,
+    read_text,
+    read_tokens,
+    template_kwargs,
+)
+
+Kind = type[ChatRequest] | type[CompletionRequest]
+
+KINDS: tuple[Kind, ...] = (ChatRequest, CompletionRequest)
+SOME_JSON: tuple[Any, ...] = (True, False, 0, 1, 2, 1.0, 0.5, "", "none", "x", [], [1], ["text", "audio"], {}, {"a": 1})
+LONE_SURROGATE = '"\\ud800"'
+
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+texts = st.text(st.characters(exclude_categories=["Cs"]))
+plain_json = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False) | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=6,
+)
+layouts = st.sampled_from([{}, {"separators": (",", ":")}, {"indent": 2}, {"ensure_ascii": False}])
+
+
+def refused(call: Callable[[], Any]) -> HttpFault:
+    with pytest.raises(HttpFault) as caught:
+        call()
+    error = json.loads(caught.value.body())["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert caught.value.status == 400
+    return caught.value
+
+
+def tried(call: Callable[[], Any]) -> Any:
+    """What it gives, or the fault that it raises."""
+    try:
+        return call()
+    except HttpFault as fault:
+        return fault
+
+
+def body_of(**fields: Any) -> bytes:
+    return json.dumps(fields).encode()
+
+
+def checked(kind: Kind, **fields: Any) -> Any:
+    request = decode(body_of(**fields), kind)
+    request.check()
+    return request
+
+
+def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
+    return any(value == other and type(value) is type(other) for other in neutral)
+
+
+NEUTRAL = [(kind, name, values) for kind in KINDS for name, values in kind.NEUTRAL.items()]
+NAMES_OF_NEUTRAL = [f"{kind.__name__}-{name}" for kind, name, _ in NEUTRAL]
+
+
+@pytest.mark.parametrize(("kind", "name", "neutral"), NEUTRAL, ids=NAMES_OF_NEUTRAL)
+def test_a_field_that_is_not_supported_is_refused_unless_it_asks_for_nothing(
+    kind: Kind, name: str, neutral: tuple[Any, ...]
+) -> None:
+    for value in (None, *neutral):
+        checked(kind, **{name: value})
+    for value in SOME_JSON:
+        if not is_neutral(value, neutral):
+            fault = refused(lambda value=value: checked(kind, **{name: value}))  # type: ignore[misc]
+            assert (fault.param, fault.code) == (name, "unsupported_parameter")
+            assert name in fault.message
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_field_is_either_the_samplers_or_looked_at(kind: Kind) -> None:
+    looked_at = {
+        "model", "stream", "stream_options", "user", "request_id", "priority", "cache_salt", "prompt", "echo",
+        "logprobs", "messages", "top_logprobs", "max_completion_tokens", "add_generation_prompt",
+        "continue_final_message", "chat_template_kwargs", "prompt_cache_key", "safety_identifier",
+    }  # fmt: skip
+    assert set(kind.__struct_fields__) == {
+        *kind.SAMPLING,
+        *kind.NEUTRAL,
+        *(looked_at & set(kind.__struct_fields__)),
+    }
+    assert set(kind.SAMPLING) <= set(SamplingParams.__struct_fields__)
+
+
+def test_every_field_of_the_official_client_is_known() -> None:
+    """Supported, or refused as one that comes later; never as one that nobody has heard of."""
+    for params, kind in (
+        (chat.completion_create_params.CompletionCreateParamsStreaming, ChatRequest),
+        (completion_create_params.CompletionCreateParamsStreaming, CompletionRequest),
+    ):
+        assert params.__optional_keys__ | params.__required_keys__ <= set(kind.__struct_fields__)
+    for message in (chat.ChatCompletionUserMessageParam, chat.ChatCompletionAssistantMessageParam):
+        assert message.__optional_keys__ | message.__required_keys__ <= set(schema.ChatMessage.__struct_fields__)
+    assert set(chat.ChatCompletionMessage.model_fields) <= set(schema.ChatMessage.__struct_fields__)
+    assert chat.ChatCompletionStreamOptionsParam.__optional_keys__ <= set(schema.StreamOptions.__struct_fields__)
+
+
+def test_streams_are_not_obfuscated() -> None:
+    checked(ChatRequest, stream=True, stream_options={"include_obfuscation": False})
+    fault = refused(lambda: checked(ChatRequest, stream=True, stream_options={"include_obfuscation": True}))
+    assert (fault.param, fault.code) == ("stream_options.include_obfuscation", "unsupported_parameter")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stream", [None, False])
+def test_stream_options_are_for_streams(kind: Kind, stream: bool | None) -> None:
+    fault = refused(lambda: checked(kind, stream=stream, stream_options={"include_usage": True}))
+    assert (fault.param, fault.code) == ("stream_options", "invalid_value")
+
+
+@pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest, AbortRequest])
+def test_an_unknown_field_is_refused(kind: Any) -> None:
+    fault = refused(lambda: decode(body_of(tokens=[], zzz=None), kind))
+    if "tokens" in kind.__struct_fields__:
+        assert (fault.param, fault.code) == ("zzz", "unknown_parameter")
+    else:
+        assert fault.code == "unknown_parameter"
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("temprature", "temperature"),
+        ("max_token", "max_tokens"),
+        ("topk", "top_k"),
+        ("stop_tokens_ids", "stop_token_ids"),
+    ],
+)
+def test_an_unknown_fields_nearest_name_is_told(name: str, near: str) -> None:
+    fault = refused(lambda: decode(body_of(**{name: 1}), ChatRequest))
+    assert (fault.param, fault.code) == (name, "unknown_parameter")
+    assert f"did you mean '{near}'?" in fault.message
+
+
+def test_an_unknown_fields_name_may_be_anything() -> None:
+    for name in ("x" * 100_000, "`", "a` - at `$.b`", "\n", "\U0001f98a", "", "$", "stream_options.include_usage"):
+        fault = refused(lambda name=name: decode(body_of(**{name: 1}), ChatRequest))  # type: ignore[misc]
+        assert fault.code == "unknown_parameter"
+        assert len(fault.message) < 300
+        assert len(fault.param or "") <= 100
+
+
+def test_an_unknown_field_of_stream_options_is_named() -> None:
+    fault = refused(lambda: decode(body_of(stream=True, stream_options={"usage": True}), ChatRequest))
+    assert (fault.param, fault.code) == ("stream_options.usage", "unknown_parameter")
+
+
+WRONG = {
+    bool: ["yes", 1, [], {}],
+    str: [1, True, [], {}],
+    int: ["1", 1.5, True, [], {}, 1e400],
+    float: ["1", True, [], {}],
+    list: ["[]", 1, {}, [None]],
+    dict: ["{}", 1, []],
+}
+
+
+def wrong_values(name: str, kind: type[msgspec.Struct]) -> list[Any]:
+    """Values of other types than a field's."""
+    hint = get_type_hints(kind)[name]
+    members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    plain = {get_origin(member) or member for member in members} - {type(None)}
+    if any(isinstance(member, type) and issubclass(member, msgspec.Struct) for member in plain):
+        plain = {dict}
+    if plain == {Any} or msgspec.Raw in plain:
+        return []
+    wrong = [value for one in plain for value in WRONG[one]]
+    return [
+        value for value in wrong if not any(type(value) is one for one in plain) or value in ([None], 10**30, 1e400)
+    ]
+
+
+TYPED = [(kind, name) for kind in KINDS for name in kind.__struct_fields__ if wrong_values(name, kind)]
+
+
+@pytest.mark.parametrize(("kind", "name"), TYPED, ids=[f"{kind.__name__}-{name}" for kind, name in TYPED])
+def test_a_value_of_the_wrong_type_names_its_field(kind: Kind, name: str) -> None:
+    for value in wrong_values(name, kind):
+        body = body_of(**{name: value}).replace(b"Infinity", b"1e400")
+        fault = refused(lambda body=body: decode(body, kind))  # type: ignore[misc]
+        assert (fault.param, fault.code) == (name, "invalid_type"), value
+        assert fault.message.startswith(name)
+
+
+def test_what_is_wrong_deep_inside_is_told_with_its_place() -> None:
+    fault = refused(lambda: decode(body_of(stop=["a", 1]), ChatRequest))
+    assert fault.param == "stop"
+    assert "[1]" in fault.message or "[...]" in fault.message
+    assert refused(lambda: decode(body_of(logit_bias={"fox": 1}), ChatRequest)).param == "logit_bias"
+    assert refused(lambda: decode(body_of(logit_bias={"1": "fox"}), ChatRequest)).param == "logit_bias"
+    assert refused(lambda: decode(body_of(stream_options={"include_usage": 1}), ChatRequest)).param == "stream_options"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b" ", b"{", b'{"model": }', b"\xff\xfe", b'{"model": "\xff"}', b"\xef\xbb\xbf{}", b"{} {}", b"'",
+        b'{"seed": NaN}', b'{"seed": 01}', b'{"seed": 1,}', b'{"documents": ' + b"[" * 100_000,
+        b'{"documents": ' + b'{"a":' * 5000, b'{"messages": ' + b"[" * 100_000,
+    ],
+    ids=lambda body: repr(body[:24]),
+)  # fmt: skip
+def test_a_body_that_is_no_json_is_refused(body: bytes) -> None:
+    fault = refused(lambda: decode(body, ChatRequest))
+    assert fault.code == "invalid_json"
+    assert fault.param is None
+    assert len(fault.message) < 300
+
+
+@pytest.mark.parametrize("body", [b"[]", b"1", b"null", b'"text"', b"true", b"[" * 100_000], ids=lambda body: body[:8])
+def test_a_body_that_is_no_object_is_refused(body: bytes) -> None:
+    fault = refused(lambda: decode(body, ChatRequest))
+    assert (fault.code, fault.param) == ("invalid_type", None)
+    assert "object" in fault.message
+
+
+@unhurried
+@given(plain_json, st.sampled_from([(kind, name) for kind in KINDS for name in kind.__struct_fields__]))
+def test_whatever_a_field_holds_it_is_taken_or_refused_by_name(value: Any, place: tuple[Kind, str]) -> None:
+    kind, name = place
+    outcome = tried(lambda: checked(kind, **{name: value}))
+    if isinstance(outcome, HttpFault):
+        assert outcome.status == 400
+        assert (outcome.param or "").startswith(name)
+    else:
+        assert isinstance(outcome.sampling(), dict)
+
+
+@unhurried
+@given(plain_json)
+def test_whatever_a_body_is_it_is_decoded_or_refused(value: Any) -> None:
+    for kind in (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest, AbortRequest):
+        outcome = tried(lambda kind=kind: decode(json.dumps(value).encode(), kind))  # type: ignore[misc]
+        assert isinstance(outcome, kind) or outcome.status == 400
+
+
+def test_a_large_body_may_not_be_made_of_many_texts() -> None:
+    many = json.dumps({"stop": ["a"] * 100_000}).encode()
+    assert "too many" in refused(lambda: decode(many, ChatRequest)).message
+    assert "too many" in refused(lambda: decode(many, ChatRequest, max_texts=1000)).message
+
+
+def test_what_is_quoted_in_a_text_is_no_text_of_its_own() -> None:
+    body = body_of(prompt='"' * 200_000)
+    assert schema.num_texts(body) == 2 * 2
+    assert len(read_prompts(decode(body, CompletionRequest).prompt, max_prompts=1, max_ids=9)[0]) == 200_000
+
+
+@pytest.mark.parametrize("name", ["stop", "bad_words", "documents", "allowed_token_ids", "zzz"])
+def test_a_field_that_is_megabytes_is_refused_by_its_name(name: str) -> None:
+    fault = refused(lambda: decode(body_of(**{name: [7] * 200_000}), ChatRequest))
+    assert (fault.param, fault.code) == (name, "invalid_value")
+    assert "larger than" in fault.message
+
+
+# Prompts
+
+
+def raw(text: str) -> msgspec.Raw:
+    return msgspec.Raw(text.encode())
+
+
+def prompts_of(text: str, max_prompts: int = 4, max_ids: int = 8) -> list[Any]:
+    return list(read_prompts(raw(text), max_prompts=max_prompts, max_ids=max_ids))
+
+
+@unhurried
+@given(texts.filter(bool), layouts)
+def test_a_text_is_one_prompt(text: str, layout: Any) -> None:
+    assert prompts_of(json.dumps(text, **layout)) == [text]
+
+
+@unhurried
+@given(st.lists(st.integers(-(2**40), 2**40), min_size=1, max_size=8), layouts)
+def test_ids_are_one_prompt(ids: list[int], layout: Any) -> None:
+    assert prompts_of(json.dumps(ids, **layout)) == [ids]
+
+
+@unhurried
+@given(st.lists(texts.filter(bool), min_size=1, max_size=4), layouts)
+def test_texts_are_prompts(several: list[str], layout: Any) -> None:
+    assert prompts_of(json.dumps(several, **layout)) == several
+
+
+@unhurried
+@given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=8), min_size=1, max_size=4), layouts)
+def test_lists_of_ids_are_prompts(several: list[list[int]], layout: Any) -> None:
+    assert prompts_of(json.dumps(several, **layout)) == several
+
+
+@unhurried
+@given(plain_json, layouts)
+def test_anything_else_is_no_prompt(value: Any, layout: Any) -> None:
+    outcome = tried(lambda: prompts_of(json.dumps(value, **layout)))
+    assert outcome.status == 400 if isinstance(outcome, HttpFault) else outcome in ([value], value)
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("null", "missing_required_parameter"), ("", "missing_required_parameter"), ("[]", "invalid_value"),
+        ("1", "invalid_type"), ("{}", "invalid_type"), ("true", "invalid_type"), ("[null]", "invalid_type"),
+        ("[true]", "invalid_type"), ('["a", 1]', "invalid_type"), ('[1, "a"]', "invalid_type"),
+        ('[[1], "a"]', "invalid_type"), ('[["a"]]', "invalid_type"), ("[[[1]]]", "invalid_type"),
+        ("[1.5]", "invalid_type"), ('["a", ""]', "invalid_value"), ("[[1], []]", "invalid_value"),
+        ("[[null]]", "invalid_type"), ("[{}]", "invalid_type"), ('["a", null]', "invalid_type"),
+        (LONE_SURROGATE, "invalid_type"), ("[1, 2, 3, 4, 5, 6, 7, 8, 9]", "context_length_exceeded"),
+        ("[[1, 2, 3, 4, 5, 6, 7, 8, 9]]", "context_length_exceeded"),
+    ],
+)  # fmt: skip
+def test_a_bad_prompt_is_refused(text: str, code: str) -> None:
+    fault = refused(lambda: prompts_of(text))
+    assert (fault.param, fault.code) == ("prompt", code)
+
+
+@pytest.mark.parametrize("text", ['["a", "b", "c"]', "[[1], [2], [3]]", json.dumps(["a"] * 9), json.dumps([[1]] * 9)])
+def test_too_many_prompts_are_refused(text: str) -> None:
+    assert "more than 2 prompts" in refused(lambda: prompts_of(text, max_prompts=2)).message
+
+
+# Messages
+
+
+@unhurried
+@given(
+    st.lists(
+        st.fixed_dictionaries({"role": texts, "content": texts}, optional={"name": texts, "refusal": texts}),
+        min_size=1,
+        max_size=4,
+    ),
+    layouts,
+)
+def test_messages_come_through_as_they_are(messages: list[dict[str, Any]], layout: Any) -> None:
+    assert read_messages(raw(json.dumps(messages, **layout)), 4) == messages
+
+
+def test_what_says_nothing_is_left_out_of_a_message() -> None:
+    message = {
+        "role": "assistant", "content": None, "refusal": None, "audio": None, "function_call": None,
+        "tool_calls": None, "annotations": [{"type": "url_citation"}], "name": None,
+    }  # fmt: skip
+    assert read_messages(raw(json.dumps([message])), 1) == [{"role": "assistant"}]
+
+
+def test_an_answers_tool_calls_are_the_templates_business() -> None:
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    messages = [{"role": "assistant", "tool_calls": calls}, {"role": "tool", "tool_call_id": "1", "content": "2"}]
+    assert read_messages(raw(json.dumps(messages)), 2) == messages
+
+
+def test_parts_of_text_come_through() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "cache_control": {}}]
+    plain = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert read_messages(raw(json.dumps([{"role": "user", "content": parts}])), 1) == [
+        {"role": "user", "content": plain}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("messages", "param", "code"),
+    [
+        ("null", "messages", "missing_required_parameter"),
+        ("[]", "messages", "invalid_value"),
+        ('"hello"', "messages", "invalid_type"),
+        ("{}", "messages", "invalid_type"),
+        ("[1]", "messages", "invalid_type"),
+        ('[{"content": "a"}]', "messages", "invalid_type"),
+        ('[{"role": 1, "content": "a"}]', "messages", "invalid_type"),
+        ('[{"role": "user", "content": 1}]', "messages", "invalid_type"),
+        ('[{"role": "user", "content": ["a"]}]', "messages", "invalid_type"),
+        ('[{"role": "user", "content": [{"text": "a"}]}]', "messages", "invalid_type"),
+        ('[{"role": "user", "content": [{"type": "text"}]}]', "messages", "invalid_value"),
+        ('[{"role": "user", "contents": "a"}]', "messages", "invalid_type"),
+        ('[{"role": "user", "tool_calls": 1}]', "messages", "invalid_type"),
+        ('[{"role": "user", "content": [{"type": "image_url"}]}]', "messages[0].content", "unsupported_parameter"),
+        ('[{"role": "user", "audio": {"id": "1"}}]', "messages[0].audio", "unsupported_parameter"),
+        ('[{"role": "user", "function_call": {}}]', "messages[0].function_call", "unsupported_parameter"),
+    ],
+)
+def test_a_bad_message_is_refused(messages: str, param: str, code: str) -> None:
+    fault = refused(lambda: read_messages(raw(messages), 9))
+    assert (fault.param, fault.code) == (param, code)
+
+
+def test_too_many_messages_are_refused() -> None:
+    some = [{"role": "user", "content": "a"}] * 3
+    assert len(read_messages(raw(json.dumps(some)), 3)) == 3
+    assert "more than 2 messages" in refused(lambda: read_messages(raw(json.dumps(some)), 2)).message
+
+
+@unhurried
+@given(plain_json, layouts)
+def test_whatever_messages_are_they_are_read_or_refused(value: Any, layout: Any) -> None:
+    for given_value in (value, [value], [{"role": "user", "content": value}], [{"role": "user", "tool_calls": value}]):
+        text = json.dumps(given_value, **layout)
+        outcome = tried(lambda text=text: read_messages(raw(text), 4))  # type: ignore[misc]
+        if isinstance(outcome, HttpFault):
+            assert outcome.status == 400
+            assert (outcome.param or "messages").startswith("messages")
+
+
+# What becomes of them
+
+
+def test_only_what_is_given_is_told_to_the_sampler() -> None:
+    assert decode(b"{}", ChatRequest).sampling() == {}
+    assert decode(b"{}", CompletionRequest).sampling() == {"max_tokens": 16}
+    assert decode(body_of(n=None, seed=3, top_p=1), ChatRequest).sampling() == {"seed": 3, "top_p": 1.0}
+
+
+def test_an_echo_asks_for_the_prompts_log_probabilities() -> None:
+    echo = decode(body_of(echo=True, logprobs=2, max_tokens=0), CompletionRequest)
+    assert echo.is_echo_alone
+    assert echo.sampling() == {"max_tokens": 1, "logprobs": 2, "prompt_logprobs": 2}
+    assert "prompt_logprobs" not in decode(body_of(logprobs=2), CompletionRequest).sampling()
+
+
+def test_nothing_at_all_may_not_be_asked_for() -> None:
+    fault = refused(lambda: checked(CompletionRequest, max_tokens=0))
+    assert (fault.param, fault.code) == ("max_tokens", "invalid_value")
+
+
+def test_a_chats_limit_has_two_names_and_one_value() -> None:
+    assert decode(body_of(max_completion_tokens=7), ChatRequest).sampling() == {"max_tokens": 7}
+    assert checked(ChatRequest, max_tokens=7, max_completion_tokens=7).sampling() == {"max_tokens": 7}
+    assert refused(lambda: checked(ChatRequest, max_tokens=7, max_completion_tokens=8)).param == "max_tokens"
+
+
+def test_top_log_probabilities_need_the_others() -> None:
+    assert checked(ChatRequest, logprobs=True, top_logprobs=3).sampling() == {"logprobs": 3}
+    assert checked(ChatRequest, logprobs=True).sampling() == {"logprobs": 0}
+    assert checked(ChatRequest, logprobs=False, top_logprobs=0).sampling() == {}
+    assert refused(lambda: checked(ChatRequest, top_logprobs=3)).param == "top_logprobs"
+
+
+def test_a_template_is_told_by_either_way() -> None:
+    assert template_kwargs(decode(b"{}", ChatRequest)) is None
+    both = body_of(chat_template_kwargs={"a": 1, "add_generation_prompt": True}, add_generation_prompt=False)
+    assert template_kwargs(decode(both, ChatRequest)) == {"a": 1, "add_generation_prompt": False}
+    assert template_kwargs(decode(both, TokenizeRequest)) == {"a": 1, "add_generation_prompt": False}
+
+
+def test_null_is_as_good_as_nothing() -> None:
+    request = decode(b'{"prompt": null}', TokenizeRequest)
+    assert not is_given(request.prompt)
+    assert not is_given(request.messages)
+    assert read_text(raw(' "null"'), "prompt") == "null"
+    assert read_tokens(raw("[]"), 3) == []
+    assert all(getattr(decode(body_of(**{n: None}), Generation), n) is None for n in Generation.__struct_fields__)

@@ -1,0 +1,180 @@
+"""What clients hear of an engine that does not serve: not yet, no more, not now, or never again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+from server.conftest import Face, app_of, both_faces, fake_engine, plain_client, serving, serving_app, until
+
+from aioengine import Engine
+from aioengine.server import create_app
+from aioengine.testing import FakeExecutor
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+POSTS: dict[str, Any] = {
+    "/v1/completions": {"prompt": "a", "max_tokens": 1},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+    "/tokenize": {"prompt": "a"},
+    "/detokenize": {"tokens": [5]},
+}
+TELLING = ["/v1/models", "/v1/models/demo", "/load", "/version"]
+
+
+async def check_unavailable(http: httpx.AsyncClient, code: str = "unavailable") -> None:
+    """Everything that needs the engine is refused, and says when to come again."""
+    for path, body in POSTS.items():
+        for stream in (False, True):
+            given = {**body, "stream": stream} if path.startswith("/v1") else body
+            check_503(await http.post(path, json=given), code)
+    for path in TELLING:
+        check_503(await http.get(path), code)
+    health = await http.get("/health")
+    assert health.status_code == 503
+    assert health.json()["status"] == "DEAD"
+    assert (await http.get("/")).status_code == 200
+
+
+def check_503(answer: httpx.Response, code: str) -> None:
+    assert answer.status_code == 503
+    error = answer.json()["error"]
+    assert (error["type"], error["code"], error["param"]) == ("server_error", code, None)
+    assert answer.headers["x-request-id"]
+    if code == "unavailable":
+        assert int(answer.headers["retry-after"]) >= 1
+
+
+@both_faces
+async def test_an_engine_is_served_before_it_is_started_and_after_it_is_closed(face: Face) -> None:
+    engine = Engine(executor=FakeExecutor(vocab_size=2048))
+    async with serving_app(app_of(engine, face)) as url, plain_client(url) as http:
+        await check_unavailable(http)
+        metrics = await http.get("/metrics")
+        assert metrics.status_code == 200
+        assert "vllm:num_requests_running" not in metrics.text
+        async with engine:
+            for path, body in POSTS.items():
+                assert (await http.post(path, json=body)).status_code == 200
+            for path in [*TELLING, "/metrics", "/health"]:
+                assert (await http.get(path)).status_code == 200
+            assert "vllm:num_requests_running" in (await http.get("/metrics")).text
+        await check_unavailable(http)
+
+
+@both_faces
+async def test_a_closing_engine_ends_its_streams_with_an_error(face: Face) -> None:
+    async with (
+        fake_engine(is_manual=True) as (engine, executor),
+        serving(engine, face) as served,
+        plain_client(served.url) as http,
+    ):
+        answers: dict[bool, httpx.Response] = {}
+
+        async def ask(stream: bool) -> None:
+            answers[stream] = await http.post("/v1/completions", json={"prompt": "a", "stream": stream})
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask, False)
+            tasks.start_soon(ask, True)
+            await until(lambda: engine.stats().running + engine.stats().waiting == 2)
+            executor.is_manual = False
+            await engine.aclose()
+        check_503(answers[False], "unavailable")
+        assert answers[True].status_code == 200
+        assert '"code":"unavailable"' in answers[True].text
+        assert answers[True].text.endswith("data: [DONE]\n\n")
+
+
+@both_faces
+async def test_a_draining_engine_takes_nothing_new_and_ends_what_it_has(face: Face) -> None:
+    async with (
+        fake_engine(is_manual=True) as (engine, executor),
+        serving(engine, face) as served,
+        plain_client(served.url) as http,
+        anyio.create_task_group() as tasks,
+    ):
+        answers: list[httpx.Response] = []
+
+        async def ask() -> None:
+            answers.append(await http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}))
+
+        tasks.start_soon(ask)
+        await until(lambda: engine.stats().running == 1)
+        tasks.start_soon(engine.drain)
+        await anyio.lowlevel.checkpoint()
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            check_503(await http.post(path, json=POSTS[path]), "unavailable")
+        assert (await http.get("/health")).status_code == 200
+        executor.is_manual = False
+        executor.complete()
+        await until(lambda: bool(answers))
+        assert answers[0].status_code == 200
+        await engine.resume()
+        assert (await http.post("/v1/completions", json=POSTS["/v1/completions"])).status_code == 200
+
+
+async def test_a_draining_server_is_unhealthy_and_takes_no_work() -> None:
+    async with fake_engine() as (engine, _):
+        app = create_app(engine)
+        async with serving_app(app) as url, plain_client(url) as http:
+            app.state.api.is_draining = True
+            for path, body in POSTS.items():
+                answer = await http.post(path, json=body)
+                check_503(answer, "unavailable")
+                assert answer.headers["connection"] == "close"
+            health = await http.get("/health")
+            assert health.status_code == 503
+            assert health.json()["is_draining"] is True
+            assert (await http.get("/metrics")).status_code == 200
+            assert (await http.post("/abort", json={"request_id": "a"})).status_code == 200
+
+
+@both_faces
+async def test_a_paused_engine_is_healthy_and_answers_later(face: Face) -> None:
+    async with (
+        fake_engine() as (engine, _),
+        serving(engine, face) as served,
+        plain_client(served.url) as http,
+        anyio.create_task_group() as tasks,
+    ):
+        answers: list[httpx.Response] = []
+
+        async def ask() -> None:
+            answers.append(await http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}))
+
+        await engine.pause()
+        tasks.start_soon(ask)
+        await until(lambda: engine.stats().waiting == 1)
+        health = await http.get("/health")
+        assert (health.status_code, health.json()["is_paused"]) == (200, True)
+        assert answers == []
+        await engine.resume()
+        await until(lambda: bool(answers))
+        assert answers[0].status_code == 200
+
+
+@both_faces
+async def test_a_device_that_hangs_is_unhealthy(face: Face) -> None:
+    async with (
+        fake_engine(is_manual=True, stall_after_s=0.05) as (engine, executor),
+        serving(engine, face) as served,
+        plain_client(served.url) as http,
+        anyio.create_task_group() as tasks,
+    ):
+
+        async def ask() -> None:
+            await http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
+
+        tasks.start_soon(ask)
+        await until(lambda: engine.health().status == "STALLED")
+        health = await http.get("/health")
+        assert health.status_code == 503
+        assert health.json()["status"] == "STALLED"
+        assert health.json()["step_age_s"] >= 0.05
+        executor.is_manual = False
+        executor.complete()
+        await until(lambda: engine.stats().running == 0)
+        assert (await http.get("/health")).status_code == 200

@@ -1,0 +1,237 @@
+"""What is there beside generating: tokens and texts, aborting, and what tells of the server itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from server.conftest import Face, both_faces, events_of, fake_engine, plain_client, serving, until
+
+import aioengine
+from aioengine import Engine
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+HELLO: list[dict[str, Any]] = [{"role": "user", "content": "Hello! Who are you?"}]
+TEXTS = ["Once upon a time", "naïve café 🦊 日本", "\x00\n\t ", "<|im_start|>user", " a" * 3000]
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=lambda text: ascii(text[:12]))
+async def test_a_text_becomes_the_engines_tokens_and_a_text_again(
+    engine: Engine, http: httpx.AsyncClient, text: str
+) -> None:
+    answer = await http.post("/tokenize", json={"model": "demo", "prompt": text})
+    ids = await engine.tokenize(text)
+    assert answer.json() == {"count": len(ids), "max_model_len": engine.info.max_model_len, "tokens": ids}
+    back = await http.post("/detokenize", json={"model": "demo", "tokens": ids})
+    assert back.json() == {"prompt": text}
+
+
+async def test_an_empty_text_has_no_tokens(http: httpx.AsyncClient) -> None:
+    assert (await http.post("/tokenize", json={"prompt": ""})).json()["tokens"] == []
+    assert (await http.post("/detokenize", json={"tokens": []})).json() == {"prompt": ""}
+
+
+async def test_tokens_are_told_as_texts_too(engine: Engine, http: httpx.AsyncClient) -> None:
+    text = "naïve 🦊 fox"
+    told = (await http.post("/tokenize", json={"prompt": text, "return_token_strs": True})).json()
+    assert len(told["token_strs"]) == told["count"]
+    data = engine.token_bytes(told["tokens"], skip_special_tokens=False)
+    assert told["token_strs"] == [piece.decode(errors="replace") for piece in data]
+    assert b"".join(data).decode() == text
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {},
+        {"add_generation_prompt": False},
+        {"add_generation_prompt": False, "continue_final_message": True},
+        {"chat_template_kwargs": {"add_generation_prompt": False}},
+    ],
+    ids=",".join,
+)
+async def test_a_chat_becomes_tokens_by_its_template(
+    engine: Engine, http: httpx.AsyncClient, told: dict[str, Any]
+) -> None:
+    answer = await http.post("/tokenize", json={"messages": HELLO, **told})
+    kwargs = told.get("chat_template_kwargs", told)
+    assert answer.json()["tokens"] == await engine.tokenize(HELLO, chat_template_kwargs=kwargs or None)
+
+
+async def test_a_chats_tokens_are_the_prompt_of_its_completion(engine: Engine, http: httpx.AsyncClient) -> None:
+    tokens = (await http.post("/tokenize", json={"messages": HELLO})).json()["tokens"]
+    chat = await http.post("/v1/chat/completions", json={"messages": HELLO, "temperature": 0})
+    completion = await http.post("/v1/completions", json={"prompt": tokens, "temperature": 0, "max_tokens": 40})
+    assert chat.json()["choices"][0]["message"]["content"] == completion.json()["choices"][0]["text"]
+    assert chat.json()["usage"]["prompt_tokens"] == len(tokens)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "code"),
+    [
+        ("/tokenize", {}, "prompt", "invalid_value"),
+        ("/tokenize", {"prompt": "a", "messages": HELLO}, "prompt", "invalid_value"),
+        ("/tokenize", {"prompt": ["a"]}, "prompt", "invalid_type"),
+        ("/tokenize", {"prompt": [5]}, "prompt", "invalid_type"),
+        ("/tokenize", {"messages": []}, "messages", "invalid_value"),
+        ("/tokenize", {"prompt": "a", "zzz": 1}, "zzz", "unknown_parameter"),
+        ("/tokenize", {"prompt": "a" * 100_000, "return_token_strs": True}, "return_token_strs", "invalid_value"),
+        ("/tokenize", {"prompt": "a", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "invalid_value"),
+        ("/tokenize", {"prompt": "a", "model": "gpt-9"}, "model", "model_not_found"),
+        ("/detokenize", {"tokens": "a"}, "tokens", "invalid_type"),
+        ("/detokenize", {"tokens": ["a"]}, "tokens", "invalid_type"),
+        ("/detokenize", {"tokens": [2048]}, "tokens", "invalid_value"),
+        ("/detokenize", {"tokens": [-1]}, "tokens", "invalid_value"),
+        ("/detokenize", {"tokens": [5] * 70_000}, "tokens", "context_length_exceeded"),
+        ("/abort", {"request_ids": "a"}, "request_ids", "invalid_type"),
+        ("/abort", {"request_ids": []}, "request_id", "missing_required_parameter"),
+    ],
+)
+async def test_what_is_wrong_is_named(http: httpx.AsyncClient, path: str, body: Any, param: str, code: str) -> None:
+    answer = await http.post(path, json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (404 if param == "model" else 400, param, code)
+
+
+async def test_special_tokens_may_be_left_out(engine: Engine, http: httpx.AsyncClient) -> None:
+    for add in (False, True):
+        answer = await http.post("/tokenize", json={"prompt": "Hello!", "add_special_tokens": add})
+        assert answer.json()["tokens"] == await engine.tokenize("Hello!", add_special_tokens=add)
+
+
+def ids_to_abort(header: str, answer: str) -> list[Any]:
+    return [
+        {"request_id": header}, {"request_id": answer}, {"request_ids": [header]}, {"request_ids": ["other", answer]},
+    ]  # fmt: skip
+
+
+@both_faces
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_is_aborted_by_its_id(face: Face, stream: bool) -> None:
+    async with (
+        fake_engine(is_manual=True) as (engine, executor),
+        serving(engine, face) as served,
+        plain_client(served.url) as http,
+    ):
+        for path, prefix in (("/v1/completions", "cmpl-"), ("/v1/chat/completions", "chatcmpl-")):
+            for name in ("header", "body"):
+                for asked in ids_to_abort("mine", f"{prefix}mine"):
+                    answers: list[httpx.Response] = []
+
+                    async def ask(path: str = path, answers: list[httpx.Response] = answers, name: str = name) -> None:
+                        prompt = {"messages": HELLO} if "chat" in path else {"prompt": "a", "max_tokens": 99}
+                        own = {"request_id": "mine"} if name == "body" else {}
+                        headers = {"x-request-id": "mine"} if name == "header" else {}
+                        answers.append(await http.post(path, json={**prompt, **own, "stream": stream}, headers=headers))
+
+                    async with anyio.create_task_group() as tasks:
+                        tasks.start_soon(ask)
+                        await until(lambda: engine.stats().running == 1)
+                        told = await http.post("/abort", json=asked)
+                        assert told.status_code == 200
+                        assert told.json() == {"request_ids": asked.get("request_ids", [asked.get("request_id")])}
+                        while executor.unfinished:
+                            executor.complete()
+                            await until(lambda: not executor.unfinished or not executor.unfinished[0].is_done)
+                    (answer,) = answers
+                    assert answer.status_code == 200
+                    bodies = events_of(answer.content) if stream else [answer.json()]
+                    assert bodies[-1]["choices"][0]["finish_reason"] == "abort"
+                    assert bodies[-1]["id"] == f"{prefix}mine"
+                    await until(lambda: engine.stats().running == 0)
+
+
+async def test_aborting_what_is_not_there_changes_nothing(http: httpx.AsyncClient) -> None:
+    answer = await http.post("/abort", json={"request_id": "nobody", "request_ids": ["no-one"]})
+    assert answer.status_code == 200
+    assert sorted(answer.json()["request_ids"]) == ["no-one", "nobody"]
+
+
+async def test_the_version_is_the_packages(http: httpx.AsyncClient) -> None:
+    assert (await http.get("/version")).json() == {"version": aioengine.__version__}
+
+
+async def test_health_says_that_the_engine_is_alive(http: httpx.AsyncClient) -> None:
+    answer = await http.get("/health")
+    assert answer.status_code == 200
+    told = answer.json()
+    assert told["status"] == "ALIVE"
+    assert told["running"] == told["waiting"] == 0
+    assert told["is_draining"] is told["is_paused"] is told["is_sleeping"] is False
+
+
+@both_faces
+async def test_the_load_is_what_is_being_served(face: Face) -> None:
+    async with (
+        fake_engine(is_manual=True, max_num_seqs=1) as (engine, executor),
+        serving(engine, face) as served,
+        plain_client(served.url) as http,
+        anyio.create_task_group() as tasks,
+    ):
+        assert (await http.get("/load")).json() == {
+            "server_load": 0, "running": 0, "waiting": 0, "kv_cache_usage": 0.0
+        }  # fmt: skip
+
+        async def ask() -> None:
+            await http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
+
+        for _ in range(3):
+            tasks.start_soon(ask)
+        await until(lambda: engine.stats().running + engine.stats().waiting == 3)
+        told = (await http.get("/load")).json()
+        assert (told["server_load"], told["running"], told["waiting"]) == (3, 1, 2)
+        assert told["kv_cache_usage"] > 0
+        executor.is_manual = False
+        executor.complete()
+
+
+async def test_metrics_are_prometheus_text_and_count_what_was_done(http: httpx.AsyncClient) -> None:
+    async def value(name: str) -> float:
+        answer = await http.get("/metrics")
+        assert answer.status_code == 200
+        assert answer.headers["content-type"].startswith(("text/plain", "application/openmetrics-text"))
+        samples = [
+            sample.value
+            for family in text_string_to_metric_families(answer.text)
+            for sample in family.samples
+            if sample.name == name
+        ]
+        return sum(samples)
+
+    before = await value("vllm:generation_tokens_total")
+    await http.post("/v1/completions", json={"prompt": "a", "max_tokens": 7, "ignore_eos": True})
+    assert await value("vllm:generation_tokens_total") == before + 7
+    assert await value("vllm:num_requests_running") == 0
+
+
+async def test_the_page_is_there(http: httpx.AsyncClient) -> None:
+    answer = await http.get("/")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/html")
+
+
+@pytest.mark.parametrize("given", ["a", "0123456789abcdef", "!#$%&'*+-.^_`|~:/?@", "x" * 128])
+async def test_a_request_id_is_kept(http: httpx.AsyncClient, given: str) -> None:
+    for path in ("/version", "/nothing", "/health", "/"):
+        answer = await http.get(path, headers={"x-request-id": given})
+        assert answer.headers["x-request-id"] == given
+
+
+@pytest.mark.parametrize("given", [b"", b"x" * 129, b"a b", b"\xc3\xa9", b"\xff"])
+async def test_an_id_that_is_none_is_made_anew(http: httpx.AsyncClient, given: bytes) -> None:
+    made = set()
+    for _ in range(2):
+        answer = await http.get("/version", headers={b"x-request-id": given})
+        assert answer.status_code == 200
+        made.add(answer.headers["x-request-id"])
+    assert len(made) == 2
+    assert all(name.startswith("req-") and name.isascii() for name in made)
+
+
+async def test_every_answer_has_an_id_of_its_own(http: httpx.AsyncClient) -> None:
+    ids = [(await http.get("/version")).headers["x-request-id"] for _ in range(5)]
+    assert len(set(ids)) == 5
