@@ -57,8 +57,8 @@ MAY_IMPORT = {
         "intake", "listener", "model_folder", "progress", "reply", "text",
     },
     "engine": {
-        "control", "control_calls", "core_api", "executor.protocol", "health", "in_process", "intake", "process_options", "prompt",
-        "runtime", "stream", "transport.launch", "weight_pieces",
+        "control", "control_calls", "core_api", "executor.protocol", "health", "in_process", "intake",
+        "process_options", "prompt", "runtime", "stream", "transport.launch", "weight_pieces",
     },
     "transport": {
         "transport", "control", "core.scheduler", "core.sequence", "core_api", "engine_control", "engine_core",
