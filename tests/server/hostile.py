@@ -1,0 +1,533 @@
+"""Clients that do not behave, by raw sockets, and a server on the test's loop to try them on.
+
+Run as a program it is a client in a process of its own, so that what a client does is not on the server's loop, and not
+under its GIL: see `Elsewhere`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import json
+import logging
+import socket
+import struct
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from aioengine import Engine
+    from aioengine.runtime import Runtime
+    from aioengine.server import ServerConfig
+    from aioengine.server.api import Api
+    from aioengine.testing import FakeExecutor
+
+Face = Literal["uvicorn", "serve", "aiohttp"]
+"""The ASGI app under uvicorn as it is, the same under the protocol of ``aioengine serve``, or the aiohttp routes."""
+Leaving = Literal["close", "reset", "half"]
+
+MAX_TURNS = 1_000_000
+GONE = "aioengine:http_clients_gone_total"
+CUT = "aioengine:http_clients_cut_total"
+
+
+# A client
+
+
+class Answer(NamedTuple):
+    """A response that was read to its end."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """The error of a body that must be one, and say nothing of what is inside."""
+        assert self.headers["content-type"] == "application/json", self
+        assert list(self.json()) == ["error"], self
+        error: dict[str, Any] = self.json()["error"]
+        assert list(error) == ["message", "type", "param", "code"], self
+        assert isinstance(error["message"], str), self
+        assert error["message"], self
+        assert len(error["message"]) < 2000, f"an error of {len(error['message'])} characters"
+        assert not any(inside in error["message"] for inside in ("Traceback", "msgspec", ".py", "object at 0x")), self
+        return error
+
+
+class Client:
+    """One connection, which reads and writes what it is told to, and nothing by itself."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._loop = asyncio.get_running_loop()
+        self._read = b""
+
+    @classmethod
+    async def connect(cls, port: int, *, receive_buffer: int | None = None) -> Client:
+        """Connect; a small buffer of the kernel's makes the server feel sooner that nobody reads."""
+        connection = socket.socket()
+        connection.setblocking(False)
+        if receive_buffer is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", port))
+        return cls(connection)
+
+    async def send(self, data: bytes) -> None:
+        await self._loop.sock_sendall(self._socket, data)
+
+    async def post(self, path: str, body: Any, **headers: str) -> None:
+        """Send a request, whole."""
+        await self.send(request_of("POST", path, body, **headers))
+
+    async def receive(self, max_bytes: int = 2**16) -> bytes:
+        """The next bytes; empty at the end."""
+        if self._read:
+            data, self._read = self._read, b""
+            return data
+        return await self._loop.sock_recv(self._socket, max_bytes)
+
+    async def read_until(self, mark: bytes) -> bytes:
+        """All up to the mark, with it."""
+        while mark not in self._read:
+            piece = await self._loop.sock_recv(self._socket, 2**16)
+            if not piece:
+                raise EOFError(f"the connection ended before {mark!r} came: {self._read[-500:]!r}")
+            self._read += piece
+        data, _, self._read = self._read.partition(mark)
+        return data + mark
+
+    async def read_to_end(self) -> bytes:
+        pieces = []
+        with contextlib.suppress(ConnectionResetError):
+            while piece := await self.receive():
+                pieces.append(piece)
+        return b"".join(pieces)
+
+    async def answer(self) -> Answer:
+        """The next response, whole; those that say "go on" are left out."""
+        while True:
+            head = (await self.read_until(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+            status = int(head[0].split(" ")[1])
+            if status != 100:
+                break
+        assert head[0].startswith("HTTP/1.1 "), head[0]
+        headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:] if line)}
+        return Answer(status, headers, await self._body(headers))
+
+    async def _body(self, headers: dict[str, str]) -> bytes:
+        if "content-length" in headers:
+            body = b""
+            while (missing := int(headers["content-length"]) - len(body)) > 0:
+                piece = await self.receive()
+                assert piece, "the body is shorter than its length"
+                body, self._read = body + piece[:missing], piece[missing:]
+            return body
+        if headers.get("transfer-encoding") != "chunked":
+            return await self.read_to_end()
+        chunks = []
+        while size := int(await self.read_until(b"\r\n"), 16):
+            chunk = b""
+            while len(chunk) < size + 2:
+                chunk += await self.receive()
+            chunk, self._read = chunk[: size + 2], chunk[size + 2 :]
+            chunks.append(chunk[:-2])
+        await self.read_until(b"\r\n")
+        return b"".join(chunks)
+
+    def leave(self, how: Leaving = "close") -> None:
+        """Leave: in order, by a reset, or by saying that nothing more will be sent."""
+        if how == "half":
+            self._socket.shutdown(socket.SHUT_WR)
+            return
+        if how == "reset":
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self._socket.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+
+def request_of(method: str, path: str, body: Any = None, **headers: str) -> bytes:
+    """A request's bytes; a body that is no bytes is sent as JSON."""
+    data = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
+    fields = {"host": "x", "content-type": "application/json", "content-length": str(len(data))}
+    fields.update({name.replace("_", "-"): value for name, value in headers.items()})
+    lines = [f"{name}: {value}\r\n" for name, value in fields.items() if value]
+    return f"{method} {path} HTTP/1.1\r\n{''.join(lines)}\r\n".encode("latin-1") + data
+
+
+def completion(seed: int = 7, **fields: Any) -> dict[str, Any]:
+    """A completion's body; by its seed the request is known in the device's plans."""
+    return {"prompt": "Once upon a time", "max_tokens": 100, "ignore_eos": True, "seed": seed, **fields}
+
+
+def chat(seed: int = 7, **fields: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": "Hi"}]
+    return {"messages": messages, "max_tokens": 100, "ignore_eos": True, "seed": seed, **fields}
+
+
+# A server
+
+
+class Behind(NamedTuple):
+    """What a server consists of behind its port."""
+
+    api: Api
+    transports: Callable[[], list[asyncio.Transport]]
+    """Of the connections that are there now."""
+
+
+class Target:
+    """A server on the test's loop, with its engine and its fake device."""
+
+    def __init__(self, face: Face, engine: Engine, executor: FakeExecutor, port: int, behind: Behind) -> None:
+        self.face = face
+        self.engine = engine
+        self.executor = executor
+        self.port = port
+        self.behind = behind
+
+    @property
+    def runtime(self) -> Runtime:
+        assert self.engine._runtime is not None
+        return self.engine._runtime
+
+    async def connect(self, *, receive_buffer: int | None = None) -> Client:
+        return await Client.connect(self.port, receive_buffer=receive_buffer)
+
+    async def ask(self, path: str, body: Any = None, **headers: str) -> Answer:
+        """What a client that behaves gets."""
+        with await self.connect() as client:
+            await client.send(request_of("GET" if body is None else "POST", path, body, **headers))
+            return await client.answer()
+
+    async def metric(self, name: str) -> float:
+        text = (await self.ask("/metrics")).body.decode()
+        lines = [line for line in text.splitlines() if line.startswith((name + " ", name + "{"))]
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+    async def until(self, is_so: Callable[[], Any]) -> None:
+        """Let all others run until it is so."""
+        for _ in range(MAX_TURNS):
+            if is_so():
+                return
+            await asyncio.sleep(0)
+        raise AssertionError("it never came to be so")
+
+    async def until_told(self, name: str, value: float) -> None:
+        """Wait for a metric to have the value."""
+        for _ in range(20_000):
+            if (told := await self.metric(name)) >= value:
+                break
+        assert told == value
+
+    def num_plans_with(self, seed: int, start: int = 0) -> int:
+        """How many plans that were launched from number ``start`` on compute tokens of that request."""
+        tenants: dict[int, int] = {}
+        seeds = []
+        for plan in self.executor.plans:
+            for row in plan.removed.tolist():
+                tenants.pop(row, None)
+            tenants.update({added.row: added.sampling.seed for added in plan.added})
+            seeds.append({tenants[row] for row in plan.rows.tolist()})
+        return sum(seed in some for some in seeds[start:])
+
+    def has_launched(self, num_plans: int) -> bool:
+        return len(self.executor.plans) >= num_plans
+
+    @property
+    def num_buffered(self) -> int:
+        """Bytes that the connections hold for clients which have not read them."""
+        return sum(transport.get_write_buffer_size() for transport in self.behind.transports())
+
+    @property
+    def num_registered(self) -> int:
+        """Requests that the engine knows, in whatever stage."""
+        return sum(map(len, self.runtime._requests.values()))
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is registered, queued or scheduled, and all blocks are free."""
+        stats = self.runtime.core.stats()
+        return (
+            not self.num_registered
+            and not self.runtime.intake.num_preparing
+            and (stats.running, stats.waiting, stats.blocked) == (0, 0, 0)
+            and stats.free_blocks == stats.num_blocks
+        )
+
+    def complete_all(self) -> None:
+        """End all steps of a manual device."""
+        for step in self.executor.unfinished:
+            step.complete()
+
+    async def until_idle_slowly(self) -> None:
+        """Wait until nothing is left, and let a tick pass between two looks: they are not to be what holds the loop."""
+        for _ in range(MAX_TURNS):
+            if self.is_idle:
+                return
+            await asyncio.sleep(Ticker.INTERVAL_S)
+
+    async def idle(self) -> None:
+        """Wait until nothing is left of any request."""
+
+        def rests() -> bool:
+            if self.executor.is_manual:
+                self.complete_all()
+            return self.is_idle and not self.executor.unfinished
+
+        await self.until(rests)
+
+
+@contextlib.asynccontextmanager
+async def served(
+    face: Face,
+    config: ServerConfig | None = None,
+    *,
+    engine: dict[str, Any] | None = None,
+    model: str | None = None,
+    send_buffer: int | None = None,
+    **device: Any,
+) -> AsyncIterator[Target]:
+    """A server of that face with a fake device: ``async with served("aiohttp", is_manual=True) as target``.
+
+    Args:
+        send_buffer: the kernel's for each connection; it grows to megabytes where it is not given.
+    """
+    from aioengine import Engine
+    from aioengine.testing import FakeExecutor
+
+    executor = FakeExecutor(**{"vocab_size": 2048, "num_blocks": 512, **device})
+    # The protocol is named, since asyncio looks at it before it sets TCP_NODELAY.
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.bind(("127.0.0.1", 0))
+    if send_buffer is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)  # those of its connections begin so
+    listener.setblocking(False)
+    serve = _aiohttp if face == "aiohttp" else functools.partial(_asgi, face)
+    async with Engine(model, executor=executor, **(engine or {})) as made, serve(made, config, listener) as behind:
+        target = Target(face, made, executor, listener.getsockname()[1], behind)
+        yield target
+        await target.idle()
+        made.get_tokenizer()  # it is alive
+
+
+@contextlib.asynccontextmanager
+async def _asgi(
+    face: Face, engine: Engine, config: ServerConfig | None, listener: socket.socket
+) -> AsyncIterator[Behind]:
+    """Without `uvicorn.Server`, which takes the signals of the process and ticks in a task of its own."""
+    import uvicorn
+    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+    from uvicorn.server import ServerState
+
+    from aioengine.server import create_app
+    from aioengine.server.http_protocol import HttpProtocol, HttpState
+    from aioengine.server.serving import HttpLimits
+
+    app = create_app(engine, config)
+    of_uvicorn = uvicorn.Config(app, log_config=None, access_log=False, ws="none", lifespan="off")
+    of_uvicorn.load()
+    state = ServerState() if face == "uvicorn" else HttpState(HttpLimits())
+    protocol: Any = HttpToolsProtocol if face == "uvicorn" else HttpProtocol
+    make = functools.partial(protocol, config=of_uvicorn, server_state=state, app_state={})
+    server = await asyncio.get_running_loop().create_server(make, sock=listener, backlog=2048)
+
+    def transports() -> list[asyncio.Transport]:
+        connections: Any = {*state.connections, *getattr(state, "lingering", ())}
+        return [connection.transport for connection in connections]
+
+    try:
+        yield Behind(app.state.api, transports)
+    finally:
+        server.close()
+        for transport in transports():
+            transport.abort()
+        await server.wait_closed()
+        await asyncio.gather(*state.tasks, return_exceptions=True)
+        await asyncio.sleep(0)
+
+
+@contextlib.asynccontextmanager
+async def _aiohttp(engine: Engine, config: ServerConfig | None, listener: socket.socket) -> AsyncIterator[Behind]:
+    from aiohttp import web
+
+    from aioengine.server import aiohttp_routes
+
+    app = web.Application()
+    routes = aiohttp_routes(engine, config)
+    app.add_routes(routes)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.SockSite(runner, listener, backlog=2048).start()
+
+    def transports() -> list[asyncio.Transport]:
+        connections = runner.server.connections if runner.server is not None else []
+        return [connection.transport for connection in connections if connection.transport is not None]
+
+    try:
+        yield Behind(inspect.getclosurevars(routes[0].handler).nonlocals["api"], transports)
+    finally:
+        handlers = [task for task in asyncio.all_tasks() if "RequestHandler.start" in repr(task)]
+        for transport in transports():
+            transport.abort()
+        await runner.cleanup()
+        for task in handlers:  # one that lingers over a refused body goes on for 10 s, whatever is cleaned up
+            task.cancel()
+        await asyncio.gather(*handlers, return_exceptions=True)
+
+
+class Tasks:
+    """Tasks of a test, by hand; all of them have ended when it is left."""
+
+    def __init__(self) -> None:
+        self._tasks: list[asyncio.Task[Any]] = []
+
+    def start(self, work: Any) -> asyncio.Task[Any]:
+        task: asyncio.Task[Any] = asyncio.get_running_loop().create_task(work)
+        self._tasks.append(task)
+        return task
+
+    async def end(self) -> list[Any]:
+        """Each one's result or error."""
+        return await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def __aenter__(self) -> Tasks:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await self.end()
+
+
+@contextlib.contextmanager
+def heard_errors(without: Sequence[str] = ()) -> Iterator[list[logging.LogRecord]]:
+    """All that is logged as an error or with a traceback, by anybody but the loggers of these names."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+
+    def note(record: logging.LogRecord) -> None:
+        if (record.levelno >= logging.ERROR or record.exc_info) and record.name not in without:
+            records.append(record)
+
+    handler.emit = note  # type: ignore[method-assign]
+    logging.getLogger().addHandler(handler)
+    try:
+        yield records
+    finally:
+        logging.getLogger().removeHandler(handler)
+
+
+# How free the loop is
+
+
+class Ticker:
+    """A callback each millisecond, and by how much each came late: ``with Ticker() as ticker: ...``.
+
+    Attributes:
+        late_s: of each.
+        held_s: of that, what this process has computed meanwhile, whichever of its threads: the rest is what other
+            processes took from it on a busy machine.
+    """
+
+    INTERVAL_S = 0.001
+
+    def __init__(self) -> None:
+        self.late_s: list[float] = []
+        self.held_s: list[float] = []
+        self._loop = asyncio.get_running_loop()
+
+    def __enter__(self) -> Ticker:
+        self._computed_s = time.process_time()
+        self._due = self._loop.time() + self.INTERVAL_S
+        self._timer = self._loop.call_at(self._due, self._tick)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+        self._note()
+
+    def _tick(self) -> None:
+        self._note()
+        self._due = self._loop.time() + self.INTERVAL_S
+        self._timer = self._loop.call_at(self._due, self._tick)
+
+    def _note(self) -> None:
+        late_s, computed_s = max(0.0, self._loop.time() - self._due), time.process_time()
+        self.late_s.append(late_s)
+        self.held_s.append(min(late_s, computed_s - self._computed_s))
+        self._computed_s = computed_s
+
+    def summary(self) -> str:
+        """The median, the 99th percentile and the worst, in milliseconds."""
+        ranked = sorted(self.late_s)
+        places = (len(ranked) // 2, int(0.99 * len(ranked)), -1)
+        return " ".join(f"{ranked[place] * 1e3:.2f}" for place in places)
+
+
+class Elsewhere:
+    """A client in a process of its own: ``async with Elsewhere() as client: await client.send(port, requests)``."""
+
+    async def __aenter__(self) -> Elsewhere:
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, __file__, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        await self._process.wait()
+
+    async def send(self, port: int, path: str, *, at_once: int = 1) -> list[tuple[int, str]]:
+        """Send the request in the file so many times at once; their statuses and how their bodies begin."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"port": port, "path": path, "at_once": at_once}).encode() + b"\n")
+        return [(status, begin) for status, begin in json.loads(await self._process.stdout.readline())]
+
+
+async def _send_once(port: int, data: bytes) -> tuple[int, str]:
+    loop = asyncio.get_running_loop()
+    with await Client.connect(port) as client:
+
+        async def write() -> None:
+            with contextlib.suppress(ConnectionError):  # refused amid its body: there is an answer
+                await client.send(data)
+
+        writing = loop.create_task(write())
+        try:
+            answer = await client.answer()
+        finally:
+            writing.cancel()
+            await asyncio.gather(writing, return_exceptions=True)
+    return answer.status, answer.body[:300].decode(errors="replace")
+
+
+async def _send_all(port: int, data: bytes, at_once: int) -> Sequence[Any]:
+    answers = await asyncio.gather(*(_send_once(port, data) for _ in range(at_once)), return_exceptions=True)
+    return [answer if isinstance(answer, tuple) else (0, repr(answer)) for answer in answers]
+
+
+def main() -> None:
+    for line in sys.stdin:
+        told = json.loads(line)
+        with open(told["path"], "rb") as file:
+            data = file.read()
+        print(json.dumps(asyncio.run(_send_all(told["port"], data, told["at_once"]))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

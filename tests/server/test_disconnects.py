@@ -1,0 +1,296 @@
+"""Clients that leave: at every moment of a request, in every way, and by hundreds."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+import random
+import threading
+from typing import Any
+
+import aiohttp
+import httpx
+import openai
+import pytest
+from server.hostile import GONE, Client, Face, Leaving, Target, Tasks, chat, completion, request_of, served
+
+from aioengine.server.aiohttp_face import AiohttpExchange
+from aioengine.server.asgi import AsgiExchange
+from aioengine.server.record import RequestRecord
+from aioengine.stream import Stream
+
+FACES: tuple[Face, ...] = ("uvicorn", "serve", "aiohttp")
+each_face = pytest.mark.parametrize("face", FACES)
+each_way = pytest.mark.parametrize("way", ["close", "reset", "half"])
+
+LEAVER, STAYER = 7, 8
+
+
+async def begun(target: Target, body: dict[str, Any], path: str = "/v1/completions") -> Client:
+    """A client whose request has been sent, and is computed now by a manual device."""
+    client = await target.connect()
+    await client.post(path, body)
+    await target.until(lambda: target.num_plans_with(body["seed"]))
+    return client
+
+
+async def step(target: Target, count: int = 1) -> None:
+    """Let a manual device end so many steps, each with a next one launched behind it."""
+    for _ in range(count):
+        num_next = len(target.executor.plans) + 1
+        target.executor.complete()
+        await target.until(functools.partial(target.has_launched, num_next))
+
+
+async def assert_aborted_at_once(target: Target, num_others: int = 0) -> None:
+    """The engine forgets the leaver while the device is still at the step that it was at, and computes no other one."""
+    num_plans = len(target.executor.plans)
+    await target.until(lambda: target.num_registered == num_others)
+    assert len(target.executor.plans) == num_plans, "the engine learned of it only after a step"
+    target.complete_all()
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert target.num_plans_with(LEAVER, num_plans) == 0
+
+
+# One client, at each moment
+
+
+@each_face
+@each_way
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_who_leaves_before_the_first_token_is_in_no_later_step(face: Face, way: Leaving, is_stream: bool) -> None:
+    async with served(face, is_manual=True) as target:
+        with await begun(target, completion(LEAVER, stream=is_stream)) as client:
+            client.leave(way)
+            await assert_aborted_at_once(target)
+        await target.until_told(GONE, 1)
+
+
+@each_face
+@each_way
+async def test_who_leaves_in_the_middle_of_a_stream_is_in_no_later_step(face: Face, way: Leaving) -> None:
+    async with served(face, is_manual=True) as target:
+        with await begun(target, chat(LEAVER, stream=True), "/v1/chat/completions") as client:
+            await step(target, 5)
+            await client.read_until(b'"content":')
+            client.leave(way)
+            await assert_aborted_at_once(target)
+        await target.until_told(GONE, 1)
+
+
+@each_face
+async def test_who_leaves_between_two_steps_is_in_no_later_one(face: Face) -> None:
+    async with served(face, step_time_s=0.002) as target:
+        with await target.connect() as client, await target.connect() as other:
+            await client.post("/v1/completions", completion(LEAVER, stream=True, max_tokens=200))
+            await other.post("/v1/completions", completion(STAYER, max_tokens=200))
+            await target.until(lambda: target.num_plans_with(LEAVER) > 5 and not target.executor.unfinished)
+            num_plans = len(target.executor.plans)
+            client.leave()
+            answer = await other.answer()
+            assert answer.json()["usage"]["completion_tokens"] == 200
+            # One that was being scheduled, and for aiohttp those of 20 ms while nothing is written; a stream is.
+            assert target.num_plans_with(LEAVER, num_plans) <= 2
+
+
+@each_face
+@each_way
+async def test_who_leaves_amid_all_choices_of_several_prompts_frees_them_all(face: Face, way: Leaving) -> None:
+    async with served(face, is_manual=True) as target:
+        body = completion(LEAVER, prompt=["Once", "upon", "a time"], n=4, temperature=1.0)
+        with await begun(target, body) as client:
+            await step(target, 3)
+            assert target.num_registered == 3
+            client.leave(way)
+            await assert_aborted_at_once(target)
+        await target.idle()
+        await target.until_told(GONE, 1)
+
+
+@each_face
+async def test_who_leaves_while_its_request_waits_behind_others_is_never_computed(face: Face) -> None:
+    async with served(face, is_manual=True, engine={"max_num_seqs": 1}) as target:
+        with await begun(target, completion(STAYER, max_tokens=10)) as other, await target.connect() as client:
+            await client.post("/v1/completions", completion(LEAVER))
+            await target.until(lambda: target.runtime.core.stats().waiting == 1)
+            client.leave()
+            await assert_aborted_at_once(target, num_others=1)
+            await target.idle()
+            assert (await other.answer()).json()["usage"]["completion_tokens"] == 10
+        assert target.num_plans_with(LEAVER) == 0
+        await target.until_told(GONE, 1)
+
+
+@each_face
+@pytest.mark.parametrize("work", ["encode", "render_chat"])
+async def test_who_leaves_while_its_prompt_is_prepared_is_never_computed(
+    face: Face, work: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with served(face, is_manual=True) as target:
+        tokenizer = target.runtime.require_tokenizer()
+        gate, has_begun, really = threading.Event(), threading.Event(), getattr(tokenizer, work)
+
+        def gated(*args: Any, **options: Any) -> Any:
+            has_begun.set()
+            assert gate.wait(30), "nobody let it go on"
+            return really(*args, **options)
+
+        monkeypatch.setattr(tokenizer, work, gated)
+        with await target.connect() as client:
+            if work == "encode":
+                await client.post("/v1/completions", completion(LEAVER, prompt="word " * 1000))
+            else:
+                await client.post("/v1/chat/completions", chat(LEAVER))
+            await target.until(has_begun.is_set)
+            assert target.num_registered == 1
+            client.leave()
+            await target.until(lambda: not target.num_registered)
+        gate.set()
+        await target.idle()
+        assert target.executor.plans == []
+        await target.until_told(GONE, 1)
+
+
+@each_face
+@each_way
+async def test_who_leaves_amid_its_body_is_counted_and_reaches_no_engine(face: Face, way: Leaving) -> None:
+    async with served(face) as target:
+        with await target.connect() as client:
+            whole = request_of("POST", "/v1/completions", completion(LEAVER))
+            await client.send(whole[:-20])
+            await asyncio.sleep(0)
+            assert await target.metric("aioengine:http_requests_in_progress") == 2  # that, and who asks
+            client.leave(way)
+            await target.until_told(GONE, 1)
+        assert target.executor.plans == []
+
+
+@each_face
+async def test_others_streams_do_not_notice_who_leaves(face: Face) -> None:
+    async with served(face, step_time_s=0.001) as target:
+        undisturbed = await target.ask("/v1/completions", completion(STAYER, stream=True, max_tokens=150))
+        with await target.connect() as other:
+            await other.post("/v1/completions", completion(STAYER, stream=True, max_tokens=150))
+            for number in range(10):
+                with await target.connect() as client:
+                    await client.post("/v1/completions", completion(100 + number, stream=True))
+                    await client.read_until(b"data: ")
+                    client.leave("reset" if number % 2 else "close")
+            answer = await other.answer()
+        assert texts_of(answer.body) == texts_of(undisturbed.body)
+        await target.idle()
+        await target.until_told(GONE, 10)
+
+
+def texts_of(events: bytes) -> str:
+    """The text that a stream's events bring, which must have come to its end."""
+    assert events.endswith(b"data: [DONE]\n\n")
+    lines = [line.removeprefix(b"data: ") for line in events.split(b"\n\n") if line]
+    choices = [choice for line in lines[:-1] for choice in httpx.Response(200, content=line).json()["choices"]]
+    return "".join(choice["text"] for choice in choices)
+
+
+# Client libraries that give up
+
+
+@each_face
+async def test_a_cancelled_httpx_request_aborts_the_engines(face: Face) -> None:
+    async with served(face, is_manual=True) as target, Tasks() as tasks, httpx.AsyncClient() as client:
+        url = f"http://127.0.0.1:{target.port}/v1/completions"
+        asking = tasks.start(client.post(url, json=completion(LEAVER)))
+        await target.until(lambda: target.num_plans_with(LEAVER))
+        asking.cancel()
+        await assert_aborted_at_once(target)
+        await target.until_told(GONE, 1)
+
+
+@each_face
+async def test_an_aiohttp_client_that_times_out_aborts_the_engines_request(face: Face) -> None:
+    async with served(face, is_manual=True) as target, aiohttp.ClientSession() as session:
+        url = f"http://127.0.0.1:{target.port}/v1/completions"
+        timeout = aiohttp.ClientTimeout(total=0.05)
+        with pytest.raises(TimeoutError):
+            await session.post(url, json=completion(LEAVER), timeout=timeout)
+        await assert_aborted_at_once(target)
+        await target.until_told(GONE, 1)
+
+
+@each_face
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_cancelled_openai_call_aborts_the_engines_request(face: Face, is_stream: bool) -> None:
+    async with (
+        served(face, is_manual=True) as target,
+        Tasks() as tasks,
+        openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{target.port}/v1", api_key="none", max_retries=0) as client,
+    ):
+
+        async def call() -> None:
+            messages: Any = [{"role": "user", "content": "Hi"}]
+            called: Any = client.chat.completions.create(
+                model="demo", messages=messages, seed=LEAVER, stream=is_stream, extra_body={"ignore_eos": True}
+            )
+            answer = await called
+            async for _ in answer:
+                pass
+
+        calling = tasks.start(call())
+        await target.until(lambda: target.num_plans_with(LEAVER))
+        await step(target, 3)
+        calling.cancel()
+        await assert_aborted_at_once(target)
+        await target.until_told(GONE, 1)
+
+
+# Hundreds
+
+
+@each_face
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_a_storm_of_clients_that_leave_leaves_nothing(face: Face, seed: int) -> None:
+    rng = random.Random(seed)
+    async with served(face, step_time_s=0.001, max_model_len=512, engine={"max_num_seqs": 16}) as target:
+        async with Tasks() as tasks:
+            storm = [tasks.start(visit(target, random.Random(rng.random()))) for _ in range(200)]
+            await target.until(lambda: all(visitor.done() for visitor in storm))
+            assert [visitor.exception() for visitor in storm] == [None] * 200
+        await target.idle()
+        assert await target.metric(GONE) > 50
+        assert (await target.ask("/v1/completions", completion(max_tokens=3))).status == 200
+        await target.until(lambda: not kept())
+        assert await target.metric("aioengine:http_requests_in_progress") == 1  # that one itself
+
+
+def kept() -> list[Any]:
+    """What a request's objects are that are still alive; a cycle would keep them until somebody collects it."""
+    gc.collect()
+    kinds = (AsgiExchange, AiohttpExchange, RequestRecord, Stream)
+    return [thing for thing in gc.get_objects() if type(thing) in kinds]
+
+
+async def visit(target: Target, rng: random.Random) -> None:
+    """Come, begin something, and leave at a moment that nobody has chosen."""
+
+    async def turns(most: int) -> None:
+        for _ in range(rng.randrange(most)):
+            await asyncio.sleep(0)
+
+    await turns(2000)
+    with await target.connect() as client:
+        is_stream, n = rng.random() < 0.5, rng.choice((1, 1, 3))
+        prompt: Any = rng.choice(("Once", ["Once", "upon"], "word " * 250, [1, 2, 3]))
+        whole = request_of(
+            "POST", "/v1/completions", completion(rng.randrange(100), prompt=prompt, stream=is_stream, n=n)
+        )
+        try:
+            size = rng.choice((0, 30, len(whole) - 10, len(whole), len(whole), len(whole)))
+            await client.send(whole[:size])
+            await turns(1000)
+            if size == len(whole) and is_stream and rng.random() < 0.3:
+                head = await client.read_until(b"\r\n\r\n")
+                for _ in range(rng.randrange(5) if b" 200 " in head else 0):
+                    await client.read_until(b"\n\n")
+        except (EOFError, ConnectionError):  # it was refused, or the server was quicker
+            pass
+        client.leave(rng.choice(("close", "reset")))

@@ -1,0 +1,253 @@
+"""No request makes others wait: a callback is due each millisecond while a client elsewhere sends the worst it can."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import json
+import shutil
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import pytest_asyncio
+from server.hostile import Elsewhere, Target, Ticker, completion, request_of, served
+
+from aioengine.demo import model_path
+from aioengine.server import ServerConfig
+
+MIB = 2**20
+MAX_MODEL_LEN = 8192
+LONGEST_HOLD_S = 0.25
+"""Bodies of 20 MB, where they are allowed, hold the loop for 20 to 60 ms, and those of the default limit for 10."""
+
+LARGE = ServerConfig(max_body_bytes=32 * MIB)
+DEFAULT = ServerConfig()
+
+
+class Case(NamedTuple):
+    """Something to send, to a server of that config, and the statuses that it may bring."""
+
+    path: str
+    body: Callable[[], bytes | dict[str, Any]]
+    statuses: tuple[int, ...]
+    config: ServerConfig = DEFAULT
+    at_once: int = 1
+
+
+def raw(**fields: bytes | str | int | bool) -> bytes:
+    """JSON whose fields are JSON already where they are bytes: what is large is not to be encoded first."""
+    given = {name: value if isinstance(value, bytes) else json.dumps(value).encode() for name, value in fields.items()}
+    return b"{%b}" % b",".join(b'"%b":%b' % (name.encode(), value) for name, value in given.items())
+
+
+def listed(item: bytes, count: int) -> bytes:
+    return b"[" + b",".join([item] * count) + b"]"
+
+
+def message(content: bytes) -> bytes:
+    return b'{"role":"user","content":%b}' % content
+
+
+COMPLETIONS, CHATS, TOKENIZE, DETOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"
+WORDS = b"the fox and the hare "
+BIAS = b"{" + b",".join(b'"%d":1' % token_id for token_id in range(100_000)) + b"}"
+MARKS = b'{{\\"},:[]\\n'
+
+
+def text_of(num_bytes: int, piece: bytes = WORDS) -> bytes:
+    return b'"' + piece * (num_bytes // len(piece)) + b'"'
+
+
+def with_prompt(prompt: bytes, **fields: Any) -> bytes:
+    return raw(prompt=prompt, max_tokens=1, ignore_eos=True, **fields)
+
+
+USER = message(b'"a"')
+
+
+def with_tool_calls(calls: bytes, count: int = 1) -> bytes:
+    """A chat of so many messages, each with the same calls."""
+    return raw(messages=listed(USER[:-1] + b',"tool_calls":[{"a":%b}]}' % calls, count), max_tokens=1)
+
+
+def a_million(name: str, item: bytes) -> bytes:
+    return raw(**{name: listed(item, 1_000_000)})
+
+
+CASES: dict[str, Case] = {
+    "20 MB of text, by default": Case(COMPLETIONS, lambda: with_prompt(text_of(20 * MIB)), (413,)),
+    "20 MB of text": Case(COMPLETIONS, lambda: with_prompt(text_of(20 * MIB)), (400,), LARGE),
+    "20 MB of ids": Case(COMPLETIONS, lambda: with_prompt(listed(b"100", 5 * MIB)), (400,), LARGE),
+    "20 MB, escaped": Case(COMPLETIONS, lambda: with_prompt(text_of(20 * MIB, b"\\u00e9")), (400,), LARGE),
+    "20 MB of one word": Case(COMPLETIONS, lambda: with_prompt(text_of(20 * MIB, b"x")), (400,), LARGE),
+    "20 MB in a message": Case(CHATS, lambda: raw(messages=listed(message(text_of(20 * MIB)), 1)), (400,), LARGE),
+    "20 MB in text parts": Case(
+        CHATS,
+        lambda: raw(messages=listed(message(listed(b'{"type":"text","text":"a"}', 700_000)), 1)),
+        (400,),
+        LARGE,
+    ),
+    "2 MB to /tokenize": Case(TOKENIZE, lambda: raw(prompt=text_of(2 * MIB)), (200,), LARGE),
+    "20 MB of spaces": Case(COMPLETIONS, lambda: b"{" + b" " * 20 * MIB + b"}", (400,), LARGE),
+    "20 MB of brackets": Case(COMPLETIONS, lambda: with_prompt(b"[" * 20 * MIB), (400,), LARGE),
+    "20 MB of fields": Case(COMPLETIONS, lambda: b"{" + b",".join([b'"a":1'] * 3_000_000) + b"}", (400,), LARGE),
+    "20 MB of no UTF-8": Case(COMPLETIONS, lambda: with_prompt(b'"' + b"\xff" * 20 * MIB + b'"'), (400,), LARGE),
+    "64 times 20 MB, by default": Case(COMPLETIONS, lambda: with_prompt(text_of(20 * MIB)), (413, 503), at_once=64),
+    "1 MB, by default": Case(COMPLETIONS, lambda: with_prompt(text_of(MIB - 1000)), (400,)),
+    "64 times 1 MB, by default": Case(COMPLETIONS, lambda: with_prompt(text_of(MIB - 1000)), (400, 503), at_once=64),
+    "10,000 stop strings": Case(COMPLETIONS, lambda: with_prompt(b'"a"', stop=listed(b'"abc"', 10_000)), (400,)),
+    "10,000 long stop strings": Case(
+        COMPLETIONS, lambda: with_prompt(b'"a"', stop=listed(text_of(80), 10_000)), (400,)
+    ),
+    "10,000 bad words": Case(COMPLETIONS, lambda: with_prompt(b'"a"', bad_words=listed(b'"abc"', 10_000)), (400,)),
+    "100,000 messages": Case(CHATS, lambda: raw(messages=listed(USER, 100_000)), (400,), LARGE),
+    "2,048 messages": Case(CHATS, lambda: raw(max_tokens=1, messages=listed(USER, 2048)), (200, 400)),
+    "2,048 long messages": Case(
+        CHATS, lambda: raw(max_tokens=1, messages=listed(message(text_of(400)), 2048)), (200, 400)
+    ),
+    "4 MB of braces, quotes and commas": Case(
+        CHATS, lambda: raw(messages=listed(message(text_of(4 * MIB, MARKS)), 1)), (400,), LARGE
+    ),
+    "tool calls of 250 KB": Case(CHATS, lambda: with_tool_calls(listed(b"[]", 80_000)), (400,)),
+    "tool calls with texts of 900 KB": Case(CHATS, lambda: with_tool_calls(text_of(900_000, MARKS)), (200,)),
+    "as many tool calls as may be": Case(CHATS, lambda: with_tool_calls(listed(b"[]", 8000)), (200,)),
+    "2,048 tool calls of 10 KB": Case(CHATS, lambda: with_tool_calls(listed(b"[]", 3000), 2048), (400,), LARGE),
+    "template variables of 250 KB": Case(
+        CHATS,
+        lambda: raw(messages=listed(USER, 1), chat_template_kwargs=b'{"a":%b}' % listed(b"[]", 80_000)),
+        (400,),
+    ),
+    "logit_bias of 100,000": Case(COMPLETIONS, lambda: with_prompt(b'"a"', logit_bias=BIAS), (400,), LARGE),
+    "logit_bias of 250 KB": Case(
+        COMPLETIONS, lambda: with_prompt(b'"a"', logit_bias=BIAS[: BIAS.rfind(b",", 0, 250_000)] + b"}"), (400,)
+    ),
+    "128 long prompts": Case(COMPLETIONS, lambda: with_prompt(listed(text_of(8000), 128)), (200, 400, 503)),
+    "128 long prompts of ids": Case(
+        COMPLETIONS, lambda: with_prompt(listed(listed(b"100", 8000), 128)), (200, 400, 503), LARGE
+    ),
+    "1 MB to /tokenize": Case(TOKENIZE, lambda: raw(prompt=text_of(MIB - 1000)), (200,)),
+    "1 MB of one word to /tokenize": Case(TOKENIZE, lambda: raw(prompt=text_of(MIB - 1000, b"x")), (200,)),
+    "4 times 1 MB to /tokenize": Case(TOKENIZE, lambda: raw(prompt=text_of(MIB - 1000)), (200,), at_once=4),
+    "token strings": Case(TOKENIZE, lambda: raw(prompt=text_of(20_000), return_token_strs=True), (200,)),
+    "65,536 ids to /detokenize": Case(DETOKENIZE, lambda: raw(tokens=listed(b"100", 2**16)), (200,)),
+    "5,000,000 ids to /detokenize": Case(DETOKENIZE, lambda: raw(tokens=listed(b"100", 5 * MIB)), (400,), LARGE),
+    "32 times 65,536 ids to /detokenize": Case(
+        DETOKENIZE, lambda: raw(tokens=listed(b"100", 2**16)), (200, 503), at_once=32
+    ),
+    "echo of all with 20 logprobs": Case(
+        COMPLETIONS, lambda: with_prompt(listed(b"100", MAX_MODEL_LEN - 1), echo=True, logprobs=20), (200,)
+    ),
+    "echo of all with 20 logprobs, streamed": Case(
+        COMPLETIONS, lambda: with_prompt(listed(b"100", MAX_MODEL_LEN - 1), echo=True, logprobs=20, stream=True), (200,)
+    ),
+    "128 choices with 20 logprobs": Case(
+        COMPLETIONS, lambda: completion(n=128, temperature=1.0, logprobs=20, max_tokens=50), (200,)
+    ),
+    "128 choices with 20 logprobs, streamed": Case(
+        COMPLETIONS, lambda: completion(n=128, temperature=1.0, logprobs=20, max_tokens=50, stream=True), (200,)
+    ),
+    "128 chats with 20 logprobs": Case(
+        CHATS,
+        lambda: raw(messages=listed(USER, 1), n=128, logprobs=True, top_logprobs=20, max_tokens=50, ignore_eos=True),
+        (200,),
+    ),
+    **{
+        f"a million of {item.decode()} in {name}": Case(path, functools.partial(a_million, name, item), (400,), LARGE)
+        for path, name, item in (
+            (COMPLETIONS, "prompt", b'"a"'),
+            (COMPLETIONS, "prompt", b"[1]"),
+            (COMPLETIONS, "stop", b'"a"'),
+            (COMPLETIONS, "bad_words", b'"a"'),
+            (COMPLETIONS, "stop_token_ids", b"5"),
+            (COMPLETIONS, "allowed_token_ids", b"5"),
+            (COMPLETIONS, "logits_processors", b"[]"),
+            (CHATS, "messages", b"{}"),
+            (CHATS, "tools", b"{}"),
+            (CHATS, "documents", b"{}"),
+            (DETOKENIZE, "tokens", b"5"),
+            ("/abort", "request_ids", b'"a"'),
+        )
+    },
+}
+
+
+class Measured(NamedTuple):
+    """How late the callbacks were, and what the client heard."""
+
+    ticker: Ticker
+    answers: list[tuple[int, str]]
+
+
+async def measured(target: Target, elsewhere: Elsewhere, file: Path, at_once: int) -> Measured:
+    """Send what is in the file, from elsewhere."""
+    with collected(), Ticker() as ticker:
+        answers = await elsewhere.send(target.port, str(file), at_once=at_once)
+        await target.until_idle_slowly()
+    return Measured(ticker, answers)
+
+
+@contextlib.contextmanager
+def collected() -> Iterator[None]:
+    """What the test's process holds beside the server is not to be looked through by the collector meanwhile."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@contextlib.asynccontextmanager
+async def loaded(config: ServerConfig, model: str | None = None) -> AsyncIterator[Target]:
+    device = {"max_model_len": MAX_MODEL_LEN, "num_blocks": 8192, "block_size": 16}
+    limits = {"max_n": 128, "max_num_seqs": 128, "max_waiting": 256, "max_logprobs": 20}
+    async with served("serve", config, model=model, engine=limits, **device) as target:
+        # The first chat of a process imports what renders it.
+        assert (await target.ask(CHATS, raw(messages=listed(USER, 1), max_tokens=1))).status < 500
+        yield target
+
+
+@pytest_asyncio.fixture
+async def elsewhere() -> AsyncIterator[Elsewhere]:
+    async with Elsewhere() as client:
+        yield client
+
+
+@pytest.mark.parametrize("name", CASES)
+async def test_the_loop_stays_free(
+    name: str, elsewhere: Elsewhere, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    case = CASES[name]
+    (tmp_path / "request").write_bytes(request_of("POST", case.path, case.body()))
+    async with loaded(case.config) as target:
+        ticker, answers = await measured(target, elsewhere, tmp_path / "request", case.at_once)
+        record_property("late_ms", ticker.summary())
+        assert {status for status, _ in answers} <= set(case.statuses), answers
+        assert max(ticker.held_s) < LONGEST_HOLD_S
+
+
+BOMBS = {
+    "quadratic": "{% for a in messages %}{% for b in messages %}{{ b.role[:1] }}{% endfor %}{% endfor %}",
+    "doubling": "{% set ns = namespace(t='a') %}{% for m in messages %}{% if loop.index < 24 %}"
+    "{% set ns.t = ns.t ~ ns.t %}{% endif %}{% endfor %}{{ ns.t }}",
+    "a long range": "{% for i in range(99999) %}{{ messages[0].role }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+async def test_a_template_that_takes_long_holds_up_nobody(
+    bomb: str, elsewhere: Elsewhere, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    model = tmp_path / "bomb"
+    shutil.copytree(model_path(), model, ignore=shutil.ignore_patterns("*.safetensors"))
+    (model / "chat_template.jinja").write_text(BOMBS[bomb])
+    body = raw(max_tokens=1, messages=listed(USER, 1000))
+    (tmp_path / "request").write_bytes(request_of("POST", CHATS, body))
+    async with loaded(DEFAULT, str(model)) as target:
+        ticker, answers = await measured(target, elsewhere, tmp_path / "request", 1)
+        record_property("late_ms", ticker.summary())
+        assert {status for status, _ in answers} <= {200, 400}
+        assert max(ticker.held_s) < LONGEST_HOLD_S

@@ -1,0 +1,493 @@
+"""Clients that send rubbish hear a 4xx that says so, everybody else is served, and no log shows a traceback."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import json
+import random
+import re
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, ClassVar
+
+import anyio
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from server.hostile import Answer, Face, Target, chat, completion, heard_errors, request_of, served
+
+from aioengine.server import ServerConfig
+from aioengine.server.schema import ChatRequest, CompletionRequest
+
+FACES: tuple[Face, ...] = ("uvicorn", "serve", "aiohttp")
+each_face = pytest.mark.parametrize("face", FACES)
+
+PATHS = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize", "/abort")
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": chat(max_tokens=1),
+    "/v1/completions": completion(max_tokens=1),
+    "/tokenize": {"prompt": "Hi"},
+    "/detokenize": {"tokens": [100, 200]},
+    "/abort": {"request_id": "nobody"},
+}
+PATIENCE_S = 20.0
+
+
+@contextlib.asynccontextmanager
+async def unharmed(face: Face) -> AsyncIterator[Target]:
+    """A server that at the end still serves, and has logged no traceback."""
+    with heard_errors(without=["aiohttp.server"]) as errors:  # logs what is no HTTP, at length
+        async with served(face) as target:
+            with anyio.fail_after(PATIENCE_S):
+                yield target
+                assert (await target.ask("/v1/completions", completion(max_tokens=1))).status == 200
+        assert [record.getMessage() for record in errors] == []
+
+
+def assert_refused(answer: Answer) -> None:
+    assert 400 <= answer.status < 500, answer
+    assert answer.error["type"] == "invalid_request_error"
+
+
+# Rubbish that is no HTTP
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+SMUGGLED = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+rng = random.Random(5)
+
+NO_HTTP = {
+    "random": [rng.randbytes(size) + b"\r\n\r\n" for size in (1, 10, 100, 1000, 10_000)],
+    "no such version": [b"GET / HTTP/9.9\r\nhost: x\r\n\r\n", b"GET / HTTX/1.1\r\nhost: x\r\n\r\n"],
+    "http-2": [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"],
+    "tls": [b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(400)],
+    "no method": [b"/ HTTP/1.1\r\nhost: x\r\n\r\n", b"BREW / HTTP/1.1\r\nhost: x\r\n\r\n"],
+    "bad chunk sizes": [
+        HEAD + b"transfer-encoding: chunked\r\n\r\n" + size + b"\r\n{}\r\n0\r\n\r\n"
+        for size in (b"zz", b"-2", b"0x2", b"F" * 17, b"F" * 100)
+    ],
+    "bad lengths": [
+        HEAD + b"content-length: " + length + b"\r\n\r\n{}"
+        for length in (b"-2", b"two", b"2, 3", b"0x2", b"9" * 30, b"2\r\ncontent-length: 3")
+    ],
+    "length and chunks": [
+        HEAD + b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n" + SMUGGLED,
+        HEAD + b"transfer-encoding: chunked\r\ncontent-length: 4\r\n\r\n0\r\n\r\n" + SMUGGLED,
+    ],
+    "unknown codings": [
+        HEAD + b"transfer-encoding: " + coding + b"\r\n\r\n0\r\n\r\n" + SMUGGLED
+        for coding in (b"xchunked", b"chunked, identity", b"chunked\r\ntransfer-encoding: identity")
+    ],
+    "bad headers": [
+        b"GET /health HTTP/1.1\r\n" + line + b"\r\n\r\n"
+        for line in (b"no colon", b": no name", b"a b: c", b"host : x", b"a: \x00", b" folded: x", b"a: b\rc: d")
+    ],
+    "bad paths": [
+        b"GET " + path + b" HTTP/1.1\r\nhost: x\r\n\r\n" for path in (b"/\x00", b"/a b", b"", b"\x7f", b"/\xff")
+    ],
+}
+
+
+@each_face
+@pytest.mark.parametrize("kind", NO_HTTP)
+async def test_what_is_no_http_is_refused_or_cut(face: Face, kind: str) -> None:
+    async with unharmed(face) as target:
+        for data in NO_HTTP[kind]:
+            with await target.connect() as client:
+                with contextlib.suppress(ConnectionError):
+                    await client.send(data)
+                    client.leave("half")
+                said = await client.read_to_end()
+                statuses = [int(status) for status in re.findall(rb"HTTP/\d\.\d (\d{3}) ", said)]
+                assert all(400 <= status < 500 for status in statuses), (data[:200], said)
+                assert len(statuses) <= 1, f"two answers to {data[:200]!r}: {said!r}"
+
+
+# HTTP that is unusual
+
+
+@each_face
+async def test_a_request_of_http_0_9_ends_its_connection(face: Face) -> None:
+    async with unharmed(face) as target:
+        with await target.connect() as client:
+            await client.send(b"GET /health\r\n\r\n")
+            assert len(re.findall(rb"HTTP/\d\.\d \d{3} ", await client.read_to_end())) == 1
+
+
+@each_face
+async def test_requests_that_come_at_once_are_answered_in_order(face: Face) -> None:
+    async with unharmed(face) as target:
+        with await target.connect() as client:
+            asked = [request_of("POST", "/tokenize", {"prompt": "x " * count}) for count in range(1, 9)]
+            await client.send(b"".join(asked))
+            answers = [await client.answer() for _ in asked]
+        assert [answer.status for answer in answers] == [200] * 8
+        counts = [answer.json()["count"] for answer in answers]
+        assert counts == sorted(set(counts))
+
+
+@each_face
+async def test_a_websocket_upgrade_is_answered_as_if_it_had_not_asked(face: Face) -> None:
+    async with unharmed(face) as target:
+        headers = {"connection": "upgrade", "upgrade": "websocket", "sec_websocket_version": "13", "content_length": ""}
+        for path, status in (("/v1/models", 200), ("/v1/chat/completions", 405), ("/nothing", 404)):
+            with await target.connect() as client:
+                await client.send(request_of("GET", path, sec_websocket_key="dGhlIHNhbXBsZSBub25jZQ==", **headers))
+                assert (await client.answer()).status == status
+
+
+@each_face
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("/%00", 404),
+        ("/v1/models/%00", 404),
+        ("/v1/models/" + "x" * 5000, 404),
+        ("/v1/models/..%2f..%2fetc%2fpasswd", 404),
+        ("/v1/../v1/models/../../etc/passwd", 404),
+        ("//v1/models", 404),
+        ("/%ff%fe", 404),
+        ("/%ed%a0%80", 404),
+        ("/%", 404),
+        ("/%zz", 404),
+        ("/%0d%0ax-evil:%201", 404),
+        ("/health?%ff=%00&&&=", 200),
+        ("/%68ealth", 200),
+        ("/health#fragment", 200),
+    ],
+)
+async def test_strange_paths_are_paths(face: Face, path: str, status: int) -> None:
+    async with unharmed(face) as target:
+        with await target.connect() as client:
+            await client.send(request_of("GET", path))
+            answer = await client.answer()
+            assert answer.status == status
+            if status != 200:
+                assert_refused(answer)
+                assert "x-evil" not in answer.headers
+
+
+@each_face
+@pytest.mark.parametrize("path", PATHS)
+async def test_methods_that_a_path_does_not_have_are_refused(face: Face, path: str) -> None:
+    async with unharmed(face) as target:
+        for method in ("GET", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "PROPFIND"):
+            with await target.connect() as client:
+                await client.send(request_of(method, path))
+                answer = await client.answer()
+                assert answer.status == 405
+                assert answer.headers["allow"] == "POST"
+                assert answer.error["code"] == "method_not_allowed"
+
+
+async def test_ten_thousand_headers_harm_nobody_on_uvicorn_as_it_is() -> None:
+    async with unharmed("uvicorn") as target:
+        with await target.connect() as client:
+            lines = "".join(f"x-{number}: {number}\r\n" for number in range(10_000))
+            await client.send(f"GET /health HTTP/1.1\r\n{lines}\r\n".encode())
+            assert (await client.answer()).status == 200
+
+
+@each_face
+async def test_strange_headers_are_passed_over(face: Face) -> None:
+    strange = ("é", "\xff" * 100, "x" * 5000, "", "[]", '"', "a,b", "Bearer")
+    async with unharmed(face) as target:
+        for name in ("x-request-id", "authorization", "traceparent", "accept", "accept-encoding", "origin", "cookie"):
+            for value in strange:
+                with await target.connect() as client:
+                    await client.send(request_of("GET", "/health", **{name: value or " "}))
+                    assert (await client.answer()).status == 200
+
+
+@each_face
+async def test_strange_keys_open_nothing(face: Face) -> None:
+    async with served(face, ServerConfig(api_keys=("right-key",))) as target:
+        for value in (
+            "",
+            "Bearer",
+            "Bearer ",
+            "Bearer \xff",
+            "Bearer right-key\x01",
+            "Basic",
+            "Basic !!!",
+            "Basic Og==",
+        ):
+            with await target.connect() as client:
+                await client.send(request_of("GET", "/v1/models", authorization=value.replace("\x01", " x") or " "))
+                answer = await client.answer()
+                assert answer.status == 401
+                assert answer.error["type"]
+
+
+# Bodies that are no JSON
+
+GOOD = json.dumps(BODIES["/v1/completions"]).encode()
+
+NO_JSON = {
+    "empty": b"",
+    "spaces": b" \r\n ",
+    "text": b"Hello",
+    "half": GOOD[:-5],
+    "twice": GOOD + GOOD,
+    "form": b"prompt=Hi&max_tokens=1",
+    "a list": b"[1, 2]",
+    "null": b"null",
+    "a number": b"1e999",
+    "a text": b'"prompt"',
+    "utf-16": GOOD.decode().encode("utf-16"),
+    "utf-16-le": GOOD.decode().encode("utf-16-le"),
+    "utf-32": GOOD.decode().encode("utf-32"),
+    "latin-1": '{"prompt": "é"}'.encode("latin-1"),
+    "bom": b"\xef\xbb\xbf" + GOOD,
+    "nul": b"\x00" * 100,
+    "nul behind": GOOD + b"\x00",
+    "raw control": b'{"prompt": "a\x00b"}',
+    "nested lists": b"[" * 100_000,
+    "nested objects": b'{"a":' * 100_000,
+    "nested in a field": b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
+    "nested in messages": b'{"messages": ' + b'[{"content":' * 5_000 + b"1" + b"}]" * 5_000 + b"}",
+    "nested in an unsupported field": b'{"prompt": "a", "guided_json": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
+    "nested where it is small": b'{"prompt": "a", "guided_json": ' + b"[" * 5_000 + b"]" * 5_000 + b"}",
+    "comments": b'{"prompt": "a" /* hi */}',
+    "single quotes": b"{'prompt': 'a'}",
+    "trailing comma": b'{"prompt": "a",}',
+    "bytes of no character": b'{"prompt": "\xc3\x28 \xed\xa0\x80"}',
+}
+
+
+@each_face
+async def test_what_is_no_json_is_refused(face: Face) -> None:
+    async with unharmed(face) as target:
+        for kind, data in NO_JSON.items():
+            for path in PATHS:
+                with await target.connect() as client:
+                    await client.post(path, data)
+                    answer = await client.answer()
+                assert answer.status == 400, (kind, path, answer)
+                assert_refused(answer)
+
+
+@each_face
+async def test_other_content_types_are_refused_unread(face: Face) -> None:
+    async with unharmed(face) as target:
+        for kind in (
+            "text/plain",
+            "application/x-www-form-urlencoded",
+            "multipart/form-data; boundary=x",
+            "a",
+            "é",
+            "/",
+        ):
+            for path in PATHS:
+                answer = await target.ask(path, BODIES[path], content_type=kind)
+                assert answer.status == 415
+                assert_refused(answer)
+
+
+async def test_of_a_field_that_comes_twice_the_last_one_counts() -> None:
+    async with unharmed("serve") as target:
+        body = b'{"prompt": "a", "max_tokens": 1, "prompt": "b", "max_tokens": 2, "ignore_eos": true}'
+        assert (await target.ask("/v1/completions", body)).json()["usage"]["completion_tokens"] == 2
+
+
+# Values that are none
+
+
+class Anything:
+    """JSON of any kind, as it would be written: what Python's own encoder would not write, too."""
+
+    VALUES: ClassVar[tuple[bytes, ...]] = (
+        b'"\\ud800"',
+        b'"\\udfff and more"',
+        b'["\\ud800"]',
+        b'{"\\ud800": 1}',
+        b'"\\u0000"',
+        b'""',
+        b'"' + b"x" * 3000 + b'"',
+        b"NaN",
+        b"Infinity",
+        b"-Infinity",
+        b"1e999",
+        b"-1e999",
+        b"1" + b"0" * 400,
+        b"-1" + b"0" * 400,
+        b"18446744073709551616",
+        b"9223372036854775808",
+        b"-9223372036854775809",
+        b"1e400000000000000000000",
+        b"1e-400",
+        b"-0",
+        b"0.5",
+        b"-1",
+        b"1e3",
+        b"true",
+        b"[]",
+        b"[null]",
+        b"[[]]",
+        b'[1, "a"]',
+        b"[-1]",
+        b"[1e999]",
+        b"{}",
+        b'{"a": [1]}',
+        b'{"1": 1e999}',
+        b'{"-1": 1}',
+        b'{"99999999999999999999": 1}',
+        b'{"type": "text"}',
+    )
+
+
+def fields_of(path: str) -> Iterator[str]:
+    kinds: dict[str, Any] = {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest}
+    if path in kinds:
+        yield from kinds[path].__struct_fields__
+    else:
+        yield from ("model", "prompt", "messages", "tokens", "request_id", "request_ids", "add_special_tokens")
+        yield from ("chat_template_kwargs", "return_token_strs", "add_generation_prompt", "continue_final_message")
+
+
+def with_field(path: str, name: str, value: bytes) -> bytes:
+    """The path's good body, with the field as it is written."""
+    body = {**{key: json.dumps(given).encode() for key, given in BODIES[path].items()}, name: value}
+    return b"{%b}" % b",".join(b'"%b": %b' % (key.encode(), given) for key, given in body.items())
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_no_value_of_any_field_is_more_than_a_4xx(path: str) -> None:
+    async with unharmed("serve") as target:
+        with await target.connect() as client:
+            for name in fields_of(path):
+                for value in Anything.VALUES:
+                    await client.post(path, with_field(path, name, value))
+                    answer = await client.answer()
+                    if answer.status != 200:
+                        assert_refused(answer)
+
+
+@pytest.mark.parametrize("name", ["role", "content", "name", "tool_calls", "tool_call_id", "refusal", "audio", "other"])
+async def test_no_value_in_a_message_is_more_than_a_4xx(name: str) -> None:
+    async with unharmed("serve") as target:
+        with await target.connect() as client:
+            for value in Anything.VALUES:
+                message = b'{"role": "user", "content": "Hi", "%b": %b}' % (name.encode(), value)
+                await client.post(PATHS[0], with_field(PATHS[0], "messages", b"[%b]" % message))
+                answer = await client.answer()
+                if answer.status != 200:
+                    assert_refused(answer)
+
+
+async def test_a_lone_surrogate_is_refused_in_every_text() -> None:
+    texts = {
+        "/v1/completions": ("prompt", "stop", "bad_words", "cache_salt", "model", "request_id"),
+        "/v1/chat/completions": ("stop", "bad_words", "cache_salt", "model", "request_id"),
+        "/tokenize": ("prompt", "model"),
+    }
+    async with unharmed("serve") as target:
+        for path, names in texts.items():
+            for name in names:
+                for value in (b'"\\ud800"', b'"a\\udc00b"', b'"\\udc00\\ud800"'):
+                    answer = await target.ask(path, with_field(path, name, value))
+                    assert answer.status in (400, 404), (path, name, answer)
+                    assert_refused(answer)
+
+
+# Good requests, mutated
+
+Mutation = Callable[[Any, random.Random], Any]
+
+ODD_VALUES: tuple[Any, ...] = (
+    None, True, False, 0, -1, 1, 2**31, 2**63, 2**64, -(2**70), 0.5, 1e308, float("inf"), float("nan"), "", "a", "\x00",
+    "\ud800", "text", "x" * 2000, [], [None], [[]], {}, {"a": 1}, {"role": "user"}, [1, 2, 3], ["a", "b"], [["a"]],
+)  # fmt: skip
+
+
+def places_in(value: Any) -> list[tuple[Any, Any]]:
+    """All (container, key) of a tree."""
+    places: list[tuple[Any, Any]] = []
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in list(items):
+        places.append((value, key))
+        places += places_in(item)
+    return places
+
+
+def mutate_tree(body: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    body = copy.deepcopy(body)
+    for _ in range(rng.randint(1, 3)):
+        container, key = rng.choice([*places_in(body), (body, rng.choice(ALL_FIELDS))])
+        what = rng.randrange(4)
+        if what == 0 and isinstance(container, dict):
+            container.pop(key, None)
+        elif what == 1 and isinstance(container, dict):
+            container[rng.choice(ALL_FIELDS)] = container.get(key)
+        elif what == 2:
+            container[key] = [container[key]] if isinstance(container, list) or key in container else []
+        else:
+            container[key] = copy.deepcopy(rng.choice(ODD_VALUES))
+    return body
+
+
+def mutate_bytes(data: bytes, rng: random.Random) -> bytes:
+    mutated = bytearray(data)
+    for _ in range(rng.randint(1, 4)):
+        place = rng.randrange(len(mutated) + 1)
+        what = rng.randrange(4)
+        if what == 0:
+            mutated[place : place + rng.randint(1, 8)] = b""
+        elif what == 1:
+            mutated[place:place] = rng.randbytes(rng.randint(1, 4))
+        elif what == 2:
+            mutated[place:place] = rng.choice(
+                (b'"', b"{", b"}", b"[", b"]", b",", b":", b"\\", b"\\ud800", b"e999", b"-")
+            )
+        else:
+            mutated[place : place + 1] = bytes([rng.randrange(256)])
+    return bytes(mutated)
+
+
+ALL_FIELDS = sorted({*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__, "tokens", "request_ids"})
+RICH: dict[str, dict[str, Any]] = {
+    **BODIES,
+    "/v1/chat/completions": chat(
+        max_tokens=2, n=2, temperature=0.7, stop=["END"], logprobs=True, top_logprobs=2, logit_bias={"5": 1.5},
+        stream=True, stream_options={"include_usage": True},
+        messages=[{"role": "system", "content": "a"}, {"role": "user", "content": [{"type": "text", "text": "a"}]}],
+    ),
+    "/v1/completions": completion(
+        max_tokens=2, prompt=["a", "b"], logprobs=1, echo=True, stop="E", allowed_token_ids=[5, 6, 7], bad_words=["c"],
+    ),
+    "/tokenize": {"messages": [{"role": "user", "content": "Hi"}], "return_token_strs": True},
+}  # fmt: skip
+
+
+def test_no_mutation_of_a_good_request_is_more_than_a_4xx() -> None:
+    with asyncio.Runner() as runner, heard_errors() as errors:
+        serving = served("serve")
+        target: Target = runner.run(serving.__aenter__())
+        num_refused = 0
+
+        async def ask(path: str, data: bytes) -> Answer:
+            with anyio.fail_after(PATIENCE_S):
+                return await target.ask(path, data)
+
+        @settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        @given(st.sampled_from(PATHS), st.booleans(), st.randoms(use_true_random=False))
+        def mutated(path: str, is_of_bytes: bool, rng: random.Random) -> None:
+            nonlocal num_refused
+            good = RICH[path]
+            data = json.dumps(good if is_of_bytes else mutate_tree(good, rng)).encode()
+            answer = runner.run(ask(path, mutate_bytes(data, rng) if is_of_bytes else data))
+            if answer.status != 200:
+                num_refused += 1
+                assert_refused(answer)
+
+        mutated()
+        assert num_refused > 100
+        assert runner.run(ask("/v1/completions", GOOD)).status == 200
+        assert runner.run(serving.__aexit__(None, None, None)) is not True
+        assert [record.getMessage() for record in errors] == []
+
+
+async def test_the_good_requests_are_good() -> None:
+    async with unharmed("serve") as target:
+        for path, body in RICH.items():
+            assert (await target.ask(path, body)).status == 200
