@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 from openai.types import chat, completion_create_params
 
 from aioengine.sampling_params import SamplingParams
-from aioengine.server import schema
+from aioengine.server import decoding, schema
+from aioengine.server.decoding import (
+    decode,
+    is_given,
+    read_messages,
+    read_prompts,
+    read_text,
+    read_tokens,
+)
 from aioengine.server.faults import HttpFault
 from aioengine.server.schema import (
     AbortRequest,
@@ -23,12 +31,6 @@ from aioengine.server.schema import (
     DetokenizeRequest,
     Generation,
     TokenizeRequest,
-    decode,
-    is_given,
-    read_messages,
-    read_prompts,
-    read_text,
-    read_tokens,
     template_kwargs,
 )
 
@@ -273,7 +275,7 @@ def test_a_large_body_may_not_be_made_of_many_texts() -> None:
 
 def test_what_is_quoted_in_a_text_is_no_text_of_its_own() -> None:
     body = body_of(prompt='"' * 200_000)
-    assert schema.num_texts(body) == 2 * 2
+    assert decoding.num_texts(body) == 2 * 2
     assert len(read_prompts(decode(body, CompletionRequest).prompt, max_prompts=1, max_ids=9)[0]) == 200_000
 
 

@@ -17,6 +17,16 @@ from aioengine.server.access_log import log_request, request_id_of
 from aioengine.server.api_keys import ApiKeys
 from aioengine.server.body import BodyReader
 from aioengine.server.completions import ClientCut, Completions, while_there
+from aioengine.server.decoding import (
+    SMALL_BODY_BYTES,
+    TEXTS_A_MESSAGE,
+    decode,
+    decode_in_turns,
+    is_given,
+    read_messages,
+    read_text,
+    read_tokens,
+)
 from aioengine.server.exchange import ClientGone, Exchange, Response
 from aioengine.server.exposition import Exposition
 from aioengine.server.faults import JSON_HEADERS, HttpFault, fault_of, overloaded
@@ -25,19 +35,11 @@ from aioengine.server.http_metrics import HttpMetrics
 from aioengine.server.page import page
 from aioengine.server.record import RequestRecord
 from aioengine.server.schema import (
-    SMALL_BODY_BYTES,
-    TEXTS_A_MESSAGE,
     AbortRequest,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
-    decode,
-    decode_in_turns,
-    is_given,
-    read_messages,
-    read_text,
-    read_tokens,
     template_kwargs,
 )
 from aioengine.server.server_config import ServerConfig

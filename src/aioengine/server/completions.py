@@ -13,6 +13,7 @@ import msgspec
 from aioengine.engine import Engine, Stream
 from aioengine.errors import InvalidRequest
 from aioengine.server.answers import Answer, ChatAnswer, CompletionAnswer, Head, Usage, error_event
+from aioengine.server.decoding import read_messages, read_prompts
 from aioengine.server.exchange import ClientGone, Exchange, Response
 from aioengine.server.faults import JSON_HEADERS, fault_of
 from aioengine.server.generation import Batch, EventWriter
@@ -22,8 +23,6 @@ from aioengine.server.schema import (
     CompletionRequest,
     Generation,
     StreamOptions,
-    read_messages,
-    read_prompts,
     template_kwargs,
 )
 from aioengine.server.server_config import ServerConfig

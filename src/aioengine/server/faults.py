@@ -93,6 +93,11 @@ def overloaded(message: str, retry_after_s: float) -> HttpFault:
     return HttpFault(503, message, kind="server_error", code="overloaded", headers=headers)
 
 
+def invalid_value(name: str, message: str) -> HttpFault:
+    """A field whose value cannot be taken."""
+    return HttpFault(400, message, param=name, code="invalid_value")
+
+
 def unsupported(name: str, why: str = "is not supported yet; leave it out") -> HttpFault:
     """A field that clients may know from elsewhere, and that would change the answer if it were left out in silence."""
     return HttpFault(400, f"{name} {why}", param=name, code="unsupported_parameter")

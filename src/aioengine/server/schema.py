@@ -1,4 +1,4 @@
-"""What clients send, in the OpenAI API's names and vLLM's further ones, decoded and checked.
+"""What clients send, in the OpenAI API's names and vLLM's further ones.
 
 Values are the engine's to check (`SamplingParams`): here are types, names, and what only this API has. A field that
 would change the answer and is not supported is refused, never left out in silence.
@@ -6,28 +6,11 @@ would change the answer and is not supported is refused, never left out in silen
 
 from __future__ import annotations
 
-import asyncio
-import difflib
-import re
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar
 
 import msgspec
 
-from aioengine.server.faults import HttpFault, unknown, unsupported
-from aioengine.validation import MAX_NAME_CHARS, shorten
-
-T = TypeVar("T", bound=msgspec.Struct)
-
-SMALL_BODY_BYTES = 2**16
-"""A body up to here is decoded in a millisecond whatever is in it."""
-MAX_FIELD_BYTES = 2**18
-"""Of any field but prompts, messages and tokens."""
-MAX_OTHER_TEXTS = 2**14
-"""JSON texts in a body beside its prompts and messages."""
-TEXTS_A_MESSAGE = 64
-MAX_TOOL_BYTES = 2**20
-MAX_TOOL_VALUES = 2**14
-"""Of all tool calls in a chat: a value is decoded and copied in a microsecond, and a call has about ten."""
+from aioengine.server.faults import invalid_value, unsupported
 
 Plain = Any
 """JSON of any kind, for a field whose value is only looked at to be refused."""
@@ -129,7 +112,9 @@ class Generation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
                 raise unsupported(name)
         if self.stream_options is not None:
             if not self.stream:
-                raise _bad("stream_options", "stream_options is for streams: set stream to true, or leave it out")
+                raise invalid_value(
+                    "stream_options", "stream_options is for streams: set stream to true, or leave it out"
+                )
             if self.stream_options.include_obfuscation:
                 raise unsupported("stream_options.include_obfuscation")
 
@@ -162,7 +147,9 @@ class CompletionRequest(Generation, kw_only=True, forbid_unknown_fields=True):
     def check(self) -> None:
         super().check()
         if self.max_tokens == 0 and not self.echo:
-            raise _bad("max_tokens", "max_tokens=0: at least 1 is needed, or echo, which gives the prompt back")
+            raise invalid_value(
+                "max_tokens", "max_tokens=0: at least 1 is needed, or echo, which gives the prompt back"
+            )
 
     def sampling(self) -> dict[str, Any]:
         sampling = super().sampling()
@@ -242,10 +229,10 @@ class ChatRequest(Generation, kw_only=True, forbid_unknown_fields=True):
     def check(self) -> None:
         super().check()
         if self.top_logprobs and not self.logprobs:
-            raise _bad("top_logprobs", "top_logprobs needs logprobs to be true")
+            raise invalid_value("top_logprobs", "top_logprobs needs logprobs to be true")
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
-            raise _bad("max_tokens", "max_tokens is the old name of max_completion_tokens: give one of them")
+            raise invalid_value("max_tokens", "max_tokens is the old name of max_completion_tokens: give one of them")
 
     def sampling(self) -> dict[str, Any]:
         sampling = super().sampling()
@@ -320,265 +307,3 @@ class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     request_id: str | None = None
     request_ids: list[str] | None = None
-
-
-# Decoding
-
-
-def decode(body: bytes, kind: type[T], *, max_texts: int = 0) -> T:
-    """The body as a ``kind``.
-
-    A JSON parser holds the loop, so that a large body is looked at first: how many texts it may have, and how large its
-    fields are, decides what it can cost.
-
-    Args:
-        max_texts: JSON texts that a large body may have in its prompt or messages.
-    Raises:
-        HttpFault: 400; names the field where there is one.
-    """
-    if len(body) > SMALL_BODY_BYTES:
-        _check_texts(body, max_texts)
-        _check_fields(body, kind)
-    return _decoded(body, kind)
-
-
-async def decode_in_turns(body: bytes, kind: type[T], *, max_texts: int = 0) -> T:
-    """As `decode`, with turns for others between its passes over a large body: each takes a millisecond a MiB."""
-    if len(body) <= SMALL_BODY_BYTES:
-        return _decoded(body, kind)
-    await asyncio.sleep(0)
-    _check_texts(body, max_texts)
-    await asyncio.sleep(0)
-    _check_fields(body, kind)
-    await asyncio.sleep(0)
-    decoded = _decoded(body, kind)
-    await asyncio.sleep(0)  # its prompt is decoded next
-    return decoded
-
-
-def _decoded(body: bytes, kind: type[T]) -> T:
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise _undecodable(error, kind) from None
-
-
-def _check_texts(body: bytes, max_texts: int) -> None:
-    if has_more_texts(body, MAX_OTHER_TEXTS + max_texts):
-        raise HttpFault(400, "the request has too many prompts, messages or other texts; send less at once")
-
-
-def _check_fields(body: bytes, kind: type[msgspec.Struct]) -> None:
-    """Refuse large fields other than those that are meant to be: decoding them makes objects of all that is in them."""
-    for name, value in _decoded_fields(body, kind).items():
-        if name not in ("prompt", "messages", "tokens") and len(memoryview(value)) > MAX_FIELD_BYTES:
-            raise _bad(name[:MAX_NAME_CHARS], f"{shorten(name)} is larger than {MAX_FIELD_BYTES:,} bytes; send less")
-
-
-def _decoded_fields(body: bytes, kind: type[msgspec.Struct]) -> dict[str, msgspec.Raw]:
-    try:
-        return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise _undecodable(error, kind) from None
-
-
-def has_more_texts(data: bytes, limit: int) -> bool:
-    """Whether `num_texts` is larger; most bodies have too few quotes for that, escaped ones and all."""
-    num_quotes = data.count(b'"')
-    return num_quotes > limit and num_quotes - data.count(b'\\"') > limit
-
-
-def num_texts(data: bytes) -> int:
-    """At most so many JSON texts are in it: each has an opening quote, and that is never escaped."""
-    return data.count(b'"') - data.count(b'\\"')
-
-
-_UNKNOWN = re.compile(r"unknown field `(.*?)`(?: - at `\$(.*)`)?$", re.DOTALL)
-_PLACE = re.compile(r" - at `(?:key` in `)?\$\.?(.*)`$")
-
-
-def _undecodable(error: Exception, kind: type[msgspec.Struct]) -> HttpFault:
-    """The fault of a body that is no JSON, or not of this ``kind``."""
-    if not isinstance(error, msgspec.ValidationError):
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        return HttpFault(400, f"the request's body is not valid JSON: {reason}", code="invalid_json")
-    message = str(error)
-    if (match := _UNKNOWN.search(message)) is not None:
-        name, place = match.groups()
-        if place is None or not place.strip("."):
-            return unknown(name, _nearest(name, kind))
-        return unknown(f"{place.strip('.')}.{name}", "; leave it out")
-    match = _PLACE.search(message)
-    place = match.group(1) if match is not None else ""
-    said = message[: match.start()] if match is not None else message
-    said = said[0].lower() + said[1:]
-    name = re.split(r"[.\[]", place, maxsplit=1)[0]
-    return HttpFault(
-        400, f"{place}: {said}" if place else f"the request's body: {said}", param=name or None, code="invalid_type"
-    )
-
-
-def _nearest(name: str, kind: type[msgspec.Struct]) -> str:
-    known = kind.__struct_fields__
-    near = difflib.get_close_matches(name, known, n=1) if len(name) <= MAX_NAME_CHARS else []
-    return f"; did you mean {near[0]!r}?" if near else "; leave it out"
-
-
-def _bad(name: str, message: str) -> HttpFault:
-    return HttpFault(400, message, param=name, code="invalid_value")
-
-
-# Prompts, messages, tokens
-
-
-def read_messages(raw: msgspec.Raw, max_messages: int) -> list[dict[str, Any]]:
-    """A chat's messages as the engine takes them.
-
-    Raises:
-        HttpFault: 400; says which message is wrong and how.
-    """
-    data = _required(raw, "messages")
-    if has_more_texts(data, TEXTS_A_MESSAGE * max_messages):
-        raise _too_many("messages", max_messages)
-    messages = _decode_part(data, list[ChatMessage], "messages")
-    if not messages:
-        raise _bad("messages", "messages is empty; give at least one")
-    if len(messages) > max_messages:
-        raise _too_many("messages", max_messages)
-    _check_tool_calls([bytes(message.tool_calls) for message in messages if is_given(message.tool_calls)])
-    return [_plain_message(place, message) for place, message in enumerate(messages)]
-
-
-def _check_tool_calls(calls: list[bytes]) -> None:
-    """Refuse what would take long to decode and copy."""
-    if sum(map(len, calls)) > MAX_TOOL_BYTES:
-        raise _bad("messages", f"the messages' tool_calls have more than {MAX_TOOL_BYTES:,} bytes; send less at once")
-    # Values are counted by what stands around them; arguments are texts, and full of that.
-    structure = b"".join([part for call in calls for part in _without_escapes(call).split(b'"')[::2]])
-    if sum(map(structure.count, (b",", b"[", b"{"))) > MAX_TOOL_VALUES:
-        raise _bad("messages", f"the messages' tool_calls have more than {MAX_TOOL_VALUES:,} values; send less at once")
-
-
-def _without_escapes(data: bytes) -> bytes:
-    """JSON in which each quote begins or ends a text."""
-    return data.replace(b"\\\\", b"").replace(b'\\"', b"")
-
-
-def _plain_message(place: int, message: ChatMessage) -> dict[str, Any]:
-    plain: dict[str, Any] = {"role": message.role}
-    if isinstance(message.content, list):
-        for part in message.content:
-            if part.type != "text":
-                raise unsupported(f"messages[{place}].content", f"has a part of type {shorten(part.type)}; give texts")
-            if part.text is None:
-                raise _bad("messages", f"messages[{place}].content has a text part without a text")
-        plain["content"] = [{"type": "text", "text": part.text} for part in message.content]
-    elif message.content is not None:
-        plain["content"] = message.content
-    for name in ChatMessage.TEMPLATE_TEXTS:
-        if (value := getattr(message, name)) is not None:
-            plain[name] = value
-    for name in ChatMessage.NEUTRAL:
-        if is_given(getattr(message, name)):
-            raise unsupported(f"messages[{place}].{name}")
-    if is_given(message.tool_calls):
-        plain["tool_calls"] = _decode_part(message.tool_calls, list[dict[str, Any]], f"messages[{place}].tool_calls")
-    return plain
-
-
-def read_prompts(raw: msgspec.Raw, *, max_prompts: int, max_ids: int) -> list[str | list[int]]:
-    """A completion's prompts: a text, token ids, or a list of either.
-
-    Args:
-        max_ids: the most token ids of one prompt; more are refused uncounted.
-    Raises:
-        HttpFault: 400.
-    """
-    data = _required(raw, "prompt")
-    kind = _kind_of(data)
-    if kind == "text":
-        return [_decode_part(data, str, "prompt")]
-    if kind == "ids":
-        return [_read_ids(data, max_ids, "prompt")]
-    if kind == "empty":
-        raise _bad("prompt", "the prompt is empty; give at least one character or token id")
-    if kind == "texts":
-        if has_more_texts(data, 2 * max_prompts):
-            raise _too_many("prompts", max_prompts)
-        prompts: list[Any] = _decode_part(data, list[str], "prompt")
-    else:
-        if data.count(b"[") > max_prompts + 1:
-            raise _too_many("prompts", max_prompts)
-        lists = _decode_part(data, list[msgspec.Raw], "prompt")
-        prompts = [_read_ids(bytes(item), max_ids, f"prompt[{place}]") for place, item in enumerate(lists)]
-    if len(prompts) > max_prompts:
-        raise _too_many("prompts", max_prompts)
-    for place, prompt in enumerate(prompts):
-        if not prompt:
-            raise _bad("prompt", f"prompt[{place}] is empty; give at least one character or token id")
-    return prompts
-
-
-def read_text(raw: msgspec.Raw, name: str) -> str:
-    """A field that holds one text."""
-    text: str = _decode_part(_required(raw, name), str, name)
-    return text
-
-
-def read_tokens(raw: msgspec.Raw, max_ids: int) -> list[int]:
-    """A field that holds one list of token ids."""
-    return _read_ids(_required(raw, "tokens"), max_ids, "tokens")
-
-
-def _read_ids(data: bytes, max_ids: int, name: str) -> list[int]:
-    num_ids = data.count(b",") + 1
-    if num_ids > max_ids:
-        # Decoding them would take 30 ns each, on the loop.
-        message = f"{name} has {num_ids:,} token ids; at most {max_ids:,} are allowed (max_model_len)"
-        raise HttpFault(400, message, param=re.split(r"\[", name)[0], code="context_length_exceeded")
-    ids: list[int] = _decode_part(data, list[int], name)
-    return ids
-
-
-_KINDS: tuple[tuple[re.Pattern[bytes], Literal["text", "ids", "empty", "texts", "lists"]], ...] = (
-    (re.compile(rb"\s*\""), "text"),
-    (re.compile(rb"\s*\[\s*\]"), "empty"),
-    (re.compile(rb"\s*\[\s*\""), "texts"),
-    (re.compile(rb"\s*\[\s*\["), "lists"),
-    (re.compile(rb"\s*\[\s*-?\d"), "ids"),
-)
-
-
-def _kind_of(data: bytes) -> Literal["text", "ids", "empty", "texts", "lists"]:
-    for pattern, kind in _KINDS:
-        if pattern.match(data):
-            return kind
-    raise HttpFault(
-        400,
-        "prompt: a text, a list of token ids, or a list of texts or of lists of token ids is needed",
-        param="prompt",
-        code="invalid_type",
-    )
-
-
-def _required(raw: msgspec.Raw, name: str) -> bytes:
-    if not is_given(raw):
-        raise HttpFault(400, f"{name} is missing", param=name, code="missing_required_parameter")
-    return bytes(raw)
-
-
-def is_given(raw: msgspec.Raw) -> bool:
-    """Whether a field of the body is there, and not null."""
-    return bytes(memoryview(raw)[:5]) not in (b"", b"null")
-
-
-def _decode_part(data: bytes, kind: Any, name: str) -> Any:
-    try:
-        return msgspec.json.decode(data, type=kind)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        said = re.sub(r" - at `\$(.*)`$", r" (at \1)", str(error))
-        raise HttpFault(400, f"{name}: {said}", param=re.split(r"[.\[]", name)[0], code="invalid_type") from None
-
-
-def _too_many(what: str, limit: int) -> HttpFault:
-    return HttpFault(400, f"more than {limit:,} {what} in one request; send fewer at once", code="invalid_value")
