@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import types
 from collections.abc import Callable
@@ -276,12 +277,23 @@ def test_a_large_body_may_not_be_made_of_many_texts() -> None:
 def test_what_is_quoted_in_a_text_is_no_text_of_its_own() -> None:
     body = body_of(prompt='"' * 200_000)
     assert decoding.num_texts(body) == 2 * 2
-    assert len(read_prompts(decode(body, CompletionRequest).prompt, max_prompts=1, max_ids=9)[0]) == 200_000
+    prompts = asyncio.run(read_prompts(decode(body, CompletionRequest).prompt, max_prompts=1, max_ids=9))
+    assert len(prompts[0]) == 200_000
+
+
+def test_fields_are_bounded_all_together() -> None:
+    some = {name: [7] * 10_000 for name in ("documents", "tools", "functions", "web_search_options")}
+    fault = refused(lambda: decode(body_of(**some), ChatRequest))
+    assert (fault.param, fault.code) == ("functions", "invalid_value")
+
+
+def test_a_whole_vocabulary_may_be_allowed() -> None:
+    assert decode(body_of(allowed_token_ids=list(range(200_000))), ChatRequest).allowed_token_ids is not None
 
 
 @pytest.mark.parametrize("name", ["stop", "bad_words", "documents", "allowed_token_ids", "zzz"])
 def test_a_field_that_is_megabytes_is_refused_by_its_name(name: str) -> None:
-    fault = refused(lambda: decode(body_of(**{name: [7] * 200_000}), ChatRequest))
+    fault = refused(lambda: decode(body_of(**{name: [7] * 300_000}), ChatRequest))
     assert (fault.param, fault.code) == (name, "invalid_value")
     assert "larger than" in fault.message
 
@@ -294,7 +306,7 @@ def raw(text: str) -> msgspec.Raw:
 
 
 def prompts_of(text: str, max_prompts: int = 4, max_ids: int = 8) -> list[Any]:
-    return list(read_prompts(raw(text), max_prompts=max_prompts, max_ids=max_ids))
+    return list(asyncio.run(read_prompts(raw(text), max_prompts=max_prompts, max_ids=max_ids)))
 
 
 @unhurried
@@ -383,10 +395,17 @@ def test_an_answers_tool_calls_are_the_templates_business() -> None:
 
 def test_parts_of_text_come_through() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "cache_control": {}}]
-    plain = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert read_messages(raw(json.dumps([{"role": "user", "content": parts}])), 1) == [
-        {"role": "user", "content": plain}
+        {"role": "user", "content": "a\nb"}
     ]
+
+
+@pytest.mark.parametrize("more", [{"image_url": {"url": "x"}}, {"bogus": 1}])
+def test_a_text_part_holds_a_text_alone(more: dict[str, object]) -> None:
+    parts = [{"type": "text", "text": "a", **more}]
+    fault = refused(lambda: read_messages(raw(json.dumps([{"role": "user", "content": parts}])), 1))
+    assert fault.status == 400
+    assert next(iter(more)) in fault.message or "something else" in fault.message
 
 
 @pytest.mark.parametrize(
@@ -479,4 +498,6 @@ def test_null_is_as_good_as_nothing() -> None:
     assert not is_given(request.messages)
     assert read_text(raw(' "null"'), "prompt") == "null"
     assert read_tokens(raw("[]"), 3) == []
-    assert all(getattr(decode(body_of(**{n: None}), Generation), n) is None for n in Generation.__struct_fields__)
+    for name in Generation.__struct_fields__:
+        value = getattr(decode(body_of(**{name: None}), Generation), name)
+        assert value is None or not is_given(value)

@@ -22,7 +22,6 @@ from aioengine.server.decoding import (
     TEXTS_A_MESSAGE,
     decode,
     decode_in_turns,
-    is_given,
     read_messages,
     read_text,
     read_tokens,
@@ -40,6 +39,7 @@ from aioengine.server.schema import (
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
+    is_given,
     template_kwargs,
 )
 from aioengine.server.server_config import ServerConfig

@@ -120,7 +120,7 @@ class Completions:
     async def complete(self, exchange: Exchange, record: RequestRecord, request: CompletionRequest) -> Response | None:
         """Complete prompts; None when that was a stream, which has been written."""
         self._note(record, request)
-        prompts = read_prompts(
+        prompts = await read_prompts(
             request.prompt, max_prompts=self._config.max_prompts, max_ids=self._engine.info.max_model_len
         )
         streams = await self._streams(record, request, prompts)

@@ -14,18 +14,24 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from aioengine.server.faults import HttpFault, invalid_value, unknown, unsupported
-from aioengine.server.schema import ChatMessage
+from aioengine.server.schema import ChatMessage, TextPart, is_given
 from aioengine.validation import MAX_NAME_CHARS, shorten
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 SMALL_BODY_BYTES = 2**16
 """A body up to here is decoded in a millisecond whatever is in it."""
-MAX_FIELD_BYTES = 2**18
-"""Of any field but prompts, messages and tokens."""
+LARGE_FIELDS = ("prompt", "messages", "tokens")
+"""They are decoded apart from the rest."""
+MAX_FIELD_BYTES = 2**16
+"""Of all other fields together, without `allowed_token_ids`."""
+MAX_ALLOWED_IDS = 2**18
+"""Of `allowed_token_ids`: a large vocabulary, id by id."""
+IDS_A_TURN = 20_000
+"""Token ids that are decoded between two turns for others: half a millisecond."""
 MAX_OTHER_TEXTS = 2**14
 """JSON texts in a body beside its prompts and messages."""
-TEXTS_A_MESSAGE = 64
+TEXTS_A_MESSAGE = 32
 MAX_TOOL_BYTES = 2**20
 MAX_TOOL_VALUES = 2**14
 """Of all tool calls in a chat: a value is decoded and copied in a microsecond, and a call has about ten."""
@@ -76,10 +82,15 @@ def _check_texts(body: bytes, max_texts: int) -> None:
 
 def _check_fields(body: bytes, kind: type[msgspec.Struct]) -> None:
     """Refuse large fields other than those that are meant to be: decoding them makes objects of all that is in them."""
+    num_bytes = 0
     for name, value in _decoded_fields(body, kind).items():
-        if name not in ("prompt", "messages", "tokens") and len(memoryview(value)) > MAX_FIELD_BYTES:
+        size = len(memoryview(value))
+        if name == "allowed_token_ids" and bytes(value).count(b",") < MAX_ALLOWED_IDS:
+            continue
+        num_bytes += 0 if name in LARGE_FIELDS else size
+        if num_bytes > MAX_FIELD_BYTES:
             raise invalid_value(
-                name[:MAX_NAME_CHARS], f"{shorten(name)} is larger than {MAX_FIELD_BYTES:,} bytes; send less"
+                name[:MAX_NAME_CHARS], f"all but the prompt is larger than {MAX_FIELD_BYTES:,} bytes; send less"
             )
 
 
@@ -175,12 +186,7 @@ def _without_escapes(data: bytes) -> bytes:
 def _plain_message(place: int, message: ChatMessage) -> dict[str, Any]:
     plain: dict[str, Any] = {"role": message.role}
     if isinstance(message.content, list):
-        for part in message.content:
-            if part.type != "text":
-                raise unsupported(f"messages[{place}].content", f"has a part of type {shorten(part.type)}; give texts")
-            if part.text is None:
-                raise invalid_value("messages", f"messages[{place}].content has a text part without a text")
-        plain["content"] = [{"type": "text", "text": part.text} for part in message.content]
+        plain["content"] = "\n".join([_text_of(place, part) for part in message.content])
     elif message.content is not None:
         plain["content"] = message.content
     for name in ChatMessage.TEMPLATE_TEXTS:
@@ -194,8 +200,20 @@ def _plain_message(place: int, message: ChatMessage) -> dict[str, Any]:
     return plain
 
 
-def read_prompts(raw: msgspec.Raw, *, max_prompts: int, max_ids: int) -> list[str | list[int]]:
-    """A completion's prompts: a text, token ids, or a list of either.
+def _text_of(place: int, part: TextPart) -> str:
+    """A text part's text; the parts of a message are joined by newlines, as the engine would join them."""
+    name = f"messages[{place}].content"
+    if part.type != "text":
+        raise unsupported(name, f"has a part of type {shorten(part.type)}; give texts")
+    if any(is_given(getattr(part, other)) for other in TextPart.OTHERS):
+        raise unsupported(name, "has a part that is a text and something else; give texts")
+    if part.text is None:
+        raise invalid_value("messages", f"{name} has a text part without a text")
+    return part.text
+
+
+async def read_prompts(raw: msgspec.Raw, *, max_prompts: int, max_ids: int) -> list[str | list[int]]:
+    """A completion's prompts: a text, token ids, or a list of either; with turns for others between many ids.
 
     Args:
         max_ids: the most token ids of one prompt; more are refused uncounted.
@@ -215,15 +233,25 @@ def read_prompts(raw: msgspec.Raw, *, max_prompts: int, max_ids: int) -> list[st
             raise _too_many("prompts", max_prompts)
         prompts: list[Any] = _decode_part(data, list[str], "prompt")
     else:
-        if data.count(b"[") > max_prompts + 1:
-            raise _too_many("prompts", max_prompts)
-        lists = _decode_part(data, list[msgspec.Raw], "prompt")
-        prompts = [_read_ids(bytes(item), max_ids, f"prompt[{place}]") for place, item in enumerate(lists)]
+        prompts = await _read_lists(data, max_prompts, max_ids)
     if len(prompts) > max_prompts:
         raise _too_many("prompts", max_prompts)
     for place, prompt in enumerate(prompts):
         if not prompt:
             raise invalid_value("prompt", f"prompt[{place}] is empty; give at least one character or token id")
+    return prompts
+
+
+async def _read_lists(data: bytes, max_prompts: int, max_ids: int) -> list[list[int]]:
+    if data.count(b"[") > max_prompts + 1:
+        raise _too_many("prompts", max_prompts)
+    prompts, num_ids = [], 0
+    for place, item in enumerate(_decode_part(data, list[msgspec.Raw], "prompt")):
+        prompts.append(_read_ids(bytes(item), max_ids, f"prompt[{place}]"))
+        num_ids += len(prompts[-1])
+        if num_ids > IDS_A_TURN:
+            num_ids = 0
+            await asyncio.sleep(0)
     return prompts
 
 
@@ -273,11 +301,6 @@ def _required(raw: msgspec.Raw, name: str) -> bytes:
     if not is_given(raw):
         raise HttpFault(400, f"{name} is missing", param=name, code="missing_required_parameter")
     return bytes(raw)
-
-
-def is_given(raw: msgspec.Raw) -> bool:
-    """Whether a field of the body is there, and not null."""
-    return bytes(memoryview(raw)[:5]) not in (b"", b"null")
 
 
 def _decode_part(data: bytes, kind: Any, name: str) -> Any:

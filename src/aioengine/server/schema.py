@@ -12,8 +12,8 @@ import msgspec
 
 from aioengine.server.faults import invalid_value, unsupported
 
-Plain = Any
-"""JSON of any kind, for a field whose value is only looked at to be refused."""
+MAX_NEUTRAL_BYTES = 64
+"""Of a refused field's value: one that asks for nothing is short, and a long one need not be decoded."""
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -80,21 +80,21 @@ class Generation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     request_id: str | None = None
     priority: int | None = None
     cache_salt: str | None = None
-    best_of: Plain = None
-    guided_json: Plain = None
-    guided_regex: Plain = None
-    guided_choice: Plain = None
-    guided_grammar: Plain = None
-    kv_transfer_params: Plain = None
-    length_penalty: Plain = None
-    logits_processors: Plain = None
-    min_thinking_tokens: Plain = None
-    prompt_logprobs: Plain = None
-    return_token_ids: Plain = None
-    return_tokens_as_token_ids: Plain = None
-    structured_outputs: Plain = None
-    truncate_prompt_tokens: Plain = None
-    use_beam_search: Plain = None
+    best_of: msgspec.Raw = msgspec.Raw()
+    guided_json: msgspec.Raw = msgspec.Raw()
+    guided_regex: msgspec.Raw = msgspec.Raw()
+    guided_choice: msgspec.Raw = msgspec.Raw()
+    guided_grammar: msgspec.Raw = msgspec.Raw()
+    kv_transfer_params: msgspec.Raw = msgspec.Raw()
+    length_penalty: msgspec.Raw = msgspec.Raw()
+    logits_processors: msgspec.Raw = msgspec.Raw()
+    min_thinking_tokens: msgspec.Raw = msgspec.Raw()
+    prompt_logprobs: msgspec.Raw = msgspec.Raw()
+    return_token_ids: msgspec.Raw = msgspec.Raw()
+    return_tokens_as_token_ids: msgspec.Raw = msgspec.Raw()
+    structured_outputs: msgspec.Raw = msgspec.Raw()
+    truncate_prompt_tokens: msgspec.Raw = msgspec.Raw()
+    use_beam_search: msgspec.Raw = msgspec.Raw()
 
     def sampling(self) -> dict[str, Any]:
         """The fields that were given, as keywords of `SamplingParams`."""
@@ -107,8 +107,8 @@ class Generation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             HttpFault: 400, naming the field.
         """
         for name, neutral in self.NEUTRAL.items():
-            value = getattr(self, name)
-            if value is not None and not any(value == other and type(value) is type(other) for other in neutral):
+            raw = getattr(self, name)
+            if is_given(raw) and not _is_one_of(raw, neutral):
                 raise unsupported(name)
         if self.stream_options is not None:
             if not self.stream:
@@ -132,9 +132,9 @@ class CompletionRequest(Generation, kw_only=True, forbid_unknown_fields=True):
     prompt: msgspec.Raw = msgspec.Raw()
     echo: bool | None = None
     logprobs: int | None = None
-    add_special_tokens: Plain = None
-    response_format: Plain = None
-    suffix: Plain = None
+    add_special_tokens: msgspec.Raw = msgspec.Raw()
+    response_format: msgspec.Raw = msgspec.Raw()
+    suffix: msgspec.Raw = msgspec.Raw()
 
     DEFAULT_MAX_TOKENS: ClassVar[int] = 16
     """The API's."""
@@ -202,29 +202,29 @@ class ChatRequest(Generation, kw_only=True, forbid_unknown_fields=True):
     chat_template_kwargs: dict[str, Any] | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
-    add_special_tokens: Plain = None
-    audio: Plain = None
-    chat_template: Plain = None
-    documents: Plain = None
-    echo: Plain = None
-    function_call: Plain = None
-    functions: Plain = None
-    metadata: Plain = None
-    mm_processor_kwargs: Plain = None
-    modalities: Plain = None
-    moderation: Plain = None
-    parallel_tool_calls: Plain = None
-    prediction: Plain = None
-    prompt_cache_options: Plain = None
-    prompt_cache_retention: Plain = None
-    reasoning_effort: Plain = None
-    response_format: Plain = None
-    service_tier: Plain = None
-    store: Plain = None
-    tool_choice: Plain = None
-    tools: Plain = None
-    verbosity: Plain = None
-    web_search_options: Plain = None
+    add_special_tokens: msgspec.Raw = msgspec.Raw()
+    audio: msgspec.Raw = msgspec.Raw()
+    chat_template: msgspec.Raw = msgspec.Raw()
+    documents: msgspec.Raw = msgspec.Raw()
+    echo: msgspec.Raw = msgspec.Raw()
+    function_call: msgspec.Raw = msgspec.Raw()
+    functions: msgspec.Raw = msgspec.Raw()
+    metadata: msgspec.Raw = msgspec.Raw()
+    mm_processor_kwargs: msgspec.Raw = msgspec.Raw()
+    modalities: msgspec.Raw = msgspec.Raw()
+    moderation: msgspec.Raw = msgspec.Raw()
+    parallel_tool_calls: msgspec.Raw = msgspec.Raw()
+    prediction: msgspec.Raw = msgspec.Raw()
+    prompt_cache_options: msgspec.Raw = msgspec.Raw()
+    prompt_cache_retention: msgspec.Raw = msgspec.Raw()
+    reasoning_effort: msgspec.Raw = msgspec.Raw()
+    response_format: msgspec.Raw = msgspec.Raw()
+    service_tier: msgspec.Raw = msgspec.Raw()
+    store: msgspec.Raw = msgspec.Raw()
+    tool_choice: msgspec.Raw = msgspec.Raw()
+    tools: msgspec.Raw = msgspec.Raw()
+    verbosity: msgspec.Raw = msgspec.Raw()
+    web_search_options: msgspec.Raw = msgspec.Raw()
 
     def check(self) -> None:
         super().check()
@@ -243,11 +243,22 @@ class ChatRequest(Generation, kw_only=True, forbid_unknown_fields=True):
         return sampling
 
 
-class TextPart(msgspec.Struct):
+class TextPart(msgspec.Struct, forbid_unknown_fields=True):
     """A part of a message's content. Others than texts are refused by their type."""
 
     type: str
     text: str | None = None
+    cache_control: msgspec.Raw = msgspec.Raw()
+    """What some clients add for other providers: it says nothing about the text."""
+    audio_url: msgspec.Raw = msgspec.Raw()
+    file: msgspec.Raw = msgspec.Raw()
+    image_url: msgspec.Raw = msgspec.Raw()
+    input_audio: msgspec.Raw = msgspec.Raw()
+    refusal: msgspec.Raw = msgspec.Raw()
+    video_url: msgspec.Raw = msgspec.Raw()
+
+    OTHERS: ClassVar[tuple[str, ...]] = ("audio_url", "file", "image_url", "input_audio", "refusal", "video_url")
+    """What parts of other types hold."""
 
 
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
@@ -307,3 +318,15 @@ class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     request_id: str | None = None
     request_ids: list[str] | None = None
+
+
+def is_given(raw: msgspec.Raw) -> bool:
+    """Whether a field of the body is there, and not null."""
+    return bytes(memoryview(raw)[:5]) not in (b"", b"null")
+
+
+def _is_one_of(raw: msgspec.Raw, values: tuple[Any, ...]) -> bool:
+    if len(memoryview(raw)) > MAX_NEUTRAL_BYTES:
+        return False
+    value = msgspec.json.decode(raw)
+    return any(value == other and type(value) is type(other) for other in values)
