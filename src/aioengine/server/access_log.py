@@ -35,6 +35,8 @@ LogFormat = Literal["text", "json"]
 logger = logging.getLogger(LOGGER_NAME)
 
 _FIT_ID = re.compile(f"[!-~]{{1,{MAX_ID_CHARS}}}")
+_FIT_PARAM = re.compile(r"[A-Za-z_][A-Za-z0-9_.\[\]]{0,99}")
+"""A field's name, or a place in one. Of an unknown field the name is the client's own words."""
 # Control characters, among them those of 8 bits and the line ends that only Unicode knows; marks that turn the
 # direction of writing; and halves of surrogate pairs, which no encoding can write.
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -51,6 +53,8 @@ FIELDS = (
     "finish_reasons",
     "time_to_first_token_s",
     "outcome",
+    "error_code",
+    "error_param",
 )
 """The attributes of a request's log record."""
 
@@ -62,13 +66,19 @@ def request_id_of(headers: Mapping[str, str]) -> str:
         headers: with names in lower case.
     """
     given = headers.get("x-request-id")
-    return given if given is not None and _FIT_ID.fullmatch(given) else make_id()
+    return given if given is not None and is_fit_id(given) else make_id()
+
+
+def is_fit_id(request_id: str) -> bool:
+    """Whether it can stand in a header and in a line of the log: 1 to 128 visible ASCII characters."""
+    return _FIT_ID.fullmatch(request_id) is not None
 
 
 def log_request(record: RequestRecord) -> None:
     """The request is over; its record is complete. Failures of the server come with their traceback."""
     # A dead engine has told of its death once, and a closed one is meant to be: requests that hear of it are no news.
-    is_news = record.is_failure and not isinstance(record.error, EngineDead | EngineClosed)
+    # Where nothing was raised, as at a /health that says what is wrong, there is nothing to look into either.
+    is_news = record.is_failure and not isinstance(record.error, EngineDead | EngineClosed | None)
     level = logging.ERROR if is_news else logging.INFO
     if not logger.isEnabledFor(level):
         return
@@ -77,8 +87,9 @@ def log_request(record: RequestRecord) -> None:
         fields[name] = _shown(fields[name])
     fields["finish_reasons"] = list(record.finish_reasons)
     fields["duration_s"] = round(record.duration_s, 6)
-    if record.time_to_first_token_s is None and record.metrics is not None:
-        fields["time_to_first_token_s"] = record.metrics.time_to_first_token_s
+    fields["time_to_first_token_s"] = record.first_token_s
+    if record.error_param is not None and not _FIT_PARAM.fullmatch(record.error_param):
+        fields["error_param"] = None
     error = record.error if is_news else None
     exc_info = None if error is None else (type(error), error, error.__traceback__)
     logger.log(level, _line(fields), extra=fields, exc_info=exc_info)
@@ -86,8 +97,10 @@ def log_request(record: RequestRecord) -> None:
 
 def _line(fields: Mapping[str, Any]) -> str:
     path = fields["path"].replace(" ", "%20")  # a path with spaces could pretend to be the words after it
+    why = ": ".join(fields[name] for name in ("error_param", "error_code") if fields[name] is not None)
+    outcome = f"{fields['outcome']} ({why})" if why else fields["outcome"]
     said = [
-        f"{fields['client'] or '-'} {fields['method']} {path} {fields['status'] or '-'} {fields['outcome']}",
+        f"{fields['client'] or '-'} {fields['method']} {path} {fields['status'] or '-'} {outcome}",
         f"in {fields['duration_s']:.3f} s",
     ]
     if fields["completion_tokens"] is not None:

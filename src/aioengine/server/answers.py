@@ -77,9 +77,11 @@ class Answer(Protocol):
 
     Attributes:
         has_echo: each choice's first event is `echo`.
+        max_lines: log-probabilities of so many tokens are encoded in a turn, see `in_parts`.
     """
 
     has_echo: bool
+    max_lines: int
 
     async def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         """The body of an answer that is given at once, when all has ended; with turns for others between its parts."""
@@ -160,6 +162,7 @@ class ChatAnswer:
         self._head = head
         self._token_bytes = token_bytes
         self._top_logprobs = top_logprobs
+        self.max_lines = lines_a_turn(top_logprobs)
         self._begun: set[int] = set()
         self._events = _Events(head, "chat.completion.chunk", has_usage=has_usage)
 
@@ -255,6 +258,7 @@ class CompletionAnswer:
         self._prompt_texts = prompt_texts
         self._is_echo_alone = is_echo_alone
         self.has_echo = prompt_texts is not None
+        self.max_lines = lines_a_turn(top_logprobs)
         self._events = _Events(head, "text_completion", has_usage=has_usage)
         self._offsets: dict[int, int] = {}
         """Characters of a choice so far, as its tokens have them."""
@@ -292,6 +296,8 @@ class CompletionAnswer:
         return self._events.make(choice, b'"text":%b,"logprobs":%b,"finish_reason":null' % (text, logprobs), usage)
 
     def event(self, choice: int, delta: CompletionDelta, usage: Usage | None = None) -> bytes:
+        if usage is not None and self._is_echo_alone:
+            usage = msgspec.structs.replace(usage, completion_tokens=0)
         text = b'"text":' + (b'""' if self._is_echo_alone else encode(delta.text))
         if delta.finish_reason is None and (self._top_logprobs is None or self._is_echo_alone):
             if not delta.text or self._is_echo_alone:
@@ -368,11 +374,26 @@ class _Columns:
         return b'%b,"text_offset":%b}' % (head, encode(self._offsets))
 
 
+def lines_a_turn(top_logprobs: int | None) -> int:
+    """Log-probabilities of how many tokens take about a millisecond to encode."""
+    return max(1, ENTRIES_A_SLICE // ((top_logprobs or 0) + 1))
+
+
 def slices(lines: Sequence[TokenLogprobs], top_logprobs: int) -> Iterator[Sequence[TokenLogprobs]]:
-    """Parts of so many lines that each takes about a millisecond to encode."""
-    size = max(1, ENTRIES_A_SLICE // (top_logprobs + 1))
+    """Parts that each take about a millisecond to encode."""
+    size = lines_a_turn(top_logprobs)
     for first in range(0, len(lines), size):
         yield lines[first : first + size]
+
+
+def in_parts(delta: CompletionDelta, max_lines: int) -> Iterator[CompletionDelta]:
+    """A delta that was merged for long, as several with few log-probabilities each; its text is in the last."""
+    lines = delta.logprobs or []
+    last = max(0, len(lines) - 1) // max_lines * max_lines
+    for first in range(0, last, max_lines):
+        ids, part = delta.token_ids[first : first + max_lines], lines[first : first + max_lines]
+        yield CompletionDelta(index=delta.index, text="", token_ids=ids, logprobs=part)
+    yield msgspec.structs.replace(delta, token_ids=delta.token_ids[last:], logprobs=lines[last:])
 
 
 def _body(fields: dict[str, Any], choices: list[bytes], usage: Usage) -> bytes:

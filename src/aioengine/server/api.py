@@ -12,8 +12,8 @@ import msgspec
 
 import aioengine
 from aioengine.engine import Engine
-from aioengine.errors import AioEngineError, EngineDead, InvalidRequest
-from aioengine.server.access_log import log_request, request_id_of
+from aioengine.errors import AioEngineError, EngineClosed, EngineDead, InvalidRequest
+from aioengine.server.access_log import log_request, logger, request_id_of
 from aioengine.server.api_keys import ApiKeys
 from aioengine.server.body import BodyReader
 from aioengine.server.completions import ClientCut, Completions, while_there
@@ -28,10 +28,11 @@ from aioengine.server.decoding import (
 )
 from aioengine.server.exchange import ClientGone, Exchange, Response
 from aioengine.server.exposition import Exposition
-from aioengine.server.faults import JSON_HEADERS, HttpFault, fault_of, overloaded
+from aioengine.server.faults import JSON_HEADERS, HttpFault, fault_of, invalid_value, overloaded
 from aioengine.server.generation import EventWriter
 from aioengine.server.http_metrics import HttpMetrics
 from aioengine.server.page import page
+from aioengine.server.per_loop import PerLoop
 from aioengine.server.record import RequestRecord
 from aioengine.server.schema import (
     AbortRequest,
@@ -44,11 +45,15 @@ from aioengine.server.schema import (
 )
 from aioengine.server.server_config import ServerConfig
 from aioengine.server.tracing import Tracing
+from aioengine.validation import shorten
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 Handler = Callable[[Exchange, RequestRecord], Awaitable[Response | None]]
 
+CLIENT_CLOSED_REQUEST = 499
+"""nginx's status for a client that did not wait."""
+MAX_ABORTED = 1024
 MAX_TOKEN_STRS = 8192
 MAX_DETOKENIZED = 2**16
 IDS_A_SLICE = 20_000
@@ -83,6 +88,8 @@ class Api:
     """
 
     def __init__(self, engine: Engine | Callable[[], Engine], config: ServerConfig | None = None) -> None:
+        if isinstance(engine, type) or not (isinstance(engine, Engine) or callable(engine)):
+            raise TypeError(f"engine={shorten(engine)}: an Engine is needed, or a function that finds one")
         self._find_engine: Callable[[], Engine] = (lambda: engine) if isinstance(engine, Engine) else engine
         self.config = config if config is not None else ServerConfig()
         self.is_draining = False
@@ -107,10 +114,11 @@ class Api:
         self._tracing = Tracing()
         self._keys = ApiKeys(self.config.api_keys)
         self._bodies = BodyReader(timeout_s=self.config.body_timeout_s, max_bodies=MAX_BODIES_AT_ONCE)
-        self._decoding = asyncio.Lock()
+        self._decoding = PerLoop(asyncio.Lock)
         """For large bodies: one of them a turn of the loop."""
         self._completions = Completions(self._find_engine, self.config, self.model_name)
         self._num_open = 0
+        self._has_warned = False
         self._created = int(time.time())
 
     @property
@@ -145,6 +153,8 @@ class Api:
             record.outcome = "cut"
         except ClientGone:
             record.outcome = "cut" if record.outcome == "cut" else "client_gone"
+            if not record.status:  # a host's middleware may want to see a response, though nobody will
+                await exchange.respond(Response(CLIENT_CLOSED_REQUEST, b"", {}))
         except asyncio.CancelledError:
             record.outcome = "client_gone"
             raise
@@ -166,6 +176,7 @@ class Api:
         """The response, of whatever kind; None where it has been written already."""
         try:
             if exchange.path != "/health":
+                self._check_host(exchange)
                 self._keys.check(exchange.headers)
             if route is None:
                 raise HttpFault(404, f"there is nothing at {record.path[:100]!r}", code="not_found")
@@ -184,15 +195,43 @@ class Api:
         except Exception as error:
             fault = fault_of(error)
             record.error = error
+            record.error_code, record.error_param = fault.code, fault.param
+            if isinstance(error, EngineClosed) and not self._has_warned and not self.is_draining:
+                self._has_warned = True
+                logger.warning("requests are answered 503: %s", error)
             if record.status:  # an answer now would stand in the middle of one
                 record.outcome = "error"
                 exchange.cut()
                 return None
-            if fault.code == "overloaded":
+            if fault.status < 500:
+                record.outcome = "refused"
+            elif fault.code == "overloaded":
                 record.outcome = "shed"
-            elif fault.status >= 500:
+            else:
                 record.outcome = "error"
             return fault.response()
+
+    def _check_host(self, exchange: Exchange) -> None:
+        """Raise for a name that is not ours, where ours are known.
+
+        A page of another origin can have its own name point to this machine, and its browser then takes us for it (DNS
+        rebinding); but it sends that name along.
+
+        Raises:
+            HttpFault: 403.
+        """
+        allowed = self.config.allowed_hosts
+        if allowed is None or "*" in allowed:
+            return
+        host = exchange.headers.get("host", "").strip().lower()
+        name = host[1 : host.find("]")] if host.startswith("[") else host.partition(":")[0]
+        if name not in allowed:
+            raise HttpFault(
+                403,
+                f"this server is not called {name[:100]!r}: allow the name with --allowed-hosts, or ask for keys with "
+                "--api-keys",
+                code="host_not_allowed",
+            )
 
     async def _respond(self, exchange: Exchange, record: RequestRecord, response: Response) -> None:
         """Give the response; a large one piece by piece, as its client takes it.
@@ -210,9 +249,9 @@ class Api:
             return
 
         async def write(cut: Callable[[], None]) -> None:
-            await exchange.start(response.status, {**response.headers, "content-length": str(len(response.body))})
             writer = EventWriter(exchange, timeout_s=self.config.write_timeout_s, on_stuck=cut)
             try:
+                await writer.start(response.status, {**response.headers, "content-length": str(len(response.body))})
                 for first in range(0, len(response.body), WHOLE_BYTES):
                     await writer.write(response.body[first : first + WHOLE_BYTES])
                 await writer.end()
@@ -261,7 +300,7 @@ class Api:
         max_texts = TEXTS_A_MESSAGE * self.config.max_messages
         if len(body) <= SMALL_BODY_BYTES:
             return decode(body, kind, max_texts=max_texts)
-        async with self._decoding:  # many that came together would hold the loop together
+        async with self._decoding.get():  # many that came together would hold the loop together
             return await decode_in_turns(body, kind, max_texts=max_texts)
 
     # Generating
@@ -277,6 +316,8 @@ class Api:
         ids = [*(request.request_ids or ()), *([request.request_id] if request.request_id is not None else ())]
         if not ids:
             raise HttpFault(400, "request_id is missing", param="request_id", code="missing_required_parameter")
+        if len(ids) > MAX_ABORTED:
+            raise invalid_value("request_ids", f"request_ids has {len(ids):,}; at most {MAX_ABORTED:,} at once")
         for request_id in ids:
             prefix = next((prefix for prefix in ID_PREFIXES if request_id.startswith(prefix)), "")
             self.engine.abort(request_id)

@@ -11,11 +11,12 @@ import anyio
 import msgspec
 
 from aioengine.engine import Engine, Stream
-from aioengine.errors import InvalidRequest
-from aioengine.server.answers import Answer, ChatAnswer, CompletionAnswer, Head, Usage, error_event
+from aioengine.errors import AioEngineError, InvalidRequest
+from aioengine.server.access_log import MAX_ID_CHARS, is_fit_id
+from aioengine.server.answers import Answer, ChatAnswer, CompletionAnswer, Head, Usage, error_event, in_parts
 from aioengine.server.decoding import read_messages, read_prompts
 from aioengine.server.exchange import ClientGone, Exchange, Response
-from aioengine.server.faults import JSON_HEADERS, fault_of
+from aioengine.server.faults import JSON_HEADERS, fault_of, invalid_value
 from aioengine.server.generation import Batch, EventWriter
 from aioengine.server.record import RequestRecord
 from aioengine.server.schema import (
@@ -102,7 +103,7 @@ class Completions:
 
     async def chat(self, exchange: Exchange, record: RequestRecord, request: ChatRequest) -> Response | None:
         """Answer a chat; None when that was a stream, which has been written."""
-        self._note(record, request)
+        self._note(exchange, record, request)
         messages = read_messages(request.messages, self._config.max_messages)
         try:
             streams = await self._streams(record, request, [messages], chat_template_kwargs=template_kwargs(request))
@@ -114,12 +115,16 @@ class Completions:
             )
             return await self._answer(exchange, record, request, streams, answer)
         except InvalidRequest as error:
-            limit = {} if request.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
-            raise fault_of(error, param_names={**CHAT_NAMES, **limit}) from error
+            names = dict(CHAT_NAMES)
+            if request.max_completion_tokens is not None:
+                names["max_tokens"] = "max_completion_tokens"
+            if request.chat_template_kwargs is None:
+                names["chat_template_kwargs"] = "add_generation_prompt"
+            raise fault_of(error, param_names=names) from error
 
     async def complete(self, exchange: Exchange, record: RequestRecord, request: CompletionRequest) -> Response | None:
         """Complete prompts; None when that was a stream, which has been written."""
-        self._note(record, request)
+        self._note(exchange, record, request)
         prompts = await read_prompts(
             request.prompt, max_prompts=self._config.max_prompts, max_ids=self._engine.info.max_model_len
         )
@@ -140,8 +145,15 @@ class Completions:
             return prompt
         return await self._engine.detokenize(prompt, skip_special_tokens=False)
 
-    def _note(self, record: RequestRecord, request: Generation) -> None:
+    def _note(self, exchange: Exchange, record: RequestRecord, request: Generation) -> None:
         request.check()
+        if request.request_id is not None:
+            if not is_fit_id(request.request_id):
+                raise invalid_value(
+                    "request_id", f"request_id: 1 to {MAX_ID_CHARS} visible ASCII characters are needed, and no spaces"
+                )
+            if "x-request-id" not in exchange.headers:
+                record.request_id = request.request_id
         record.model = self._model_name(request.model)
         record.is_stream = bool(request.stream)
 
@@ -228,7 +240,6 @@ class _Relay:
         """Relay to the end, or to the error that ends it: that is an event, too."""
         self._batch.watch()
         self._record.status = 200
-        await self._exchange.start(200, {**EVENT_HEADERS, "x-request-id": self._record.request_id})
         writer = EventWriter(
             self._exchange,
             timeout_s=config.write_timeout_s,
@@ -237,6 +248,7 @@ class _Relay:
             on_idle=self._batch.wake,
         )
         try:
+            await writer.start(200, {**EVENT_HEADERS, "x-request-id": self._record.request_id})
             last = await self._relay(writer)
             await writer.write(last)
             await writer.end()
@@ -254,22 +266,35 @@ class _Relay:
             if not await batch.wait():
                 await writer.write(KEEPALIVE)
                 continue
-            events: list[bytes] = []
             try:
-                for choice, delta in batch.take():
-                    if answer.has_echo and choice not in echoed:
-                        echoed.add(choice)
-                        output = batch.output(choice // (self._record.n or 1))
-                        events.append(await answer.echo(choice, output, self._count(0)))
-                    events.append(answer.event(choice, delta, self._count(len(delta.token_ids))))
-            except Exception as error:
+                taken = batch.take()
+            except AioEngineError as error:
                 self._record.outcome, self._record.error = "error", error
-                return b"".join(events) + error_event(fault_of(error).body()) + answer.closing(None)
-            if data := b"".join(events):
-                if self._record.time_to_first_token_s is None:
-                    self._record.time_to_first_token_s = time.monotonic() - self._record.started_at
-                await writer.write(data)
+                return error_event(fault_of(error).body()) + answer.closing(None)
+            events: list[bytes] = []
+            for choice, delta in taken:
+                if answer.has_echo and choice not in echoed:
+                    echoed.add(choice)
+                    output = batch.output(choice // (self._record.n or 1))
+                    events.append(await answer.echo(choice, output, self._count(0)))
+                if delta.logprobs is not None and len(delta.logprobs) > answer.max_lines:
+                    for part in in_parts(delta, answer.max_lines):
+                        events.append(answer.event(choice, part, self._count(len(part.token_ids))))
+                        await self._write(writer, events)
+                        await asyncio.sleep(0)
+                else:
+                    events.append(answer.event(choice, delta, self._count(len(delta.token_ids))))
+            await self._write(writer, events)
         return answer.closing(answer.usage(batch.outputs()) if self._has_usage else None)
+
+    async def _write(self, writer: EventWriter, events: list[bytes]) -> None:
+        """Write the events, and forget them."""
+        data = b"".join(events)
+        events.clear()
+        if data:
+            if self._record.time_to_first_token_s is None:
+                self._record.time_to_first_token_s = time.monotonic() - self._record.started_at
+            await writer.write(data)
 
     def _count(self, num_tokens: int) -> Usage | None:
         """The usage so far, with so many new tokens; None where it is told at the end alone."""

@@ -7,6 +7,9 @@ from typing import Protocol
 
 import msgspec
 
+CUT_EXTENSION = "aioengine.cut"
+"""Of an ASGI scope's ``extensions``: a function that ends the connection at once. Our own server has it."""
+
 
 class ClientGone(Exception):
     """The client has left: nobody will read the answer."""

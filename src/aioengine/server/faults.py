@@ -56,6 +56,10 @@ class HttpFault(Exception):
         return Response(self.status, self.body(), {**JSON_HEADERS, **self.headers})
 
 
+PARAM_NAMES = {"num_sequences": "n"}
+"""What clients call parameters that only the engine knows by their names."""
+
+
 def fault_of(error: Exception, *, param_names: Mapping[str, str] | None = None) -> HttpFault:
     """The fault that a client hears of for ``error``.
 
@@ -65,7 +69,7 @@ def fault_of(error: Exception, *, param_names: Mapping[str, str] | None = None) 
     if isinstance(error, HttpFault):
         return error
     if isinstance(error, InvalidRequest):
-        param = (param_names or {}).get(error.param or "", error.param)
+        param = {**PARAM_NAMES, **(param_names or {})}.get(error.param or "", error.param)
         code = "context_length_exceeded" if isinstance(error, PromptTooLong) else "invalid_value"
         return HttpFault(400, str(error), param=param, code=code)
     if isinstance(error, EngineOverloaded):
@@ -73,7 +77,7 @@ def fault_of(error: Exception, *, param_names: Mapping[str, str] | None = None) 
     if isinstance(error, EngineClosed):
         return HttpFault(
             503,
-            "the engine takes no requests now",
+            f"no requests are taken now: {error}",
             kind="server_error",
             code="unavailable",
             headers={"retry-after": "5"},

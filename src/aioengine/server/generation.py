@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Self
 
@@ -156,17 +156,21 @@ class EventWriter:
         self._interval_s = min(timeout_s, idle_s)
         self._timer = self._loop.call_later(self._interval_s, self._look)
 
+    async def start(self, status: int, headers: Mapping[str, str]) -> None:
+        """Begin the response; waits as `write` does, where the client has not read an earlier one."""
+        self._begin()
+        await self._exchange.start(status, headers)
+        self._is_writing = False
+
     async def write(self, data: bytes) -> None:
         """Write; waits while the client reads more slowly than it is written to."""
-        self._since = self._loop.time()
-        self._is_writing = True
+        self._begin()
         await self._exchange.write(data)
         self._is_writing = False
 
     async def end(self) -> None:
         """End the response; waits as `write` does."""
-        self._since = self._loop.time()
-        self._is_writing = True
+        self._begin()
         await self._exchange.end()
         self._is_writing = False
 
@@ -174,13 +178,20 @@ class EventWriter:
         """Look no more. Idempotent."""
         self._timer.cancel()
 
+    def _begin(self) -> None:
+        self._since = self._loop.time()
+        self._is_writing = True
+
     def _look(self) -> None:
         now = self._loop.time()
         if self._is_writing and now - self._since >= self._timeout_s:
             self._exchange.cut()
             self._on_stuck()
             return
-        if not self._is_writing and now - self._since >= self._idle_s:
+        next_at = now + self._interval_s
+        if self._is_writing:
+            next_at = self._since + self._timeout_s
+        elif now - self._since >= self._idle_s:
             self._since = now
             self._on_idle()
-        self._timer = self._loop.call_later(self._interval_s, self._look)
+        self._timer = self._loop.call_at(next_at, self._look)

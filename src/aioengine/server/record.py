@@ -8,14 +8,16 @@ import msgspec
 
 from aioengine.metrics import RequestMetrics
 
-Outcome = Literal["ok", "client_gone", "cut", "shed", "error"]
+Outcome = Literal["ok", "refused", "client_gone", "cut", "shed", "error"]
 """How a request ended.
 
-- ok: the whole response was sent, also one that says what was wrong with the request (4xx).
+- ok: the whole response was sent, and it was what was asked for.
+- refused: something was wrong with the request, and the whole response (4xx) said what.
 - client_gone: the client left before that.
 - cut: the client stopped reading, and the server ended the connection.
 - shed: it was refused for want of room (503), before any costly work.
-- error: the server's fault: a 5xx, or an error in the middle of a stream.
+- error: the server's fault: a 5xx, or an error in the middle of a stream. A `/health` that says 503 is one, too, and
+  nothing was raised for it.
 """
 
 OTHER_ROUTE = "other"
@@ -36,6 +38,8 @@ class RequestRecord(msgspec.Struct, kw_only=True, weakref=True):
         outcome: see `Outcome`.
         error: what was raised. With a status of 500 and above, or with the outcome "error", it goes to the log with
             its traceback, and never to the client.
+        error_code, error_param: the "code" and "param" of the body that told the client of an error; never its
+            message, which may quote the client.
         model: the served name that the request chose.
         is_stream: it is answered as server-sent events.
         n, max_tokens, temperature, top_p, top_k: as the engine takes them, where the request has them.
@@ -57,6 +61,8 @@ class RequestRecord(msgspec.Struct, kw_only=True, weakref=True):
     status: int = 0
     outcome: Outcome = "ok"
     error: BaseException | None = None
+    error_code: str | None = None
+    error_param: str | None = None
     model: str | None = None
     is_stream: bool = False
     n: int | None = None
@@ -76,6 +82,18 @@ class RequestRecord(msgspec.Struct, kw_only=True, weakref=True):
     def duration_s(self) -> float:
         """From its start to its end; 0 before that."""
         return 0.0 if self.ended_at is None else self.ended_at - self.started_at
+
+    @property
+    def first_token_s(self) -> float | None:
+        """To the first token: as the client saw it, or else as the engine did; None where none has come.
+
+        A request that is aborted before sends its client an event, too, that has no token.
+        """
+        if self.completion_tokens == 0:
+            return None
+        if self.time_to_first_token_s is not None or self.metrics is None:
+            return self.time_to_first_token_s
+        return self.metrics.time_to_first_token_s
 
     @property
     def is_failure(self) -> bool:

@@ -88,23 +88,17 @@ class StreamResponse(Response):
         exchange = AsgiExchange(scope, receive, send)
 
         async def relay(cut: Callable[[], None]) -> None:
-            await exchange.start(self.status_code, dict(self.headers))
-            writer = EventWriter(
-                exchange,
-                timeout_s=self._write_timeout_s,
-                on_stuck=cut,
-                idle_s=self._write_timeout_s,
-                on_idle=_do_nothing,
-            )
-            try:
-                await self._relay(writer)
-            finally:
-                writer.close()
-            await exchange.end()
+            async with self._stream:  # what it refuses is an error before the response begins
+                writer = EventWriter(exchange, timeout_s=self._write_timeout_s, on_stuck=cut)
+                try:
+                    await writer.start(self.status_code, dict(self.headers))
+                    await self._relay(writer)
+                    await writer.end()
+                finally:
+                    writer.close()
 
         try:
-            async with self._stream:
-                await while_there(exchange, relay)
+            await while_there(exchange, relay)
         except ClientGone:
             pass  # nobody is there to be told
 
@@ -136,10 +130,6 @@ did wrong, 503 with ``Retry-After`` for no room, 500 for the rest, with OpenAI's
 
 def _text_of(delta: CompletionDelta) -> bytes:
     return delta.text.encode()
-
-
-def _do_nothing() -> None:
-    pass
 
 
 async def _nothing(message: Any) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import ipaddress
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import force_setattr
 
 from aioengine.config import EngineConfig
 from aioengine.errors import ConfigError
-from aioengine.validation import check_fields
+from aioengine.validation import check_fields, shorten
 
 MIN_API_KEY_CHARS = 8
 BYTES_A_TOKEN = 32
@@ -21,7 +25,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The settings of the HTTP face; a bad value is a `ConfigError` that names the field."""
 
     api_keys: Annotated[
-        tuple[Annotated[str, Meta(min_length=MIN_API_KEY_CHARS)], ...],
+        tuple[str, ...],  # how long they must be is checked below, where no message shows one
         Meta(description="a key that clients must send; every path but /health then asks for one"),
     ] = ()
     served_model_name: Annotated[
@@ -59,9 +63,33 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         tuple[Annotated[str, Meta(min_length=1)], ...],
         Meta(description="origins whose pages may read answers (CORS), or *; for an app that is served alone"),
     ] = ()
+    allowed_hosts: (
+        Annotated[
+            tuple[Annotated[str, Meta(min_length=1)], ...],
+            Meta(
+                min_length=1,
+                description="names that requests may call this server by (Host header), without port, or *; absent: any,"
+                " but for `serve` at an address of this machine alone and without keys: that address and localhost",
+            ),
+        ]
+        | None
+    ) = None
 
     def __post_init__(self) -> None:
+        _check_keys(self.api_keys)
         check_fields(self, lambda _, message: ConfigError(message))
+        # As browsers send them, so that they can be compared as they are.
+        force_setattr(self, "allowed_origins", tuple(map(_origin, self.allowed_origins)))
+        if self.allowed_hosts is not None:
+            force_setattr(self, "allowed_hosts", tuple(map(_host, self.allowed_hosts)))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.__rich_repr__())})"
+
+    def __rich_repr__(self) -> Iterator[tuple[str, Any]]:
+        """What it is shown by: all but the keys, of which only the number is told."""
+        for name in self.__struct_fields__:
+            yield name, _Hidden(len(self.api_keys)) if name == "api_keys" else getattr(self, name)
 
     def body_limit(self, max_model_len: int) -> int:
         """The largest body, in bytes: what it holds is looked through on the loop, at about a millisecond a MiB."""
@@ -74,3 +102,60 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.max_concurrent_requests is not None:
             return self.max_concurrent_requests
         return engine.max_num_seqs + engine.max_waiting
+
+
+class _Hidden:
+    """Stands for secrets where a config is shown."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __repr__(self) -> str:
+        return f"<{self._number} hidden>" if self._number else "()"
+
+
+def _check_keys(keys: Any) -> None:
+    """Raise ConfigError for what are no keys; by hand, since the messages of `check_fields` show the value."""
+    if not isinstance(keys, tuple | list | set | frozenset) or not all(isinstance(key, str) for key in keys):
+        raise ConfigError("api_keys: give a tuple of texts, also for a single key")
+    if any(len(key) < MIN_API_KEY_CHARS for key in keys):
+        raise ConfigError(f"api_keys: each key needs at least {MIN_API_KEY_CHARS} characters")
+    if any(key != key.strip() or not key.isprintable() for key in keys):
+        raise ConfigError("api_keys: no key may begin or end with a space, or have control characters")
+
+
+DEFAULT_PORTS = {"http": 80, "https": 443}
+"""Of these no browser sends one."""
+
+_ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::([0-9]{1,5}))?/?")
+_NAME = re.compile(r"[a-z0-9._-]+")
+
+
+def _origin(text: str) -> str:
+    """An origin as browsers write it (RFC 6454, section 6.1)."""
+    if text == "*":
+        return text
+    found = _ORIGIN.fullmatch(text.lower())
+    if found is None:
+        raise ConfigError(
+            f"allowed_origins: {shorten(text)} is no origin; write scheme://host or scheme://host:port, such as"
+            " https://app.example, or *"
+        )
+    scheme, host, port = found.groups()
+    return f"{scheme}://{host}" if port is None or int(port) == DEFAULT_PORTS.get(scheme) else f"{scheme}://{host}:{port}"
+
+
+def _host(text: str) -> str:
+    """A name or an address as a Host header has it, in lower case, without brackets."""
+    if text == "*":
+        return text
+    name = text.lower().removesuffix(".")
+    try:
+        return str(ipaddress.ip_address(name.removeprefix("[").removesuffix("]")))
+    except ValueError:
+        if _NAME.fullmatch(name):
+            return name
+    raise ConfigError(
+        f"allowed_hosts: {shorten(text)} is no name of a host; write it without scheme and port, such as app.example"
+        " or ::1, or *"
+    )
