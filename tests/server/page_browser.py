@@ -157,12 +157,12 @@ class Talker(FakeExecutor):
         reply: what it says.
         is_endless: it says it again and again.
         hold_after: how the reply begins; once it has said that, the first time, it stops in a step until `go_on`.
+        options: of the `FakeExecutor`.
     """
 
     def __init__(self, reply: str, *, is_endless: bool = False, hold_after: str = "", **options: Any) -> None:
-        super().__init__(
-            vocab_size=2048, num_blocks=1024, max_model_len=8192, sampler=self._speaker(reply, is_endless), **options
-        )
+        options = {"num_blocks": 1024, "max_model_len": 8192, **options}
+        super().__init__(vocab_size=2048, sampler=self._speaker(reply, is_endless), **options)
         self._hold_after = len(_ids(hold_after)) if hold_after else -1
 
     def go_on(self) -> None:

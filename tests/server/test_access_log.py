@@ -151,6 +151,8 @@ def test_a_request_is_one_record_with_all_it_is_known_by(kept: list[logging.LogR
         "finish_reasons": ["stop", "length"],
         "time_to_first_token_s": 0.125,
         "outcome": "ok",
+        "error_code": None,
+        "error_param": None,
     }
     assert record.getMessage() == (
         "127.0.0.1 POST /v1/completions 200 ok, in 0.250 s, 7+12 tokens, first after 0.125 s, stop/length [req-1]"
@@ -161,6 +163,42 @@ def test_a_client_that_left_before_any_answer_has_no_status(kept: list[logging.L
     log_request(ended(status=0, outcome="client_gone", client=""))
     assert kept[0].getMessage() == "- POST /v1/completions - client_gone, in 0.250 s [req-1]"
     assert kept[0].levelno == logging.INFO
+
+
+def test_a_refusal_says_which_field_was_wrong_and_how_and_no_more(kept: list[logging.LogRecord]) -> None:
+    wrong = raised(ValueError("temperature=secret: no number"))
+    log_request(
+        ended(status=400, outcome="refused", error=wrong, error_code="invalid_value", error_param="messages[0].content")
+    )
+    log_request(ended(status=401, outcome="refused", error_code="invalid_api_key"))
+    first, second = kept
+    assert " 400 refused (messages[0].content: invalid_value), in " in first.getMessage()
+    assert " 401 refused (invalid_api_key), in " in second.getMessage()
+    shown = json.loads(JsonFormatter().format(first))
+    assert (shown["error_code"], shown["error_param"]) == ("invalid_value", "messages[0].content")
+    assert "error_param" not in json.loads(JsonFormatter().format(second))
+    assert "secret" not in JsonFormatter().format(first)
+
+
+@pytest.mark.parametrize("param", ["my prompt", "x) 200 ok, in", "a\n", "é", "", "a" * 101, "0", "\u202e"])
+def test_an_unknown_fields_name_is_the_clients_and_is_shown_only_if_it_is_one(
+    param: str, kept: list[logging.LogRecord]
+) -> None:
+    log_request(ended(status=400, outcome="refused", error_code="unknown_parameter", error_param=param))
+    assert " 400 refused (unknown_parameter), in " in kept[0].getMessage()
+    assert kept[0].error_param is None  # type: ignore[attr-defined]
+
+
+def test_a_probe_that_is_told_what_is_wrong_is_no_error_of_its_own(kept: list[logging.LogRecord]) -> None:
+    log_request(ended(path="/health", status=503, outcome="error"))
+    assert kept[0].levelno == logging.INFO
+    assert " /health 503 error, in " in kept[0].getMessage()
+
+
+def test_where_no_token_came_none_was_first(kept: list[logging.LogRecord]) -> None:
+    log_request(ended(prompt_tokens=7, completion_tokens=0, time_to_first_token_s=0.5, finish_reasons=("abort",)))
+    assert kept[0].getMessage().endswith("ok, in 0.250 s, 7+0 tokens, abort [req-1]")
+    assert kept[0].time_to_first_token_s is None  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("status", "outcome"), [(500, "error"), (200, "error"), (503, "ok")])
@@ -176,7 +214,7 @@ def test_failures_of_the_server_are_errors_with_their_traceback(
     assert "in raised" in text
 
 
-@pytest.mark.parametrize(("status", "outcome"), [(400, "ok"), (503, "shed"), (200, "client_gone"), (200, "cut")])
+@pytest.mark.parametrize(("status", "outcome"), [(400, "refused"), (503, "shed"), (200, "client_gone"), (200, "cut")])
 def test_what_is_no_failure_of_the_server_has_no_traceback(
     status: int, outcome: Any, kept: list[logging.LogRecord]
 ) -> None:
@@ -223,8 +261,8 @@ def test_further_lines_of_a_message_are_set_in() -> None:
 
 
 def test_a_path_with_spaces_cannot_pretend_to_be_the_words_after_it(kept: list[logging.LogRecord]) -> None:
-    log_request(ended(path="/x 200 ok, in 0.001 s", status=404))
-    assert kept[0].getMessage().startswith("127.0.0.1 POST /x%20200%20ok,%20in%200.001%20s 404 ok, ")
+    log_request(ended(path="/x 200 ok, in 0.001 s", status=404, outcome="refused"))
+    assert kept[0].getMessage().startswith("127.0.0.1 POST /x%20200%20ok,%20in%200.001%20s 404 refused, ")
 
 
 def test_long_paths_are_cut(kept: list[logging.LogRecord]) -> None:

@@ -91,7 +91,7 @@ async def test_who_leaves_between_two_steps_is_in_no_later_one(face: Face) -> No
             client.leave()
             answer = await other.answer()
             assert answer.json()["usage"]["completion_tokens"] == 200
-            # One that was being scheduled, and for aiohttp those of 20 ms while nothing is written; a stream is.
+            # One that was being scheduled. In aiohttp a stream's next write tells; who does not write looks: 2 ms.
             assert target.num_plans_with(LEAVER, num_plans) <= 2
 
 

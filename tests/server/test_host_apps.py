@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -248,6 +250,43 @@ async def test_a_server_comes_back_serving_and_is_closed_by_hand() -> None:
         # Another one, on the same engine.
         async with await start_server(engine, port=0) as again, plain_client(again.url) as client:
             assert (await client.get("/health")).status_code == 200
+
+
+UNCLOSED = """
+import asyncio, gc, sys
+import httpx, uvloop
+from aioengine import Engine
+from aioengine.server import start_server
+from aioengine.testing import FakeExecutor
+
+async def main():
+    async with Engine(executor=FakeExecutor(vocab_size=2048)) as engine:
+        url = (await start_server(engine, port=0)).url
+        gc.collect()  # nobody else holds the server, and it serves on
+        async with httpx.AsyncClient(base_url=url) as client:
+            print((await client.get("/health")).status_code)
+            async with client.stream("POST", "/v1/completions", json={"prompt": [1], "stream": True}) as answer:
+                print(answer.status_code)
+
+(asyncio.run if sys.argv[1] == "asyncio" else uvloop.run)(main())
+"""
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_a_server_that_nobody_closed_ends_with_its_loop_and_a_word_about_it(loop: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "default::ResourceWarning", "-c", UNCLOSED, loop],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert done.stdout == "200\n200\n"
+    first, *more = done.stderr.splitlines()
+    assert "ResourceWarning: <HttpServer http://127.0.0.1:" in first
+    assert first.endswith(" was never closed: use `async with`, or await aclose()")
+    assert len([line for line in more if "ResourceWarning: Enable tracemalloc" not in line]) == 1, "the warning's line"
+    assert "Traceback" not in done.stderr
 
 
 async def test_a_server_that_is_closed_lets_what_runs_end() -> None:

@@ -228,6 +228,25 @@ async def test_what_is_no_request_is_refused_in_json_and_the_connection_closed(
         assert server.statuses == [status]
 
 
+@pytest.mark.parametrize(
+    ("request_bytes", "code", "settings"),
+    [
+        (b"GET /" + b"a" * 8192 + b" HTTP/1.1\r\n", "url_too_long", ["8,192 bytes (max_url_bytes)"]),
+        (
+            b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 101 + b"\r\n",
+            "headers_too_large",
+            ["100 (max_headers)", "32,768 bytes in all (max_header_bytes)"],
+        ),
+    ],
+)
+async def test_a_refusal_for_a_limit_names_its_setting(request_bytes: bytes, code: str, settings: list[str]) -> None:
+    async with served() as server, client_of(server) as client:
+        client.send(request_bytes)
+        _, error = await client.refusal()
+        assert error["code"] == code
+        assert all(setting in error["message"] for setting in settings)
+
+
 @both_loops
 async def test_a_head_may_be_as_large_as_the_limits() -> None:
     async with served() as server, client_of(server) as client:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
-import json
 import re
 from collections.abc import AsyncIterator
 from importlib import resources
@@ -15,6 +14,7 @@ import pytest
 import pytest_asyncio
 from starlette.applications import Starlette
 from starlette.routing import Mount
+from starlette.types import Receive, Scope, Send
 
 from aioengine import Engine
 from aioengine.server import ServerConfig, create_app
@@ -23,7 +23,7 @@ from aioengine.server.page import page
 pytest.importorskip("playwright.async_api", reason="the page is tested with playwright")
 
 from contract.ways import has_load, until
-from playwright.async_api import Browser, expect
+from playwright.async_api import Browser, Route, expect
 from server.page_browser import CHROMIUM, Served, Tab, Talker, app_that_says, browser_process, event, page_of, tab_at
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -253,13 +253,115 @@ async def test_a_server_that_has_gone_is_missed(browser: Browser, engine: Engine
         await expect(tab.page.get_by_role("status")).to_contain_text("The server does not answer")
 
 
-async def test_a_page_with_a_stale_key_says_what_to_do(browser: Browser, engine: Engine) -> None:
-    async with page_of(browser, create_app(engine), complaints=FAILED_TO_LOAD) as tab:
-        refusal = json.dumps({"error": {"message": "The key is unknown.", "type": "invalid_request_error"}})
-        await tab.page.route("**/chat/completions", lambda route: route.fulfill(status=401, body=refusal))
+async def test_a_full_context_is_said_to_be_and_the_message_can_go_to_a_new_conversation(browser: Browser) -> None:
+    device = Talker("Yes.", max_model_len=100)
+    async with (
+        Engine(executor=device) as engine,
+        page_of(browser, create_app(engine), complaints=FAILED_TO_LOAD) as tab,
+    ):
+        long = "long " * 50
+        await tab.ask("One " + long)
+        await expect(tab.answers).to_have_text("Yes.")
+        await tab.ask("Two " + long)
+        await expect(tab.failure).to_contain_text("The conversation is longer than the model can take")
+        await expect(tab.failure).to_contain_text(re.compile(r"prompt has \d+ tokens; this engine allows 99"))
+        await expect(tab.failure.get_by_role("button")).to_have_text(["New conversation"])
+        await expect(tab.message).to_have_value(("Two " + long).strip())
+
+        await tab.failure.get_by_role("button").click()
+        await expect(tab.failure).to_have_count(0)
+        await expect(tab.questions).to_have_count(0)
+        await expect(tab.message).to_be_focused()
+        await expect(tab.message).to_have_value(("Two " + long).strip())
+        await tab.page.keyboard.press("Enter")
+        await expect(tab.answers).to_have_text("Yes.")
+        assert tab.asked()[-1]["messages"] == [{"role": "user", "content": ("Two " + long).strip()}]
+
+
+async def test_in_a_full_conversation_a_shorter_message_may_still_fit(browser: Browser) -> None:
+    device = Talker("Yes.", max_model_len=100)
+    async with (
+        Engine(executor=device) as engine,
+        page_of(browser, create_app(engine), complaints=FAILED_TO_LOAD) as tab,
+    ):
+        await tab.ask("One")
+        await expect(tab.answers).to_have_text("Yes.")
+        await tab.ask("long " * 90)
+        await expect(tab.failure).to_contain_text("The conversation is longer than the model can take")
+        await tab.ask("Two")
+        await expect(tab.answers).to_have_text(["Yes.", "Yes."])
+        await expect(tab.failure).to_have_count(0)
+        assert [message["content"] for message in tab.asked()[-1]["messages"]] == ["One", "Yes.", "Two"]
+
+
+@pytest.mark.parametrize(
+    ("config", "title"),
+    [
+        (ServerConfig(), "This is longer than the model can take"),
+        (ServerConfig(max_body_bytes=1024), "That is too long for the server (413)"),
+    ],
+    ids=["context", "body"],
+)
+async def test_a_refused_message_is_back_in_the_box_and_not_in_what_is_sent_next(
+    browser: Browser, config: ServerConfig, title: str
+) -> None:
+    device = Talker("Yes.", max_model_len=100)
+    async with (
+        Engine(executor=device) as engine,
+        page_of(browser, create_app(engine, config), complaints=FAILED_TO_LOAD, **PHONE) as tab,
+    ):
+        await tab.ask("Please be so kind. " * 100)
+        await expect(tab.failure).to_contain_text(title)
+        await expect(tab.failure).to_be_in_viewport(ratio=1)  # however much of the screen the message takes
+        await tab.expect_end_in_sight()
+        await expect(tab.failure.get_by_role("button")).to_have_count(0)  # the same again would be refused again
+        await expect(tab.questions).to_have_count(0)
+        await expect(tab.message).to_have_value(("Please be so kind. " * 100).strip())
+        await tab.ask("Please.")
+        await expect(tab.answers).to_have_text("Yes.")
+        await expect(tab.failure).to_have_count(0)
+        assert tab.asked()[-1]["messages"] == [{"role": "user", "content": "Please."}]
+
+
+async def test_a_refused_message_does_not_push_away_what_is_being_written(browser: Browser) -> None:
+    async with (
+        Engine(executor=Talker("Yes.")) as engine,
+        page_of(browser, create_app(engine), complaints=FAILED_TO_LOAD) as tab,
+    ):
+
+        async def slowly(route: Route) -> None:
+            await tab.message.fill("Two")
+            await route.continue_()
+
+        await tab.page.route("**/chat/completions", slowly, times=1)
+        await tab.set("Temperature", "7")
+        await tab.ask("One")
+        await expect(tab.failure).to_contain_text("The server refuses this (400)")
+        await expect(tab.message).to_have_value("Two")
+        await expect(tab.questions).to_have_text(["One"])
+        await tab.set("Temperature", "1")
+        await tab.page.get_by_role("button", name="Try again").click()
+        await expect(tab.answers).to_have_text("Yes.")
+        await expect(tab.message).to_have_value("Two")
+        await expect(tab.questions).to_have_text(["One"])
+
+
+async def test_a_page_whose_key_is_no_longer_good_says_how_to_give_one(browser: Browser, engine: Engine) -> None:
+    served = create_app(engine)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await served(scope, receive, send)
+
+    async with page_of(browser, app, complaints=FAILED_TO_LOAD) as tab:
+        await expect(tab.plot("Requests")).to_contain_text("running 0")
+        served = create_app(engine, ServerConfig(api_keys=(KEY,)))
         await tab.ask("Hello?")
-        await expect(tab.failure).to_contain_text("The server wants an API key (401)")
-        await expect(tab.failure).to_contain_text("The key is unknown. Reload the page")
+        help_text = (
+            "A key is needed (401)Reload the page to be asked for it. It is the password; any user name will do."
+        )
+        await expect(tab.failure).to_have_text(help_text)
+        await expect(tab.message).to_have_value("Hello?")
+        await expect(tab.page.get_by_role("status")).to_contain_text("A key is needed (401). Reload the page")
 
 
 IN_SINGLE_BYTES = """

@@ -187,7 +187,7 @@ async def test_bad_chats_are_refused(limited_http: httpx.AsyncClient) -> None:
     ):
         check(await limited_http.post(CHAT, json=fields), 400, "messages", "invalid_value")
     both = {"add_generation_prompt": True, "continue_final_message": True}
-    check(await limited_http.post(CHAT, json=chat(**both)), 400, "chat_template_kwargs", "invalid_value")
+    check(await limited_http.post(CHAT, json=chat(**both)), 400, "add_generation_prompt", "invalid_value")
     own: dict[str, Any] = {"chat_template_kwargs": {"documents": []}}
     check(await limited_http.post(CHAT, json=chat(**own)), 400, "chat_template_kwargs", "invalid_value")
 

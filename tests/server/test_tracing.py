@@ -161,6 +161,7 @@ def test_without_a_provider_of_the_host_there_are_no_spans() -> None:
         ({"status": 200, "outcome": "client_gone"}, "client_gone", "client_gone"),
         ({"status": 200, "outcome": "cut"}, "cut", "cut"),
         ({"status": 502}, "ok", "502"),
+        ({"status": 503, "outcome": "error"}, "error", "503"),
     ],
 )
 def test_what_failed_is_an_error_without_anybodys_texts(
@@ -174,8 +175,15 @@ def test_what_failed_is_an_error_without_anybodys_texts(
     assert span.events == ()
 
 
+def test_where_no_token_came_no_time_to_the_first_one_is_told(tracing: Tracing, exporter: InMemorySpanExporter) -> None:
+    metrics = RequestMetrics(arrival_time=1.0, e2e_latency_s=0.5)
+    span = traced(tracing, exporter, begun(completion_tokens=0, time_to_first_token_s=0.5, metrics=metrics))
+    assert (span.attributes or {})["gen_ai.latency.e2e"] == 0.5
+    assert "gen_ai.latency.time_to_first_token" not in (span.attributes or {})
+
+
 def test_a_bad_request_is_no_error_of_the_server(tracing: Tracing, exporter: InMemorySpanExporter) -> None:
-    span = traced(tracing, exporter, begun(status=400, error=ValueError("a prompt")))
+    span = traced(tracing, exporter, begun(status=400, outcome="refused", error=ValueError("a prompt")))
     assert span.status.status_code is StatusCode.UNSET
     assert "a prompt" not in span.to_json()
 

@@ -1,0 +1,138 @@
+"""Apps that live twice: on a loop that ends in the middle of things, and then on another one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import anyio
+import pytest
+from aiohttp import web
+from server.conftest import Face, both_faces, serving_app, until
+from server.hostile import Client, completion, request_of
+
+from aioengine import Engine
+from aioengine.server import ServerConfig, aiohttp_routes, create_app
+from aioengine.server.api import Api
+from aioengine.testing import FakeExecutor
+
+LARGE = request_of("POST", "/v1/completions", completion(prompt="a " * 40_000))
+"""It is decoded in turns, and then it is too long."""
+ENDLESS = {"max_tokens": 25_000}
+"""As many steps of a millisecond as no test waits for."""
+
+
+class House:
+    """An app, and the engine that it finds now."""
+
+    def __init__(self, face: Face) -> None:
+        config = ServerConfig(max_concurrent_requests=100)
+        self.engine: Engine | None = None
+        self.api: Api
+        if face == "aiohttp":
+            # What lives twice are the routes: an application of aiohttp's is bound to one loop.
+            routes = aiohttp_routes(self._find, config)
+            self.api = inspect.getclosurevars(routes[0].handler).nonlocals["api"]
+            self._app: Callable[[], Any] = lambda: _application(routes)
+        else:
+            app = create_app(self._find, config)
+            self.api = app.state.api
+            self._app = lambda: app
+
+    def _find(self) -> Engine:
+        assert self.engine is not None
+        return self.engine
+
+    async def host(self, begun: asyncio.Future[int]) -> None:
+        """Serve until cancelled."""
+        executor = FakeExecutor(vocab_size=2048, max_model_len=30_000, num_blocks=8192, step_time_s=0.001)
+        async with Engine(executor=executor) as self.engine, serving_app(self._app()) as url:
+            begun.set_result(int(url.rpartition(":")[2]))
+            await asyncio.Event().wait()
+
+    @property
+    def num_running(self) -> int:
+        return self._find().stats().running
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.api._decoding.get().locked()
+
+
+def _application(routes: list[web.RouteDef]) -> web.Application:
+    app = web.Application()
+    app.add_routes(routes)
+    return app
+
+
+def live(house: House, life: Callable[[int], Awaitable[None]]) -> None:
+    """One life on a loop of its own, whose end cancels whatever still goes on there, in no order."""
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        begun = loop.create_future()
+        hosting.append(loop.create_task(house.host(begun)))
+        await life(await begun)
+
+    hosting: list[asyncio.Task[None]] = []
+    with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+        runner.run(main())
+    assert hosting[0].cancelled()
+
+
+async def metric(port: int, name: str) -> float:
+    with await Client.connect(port) as client:
+        await client.send(request_of("GET", "/metrics"))
+        text = (await client.answer()).body.decode()
+    (line,) = [line for line in text.splitlines() if line.startswith(f"{name} ")]
+    return float(line.rpartition(" ")[2])
+
+
+async def check_all_is_well(house: House, port: int) -> None:
+    """Large bodies that contend, and clients that leave."""
+
+    async def upload() -> tuple[int, Any]:
+        with await Client.connect(port) as client:
+            await client.send(LARGE)
+            answer = await client.answer()
+            return answer.status, answer.error["code"]
+
+    assert await asyncio.gather(*(upload() for _ in range(8))) == [(400, "context_length_exceeded")] * 8
+
+    num_gone = await metric(port, "aioengine:http_clients_gone_total")
+    for is_stream in (False, True):
+        with await Client.connect(port) as client:
+            await client.post("/v1/completions", completion(stream=is_stream, **ENDLESS))
+            await until(lambda: house.num_running == 1)
+        await until(lambda: house.num_running == 0)
+    # To be asked, and no more than that, goes on now.
+    assert await metric(port, "aioengine:http_requests_in_progress") == 1
+    assert await metric(port, "aioengine:http_clients_gone_total") == num_gone + 2
+    assert house.api._num_open == 0
+    assert house.api._bodies._num_bytes == 0
+
+
+@pytest.mark.filterwarnings("ignore:the event loop ended before the engine was closed")
+@both_faces
+def test_an_app_lives_again_after_a_loop_that_ended_in_the_middle_of_things(face: Face) -> None:
+    house = House(face)
+    with contextlib.ExitStack() as open_clients:
+
+        async def first(port: int) -> None:
+            await check_all_is_well(house, port)
+            for is_stream in (False, True):
+                client = open_clients.enter_context(await Client.connect(port))
+                await client.post("/v1/completions", completion(stream=is_stream, **ENDLESS))
+            await until(lambda: house.num_running == 2)
+            for _ in range(8):
+                client = open_clients.enter_context(await Client.connect(port))
+                await client.send(LARGE)
+            with anyio.fail_after(20):
+                while not house.is_decoding:  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+
+        live(house, first)
+        live(house, lambda port: check_all_is_well(house, port))

@@ -1,0 +1,93 @@
+"""The HTTP face's settings: what is refused, what is shown, and what never is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from aioengine.errors import ConfigError
+from aioengine.server import ServerConfig
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        (("good-secret", "secret1"), "each key needs at least 8 characters"),
+        ("secret-text", "give a tuple of texts"),
+        (b"secret-bytes", "give a tuple of texts"),
+        ((b"secret-bytes",), "give a tuple of texts"),
+        (({"secret": "dict"},), "give a tuple of texts"),
+        (None, "give a tuple of texts"),
+        ((" secret-spaced",), "begin or end with a space"),
+        (("secret\nlines",), "control characters"),
+    ],
+)
+def test_a_bad_key_is_refused_and_never_shown(keys: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match="api_keys: ") as refused:
+        ServerConfig(api_keys=keys)
+    assert says in str(refused.value)
+    assert "secret" not in str(refused.value)
+    assert refused.value.__cause__ is refused.value.__context__ is None
+
+
+def test_a_config_shows_all_but_its_keys() -> None:
+    config = ServerConfig(api_keys=("a-long-secret", "another-secret"), metrics_prefix="fox_")
+    for shown in (repr(config), str(config), f"{config}", repr([config]), repr(config.__rich_repr__())):
+        assert "secret" not in shown
+        assert "metrics_prefix" in shown
+        assert "fox_" in shown
+    assert "api_keys=<2 hidden>" in repr(config)
+    assert "api_keys=()" in repr(ServerConfig())
+    assert config.api_keys == ("a-long-secret", "another-secret")
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ("*", "*"),
+        ("https://app.example", "https://app.example"),
+        ("http://app.example:8080/", "http://app.example:8080"),
+        ("HTTPS://App.Example:443", "https://app.example"),
+        ("http://localhost:80/", "http://localhost"),
+        ("http://[::1]:3000", "http://[::1]:3000"),
+        ("chrome-extension://abcdef", "chrome-extension://abcdef"),
+    ],
+)
+def test_an_origin_is_kept_as_browsers_write_it(given: str, kept: str) -> None:
+    assert ServerConfig(allowed_origins=(given,)).allowed_origins == (kept,)
+
+
+@pytest.mark.parametrize(
+    "given", ["notanorigin", "app.example:80", "http://", "https://a.example/path", "https://*.example", "null", " *"]
+)
+def test_what_is_no_origin_is_refused_with_what_to_write(given: str) -> None:
+    with pytest.raises(ConfigError, match=r"allowed_origins: .* write scheme://host"):
+        ServerConfig(allowed_origins=("https://app.example", given))
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ("*", "*"),
+        ("App.Example.", "app.example"),
+        ("127.0.0.1", "127.0.0.1"),
+        ("::1", "::1"),
+        ("[::1]", "::1"),
+        ("0:0:0:0:0:0:0:1", "::1"),
+    ],
+)
+def test_a_hosts_name_is_kept_as_clients_send_it(given: str, kept: str) -> None:
+    assert ServerConfig(allowed_hosts=(given,)).allowed_hosts == (kept,)
+
+
+@pytest.mark.parametrize("given", ["app.example:8000", "http://app.example", "a b", "[::1]:80", "a/b"])
+def test_what_is_no_hosts_name_is_refused_with_what_to_write(given: str) -> None:
+    with pytest.raises(ConfigError, match="allowed_hosts: .* without scheme and port"):
+        ServerConfig(allowed_hosts=(given,))
+
+
+def test_allowing_no_host_at_all_is_refused() -> None:
+    with pytest.raises(ConfigError, match="allowed_hosts"):
+        ServerConfig(allowed_hosts=())
+    assert ServerConfig().allowed_hosts is None
