@@ -24,6 +24,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from aioengine.cli.serve import serve_command
+from aioengine.errors import ConfigError
+from aioengine.server import ServerConfig
 
 DEADLINE_S = 90
 STORY = {"prompt": "Once upon a time", "stream": True, "ignore_eos": True, "temperature": 0}
@@ -237,7 +239,7 @@ def test_other_commands_load_no_server() -> None:
 
 
 def invoke(*args: str) -> Result:
-    return CliRunner().invoke(serve_command, list(args), env={"AIOENGINE_API_KEY": ""})
+    return CliRunner().invoke(serve_command, list(args), env={"AIOENGINE_API_KEY": None})
 
 
 @pytest.mark.parametrize(
@@ -247,9 +249,10 @@ def invoke(*args: str) -> Result:
         (("--keys", "x"), "--keys and --client are for --connect"),
         (("--connect", "ipc:///x", "--max-num-seqs", "3"), "--max-num-seqs is for an engine that is started here"),
         (("--connect", "ipc:///x", "--process"), "--process is for an engine that is started here"),
-        (("--api-keys", "short"), "Invalid value for '--api-keys'"),
         (("--max-headers", "0"), "Invalid value for '--max-headers'"),
         (("--port", "65536"), "Invalid value for '--port'"),
+        (("--uds", "/x.sock", "--port", "8000"), "--uds is instead of a port: leave --port out"),
+        (("--uds", "/x.sock", "--host", "127.0.0.1"), "--uds is instead of a port: leave --host out"),
     ],
 )
 def test_wrong_flags_are_usage_errors(args: tuple[str, ...], says: str) -> None:
@@ -265,6 +268,8 @@ def test_wrong_flags_are_usage_errors(args: tuple[str, ...], says: str) -> None:
         (("--uds", "/nowhere/at/all.sock"), "no file can be made in /nowhere/at: it is not there"),
         (("--host", "192.0.2.1"), "cannot serve at http://192.0.2.1:8000: Cannot assign requested address"),
         (("--max-num-batched-tokens", "1"), "raise the first or lower the second"),
+        (("--allowed-origins", "app.example"), "'app.example' is no origin; write scheme://host"),
+        (("--allowed-hosts", "http://x"), "'http://x' is no name of a host"),
     ],
 )
 def test_what_cannot_be_served_is_said_before_a_model_is_loaded(args: tuple[str, ...], says: str) -> None:
@@ -275,3 +280,108 @@ def test_a_server_for_everybody_without_keys_is_warned_of(capfd: pytest.CaptureF
     result = invoke("--host", "0.0.0.0", "--port", "0", "--connect", "ipc:///nowhere/a.sock")
     assert "nobody serves" in str(result.exception)
     assert "can be reached from other machines, and asks for no key" in result.stderr + capfd.readouterr().err
+
+
+def asks_for_no_key(capfd: pytest.CaptureFixture[str], *args: str) -> str:
+    """What is logged by a server that finds no engine."""
+    result = invoke(*args, "--connect", "ipc:///nowhere/a.sock")
+    assert "nobody serves" in str(result.exception)
+    return result.stderr + capfd.readouterr().err
+
+
+def test_the_log_says_whether_a_key_is_asked_for(capfd: pytest.CaptureFixture[str]) -> None:
+    assert "INFO aioengine: no API key is asked for" in asks_for_no_key(capfd, "--port", "0")
+    with_key = asks_for_no_key(capfd, "--port", "0", "--api-keys", "a-long-secret")
+    assert "INFO aioengine: asking for an API key" in with_key
+    assert "a-long-secret" not in with_key
+
+
+@pytest.mark.parametrize("variable", ["", ",", " , "])
+def test_a_variable_for_keys_that_holds_none_serves_nobody(variable: str) -> None:
+    result = CliRunner().invoke(serve_command, ["--port", "0"], env={"AIOENGINE_API_KEY": variable})
+    assert isinstance(result.exception, ConfigError)
+    assert "AIOENGINE_API_KEY is set, and holds no key: give one, or unset it" in str(result.exception)
+
+
+@pytest.mark.parametrize("args", [("--api-keys", "tooshrt"), ()])
+def test_a_bad_key_is_refused_and_never_shown(tmp_path: Path, args: tuple[str, ...]) -> None:
+    environment = {} if args else {"AIOENGINE_API_KEY": "tooshrt"}
+    with command(tmp_path / "log", "serve", "--port", "0", *args, **environment) as server:
+        assert server.end() == 2
+        assert server.stderr == "aioengine: api_keys: each key needs at least 8 characters\n"
+
+
+NOBODY = ("--connect", "ipc:///nowhere/a.sock")
+
+
+@pytest.mark.parametrize(
+    ("args", "code"),
+    [(("/nowhere/model",), 1), (NOBODY, 1), (("--max-num-batched-tokens", "1"), 2), (("--host", "192.0.2.1"), 2)],
+)
+def test_it_ends_with_the_code_that_its_help_tells(args: tuple[str, ...], code: int, tmp_path: Path) -> None:
+    with command(tmp_path / "log", "serve", "--port", "0", *args) as server:
+        assert server.end() == code
+        assert server.stderr.splitlines()[-1].startswith("aioengine: ")
+
+
+@pytest.mark.parametrize(("args", "code"), [(NOBODY, 1), (("--host", "192.0.2.1"), 2)])
+def test_in_json_its_last_words_are_json_too(args: tuple[str, ...], code: int, tmp_path: Path) -> None:
+    with command(tmp_path / "log", "serve", "--port", "0", "--log-format", "json", *args) as server:
+        assert server.end() == code
+        last = json.loads(server.stderr.splitlines()[-1])
+        assert last["level"] == "ERROR"
+        assert "serve" in last["message"]
+
+
+def test_in_json_the_engines_death_is_told_in_json_alone(tmp_path: Path) -> None:
+    with command(tmp_path / "log", "serve", "--port", "0", "--process", "--log-format", "json") as server:
+        server.serves()
+        (child,) = psutil.Process(server.process.pid).children()
+        child.send_signal(signal.SIGKILL)
+        assert server.end() == 1
+        records = [json.loads(line) for line in server.stderr.splitlines()]
+        told = [record for record in records if "was killed by SIGKILL" in record["message"]]
+        assert {record["level"] for record in told} == {"ERROR"}
+
+
+@pytest.mark.parametrize(
+    ("args", "hosts"),
+    [
+        ((), {"localhost", "127.0.0.1", "::1"}),
+        (("--host", "127.0.0.2"), {"localhost", "127.0.0.1", "::1", "127.0.0.2"}),
+        (("--allowed-hosts", "fox.example"), {"fox.example"}),
+        (("--api-keys", "a-long-secret"), None),
+        (("--host", "0.0.0.0"), None),
+    ],
+)
+def test_at_this_machine_alone_and_without_keys_it_answers_to_its_own_names(
+    args: tuple[str, ...], hosts: set[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Reached(Exception):
+        pass
+
+    def reach(start: Any, listener: Any, config: ServerConfig, *rest: Any) -> None:
+        raise Reached(config)
+
+    monkeypatch.setattr("aioengine.cli.serve._serve", reach)
+    result = invoke("--port", "0", *args)
+    assert isinstance(result.exception, Reached)
+    (config,) = result.exception.args
+    assert (config.allowed_hosts and set(config.allowed_hosts)) == hosts
+    where = Path(tempfile.mkdtemp(dir="/tmp"))
+    try:
+        on_socket = invoke("--uds", str(where / "a.sock")).exception
+    finally:
+        shutil.rmtree(where)
+    assert isinstance(on_socket, Reached)
+    assert on_socket.args[0].allowed_hosts is None
+
+
+def test_a_page_that_calls_this_machine_by_its_own_name_is_refused(tmp_path: Path) -> None:
+    with command(tmp_path / "log", "serve", "--port", "0") as server:
+        url = server.serves()
+        assert httpx.get(f"{url}/v1/models").status_code == 200
+        rebound = httpx.get(f"{url}/v1/models", headers={"host": "evil.example:8000"})
+        assert (rebound.status_code, rebound.json()["error"]["code"]) == (403, "host_not_allowed")
+        server.process.send_signal(signal.SIGTERM)
+        assert server.end() == 0

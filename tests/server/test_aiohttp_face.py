@@ -45,8 +45,6 @@ def apps(engine: Engine) -> list[tuple[web.Application, str]]:
         (in_two_sub_apps(engine), "/a/b/v1"),
         (app_of(engine, "aiohttp", prefix="/{tenant}/ai"), "/bob/ai"),
         (app_of(engine, "aiohttp", prefix=r"/{path}/{tenant:\d+}"), "/a%20b/17"),
-        (app_of(engine, "aiohttp", prefix="/a b"), "/a%20b"),
-        (app_of(engine, "aiohttp", prefix="/é"), "/%C3%A9"),
     ]
 
 
@@ -70,7 +68,7 @@ async def test_it_works_wherever_it_is_mounted() -> None:
 @pytest.mark.parametrize(
     "path",
     ["/v1/%6dodels", "/v1/models/d%65mo", "/v1/models/a%2Fb", "/v1/models/a%252Fb", "/v1/models/a%25b", "/%C3%A9",
-     "/v1%2Fmodels", "//v1/models", "/ai/v1/models", "/a%20b+c", "/v1/models?a=%2F", "/%7Bpath_below%7D", "/a%0Ab"],
+     "/v1%2Fmodels", "//v1/models", "/ai/v1/models", "/a%20b+c", "/v1/models?a=%2F", "/%7Bpath_below%7D"],
 )  # fmt: skip
 async def test_a_path_is_read_as_on_the_other_face(path: str) -> None:
     answers = []
@@ -205,21 +203,20 @@ def count_looks(loop: Any) -> Any:
 
 
 @both_loops
-@pytest.mark.parametrize("path", ["/metrics", "/v1/models"])
-async def test_a_small_answer_that_nobody_reads_is_not_kept(path: str) -> None:
+async def test_a_small_answer_that_nobody_reads_is_not_kept() -> None:
     config = ServerConfig(write_timeout_s=0.2, served_model_name=tuple(f"{number:0200}" for number in range(100)))
     async with served("aiohttp", config, send_buffer=4096) as target:
-        size = len((await target.ask(path)).body)
+        size = len((await target.ask("/v1/models")).body)
         assert 2**14 < size < 2**16, "aiohttp itself waits only for what is more than 64 KiB"
         with await target.connect(receive_buffer=4096) as client:
-            await client.send(request_of("GET", path))
+            await client.send(request_of("GET", "/v1/models"))
             await target.until(lambda: target.num_buffered)
             await target.until(lambda: not target.num_buffered)
             assert len(await client.read_to_end()) < size
 
 
 @both_loops
-async def test_a_small_answer_that_is_read_in_time_comes_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_small_answer_that_is_read_in_time_comes_whole() -> None:
     async with served("aiohttp", ServerConfig(write_timeout_s=30.0), send_buffer=4096) as target:
         size = len((await target.ask("/metrics")).body)
         with await target.connect(receive_buffer=4096) as client:

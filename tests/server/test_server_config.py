@@ -83,7 +83,7 @@ def test_a_hosts_name_is_kept_as_clients_send_it(given: str, kept: str) -> None:
 
 @pytest.mark.parametrize("given", ["app.example:8000", "http://app.example", "a b", "[::1]:80", "a/b"])
 def test_what_is_no_hosts_name_is_refused_with_what_to_write(given: str) -> None:
-    with pytest.raises(ConfigError, match="allowed_hosts: .* without scheme and port"):
+    with pytest.raises(ConfigError, match=r"allowed_hosts: .* without scheme and port"):
         ServerConfig(allowed_hosts=(given,))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 
 import click
@@ -12,14 +11,11 @@ import aioengine
 from aioengine.cli.bench import bench
 from aioengine.cli.chat import chat
 from aioengine.cli.engine import engine
+from aioengine.cli.exit_codes import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, exit_code_of
 from aioengine.cli.generate import generate
 from aioengine.cli.keys import keys
 from aioengine.cli.serve import serve_command
-from aioengine.errors import AioEngineError, ConfigError, InvalidRequest
-
-EXIT_FAILURE = 1
-EXIT_USAGE = 2
-EXIT_INTERRUPTED = 128 + signal.SIGINT
+from aioengine.errors import AioEngineError
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
@@ -48,10 +44,8 @@ def main() -> None:
     except click.ClickException as error:
         error.show()
         status = EXIT_USAGE
-    except (InvalidRequest, ConfigError) as error:
-        status = _complain(error, EXIT_USAGE)
     except AioEngineError as error:
-        status = _complain(error, EXIT_FAILURE)
+        status = _complain(error, exit_code_of(error))
     except KeyboardInterrupt:
         click.echo(err=True)
         status = EXIT_INTERRUPTED

@@ -13,11 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 import click
+from click.core import ParameterSource
+from msgspec.structs import replace
 
 from aioengine import Engine
+from aioengine.cli.exit_codes import exit_code_of
 from aioengine.cli.loop import run
 from aioengine.cli.options import given, options_of
 from aioengine.config import EngineConfig
+from aioengine.errors import AioEngineError, ConfigError, EngineDead
 from aioengine.server.server_config import ServerConfig
 from aioengine.server.serving import HttpLimits, Listener, Listening, Stop, asked_by_signals, serve
 
@@ -28,6 +32,7 @@ logger = logging.getLogger("aioengine")
 
 API_KEY_VARIABLE = "AIOENGINE_API_KEY"
 SWITCH_INTERVAL_S = 0.001
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 SPARE_FILES = 512
 """Files that a process needs beside its connections."""
 
@@ -80,8 +85,10 @@ def serve_command(
     Says on stdout where, once it serves. Told to stop, it takes no new clients, and ends when what runs has ended; told
     again, it ends what runs. API keys come from --api-keys and from AIOENGINE_API_KEY (comma separated).
 
-    Exit codes: 0 after SIGTERM, 130 after Ctrl-C, 1 when the engine died, 2 for what could not be started as asked.
+    Exit codes: 0 after SIGTERM, 130 after Ctrl-C, 1 when the model cannot be loaded, or the engine died or cannot be
+    reached; 2 for wrong arguments, or a place that cannot be served at.
     """
+    _check_place(uds)
     engine_config = given(EngineConfig, flags)
     if model_argument is not None and engine_config.setdefault("model", model_argument) != model_argument:
         raise click.UsageError("give the model once: as MODEL, or with --model")
@@ -100,20 +107,56 @@ def serve_command(
 
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # below that it tells of its own steps
     ending = Ending()
-    with logging_off_loop("json" if log_format == "json" else "text"), Listener(where) as listener:
-        if not listener.is_local and not server_config.api_keys:
-            logger.warning("%s can be reached from other machines, and asks for no key: see --api-keys", listener.url)
-        _allow_files(limits.max_connections + SPARE_FILES)
-        run(_serve(start, listener, server_config, limits, drain_timeout_s, ending))
+    with logging_off_loop("json" if log_format == "json" else "text"):
+        try:
+            with Listener(where) as listener:
+                server_config = _protected(server_config, listener)
+                _allow_files(limits.max_connections + SPARE_FILES)
+                run(_serve(start, listener, server_config, limits, drain_timeout_s, ending))
+        except AioEngineError as error:
+            if log_format == "text":
+                raise
+            return _end_in_json(error, ending)
     return ending.exit_code
 
 
+def _check_place(uds: str | None) -> None:
+    """Refuse a port beside a socket, of which one would be ignored."""
+    context = click.get_current_context()
+    given_too = [name for name in ("host", "port") if context.get_parameter_source(name) != ParameterSource.DEFAULT]
+    if uds is not None and given_too:
+        raise click.UsageError(f"--uds is instead of a port: leave --{given_too[0]} out")
+
+
+def _protected(config: ServerConfig, listener: Listener) -> ServerConfig:
+    """The config with what it leaves open for this place, and a line in the log about who is let in."""
+    if config.api_keys:
+        logger.info("asking for an API key")
+    elif not listener.is_local:
+        logger.warning("%s can be reached from other machines, and asks for no key: see --api-keys", listener.url)
+    else:
+        logger.info("no API key is asked for")
+        if config.allowed_hosts is None and listener.where.uds is None:
+            # Any page in a browser here could reach us, by a name of its own that it lets point to this machine.
+            config = replace(config, allowed_hosts=tuple(dict.fromkeys((*LOCAL_HOSTS, listener.where.host))))
+            logger.debug("answering those who call this server %s", " or ".join(config.allowed_hosts or ()))
+    return config
+
+
+def _end_in_json(error: AioEngineError, ending: Ending) -> int:
+    """The exit code of an error, which is told in the log: a line that is no JSON would break who reads it."""
+    if not (ending.has_served and isinstance(error, EngineDead)):  # whose death is in the log already
+        logger.error("%s", error)
+    return exit_code_of(error)
+
+
 class Ending(Stop):
-    """Why the process is to end, as its exit code."""
+    """Why the process is to end, as its exit code; and whether it has come to serve."""
 
     def __init__(self) -> None:
         super().__init__()
         self.exit_code = 0
+        self.has_served = False
 
     def on_signal(self, number: signal.Signals) -> None:
         if self.num_asked == 0 and number == signal.SIGINT:
@@ -138,7 +181,10 @@ def _engine_to_start(
 
 
 def _server_config(config: dict[str, Any]) -> ServerConfig:
-    keys = [key.strip() for key in os.environ.get(API_KEY_VARIABLE, "").split(",") if key.strip()]
+    variable = os.environ.get(API_KEY_VARIABLE)
+    keys = [] if variable is None else [key.strip() for key in variable.split(",") if key.strip()]
+    if variable is not None and not keys:  # what should have filled it has failed, and nobody would be asked for a key
+        raise ConfigError(f"{API_KEY_VARIABLE} is set, and holds no key: give one, or unset it to ask for none")
     return ServerConfig(**{**config, "api_keys": (*config.get("api_keys", ()), *keys)})
 
 
@@ -176,6 +222,7 @@ async def _serve_engine(
     api: Api = app.state.api
 
     def say_where(url: str) -> None:
+        ending.has_served = True
         click.echo(f"serving {api.model_names[0]} at {url}")
 
     def on_drain() -> None:

@@ -225,7 +225,7 @@ class Api:
             return
         host = exchange.headers.get("host", "").strip().lower()
         name = host[1 : host.find("]")] if host.startswith("[") else host.partition(":")[0]
-        if name not in allowed:
+        if name.rstrip(".") not in allowed:
             raise HttpFault(
                 403,
                 f"this server is not called {name[:100]!r}: allow the name with --allowed-hosts, or ask for keys with "
@@ -419,6 +419,7 @@ class Api:
         try:
             health = self.engine.health()
         except AioEngineError:
+            record.outcome = "error"
             return _json({"status": "DEAD", "reason": "the engine has not been started"}, 503)
         told: dict[str, Any] = {
             "status": health.status,
@@ -430,7 +431,10 @@ class Api:
         }
         if health.status == "STALLED":
             told["step_age_s"] = round(health.step_age_s, 3)
-        return _json(told, 200 if health.status == "ALIVE" and not self.is_draining else 503)
+        if health.status == "ALIVE" and not self.is_draining:
+            return _json(told)
+        record.outcome = "error"
+        return _json(told, 503)
 
     async def _metrics(self, exchange: Exchange, record: RequestRecord) -> Response:
         body, content_type = self._expose().render(exchange.headers.get("accept"))

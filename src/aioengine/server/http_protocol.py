@@ -20,10 +20,9 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from aioengine.server.exchange import CUT_EXTENSION
 from aioengine.server.faults import HttpFault, overloaded
 from aioengine.server.serving import HttpLimits
-
-CUT_EXTENSION = "aioengine.cut"
 
 MAX_PIPELINED = 16
 """Requests that a connection may send ahead of their turn; the next ones are left unread, and it closes after these."""
@@ -188,7 +187,10 @@ class HttpProtocol(HttpToolsProtocol):
     def on_url(self, url: bytes) -> None:
         self.url += url
         if len(self.url) > self._limits.max_url_bytes:
-            raise _Refused(HttpFault(414, f"the URL has more than {self._limits.max_url_bytes:,} bytes"))
+            limit = self._limits.max_url_bytes
+            raise _Refused(
+                HttpFault(414, f"the URL has more than {limit:,} bytes (max_url_bytes)", code="url_too_long")
+            )
 
     def on_header(self, name: bytes, value: bytes) -> None:
         # Counted here: a piece of 256 KiB may hold 60,000 of them, and take 20 ms.
@@ -256,7 +258,9 @@ class HttpProtocol(HttpToolsProtocol):
     def _on_no_head(self) -> None:
         self._head_timer = None
         if self._is_in_head:
-            self._refuse(HttpFault(408, "the request's headers did not come in time"))
+            self._refuse(
+                HttpFault(408, "the request's headers did not come in time (header_timeout_s)", code="timeout")
+            )
         elif self._is_idle:  # it has sent nothing; or what followed its last request was no new one
             self.transport.close()
 
@@ -330,4 +334,7 @@ def _malformed() -> HttpFault:
 
 
 def _head_too_large(limits: HttpLimits) -> HttpFault:
-    return HttpFault(431, f"more than {limits.max_headers} headers, or {limits.max_header_bytes:,} bytes of them")
+    allowed = f"{limits.max_headers} (max_headers), with {limits.max_header_bytes:,} bytes in all (max_header_bytes)"
+    return HttpFault(
+        431, f"the request's headers are too many or too large; allowed are {allowed}", code="headers_too_large"
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import AsyncGenerator
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -41,9 +43,12 @@ async def start_server(
     engine.describe()  # raises where it is not running
     listener = await anyio.to_thread.run_sync(Listener, Listening(host=host, port=port, uds=uds))
     app = create_app(engine, config)
-    server = HttpServer(app.state.api, Server(app, engine, listener, Stop(), limits or HttpLimits()), listener.url)
+    # The app's lifespan has nothing to start, and would be a task that the loop's end breaks off with a traceback.
+    parts = Server(app, engine, listener, Stop(), limits or HttpLimits(), lifespan="off")
+    server = HttpServer(app.state.api, parts, listener.url)
     try:
         await server._server.start()
+        await server._watch_loop()
     except BaseException:
         with anyio.CancelScope(shield=True):  # each step has a deadline of its own
             await server._server.aclose()
@@ -62,17 +67,42 @@ class HttpServer:
         self.url = url
         self._api = api
         self._server = server
+        self._is_closed = False
+        self._loops_end = self._at_loops_end()
 
     async def aclose(self, *, drain_timeout_s: float = 30.0) -> None:
         """Take no more clients, and let what was accepted end for so long; then abort it. Idempotent.
 
         Cancelling cuts off who is still connected.
         """
+        self._is_closed = True
+        await self._loops_end.aclose()
+        await self._end(drain_timeout_s)
+
+    async def _end(self, drain_timeout_s: float) -> None:
         try:
             await self._server.drain(drain_timeout_s, self._note_draining)
         finally:
             with anyio.CancelScope(shield=True):  # each step has a deadline of its own
                 await self._server.aclose()
+            self._server.kept = None
+            self._api.close()
+
+    async def _watch_loop(self) -> None:
+        """From now on a loop that ends before the server is closed ends it, and says what should have been done."""
+        self._server.kept = self
+        await anext(self._loops_end)
+
+    async def _at_loops_end(self) -> AsyncGenerator[None]:
+        # A loop's runner closes the generators that are left, when it has cancelled the tasks: no task is needed, whose
+        # cancelling nobody could tell from another one's.
+        try:
+            yield
+        finally:
+            if not self._is_closed:
+                await self._end(drain_timeout_s=0.0)
+                message = f"{self!r} was never closed: use `async with`, or await aclose()"
+                warnings.warn(message, ResourceWarning, stacklevel=1, source=self)
 
     def _note_draining(self) -> None:
         self._api.is_draining = True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Iterator
 from typing import Annotated, Any
 
 import msgspec
@@ -68,8 +67,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             tuple[Annotated[str, Meta(min_length=1)], ...],
             Meta(
                 min_length=1,
-                description="names that requests may call this server by (Host header), without port, or *; absent: any,"
-                " but for `serve` at an address of this machine alone and without keys: that address and localhost",
+                description="names that requests may call this server by (Host header), without port, or *;"
+                " absent: any, but for `serve` at an address of this machine alone and without keys: that address and"
+                " localhost",
             ),
         ]
         | None
@@ -86,10 +86,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.__rich_repr__())})"
 
-    def __rich_repr__(self) -> Iterator[tuple[str, Any]]:
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
         """What it is shown by: all but the keys, of which only the number is told."""
-        for name in self.__struct_fields__:
-            yield name, _Hidden(len(self.api_keys)) if name == "api_keys" else getattr(self, name)
+        shown = {name: getattr(self, name) for name in self.__struct_fields__}
+        return list({**shown, "api_keys": _Hidden(len(self.api_keys))}.items())
 
     def body_limit(self, max_model_len: int) -> int:
         """The largest body, in bytes: what it holds is looked through on the loop, at about a millisecond a MiB."""
@@ -142,7 +142,9 @@ def _origin(text: str) -> str:
             " https://app.example, or *"
         )
     scheme, host, port = found.groups()
-    return f"{scheme}://{host}" if port is None or int(port) == DEFAULT_PORTS.get(scheme) else f"{scheme}://{host}:{port}"
+    return (
+        f"{scheme}://{host}" if port is None or int(port) == DEFAULT_PORTS.get(scheme) else f"{scheme}://{host}:{port}"
+    )
 
 
 def _host(text: str) -> str:

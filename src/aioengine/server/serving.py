@@ -18,7 +18,7 @@ import ssl
 import stat
 from collections.abc import Callable, Iterator
 from email.utils import formatdate
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, Self
 
 import anyio
 import msgspec
@@ -346,12 +346,22 @@ async def serve(
 class Server:
     """A server's parts, and the order in which they end. What wakes it: being asked, a connection's end, a tick."""
 
-    def __init__(self, app: Any, engine: Served, listener: Listener, stop: Stop, limits: HttpLimits) -> None:
+    def __init__(
+        self,
+        app: Any,
+        engine: Served,
+        listener: Listener,
+        stop: Stop,
+        limits: HttpLimits,
+        lifespan: Literal["auto", "off"] = "auto",
+    ) -> None:
         from uvicorn.config import Config
 
         from aioengine.server.http_protocol import HttpProtocol, HttpState
 
         self.death: str | None = None
+        self.kept: object = None
+        """Lives for as long as this serves: the loop holds us, and nobody else may hold that."""
         self._engine = engine
         self._listener = listener
         self._stop = stop
@@ -363,6 +373,7 @@ class Server:
             app,
             http=HttpProtocol,
             ws="none",
+            lifespan=lifespan,
             log_config=None,
             proxy_headers=False,
             timeout_keep_alive=limits.keep_alive_timeout_s,  # type: ignore[arg-type]

@@ -74,8 +74,9 @@ class Tracing:
             # Our own messages name no text of a request; those of others may quote anything.
             told = str(record.error)[:MAX_TEXT_CHARS] if isinstance(record.error, AioEngineError) else ""
             span.set_status(Status(StatusCode.ERROR, told or type(record.error).__qualname__))
-        elif record.outcome != "ok" or record.status >= 500:
-            span.set_attribute("error.type", record.outcome if record.outcome != "ok" else str(record.status))
+        elif record.outcome not in ("ok", "refused") or record.status >= 500:
+            is_told_by_status = record.outcome in ("ok", "error") and record.status >= 500
+            span.set_attribute("error.type", str(record.status) if is_told_by_status else record.outcome)
             span.set_status(Status(StatusCode.ERROR, record.outcome))
         span.end()
 
@@ -136,11 +137,9 @@ def _brought(record: RequestRecord) -> Iterator[tuple[str, Any]]:
 def _times(record: RequestRecord) -> Iterator[tuple[str, Any]]:
     """In seconds, as vLLM names them: the engine's own, but for the time to the first token that the client saw."""
     metrics = record.metrics
-    first_s = record.time_to_first_token_s
+    yield "gen_ai.latency.time_to_first_token", record.first_token_s
     if metrics is None:
-        yield "gen_ai.latency.time_to_first_token", first_s
         return
-    yield "gen_ai.latency.time_to_first_token", first_s if first_s is not None else metrics.time_to_first_token_s
     yield "gen_ai.latency.e2e", metrics.e2e_latency_s
     yield "gen_ai.latency.time_in_queue", metrics.queue_time_s
     yield "gen_ai.latency.time_in_model_prefill", metrics.prefill_time_s
