@@ -150,8 +150,7 @@ BEGUN = 2
 async def test_who_leaves_is_computed_for_some_milliseconds_at_most(is_stream: bool) -> None:
     async with served("aiohttp", **GOES_ON) as target:
         # However busy the machine: steps and looks are timers of one loop.
-        most = BEGUN + round(Departures.INTERVAL_S / GOES_ON["step_time_s"]) + 1
-        assert await num_steps_after_leaving(target, is_stream=is_stream) <= most
+        assert await num_steps_after_leaving(target, is_stream=is_stream) <= BEGUN + 3
 
 
 @both_loops
@@ -207,11 +206,11 @@ async def test_a_small_answer_that_nobody_reads_is_not_kept() -> None:
     config = ServerConfig(write_timeout_s=0.2, served_model_name=tuple(f"{number:0200}" for number in range(100)))
     async with served("aiohttp", config, send_buffer=4096) as target:
         size = len((await target.ask("/v1/models")).body)
-        assert 2**14 < size < 2**16, "aiohttp itself waits only for what is more than 64 KiB"
+        assert 2**15 < size < 2**16, "aiohttp itself waits only for what is more than 64 KiB"
         with await target.connect(receive_buffer=4096) as client:
             await client.send(request_of("GET", "/v1/models"))
             await target.until(lambda: target.num_buffered)
-            await target.until(lambda: not target.num_buffered)
+            await target.until(lambda: not target.behind.transports())
             assert len(await client.read_to_end()) < size
 
 
@@ -233,9 +232,7 @@ async def test_the_end_of_a_small_stream_that_nobody_reads_is_not_kept() -> None
     async with served("aiohttp", ServerConfig(write_timeout_s=0.2), send_buffer=4096, max_model_len=512) as target:
         with await target.connect(receive_buffer=4096) as client:
             await client.post("/v1/completions", completion(stream=True, max_tokens=200))
-            await target.until(lambda: target.num_buffered)
+            await target.until_told(CUT, 1)
             await target.until(lambda: not target.num_buffered)
-            data = await client.read_to_end()
-        assert b"[DONE]" not in data
-        await target.until_told(CUT, 1)
+            assert b"[DONE]" not in await client.read_to_end()
         assert await target.metric(GONE) == 0

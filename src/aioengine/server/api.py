@@ -177,7 +177,7 @@ class Api:
         try:
             if exchange.path != "/health":
                 self._check_host(exchange)
-                self._keys.check(exchange.headers)
+                self._keys.check(exchange.headers, is_page=exchange.path == "/")
             if route is None:
                 raise HttpFault(404, f"there is nothing at {record.path[:100]!r}", code="not_found")
             if exchange.method != route.method and not (exchange.method == "HEAD" and route.method == "GET"):

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 
 from aioengine.server.faults import HttpFault
 
-ASK_FOR_KEY = {"www-authenticate": 'Basic realm="aioengine", charset="UTF-8"'}
-"""A browser then asks its user, for the page; programs send theirs unasked."""
+ASK_A_PERSON = {"www-authenticate": 'Basic realm="aioengine", charset="UTF-8"'}
+"""A browser then asks its user; for the page alone, which tells of the other paths' refusals itself."""
+ASK_A_PROGRAM = {"www-authenticate": "Bearer"}
 MAX_HEADER_CHARS = 4096
 
 
@@ -25,9 +26,11 @@ class ApiKeys:
         # Hashed, so that all are of one length, and comparing tells nothing of that either.
         self._digests = [_digest(key.encode()) for key in keys]
 
-    def check(self, headers: Mapping[str, str]) -> None:
+    def check(self, headers: Mapping[str, str], *, is_page: bool = False) -> None:
         """Raise where the request has none of the keys.
 
+        Args:
+            is_page: it is a person that looks at a page, and may be asked.
         Raises:
             HttpFault: 401.
         """
@@ -41,7 +44,7 @@ class ApiKeys:
                 401,
                 "a valid API key is needed: send it as `Authorization: Bearer KEY`",
                 code="invalid_api_key",
-                headers=ASK_FOR_KEY,
+                headers=ASK_A_PERSON if is_page else ASK_A_PROGRAM,
             )
 
 
