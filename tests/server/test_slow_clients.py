@@ -158,14 +158,16 @@ async def test_who_asks_again_and_again_and_reads_nothing_costs_a_bounded_buffer
         assert 2**18 // 16 < size <= WHOLE_BYTES, "the answers are to fill the buffer, and each to be given at once"
         with await target.connect(receive_buffer=SMALL_BUFFER) as client:
             await client.send(request_of("GET", "/metrics") * 15)
-            await target.until(lambda: target.num_buffered > 2**16)
+            # In aiohttp each answer waits until the one before has been taken.
+            await target.until(lambda: target.num_buffered > (0 if face == "aiohttp" else 2**16))
             for _ in range(2000):
                 await asyncio.sleep(0)
-            # uvicorn as it is cannot cut, and aiohttp writes by itself: they wait on, with no more than this.
-            assert target.num_buffered < 2**18
+            # uvicorn as it is cannot cut: it waits on, with no more than this.
+            assert target.num_buffered < (size + 1000 if face == "aiohttp" else 2**18)
             if face == "serve":
                 await target.until(lambda: http.cut.value == 1)
-                await target.until(lambda: not target.num_buffered)
+            if face != "uvicorn":  # aiohttp writes by itself, where nobody counts
+                await target.until(lambda: not target.behind.transports())
             assert http.gone.value == 0
 
 
