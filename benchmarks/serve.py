@@ -8,10 +8,16 @@
 request waits for another's answer (an open loop: a slow server gets no easier load); with ``--max-open`` requests open
 one more is not sent, and counted.
 
-- **TTFT, E2E** run from when a request was sent to when its first text, and its last, was read.
-- **ITL** is the time between two reads by the number of tokens that the second one brought, once for each of those.
-  Tokens are what the usage block says, spread evenly over the events with text; without one, an event is a token.
-- **Goodput** counts requests whose TTFT, and mean ITL, are within ``--slo-ttft-ms`` and ``--slo-itl-ms``.
+Latencies have the names that `vllm bench serve` gives them:
+
+- **TTFT, E2EL** run from when a request was to be sent to when its first text, and its last, was read: a generator that
+  is late makes them longer. By how much it was late stands beside them.
+- **TPOT** is (last - first) / (tokens - 1) of a request. Tokens are what the usage block says; without one, an event is
+  a token.
+- **ITL** is the time between two reads with text, whole, however many tokens came then; its percentiles are over gaps.
+- **Longest stall** is the longest of those of a request; its percentiles are over requests.
+- **Goodput** counts requests whose TTFT, TPOT and longest stall are within ``--slo-ttft-ms``, ``--slo-tpot-ms`` and
+  ``--slo-stall-ms``.
 - **Shed** are answers of 503 with Retry-After; how fast they came stands beside them. All else that is no whole answer
   is an error, by kind.
 - **CPU** is the generator's, and with ``--server-pid`` the server's and its children's, for each streamed token.
@@ -21,14 +27,15 @@ The generator says by how much it was late, and how busy: its own slowness would
 **--self** starts servers of its own, each pinned to one core, with the generator on another, and takes rounds of
 ``--streams`` streams in turns of two of them: **engine**, which is ``create_app`` over an engine whose device is a
 stand-in that has a token for each stream after each step of a millisecond; **bare**, a plain ASGI app that writes a
-JSON event a token. Then, with the engine alone: the rate of requests that it sustains, and phases of 0.8, 2 and 0.8
-times that.
+JSON event a token. A server whose generator was the limit carries "at least" what is said. Then, with the engine alone:
+the rate of requests that it sustains, tried by open loops of a moment each, and phases of 0.8, 1, 2 and 0.8 times that.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import math
 import os
 import platform
@@ -42,14 +49,16 @@ from serving.load import Phase, Target, arrival_times, first_model, generate
 
 QUICK = own.Setting(
     streams=32,
-    rounds=2,
+    rounds=1,
     seconds=0.2,
     overload_tokens=16,
     max_waiting=8,
-    calm_s=0.5,
-    overload_s=0.5,
-    recovery_s=0.75,
-    capacity_s=0.4,
+    calm_s=0.25,
+    full_s=0.25,
+    overload_s=0.25,
+    recovery_s=0.5,
+    attempt_s=0.2,
+    max_attempts=3,
 )
 MAX_BINS = 60
 
@@ -62,6 +71,10 @@ class Report(msgspec.Struct, kw_only=True):
     slo: Slo
     levels: list[Figures] = []
     over_time: list[Bin] = []
+
+
+def slo_of(args: argparse.Namespace) -> Slo:
+    return Slo(ttft_ms=args.slo_ttft_ms, tpot_ms=args.slo_tpot_ms, stall_ms=args.slo_stall_ms)
 
 
 def about() -> dict[str, object]:
@@ -83,7 +96,7 @@ async def measure_rates(args: argparse.Namespace) -> Report:
     report = Report(
         about=about(),
         target=msgspec.structs.replace(target, api_key=None),  # a key is in no file
-        slo=Slo(ttft_ms=args.slo_ttft_ms, itl_ms=args.slo_itl_ms),
+        slo=slo_of(args),
     )
     for rate in args.rate:
         is_burst = math.isinf(rate)
@@ -117,9 +130,12 @@ def save(args: argparse.Namespace, report: Report | own.OwnFigures) -> None:
     if isinstance(report, own.OwnFigures):
         if report.overload is None:
             return
-        begin, end = report.setting.calm_s, report.setting.calm_s + report.setting.overload_s
-        title = f"{own.OVERLOAD:g} times the sustainable rate, from {begin:g} to {end:g} s"
-        shown.plot_over_time(report.overload.bins, title, args.plot, (begin, end))
+        setting = report.setting
+        edges = list(itertools.accumulate((setting.calm_s, setting.full_s, setting.overload_s)))
+        title = (
+            f"the sustainable rate from {edges[0]:g} s, {own.OVERLOAD:g} times that from {edges[1]:g} to {edges[2]:g} s"
+        )
+        shown.plot_over_time(report.overload.bins, title, args.plot, edges)
     elif report.over_time:
         shown.plot_over_time(report.over_time, f"{report.target.model}, {args.rate[0]:g} requests/s", args.plot)
     else:
@@ -157,10 +173,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one answer")
     parser.add_argument("--linger", type=float, default=30.0, help="seconds for open answers when all was sent")
     parser.add_argument("--slo-ttft-ms", type=float, default=1000.0)
-    parser.add_argument("--slo-itl-ms", type=float, default=50.0)
+    parser.add_argument("--slo-tpot-ms", type=float, default=50.0)
+    parser.add_argument("--slo-stall-ms", type=float, default=500.0, help="of the longest gap in an answer")
     parser.add_argument("--server-pid", type=int, help="the server's process, to count its CPU time")
     parser.add_argument("--streams", type=int, default=256, help="of --self")
     parser.add_argument("--rounds", type=int, default=5, help="of --self")
+    parser.add_argument(
+        "--max-concurrent", type=int, default=own.Setting().max_concurrent, help="of --self, in the overload"
+    )
+    parser.add_argument("--max-waiting", type=int, default=own.Setting().max_waiting, help="of --self, in the overload")
     parser.add_argument("--only", choices=own.PARTS, nargs="+", default=own.PARTS, help="parts of --self")
     parser.add_argument("--quick", action="store_true", help="of --self: short and small, to see that it works")
     parser.add_argument("--json", type=Path, help="write the figures here too")
@@ -181,7 +202,15 @@ def main() -> None:
         setting = (
             QUICK
             if args.quick
-            else own.Setting(endpoint=args.endpoint, streams=args.streams, rounds=args.rounds, seed=args.seed)
+            else own.Setting(
+                endpoint=args.endpoint,
+                streams=args.streams,
+                rounds=args.rounds,
+                max_waiting=args.max_waiting,
+                max_concurrent=args.max_concurrent,
+                slo=slo_of(args),
+                seed=args.seed,
+            )
         )
         figures = uvloop.run(own.measure(setting, about(), args.only))
         shown.print_own(figures)

@@ -46,7 +46,7 @@ async def serve_engine(args: argparse.Namespace) -> None:
 
     from aioengine import Engine
     from aioengine.cli import serve as command
-    from aioengine.server import create_app
+    from aioengine.server import ServerConfig, create_app
     from aioengine.server.serving import Listener, Listening, Stop, asked_by_signals, serve
 
     with tempfile.TemporaryDirectory(prefix="aio-serve-") as folder:
@@ -65,7 +65,7 @@ async def serve_engine(args: argparse.Namespace) -> None:
             command._spare_the_collector()
             with asked_by_signals(lambda _: stop.ask()), Listener(Listening(port=0)) as listener:
                 await serve(
-                    create_app(engine),
+                    create_app(engine, ServerConfig(max_concurrent_requests=args.max_concurrent)),
                     engine=engine,
                     listener=listener,
                     stop=stop,
@@ -81,6 +81,7 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=1.0)
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--max-waiting", type=int, default=1024)
+    parser.add_argument("--max-concurrent", type=int, help="requests served at once")
     parser.add_argument("--profile", type=Path, help="write what cProfile saw here")
     parser.add_argument("--parent", type=int, help="die with this process")
     args = parser.parse_args()

@@ -21,14 +21,20 @@ MAX_BUSY = 0.9
 
 
 class Slo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request must keep to be goodput: its time to first token, and the mean time between its tokens."""
+    """What a request must keep to be goodput.
+
+    Attributes:
+        stall_ms: of the longest gap between two reads. A mean forgives an answer that froze for seconds, and whoever
+            reads it does not.
+    """
 
     ttft_ms: float = 1000.0
-    itl_ms: float = 50.0
+    tpot_ms: float = 50.0
+    stall_ms: float = 500.0
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """Milliseconds, over samples or tokens; a percentile is the least sample that so many are not above."""
+    """Milliseconds; a percentile is the least sample that so many are not above."""
 
     mean: float
     p50: float
@@ -50,10 +56,13 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
         tokens_per_s: read in this time, whoever they belong to.
         tokens_per_event: of the answers that were whole.
         goodput_per_s: of ``requests_per_s``, those that kept the objectives.
-        ttft_ms, itl_ms, e2e_ms: of the requests that were answered whole, from when they were sent; None: there are no
-            samples. ITL is the time between two reads by the tokens that the later one brought, once for each of
-            those; tokens of the first read count for TTFT alone.
-        shed_ms: from sending a request to its whole 503.
+        ttft_ms, e2el_ms: over the requests that were answered whole, from when they were to be sent until their first
+            text, and their last, was read; None: there are no samples.
+        tpot_ms: over the same, (last - first) / (tokens - 1).
+        itl_ms: over the gaps between two reads with text, each once and whole, however many tokens came after it:
+            divided by those, a freeze with a burst behind it would look like a steady stream.
+        stall_ms: over the same requests, the longest such gap of each.
+        shed_ms: from when a request was to be sent to its whole 503.
         lateness_ms: of the generator: from when a request was to be sent to when it was.
         client_busy, server_busy: CPU seconds a second; None where nobody looked.
         client_us, server_us: µs of CPU a token.
@@ -74,8 +83,10 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     goodput_per_s: float
     shed_share: float
     ttft_ms: Summary | None
+    tpot_ms: Summary | None
     itl_ms: Summary | None
-    e2e_ms: Summary | None
+    stall_ms: Summary | None
+    e2el_ms: Summary | None
     shed_ms: Summary | None
     lateness_ms: Summary | None
     client_busy: float | None
@@ -141,9 +152,11 @@ def figures_of(run: Run, begin: float, end: float, *, rate: float | None, slo: S
         goodput_per_s=sum(keeps(record, slo) for record in ok) / seconds,
         shed_share=len(shed) / num_scheduled if num_scheduled else 0.0,
         ttft_ms=summary_of([record.ttft_s for record in ok]),
-        itl_ms=summary_of(*gaps_of(ok)),
-        e2e_ms=summary_of([record.e2e_s for record in ok]),
-        shed_ms=summary_of([record.answered_at - record.sent_at for record in shed]),
+        tpot_ms=summary_of([record.tpot_s for record in ok if record.tpot_s is not None]),
+        itl_ms=summary_of(gaps_of(ok)),
+        stall_ms=summary_of([record.longest_gap_s for record in ok]),
+        e2el_ms=summary_of([record.e2el_s for record in ok]),
+        shed_ms=summary_of([record.answer_s for record in shed]),
         lateness_ms=summary_of([record.lateness_s for record in records if not math.isnan(record.sent_at)]),
         client_busy=_number(client_s / seconds),
         server_busy=_number(server_s / seconds),
@@ -178,7 +191,7 @@ def bins_of(run: Run, end: float, *, seconds: float, slo: Slo) -> list[Bin]:
                 tokens_per_s=float(tokens[is_here].sum()) / (stop - begin),
                 shed_share=sum(record.kind == "shed" for record in records) / len(records) if records else 0.0,
                 ttft_ms=summary_of([record.ttft_s for record in ok]),
-                itl_ms=summary_of(gaps_s[follows], tokens[follows]),
+                itl_ms=summary_of(gaps_s[follows]),
             )
         )
     return bins
@@ -186,9 +199,11 @@ def bins_of(run: Run, end: float, *, seconds: float, slo: Slo) -> list[Bin]:
 
 def keeps(record: Record, slo: Slo) -> bool:
     """Whether a request that was answered whole kept the objectives."""
-    num_later = record.counter.num_tokens - 1
-    itl_s = (record.e2e_s - record.ttft_s) / num_later if num_later > 0 else 0.0
-    return record.ttft_s * 1e3 <= slo.ttft_ms and itl_s * 1e3 <= slo.itl_ms
+    return (
+        record.ttft_s * 1e3 <= slo.ttft_ms
+        and (record.tpot_s or 0.0) * 1e3 <= slo.tpot_ms
+        and record.longest_gap_s * 1e3 <= slo.stall_ms
+    )
 
 
 def recovered_after(bins: list[Bin], calm_until: float, overload_until: float, *, num_steady: int = 2) -> float | None:
@@ -209,11 +224,10 @@ def recovered_after(bins: list[Bin], calm_until: float, overload_until: float, *
     return None
 
 
-def gaps_of(records: list[Record]) -> tuple[Floats, Floats]:
-    """Seconds between tokens, and how many tokens came like that."""
-    _, tokens, gaps_s = _reads_of(records)
-    follows = ~np.isnan(gaps_s)
-    return gaps_s[follows], tokens[follows]
+def gaps_of(records: list[Record]) -> Floats:
+    """Seconds between reads that brought text."""
+    _, _, gaps_s = _reads_of(records)
+    return gaps_s[~np.isnan(gaps_s)]
 
 
 def tokens_between(records: list[Record], begin: float, end: float) -> float:
@@ -222,22 +236,17 @@ def tokens_between(records: list[Record], begin: float, end: float) -> float:
     return float(tokens[(times >= begin) & (times < end)].sum())
 
 
-def summary_of(samples_s: list[float] | Floats, weights: Floats | None = None) -> Summary | None:
-    """Of seconds, each as often as its weight says; None: there are none."""
+def summary_of(samples_s: list[float] | Floats) -> Summary | None:
+    """Of seconds; None: there are none."""
     samples = np.asarray(samples_s, dtype=np.float64) * 1e3
     if not len(samples):
         return None
-    weights = np.ones(len(samples)) if weights is None else weights
-    order = np.argsort(samples)
-    ordered, upto = samples[order], np.cumsum(weights[order])
-    # A hair less than the share: sums of weights that are no whole numbers are not exact.
-    places = np.searchsorted(upto, np.array([0.5, 0.9, 0.99]) * upto[-1] * (1.0 - 1e-12))
-    p50, p90, p99 = ordered[np.minimum(places, len(ordered) - 1)].tolist()
-    return Summary(mean=float(np.average(samples, weights=weights)), p50=p50, p90=p90, p99=p99, max=float(ordered[-1]))
+    p50, p90, p99 = np.quantile(samples, [0.5, 0.9, 0.99], method="inverted_cdf").tolist()
+    return Summary(mean=float(samples.mean()), p50=p50, p90=p90, p99=p99, max=float(samples.max()))
 
 
 def _reads_of(records: list[Record]) -> tuple[Floats, Floats, Floats]:
-    """Of all reads that brought text: when, tokens, and seconds by token since the one before (nan for the first)."""
+    """Of all reads that brought text: when, tokens, and seconds since the one before (nan for the first)."""
     times, tokens, gaps_s = array("d"), array("d"), array("d")
     for record in records:
         counter = record.counter
@@ -247,7 +256,7 @@ def _reads_of(records: list[Record]) -> tuple[Floats, Floats, Floats]:
         each = counter.num_tokens / num_events.sum() if counter.num_tokens else 1.0
         num_tokens = num_events * each
         gaps = np.full(len(read_at), np.nan)
-        gaps[1:] = np.diff(read_at) / num_tokens[1:]
+        gaps[1:] = np.diff(read_at)
         times.frombytes(read_at.tobytes())
         tokens.frombytes(num_tokens.tobytes())
         gaps_s.frombytes(gaps.tobytes())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Iterator
@@ -97,6 +98,9 @@ Kind = Literal["ok", "shed", "error", "unfinished"]
 class Record:
     """How one request went. Times are seconds since the run began.
 
+    Latencies count from when it was to be sent, not from when it was: whatever made the generator late would have kept
+    a user waiting, too, and leaving that out flatters exactly the moments that were bad (coordinated omission).
+
     Attributes:
         scheduled_at: when it was to be sent. sent_at: when it was.
         kind: "shed" is a 503 with Retry-After. error: says what kind of one.
@@ -116,12 +120,29 @@ class Record:
 
     @property
     def ttft_s(self) -> float:
-        return self.counter.read_at[0] - self.sent_at
+        return self.counter.read_at[0] - self.scheduled_at
 
     @property
-    def e2e_s(self) -> float:
+    def e2el_s(self) -> float:
         """To the last token."""
-        return self.counter.read_at[-1] - self.sent_at
+        return self.counter.read_at[-1] - self.scheduled_at
+
+    @property
+    def answer_s(self) -> float:
+        """To the end of the answer, whatever it was."""
+        return self.answered_at - self.scheduled_at
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time per output token after the first; None: there was but one."""
+        num_later = self.counter.num_tokens - 1
+        return (self.counter.read_at[-1] - self.counter.read_at[0]) / num_later if num_later > 0 else None
+
+    @property
+    def longest_gap_s(self) -> float:
+        """Between two reads that brought text; 0 where one brought all."""
+        read_at = self.counter.read_at
+        return max((later - earlier for earlier, later in itertools.pairwise(read_at)), default=0.0)
 
 
 class CpuSamples(msgspec.Struct):
@@ -309,32 +330,6 @@ async def _sample(
             await asyncio.sleep(SAMPLE_S)
     finally:
         look()
-
-
-async def generate_closed(target: Target, *, concurrency: int, seconds: float, seed: int = 0) -> Run:
-    """Keep so many requests open for so long: each that ends is followed by the next. What is open then is cut off.
-
-    No open loop: it finds how many requests a second a server completes when it always has enough of them.
-    """
-    run = Run()
-    bodies = target.bodies(seed)
-    async with open_session(target, timeout_s=seconds + 60.0) as session:
-        clock = Clock(time.perf_counter())
-
-        async def work() -> None:
-            while True:
-                record = Record(clock.now())
-                run.records.append(record)
-                await _send(session, target.path, next(bodies), record, clock)
-                if record.kind != "ok":
-                    await asyncio.sleep(0.01)  # no storm of requests that are all refused
-
-        async with asyncio.TaskGroup() as group:
-            workers = [group.create_task(work()) for _ in range(concurrency)]
-            await asyncio.sleep(seconds)
-            for worker in workers:
-                worker.cancel()
-    return run
 
 
 def open_session(target: Target, timeout_s: float) -> aiohttp.ClientSession:

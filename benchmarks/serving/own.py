@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 import os
+import statistics
 import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -14,8 +15,9 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from serving.figures import Bin, Figures, Slo, bins_of, figures_of, recovered_after, tokens_between
-from serving.load import Phase, Run, Target, arrival_times, first_model, generate, generate_closed
+from serving.capacity import Attempt, Search, attempt_of, median_e2el_s
+from serving.figures import MAX_BUSY, Bin, Figures, Slo, bins_of, figures_of, recovered_after, tokens_between
+from serving.load import Phase, Run, Target, arrival_times, first_model, generate
 
 PARTS = ("sustained", "overload")
 STARTUP_TIMEOUT_S = 60.0
@@ -30,7 +32,11 @@ MOST_TOKENS = 4000
 """Of a stream: the stand-in device holds 256 of them."""
 CALM, OVERLOAD = 0.8, 2.0
 """Of the sustainable rate."""
+LIGHT = 0.1
+"""Of the first rate that is tried."""
 BIN_S = 0.25
+LINGER_S = 0.7
+"""After an attempt: whoever is not answered by then was not served at a rate that is sustained."""
 RAMP_S = 1.0
 """First part of a phase, in which it is not yet what it will be; its figures are of the rest."""
 
@@ -43,8 +49,14 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         rounds: of each server, in turns.
         seconds: of a round, about.
         overload_tokens: of each request there, in and out.
-        max_waiting: requests that may wait for a place in the overload; they wait for at most as long as the server
-            takes to serve so many.
+        max_waiting: requests that may wait for a place in the overload, for about ``max_waiting`` / (requests/s that
+            it completes): 64 at 550/s is 0.12 s. With 16 a hiccup of 30 ms has requests shed while places are free,
+            since those that came meanwhile all come at once.
+        max_concurrent: requests that the server takes at once, some more than are open when it is full. In an overload a
+            request takes (those that are open) / (requests/s that are completed), by Little's law: this is what keeps
+            the latency of those that are taken.
+        calm_s, full_s, overload_s, recovery_s: of the phases.
+        attempt_s: of each rate that is tried for the sustainable one, at most ``max_attempts`` times.
     """
 
     endpoint: Literal["chat", "completions"] = "chat"
@@ -54,11 +66,15 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     step_ms: float = 1.0
     prompt_tokens: int = 16
     overload_tokens: int = 64
-    max_waiting: int = 16
+    max_waiting: int = 64
+    max_concurrent: int = 128
     calm_s: float = 5.0
+    full_s: float = 5.0
     overload_s: float = 6.0
     recovery_s: float = 6.0
-    capacity_s: float = 3.0
+    attempt_s: float = 2.0
+    max_attempts: int = 7
+    slo: Slo = Slo()
     seed: int = 0
 
 
@@ -89,12 +105,18 @@ class Overload(msgspec.Struct, frozen=True, kw_only=True):
     """Before, during and after an overload.
 
     Attributes:
-        capacity_per_s: requests/s that were completed with all places taken and no queue ("full" among the phases).
+        capacity_per_s: the sustainable rate, found by ``attempts``. Phases: 0.8 ("before"), 1 ("full"), 2
+            ("overload") and 0.8 times ("after") that. What overload does to accepted requests is its latency by that
+            of "full".
+        bound, doubts: whether that rate is but a bound, "at least " or "below ", and why.
         recovered_s: see `recovered_after`.
         others_busy: as in a `Round`.
     """
 
     capacity_per_s: float
+    attempts: list[Attempt]
+    bound: str
+    doubts: list[str]
     phases: dict[str, Figures]
     recovered_s: float | None
     bins: list[Bin]
@@ -172,7 +194,8 @@ async def measure(setting: Setting, about: dict[str, object], parts: Sequence[st
         async with open_server("bare", setting) as bare, open_server("engine", setting) as engine:
             figures.sustained = await _take_turns({"bare": bare, "engine": engine}, setting)
     if "overload" in parts:
-        async with open_server("engine", setting, "--max-waiting", str(setting.max_waiting)) as engine:
+        limits = ("--max-waiting", str(setting.max_waiting), "--max-concurrent", str(setting.max_concurrent))
+        async with open_server("engine", setting, *limits) as engine:
             figures.overload = await _overload(engine, setting)
     return figures
 
@@ -193,6 +216,15 @@ async def _take_turns(servers: dict[str, Server], setting: Setting) -> dict[str,
     return {kind: _undisturbed(of_kind) or of_kind for kind, of_kind in rounds.items()}
 
 
+def doubt_of(rounds: list[Round]) -> str | None:
+    """Why their tokens/s may be the generator's own limit and not the server's; None: there is no reason."""
+    busy = statistics.median(one.client_busy for one in rounds)
+    if busy <= MAX_BUSY:
+        return None
+    server_busy = statistics.median(one.server_busy for one in rounds)
+    return f"the generator used {busy:.0%} of its core, and the server {server_busy:.0%}: it carries at least so much"
+
+
 def _undisturbed(rounds: list[Round]) -> list[Round]:
     return [one for one in rounds if not one.is_disturbed]
 
@@ -204,7 +236,8 @@ async def _calibrate(server: Server, setting: Setting) -> int:
         num_tokens = min(MOST_TOKENS, 3 * num_tokens)
         run = await _burst(server, num_tokens, setting, seed=num_tokens)
         # Beginning and ending so many streams takes a while, too.
-        took_s = max(record.counter.read_at[-1] for record in run.records) - run.records[0].ttft_s
+        ended_at = max(record.counter.read_at[-1] for record in run.records)
+        took_s = ended_at - run.records[0].counter.read_at[0]
     return max(FEWEST_TOKENS, min(MOST_TOKENS, round(num_tokens * setting.seconds / took_s)))
 
 
@@ -266,41 +299,50 @@ def _others_busy(run: Run, begin: float, end: float) -> float:
 async def _overload(server: Server, setting: Setting) -> Overload:
     num_tokens = setting.overload_tokens
     target = _with_tokens(server.target, setting, num_tokens, num_tokens)
-    capacity, full = await _capacity(target, setting)
+    search = await _search(target, server.pid, setting)
     phases = {
-        "before": Phase(CALM * capacity, setting.calm_s),
-        "overload": Phase(OVERLOAD * capacity, setting.overload_s),
-        "after": Phase(CALM * capacity, setting.recovery_s),
+        "before": Phase(CALM * search.rate, setting.calm_s),
+        "full": Phase(search.rate, setting.full_s),
+        "overload": Phase(OVERLOAD * search.rate, setting.overload_s),
+        "after": Phase(CALM * search.rate, setting.recovery_s),
     }
     times = arrival_times(list(phases.values()), setting.seed)
     run = await generate(target, times, seed=setting.seed + 1000, server_pid=server.pid, cores=CORES)
-    figures, begin, slo = {"full": full}, 0.0, Slo()
+    figures, begin = {}, 0.0
     for name, phase in phases.items():
         ramp_s = min(RAMP_S, phase.seconds / 4)
-        figures[name] = figures_of(run, begin + ramp_s, begin + phase.seconds, rate=phase.rate, slo=slo)
+        figures[name] = figures_of(run, begin + ramp_s, begin + phase.seconds, rate=phase.rate, slo=setting.slo)
         begin += phase.seconds
-    calm_until, overload_until = setting.calm_s, setting.calm_s + setting.overload_s
-    bins = bins_of(run, begin, seconds=BIN_S, slo=slo)
-    recovered_s = recovered_after(bins, calm_until, overload_until)
+    bins = bins_of(run, begin, seconds=BIN_S, slo=setting.slo)
     return Overload(
-        capacity_per_s=capacity,
+        capacity_per_s=search.rate,
+        attempts=search.attempts,
+        bound=search.bound,
+        doubts=search.doubts,
         phases=figures,
-        recovered_s=recovered_s,
+        recovered_s=recovered_after(bins, setting.calm_s, begin - setting.recovery_s),
         bins=bins,
         others_busy=_others_busy(run, 0.0, begin),
     )
 
 
-async def _capacity(target: Target, setting: Setting) -> tuple[float, Figures]:
-    """Requests/s with as many open as there are places, whose number is steady then; and what they saw of it."""
+async def _search(target: Target, server_pid: int, setting: Setting) -> Search:
+    """The sustainable rate, in at most ``max_attempts`` times ``attempt_s + LINGER_S``."""
     await generate(target, np.zeros(1))  # a first chat makes the server load its templates, which takes a while
-    run = await generate_closed(
-        target, concurrency=setting.streams, seconds=setting.capacity_s, seed=setting.seed + 500
-    )
-    ended_at = np.array([record.answered_at for record in run.records if record.kind == "ok"])
-    begin = setting.capacity_s / 4
-    num_ended = int((ended_at >= begin).sum())
-    if not num_ended:
+    first, light_for_s = float(setting.streams), setting.attempt_s / 2
+    # Spread evenly: at so light a load none comes upon another.
+    num_light = max(4, round(LIGHT * first * light_for_s))
+    light = await generate(target, np.linspace(0.0, light_for_s, num_light), seed=setting.seed + 400)
+    light_s = median_e2el_s(light, light_for_s / 4, light_for_s)
+    if light_s is None:
         raise SystemExit("the server completed nothing")
-    rate = num_ended / (setting.capacity_s - begin)
-    return rate, figures_of(run, begin, setting.capacity_s, rate=rate, slo=Slo())
+    search = Search(first=first)
+    while not search.is_over and len(search.attempts) < setting.max_attempts:
+        rate, seed = search.next_rate, setting.seed + 500 + len(search.attempts)
+        times = arrival_times([Phase(rate, setting.attempt_s)], seed)
+        run = await generate(target, times, seed=seed, linger_s=LINGER_S, server_pid=server_pid, cores=CORES)
+        others = _others_busy(run, 0.0, setting.attempt_s)
+        search.attempts.append(
+            attempt_of(run, rate, setting.attempt_s, light_s=light_s, is_disturbed=others > MAX_OTHERS)
+        )
+    return search

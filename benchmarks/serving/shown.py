@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from serving import own
 from serving.figures import Bin, Figures, Summary
-from serving.own import OwnFigures, Round
+from serving.own import Overload, OwnFigures, Round, Setting
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,11 +25,10 @@ WIDTH = 150
 
 
 def print_levels(levels: dict[str, Figures], title: str) -> None:
-    """One line for each load."""
+    """One line for each load in each of three tables: what became of it, latencies, and what it cost."""
     console = Console(width=WIDTH)
-    table = Table(title=title)
-    for column in ("load", "req/s", "ok/s", "goodput/s", "tokens/s", "TTFT ms p50/90/99", "ITL ms", "E2E ms"):
-        table.add_column(column, justify="right")
+    became = ("load", "req/s", "ok/s", "goodput/s", "tokens/s", "shed", "its 503 ms p50/90/99", "errors", "open")
+    table = _table(title, became)
     for name, figures in levels.items():
         table.add_row(
             name,
@@ -36,20 +36,24 @@ def print_levels(levels: dict[str, Figures], title: str) -> None:
             f"{figures.requests_per_s:,.1f}",
             f"{figures.goodput_per_s:,.1f}",
             f"{figures.tokens_per_s:,.0f}",
-            *map(_percentiles, (figures.ttft_ms, figures.itl_ms, figures.e2e_ms)),
-        )
-    console.print(table)
-    table = Table()
-    columns = ("load", "shed", "its 503 ms p50/90/99", "errors", "open", "tokens/event", "late ms p99")
-    for column in (*columns, "CPU µs/token: here", "server", "busy: here", "server"):
-        table.add_column(column, justify="right")
-    for name, figures in levels.items():
-        table.add_row(
-            name,
             f"{figures.shed_share:.1%}",
             _percentiles(figures.shed_ms),
             ", ".join(_errors(figures)) or "-",
             f"{figures.num_open:.0f}",
+        )
+    console.print(table)
+    took = ("load", "TTFT ms p50/90/99", "TPOT ms", "ITL ms", "longest stall ms p50/99/max", "E2EL ms p50/90/99")
+    table = _table(None, took)
+    for name, figures in levels.items():
+        latencies = (figures.ttft_ms, figures.tpot_ms, figures.itl_ms)
+        stalls = _percentiles(figures.stall_ms, ("p50", "p99", "max"))
+        table.add_row(name, *map(_percentiles, latencies), stalls, _percentiles(figures.e2el_ms))
+    console.print(table)
+    cost = ("load", "tokens/event", "late ms p99", "CPU µs/token: here", "server", "busy: here", "server")
+    table = _table(None, cost)
+    for name, figures in levels.items():
+        table.add_row(
+            name,
             _optional(figures.tokens_per_event, ".2f"),
             _optional(figures.lateness_ms.p99 if figures.lateness_ms else None, ".1f"),
             *(_optional(value, ".1f") for value in (figures.client_us, figures.server_us)),
@@ -61,28 +65,23 @@ def print_levels(levels: dict[str, Figures], title: str) -> None:
             console.print(f"[bold red]{name}: {doubt}[/]")
 
 
+def _table(title: str | None, columns: Sequence[str]) -> Table:
+    table = Table(title=title)
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
 def print_own(figures: OwnFigures) -> None:
     console = Console(width=WIDTH)
     title = f"{figures.setting.streams} streams at once, one core; medians of the rounds (least-most)"
-    table = Table(title=title)
-    columns = (
-        "server",
-        "rounds",
-        "tokens/s",
-        "tokens/event",
-        "CPU µs/token",
-        "busy",
-        "generator: µs",
-        "busy",
-        "others",
-    )
-    for column in columns:
-        table.add_column(column, justify="right")
+    columns = ("server", "rounds", "tokens/s", "tokens/event", "CPU µs/token", "busy")
+    table = _table(title, (*columns, "generator: µs", "busy", "others"))
     for kind, rounds in figures.sustained.items():
         table.add_row(
             kind,
             f"{len(rounds)}",
-            _spread(rounds, lambda one: one.tokens_per_s, ",.0f"),
+            ("at least " if own.doubt_of(rounds) else "") + _spread(rounds, lambda one: one.tokens_per_s, ",.0f"),
             _spread(rounds, lambda one: one.tokens_per_event, ".2f"),
             _spread(rounds, lambda one: one.server_us, ".1f"),
             _spread(rounds, lambda one: one.server_busy, ".2f"),
@@ -92,15 +91,42 @@ def print_own(figures: OwnFigures) -> None:
         )
     if figures.sustained:
         console.print(table)
+    for kind, rounds in figures.sustained.items():
+        if doubt := own.doubt_of(rounds):
+            console.print(f"[bold red]{kind}: {doubt}[/]")
     if any(one.is_disturbed for rounds in figures.sustained.values() for one in rounds):
         console.print("[bold red]others used these cores all the time: quote no wall-clock figure of this run[/]")
     if figures.overload is not None:
-        overload = figures.overload
-        tokens = figures.setting.overload_tokens
-        print_levels(overload.phases, f"requests of {tokens} tokens; sustainable: {overload.capacity_per_s:,.1f}/s")
-        recovered = overload.recovered_s
-        console.print(f"TTFT as before: {'never' if recovered is None else f'{recovered:.2f} s'} after the overload")
-        console.print(f"others used {overload.others_busy:.2f} of the two cores meanwhile")
+        _print_overload(console, figures.overload, figures.setting)
+
+
+def _print_overload(console: Console, overload: Overload, setting: Setting) -> None:
+    tried = (
+        f"{one.rate:,.0f}: {one.fault or 'sustained'}{' (disturbed)' * one.is_disturbed}" for one in overload.attempts
+    )
+    console.print(f"requests/s tried: {'; '.join(tried)}")
+    sustainable = f"sustainable: {overload.bound}{overload.capacity_per_s:,.1f}/s"
+    print_levels(overload.phases, f"requests of {setting.overload_tokens} tokens, {setting.endpoint}; {sustainable}")
+    for doubt in overload.doubts:
+        console.print(f"[bold red]{doubt}[/]")
+    full, over = overload.phases["full"], overload.phases["overload"]
+    ratios = [
+        f"{name} {_ratio(over_ms.p50, full_ms.p50)} (p99 {_ratio(over_ms.p99, full_ms.p99)})"
+        for name, over_ms, full_ms in (
+            ("TTFT", over.ttft_ms, full.ttft_ms),
+            ("TPOT", over.tpot_ms, full.tpot_ms),
+            ("E2EL", over.e2el_ms, full.e2el_ms),
+        )
+        if over_ms is not None and full_ms is not None
+    ]
+    console.print(f"what is accepted in the overload, by the same when it is just full: {', '.join(ratios) or '-'}")
+    recovered = overload.recovered_s
+    console.print(f"TTFT as before: {'never' if recovered is None else f'{recovered:.2f} s'} after the overload")
+    console.print(f"others used {overload.others_busy:.2f} of the two cores meanwhile")
+
+
+def _ratio(value: float, base: float) -> str:
+    return f"× {value / base:.1f}" if base > 0.0 else "-"
 
 
 def _spread(rounds: list[Round], of: Callable[[Round], float], form: str) -> str:
@@ -109,8 +135,8 @@ def _spread(rounds: list[Round], of: Callable[[Round], float], form: str) -> str
     return f"{median} ({least}-{most})"
 
 
-def _percentiles(summary: Summary | None) -> str:
-    return "-" if summary is None else " / ".join(map(_ms, (summary.p50, summary.p90, summary.p99)))
+def _percentiles(summary: Summary | None, names: Sequence[str] = ("p50", "p90", "p99")) -> str:
+    return "-" if summary is None else " / ".join(_ms(getattr(summary, name)) for name in names)
 
 
 def _ms(value: float) -> str:
@@ -133,7 +159,7 @@ def plot_rates(levels: Sequence[Figures], title: str, path: Path) -> None:
     """Write a PNG: latencies, goodput and what was shed, over the rate."""
     figure, ((ttft, itl), (rates, shed)) = _panels(title)
     asked = [level.rate or 0.0 for level in levels]
-    for axes, name, what in ((ttft, "ttft_ms", "time to first token, ms"), (itl, "itl_ms", "inter-token latency, ms")):
+    for axes, name, what in ((ttft, "ttft_ms", "time to first token, ms"), (itl, "itl_ms", "time between reads, ms")):
         axes.set_title(what)
         _plot_percentiles(axes, asked, [getattr(level, name) for level in levels])
     rates.set_title("requests/s")
@@ -157,7 +183,7 @@ def plot_over_time(bins: Sequence[Bin], title: str, path: Path, marks: Sequence[
     """Write a PNG: the same over the time of one run; at ``marks`` the load changes."""
     figure, ((ttft, itl), (tokens, requests)) = _panels(title)
     at = [piece.at + piece.seconds / 2 for piece in bins]
-    for axes, name, what in ((ttft, "ttft_ms", "time to first token, ms"), (itl, "itl_ms", "inter-token latency, ms")):
+    for axes, name, what in ((ttft, "ttft_ms", "time to first token, ms"), (itl, "itl_ms", "time between reads, ms")):
         axes.set_title(what)
         _plot_percentiles(axes, at, [getattr(piece, name) for piece in bins])
     tokens.set_title("tokens/s")
