@@ -52,8 +52,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         max_waiting: requests that may wait for a place in the overload, for about ``max_waiting`` / (requests/s that
             it completes): 64 at 550/s is 0.12 s. With 16 a hiccup of 30 ms has requests shed while places are free,
             since those that came meanwhile all come at once.
-        max_concurrent: requests that the server takes at once, some more than are open when it is full. In an overload a
-            request takes (those that are open) / (requests/s that are completed), by Little's law: this is what keeps
+        max_concurrent: requests that the server takes at once, some more than are open when it is full. In an overload
+            a request takes (those that are open) / (requests/s that are completed), by Little's law: this is what keeps
             the latency of those that are taken.
         calm_s, full_s, overload_s, recovery_s: of the phases.
         attempt_s: of each rate that is tried for the sustainable one, at most ``max_attempts`` times.
