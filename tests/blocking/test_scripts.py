@@ -28,7 +28,8 @@ def run(script: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_script_that_generates_and_just_ends() -> None:
-    done = run("from aioengine import LLM; llm = LLM(); print(llm.generate('Once upon a time', max_tokens=8)[0].text)")
+    call = "llm.generate('Once upon a time', max_tokens=8, temperature=0)"
+    done = run(f"from aioengine import LLM; llm = LLM(); print({call}[0].text)")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(",")
 

@@ -223,7 +223,7 @@ async def _serve_engine(
 
     def say_where(url: str) -> None:
         ending.has_served = True
-        click.echo(f"serving {api.model_names[0]} at {url}")
+        click.echo(f"serving {api.models.names[0]} at {url}")
 
     def on_drain() -> None:
         api.is_draining = True

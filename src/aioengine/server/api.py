@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import PurePath
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -43,6 +42,7 @@ from aioengine.server.schema import (
     is_given,
     template_kwargs,
 )
+from aioengine.server.served_models import ServedModels
 from aioengine.server.server_config import ServerConfig
 from aioengine.server.tracing import Tracing
 from aioengine.validation import shorten
@@ -92,6 +92,7 @@ class Api:
             raise TypeError(f"engine={shorten(engine)}: an Engine is needed, or a function that finds one")
         self._find_engine: Callable[[], Engine] = (lambda: engine) if isinstance(engine, Engine) else engine
         self.config = config if config is not None else ServerConfig()
+        self.models = ServedModels(self._find_engine, self.config)
         self.is_draining = False
         """Set by whoever serves: `/health` says so, and no new work is taken."""
         routes = (
@@ -116,10 +117,9 @@ class Api:
         self._bodies = BodyReader(timeout_s=self.config.body_timeout_s, max_bodies=MAX_BODIES_AT_ONCE)
         self._decoding = PerLoop(asyncio.Lock)
         """For large bodies: one of them a turn of the loop."""
-        self._completions = Completions(self._find_engine, self.config, self.model_name)
+        self._completions = Completions(self._find_engine, self.config, self.models.choose)
         self._num_open = 0
         self._has_warned = False
-        self._created = int(time.time())
 
     @property
     def engine(self) -> Engine:
@@ -328,7 +328,7 @@ class Api:
 
     async def _tokenize(self, exchange: Exchange, record: RequestRecord) -> Response:
         request = await self._read(exchange, TokenizeRequest)
-        record.model = self.model_name(request.model)
+        record.model = self.models.choose(request.model)
         if is_given(request.messages) == is_given(request.prompt):
             raise HttpFault(400, "give either prompt or messages", param="prompt", code="invalid_value")
         prompt: Any
@@ -357,7 +357,7 @@ class Api:
 
     async def _detokenize(self, exchange: Exchange, record: RequestRecord) -> Response:
         request = await self._read(exchange, DetokenizeRequest)
-        record.model = self.model_name(request.model)
+        record.model = self.models.choose(request.model)
         ids = read_tokens(request.tokens, max(MAX_DETOKENIZED, self.engine.info.max_model_len))
         try:
             text = await while_there(exchange, lambda _: self.engine.detokenize(ids, skip_special_tokens=False))
@@ -367,52 +367,13 @@ class Api:
 
     # Telling
 
-    def model_name(self, asked: str | None) -> str:
-        """The served model's name to answer with.
-
-        Raises:
-            HttpFault: 404; it is another one that was asked for.
-        """
-        names = self.model_names
-        if asked is None or asked == "":
-            return names[0]
-        if asked not in names:
-            raise HttpFault(
-                404,
-                f"the model {asked[:100]!r} is not served here; there is {', '.join(map(repr, names))}",
-                param="model",
-                code="model_not_found",
-            )
-        return asked
-
-    @property
-    def model_names(self) -> tuple[str, ...]:
-        """By what names requests may call the model. A folder's path is nobody's business, so its last part counts."""
-        if self.config.served_model_name:
-            return self.config.served_model_name
-        model = self.engine.config.model
-        if model is None:
-            return ("demo",)
-        return (PurePath(model).name or "model",) if PurePath(model).is_absolute() or model[0] in ".~" else (model,)
-
     async def _models(self, exchange: Exchange, record: RequestRecord) -> Response:
         self._check_alive()
-        return _json({"object": "list", "data": [self._describe(name) for name in self.model_names]})
+        return _json({"object": "list", "data": [self.models.describe(name) for name in self.models.names]})
 
     async def _model(self, exchange: Exchange, record: RequestRecord) -> Response:
         self._check_alive()
-        return _json(self._describe(self.model_name(exchange.path.removeprefix(MODEL_PREFIX))))
-
-    def _describe(self, name: str) -> dict[str, Any]:
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "aioengine",
-            "root": self.model_names[0],
-            "parent": None,
-            "max_model_len": self.engine.info.max_model_len,
-        }
+        return _json(self.models.describe(self.models.choose(exchange.path.removeprefix(MODEL_PREFIX))))
 
     async def _health(self, exchange: Exchange, record: RequestRecord) -> Response:
         """200 while the engine gets on, whatever is asked of it; else 503 with what is wrong."""
@@ -474,7 +435,7 @@ class Api:
             self.close()
             # Only now: a connected engine knows its model once it is connected.
             self._exposition = Exposition(
-                engine, self._metrics_of_http, self.config.metrics_prefix, self.model_names[0]
+                engine, self._metrics_of_http, self.config.metrics_prefix, self.models.names[0]
             )
         return self._exposition
 

@@ -328,5 +328,8 @@ def is_given(raw: msgspec.Raw) -> bool:
 def _is_one_of(raw: msgspec.Raw, values: tuple[Any, ...]) -> bool:
     if len(memoryview(raw)) > MAX_NEUTRAL_BYTES:
         return False
-    value = msgspec.json.decode(raw)
+    try:
+        value = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError):  # what was passed over undecoded may be no JSON
+        return False
     return any(value == other and type(value) is type(other) for other in values)
