@@ -78,7 +78,7 @@ def test_steps_bring_all_that_was_asked(engine: LLMEngine) -> None:
 
 
 def test_an_aborted_request_brings_nothing_more(engine: LLMEngine) -> None:
-    engine.add_request("long", PROMPTS[0], SamplingParams(max_tokens=4000))
+    engine.add_request("long", PROMPTS[0], SamplingParams(max_tokens=4000, ignore_eos=True, seed=7))
     engine.add_request("short", PROMPTS[1], SamplingParams(max_tokens=5))
     engine.step()
     engine.abort_request("long")
@@ -114,7 +114,7 @@ def test_this_process_loads_no_torch(llm: LLM) -> None:
 def test_a_dead_process_is_told_of_once() -> None:
     with LLMEngine(process=CHILD) as engine:
         before = {child.pid for child in psutil.Process().children()}
-        engine.add_request("one", PROMPTS[0], SamplingParams(max_tokens=4000))
+        engine.add_request("one", PROMPTS[0], SamplingParams(max_tokens=4000, ignore_eos=True, seed=7))
         engine.step()
         (child,) = [child for child in psutil.Process().children() if "--handshake" in child.cmdline()][-1:]
         assert child.pid in before
