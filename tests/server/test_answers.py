@@ -129,9 +129,9 @@ def streamed(answer: Any, run: Run, usage: Usage | None) -> list[Any]:
         parts = [answer.opening(len(run.outputs) * run.num_choices)]
         echoed = set()
         for number, delta in run.deltas:
-            if answer.has_echo and number not in echoed:
+            if answer.echo is not None and number not in echoed:
                 echoed.add(number)
-                parts.append(await answer.echo(number, run.outputs[number // run.num_choices]))
+                parts.append(await answer.echo(number, run.outputs[number // run.num_choices], None))
             parts.append(answer.event(number, delta))
         return b"".join([*parts, answer.closing(usage)])
 

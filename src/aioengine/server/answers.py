@@ -7,7 +7,7 @@ its text and two joins: 0.5 µs of the 20 that its way to the client takes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -72,16 +72,25 @@ class Head(msgspec.Struct, frozen=True):
         }
 
 
+MakeEcho = Callable[[int, RequestOutput, Usage | None], Awaitable[bytes]]
+
+
 class Answer(Protocol):
     """One request's answer, whole or as events.
 
     Attributes:
-        has_echo: each choice's first event is `echo`.
         max_lines: log-probabilities of so many tokens are encoded in a turn, see `in_parts`.
     """
 
-    has_echo: bool
     max_lines: int
+
+    @property
+    def echo(self) -> MakeEcho | None:
+        """Makes a choice's first event, of its prompt, once that has a token; None where choices begin with no prompt.
+
+        It takes the number of the choice, the output of its prompt, and the usage to tell of.
+        """
+        ...
 
     async def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         """The body of an answer that is given at once, when all has ended; with turns for others between its parts."""
@@ -89,10 +98,6 @@ class Answer(Protocol):
 
     def opening(self, num_choices: int, usage: Usage | None = None) -> bytes:
         """Events before the first token."""
-        ...
-
-    async def echo(self, choice: int, output: RequestOutput, usage: Usage | None = None) -> bytes:
-        """The event of a choice's prompt, before its first token; ``output`` is that prompt's."""
         ...
 
     def event(self, choice: int, delta: CompletionDelta, usage: Usage | None = None) -> bytes:
@@ -156,7 +161,7 @@ class ChatAnswer:
         has_usage: each event says that the usage comes later.
     """
 
-    has_echo = False
+    echo = None
 
     def __init__(self, head: Head, token_bytes: TokenBytes, *, top_logprobs: int | None, has_usage: bool) -> None:
         self._head = head
@@ -187,9 +192,6 @@ class ChatAnswer:
     def opening(self, num_choices: int, usage: Usage | None = None) -> bytes:
         content = b'"delta":{"role":"assistant","content":"","refusal":null},"logprobs":null,"finish_reason":null'
         return b"".join(self._events.make(choice, content, usage) for choice in range(num_choices))
-
-    async def echo(self, choice: int, output: RequestOutput, usage: Usage | None = None) -> bytes:
-        raise NotImplementedError("chats have no echo")
 
     def event(self, choice: int, delta: CompletionDelta, usage: Usage | None = None) -> bytes:
         text = b'"delta":{"content":%b}' % encode(delta.text) if delta.text else b'"delta":{}'
@@ -257,7 +259,6 @@ class CompletionAnswer:
         self._num_choices = num_choices
         self._prompt_texts = prompt_texts
         self._is_echo_alone = is_echo_alone
-        self.has_echo = prompt_texts is not None
         self.max_lines = lines_a_turn(top_logprobs)
         self._events = _Events(head, "text_completion", has_usage=has_usage)
         self._offsets: dict[int, int] = {}
@@ -286,7 +287,11 @@ class CompletionAnswer:
     def opening(self, num_choices: int, usage: Usage | None = None) -> bytes:
         return b""
 
-    async def echo(self, choice: int, output: RequestOutput, usage: Usage | None = None) -> bytes:
+    @property
+    def echo(self) -> MakeEcho | None:
+        return None if self._prompt_texts is None else self._echo
+
+    async def _echo(self, choice: int, output: RequestOutput, usage: Usage | None) -> bytes:
         assert self._prompt_texts is not None
         columns = _Columns(0)
         await self._add_prompt(columns, output)

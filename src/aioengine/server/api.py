@@ -272,7 +272,7 @@ class Api:
             )
         limit = self.config.concurrency_limit(self.engine.config)
         if self._num_open >= limit:
-            raise overloaded(f"{limit} requests are being served already (max_concurrent_requests); try again later", 1)
+            raise overloaded("all that may be served at once is (max_concurrent_requests); try again later", 1)
         if route.is_generation:
             self.engine.check_accepting()
             self._expose().watch()

@@ -257,7 +257,7 @@ class _Relay:
 
     async def _relay(self, writer: EventWriter) -> bytes:
         """Write all events but the last ones, which are returned."""
-        batch, answer = self._batch, self._answer
+        batch, answer, echo = self._batch, self._answer, self._answer.echo
         num_choices = self._record.num_prompts * (self._record.n or 1)
         if opening := answer.opening(num_choices, self._count(0)):
             await writer.write(opening)
@@ -273,10 +273,10 @@ class _Relay:
                 return error_event(fault_of(error).body()) + answer.closing(None)
             events: list[bytes] = []
             for choice, delta in taken:
-                if answer.has_echo and choice not in echoed:
+                if echo is not None and choice not in echoed:
                     echoed.add(choice)
                     output = batch.output(choice // (self._record.n or 1))
-                    events.append(await answer.echo(choice, output, self._count(0)))
+                    events.append(await echo(choice, output, self._count(0)))
                 if delta.logprobs is not None and len(delta.logprobs) > answer.max_lines:
                     for part in in_parts(delta, answer.max_lines):
                         events.append(answer.event(choice, part, self._count(len(part.token_ids))))
