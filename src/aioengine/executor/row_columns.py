@@ -1,0 +1,123 @@
+"""What the host keeps of an executor's rows, whatever the device: how each is sampled, and what is asked about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aioengine.core.plan import Int32, RowAdded, RowSampling, StepPlan
+from aioengine.sampler import PromptLines, RowRules, has_rules, spans
+
+SAMPLING_COLUMNS: dict[str, type[np.generic]] = {
+    "temperature": np.float32,
+    "top_k": np.int32,
+    "top_p": np.float32,
+    "min_p": np.float32,
+    "seed": np.int64,
+    "choice": np.int32,
+    "logprobs": np.int32,
+}
+"""What a row's `RowSampling` says that all rows need, as `SamplingRows` has it."""
+
+RULED_COLUMNS: dict[str, type[np.generic]] = {
+    "choice": np.int32,
+    "repetition_penalty": np.float32,
+    "frequency_penalty": np.float32,
+    "presence_penalty": np.float32,
+}
+"""What those with rules need beside it, as `RuledRows` has it."""
+
+COLUMN_DTYPES = {**SAMPLING_COLUMNS, **RULED_COLUMNS, "min_tokens": np.int32, "prompt_logprobs": np.int32}
+
+NO_RULES = RowRules.of(RowSampling())
+NO_IDS = np.zeros(0, np.int64)
+
+
+class RowColumns:
+    """Up to ``max_num_seqs`` rows.
+
+    Attributes:
+        num_prompt_tokens: int32 [rows].
+        sampling: a column a field of `RowSampling`.
+        has_rules: bool [rows], whether the logits are changed at each step.
+        rules: of each row.
+    """
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self.num_prompt_tokens = np.zeros(max_num_seqs, np.int32)
+        self.sampling: dict[str, NDArray[Any]] = {
+            name: np.zeros(max_num_seqs, dtype) for name, dtype in COLUMN_DTYPES.items()
+        }
+        self.has_rules = np.zeros(max_num_seqs, np.bool_)
+        self.rules = [NO_RULES] * max_num_seqs
+        self._families: dict[int, int] = {}
+        self._logprob_token_ids: dict[int, NDArray[np.int64]] = {}
+
+    def remove(self, rows: Int32) -> None:
+        for row in rows.tolist():
+            self.rules[row] = NO_RULES  # they may hold functions of the request's
+            self._families.pop(row, None)
+            self._logprob_token_ids.pop(row, None)
+
+    def add(self, added: RowAdded) -> None:
+        row, sampling = added.row, added.sampling
+        self.num_prompt_tokens[row] = added.num_prompt_tokens
+        for name, column in self.sampling.items():
+            column[row] = getattr(sampling, name)
+        if not sampling.stop_ids:
+            self.sampling["min_tokens"][row] = 0  # nothing to mask until then
+        self.has_rules[row] = has_rules(sampling)
+        self.rules[row] = RowRules.of(sampling) if sampling.stop_ids or self.has_rules[row] else NO_RULES
+        if sampling.num_choices > 1:
+            self._families[row] = sampling.num_choices
+        if sampling.logprob_token_ids:
+            self._logprob_token_ids[row] = np.array(sampling.logprob_token_ids, np.int64)
+
+    def num_choices(self, rows: Int32, positions: Int32) -> Int32 | None:
+        """How many tokens each row brings at these output positions; None where it is one.
+
+        Families that have begun are one no more.
+        """
+        if not self._families:
+            return None
+        counts = [self._families.get(row, 1) for row in rows.tolist()]
+        num_choices = np.where(positions == 0, counts, 1).astype(np.int32)
+        for row in rows[positions > 0].tolist():
+            self._families.pop(row, None)
+        return num_choices if (num_choices > 1).any() else None
+
+    def logprob_token_ids(self, rows: Int32) -> list[NDArray[np.int64]] | None:
+        """What to report always, of each row; None where no row has any."""
+        if not self._logprob_token_ids:
+            return None
+        return [self._logprob_token_ids.get(row, NO_IDS) for row in rows.tolist()]
+
+    def prompt_lines(
+        self, plan: StepPlan, offsets: Int32, token_ids: Callable[[Int32, NDArray[np.int64]], NDArray[np.int64]]
+    ) -> PromptLines | None:
+        """Of the rows that ask: each prompt token that follows one which the plan computes.
+
+        Args:
+            offsets: int32 [b + 1], where each row's tokens begin in the step.
+            token_ids: of rows at positions, int64 [m] from [m] each.
+        """
+        num_top = self.sampling["prompt_logprobs"][plan.rows]
+        asking = (num_top >= 0).nonzero()[0]
+        if not len(asking):
+            return None
+        rows, starts = plan.rows[asking], plan.starts[asking]
+        # The prompt's last token predicts an output token.
+        counts = np.minimum(plan.num_tokens[asking], self.num_prompt_tokens[rows] - 1 - starts).clip(min=0)
+        if not counts.any():
+            return None
+        positions = spans(starts + 1, counts)
+        return PromptLines(
+            index=np.repeat(asking, counts).astype(np.int32),
+            positions=positions.astype(np.int32),
+            token_ids=token_ids(np.repeat(rows, counts), positions),
+            predicted_at=spans(offsets[asking], counts),
+            num_top=int(num_top[asking].max()),
+        )
