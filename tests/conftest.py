@@ -39,6 +39,10 @@ from aioengine.testing.clock import VirtualClockLoop
 # Before torch is imported; subprocesses inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Kernels run in Triton's interpreter where there is no GPU. Before triton is imported, which reads it then.
+if not os.path.exists("/dev/nvidia0"):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # A shell starts what it runs in the background with Ctrl-C ignored, and so would all that the tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,0 +1,158 @@
+"""What the executor asks of a GPU: work in order on a stream, copies beside it, events, graphs, memory.
+
+`aioengine.executor.cuda` is the real one. All of its device work goes through `Accelerator.enqueue` and its like, so
+that a fake one can run it late, as a GPU does (`aioengine.testing.FakeAccelerator`): what is true of a GPU alone, that
+the host is ahead of it, can be tested without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from aioengine.errors import InternalError
+
+Work = Callable[[], None]
+"""Launches operations on tensors of the device. Called once, at some time; it must not read what the device has
+computed, nor anything of the host's that may change before the device is done."""
+
+
+class Event(Protocol):
+    """A point in a stream."""
+
+    def is_done(self) -> bool: ...
+
+    def wait(self) -> None:
+        """Block the thread, without the GIL, until the device has come to it.
+
+        Raises:
+            Exception: the device failed on the way.
+        """
+        ...
+
+    def seconds_since(self, earlier: Event) -> float:
+        """Device time between two events that are done."""
+        ...
+
+
+class Graph(Protocol):
+    """Work that was recorded once, to be enqueued as one."""
+
+    def replay(self) -> None: ...
+
+
+class DeviceMemory(NamedTuple):
+    """Bytes.
+
+    Attributes:
+        total: of the device.
+        free: that nobody has, in this process or another.
+        allocated: by this process's tensors.
+    """
+
+    total: int
+    free: int
+    allocated: int
+
+
+class HostWords:
+    """Page-locked host memory for copies from and to the device: int32 words, the host's or the device's at a time.
+
+    Attributes:
+        tensor: int32 [any], for the device's copies.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self._array: NDArray[np.int32] = tensor.numpy()
+        self._lent_until: Event | None = None
+
+    def __len__(self) -> int:
+        return len(self._array)
+
+    def lend(self, until: Event) -> None:
+        """From now until that event it is the device's."""
+        self._lent_until = until
+
+    @property
+    def array(self) -> NDArray[np.int32]:
+        """The words, to read and write on the host.
+
+        Raises:
+            InternalError: the device has them.
+        """
+        if self._lent_until is not None:
+            if not self._lent_until.is_done():
+                raise InternalError("host memory was used while a copy from or to it was under way")
+            self._lent_until = None
+        return self._array
+
+
+class Accelerator(Protocol):
+    """A device and its streams; for one thread, `Event.wait` aside. Work runs in the order in which it was enqueued.
+
+    Attributes:
+        device: where tensors are made.
+        name: such as "NVIDIA H200".
+        num_multiprocessors: programs that run at once.
+        capability: such as 90.
+    """
+
+    device: torch.device
+    name: str
+    num_multiprocessors: int
+    capability: int
+
+    def enqueue(self, work: Work) -> None:
+        """Run behind what was enqueued before."""
+        ...
+
+    def enqueue_after(self, event: Event) -> None:
+        """Let what is enqueued from now on begin after an event of the copy stream."""
+        ...
+
+    def record(self) -> Event:
+        """An event behind what was enqueued."""
+        ...
+
+    def copy_out(self, source: Tensor, target: HostWords, num_words: int) -> Event:
+        """Copy the first words behind what was enqueued, on a stream of its own; an event at its end.
+
+        ``source`` must stay as it is until then. ``target`` is lent until then.
+        """
+        ...
+
+    def host_words(self, num_words: int) -> HostWords:
+        """Memory for copies; allocating it may stop the device for a while."""
+        ...
+
+    def capture(self, work: Work) -> Graph:
+        """Record ``work``, without running it. The tensors that it makes live as long as the graph, in memory that
+        graphs share: what one leaves there lasts until another is replayed.
+
+        It must have run before, so that nothing is left to be compiled.
+        """
+        ...
+
+    def synchronize(self) -> None:
+        """Block the thread until the device has nothing left to do."""
+        ...
+
+    def memory(self) -> DeviceMemory: ...
+
+    def peak_of(self, work: Work) -> int:
+        """Run ``work`` and wait for it: the most bytes that tensors took beyond those that were there before."""
+        ...
+
+    def release(self) -> None:
+        """Give back to the system what tensors and graphs that are gone have left."""
+        ...
+
+    def profiler_activities(self) -> list[Any]:
+        """What torch's profiler is to record beside the host."""
+        ...

@@ -1,0 +1,144 @@
+"""An NVIDIA GPU as an `Accelerator`, through torch.
+
+A compute stream and a copy stream of this engine's own: nothing here waits for, or holds up, work of the app's on the
+same GPU. To be made in the thread that uses it, whose current stream becomes the compute stream.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aioengine.errors import ConfigError
+from aioengine.executor.accelerator import DeviceMemory, Event, Graph, HostWords, Work
+
+MIN_CAPABILITY = 80
+"""bfloat16 and asynchronous copies begin with Ampere."""
+
+
+def find_cuda(device: str) -> torch.device | None:
+    """The GPU that ``device`` names: "auto" (None where there is none), "cpu" (None), "cuda" or "cuda:1".
+
+    Raises:
+        ConfigError: there is no such GPU.
+    """
+    if device == "cpu":
+        return None
+    if not torch.cuda.is_available():
+        if device == "auto":
+            return None
+        built = "" if torch.version.cuda else f"; this torch ({torch.__version__}) is built without CUDA"
+        raise ConfigError(f"device={device!r} needs an NVIDIA GPU, and torch finds none{built}. Use device='cpu'")
+    found = torch.device("cuda" if device == "auto" else device)
+    index = found.index if found.index is not None else torch.cuda.current_device()
+    if index >= torch.cuda.device_count():
+        raise ConfigError(f"device={device!r}: there are {torch.cuda.device_count()} GPUs, counted from 0")
+    major, minor = torch.cuda.get_device_capability(index)
+    if major * 10 + minor < MIN_CAPABILITY:
+        if device == "auto":
+            return None
+        raise ConfigError(
+            f"{torch.cuda.get_device_name(index)} has compute capability {major}.{minor}; 8.0 or newer is needed"
+        )
+    return torch.device("cuda", index)
+
+
+class CudaEvent:
+    """An `Event`; a thread that waits for it sleeps, and holds no lock of Python's."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._event = torch.cuda.Event(enable_timing=True, blocking=True)
+        self._event.record(stream)
+
+    def is_done(self) -> bool:
+        return bool(self._event.query())
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+    def seconds_since(self, earlier: Event) -> float:
+        assert isinstance(earlier, CudaEvent)
+        return float(earlier._event.elapsed_time(self._event)) / 1e3
+
+    def hold(self, stream: torch.cuda.Stream) -> None:
+        """Let the stream wait for it."""
+        stream.wait_event(self._event)
+
+
+class CudaAccelerator:
+    """See `Accelerator`."""
+
+    def __init__(self, device: torch.device) -> None:
+        torch.cuda.set_device(device)  # of this thread
+        properties = torch.cuda.get_device_properties(device)
+        self.device = device
+        self.name = properties.name
+        self.num_multiprocessors = properties.multi_processor_count
+        self.capability = properties.major * 10 + properties.minor
+        self._compute = torch.cuda.Stream(device)
+        self._copies = torch.cuda.Stream(device)
+        self._pool: Any = None
+        torch.cuda.set_stream(self._compute)  # of this thread
+
+    def enqueue(self, work: Work) -> None:
+        work()
+
+    def enqueue_after(self, event: Event) -> None:
+        assert isinstance(event, CudaEvent)
+        event.hold(self._compute)
+
+    def record(self) -> CudaEvent:
+        return CudaEvent(self._compute)
+
+    def copy_out(self, source: Tensor, target: HostWords, num_words: int) -> CudaEvent:
+        self._copies.wait_stream(self._compute)
+        with torch.cuda.stream(self._copies):
+            target.tensor[:num_words].copy_(source[:num_words], non_blocking=True)
+        done = CudaEvent(self._copies)
+        target.lend(done)
+        return done
+
+    def host_words(self, num_words: int) -> HostWords:
+        return HostWords(torch.empty(num_words, dtype=torch.int32, pin_memory=True))
+
+    def capture(self, work: Work) -> Graph:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads of the process, and the app's own work, go on with theirs meanwhile. Not `torch.cuda.graph`: it
+        # empties the allocator's cache and collects garbage, 100 ms each time.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            work()
+        finally:
+            graph.capture_end()
+        return graph
+
+    def synchronize(self) -> None:
+        self._compute.synchronize()
+        self._copies.synchronize()
+
+    def memory(self) -> DeviceMemory:
+        free, total = torch.cuda.mem_get_info(self.device)
+        return DeviceMemory(total=total, free=free, allocated=torch.cuda.memory_allocated(self.device))
+
+    def peak_of(self, work: Work) -> int:
+        self.release()
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        work()
+        self.synchronize()
+        peak = torch.cuda.max_memory_allocated(self.device) - before
+        self.release()
+        return peak
+
+    def release(self) -> None:
+        self.synchronize()
+        gc.collect()  # a cycle may hold a tensor
+        torch.cuda.empty_cache()
+
+    def profiler_activities(self) -> list[Any]:
+        return [torch.profiler.ProfilerActivity.CUDA]

@@ -1,0 +1,314 @@
+"""The operations of a decoder's step on a GPU, as a protocol with two implementations.
+
+`aioengine.kernels.triton_operations` is made of the Triton kernels in this package, one operation a file;
+`aioengine.kernels.reference` is plain torch: the oracle, which runs anywhere. Both are modules of functions with these
+names. Shapes are those of one step: T tokens, h query heads, g KV heads, d head size, n lines of logits, s slots, V
+vocabulary. Unless said otherwise tensors are contiguous, on one device, and ``x`` stands for float32, bfloat16 or
+float16.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Operations(Protocol):
+    # The decoder
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / √(mean(x²) + ε) · w, in float32, rounded once (Zhang and Sennrich, 2019, arXiv:1910.07467).
+
+        Args:
+            x: [T, hidden]; weight: [hidden], same dtype.
+        Returns:
+            [T, hidden], same dtype.
+        """
+        ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Add ``x`` to ``residual`` in place (rounded to its dtype), and return `rms_norm` of the sum.
+
+        Args:
+            x, residual: [T, hidden], same dtype.
+        """
+        ...
+
+    def gated_activation(self, gate_up: Tensor, kind: str) -> Tensor:
+        """act(gate) · up, in float32, rounded once.
+
+        Args:
+            gate_up: [T, 2 · intermediate], gate first.
+            kind: "silu", or "gelu_tanh" (Hendrycks and Gimpel, 2016, arXiv:1606.08415, by tanh).
+        Returns:
+            [T, intermediate].
+        """
+        ...
+
+    def rotate_and_write(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        rope_table: Tensor,
+        qk_weight: Tensor | None,
+        eps: float,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        k_scale: float,
+        v_scale: float,
+    ) -> Tensor:
+        """Normalise each head's query and key (where there is a weight), rotate them (Su et al., 2021,
+        arXiv:2104.09864, halves layout), and write keys and values to the cache.
+
+        Args:
+            qkv: [T, (h + 2 g) · d]: queries, keys, values.
+            positions: int32 [T].
+            slots: int32 [T], where the key and value go in the cache seen as [blocks · block_size, g, d]; -1: nowhere.
+            rope_table: [positions, 2 · d], cos then sin, sin negative in its first half; rotated = x · cos +
+                roll(x, d / 2) · sin. Same dtype as ``qkv``, or float32.
+            qk_weight: [h + g, d], of `rms_norm` over each head, or None.
+            k_cache, v_cache: [blocks, block_size, g, d], same dtype as ``qkv``, or float8_e4m3fn.
+            k_scale, v_scale: what float8 caches hold is the value divided by this; 1 for others.
+        Returns:
+            q: [T, h, d].
+        """
+        ...
+
+    def attend_decode(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_tables: Tensor,
+        decodes: Tensor,
+        out: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        soft_cap: float,
+        k_scale: float,
+        v_scale: float,
+        num_splits: int,
+        max_context: int,
+    ) -> None:
+        """Attend single query tokens to their rows' cached keys, long contexts in splits (Dao et al., 2023,
+        "Flash-Decoding").
+
+        Args:
+            q: [T, h, d].
+            k_cache, v_cache: as in `rotate_and_write`; hold this step's tokens already.
+            block_tables: int32 [rows, blocks of the longest], of all the executor's rows.
+            decodes: int32 [m, 3]: row, index of its token in ``q`` and ``out``, context length with this token. Row -1
+                is padding: the token's line of ``out`` becomes 0.
+            out: [T, h, d], same dtype as ``q``; the tokens of ``decodes`` are written, no others.
+            window: the most positions that a query sees, itself included; None: all.
+            soft_cap: c: scores are c · tanh(score / c) (Gemma 2, arXiv:2408.00118); 0: none.
+            num_splits: into how many parts, 1 or more, each context is cut; parts beyond a short context are empty.
+            max_context: no context is longer; a bound for the grid, not more.
+        """
+        ...
+
+    def attend_prefill(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_tables: Tensor,
+        tiles: Tensor,
+        out: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        soft_cap: float,
+        k_scale: float,
+        v_scale: float,
+    ) -> None:
+        """Attend tiles of consecutive query tokens to their rows' cached keys, causally (Dao, 2023, arXiv:2307.08691).
+
+        Args:
+            tiles: int32 [m, 4]: row, index of the first token in ``q``, number of tokens (1 to ``prefill_tile``),
+                position of the first token. Row -1 is padding: nothing is done.
+            The rest is as in `attend_decode`.
+        """
+        ...
+
+    def prefill_tile(self, num_heads: int, num_kv_heads: int, head_dim: int) -> int:
+        """The most query tokens in a tile of `attend_prefill`."""
+        ...
+
+    # The rows' state
+
+    def put_spans(self, target: Tensor, spans: Tensor, words: Tensor) -> None:
+        """Copy spans of words into lines of a table.
+
+        Args:
+            target: int32 [lines, width], changed in place.
+            spans: int32 [m, 4]: line, first column, first word, number of words. Line -1 is padding. None overlap.
+            words: int32 [any].
+        """
+        ...
+
+    def gather_tokens(
+        self, rows: Tensor, history: Tensor, block_tables: Tensor, block_size: int, num_tokens: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What each token of a step is, where it stands, and where its KV goes.
+
+        Args:
+            rows: int32 [b, 4]: row, position of its first token, index of that in the step, number of tokens. Row -1
+                is padding: its tokens become id 0 at position 0 with slot -1.
+            history: int32 [all rows, any].
+            block_tables: int32 [all rows, any].
+            num_tokens: T; the rows cover all of them.
+        Returns:
+            token_ids, positions, slots: int32 [T] each.
+        """
+        ...
+
+    def append_tokens(self, history: Tensor, slots: Tensor, token_ids: Tensor) -> None:
+        """Put the tokens of the slots that have `SlotFlag.FIRST` at the ends of their rows' histories, in place.
+
+        Args:
+            history: int32 [rows, any]; slots: int32 [s, 16] (`kernels.slots`); token_ids: int32 [s].
+        """
+        ...
+
+    def copy_blocks(self, caches: Tensor, copied_from: Tensor, copied_to: Tensor) -> None:
+        """Copy whole blocks in each of several caches, in place.
+
+        Args:
+            caches: [any, blocks, block_size, g, d].
+            copied_from, copied_to: int32 [c]; no block is in both, and none twice in the second; -1: nothing.
+        """
+        ...
+
+    # Rules: logits are changed in place, and can be put back. Only slots that have `SlotFlag.FIRST` count.
+
+    def save_edited(
+        self, logits: Tensor, slots: Tensor, slot_of_row: Tensor, edit_rows: Tensor, edit_tokens: Tensor, saved: Tensor
+    ) -> None:
+        """Keep the logits that edits will change: ``saved[e] = logits[line of edit_rows[e], edit_tokens[e]]``.
+
+        Args:
+            logits: float32 [n, V]; slots: int32 [s, 16].
+            slot_of_row: int32 [rows], the first slot of each row; -1: it does not sample in this step.
+            edit_rows, edit_tokens: int32 [e]; row -1 is padding; edits of rows that do not sample are passed over.
+            saved: float32 [e].
+        """
+        ...
+
+    def edit_logits(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        slot_of_row: Tensor,
+        edit_rows: Tensor,
+        edit_tokens: Tensor,
+        edit_values: Tensor,
+        edit_until: Tensor,
+    ) -> None:
+        """Add to logits, in place; -inf masks, whatever is there, NaN and +inf too.
+
+        Several edits may meet on one logit: they add up, and one mask is enough.
+
+        Args:
+            edit_values: float32 [e].
+            edit_until: int32 [e]: the edit is made while the slot's output position is below this.
+        """
+        ...
+
+    def restore_edited(
+        self, logits: Tensor, slots: Tensor, slot_of_row: Tensor, edit_rows: Tensor, edit_tokens: Tensor, saved: Tensor
+    ) -> None:
+        """Put back what `save_edited` kept, with the same arguments."""
+        ...
+
+    def ends_of_bad_words(
+        self,
+        slots: Tensor,
+        slot_of_row: Tensor,
+        history: Tensor,
+        word_rows: Tensor,
+        word_offsets: Tensor,
+        word_ids: Tensor,
+        edit_values: Tensor,
+    ) -> None:
+        """For bad words of several tokens: whether the row's *output* ends with all but the word's last token.
+
+        Args:
+            word_rows: int32 [w]; -1: padding. word_offsets: int32 [w + 1] and word_ids: int32 [any]: the tokens of each
+                word but its last.
+            edit_values: float32 [w], becomes -inf where it does, else 0: for `edit_logits` with the words' last tokens.
+        """
+        ...
+
+    def penalise(self, logits: Tensor, slots: Tensor, history: Tensor, counters: Tensor, saved: Tensor | None) -> None:
+        """Penalties on tokens that were there already, in place: repetition (Keskar et al., 2019, arXiv:1909.05858) on
+        those of prompt and output, then frequency and presence on those of the output.
+
+        Args:
+            history: int32 [rows, any]; ids of V and above are passed over.
+            counters: int32 [s or more, V], zeros, which it leaves as zeros.
+            saved: float32 [s or more, width of history or less, but at least the longest END], to keep the logits in
+                as they were, for `unpenalise`; None: not needed.
+        """
+        ...
+
+    def unpenalise(self, logits: Tensor, slots: Tensor, history: Tensor, saved: Tensor) -> None:
+        """Put back what `penalise` changed. Slots without penalties are passed over by both."""
+        ...
+
+    # Sampling
+
+    def draw(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        masks: Tensor | None,
+        token_ids: Tensor,
+        status: Tensor,
+        *,
+        has_filters: bool,
+        is_greedy: bool,
+    ) -> None:
+        """Choose a token for each slot: the highest logit at temperature 0, else by Gumbel noise over what min-p, then
+        top-k, then top-p keep, exactly as `aioengine.sampler` does.
+
+        Tokens of equal logits are kept or dropped together; of equal scores the lowest id wins. +inf is chosen for
+        certain. The noise is `aioengine.sampler.noise`'s: of (seed, choice, output position, token id).
+
+        Args:
+            logits: float32 [n, V]; only read.
+            slots: int32 [s, 16].
+            masks: int32 [m, ⌈V / 32⌉]: bit ``t % 32`` of word ``t // 32`` says that token t is allowed; None: no slot
+                has one.
+            token_ids, status: int32 [s], written; padding becomes 0 and `Status.SAMPLED`.
+            has_filters: False: no slot has a top-k, top-p or min-p, which takes one pass over the logits.
+            is_greedy: True: all temperatures are 0.
+        """
+        ...
+
+    # Log-probabilities, of logits as the model gave them
+
+    def top_logprobs(self, logits: Tensor, slots: Tensor, log_mass: Tensor, ids: Tensor, logprobs: Tensor) -> None:
+        """The k likeliest tokens of the lines of slots with `SlotFlag.LOGPROBS`; other slots' outputs stay as they are.
+
+        Args:
+            log_mass: float32 [s], logsumexp of the line.
+            ids: int32 [s, k], the likeliest first, of equal ones the lowest id; k may be 0, and is at most V.
+            logprobs: float32 [s, k].
+        """
+        ...
+
+    def look_up(
+        self, logits: Tensor, lines: Tensor, token_ids: Tensor, log_mass: Tensor, logprobs: Tensor, ranks: Tensor
+    ) -> None:
+        """The log-probability of a token in a line, and its rank: 1 plus the number of tokens with a higher logit.
+
+        Args:
+            lines: int32 [m], of ``logits``; -1: passed over. token_ids: int32 [m], below V.
+            log_mass: float32 [m], of each line.
+            logprobs: float32 [m]; ranks: int32 [m]; both are written.
+        """
+        ...

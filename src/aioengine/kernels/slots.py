@@ -1,0 +1,61 @@
+"""What the sampling kernels are told of each token to sample: a line of 16 words of 32 bits, packed by the host.
+
+A *line* is a row of a step's logits. A row of the executor that begins several choices has several slots for one line.
+Floats lie in their words as they are (`Tensor.view(torch.float32)`); the two words of a seed are those of an int64.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum, IntFlag
+
+
+class Slot(IntEnum):
+    """The words of a slot: int32, from `TEMPERATURE` on float32."""
+
+    LINE = 0
+    """Which line of the logits; -1: padding, to be passed over."""
+    ROW = 1
+    """Whose history it goes on."""
+    END = 2
+    """How many tokens that history has, which is where the new one goes."""
+    OUTPUT_POSITION = 3
+    """How many of them are output; END - OUTPUT_POSITION are the prompt."""
+    FLAGS = 4
+    """Of `SlotFlag`."""
+    CHOICE = 5
+    SEED_LOW = 6
+    SEED_HIGH = 7
+    TOP_K = 8
+    """0: off."""
+    MASK = 9
+    """Which bitmask of allowed tokens; -1: none."""
+    TEMPERATURE = 10
+    """0: greedy."""
+    TOP_P = 11
+    """1: off."""
+    MIN_P = 12
+    """0: off."""
+    REPETITION = 13
+    """1: off."""
+    FREQUENCY = 14
+    PRESENCE = 15
+
+
+SLOT_WORDS = len(Slot)
+
+
+class SlotFlag(IntFlag):
+    FIRST = 1
+    """The first slot of its line: rules are applied for this one, and its token is what the row goes on with."""
+    LOGPROBS = 2
+    """Log-probabilities are wanted."""
+
+
+class Status(IntEnum):
+    """What became of a slot."""
+
+    SAMPLED = 0
+    NOT_A_NUMBER = 1
+    """The highest logit is NaN. The token is 0."""
+    NOTHING_LEFT = 2
+    """The highest logit is -inf: all tokens are masked. The token is 0."""

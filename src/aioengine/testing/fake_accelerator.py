@@ -1,0 +1,175 @@
+"""A GPU without a GPU: runs the device's work on the host, as late as a GPU might."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aioengine.executor.accelerator import DeviceMemory, Event, HostWords, Work
+
+GIB = 2**30
+
+
+class FakeEvent:
+    """A point in the stream of a `FakeAccelerator`, which runs its work no earlier than somebody waits for it."""
+
+    def __init__(self, device: FakeAccelerator) -> None:
+        self._device = device
+        self._ended_at_s = 0.0
+        self._is_done = False
+
+    def is_done(self) -> bool:
+        return self._is_done
+
+    def wait(self) -> None:
+        self._device.run_until(self)
+
+    def seconds_since(self, earlier: Event) -> float:
+        assert isinstance(earlier, FakeEvent)
+        assert self._is_done
+        assert earlier._is_done
+        return self._ended_at_s - earlier._ended_at_s
+
+    def end(self) -> None:
+        """The device has come to it."""
+        self._ended_at_s = time.perf_counter()
+        self._is_done = True
+
+
+class FakeGraph:
+    """Does again what was captured, on the same tensors."""
+
+    def __init__(self, device: FakeAccelerator, work: Work) -> None:
+        self._device = device
+        self._work = work
+        self.num_replays = 0
+
+    def replay(self) -> None:
+        self.num_replays += 1
+        self._device.enqueue(self._work)
+
+
+class FakeAccelerator:
+    """An `Accelerator` whose work runs on the host's tensors, lazily.
+
+    Nothing runs when it is enqueued. Work runs, in order, when a thread waits for an event behind it; a copy runs when
+    its own event is waited for, or when later work has to wait for it, and no earlier. So whoever reuses memory too
+    soon, or forgets to wait, gets wrong results every time, and not once in a thousand. An exception that the work
+    raises loses the device: it is raised by all further waits.
+
+    Args:
+        total_bytes, free_bytes: of memory, as it says.
+
+    Attributes:
+        is_held: while True nothing runs, and waits last.
+        num_enqueued: pieces of work, graphs counting as one.
+    """
+
+    def __init__(self, *, total_bytes: int = 8 * GIB, free_bytes: int = 6 * GIB) -> None:
+        self.device = torch.device("cpu")
+        self.name = "fake"
+        self.num_multiprocessors = 4
+        self.capability = 90
+        self.graphs: list[FakeGraph] = []
+        self.num_enqueued = 0
+        self._memory = DeviceMemory(total_bytes, free_bytes, 0)
+        self._stream: deque[Callable[[], None]] = deque()
+        self._copies: dict[FakeEvent, tuple[FakeEvent, Work]] = {}
+        """By the event at a copy's end: what it comes after, and the copy."""
+        self._running = threading.RLock()
+        self._may_run = threading.Event()
+        self._may_run.set()
+        self._error: BaseException | None = None
+
+    @property
+    def is_held(self) -> bool:
+        return not self._may_run.is_set()
+
+    def hold(self) -> None:
+        """Let nothing run until `go_on`."""
+        self._may_run.clear()
+
+    def go_on(self) -> None:
+        self._may_run.set()
+
+    def lose(self, error: BaseException) -> None:
+        """Let the device fail: waits raise ``error`` from now on."""
+        self._error = error
+        self._may_run.set()
+
+    def enqueue(self, work: Work) -> None:
+        self.num_enqueued += 1
+        self._stream.append(work)
+
+    def enqueue_after(self, event: Event) -> None:
+        assert isinstance(event, FakeEvent)
+        self._stream.append(lambda: self._run_until(event))
+
+    def record(self) -> FakeEvent:
+        event = FakeEvent(self)
+        self._stream.append(event.end)
+        return event
+
+    def copy_out(self, source: Tensor, target: HostWords, num_words: int) -> FakeEvent:
+        computed, done = self.record(), FakeEvent(self)
+
+        def copy() -> None:
+            target.tensor[:num_words].copy_(source[:num_words])
+
+        self._copies[done] = computed, copy
+        target.lend(done)
+        return done
+
+    def host_words(self, num_words: int) -> HostWords:
+        return HostWords(torch.full((num_words,), 0x7F7F7F7F, dtype=torch.int32))  # what nobody wrote is no token id
+
+    def capture(self, work: Work) -> FakeGraph:
+        graph = FakeGraph(self, work)
+        self.graphs.append(graph)
+        return graph
+
+    def synchronize(self) -> None:
+        self.run_until(self.record())
+        for event in list(self._copies):
+            self.run_until(event)
+
+    def memory(self) -> DeviceMemory:
+        return self._memory
+
+    def peak_of(self, work: Work) -> int:
+        self.enqueue(work)
+        self.synchronize()
+        return 0
+
+    def release(self) -> None:
+        self.graphs.clear()
+
+    def profiler_activities(self) -> list[Any]:
+        return []
+
+    def run_until(self, event: FakeEvent) -> None:
+        """Run what is before ``event``, in the thread that waits for it."""
+        self._may_run.wait()
+        with self._running, torch.inference_mode():
+            try:
+                if self._error is None:
+                    self._run_until(event)
+            except BaseException as error:
+                self._error = error
+            if self._error is not None and not event.is_done():
+                raise self._error
+
+    def _run_until(self, event: FakeEvent) -> None:
+        if event in self._copies:
+            computed, copy = self._copies.pop(event)
+            self._run_until(computed)
+            copy()
+            event.end()
+        while not event.is_done():
+            self._stream.popleft()()
