@@ -69,7 +69,10 @@ MAY_IMPORT = {
     "server": {"server", "engine", "health", "prompt"},
     "cli": {"cli", "engine", "process_options", "server", "transport"},
     "__main__": {"cli"},
-    "testing": {"testing", "core", "control", "executor.protocol", "executor.staging", "worker_functions"},
+    "testing": {
+        "testing", "core", "control", "executor.accelerator", "executor.protocol", "executor.staging",
+        "worker_functions",
+    },
     "worker_functions": set(),
     "demo": {"demo"},
     "outputs": {"core.sequence"},

@@ -24,7 +24,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"], Meta(description="auto: as the model was saved")
     ] = "auto"
-    device: Annotated[Literal["auto", "cpu"], Meta(description="where the model runs: on the CPU, for now")] = "auto"
+    device: Annotated[
+        str,
+        Meta(
+            pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$",
+            description="cpu, cuda or cuda:1; auto: the current NVIDIA GPU, else the CPU",
+        ),
+    ] = "auto"
     max_model_len: (
         Annotated[int, Meta(ge=2, description="most tokens of prompt and output together; absent: the model's")] | None
     ) = None
@@ -33,11 +39,21 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_waiting: Annotated[int, Meta(ge=1, description="most requests accepted and not yet running")] = 1024
     block_size: Annotated[int, Meta(ge=1, le=256, description="tokens in one KV block")] = 16
     kv_cache_memory_bytes: (
-        Annotated[int, Meta(ge=1, description="bytes for the KV cache; absent: by memory_utilization")] | None
+        Annotated[int, Meta(ge=1, description="bytes for the KV cache; absent: by (gpu_)memory_utilization")] | None
     ) = None
     memory_utilization: Annotated[
-        float, Meta(gt=0.0, le=1.0, description="share of the free memory that the KV cache may take")
+        float, Meta(gt=0.0, le=1.0, description="share of the host's free memory that a CPU's KV cache may take")
     ] = 0.4
+    gpu_memory_utilization: Annotated[
+        float, Meta(gt=0.0, le=1.0, description="share of a GPU's memory that may be in use, other programs' included")
+    ] = 0.9
+    kv_cache_dtype: Annotated[
+        Literal["auto", "fp8"], Meta(description="auto: the model's; fp8 (e4m3): half the memory, on GPUs from 8.9 on")
+    ] = "auto"
+    cuda_graphs: Annotated[
+        Literal["start", "lazy", "off"],
+        Meta(description="when decode steps become CUDA graphs: all sizes at the start, or each when it is first used"),
+    ] = "start"
     enable_prefix_caching: Annotated[bool, Meta(description="reuse the KV blocks of equal prompt beginnings")] = True
     max_logprobs: Annotated[int, Meta(ge=0, description="most likeliest tokens that a request may ask for")] = 20
     max_in_flight: (

@@ -61,7 +61,7 @@ class Model:
         self.decoder: weakref.ref[TinyDecoder] | None = None
         self.executors: weakref.WeakSet[TorchExecutor] = weakref.WeakSet()
 
-    def load(self, *, on_progress: Callable[[int, int], None], should_stop: Callable[[], bool]) -> Any:
+    def load(self, *, on_progress: Callable[[int, int], None], should_stop: Callable[[], bool], **_: Any) -> Any:
         on_progress(0, 10)
         decoder = TinyDecoder(self.config)
         decoder.before_forward = self.before_forward
@@ -168,7 +168,7 @@ async def test_an_error_while_loading_comes_through_and_leaves_nothing() -> None
 async def test_cancelling_the_start_stops_the_loading_and_leaves_nothing() -> None:
     is_loading, was_stopped = threading.Event(), threading.Event()
 
-    def load(*, on_progress: Callable[[int, int], None], should_stop: Callable[[], bool]) -> Any:
+    def load(*, on_progress: Callable[[int, int], None], should_stop: Callable[[], bool], **_: Any) -> Any:
         is_loading.set()
         on_progress(0, 1)
         while not should_stop():

@@ -1,25 +1,31 @@
 """The device thread: one resident thread that owns the device and runs jobs in order.
 
-Its results come back through ``call_soon_threadsafe``. The thread knows neither the `DeviceThread` that started it nor
-that one's owner: when nobody refers to them any more, or their loop is closed, it drops what it holds and ends.
+Its results come back through ``call_soon_threadsafe``; those of jobs that only launch work on the device, from the
+waiter thread beside it. The thread knows neither the `DeviceThread` that started it nor that one's owner: when nobody
+refers to them any more, or their loop is closed, it drops what it holds and ends, and the waiter thread before it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import atexit
+import logging
 import queue
 import threading
-import traceback
 import weakref
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 
 from aioengine.executor.protocol import DeviceLost
+from aioengine.executor.waiter import Later, Pending, Waiter
+
+__all__ = ["THREAD_NAME", "DeviceThread", "Later", "Pending"]
 
 T = TypeVar("T")
+
+logger = logging.getLogger("aioengine")
 
 THREAD_NAME = "aioengine-device"
 
@@ -27,60 +33,27 @@ LOOP_CHECK_INTERVAL_S = 0.5
 """How often an idle thread looks whether its loop still lives: nobody tells it when a loop is closed."""
 
 EXIT_DEADLINE_S = 10.0
-"""How long the interpreter's exit waits for a running job: a thread that is killed inside torch aborts the process."""
+"""How long the interpreter's exit waits for a running job, and for what was launched: a thread that is killed inside
+torch aborts the process."""
 
-
-class Pending(Generic[T]):
-    """What a job will bring. Made on the loop; the thread sets the outcome, and then wakes who waits on the loop."""
-
-    def __init__(self, job: Callable[[], T]) -> None:
-        self._job: Callable[[], T] | None = job
-        self._result: T | None = None
-        self._error: BaseException | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self.is_done = False
-
-    async def wait(self) -> T:
-        """The job's result, or what it raised. Cancelling stops the wait, not the job: one may wait again."""
-        if not self.is_done:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        if self._error is not None:
-            raise self._error
-        return self._result  # type: ignore[return-value]  # a job that raised nothing brought a T
-
-    def run(self) -> None:
-        """Run the job, in the thread."""
-        assert self._job is not None
-        try:
-            self._result = self._job()
-        except BaseException as error:  # whatever it was, the one who waits must hear it, and the thread go on
-            _forget_locals(error)
-            self._error = error
-        self._job = None
-        self.is_done = True
-
-    def fail(self, error: Exception) -> None:
-        """Bring an error instead of running."""
-        self._job = None
-        self._error = error
-        self.is_done = True
-
-    def wake(self) -> None:
-        """Let `wait` return, on the loop."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+DRAIN_DEADLINE_S = 10.0
+"""How long an ending thread waits for what was launched, before it says that the device is lost: steps take seconds at
+most, and a device that hangs must not hang the program."""
 
 
 class DeviceThread:
     """Runs jobs in order, each under ``torch.inference_mode``, in one thread.
+
+    A job that returns a `Later` has launched its work: the next job runs at once, and the waiter thread, which the
+    first such job starts, brings the result. An ordinary job's may come before those of what was launched earlier.
 
     To be made and used on one event loop. What must live as long as the thread belongs to the jobs, and is let go by
     ``on_end``.
 
     Args:
         num_threads: threads of one torch operation in the thread; None: torch's number. Other threads keep theirs.
-        on_end: the thread's last act, to free what the jobs have made; must not refer to this object.
+        on_end: the thread's last act, to free what the jobs have made, when all that was launched has ended; must not
+            refer to this object.
     """
 
     def __init__(self, *, num_threads: int | None = None, on_end: Callable[[], None] = lambda: None) -> None:
@@ -94,9 +67,15 @@ class DeviceThread:
         """For long jobs to ask from the thread: whether it is to end, since it was told so or its loop is gone."""
         return self._work.should_stop
 
-    def submit(self, job: Callable[[], T]) -> Pending[T]:
+    @overload
+    def submit(self, job: Callable[[], Later[T]]) -> Pending[T]: ...
+
+    @overload
+    def submit(self, job: Callable[[], T | Later[T]]) -> Pending[T]: ...
+
+    def submit(self, job: Callable[[], T | Later[T]]) -> Pending[T]:
         """Queue a job without waiting. Once the thread is told to stop, a job fails with `DeviceLost`."""
-        pending = Pending(job)
+        pending: Pending[T] = Pending(job)
         if self._work.is_stopping:
             pending.fail(_closed())
         else:
@@ -104,15 +83,18 @@ class DeviceThread:
         return pending
 
     async def aclose(self) -> None:
-        """Stop after the job that runs, failing the queued ones with `DeviceLost`, and see the thread end. Idempotent.
+        """Stop after the job that runs, failing the queued ones with `DeviceLost`, and see the threads end. Idempotent.
 
-        Cancelling stops the wait; the thread ends all the same.
+        What was launched still runs to its end on the device, and brings its results. If that takes longer than
+        `DRAIN_DEADLINE_S` the device hangs: the launched jobs fail with `DeviceLost`, too, this returns, and what
+        ``on_end`` frees stays until the device comes back, if ever. Cancelling stops the wait; the threads end all the
+        same.
         """
         self._work.stop()
         if asyncio.get_running_loop() is self._work.loop():
             await self._ended.wait()
         # It has nothing left to do, and is gone in some µs; a join would hold the loop.
-        while self._work.thread.is_alive():  # noqa: ASYNC110 - no event can tell that the thread itself has ended
+        while self._work.thread.is_alive() and not self._work.is_given_up:  # noqa: ASYNC110 - no event tells of a thread's end
             await asyncio.sleep(0)
 
 
@@ -123,6 +105,8 @@ class _Work:
         self.queue: queue.SimpleQueue[Pending[Any] | None] = queue.SimpleQueue()
         self.loop = weakref.ref(loop)
         self.is_stopping = False
+        self.is_given_up = False
+        """The thread is to end, and waits in vain for what was launched."""
         self.ended = asyncio.Event()
         self.num_threads = num_threads
         self.on_end = on_end
@@ -165,19 +149,27 @@ class _Work:
                 return
             if pending is not None:
                 pending.fail(_closed())
-                self.call_on_loop(pending.wake)
+                self.wake(pending)
+
+    def wake(self, pending: Pending[Any]) -> None:
+        self.call_on_loop(pending.wake)
 
 
 def _run(work: _Work) -> None:
     """The thread's whole life."""
+    waiter = Waiter(work.wake)
     if work.num_threads is not None:
         torch.set_num_threads(work.num_threads)
     with torch.inference_mode():
         while (pending := work.next_job()) is not None:
             pending.run()
-            work.call_on_loop(pending.wake)
+            if pending.is_launched:
+                waiter.add(pending)  # which wakes the loop: once a step
+            else:
+                work.wake(pending)
             del pending  # or its result would live until the next job
     work.fail_queued()
+    _drain(work, waiter)
     try:
         work.on_end()
     finally:
@@ -185,16 +177,26 @@ def _run(work: _Work) -> None:
         work.call_on_loop(work.ended.set)
 
 
-def _forget_locals(error: BaseException) -> None:
-    """Free what the failed job's functions held, or an error that someone keeps would keep the model alive."""
-    link: BaseException | None = error
-    while link is not None:
-        traceback.clear_frames(link.__traceback__)
-        link = link.__cause__ or link.__context__
+def _drain(work: _Work, waiter: Waiter) -> None:
+    """See all that was launched end. If that takes too long, let nobody else wait for it."""
+    if waiter.end(DRAIN_DEADLINE_S):
+        return
+    logger.error(
+        "the device was closed and has not finished its work after %g s; its memory is in use until it does",
+        DRAIN_DEADLINE_S,
+    )
+    waiter.give_up(_hung)
+    work.is_given_up = True
+    work.call_on_loop(work.ended.set)
+    waiter.end(None)
 
 
 def _closed() -> DeviceLost:
     return DeviceLost("the device was closed")
+
+
+def _hung() -> DeviceLost:
+    return DeviceLost("the device was closed, and has not finished its work")
 
 
 _running: weakref.WeakSet[_Work] = weakref.WeakSet()

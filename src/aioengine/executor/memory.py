@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from aioengine.config import EngineConfig
 from aioengine.errors import ConfigError
+from aioengine.executor.accelerator import DeviceMemory
 
 FALLBACK_MEMORY_BYTES = 8 * 2**30
 """Taken for the machine's memory where the system does not tell it."""
@@ -25,11 +26,42 @@ def num_kv_blocks(config: EngineConfig, *, max_model_len: int, bytes_per_block: 
     Raises:
         ConfigError: not even one sequence of ``max_model_len`` tokens fits, or more is asked for than is free.
     """
+    granted_bytes = int(config.memory_utilization * available_bytes)
+    source = f"memory_utilization={config.memory_utilization:g} of {available_bytes} free bytes"
+    return _fit(config, granted_bytes, source, max_model_len, bytes_per_block, available_bytes)
+
+
+def num_gpu_kv_blocks(
+    config: EngineConfig, *, max_model_len: int, bytes_per_block: int, memory: DeviceMemory, peak_bytes: int
+) -> int:
+    """As `num_kv_blocks`, of a GPU: what ``gpu_memory_utilization`` of it leaves beside all that is there.
+
+    Args:
+        memory: with the weights loaded.
+        peak_bytes: what the largest steps take, and their graphs.
+    Raises:
+        ConfigError: as `num_kv_blocks`.
+    """
+    used_bytes = memory.total - memory.free
+    granted_bytes = int(config.gpu_memory_utilization * memory.total) - used_bytes - peak_bytes
+    source = (
+        f"gpu_memory_utilization={config.gpu_memory_utilization:g} of {memory.total} bytes, less {used_bytes} in use "
+        f"and {peak_bytes} for the steps,"
+    )
+    available_bytes = max(0, memory.free - peak_bytes)
+    return _fit(config, max(0, granted_bytes), source, max_model_len, bytes_per_block, available_bytes)
+
+
+def _fit(
+    config: EngineConfig,
+    granted_bytes: int,
+    source: str,
+    max_model_len: int,
+    bytes_per_block: int,
+    available_bytes: int,
+) -> int:
     if config.kv_cache_memory_bytes is not None:
         granted_bytes, source = config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
-    else:
-        granted_bytes = int(config.memory_utilization * available_bytes)
-        source = f"memory_utilization={config.memory_utilization:g} of {available_bytes} free bytes"
     num_blocks = granted_bytes // bytes_per_block
     blocks_a_sequence = -(-max_model_len // config.block_size)
     if num_blocks < blocks_a_sequence:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -32,12 +32,14 @@ class Recording:
         self._num_left = max_steps
         # Without shapes: with them an event costs four times as much in `stop` and `write`, and 100 steps of a small
         # model hold the loop for 1 to 3 s instead of 0.4.
-        self._profile = profile(activities=[ProfilerActivity.CPU])
+        self._profile: profile | None = None
         self._is_running = False
 
-    def start(self) -> None:
+    def start(self, activities: Sequence[ProfilerActivity] = ()) -> None:
         """Record from now on.
 
+        Args:
+            activities: what else to record than the host's.
         Raises:
             InvalidRequest: torch's profiler is in use in this process, by another engine or by the app itself.
         """
@@ -46,6 +48,7 @@ class Recording:
         try:
             if torch.autograd.profiler._is_profiler_enabled:
                 raise _taken()
+            self._profile = profile(activities=[ProfilerActivity.CPU, *activities])
             self._profile.start()
         except BaseException:
             _in_use.release()
@@ -69,6 +72,7 @@ class Recording:
     def stop(self) -> None:
         """Record no more. Idempotent."""
         if self._is_running:
+            assert self._profile is not None
             self._is_running = False
             try:
                 self._profile.stop()
@@ -86,6 +90,7 @@ class Recording:
         # A folder of its own: where torch fails it raises nothing, and leaves a part of the file behind.
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=path.name, ignore_cleanup_errors=True) as folder:
             written = Path(folder, path.name)
+            assert self._profile is not None
             self._profile.export_chrome_trace(str(written))
             if not written.exists():
                 raise OSError(errno.EIO, "torch could not write the trace; is there room on the disk?", str(path))

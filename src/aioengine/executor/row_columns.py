@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aioengine.core.plan import Int32, RowAdded, RowSampling, StepPlan
-from aioengine.sampler import PromptLines, RowRules, has_rules, spans
+from aioengine.core.plan import Int32, RowAdded, StepPlan
+from aioengine.sampler import NO_RULES, PromptLines, RowRules, has_rules, spans
 
 SAMPLING_COLUMNS: dict[str, type[np.generic]] = {
     "temperature": np.float32,
@@ -32,7 +32,6 @@ RULED_COLUMNS: dict[str, type[np.generic]] = {
 
 COLUMN_DTYPES = {**SAMPLING_COLUMNS, **RULED_COLUMNS, "min_tokens": np.int32, "prompt_logprobs": np.int32}
 
-NO_RULES = RowRules.of(RowSampling())
 NO_IDS = np.zeros(0, np.int64)
 
 

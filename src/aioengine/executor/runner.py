@@ -7,6 +7,8 @@ the KV cache; a plan changes the first, and the forward pass writes the second.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -17,6 +19,7 @@ from aioengine.attention.backend import AttentionBackend
 from aioengine.core.plan import EMPTY, RowFailure, StepPlan, StepResult, int32
 from aioengine.executor.input_batch import InputBatch, StepInputs
 from aioengine.executor.protocol import DeviceLost, ExecutorStats
+from aioengine.executor.waiter import Later
 from aioengine.models.decoder import Decoder
 from aioengine.sampler import Scratch, prompt_logprobs, sample
 
@@ -26,23 +29,11 @@ def attend_to_itself(layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int
     return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
 
 
-class Runner:
-    """Runs plans in the order in which they come, each on top of the state that the one before left.
+class StepRunner(Protocol):
+    """Runs plans in the order in which they come, each on top of the state that the one before left."""
 
-    Attributes:
-        decoder, attention: may be replaced between steps. While one is None no step may come.
-    """
-
-    def __init__(self, decoder: Decoder, attention: AttentionBackend, batch: InputBatch, stats: ExecutorStats) -> None:
-        self.decoder: Decoder | None = decoder
-        self.attention: AttentionBackend | None = attention
-        self._batch = batch
-        self._stats = stats
-        self._scratch = Scratch()
-        self._broken_by: Exception | None = None
-
-    def step(self, plan: StepPlan) -> StepResult:
-        """Run a plan.
+    def step(self, plan: StepPlan) -> StepResult | Later[StepResult]:
+        """Run a plan, or launch it.
 
         Raises:
             DeviceLost: the plan's deltas could not be applied, so that the rows' state is unknown; so for all later
@@ -50,6 +41,57 @@ class Runner:
             Exception: the forward pass or the sampler failed. The deltas hold; rows that had a token to sample have a
                 meaningless one.
         """
+        ...
+
+    def use(self, decoder: Decoder | None) -> None:
+        """Compute with these weights from now on; None: no step may come."""
+        ...
+
+    def make_cache(self) -> None:
+        """Have a KV cache, an empty one if there was none. Needs the weights."""
+        ...
+
+    def drop_cache(self) -> None:
+        """Give up the KV cache, and the memory that steps use again. The rows stay."""
+        ...
+
+    def compute_nothing(self) -> None:
+        """Compute one token that no row has, which leaves no trace."""
+        ...
+
+    def settle(self) -> None:
+        """Wait for what was launched."""
+        ...
+
+
+class Runner:
+    """The `StepRunner` of a CPU.
+
+    Args:
+        attention: over an empty KV cache.
+        make_attention: makes another one after `drop_cache`.
+
+    Attributes:
+        decoder, attention: while one is None no step may come.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        attention: AttentionBackend,
+        batch: InputBatch,
+        stats: ExecutorStats,
+        make_attention: Callable[[], AttentionBackend] | None = None,
+    ) -> None:
+        self.decoder: Decoder | None = decoder
+        self.attention: AttentionBackend | None = attention
+        self._make_attention = make_attention
+        self._batch = batch
+        self._stats = stats
+        self._scratch = Scratch()
+        self._broken_by: Exception | None = None
+
+    def step(self, plan: StepPlan) -> StepResult:
         decoder, attention = self.decoder, self.attention
         assert decoder is not None, "a plan was launched while the weights were away"
         assert attention is not None, "a plan was launched while the KV cache was away"
@@ -60,13 +102,22 @@ class Runner:
         ended = time.perf_counter()
         return msgspec.structs.replace(result, device_time_s=ended - started, ended_at_s=time.monotonic())
 
+    def use(self, decoder: Decoder | None) -> None:
+        self.decoder = decoder
+
+    def make_cache(self) -> None:
+        if self.attention is None:
+            assert self._make_attention is not None
+            self.attention = self._make_attention()
+
     def drop_cache(self) -> None:
-        """Give up the KV cache, and the memory that steps use again. The rows stay."""
         self.attention = None
         self._scratch = Scratch()
 
+    def settle(self) -> None:
+        pass
+
     def compute_nothing(self) -> None:
-        """Compute one token that no row has, which leaves no trace."""
         assert self.decoder is not None
         token = torch.zeros(1, dtype=torch.int64)
         self.decoder.logits(self.decoder(token, token, attend_to_itself))

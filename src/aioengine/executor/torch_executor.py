@@ -12,15 +12,14 @@ from typing import Any, Literal, ParamSpec, Self, TypeVar
 import anyio
 import torch
 
-from aioengine.attention.backend import AttentionBackend
-from aioengine.attention.kv_cache import KVCache, KVCacheShape
-from aioengine.attention.torch_paged import TorchPagedAttention
 from aioengine.config import EngineConfig
 from aioengine.control import StageWeights
 from aioengine.core.plan import StepPlan, StepResult
+from aioengine.errors import ConfigError
+from aioengine.executor.cuda import CudaAccelerator, find_cuda
 from aioengine.executor.device import DeviceThread, Pending
-from aioengine.executor.input_batch import InputBatch
-from aioengine.executor.memory import available_memory, num_kv_blocks, return_freed_memory
+from aioengine.executor.make_runner import Gpu, make_cpu_runner, make_gpu_runner
+from aioengine.executor.memory import return_freed_memory
 from aioengine.executor.profiler import Recording
 from aioengine.executor.protocol import (
     DeviceLost,
@@ -31,18 +30,15 @@ from aioengine.executor.protocol import (
     not_recording,
     weights_asleep,
 )
-from aioengine.executor.runner import Runner
+from aioengine.executor.runner import StepRunner
+from aioengine.executor.waiter import Later
 from aioengine.executor.weights import Load, OnProgress, Weights
 from aioengine.model_folder import ModelFolder
-from aioengine.models.loader import LoadStopped, load_decoder
+from aioengine.models.loader import ON_CPU, LoadStopped, Placement, load_decoder
 from aioengine.worker_functions import Worker, registered
 
 T = TypeVar("T")
 P = ParamSpec("P")
-
-
-DEFAULT_MAX_IN_FLIGHT = 1
-"""On a CPU the loop and the device share the cores, so that a queued step gains little and costs a wasted token."""
 
 
 CANCEL_DEADLINE_S = 60.0
@@ -82,14 +78,16 @@ class TorchExecutor:
         *,
         folder: ModelFolder | None = None,
         on_progress: OnProgress | None = None,
+        find_gpu: Callable[[], Gpu | None] | None = None,
     ) -> Self:
         """As `start`, with the decoder that ``load`` makes in the device thread, and makes again after `sleep`.
 
         Args:
             folder: where the model's config, tokenizer and (unless they are dummies) weights are, to be read again and
                 saved elsewhere; None: ``load`` is called again, and they cannot be saved.
+            find_gpu: makes the GPU in the device thread; absent: the one that ``config.device`` names.
         """
-        device = Device(config)
+        device = Device(config, find_gpu or partial(_find_gpu, config.device))
         stats = ExecutorStats()
         thread = DeviceThread(num_threads=config.num_threads, on_end=device.free)
         make = partial(
@@ -101,7 +99,7 @@ class TorchExecutor:
             should_stop=thread.should_stop,
         )
         try:
-            info = await thread.submit(partial(device.load, make, stats)).wait()
+            info = await thread.submit(partial(device.load, make, stats, _on_loop(on_progress))).wait()
         except BaseException:
             with anyio.CancelScope(shield=True), anyio.move_on_after(CANCEL_DEADLINE_S):
                 await thread.aclose()
@@ -183,16 +181,20 @@ class Held:
     """What a device has once it is loaded."""
 
     weights: Weights
-    runner: Runner
-    make_attention: Callable[[], AttentionBackend]
-    """With a KV cache that is empty."""
+    runner: StepRunner
 
 
 class Device:
-    """What the device thread owns. Only jobs and the thread's end touch it, so that it is freed with the thread."""
+    """What the device thread owns. Only jobs and the thread's end touch it, so that it is freed with the thread.
 
-    def __init__(self, config: EngineConfig) -> None:
+    Args:
+        find_gpu: the GPU to use, made in the thread; None where there is none to be used.
+    """
+
+    def __init__(self, config: EngineConfig, find_gpu: Callable[[], Gpu | None]) -> None:
         self._config = config
+        self._find_gpu = find_gpu
+        self._gpu: Gpu | None = None
         self._held: Held | None = None
         self._asleep: frozenset[Part] = frozenset()
         self._weight_bytes = 0
@@ -200,54 +202,32 @@ class Device:
         """Threads of a large step; 0: leave the thread's number as it is, for all steps."""
         self._recording: Recording | None = None
 
-    def load(self, make_weights: Callable[[], Weights], stats: ExecutorStats) -> ExecutorInfo:
+    def load(
+        self, make_weights: Callable[..., Weights], stats: ExecutorStats, on_capture: Callable[[int, int], None]
+    ) -> ExecutorInfo:
         """Load the decoder and make room for its KV cache."""
-        config, weights = self._config, make_weights()
-        decoder = weights.decoder
-        assert decoder is not None
-        model = decoder.config
-        shape = KVCacheShape(
-            num_layers=model.num_layers,
-            block_size=config.block_size,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            dtype=model.dtype,
-        )
-        num_blocks = num_kv_blocks(
-            config,
-            max_model_len=model.max_model_len,
-            bytes_per_block=shape.bytes_per_block,
-            available_bytes=available_memory(),
-        )
-        batch = InputBatch(
-            max_num_seqs=config.max_num_seqs, max_model_len=model.max_model_len, block_size=config.block_size
-        )
-
-        def make_attention() -> AttentionBackend:
-            return TorchPagedAttention(KVCache.allocate(shape, num_blocks))
-
-        self._held = Held(weights, Runner(decoder, make_attention(), batch, stats), make_attention)
-        self._weight_bytes = decoder.weight_bytes
-        if config.num_threads is None:
+        config = self._config
+        self._gpu = gpu = self._find_gpu()
+        if gpu is None:
+            weights = make_weights(placement=ON_CPU)
+            assert weights.decoder is not None
+            made = make_cpu_runner(weights.decoder, config, stats)
+        else:
+            weights = make_weights(placement=Placement(gpu.accelerator.device, is_bound=False))
+            assert weights.decoder is not None
+            made = make_gpu_runner(gpu, weights.decoder, config, stats, on_capture)
+        self._held = Held(weights, made.runner)
+        self._weight_bytes = made.info.weight_bytes
+        if config.num_threads is None and gpu is None:
             self._max_threads = torch.get_num_threads()
-        return ExecutorInfo(
-            num_blocks=num_blocks,
-            block_size=config.block_size,
-            max_model_len=model.max_model_len,
-            vocab_size=model.vocab_size,
-            max_in_flight=config.max_in_flight or DEFAULT_MAX_IN_FLIGHT,
-            kv_cache_bytes=num_blocks * shape.bytes_per_block,
-            weight_bytes=decoder.weight_bytes,
-            device="cpu",
-            dtype=str(model.dtype).removeprefix("torch."),
-        )
+        return made.info
 
     @property
     def held(self) -> Held:
         assert self._held is not None, "load comes first"
         return self._held
 
-    def step(self, plan: StepPlan) -> StepResult:
+    def step(self, plan: StepPlan) -> StepResult | Later[StepResult]:
         assert not self._asleep, f"a plan was launched while these were asleep: {sorted(self._asleep)}"
         self._use_threads(is_large_step(self._weight_bytes, int(plan.num_tokens.sum())))
         if self._recording is None:
@@ -258,13 +238,14 @@ class Device:
     def start_profile(self, recording: Recording) -> None:
         if self._recording is not None:
             raise already_recording()
-        recording.start()
+        recording.start(self._gpu.accelerator.profiler_activities() if self._gpu is not None else ())
         self._recording = recording
 
     def stop_profile(self, path: Path) -> None:
         recording, self._recording = self._recording, None
         if recording is None:
             raise not_recording()
+        self.held.runner.settle()
         recording.stop()
         recording.write(path)
 
@@ -275,21 +256,27 @@ class Device:
             recording.stop()
 
     def sleep(self, level: Literal[1, 2]) -> None:
+        held = self.held
+        held.runner.settle()
         if level == 2:
-            self.held.weights.discard()  # first, since it may refuse
-            self.held.runner.decoder = None
-        self.held.runner.drop_cache()
+            held.weights.discard()  # first, since it may refuse
+            held.runner.use(None)
+        elif held.weights.is_elsewhere:
+            held.runner.use(None)
+            held.weights.move_away()
+        held.runner.drop_cache()
         self._asleep = frozenset(("weights", "kv_cache"))
-        return_freed_memory()
+        self._return_memory()
 
     def wake_up(self, parts: frozenset[Part]) -> None:
+        held = self.held
         if "weights" in parts:
             self._use_threads(True)
-            self.held.weights.restore()
-            self.held.runner.decoder = self.held.weights.decoder
-            return_freed_memory()
-        if "kv_cache" in parts and self.held.runner.attention is None:
-            self.held.runner.attention = self.held.make_attention()
+            held.weights.restore()
+            held.runner.use(held.weights.decoder)
+            self._return_memory()
+        if "kv_cache" in parts:
+            held.runner.make_cache()
         self._asleep -= parts
 
     def update_weights(self, folder: Path) -> None:
@@ -301,9 +288,11 @@ class Device:
         self._replace(lambda weights: weights.commit(transfer))
 
     def _replace(self, change: Callable[[Weights], None]) -> None:
+        self.held.runner.settle()
         change(self.held.weights)
-        self.held.runner.decoder = self.held.weights.decoder
-        return_freed_memory()
+        if "weights" not in self._asleep:
+            self.held.runner.use(self.held.weights.decoder)
+        self._return_memory()
 
     def stage_weights(self, piece: StageWeights) -> None:
         self.held.weights.staging.add(piece)
@@ -316,12 +305,14 @@ class Device:
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """A registered function's result, by rank."""
+        self.held.runner.settle()
         worker = Worker(rank=0, world_size=1, model=self.held.weights.decoder, config=self._config)
         return [function(worker, *args, **kwargs)]
 
     def apply(self, function: Callable[[Any], T]) -> list[T]:
         if self.held.weights.decoder is None:
             raise weights_asleep("apply_model")
+        self.held.runner.settle()
         return [function(self.held.weights.decoder)]
 
     def execute_dummy_batch(self) -> None:
@@ -334,10 +325,18 @@ class Device:
         if self._max_threads:
             torch.set_num_threads(self._max_threads if all_of_them else 1)  # 0.2 µs, and for this thread alone
 
+    def _return_memory(self) -> None:
+        if self._gpu is not None:
+            self._gpu.accelerator.release()
+        return_freed_memory()
+
     def free(self) -> None:
         self._held = None
         if self._recording is not None:
             self.drop_profile(self._recording)
+        if self._gpu is not None:
+            self._gpu.accelerator.release()
+            self._gpu = None
 
 
 def _job(job: Callable[[], T]) -> T:
@@ -350,6 +349,22 @@ def _job(job: Callable[[], T]) -> T:
         raise
     except BaseException as error:  # a SystemExit that went on would end the loop
         raise RuntimeError(f"a function that was called in the device thread raised {error!r}") from error
+
+
+def _find_gpu(device: str) -> Gpu | None:
+    """The GPU that `EngineConfig.device` names; None: the CPU.
+
+    Raises:
+        ConfigError: there is none, or Triton is missing.
+    """
+    found = find_cuda(device)
+    if found is None:
+        return None
+    try:
+        from aioengine.kernels import triton_operations
+    except ImportError as error:
+        raise ConfigError(f"device={device!r} needs Triton, which a torch for CUDA brings: {error}") from error
+    return Gpu(CudaAccelerator(found), triton_operations)
 
 
 def is_large_step(weight_bytes: int, num_tokens: int) -> bool:

@@ -15,7 +15,7 @@ from aioengine.executor.protocol import weights_asleep, weights_came_as_tensors
 from aioengine.executor.staging import StagedTensor, Staging
 from aioengine.model_folder import ModelFolder
 from aioengine.models.decoder import Decoder
-from aioengine.models.loader import check_weights, load_weights
+from aioengine.models.loader import ON_CPU, Placement, check_weights, load_weights
 from aioengine.models.places import EMBEDDING, FILE_DTYPES, HEAD, Place, checkpoint_places
 from aioengine.models.saver import save_checkpoint
 
@@ -26,7 +26,9 @@ OnProgress = Callable[[int, int], None]
 class Load(Protocol):
     """Makes a decoder; blocks."""
 
-    def __call__(self, *, on_progress: OnProgress, should_stop: Callable[[], bool]) -> Decoder: ...
+    def __call__(
+        self, *, placement: Placement, on_progress: OnProgress, should_stop: Callable[[], bool]
+    ) -> Decoder: ...
 
 
 class Weights:
@@ -36,6 +38,7 @@ class Weights:
         load: makes the decoder, now and after `discard`.
         folder: where its config and tokenizer are, for `save`.
         is_in_folder: its weights are there, too, and are read from there after `discard`.
+        placement: where the decoder goes.
         should_stop: asked by what takes long, which then raises LoadStopped.
 
     Attributes:
@@ -51,11 +54,14 @@ class Weights:
         is_in_folder: bool,
         on_progress: OnProgress,
         should_stop: Callable[[], bool],
+        placement: Placement = ON_CPU,
     ) -> None:
         self._folder = folder
+        self._placement = placement
+        self._is_away = False
         self._should_stop = should_stop
         self._came_as_tensors = False
-        decoder = load(on_progress=on_progress, should_stop=should_stop)
+        decoder = load(placement=placement, on_progress=on_progress, should_stop=should_stop)
         self.config = decoder.config
         self.decoder: Decoder | None = decoder
         self._load: Load = load
@@ -83,15 +89,30 @@ class Weights:
             raise weights_came_as_tensors()
         self.decoder = None
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the weights are not in the host's memory when they are used."""
+        return not self._placement.is_bound
+
+    def move_away(self) -> None:
+        """Move the weights to the host's memory, page-locked, if they are on another device. Idempotent."""
+        if self.decoder is not None and self.is_elsewhere and not self._is_away:
+            self.decoder.move(torch.device("cpu"), is_pinned=self._placement.device.type == "cuda")
+            self._is_away = True
+
     def restore(self) -> None:
-        """Read the weights again, if they were thrown away.
+        """Move the weights back, or read them again, if they were moved or thrown away.
 
         Raises:
             ModelLoadError: they cannot be read, or have become those of another model.
         """
         if self.decoder is not None:
+            if self._is_away:
+                self.decoder.move(self._placement.device)
+                self._is_away = False
             return
-        self.decoder = self._load(on_progress=_tell_nobody, should_stop=self._should_stop)
+        self._is_away = False
+        self.decoder = self._load(placement=self._placement, on_progress=_tell_nobody, should_stop=self._should_stop)
 
     def update(self, folder: Path) -> None:
         """Take the weights of a folder, now or with `restore`. Needs the memory of the weights once more.
@@ -103,7 +124,8 @@ class Weights:
         if self.decoder is None:
             check_weights(folder, self.config)
         else:
-            self.decoder = load(on_progress=_tell_nobody, should_stop=self._should_stop)
+            placement = Placement(is_bound=False) if self._is_away else self._placement
+            self.decoder = load(placement=placement, on_progress=_tell_nobody, should_stop=self._should_stop)
         self._load = load
         self._came_as_tensors = False
 

@@ -177,9 +177,25 @@ class Decoder(nn.Module):
         Args:
             on_layer: called after each layer; what it raises ends the binding.
         """
-        self.rope_table = rope_table(self.config).to(self.embedding.device)
+        self.make_rope_table()
         self._packed_head = None
         self._bind_products(on_layer)
+
+    def make_rope_table(self) -> None:
+        """Make what follows from the config, on the parameters' device."""
+        self.rope_table = rope_table(self.config).to(self.embedding.device)
+
+    def move(self, device: torch.device, *, is_pinned: bool = False) -> None:
+        """Move the values of the parameters, one at a time, so that a single one is there twice; not of a bound one.
+
+        Args:
+            is_pinned: to page-locked memory of the host, from and to which copies are fastest.
+        """
+        assert not self._bound, "its functions hold the parameters where they are"
+        for parameter in self.parameters():
+            values = parameter.data
+            moved = torch.empty(values.shape, dtype=values.dtype, device=device, pin_memory=is_pinned)
+            parameter.data = moved.copy_(values)
 
     def _bind_products(self, on_layer: Callable[[], None] = lambda: None) -> None:
         bound: list[Layer] = []
@@ -207,22 +223,23 @@ class Decoder(nn.Module):
         held = dict(self.named_parameters())
         packed_head = held.pop(PACKED_HEAD, None)
         for name, parameter in held.items():
-            other._set(name, parameter)
+            other._set(name, parameter, is_packed=False)
         for name, value in changed:
-            other._set(name, nn.Parameter(value, requires_grad=False))
+            other._set(name, nn.Parameter(value, requires_grad=False), is_packed=bool(self._bound))
             if name == "embedding":
                 packed_head = None
         if packed_head is not None:
-            other._set(PACKED_HEAD, packed_head)
+            other._set(PACKED_HEAD, packed_head, is_packed=False)
         other.rope_table = self.rope_table
-        other._bind_products()
+        if self._bound:
+            other._bind_products()
         return other
 
-    def _set(self, name: str, parameter: nn.Parameter) -> None:
+    def _set(self, name: str, parameter: nn.Parameter, *, is_packed: bool) -> None:
         path, _, attribute = name.rpartition(".")
         module = self.get_submodule(path)
         setattr(module, attribute, parameter)
-        if isinstance(module, Linear):
+        if is_packed and isinstance(module, Linear):
             module.pack()
 
     def decoder_layers(self) -> Iterator[DecoderLayer]:

@@ -36,6 +36,21 @@ DUMMY_SEED = 0
 DUMMY_RANGE = 0.05
 
 
+class Placement(msgspec.Struct, frozen=True):
+    """Where a decoder's weights go.
+
+    Attributes:
+        device: of its tensors.
+        is_bound: ready to run by `Decoder.forward`, on a CPU; else for `aioengine.models.fused`.
+    """
+
+    device: torch.device = torch.device("cpu")
+    is_bound: bool = True
+
+
+ON_CPU = Placement()
+
+
 class LoadStopped(Exception):
     """Loading ended early because ``should_stop`` said so."""
 
@@ -56,6 +71,7 @@ def load_decoder(
     folder: ModelFolder,
     config: EngineConfig,
     *,
+    placement: Placement = ON_CPU,
     on_progress: Callable[[int, int], None] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Decoder:
@@ -75,14 +91,14 @@ def load_decoder(
     # config.json first: where it describes what is not supported, that explains more than the files could.
     decoder_config = read_decoder_config(folder, dtype=config.dtype, max_model_len=config.max_model_len)
     if config.load_format == "dummy":
-        decoder = _allocate(decoder_config)
+        decoder = _allocate(decoder_config, placement)
         _fill_with_noise(decoder, on_progress, should_stop)
     else:
         stored = read_catalogue(folder.path)
         if config.dtype == "auto" and not any(folder.config.get(key) for key in ("dtype", "torch_dtype")):
             decoder_config = _with_dtype_of_files(decoder_config, stored)
-        decoder = _read(stored, decoder_config, on_progress, should_stop)
-    decoder.bind(lambda: stop_if(should_stop))
+        decoder = _read(stored, decoder_config, placement, on_progress, should_stop)
+    _make_ready(decoder, placement, should_stop)
     return decoder
 
 
@@ -90,6 +106,7 @@ def load_weights(
     folder: Path,
     config: DecoderConfig,
     *,
+    placement: Placement = ON_CPU,
     on_progress: Callable[[int, int], None] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Decoder:
@@ -101,8 +118,8 @@ def load_weights(
         ModelLoadError, LoadStopped: as `load_decoder`.
     """
     check_config(folder, config)
-    decoder = _read(read_catalogue(folder), config, on_progress, should_stop)
-    decoder.bind(lambda: stop_if(should_stop))
+    decoder = _read(read_catalogue(folder), config, placement, on_progress, should_stop)
+    _make_ready(decoder, placement, should_stop)
     return decoder
 
 
@@ -144,12 +161,13 @@ def check_same(found: DecoderConfig, config: DecoderConfig, folder: Path) -> Non
 def _read(
     stored: dict[str, Stored],
     config: DecoderConfig,
+    placement: Placement,
     on_progress: Callable[[int, int], None] | None,
     should_stop: Callable[[], bool],
 ) -> Decoder:
     """A decoder with the values of the files, not bound yet."""
     wanted = match(stored, checkpoint_places(config), tied=config.tie_word_embeddings)
-    decoder = _allocate(config)
+    decoder = _allocate(config, placement)
     _stream(wanted, checkpoint_slots(decoder), on_progress, should_stop)
     if config.tie_word_embeddings and HEAD in stored and HEAD not in (t.name for t in wanted):
         _check_tied_head(stored[HEAD], decoder.embedding)
@@ -263,12 +281,19 @@ def _with_dtype_of_files(config: DecoderConfig, stored: dict[str, Stored]) -> De
     return msgspec.structs.replace(config, dtype=dtypes[0]) if dtypes else config
 
 
-def _allocate(config: DecoderConfig) -> Decoder:
+def _allocate(config: DecoderConfig, placement: Placement) -> Decoder:
     decoder = Decoder(config)
     try:
-        return decoder.to_empty(device="cpu")
+        return decoder.to_empty(device=placement.device)
     except RuntimeError as error:
         raise ModelLoadError(f"no memory for {decoder.weight_bytes} bytes of weights: {error}") from error
+
+
+def _make_ready(decoder: Decoder, placement: Placement, should_stop: Callable[[], bool]) -> None:
+    if placement.is_bound:
+        decoder.bind(lambda: stop_if(should_stop))
+    else:
+        decoder.make_rope_table()
 
 
 def _stream(
@@ -290,7 +315,7 @@ def _stream(
 def _check_tied_head(stored: Stored, embedding: Tensor) -> None:
     """A head beside a tied embedding is the same matrix saved twice; if not, config.json is wrong."""
     with _opened(stored.path) as file:
-        if stored.shape == tuple(embedding.shape) and torch.equal(file.get_tensor(HEAD).to(embedding.dtype), embedding):
+        if stored.shape == tuple(embedding.shape) and torch.equal(file.get_tensor(HEAD).to(embedding), embedding):
             return
     raise ModelLoadError(
         f"tensor {HEAD} in {stored.path} is not the embedding, though config.json says tie_word_embeddings; "
@@ -301,7 +326,8 @@ def _check_tied_head(stored: Stored, embedding: Tensor) -> None:
 def _fill_with_noise(
     decoder: Decoder, on_progress: Callable[[int, int], None] | None, should_stop: Callable[[], bool]
 ) -> None:
-    generator = torch.Generator().manual_seed(DUMMY_SEED)
+    # Made where they go: 8 billion of them take a CPU a minute, and a GPU some ms.
+    generator = torch.Generator(decoder.embedding.device).manual_seed(DUMMY_SEED)
     progress = _Progress(decoder.weight_bytes, on_progress)
     for slot in checkpoint_slots(decoder).values():
         stop_if(should_stop)

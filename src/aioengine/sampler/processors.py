@@ -39,7 +39,7 @@ def run(processor: LogitsProcessor, logits: Tensor, ruled: RuledRows, members: I
     """Give a processor the logits of the rows ``members`` of ``ruled``; returns what went wrong."""
     places = ruled.places[members]
     # A copy, whatever the rows are: a processor may keep it, or break it.
-    given = logits.index_select(0, torch.from_numpy(places))
+    given = logits.index_select(0, torch.from_numpy(places).to(logits.device))
     shape = given.shape
     try:
         returned = processor(given, [logits_row(ruled, i) for i in members.tolist()])

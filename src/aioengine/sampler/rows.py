@@ -86,6 +86,9 @@ class RowRules:
         )
 
 
+NO_RULES = RowRules.of(RowSampling())
+
+
 def has_rules(sampling: RowSampling) -> bool:
     """Whether the row's logits are changed at every step; ``stop_ids`` are masked at the first ones only."""
     return bool(

@@ -69,6 +69,8 @@ class FakeAccelerator:
     Attributes:
         is_held: while True nothing runs, and waits last.
         num_enqueued: pieces of work, graphs counting as one.
+        graphs: that were captured.
+        num_releases: how often memory was given back.
     """
 
     def __init__(self, *, total_bytes: int = 8 * GIB, free_bytes: int = 6 * GIB) -> None:
@@ -78,6 +80,7 @@ class FakeAccelerator:
         self.capability = 90
         self.graphs: list[FakeGraph] = []
         self.num_enqueued = 0
+        self.num_releases = 0
         self._memory = DeviceMemory(total_bytes, free_bytes, 0)
         self._stream: deque[Callable[[], None]] = deque()
         self._copies: dict[FakeEvent, tuple[FakeEvent, Work]] = {}
@@ -148,7 +151,7 @@ class FakeAccelerator:
         return 0
 
     def release(self) -> None:
-        self.graphs.clear()
+        self.num_releases += 1
 
     def profiler_activities(self) -> list[Any]:
         return []

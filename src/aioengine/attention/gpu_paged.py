@@ -1,0 +1,114 @@
+"""Paged attention on a GPU: the cache of all layers, and one step's attention over it by the kernels' operations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aioengine.attention.kv_cache import KVCacheShape
+from aioengine.kernels.operations import Operations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTensors:
+    """Where a step's tokens are, on the device; arguments as in `Operations`.
+
+    Attributes:
+        positions, slots: int32 [T].
+        decodes: int32 [m, 3]; None: none.
+        tiles: int32 [m, 4]; None: none.
+        num_splits: of long contexts.
+        max_context: no context is longer.
+    """
+
+    positions: Tensor
+    slots: Tensor
+    decodes: Tensor | None
+    tiles: Tensor | None
+    num_splits: int
+    max_context: int
+
+
+class GpuPagedAttention:
+    """Keys and values in one tensor, and the model's numbers that attention needs.
+
+    Args:
+        block_tables: int32 [rows, blocks of the longest sequence], of all rows.
+        eps: of the norm of queries and keys.
+        k_scale, v_scale: of a float8 cache.
+
+    Attributes:
+        rope_table: [positions, 2 · head_dim], the decoder's; to be set before the first step.
+        cache: [2 · layers, blocks, block_size, kv_heads, head_dim]; of each layer the keys, then the values.
+    """
+
+    def __init__(
+        self,
+        operations: Operations,
+        shape: KVCacheShape,
+        num_blocks: int,
+        *,
+        block_tables: Tensor,
+        eps: float,
+        num_multiprocessors: int,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+    ) -> None:
+        size = (2 * shape.num_layers, num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
+        self.cache = torch.zeros(size, dtype=shape.dtype, device=block_tables.device)
+        self._operations = operations
+        self._block_tables = block_tables
+        self.rope_table: Tensor | None = None
+        self._eps = eps
+        self._scales = k_scale, v_scale
+        self._num_kv_heads = shape.num_kv_heads
+        self._num_multiprocessors = num_multiprocessors
+        self._softmax_scale = shape.head_dim**-0.5
+
+    def copy_blocks(self, copied_from: Tensor, copied_to: Tensor) -> None:
+        """As `Operations.copy_blocks`, in all layers."""
+        self._operations.copy_blocks(self.cache, copied_from, copied_to)
+
+    def num_splits(self, num_rows: int, max_context: int) -> int:
+        """For so many single query tokens."""
+        return self._operations.choose_num_splits(num_rows, self._num_kv_heads, max_context, self._num_multiprocessors)
+
+    def begin(self, step: StepTensors) -> GpuStepAttention:
+        return GpuStepAttention(self, step)
+
+    def attend(
+        self, step: StepTensors, layer: int, qkv: Tensor, qk_weight: Tensor | None, window: int | None
+    ) -> Tensor:
+        """Rotate, write this step's keys and values, then attend: [T, h · d] from [T, (h + 2 g) · d]."""
+        k_cache, v_cache = self.cache[2 * layer], self.cache[2 * layer + 1]
+        k_scale, v_scale = self._scales
+        assert self.rope_table is not None
+        q = self._operations.rotate_and_write(
+            qkv, step.positions, step.slots, self.rope_table, qk_weight, self._eps, k_cache, v_cache, k_scale, v_scale
+        )
+        out = torch.empty_like(q)
+        if step.decodes is not None:
+            self._operations.attend_decode(
+                q, k_cache, v_cache, self._block_tables, step.decodes, out,
+                scale=self._softmax_scale, window=window, soft_cap=0.0, k_scale=k_scale, v_scale=v_scale,
+                num_splits=step.num_splits, max_context=step.max_context,
+            )  # fmt: skip
+        if step.tiles is not None:
+            self._operations.attend_prefill(
+                q, k_cache, v_cache, self._block_tables, step.tiles, out,
+                scale=self._softmax_scale, window=window, soft_cap=0.0, k_scale=k_scale, v_scale=v_scale,
+            )  # fmt: skip
+        return out.flatten(1)
+
+
+class GpuStepAttention:
+    """Attention of one step: what `aioengine.models.fused.FusedDecoder` calls in each layer."""
+
+    def __init__(self, attention: GpuPagedAttention, step: StepTensors) -> None:
+        self._attention = attention
+        self._step = step
+
+    def __call__(self, layer: int, qkv: Tensor, qk_weight: Tensor | None, *, window: int | None) -> Tensor:
+        return self._attention.attend(self._step, layer, qkv, qk_weight, window)

@@ -1,0 +1,391 @@
+"""A plan as the words that a GPU needs, out of what the host keeps of the rows.
+
+The token history and the block tables are the device's. The host has a line of words for each row, as the sampling
+kernels take them, so that a steady decode step takes a few array operations, whatever the number of rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aioengine.core.plan import Int32, RowAdded, StepPlan, Want
+from aioengine.executor.row_columns import RowColumns
+from aioengine.executor.step_words import ExtraWords, FixedWords, Span, TableSpans
+from aioengine.kernels.slots import SLOT_WORDS, Slot, SlotFlag
+from aioengine.sampler import PromptLines, RowRules, spans
+from aioengine.sampler.on_device import Features
+from aioengine.sampler.outputs import OutputSizes
+from aioengine.sampler.rule_table import RuleSizes, RuleTable, pack_bits
+
+NUM_TOP_SIZES = (0, 5, 20)
+"""Numbers of likeliest tokens for which there are graphs; others are rounded up."""
+
+Int64 = NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class Deltas:
+    """What a step changes before it computes; each a `Span` of the step's extra words, or None.
+
+    Attributes:
+        tokens, blocks, masks: spans for the history, the block tables, the bitmasks.
+        copies: copied_from, then copied_to.
+        rules: `RuleTable.words`.
+    """
+
+    tokens: Span | None = None
+    blocks: Span | None = None
+    masks: Span | None = None
+    copies: Span | None = None
+    rules: Span | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class GpuStep:
+    """A step, as the host knows it.
+
+    Attributes:
+        num_tokens: T.
+        num_decodes: rows of one token, which come in the fixed section.
+        max_context: the longest row's tokens.
+        features: of the sampling.
+        sampled: int64 [n], which of the plan's rows want a token.
+        slot_rows: int64 [s], which of the plan's rows each slot is of, ascending.
+        wants_logprobs: bool [s].
+        is_ruled: bool [s], whether rules may mask all its tokens.
+        sizes: of what comes back.
+        is_plain: each row one token and one slot, nothing that only the host can do: a graph may run it.
+        extra: the words beside the fixed ones; empty in a steady step.
+        tiles, lines, slots, extra_pairs, prompt: `Span`s of those. ``lines``: int32 [n], which tokens' logits are
+            wanted, where not all are. ``slots``: where there are too many for the fixed section. ``extra_pairs``:
+            slots, their lines, and token ids, of tokens that are reported always. ``prompt``: indices of tokens, then
+            the token ids behind them.
+        extra_counts, extra_ids: int64 [s], how many of those each slot has, and which; None: no slot has any.
+        processed: which lines have logits processors.
+        learning: first slot, and the tokens to which its own is to be added once it is known.
+    """
+
+    plan: StepPlan
+    num_tokens: int
+    num_decodes: int
+    max_context: int
+    features: Features
+    sampled: Int64
+    slot_rows: Int64
+    wants_logprobs: NDArray[np.bool_]
+    is_ruled: NDArray[np.bool_]
+    sizes: OutputSizes
+    is_plain: bool
+    extra: ExtraWords
+    deltas: Deltas = field(default_factory=Deltas)
+    tiles: Span | None = None
+    lines: Span | None = None
+    slots: Span | None = None
+    extra_pairs: Span | None = None
+    extra_counts: Int64 | None = None
+    extra_ids: Int32 | None = None
+    prompt: Span | None = None
+    prompt_lines: PromptLines | None = None
+    processed: list[int] = field(default_factory=list)
+    learning: list[tuple[int, list[int]]] = field(default_factory=list)
+
+
+class GpuBatch:
+    """The rows of a GPU executor, on the host.
+
+    Args:
+        tile: the most query tokens of an attention tile.
+    """
+
+    def __init__(self, *, max_num_seqs: int, vocab_size: int, tile: int) -> None:
+        self._max_num_seqs = max_num_seqs
+        self._vocab_size = vocab_size
+        self._tile = tile
+        self.columns = RowColumns(max_num_seqs)
+        self.rules = RuleTable(vocab_size)
+        self._num_blocks = np.zeros(max_num_seqs, np.int32)
+        self._lines = np.zeros((max_num_seqs, SLOT_WORDS), np.int32)
+        self._has_filters = np.zeros(max_num_seqs, np.bool_)
+        self._is_penalised = np.zeros(max_num_seqs, np.bool_)
+        self._has_edits = np.zeros(max_num_seqs, np.bool_)
+        self._has_mask = np.zeros(max_num_seqs, np.bool_)
+        self._processed: set[int] = set()
+        self._known: dict[int, list[int]] = {}
+        """Tokens of the rows about which the host must know them."""
+        self._free_masks: list[int] = []
+        self.num_masks = 0
+
+    # What changes
+
+    def apply(self, plan: StepPlan, fixed: FixedWords[NDArray[Any]], extra: ExtraWords) -> Deltas:
+        """Take in a plan's deltas.
+
+        Raises:
+            Exception: the plan does not fit the rows, whose state is unknown from now on.
+        """
+        deltas = Deltas()
+        self._remove(plan.removed)
+        fixed.grown[:, 0] = -1
+        if len(plan.copied_from):
+            deltas.copies = extra.add(np.concatenate((plan.copied_from, plan.copied_to)))
+        if plan.added or len(plan.grown_rows) > self._max_num_seqs:
+            blocks = TableSpans(extra)
+            self._add_all(plan.added, blocks, deltas, extra)
+            if len(plan.grown_rows) > self._max_num_seqs:
+                self._grow_much(plan, blocks)
+            deltas.blocks = blocks.end()
+        if 0 < len(plan.grown_rows) <= self._max_num_seqs:
+            self._grow(plan.grown_rows, plan.grown_blocks, fixed)
+        if self.rules.is_changed:
+            deltas.rules = extra.add(self.rules.words())
+        return deltas
+
+    def _remove(self, rows: Int32) -> None:
+        self.columns.remove(rows)
+        self._num_blocks[rows] = 0
+        for row in rows.tolist():
+            self.rules.remove(row)
+            self._processed.discard(row)
+            self._known.pop(row, None)
+            if self._has_mask[row]:
+                self._has_mask[row] = False
+                self._free_masks.append(int(self._lines[row, Slot.MASK]))
+
+    def _add_all(self, added: tuple[RowAdded, ...], blocks: TableSpans, deltas: Deltas, extra: ExtraWords) -> None:
+        tokens, masks = TableSpans(extra), TableSpans(extra)
+        for row in added:
+            self._num_blocks[row.row] = len(row.block_ids)
+            blocks.add(row.row, 0, row.block_ids)
+            tokens.add(row.row, 0, row.token_ids)
+            self._describe(row, masks)
+        deltas.tokens, deltas.masks = tokens.end(), masks.end()
+
+    def _describe(self, added: RowAdded, masks: TableSpans) -> None:
+        """Keep what is to be known of how a row is sampled."""
+        row, sampling = added.row, added.sampling
+        self.columns.add(added)
+        rules = self.columns.rules[row]
+        is_drawn = sampling.temperature > 0
+        self._has_filters[row] = is_drawn and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
+        self._is_penalised[row] = (
+            sampling.repetition_penalty != 1 or sampling.frequency_penalty != 0 or sampling.presence_penalty != 0
+        )
+        if rules.logits_processors:
+            self._processed.add(row)
+        if rules.logits_processors or sampling.prompt_logprobs >= 0:
+            self._known[row] = added.token_ids.tolist()
+        self._has_edits[row] = self.rules.add(row, rules, int(self.columns.sampling["min_tokens"][row]))
+        line = self._lines[row]
+        line[:] = 0
+        line[Slot.ROW], line[Slot.CHOICE] = row, sampling.choice
+        line[Slot.SEED_LOW : Slot.SEED_HIGH + 1] = np.array([sampling.seed], np.int64).view(np.int32)
+        line[Slot.MASK] = self._take_mask(row, rules, masks)
+        floats = line.view(np.float32)
+        floats[Slot.TEMPERATURE], floats[Slot.TOP_P] = sampling.temperature, 1.0
+        if is_drawn:
+            line[Slot.TOP_K], floats[Slot.TOP_P], floats[Slot.MIN_P] = sampling.top_k, sampling.top_p, sampling.min_p
+        floats[Slot.REPETITION] = sampling.repetition_penalty
+        floats[Slot.FREQUENCY], floats[Slot.PRESENCE] = sampling.frequency_penalty, sampling.presence_penalty
+
+    def _take_mask(self, row: int, rules: RowRules, masks: TableSpans) -> int:
+        """A row of the bitmasks for the only ids that are allowed; -1 if all are, or a processor may say otherwise."""
+        if rules.allowed_ids is None or rules.logits_processors:
+            return -1
+        if not self._free_masks:
+            self._free_masks.append(self.num_masks)
+            self.num_masks += 1
+        mask = self._free_masks.pop()
+        self._has_mask[row] = True
+        masks.add(mask, 0, pack_bits(rules.allowed_ids, self._vocab_size))
+        return mask
+
+    def _grow(self, rows: Int32, block_ids: Int32, fixed: FixedWords[NDArray[Any]]) -> None:
+        """Append ``block_ids[i]`` to the table of ``rows[i]``; a row may stand there several times."""
+        count = len(rows)
+        order = np.argsort(rows, kind="stable")
+        rows = rows[order]
+        nth_of_row = np.arange(count) - np.searchsorted(rows, rows)
+        grown = fixed.grown
+        grown[:count, 0] = rows
+        grown[:count, 1] = self._num_blocks[rows] + nth_of_row
+        grown[:count, 2] = np.arange(count)
+        grown[:count, 3] = 1
+        fixed.grown_blocks[:count] = block_ids[order]
+        np.add.at(self._num_blocks, rows, 1)
+
+    def _grow_much(self, plan: StepPlan, blocks: TableSpans) -> None:
+        for row, block in zip(plan.grown_rows.tolist(), plan.grown_blocks, strict=True):
+            blocks.add(row, int(self._num_blocks[row]), np.array([block], np.int32))
+            self._num_blocks[row] += 1
+
+    # What is computed
+
+    def step(
+        self, plan: StepPlan, fixed: FixedWords[NDArray[Any]], extra: ExtraWords, size_for: dict[int, int]
+    ) -> tuple[GpuStep, int | None]:
+        """Write what the plan's rows compute.
+
+        Args:
+            size_for: by number of rows, the size of the graph that could run them.
+        Returns:
+            the step, and that size, to which it is padded; None: it is to be run as it is.
+        """
+        ends = plan.starts + plan.num_tokens
+        sampled = np.flatnonzero(plan.wants == Want.LOGITS)
+        rows, end = plan.rows[sampled], ends[sampled]
+        positions = end - self.columns.num_prompt_tokens[rows]
+        num_choices = self.columns.num_choices(rows, positions)
+        counts = np.ones(len(rows), np.int32) if num_choices is None else num_choices
+        line_of_slot = np.arange(len(rows)) if num_choices is None else np.repeat(np.arange(len(rows)), counts)
+        features = self._features(rows, positions)
+        num_rows, num_tokens = len(plan.rows), int(plan.num_tokens.sum())
+        step = GpuStep(
+            plan=plan,
+            num_tokens=num_tokens,
+            num_decodes=0,
+            max_context=int(ends.max()),
+            features=features,
+            sampled=sampled,
+            slot_rows=sampled[line_of_slot],
+            wants_logprobs=(self.columns.sampling["logprobs"][rows] >= 0)[line_of_slot],
+            is_ruled=(self.columns.has_rules[rows] | (positions < self.columns.sampling["min_tokens"][rows]))[
+                line_of_slot
+            ],
+            sizes=OutputSizes(len(line_of_slot), features.num_top),
+            is_plain=num_tokens == num_rows and num_choices is None and features.num_top in (-1, *NUM_TOP_SIZES),
+            extra=extra,
+        )
+        self._ask_for_more(step, rows, line_of_slot)
+        size = size_for.get(num_rows) if step.is_plain and len(sampled) else None
+        self._write_rows(step, ends, fixed, size)
+        self._write_slots(step, (rows, end, positions), (line_of_slot, counts), fixed, size)
+        return step, size
+
+    def _features(self, rows: Int32, positions: Int32) -> Features:
+        columns = self.columns.sampling
+        has_edits = (self._has_edits[rows] | (positions < columns["min_tokens"][rows])).any()
+        most = int(columns["logprobs"][rows].max(initial=-1))
+        return Features(
+            has_filters=bool(self._has_filters[rows].any()),
+            is_greedy=not columns["temperature"][rows].any(),
+            has_masks=bool(self._has_mask[rows].any()),
+            is_penalised=bool(self._is_penalised[rows].any()),
+            rules=self.rules.sizes if has_edits else RuleSizes(),
+            num_top=min(next((size for size in NUM_TOP_SIZES if size >= most), most), self._vocab_size)
+            if most >= 0
+            else -1,
+        )
+
+    def _ask_for_more(self, step: GpuStep, rows: Int32, line_of_slot: Int64) -> None:
+        """What few steps bring: prompt tokens to be scored, tokens that are reported always, logits processors."""
+        plan, extra = step.plan, step.extra
+        offsets = np.concatenate(([0], np.cumsum(plan.num_tokens))).astype(np.int32)
+        lines = self.columns.prompt_lines(plan, offsets, self._known_tokens)
+        if lines is not None:
+            step.is_plain = False
+            step.prompt_lines = lines
+            step.prompt = extra.add(np.concatenate((lines.predicted_at, lines.token_ids)).astype(np.int32))
+            step.sizes = step.sizes._replace(
+                num_prompt=len(lines.token_ids), num_prompt_top=min(lines.num_top, self._vocab_size)
+            )
+        of_rows = self.columns.logprob_token_ids(rows)
+        if of_rows is not None and step.features.num_top >= 0:
+            of_slots = [of_rows[line][of_rows[line] < self._vocab_size] for line in line_of_slot.tolist()]
+            step.extra_counts = np.array([len(ids) for ids in of_slots], np.int64)
+            if step.extra_counts.any():
+                step.is_plain = False
+                slots = np.repeat(np.arange(len(of_slots)), step.extra_counts)
+                step.extra_ids = np.concatenate(of_slots).astype(np.int32)
+                pairs = np.concatenate((slots, line_of_slot[slots], step.extra_ids))
+                step.extra_pairs = extra.add(pairs.astype(np.int32))
+                step.sizes = step.sizes._replace(num_extra=len(slots))
+            else:
+                step.extra_counts = None
+        if self._processed:
+            step.processed = [line for line, row in enumerate(rows.tolist()) if row in self._processed]
+            step.is_plain = step.is_plain and not step.processed
+            first_slots = np.searchsorted(line_of_slot, step.processed)
+            step.learning = [
+                (slot, self._known[int(rows[line])])
+                for slot, line in zip(first_slots.tolist(), step.processed, strict=True)
+            ]
+
+    def _known_tokens(self, rows: Int32, positions: Int64) -> Int64:
+        return np.array(
+            [self._known[row][position] for row, position in zip(rows.tolist(), positions.tolist(), strict=True)],
+            np.int64,
+        )
+
+    def _write_rows(self, step: GpuStep, ends: Int32, fixed: FixedWords[NDArray[Any]], size: int | None) -> None:
+        plan, count = step.plan, len(step.plan.rows)
+        first_tokens = np.cumsum(plan.num_tokens) - plan.num_tokens
+        rows = fixed.rows
+        rows[:count, 0], rows[:count, 1] = plan.rows, plan.starts
+        rows[:count, 2], rows[:count, 3] = first_tokens, plan.num_tokens
+        is_decode = plan.num_tokens == 1
+        members = slice(None) if step.num_tokens == count else is_decode
+        step.num_decodes = count if step.num_tokens == count else int(is_decode.sum())
+        decodes = fixed.decodes[: step.num_decodes]
+        decodes[:, 0], decodes[:, 1], decodes[:, 2] = plan.rows[members], first_tokens[members], ends[members]
+        if step.num_decodes < count:
+            step.tiles = step.extra.add(self._tiles(plan, first_tokens, ~is_decode))
+        if size is not None and size > count:
+            padding = np.arange(count, size)
+            rows[count:size] = np.stack((np.full_like(padding, -1), padding * 0, padding, padding * 0 + 1), axis=1)
+            fixed.decodes[count:size] = np.stack((np.full_like(padding, -1), padding, padding * 0), axis=1)
+
+    def _tiles(self, plan: StepPlan, first_tokens: Int32, members: NDArray[np.bool_]) -> Int32:
+        """Query tiles, those with the longest contexts first, so that the last ones to run are short."""
+        rows, starts, firsts, counts = (c[members] for c in (plan.rows, plan.starts, first_tokens, plan.num_tokens))
+        num_tiles = -(-counts // self._tile)
+        of_row = np.repeat(np.arange(len(rows)), num_tiles)
+        offsets = spans(np.zeros_like(num_tiles), num_tiles) * self._tile
+        positions = starts[of_row] + offsets
+        tiles = np.stack(
+            (rows[of_row], firsts[of_row] + offsets, np.minimum(counts[of_row] - offsets, self._tile), positions),
+            axis=1,
+        ).astype(np.int32)
+        longest_first: Int32 = tiles[np.argsort(-positions, kind="stable")]
+        return longest_first
+
+    def _write_slots(
+        self,
+        step: GpuStep,
+        of_lines: tuple[Int32, Int32, Int32],
+        slots_of_lines: tuple[Int64, Int32],
+        fixed: FixedWords[NDArray[Any]],
+        size: int | None,
+    ) -> None:
+        rows, ends, positions = of_lines
+        line_of_slot, counts = slots_of_lines
+        count = len(line_of_slot)
+        is_fixed = count <= self._max_num_seqs
+        slots = fixed.slots[:count] if is_fixed else np.empty((count, SLOT_WORDS), np.int32)
+        slots[:] = self._lines[rows[line_of_slot]]
+        slots[:, Slot.LINE] = line_of_slot if size is None else step.sampled
+        slots[:, Slot.END] = ends[line_of_slot]
+        slots[:, Slot.OUTPUT_POSITION] = positions[line_of_slot]
+        first_slots = np.cumsum(counts) - counts
+        nth = np.arange(count) - first_slots[line_of_slot]
+        slots[:, Slot.CHOICE] += nth.astype(np.int32)
+        slots[:, Slot.FLAGS] = (nth == 0) * int(SlotFlag.FIRST) + step.wants_logprobs * int(SlotFlag.LOGPROBS)
+        if size is not None:
+            fixed.slots[count:size, Slot.LINE] = -1
+            fixed.slots[count:size, Slot.FLAGS] = 0
+            step.sizes = step.sizes._replace(num_slots=size)
+        elif len(step.sampled) < step.num_tokens:
+            ends_of_rows = np.cumsum(step.plan.num_tokens)[step.sampled] - 1
+            step.lines = step.extra.add(ends_of_rows.astype(np.int32))
+        if not is_fixed:
+            step.slots = step.extra.add(slots)
+        if step.features.rules.num_edits:
+            fixed.slot_of_row[:] = -1
+            fixed.slot_of_row[rows] = first_slots
+
+    def known(self, row: int) -> list[int]:
+        """A row's tokens, of one with logits processors, as far as they were learned."""
+        return self._known[row]

@@ -1,0 +1,499 @@
+"""One step on a GPU: plan → words → one copy to the device → launches, or one graph → one copy back, awaited elsewhere.
+
+The runner lives in the device thread and never waits for the device (but for a logits processor, which must see the
+tokens so far): what a step needs of the one before it is on the device already. So the next step is launched while
+this one runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from aioengine.attention.gpu_paged import GpuPagedAttention, StepTensors
+from aioengine.core.plan import StepPlan, StepResult
+from aioengine.executor.accelerator import Accelerator, Event, HostWords, Work
+from aioengine.executor.gpu_batch import NUM_TOP_SIZES, Deltas, GpuBatch, GpuStep
+from aioengine.executor.gpu_result import make_result
+from aioengine.executor.graphs import DecodeGraphs, GraphKey
+from aioengine.executor.host_rules import HostRules, HostRulesOfStep
+from aioengine.executor.protocol import DeviceLost, ExecutorStats
+from aioengine.executor.step_words import WORDS_A_ROW, ExtraWords, FixedWords, Span
+from aioengine.executor.waiter import Later
+from aioengine.kernels.operations import Operations
+from aioengine.kernels.slots import SLOT_WORDS, Slot, SlotFlag
+from aioengine.models.decoder import Decoder
+from aioengine.models.fused import FusedDecoder
+from aioengine.sampler.on_device import DeviceSampler, Features, SlotTensors
+from aioengine.sampler.outputs import Outputs, OutputSizes, Scored
+from aioengine.sampler.rule_table import RuleSizes
+
+PROMPT_CHUNK_ELEMENTS = 2**25
+"""Logits of a prompt that are computed together: 128 MiB."""
+
+REHEARSED_TOKENS = 16
+
+WARM_FEATURES = (
+    Features(is_greedy=True),
+    Features(has_filters=True),
+    Features(num_top=0),
+    Features(has_masks=True),
+    Features(is_penalised=True, rules=RuleSizes(64, 64, 64), num_top=NUM_TOP_SIZES[1]),
+)
+"""Each sampling kernel at least once, beside the plain draw."""
+
+
+class Staging:
+    """Page-locked memory of one step in flight."""
+
+    def __init__(self, accelerator: Accelerator, max_num_seqs: int) -> None:
+        self._accelerator = accelerator
+        self.fixed = accelerator.host_words(max_num_seqs * WORDS_A_ROW)
+        self.extra = accelerator.host_words(1)
+        self.out = accelerator.host_words(1)
+
+    def write_extra(self, extra: ExtraWords) -> None:
+        self.extra = self._grown(self.extra, extra.num_words)
+        extra.write(self.extra.array)
+
+    def make_room(self, num_words: int) -> None:
+        """For what comes back."""
+        self.out = self._grown(self.out, num_words)
+
+    def _grown(self, words: HostWords, size: int) -> HostWords:
+        return words if size <= len(words) else self._accelerator.host_words(1 << (size - 1).bit_length())
+
+    def lend(self, until: Event) -> None:
+        self.fixed.lend(until)
+        self.extra.lend(until)
+
+
+class LaunchedStep(Later[StepResult]):
+    """A step on its way: what a job of the device thread leaves to the waiter.
+
+    Args:
+        keep: what the device still needs.
+    """
+
+    def __init__(
+        self, step: GpuStep, words: HostWords, events: tuple[Event, Event], failures: dict[int, Exception], keep: object
+    ) -> None:
+        self.step = step
+        self._words = words
+        self._started, self._done = events
+        self._failures = failures
+        self._keep = keep
+        self._num_words = step.sizes.num_words
+
+    @property
+    def is_done(self) -> bool:
+        return self._done.is_done()
+
+    def token_ids(self) -> list[int]:
+        """The slots' tokens; waits for them."""
+        self._done.wait()
+        return list(self._words.array[: self.step.sizes.num_slots].tolist())
+
+    def wait(self) -> StepResult:
+        """Block until the device is done, without the GIL.
+
+        Raises:
+            DeviceLost: the device failed.
+        """
+        try:
+            self._done.wait()
+            seconds = self._done.seconds_since(self._started)
+        except Exception as error:
+            raise DeviceLost(f"the GPU failed: {error}") from error
+        ended_at_s = time.monotonic()
+        words = self._words.array[: self._num_words].copy()
+        self._keep = None
+        return make_result(self.step, words, self._failures, seconds=seconds, ended_at_s=ended_at_s)
+
+
+class GpuRunner:
+    """Launches plans in the order in which they come, each on top of the state that the one before leaves.
+
+    Args:
+        decoder: on the device.
+        make_attention: makes the KV cache, over block tables.
+        max_in_flight: steps that may be launched and not waited for.
+        graph_sizes: numbers of rows for which decode steps become graphs.
+
+    Attributes:
+        graphs: of decode steps.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        operations: Operations,
+        decoder: Decoder,
+        make_attention: Callable[[Tensor], GpuPagedAttention],
+        stats: ExecutorStats,
+        *,
+        max_num_seqs: int,
+        block_size: int,
+        max_in_flight: int,
+        graph_sizes: tuple[int, ...],
+    ) -> None:
+        c, device = decoder.config, accelerator.device
+        self._accelerator = accelerator
+        self._operations = operations
+        self._stats = stats
+        self._block_size = block_size
+        self._max_model_len = c.max_model_len
+        tile = operations.prefill_tile(c.num_heads, c.num_kv_heads, c.head_dim)
+        self._batch = GpuBatch(max_num_seqs=max_num_seqs, vocab_size=c.vocab_size, tile=tile)
+        self._vocab_size = c.vocab_size
+        self._history = torch.zeros(max_num_seqs, c.max_model_len + 1, dtype=torch.int32, device=device)
+        self._block_tables = torch.zeros(
+            max_num_seqs, -(-c.max_model_len // block_size), dtype=torch.int32, device=device
+        )
+        self._words = torch.zeros(max_num_seqs * WORDS_A_ROW, dtype=torch.int32, device=device)
+        self._fixed = FixedWords.of(self._words, max_num_seqs)
+        self._out = torch.zeros(
+            OutputSizes(max_num_seqs, NUM_TOP_SIZES[-1]).num_words, dtype=torch.int32, device=device
+        )
+        self._sampler = DeviceSampler(operations, self._history, c.vocab_size)
+        self._staging = deque(Staging(accelerator, max_num_seqs) for _ in range(max_in_flight))
+        self._host_rules = HostRules(self._batch)
+        self._learning: deque[LaunchedStep] = deque()
+        self._make_attention = make_attention
+        self._last_copy: Event | None = None
+        self._broken_by: Exception | None = None
+        self.graphs = DecodeGraphs(accelerator, graph_sizes)
+        self._fused: FusedDecoder | None = None
+        self._attention: GpuPagedAttention | None = None
+        self.use(decoder)
+
+    # What it computes with
+
+    @property
+    def has_cache(self) -> bool:
+        return self._attention is not None
+
+    def use(self, decoder: Decoder | None) -> None:
+        """Compute with other weights from now on; None: with none, and no step may come."""
+        self.graphs.clear()
+        self._fused = FusedDecoder(decoder, self._operations) if decoder is not None else None
+        if self._attention is not None and decoder is not None:
+            self._attention.rope_table = decoder.rope_table
+        self._decoder = decoder
+
+    def make_cache(self) -> None:
+        """Have a KV cache, empty if there was none."""
+        if self._attention is None:
+            self._attention = self._make_attention(self._block_tables)
+            if self._decoder is not None:
+                self._attention.rope_table = self._decoder.rope_table
+
+    def drop_cache(self) -> None:
+        """Give up the KV cache and the graphs over it. The rows stay."""
+        self.settle()
+        self.graphs.clear()
+        self._attention = None
+        self._accelerator.release()
+
+    def settle(self) -> None:
+        """Wait for all that was launched."""
+        self._accelerator.synchronize()
+
+    def compute_nothing(self) -> None:
+        """Compute one token that no row has, which leaves no trace; waits for it."""
+        self._accelerator.enqueue(partial(self.pretend, 1, 1))
+        self.settle()
+
+    def pretend(self, num_tokens: int, num_lines: int) -> None:
+        """Work of that many tokens and lines of logits, of no row: what memory does it take?"""
+        assert self._fused is not None
+        tokens = torch.zeros(num_tokens, dtype=torch.int32, device=self._accelerator.device)
+        hidden = self._fused.forward(tokens, tokens, self._attend_to_nothing)
+        logits = self._fused.logits(hidden[:num_lines])
+        slots = torch.zeros(num_lines, SLOT_WORDS, dtype=torch.int32, device=tokens.device)
+        slots[:, Slot.LINE] = torch.arange(num_lines, dtype=torch.int32, device=tokens.device)
+        slots.view(torch.float32)[:, Slot.TEMPERATURE :] = 1.0
+        out = torch.empty(2, num_lines, dtype=torch.int32, device=tokens.device)
+        self._operations.draw(logits, slots, None, out[0], out[1], has_filters=True, is_greedy=False)
+
+    def warm_up(self, *, captures_all: bool, on_capture: Callable[[int, int], None]) -> None:
+        """Run each kind of step once, over rows that are all padding, so that no request waits for a compiler; and
+        capture the graphs of plain decode steps.
+
+        Args:
+            captures_all: those of all sizes, the largest first, since the others then fit into its memory; else one.
+            on_capture: called with (done, all).
+        """
+        self._accelerator.enqueue(self._pad_all)
+        self._accelerator.enqueue(self._rehearse_prefill)
+        sizes = self.graphs.sizes[::-1] if captures_all else self.graphs.sizes[:1]
+        keys = [GraphKey(size, Features()) for size in sizes]
+        keys += [GraphKey(self.graphs.sizes[0], features) for features in WARM_FEATURES] if self.graphs.sizes else []
+        for done, key in enumerate(keys):
+            on_capture(done, len(keys))
+            self._sampler.make_room(key.features.rules, 1)
+            self.graphs.run(key, partial(self._decode_work, *key))
+        on_capture(len(keys), len(keys))
+        self.settle()
+
+    def _pad_all(self) -> None:
+        """Make the fixed words those of a step of padding."""
+        self._words.zero_()
+        fixed = self._fixed
+        each = torch.arange(len(fixed.rows), dtype=torch.int32, device=self._words.device)
+        for section in (fixed.rows, fixed.decodes, fixed.grown, fixed.slots):
+            section[:, 0] = -1  # a row, or a line
+        fixed.rows[:, 2], fixed.rows[:, 3], fixed.decodes[:, 1] = each, 1, each
+        fixed.slot_of_row.fill_(-1)
+
+    def _rehearse_prefill(self) -> None:
+        assert self._fused is not None
+        assert self._attention is not None
+        device = self._words.device
+        rows = torch.tensor([[-1, 0, 0, REHEARSED_TOKENS]], dtype=torch.int32, device=device)
+        token_ids, positions, slots = self._operations.gather_tokens(
+            rows, self._history, self._block_tables, self._block_size, REHEARSED_TOKENS
+        )
+        tiles = torch.tensor([[-1, 0, 1, 0]], dtype=torch.int32, device=device)
+        step = StepTensors(positions=positions, slots=slots, decodes=None, tiles=tiles, num_splits=1, max_context=1)
+        self._fused.forward(token_ids, positions, self._attention.begin(step))
+
+    def _attend_to_nothing(self, layer: int, qkv: Tensor, qk_weight: Tensor | None, *, window: int | None) -> Tensor:
+        assert self._decoder is not None
+        c = self._decoder.config
+        return qkv.new_zeros(len(qkv), c.num_heads * c.head_dim)
+
+    # Steps
+
+    def step(self, plan: StepPlan) -> LaunchedStep:
+        """Launch a plan.
+
+        Raises:
+            DeviceLost: the plan's deltas could not be applied, so that the rows' state is unknown; so for all later
+                plans.
+            Exception: it could not be launched. The deltas hold; rows that had a token to sample have a meaningless
+                one.
+        """
+        assert self._fused is not None, "a plan was launched while the weights were away"
+        assert self._attention is not None, "a plan was launched while the KV cache was away"
+        self._stats.num_steps += 1
+        self._learn(sum(launched.is_done for launched in self._learning))  # before its memory is used again
+        staging = self._staging[0]
+        self._staging.rotate(-1)
+        started = self._accelerator.record()
+        try:
+            step, size = self._write(plan, staging)
+            uploaded = self._upload(step, staging)
+        except Exception as error:
+            self._broken_by = error
+            raise DeviceLost(f"a plan could not be applied: {error}") from error
+        failures: dict[int, Exception] = {}
+        try:
+            out = self._compute(step, size, uploaded, failures)
+        except BaseException:
+            staging.lend(self._accelerator.record())
+            raise
+        staging.make_room(step.sizes.num_words)
+        done = self._accelerator.copy_out(out, staging.out, step.sizes.num_words)
+        staging.lend(done)
+        self._last_copy = done
+        launched = LaunchedStep(step, staging.out, (started, done), failures, (out, uploaded))
+        if step.learning:
+            self._learning.append(launched)
+        return launched
+
+    def _write(self, plan: StepPlan, staging: Staging) -> tuple[GpuStep, int | None]:
+        if self._broken_by is not None:
+            raise self._broken_by
+        extra = ExtraWords()
+        fixed = FixedWords.of(staging.fixed.array, len(self._history))
+        deltas = self._batch.apply(plan, fixed, extra)
+        step, size = self._batch.step(plan, fixed, extra, self.graphs.size_for)
+        step.deltas = deltas
+        return step, size
+
+    def _upload(self, step: GpuStep, staging: Staging) -> Uploaded:
+        """Bring the words to the device, and change the rows there."""
+        if self._sampler.make_room(self._batch.rules.sizes, self._batch.num_masks):
+            self.graphs.clear()
+        uploaded = Uploaded(step.extra.num_words)
+        if step.extra.num_words:
+            staging.write_extra(step.extra)
+        self._accelerator.enqueue(partial(self._copy_in, staging.fixed.tensor, staging.extra.tensor, uploaded))
+        if step.extra.num_words:
+            self._accelerator.enqueue(partial(self._change_rows, step.deltas, uploaded))
+        return uploaded
+
+    def _copy_in(self, fixed: Tensor, extra: Tensor, uploaded: Uploaded) -> None:
+        self._words.copy_(fixed, non_blocking=True)
+        if uploaded.num_words:
+            words = torch.empty(uploaded.num_words, dtype=torch.int32, device=self._words.device)
+            uploaded.words = words.copy_(extra[: uploaded.num_words], non_blocking=True)
+
+    def _change_rows(self, deltas: Deltas, uploaded: Uploaded) -> None:
+        put = self._operations.put_spans
+        tables = ((deltas.tokens, self._history), (deltas.blocks, self._block_tables), (deltas.masks, self._masks))
+        if deltas.copies is not None:
+            assert self._attention is not None
+            self._attention.copy_blocks(*uploaded.get(deltas.copies).chunk(2))
+        for spans, table in tables:
+            if spans is not None:
+                put(table, uploaded.get(spans).view(-1, 4), uploaded.get(Span(0, uploaded.num_words)))
+        if deltas.rules is not None:
+            self._sampler.put_tables(uploaded.get(deltas.rules))
+
+    @property
+    def _masks(self) -> Tensor:
+        return self._sampler.masks
+
+    def _compute(self, step: GpuStep, size: int | None, uploaded: Uploaded, failures: dict[int, Exception]) -> Tensor:
+        """Enqueue the step; returns where its words will be."""
+        self._stats.num_computed_tokens += step.num_tokens
+        self._stats.num_sampled_tokens += len(step.slot_rows)
+        if size is not None:
+            if self._last_copy is not None:
+                self._accelerator.enqueue_after(self._last_copy)  # it reads where this step is going to write
+            self.graphs.run(GraphKey(size, step.features), lambda: self._decode_work(size, step.features))
+            return self._out
+        # As late as the last words of the step: the device is not ahead of the host here.
+        out = torch.empty(max(step.sizes.num_words, 1), dtype=torch.int32, device=self._accelerator.device)
+        forward = Forward()
+        self._accelerator.enqueue(partial(self._forward, step, uploaded, forward))
+        process = None
+        if step.processed:
+            self._learn(len(self._learning))
+            process = self._host_rules.prepare(step, failures)
+        self._accelerator.enqueue(partial(self._sample, step, uploaded, forward, out, process))
+        return out
+
+    def _decode_work(self, size: int, features: Features) -> Work:
+        """A step of single tokens as work of sizes alone, over the fixed words, that can be captured."""
+        fused, attention = self._fused, self._attention
+        assert fused is not None
+        assert attention is not None
+        fixed, out = self._fixed, Outputs.of(self._out, OutputSizes(size, features.num_top))
+        at = SlotTensors(fixed.slots[:size], fixed.slot_of_row)
+        num_splits = attention.num_splits(size, self._max_model_len)
+
+        def work() -> None:
+            self._operations.put_spans(self._block_tables, fixed.grown, fixed.grown_blocks)
+            token_ids, positions, slots = self._operations.gather_tokens(
+                fixed.rows[:size], self._history, self._block_tables, self._block_size, size
+            )
+            step = StepTensors(
+                positions=positions,
+                slots=slots,
+                decodes=fixed.decodes[:size],
+                tiles=None,
+                num_splits=num_splits,
+                max_context=self._max_model_len,
+            )
+            hidden = fused.forward(token_ids, positions, attention.begin(step))
+            self._sampler.sample(fused.logits(hidden), at, features, out)
+
+        return work
+
+    def _forward(self, step: GpuStep, uploaded: Uploaded, forward: Forward) -> None:
+        assert self._fused is not None
+        assert self._attention is not None
+        if not step.num_tokens:
+            return
+        fixed, attention = self._fixed, self._attention
+        self._operations.put_spans(self._block_tables, fixed.grown, fixed.grown_blocks)
+        token_ids, positions, slots = self._operations.gather_tokens(
+            fixed.rows[: len(step.plan.rows)], self._history, self._block_tables, self._block_size, step.num_tokens
+        )
+        where = StepTensors(
+            positions=positions,
+            slots=slots,
+            decodes=fixed.decodes[: step.num_decodes] if step.num_decodes else None,
+            tiles=uploaded.get(step.tiles).view(-1, 4) if step.tiles is not None else None,
+            num_splits=attention.num_splits(step.num_decodes, step.max_context) if step.num_decodes else 1,
+            max_context=step.max_context,
+        )
+        forward.hidden = self._fused.forward(token_ids, positions, attention.begin(where))
+        if len(step.sampled):
+            lines = uploaded.get(step.lines) if step.lines is not None else None
+            forward.logits = self._fused.logits(
+                forward.hidden if lines is None else forward.hidden.index_select(0, lines)
+            )
+
+    def _sample(
+        self,
+        step: GpuStep,
+        uploaded: Uploaded,
+        forward: Forward,
+        out: Tensor,
+        process: HostRulesOfStep | None,
+    ) -> None:
+        outputs = Outputs.of(out, step.sizes)
+        if forward.logits is not None:
+            slots = uploaded.get(step.slots).view(-1, SLOT_WORDS) if step.slots is not None else self._fixed.slots
+            at = SlotTensors(slots[: len(step.slot_rows)], self._fixed.slot_of_row)
+            if process is not None:
+                process.save(forward.logits)
+            self._sampler.sample(forward.logits, at, step.features, outputs, process)
+            if process is not None and step.features.num_top >= 0:
+                process.undo(forward.logits)
+                self._sampler.score(forward.logits, at.slots, outputs)
+            if step.extra_pairs is not None:
+                self._score_extra(forward.logits, uploaded.get(step.extra_pairs).view(3, -1), outputs)
+        if step.prompt is not None:
+            assert forward.hidden is not None
+            self._score_prompt(forward.hidden, uploaded.get(step.prompt).view(2, -1), outputs.prompt)
+
+    def _score_extra(self, logits: Tensor, pairs: Tensor, out: Outputs[Tensor]) -> None:
+        slots, lines, token_ids = pairs
+        log_mass = out.sampled.log_mass.index_select(0, slots)
+        self._operations.look_up(logits, lines, token_ids, log_mass, out.extra.logprobs, out.extra.ranks)
+
+    def _score_prompt(self, hidden: Tensor, wanted: Tensor, out: Scored[Tensor]) -> None:
+        """Log-probabilities of prompt tokens, a bounded number at once."""
+        assert self._fused is not None
+        size = max(1, PROMPT_CHUNK_ELEMENTS // self._vocab_size)
+        for first in range(0, wanted.shape[1], size):
+            chunk = slice(first, first + size)
+            tokens, token_ids = wanted[:, chunk]
+            logits = self._fused.logits(hidden.index_select(0, tokens))
+            slots = torch.zeros(len(tokens), SLOT_WORDS, dtype=torch.int32, device=logits.device)
+            slots[:, Slot.LINE] = torch.arange(len(tokens), dtype=torch.int32, device=logits.device)
+            slots[:, Slot.FLAGS] = int(SlotFlag.LOGPROBS)
+            log_mass = out.log_mass[chunk]
+            self._operations.top_logprobs(logits, slots, log_mass, out.top_ids[chunk], out.top_logprobs[chunk])
+            lines = slots[:, Slot.LINE].contiguous()
+            self._operations.look_up(
+                logits, lines, token_ids.contiguous(), log_mass, out.logprobs[chunk], out.ranks[chunk]
+            )
+
+    def _learn(self, count: int) -> None:
+        """Take in the tokens of the oldest of the steps whose tokens the host must know; waits for them."""
+        for _ in range(count):
+            launched = self._learning.popleft()
+            token_ids = launched.token_ids()
+            for slot, known in launched.step.learning:
+                known.append(token_ids[slot])
+
+
+class Uploaded:
+    """A step's extra words on the device, once they are there."""
+
+    def __init__(self, num_words: int) -> None:
+        self.num_words = num_words
+        self.words: Tensor | None = None
+
+    def get(self, span: Span) -> Tensor:
+        assert self.words is not None
+        return span.of(self.words)
+
+
+class Forward:
+    """What a forward pass brings, once it has run: [T, hidden], and float32 [n, vocab]."""
+
+    def __init__(self) -> None:
+        self.hidden: Tensor | None = None
+        self.logits: Tensor | None = None

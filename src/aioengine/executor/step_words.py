@@ -1,0 +1,104 @@
+"""A step as words of 32 bits: fixed sections at the same place in every step, for graphs, and what else it brings.
+
+The host writes them into page-locked memory, and one copy brings the fixed ones to the device; what changes rows
+(prompts, block tables, rules) comes in a second one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from aioengine.core.plan import Int32
+from aioengine.kernels.slots import SLOT_WORDS
+
+Words = TypeVar("Words", NDArray[Any], Tensor)
+
+
+class Sections(NamedTuple):
+    """Words of each section, a row of the executor."""
+
+    rows: int = 4
+    """As `Operations.gather_tokens` takes them."""
+    decodes: int = 3
+    """As `Operations.attend_decode` takes them."""
+    slots: int = SLOT_WORDS
+    slot_of_row: int = 1
+    grown: int = 4
+    """Spans, for `Operations.put_spans`: a block more for a row."""
+    grown_blocks: int = 1
+
+
+SECTIONS = Sections()
+WORDS_A_ROW = sum(SECTIONS)
+
+
+class FixedWords(NamedTuple, Generic[Words]):
+    """The fixed sections, numpy's on the host or torch's on the device: views of one array, int32 [rows, words], those
+    of one word a row [rows]."""
+
+    rows: Words
+    decodes: Words
+    slots: Words
+    slot_of_row: Words
+    grown: Words
+    grown_blocks: Words
+
+    @classmethod
+    def of(cls, words: Words, num_rows: int) -> FixedWords[Words]:
+        """Sections of ``words``, int32 [num_rows * WORDS_A_ROW]."""
+        views, first = [], 0
+        for width in SECTIONS:
+            end = first + num_rows * width
+            views.append(words[first:end] if width == 1 else words[first:end].reshape(num_rows, width))
+            first = end
+        return cls(*views)
+
+
+class Span(NamedTuple):
+    """Words from ``first`` up to ``end`` of those that come beside the fixed ones."""
+
+    first: int
+    end: int
+
+    def of(self, words: Words) -> Words:
+        return words[self.first : self.end]
+
+
+class ExtraWords:
+    """What a step brings beside the fixed sections, collected."""
+
+    def __init__(self) -> None:
+        self._parts: list[Int32] = []
+        self.num_words = 0
+
+    def add(self, words: NDArray[np.int32]) -> Span:
+        """Append int32 words of any shape; they are read when the step is written."""
+        part = words.reshape(-1)
+        span = Span(self.num_words, self.num_words + len(part))
+        self._parts.append(part)
+        self.num_words = span.end
+        return span
+
+    def write(self, target: NDArray[np.int32]) -> None:
+        np.concatenate(self._parts, out=target[: self.num_words])
+
+
+class TableSpans:
+    """Spans of words to be put into a table, collected: for `Operations.put_spans`."""
+
+    def __init__(self, extra: ExtraWords) -> None:
+        self._extra = extra
+        self._spans: list[tuple[int, int, int, int]] = []
+
+    def add(self, line: int, column: int, words: NDArray[np.int32]) -> None:
+        if len(words):
+            first, _ = self._extra.add(words)
+            self._spans.append((line, column, first, len(words)))
+
+    def end(self) -> Span | None:
+        """Put the spans themselves behind the words; None if there are none."""
+        return self._extra.add(np.array(self._spans, np.int32)) if self._spans else None

@@ -1,0 +1,51 @@
+"""The operations of a decoder's step in plain torch: this module is an `aioengine.kernels.operations.Operations`."""
+
+from __future__ import annotations
+
+from aioengine.kernels.reference_attention import attend_decode, attend_prefill, prefill_tile
+from aioengine.kernels.reference_decoder import (
+    add_rms_norm,
+    append_tokens,
+    copy_blocks,
+    gated_activation,
+    gather_tokens,
+    put_spans,
+    rms_norm,
+    rotate_and_write,
+)
+from aioengine.kernels.reference_rules import (
+    edit_logits,
+    ends_of_bad_words,
+    look_up,
+    penalise,
+    restore_edited,
+    save_edited,
+    top_logprobs,
+    unpenalise,
+)
+from aioengine.kernels.reference_sampling import draw
+from aioengine.kernels.splits import choose_num_splits
+
+__all__ = [
+    "add_rms_norm",
+    "append_tokens",
+    "attend_decode",
+    "attend_prefill",
+    "choose_num_splits",
+    "copy_blocks",
+    "draw",
+    "edit_logits",
+    "ends_of_bad_words",
+    "gated_activation",
+    "gather_tokens",
+    "look_up",
+    "penalise",
+    "prefill_tile",
+    "put_spans",
+    "restore_edited",
+    "rms_norm",
+    "rotate_and_write",
+    "save_edited",
+    "top_logprobs",
+    "unpenalise",
+]

@@ -1,0 +1,20 @@
+"""Into how many parts the contexts of single query tokens are cut."""
+
+from __future__ import annotations
+
+MAX_SPLITS = 64
+SPLIT_KEYS = 128
+"""A part is as long or longer, unless it is a whole context."""
+
+PROGRAMS_PER_MULTIPROCESSOR = 4
+
+
+def choose_num_splits(num_rows: int, num_kv_heads: int, max_context: int, num_multiprocessors: int) -> int:
+    """As `Operations.choose_num_splits`.
+
+    Parts fill a GPU that rows and KV heads alone leave partly idle. When they fill it, 1: the second kernel would cost
+    more than it brings.
+    """
+    programs = max(num_rows * num_kv_heads, 1)
+    fitting = PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors // programs
+    return max(1, min(fitting, -(-max_context // SPLIT_KEYS), MAX_SPLITS))
