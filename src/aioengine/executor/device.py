@@ -1,8 +1,8 @@
 """The device thread: one resident thread that owns the device and runs jobs in order.
 
-Its results come back through ``call_soon_threadsafe``; those of jobs that only launch work on the device, from the
-waiter thread beside it. The thread knows neither the `DeviceThread` that started it nor that one's owner: when nobody
-refers to them any more, or their loop is closed, it drops what it holds and ends, and the waiter thread before it.
+Its results come back through a `Waker`; those of jobs that only launch work on the device, from the waiter thread
+beside it. The thread knows neither the `DeviceThread` that started it nor that one's owner: when nobody refers to them
+any more, or their loop is closed, it drops what it holds and ends, and the waiter thread before it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 
 from aioengine.executor.protocol import DeviceLost
 from aioengine.executor.waiter import Later, Pending, Waiter
+from aioengine.executor.waker import Waker
 
 __all__ = ["THREAD_NAME", "DeviceThread", "Later", "Pending"]
 
@@ -60,7 +61,11 @@ class DeviceThread:
         self._work = _Work(asyncio.get_running_loop(), num_threads, on_end)
         self._ended = self._work.ended
         weakref.finalize(self, self._work.stop)
-        self._work.thread.start()
+        try:
+            self._work.thread.start()
+        except RuntimeError:  # too many threads
+            self._work.waker.release()
+            raise
 
     @property
     def should_stop(self) -> Callable[[], bool]:
@@ -104,6 +109,7 @@ class _Work:
     def __init__(self, loop: asyncio.AbstractEventLoop, num_threads: int | None, on_end: Callable[[], None]) -> None:
         self.queue: queue.SimpleQueue[Pending[Any] | None] = queue.SimpleQueue()
         self.loop = weakref.ref(loop)
+        self.waker = Waker(loop)
         self.is_stopping = False
         self.is_given_up = False
         """The thread is to end, and waits in vain for what was launched."""
@@ -133,11 +139,8 @@ class _Work:
 
     def call_on_loop(self, callback: Callable[[], object]) -> None:
         """Call back on the loop, or stop if there is none any more: nobody is left to hear of it."""
-        loop = self.loop()
         try:
-            if loop is None:
-                raise RuntimeError("the loop is gone")
-            loop.call_soon_threadsafe(callback)
+            self.waker.call(callback)
         except RuntimeError:
             self.is_stopping = True
 
@@ -153,6 +156,11 @@ class _Work:
 
     def wake(self, pending: Pending[Any]) -> None:
         self.call_on_loop(pending.wake)
+
+    def end(self) -> None:
+        """The thread's last word, on the loop."""
+        self.waker.release()
+        self.ended.set()
 
 
 def _run(work: _Work) -> None:
@@ -174,7 +182,7 @@ def _run(work: _Work) -> None:
         work.on_end()
     finally:
         _running.discard(work)
-        work.call_on_loop(work.ended.set)
+        work.call_on_loop(work.end)
 
 
 def _drain(work: _Work, waiter: Waiter) -> None:

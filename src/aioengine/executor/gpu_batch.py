@@ -24,6 +24,9 @@ from aioengine.sampler.rule_table import RuleSizes, RuleTable, pack_bits
 NUM_TOP_SIZES = (0, 5, 20)
 """Numbers of likeliest tokens for which there are graphs; others are rounded up."""
 
+PADDING_SLOT = np.zeros(SLOT_WORDS, np.int32)
+PADDING_SLOT[[Slot.LINE, Slot.MASK]] = -1
+
 Int64 = NDArray[np.int64]
 
 
@@ -247,7 +250,7 @@ class GpuBatch:
             plan=plan,
             num_tokens=num_tokens,
             num_decodes=0,
-            max_context=int(ends.max()),
+            max_context=int(ends.max(initial=0)),
             features=features,
             sampled=sampled,
             slot_rows=sampled[line_of_slot],
@@ -374,8 +377,7 @@ class GpuBatch:
         slots[:, Slot.CHOICE] += nth.astype(np.int32)
         slots[:, Slot.FLAGS] = (nth == 0) * int(SlotFlag.FIRST) + step.wants_logprobs * int(SlotFlag.LOGPROBS)
         if size is not None:
-            fixed.slots[count:size, Slot.LINE] = -1
-            fixed.slots[count:size, Slot.FLAGS] = 0
+            fixed.slots[count:size] = PADDING_SLOT
             step.sizes = step.sizes._replace(num_slots=size)
         elif len(step.sampled) < step.num_tokens:
             ends_of_rows = np.cumsum(step.plan.num_tokens)[step.sampled] - 1

@@ -1,8 +1,8 @@
 """What a job brings, and the thread that waits for what comes later than the job's end.
 
 On a GPU a job only launches its work. It returns a `Later`, the device thread goes on with the next plan, and the
-waiter thread blocks until the device gets there: one wake of the loop a step, and no look at the clock. Why it is a
-thread that waits is measured in ``benchmarks/gpu/waiting.md``; another way of waiting would be another `Waiter`.
+waiter thread blocks until the device gets there: one wake of the loop a step, and no look at the clock. Other ways of
+waiting are measured beside it in ``benchmarks/gpu/waiting.md``; each would be another `Waiter`.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Waiter:
         on_done: called with each job when it is done, in the thread that saw it; must not raise.
     """
 
-    def __init__(self, on_done: Callable[[Pending[Any]], None]) -> None:
+    def __init__(self, on_done: Callable[[Pending[Any]], object]) -> None:
         self._on_done = on_done
         self._queue: queue.SimpleQueue[Pending[Any] | None] = queue.SimpleQueue()
         self._launched: deque[Pending[Any]] = deque()

@@ -40,8 +40,8 @@ class FusedAttend(Protocol):
 class FusedDecoder:
     """Token ids in, hidden states and logits out, as `Decoder`. To be called under ``torch.inference_mode()``.
 
-    It keeps the decoder's parameters, and sees it when their values change in place; a decoder with other parameters
-    needs another of these. The decoder need not be bound; the weights of one that is and was packed are copied.
+    It holds the decoder's parameters, wherever their values move and whatever these become; a decoder with other
+    parameters needs another of these. The decoder need not be bound. Of one that is, packed weights are copied.
 
     Attributes:
         config: the decoder's.
@@ -119,6 +119,6 @@ def _bind_head(weight: Tensor) -> Map:
     are none, and a second tensor as large as the vocabulary.
     """
     if weight.is_cuda and weight.dtype != torch.float32 and hasattr(torch.ops.aten.mm, "dtype"):
-        transposed = weight.t()
-        return lambda hidden: torch.mm(hidden, transposed, out_dtype=torch.float32)
+        # Transposed at each call: a view that is kept would be one of the memory that a moved parameter has left.
+        return lambda hidden: torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     return lambda hidden: F.linear(hidden, weight).float()

@@ -1,0 +1,207 @@
+"""Changes to single logits: biases and masks, made for a draw and taken back after it.
+
+``logits[line, token] += value``, and -inf masks. `save_edited` reads the logits before, `restore_edited` writes them
+back. Which line an edit is for is looked up on the device (row → slot → line), so that the lists of edits stay the same
+from step to step while rows come and go.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from aioengine.kernels.launch_checks import check_tensor
+from aioengine.kernels.rule_checks import check_logits, check_slots
+from aioengine.kernels.slots import SLOT_WORDS, Slot, SlotFlag
+from aioengine.kernels.specimen import Specimen
+
+BLOCK = 128
+"""Edits of a program, one a thread: it is all latency (four loads that depend on each other), so spread it wide."""
+
+NUM_WARPS = 4
+
+_WORDS = tl.constexpr(SLOT_WORDS)
+_LINE = tl.constexpr(int(Slot.LINE))
+_OUTPUT_POSITION = tl.constexpr(int(Slot.OUTPUT_POSITION))
+_FLAGS = tl.constexpr(int(Slot.FLAGS))
+_FIRST = tl.constexpr(int(SlotFlag.FIRST))
+_MASKED_BITS = tl.constexpr(-(2**23))
+"""Those of -inf, as int32."""
+
+# The number of edits changes from step to step, and the lists are views into larger buffers: without this Triton would
+# compile once more, in the middle of serving, for the first number or pointer that is divisible by 16.
+_CHANGING = ["num_edits"]
+_VIEWS = ["slots", "slot_of_row", "edit_rows", "edit_tokens", "edit_values", "edit_until", "saved"]
+
+
+@triton.jit
+def _locate(slots, slot_of_row, edit_rows, edit_tokens, edits, num_edits, vocab):
+    """For edits [BLOCK]: their slots, where their logits are, and whether there is one to edit."""
+    is_edit = edits < num_edits
+    rows = tl.load(edit_rows + edits, mask=is_edit, other=-1)
+    tokens = tl.load(edit_tokens + edits, mask=is_edit, other=-1)
+    slot = tl.load(slot_of_row + rows, mask=rows >= 0, other=-1)
+    words = slots + slot.to(tl.int64) * _WORDS
+    line = tl.load(words + _LINE, mask=slot >= 0, other=-1)
+    flags = tl.load(words + _FLAGS, mask=slot >= 0, other=0)
+    is_made = (line >= 0) & ((flags & _FIRST) != 0) & (tokens >= 0) & (tokens < vocab)
+    return words, line.to(tl.int64) * vocab + tokens, is_made
+
+
+@triton.jit(do_not_specialize=_CHANGING, do_not_specialize_on_alignment=_VIEWS)
+def _save_edited_kernel(
+    logits, slots, slot_of_row, edit_rows, edit_tokens, saved, num_edits, vocab, BLOCK: tl.constexpr
+):
+    edits = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    _, offsets, is_made = _locate(slots, slot_of_row, edit_rows, edit_tokens, edits, num_edits, vocab)
+    tl.store(saved + edits, tl.load(logits + offsets, mask=is_made), mask=is_made)
+
+
+@triton.jit(do_not_specialize=_CHANGING, do_not_specialize_on_alignment=_VIEWS)
+def _edit_logits_kernel(
+    logits,
+    slots,
+    slot_of_row,
+    edit_rows,
+    edit_tokens,
+    edit_values,
+    edit_until,
+    num_edits,
+    vocab,
+    BLOCK: tl.constexpr,
+):
+    # One launch for both kinds, although they may meet on a logit: an exchange puts -inf there whatever it was, and
+    # finite numbers that are added before that are overwritten, those after it leave -inf. So any order comes out the
+    # same. A mask that were added instead would make NaN of +inf.
+    edits = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    words, offsets, is_made = _locate(slots, slot_of_row, edit_rows, edit_tokens, edits, num_edits, vocab)
+    values = tl.load(edit_values + edits, mask=is_made, other=0.0)
+    until = tl.load(edit_until + edits, mask=is_made, other=0)
+    output_position = tl.load(words + _OUTPUT_POSITION, mask=is_made, other=0)
+    is_made = is_made & (output_position < until)
+    is_mask = values == float("-inf")
+    # Relaxed: nothing else is read or published in this launch, and the next one sees it all.
+    words_of_logits = logits.to(tl.pointer_type(tl.int32), bitcast=True)  # the interpreter exchanges no floats
+    tl.atomic_xchg(words_of_logits + offsets, _MASKED_BITS, mask=is_made & is_mask, sem="relaxed")
+    # Most bad words of several tokens are not about to end: 0, no edit.
+    tl.atomic_add(logits + offsets, values, mask=is_made & (values != 0) & ~is_mask, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=_CHANGING, do_not_specialize_on_alignment=_VIEWS)
+def _restore_edited_kernel(
+    logits, slots, slot_of_row, edit_rows, edit_tokens, saved, num_edits, vocab, BLOCK: tl.constexpr
+):
+    # Several edits of one logit have all saved the same, so that it does not matter which of them writes last.
+    edits = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    _, offsets, is_made = _locate(slots, slot_of_row, edit_rows, edit_tokens, edits, num_edits, vocab)
+    tl.store(logits + offsets, tl.load(saved + edits, mask=is_made), mask=is_made)
+
+
+def save_edited(
+    logits: Tensor, slots: Tensor, slot_of_row: Tensor, edit_rows: Tensor, edit_tokens: Tensor, saved: Tensor
+) -> None:
+    """See `Operations.save_edited`. Edits that are passed over, unknown tokens' too, leave ``saved`` as it is.
+
+    One launch, of about 3 µs whatever the number of edits: a chain of four dependent loads.
+    """
+    _check(logits, slots, slot_of_row, edit_rows, edit_tokens)
+    num_edits = len(edit_rows)
+    check_tensor("saved", saved, (num_edits,), torch.float32, logits.device)
+    if not num_edits or not len(logits) or not len(slots):
+        return
+    _save_edited_kernel[(triton.cdiv(num_edits, BLOCK),)](
+        logits,
+        slots,
+        slot_of_row,
+        edit_rows,
+        edit_tokens,
+        saved,
+        num_edits,
+        logits.shape[1],
+        BLOCK,
+        num_warps=NUM_WARPS,
+    )
+
+
+def edit_logits(
+    logits: Tensor,
+    slots: Tensor,
+    slot_of_row: Tensor,
+    edit_rows: Tensor,
+    edit_tokens: Tensor,
+    edit_values: Tensor,
+    edit_until: Tensor,
+) -> None:
+    """See `Operations.edit_logits`. One launch, as `save_edited`.
+
+    Args:
+        edit_values: float32 [e], finite or -inf. Of a logit that gets several finite ones, the last bit of the sum may
+            depend on their order, which is anyone's guess: give one bias a token.
+    """
+    _check(logits, slots, slot_of_row, edit_rows, edit_tokens)
+    num_edits = len(edit_rows)
+    check_tensor("edit_values", edit_values, (num_edits,), torch.float32, logits.device)
+    check_tensor("edit_until", edit_until, (num_edits,), torch.int32, logits.device)
+    if not num_edits or not len(logits) or not len(slots):
+        return
+    _edit_logits_kernel[(triton.cdiv(num_edits, BLOCK),)](
+        logits,
+        slots,
+        slot_of_row,
+        edit_rows,
+        edit_tokens,
+        edit_values,
+        edit_until,
+        num_edits,
+        logits.shape[1],
+        BLOCK,
+        num_warps=NUM_WARPS,
+    )
+
+
+def restore_edited(
+    logits: Tensor, slots: Tensor, slot_of_row: Tensor, edit_rows: Tensor, edit_tokens: Tensor, saved: Tensor
+) -> None:
+    """See `Operations.restore_edited`. One launch, as `save_edited`."""
+    _check(logits, slots, slot_of_row, edit_rows, edit_tokens)
+    num_edits = len(edit_rows)
+    check_tensor("saved", saved, (num_edits,), torch.float32, logits.device)
+    if not num_edits or not len(logits) or not len(slots):
+        return
+    _restore_edited_kernel[(triton.cdiv(num_edits, BLOCK),)](
+        logits,
+        slots,
+        slot_of_row,
+        edit_rows,
+        edit_tokens,
+        saved,
+        num_edits,
+        logits.shape[1],
+        BLOCK,
+        num_warps=NUM_WARPS,
+    )
+
+
+def _check(logits: Tensor, slots: Tensor, slot_of_row: Tensor, edit_rows: Tensor, edit_tokens: Tensor) -> None:
+    device = check_logits(logits)
+    check_slots(slots, device)
+    check_tensor("slot_of_row", slot_of_row, (None,), torch.int32, device)
+    check_tensor("edit_rows", edit_rows, (None,), torch.int32, device)
+    check_tensor("edit_tokens", edit_tokens, (len(edit_rows),), torch.int32, device)
+
+
+def specimens() -> list[Specimen]:
+    lists = dict.fromkeys(("slots", "slot_of_row", "edit_rows", "edit_tokens"), "*i32")
+    sizes = {"num_edits": "i32", "vocab": "i32", "BLOCK": "constexpr"}
+    saving = {"logits": "*fp32", **lists, "saved": "*fp32", **sizes}
+    editing = {"logits": "*fp32", **lists, "edit_values": "*fp32", "edit_until": "*i32", **sizes}
+    return [
+        Specimen(name=name, kernel=kernel, signature=signature, constants={"BLOCK": BLOCK}, num_warps=NUM_WARPS)
+        for name, kernel, signature in (
+            ("save_edited", _save_edited_kernel, saving),
+            ("edit_logits", _edit_logits_kernel, editing),
+            ("restore_edited", _restore_edited_kernel, saving),
+        )
+    ]

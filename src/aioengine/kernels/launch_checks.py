@@ -1,0 +1,61 @@
+"""What launchers check of their tensors: a kernel works on bare addresses, and believes what it is told."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from aioengine.errors import InternalError
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""What decoders compute in: the ``x`` of `aioengine.kernels.operations`."""
+
+
+def check_tensor(
+    name: str,
+    tensor: Tensor,
+    shape: tuple[int | None, ...],
+    dtype: torch.dtype | tuple[torch.dtype, ...],
+    device: torch.device,
+) -> None:
+    """Refuse what the kernel would misread.
+
+    Args:
+        name: of the operation and the argument, for the message.
+        shape: None: any size.
+        dtype: or those that it may have.
+    Raises:
+        InternalError: another shape, dtype or device, or not contiguous.
+    """
+    # A step of eager launches checks hundreds of tensors: the message is made where there is one.
+    sizes = tensor.shape
+    if len(sizes) == len(shape):
+        for has, want in zip(sizes, shape, strict=True):
+            if has != want and want is not None:
+                break
+        else:
+            found = tensor.dtype
+            is_wanted = found is dtype or (type(dtype) is tuple and found in dtype)
+            if is_wanted and tensor.is_contiguous() and tensor.device == device:
+                return
+    raise InternalError(_problem(name, tensor, shape, dtype, device))
+
+
+def _problem(
+    name: str,
+    tensor: Tensor,
+    shape: tuple[int | None, ...],
+    dtype: torch.dtype | tuple[torch.dtype, ...],
+    device: torch.device,
+) -> str:
+    dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
+    if tensor.dim() != len(shape) or any(
+        want is not None and want != has for want, has in zip(shape, tensor.shape, strict=True)
+    ):
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        return f"{name} has shape {list(tensor.shape)}; [{wanted}] is needed"
+    if tensor.dtype not in dtypes:
+        return f"{name} is {tensor.dtype}; {' or '.join(map(str, dtypes))} is needed"
+    if tensor.device != device:
+        return f"{name} is on {tensor.device}, and what goes with it on {device}"
+    return f"{name} has strides {list(tensor.stride())}; it must be contiguous"

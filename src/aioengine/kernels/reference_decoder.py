@@ -1,0 +1,102 @@
+"""Plain torch oracles of the decoder's operations and of those on the rows' state, as in `Operations`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from aioengine.kernels.slots import Slot, SlotFlag
+
+MAX_FLOAT8 = torch.finfo(torch.float8_e4m3fn).max
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return _rms_norm_float32(x, weight, eps).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    residual.copy_(residual.float() + x.float())
+    return rms_norm(residual, weight, eps)
+
+
+def gated_activation(gate_up: Tensor, kind: str) -> Tensor:
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    activated: Tensor = {"silu": F.silu(gate), "gelu_tanh": F.gelu(gate, approximate="tanh")}[kind]
+    return (activated * up).to(gate_up.dtype)
+
+
+def rotate_and_write(
+    qkv: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    rope_table: Tensor,
+    qk_weight: Tensor | None,
+    eps: float,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_scale: float,
+    v_scale: float,
+) -> Tensor:
+    num_kv_heads, head_dim = k_cache.shape[2:]
+    num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+    heads = qkv.view(len(qkv), num_heads + 2 * num_kv_heads, head_dim)
+    qk, v = torch.split_with_sizes(heads.float(), (num_heads + num_kv_heads, num_kv_heads), 1)
+    if qk_weight is not None:
+        qk = _rms_norm_float32(qk, qk_weight, eps)
+    cos, sin = rope_table[positions.long(), None].float().chunk(2, dim=-1)
+    rotated = qk * cos + qk.roll(head_dim // 2, dims=-1) * sin
+    q, k = torch.split_with_sizes(rotated, (num_heads, num_kv_heads), 1)
+    written = slots >= 0
+    for values, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
+        if cache.dtype == torch.float8_e4m3fn:
+            # Beyond its range float8 has nothing but NaN.
+            values = (values / scale).clamp(-MAX_FLOAT8, MAX_FLOAT8)
+        # Indexing does not know float8.
+        lines = cache.view(-1, num_kv_heads, head_dim).view(_same_size(cache.dtype))
+        lines[slots[written].long()] = values[written].to(cache.dtype).view(lines.dtype)
+    return q.to(qkv.dtype)
+
+
+def put_spans(target: Tensor, spans: Tensor, words: Tensor) -> None:
+    for line, column, first, num_words in spans.tolist():
+        if line >= 0:
+            target[line, column : column + num_words] = words[first : first + num_words]
+
+
+def gather_tokens(
+    rows: Tensor, history: Tensor, block_tables: Tensor, block_size: int, num_tokens: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    token_ids, positions, slots = torch.empty((3, num_tokens), dtype=torch.int32, device=history.device).unbind()
+    for row, start, first, count in rows.tolist():
+        step = slice(first, first + count)
+        if row < 0:
+            token_ids[step], positions[step], slots[step] = 0, 0, -1
+            continue
+        at = torch.arange(start, start + count, device=history.device)
+        token_ids[step], positions[step] = history[row, at], at.int()
+        slots[step] = block_tables[row, at // block_size] * block_size + at.int() % block_size
+    return token_ids, positions, slots
+
+
+def append_tokens(history: Tensor, slots: Tensor, token_ids: Tensor) -> None:
+    counts = (slots[:, Slot.LINE] >= 0) & (slots[:, Slot.FLAGS] & int(SlotFlag.FIRST) != 0)
+    rows, ends = slots[counts, Slot.ROW].long(), slots[counts, Slot.END].long()
+    history[rows, ends] = token_ids[counts]
+
+
+def copy_blocks(caches: Tensor, copied_from: Tensor, copied_to: Tensor) -> None:
+    blocks = caches.view(_same_size(caches.dtype))
+    for source, target in zip(copied_from.tolist(), copied_to.tolist(), strict=True):
+        if source >= 0 and target >= 0:
+            blocks[:, target] = blocks[:, source]
+
+
+def _rms_norm_float32(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    x = x.float()
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
+
+
+def _same_size(dtype: torch.dtype) -> torch.dtype:
+    """A dtype of as many bytes that all operations know: not all know float8."""
+    return torch.uint8 if dtype.itemsize == 1 else dtype

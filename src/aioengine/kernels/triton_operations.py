@@ -1,0 +1,74 @@
+"""The operations of a decoder's step as Triton kernels: this module is an `aioengine.kernels.operations.Operations`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+
+from aioengine.kernels.append_tokens import append_tokens
+from aioengine.kernels.bad_words import ends_of_bad_words
+from aioengine.kernels.copy_blocks import copy_blocks
+from aioengine.kernels.draw import draw
+from aioengine.kernels.edits import edit_logits, restore_edited, save_edited
+from aioengine.kernels.gated_activation import gated_activation
+from aioengine.kernels.gather_tokens import gather_tokens
+from aioengine.kernels.look_up import look_up
+from aioengine.kernels.paged_decode import attend_decode
+from aioengine.kernels.paged_prefill import attend_prefill, prefill_tile
+from aioengine.kernels.penalties import penalise, unpenalise
+from aioengine.kernels.put_spans import put_spans
+from aioengine.kernels.rms_norm import add_rms_norm, rms_norm
+from aioengine.kernels.rotate_and_write import rotate_and_write
+from aioengine.kernels.specimen import Specimen
+from aioengine.kernels.splits import choose_num_splits
+from aioengine.kernels.top_logprobs import top_logprobs
+
+__all__ = [
+    "add_rms_norm",
+    "append_tokens",
+    "attend_decode",
+    "attend_prefill",
+    "choose_num_splits",
+    "copy_blocks",
+    "draw",
+    "edit_logits",
+    "ends_of_bad_words",
+    "gated_activation",
+    "gather_tokens",
+    "look_up",
+    "penalise",
+    "prefill_tile",
+    "put_spans",
+    "restore_edited",
+    "rms_norm",
+    "rotate_and_write",
+    "save_edited",
+    "specimens",
+    "top_logprobs",
+    "unpenalise",
+]
+
+KERNEL_MODULES = (
+    "append_tokens",
+    "bad_words",
+    "copy_blocks",
+    "draw",
+    "edits",
+    "gated_activation",
+    "gather_tokens",
+    "look_up",
+    "paged_decode",
+    "paged_prefill",
+    "penalties",
+    "put_spans",
+    "rms_norm",
+    "rotate_and_write",
+    "top_logprobs",
+)
+
+
+def specimens() -> Iterator[Specimen]:
+    """Those of all kernels."""
+    # By name: several modules are called as their operations are, and here those names are the operations'.
+    for module in KERNEL_MODULES:
+        yield from import_module(f"aioengine.kernels.{module}").specimens()

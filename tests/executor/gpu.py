@@ -1,0 +1,48 @@
+"""A GPU executor without a GPU: a fake accelerator, with the oracles or the interpreted kernels for its operations."""
+
+import asyncio
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from aioengine.config import EngineConfig
+from aioengine.executor.make_runner import Gpu
+from aioengine.executor.torch_executor import TorchExecutor
+from aioengine.kernels import reference_operations
+from aioengine.model_folder import ModelFolder
+from aioengine.models.loader import load_decoder
+from aioengine.testing import FakeAccelerator
+
+
+def gpu_config(**fields: Any) -> EngineConfig:
+    defaults = {"max_num_seqs": 4, "block_size": 4, "kv_cache_memory_bytes": 2**20, "max_model_len": 128}
+    return EngineConfig(**{**defaults, "cuda_graphs": "lazy", **fields})
+
+
+async def start_gpu(
+    folder: Path, accelerator: FakeAccelerator, operations: Any = reference_operations, **fields: Any
+) -> TorchExecutor:
+    """An executor of the checkpoint in ``folder``."""
+    config = gpu_config(**fields)
+    model = await asyncio.to_thread(ModelFolder.read, folder)
+    load = partial(load_decoder, model, config)
+    return await TorchExecutor.start_with(load, config, folder=model, find_gpu=lambda: Gpu(accelerator, operations))
+
+
+class InjectedFailure(Exception):
+    pass
+
+
+def let_steps_fail(executor: TorchExecutor) -> set[int]:
+    """Numbers of steps that cannot be launched, such as for want of memory, from when they are put in."""
+    failing: set[int] = set()
+    runner: Any = executor._device.held.runner
+    compute = runner._compute
+
+    def compute_or_fail(step: Any, *arguments: Any) -> Any:
+        if step.plan.step in failing:
+            raise InjectedFailure(f"step {step.plan.step}")
+        return compute(step, *arguments)
+
+    runner._compute = compute_or_fail
+    return failing

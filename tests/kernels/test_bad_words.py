@@ -1,0 +1,152 @@
+"""Bad words of several tokens against the CPU's sampler, and all masks and biases of requests together."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kernels.rule_batch import FOREVER, PADDING, assert_same, make_slots, places_of, run
+from sampler.batch import Asking, asking, random_logits
+from torch import Tensor
+
+from aioengine.errors import InternalError
+from aioengine.kernels import reference_rules
+from aioengine.kernels.slots import Slot, SlotFlag
+from aioengine.sampler import rules
+
+bad_words = pytest.importorskip("aioengine.kernels.bad_words")
+edits = pytest.importorskip("aioengine.kernels.edits")
+
+
+def ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def flat(words: list[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
+    """Offsets and ids."""
+    return ints(*np.cumsum([0, *map(len, words)]).tolist()), ints(*(token for word in words for token in word))
+
+
+def random_requests(seed: int, vocab: int) -> list[Asking]:
+    """Outputs of few tokens, so that words begin; words of one token too, and some longer than the output."""
+    random = np.random.default_rng(seed)
+    requests = []
+    for _ in range(5):
+        prompt, output = (random.integers(0, 3, int(random.integers(1, 12))).tolist() for _ in range(2))
+        output = output[: int(random.integers(0, 12))]
+        words = [tuple(random.integers(0, 3, int(random.integers(1, 5))).tolist()) for _ in range(15)]
+        tails = [(*output[len(output) - n :], vocab - 1) for n in range(1, len(output) + 1)]
+        over = [(*(prompt + output)[-n:], 4) for n in (len(output) + 1,)]  # begun in the prompt: not the output
+        biases = {int(token): float(random.normal()) for token in random.integers(0, vocab + 2, 6)}
+        requests.append(
+            asking(
+                prompt,
+                output,
+                bad_words=(*words, *tails, *over, (vocab + 1,), (0, vocab + 5)),
+                min_tokens=int(random.integers(0, 20)),
+                stop_ids=(5 % vocab, vocab + 9),
+                logit_bias=tuple(biases.items()),
+            )
+        )
+    return requests
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [(edits, bad_words), (reference_rules, reference_rules)],
+    ids=["triton", "oracle"],
+)
+@pytest.mark.parametrize(("vocab", "seed"), [(7, 0), (123, 1), (123, 2)])
+def test_masks_and_biases_are_those_of_the_cpu(edit: Any, words: Any, vocab: int, seed: int) -> None:
+    requests = random_requests(seed, vocab)
+    places, ruled = places_of(requests, seed)
+    rows = ruled.history_rows.tolist()
+    begun = [(row, word) for row, r in zip(rows, requests, strict=True) for word in r.sampling.bad_words if word[1:]]
+    begun.append((-1, (0, 0)))
+    row_without_slot = int((places.slot_of_row < 0).nonzero()[0, 0])
+    begun.append((row_without_slot, (0, 0)))
+    word_values = torch.full((len(begun),), torch.nan)
+    word_rows = ints(*(row for row, _ in begun))
+    run(
+        words.ends_of_bad_words,
+        places.slots,
+        places.slot_of_row,
+        places.history,
+        word_rows,
+        *flat([w[:-1] for _, w in begun]),
+        word_values,
+    )
+    assert word_values[-2:].tolist() == [0, 0]
+    assert {0.0, -math.inf} == set(word_values.tolist())
+    listed = [(row, word[-1], value, FOREVER) for (row, word), value in zip(begun, word_values.tolist(), strict=True)]
+    for row, request in zip(rows, requests, strict=True):
+        sampling = request.sampling
+        listed += [(row, word[0], -math.inf, FOREVER) for word in sampling.bad_words if len(word) == 1]
+        listed += [(row, token, -math.inf, sampling.min_tokens) for token in sampling.stop_ids]
+        listed += [(row, token, bias, FOREVER) for token, bias in sampling.logit_bias]
+    edit_rows, tokens, values, until = zip(*listed, strict=True)
+    raw = random_logits(len(requests), vocab, seed=seed)
+    made, expected, saved = raw.clone(), raw.clone(), torch.full((len(listed),), torch.nan)
+    where = (places.slots, places.slot_of_row, ints(*edit_rows), ints(*tokens))
+    run(edit.save_edited, made, *where, saved)
+    run(edit.edit_logits, made, *where, torch.tensor(values), ints(*until))
+    rules.mask(expected, ruled)
+    rules.add_biases(expected, ruled)
+    assert_same(made, expected)
+    run(edit.restore_edited, made, *where, saved)
+    assert_same(made, raw)
+
+
+@pytest.mark.parametrize("words", [bad_words, reference_rules], ids=["triton", "oracle"])
+def test_long_words_and_many_words_are_compared_to_their_beginnings(words: Any) -> None:
+    history = torch.arange(90, dtype=torch.int32).view(2, 45)
+    slots = make_slots({Slot.LINE: 0, Slot.ROW: 1, Slot.END: 40, Slot.OUTPUT_POSITION: 38})
+    output = list(range(47, 85))
+    same_but_first = [1, *output[1:]]
+    begins = [tuple(output), tuple(same_but_first), (46, *output), tuple(output[-1:]), (84, 85), *[(84,)] * 70]
+    values = torch.full((len(begins),), torch.nan)
+    rows = torch.ones(len(begins), dtype=torch.int32)
+    run(words.ends_of_bad_words, slots, ints(-1, 0), history, rows, *flat(begins), values)
+    assert (values == -torch.inf).tolist() == [True, False, False, True, False, *[True] * 70]
+    assert values[[1, 2, 4]].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("words", [bad_words, reference_rules], ids=["triton", "oracle"])
+def test_only_first_slots_of_lines_count(words: Any) -> None:
+    same = {Slot.END: 3, Slot.OUTPUT_POSITION: 3}
+    slots = make_slots({Slot.LINE: 0, Slot.FLAGS: SlotFlag.LOGPROBS, **same}, PADDING | same, {Slot.LINE: 1, **same})
+    history = torch.zeros(3, 4, dtype=torch.int32)
+    values = torch.full((3,), torch.nan)
+    run(words.ends_of_bad_words, slots, ints(0, 1, 2), history, ints(0, 1, 2), *flat([(0,)] * 3), values)
+    assert values.tolist() == [0, 0, -math.inf]
+
+
+def test_no_words_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bad_words, "_ends_of_bad_words_kernel", None)
+    history = torch.zeros(1, 1, dtype=torch.int32)
+    run(bad_words.ends_of_bad_words, make_slots({}), ints(0), history, ints(), ints(0), ints(), torch.empty(0))
+
+
+@pytest.mark.parametrize(
+    ("argument", "wrong"),
+    [
+        (0, torch.zeros(1, 15, dtype=torch.int32)),
+        (1, torch.zeros(2)),
+        (2, torch.zeros(2, 4, dtype=torch.int64)),
+        (2, torch.zeros(4, 2, dtype=torch.int32).T),
+        (3, ints(0, 0, 0)),
+        (4, ints(0, 1)),
+        (5, torch.zeros(4, dtype=torch.int32)[::2]),
+        (6, torch.zeros(2, dtype=torch.float64)),
+    ],
+)
+def test_other_tensors_are_refused(argument: int, wrong: Tensor) -> None:
+    history = torch.zeros(2, 4, dtype=torch.int32)
+    arguments = [make_slots({}), ints(0, 0), history, ints(0, 0), ints(0, 1, 2), ints(0, 0), torch.zeros(2)]
+    run(bad_words.ends_of_bad_words, *arguments)
+    arguments[argument] = wrong
+    with pytest.raises(InternalError):
+        run(bad_words.ends_of_bad_words, *arguments)

@@ -1,0 +1,139 @@
+"""Edits of single logits against loops over them: which are made, what they add up to, and that all can be put back."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kernels.rule_batch import FOREVER, PADDING, Places, assert_same, make_slots, random_places, run, strange_logits
+from torch import Tensor
+
+from aioengine.errors import InternalError
+from aioengine.kernels import reference_rules
+from aioengine.kernels.slots import Slot, SlotFlag
+
+edits = pytest.importorskip("aioengine.kernels.edits")
+
+POISON = 12345.0
+
+
+def random_edits(seed: int, num_edits: int, num_rows: int, vocab: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rows, tokens, values, until: a few tokens, so that edits meet. Sums of these values are exact in any order."""
+    random = np.random.default_rng(seed)
+    values = random.choice([-math.inf, -3.0, 0.0, 0.5, 100.0], num_edits, p=[0.2, 0.2, 0.2, 0.2, 0.2])
+    return (
+        torch.from_numpy(random.integers(-1, num_rows, num_edits).astype(np.int32)),
+        torch.from_numpy(random.integers(0, min(vocab, 9) + 2, num_edits).astype(np.int32)),
+        torch.from_numpy(values.astype(np.float32)),
+        torch.from_numpy(random.choice([0, 5, FOREVER], num_edits).astype(np.int32)),
+    )
+
+
+def edited(logits: Tensor, places: Places, rows: Tensor, tokens: Tensor, values: Tensor, until: Tensor) -> Tensor:
+    """One edit after the other, masks last."""
+    made = logits.clone()
+    for is_mask in (False, True):
+        for row, token, value, end in zip(*(x.tolist() for x in (rows, tokens, values, until)), strict=True):
+            slot = int(places.slot_of_row[row]) if row >= 0 else -1
+            if slot < 0 or token >= logits.shape[1] or (value == -math.inf) != is_mask:
+                continue
+            line, position = places.slots[slot, [Slot.LINE, Slot.OUTPUT_POSITION]].tolist()
+            if position < end:
+                made[line, token] = -math.inf if is_mask else made[line, token] + value
+    return made
+
+
+@pytest.mark.parametrize("module", [edits, reference_rules], ids=["triton", "oracle"])
+@pytest.mark.parametrize(("num_edits", "vocab", "seed"), [(1, 7, 0), (7, 1, 1), (123, 123, 2), (300, 50, 3)])
+def test_edits_are_what_a_loop_makes_and_can_be_taken_back(module: Any, num_edits: int, vocab: int, seed: int) -> None:
+    places = random_places(seed)
+    logits = strange_logits(4, vocab, seed=seed).round()
+    logits[0, :3] = torch.tensor([torch.inf, torch.nan, -torch.inf])[:vocab]
+    rows, tokens, values, until = random_edits(seed, num_edits, len(places.slot_of_row), vocab)
+    where = (places.slots, places.slot_of_row, rows, tokens)
+    made, saved = logits.clone(), torch.full((num_edits,), POISON)
+    run(module.save_edited, made, *where, saved)
+    assert_same(made, logits)
+    run(module.edit_logits, made, *where, values, until)
+    assert_same(made, edited(logits, places, rows, tokens, values, until))
+    for edit, (row, token) in enumerate(zip(rows.tolist(), tokens.tolist(), strict=True)):
+        slot = int(places.slot_of_row[row]) if row >= 0 else -1
+        is_made = slot >= 0 and token < vocab
+        expected = logits[places.slots[slot, Slot.LINE], token] if is_made else torch.tensor(POISON)
+        assert_same(saved[edit], expected)
+    run(module.restore_edited, made, *where, saved)
+    assert_same(made, logits)
+
+
+@pytest.mark.parametrize("module", [edits, reference_rules], ids=["triton", "oracle"])
+@pytest.mark.parametrize("is_mask_first", [False, True])
+@pytest.mark.parametrize("apart", [1, 200])
+def test_a_mask_wins_over_anything(module: Any, is_mask_first: bool, apart: int) -> None:
+    """In one program or in two, whichever comes first."""
+    places = Places(make_slots({Slot.LINE: 0}), torch.tensor([0], dtype=torch.int32), torch.empty(0))
+    was = torch.tensor([[1.0, torch.nan, torch.inf, -torch.inf, 3e38]])
+    tokens = torch.zeros(5 * apart, 2, dtype=torch.int32)
+    tokens[::apart] = torch.arange(5)[:, None]
+    rows = torch.full_like(tokens, -1)
+    rows[::apart] = 0
+    values = torch.tensor([-torch.inf, 3e38] if is_mask_first else [3e38, -torch.inf]).repeat(len(rows), 1)
+    lists = [x.T.contiguous().view(-1) for x in (rows, tokens, values, torch.full_like(rows, FOREVER))]
+    logits = was.clone()
+    run(module.edit_logits, logits, places.slots, places.slot_of_row, *lists)
+    assert logits.tolist() == [[-math.inf] * 5]
+
+
+@pytest.mark.parametrize("module", [edits, reference_rules], ids=["triton", "oracle"])
+def test_only_first_slots_of_lines_count(module: Any) -> None:
+    slots = make_slots({Slot.LINE: 0, Slot.FLAGS: SlotFlag.LOGPROBS}, PADDING, {Slot.LINE: 1})
+    slot_of_row = torch.tensor([0, 1, 2], dtype=torch.int32)
+    rows, tokens = torch.tensor([0, 1, 2], dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    logits = torch.zeros(2, 3)
+    until = torch.full((3,), FOREVER, dtype=torch.int32)
+    run(module.edit_logits, logits, slots, slot_of_row, rows, tokens, torch.ones(3), until)
+    assert logits.tolist() == [[0, 0, 0], [1, 0, 0]]
+
+
+def test_nothing_to_edit_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_save_edited_kernel", "_edit_logits_kernel", "_restore_edited_kernel"):
+        monkeypatch.setattr(edits, name, None)
+    ids = torch.empty(0, dtype=torch.int32)
+    for num_lines, num_slots, num_edits in ((2, 2, 0), (0, 2, 3), (2, 0, 3)):
+        logits, slots = torch.zeros(num_lines, 5), torch.zeros(num_slots, 16, dtype=torch.int32)
+        lists = [torch.zeros(num_edits, dtype=torch.int32) for _ in range(3)]
+        run(edits.save_edited, logits, slots, ids, *lists[:2], torch.zeros(num_edits))
+        run(edits.edit_logits, logits, slots, ids, *lists[:2], torch.zeros(num_edits), lists[2])
+        run(edits.restore_edited, logits, slots, ids, *lists[:2], torch.zeros(num_edits))
+
+
+@pytest.mark.parametrize(
+    ("argument", "wrong"),
+    [
+        (0, torch.zeros(2, 8, dtype=torch.float64)),
+        (0, torch.zeros(8, 2).T),
+        (0, torch.zeros(8)),
+        (0, torch.zeros(2, 0)),
+        (1, torch.zeros(3, 8, dtype=torch.int32)),
+        (2, torch.zeros(3, dtype=torch.int64)),
+        (3, torch.zeros(8, dtype=torch.int32)[::2]),
+        (4, torch.zeros(5, dtype=torch.int32)),
+        (5, torch.zeros(4, dtype=torch.float16)),
+        (5, torch.zeros(4, device="meta")),
+    ],
+)
+def test_other_tensors_are_refused(argument: int, wrong: Tensor) -> None:
+    ids = torch.zeros(4, dtype=torch.int32)
+    arguments = [torch.zeros(2, 8), make_slots({}, {}, {}), torch.zeros(3, dtype=torch.int32), ids, ids]
+    values = torch.zeros(4)
+    calls = (
+        (edits.save_edited, [*arguments, values]),
+        (edits.restore_edited, [*arguments, values]),
+        (edits.edit_logits, [*arguments, values, ids]),
+    )
+    for function, given in calls:
+        given[argument] = wrong
+        with pytest.raises(InternalError):
+            function(*given)

@@ -1,0 +1,187 @@
+"""Penalties against the CPU's sampler, to the last bit: duplicates across programs, unknown ids, and all put back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kernels.rule_batch import PADDING, assert_same, make_slots, places_of, random_places, run, strange_logits
+from sampler.batch import Asking, asking
+from torch import Tensor
+
+from aioengine.errors import InternalError
+from aioengine.kernels import reference_rules
+from aioengine.kernels.slots import Slot, SlotFlag
+from aioengine.sampler import Scratch
+from aioengine.sampler.penalties import apply_penalties
+
+penalties = pytest.importorskip("aioengine.kernels.penalties")
+
+POISON = 12345.0
+BOTH = pytest.mark.parametrize("module", [penalties, reference_rules], ids=["triton", "oracle"])
+
+
+@pytest.fixture(autouse=True)
+def _many_small_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that short histories are shared by programs too, some of which take several turns."""
+    monkeypatch.setattr(penalties, "BLOCK", 16)
+    monkeypatch.setattr(penalties, "MANY_PROGRAMS", 9)
+    monkeypatch.setattr(penalties, "FEW_PARTS", 3)
+
+
+def random_requests(seed: int, vocab: int, longest: int) -> list[Asking]:
+    """Of few tokens, so that each is there several times; some prompts and outputs alone; unknown ids."""
+    random = np.random.default_rng(seed)
+    requests = []
+    for repetition, frequency, presence in (
+        (1.3, 0.0, 0.0),
+        (1.0, 0.7, 0.0),
+        (1.0, 0.0, -1.1),
+        (0.6, -0.3, 0.9),
+        (1.2, 0.9, 0.4),
+        (2.0, 0.1, 0.1),
+    ):
+        prompt = random.integers(0, min(vocab, 20) + 2, int(random.integers(1, longest))).tolist()
+        output = random.integers(0, min(vocab, 20) + 2, int(random.integers(0, longest))).tolist()
+        requests.append(
+            asking(
+                prompt,
+                output[: len(output) * (len(requests) != 3)],
+                repetition_penalty=repetition,
+                frequency_penalty=frequency,
+                presence_penalty=presence,
+            )
+        )
+    return requests
+
+
+@BOTH
+@pytest.mark.parametrize(("vocab", "longest", "seed"), [(1, 7, 0), (7, 123, 1), (123, 60, 2), (1000, 20, 3)])
+def test_penalties_are_those_of_the_cpu_and_can_be_taken_back(module: Any, vocab: int, longest: int, seed: int) -> None:
+    requests = random_requests(seed, vocab, longest)
+    places, ruled = places_of(requests, seed)
+    raw = strange_logits(len(requests), vocab, seed=seed) * 1.1
+    expected = raw.clone()
+    apply_penalties(expected, ruled, Scratch())
+    counters = torch.zeros(len(requests) + 1, vocab, dtype=torch.int32)
+    saved = torch.full((len(requests) + 2, int(ruled.num_tokens.max()) + 1), POISON)
+    for kept in (None, saved):
+        made = raw.clone()
+        run(module.penalise, made, places.slots, places.history, counters, kept)
+        assert_same(made, expected)
+        assert not counters.any()
+    assert not torch.equal(torch.nan_to_num(made), torch.nan_to_num(raw))
+    run(module.unpenalise, made, places.slots, places.history, saved)
+    assert_same(made, raw)
+    for slot, request in enumerate(requests):
+        is_output_alone = request.sampling.repetition_penalty == 1
+        first, tokens = len(request.prompt) * is_output_alone, request.prompt + request.output
+        for position in range(saved.shape[1]):
+            is_kept = first <= position < len(tokens) and tokens[position] < vocab
+            value = raw[slot, tokens[position]] if is_kept else torch.tensor(POISON)
+            assert_same(saved[slot, position], value)
+    assert (saved[len(requests) :] == POISON).all()
+
+
+@BOTH
+@pytest.mark.parametrize("seed", range(3))
+def test_any_slots_in_any_order_with_padding(module: Any, seed: int) -> None:
+    places = random_places(seed, vocab=50)
+    random = np.random.default_rng(seed)
+    for slot in places.slots[:-1]:
+        slot.view(torch.float32)[Slot.REPETITION :] = torch.tensor(random.choice([0.0, 1.0, 0.5], 3)).float()
+        slot.view(torch.float32)[Slot.REPETITION] += 0.5
+    raw = strange_logits(4, 50, seed=seed)
+    made, expected = raw.clone(), raw.clone()
+    counters = torch.zeros(len(places.slots), 50, dtype=torch.int32)
+    saved = [torch.full((len(places.slots), places.history.shape[1]), POISON) for _ in range(2)]
+    run(module.penalise, made, places.slots, places.history, counters, saved[0])
+    run(reference_rules.penalise, expected, places.slots, places.history, counters, saved[1])
+    assert_same(made, expected)
+    assert_same(saved[0], saved[1])
+    assert not counters.any()
+    run(module.unpenalise, made, places.slots, places.history, saved[0])
+    assert_same(made, raw)
+
+
+@BOTH
+def test_where_in_the_history_a_token_is_does_not_matter(module: Any) -> None:
+    """Programs meet on tokens in another way for each order of the same tokens."""
+    random = np.random.default_rng(1)
+    prompt, output = random.integers(0, 9, 100), random.integers(0, 9, 80)
+    slots = make_slots(
+        {Slot.END: 180, Slot.OUTPUT_POSITION: 80, Slot.REPETITION: 1.7, Slot.FREQUENCY: 0.3, Slot.PRESENCE: 0.1}
+    )
+    results = []
+    for _ in range(4):
+        history = np.concatenate([random.permutation(prompt), random.permutation(output)])[None].astype(np.int32)
+        logits = strange_logits(1, 9, seed=3)
+        run(module.penalise, logits, slots, torch.from_numpy(history), torch.zeros(1, 9, dtype=torch.int32), None)
+        results.append(logits)
+    for other in results[1:]:
+        assert_same(other, results[0])
+
+
+@BOTH
+def test_slots_without_penalties_and_padding_read_and_write_nothing(module: Any) -> None:
+    """Their rows and lines are not there at all."""
+    nowhere = {Slot.LINE: 2**30, Slot.ROW: 2**30, Slot.END: 9, Slot.OUTPUT_POSITION: 5}
+    slots = make_slots(
+        nowhere,
+        PADDING | {Slot.END: 9, Slot.OUTPUT_POSITION: 12, Slot.REPETITION: 1.0, Slot.FREQUENCY: 0.5},
+        nowhere | {Slot.FLAGS: SlotFlag.LOGPROBS, Slot.REPETITION: 2.0},
+    )
+    logits, history = torch.full((1, 5), torch.nan), torch.zeros(1, 20, dtype=torch.int32)
+    counters, saved = torch.zeros(3, 5, dtype=torch.int32), torch.full((3, 20), POISON)
+    run(module.penalise, logits, slots, history, counters, saved)
+    run(module.unpenalise, logits, slots, history, saved)
+    assert logits.isnan().all()
+    assert (saved == POISON).all()
+    assert not counters.any()
+
+
+def test_programs_share_a_history_by_shapes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert penalties.parts_a_slot(1, 131_072) == 256
+    assert penalties.parts_a_slot(256, 131_072) == 8
+    assert penalties.parts_a_slot(256, 700) == 2
+    assert penalties.parts_a_slot(1, 0) == 1
+
+
+def test_no_slots_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_count_kernel", "_apply_kernel", "_unpenalise_kernel"):
+        monkeypatch.setattr(penalties, name, None)
+    history, counters = torch.zeros(2, 9, dtype=torch.int32), torch.zeros(3, 5, dtype=torch.int32)
+    for num_lines, slots in ((2, make_slots()), (0, make_slots({}))):
+        run(penalties.penalise, torch.zeros(num_lines, 5), slots, history, counters, None)
+        run(penalties.unpenalise, torch.zeros(num_lines, 5), slots, history, torch.zeros(3, 9))
+
+
+@pytest.mark.parametrize(
+    ("argument", "wrong"),
+    [
+        (0, torch.zeros(2, 5, dtype=torch.float16)),
+        (0, torch.zeros(5, 2).T),
+        (1, torch.zeros(2, 16)),
+        (2, torch.zeros(9, dtype=torch.int32)),
+        (2, torch.zeros(2, 9, dtype=torch.int64)),
+        (3, torch.zeros(2, 6, dtype=torch.int32)),
+        (3, torch.zeros(1, 5, dtype=torch.int32)),
+        (3, torch.zeros(2, 5)),
+        (4, torch.zeros(1, 9)),
+        (4, torch.zeros(2, 9, dtype=torch.int32)),
+        (4, torch.zeros(9, 2).T),
+    ],
+)
+def test_other_tensors_are_refused(argument: int, wrong: Tensor) -> None:
+    history, counters = torch.zeros(2, 9, dtype=torch.int32), torch.zeros(2, 5, dtype=torch.int32)
+    arguments = [torch.zeros(2, 5), make_slots({}, {}), history, counters, torch.zeros(2, 9)]
+    run(penalties.penalise, *arguments)
+    arguments[argument] = wrong
+    with pytest.raises(InternalError):
+        run(penalties.penalise, *arguments)
+    if argument != 3:
+        with pytest.raises(InternalError):
+            run(penalties.unpenalise, *arguments[:3], arguments[4])
