@@ -138,6 +138,9 @@ class CudaAccelerator:
     def release(self) -> None:
         self.synchronize()
         gc.collect()  # a cycle may hold a tensor
+        # cuBLAS's, some MiB a stream, which torch keeps for ever; captured graphs, the app's too, go on using theirs.
+        if not any(isinstance(thing, torch.cuda.CUDAGraph) for thing in gc.get_objects()):
+            torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
 
     def profiler_activities(self) -> list[Any]:

@@ -38,9 +38,11 @@ PROMPT_CHUNK_ELEMENTS = 2**25
 
 REHEARSED_TOKENS = 16
 
+START_FEATURES = (Features(), Features(has_filters=True))
+"""The sampling of most steps; greedy ones fit in there, too."""
+
 WARM_FEATURES = (
     Features(is_greedy=True),
-    Features(has_filters=True),
     Features(num_top=0),
     Features(has_masks=True),
     Features(is_penalised=True, rules=RuleSizes(64, 64, 64), num_top=NUM_TOP_SIZES[1]),
@@ -226,17 +228,18 @@ class GpuRunner:
         capture the graphs of plain decode steps.
 
         Args:
-            captures_all: those of all sizes, the largest first, since the others then fit into its memory; else one.
+            captures_all: graphs of all sizes, the largest first, since the others then fit into its memory; else none.
             on_capture: called with (done, all).
         """
         self._accelerator.enqueue(self._pad_all)
         self._accelerator.enqueue(self._rehearse_prefill)
-        sizes = self.graphs.sizes[::-1] if captures_all else self.graphs.sizes[:1]
-        keys = [GraphKey(size, Features()) for size in sizes]
-        keys += [GraphKey(self.graphs.sizes[0], features) for features in WARM_FEATURES] if self.graphs.sizes else []
+        for features in (*START_FEATURES, *WARM_FEATURES):
+            self._sampler.make_room(features.rules, 1)
+            self._accelerator.enqueue(self._decode_work(1, features))
+        sizes = self.graphs.sizes[::-1] if captures_all else ()
+        keys = [GraphKey(size, features) for size in sizes for features in START_FEATURES]
         for done, key in enumerate(keys):
             on_capture(done, len(keys))
-            self._sampler.make_room(key.features.rules, 1)
             self.graphs.run(key, partial(self._decode_work, *key))
         on_capture(len(keys), len(keys))
         self.settle()
@@ -295,8 +298,8 @@ class GpuRunner:
         failures: dict[int, Exception] = {}
         try:
             out = self._compute(step, size, uploaded, failures)
-        except BaseException:
-            self.settle()  # nobody waits for this step, and the next one takes its memory
+        except Exception:
+            self._settle_failed()
             raise
         staging.make_room(step.sizes.num_words)
         done = self._accelerator.copy_out(out, staging.out, step.sizes.num_words)
@@ -306,6 +309,13 @@ class GpuRunner:
         if step.learning:
             self._learning.append(launched)
         return launched
+
+    def _settle_failed(self) -> None:
+        """Wait for what was launched of a step that nobody waits for: the next one takes its memory."""
+        try:
+            self.settle()
+        except Exception as error:
+            raise DeviceLost(f"the GPU failed: {error}") from error
 
     def _write(self, plan: StepPlan, staging: Staging) -> tuple[GpuStep, int | None]:
         if self._broken_by is not None:
@@ -320,7 +330,7 @@ class GpuRunner:
     def _upload(self, step: GpuStep, staging: Staging) -> Uploaded:
         """Bring the words to the device, and change the rows there."""
         if self._sampler.make_room(self._batch.rules.sizes, self._batch.num_masks):
-            self.graphs.clear()
+            self.graphs.clear_ruled()
         uploaded = Uploaded(step.extra.num_words)
         if step.extra.num_words:
             staging.write_extra(step.extra)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import bisect
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from aioengine.executor.accelerator import Accelerator, Graph, Work
@@ -59,10 +59,10 @@ class DecodeGraphs:
 
     def run(self, key: GraphKey, make_work: Callable[[], Work]) -> None:
         """Enqueue a step: its graph, or its work, which is captured for the next time."""
-        graph = self._graphs.get(key)
-        if graph is not None:
-            graph.replay()
-            return
+        for fitting in (key, *_more_than(key)):
+            if fitting in self._graphs:
+                self._graphs[fitting].replay()
+                return
         work = make_work()
         self._accelerator.enqueue(work)  # also the rehearsal that a capture needs
         if len(self._graphs) < MAX_GRAPHS and key not in self._refused:
@@ -78,3 +78,16 @@ class DecodeGraphs:
     def clear(self) -> None:
         """Forget all: what they were captured over is not there any more."""
         self._graphs.clear()
+
+    def clear_ruled(self) -> None:
+        """Forget those with rules or bitmasks, whose memory has moved."""
+        self._graphs = {key: graph for key, graph in self._graphs.items() if not key.features.has_tables}
+
+
+def _more_than(key: GraphKey) -> Iterator[GraphKey]:
+    """Graphs that do what this one does, and a little for nothing: most steps fit in one of the start's."""
+    features = key.features
+    if features.is_greedy:
+        yield key._replace(features=features._replace(is_greedy=False))
+    if not features.has_filters:
+        yield key._replace(features=features._replace(is_greedy=False, has_filters=True))

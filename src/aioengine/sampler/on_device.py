@@ -38,6 +38,11 @@ class Features(NamedTuple):
     rules: RuleSizes = RuleSizes()
     num_top: int = -1
 
+    @property
+    def has_tables(self) -> bool:
+        """Whether memory is read that grows with the requests' rules."""
+        return self.has_masks or self.rules.num_edits > 0
+
 
 class SlotTensors(NamedTuple):
     """A step's slots on the device.
@@ -73,7 +78,7 @@ class DeviceSampler:
         return self._masks
 
     def make_room(self, sizes: RuleSizes, num_masks: int) -> bool:
-        """Have room for so much; returns whether memory has moved, so that captured graphs are void."""
+        """Have room for so much; returns whether memory has moved: graphs of features that `has_tables` are void."""
         has_moved = False
         if sizes.total > len(self._tables):
             self._tables = self._tables.new_full((1 << (sizes.total - 1).bit_length(),), -1)
