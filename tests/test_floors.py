@@ -24,7 +24,8 @@ MAY_IMPORT = {
     "sampler": {"sampler", "kernels", "core"},
     "models": {"models", "attention", "kernels", "model_folder"},
     "executor": {
-        "executor", "models", "attention", "sampler", "kernels", "core", "control", "model_folder", "worker_functions",
+        "executor", "models", "attention", "sampler", "kernels", "core", "control", "model_folder", "progress",
+        "worker_functions",
     },
     "model_folder": {"demo"},
     "dump": {"core"},

@@ -1,13 +1,22 @@
-"""A bar on the terminal while a model loads."""
+"""A bar on the terminal while a model loads, and one while its CUDA graphs are captured."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Protocol
 
-OnProgress = Callable[[int, int], None]
-"""(bytes done, bytes in all), from any thread."""
+
+class OnProgress(Protocol):
+    """Is told how far something is, from any thread."""
+
+    def __call__(self, done: int, total: int, what: str = ..., /) -> None:
+        """Of ``what``, in words, ``done`` of ``total`` are done; without it, bytes of the weights."""
+        ...
+
+
+LOADING = ""
 
 
 @contextlib.contextmanager
@@ -17,9 +26,17 @@ def loading_bar(title: str, *, is_shown: bool | None) -> Iterator[OnProgress | N
         yield None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.filesize import decimal
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[amount]}"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        tasks = {LOADING: bar.add_task(title, total=None, amount="")}
+
+        def show(done: int, total: int, what: str = LOADING) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=total, amount="")
+            amount = f"{done}/{total}" if what else f"{decimal(done)}/{decimal(total)}"
+            bar.update(tasks[what], completed=done, total=total, amount=amount)
+
+        yield show

@@ -32,9 +32,10 @@ from aioengine.executor.protocol import (
 )
 from aioengine.executor.runner import StepRunner
 from aioengine.executor.waiter import Later
-from aioengine.executor.weights import Load, OnProgress, Weights
+from aioengine.executor.weights import Load, Weights
 from aioengine.model_folder import ModelFolder
 from aioengine.models.loader import ON_CPU, LoadStopped, Placement, load_decoder
+from aioengine.progress import LOADING, OnProgress
 from aioengine.worker_functions import Worker, registered
 
 T = TypeVar("T")
@@ -99,7 +100,9 @@ class TorchExecutor:
             should_stop=thread.should_stop,
         )
         try:
-            info = await thread.submit(partial(device.load, make, stats, _on_loop(on_progress))).wait()
+            told = _on_loop(on_progress)
+            on_capture = partial(_tell_captured, told)
+            info = await thread.submit(partial(device.load, make, stats, on_capture)).wait()
         except BaseException:
             with anyio.CancelScope(shield=True), anyio.move_on_after(CANCEL_DEADLINE_S):
                 await thread.aclose()
@@ -376,12 +379,17 @@ def is_large_step(weight_bytes: int, num_tokens: int) -> bool:
     return weight_bytes * (1 + num_tokens / 16) > LARGE_STEP_BYTES
 
 
+def _tell_captured(on_progress: OnProgress, done: int, total: int) -> None:
+    on_progress(done, total, "capturing CUDA graphs")
+
+
 def _on_loop(on_progress: OnProgress | None) -> OnProgress:
     """What the device thread calls to have ``on_progress`` called on this loop."""
     loop = asyncio.get_running_loop()
 
-    def report(done: int, total: int) -> None:
+    def report(done: int, total: int, what: str = LOADING) -> None:
         if on_progress is not None:
-            loop.call_soon_threadsafe(on_progress, done, total)
+            of_what = (what,) if what else ()
+            loop.call_soon_threadsafe(partial(on_progress, done, total, *of_what))
 
     return report

@@ -18,9 +18,7 @@ from aioengine.models.decoder import Decoder
 from aioengine.models.loader import ON_CPU, Placement, check_weights, load_weights
 from aioengine.models.places import EMBEDDING, FILE_DTYPES, HEAD, Place, checkpoint_places
 from aioengine.models.saver import save_checkpoint
-
-OnProgress = Callable[[int, int], None]
-"""Called with (bytes loaded, bytes to load)."""
+from aioengine.progress import OnProgress
 
 
 class Load(Protocol):
@@ -189,5 +187,5 @@ def _tensor(staged: StagedTensor) -> Tensor:
     return torch.from_numpy(staged.data).view(FILE_DTYPES[staged.dtype]).view(staged.shape)
 
 
-def _tell_nobody(done: int, total: int) -> None:
+def _tell_nobody(done: int, total: int, what: str = "") -> None:
     pass

@@ -19,6 +19,7 @@ from aioengine.engine_control import TASKS
 from aioengine.errors import ConfigError, EngineDead
 from aioengine.executor.protocol import Executor
 from aioengine.in_process import InProcess
+from aioengine.progress import LOADING
 from aioengine.text.worker import TextWorker
 from aioengine.transport.addresses import PrivateFolder, check_connect
 from aioengine.transport.faults import to_fault
@@ -218,8 +219,10 @@ class _Handshakes:
         for place in range(len(self._channels)):
             self._send(place, body)
 
-    def on_progress(self, done: int, total: int) -> None:
+    def on_progress(self, done: int, total: int, what: str = LOADING) -> None:
         """Tell how far the loading is, now and then."""
+        if what != LOADING:
+            return  # what follows is short, and has no message
         if done in (0, total) or done - self._told_bytes >= LOADING_EVERY_BYTES:
             self._told_bytes = done
             self.tell(Loading(done, total))
