@@ -1,0 +1,287 @@
+"""A token for each slot: of the logits that its filters keep, the one whose (x - top) / T plus Gumbel noise is highest.
+
+Each program takes a part of a row and keeps the best score so far, relative to the highest logit so far: logits of any
+size lose no digits to their offset, and no pass is needed to find it. A second launch puts the parts together.
+
+The noise is what costs: some 20 instructions for the hash of a token and 60 for two logarithms, where its 4 bytes come
+in the time of some 35. So a program hashes only pieces in which a logit could win with the highest noise (of a model's
+logits at T = 1: few), and takes logarithms only of pieces in which one could win by a cheap bound of its noise (of flat
+ones: a handful of each part's). A warp a program, so that these are decisions within the warp.
+
+Slots with a filter have the floor under which no logit can win from `aioengine.kernels.thresholds`, and read only
+blocks whose maximum reaches it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from aioengine.kernels import thresholds
+from aioengine.kernels.launch_checks import check_tensor
+from aioengine.kernels.noise import HIGHEST_NOISE, gumbel, gumbel_bound, hash_tokens, noise_keys, uniform
+from aioengine.kernels.rule_checks import check_logits, check_slots
+from aioengine.kernels.slots import Slot, Status
+from aioengine.kernels.specimen import Specimen
+from aioengine.kernels.thresholds import (
+    INFINITY,
+    LINE,
+    MASK,
+    MAX_FLOAT,
+    SLOT_STRIDE,
+    TEMPERATURE,
+    WORD,
+    WORDS_OF_BLOCK,
+    clamp,
+    inverse,
+    load_float,
+    load_logits,
+)
+
+PIECE_WORDS = 16
+"""Words of 32 tokens that a program looks at at once: 16 logits a thread, in loads of 16 bytes."""
+
+PROGRAMS = 8192
+"""Three waves of as many programs of one warp as a GPU holds (20 on each of 132 multiprocessors), to even out their
+work: rows are split no further than that. A piece each is 250 programs for a row of 128,000."""
+
+MAX_PARTS = 512
+"""Of a row: what the second launch puts together in registers."""
+
+JOIN_WARPS = 4
+
+_SEED_LOW = tl.constexpr(int(Slot.SEED_LOW))
+_SEED_HIGH = tl.constexpr(int(Slot.SEED_HIGH))
+_CHOICE = tl.constexpr(int(Slot.CHOICE))
+_OUTPUT_POSITION = tl.constexpr(int(Slot.OUTPUT_POSITION))
+_SAMPLED = tl.constexpr(int(Status.SAMPLED))
+_NOT_A_NUMBER = tl.constexpr(int(Status.NOT_A_NUMBER))
+_NOTHING_LEFT = tl.constexpr(int(Status.NOTHING_LEFT))
+# The bound of noise and the score are rounded, by less than this where it matters: a score of some ±20.
+_SLACK = tl.constexpr(1e-3)
+
+
+@triton.jit
+def _part_kernel(
+    logits,
+    slots,
+    masks,
+    maxima,
+    floors,
+    tops,
+    part_tops,
+    part_scores,
+    part_tokens,
+    vocab,
+    pieces_of_part,
+    HAS_MASK: tl.constexpr,
+    HAS_FILTERS: tl.constexpr,
+    IS_GREEDY: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    slot, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot_word = slots + slot * SLOT_STRIDE
+    line, mask = tl.load(slot_word + LINE), tl.load(slot_word + MASK)
+    if line < 0:
+        return
+    temperature = load_float(slot_word + TEMPERATURE)
+    cold = inverse(temperature)
+    key_low, key_high = noise_keys(
+        tl.load(slot_word + _SEED_LOW),
+        tl.load(slot_word + _SEED_HIGH),
+        tl.load(slot_word + _CHOICE),
+        tl.load(slot_word + _OUTPUT_POSITION),
+    )
+    floor = -INFINITY
+    highest = tl.full((), -INFINITY, tl.float32)
+    if HAS_FILTERS:
+        floor = tl.load(floors + slot)
+        highest = tl.load(tops + slot)
+    num_blocks = tl.cdiv(vocab, WORDS_OF_BLOCK * WORD)
+    num_known = tl.where(floor == -INFINITY, 0, num_blocks)  # maxima
+    has_nan = 0
+    top = clamp(highest)
+    best_score = tl.full((), -INFINITY, tl.float32)
+    best_token = 0
+    for piece in range(part * pieces_of_part, (part + 1) * pieces_of_part):
+        words = piece * WORDS + tl.arange(0, WORDS)
+        is_read = words * WORD < vocab
+        if HAS_FILTERS:
+            block = words // WORDS_OF_BLOCK
+            highest_of_block = tl.load(maxima + slot * num_blocks + block, mask=block < num_known, other=INFINITY)
+            is_read = is_read & (highest_of_block >= floor)
+        if tl.max(is_read.to(tl.int32), axis=0) != 0:
+            tokens, x = load_logits(logits, masks, line, mask, words, is_read, vocab, HAS_MASK)
+            # What a maximum makes of a NaN depends on the device.
+            here = tl.max(tl.where(x != x, INFINITY, x))
+            if here == INFINITY:
+                has_nan = tl.maximum(has_nan, tl.max((x != x).to(tl.int32)))
+            highest = tl.maximum(highest, here)
+            raised = tl.maximum(top, clamp(here))
+            best_score += tl.where(best_score == -INFINITY, 0.0, top - raised) * cold
+            top = raised
+            if (here - top) * cold + HIGHEST_NOISE >= best_score:
+                scores = (x - top) * cold
+                if HAS_FILTERS:
+                    scores = tl.where(x >= floor, scores, -INFINITY)
+                if not IS_GREEDY:  # noqa: SIM102  the outer one is of constants: no code for it
+                    if temperature > 0:
+                        u = uniform(hash_tokens(tokens, key_low, key_high))
+                        if tl.max(scores + gumbel_bound(u)) + _SLACK >= best_score:
+                            scores += gumbel(u)
+                        else:
+                            scores = tl.full(scores.shape, -INFINITY, tl.float32)
+                score = tl.max(scores)
+                if score > best_score:
+                    best_score = score
+                    best_token = tl.min(tl.where(scores == score, tokens, vocab))
+    out = slot * tl.num_programs(1) + part
+    tl.store(part_tops + out, tl.where(has_nan != 0, float("nan"), highest))
+    tl.store(part_scores + out, best_score)
+    tl.store(part_tokens + out, best_token)
+
+
+@triton.jit
+def _join_kernel(slots, part_tops, part_scores, part_tokens, token_ids, status, num_parts, NUM_PARTS: tl.constexpr):
+    slot = tl.program_id(0).to(tl.int64)
+    slot_word = slots + slot * SLOT_STRIDE
+    is_padding = tl.load(slot_word + LINE) < 0
+    part = tl.arange(0, NUM_PARTS)
+    is_there = part < tl.where(is_padding, 0, num_parts)
+    tops = tl.load(part_tops + slot * num_parts + part, mask=is_there, other=-INFINITY)
+    scores = tl.load(part_scores + slot * num_parts + part, mask=is_there, other=-INFINITY)
+    tokens = tl.load(part_tokens + slot * num_parts + part, mask=is_there, other=0)
+    is_nan = tl.max((tops != tops).to(tl.int32), axis=0) != 0
+    top = tl.max(tl.where(tops != tops, INFINITY, tops), axis=0)
+    scores += (tl.minimum(tops, MAX_FLOAT) - clamp(top)) * inverse(load_float(slot_word + TEMPERATURE))
+    score = tl.max(scores, axis=0)
+    token = tl.min(tl.where(scores == score, tokens, 2147483647), axis=0)  # parts that have nothing say 0
+    failure = tl.where(is_nan, _NOT_A_NUMBER, tl.where(top == -INFINITY, _NOTHING_LEFT, _SAMPLED))
+    tl.store(status + slot, tl.where(is_padding, _SAMPLED, failure))
+    tl.store(token_ids + slot, tl.where(is_padding | (failure != _SAMPLED), 0, token))
+
+
+def draw(
+    logits: Tensor,
+    slots: Tensor,
+    masks: Tensor | None,
+    token_ids: Tensor,
+    status: Tensor,
+    *,
+    has_filters: bool,
+    is_greedy: bool,
+) -> None:
+    """See `Operations.draw`.
+
+    Two launches without filters, four with them. Bound by one read of the logits where they are peaked (256 rows of
+    128,256: 131 MB, 33 µs at 4 TB/s), by hashing each token where they are flat (about 45 µs); with filters see
+    `aioengine.kernels.thresholds.find_floors`, and a few µs for what it leaves. One row is bound by latency: about 5 µs
+    a launch.
+    """
+    device = check_logits(logits)
+    check_slots(slots, device)
+    num_slots, vocab = len(slots), logits.shape[1]
+    if masks is not None:
+        check_tensor("masks", masks, (None, triton.cdiv(vocab, WORD.value)), slots.dtype, device)
+    check_tensor("token_ids", token_ids, (num_slots,), slots.dtype, device)
+    check_tensor("status", status, (num_slots,), slots.dtype, device)
+    if not num_slots:
+        return
+    has_filters = has_filters and not is_greedy
+    maxima, floors, tops = thresholds.find_floors(logits, slots, masks) if has_filters else (logits,) * 3
+    num_parts, pieces_of_part = split(num_slots, vocab)
+    part_tops, part_scores = logits.new_empty(2, num_slots, num_parts)
+    part_tokens = slots.new_empty(num_slots, num_parts)
+    _part_kernel[num_slots, num_parts](
+        logits,
+        slots,
+        slots if masks is None else masks,
+        maxima,
+        floors,
+        tops,
+        part_tops,
+        part_scores,
+        part_tokens,
+        vocab,
+        pieces_of_part,
+        masks is not None,
+        has_filters,
+        is_greedy,
+        PIECE_WORDS,
+        num_warps=1,
+    )
+    _join_kernel[num_slots,](
+        slots,
+        part_tops,
+        part_scores,
+        part_tokens,
+        token_ids,
+        status,
+        num_parts,
+        triton.next_power_of_2(num_parts),
+        num_warps=JOIN_WARPS,
+    )
+
+
+def split(num_slots: int, vocab: int) -> tuple[int, int]:
+    """Into how many parts a row is split, and of how many pieces each is."""
+    num_pieces = triton.cdiv(vocab, PIECE_WORDS * WORD.value)
+    num_parts = max(1, min(num_pieces, MAX_PARTS, PROGRAMS // num_slots))
+    pieces_of_part = triton.cdiv(num_pieces, num_parts)
+    return triton.cdiv(num_pieces, pieces_of_part), pieces_of_part
+
+
+def specimens() -> list[Specimen]:
+    """With and without noise, filters and masks; those of the thresholds, too."""
+    floats = dict.fromkeys(["maxima", "floors", "tops", "part_tops", "part_scores"], "*fp32")
+    return [
+        *(
+            Specimen(
+                name=name,
+                kernel=_part_kernel,
+                signature={
+                    "logits": "*fp32",
+                    "slots": "*i32",
+                    "masks": "*i32",
+                    **floats,
+                    "part_tokens": "*i32",
+                    "vocab": "i32",
+                    "pieces_of_part": "i32",
+                    **dict.fromkeys(["HAS_MASK", "HAS_FILTERS", "IS_GREEDY", "WORDS"], "constexpr"),
+                },
+                constants={
+                    "HAS_MASK": has_mask,
+                    "HAS_FILTERS": has_filters,
+                    "IS_GREEDY": is_greedy,
+                    "WORDS": PIECE_WORDS,
+                },
+                num_warps=1,
+            )
+            for name, has_mask, has_filters, is_greedy in (
+                ("draw, plain", False, False, False),
+                ("draw, greedy", False, False, True),
+                ("draw, filters", False, True, False),
+                ("draw, greedy, masks", True, False, True),
+                ("draw, masks", True, False, False),
+                ("draw, filters and masks", True, True, False),
+            )
+        ),
+        Specimen(
+            name="draw, join",
+            kernel=_join_kernel,
+            signature={
+                "slots": "*i32",
+                "part_tops": "*fp32",
+                "part_scores": "*fp32",
+                "part_tokens": "*i32",
+                "token_ids": "*i32",
+                "status": "*i32",
+                "num_parts": "i32",
+                "NUM_PARTS": "constexpr",
+            },
+            constants={"NUM_PARTS": 256},
+            num_warps=JOIN_WARPS,
+        ),
+        *thresholds.specimens(),
+    ]

@@ -1,0 +1,443 @@
+"""Min-p, top-k and top-p on a GPU: the lowest logit that each slot keeps, exactly, without a sort.
+
+A filter's threshold is the lowest logit v for which the weight of the logits strictly above v is below a target: for
+top-k the weight of a logit is 1 and the target k; for top-p the weight is exp((x - top) / T), and the target top_p of
+the weight of what the filters before it keep. That weight falls with v, so the threshold is found by bisection on the
+bits of the floats, read as integers of the same order.
+
+One pass over the logits (`_scan_kernel`) finds the maximum of each block of 128, and what it weighs in all where only
+top-p asks. The same search over the maxima alone gives a bound from below: other logits only add weight above. Only
+blocks whose maximum reaches the bound are then read again (`_floor_kernel`, a program a slot): for k = 50 about 50 of
+1,000. What lies in reach of the threshold is gathered, and the search ends on it in registers. Where that is too much
+(a high top-p over flat logits: most of the vocabulary), passes over the blocks narrow the reach to a fifth each,
+until it is gathered.
+
+All sums have a fixed order: equal logits, parameters and vocabulary give an equal threshold, in whatever batch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from aioengine.kernels.noise import NOISE_SPAN
+from aioengine.kernels.slots import SLOT_WORDS, Slot
+from aioengine.kernels.specimen import Specimen
+
+BLOCK = 128
+"""Logits that share a maximum: 1,000 blocks of 128,000, of which a program holds the maxima in registers."""
+
+WORD = tl.constexpr(32)
+"""Tokens in a word of a mask: logits are read in lines of so many, each with its word, which is read once."""
+
+WORDS_OF_BLOCK = tl.constexpr(BLOCK // 32)
+
+SCANNED_WORDS = 64
+"""Words that a program of the scan takes: 16 logits a thread, in loads of 16 bytes; 63 programs for 128,000."""
+
+SCAN_WARPS = 4
+
+TILE_BLOCKS = 32
+"""Blocks that the search reads at once, 16 kB: 16 logits a thread."""
+
+MAX_GATHERED = 4096
+"""Logits on which the search ends."""
+
+PIVOTS = tl.constexpr(4)
+"""A step of the search leaves a fifth of the reach: 9 steps of some 500 cycles for a reach of 2²⁰ floats, 14 for that
+of all. More pivots need more registers than a thread has."""
+
+FLOOR_WARPS = 8
+"""With up to 255 registers a thread. Of 16 warps with 128 each, which a multiprocessor holds as well, they spill."""
+
+SLOT_STRIDE = tl.constexpr(SLOT_WORDS)
+LINE = tl.constexpr(int(Slot.LINE))
+MASK = tl.constexpr(int(Slot.MASK))
+TEMPERATURE = tl.constexpr(int(Slot.TEMPERATURE))
+_TOP_K = tl.constexpr(int(Slot.TOP_K))
+_TOP_P = tl.constexpr(int(Slot.TOP_P))
+_MIN_P = tl.constexpr(int(Slot.MIN_P))
+
+INFINITY = tl.constexpr(float("inf"))
+MAX_FLOAT = tl.constexpr(torch.finfo(torch.float32).max)
+_COLDEST = tl.constexpr(1e-30)
+_KEY_OF_MINUS_INFINITY = tl.constexpr(0x7F800000 ^ -1)
+# Sums are rounded, by some 1e-6 of them: a bound must not reach above a threshold for that.
+_SLACK = tl.constexpr(1e-5)
+
+
+@triton.jit
+def load_float(word):
+    return tl.load(word).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def clamp(x):
+    """To finite numbers."""
+    return tl.minimum(tl.maximum(x, -MAX_FLOAT), MAX_FLOAT)
+
+
+@triton.jit
+def inverse(temperature):
+    """1 / T, and finite for any T; 1 for a greedy slot."""
+    return 1.0 / tl.where(temperature > 0, tl.maximum(temperature, _COLDEST), 1.0)
+
+
+@triton.jit
+def load_logits(logits, masks, line, mask, words, is_read, vocab, HAS_MASK: tl.constexpr):
+    """Logits of words of 32 tokens, -inf where they are masked, not read, or beyond the vocabulary.
+
+    Args:
+        line, mask: of the logits and the masks; mask -1: none.
+        words: int32 [m]; is_read: bool [m].
+    Returns:
+        Token ids int32 and logits float32, [m, 32].
+    """
+    lane = tl.arange(0, WORD)[None, :]
+    tokens = words[:, None] * WORD + lane
+    is_there = (tokens < vocab) & is_read[:, None]
+    x = tl.load(logits + line.to(tl.int64) * vocab + tokens, mask=is_there, other=-INFINITY)
+    if HAS_MASK:
+        num_words = tl.cdiv(vocab, WORD)
+        is_masked = is_read & (words < tl.where(mask >= 0, num_words, 0))
+        bits = tl.load(masks + mask.to(tl.int64) * num_words + words, mask=is_masked, other=-1)
+        x = tl.where(((bits[:, None] >> lane) & 1) != 0, x, -INFINITY)
+    return tokens, x
+
+
+@triton.jit
+def _filters(word, vocab):
+    """Temperature, top-k (0: off), top-p and min-p of a slot, and whether it is drawn with any filter."""
+    temperature = load_float(word + TEMPERATURE)
+    top_k = tl.load(word + _TOP_K)
+    top_k = tl.where((top_k > 0) & (top_k < vocab), top_k, 0)
+    top_p = load_float(word + _TOP_P)
+    min_p = load_float(word + _MIN_P)
+    is_filtered = (temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))
+    return temperature, top_k, top_p, min_p, is_filtered & (tl.load(word + LINE) >= 0)
+
+
+@triton.jit
+def _scan_kernel(logits, slots, masks, maxima, masses, vocab, num_blocks, HAS_MASK: tl.constexpr, WORDS: tl.constexpr):
+    BLOCKS: tl.constexpr = WORDS // WORDS_OF_BLOCK
+    slot, part = tl.program_id(0), tl.program_id(1)
+    word = slots + slot.to(tl.int64) * SLOT_STRIDE
+    temperature, top_k, top_p, min_p, is_filtered = _filters(word, vocab)
+    if not is_filtered:
+        return
+    words = part * WORDS + tl.arange(0, WORDS)
+    line, mask = tl.load(word + LINE), tl.load(word + MASK)
+    _, x = load_logits(logits, masks, line, mask, words, words < num_blocks * WORDS_OF_BLOCK, vocab, HAS_MASK)
+    is_nan = tl.max((x != x).to(tl.int32), axis=1) != 0
+    of_word = tl.max(tl.where(x != x, -INFINITY, x), axis=1)  # what a maximum makes of a NaN depends on the device
+    of_block = tl.max(tl.reshape(of_word, [BLOCKS, WORDS_OF_BLOCK]), axis=1)
+    is_nan_in_block = tl.max(tl.reshape(is_nan.to(tl.int32), [BLOCKS, WORDS_OF_BLOCK]), axis=1) != 0
+    blocks = part * BLOCKS + tl.arange(0, BLOCKS)
+    out = slot.to(tl.int64) * num_blocks + blocks
+    tl.store(maxima + out, tl.where(is_nan_in_block, float("nan"), of_block), mask=blocks < num_blocks)
+    if (top_p < 1) & (top_k == 0) & (min_p <= 0):
+        # Finite, so that a word of -inf weighs nothing; one with +inf weighs +inf, and is looked at by nobody.
+        cold = inverse(temperature)
+        mass = tl.sum(tl.exp((x - clamp(of_word)[:, None]) * cold), axis=1)
+        below = tl.reshape(of_word, [BLOCKS, WORDS_OF_BLOCK]) - clamp(of_block)[:, None]
+        mass = tl.sum(tl.reshape(mass, [BLOCKS, WORDS_OF_BLOCK]) * tl.exp(below * cold), axis=1)
+        tl.store(masses + out, mass, mask=blocks < num_blocks)
+
+
+@triton.jit
+def _key_of(x):
+    """Float32 to int32 of the same order; -0 and 0 are one."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _of_key(key):
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _weigh(keys, weights, low, step, PIVOTS: tl.constexpr):
+    """The weight strictly above each of the keys ``low + step``, ``low + 2 · step``, …"""
+    pivots = (low + step * (tl.arange(0, PIVOTS) + 1)).to(tl.int32)
+    return tl.sum(tl.where(keys[:, None] > pivots[None, :], weights[:, None], 0.0), axis=0)
+
+
+@triton.jit
+def _search(keys, weights, low, high, base, target, PIVOTS: tl.constexpr):
+    """The lowest key in (low, high] above which the weight, with ``base``, is below the target; ``high`` is one."""
+    while high - low > 1:
+        step = (high - low + PIVOTS) // (PIVOTS + 1)
+        above = base + _weigh(keys, weights, low, step, PIVOTS)
+        low += step * tl.sum((above >= target).to(tl.int32), axis=0)
+        high = tl.minimum(high, low + step)
+    return high
+
+
+@triton.jit
+def _bound(keys, weights, low, high, target, PIVOTS: tl.constexpr):
+    """``low``, raised as far as the maxima of blocks prove that the threshold is above it."""
+    if tl.sum(tl.where(keys > low, weights, 0.0), axis=0) >= target:
+        low = tl.maximum(low, _search(keys, weights, low, high, 0.0, target, PIVOTS) - 1)
+    return low
+
+
+@triton.jit
+def _list_blocks(reached, keys, low, num_blocks, NUM_BLOCKS: tl.constexpr):
+    """Write down the blocks whose maximum is above ``low``; returns how many they are."""
+    blocks = tl.arange(0, NUM_BLOCKS)
+    is_reached = (keys > low) & (blocks < num_blocks)
+    tl.debug_barrier()  # the threads may still read what was there
+    tl.store(reached + tl.cumsum(is_reached.to(tl.int32), axis=0) - 1, blocks, mask=is_reached)
+    tl.debug_barrier()
+    return tl.sum(is_reached.to(tl.int32), axis=0)
+
+
+@triton.jit
+def _find(
+    logits,
+    masks,
+    line,
+    mask,
+    reached,
+    gathered,
+    num_reached,
+    by_mass,
+    top,
+    cold,
+    low,
+    high,
+    target,
+    part,
+    vocab,
+    HAS_MASK: tl.constexpr,
+    TILE_BLOCKS: tl.constexpr,
+    MAX_GATHERED: tl.constexpr,
+):
+    """The key of a filter's threshold, which is above ``low`` and at most ``high``, by passes over the blocks reached.
+
+    Where ``part`` is above 0 the target is this part of the weight above ``low``. If that is below the target,
+    ``low + 1``: all stays.
+    """
+    TILE: tl.constexpr = TILE_BLOCKS * WORDS_OF_BLOCK * WORD
+    base = 0.0
+    num_inside = MAX_GATHERED + 1
+    while (num_inside > MAX_GATHERED) & (high - low > 1):
+        num_inside = 0
+        inside_mass = base
+        step = (high - low + PIVOTS) // (PIVOTS + 1)
+        above = tl.full([PIVOTS], 0.0, tl.float32) + base
+        for start in range(0, num_reached, TILE_BLOCKS):
+            place = tl.arange(0, TILE_BLOCKS * WORDS_OF_BLOCK)
+            nth = start + place // WORDS_OF_BLOCK
+            words = tl.load(reached + nth, mask=nth < num_reached, other=0) * WORDS_OF_BLOCK + place % WORDS_OF_BLOCK
+            _, x = load_logits(logits, masks, line, mask, words, nth < num_reached, vocab, HAS_MASK)
+            x = tl.reshape(x, [TILE])
+            keys = _key_of(x)
+            is_inside = (keys > low) & (keys <= high)
+            weights = tl.where(is_inside, tl.where(by_mass, tl.exp((x - top) * cold), 1.0), 0.0)
+            above += _weigh(keys, weights, low, step, PIVOTS)
+            inside_mass += tl.sum(weights, axis=0)
+            num_here = tl.sum(is_inside.to(tl.int32), axis=0)
+            if num_inside + num_here <= MAX_GATHERED:
+                to = num_inside + tl.cumsum(is_inside.to(tl.int32), axis=0) - 1
+                tl.store(gathered + to, x, mask=is_inside)
+            num_inside += num_here
+        if part > 0:
+            target = part * inside_mass
+            part = 0.0
+        if inside_mass < target:
+            high = low + 1
+        elif num_inside > MAX_GATHERED:
+            low += step * tl.sum((above >= target).to(tl.int32), axis=0)
+            high = tl.minimum(high, low + step)
+            base = tl.maximum(base, tl.max(tl.where(above < target, above, 0.0), axis=0))
+    if high - low > 1:
+        tl.debug_barrier()
+        place = tl.arange(0, MAX_GATHERED)
+        x = tl.load(gathered + place, mask=place < num_inside, other=-INFINITY)
+        weights = tl.where(place < num_inside, tl.where(by_mass, tl.exp((x - top) * cold), 1.0), 0.0)
+        high = _search(_key_of(x), weights, low, high, base, target, PIVOTS)
+    return high
+
+
+@triton.jit
+def _floor_kernel(
+    logits,
+    slots,
+    masks,
+    maxima,
+    masses,
+    reached,
+    gathered,
+    floors,
+    tops,
+    vocab,
+    num_blocks,
+    HAS_MASK: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    TILE_BLOCKS: tl.constexpr,
+    MAX_GATHERED: tl.constexpr,
+):
+    slot = tl.program_id(0).to(tl.int64)
+    word = slots + slot * SLOT_STRIDE
+    temperature, top_k, top_p, min_p, is_filtered = _filters(word, vocab)
+    if not is_filtered:
+        tl.store(floors + slot, -INFINITY)
+        tl.store(tops + slot, -INFINITY)
+        return
+    blocks = tl.arange(0, NUM_BLOCKS)
+    highest = tl.load(maxima + slot * num_blocks + blocks, mask=blocks < num_blocks, other=-INFINITY)
+    is_nan = tl.max((highest != highest).to(tl.int32), axis=0) != 0
+    top = tl.where(is_nan, float("nan"), tl.max(tl.where(highest != highest, -INFINITY, highest), axis=0))
+    tl.store(tops + slot, top)
+    if not (tl.abs(top) < INFINITY):
+        tl.store(floors + slot, top)  # +inf is chosen for certain; else there is nothing to choose from
+        return
+    line, mask = tl.load(word + LINE), tl.load(word + MASK)
+    cold = inverse(temperature)
+    num_weighed = tl.where((top_p < 1) & (top_k == 0) & (min_p <= 0), num_blocks, 0)
+    mass_of_block = tl.load(masses + slot * num_blocks + blocks, mask=blocks < num_weighed, other=0.0)
+    total = tl.sum(mass_of_block * tl.exp((highest - top) * cold), axis=0)
+    threshold = tl.where(min_p > 0, top + temperature * tl.log(tl.where(min_p > 0, min_p, 1.0)), -INFINITY)
+    low = tl.maximum(_key_of(threshold).to(tl.int64) - 1, _KEY_OF_MINUS_INFINITY)
+    high = _key_of(top).to(tl.int64)
+    for nth_filter in range(2):
+        by_mass = nth_filter == 1
+        if tl.where(by_mass, top_p < 1, top_k > 0):
+            target = top_k.to(tl.float32)
+            part = 0.0
+            # Read again: what is kept in registers all the while is spilled.
+            highest = tl.load(maxima + slot * num_blocks + blocks, mask=blocks < num_blocks, other=-INFINITY)
+            keys = _key_of(highest)
+            weights = tl.where(by_mass, tl.exp((highest - top) * cold), 1.0)
+            reach = low
+            if by_mass:
+                if total > 0:
+                    target = top_p * total
+                    # Logits that weigh so little are dropped even if all V of them do.
+                    lightest = top + temperature * tl.log((1 - top_p) * total / vocab)
+                    lightest -= (tl.abs(top) + temperature) * _SLACK
+                    reach = tl.maximum(reach, _key_of(lightest).to(tl.int64) - 1)
+                else:
+                    part = top_p
+            if part == 0:
+                enough = tl.where(by_mass, target * (1 + _SLACK), target)
+                reach = _bound(keys, weights, reach, high, enough, PIVOTS)
+            num_reached = _list_blocks(reached + slot * num_blocks, keys, reach, num_blocks, NUM_BLOCKS)
+            key = _find(
+                logits,
+                masks,
+                line,
+                mask,
+                reached + slot * num_blocks,
+                gathered + slot * MAX_GATHERED,
+                num_reached,
+                by_mass,
+                top,
+                cold,
+                reach,
+                high,
+                target,
+                part,
+                vocab,
+                HAS_MASK,
+                TILE_BLOCKS,
+                MAX_GATHERED,
+            )
+            threshold = tl.maximum(threshold, _of_key(key.to(tl.int32)))
+            low = key - 1
+    # A token this far below the likeliest one loses to it, whatever the noise of the two.
+    tl.store(floors + slot, tl.maximum(threshold, top - temperature * NOISE_SPAN))
+
+
+class Floors(NamedTuple):
+    """What a draw needs to look at few logits.
+
+    Attributes:
+        maxima: float32 [s, blocks], of each `BLOCK` of the slot's logits; not written for slots without a filter.
+        floors: float32 [s], the lowest logit that may win; -inf for slots without a filter; NaN where a logit is.
+        tops: float32 [s], the highest logit, or NaN; -inf for slots without a filter.
+    """
+
+    maxima: Tensor
+    floors: Tensor
+    tops: Tensor
+
+
+def find_floors(logits: Tensor, slots: Tensor, masks: Tensor | None) -> Floors:
+    """The thresholds of min-p, then top-k, then top-p on what is left, renormalised; with arguments as `draw` has.
+
+    One read of the logits of slots with a filter, bound by bandwidth (131 MB for 256 rows of 128,256: 33 µs at 4 TB/s);
+    then a program a slot, bound by latency: some 10 µs where a few thousand logits are in reach, and 40 µs where a
+    top-p keeps most of the vocabulary.
+    """
+    num_slots, vocab = len(slots), logits.shape[1]
+    num_blocks = triton.cdiv(vocab, BLOCK)
+    has_mask = masks is not None
+    padded_blocks = triton.next_power_of_2(num_blocks)
+    maxima, masses = logits.new_empty(2, num_slots, num_blocks)
+    reached = slots.new_empty(num_slots, num_blocks)
+    gathered = logits.new_empty(num_slots, MAX_GATHERED)
+    floors, tops = logits.new_empty(2, num_slots)
+    masks = slots if masks is None else masks  # some address; nothing is read there
+    num_parts = triton.cdiv(num_blocks * WORDS_OF_BLOCK.value, SCANNED_WORDS)
+    _scan_kernel[num_slots, num_parts](
+        logits, slots, masks, maxima, masses, vocab, num_blocks, has_mask, SCANNED_WORDS, num_warps=SCAN_WARPS
+    )
+    _floor_kernel[num_slots,](
+        logits,
+        slots,
+        masks,
+        maxima,
+        masses,
+        reached,
+        gathered,
+        floors,
+        tops,
+        vocab,
+        num_blocks,
+        has_mask,
+        padded_blocks,
+        min(TILE_BLOCKS, padded_blocks),
+        min(MAX_GATHERED, padded_blocks * BLOCK),
+        num_warps=FLOOR_WARPS,
+    )
+    return Floors(maxima, floors, tops)
+
+
+def specimens() -> list[Specimen]:
+    """For vocabularies of 131,073 to 262,144, with and without masks: the more blocks, the more registers."""
+    common = {"logits": "*fp32", "slots": "*i32", "masks": "*i32", "maxima": "*fp32", "masses": "*fp32"}
+    sizes = {"vocab": "i32", "num_blocks": "i32"}
+    scanned: dict[str, object] = {"WORDS": SCANNED_WORDS}
+    searched: dict[str, object] = {
+        "NUM_BLOCKS": 2048,
+        "TILE_BLOCKS": TILE_BLOCKS,
+        "MAX_GATHERED": MAX_GATHERED,
+    }
+    workspaces = {"reached": "*i32", "gathered": "*fp32", "floors": "*fp32", "tops": "*fp32"}
+    return [
+        specimen
+        for has_mask in (False, True)
+        for specimen in (
+            Specimen(
+                name=f"draw, scan, {'masks' if has_mask else 'no masks'}",
+                kernel=_scan_kernel,
+                signature={**common, **sizes, **dict.fromkeys(["HAS_MASK", *scanned], "constexpr")},
+                constants={"HAS_MASK": has_mask, **scanned},
+                num_warps=SCAN_WARPS,
+            ),
+            Specimen(
+                name=f"draw, floor, {'masks' if has_mask else 'no masks'}",
+                kernel=_floor_kernel,
+                signature={**common, **workspaces, **sizes, **dict.fromkeys(["HAS_MASK", *searched], "constexpr")},
+                constants={"HAS_MASK": has_mask, **searched},
+                num_warps=FLOOR_WARPS,
+            ),
+        )
+    ]
