@@ -17,7 +17,7 @@ from aioengine.attention.torch_paged import (
 )
 from aioengine.core.plan import EMPTY, int32
 from aioengine.errors import InternalError
-from aioengine.kernels import reference
+from aioengine.kernels import reference_attention as reference
 from aioengine.kernels.metadata import AttentionMetadata
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}

@@ -8,7 +8,7 @@ from typing import Any
 from aioengine.config import EngineConfig
 from aioengine.executor.make_runner import Gpu
 from aioengine.executor.torch_executor import TorchExecutor
-from aioengine.kernels import reference_operations
+from aioengine.kernels import reference
 from aioengine.model_folder import ModelFolder
 from aioengine.models.loader import load_decoder
 from aioengine.testing import FakeAccelerator
@@ -20,7 +20,7 @@ def gpu_config(**fields: Any) -> EngineConfig:
 
 
 async def start_gpu(
-    folder: Path, accelerator: FakeAccelerator, operations: Any = reference_operations, **fields: Any
+    folder: Path, accelerator: FakeAccelerator, operations: Any = reference, **fields: Any
 ) -> TorchExecutor:
     """An executor of the checkpoint in ``folder``."""
     config = gpu_config(**fields)

@@ -5,14 +5,14 @@ from types import ModuleType
 
 import pytest
 
-from aioengine.kernels import reference_operations, triton_operations
+from aioengine.kernels import reference, triton_operations
 from aioengine.kernels.operations import Operations
 
 OPERATIONS = [name for name in vars(Operations) if not name.startswith("_")]
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-@pytest.mark.parametrize("module", [triton_operations, reference_operations], ids=["kernels", "oracles"])
+@pytest.mark.parametrize("module", [triton_operations, reference], ids=["kernels", "oracles"])
 def test_each_operation_is_there_with_its_arguments(module: ModuleType, name: str) -> None:
     wanted = list(inspect.signature(getattr(Operations, name)).parameters.values())[1:]
     found = list(inspect.signature(getattr(module, name)).parameters.values())
@@ -23,7 +23,7 @@ def test_each_operation_is_there_with_its_arguments(module: ModuleType, name: st
 
 def test_they_give_nothing_else() -> None:
     assert sorted(triton_operations.__all__) == sorted([*OPERATIONS, "specimens"])
-    assert sorted(reference_operations.__all__) == sorted(OPERATIONS)
+    assert sorted(reference.__all__) == sorted(OPERATIONS)
 
 
 def test_specimens_say_all_that_a_compiler_asks() -> None:

@@ -342,7 +342,7 @@ class GpuBatch:
             fixed.decodes[count:size] = np.stack((np.full_like(padding, -1), padding, padding * 0), axis=1)
 
     def _tiles(self, plan: StepPlan, first_tokens: Int32, members: NDArray[np.bool_]) -> Int32:
-        """Query tiles, those with the longest contexts first, so that the last ones to run are short."""
+        """Query tiles by their positions: a kernel starts with the last, so that the last ones to run are short."""
         rows, starts, firsts, counts = (c[members] for c in (plan.rows, plan.starts, first_tokens, plan.num_tokens))
         num_tiles = -(-counts // self._tile)
         of_row = np.repeat(np.arange(len(rows)), num_tiles)
@@ -352,8 +352,8 @@ class GpuBatch:
             (rows[of_row], firsts[of_row] + offsets, np.minimum(counts[of_row] - offsets, self._tile), positions),
             axis=1,
         ).astype(np.int32)
-        longest_first: Int32 = tiles[np.argsort(-positions, kind="stable")]
-        return longest_first
+        by_position: Int32 = tiles[np.argsort(positions, kind="stable")]
+        return by_position
 
     def _write_slots(
         self,

@@ -299,7 +299,7 @@ class GpuRunner:
         try:
             out = self._compute(step, size, uploaded, failures)
         except Exception:
-            self._settle_failed()
+            self._settle_failed(step)
             raise
         staging.make_room(step.sizes.num_words)
         done = self._accelerator.copy_out(out, staging.out, step.sizes.num_words)
@@ -310,12 +310,23 @@ class GpuRunner:
             self._learning.append(launched)
         return launched
 
-    def _settle_failed(self) -> None:
-        """Wait for what was launched of a step that nobody waits for: the next one takes its memory."""
+    def _settle_failed(self, step: GpuStep) -> None:
+        """Wait for what was launched of a step that nobody waits for: the next one takes its memory.
+
+        Its rows have their blocks all the same, or steps behind it would write into those of the rows' last tenants;
+        and a token, whatever it is, or the host would count one too few.
+        """
         try:
             self.settle()
+            self._learn(len(self._learning))
         except Exception as error:
             raise DeviceLost(f"the GPU failed: {error}") from error
+        for _, known in step.learning:
+            known.append(0)
+
+    def _grow_rows(self) -> None:
+        """Put the blocks that rows get in a step, the last whose words were uploaded, into their tables."""
+        self._operations.put_spans(self._block_tables, self._fixed.grown, self._fixed.grown_blocks)
 
     def _write(self, plan: StepPlan, staging: Staging) -> tuple[GpuStep, int | None]:
         if self._broken_by is not None:
@@ -391,7 +402,7 @@ class GpuRunner:
         num_splits = attention.num_splits(size, self._max_model_len)
 
         def work() -> None:
-            self._operations.put_spans(self._block_tables, fixed.grown, fixed.grown_blocks)
+            self._grow_rows()
             token_ids, positions, slots = self._operations.gather_tokens(
                 fixed.rows[:size], self._history, self._block_tables, self._block_size, size
             )
@@ -413,8 +424,8 @@ class GpuRunner:
         assert self._attention is not None
         if not step.num_tokens:
             return
+        self._grow_rows()
         fixed, attention = self._fixed, self._attention
-        self._operations.put_spans(self._block_tables, fixed.grown, fixed.grown_blocks)
         token_ids, positions, slots = self._operations.gather_tokens(
             fixed.rows[: len(step.plan.rows)], self._history, self._block_tables, self._block_size, step.num_tokens
         )

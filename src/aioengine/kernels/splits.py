@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 MAX_SPLITS = 64
-SPLIT_KEYS = 128
-"""A part is as long or longer, unless it is a whole context."""
+SPLIT_KEYS = 64
+"""A part is as long or longer: a tile of 16-bit keys of 128, below which the loads would be half empty."""
 
-PROGRAMS_PER_MULTIPROCESSOR = 4
+PROGRAMS_PER_MULTIPROCESSOR = 2
 
 
 def choose_num_splits(num_rows: int, num_kv_heads: int, max_context: int, num_multiprocessors: int) -> int:

@@ -1,0 +1,400 @@
+"""Attention of single query tokens over the paged KV cache, long contexts in splits (Kwon et al., 2023,
+arXiv:2309.06180; Dao et al., 2023, "Flash-Decoding").
+
+out = softmax(cap(q · kᵀ · scale)) · v over the keys that the query sees, in float32 and base 2, one pass over the keys
+(Milakov and Gimelshein, 2018, arXiv:1805.02867); cap(s) = c · tanh(s / c).
+
+A program has one row, one KV head and one split of the row's context. The query heads that share the KV head are the
+rows of its matrix products, padded to 16, so that each key and value is read once for all of them. A split's span
+follows from the row's own context, in the kernel: a CUDA graph with a fixed number of splits serves any context. With
+one split the result is written at once; else a second kernel weighs the splits by their share of the softmax's sum.
+
+Bound: the bytes of the keys and values seen, at the memory's speed; tens of KiB are on the way in each program. With
+few and short contexts the time of two launches (5 to 8 µs).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from aioengine.errors import InternalError
+from aioengine.kernels.launch_checks import FLOATS, check_tensor
+from aioengine.kernels.specimen import Specimen
+
+LOG2_E = 1.4426950408889634
+NO_WINDOW = 1 << 30
+"""Longer than any context, and far enough from 2^31 that a position less this does not wrap around."""
+_COMBINED_AT_ONCE = 32
+_FLOAT8_CAPABILITY = (8, 9)
+HEAD_DIMS = range(16, 257, 8)
+ELEMENT_SIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8e4nv": 1}
+
+
+@triton.jit
+def load_blocks(table, positions, is_seen, BLOCK_SIZE: tl.constexpr):
+    """The blocks of positions. Entries behind a row's last block, and before its window, mean nothing: not read."""
+    return tl.load(table + positions // BLOCK_SIZE, is_seen, 0)
+
+
+@triton.jit
+def key_offsets(blocks, positions, STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Where the keys of positions begin in the cache, with ``STRIDE`` elements from one token's to the next."""
+    # 64 bits: a cache has more than 2^31 elements.
+    return (blocks.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE) * STRIDE
+
+
+@triton.jit
+def base_2_scores(q, k, score_scale, cap_scale, HAS_SOFT_CAP: tl.constexpr):
+    """Scores · log2(e); the two factors are those of `score_factors`."""
+    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * score_scale
+    if HAS_SOFT_CAP:
+        # tanh(x) = 1 - 2 / (e^2x + 1), which neither end of exp2 breaks.
+        scores = cap_scale - 2 * cap_scale / (tl.exp2(scores) + 1)
+    return scores
+
+
+@triton.jit(do_not_specialize=["window", "table_width"], do_not_specialize_on_alignment=["table_ptr", "decodes_ptr"])
+def _decode_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    decodes_ptr,
+    out_ptr,
+    parts_ptr,
+    part_masses_ptr,
+    score_scale,
+    cap_scale,
+    v_scale,
+    window,
+    table_width,
+    HAS_SOFT_CAP: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+):
+    kv_head, line, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    num_splits = tl.num_programs(2)
+    row = tl.load(decodes_ptr + 3 * line)
+    token = tl.load(decodes_ptr + 3 * line + 1).to(tl.int64)
+    context = tl.load(decodes_ptr + 3 * line + 2)
+
+    heads = tl.arange(0, M)
+    dims = tl.arange(0, D)
+    is_dim = dims < HEAD_DIM
+    is_query = (heads < GROUP)[:, None] & is_dim[None, :]
+    first_query = (token * KV_HEADS + kv_head) * GROUP * HEAD_DIM
+    query_offsets = first_query + heads[:, None] * HEAD_DIM + dims[None, :]
+    if row < 0:
+        if not IS_SPLIT:
+            tl.store(out_ptr + query_offsets, tl.zeros([M, D], out_ptr.dtype.element_ty), is_query)
+        return
+    first_seen = tl.maximum(context - window, 0)
+    first_tile = first_seen // N
+    tiles_per_split = tl.cdiv(tl.cdiv(context, N) - first_tile, num_splits)
+    tile = first_tile + split * tiles_per_split
+    end_tile = tl.minimum(tile + tiles_per_split, tl.cdiv(context, N))
+    if tile >= end_tile:
+        return
+
+    q = tl.load(q_ptr + query_offsets, is_query, 0.0)
+    table = table_ptr + row.to(tl.int64) * table_width
+    head_dims = kv_head * HEAD_DIM + dims
+    keys = tl.arange(0, N)
+    highest = tl.full([M], float("-inf"), tl.float32)
+    mass = tl.zeros([M], tl.float32)
+    total = tl.zeros([M, D], tl.float32)
+    end = tl.minimum(end_tile * N, context)
+    positions = tile * N + keys
+    blocks = load_blocks(table, positions, (positions >= first_seen) & (positions < end), BLOCK_SIZE)
+    for start in range(tile * N, end, N):
+        positions = start + keys
+        is_seen = (positions >= first_seen) & (positions < end)
+        offsets = key_offsets(blocks, positions, KV_HEADS * HEAD_DIM, BLOCK_SIZE)[:, None] + head_dims[None, :]
+        # A tile ahead, so that addresses never wait for the table, and the loop's loads can all be asynchronous.
+        blocks = load_blocks(table, positions + N, positions + N < end, BLOCK_SIZE)
+        is_loaded = is_seen[:, None] & is_dim[None, :]
+        # What is not seen may hold anything, and 0 · NaN would be NaN.
+        k = tl.load(k_ptr + offsets, is_loaded, 0.0)
+        v = tl.load(v_ptr + offsets, is_loaded, 0.0)
+        scores = base_2_scores(q, k, score_scale, cap_scale, HAS_SOFT_CAP)
+        scores = tl.where(is_seen[None, :], scores, float("-inf"))
+        # Each tile of a split has a key that is seen: the highest score is finite.
+        new_highest = tl.maximum(highest, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_highest[:, None])
+        shrink = tl.exp2(highest - new_highest)
+        highest = new_highest
+        mass = mass * shrink + tl.sum(weights, 1)
+        total = tl.dot(weights.to(q.dtype), v.to(q.dtype), total * shrink[:, None], input_precision="ieee")
+
+    result = total * (v_scale / mass)[:, None]
+    if IS_SPLIT:
+        part = ((line * KV_HEADS + kv_head) * GROUP + heads).to(tl.int64) * num_splits + split
+        tl.store(parts_ptr + part[:, None] * HEAD_DIM + dims[None, :], result, is_query)
+        tl.store(part_masses_ptr + part, highest + tl.log2(mass), heads < GROUP)
+    else:
+        tl.store(out_ptr + query_offsets, result.to(out_ptr.dtype.element_ty), is_query)
+
+
+@triton.jit(do_not_specialize=["window", "num_splits"], do_not_specialize_on_alignment=["decodes_ptr"])
+def _combine_kernel(
+    parts_ptr,
+    part_masses_ptr,
+    decodes_ptr,
+    out_ptr,
+    window,
+    num_splits,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Σ mass · part / Σ mass over a head's splits that are not empty: ``N`` is that of the `_decode_kernel`."""
+    head, line = tl.program_id(0), tl.program_id(1)
+    row = tl.load(decodes_ptr + 3 * line)
+    token = tl.load(decodes_ptr + 3 * line + 1).to(tl.int64)
+    context = tl.load(decodes_ptr + 3 * line + 2)
+    dims = tl.arange(0, D)
+    is_dim = dims < HEAD_DIM
+    out_offsets = (token * HEADS + head) * HEAD_DIM + dims
+    if row < 0:
+        tl.store(out_ptr + out_offsets, tl.zeros([D], out_ptr.dtype.element_ty), is_dim)
+        return
+    num_tiles = tl.cdiv(context, N) - tl.maximum(context - window, 0) // N
+    num_filled = tl.cdiv(num_tiles, tl.cdiv(num_tiles, num_splits))
+    first_part = (line * HEADS + head).to(tl.int64) * num_splits
+    highest = -float("inf")
+    mass = 0.0
+    total = tl.zeros([D], tl.float32)
+    for start in range(0, num_filled, PARTS):
+        splits = start + tl.arange(0, PARTS)
+        is_filled = splits < num_filled
+        part_masses = tl.load(part_masses_ptr + first_part + splits, is_filled, float("-inf"))
+        offsets = (first_part + splits)[:, None] * HEAD_DIM + dims[None, :]
+        parts = tl.load(parts_ptr + offsets, is_filled[:, None] & is_dim[None, :], 0.0)
+        new_highest = tl.maximum(highest, tl.max(part_masses, 0))
+        weights = tl.exp2(part_masses - new_highest)
+        shrink = tl.exp2(highest - new_highest)
+        highest = new_highest
+        mass = mass * shrink + tl.sum(weights, 0)
+        total = total * shrink + tl.sum(parts * weights[:, None], 0)
+    tl.store(out_ptr + out_offsets, (total / mass).to(out_ptr.dtype.element_ty), is_dim)
+
+
+def attend_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    decodes: Tensor,
+    out: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float,
+    k_scale: float,
+    v_scale: float,
+    num_splits: int,
+    max_context: int,
+) -> None:
+    """As `aioengine.kernels.operations.Operations.attend_decode`.
+
+    Raises:
+        InternalError: tensors that do not fit each other; float8 caches on a GPU that cannot read them.
+    """
+    check_paged("attend_decode", q, k_cache, v_cache, block_tables, out, window)
+    check_tensor("attend_decode: decodes", decodes, (None, 3), torch.int32, q.device)
+    if num_splits < 1:
+        raise InternalError(f"attend_decode: num_splits is {num_splits}; 1 or more is needed")
+    num_lines, (_, num_heads, head_dim), num_kv_heads = len(decodes), q.shape, k_cache.shape[2]
+    if not num_lines:
+        return
+    launch = _launch(head_dim, num_heads // num_kv_heads, q.element_size(), k_cache.element_size())
+    # A part has a tile at least, and a graph's grid is as large as that of its longest context.
+    num_splits = max(min(num_splits, triton.cdiv(max_context, launch["N"])), 1)
+    is_split = num_splits > 1
+    parts = part_masses = None
+    if is_split:
+        num_parts = num_lines * num_heads * num_splits
+        parts = torch.empty(num_parts * head_dim, dtype=torch.float32, device=q.device)
+        part_masses = torch.empty(num_parts, dtype=torch.float32, device=q.device)
+    window = NO_WINDOW if window is None else min(window, NO_WINDOW)
+    group = num_heads // num_kv_heads
+    _decode_kernel[(num_kv_heads, num_lines, num_splits)](
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        decodes,
+        out,
+        parts,
+        part_masses,
+        *score_factors(scale * k_scale, soft_cap),
+        float(v_scale),
+        window,
+        block_tables.shape[1],
+        HAS_SOFT_CAP=soft_cap > 0,
+        IS_SPLIT=is_split,
+        KV_HEADS=num_kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=k_cache.shape[1],
+        M=max(triton.next_power_of_2(group), 16),
+        D=triton.next_power_of_2(head_dim),
+        **launch,
+    )
+    if is_split:
+        _combine_kernel[(num_heads, num_lines)](
+            parts,
+            part_masses,
+            decodes,
+            out,
+            window,
+            num_splits,
+            HEADS=num_heads,
+            HEAD_DIM=head_dim,
+            N=launch["N"],
+            D=triton.next_power_of_2(head_dim),
+            PARTS=_COMBINED_AT_ONCE,
+        )
+
+
+def score_factors(scale: float, soft_cap: float) -> tuple[float, float]:
+    """What `base_2_scores` multiplies by: q · k, and the capped score."""
+    if soft_cap > 0:
+        return 2 * LOG2_E * scale / soft_cap, soft_cap * LOG2_E
+    return scale * LOG2_E, 0.0
+
+
+def check_paged(
+    name: str, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, out: Tensor, window: int | None
+) -> None:
+    """Refuse what the kernels of paged attention would misread.
+
+    Raises:
+        InternalError: says what is wrong.
+    """
+    check_tensor(f"{name}: q", q, (None, None, None), FLOATS, q.device)
+    num_heads, head_dim = q.shape[1:]
+    if head_dim not in HEAD_DIMS:
+        raise InternalError(f"{name}: heads of {head_dim}; {HEAD_DIMS[0]} to {HEAD_DIMS[-1]} in steps of 8 can be done")
+    check_tensor(f"{name}: k_cache", k_cache, (None, None, None, head_dim), (q.dtype, torch.float8_e4m3fn), q.device)
+    check_tensor(f"{name}: v_cache", v_cache, tuple(k_cache.shape), k_cache.dtype, q.device)
+    if not k_cache.shape[2] or num_heads % k_cache.shape[2]:
+        raise InternalError(f"{name}: {num_heads} query heads cannot share {k_cache.shape[2]} KV heads")
+    check_tensor(f"{name}: block_tables", block_tables, (None, None), torch.int32, q.device)
+    check_tensor(f"{name}: out", out, tuple(q.shape), q.dtype, q.device)
+    if window is not None and window < 1:
+        raise InternalError(f"{name}: window is {window}; a query sees itself at least")
+    if k_cache.dtype == torch.float8_e4m3fn and (capability := _capability(q.device)) < _FLOAT8_CAPABILITY:
+        raise InternalError(
+            f"{name}: the caches are float8_e4m3fn, which a GPU of {capability} cannot read; 8.9 and up can"
+        )
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    """Of a GPU; the interpreter can do everything."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (99, 0)
+
+
+def _launch(head_dim: int, group: int, element_size: int, cache_element_size: int) -> dict[str, int]:
+    """Keys a tile, and what goes with it: what does not spill, and leaves room for three programs a multiprocessor."""
+    # 8,192 values: two tiles of 16-bit keys and values are 64 KiB in shared memory, with 110 registers a thread.
+    # Products of float32 keep whole operands in registers.
+    values = 2048 if element_size == 4 else 8192
+    num_keys = min(max(values // triton.next_power_of_2(head_dim), 16), 128)
+    # float8 has half the bytes a tile: one more of them on the way. Converted to float32 it takes registers as well.
+    num_stages = 4 if cache_element_size == 1 else 3
+    is_wide = group > 32 or cache_element_size < element_size == 4
+    return {"N": num_keys, "num_warps": 8 if is_wide else 4, "num_stages": num_stages}
+
+
+def specimens() -> list[Specimen]:
+    found = []
+    for heads, kv_heads, head_dim, dtype, cache, is_split, soft_cap in (
+        (32, 8, 128, "bf16", "bf16", False, 0.0),
+        (32, 8, 128, "bf16", "bf16", True, 0.0),
+        (16, 8, 128, "bf16", "bf16", False, 0.0),
+        (32, 8, 128, "bf16", "fp8e4nv", False, 0.0),
+        (32, 8, 128, "fp32", "fp32", False, 0.0),
+        (32, 8, 64, "fp16", "fp16", True, 0.0),
+        (32, 32, 80, "bf16", "bf16", False, 0.0),
+        (32, 32, 96, "bf16", "bf16", False, 0.0),
+        (16, 8, 256, "bf16", "bf16", False, 50.0),
+        (16, 8, 256, "bf16", "fp8e4nv", False, 50.0),
+        (16, 8, 256, "fp32", "fp32", True, 50.0),
+        (32, 8, 128, "fp32", "fp8e4nv", False, 0.0),
+        (71, 1, 64, "bf16", "bf16", True, 0.0),
+        (64, 1, 256, "bf16", "bf16", False, 0.0),
+    ):
+        found.append(_decode_specimen(heads, kv_heads, head_dim, dtype, cache, is_split, soft_cap))
+    for heads, head_dim, dtype in ((32, 128, "bf16"), (16, 128, "bf16"), (16, 256, "fp32")):
+        found.append(_combine_specimen(heads, head_dim, dtype))
+    return found
+
+
+def _decode_specimen(
+    heads: int, kv_heads: int, head_dim: int, dtype: str, cache: str, is_split: bool, soft_cap: float
+) -> Specimen:
+    launch = _launch(head_dim, heads // kv_heads, ELEMENT_SIZES[dtype], ELEMENT_SIZES[cache])
+    constants: dict[str, Any] = {
+        "HAS_SOFT_CAP": soft_cap > 0,
+        "IS_SPLIT": is_split,
+        "KV_HEADS": kv_heads,
+        "GROUP": heads // kv_heads,
+        "HEAD_DIM": head_dim,
+        "BLOCK_SIZE": 16,
+        "M": max(triton.next_power_of_2(heads // kv_heads), 16),
+        "N": launch["N"],
+        "D": triton.next_power_of_2(head_dim),
+    }
+    if not is_split:
+        constants |= {"parts_ptr": None, "part_masses_ptr": None}
+    signature = {
+        **{"q_ptr": f"*{dtype}", "k_ptr": f"*{cache}", "v_ptr": f"*{cache}"},
+        **{"table_ptr": "*i32", "decodes_ptr": "*i32", "out_ptr": f"*{dtype}"},
+        **{"parts_ptr": "*fp32", "part_masses_ptr": "*fp32"},
+        **{"score_scale": "fp32", "cap_scale": "fp32", "v_scale": "fp32", "window": "i32", "table_width": "i32"},
+        **dict.fromkeys(constants, "constexpr"),
+    }
+    splits = ", in splits" if is_split else ""
+    return Specimen(
+        name=f"attend_decode, {heads}/{kv_heads} heads of {head_dim}, {dtype}, cache {cache}{splits}",
+        kernel=_decode_kernel,
+        signature=signature,
+        constants=constants,
+        num_warps=launch["num_warps"],
+        num_stages=launch["num_stages"],
+        min_capability=90 if cache == "fp8e4nv" else 80,
+    )
+
+
+def _combine_specimen(heads: int, head_dim: int, dtype: str) -> Specimen:
+    constants = {
+        "HEADS": heads,
+        "HEAD_DIM": head_dim,
+        "N": _launch(head_dim, 1, ELEMENT_SIZES[dtype], ELEMENT_SIZES[dtype])["N"],
+        "D": triton.next_power_of_2(head_dim),
+        "PARTS": _COMBINED_AT_ONCE,
+    }
+    return Specimen(
+        name=f"attend_decode, combine, {heads} heads of {head_dim}, {dtype}",
+        kernel=_combine_kernel,
+        signature={
+            **{"parts_ptr": "*fp32", "part_masses_ptr": "*fp32", "decodes_ptr": "*i32", "out_ptr": f"*{dtype}"},
+            **{"window": "i32", "num_splits": "i32"},
+            **dict.fromkeys(constants, "constexpr"),
+        },
+        constants=constants,
+    )

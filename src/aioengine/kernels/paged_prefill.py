@@ -1,0 +1,306 @@
+"""Causal attention of tiles of consecutive query tokens over the paged KV cache (Kwon et al., 2023, arXiv:2309.06180;
+Dao, 2023, "FlashAttention-2", arXiv:2307.08691).
+
+out = softmax(cap(q · kᵀ · scale)) · v over the keys that each query sees, as in `paged_decode`.
+
+The query tokens of a tile, times the heads that share a KV head, are the rows of the matrix products: what is read of
+the keys serves them all. A program goes over the keys from the first that any of its queries sees to the last. Most are
+seen by all of them, and need no mask: only the tiles at the window's start and at the diagonal do. Programs with most
+keys start first, so that the short ones fill the GPU at the end.
+
+Bound: 4 · h · d operations for each pair of a query and a key that it sees, at the rate of the matrix units; kernels of
+this form are known to reach about half of that on an H100, since exp2 and the products take turns.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from aioengine.kernels.launch_checks import check_tensor
+from aioengine.kernels.paged_decode import (
+    ELEMENT_SIZES,
+    NO_WINDOW,
+    base_2_scores,
+    check_paged,
+    key_offsets,
+    load_blocks,
+    score_factors,
+)
+from aioengine.kernels.specimen import Specimen
+
+_TILE_ROWS = 128
+
+
+@triton.jit
+def _attend_keys(
+    total,
+    highest,
+    mass,
+    q,
+    query_positions,
+    k_ptr,
+    v_ptr,
+    table,
+    first_tile,
+    num_before,
+    num_skipped,
+    num_tiles,
+    first_seen,
+    end,
+    window,
+    score_scale,
+    cap_scale,
+    head_dims,
+    is_dim,
+    IS_MASKED: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+    STRIDE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    N: tl.constexpr,
+):
+    """Add tiles of keys to what the queries have: from ``first_tile`` on, passing over some after ``num_before``.
+
+    Not masked: all queries see all keys of the tiles.
+    """
+    keys = tl.arange(0, N)
+    tile = first_tile + tl.where(num_before > 0, 0, num_skipped)
+    positions = tile * N + keys
+    blocks = load_blocks(table, positions, (positions >= first_seen) & (positions < end), BLOCK_SIZE)
+    for i in range(0, num_tiles):
+        tile = first_tile + i + tl.where(i >= num_before, num_skipped, 0)
+        positions = tile * N + keys
+        offsets = key_offsets(blocks, positions, STRIDE, BLOCK_SIZE)[:, None] + head_dims[None, :]
+        # A tile ahead, so that addresses never wait for the table, and the loop's loads can all be asynchronous.
+        next_tile = first_tile + i + 1 + tl.where(i + 1 >= num_before, num_skipped, 0)
+        next_positions = next_tile * N + keys
+        blocks = load_blocks(table, next_positions, next_positions < end, BLOCK_SIZE)
+        is_loaded = is_dim[None, :]
+        if IS_MASKED:
+            is_loaded &= ((positions >= first_seen) & (positions < end))[:, None]
+        # What is not seen may hold anything, and 0 · NaN would be NaN.
+        k = tl.load(k_ptr + offsets, is_loaded, 0.0)
+        v = tl.load(v_ptr + offsets, is_loaded, 0.0)
+        scores = base_2_scores(q, k, score_scale, cap_scale, HAS_SOFT_CAP)
+        if IS_MASKED:
+            is_seen = positions[None, :] <= query_positions[:, None]
+            if HAS_WINDOW:
+                is_seen &= positions[None, :] > query_positions[:, None] - window
+            # Not -inf: a query may see nothing of a tile before its window, and -inf less -inf is NaN. What such a tile
+            # adds is multiplied by 0 at the first key that the query does see.
+            scores = tl.where(is_seen, scores, -1e30)
+        new_highest = tl.maximum(highest, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_highest[:, None])
+        shrink = tl.exp2(highest - new_highest)
+        highest = new_highest
+        mass = mass * shrink + tl.sum(weights, 1)
+        total = tl.dot(weights.to(q.dtype), v.to(q.dtype), total * shrink[:, None], input_precision="ieee")
+    return total, highest, mass
+
+
+@triton.jit(do_not_specialize=["window", "table_width"], do_not_specialize_on_alignment=["table_ptr", "tiles_ptr"])
+def _prefill_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    tiles_ptr,
+    out_ptr,
+    score_scale,
+    cap_scale,
+    v_scale,
+    window,
+    table_width,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PARTS: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+):
+    program = tl.program_id(0)
+    kv_head = program % KV_HEADS
+    part = program // KV_HEADS % PARTS
+    # From the last: later tiles of a prompt see more keys.
+    line = (tl.num_programs(0) - 1 - program) // (KV_HEADS * PARTS)
+    row = tl.load(tiles_ptr + 4 * line)
+    first_token = tl.load(tiles_ptr + 4 * line + 1).to(tl.int64)
+    num_tokens = tl.load(tiles_ptr + 4 * line + 2)
+    first_position = tl.load(tiles_ptr + 4 * line + 3)
+    if (row < 0) | (part * M >= num_tokens * GROUP):
+        return
+
+    queries = part * M + tl.arange(0, M)
+    tokens = queries // GROUP
+    dims = tl.arange(0, D)
+    is_dim = dims < HEAD_DIM
+    is_query = (tokens < num_tokens)[:, None] & is_dim[None, :]
+    heads = (first_token + tokens) * (KV_HEADS * GROUP) + kv_head * GROUP + queries % GROUP
+    query_offsets = heads[:, None] * HEAD_DIM + dims[None, :]
+    q = tl.load(q_ptr + query_offsets, is_query, 0.0)
+
+    lowest_position = first_position + part * M // GROUP
+    highest_position = first_position + tl.minimum((part * M + M - 1) // GROUP, num_tokens - 1)
+    query_positions = first_position + tokens
+    table = table_ptr + row.to(tl.int64) * table_width
+    head_dims = kv_head * HEAD_DIM + dims
+    total = tl.zeros([M, D], tl.float32)
+    highest = tl.full([M], float("-inf"), tl.float32)
+    mass = tl.zeros([M], tl.float32)
+
+    # Tiles of keys that some query sees: first_tile to end_tile; that all do: full_tile to full_end_tile.
+    end = highest_position + 1
+    end_tile = tl.cdiv(end, N)
+    first_seen = 0
+    full_tile = 0
+    if HAS_WINDOW:
+        first_seen = tl.maximum(lowest_position - window + 1, 0)
+        full_tile = tl.minimum(tl.cdiv(tl.maximum(end - window, 0), N), end_tile)
+    first_tile = first_seen // N
+    full_end_tile = tl.maximum((lowest_position + 1) // N, full_tile)
+    num_full = full_end_tile - full_tile
+    num_before = full_tile - first_tile
+    total, highest, mass = _attend_keys(
+        total, highest, mass, q, query_positions, k_ptr, v_ptr, table,
+        full_tile, 0, 0, num_full, first_seen, end, window, score_scale, cap_scale, head_dims, is_dim,
+        False, HAS_WINDOW, HAS_SOFT_CAP, KV_HEADS * HEAD_DIM, BLOCK_SIZE, N,
+    )  # fmt: skip
+    total, highest, mass = _attend_keys(
+        total, highest, mass, q, query_positions, k_ptr, v_ptr, table,
+        first_tile, num_before, num_full, num_before + end_tile - full_end_tile, first_seen, end, window, score_scale,
+        cap_scale, head_dims, is_dim,
+        True, HAS_WINDOW, HAS_SOFT_CAP, KV_HEADS * HEAD_DIM, BLOCK_SIZE, N,
+    )  # fmt: skip
+    result = total * (v_scale / mass)[:, None]
+    tl.store(out_ptr + query_offsets, result.to(out_ptr.dtype.element_ty), is_query)
+
+
+def attend_prefill(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    tiles: Tensor,
+    out: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float,
+    k_scale: float,
+    v_scale: float,
+) -> None:
+    """As `aioengine.kernels.operations.Operations.attend_prefill`.
+
+    Raises:
+        InternalError: as in `aioengine.kernels.paged_decode.attend_decode`.
+    """
+    check_paged("attend_prefill", q, k_cache, v_cache, block_tables, out, window)
+    check_tensor("attend_prefill: tiles", tiles, (None, 4), torch.int32, q.device)
+    if not len(tiles):
+        return
+    constants = _constants(q.shape[1], k_cache.shape[2], q.shape[2], q.element_size(), k_cache.element_size())
+    _prefill_kernel[(len(tiles) * k_cache.shape[2] * constants["PARTS"],)](
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        tiles,
+        out,
+        *score_factors(scale * k_scale, soft_cap),
+        float(v_scale),
+        NO_WINDOW if window is None else min(window, NO_WINDOW),
+        block_tables.shape[1],
+        HAS_WINDOW=window is not None,
+        HAS_SOFT_CAP=soft_cap > 0,
+        BLOCK_SIZE=k_cache.shape[1],
+        **constants,
+    )
+
+
+def prefill_tile(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
+    """As `aioengine.kernels.operations.Operations.prefill_tile`."""
+    return max(_TILE_ROWS * num_kv_heads // num_heads, 1)
+
+
+def _constants(
+    num_heads: int, num_kv_heads: int, head_dim: int, element_size: int, cache_element_size: int
+) -> dict[str, int]:
+    """What sets a launch's kernel apart, and how many warps and stages it has: what does not spill, on sm_80 either."""
+    width = triton.next_power_of_2(head_dim)
+    if element_size == 4:
+        # Products of float32 keep whole operands in registers, those that are converted from float8 twice.
+        M, N, num_warps, num_stages = 16, 16, 4 if cache_element_size == 4 else 8, 2
+    elif width > 128:
+        M, N, num_warps, num_stages = 64, 32, 8, 2
+    else:
+        # 64 rows a warp group; more of them in a program read each key fewer times from the L2 cache, which would be
+        # the bound at 64 rows.
+        M, N, num_warps, num_stages = _TILE_ROWS, 64, 8, 3
+    group = num_heads // num_kv_heads
+    return {
+        "KV_HEADS": num_kv_heads,
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        # Programs of fewer rows than a tile share it.
+        "PARTS": triton.cdiv(prefill_tile(num_heads, num_kv_heads, head_dim) * group, M),
+        "M": M,
+        "N": N,
+        "D": width,
+        "num_warps": num_warps,
+        "num_stages": num_stages,
+    }
+
+
+def specimens() -> list[Specimen]:
+    found = []
+    for heads, kv_heads, head_dim, dtype, cache, window, soft_cap in (
+        (32, 8, 128, "bf16", "bf16", None, 0.0),
+        (16, 8, 128, "bf16", "bf16", None, 0.0),
+        (32, 8, 128, "bf16", "bf16", 4096, 0.0),
+        (32, 8, 128, "bf16", "fp8e4nv", None, 0.0),
+        (32, 8, 128, "fp32", "fp32", None, 0.0),
+        (32, 8, 128, "fp32", "fp8e4nv", None, 0.0),
+        (71, 1, 64, "bf16", "bf16", None, 0.0),
+        (32, 8, 64, "fp16", "fp16", None, 0.0),
+        (32, 32, 80, "bf16", "bf16", None, 0.0),
+        (32, 32, 96, "bf16", "bf16", 2047, 0.0),
+        (16, 8, 256, "bf16", "bf16", None, 50.0),
+        (16, 8, 256, "bf16", "bf16", 4096, 50.0),
+        (16, 8, 256, "bf16", "fp8e4nv", 4096, 50.0),
+        (16, 8, 256, "fp32", "fp32", 4096, 50.0),
+    ):
+        constants: dict[str, Any] = {
+            "HAS_WINDOW": window is not None,
+            "HAS_SOFT_CAP": soft_cap > 0,
+            "BLOCK_SIZE": 16,
+            **_constants(heads, kv_heads, head_dim, ELEMENT_SIZES[dtype], ELEMENT_SIZES[cache]),
+        }
+        num_warps, num_stages = constants.pop("num_warps"), constants.pop("num_stages")
+        features = (", window" if window else "") + (", capped" if soft_cap else "")
+        found.append(
+            Specimen(
+                name=f"attend_prefill, {heads}/{kv_heads} heads of {head_dim}, {dtype}, cache {cache}{features}",
+                kernel=_prefill_kernel,
+                signature={
+                    **{"q_ptr": f"*{dtype}", "k_ptr": f"*{cache}", "v_ptr": f"*{cache}"},
+                    **{"table_ptr": "*i32", "tiles_ptr": "*i32", "out_ptr": f"*{dtype}"},
+                    **{"score_scale": "fp32", "cap_scale": "fp32", "v_scale": "fp32"},
+                    **{"window": "i32", "table_width": "i32"},
+                    **dict.fromkeys(constants, "constexpr"),
+                },
+                constants=constants,
+                num_warps=num_warps,
+                num_stages=num_stages,
+                min_capability=90 if cache == "fp8e4nv" else 80,
+            )
+        )
+    return found

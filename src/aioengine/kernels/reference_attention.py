@@ -1,0 +1,156 @@
+"""Plain torch oracles of paged attention: in float64, row by row, and right at a glance."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from aioengine.errors import InternalError
+from aioengine.kernels.metadata import AttentionMetadata
+
+
+def attend_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    decodes: Tensor,
+    out: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float,
+    k_scale: float,
+    v_scale: float,
+    num_splits: int,
+    max_context: int,
+) -> None:
+    """As `aioengine.kernels.operations.Operations.attend_decode`; waits for the device."""
+    for row, token, context in decodes.tolist():
+        assert row < 0 or 0 < context <= max_context
+        here = slice(token, token + 1)
+        if row < 0:
+            out[here] = 0
+            continue
+        first_seen = 0 if window is None else max(context - window, 0)
+        k, v = cached(k_cache, v_cache, block_tables[row], first_seen, context, k_scale, v_scale)
+        out[here] = attend(q[here], k, v, scale, window, soft_cap).to(out.dtype)
+
+
+def attend_prefill(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    tiles: Tensor,
+    out: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float,
+    k_scale: float,
+    v_scale: float,
+) -> None:
+    """As `aioengine.kernels.operations.Operations.attend_prefill`; waits for the device."""
+    for row, first_token, num_tokens, position in tiles.tolist():
+        if row < 0:
+            continue
+        here = slice(first_token, first_token + num_tokens)
+        first_seen = 0 if window is None else max(position + 1 - window, 0)
+        k, v = cached(k_cache, v_cache, block_tables[row], first_seen, position + num_tokens, k_scale, v_scale)
+        out[here] = attend(q[here], k, v, scale, window, soft_cap).to(out.dtype)
+
+
+def prefill_tile(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
+    """As `aioengine.kernels.operations.Operations.prefill_tile`: large, as each tile is a turn of a Python loop."""
+    return 256
+
+
+def cached(
+    k_cache: Tensor, v_cache: Tensor, table: Tensor, begin: int, end: int, k_scale: float, v_scale: float
+) -> tuple[Tensor, Tensor]:
+    """The keys and values of a row's positions from ``begin`` to ``end``, float64 [end - begin, g, d] each.
+
+    Args:
+        table: int32 [any], the row's blocks.
+    """
+    positions = torch.arange(begin, end, device=table.device)
+    block_size = k_cache.shape[1]
+    blocks, offsets = table[positions // block_size].long(), positions % block_size
+    return k_cache[blocks, offsets].double() * k_scale, v_cache[blocks, offsets].double() * v_scale
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, soft_cap: float) -> Tensor:
+    """softmax(cap(q · kᵀ · scale)) · v of one sequence, causal; query head i reads KV head i // (h // g).
+
+    Args:
+        q: [n, h, d], the queries at the last n of the keys' positions.
+        k, v: float64 [m, g, d], at consecutive positions.
+    Returns:
+        float64 [n, h, d].
+    Raises:
+        InternalError: h is not a multiple of g.
+    """
+    num_heads, num_kv_heads = q.shape[1], k.shape[1]
+    if num_heads % num_kv_heads:
+        raise InternalError(f"{num_heads} query heads cannot share {num_kv_heads} KV heads")
+    k, v = (x.repeat_interleave(num_heads // num_kv_heads, dim=1) for x in (k, v))
+    scores = torch.einsum("nhd,shd->hns", q.double(), k) * scale
+    if soft_cap > 0:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    key_positions = torch.arange(len(k), device=q.device)
+    query_positions = key_positions[len(k) - len(q) :, None]
+    is_seen = key_positions <= query_positions
+    if window is not None:
+        is_seen &= key_positions > query_positions - window
+    weights = scores.masked_fill(~is_seen, float("-inf")).softmax(-1)
+    return torch.einsum("hns,shd->nhd", weights, v)
+
+
+# What a CPU computes attention with has these oracles.
+
+
+def paged_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, meta: AttentionMetadata, *, window: int | None = None
+) -> Tensor:
+    """Attend each query token to its sequence's cached keys (Kwon et al., 2023, arXiv:2309.06180).
+
+    ``softmax(q · kᵀ / sqrt(head_dim)) · v`` in float64, over the positions up to the query's own; a window keeps the
+    last ``window`` of them. Query head ``h`` reads KV head ``h // (heads // kv_heads)`` (Ainslie et al., 2023,
+    arXiv:2305.13245).
+
+    Args:
+        q: [tokens, heads, head_dim], any float dtype.
+        k_cache, v_cache: [blocks, block_size, kv_heads, head_dim]; already hold this step's tokens.
+        window: the most positions that a query sees, itself included; None: all.
+    Returns:
+        [tokens, heads, head_dim], same dtype as ``q``.
+    Raises:
+        InternalError: ``heads`` is not a multiple of ``kv_heads``.
+    """
+    heads, kv_heads, head_dim = q.shape[1], k_cache.shape[2], q.shape[2]
+    if heads % kv_heads:
+        raise InternalError(f"{heads} query heads cannot share {kv_heads} KV heads")
+    keys = k_cache.double().view(-1, kv_heads, head_dim)
+    values = v_cache.double().view(-1, kv_heads, head_dim)
+    out = torch.empty_like(q)
+    for row, start in enumerate(meta.starts.tolist()):
+        first_token, end_token = meta.query_offsets[row : row + 2].tolist()
+        for token in range(first_token, end_token):
+            position = start + token - first_token
+            first_seen = 0 if window is None else max(0, position + 1 - window)
+            seen = torch.arange(first_seen, position + 1)
+            slots = meta.slots(torch.tensor([row]), seen[None])[0]
+            k = keys[slots].repeat_interleave(heads // kv_heads, dim=1)
+            v = values[slots].repeat_interleave(heads // kv_heads, dim=1)
+            weights = torch.softmax(torch.einsum("hd,shd->hs", q[token].double(), k) * head_dim**-0.5, dim=-1)
+            out[token] = torch.einsum("hs,shd->hd", weights, v).to(q.dtype)
+    return out
+
+
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, meta: AttentionMetadata) -> None:
+    """Put this step's k and v, each [tokens, kv_heads, head_dim], into their slots of the caches."""
+    for token, slot in enumerate(meta.slot_mapping.tolist()):
+        block, offset = divmod(slot, meta.block_size)
+        k_cache[block, offset] = k[token]
+        v_cache[block, offset] = v[token]

@@ -1,0 +1,212 @@
+"""Attention of single tokens over paged keys, whole and in splits, against the oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kernels.paged_cases import (
+    DEVICE,
+    FLOAT8,
+    PagedCase,
+    assert_close,
+    assert_refused,
+    make_bfloat16_right,
+    paged_case,
+)
+from torch import Tensor
+
+from aioengine.errors import InternalError
+from aioengine.kernels import paged_decode, reference_attention
+from aioengine.kernels.paged_decode import attend_decode
+from aioengine.kernels.splits import choose_num_splits
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+KEYWORDS: dict[str, Any] = {
+    **{"scale": 0.11, "window": None, "soft_cap": 0.0, "k_scale": 1.0, "v_scale": 1.0},
+    **{"num_splits": 1, "max_context": 256},
+}
+CONTEXTS = [123, 1, 7, 64, 65]
+
+
+# numpy's, in the interpreter, where infinities are meant.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def right_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_bfloat16_right(monkeypatch)
+
+
+def decodes_of(contexts: list[int], first_token: int = 0) -> Tensor:
+    """Of rows in reverse, with padding in their midst; ``first_token`` and those after it."""
+    lines = [[row, 0, context] for row, context in enumerate(contexts)][::-1]
+    lines.insert(1, [-1, 0, 0])
+    for token, line in enumerate(lines, first_token):
+        line[1] = token
+    return torch.tensor(lines, dtype=torch.int32, device=DEVICE)
+
+
+def case_of(seed: int, contexts: list[int], window: int | None = None, **sizes: Any) -> tuple[PagedCase, Tensor]:
+    """One more token before those of the decodes, and two after: they are to be left alone."""
+    spans = [(0 if window is None else max(context - window, 0), context) for context in contexts]
+    case = paged_case(seed, spans, num_tokens=len(contexts) + 4, **sizes)
+    return case, decodes_of(contexts, first_token=1)
+
+
+def assert_is_the_oracles(case: PagedCase, decodes: Tensor, **keywords: Any) -> None:
+    keywords = {**KEYWORDS, **keywords}
+    expected = case.out.clone()
+    reference_attention.attend_decode(*case.tensors(), decodes, expected, **keywords)
+    computed = case.out.clone()
+    attend_decode(*case.tensors(), decodes, computed, **keywords)
+    assert computed[[0, -1, -2]].isnan().all()
+    assert not computed[decodes[:, 1].long()].isnan().any()
+    assert_close(computed, expected)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block_size", "dtype", "num_splits"),
+    [
+        (4, 2, 64, 16, FP32, 1),
+        (4, 2, 64, 16, FP32, 3),
+        (3, 1, 80, 7, FP32, 2),
+        (2, 2, 96, 1, FP16, 1),
+        (2, 1, 96, 48, FP16, 2),
+        (5, 1, 128, 256, FP16, 1),
+        (4, 2, 128, 16, BF16, 1),
+        (2, 1, 128, 16, BF16, 3),
+        (17, 1, 64, 24, FP16, 1),
+        (2, 1, 256, 32, FP32, 1),
+        (1, 1, 256, 100, FP16, 2),
+        (71, 1, 64, 64, BF16, 1),
+    ],
+    ids=str,
+)
+def test_attends_to_all_keys(
+    heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype, num_splits: int
+) -> None:
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "block_size": block_size, "dtype": dtype}
+    case, decodes = case_of(heads, CONTEXTS[:3] if dtype == FP32 else CONTEXTS, **sizes)
+    assert_is_the_oracles(case, decodes, num_splits=num_splits)
+
+
+@pytest.mark.parametrize("window", [1, 33, 64, 200, 1 << 40])
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_nothing_before_the_window_is_read(num_splits: int, window: int) -> None:
+    case, decodes = case_of(window, [200, 31], window, heads=2, kv_heads=1, block_size=8, dtype=FP16)
+    assert_is_the_oracles(case, decodes, window=window, num_splits=num_splits)
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str)
+def test_scores_are_capped(dtype: torch.dtype) -> None:
+    case, decodes = case_of(5, [70, 3], dtype=dtype, heads=2, kv_heads=1)
+    # Of a standard deviation of 8: some far beyond the cap.
+    assert_is_the_oracles(case, decodes, scale=1.0, soft_cap=6.0)
+    assert_is_the_oracles(case, decodes, scale=1e4, soft_cap=6.0, num_splits=2)
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str)
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_float8_caches_have_scales(num_splits: int, dtype: torch.dtype) -> None:
+    case, decodes = case_of(6, [140, 17], heads=2, kv_heads=1, head_dim=80, dtype=dtype, cache_dtype=FLOAT8)
+    assert_is_the_oracles(case, decodes, k_scale=0.37, v_scale=1.9, num_splits=num_splits, soft_cap=9.0)
+
+
+def test_every_float8_is_read_as_what_it_is() -> None:
+    case, _ = case_of(0, [1], cache_dtype=FLOAT8, kv_heads=1, head_dim=256)
+    codes = torch.arange(256).to(torch.uint8)
+    codes[[0x7F, 0xFF]] = 0  # NaN
+    slot = case.block_tables[0, 0]
+    case.v_cache[slot, 0, 0] = codes.view(FLOAT8).to(DEVICE)
+    decodes = torch.tensor([[0, 1, 1]], dtype=torch.int32, device=DEVICE)
+    attend_decode(*case.tensors(), decodes, case.out, **{**KEYWORDS, "v_scale": 0.25})
+    assert torch.equal(case.out[1].cpu(), (codes.view(FLOAT8).float() * 0.25).expand(4, 256))
+
+
+@pytest.mark.parametrize("num_splits", [2, 5, 40])
+def test_any_number_of_splits_serves_any_context(num_splits: int) -> None:
+    """As in a CUDA graph, where it is fixed: contexts shorter than the splits leave some empty."""
+    case, decodes = case_of(num_splits, [1, 33, 600], heads=1, kv_heads=1, head_dim=128)
+    assert_is_the_oracles(case, decodes, num_splits=num_splits, max_context=2048)
+
+
+def test_the_highest_score_may_be_in_any_split() -> None:
+    """More splits than are combined at once, and one key that outweighs the others: in the last, and in the first."""
+    case, decodes = case_of(9, [600, 600], heads=1, kv_heads=1, head_dim=128)
+    for row, position in ((0, 599), (1, 0)):
+        token = int(decodes[decodes[:, 0] == row][0, 1])
+        case.k_cache[case.block_tables[row, position // 16], position % 16, 0] = case.q[token, 0]
+    assert_is_the_oracles(case, decodes, num_splits=64, max_context=1024)
+
+
+def test_scores_may_be_large() -> None:
+    case, decodes = case_of(8, [90, 40], heads=2, kv_heads=1)
+    for num_splits in (1, 3):
+        assert_is_the_oracles(case, decodes, scale=300.0, num_splits=num_splits)
+
+
+def test_a_cache_may_have_more_than_2_31_values() -> None:
+    blocks = 2**31 // (256 * 256) + 2
+    # Only the pages that are written to are ever there.
+    cache = torch.empty((blocks, 256, 1, 256), dtype=FLOAT8, device=DEVICE)
+    values = torch.randn((2, 3, 256), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    cache[blocks - 1, :3, 0] = values[0].to(FLOAT8)
+    case, _ = case_of(0, [3], head_dim=256, kv_heads=1)
+    tables = torch.tensor([[blocks - 1]], dtype=torch.int32, device=DEVICE)
+    decodes = torch.tensor([[0, 1, 3]], dtype=torch.int32, device=DEVICE)
+    expected = case.out.clone()
+    reference_attention.attend_decode(case.q, cache, cache, tables, decodes, expected, **KEYWORDS)
+    attend_decode(case.q, cache, cache, tables, decodes, case.out, **KEYWORDS)
+    assert_close(case.out, expected)
+
+
+@pytest.mark.parametrize(("num_splits", "max_context"), [(1, 256), (2, 256), (2, 0)])
+def test_padding_alone_becomes_zeros(num_splits: int, max_context: int) -> None:
+    case, _ = case_of(1, [5], dtype=BF16)
+    decodes = torch.tensor([[-1, 2, 0], [-1, 0, 77]], dtype=torch.int32, device=DEVICE)
+    keywords = {**KEYWORDS, "num_splits": num_splits, "max_context": max_context}
+    attend_decode(*case.tensors(), decodes, case.out, **keywords)
+    assert case.out[[0, 2]].eq(0).all()
+    assert case.out[[1, 3]].isnan().all()
+
+
+def test_no_rows_are_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_decode, "_decode_kernel", None)
+    case, decodes = case_of(1, [5])
+    attend_decode(*case.tensors(), decodes[:0], case.out, **KEYWORDS)
+    assert case.out.isnan().all()
+
+
+def test_wrong_arguments_are_refused() -> None:
+    case, decodes = case_of(1, [5, 40])
+    assert_refused(attend_decode, case, decodes, KEYWORDS)
+    with pytest.raises(InternalError, match="num_splits is 0"):
+        attend_decode(*case.tensors(), decodes, case.out, **{**KEYWORDS, "num_splits": 0})
+
+
+def test_old_gpus_are_refused_float8_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_decode, "_capability", lambda device: (8, 0))
+    case, decodes = case_of(1, [5], cache_dtype=FLOAT8)
+    with pytest.raises(InternalError, match="float8_e4m3fn"):
+        attend_decode(*case.tensors(), decodes, case.out, **KEYWORDS)
+    case, decodes = case_of(1, [5])
+    assert_is_the_oracles(case, decodes)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_kv_heads", "max_context", "expected"),
+    [
+        (1, 8, 131072, 33),  # 264 programs on 132 multiprocessors
+        (1, 8, 1024, 16),  # a tile each
+        (1, 1, 131072, 64),  # as many as there may be
+        (8, 8, 8192, 4),
+        (64, 8, 8192, 1),  # rows enough
+        (256, 8, 131072, 1),
+        (1, 8, 5, 1),
+        (0, 8, 0, 1),
+    ],
+)
+def test_splits_fill_a_gpu_and_no_more(num_rows: int, num_kv_heads: int, max_context: int, expected: int) -> None:
+    assert choose_num_splits(num_rows, num_kv_heads, max_context, 132) == expected

@@ -1,0 +1,203 @@
+"""Attention of tiles of tokens over paged keys against the oracle; and the oracle against torch's and transformers'."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from kernels.paged_cases import (
+    DEVICE,
+    FLOAT8,
+    TOLERANCES,
+    PagedCase,
+    assert_close,
+    assert_refused,
+    make_bfloat16_right,
+    paged_case,
+)
+from torch import Tensor
+from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
+
+from aioengine.errors import InternalError
+from aioengine.kernels import paged_decode, paged_prefill, reference_attention
+from aioengine.kernels.paged_prefill import attend_prefill, prefill_tile
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+KEYWORDS: dict[str, Any] = {"scale": 0.11, "window": None, "soft_cap": 0.0, "k_scale": 1.0, "v_scale": 1.0}
+
+# numpy's, in the interpreter, where infinities are meant.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def right_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_bfloat16_right(monkeypatch)
+
+
+def case_of(
+    seed: int, chunks: list[tuple[int, int]], window: int | None = None, *, heads: int = 2, **sizes: Any
+) -> tuple[PagedCase, Tensor]:
+    """Rows with chunks of their prompts: position of the first token, number of tokens. Tiles in any order, with one of
+    padding; two tokens before the rows', and one after, are nobody's."""
+    spans = [(0 if window is None else max(first + 1 - window, 0), first + count) for first, count in chunks]
+    num_tokens = sum(count for _, count in chunks)
+    case = paged_case(seed, spans, num_tokens=num_tokens + 3, heads=heads, **sizes)
+    longest = prefill_tile(heads, case.k_cache.shape[2], case.q.shape[2])
+    tiles, token = [[-1, 0, 5, 0]], 2
+    for row, (first, count) in enumerate(chunks):
+        for begin in range(0, count, longest):
+            tiles.append([row, token + begin, min(longest, count - begin), first + begin])
+        token += count
+    random.Random(seed).shuffle(tiles)
+    return case, torch.tensor(tiles, dtype=torch.int32, device=DEVICE)
+
+
+def assert_is_the_oracles(case: PagedCase, tiles: Tensor, **keywords: Any) -> None:
+    keywords = {**KEYWORDS, **keywords}
+    expected, computed = case.out.clone(), case.out.clone()
+    reference_attention.attend_prefill(*case.tensors(), tiles, expected, **keywords)
+    attend_prefill(*case.tensors(), tiles, computed, **keywords)
+    assert computed[[0, 1, -1]].isnan().all()
+    assert not computed[2:-1].isnan().any()
+    assert_close(computed, expected)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block_size", "dtype", "chunks"),
+    [
+        (4, 2, 64, 16, FP32, [(0, 7), (20, 1)]),
+        (3, 1, 80, 7, FP32, [(30, 5)]),
+        (2, 1, 256, 32, FP32, [(9, 3)]),
+        (4, 2, 64, 16, FP16, [(0, 70), (123, 7), (0, 1)]),
+        (3, 1, 96, 5, FP16, [(63, 50)]),
+        (2, 2, 128, 1, FP16, [(0, 123), (64, 1)]),
+        (8, 1, 128, 256, FP16, [(250, 20)]),
+        (2, 1, 256, 24, FP16, [(33, 40)]),
+        (4, 1, 128, 16, BF16, [(0, 40), (130, 3)]),
+        (130, 1, 64, 16, BF16, [(10, 2)]),
+    ],
+    ids=str,
+)
+def test_attends_to_the_keys_before(
+    heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype, chunks: list[tuple[int, int]]
+) -> None:
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "block_size": block_size, "dtype": dtype}
+    case, tiles = case_of(heads, chunks, **sizes)
+    assert_is_the_oracles(case, tiles)
+
+
+@pytest.mark.parametrize("window", [1, 16, 33, 64, 150, 500])
+def test_nothing_before_the_window_is_read(window: int) -> None:
+    case, tiles = case_of(window, [(190, 80), (0, 66), (40, 2)], window, kv_heads=1, block_size=8, dtype=FP16)
+    assert_is_the_oracles(case, tiles, window=window)
+
+
+def test_a_windows_parts_of_a_tile_are_small_in_float32() -> None:
+    case, tiles = case_of(3, [(50, 9)], 20, kv_heads=1, block_size=4)
+    assert_is_the_oracles(case, tiles, window=20)
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str)
+@pytest.mark.parametrize("window", [None, 10])
+def test_scores_are_capped(window: int | None, dtype: torch.dtype) -> None:
+    case, tiles = case_of(5, [(40, 5)], window, kv_heads=1, dtype=dtype)
+    # Of a standard deviation of 8: some far beyond the cap.
+    assert_is_the_oracles(case, tiles, scale=1.0, soft_cap=6.0, window=window)
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str)
+def test_float8_caches_have_scales(dtype: torch.dtype) -> None:
+    case, tiles = case_of(6, [(70, 4)], dtype=dtype, cache_dtype=FLOAT8, kv_heads=1, head_dim=80)
+    assert_is_the_oracles(case, tiles, k_scale=0.37, v_scale=1.9)
+
+
+def test_scores_may_be_large() -> None:
+    case, tiles = case_of(8, [(70, 4)], kv_heads=1)
+    assert_is_the_oracles(case, tiles, scale=300.0)
+
+
+def test_a_cache_may_have_more_than_2_31_values() -> None:
+    blocks = 2**31 // (256 * 256) + 2
+    # Only the pages that are written to are ever there.
+    cache = torch.empty((blocks, 256, 1, 256), dtype=FLOAT8, device=DEVICE)
+    values = torch.randn((3, 256), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    cache[blocks - 1, :3, 0] = values.to(FLOAT8)
+    case, tiles = case_of(0, [(0, 3)], head_dim=256, kv_heads=1, dtype=FP16)
+    tables = torch.tensor([[blocks - 1]], dtype=torch.int32, device=DEVICE)
+    expected = case.out.clone()
+    reference_attention.attend_prefill(case.q, cache, cache, tables, tiles, expected, **KEYWORDS)
+    attend_prefill(case.q, cache, cache, tables, tiles, case.out, **KEYWORDS)
+    assert_close(case.out, expected)
+
+
+def test_no_tiles_are_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_prefill, "_prefill_kernel", None)
+    case, tiles = case_of(1, [(0, 5)])
+    attend_prefill(*case.tensors(), tiles[:0], case.out, **KEYWORDS)
+    assert case.out.isnan().all()
+
+
+def test_wrong_arguments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, tiles = case_of(1, [(0, 5), (0, 40)], heads=4)
+    assert_refused(attend_prefill, case, tiles, KEYWORDS)
+    monkeypatch.setattr(paged_decode, "_capability", lambda device: (8, 0))
+    case, tiles = case_of(1, [(0, 5)], cache_dtype=FLOAT8)
+    with pytest.raises(InternalError, match="float8_e4m3fn"):
+        attend_prefill(*case.tensors(), tiles, case.out, **KEYWORDS)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "expected"), [(32, 8, 32), (16, 8, 64), (32, 32, 128), (24, 8, 42), (71, 1, 1), (200, 1, 1)]
+)
+def test_a_tile_times_its_heads_fills_the_matrix_units(heads: int, kv_heads: int, expected: int) -> None:
+    assert prefill_tile(heads, kv_heads, 128) == expected
+
+
+# The oracle
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_oracle_is_torchs_own(seed: int) -> None:
+    window, scale, begin = [None, 5][seed % 2], 0.2 + seed, [0, 30][seed // 2 % 2]
+    count = 7 + 10 * seed
+    case, tiles = case_of(seed, [(begin, count)], window, heads=6, kv_heads=2, block_size=3)
+    reference_attention.attend_prefill(
+        *case.tensors(), tiles, case.out, **{**KEYWORDS, "scale": scale, "window": window}
+    )
+    k, v = case.keys[0], case.values[0]
+    ages = torch.arange(len(k) - count, len(k))[:, None] - torch.arange(len(k))
+    is_seen = ((ages >= 0) & (ages < (window or len(k)))).to(DEVICE)
+    q = case.q[2 : 2 + count].double()
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(0, 1) for x in (q, k, v)), attn_mask=is_seen, scale=scale, enable_gqa=True
+    ).transpose(0, 1)
+    assert_close(case.out[2 : 2 + count], expected.to(FP32))
+
+
+def test_the_oracles_cap_is_gemmas() -> None:
+    case, tiles = case_of(1, [(0, 20)], heads=4, kv_heads=2)
+    reference_attention.attend_prefill(*case.tensors(), tiles, case.out, **{**KEYWORDS, "soft_cap": 1.5})
+    mask = torch.full((20, 20), -1e9, dtype=torch.float64).triu(1).to(DEVICE)
+    q, k, v = (x.transpose(0, 1)[None] for x in (case.q[2:-1].double(), case.keys[0], case.values[0]))
+    module = SimpleNamespace(num_key_value_groups=2, training=False)
+    expected, _ = eager_attention_forward(module, q, k, v, mask, scaling=KEYWORDS["scale"], softcap=1.5)  # type: ignore[arg-type]
+    assert_close(case.out[2:-1], expected[0].to(FP32))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_oracles_decode_is_its_prefill(seed: int) -> None:
+    """Of a token at a time, whatever the splits."""
+    keywords = {**KEYWORDS, "window": [None, 4][seed % 2], "soft_cap": float(seed), "k_scale": 0.5, "v_scale": 2.0}
+    case, tiles = case_of(seed, [(0, 30), (50, 3)], cache_dtype=FLOAT8)
+    reference_attention.attend_prefill(*case.tensors(), tiles, case.out, **keywords)
+    tokens = [(0, token, token - 1) for token in range(2, 32)] + [
+        (1, token, 50 + token - 31) for token in range(32, 35)
+    ]
+    decodes = torch.tensor([*tokens, (-1, 0, 9)], dtype=torch.int32, device=DEVICE)
+    out = torch.full_like(case.out, float("nan"))
+    reference_attention.attend_decode(*case.tensors(), decodes, out, **keywords, num_splits=3, max_context=60)
+    torch.testing.assert_close(out[1:], case.out[1:], rtol=TOLERANCES[FP32], atol=TOLERANCES[FP32], equal_nan=True)
+    assert out[0].eq(0).all()
