@@ -1,8 +1,8 @@
 """Wakes an event loop from another thread, by a file descriptor that the loop keeps reading.
 
-``call_soon_threadsafe`` does the same and takes about twice as long until the waiting coroutine goes on
-(``benchmarks/gpu/waiting.md``): asyncio sends a byte through a socket and reads that until it is empty, and uvloop goes
-round once more before it calls.
+``call_soon_threadsafe`` does the same and takes a quarter longer until the waiting coroutine goes on, and twice as long
+on a uvloop with other things to do (``benchmarks/gpu/waiting.md``): asyncio sends a byte through a socket and reads
+until that is empty, and uvloop goes round once more before it calls.
 """
 
 from __future__ import annotations

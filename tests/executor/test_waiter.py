@@ -1,0 +1,420 @@
+"""Jobs that only launch their work, and the thread that waits for it."""
+
+import asyncio
+import gc
+import logging
+import random
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import anyio
+import pytest
+import torch
+
+from aioengine.executor import device, waiter
+from aioengine.executor.device import DeviceThread, Later
+from aioengine.executor.protocol import DeviceLost
+from aioengine.executor.waker import Waker
+
+T = TypeVar("T")
+
+both_loops = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
+
+TIMEOUT_S = 5.0
+
+
+class Launched(Later[Any]):
+    """Work on a device that ends when the test says so."""
+
+    def __init__(self, bring: Callable[[], Any], *, is_over: bool = False) -> None:
+        self.over = threading.Event()
+        self.is_waited_for = threading.Event()
+        self._bring = bring
+        if is_over:
+            self.over.set()
+
+    def wait(self) -> Any:
+        self.is_waited_for.set()
+        assert self.over.wait(TIMEOUT_S), "the test forgot it"
+        return self._bring()
+
+
+def waiter_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == waiter.THREAD_NAME]
+
+
+async def reached(event: threading.Event) -> None:
+    """Wait on the loop until a thread has set this."""
+    with anyio.fail_after(TIMEOUT_S):
+        while not event.is_set():  # noqa: ASYNC110 - a thread sets it
+            await asyncio.sleep(0)
+
+
+@both_loops
+async def test_results_come_in_order_from_one_thread_under_inference_mode() -> None:
+    thread = DeviceThread()
+    seen: list[tuple[int, str, bool]] = []
+
+    def bring(number: int) -> int:
+        seen.append((number, threading.current_thread().name, torch.is_inference_mode_enabled()))
+        return number
+
+    launched = [Launched(lambda n=n: bring(n)) for n in range(50)]
+    pendings = [thread.submit(lambda later=later: later) for later in launched]
+    for later in reversed(launched):  # the order in which they are over is of no account
+        later.over.set()
+    assert [await pending.wait() for pending in pendings] == list(range(50))
+    assert seen == [(number, waiter.THREAD_NAME, True) for number in range(50)]
+    await thread.aclose()
+    assert not waiter_threads()
+
+
+@both_loops
+async def test_the_next_job_runs_while_what_was_launched_is_not_over() -> None:
+    thread = DeviceThread()
+    first, second = Launched(lambda: "first"), Launched(lambda: "second")
+    pendings = [thread.submit(lambda: first), thread.submit(lambda: second)]
+    assert await thread.submit(lambda: "beside them").wait() == "beside them"
+    assert [(pending.is_launched, pending.is_done) for pending in pendings] == [(True, False)] * 2
+    second.over.set()
+    assert not pendings[1].is_done
+    first.over.set()
+    assert [await pending.wait() for pending in pendings] == ["first", "second"]
+    await thread.aclose()
+
+
+@both_loops
+async def test_a_step_wakes_the_loop_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    callers: list[str] = []
+    call = Waker.call
+
+    def counted(waker: Waker, callback: Callable[[], object]) -> None:
+        callers.append(threading.current_thread().name)
+        call(waker, callback)
+
+    monkeypatch.setattr(Waker, "call", counted)
+    thread = DeviceThread()
+    for _ in range(20):
+        await thread.submit(lambda: Launched(lambda: None, is_over=True)).wait()
+    assert callers == [waiter.THREAD_NAME] * 20
+    await thread.aclose()
+
+
+async def test_a_thread_that_launches_nothing_starts_no_other() -> None:
+    thread = DeviceThread()
+    assert await thread.submit(lambda: 1).wait() == 1
+    assert not waiter_threads()
+    await thread.aclose()
+
+
+async def test_only_what_is_derived_from_later_is_waited_for() -> None:
+    thread = DeviceThread()
+    event = threading.Event()
+    assert await thread.submit(lambda: event).wait() is event
+    inner = Launched(lambda: None)
+    assert await thread.submit(lambda: Launched(lambda: inner, is_over=True)).wait() is inner
+    await thread.aclose()
+
+
+async def test_what_a_wait_raises_comes_to_who_waits_and_the_next_is_waited_for() -> None:
+    thread = DeviceThread()
+    failing = thread.submit(lambda: Launched(lambda: 1 // 0, is_over=True))
+    fine = thread.submit(lambda: Launched(lambda: 2, is_over=True))
+    exiting = thread.submit(lambda: Launched(lambda: exec("raise SystemExit(3)"), is_over=True))
+    assert await fine.wait() == 2
+    with pytest.raises(ZeroDivisionError):
+        await failing.wait()
+    with pytest.raises(SystemExit):
+        await exiting.wait()
+    assert await thread.submit(lambda: Launched(lambda: 3, is_over=True)).wait() == 3
+    await thread.aclose()
+
+
+async def test_a_launch_that_fails_is_heard_before_what_was_launched_is_over() -> None:
+    thread = DeviceThread()
+    later = Launched(lambda: 1)
+    running, failing = thread.submit(lambda: later), thread.submit(lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        await failing.wait()
+    assert not running.is_done
+    later.over.set()
+    assert await running.wait() == 1
+    await thread.aclose()
+
+
+class Large:
+    """What must not stay."""
+
+
+async def test_an_error_that_someone_keeps_keeps_nothing_alive() -> None:
+    seen: list[weakref.ref[Large]] = []
+
+    def bring() -> None:
+        large = Large()
+        seen.append(weakref.ref(large))
+        raise ValueError("not this time")
+
+    thread = DeviceThread()
+    with pytest.raises(ValueError, match="not this time") as kept:
+        await thread.submit(lambda: Launched(bring, is_over=True)).wait()
+    gc.collect()
+    assert seen[0]() is None
+    assert kept.value.__traceback__ is not None
+    await thread.aclose()
+
+
+async def test_idle_threads_hold_neither_a_result_nor_what_brought_it() -> None:
+    thread = DeviceThread()
+    later = Launched(Large, is_over=True)
+    pending = thread.submit(lambda made=later: made)
+    result = await pending.wait()
+    references = [weakref.ref(result), weakref.ref(later)]
+    del result, later, pending
+    with anyio.fail_after(TIMEOUT_S):  # the threads let go of it soon after they have told of it
+        while any(reference() is not None for reference in references):
+            await asyncio.sleep(0)
+            gc.collect()
+    await thread.aclose()
+
+
+@both_loops
+async def test_cancelling_stops_the_wait_and_one_may_wait_again() -> None:
+    thread = DeviceThread()
+    later = Launched(lambda: 7)
+    pending = thread.submit(lambda: later)
+    await reached(later.is_waited_for)
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        await pending.wait()
+    assert scope.cancelled_caught
+    later.over.set()
+    assert await pending.wait() == 7
+    assert await pending.wait() == 7
+    await thread.aclose()
+
+
+@both_loops
+async def test_closing_lets_what_is_launched_end_and_loses_what_is_queued() -> None:
+    events: list[object] = []
+    may_go_on = threading.Event()
+    laters = [Launched(lambda n=n: events.append(n) or n) for n in range(3)]
+    thread = DeviceThread(on_end=lambda: events.append(("end", threading.current_thread().name)))
+    launched = [thread.submit(lambda later=later: later) for later in laters]
+    running = thread.submit(lambda: may_go_on.wait(TIMEOUT_S))
+    queued = thread.submit(lambda: Launched(lambda: events.append("queued"), is_over=True))
+    await reached(laters[0].is_waited_for)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(thread.aclose)
+        await asyncio.sleep(0)
+        may_go_on.set()
+        assert await running.wait()
+        with pytest.raises(DeviceLost, match="closed"):  # at once, and not behind what still runs
+            await queued.wait()
+        assert not events
+        for later in laters:
+            later.over.set()
+    assert [await pending.wait() for pending in launched] == [0, 1, 2]
+    assert events == [0, 1, 2, ("end", device.THREAD_NAME)]
+    assert not waiter_threads()
+
+
+@both_loops
+async def test_a_device_that_hangs_does_not_hang_the_closing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(device, "DRAIN_DEADLINE_S", 0.01)
+    ended = threading.Event()
+    waited: list[str] = []
+    hung, behind = Launched(lambda: waited.append("hung")), Launched(lambda: waited.append("behind"))
+    thread = DeviceThread(on_end=ended.set)
+    pendings = [thread.submit(lambda later=later: later) for later in (hung, behind)]
+    await reached(hung.is_waited_for)
+    with caplog.at_level(logging.ERROR, "aioengine"):
+        await thread.aclose()
+    assert "has not finished its work after 0.01 s" in caplog.text
+    for pending in pendings:
+        with pytest.raises(DeviceLost, match="not finished"):
+            await pending.wait()
+    await thread.aclose()
+    assert not ended.is_set(), "memory was freed that the device works on"
+    # It comes back after all: what it has is freed then, and what it brings is too late.
+    hung.over.set()
+    await reached(behind.is_waited_for)
+    assert not ended.is_set()
+    behind.over.set()
+    await reached(ended)
+    assert waited == ["hung", "behind"]
+    with pytest.raises(DeviceLost):
+        await pendings[0].wait()
+
+
+async def test_closing_from_another_loop_is_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "DRAIN_DEADLINE_S", 0.01)
+    later = Launched(lambda: None)
+    kept: list[DeviceThread] = []
+
+    async def main() -> None:
+        kept.append(DeviceThread())
+        kept[0].submit(lambda: later)
+        await reached(later.is_waited_for)
+
+    other = threading.Thread(target=asyncio.run, args=(main(),))
+    other.start()
+    while other.is_alive():  # noqa: ASYNC110 - no event tells of a thread's end
+        await asyncio.sleep(0)
+    await kept[0].aclose()
+    later.over.set()
+
+
+async def test_closing_that_is_cancelled_still_ends_the_threads_after_the_device() -> None:
+    ended = threading.Event()
+    later = Launched(lambda: 1)
+    thread = DeviceThread(on_end=ended.set)
+    pending = thread.submit(lambda: later)
+    await reached(later.is_waited_for)
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        await thread.aclose()
+    assert scope.cancelled_caught
+    assert not ended.is_set()
+    later.over.set()
+    assert await pending.wait() == 1
+    await reached(ended)
+    await thread.aclose()
+
+
+def test_threads_end_when_their_loop_is_gone_with_work_outstanding() -> None:
+    events: list[str] = []
+    later = Launched(lambda: events.append("over"))
+    kept: list[DeviceThread] = []
+
+    async def main() -> None:
+        kept.append(DeviceThread(on_end=lambda: events.append("end")))
+        kept[0].submit(lambda: later)
+        await reached(later.is_waited_for)
+
+    asyncio.run(main())
+    later.over.set()
+    kept[0]._work.thread.join(TIMEOUT_S)
+    assert not kept[0]._work.thread.is_alive()
+    assert not waiter_threads()
+    assert events == ["over", "end"]
+
+
+async def test_threads_end_when_nobody_refers_to_them_with_work_outstanding() -> None:
+    events: list[str] = []
+    ended = threading.Event()
+
+    def on_end() -> None:
+        events.append("end")
+        ended.set()
+
+    later = Launched(lambda: events.append("over"))
+    thread = DeviceThread(on_end=on_end)
+    pending = thread.submit(lambda: later)
+    await reached(later.is_waited_for)
+    del thread
+    gc.collect()
+    later.over.set()
+    await pending.wait()
+    await reached(ended)
+    assert events == ["over", "end"]
+
+
+async def test_where_no_thread_can_be_had_the_device_thread_waits_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def start_others(thread: threading.Thread) -> None:
+        if thread.name == waiter.THREAD_NAME:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_others)
+    thread = DeviceThread()
+    names = [thread.submit(lambda: Launched(lambda: threading.current_thread().name, is_over=True)) for _ in range(3)]
+    assert [await name.wait() for name in names] == [device.THREAD_NAME] * 3
+    await thread.aclose()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@both_loops
+async def test_steps_two_deep_that_end_at_any_time_all_come_in_order(seed: int) -> None:
+    rng = random.Random(seed)
+    thread = DeviceThread()
+    in_flight: list[Any] = []
+    outcomes: list[int] = []
+
+    def bring(number: int, fails: bool) -> int:
+        if fails:
+            raise ValueError(number)
+        return number
+
+    for number in range(500):
+        fails = rng.random() < 0.1
+        later = Launched(lambda n=number, fails=fails: bring(n, fails), is_over=rng.random() < 0.5)
+        in_flight.append((thread.submit(lambda later=later: later), later))
+        if len(in_flight) == 2:
+            pending, later = in_flight.pop(0)
+            for _ in range(rng.randrange(3)):
+                await asyncio.sleep(0)
+            later.over.set()
+            try:
+                outcomes.append(await pending.wait())
+            except ValueError as error:
+                outcomes.append(error.args[0])
+    in_flight[0][1].over.set()
+    assert outcomes == list(range(499))
+    await thread.aclose()
+    assert in_flight[0][0].is_done
+
+
+def test_many_lives_leave_no_thread() -> None:
+    before = threading.active_count()
+
+    async def live() -> None:
+        thread = DeviceThread()
+        await thread.submit(lambda: Launched(lambda: None, is_over=True)).wait()
+        await thread.aclose()
+        assert threading.active_count() == before
+
+    for _ in range(20):
+        asyncio.run(live())
+
+
+def run_program(program: str) -> tuple[bytes, bytes]:
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60, check=True)
+    return process.stdout, process.stderr
+
+
+def test_a_program_that_ends_waits_for_what_it_has_launched() -> None:
+    assert run_program(PROGRAM.format(exit_deadline_s=10.0, work_s=0.3)) == (b"over\nwaited\nfreed\n", b"")
+
+
+def test_a_program_ends_though_its_device_hangs() -> None:
+    assert run_program(PROGRAM.format(exit_deadline_s=0.1, work_s=3600)) == (b"over\n", b"")
+
+
+PROGRAM = """
+import asyncio, os, time
+from aioengine.executor import device
+
+device.EXIT_DEADLINE_S = {exit_deadline_s}
+
+class Work(device.Later[None]):
+    def wait(self):
+        time.sleep({work_s})
+        os.write(1, b"waited\\n")
+
+async def main():
+    thread = device.DeviceThread(on_end=lambda: os.write(1, b"freed\\n"))
+    thread.submit(Work)
+    await thread.submit(lambda: None).wait()
+    return thread
+
+kept = asyncio.run(main())
+os.write(1, b"over\\n")
+"""

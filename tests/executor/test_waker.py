@@ -1,0 +1,145 @@
+"""Waking a loop from another thread."""
+
+import asyncio
+import contextvars
+import gc
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+
+import pytest
+import uvloop
+
+from aioengine.executor.waker import Waker
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+
+both_loops = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
+
+LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
+    "asyncio": asyncio.SelectorEventLoop,
+    "uvloop": uvloop.new_event_loop,
+}
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def from_a_thread(work: Callable[[], None]) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+async def all_called(seen: list[int], count: int) -> None:
+    async with asyncio.timeout(5):
+        while len(seen) < count:  # noqa: ASYNC110 - what is tested is how this loop gets to know of it
+            await asyncio.sleep(0)
+
+
+@both_loops
+async def test_calls_of_several_threads_all_come_each_ones_in_order() -> None:
+    waker = Waker(asyncio.get_running_loop())
+    seen: list[int] = []
+
+    def call(first: int) -> None:
+        for number in range(first, first + 1000):
+            waker.call(lambda n=number: seen.append(n))
+
+    threads = [threading.Thread(target=call, args=(first,)) for first in (0, 1000, 2000)]
+    for thread in threads:
+        thread.start()
+    await all_called(seen, 3000)
+    for thread in threads:
+        thread.join()
+    for first in (0, 1000, 2000):
+        assert [number for number in seen if first <= number < first + 1000] == list(range(first, first + 1000))
+    waker.release()
+
+
+@both_loops
+async def test_a_call_ends_the_sleep_of_an_idle_loop() -> None:
+    waker = Waker(asyncio.get_running_loop())
+    event = asyncio.Event()
+    timer = threading.Timer(0.05, waker.call, [event.set])
+    timer.start()
+    async with asyncio.timeout(5):
+        await event.wait()
+    timer.join()
+    waker.release()
+
+
+@both_loops
+async def test_a_callback_may_release_and_so_may_anyone_again() -> None:
+    before = num_descriptors()
+    waker = Waker(asyncio.get_running_loop())
+    seen: list[int] = []
+
+    def release() -> None:
+        waker.release()
+        seen.append(1)
+
+    from_a_thread(lambda: waker.call(release))
+    await all_called(seen, 1)
+    waker.release()
+    assert num_descriptors() == before
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_closed_loop_is_told_of_and_its_descriptor_is_given_back(loop: str) -> None:
+    before = num_descriptors()
+    kept: list[Waker] = []
+
+    async def main() -> None:
+        kept.append(Waker(asyncio.get_running_loop()))
+
+    with asyncio.Runner(loop_factory=LOOPS[loop]) as runner:
+        runner.run(main())
+    with pytest.raises(RuntimeError, match="loop is gone"):
+        kept[0].call(lambda: None)
+    kept[0].release()
+    kept.clear()
+    gc.collect()
+    assert num_descriptors() == before
+
+
+@both_loops
+async def test_the_loop_holds_nothing_of_who_made_it() -> None:
+    class Large:
+        pass
+
+    variable: contextvars.ContextVar[Large] = contextvars.ContextVar("variable")
+    references: list[weakref.ref[Large]] = []
+
+    def make() -> Waker:
+        large = Large()
+        references.append(weakref.ref(large))
+        variable.set(large)
+        return Waker(asyncio.get_running_loop())
+
+    waker = contextvars.copy_context().run(make)
+    gc.collect()
+    assert references[0]() is None
+    waker.release()
+
+
+class WithoutReaders(asyncio.SelectorEventLoop):
+    def add_reader(self, *args: object) -> None:
+        raise NotImplementedError
+
+
+def test_a_loop_that_reads_no_descriptors_is_woken_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        waker = Waker(asyncio.get_running_loop())
+        seen: list[int] = []
+        from_a_thread(lambda: waker.call(lambda: seen.append(1)))
+        await all_called(seen, 1)
+        waker.release()
+
+    with asyncio.Runner(loop_factory=WithoutReaders) as runner:
+        runner.run(main())
+    monkeypatch.delattr(os, "eventfd")
+    asyncio.run(main())
