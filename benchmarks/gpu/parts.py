@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import os
 import tempfile
@@ -13,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.gpu.emulation import emulated_gpu
 from benchmarks.gpu.rows import Bounds, KernelResult, Result
 from benchmarks.gpu.running import Setting, describe
 from benchmarks.gpu.sizes import FULL, TINY, TINY_KERNELS, KernelSizes
@@ -57,7 +59,8 @@ def run_child(names: list[str], device: str, is_tiny: bool, bounds: Bounds | Non
     for name in names:
         with tempfile.TemporaryDirectory(prefix="aioengine-gpu-") as folder:
             try:
-                bounds = _run_part(name, device, is_tiny, bounds, Path(folder), report)
+                with emulated_gpu() if device == "cpu" else contextlib.nullcontext():
+                    bounds = _run_part(name, device, is_tiny, bounds, Path(folder), report)
             except Exception as error:
                 traceback.print_exc()
                 report((name, describe(error)))

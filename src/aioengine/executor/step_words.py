@@ -14,6 +14,7 @@ from torch import Tensor
 
 from aioengine.core.plan import Int32
 from aioengine.kernels.slots import SLOT_WORDS
+from aioengine.sampler.outputs import ALIGNMENT, aligned
 
 Words = TypeVar("Words", NDArray[Any], Tensor)
 
@@ -33,6 +34,7 @@ class Sections(NamedTuple):
 
 
 SECTIONS = Sections()
+PADDING = np.zeros(ALIGNMENT, np.int32)
 WORDS_A_ROW = sum(SECTIONS)
 
 
@@ -76,11 +78,11 @@ class ExtraWords:
         self.num_words = 0
 
     def add(self, words: NDArray[np.int32]) -> Span:
-        """Append int32 words of any shape; they are read when the step is written."""
+        """Append int32 words of any shape, at a multiple of 16 bytes; they are read when the step is written."""
         part = words.reshape(-1)
         span = Span(self.num_words, self.num_words + len(part))
-        self._parts.append(part)
-        self.num_words = span.end
+        self._parts += [part, PADDING[: aligned(len(part)) - len(part)]]
+        self.num_words = aligned(span.end)
         return span
 
     def write(self, target: NDArray[np.int32]) -> None:

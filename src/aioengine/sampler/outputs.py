@@ -11,6 +11,8 @@ from torch import Tensor
 
 Words = TypeVar("Words", NDArray[Any], Tensor)
 
+ALIGNMENT = 4
+
 
 class Scored(NamedTuple, Generic[Words]):
     """Log-probabilities of m tokens, and of the k likeliest in their places.
@@ -54,8 +56,13 @@ class OutputSizes(NamedTuple):
         )
 
     @property
+    def sections(self) -> list[int]:
+        """How many words each section has: the slots' two, then five of each `Scored`."""
+        return [self.num_slots] * 2 + [words for m, k in self.scored for words in (m, m, m, m * k, m * k)]
+
+    @property
     def num_words(self) -> int:
-        return 2 * self.num_slots + sum(m * (3 + 2 * k) for m, k in self.scored)
+        return sum(map(aligned, self.sections))
 
 
 class Outputs(NamedTuple, Generic[Words]):
@@ -74,24 +81,31 @@ class Outputs(NamedTuple, Generic[Words]):
 
     @classmethod
     def of(cls, words: Words, sizes: OutputSizes) -> Outputs[Words]:
-        num_slots = sizes.num_slots
-        token_ids, status = words[:num_slots], words[num_slots : 2 * num_slots]
-        first = 2 * num_slots
-        parts = []
-        for m, k in sizes.scored:
-            end = first + m * (3 + 2 * k)
-            parts.append(_scored(words[first:end], m, k))
-            first = end
-        return cls(token_ids, status, *parts)
+        views, first = [], 0
+        for length in sizes.sections:
+            views.append(words[first : first + length])
+            first += aligned(length)
+        token_ids, status, *rest = views
+        scored = [_scored(rest[5 * i : 5 * i + 5], k) for i, (_, k) in enumerate(sizes.scored)]
+        return cls(token_ids, status, *scored)
 
 
-def _scored(words: Words, m: int, k: int) -> Scored[Words]:
-    floats = words.view(torch.float32) if isinstance(words, Tensor) else words.view(np.float32)
-    ids_end = 3 * m + m * k
+def aligned(num_words: int) -> int:
+    """Rounded up to 16 bytes, so that kernels are compiled for one alignment of their arguments."""
+    return -(-num_words // ALIGNMENT) * ALIGNMENT
+
+
+def _scored(sections: list[Words], k: int) -> Scored[Words]:
+    logprobs, log_mass, ranks, top_ids, top_logprobs = sections
+    m = len(ranks)
     return Scored(
-        logprobs=floats[:m],
-        log_mass=floats[m : 2 * m],
-        ranks=words[2 * m : 3 * m],
-        top_ids=words[3 * m : ids_end].reshape(m, k),
-        top_logprobs=floats[ids_end:].reshape(m, k),
+        logprobs=_floats(logprobs),
+        log_mass=_floats(log_mass),
+        ranks=ranks,
+        top_ids=top_ids.reshape(m, k),
+        top_logprobs=_floats(top_logprobs).reshape(m, k),
     )
+
+
+def _floats(words: Words) -> Words:
+    return words.view(torch.float32) if isinstance(words, Tensor) else words.view(np.float32)
