@@ -105,7 +105,7 @@ def compile_one(specimen: Any, capability: int) -> Compiled:
     compiled = triton.compile(
         source,
         target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": specimen.num_warps, "num_stages": specimen.num_stages},
+        options={name: getattr(specimen, name) for name in ("num_warps", "num_stages", "enable_fp_fusion")},
     )
     seconds = time.perf_counter() - begin
     registers, spilled = resource_usage(compiled.asm["cubin"])
@@ -183,8 +183,6 @@ class Worker:
 
     def __init__(self, cache: Path) -> None:
         self._environ = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
-        # Triton 3.9 warns where nobody has chosen; on is what it does.
-        self._environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
         # Whoever tests kernels has it set, and nothing would be compiled.
         self._environ.pop("TRITON_INTERPRET", None)
         self._process: subprocess.Popen[str] | None = None

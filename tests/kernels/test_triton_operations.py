@@ -1,6 +1,9 @@
 """The kernels together, and the oracles together, are the operations of the protocol."""
 
+import ast
 import inspect
+import os
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -22,7 +25,7 @@ def test_each_operation_is_there_with_its_arguments(module: ModuleType, name: st
 
 
 def test_they_give_nothing_else() -> None:
-    assert sorted(triton_operations.__all__) == sorted([*OPERATIONS, "specimens"])
+    assert sorted(triton_operations.__all__) == sorted([*OPERATIONS, "TUNABLE", "specimens"])
     assert sorted(reference.__all__) == sorted(OPERATIONS)
 
 
@@ -36,3 +39,22 @@ def test_specimens_say_all_that_a_compiler_asks() -> None:
         constants = {name for name, kind in specimen.signature.items() if kind == "constexpr"}
         assert set(specimen.constants) == constants, specimen.name
         assert specimen.min_capability in (80, 90), specimen.name
+
+
+def test_the_interpreter_has_nothing_to_choose() -> None:
+    assert (triton_operations.TUNABLE is None) == bool(os.environ.get("TRITON_INTERPRET"))
+
+
+def test_every_launch_says_whether_products_and_sums_may_be_fused() -> None:
+    """As its specimen does: Triton 3.9 warns where a launch does not, and 3.10 changes what that means."""
+    said: dict[str, set[bool]] = {}
+    for file in Path(triton_operations.__file__).parent.glob("*.py"):
+        for call in ast.walk(ast.parse(file.read_text())):
+            match call:
+                case ast.Call(func=ast.Subscript(value=ast.Name(id=name))) if name.endswith("_kernel"):
+                    keywords = {each.arg: each.value for each in call.keywords}
+                    said.setdefault(name, set()).add(ast.literal_eval(keywords["enable_fp_fusion"]))
+    compiled: dict[str, set[bool]] = {}
+    for specimen in triton_operations.specimens():
+        compiled.setdefault(specimen.kernel.__name__, set()).add(specimen.enable_fp_fusion)
+    assert said == compiled

@@ -7,6 +7,8 @@ same GPU. To be made in the thread that uses it, whose current stream becomes th
 from __future__ import annotations
 
 import gc
+import statistics
+import weakref
 from typing import Any
 
 import torch
@@ -17,6 +19,9 @@ from aioengine.executor.accelerator import DeviceMemory, Event, Graph, HostWords
 
 MIN_CAPABILITY = 80
 """bfloat16 and asynchronous copies begin with Ampere."""
+
+NUM_TIMED = 11
+"""Runs that a median is taken of."""
 
 
 def find_cuda(device: str) -> torch.device | None:
@@ -78,9 +83,12 @@ class CudaAccelerator:
         self.name = properties.name
         self.num_multiprocessors = properties.multi_processor_count
         self.capability = properties.major * 10 + properties.minor
+        self._cache_bytes = int(properties.L2_cache_size)
         self._compute = torch.cuda.Stream(device)
         self._copies = torch.cuda.Stream(device)
         self._pool: Any = None
+        self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Those that share the pool."""
         torch.cuda.set_stream(self._compute)  # of this thread
 
     def enqueue(self, work: Work) -> None:
@@ -105,7 +113,7 @@ class CudaAccelerator:
         return HostWords(torch.empty(num_words, dtype=torch.int32, pin_memory=True))
 
     def capture(self, work: Work) -> Graph:
-        if self._pool is None:
+        if not self._graphs:  # torch refuses a pool that graphs have had, of which none is left
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # Other threads of the process, and the app's own work, go on with theirs meanwhile. Not `torch.cuda.graph`: it
@@ -115,6 +123,7 @@ class CudaAccelerator:
             work()
         finally:
             graph.capture_end()
+        self._graphs.add(graph)
         return graph
 
     def synchronize(self) -> None:
@@ -134,6 +143,22 @@ class CudaAccelerator:
         peak = torch.cuda.max_memory_allocated(self.device) - before
         self.release()
         return peak
+
+    def seconds_of(self, work: Work) -> float:
+        work()  # compiles
+        self.synchronize()
+        # As a graph: launched one by one small kernels take longer on the host than on the device.
+        graph = self.capture(work)
+        trash = torch.empty(2 * self._cache_bytes, dtype=torch.uint8, device=self.device)
+        events = []
+        for _ in range(NUM_TIMED):
+            # It takes the caches, and keeps the device busy until the graph is in its queue.
+            trash.zero_()
+            begin = self.record()
+            graph.replay()
+            events.append((begin, self.record()))
+        self.synchronize()
+        return statistics.median(end.seconds_since(begin) for begin, end in events)
 
     def release(self) -> None:
         self.synchronize()

@@ -234,7 +234,7 @@ class GpuRunner:
         self._accelerator.enqueue(self._pad_all)
         self._accelerator.enqueue(self._rehearse_prefill)
         for features in (*START_FEATURES, *WARM_FEATURES):
-            self._sampler.make_room(features.rules, 1)
+            self._accelerator.enqueue(partial(self._sampler.make_room, features.rules, 1))
             self._accelerator.enqueue(self._decode_work(1, features))
         sizes = self.graphs.sizes[::-1] if captures_all else ()
         keys = [GraphKey(size, features) for size in sizes for features in START_FEATURES]
@@ -285,11 +285,11 @@ class GpuRunner:
         assert self._fused is not None, "a plan was launched while the weights were away"
         assert self._attention is not None, "a plan was launched while the KV cache was away"
         self._stats.num_steps += 1
-        self._learn(sum(launched.is_done for launched in self._learning))  # before its memory is used again
         staging = self._staging[0]
         self._staging.rotate(-1)
-        started = self._accelerator.record()
         try:
+            self._learn(sum(launched.is_done for launched in self._learning))  # before its memory is used again
+            started = self._accelerator.record()
             step, size = self._write(plan, staging)
             uploaded = self._upload(step, staging)
         except Exception as error:
@@ -317,6 +317,7 @@ class GpuRunner:
         and a token, whatever it is, or the host would count one too few.
         """
         try:
+            self._accelerator.enqueue(self._grow_rows)
             self.settle()
             self._learn(len(self._learning))
         except Exception as error:
@@ -340,7 +341,9 @@ class GpuRunner:
 
     def _upload(self, step: GpuStep, staging: Staging) -> Uploaded:
         """Bring the words to the device, and change the rows there."""
-        if self._sampler.make_room(self._batch.rules.sizes, self._batch.num_masks):
+        room = self._batch.rules.sizes, self._batch.num_masks
+        if not self._sampler.has_room(*room):
+            self._accelerator.enqueue(partial(self._sampler.make_room, *room))
             self.graphs.clear_ruled()
         uploaded = Uploaded(step.extra.num_words)
         if step.extra.num_words:
@@ -422,9 +425,9 @@ class GpuRunner:
     def _forward(self, step: GpuStep, uploaded: Uploaded, forward: Forward) -> None:
         assert self._fused is not None
         assert self._attention is not None
+        self._grow_rows()
         if not step.num_tokens:
             return
-        self._grow_rows()
         fixed, attention = self._fixed, self._attention
         token_ids, positions, slots = self._operations.gather_tokens(
             fixed.rows[: len(step.plan.rows)], self._history, self._block_tables, self._block_size, step.num_tokens

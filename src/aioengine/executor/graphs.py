@@ -35,8 +35,8 @@ class GraphKey(NamedTuple):
 def default_sizes(max_num_seqs: int) -> tuple[int, ...]:
     """1, 2, 4, then steps of 8, from 256 on of 16, from 512 on of 32: at most 12 % of a step of 64 rows is padding."""
     steps = (*range(8, 256, 8), *range(256, 512, 16), *range(512, MAX_SIZE + 1, 32))
-    sizes = [size for size in (1, 2, 4, *steps) if size < max_num_seqs]
-    return (*sizes, min(max_num_seqs, MAX_SIZE))
+    largest = min(max_num_seqs, MAX_SIZE)
+    return (*(size for size in (1, 2, 4, *steps) if size < largest), largest)
 
 
 class DecodeGraphs:

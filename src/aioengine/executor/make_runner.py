@@ -24,6 +24,7 @@ from aioengine.executor.input_batch import InputBatch
 from aioengine.executor.memory import available_memory, num_gpu_kv_blocks, num_kv_blocks
 from aioengine.executor.protocol import ExecutorInfo, ExecutorStats
 from aioengine.executor.runner import Runner, StepRunner
+from aioengine.executor.tune import cache_folder, tune_attention
 from aioengine.kernels.operations import Operations
 from aioengine.models.decoder import Decoder
 
@@ -94,6 +95,8 @@ def make_gpu_runner(
     """
     accelerator, model = gpu.accelerator, decoder.config
     shape = _cache_shape(decoder, config.block_size, _cache_dtype(config, accelerator, model.dtype))
+    if config.tune_kernels:
+        tune_attention(accelerator, gpu.operations, model, shape, cache_folder())
     num_blocks = 0
 
     def make_attention(block_tables: Tensor) -> GpuPagedAttention:

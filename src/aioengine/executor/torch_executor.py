@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -337,9 +338,10 @@ class Device:
         self._held = None
         if self._recording is not None:
             self.drop_profile(self._recording)
-        if self._gpu is not None:
-            self._gpu.accelerator.release()
-            self._gpu = None
+        gpu, self._gpu = self._gpu, None
+        if gpu is not None:
+            with contextlib.suppress(Exception):  # a lost device gives nothing back while the process lives
+                gpu.accelerator.release()
 
 
 def _job(job: Callable[[], T]) -> T:

@@ -50,7 +50,14 @@ def append_tokens(history: Tensor, slots: Tensor, token_ids: Tensor) -> None:
     check_tensor("append_tokens: token_ids", token_ids, (len(slots),), torch.int32, device)
     if len(slots):
         _append_tokens_kernel[(triton.cdiv(len(slots), BLOCK),)](
-            history, slots, token_ids, len(slots), history.shape[1], BLOCK=BLOCK, num_warps=NUM_WARPS
+            history,
+            slots,
+            token_ids,
+            len(slots),
+            history.shape[1],
+            BLOCK=BLOCK,
+            num_warps=NUM_WARPS,
+            enable_fp_fusion=True,
         )
 
 

@@ -108,6 +108,7 @@ def ends_of_bad_words(
         history.shape[1],
         BLOCK,
         num_warps=1,
+        enable_fp_fusion=True,
     )
 
 

@@ -61,6 +61,7 @@ def copy_blocks(caches: Tensor, copied_from: Tensor, copied_to: Tensor) -> None:
         WORDS_A_BLOCK=words_a_block,
         BLOCK=BLOCK,
         num_warps=NUM_WARPS,
+        enable_fp_fusion=True,
     )
 
 

@@ -210,6 +210,7 @@ def draw(
         is_greedy,
         PIECE_WORDS,
         num_warps=1,
+        enable_fp_fusion=True,
     )
     _join_kernel[num_slots,](
         slots,
@@ -221,6 +222,7 @@ def draw(
         num_parts,
         triton.next_power_of_2(num_parts),
         num_warps=JOIN_WARPS,
+        enable_fp_fusion=True,
     )
 
 

@@ -122,6 +122,7 @@ def save_edited(
         logits.shape[1],
         BLOCK,
         num_warps=NUM_WARPS,
+        enable_fp_fusion=True,
     )
 
 
@@ -158,6 +159,7 @@ def edit_logits(
         logits.shape[1],
         BLOCK,
         num_warps=NUM_WARPS,
+        enable_fp_fusion=True,
     )
 
 
@@ -181,6 +183,7 @@ def restore_edited(
         logits.shape[1],
         BLOCK,
         num_warps=NUM_WARPS,
+        enable_fp_fusion=True,
     )
 
 

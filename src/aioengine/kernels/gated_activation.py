@@ -57,7 +57,7 @@ def gated_activation(gate_up: Tensor, kind: str) -> Tensor:
     if out.numel():
         block = FEW_ROWS_BLOCK if num_rows <= FEW_ROWS else BLOCK
         _gated_activation_kernel[(num_rows, -(-width // block))](
-            gate_up, out, WIDTH=width, BLOCK=block, IS_SILU=kind == "silu", num_warps=NUM_WARPS
+            gate_up, out, WIDTH=width, BLOCK=block, IS_SILU=kind == "silu", num_warps=NUM_WARPS, enable_fp_fusion=True
         )
     return out
 

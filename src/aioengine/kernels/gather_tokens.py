@@ -87,6 +87,7 @@ def gather_tokens(
             BLOCK_SIZE=block_size,
             BLOCK=BLOCK,
             num_warps=NUM_WARPS,
+            enable_fp_fusion=True,
         )
     return token_ids, positions, slots
 

@@ -23,8 +23,19 @@ import triton.language as tl
 from torch import Tensor
 
 from aioengine.errors import InternalError
+from aioengine.kernels.attention_choices import (
+    DECODE,
+    DECODE_IN_SPLITS,
+    AttentionShape,
+    candidates,
+    choice_of,
+    default_choice,
+    specimen_name,
+    specimen_shape,
+)
 from aioengine.kernels.launch_checks import FLOATS, check_tensor
 from aioengine.kernels.specimen import Specimen
+from aioengine.kernels.tuning import Choice
 
 LOG2_E = 1.4426950408889634
 NO_WINDOW = 1 << 30
@@ -32,7 +43,6 @@ NO_WINDOW = 1 << 30
 _COMBINED_AT_ONCE = 32
 _FLOAT8_CAPABILITY = (8, 9)
 HEAD_DIMS = range(16, 257, 8)
-ELEMENT_SIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8e4nv": 1}
 
 
 @triton.jit
@@ -220,9 +230,10 @@ def attend_decode(
     num_lines, (_, num_heads, head_dim), num_kv_heads = len(decodes), q.shape, k_cache.shape[2]
     if not num_lines:
         return
-    launch = _launch(head_dim, num_heads // num_kv_heads, q.element_size(), k_cache.element_size())
+    choice = choice_of(DECODE_IN_SPLITS if num_splits > 1 else DECODE, q.device, AttentionShape.of(q, k_cache))
+    constants = dict(choice.constants)
     # A part has a tile at least, and a graph's grid is as large as that of its longest context.
-    num_splits = max(min(num_splits, triton.cdiv(max_context, launch["N"])), 1)
+    num_splits = max(min(num_splits, triton.cdiv(max_context, constants["N"])), 1)
     is_split = num_splits > 1
     parts = part_masses = None
     if is_split:
@@ -252,7 +263,10 @@ def attend_decode(
         BLOCK_SIZE=k_cache.shape[1],
         M=max(triton.next_power_of_2(group), 16),
         D=triton.next_power_of_2(head_dim),
-        **launch,
+        **constants,
+        num_warps=choice.num_warps,
+        num_stages=choice.num_stages,
+        enable_fp_fusion=True,
     )
     if is_split:
         _combine_kernel[(num_heads, num_lines)](
@@ -264,9 +278,10 @@ def attend_decode(
             num_splits,
             HEADS=num_heads,
             HEAD_DIM=head_dim,
-            N=launch["N"],
             D=triton.next_power_of_2(head_dim),
             PARTS=_COMBINED_AT_ONCE,
+            **constants,
+            enable_fp_fusion=True,
         )
 
 
@@ -308,18 +323,6 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (99, 0)
 
 
-def _launch(head_dim: int, group: int, element_size: int, cache_element_size: int) -> dict[str, int]:
-    """Keys a tile, and what goes with it: what does not spill, and leaves room for three programs a multiprocessor."""
-    # 8,192 values: two tiles of 16-bit keys and values are 64 KiB in shared memory, with 110 registers a thread.
-    # Products of float32 keep whole operands in registers.
-    values = 2048 if element_size == 4 else 8192
-    num_keys = min(max(values // triton.next_power_of_2(head_dim), 16), 128)
-    # float8 has half the bytes a tile: one more of them on the way. Converted to float32 it takes registers as well.
-    num_stages = 4 if cache_element_size == 1 else 3
-    is_wide = group > 32 or cache_element_size < element_size == 4
-    return {"N": num_keys, "num_warps": 8 if is_wide else 4, "num_stages": num_stages}
-
-
 def specimens() -> list[Specimen]:
     found = []
     for heads, kv_heads, head_dim, dtype, cache, is_split, soft_cap in (
@@ -338,26 +341,27 @@ def specimens() -> list[Specimen]:
         (71, 1, 64, "bf16", "bf16", True, 0.0),
         (64, 1, 256, "bf16", "bf16", False, 0.0),
     ):
-        found.append(_decode_specimen(heads, kv_heads, head_dim, dtype, cache, is_split, soft_cap))
+        shape = specimen_shape(heads, kv_heads, head_dim, dtype, cache)
+        for choice in candidates(DECODE_IN_SPLITS if is_split else DECODE, shape, 90):
+            found.append(_decode_specimen(shape, dtype, cache, is_split, soft_cap, choice))
     for heads, head_dim, dtype in ((32, 128, "bf16"), (16, 128, "bf16"), (16, 256, "fp32")):
         found.append(_combine_specimen(heads, head_dim, dtype))
     return found
 
 
 def _decode_specimen(
-    heads: int, kv_heads: int, head_dim: int, dtype: str, cache: str, is_split: bool, soft_cap: float
+    shape: AttentionShape, dtype: str, cache: str, is_split: bool, soft_cap: float, choice: Choice
 ) -> Specimen:
-    launch = _launch(head_dim, heads // kv_heads, ELEMENT_SIZES[dtype], ELEMENT_SIZES[cache])
     constants: dict[str, Any] = {
         "HAS_SOFT_CAP": soft_cap > 0,
         "IS_SPLIT": is_split,
-        "KV_HEADS": kv_heads,
-        "GROUP": heads // kv_heads,
-        "HEAD_DIM": head_dim,
-        "BLOCK_SIZE": 16,
-        "M": max(triton.next_power_of_2(heads // kv_heads), 16),
-        "N": launch["N"],
-        "D": triton.next_power_of_2(head_dim),
+        "KV_HEADS": shape.num_kv_heads,
+        "GROUP": shape.group,
+        "HEAD_DIM": shape.head_dim,
+        "BLOCK_SIZE": shape.block_size,
+        "M": max(triton.next_power_of_2(shape.group), 16),
+        "D": triton.next_power_of_2(shape.head_dim),
+        **dict(choice.constants),
     }
     if not is_split:
         constants |= {"parts_ptr": None, "part_masses_ptr": None}
@@ -368,14 +372,13 @@ def _decode_specimen(
         **{"score_scale": "fp32", "cap_scale": "fp32", "v_scale": "fp32", "window": "i32", "table_width": "i32"},
         **dict.fromkeys(constants, "constexpr"),
     }
-    splits = ", in splits" if is_split else ""
     return Specimen(
-        name=f"attend_decode, {heads}/{kv_heads} heads of {head_dim}, {dtype}, cache {cache}{splits}",
+        name=specimen_name("attend_decode", shape, dtype, cache, ", in splits" if is_split else "", choice),
         kernel=_decode_kernel,
         signature=signature,
         constants=constants,
-        num_warps=launch["num_warps"],
-        num_stages=launch["num_stages"],
+        num_warps=choice.num_warps,
+        num_stages=choice.num_stages,
         min_capability=90 if cache == "fp8e4nv" else 80,
     )
 
@@ -384,9 +387,9 @@ def _combine_specimen(heads: int, head_dim: int, dtype: str) -> Specimen:
     constants = {
         "HEADS": heads,
         "HEAD_DIM": head_dim,
-        "N": _launch(head_dim, 1, ELEMENT_SIZES[dtype], ELEMENT_SIZES[dtype])["N"],
         "D": triton.next_power_of_2(head_dim),
         "PARTS": _COMBINED_AT_ONCE,
+        **dict(default_choice(DECODE_IN_SPLITS, specimen_shape(heads, heads, head_dim, dtype, dtype)).constants),
     }
     return Specimen(
         name=f"attend_decode, combine, {heads} heads of {head_dim}, {dtype}",

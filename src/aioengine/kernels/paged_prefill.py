@@ -14,6 +14,7 @@ this form are known to reach about half of that on an H100, since exp2 and the p
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -21,9 +22,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from aioengine.kernels.attention_choices import (
+    PREFILL,
+    PREFILL_ROWS,
+    AttentionShape,
+    candidates,
+    choice_of,
+    specimen_name,
+    specimen_shape,
+)
 from aioengine.kernels.launch_checks import check_tensor
 from aioengine.kernels.paged_decode import (
-    ELEMENT_SIZES,
     NO_WINDOW,
     base_2_scores,
     check_paged,
@@ -32,8 +41,7 @@ from aioengine.kernels.paged_decode import (
     score_factors,
 )
 from aioengine.kernels.specimen import Specimen
-
-_TILE_ROWS = 128
+from aioengine.kernels.tuning import Choice
 
 
 @triton.jit
@@ -207,7 +215,9 @@ def attend_prefill(
     check_tensor("attend_prefill: tiles", tiles, (None, 4), torch.int32, q.device)
     if not len(tiles):
         return
-    constants = _constants(q.shape[1], k_cache.shape[2], q.shape[2], q.element_size(), k_cache.element_size())
+    shape = AttentionShape.of(q, k_cache)
+    choice = choice_of(PREFILL, q.device, shape)
+    constants = _constants(shape, choice)
     _prefill_kernel[(len(tiles) * k_cache.shape[2] * constants["PARTS"],)](
         q,
         k_cache,
@@ -221,42 +231,31 @@ def attend_prefill(
         block_tables.shape[1],
         HAS_WINDOW=window is not None,
         HAS_SOFT_CAP=soft_cap > 0,
-        BLOCK_SIZE=k_cache.shape[1],
         **constants,
+        num_warps=choice.num_warps,
+        num_stages=choice.num_stages,
+        enable_fp_fusion=True,
     )
 
 
 def prefill_tile(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
     """As `aioengine.kernels.operations.Operations.prefill_tile`."""
-    return max(_TILE_ROWS * num_kv_heads // num_heads, 1)
+    return max(PREFILL_ROWS * num_kv_heads // num_heads, 1)
 
 
-def _constants(
-    num_heads: int, num_kv_heads: int, head_dim: int, element_size: int, cache_element_size: int
-) -> dict[str, int]:
-    """What sets a launch's kernel apart, and how many warps and stages it has: what does not spill, on sm_80 either."""
-    width = triton.next_power_of_2(head_dim)
-    if element_size == 4:
-        # Products of float32 keep whole operands in registers, those that are converted from float8 twice.
-        M, N, num_warps, num_stages = 16, 16, 4 if cache_element_size == 4 else 8, 2
-    elif width > 128:
-        M, N, num_warps, num_stages = 64, 32, 8, 2
-    else:
-        # 64 rows a warp group; more of them in a program read each key fewer times from the L2 cache, which would be
-        # the bound at 64 rows.
-        M, N, num_warps, num_stages = _TILE_ROWS, 64, 8, 3
-    group = num_heads // num_kv_heads
+@functools.cache
+def _constants(shape: AttentionShape, choice: Choice) -> dict[str, int]:
+    constants = dict(choice.constants)
+    tile = prefill_tile(shape.group * shape.num_kv_heads, shape.num_kv_heads, shape.head_dim)
     return {
-        "KV_HEADS": num_kv_heads,
-        "GROUP": group,
-        "HEAD_DIM": head_dim,
+        "KV_HEADS": shape.num_kv_heads,
+        "GROUP": shape.group,
+        "HEAD_DIM": shape.head_dim,
+        "BLOCK_SIZE": shape.block_size,
         # Programs of fewer rows than a tile share it.
-        "PARTS": triton.cdiv(prefill_tile(num_heads, num_kv_heads, head_dim) * group, M),
-        "M": M,
-        "N": N,
-        "D": width,
-        "num_warps": num_warps,
-        "num_stages": num_stages,
+        "PARTS": triton.cdiv(tile * shape.group, constants["M"]),
+        "D": triton.next_power_of_2(shape.head_dim),
+        **constants,
     }
 
 
@@ -278,29 +277,30 @@ def specimens() -> list[Specimen]:
         (16, 8, 256, "bf16", "fp8e4nv", 4096, 50.0),
         (16, 8, 256, "fp32", "fp32", 4096, 50.0),
     ):
-        constants: dict[str, Any] = {
-            "HAS_WINDOW": window is not None,
-            "HAS_SOFT_CAP": soft_cap > 0,
-            "BLOCK_SIZE": 16,
-            **_constants(heads, kv_heads, head_dim, ELEMENT_SIZES[dtype], ELEMENT_SIZES[cache]),
-        }
-        num_warps, num_stages = constants.pop("num_warps"), constants.pop("num_stages")
+        shape = specimen_shape(heads, kv_heads, head_dim, dtype, cache)
         features = (", window" if window else "") + (", capped" if soft_cap else "")
-        found.append(
-            Specimen(
-                name=f"attend_prefill, {heads}/{kv_heads} heads of {head_dim}, {dtype}, cache {cache}{features}",
-                kernel=_prefill_kernel,
-                signature={
-                    **{"q_ptr": f"*{dtype}", "k_ptr": f"*{cache}", "v_ptr": f"*{cache}"},
-                    **{"table_ptr": "*i32", "tiles_ptr": "*i32", "out_ptr": f"*{dtype}"},
-                    **{"score_scale": "fp32", "cap_scale": "fp32", "v_scale": "fp32"},
-                    **{"window": "i32", "table_width": "i32"},
-                    **dict.fromkeys(constants, "constexpr"),
-                },
-                constants=constants,
-                num_warps=num_warps,
-                num_stages=num_stages,
-                min_capability=90 if cache == "fp8e4nv" else 80,
+        for choice in candidates(PREFILL, shape, 90):
+            constants: dict[str, Any] = {
+                "HAS_WINDOW": window is not None,
+                "HAS_SOFT_CAP": soft_cap > 0,
+                **_constants(shape, choice),
+            }
+            is_for_all = cache != "fp8e4nv" and choice in candidates(PREFILL, shape, 80)
+            found.append(
+                Specimen(
+                    name=specimen_name("attend_prefill", shape, dtype, cache, features, choice),
+                    kernel=_prefill_kernel,
+                    signature={
+                        **{"q_ptr": f"*{dtype}", "k_ptr": f"*{cache}", "v_ptr": f"*{cache}"},
+                        **{"table_ptr": "*i32", "tiles_ptr": "*i32", "out_ptr": f"*{dtype}"},
+                        **{"score_scale": "fp32", "cap_scale": "fp32", "v_scale": "fp32"},
+                        **{"window": "i32", "table_width": "i32"},
+                        **dict.fromkeys(constants, "constexpr"),
+                    },
+                    constants=constants,
+                    num_warps=choice.num_warps,
+                    num_stages=choice.num_stages,
+                    min_capability=80 if is_for_all else 90,
+                )
             )
-        )
     return found

@@ -177,6 +177,7 @@ def penalise(logits: Tensor, slots: Tensor, history: Tensor, counters: Tensor, s
         saved is not None,
         BLOCK,
         num_warps=NUM_WARPS,
+        enable_fp_fusion=True,
     )
     _apply_kernel[grid](
         logits,
@@ -207,6 +208,7 @@ def unpenalise(logits: Tensor, slots: Tensor, history: Tensor, saved: Tensor) ->
         saved.shape[1],
         BLOCK,
         num_warps=NUM_WARPS,
+        enable_fp_fusion=True,
     )
 
 
@@ -257,6 +259,7 @@ def specimens() -> list[Specimen]:
             signature={**tensors, "counters": "*i32", **widths, "BLOCK": "constexpr"},
             constants={"BLOCK": BLOCK},
             num_warps=NUM_WARPS,
+            enable_fp_fusion=False,
         ),
         Specimen(
             name="unpenalise",

@@ -52,7 +52,7 @@ def put_spans(target: Tensor, spans: Tensor, words: Tensor) -> None:
         # No span is longer than all words.
         programs = min(triton.cdiv(len(words), BLOCK), MAX_PROGRAMS_A_SPAN)
         _put_spans_kernel[(len(spans), programs)](
-            target, spans, words, target.shape[1], BLOCK=BLOCK, num_warps=NUM_WARPS
+            target, spans, words, target.shape[1], BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=True
         )
 
 

@@ -65,7 +65,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(x)
     constants = _check(x, weight)
     if len(x):
-        _rms_norm_kernel[(len(x),)](x, weight, out, float(eps), **constants)
+        _rms_norm_kernel[(len(x),)](x, weight, out, float(eps), **constants, enable_fp_fusion=True)
     return out
 
 
@@ -79,7 +79,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     constants = _check(x, weight)
     check_tensor("rms_norm: residual", residual, tuple(x.shape), x.dtype, x.device)
     if len(x):
-        _add_rms_norm_kernel[(len(x),)](x, residual, weight, out, float(eps), **constants)
+        _add_rms_norm_kernel[(len(x),)](x, residual, weight, out, float(eps), **constants, enable_fp_fusion=True)
     return out
 
 

@@ -157,6 +157,7 @@ def rotate_and_write(
             float(v_scale),
             **constants,
             num_warps=NUM_WARPS,
+            enable_fp_fusion=True,
         )
     return q
 

@@ -15,7 +15,8 @@ class Specimen:
         kernel: decorated by ``triton.jit``.
         signature: the arguments' types by name, such as ``{"x": "*bf16", "n": "i32"}``; "constexpr" for constants.
         constants: those.
-        num_warps, num_stages: as it is launched.
+        num_warps, num_stages, enable_fp_fusion: as it is launched. Launches say all whether products and sums may be
+            fused: Triton warns where they do not (3.9), and changes what it does then (3.10).
         min_capability: 80 or 90: older GPUs do not run it.
     """
 
@@ -25,4 +26,5 @@ class Specimen:
     constants: dict[str, Any] = field(default_factory=dict)
     num_warps: int = 4
     num_stages: int = 2
+    enable_fp_fusion: bool = True
     min_capability: int = 80

@@ -387,7 +387,17 @@ def find_floors(logits: Tensor, slots: Tensor, masks: Tensor | None) -> Floors:
     masks = slots if masks is None else masks  # some address; nothing is read there
     num_parts = triton.cdiv(num_blocks * WORDS_OF_BLOCK.value, SCANNED_WORDS)
     _scan_kernel[num_slots, num_parts](
-        logits, slots, masks, maxima, masses, vocab, num_blocks, has_mask, SCANNED_WORDS, num_warps=SCAN_WARPS
+        logits,
+        slots,
+        masks,
+        maxima,
+        masses,
+        vocab,
+        num_blocks,
+        has_mask,
+        SCANNED_WORDS,
+        num_warps=SCAN_WARPS,
+        enable_fp_fusion=True,
     )
     _floor_kernel[num_slots,](
         logits,
@@ -406,6 +416,7 @@ def find_floors(logits: Tensor, slots: Tensor, masks: Tensor | None) -> Floors:
         min(TILE_BLOCKS, padded_blocks),
         min(MAX_GATHERED, padded_blocks * BLOCK),
         num_warps=FLOOR_WARPS,
+        enable_fp_fusion=True,
     )
     return Floors(maxima, floors, tops)
 

@@ -211,7 +211,17 @@ def top_logprobs(logits: Tensor, slots: Tensor, log_mass: Tensor, ids: Tensor, l
     block_keys = torch.empty(num_slots, num_blocks, dtype=torch.int32, device=device)
     tile_tops, tile_sums = torch.empty(2, num_slots, num_tiles, dtype=torch.float32, device=device)
     _read_kernel[(num_tiles, num_slots)](
-        logits, slots, block_keys, tile_tops, tile_sums, vocab, num_blocks, BLOCK, TILE_BLOCKS, num_warps=READ_WARPS
+        logits,
+        slots,
+        block_keys,
+        tile_tops,
+        tile_sums,
+        vocab,
+        num_blocks,
+        BLOCK,
+        TILE_BLOCKS,
+        num_warps=READ_WARPS,
+        enable_fp_fusion=True,
     )
     constants = constants_to_choose(vocab, k)
     _choose_kernel[(num_slots,)](
@@ -229,6 +239,7 @@ def top_logprobs(logits: Tensor, slots: Tensor, log_mass: Tensor, ids: Tensor, l
         num_tiles,
         **constants,
         num_warps=warps_to_choose(constants),
+        enable_fp_fusion=True,
     )
 
 

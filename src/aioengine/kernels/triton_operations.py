@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib import import_module
 
+import triton
+from triton import knobs
+
 from aioengine.kernels.append_tokens import append_tokens
+from aioengine.kernels.attention_choices import ATTENTION_KERNELS, Tunable
 from aioengine.kernels.bad_words import ends_of_bad_words
 from aioengine.kernels.copy_blocks import copy_blocks
 from aioengine.kernels.draw import draw
@@ -24,6 +28,7 @@ from aioengine.kernels.splits import choose_num_splits
 from aioengine.kernels.top_logprobs import top_logprobs
 
 __all__ = [
+    "TUNABLE",
     "add_rms_norm",
     "append_tokens",
     "attend_decode",
@@ -47,6 +52,9 @@ __all__ = [
     "top_logprobs",
     "unpenalise",
 ]
+
+TUNABLE = Tunable(kernels=ATTENTION_KERNELS, compiler=triton.__version__) if not knobs.runtime.interpret else None
+"""What launches of attention are worth measuring: none in the interpreter."""
 
 KERNEL_MODULES = (
     "append_tokens",

@@ -77,21 +77,27 @@ class DeviceSampler:
         """int32 [masks, ⌈vocab / 32⌉], to be filled by `Operations.put_spans`."""
         return self._masks
 
-    def make_room(self, sizes: RuleSizes, num_masks: int) -> bool:
-        """Have room for so much; returns whether memory has moved: graphs of features that `has_tables` are void."""
-        has_moved = False
+    def has_room(self, sizes: RuleSizes, num_masks: int) -> bool:
+        """Whether `make_room` would leave its memory where it is."""
+        return (
+            sizes.total <= len(self._tables)
+            and sizes.num_edits <= len(self._unedited)
+            and num_masks <= len(self._masks)
+        )
+
+    def make_room(self, sizes: RuleSizes, num_masks: int) -> None:
+        """Have room for so much, in order with the steps, since bitmasks that are there move along.
+
+        Where there was none, graphs of features that `has_tables` are void.
+        """
         if sizes.total > len(self._tables):
             self._tables = self._tables.new_full((1 << (sizes.total - 1).bit_length(),), -1)
-            has_moved = True
         if sizes.num_edits > len(self._unedited):
             self._unedited = self._unedited.new_empty(sizes.num_edits)
-            has_moved = True
         if num_masks > len(self._masks):
             masks = self._masks.new_zeros(1 << (num_masks - 1).bit_length(), self._masks.shape[1])
             masks[: len(self._masks)] = self._masks
             self._masks = masks
-            has_moved = True
-        return has_moved
 
     def put_tables(self, words: Tensor) -> None:
         """Take over new tables of rules, `RuleTable.words` on the device."""

@@ -86,8 +86,10 @@ class Outputs(NamedTuple, Generic[Words]):
             views.append(words[first : first + length])
             first += aligned(length)
         token_ids, status, *rest = views
-        scored = [_scored(rest[5 * i : 5 * i + 5], k) for i, (_, k) in enumerate(sizes.scored)]
-        return cls(token_ids, status, *scored)
+        of_slots, of_extra, of_prompt = (k for _, k in sizes.scored)
+        return cls(
+            token_ids, status, _scored(rest[:5], of_slots), _scored(rest[5:10], of_extra), _scored(rest[10:], of_prompt)
+        )
 
 
 def aligned(num_words: int) -> int:

@@ -17,29 +17,35 @@ GIB = 2**30
 
 
 class FakeEvent:
-    """A point in the stream of a `FakeAccelerator`, which runs its work no earlier than somebody waits for it."""
+    """A point in the stream of a `FakeAccelerator`, which runs its work no earlier than somebody waits for it.
+
+    Attributes:
+        has_ended: the device has come to it.
+    """
 
     def __init__(self, device: FakeAccelerator) -> None:
         self._device = device
         self._ended_at_s = 0.0
-        self._is_done = False
+        self.has_ended = False
 
     def is_done(self) -> bool:
-        return self._is_done
+        if not self.has_ended:
+            self._device.check()
+        return self.has_ended
 
     def wait(self) -> None:
         self._device.run_until(self)
 
     def seconds_since(self, earlier: Event) -> float:
         assert isinstance(earlier, FakeEvent)
-        assert self._is_done
-        assert earlier._is_done
+        assert self.has_ended
+        assert earlier.has_ended
         return self._ended_at_s - earlier._ended_at_s
 
     def end(self) -> None:
         """The device has come to it."""
         self._ended_at_s = time.perf_counter()
-        self._is_done = True
+        self.has_ended = True
 
 
 class FakeGraph:
@@ -61,7 +67,7 @@ class FakeAccelerator:
     Nothing runs when it is enqueued. Work runs, in order, when a thread waits for an event behind it; a copy runs when
     its own event is waited for, or when later work has to wait for it, and no earlier. So whoever reuses memory too
     soon, or forgets to wait, gets wrong results every time, and not once in a thousand. An exception that the work
-    raises loses the device: it is raised by all further waits.
+    raises loses the device: it is raised by all further waits, and by whoever asks for an event that never came.
 
     Args:
         total_bytes, free_bytes: of memory, as it says.
@@ -105,6 +111,11 @@ class FakeAccelerator:
         """Let the device fail: waits raise ``error`` from now on."""
         self._error = error
         self._may_run.set()
+
+    def check(self) -> None:
+        """Raise what the device was lost by, if it was."""
+        if self._error is not None:
+            raise self._error
 
     def enqueue(self, work: Work) -> None:
         self.num_enqueued += 1
@@ -150,7 +161,15 @@ class FakeAccelerator:
         self.synchronize()
         return 0
 
+    def seconds_of(self, work: Work) -> float:
+        begin = self.record()
+        self.enqueue(work)
+        end = self.record()
+        end.wait()
+        return end.seconds_since(begin)
+
     def release(self) -> None:
+        self.synchronize()
         self.num_releases += 1
 
     def profiler_activities(self) -> list[Any]:
@@ -165,8 +184,8 @@ class FakeAccelerator:
                     self._run_until(event)
             except BaseException as error:
                 self._error = error
-            if self._error is not None and not event.is_done():
-                raise self._error
+            if not event.has_ended:
+                self.check()
 
     def _run_until(self, event: FakeEvent) -> None:
         if event in self._copies:
@@ -174,5 +193,5 @@ class FakeAccelerator:
             self._run_until(computed)
             copy()
             event.end()
-        while not event.is_done():
+        while not event.has_ended:
             self._stream.popleft()()

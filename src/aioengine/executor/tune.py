@@ -1,0 +1,236 @@
+"""How the kernels of attention are best launched on this GPU: measured at the start over a cache of its own, and kept
+in a file, so that the next start measures nothing.
+
+A start never fails by it: what cannot be measured is launched by default, and a debug message says why.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import aioengine
+from aioengine.attention.kv_cache import KVCacheShape
+from aioengine.executor.accelerator import Accelerator, Work
+from aioengine.kernels.attention_choices import (
+    DECODE,
+    DECODE_IN_SPLITS,
+    PREFILL,
+    TUNED,
+    AttentionShape,
+    Tunable,
+    candidates,
+    trying,
+)
+from aioengine.kernels.operations import Operations
+from aioengine.kernels.tuning import Choice, Key, Tuner, choice_file
+from aioengine.models.decoder_config import DecoderConfig
+
+logger = logging.getLogger("aioengine")
+
+DEADLINE_S = 20.0
+"""Of measuring, which is compiling for the most part. What is compiled stays so, and a later start comes further."""
+
+MAX_CACHE_BYTES = 2**28
+FREE_SHARE = 4
+"""Of what is free a fourth at most."""
+
+DECODE_ROWS, DECODE_CONTEXT = 64, 1024
+LONG_CONTEXT = 4096
+PROMPT = 2048
+
+
+def cache_folder() -> Path | None:
+    """Where a user's choices are kept, by the XDG Base Directory Specification; None: the user has no home."""
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        # "All paths must be absolute. [A relative one is] invalid, and [to be] ignored."
+        base = Path(named) if os.path.isabs(named) else Path.home() / ".cache"
+    except RuntimeError:
+        return None
+    return base / "aioengine"
+
+
+def tune_attention(
+    accelerator: Accelerator,
+    operations: Operations,
+    model: DecoderConfig,
+    cache: KVCacheShape,
+    folder: Path | None,
+    *,
+    deadline_s: float = DEADLINE_S,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Choose how attention of this shape is launched on this GPU, for as long as the process lives.
+
+    Nothing is done where the operations have nothing to choose, and where the process has chosen before.
+
+    Args:
+        folder: for the file of choices; None: none is kept.
+        deadline_s: of measuring in all; the candidate that is being measured then is measured to its end.
+    """
+    tunable: Tunable | None = getattr(operations, "TUNABLE", None)
+    if tunable is None:
+        return
+    try:
+        _tune(accelerator, operations, model, cache, folder, tunable, deadline_s, clock)
+    except Exception as error:
+        logger.debug("launch parameters of attention are the default ones: %s", error, exc_info=True)
+
+
+def _tune(
+    accelerator: Accelerator,
+    operations: Operations,
+    model: DecoderConfig,
+    cache: KVCacheShape,
+    folder: Path | None,
+    tunable: Tunable,
+    deadline_s: float,
+    clock: Callable[[], float],
+) -> None:
+    shape = AttentionShape(
+        head_dim=model.head_dim,
+        group=model.num_heads // model.num_kv_heads,
+        num_kv_heads=model.num_kv_heads,
+        element_size=model.dtype.itemsize,
+        cache_element_size=cache.dtype.itemsize,
+        block_size=cache.block_size,
+    )
+    rehearsal: Rehearsal | None = None
+
+    def measure(kernel: str, key: Key, choice: Choice) -> float:
+        nonlocal rehearsal
+        if rehearsal is None:
+            rehearsal = Rehearsal(accelerator, operations, model, cache)
+        return accelerator.seconds_of(partial(_run_as, choice, rehearsal.work(kernel)))
+
+    path = None
+    if folder is not None:
+        path = choice_file(folder, gpu=accelerator.name, triton=tunable.compiler, package=aioengine.__version__)
+    tuner = Tuner(path, deadline_s, measure=measure, clock=clock)
+    began = clock()
+    try:
+        for kernel in tunable.kernels:
+            place = kernel, accelerator.device.index, shape
+            if place not in TUNED:
+                picked = tuner.pick(kernel, shape, candidates(kernel, shape, accelerator.capability))
+                TUNED.setdefault(place, picked)
+    finally:
+        if rehearsal is not None:
+            rehearsal = None
+            accelerator.release()
+            logger.info("launches of attention were measured in %.1f s", clock() - began)
+
+
+def _run_as(choice: Choice, work: Work) -> None:
+    with trying(choice):
+        work()
+
+
+class Rehearsal:
+    """Attention over a cache that is nobody's, as steps ask for it.
+
+    The cache has `MAX_CACHE_BYTES`, or less where less is free; contexts are shorter then, or rows fewer.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, operations: Operations, model: DecoderConfig, cache: KVCacheShape
+    ) -> None:
+        self._operations = operations
+        self._model = model
+        self._device = device = accelerator.device
+        self._num_multiprocessors = accelerator.num_multiprocessors
+        layer = KVCacheShape(
+            num_layers=1,
+            block_size=cache.block_size,
+            num_kv_heads=cache.num_kv_heads,
+            head_dim=cache.head_dim,
+            dtype=cache.dtype,
+        )
+        num_bytes = min(MAX_CACHE_BYTES, accelerator.memory().free // FREE_SHARE)
+        self._num_blocks = num_bytes // layer.bytes_per_block
+        if not self._num_blocks:
+            raise RuntimeError(f"{num_bytes} bytes are too few for a block of keys and values")
+        self._block_size = cache.block_size
+        size = (2, self._num_blocks, cache.block_size, cache.num_kv_heads, cache.head_dim)
+        self._caches = torch.empty(size, dtype=cache.dtype, device=device)
+        # In a cache in use a row's blocks lie anywhere.
+        blocks = torch.randperm(self._num_blocks, generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+        self._blocks = blocks.to(device)
+        accelerator.enqueue(self._fill)
+
+    def _fill(self) -> None:
+        # Bytes below 0x3C make small numbers in each of the dtypes, none of them infinite or NaN.
+        self._caches.view(torch.uint8).random_(0x3C)
+
+    def work(self, kernel: str) -> Work:
+        """One launch of a kernel of `aioengine.kernels.attention_choices`, in one layer."""
+        if kernel == PREFILL:
+            return self._prefill()
+        if kernel == DECODE:
+            return self._decode(DECODE_ROWS, DECODE_CONTEXT, is_split=False)
+        assert kernel == DECODE_IN_SPLITS, kernel
+        return self._decode(1, LONG_CONTEXT, is_split=True)
+
+    def _rows(self, most: int, longest: int) -> tuple[Tensor, int]:
+        """Block tables of as many rows as there are blocks for, ``most`` at most, and how long each is."""
+        length = min(longest, self._model.max_model_len, self._num_blocks * self._block_size)
+        blocks_a_row = -(-length // self._block_size)
+        num_rows = min(most, self._num_blocks // blocks_a_row)
+        return self._blocks[: num_rows * blocks_a_row].view(num_rows, blocks_a_row), length
+
+    def _decode(self, most_rows: int, longest: int, *, is_split: bool) -> Work:
+        c, operations = self._model, self._operations
+        tables, context = self._rows(most_rows, longest)
+        num_splits = 1
+        if is_split:
+            chosen = operations.choose_num_splits(len(tables), c.num_kv_heads, context, self._num_multiprocessors)
+            num_splits = max(chosen, 2)
+        decodes = self._lines([[row, row, context] for row in range(len(tables))])
+        q = self._queries(len(tables))
+        out = torch.empty_like(q)
+
+        def attend() -> None:
+            operations.attend_decode(
+                q, self._caches[0], self._caches[1], tables, decodes, out,
+                scale=c.head_dim**-0.5, window=self._window, soft_cap=0.0, k_scale=1.0, v_scale=1.0,
+                num_splits=num_splits, max_context=context,
+            )  # fmt: skip
+
+        return attend
+
+    def _prefill(self) -> Work:
+        c, operations = self._model, self._operations
+        tables, length = self._rows(1, PROMPT)
+        tile = operations.prefill_tile(c.num_heads, c.num_kv_heads, c.head_dim)
+        tiles = self._lines([[0, first, min(tile, length - first), first] for first in range(0, length, tile)])
+        q = self._queries(length)
+        out = torch.empty_like(q)
+
+        def attend() -> None:
+            operations.attend_prefill(
+                q, self._caches[0], self._caches[1], tables, tiles, out,
+                scale=c.head_dim**-0.5, window=self._window, soft_cap=0.0, k_scale=1.0, v_scale=1.0,
+            )  # fmt: skip
+
+        return attend
+
+    @property
+    def _window(self) -> int | None:
+        """Where some layers see all keys, it is them that take longest."""
+        windows = self._model.windows
+        return None if None in windows else windows[0]
+
+    def _queries(self, num_tokens: int) -> Tensor:
+        c = self._model
+        return torch.zeros(num_tokens, c.num_heads, c.head_dim, dtype=c.dtype, device=self._device)
+
+    def _lines(self, lines: list[list[int]]) -> Tensor:
+        return torch.tensor(lines, dtype=torch.int32, device=self._device)

@@ -1,0 +1,174 @@
+"""How the kernels of paged attention are launched: by what was measured (`aioengine.executor.tune`), else by default.
+
+What may be chosen is the number of keys, and of rows of queries, that a program has at once, its warps, and its
+pipeline's stages. Every choice computes the same but for rounding, over any tiles that the host packs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from aioengine.kernels.tuning import Choice
+
+DECODE, DECODE_IN_SPLITS, PREFILL = "attend_decode", "attend_decode, in splits", "attend_prefill"
+ATTENTION_KERNELS = (DECODE, DECODE_IN_SPLITS, PREFILL)
+
+PREFILL_ROWS = 128
+"""Of a tile of `Operations.attend_prefill`, query tokens times heads: no choice has more in a program, and programs of
+fewer share a tile. So tiles that are packed already stay right whatever is chosen."""
+
+_ELEMENT_SIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8e4nv": 1}
+
+
+class AttentionShape(NamedTuple):
+    """What the best choice depends on, beside the GPU.
+
+    Attributes:
+        group: query heads that share a KV head.
+        element_size, cache_element_size: bytes of a value, of queries and of keys.
+    """
+
+    head_dim: int
+    group: int
+    num_kv_heads: int
+    element_size: int
+    cache_element_size: int
+    block_size: int
+
+    @classmethod
+    def of(cls, q: Tensor, k_cache: Tensor) -> AttentionShape:
+        _, block_size, num_kv_heads, head_dim = k_cache.shape
+        group = q.shape[1] // num_kv_heads
+        return cls(head_dim, group, num_kv_heads, q.element_size(), k_cache.element_size(), block_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tunable:
+    """What an operations module offers, as its ``TUNABLE``, if launches of its attention heed the choices here.
+
+    Attributes:
+        kernels: of `ATTENTION_KERNELS`.
+        compiler: the version of Triton; what was measured with another means nothing.
+    """
+
+    kernels: tuple[str, ...]
+    compiler: str
+
+
+TUNED: dict[tuple[str, int | None, AttentionShape], Choice] = {}
+"""By kernel, GPU and shape. Whoever adds leaves what is there: an engine that runs has compiled that."""
+
+
+class _Trial(threading.local):
+    choice: Choice | None = None
+
+
+_trial = _Trial()
+
+
+@contextmanager
+def trying(choice: Choice) -> Iterator[None]:
+    """Within it this thread's launches are by ``choice``; other threads may serve meanwhile."""
+    _trial.choice = choice
+    try:
+        yield
+    finally:
+        _trial.choice = None
+
+
+def choice_of(kernel: str, device: torch.device, shape: AttentionShape) -> Choice:
+    """How to launch a kernel now."""
+    return _trial.choice or TUNED.get((kernel, device.index, shape)) or default_choice(kernel, shape)
+
+
+def default_choice(kernel: str, shape: AttentionShape) -> Choice:
+    return candidates(kernel, shape, 80)[0]
+
+
+@cache
+def candidates(kernel: str, shape: AttentionShape, capability: int) -> tuple[Choice, ...]:
+    """The default, then others worth measuring: by Triton 3.9 none spills (``python -m benchmarks.gpu.compile``).
+
+    Args:
+        capability: of the GPU, such as 90.
+    """
+    width = max(1 << (shape.head_dim - 1).bit_length(), 16)
+    if kernel == PREFILL:
+        return _prefill_candidates(width, shape.element_size, shape.cache_element_size, capability)
+    return _decode_candidates(width, shape.group, shape.element_size, shape.cache_element_size)
+
+
+def _decode_candidates(width: int, group: int, element_size: int, cache_element_size: int) -> tuple[Choice, ...]:
+    # 8,192 values: two tiles of 16-bit keys and values are 64 KiB in shared memory, with 110 registers a thread, and
+    # leave room for three programs a multiprocessor. Products of float32 keep whole operands in registers.
+    n = min(max((2048 if element_size == 4 else 8192) // width, 16), 128)
+    # float8 has half the bytes a tile: one more of them on the way. Converted to float32 it takes registers as well.
+    stages = 4 if cache_element_size == 1 else 3
+    if element_size == 4:
+        found = [(n, 8 if group > 32 or cache_element_size == 1 else 4, stages)]
+    elif group > 32:
+        found = [(n, 8, stages)]
+        if cache_element_size > 1:
+            found += [(n, 8, 2), (n // 2, 8, 3)]
+    elif cache_element_size == 1:
+        found = [(n, 4, 4), (n, 4, 3), (n, 8, 4), (2 * n, 8, 3), (2 * n, 8, 4), (n // 2, 4, 4)]
+    else:
+        found = [(n, 4, 3), (2 * n, 8, 3), (n // 2, 4, 3)]
+        if group <= 16:
+            found += [(n, 4, 4), (2 * n, 4, 2)]
+        if width <= 128:
+            found += [(n, 8, 3), (n // 2, 2, 4)]
+    return _choices(("N",), found)
+
+
+def _prefill_candidates(width: int, element_size: int, cache_element_size: int, capability: int) -> tuple[Choice, ...]:
+    # 64 rows a warp group; more of them in a program read each key fewer times from the L2 cache, which would be the
+    # bound at 64 rows. Without Hopper's matrix units, which read shared memory, operands take registers.
+    is_hopper = capability >= 90
+    if element_size == 4:
+        # Products of float32 keep whole operands in registers, those that are converted from float8 twice.
+        found = [(16, 16, 4 if cache_element_size == 4 else 8, 2)]
+    elif width > 128:
+        found = [(64, 32, 8, 2), (64, 32, 8, 3)]
+        if is_hopper:
+            found += [(128, 32, 8, 2), (64, 64, 8, 2)] if cache_element_size > 1 else [(64, 16, 8, 3)]
+    elif width > 64:
+        found = [(128, 64, 8, 3), (128, 32, 8, 3)]
+        if is_hopper:
+            found += [(128, 64, 8, 2), (64, 64, 4, 2)]
+            found += [(128, 128, 8, 2), (64, 64, 4, 3)] if cache_element_size > 1 else [(64, 64, 8, 3)]
+    else:
+        found = [(128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 3)]
+        if is_hopper:
+            found.append((128, 128, 8, 2))
+    return _choices(("M", "N"), found)
+
+
+def _choices(names: tuple[str, ...], rows: Sequence[tuple[int, ...]]) -> tuple[Choice, ...]:
+    """Of the constants, then warps and stages."""
+    return tuple(
+        Choice(num_warps=row[-2], num_stages=row[-1], constants=tuple(zip(names, row[:-2], strict=True)))
+        for row in rows
+    )
+
+
+def specimen_shape(heads: int, kv_heads: int, head_dim: int, dtype: str, cache: str) -> AttentionShape:
+    """For a `Specimen`; dtypes by Triton's names."""
+    sizes = _ELEMENT_SIZES[dtype], _ELEMENT_SIZES[cache]
+    return AttentionShape(head_dim, heads // kv_heads, kv_heads, *sizes, block_size=16)
+
+
+def specimen_name(kernel: str, shape: AttentionShape, dtype: str, cache: str, features: str, choice: Choice) -> str:
+    """Of a `Specimen`, with its constants, warps and stages at the end."""
+    heads = f"{shape.group * shape.num_kv_heads}/{shape.num_kv_heads} heads of {shape.head_dim}"
+    constants = "/".join(str(size) for _, size in choice.constants)
+    launch = f"{constants}/{choice.num_warps}/{choice.num_stages}"
+    return f"{kernel}, {heads}, {dtype}, cache {cache}{features}, {launch}"

@@ -1,0 +1,286 @@
+"""Launch parameters of attention: measured at a GPU's first start, read from a file by later ones, never in the way."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from executor.gpu import start_gpu
+
+import aioengine
+from aioengine.attention.kv_cache import KVCacheShape
+from aioengine.executor import tune
+from aioengine.executor.accelerator import Work
+from aioengine.executor.tune import cache_folder, tune_attention
+from aioengine.kernels import reference
+from aioengine.kernels.attention_choices import (
+    ATTENTION_KERNELS,
+    DECODE,
+    DECODE_IN_SPLITS,
+    PREFILL,
+    TUNED,
+    AttentionShape,
+    Tunable,
+    candidates,
+    choice_of,
+    default_choice,
+)
+from aioengine.kernels.tuning import Choice
+from aioengine.models.decoder_config import DecoderConfig
+from aioengine.testing import FakeAccelerator
+
+CPU = torch.device("cpu")
+CACHE = KVCacheShape(num_layers=2, block_size=16, num_kv_heads=2, head_dim=128, dtype=torch.bfloat16)
+SHAPE = AttentionShape(128, 2, 2, 2, 2, 16)
+CANDIDATES = {kernel: candidates(kernel, SHAPE, 90) for kernel in ATTENTION_KERNELS}
+NUM_CANDIDATES = sum(map(len, CANDIDATES.values()))
+MIB = 2**20
+
+
+def model_of(**fields: Any) -> DecoderConfig:
+    defaults: dict[str, Any] = {
+        **{"architecture": "LlamaForCausalLM", "vocab_size": 97, "hidden_size": 512, "intermediate_size": 512},
+        **{"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 128, "max_model_len": 8192},
+        **{"dtype": torch.bfloat16, "rms_norm_eps": 1e-5, "qkv_bias": False, "output_bias": False, "mlp_bias": False},
+        **{"qk_norm": False, "tie_word_embeddings": False, "windows": (None, None), "inv_freq": ()},
+    }
+    return DecoderConfig(**{**defaults, **fields})
+
+
+class TimedGpu(FakeAccelerator):
+    """A GPU whose launches of attention take what a script says; each timing takes a second of ``now``.
+
+    Args:
+        script: seconds of a kernel launched by a choice.
+
+    Attributes:
+        operations: the oracles, with something to choose. They are timed by the script, so need not compute.
+        computes: they do.
+        timed: kernels and choices, in order.
+        launched: arguments of what was launched, by kernel.
+    """
+
+    def __init__(self, script: Callable[[str, Choice], float], **memory: int) -> None:
+        super().__init__(**{"free_bytes": 4 * MIB, **memory})
+        self.script = script
+        self.now = 0.0
+        self.computes = False
+        self.timed: list[tuple[str, Choice]] = []
+        self.launched: dict[str, tuple[tuple[torch.Tensor, ...], dict[str, Any]]] = {}
+        self._last: tuple[str, Choice] | None = None
+        self.operations: Any = SimpleNamespace(**{name: getattr(reference, name) for name in reference.__all__})
+        self.operations.TUNABLE = Tunable(kernels=ATTENTION_KERNELS, compiler="3.9.0")
+        self.operations.attend_decode = self._attend_decode
+        self.operations.attend_prefill = self._attend_prefill
+
+    def _attend_decode(self, *tensors: torch.Tensor, **keywords: Any) -> None:
+        self._note(DECODE_IN_SPLITS if keywords["num_splits"] > 1 else DECODE, tensors, keywords)
+        if self.computes:
+            reference.attend_decode(*tensors, **keywords)
+
+    def _attend_prefill(self, *tensors: torch.Tensor, **keywords: Any) -> None:
+        self._note(PREFILL, tensors, keywords)
+        if self.computes:
+            reference.attend_prefill(*tensors, **keywords)
+
+    def _note(self, kernel: str, tensors: tuple[torch.Tensor, ...], keywords: dict[str, Any]) -> None:
+        self.launched[kernel] = tensors, keywords
+        self._last = kernel, choice_of(kernel, CPU, AttentionShape.of(tensors[0], tensors[1]))
+
+    def seconds_of(self, work: Work) -> float:
+        assert super().seconds_of(work) >= 0
+        assert self._last is not None
+        self.timed.append(self._last)
+        self.now += 1.0
+        return self.script(*self._last)
+
+    def tune(self, folder: Path | None, model: DecoderConfig | None = None, **keywords: Any) -> None:
+        model = model or model_of()
+        tune_attention(self, self.operations, model, CACHE, folder, clock=lambda: self.now, **keywords)
+
+
+def chosen(kernel: str) -> Choice:
+    return choice_of(kernel, CPU, SHAPE)
+
+
+def last_is_fastest(kernel: str, choice: Choice) -> float:
+    return 1.0 / (1 + CANDIDATES[kernel].index(choice))
+
+
+def restart() -> None:
+    """As another process would see it."""
+    TUNED.clear()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_chosen() -> Iterator[None]:
+    restart()
+    yield
+    restart()
+
+
+def test_the_fastest_of_each_kernels_candidates_is_taken(tmp_path: Path) -> None:
+    gpu = TimedGpu(last_is_fastest)
+    gpu.tune(tmp_path, deadline_s=1e9)
+    assert gpu.timed == [(kernel, choice) for kernel in ATTENTION_KERNELS for choice in CANDIDATES[kernel]]
+    assert [chosen(kernel) for kernel in ATTENTION_KERNELS] == [each[-1] for each in CANDIDATES.values()]
+    assert gpu.num_releases == 1
+
+
+def test_the_next_start_reads_the_file_and_leaves_the_gpu_alone(tmp_path: Path) -> None:
+    TimedGpu(last_is_fastest).tune(tmp_path / "new", deadline_s=1e9)
+    restart()
+    gpu = TimedGpu(last_is_fastest)
+    gpu.tune(tmp_path / "new", deadline_s=1e9)
+    assert (gpu.timed, gpu.num_enqueued, gpu.num_releases) == ([], 0, 0)
+    assert chosen(DECODE) == CANDIDATES[DECODE][-1]
+    (file,) = (tmp_path / "new").iterdir()
+    assert len(json.loads(file.read_text())["choices"]) == len(ATTENTION_KERNELS)
+
+
+def test_another_gpus_choices_mean_nothing(tmp_path: Path) -> None:
+    TimedGpu(last_is_fastest).tune(tmp_path, deadline_s=1e9)
+    restart()
+    gpu = TimedGpu(last_is_fastest)
+    gpu.name = "other"
+    gpu.tune(tmp_path, deadline_s=1e9)
+    assert len(gpu.timed) == NUM_CANDIDATES
+    files = sorted(file.name for file in tmp_path.iterdir())
+    assert files == [f"{name}-triton-3.9.0-{aioengine.__version__}.json" for name in ("fake", "other")]
+
+
+def test_a_second_engine_of_the_process_changes_nothing_for_the_first() -> None:
+    TimedGpu(last_is_fastest).tune(None, deadline_s=1e9)
+    before = dict(TUNED)
+    gpu = TimedGpu(lambda kernel, choice: 1.0)
+    gpu.tune(None)
+    assert gpu.timed == []
+    assert before == TUNED
+
+
+def test_after_the_deadline_what_is_not_measured_is_as_by_default(tmp_path: Path) -> None:
+    gpu = TimedGpu(last_is_fastest)
+    gpu.tune(tmp_path, deadline_s=2.5)
+    assert len(gpu.timed) == 3
+    assert chosen(DECODE) == CANDIDATES[DECODE][2]
+    assert chosen(PREFILL) == default_choice(PREFILL, SHAPE)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_candidates_that_cannot_be_launched_are_passed_over(tmp_path: Path) -> None:
+    def script(kernel: str, choice: Choice) -> float:
+        if choice.num_stages > 2:
+            raise RuntimeError("out of shared memory")
+        return 1.0
+
+    TimedGpu(script).tune(tmp_path, deadline_s=1e9)
+    assert chosen(DECODE) == next(choice for choice in CANDIDATES[DECODE] if choice.num_stages == 2)
+
+
+def test_where_there_is_no_memory_launches_are_as_by_default(tmp_path: Path) -> None:
+    gpu = TimedGpu(last_is_fastest, free_bytes=1000)
+    gpu.tune(tmp_path)
+    assert gpu.timed == []
+    assert all(chosen(kernel) == default_choice(kernel, SHAPE) for kernel in ATTENTION_KERNELS)
+
+
+def test_a_folder_that_cannot_be_written_costs_the_file_only(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    TimedGpu(last_is_fastest).tune(tmp_path / "file" / "below", deadline_s=1e9)
+    assert chosen(DECODE) == CANDIDATES[DECODE][-1]
+
+
+def test_a_failure_of_its_own_does_not_fail_the_start(caplog: pytest.LogCaptureFixture) -> None:
+    gpu = TimedGpu(last_is_fastest)
+    with caplog.at_level(logging.DEBUG, "aioengine"):
+        gpu.tune(None, model_of(num_kv_heads=0))
+    assert "default ones" in caplog.text
+    assert (gpu.timed, TUNED) == ([], {})
+
+
+def test_operations_with_nothing_to_choose_leave_the_gpu_alone(tmp_path: Path) -> None:
+    gpu = FakeAccelerator()
+    tune_attention(gpu, reference, model_of(), CACHE, tmp_path)
+    assert (gpu.num_enqueued, gpu.num_releases, list(tmp_path.iterdir())) == (0, 0, [])
+
+
+def test_what_is_measured_is_as_large_as_serving_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "MAX_CACHE_BYTES", 64 * MIB)  # a fourth of the heads, of the bytes
+    gpu = TimedGpu(last_is_fastest, free_bytes=2**40)
+    gpu.tune(None, model_of(num_heads=16), deadline_s=1e9)
+    for kernel, num_rows, num_tokens, context in (
+        (DECODE, 64, 64, 1024),
+        (DECODE_IN_SPLITS, 1, 1, 4096),
+        (PREFILL, 1, 2048, 2048),
+    ):
+        (q, k_cache, v_cache, tables, lines, out), keywords = gpu.launched[kernel]
+        assert tuple(q.shape) == tuple(out.shape) == (num_tokens, 16, 128)
+        assert tuple(tables.shape) == (num_rows, context // 16)
+        assert tables.unique().numel() == tables.numel()
+        assert 0 <= tables.min() <= tables.max() < len(k_cache)
+        assert k_cache.nbytes + v_cache.nbytes <= 64 * MIB
+        assert k_cache.isfinite().all()
+        if kernel == PREFILL:
+            assert lines[:, 2].sum() == num_tokens
+        else:
+            assert lines.tolist() == [[row, row, context] for row in range(num_rows)]
+            assert keywords["max_context"] == context
+
+
+def test_a_small_memory_makes_rows_few_and_contexts_short() -> None:
+    gpu = TimedGpu(last_is_fastest, free_bytes=12 * MIB)
+    gpu.tune(None, model_of(max_model_len=1000), deadline_s=1e9)
+    (_, k_cache, v_cache, tables, _, _), keywords = gpu.launched[DECODE]
+    assert k_cache.nbytes + v_cache.nbytes <= 3 * MIB
+    assert (len(tables), keywords["max_context"]) == (3, 1000)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
+def test_the_oracles_can_compute_what_is_measured(dtype: torch.dtype) -> None:
+    cache = KVCacheShape(num_layers=1, block_size=7, num_kv_heads=2, head_dim=128, dtype=dtype)
+    model = model_of(max_model_len=40, dtype=torch.bfloat16 if dtype.itemsize == 1 else dtype, windows=(9, 9))
+    gpu = TimedGpu(lambda kernel, choice: 1.0, free_bytes=MIB)
+    gpu.computes = True
+    tune_attention(gpu, gpu.operations, model, cache, None)
+    for kernel in ATTENTION_KERNELS:
+        tensors, keywords = gpu.launched[kernel]
+        assert keywords["window"] == 9
+        assert tensors[-1].isfinite().all()
+        assert tensors[-1].any()
+
+
+@pytest.mark.parametrize("is_wanted", [True, False])
+async def test_a_start_tunes_unless_told_not_to(
+    is_wanted: bool, checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    gpu = TimedGpu(lambda kernel, choice: 1.0)
+    gpu.computes = True
+    folder = checkpoint("llama2", num_hidden_layers=1)
+    executor = await start_gpu(folder, gpu, gpu.operations, dtype="bfloat16", max_model_len=16, tune_kernels=is_wanted)
+    await executor.aclose()
+    assert bool(gpu.timed) == bool(TUNED) == (tmp_path / "aioengine").exists() == is_wanted
+
+
+def test_choices_are_kept_where_the_system_keeps_such(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", "/var/cache/me")
+    assert cache_folder() == Path("/var/cache/me/aioengine")
+    for unset in ("", "relative/path"):
+        monkeypatch.setenv("XDG_CACHE_HOME", unset)
+        assert cache_folder() == tmp_path / ".cache" / "aioengine"
+
+
+def test_without_a_home_none_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    assert cache_folder() is None
