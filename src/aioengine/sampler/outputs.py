@@ -81,7 +81,8 @@ class Outputs(NamedTuple, Generic[Words]):
 
     @classmethod
     def of(cls, words: Words, sizes: OutputSizes) -> Outputs[Words]:
-        views, first = [], 0
+        views: list[Words] = []
+        first = 0
         for length in sizes.sections:
             views.append(words[first : first + length])
             first += aligned(length)
