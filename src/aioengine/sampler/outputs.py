@@ -88,9 +88,10 @@ class Outputs(NamedTuple, Generic[Words]):
             first += aligned(length)
         token_ids, status, *rest = views
         of_slots, of_extra, of_prompt = (k for _, k in sizes.scored)
-        return cls(
-            token_ids, status, _scored(rest[:5], of_slots), _scored(rest[5:10], of_extra), _scored(rest[10:], of_prompt)
-        )
+        sampled: Scored[Words] = _scored(rest[:5], of_slots)
+        extra: Scored[Words] = _scored(rest[5:10], of_extra)
+        prompt: Scored[Words] = _scored(rest[10:], of_prompt)
+        return cls(token_ids, status, sampled, extra, prompt)
 
 
 def aligned(num_words: int) -> int:
