@@ -88,10 +88,8 @@ class Outputs(NamedTuple, Generic[Words]):
             first += aligned(length)
         token_ids, status, *rest = views
         of_slots, of_extra, of_prompt = (k for _, k in sizes.scored)
-        sampled: Scored[Words] = _scored(rest[:5], of_slots)
-        extra: Scored[Words] = _scored(rest[5:10], of_extra)
-        prompt: Scored[Words] = _scored(rest[10:], of_prompt)
-        return cls(token_ids, status, sampled, extra, prompt)
+        scored = _scored(rest[:5], of_slots), _scored(rest[5:10], of_extra), _scored(rest[10:], of_prompt)
+        return cls(token_ids, status, *scored)
 
 
 def aligned(num_words: int) -> int:
@@ -99,7 +97,7 @@ def aligned(num_words: int) -> int:
     return -(-num_words // ALIGNMENT) * ALIGNMENT
 
 
-def _scored(sections: list[Words], k: int) -> Scored[Words]:
+def _scored(sections: list[Any], k: int) -> Scored[Any]:
     logprobs, log_mass, ranks, top_ids, top_logprobs = sections
     m = len(ranks)
     return Scored(
@@ -111,5 +109,5 @@ def _scored(sections: list[Words], k: int) -> Scored[Words]:
     )
 
 
-def _floats(words: Words) -> Words:
+def _floats(words: Any) -> Any:
     return words.view(torch.float32) if isinstance(words, Tensor) else words.view(np.float32)
