@@ -298,11 +298,11 @@ class GpuRunner:
         failures: dict[int, Exception] = {}
         try:
             out = self._compute(step, size, uploaded, failures)
+            staging.make_room(step.sizes.num_words)
+            done = self._accelerator.copy_out(out, staging.out, step.sizes.num_words)
         except Exception:
             self._settle_failed(step)
             raise
-        staging.make_room(step.sizes.num_words)
-        done = self._accelerator.copy_out(out, staging.out, step.sizes.num_words)
         staging.lend(done)
         self._last_copy = done
         launched = LaunchedStep(step, staging.out, (started, done), failures, (out, uploaded))

@@ -107,6 +107,11 @@ class FakeAccelerator:
     def go_on(self) -> None:
         self._may_run.set()
 
+    def run_ahead(self) -> None:
+        """Run all that was enqueued, held or not, and no copy but those that it comes after."""
+        with self._running, torch.inference_mode():
+            self._run_until(self.record())
+
     def lose(self, error: BaseException) -> None:
         """Let the device fail: waits raise ``error`` from now on."""
         self._error = error

@@ -1,0 +1,481 @@
+"""Requests of all kinds through the public engine on a GPU that is always late: the outputs of the CPU's executor."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import anyio
+import pytest
+import torch
+from checkpoints import FAMILIES, NUM_SPECIAL, cached_checkpoints
+from executor.gpu import let_steps_fail, start_gpu
+
+import aioengine.demo
+from aioengine import ConfigError, Engine, EngineDead, LogitsRow, RequestOutput, StepFailed
+from aioengine.config import EngineConfig
+from aioengine.executor.accelerator import DeviceMemory
+from aioengine.executor.memory import num_gpu_kv_blocks
+from aioengine.testing import FakeAccelerator
+
+DEMO = Path(aioengine.demo.__file__).parent / "model"
+MAX_MODEL_LEN = 96
+LOGPROB_TOLERANCE = 1e-3
+NEAR = 2e-3
+"""Log-probabilities that are no further apart may change places."""
+SETTINGS = list(itertools.product((1, 2, 4), ("off", "lazy", "start")))
+"""(depth, graphs)"""
+
+MakeCheckpoint = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
+    return cached_checkpoints(tmp_path_factory.mktemp("gpu-engine"))
+
+
+@pytest.fixture
+def folder(checkpoint: MakeCheckpoint) -> Path:
+    return checkpoint("qwen3", tokenizer=True, num_hidden_layers=1)
+
+
+COMMON: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 6, "max_num_batched_tokens": 48}
+
+
+@asynccontextmanager
+async def serving(
+    folder: Path, accelerator: FakeAccelerator | None = None, **fields: Any
+) -> AsyncIterator[tuple[Engine, Any]]:
+    """An engine on a GPU, with its executor."""
+    fields = {**COMMON, "block_size": 8, "kv_cache_memory_bytes": 2**24, **fields}
+    executor = await start_gpu(folder, accelerator or FakeAccelerator(), **fields)
+    async with Engine(str(folder), executor=executor, **fields) as engine:
+        yield engine, executor
+
+
+def core_of(engine: Engine) -> Any:
+    assert engine._runtime is not None
+    return engine._runtime.core
+
+
+def check_nothing_is_held(engine: Engine) -> None:
+    core = core_of(engine)
+    core.scheduler.check_integrity()
+    stats = core.stats()
+    assert stats.free_blocks == stats.num_blocks
+    assert stats.running == stats.waiting == stats.blocked == 0
+
+
+# A storm of all that may be asked
+
+
+def follow(logits: torch.Tensor, rows: list[LogitsRow]) -> None:
+    """Depends on the output so far."""
+    for line, row in zip(logits, rows, strict=True):
+        for nth, token in enumerate(row.output_token_ids.tolist()[-3:]):
+            line[(token * 7 + nth + row.choice) % len(line)] += 8.0
+
+
+class RaisesLate:
+    def __init__(self, num_tokens: int, choice: int) -> None:
+        self._at = num_tokens, choice
+
+    def __call__(self, logits: torch.Tensor, rows: list[LogitsRow]) -> torch.Tensor:
+        if any((len(row.output_token_ids), row.choice) == self._at for row in rows):
+            raise KeyError("late")
+        return logits * 0.9
+
+
+def shorten(logits: torch.Tensor, rows: list[LogitsRow]) -> torch.Tensor:
+    return logits[:, :-1] if len(rows[0].output_token_ids) == 3 else logits
+
+
+def mask_all(logits: torch.Tensor, rows: list[LogitsRow]) -> None:
+    if len(rows[0].output_token_ids) > 1:
+        logits.fill_(-torch.inf)
+
+
+class Wish(NamedTuple):
+    prompt: Any
+    params: dict[str, Any]
+    priority: int
+
+
+def make_wish(rng: random.Random, shared: list[int], vocab: int) -> Wish:
+    def ids(count: int) -> list[int]:
+        return [rng.randrange(NUM_SPECIAL, vocab) for _ in range(count)]
+
+    def word() -> str:
+        return "".join(rng.choices("etaoinshrdlu", k=rng.randint(1, 3)))
+
+    prompt = shared[: rng.choice([0, 0, 20, 40])] + ids(rng.choice([1, 3, 8, 30]))
+    params: dict[str, Any] = {
+        "max_tokens": rng.randint(1, 14), "seed": rng.randrange(1000), "temperature": rng.choice([0.0, 0.0, 0.7, 1.3]),
+    }  # fmt: skip
+    few = sorted(set(ids(8)))
+    others: list[dict[str, Any]] = [
+        {"top_k": rng.choice([1, 5, 50])},
+        {"top_p": rng.choice([0.3, 0.9]), "min_p": rng.choice([0.0, 0.05])},
+        {"repetition_penalty": rng.choice([0.8, 1.6])},
+        {"frequency_penalty": 1.1, "presence_penalty": -0.7},
+        {"stop_token_ids": ids(vocab // 3), "min_tokens": rng.randint(0, 5)},
+        {"stop": [word(), word()], "min_tokens": rng.randint(0, 5)},
+        {"logit_bias": {token: rng.uniform(-30, 30) for token in ids(6)}},
+        {"bad_words": [word() for _ in range(12)]},
+        {"allowed_token_ids": few},
+        {"logits_processors": rng.choice([[follow], [follow], [RaisesLate(3, rng.randint(0, 1))], [shorten]])},
+        {"n": rng.randint(2, 4)},
+        {"n": rng.randint(2, 8), "temperature": 1.2},
+        {"logprobs": rng.choice([0, 1, 5, 6, 20])},
+        {"logprobs": 1, "logprob_token_ids": ids(3)},
+        {"prompt_logprobs": rng.choice([0, 2])},
+        {"max_tokens": None, "ignore_eos": True},
+    ]
+    for other in rng.sample(others, rng.choice([0, 1, 1, 2, 3, 5])):
+        params.update(other)
+    if params.get("logits_processors", [follow]) != [follow]:
+        # Seen when the next step is launched: whether that one fails, and with it other choices, is a matter of time.
+        params.pop("stop", None)
+    if "min_tokens" in params:
+        params["min_tokens"] = min(params["min_tokens"], params["max_tokens"] or 1)
+    return Wish(prompt, params, rng.choice([0, 0, 0, 1, -1]))
+
+
+async def outcome_of(engine: Engine, wish: Wish) -> RequestOutput | Exception:
+    try:
+        return await engine.generate(wish.prompt, priority=wish.priority, **wish.params)
+    except StepFailed as error:
+        return error
+
+
+async def wish_cancelled(engine: Engine, wish: Wish, patience: int) -> None:
+    async with engine.stream(wish.prompt, **wish.params) as stream:
+        try:
+            async for _ in stream:
+                patience -= 1
+                if patience < 0:
+                    return
+        except StepFailed:
+            return
+
+
+async def serve(engine: Engine, wishes: list[Wish], rng: random.Random | None = None) -> list[Any]:
+    """All at once; with ``rng`` others come and leave meanwhile."""
+    async with asyncio.TaskGroup() as group:
+        tasks = []
+        for wish in wishes:
+            tasks.append(group.create_task(outcome_of(engine, wish)))
+            if rng is not None and rng.random() < 0.3:
+                group.create_task(wish_cancelled(engine, rng.choice(wishes), rng.randint(0, 5)))
+            for _ in range(rng.choice([0, 0, 3, 20]) if rng is not None else 0):
+                await asyncio.sleep(0)
+    return [task.result() for task in tasks]
+
+
+def check_equal(found: Any, wanted: Any, wish: Wish) -> None:
+    assert type(found) is type(wanted), (wish, found, wanted)
+    if isinstance(wanted, StepFailed):
+        assert repr(found.__cause__) == repr(wanted.__cause__)
+        return
+    assert found.prompt_token_ids == wanted.prompt_token_ids
+    for one, other in zip(found.outputs, wanted.outputs, strict=True):
+        assert one.token_ids == other.token_ids, wish
+        assert (one.text, one.finish_reason, one.stop_reason) == (other.text, other.finish_reason, other.stop_reason)
+        check_lines(one.logprobs, other.logprobs)
+    check_lines(found.prompt_logprobs, wanted.prompt_logprobs)
+
+
+def check_lines(found: Any, wanted: Any) -> None:
+    assert (found is None) == (wanted is None)
+    for line, other in zip(found or [], wanted or [], strict=True):
+        assert (line is None) == (other is None)
+        if line is None:
+            continue
+        values = sorted((entry.logprob for entry in other.values()), reverse=True)
+        for token, entry in line.items():
+            if token not in other:  # of two that are nearly as likely either may be the last to be told
+                assert any(abs(entry.logprob - value) < NEAR for value in values)
+                continue
+            assert abs(entry.logprob - other[token].logprob) < LOGPROB_TOLERANCE
+            assert abs(entry.rank - other[token].rank) <= 2
+            assert entry.decoded_token == other[token].decoded_token
+
+
+@pytest.mark.parametrize(
+    ("family", "setting"),
+    [(family, SETTINGS[nth % len(SETTINGS)]) for nth, family in enumerate((*FAMILIES, "demo"))],
+)
+async def test_a_storm_brings_what_the_cpu_brings(
+    checkpoint: MakeCheckpoint, family: str, setting: tuple[int, str]
+) -> None:
+    depth, graphs = setting
+    folder = DEMO if family == "demo" else checkpoint(family, tokenizer=True, num_hidden_layers=2)
+    vocab = 2048 if family == "demo" else 384
+    rng = random.Random(family)
+    shared = [rng.randrange(NUM_SPECIAL, vocab) for _ in range(40)]
+    wishes = [make_wish(rng, shared, vocab) for _ in range(12)]
+    wishes += [Wish([n + 5], {"max_tokens": 70, "ignore_eos": True, "seed": n}, 0) for n in range(3)]
+    wishes.append(Wish(shared, {"max_tokens": 9, "n": 3, "seed": 1, "logits_processors": [RaisesLate(3, 1)]}, 0))
+    fields = {**COMMON, "block_size": 8, "dtype": "float32"}
+    async with Engine(
+        str(folder), device="cpu", num_threads=1, show_progress=False, kv_cache_memory_bytes=2**25, **fields
+    ) as engine:
+        wanted = await serve(engine, wishes)
+    accelerator = FakeAccelerator()
+    executor = await start_gpu(
+        folder,
+        accelerator,
+        kv_cache_memory_bytes=small_cache(folder),
+        max_in_flight=depth,
+        cuda_graphs=graphs,
+        **fields,
+    )
+    async with Engine(str(folder), executor=executor, **fields) as engine:
+        for _ in range(2 if family == "qwen3" else 1):
+            found = await serve(engine, wishes, rng)
+            for wish, one, other in zip(wishes, found, wanted, strict=True):
+                check_equal(one, other, wish)
+        check_nothing_is_held(engine)
+        stats = core_of(engine).stats()
+    assert stats.preemptions > 0, "the KV cache is too large for this test"
+    assert stats.prefix_cache_hits > 0
+    assert bool(accelerator.graphs) == (graphs != "off")
+
+
+def small_cache(folder: Path) -> int:
+    """Bytes for a little more than two of the longest sequences."""
+    model = json.loads((folder / "config.json").read_text())
+    head_dim = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
+    bytes_a_token = 2 * 4 * model["num_hidden_layers"] * model["num_key_value_heads"] * head_dim
+    return int(2.2 * MAX_MODEL_LEN * bytes_a_token)
+
+
+# Single cases
+
+
+async def both(folder: Path, prompt: list[int], **params: Any) -> list[Any]:
+    """The outputs of a GPU and of the CPU."""
+    found = []
+    fields = {**COMMON, "block_size": 8, "max_model_len": MAX_MODEL_LEN}
+    async with serving(folder, max_in_flight=2) as (engine, _):
+        found.append(await outcome_of(engine, Wish(prompt, params, 0)))
+    async with Engine(str(folder), device="cpu", num_threads=1, show_progress=False, **fields) as engine:
+        found.append(await outcome_of(engine, Wish(prompt, params, 0)))
+    return found
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 1.1, "n": 20, "logprobs": 3, "frequency_penalty": 0.5, "repetition_penalty": 1.3},
+        {"temperature": 0.0, "n": 3, "logprobs": 2, "presence_penalty": 0.5},
+        {"temperature": 1.0, "prompt_logprobs": 20, "logprobs": 20},
+        {"temperature": 1.0, "logprobs": 5, "logit_bias": {7: 20.0, 300: 5.0}, "logits_processors": [follow]},
+        {"temperature": 1.0, "logits_processors": [mask_all]},
+        {"temperature": 0.5, "max_tokens": None, "ignore_eos": True},
+    ],
+    ids=["more choices than rows", "greedy choices", "prompt", "processed", "no token left", "to the end"],
+)
+async def test_a_request_alone_brings_what_the_cpu_brings(folder: Path, params: dict[str, Any]) -> None:
+    prompt = list(range(40, 91))
+    params = {"max_tokens": 9, "seed": 4, **params}
+    found, wanted = await both(folder, prompt, **params)
+    check_equal(found, wanted, Wish(prompt, params, 0))
+
+
+# Failures
+
+
+async def endings(engine: Engine, count: int, **params: Any) -> list[asyncio.Task[Any]]:
+    """So many requests, begun."""
+    return [
+        asyncio.get_running_loop().create_task(
+            engine.generate([5 + n, 9, 11], max_tokens=24, ignore_eos=True, **params)
+        )
+        for n in range(count)
+    ]
+
+
+async def run_until(is_so: Callable[[], bool]) -> None:
+    for _ in range(1_000_000):
+        if is_so():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("it never came to be so")
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+async def test_a_lost_device_is_heard_once_by_all_and_the_engine_closes(folder: Path, depth: int) -> None:
+    accelerator = FakeAccelerator()
+    async with serving(folder, accelerator, max_in_flight=depth) as (engine, executor):
+        tasks = await endings(engine, 9)
+        await run_until(lambda: executor.stats.num_steps > 5)
+        accelerator.hold()
+        await run_until(lambda: len(core_of(engine)._in_flight) == depth)
+        accelerator.lose(OSError("fallen off the bus"))
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [EngineDead] * 9
+        assert all("fallen off the bus" in str(outcome) for outcome in outcomes)
+        with pytest.raises(EngineDead):
+            await engine.generate([3], max_tokens=1)
+        with anyio.fail_after(5):
+            await engine.aclose()
+        assert executor._device._held is None
+
+
+@pytest.mark.parametrize(("depth", "graphs"), [(1, "lazy"), (2, "lazy"), (4, "off")])
+async def test_a_step_that_cannot_be_launched_ends_the_requests_in_it_alone(
+    folder: Path, depth: int, graphs: str
+) -> None:
+    params = {"temperature": 0.8, "seed": 3, "frequency_penalty": 0.7, "logprobs": 1}
+    async with serving(folder, max_in_flight=depth, cuda_graphs=graphs, max_num_seqs=3) as (engine, executor):
+        failing = let_steps_fail(executor)
+        wanted = [await task for task in await endings(engine, 5, **params)]
+        tasks = await endings(engine, 5, **params)
+        await run_until(lambda: sum(task.done() for task in tasks) >= 2)
+        failing.add(executor.stats.num_steps + depth + 6)
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        failed = [outcome for outcome in outcomes if isinstance(outcome, StepFailed)]
+        assert 1 <= len(failed) <= 3
+        for found, expected in zip(outcomes, wanted, strict=True):
+            if found not in failed:
+                check_equal(found, expected, Wish([], {}, 0))
+        assert (await engine.generate([5, 9, 11], max_tokens=24, ignore_eos=True, **params)).outputs[0].token_ids == (
+            wanted[0].outputs[0].token_ids
+        )
+        check_nothing_is_held(engine)
+
+
+async def test_the_loop_is_free_while_the_device_is_late(folder: Path) -> None:
+    accelerator = FakeAccelerator()
+    async with serving(folder, accelerator, max_in_flight=2) as (engine, _):
+        accelerator.hold()
+        tasks = await endings(engine, 2, logits_processors=[follow])
+        await run_until(lambda: len(core_of(engine)._in_flight) == 2)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert not any(task.done() for task in tasks)
+        tasks[0].cancel()
+        accelerator.go_on()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        check_nothing_is_held(engine)
+
+
+# Sleep and weights, through the engine
+
+
+async def test_sleep_and_new_weights_change_what_comes_as_they_should(checkpoint: MakeCheckpoint) -> None:
+    folders = [checkpoint("llama2", num_hidden_layers=1, seed=seed) for seed in range(2)]
+    request: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 6, "temperature": 0.0, "ignore_eos": True}
+    accelerator = FakeAccelerator()
+    async with serving(folders[0], accelerator, max_in_flight=2) as (engine, executor):
+
+        async def tokens() -> list[int]:
+            ids: list[int] = (await engine.generate(**request)).outputs[0].token_ids
+            return ids
+
+        first = await tokens()
+        for level in (1, 2):
+            num_releases = accelerator.num_releases
+            await engine.sleep(level)
+            assert accelerator.num_releases > num_releases
+            assert len(executor._device.held.runner.graphs) == 0
+            waiting = asyncio.get_running_loop().create_task(tokens())
+            await engine.wake_up()
+            assert await waiting == first
+        await engine.update_weights(folders[1])
+        second = await tokens()
+        assert second != first
+        await engine.sleep(1)
+        await engine.update_weights(folders[0])
+        await engine.wake_up()
+        assert await tokens() == first
+
+
+# What can be had
+
+
+async def test_a_gpu_that_is_not_there_is_an_error_that_says_what_to_do(folder: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    for device in ("cuda", "cuda:1"):
+        with pytest.raises(ConfigError, match=rf"device='{device}' needs an NVIDIA GPU.*Use device='cpu'"):
+            await Engine.start(str(folder), device=device, show_progress=False)
+    with pytest.raises(ConfigError, match="device"):
+        EngineConfig(device="gpu")
+    async with Engine(str(folder), device="auto", show_progress=False) as engine:
+        assert core_of(engine).info.device == "cpu"
+        assert core_of(engine).info.max_in_flight == 1
+
+
+@pytest.mark.parametrize("device", ["cpu", "auto"])
+async def test_a_cache_of_8_bits_needs_a_gpu(folder: Path, device: str) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype='fp8' needs a GPU; on a CPU it is 'auto'"):
+        await Engine.start(str(folder), device=device, kv_cache_dtype="fp8", show_progress=False)
+
+
+async def test_a_gpu_that_is_too_old_for_8_bits_says_so_and_a_newer_one_has_twice_the_blocks(folder: Path) -> None:
+    accelerator = FakeAccelerator()
+    accelerator.capability = 86
+    with pytest.raises(ConfigError, match=r"fp8.*8\.9 or newer; fake is older"):
+        await start_gpu(folder, accelerator, kv_cache_dtype="fp8")
+    assert accelerator.num_releases > 0, "what was loaded is gone"
+    fields = {"kv_cache_memory_bytes": 2**16, "max_num_seqs": 16}
+    async with serving(folder, **fields) as (engine, executor):
+        blocks = executor.info.num_blocks
+    async with serving(folder, kv_cache_dtype="fp8", **fields) as (engine, executor):
+        assert executor.info.num_blocks > 3 * blocks, "of float32"
+        out = await engine.generate([5, 6, 7], max_tokens=20, temperature=0.0, ignore_eos=True)
+        assert len(out.outputs[0].token_ids) == 20
+
+
+def kv_blocks(total: int = 10_000, free: int = 8_000, peak: int = 1_000, **fields: Any) -> int:
+    config = EngineConfig(**{"block_size": 16, "max_num_seqs": 64, **fields})
+    return num_gpu_kv_blocks(
+        config, max_model_len=64, bytes_per_block=100, memory=DeviceMemory(total, free, 0), peak_bytes=peak
+    )
+
+
+def test_a_share_of_the_gpu_counts_what_others_have_and_what_steps_take() -> None:
+    assert kv_blocks(gpu_memory_utilization=0.9) == (9_000 - 2_000 - 1_000) // 100
+    assert kv_blocks(gpu_memory_utilization=0.5) == 20
+    assert kv_blocks(gpu_memory_utilization=1.0) == 70
+    assert kv_blocks(gpu_memory_utilization=0.9, free=10_000, peak=0) == 90
+    assert kv_blocks(gpu_memory_utilization=0.9, max_num_seqs=2) == 8, "no more than all sequences could use"
+
+
+def test_an_absolute_size_is_taken_as_it_is_if_it_is_there() -> None:
+    assert kv_blocks(kv_cache_memory_bytes=1_299) == 12
+    assert kv_blocks(kv_cache_memory_bytes=7_000) == 70
+    with pytest.raises(ConfigError, match="kv_cache_memory_bytes=7100 is more than the 7000 bytes that are free"):
+        kv_blocks(kv_cache_memory_bytes=7_100)
+
+
+def test_a_gpu_without_room_says_what_takes_it() -> None:
+    with pytest.raises(ConfigError) as error:
+        kv_blocks(gpu_memory_utilization=0.33)
+    message = str(error.value)
+    for part in ("gpu_memory_utilization=0.33 of 10000 bytes", "2000 in use", "1000 for the steps", "grants 300"):
+        assert part in message
+    assert "set max_model_len to 48 at most" in message
+    with pytest.raises(ConfigError, match=r"grants 0: grant more"):
+        kv_blocks(free=500)
+
+
+async def test_a_gpu_gives_the_cache_what_it_has_left(folder: Path) -> None:
+    accelerator = FakeAccelerator(total_bytes=4_000_000, free_bytes=3_000_000)
+    fields = {"kv_cache_memory_bytes": None, "max_num_seqs": 64, "max_num_batched_tokens": 64, "max_model_len": 256}
+    async with serving(folder, accelerator, gpu_memory_utilization=0.5, **fields) as (_, executor):
+        info = executor.info
+        assert info.kv_cache_bytes == info.num_blocks * info.kv_cache_bytes // info.num_blocks
+        assert 0 <= 1_000_000 - info.kv_cache_bytes < info.kv_cache_bytes // info.num_blocks
+        assert info.max_in_flight == 2
+        assert info.device == "fake"
