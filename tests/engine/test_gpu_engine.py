@@ -473,6 +473,7 @@ def test_a_gpu_without_room_says_what_takes_it() -> None:
 async def test_a_gpu_gives_the_cache_what_it_has_left(folder: Path) -> None:
     accelerator = FakeAccelerator(total_bytes=4_000_000, free_bytes=3_000_000)
     fields = {"kv_cache_memory_bytes": None, "max_num_seqs": 64, "max_num_batched_tokens": 64, "max_model_len": 256}
+    fields["cuda_graphs"] = "off"
     async with serving(folder, accelerator, gpu_memory_utilization=0.5, **fields) as (_, executor):
         info = executor.info
         assert info.kv_cache_bytes == info.num_blocks * info.kv_cache_bytes // info.num_blocks

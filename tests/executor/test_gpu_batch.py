@@ -9,6 +9,7 @@ import torch
 from executor.plans import PlanWriter
 
 from aioengine.core.plan import RowSampling, StepPlan
+from aioengine.executor import graphs as graphs_module
 from aioengine.executor.gpu_batch import NUM_TOP_SIZES, PADDING_SLOT, GpuBatch, GpuStep
 from aioengine.executor.gpu_result import make_result
 from aioengine.executor.graphs import MAX_SIZE, DecodeGraphs, GraphKey, default_sizes
@@ -503,7 +504,8 @@ def test_a_graph_stands_in_for_one_that_does_less_and_for_no_other() -> None:
     ran: list[str] = []
 
     def run(size: int, features: Features) -> str:
-        graphs.run(GraphKey(size, features), lambda: lambda: ran.append(f"{size} {features}"))
+        key = GraphKey(size, features)
+        graphs.run(key, lambda: lambda: ran.append(f"{size} {features}"), captures_first=True)
         accelerator.synchronize()
         return ran[-1]
 
@@ -526,6 +528,26 @@ def test_a_graph_stands_in_for_one_that_does_less_and_for_no_other() -> None:
     assert run(1, Features()) == f"1 {Features()}", "a greedy one draws nothing"
 
 
+def test_a_step_is_captured_when_it_comes_a_second_time_and_the_least_used_graph_goes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(graphs_module, "MAX_GRAPHS", 2)
+    accelerator = FakeAccelerator()
+    graphs = DecodeGraphs(accelerator, (1, 2, 4))
+    keys = [GraphKey(size, Features()) for size in (1, 2, 4)]
+
+    def run(key: GraphKey) -> int:
+        graphs.run(key, lambda: lambda: None)
+        return len(accelerator.graphs)
+
+    assert [run(keys[0]), run(keys[0]), run(keys[0])] == [0, 1, 1]
+    assert [run(keys[1]), run(keys[1]), run(keys[0])] == [1, 2, 2]
+    assert [run(keys[2]), run(keys[2])] == [2, 3], "in the place of the second"
+    assert len(graphs) == 2
+    assert run(keys[0]) == 3
+    assert run(keys[1]) == 4
+
+
 def test_what_cannot_be_captured_runs_without_and_is_not_tried_again(caplog: pytest.LogCaptureFixture) -> None:
     accelerator = FakeAccelerator()
     tried = []
@@ -537,9 +559,9 @@ def test_what_cannot_be_captured_runs_without_and_is_not_tried_again(caplog: pyt
     accelerator.capture = capture  # type: ignore[method-assign]
     graphs = DecodeGraphs(accelerator, (1,))
     ran: list[int] = []
-    for number in range(3):
+    for number in range(4):
         graphs.run(GraphKey(1, Features()), lambda number=number: lambda: ran.append(number))  # type: ignore[misc]
     accelerator.synchronize()
-    assert ran == [0, 1, 2]
+    assert ran == [0, 1, 2, 3]
     assert len(tried) == 1
     assert "could not be captured" in caplog.text

@@ -263,7 +263,8 @@ async def test_a_start_tunes_unless_told_not_to(
     gpu = TimedGpu(lambda kernel, choice: 1.0)
     gpu.computes = True
     folder = checkpoint("llama2", num_hidden_layers=1)
-    executor = await start_gpu(folder, gpu, gpu.operations, dtype="bfloat16", max_model_len=16, tune_kernels=is_wanted)
+    fields = {"dtype": "bfloat16", "max_model_len": 16, "cuda_graphs": "off"}
+    executor = await start_gpu(folder, gpu, gpu.operations, tune_kernels=is_wanted, **fields)
     await executor.aclose()
     assert bool(gpu.timed) == bool(TUNED) == (tmp_path / "aioengine").exists() == is_wanted
 

@@ -86,8 +86,9 @@ class HostWords:
         Raises:
             InternalError: the device has them.
         """
-        if self._lent_until is not None:
-            if not self._lent_until.is_done():
+        until = self._lent_until  # two threads may ask
+        if until is not None:
+            if not until.is_done():
                 raise InternalError("host memory was used while a copy from or to it was under way")
             self._lent_until = None
         return self._array
@@ -160,6 +161,10 @@ class Accelerator(Protocol):
 
     def release(self) -> None:
         """Give back to the system what tensors and graphs that are gone have left."""
+        ...
+
+    def close(self) -> None:
+        """As `release`, at the end, when nothing of the engine is left: slow, and it looks for what cycles hold."""
         ...
 
     def profiler_activities(self) -> list[Any]:

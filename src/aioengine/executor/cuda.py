@@ -1,11 +1,14 @@
 """An NVIDIA GPU as an `Accelerator`, through torch.
 
 A compute stream and a copy stream of this engine's own: nothing here waits for, or holds up, work of the app's on the
-same GPU. To be made in the thread that uses it, whose current stream becomes the compute stream.
+same GPU. What cannot be told apart in one process: torch's peak of memory is reset at the start, and an app that waits
+for the whole device (``torch.cuda.synchronize``) while a graph is being captured hears an error, and the graph is not
+made. To be made in the thread that uses it, whose current stream becomes the compute stream.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import statistics
 import weakref
@@ -55,6 +58,7 @@ class CudaEvent:
     """An `Event`; a thread that waits for it sleeps, and holds no lock of Python's."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._device = stream.device
         self._event = torch.cuda.Event(enable_timing=True, blocking=True)
         self._event.record(stream)
 
@@ -62,6 +66,8 @@ class CudaEvent:
         return bool(self._event.query())
 
     def wait(self) -> None:
+        # A thread that has no device yet would make itself a context on the first one: some 500 MiB of another GPU.
+        torch.cuda.set_device(self._device)
         self._event.synchronize()
 
     def seconds_since(self, earlier: Event) -> float:
@@ -115,15 +121,25 @@ class CudaAccelerator:
     def capture(self, work: Work) -> Graph:
         if not self._graphs:  # torch refuses a pool that graphs have had, of which none is left
             self._pool = torch.cuda.graph_pool_handle()
+        graph: Graph = self._capture(work, self._pool)
+        self._graphs.add(graph)
+        return graph
+
+    def _capture(self, work: Work, pool: Any) -> Any:
         graph = torch.cuda.CUDAGraph()
         # Other threads of the process, and the app's own work, go on with theirs meanwhile. Not `torch.cuda.graph`: it
         # empties the allocator's cache and collects garbage, 100 ms each time.
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
-            work()
-        finally:
-            graph.capture_end()
-        self._graphs.add(graph)
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                work()
+            finally:
+                graph.capture_end()
+        except BaseException:
+            # After a failure torch leaves the allocator in the pool for good: it would free nothing any more.
+            with contextlib.suppress(Exception):
+                torch._C._cuda_endAllocateToPool(self.device.index, pool)
+            raise
         return graph
 
     def synchronize(self) -> None:
@@ -136,19 +152,19 @@ class CudaAccelerator:
 
     def peak_of(self, work: Work) -> int:
         self.release()
-        before = torch.cuda.memory_allocated(self.device)
+        before = torch.cuda.memory_reserved(self.device)  # which counts what lies between tensors, too
         torch.cuda.reset_peak_memory_stats(self.device)
         work()
         self.synchronize()
-        peak = torch.cuda.max_memory_allocated(self.device) - before
+        peak = torch.cuda.max_memory_reserved(self.device) - before
         self.release()
-        return peak
+        return max(0, peak)
 
     def seconds_of(self, work: Work) -> float:
         work()  # compiles
         self.synchronize()
         # As a graph: launched one by one small kernels take longer on the host than on the device.
-        graph = self.capture(work)
+        graph = self._capture(work, torch.cuda.graph_pool_handle())  # which goes with it
         trash = torch.empty(2 * self._cache_bytes, dtype=torch.uint8, device=self.device)
         events = []
         for _ in range(NUM_TIMED):
@@ -162,11 +178,18 @@ class CudaAccelerator:
 
     def release(self) -> None:
         self.synchronize()
+        torch.cuda.empty_cache()
+        empty_host_cache = getattr(torch._C, "_host_emptyCache", None)
+        if empty_host_cache is not None:  # page-locked memory, which torch keeps for ever
+            empty_host_cache()
+
+    def close(self) -> None:
         gc.collect()  # a cycle may hold a tensor
-        # cuBLAS's, some MiB a stream, which torch keeps for ever; captured graphs, the app's too, go on using theirs.
+        # cuBLAS's workspaces, some MiB a stream, are not freed by torch; captured graphs go on using theirs, the app's
+        # too, which nobody else knows of.
         if not any(isinstance(thing, torch.cuda.CUDAGraph) for thing in gc.get_objects()):
             torch._C._cuda_clearCublasWorkspaces()
-        torch.cuda.empty_cache()
+        self.release()
 
     def profiler_activities(self) -> list[Any]:
         return [torch.profiler.ProfilerActivity.CUDA]

@@ -7,7 +7,6 @@ this one runs.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -16,15 +15,14 @@ import torch
 from torch import Tensor
 
 from aioengine.attention.gpu_paged import GpuPagedAttention, StepTensors
-from aioengine.core.plan import StepPlan, StepResult
-from aioengine.executor.accelerator import Accelerator, Event, HostWords, Work
+from aioengine.core.plan import StepPlan
+from aioengine.executor.accelerator import Accelerator, Event, Work
 from aioengine.executor.gpu_batch import NUM_TOP_SIZES, Deltas, GpuBatch, GpuStep
-from aioengine.executor.gpu_result import make_result
 from aioengine.executor.graphs import DecodeGraphs, GraphKey
 from aioengine.executor.host_rules import HostRules, HostRulesOfStep
+from aioengine.executor.launched import Forward, LaunchedStep, Staging, Uploaded
 from aioengine.executor.protocol import DeviceLost, ExecutorStats
 from aioengine.executor.step_words import WORDS_A_ROW, ExtraWords, FixedWords, Span
-from aioengine.executor.waiter import Later
 from aioengine.kernels.operations import Operations
 from aioengine.kernels.slots import SLOT_WORDS, Slot, SlotFlag
 from aioengine.models.decoder import Decoder
@@ -44,78 +42,11 @@ START_FEATURES = (Features(), Features(has_filters=True))
 WARM_FEATURES = (
     Features(is_greedy=True),
     Features(num_top=0),
+    Features(num_top=NUM_TOP_SIZES[-1]),
     Features(has_masks=True),
     Features(is_penalised=True, rules=RuleSizes(64, 64, 64), num_top=NUM_TOP_SIZES[1]),
 )
 """Each sampling kernel at least once, beside the plain draw."""
-
-
-class Staging:
-    """Page-locked memory of one step in flight."""
-
-    def __init__(self, accelerator: Accelerator, max_num_seqs: int) -> None:
-        self._accelerator = accelerator
-        self.fixed = accelerator.host_words(max_num_seqs * WORDS_A_ROW)
-        self.extra = accelerator.host_words(1)
-        self.out = accelerator.host_words(1)
-
-    def write_extra(self, extra: ExtraWords) -> None:
-        self.extra = self._grown(self.extra, extra.num_words)
-        extra.write(self.extra.array)
-
-    def make_room(self, num_words: int) -> None:
-        """For what comes back."""
-        self.out = self._grown(self.out, num_words)
-
-    def _grown(self, words: HostWords, size: int) -> HostWords:
-        return words if size <= len(words) else self._accelerator.host_words(1 << (size - 1).bit_length())
-
-    def lend(self, until: Event) -> None:
-        self.fixed.lend(until)
-        self.extra.lend(until)
-
-
-class LaunchedStep(Later[StepResult]):
-    """A step on its way: what a job of the device thread leaves to the waiter.
-
-    Args:
-        keep: what the device still needs.
-    """
-
-    def __init__(
-        self, step: GpuStep, words: HostWords, events: tuple[Event, Event], failures: dict[int, Exception], keep: object
-    ) -> None:
-        self.step = step
-        self._words = words
-        self._started, self._done = events
-        self._failures = failures
-        self._keep = keep
-        self._num_words = step.sizes.num_words
-
-    @property
-    def is_done(self) -> bool:
-        return self._done.is_done()
-
-    def token_ids(self) -> list[int]:
-        """The slots' tokens; waits for them."""
-        self._done.wait()
-        return list(self._words.array[: self.step.sizes.num_slots].tolist())
-
-    def wait(self) -> StepResult:
-        """Block until the device is done, without the GIL.
-
-        Raises:
-            DeviceLost: the device failed.
-        """
-        try:
-            self._done.wait()
-            seconds = self._done.seconds_since(self._started)
-        except Exception as error:
-            raise DeviceLost(f"the GPU failed: {error}") from error
-        ended_at_s = time.monotonic()
-        words = self._words.array[: self._num_words].copy()
-        self._keep = None
-        return make_result(self.step, words, self._failures, seconds=seconds, ended_at_s=ended_at_s)
 
 
 class GpuRunner:
@@ -169,6 +100,7 @@ class GpuRunner:
         self._make_attention = make_attention
         self._last_copy: Event | None = None
         self._broken_by: Exception | None = None
+        self._captures_all = False
         self.graphs = DecodeGraphs(accelerator, graph_sizes)
         self._fused: FusedDecoder | None = None
         self._attention: GpuPagedAttention | None = None
@@ -187,6 +119,7 @@ class GpuRunner:
         if self._attention is not None and decoder is not None:
             self._attention.rope_table = decoder.rope_table
         self._decoder = decoder
+        self._capture_all()
 
     def make_cache(self) -> None:
         """Have a KV cache, empty if there was none."""
@@ -194,13 +127,13 @@ class GpuRunner:
             self._attention = self._make_attention(self._block_tables)
             if self._decoder is not None:
                 self._attention.rope_table = self._decoder.rope_table
+            self._capture_all()
 
     def drop_cache(self) -> None:
         """Give up the KV cache and the graphs over it. The rows stay."""
         self.settle()
         self.graphs.clear()
         self._attention = None
-        self._accelerator.release()
 
     def settle(self) -> None:
         """Wait for all that was launched."""
@@ -212,35 +145,51 @@ class GpuRunner:
         self.settle()
 
     def pretend(self, num_tokens: int, num_lines: int) -> None:
-        """Work of that many tokens and lines of logits, of no row: what memory does it take?"""
+        """The most that a step of that many tokens and lines of logits holds in memory at once, of no row."""
         assert self._fused is not None
-        tokens = torch.zeros(num_tokens, dtype=torch.int32, device=self._accelerator.device)
+        device = self._accelerator.device
+        tokens = torch.zeros(num_tokens, dtype=torch.int32, device=device)
         hidden = self._fused.forward(tokens, tokens, self._attend_to_nothing)
         logits = self._fused.logits(hidden[:num_lines])
-        slots = torch.zeros(num_lines, SLOT_WORDS, dtype=torch.int32, device=tokens.device)
-        slots[:, Slot.LINE] = torch.arange(num_lines, dtype=torch.int32, device=tokens.device)
-        slots.view(torch.float32)[:, Slot.TEMPERATURE :] = 1.0
-        out = torch.empty(2, num_lines, dtype=torch.int32, device=tokens.device)
-        self._operations.draw(logits, slots, None, out[0], out[1], has_filters=True, is_greedy=False)
+        slots = torch.zeros(num_lines, SLOT_WORDS, dtype=torch.int32, device=device)
+        slots[:, Slot.LINE] = torch.arange(num_lines, dtype=torch.int32, device=device)
+        slots[:, Slot.FLAGS] = int(SlotFlag.LOGPROBS)
+        slots.view(torch.float32)[:, Slot.TEMPERATURE : Slot.TOP_P + 1] = 0.9
+        num_top = min(NUM_TOP_SIZES[-1], self._vocab_size)
+        sizes = OutputSizes(num_lines, num_top, num_prompt=num_tokens, num_prompt_top=num_top)
+        out = Outputs.of(torch.zeros(sizes.num_words, dtype=torch.int32, device=device), sizes)
+        scored = out.sampled
+        self._operations.top_logprobs(logits, slots, scored.log_mass, scored.top_ids, scored.top_logprobs)
+        self._operations.draw(logits, slots, None, out.token_ids, out.status, has_filters=True, is_greedy=False)
+        self._score_prompt(hidden, tokens.new_zeros(2, num_tokens), out.prompt)
 
     def warm_up(self, *, captures_all: bool, on_capture: Callable[[int, int], None]) -> None:
         """Run each kind of step once, over rows that are all padding, so that no request waits for a compiler; and
         capture the graphs of plain decode steps.
 
         Args:
-            captures_all: graphs of all sizes, the largest first, since the others then fit into its memory; else none.
+            captures_all: graphs of all sizes, now and whenever weights and cache are back after a sleep; else none.
             on_capture: called with (done, all).
         """
         self._accelerator.enqueue(self._pad_all)
         self._accelerator.enqueue(self._rehearse_prefill)
         for features in (*START_FEATURES, *WARM_FEATURES):
+            features = features._replace(num_top=min(features.num_top, self._vocab_size))
             self._accelerator.enqueue(partial(self._sampler.make_room, features.rules, 1))
             self._accelerator.enqueue(self._decode_work(1, features))
-        sizes = self.graphs.sizes[::-1] if captures_all else ()
-        keys = [GraphKey(size, features) for size in sizes for features in START_FEATURES]
+        self._captures_all = captures_all
+        self._capture_all(on_capture)
+        self.settle()
+
+    def _capture_all(self, on_capture: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Capture the graphs of plain decode steps, the largest first, since the others then fit into its memory."""
+        if not self._captures_all or self._fused is None or self._attention is None:
+            return
+        self._accelerator.enqueue(self._pad_all)
+        keys = [GraphKey(size, features) for size in self.graphs.sizes[::-1] for features in START_FEATURES]
         for done, key in enumerate(keys):
             on_capture(done, len(keys))
-            self.graphs.run(key, partial(self._decode_work, *key))
+            self.graphs.run(key, partial(self._decode_work, *key), captures_first=True)
         on_capture(len(keys), len(keys))
         self.settle()
 
@@ -263,13 +212,18 @@ class GpuRunner:
             rows, self._history, self._block_tables, self._block_size, REHEARSED_TOKENS
         )
         tiles = torch.tensor([[-1, 0, 1, 0]], dtype=torch.int32, device=device)
+        no_block = torch.tensor([-1], dtype=torch.int32, device=device)
+        for table in (self._history, self._masks):
+            self._operations.put_spans(table, tiles, no_block)
+        self._attention.copy_blocks(no_block, no_block)
         step = StepTensors(positions=positions, slots=slots, decodes=None, tiles=tiles, num_splits=1, max_context=1)
         self._fused.forward(token_ids, positions, self._attention.begin(step))
 
     def _attend_to_nothing(self, layer: int, qkv: Tensor, qk_weight: Tensor | None, *, window: int | None) -> Tensor:
         assert self._decoder is not None
         c = self._decoder.config
-        return qkv.new_zeros(len(qkv), c.num_heads * c.head_dim)
+        q = qkv.new_zeros(len(qkv), c.num_heads * c.head_dim)
+        return torch.zeros_like(q)
 
     # Steps
 
@@ -289,8 +243,8 @@ class GpuRunner:
         self._staging.rotate(-1)
         try:
             self._learn(sum(launched.is_done for launched in self._learning))  # before its memory is used again
-            started = self._accelerator.record()
             step, size = self._write(plan, staging)
+            started = self._accelerator.record()
             uploaded = self._upload(step, staging)
         except Exception as error:
             self._broken_by = error
@@ -501,23 +455,3 @@ class GpuRunner:
             token_ids = launched.token_ids()
             for slot, known in launched.step.learning:
                 known.append(token_ids[slot])
-
-
-class Uploaded:
-    """A step's extra words on the device, once they are there."""
-
-    def __init__(self, num_words: int) -> None:
-        self.num_words = num_words
-        self.words: Tensor | None = None
-
-    def get(self, span: Span) -> Tensor:
-        assert self.words is not None
-        return span.of(self.words)
-
-
-class Forward:
-    """What a forward pass brings, once it has run: [T, hidden], and float32 [n, vocab]."""
-
-    def __init__(self) -> None:
-        self.hidden: Tensor | None = None
-        self.logits: Tensor | None = None

@@ -16,8 +16,12 @@ from aioengine.sampler.on_device import Features
 logger = logging.getLogger("aioengine")
 
 MAX_GRAPHS = 256
-"""Of all sizes and features together; what comes beyond runs launch by launch. A graph of a model of 36 layers takes
-about 2 MiB of the driver's."""
+"""Of all sizes and features together; for one more, the one that was used longest ago goes."""
+
+GRAPH_BYTES = 2 * 2**20
+"""About what a graph of a model of 36 layers takes of the driver's memory."""
+
+MAX_SEEN = 4096
 
 MAX_SIZE = 1024
 
@@ -49,7 +53,8 @@ class DecodeGraphs:
     def __init__(self, accelerator: Accelerator, sizes: Iterable[int]) -> None:
         self._accelerator = accelerator
         self._graphs: dict[GraphKey, Graph] = {}
-        self._refused: set[GraphKey] = set()
+        self._seen: set[GraphKey] = set()
+        self._is_broken = False
         self.sizes = tuple(sorted(sizes))
         largest = self.sizes[-1] if self.sizes else 0
         self.size_for = {rows: self.sizes[bisect.bisect_left(self.sizes, rows)] for rows in range(1, largest + 1)}
@@ -57,23 +62,35 @@ class DecodeGraphs:
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def run(self, key: GraphKey, make_work: Callable[[], Work]) -> None:
-        """Enqueue a step: its graph, or its work, which is captured for the next time."""
+    def run(self, key: GraphKey, make_work: Callable[[], Work], *, captures_first: bool = False) -> None:
+        """Enqueue a step: its graph; or its work, which is captured when it comes a second time.
+
+        Args:
+            captures_first: capture it now.
+        """
         for fitting in (key, *_more_than(key)):
-            if fitting in self._graphs:
-                self._graphs[fitting].replay()
+            graph = self._graphs.pop(fitting, None)
+            if graph is not None:
+                self._graphs[fitting] = graph  # the last in order is the latest used
+                graph.replay()
                 return
         work = make_work()
         self._accelerator.enqueue(work)  # also the rehearsal that a capture needs
-        if len(self._graphs) < MAX_GRAPHS and key not in self._refused:
+        if captures_first or key in self._seen:
             self._capture(key, work)
+        elif len(self._seen) < MAX_SEEN:
+            self._seen.add(key)
 
     def _capture(self, key: GraphKey, work: Work) -> None:
+        if self._is_broken:
+            return
+        if len(self._graphs) >= MAX_GRAPHS:
+            del self._graphs[next(iter(self._graphs))]
         try:
             self._graphs[key] = self._accelerator.capture(work)
-        except Exception:  # the step itself has run; without a graph it is slower, and right
-            self._refused.add(key)
-            logger.exception("a step of %d rows could not be captured as a graph; it runs without", key.size)
+        except Exception:  # the step itself has run; without graphs steps are slower, and right
+            self._is_broken = True
+            logger.exception("a step of %d rows could not be captured as a graph; no more will be", key.size)
 
     def clear(self) -> None:
         """Forget all: what they were captured over is not there any more."""

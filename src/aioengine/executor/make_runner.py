@@ -18,8 +18,8 @@ from aioengine.attention.torch_paged import TorchPagedAttention
 from aioengine.config import EngineConfig
 from aioengine.errors import ConfigError
 from aioengine.executor.accelerator import Accelerator
-from aioengine.executor.gpu_runner import GpuRunner
-from aioengine.executor.graphs import default_sizes
+from aioengine.executor.gpu_runner import START_FEATURES, GpuRunner
+from aioengine.executor.graphs import GRAPH_BYTES, default_sizes
 from aioengine.executor.input_batch import InputBatch
 from aioengine.executor.memory import available_memory, num_gpu_kv_blocks, num_kv_blocks
 from aioengine.executor.protocol import ExecutorInfo, ExecutorStats
@@ -124,6 +124,7 @@ def make_gpu_runner(
     peak_bytes = accelerator.peak_of(partial(runner.pretend, config.max_num_batched_tokens, config.max_num_seqs))
     if sizes:  # graphs have memory of their own
         peak_bytes += accelerator.peak_of(partial(runner.pretend, sizes[-1], sizes[-1]))
+        peak_bytes += GRAPH_BYTES * len(START_FEATURES) * len(sizes)
     num_blocks = num_gpu_kv_blocks(
         config,
         max_model_len=model.max_model_len,
