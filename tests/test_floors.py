@@ -71,8 +71,8 @@ MAY_IMPORT = {
     "cli": {"cli", "engine", "process_options", "server", "transport"},
     "__main__": {"cli"},
     "testing": {
-        "testing", "core", "control", "executor.accelerator", "executor.protocol", "executor.staging",
-        "worker_functions",
+        "testing", "core", "control", "executor", "kernels.operations", "kernels.reference", "model_folder",
+        "models.loader", "worker_functions",
     },
     "worker_functions": set(),
     "demo": {"demo"},

@@ -39,7 +39,7 @@ async def run_cells(cells: list[str], names: dict[str, Any]) -> None:
 
 
 def test_there_are_programs_and_cells() -> None:
-    assert len(PROGRAMS) == 6
+    assert len(PROGRAMS) == 7
     assert len(CELLS) >= 6
 
 

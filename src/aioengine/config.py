@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 import msgspec
@@ -9,6 +10,8 @@ from msgspec import Meta
 
 from aioengine.errors import ConfigError
 from aioengine.validation import check_fields
+
+DEVICE = re.compile(r"auto|cpu|cuda(:(0|[1-9][0-9]?))?")
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -24,13 +27,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"], Meta(description="auto: as the model was saved")
     ] = "auto"
-    device: Annotated[
-        str,
-        Meta(
-            pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$",
-            description="cpu, cuda or cuda:1; auto: the current NVIDIA GPU, else the CPU",
-        ),
-    ] = "auto"
+    device: Annotated[str, Meta(description="cpu, cuda or cuda:1; auto: the current NVIDIA GPU, else the CPU")] = "auto"
     max_model_len: (
         Annotated[int, Meta(ge=2, description="most tokens of prompt and output together; absent: the model's")] | None
     ) = None
@@ -92,6 +89,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         check_fields(self, lambda _, message: ConfigError(message))
+        if not DEVICE.fullmatch(self.device):
+            raise ConfigError(f"device={self.device!r} is none: auto, cpu, cuda, or cuda:0 and so on")
         if self.heartbeat_timeout_s < 2 * self.heartbeat_interval_s:
             raise ConfigError(
                 f"heartbeat_timeout_s={self.heartbeat_timeout_s:g} is less than two beats, "

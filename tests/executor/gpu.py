@@ -12,6 +12,7 @@ from aioengine.kernels import reference
 from aioengine.model_folder import ModelFolder
 from aioengine.models.loader import load_decoder
 from aioengine.testing import FakeAccelerator
+from aioengine.testing.fake_graph import as_launches
 
 
 def gpu_config(**fields: Any) -> EngineConfig:
@@ -26,7 +27,8 @@ async def start_gpu(
     config = gpu_config(**fields)
     model = await asyncio.to_thread(ModelFolder.read, folder)
     load = partial(load_decoder, model, config)
-    return await TorchExecutor.start_with(load, config, folder=model, find_gpu=lambda: Gpu(accelerator, operations))
+    gpu = Gpu(accelerator, as_launches(operations))
+    return await TorchExecutor.start_with(load, config, folder=model, find_gpu=lambda: gpu)
 
 
 class InjectedFailure(Exception):

@@ -43,7 +43,7 @@ def find_cuda(device: str) -> torch.device | None:
     found = torch.device("cuda" if device == "auto" else device)
     index = found.index if found.index is not None else torch.cuda.current_device()
     if index >= torch.cuda.device_count():
-        raise ConfigError(f"device={device!r}: there are {torch.cuda.device_count()} GPUs, counted from 0")
+        raise ConfigError(f"device={device!r} is not there: torch finds {torch.cuda.device_count()}, counted from 0")
     major, minor = torch.cuda.get_device_capability(index)
     if major * 10 + minor < MIN_CAPABILITY:
         if device == "auto":

@@ -135,7 +135,8 @@ class Executor(Protocol):
         2 may follow level 1, and 1 after 2 changes nothing.
 
         Raises:
-            InvalidRequest: level 2, and the weights cannot be read again: they came as tensors (`commit_weights`).
+            InvalidRequest: level 2, and the weights cannot be read again: they came as tensors (`commit_weights`); or
+                level 1, and the host has no memory for them. Nothing has changed.
         """
         ...
 
@@ -143,13 +144,17 @@ class Executor(Protocol):
         """Bring back what `sleep` took, of these; the KV cache comes back empty. Idempotent.
 
         Raises:
-            ModelLoadError: the weights cannot be read any more; they stay away, and this may be tried again.
+            ModelLoadError: the weights cannot be read any more, or the device has no memory for them; they stay away,
+                and this may be tried again.
+            ConfigError: the same of the KV cache; the weights are back.
         """
         ...
 
     async def update_weights(self, folder: Path) -> None:
         """Behind the launched steps, take the weights of another checkpoint of the same shapes; all or nothing.
 
+        They are read into the host's memory, and replace the old ones when all are there: on a GPU at the same
+        addresses, so that it takes no memory there. If the GPU fails in between, later steps raise `DeviceLost`.
         Asleep at level 2, it looks at the files' headers alone: `wake_up` reads the weights.
 
         Raises:
@@ -170,7 +175,7 @@ class Executor(Protocol):
     async def commit_weights(self, transfer: str) -> None:
         """Behind the launched steps, put all tensors staged for ``transfer`` in their places; all or nothing.
 
-        Tensors that were not staged stay as they are.
+        Tensors that were not staged stay as they are. On a GPU as `update_weights`.
 
         Raises:
             InvalidRequest: nothing is staged, a tensor is not whole, or the weights are asleep at level 2.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +39,8 @@ from aioengine.model_folder import ModelFolder
 from aioengine.models.loader import ON_CPU, LoadStopped, Placement, load_decoder
 from aioengine.progress import LOADING, OnProgress
 from aioengine.worker_functions import Worker, registered
+
+logger = logging.getLogger("aioengine")
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -233,6 +236,8 @@ class Device:
 
     def step(self, plan: StepPlan) -> StepResult | Later[StepResult]:
         assert not self._asleep, f"a plan was launched while these were asleep: {sorted(self._asleep)}"
+        if self.held.weights.is_torn:
+            raise DeviceLost("the device failed while its weights were replaced: some are new and others old")
         self._use_threads(is_large_step(self._weight_bytes, int(plan.num_tokens.sum())))
         if self._recording is None:
             return self.held.runner.step(plan)
@@ -266,8 +271,8 @@ class Device:
             held.weights.discard()  # first, since it may refuse
             held.runner.use(None)
         elif held.weights.is_elsewhere:
+            held.weights.move_away()  # first, since it may refuse
             held.runner.use(None)
-            held.weights.move_away()
         held.runner.drop_cache()
         self._asleep = frozenset(("weights", "kv_cache"))
         self._return_memory()
@@ -276,12 +281,27 @@ class Device:
         held = self.held
         if "weights" in parts:
             self._use_threads(True)
-            held.weights.restore()
-            held.runner.use(held.weights.decoder)
-            self._return_memory()
+            try:
+                held.weights.restore()
+                held.runner.use(held.weights.decoder)
+            finally:
+                self._return_memory()
+            self._asleep -= {"weights"}
         if "kv_cache" in parts:
-            held.runner.make_cache()
-        self._asleep -= parts
+            self._make_cache()
+            self._asleep -= {"kv_cache"}
+
+    def _make_cache(self) -> None:
+        try:
+            self.held.runner.make_cache()
+            return
+        except torch.OutOfMemoryError as error:
+            problem = str(error)
+        # Out of the handler: the error's traceback held the part of the cache that there was room for.
+        self._return_memory()
+        raise ConfigError(
+            f"there is no room for the KV cache: {problem}. Free some of the device's memory, and wake up again"
+        )
 
     def update_weights(self, folder: Path) -> None:
         self._use_threads(True)
@@ -292,10 +312,13 @@ class Device:
         self._replace(lambda weights: weights.commit(transfer))
 
     def _replace(self, change: Callable[[Weights], None]) -> None:
-        self.held.runner.settle()
-        change(self.held.weights)
-        if "weights" not in self._asleep:
-            self.held.runner.use(self.held.weights.decoder)
+        held = self.held
+        held.runner.settle()
+        before = held.weights.decoder
+        change(held.weights)
+        # Values that are new where the old ones were: the runner need not know, and its graphs stay good.
+        if held.weights.decoder is not before and "weights" not in self._asleep:
+            held.runner.use(held.weights.decoder)
         self._return_memory()
 
     def stage_weights(self, piece: StageWeights) -> None:
@@ -341,7 +364,7 @@ class Device:
         gpu, self._gpu = self._gpu, None
         if gpu is not None:
             with contextlib.suppress(Exception):  # a lost device gives nothing back while the process lives
-                gpu.accelerator.release()
+                gpu.accelerator.close()
 
 
 def _job(job: Callable[[], T]) -> T:
@@ -357,7 +380,7 @@ def _job(job: Callable[[], T]) -> T:
 
 
 def _find_gpu(device: str) -> Gpu | None:
-    """The GPU that `EngineConfig.device` names; None: the CPU.
+    """The GPU that `EngineConfig.device` names; None: the CPU, also for "auto" without Triton.
 
     Raises:
         ConfigError: there is none, or Triton is missing.
@@ -368,7 +391,12 @@ def _find_gpu(device: str) -> Gpu | None:
     try:
         from aioengine.kernels import triton_operations
     except ImportError as error:
-        raise ConfigError(f"device={device!r} needs Triton, which a torch for CUDA brings: {error}") from error
+        if device == "auto":
+            logger.warning("there is a GPU, and no Triton to compute on it (%s): the model runs on the CPU", error)
+            return None
+        raise ConfigError(
+            f"device={device!r} needs Triton, which a torch for CUDA brings ({error}); device='cpu' does not"
+        ) from error
     return Gpu(CudaAccelerator(found), triton_operations)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Protocol
@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from aioengine.errors import InvalidRequest
+from aioengine.errors import InvalidRequest, ModelLoadError
 from aioengine.executor.protocol import weights_asleep, weights_came_as_tensors
 from aioengine.executor.staging import StagedTensor, Staging
 from aioengine.model_folder import ModelFolder
@@ -19,6 +19,9 @@ from aioengine.models.loader import ON_CPU, Placement, check_weights, load_weigh
 from aioengine.models.places import EMBEDDING, FILE_DTYPES, HEAD, Place, checkpoint_places
 from aioengine.models.saver import save_checkpoint
 from aioengine.progress import OnProgress
+
+ON_HOST = Placement(is_bound=False)
+"""On their way to another device."""
 
 
 class Load(Protocol):
@@ -40,8 +43,10 @@ class Weights:
         should_stop: asked by what takes long, which then raises LoadStopped.
 
     Attributes:
-        decoder: None while the weights are thrown away.
+        decoder: None while the weights are thrown away. Elsewhere than in the host's memory it stays the same when
+            they are replaced, and so do the addresses of its parameters.
         config: the decoder's.
+        is_torn: some weights were replaced and others not, since the device failed: no step may use them.
     """
 
     def __init__(
@@ -59,6 +64,7 @@ class Weights:
         self._is_away = False
         self._should_stop = should_stop
         self._came_as_tensors = False
+        self.is_torn = False
         decoder = load(placement=placement, on_progress=on_progress, should_stop=should_stop)
         self.config = decoder.config
         self.decoder: Decoder | None = decoder
@@ -93,27 +99,47 @@ class Weights:
         return not self._placement.is_bound
 
     def move_away(self) -> None:
-        """Move the weights to the host's memory, page-locked, if they are on another device. Idempotent."""
-        if self.decoder is not None and self.is_elsewhere and not self._is_away:
+        """Move the weights to the host's memory, page-locked, if they are on another device. Idempotent.
+
+        Raises:
+            InvalidRequest: the host has no memory for them; they stay.
+        """
+        if self.decoder is None or not self.is_elsewhere or self._is_away:
+            return
+        try:
             self.decoder.move(torch.device("cpu"), is_pinned=self._placement.device.type == "cuda")
-            self._is_away = True
+        except MemoryError as error:
+            raise InvalidRequest(
+                f"sleep at level 1 keeps the weights in the host's memory, which has no room: {error}. Free some of "
+                "it, or sleep at level 2, which reads them again from where they came",
+                param="level",
+            ) from error
+        self._is_away = True
 
     def restore(self) -> None:
         """Move the weights back, or read them again, if they were moved or thrown away.
 
         Raises:
-            ModelLoadError: they cannot be read, or have become those of another model.
+            ModelLoadError: they cannot be read, have become those of another model, or there is no memory for them;
+                all is as it was.
         """
         if self.decoder is not None:
             if self._is_away:
-                self.decoder.move(self._placement.device)
+                try:
+                    self.decoder.move(self._placement.device)
+                except MemoryError as error:
+                    raise ModelLoadError(
+                        f"the weights stay in the host's memory, since there is no room: {error}. Free some of the "
+                        "device's, and wake up again"
+                    ) from error
                 self._is_away = False
             return
         self._is_away = False
         self.decoder = self._load(placement=self._placement, on_progress=_tell_nobody, should_stop=self._should_stop)
+        self.is_torn = False
 
     def update(self, folder: Path) -> None:
-        """Take the weights of a folder, now or with `restore`. Needs the memory of the weights once more.
+        """Take the weights of a folder, now or with `restore`. Needs the memory of the weights once more, the host's.
 
         Raises:
             ModelLoadError: as `load_weights`; the old ones stay.
@@ -121,11 +147,14 @@ class Weights:
         load = partial(load_weights, folder.absolute(), self.config)
         if self.decoder is None:
             check_weights(folder, self.config)
+        elif self.is_elsewhere:
+            # Whole and checked before the first is replaced: the device has no room for both, beside its KV cache.
+            read = load(placement=ON_HOST, on_progress=_tell_nobody, should_stop=self._should_stop)
+            self._fill(zip(self.decoder.parameters(), read.parameters(), strict=True))
         else:
-            placement = Placement(is_bound=False) if self._is_away else self._placement
-            self.decoder = load(placement=placement, on_progress=_tell_nobody, should_stop=self._should_stop)
+            self.decoder = load(placement=self._placement, on_progress=_tell_nobody, should_stop=self._should_stop)
         self._load = load
-        self._came_as_tensors = False
+        self._came_as_tensors = self.is_torn = False
 
     @property
     def staging(self) -> Staging:
@@ -142,8 +171,25 @@ class Weights:
             raise weights_asleep("commit_weights")
         self._resolve_tied_head(staged)
         self._staging.drop(transfer)
-        self.decoder = self.decoder.with_parameters(self._changed(self.decoder, staged))
-        self._came_as_tensors = True
+        if self.is_elsewhere:
+            changes = self._changes(self.decoder, staged)
+            self._came_as_tensors = True
+            self._fill(changes)
+        else:
+            self.decoder = self.decoder.with_parameters(self._changed(self.decoder, staged))
+            self._came_as_tensors = True
+
+    def _fill(self, changes: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Put values of the host into their places, of the same shape and dtype: it takes no memory of the device's.
+
+        For a device that has nothing left to do. Only its loss can end this midway.
+        """
+        try:
+            for target, values in changes:
+                target.copy_(values)
+        except BaseException:
+            self.is_torn = True
+            raise
 
     def _resolve_tied_head(self, staged: dict[str, StagedTensor]) -> None:
         """A tied head is the embedding, as in a checkpoint: it stands for it, or is equal to it."""
@@ -156,6 +202,16 @@ class Weights:
                 f"{HEAD} is not {EMBEDDING}, though the model ties them: send one of them, or equal ones",
                 param="transfer",
             )
+
+    def _changes(self, decoder: Decoder, staged: dict[str, StagedTensor]) -> list[tuple[Tensor, Tensor]]:
+        """Each place and its values, as they go there; takes the tensors out of ``staged`` as it goes."""
+        changes = []
+        for name in list(staged):
+            place = self._places[name]
+            target = place.of(decoder.get_parameter(place.parameter))
+            values = _tensor(staged.pop(name)).to(target.dtype)
+            changes.append((target, values.expand(target.shape).contiguous()))
+        return changes
 
     def _changed(self, decoder: Decoder, staged: dict[str, StagedTensor]) -> Iterator[tuple[str, Tensor]]:
         """Each parameter that changes, with its new values; takes the tensors out of ``staged`` as it goes."""

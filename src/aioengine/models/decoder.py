@@ -186,16 +186,27 @@ class Decoder(nn.Module):
         self.rope_table = rope_table(self.config).to(self.embedding.device)
 
     def move(self, device: torch.device, *, is_pinned: bool = False) -> None:
-        """Move the values of the parameters, one at a time, so that a single one is there twice; not of a bound one.
+        """Move the values of the parameters, not of a bound decoder; all or none. What they leave goes at the end.
 
         Args:
             is_pinned: to page-locked memory of the host, from and to which copies are fastest.
+        Raises:
+            MemoryError: there is no room for them. They are where they were, as after any other error.
         """
         assert not self._bound, "its functions hold the parameters where they are"
-        for parameter in self.parameters():
-            values = parameter.data
-            moved = torch.empty(values.shape, dtype=values.dtype, device=device, pin_memory=is_pinned)
-            parameter.data = moved.copy_(values)
+        moved: list[Tensor] = []
+        try:
+            for parameter in self.parameters():
+                shape, dtype = parameter.shape, parameter.dtype
+                moved.append(torch.empty(shape, dtype=dtype, device=device, pin_memory=is_pinned))
+        except RuntimeError as error:
+            moved.clear()  # the error's traceback would keep it
+            locked = "page-locked " if is_pinned else ""
+            raise MemoryError(f"{self.weight_bytes} bytes of {locked}memory on {device}: {error}") from error
+        for room, parameter in zip(moved, self.parameters(), strict=True):
+            room.copy_(parameter.data)
+        for room, parameter in zip(moved, self.parameters(), strict=True):
+            parameter.data = room
 
     def _bind_products(self, on_layer: Callable[[], None] = lambda: None) -> None:
         bound: list[Layer] = []
