@@ -172,6 +172,19 @@ def test_candidates_fit_their_shapes(kernel: str) -> None:
                 assert sizes["N"] * width * shape.cache_element_size * 2 * (choice.num_stages - 1) <= 163 * 1024
 
 
+@pytest.mark.parametrize("kernel", ATTENTION_KERNELS)
+def test_defaults_fit_into_99_kib(kernel: str) -> None:
+    """Of 8.6, 8.9 and 12.0: queries, and keys and values of the stages on the way."""
+    for shape in SHAPES:
+        choice = default_choice(kernel, shape)
+        sizes = dict(choice.constants)
+        rows = sizes.get("M") or max(1 << (shape.group - 1).bit_length(), 16)
+        width = 1 << (shape.head_dim - 1).bit_length()
+        keys = 2 * (choice.num_stages - 1) * sizes["N"] * width * shape.cache_element_size
+        if shape.element_size == 2:
+            assert rows * width * 2 + keys <= 99 * 1024, shape
+
+
 def test_the_choices_of_splits_are_those_without() -> None:
     """The kernel is the same one; which is best may differ."""
     for shape in SHAPES:

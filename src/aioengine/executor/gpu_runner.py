@@ -44,6 +44,9 @@ WARM_FEATURES = (
     Features(num_top=0),
     Features(num_top=NUM_TOP_SIZES[-1]),
     Features(has_masks=True),
+    Features(has_masks=True, has_filters=True),
+    Features(has_masks=True, is_greedy=True),
+    Features(is_penalised=True),
     Features(is_penalised=True, rules=RuleSizes(64, 64, 64), num_top=NUM_TOP_SIZES[1]),
 )
 """Each sampling kernel at least once, beside the plain draw."""
@@ -177,6 +180,7 @@ class GpuRunner:
             features = features._replace(num_top=min(features.num_top, self._vocab_size))
             self._accelerator.enqueue(partial(self._sampler.make_room, features.rules, 1))
             self._accelerator.enqueue(self._decode_work(1, features))
+        self._accelerator.enqueue(self._decode_work(len(self._history), Features()))  # contexts in one part
         self._captures_all = captures_all
         self._capture_all(on_capture)
         self.settle()

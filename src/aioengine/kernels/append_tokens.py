@@ -24,8 +24,8 @@ FLAGS = tl.constexpr(int(words.Slot.FLAGS))
 FIRST = tl.constexpr(int(words.SlotFlag.FIRST))
 
 
-# What changes from step to step must not make it compile again.
-@triton.jit(do_not_specialize=["slots_ptr", "token_ids_ptr", "num_slots"])
+# What changes from step to step must not make it compile again, nor need the width: single words are written.
+@triton.jit(do_not_specialize=["slots_ptr", "token_ids_ptr", "num_slots", "width"])
 def _append_tokens_kernel(history_ptr, slots_ptr, token_ids_ptr, num_slots, width, BLOCK: tl.constexpr):
     slots = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_inside = slots < num_slots

@@ -29,7 +29,7 @@ _FIRST = tl.constexpr(int(SlotFlag.FIRST))
 
 # Not specialised, as in `edits`: the number of words changes, and the lists are views.
 @triton.jit(
-    do_not_specialize=["num_words"],
+    do_not_specialize=["num_words", "history_width"],
     do_not_specialize_on_alignment=["slots", "slot_of_row", "word_rows", "word_offsets", "word_ids", "edit_values"],
 )
 def _ends_of_bad_words_kernel(

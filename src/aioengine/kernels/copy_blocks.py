@@ -22,8 +22,9 @@ MAX_CACHES = 65535
 WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.int8))
 
 
-# The lists may begin anywhere in a larger tensor: their alignment must not make it compile again.
-@triton.jit(do_not_specialize=["from_ptr", "to_ptr"])
+# The lists may begin anywhere in a larger tensor, and the number of blocks follows free memory, from start to start:
+# neither must make it compile again.
+@triton.jit(do_not_specialize=["from_ptr", "to_ptr", "num_blocks"])
 def _copy_blocks_kernel(caches_ptr, from_ptr, to_ptr, num_blocks, WORDS_A_BLOCK: tl.constexpr, BLOCK: tl.constexpr):
     source = tl.load(from_ptr + tl.program_id(0)).to(tl.int64)
     target = tl.load(to_ptr + tl.program_id(0)).to(tl.int64)

@@ -62,7 +62,13 @@ _NOTHING_LEFT = tl.constexpr(int(Status.NOTHING_LEFT))
 _SLACK = tl.constexpr(1e-3)
 
 
-@triton.jit
+# What follows the number of slots, and what is a view into a larger buffer, must not make it compile again in the
+# middle of serving: neither a 1 or a multiple of 16 among the numbers, nor where a tensor begins. Of none of these a
+# vector is loaded that would need it.
+_VIEWS = ["slots", "masks", "floors", "tops", "part_tops", "part_scores", "part_tokens", "token_ids", "status"]
+
+
+@triton.jit(do_not_specialize=["pieces_of_part"], do_not_specialize_on_alignment=_VIEWS)
 def _part_kernel(
     logits,
     slots,
@@ -142,7 +148,7 @@ def _part_kernel(
     tl.store(part_tokens + out, best_token)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts"], do_not_specialize_on_alignment=_VIEWS)
 def _join_kernel(slots, part_tops, part_scores, part_tokens, token_ids, status, num_parts, NUM_PARTS: tl.constexpr):
     slot = tl.program_id(0).to(tl.int64)
     slot_word = slots + slot * SLOT_STRIDE
@@ -220,7 +226,7 @@ def draw(
         token_ids,
         status,
         num_parts,
-        triton.next_power_of_2(num_parts),
+        most_parts(vocab),
         num_warps=JOIN_WARPS,
         enable_fp_fusion=True,
     )
@@ -232,6 +238,13 @@ def split(num_slots: int, vocab: int) -> tuple[int, int]:
     num_parts = max(1, min(num_pieces, MAX_PARTS, PROGRAMS // num_slots))
     pieces_of_part = triton.cdiv(num_pieces, num_parts)
     return triton.cdiv(num_pieces, pieces_of_part), pieces_of_part
+
+
+def most_parts(vocab: int) -> int:
+    """Lanes of the second launch, a power of 2: for as many parts as there may be, so that it is compiled once and not
+    for every size of a batch. Idle ones cost nothing that could be measured."""
+    most, _ = split(1, vocab)
+    return 1 << (most - 1).bit_length()
 
 
 def specimens() -> list[Specimen]:
@@ -282,7 +295,7 @@ def specimens() -> list[Specimen]:
                 "num_parts": "i32",
                 "NUM_PARTS": "constexpr",
             },
-            constants={"NUM_PARTS": 256},
+            constants={"NUM_PARTS": most_parts(128_256)},
             num_warps=JOIN_WARPS,
         ),
         *thresholds.specimens(),

@@ -22,8 +22,11 @@ MAX_PROGRAMS_A_ROW = 64
 """A chunk of 16k tokens in one turn."""
 
 
-# What begins anywhere in a larger tensor must not make it compile again by its alignment.
-@triton.jit(do_not_specialize=["rows_ptr", "token_ids_ptr", "positions_ptr", "slots_ptr"])
+# What begins anywhere in a larger tensor must not make it compile again by its alignment. Positions are anything:
+# nothing would be gained by knowing more of the widths.
+@triton.jit(
+    do_not_specialize=["rows_ptr", "token_ids_ptr", "positions_ptr", "slots_ptr", "history_width", "table_width"]
+)
 def _gather_tokens_kernel(
     rows_ptr,
     history_ptr,

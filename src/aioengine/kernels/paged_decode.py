@@ -230,11 +230,8 @@ def attend_decode(
     num_lines, (_, num_heads, head_dim), num_kv_heads = len(decodes), q.shape, k_cache.shape[2]
     if not num_lines:
         return
-    choice = choice_of(DECODE_IN_SPLITS if num_splits > 1 else DECODE, q.device, AttentionShape.of(q, k_cache))
-    constants = dict(choice.constants)
-    # A part has a tile at least, and a graph's grid is as large as that of its longest context.
-    num_splits = max(min(num_splits, triton.cdiv(max_context, constants["N"])), 1)
-    is_split = num_splits > 1
+    num_splits, choice = _choose(num_splits, max_context, q.device, AttentionShape.of(q, k_cache))
+    is_split, constants = num_splits > 1, dict(choice.constants)
     parts = part_masses = None
     if is_split:
         num_parts = num_lines * num_heads * num_splits
@@ -283,6 +280,18 @@ def attend_decode(
             **constants,
             enable_fp_fusion=True,
         )
+
+
+def _choose(num_splits: int, max_context: int, device: torch.device, shape: AttentionShape) -> tuple[int, Choice]:
+    """Into how many parts contexts are cut in fact, and how that is launched."""
+    if num_splits > 1:
+        choice = choice_of(DECODE_IN_SPLITS, device, shape)
+        # A part has a tile at least, and a graph's grid is as large as that of its longest context.
+        num_splits = min(num_splits, triton.cdiv(max_context, dict(choice.constants)["N"]))
+        if num_splits > 1:
+            return num_splits, choice
+    # Contexts that are too short for parts, too, are launched as all others without: one kernel to compile.
+    return 1, choice_of(DECODE, device, shape)
 
 
 def score_factors(scale: float, soft_cap: float) -> tuple[float, float]:
@@ -340,6 +349,10 @@ def specimens() -> list[Specimen]:
         (32, 8, 128, "fp32", "fp8e4nv", False, 0.0),
         (71, 1, 64, "bf16", "bf16", True, 0.0),
         (64, 1, 256, "bf16", "bf16", False, 0.0),
+        (64, 1, 256, "bf16", "fp8e4nv", False, 0.0),
+        (128, 1, 256, "bf16", "bf16", True, 0.0),
+        (128, 1, 256, "bf16", "fp8e4nv", False, 0.0),
+        (128, 1, 128, "bf16", "bf16", False, 0.0),
     ):
         shape = specimen_shape(heads, kv_heads, head_dim, dtype, cache)
         for choice in candidates(DECODE_IN_SPLITS if is_split else DECODE, shape, 90):
@@ -379,7 +392,8 @@ def _decode_specimen(
         constants=constants,
         num_warps=choice.num_warps,
         num_stages=choice.num_stages,
-        min_capability=90 if cache == "fp8e4nv" else 80,
+        min_capability=89 if cache == "fp8e4nv" else 80,
+        is_default=choice == default_choice(DECODE_IN_SPLITS if is_split else DECODE, shape),
     )
 
 

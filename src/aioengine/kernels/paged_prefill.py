@@ -28,6 +28,7 @@ from aioengine.kernels.attention_choices import (
     AttentionShape,
     candidates,
     choice_of,
+    default_choice,
     specimen_name,
     specimen_shape,
 )
@@ -285,7 +286,7 @@ def specimens() -> list[Specimen]:
                 "HAS_SOFT_CAP": soft_cap > 0,
                 **_constants(shape, choice),
             }
-            is_for_all = cache != "fp8e4nv" and choice in candidates(PREFILL, shape, 80)
+            oldest = 89 if cache == "fp8e4nv" else 80
             found.append(
                 Specimen(
                     name=specimen_name("attend_prefill", shape, dtype, cache, features, choice),
@@ -300,7 +301,8 @@ def specimens() -> list[Specimen]:
                     constants=constants,
                     num_warps=choice.num_warps,
                     num_stages=choice.num_stages,
-                    min_capability=80 if is_for_all else 90,
+                    min_capability=oldest if choice in candidates(PREFILL, shape, oldest) else 90,
+                    is_default=choice == default_choice(PREFILL, shape),
                 )
             )
     return found

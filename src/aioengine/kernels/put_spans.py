@@ -21,8 +21,9 @@ MAX_PROGRAMS_A_SPAN = 16
 """A prompt of 8k words in one turn; of 128k in 16."""
 
 
-# Spans and words may begin anywhere in a larger tensor: their alignment must not make it compile again.
-@triton.jit(do_not_specialize=["spans_ptr", "words_ptr"])
+# Spans and words may begin anywhere in a larger tensor, and tables have any width: a start compiles this for one of
+# them, and it must not be compiled again for the others. Columns are anything: nothing is gained by knowing more.
+@triton.jit(do_not_specialize=["target_ptr", "spans_ptr", "words_ptr", "width"])
 def _put_spans_kernel(target_ptr, spans_ptr, words_ptr, width, BLOCK: tl.constexpr):
     span_ptr = spans_ptr + tl.program_id(0) * 4
     line = tl.load(span_ptr).to(tl.int64)

@@ -17,7 +17,9 @@ class Specimen:
         constants: those.
         num_warps, num_stages, enable_fp_fusion: as it is launched. Launches say all whether products and sums may be
             fused: Triton warns where they do not (3.9), and changes what it does then (3.10).
-        min_capability: 80 or 90: older GPUs do not run it.
+        min_capability: such as 80 or 90: older GPUs do not run it.
+        is_default: launched unless something else was measured to be faster, so that it has to fit into any GPU; what
+            is only tried is passed over where it does not.
     """
 
     name: str
@@ -28,3 +30,4 @@ class Specimen:
     num_stages: int = 2
     enable_fp_fusion: bool = True
     min_capability: int = 80
+    is_default: bool = True

@@ -121,7 +121,12 @@ def _filters(word, vocab):
     return temperature, top_k, top_p, min_p, is_filtered & (tl.load(word + LINE) >= 0)
 
 
-@triton.jit
+# These begin anywhere, as in `draw`: views, and workspaces that share an allocation. They are read by single words, as
+# the compiler knows too little of a mask's length for more.
+_VIEWS = ["slots", "masks", "floors", "tops"]
+
+
+@triton.jit(do_not_specialize_on_alignment=_VIEWS)
 def _scan_kernel(logits, slots, masks, maxima, masses, vocab, num_blocks, HAS_MASK: tl.constexpr, WORDS: tl.constexpr):
     BLOCKS: tl.constexpr = WORDS // WORDS_OF_BLOCK
     slot, part = tl.program_id(0), tl.program_id(1)
@@ -265,7 +270,7 @@ def _find(
     return high
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_VIEWS)
 def _floor_kernel(
     logits,
     slots,
@@ -380,7 +385,10 @@ def find_floors(logits: Tensor, slots: Tensor, masks: Tensor | None) -> Floors:
     num_blocks = triton.cdiv(vocab, BLOCK)
     has_mask = masks is not None
     padded_blocks = triton.next_power_of_2(num_blocks)
-    maxima, masses = logits.new_empty(2, num_slots, num_blocks)
+    # Each by itself: the second half of one allocation would begin at a multiple of 16 bytes or not, as the number of
+    # slots has it, and Triton would compile for both.
+    maxima = logits.new_empty(num_slots, num_blocks)
+    masses = logits.new_empty(num_slots, num_blocks)
     reached = slots.new_empty(num_slots, num_blocks)
     gathered = logits.new_empty(num_slots, MAX_GATHERED)
     floors, tops = logits.new_empty(2, num_slots)

@@ -85,7 +85,12 @@ def _line_of(slots, slot):
     return tl.where((tl.load(words + _FLAGS) & _LOGPROBS) != 0, tl.load(words + _LINE), -1)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots"])
+# Views, and workspaces that share an allocation: where they begin changes with the number of slots, and must not make
+# it compile again. Of all these a program reads or writes little.
+_VIEWS = ["slots", "tile_tops", "tile_sums", "log_mass", "ids", "logprobs"]
+
+
+@triton.jit(do_not_specialize_on_alignment=_VIEWS)
 def _read_kernel(
     logits, slots, block_keys, tile_tops, tile_sums, vocab, num_blocks, BLOCK: tl.constexpr, TILE_BLOCKS: tl.constexpr
 ):
@@ -118,7 +123,7 @@ def _log_mass(tile_tops, tile_sums, slot, num_tiles, TILES: tl.constexpr):
     return shift + tl.log(tl.sum(tl.exp(tops - shift) * sums, axis=0))
 
 
-@triton.jit(do_not_specialize=["k"], do_not_specialize_on_alignment=["slots", "log_mass", "ids", "logprobs"])
+@triton.jit(do_not_specialize=["k"], do_not_specialize_on_alignment=_VIEWS)
 def _choose_kernel(
     logits,
     slots,

@@ -1,0 +1,230 @@
+"""Launch every operation at the sizes of a start, then at many others, and tell what would be compiled for them.
+
+    python launch_storm.py
+
+To be run without ``TRITON_INTERPRET``; it takes no GPU, as nothing is compiled and nothing launched: a driver that is
+none, and in the place of the compiler a list of what it was asked for. Tensors are on the CPU, and never touched.
+
+Prints JSON: by model and kernel the variants after the start, how many of them the kernel's constants alone account
+for, and those that come later, each of which would hold a device for a second in the middle of serving.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from aioengine.kernels import triton_operations as ops
+from aioengine.kernels.attention_choices import DECODE_IN_SPLITS, TUNED, AttentionShape, candidates
+from aioengine.kernels.slots import SLOT_WORDS
+
+BF16, FP8, INT32, FLOAT32 = torch.bfloat16, torch.float8_e4m3fn, torch.int32, torch.float32
+NUM_ROWS = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    vocab: int
+    hidden: int
+    intermediate: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_len: int
+    cache_dtype: torch.dtype
+    has_norm: bool
+    window: int | None
+
+
+MODELS = {
+    "8B": Model(
+        vocab=128_256, hidden=4096, intermediate=14336, num_heads=32, num_kv_heads=8, head_dim=128, max_len=8192,
+        cache_dtype=BF16, has_norm=False, window=None,
+    ),
+    "odd": Model(
+        vocab=32_003, hidden=897, intermediate=4867, num_heads=14, num_kv_heads=2, head_dim=72, max_len=4095,
+        cache_dtype=FP8, has_norm=True, window=1023,
+    ),
+}  # fmt: skip
+
+
+class NoDriver:
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+class Asked:
+    """What the compiler was asked for, by kernel: keys of variants, and what of them the kernel's constants say."""
+
+    def __init__(self) -> None:
+        self.variants: dict[str, dict[str, str]] = defaultdict(dict)
+
+    def compile(
+        self, kernel: Any, key: Any, signature: Any, device: Any, constants: Any, options: Any, *rest: Any
+    ) -> None:
+        names = {parameter.num: parameter.name for parameter in kernel.params if parameter.is_constexpr}
+        declared = {names[path[0]]: value for path, value in constants.items() if path[0] in names}
+        self.variants[kernel.fn.__name__][str(key)] = f"{declared} {options}"
+
+
+class Storm:
+    """Arguments as a runner has them: views that begin at any word of a larger tensor, and tensors of their own."""
+
+    def __init__(self, model: Model, seed: int) -> None:
+        self.model = m = model
+        self.random = random.Random(seed)
+        self.is_start = True
+        self.history = torch.empty(NUM_ROWS, m.max_len + 1, dtype=INT32)
+        self.block_tables = torch.empty(NUM_ROWS, -(-m.max_len // 16), dtype=INT32)
+        self.counters = torch.empty(NUM_ROWS, m.vocab, dtype=INT32)
+        self.saved = torch.empty(NUM_ROWS, m.max_len + 1)
+        self.caches = torch.empty(4, 1001, 16, m.num_kv_heads, m.head_dim, dtype=m.cache_dtype)
+        # As after measurements: not the same with splits as without.
+        shape = AttentionShape.of(torch.empty(0, m.num_heads, m.head_dim, dtype=BF16), self.caches[0])
+        TUNED[DECODE_IN_SPLITS, None, shape] = candidates(DECODE_IN_SPLITS, shape, 90)[-1]
+
+    def view(self, *shape: int, dtype: torch.dtype = INT32) -> Tensor:
+        size = torch.Size(shape).numel()
+        first = 0 if self.is_start else self.random.randrange(16)
+        return torch.empty(first + size, dtype=dtype)[first:].view(shape)
+
+    def tables(self) -> Iterator[Tensor]:
+        yield self.block_tables
+        if not self.is_start:
+            yield from (self.history, self.view(7, self.model.vocab // 32), self.view(33, 1), self.view(9, 48))
+
+    def change_rows(self, count: int) -> None:
+        for table in self.tables():
+            ops.put_spans(table, self.view(count, 4), self.view(37 * count))
+        ops.copy_blocks(self.caches, self.view(count), self.view(count))
+
+    def forward(self, num_tokens: int, num_decodes: int, num_tiles: int, num_splits: int, max_context: int) -> None:
+        m = self.model
+        x = torch.empty(num_tokens, m.hidden, dtype=BF16)
+        ops.rms_norm(x, x.new_empty(m.hidden), 1e-5)
+        ops.add_rms_norm(x, torch.empty_like(x), x.new_empty(m.hidden), 1e-5)
+        ops.gated_activation(x.new_empty(num_tokens, 2 * m.intermediate), "silu")
+        rows = self.view(max(num_decodes + num_tiles, 1), 4)
+        _, positions, slots = ops.gather_tokens(rows, self.history, self.block_tables, 16, num_tokens)
+        num_rotated = m.num_heads + m.num_kv_heads
+        qkv = x.new_empty(num_tokens, (num_rotated + m.num_kv_heads) * m.head_dim)
+        rope = x.new_empty(m.max_len, 2 * m.head_dim)
+        weight = x.new_empty(num_rotated, m.head_dim) if m.has_norm else None
+        caches = self.caches[2], self.caches[3]
+        q = ops.rotate_and_write(qkv, positions, slots, rope, weight, 1e-5, *caches, 1.0, 1.0)
+        rest = (q, *caches, self.block_tables)
+        keywords: dict[str, Any] = {"scale": 0.1, "window": m.window, "soft_cap": 0.0, "k_scale": 1.0, "v_scale": 1.0}
+        out = torch.empty_like(q)
+        decodes = self.view(num_decodes, 3)
+        ops.attend_decode(*rest, decodes, out, **keywords, num_splits=num_splits, max_context=max_context)
+        ops.attend_prefill(*rest, self.view(num_tiles, 4), out, **keywords)
+
+    def sample(self, num_slots: int, num_edits: int, num_masks: int, num_top: int) -> None:
+        vocab = self.model.vocab
+        logits, slots, of_row = torch.empty(num_slots, vocab), self.view(num_slots, SLOT_WORDS), self.view(NUM_ROWS)
+        log_mass, logprobs = self.view(num_slots, dtype=FLOAT32), self.view(num_slots, dtype=FLOAT32)
+        top = self.view(num_slots, num_top), self.view(num_slots, num_top, dtype=FLOAT32)
+        ops.top_logprobs(logits, slots, log_mass, *top)
+        rows, tokens, until = (self.view(num_edits) for _ in range(3))
+        values, unedited = (self.view(num_edits, dtype=FLOAT32) for _ in range(2))
+        ops.save_edited(logits, slots, of_row, rows, tokens, unedited)
+        words = self.view(num_edits), self.view(num_edits + 1), self.view(3 * num_edits)
+        ops.ends_of_bad_words(slots, of_row, self.history, *words, values)
+        ops.edit_logits(logits, slots, of_row, rows, tokens, values, until)
+        many = num_slots > NUM_ROWS
+        counters = torch.empty(num_slots, vocab, dtype=INT32) if many else self.counters
+        saved = torch.empty(num_slots, self.saved.shape[1]) if many else self.saved
+        token_ids, status = self.view(num_slots), self.view(num_slots)
+        for kept in (None, saved):
+            ops.penalise(logits, slots, self.history, counters, kept)
+        for masks in (None, torch.empty(num_masks, -(-vocab // 32), dtype=INT32)):
+            for is_greedy, has_filters in ((False, False), (False, True), (True, False)):
+                ops.draw(logits, slots, masks, token_ids, status, has_filters=has_filters, is_greedy=is_greedy)
+        ops.unpenalise(logits, slots, self.history, saved)
+        ops.restore_edited(logits, slots, of_row, rows, tokens, unedited)
+        ops.look_up(logits, self.view(num_slots), token_ids, log_mass, logprobs, self.view(num_slots))
+        ops.append_tokens(self.history, slots, token_ids)
+
+    def start(self) -> None:
+        """What a runner rehearses: one of each, and many tokens; with and without splits; lists of 64 entries."""
+        self.change_rows(1)
+        self.forward(1, 1, 1, 2, self.model.max_len)
+        self.forward(2048, NUM_ROWS, 1, 1, self.model.max_len)
+        for num_top in (0, 5, 20):
+            self.sample(1, 64, 1, num_top)
+        self.is_start = False
+
+    def serve(self) -> None:
+        pick = self.random.randint
+        for count in (1, 2, 3, 7, 16, 17, 48, 64, 251, 256):
+            self.change_rows(count)
+        sizes = (*range(1, 40), 48, 63, 64, 255, 256, 257, 1000, 1024, 2049, 8192)
+        for num_tokens in sizes:
+            num_splits = self.random.choice((1, 2, 3, 16, 17, 64))
+            max_context = self.random.choice((1, 16, 17, 63, 64, 65, 128, 129, 1000, self.model.max_len))
+            self.forward(num_tokens, min(num_tokens, pick(1, 48)), pick(1, 48), num_splits, max_context)
+        for num_slots in (*range(1, NUM_ROWS + 1), 257, 272, 500, 512, 1000, 1024, 9000):
+            self.sample(num_slots, pick(1, 100), pick(1, 64), pick(0, 32))
+
+
+def _specialised(x: Any, size: Any) -> None:
+    tl.store(x + size, 1)
+
+
+def careless() -> None:
+    """A kernel that takes no care, four times, of which each is another variant."""
+    kernel: Any = triton.jit(_specialised)
+    words = torch.empty(100, dtype=INT32)
+    for first, size in ((0, 5), (0, 1), (0, 16), (1, 5)):
+        kernel[1,](words[first:], size)
+
+
+def tell(asked: Asked, started: dict[str, dict[str, str]]) -> dict[str, Any]:
+    return {
+        name: {
+            "started": len(started.get(name, {})),
+            "by_constants": len({*started.get(name, {}).values()}),
+            "later": [key for key in variants if key not in started.get(name, {})],
+        }
+        for name, variants in asked.variants.items()
+    }
+
+
+def main() -> None:
+    driver.set_active(NoDriver())
+    asked = Asked()
+    JITFunction._do_compile = lambda kernel, *arguments: asked.compile(kernel, *arguments)
+    told = {}
+    for name, model in MODELS.items():
+        asked.variants.clear()
+        storm = Storm(model, seed=0)
+        storm.start()
+        started = {kernel: dict(variants) for kernel, variants in asked.variants.items()}
+        storm.serve()
+        told[name] = tell(asked, started)
+    asked.variants.clear()
+    careless()
+    told["careless"] = tell(asked, {})
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()
