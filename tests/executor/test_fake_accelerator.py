@@ -6,9 +6,12 @@ from functools import partial
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from aioengine.errors import InternalError
+from aioengine.kernels import reference
 from aioengine.testing import FakeAccelerator
+from aioengine.testing.fake_graph import as_launches
 
 
 @pytest.fixture
@@ -75,15 +78,137 @@ def test_words_are_the_devices_until_the_copys_end(device: FakeAccelerator) -> N
 
 def test_a_graph_does_again_what_was_captured_and_capturing_does_nothing(device: FakeAccelerator) -> None:
     ran: list[int] = []
-    graph = device.capture(partial(ran.append, 1))
+    counter, out = torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+
+    def work() -> None:
+        ran.append(1)
+        counter[1:].add_(1)
+        torch.add(counter, 10, out=out)
+
+    graph = device.capture(work)
     device.synchronize()
-    assert ran == []
+    assert (counter.tolist(), out.tolist()) == ([0, 0], [0, 0])
     graph.replay()
     graph.replay()
-    assert ran == []
+    assert counter.tolist() == [0, 0]
     device.synchronize()
-    assert ran == [1, 1]
+    assert (counter.tolist(), out.tolist()) == ([0, 2], [10, 12])
+    assert ran == [1], "Python is no part of a graph"
     assert (device.num_enqueued, graph.num_replays, device.graphs) == (2, 2, [graph])
+
+
+class Table:
+    """Memory that grows, and work that reads it."""
+
+    def __init__(self) -> None:
+        self.words = torch.ones(2)
+        self.out = torch.zeros(2)
+
+    def grow(self) -> None:
+        self.words = torch.full((4,), 7.0)
+
+    def work(self) -> None:
+        self.out.copy_(self.words[:2] * 2)
+
+
+def test_a_graph_reads_the_memory_of_its_capture_which_is_as_the_work_before_has_left_it(
+    device: FakeAccelerator,
+) -> None:
+    table = Table()
+    device.enqueue(table.grow)
+    graph = device.capture(table.work)
+    before = table.words
+    graph.replay()
+    device.synchronize()
+    assert table.out.tolist() == [14, 14]
+    words = table.words
+    assert words is not before
+    device.enqueue(partial(words.fill_, 1))
+    device.enqueue(table.grow)
+    graph.replay()
+    device.synchronize()
+    assert table.out.tolist() == [2, 2], "somebody has the old memory still"
+
+
+@pytest.mark.parametrize("how", ["given back", "moved", "grown"])
+def test_a_graph_over_memory_that_is_gone_loses_the_device(device: FakeAccelerator, how: str) -> None:
+    table = Table()
+    graph = device.capture(table.work)
+    graph.replay()
+    device.synchronize()
+    assert table.out.tolist() == [2, 2]
+    if how == "given back":
+        table.words = table.words.clone()
+    elif how == "moved":  # as the parameters of a model
+        table.words.data = table.words.data.clone()
+    else:
+        table.words.resize_(2**20)
+    graph.replay()
+    with pytest.raises(InternalError, match="given back, or has moved"):
+        device.synchronize()
+    with pytest.raises(InternalError, match="given back, or has moved"):
+        device.record().wait()
+
+
+def test_what_a_graph_makes_lives_as_long_as_it_and_nothing_else_does(device: FakeAccelerator) -> None:
+    sources, made = [torch.ones(3)], list[torch.Tensor]()
+    graph = device.capture(lambda: made.extend((sources[0] * 2).split(2)))
+    device.synchronize()
+    sources[0].fill_(5)
+    graph.replay()
+    device.synchronize()
+    assert [part.tolist() for part in made] == [[10, 10], [10]]
+    source, product = (StorageWeakRef(tensors.pop().untyped_storage()) for tensors in (sources, made))
+    made.clear()
+    assert (source.expired(), product.expired()) == (True, False)
+    device.graphs.clear()
+    del graph
+    assert product.expired()
+
+
+def test_an_operation_of_python_is_one_launch_with_the_arguments_of_the_capture(device: FakeAccelerator) -> None:
+    spans, words = torch.tensor([[-1, 0, 0, 1]], dtype=torch.int32), torch.arange(4, dtype=torch.int32)
+    target = torch.zeros(2, 4, dtype=torch.int32)
+    operations = as_launches(reference)
+    assert operations.prefill_tile(8, 2, 64) == reference.prefill_tile(8, 2, 64)
+    assert not hasattr(operations, "TUNABLE")
+
+    def work() -> None:
+        operations.put_spans(target, spans, words)  # a loop over spans, of which there are none yet
+
+    graph = device.capture(work)
+    device.enqueue(partial(spans.copy_, torch.tensor([[1, 2, 1, 2]])))
+    graph.replay()
+    device.enqueue(partial(words.add_, 4))
+    device.enqueue(partial(spans.copy_, torch.tensor([[0, 0, 0, 2]])))
+    graph.replay()
+    device.synchronize()
+    assert target.tolist() == [[4, 5, 0, 0], [0, 0, 1, 2]]
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda words: words[0].item(),
+        lambda words: words[words > 0],
+        lambda words: torch.equal(words, words),
+        lambda words: words.nonzero(),
+    ],
+    ids=["item", "mask", "equal", "nonzero"],
+)
+def test_work_that_waits_for_the_device_cannot_be_captured(
+    device: FakeAccelerator, work: Callable[[torch.Tensor], object]
+) -> None:
+    words = torch.ones(2)
+
+    def change_and_wait() -> None:
+        words.fill_(3)
+        work(words)
+
+    device.capture(change_and_wait)
+    with pytest.raises(InternalError, match="waits for what the device computes"):
+        device.synchronize()
+    assert words.tolist() == [1, 1], "what a capture wrote is undone, if it fails, too"
 
 
 def test_while_it_is_held_nobody_gets_on(device: FakeAccelerator) -> None:

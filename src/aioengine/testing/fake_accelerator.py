@@ -6,12 +6,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from aioengine.executor.accelerator import DeviceMemory, Event, HostWords, Work
+from aioengine.testing.fake_graph import FakeGraph
 
 GIB = 2**30
 
@@ -46,19 +48,6 @@ class FakeEvent:
         """The device has come to it."""
         self._ended_at_s = time.perf_counter()
         self.has_ended = True
-
-
-class FakeGraph:
-    """Does again what was captured, on the same tensors."""
-
-    def __init__(self, device: FakeAccelerator, work: Work) -> None:
-        self._device = device
-        self._work = work
-        self.num_replays = 0
-
-    def replay(self) -> None:
-        self.num_replays += 1
-        self._device.enqueue(self._work)
 
 
 class FakeAccelerator:
@@ -149,7 +138,8 @@ class FakeAccelerator:
         return HostWords(torch.full((num_words,), 0x7F7F7F7F, dtype=torch.int32))  # what nobody wrote is no token id
 
     def capture(self, work: Work) -> FakeGraph:
-        graph = FakeGraph(self, work)
+        graph = FakeGraph(self.enqueue)
+        self._stream.append(partial(graph.record, work))  # memory is where the work before has put it
         self.graphs.append(graph)
         return graph
 
@@ -176,6 +166,9 @@ class FakeAccelerator:
     def release(self) -> None:
         self.synchronize()
         self.num_releases += 1
+
+    def close(self) -> None:
+        self.release()
 
     def profiler_activities(self) -> list[Any]:
         return []
