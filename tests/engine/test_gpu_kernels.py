@@ -10,6 +10,7 @@ from checkpoints import cached_checkpoints
 from executor.gpu import start_gpu
 
 from aioengine import Engine
+from aioengine.executor.gpu_runner import GpuRunner
 from aioengine.kernels import triton_operations
 from aioengine.testing import FakeAccelerator
 
@@ -42,7 +43,11 @@ async def outputs(engine: Engine) -> list[Any]:
 
 # The interpreter computes with numpy, which says so where a hash wraps around.
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
-async def test_the_kernels_bring_the_tokens_of_the_cpu(checkpoint: Callable[..., Path]) -> None:
+async def test_the_kernels_bring_the_tokens_of_the_cpu(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nothing is compiled here, and to rehearse each kind of step takes minutes.
+    monkeypatch.setattr(GpuRunner, "warm_up", lambda self, *, captures_all, on_capture: None)
     folder = checkpoint("qwen3", num_hidden_layers=1, vocab_size=97, tokenizer=True)
     executor = await start_gpu(folder, FakeAccelerator(), triton_operations, dtype="float32", cuda_graphs="off")
     common = {"dtype": "float32", "max_num_seqs": 4, "block_size": 4}

@@ -1,5 +1,6 @@
 """What the host makes of plans for a GPU: words, tables, sizes; and what it reads out of the words that come back."""
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -501,13 +502,22 @@ def test_graphs_have_sizes_for_all_numbers_of_rows_with_little_padding(rows: int
 def test_a_graph_stands_in_for_one_that_does_less_and_for_no_other() -> None:
     accelerator = FakeAccelerator()
     graphs = DecodeGraphs(accelerator, (1, 2))
-    ran: list[str] = []
+    works: list[str] = []
+    ran = torch.zeros(1, dtype=torch.int64)
+
+    def work_of(size: int, features: Features) -> Callable[[], None]:
+        works.append(f"{size} {features}")
+        number = len(works) - 1
+
+        def work() -> None:
+            ran.fill_(number)
+
+        return work
 
     def run(size: int, features: Features) -> str:
-        key = GraphKey(size, features)
-        graphs.run(key, lambda: lambda: ran.append(f"{size} {features}"), captures_first=True)
+        graphs.run(GraphKey(size, features), lambda: work_of(size, features), captures_first=True)
         accelerator.synchronize()
-        return ran[-1]
+        return works[int(ran)]
 
     fullest = Features(has_filters=True)
     assert run(2, fullest) == run(2, Features(is_greedy=True)) == run(2, Features()) == f"2 {fullest}"

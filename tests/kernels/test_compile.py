@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +69,62 @@ def test_none_fails_spills_or_takes_too_much(compiled: list[dict[str, Any]]) -> 
     assert {f"{line['name']}, sm_{line['capability']}": line["fault"] for line in compiled if line["fault"]} == {}
 
 
-def test_where_nothing_was_compiled_that_is_no_success(tmp_path: Path) -> None:
-    code, lines, _ = compile_kernels(tmp_path, "--only", "no kernel has this name")
-    assert (code, lines) == (1, [])
+@pytest.mark.parametrize(
+    ("capability", "is_default", "kib", "passes"),
+    [
+        *((80, True, 99, True), (80, True, 100, False), (80, False, 163, True), (80, False, 164, False)),
+        *((89, True, 100, False), (89, False, 227, True), (120, True, 100, False), (120, False, 227, True)),
+        *((90, True, 227, True), (90, True, 228, False), (90, False, 228, False), (110, True, 999, True)),
+    ],
+)
+def test_defaults_must_fit_into_every_gpu_of_their_kind(
+    monkeypatch: pytest.MonkeyPatch, capability: int, is_default: bool, kib: int, passes: bool
+) -> None:
+    monkeypatch.syspath_prepend(REPOSITORY)
+    module = importlib.import_module("benchmarks.gpu.compile")
+    compiled = module.Compiled(
+        name="", kernel="", capability=capability, shared_bytes=kib * 1024, is_default=is_default
+    )
+    assert (compiled.fault() == "") is passes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--only nosuchkernel", "no specimen matches 'nosuchkernel' for 80, 90"),
+        ("--capability 75", "a capability of 8.0 or newer is needed, such as --capability 80, not 75"),
+        ("--capability 80 999", "there is no capability 999; known are 80, "),
+        ("--jobs -3", "a positive number is needed, not '-3'"),
+        ("--json {folder}/none/file", "/none/file cannot be written: No such file or directory"),
+    ],
+)
+def test_where_nothing_can_be_compiled_that_is_said_at_once(tmp_path: Path, arguments: str, message: str) -> None:
+    code, lines, shown = compile_kernels(tmp_path, *arguments.format(folder=tmp_path).split())
+    assert (code, lines) == (2, [])
+    assert message in shown.splitlines()[-1]
+
+
+def test_without_triton_the_command_says_what_to_install() -> None:
+    script = (
+        "import sys, runpy; sys.modules['triton'] = None; runpy.run_module('benchmarks.gpu.compile', None, '__main__')"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (2, "Triton is not installed: pip install triton, or '.[dev]'\n")
+
+
+def test_ctrl_c_ends_the_workers_and_leaves_nothing(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.gpu.compile", "--jobs", "2"],
+        cwd=REPOSITORY,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    )
+    assert process.stdout is not None
+    lines = [process.stdout.readline() for _ in range(3)]  # two of them say what is coming
+    os.killpg(process.pid, signal.SIGINT)
+    _, shown = process.communicate(timeout=TIMEOUT_S)  # workers hold stderr: they have ended, too
+    assert (process.returncode, shown) == (130, "interrupted\n"), lines
+    assert list(tmp_path.iterdir()) == []

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
@@ -22,7 +26,7 @@ def gpu() -> Any:
     """Modules of the benchmark, by name."""
     sys.path.insert(0, str(REPOSITORY))
     try:
-        names = ("kernel_cases", "report", "rows", "sizes", "trace")
+        names = ("__main__", "command", "kernel_cases", "report", "rows", "sizes", "trace")
         modules = {name: importlib.import_module(f"benchmarks.gpu.{name}") for name in names}
     finally:
         sys.path.remove(str(REPOSITORY))
@@ -86,17 +90,100 @@ def test_every_operation_is_among_the_kernels(out: Path) -> None:
     operations = {name for name in vars(Operations) if not name.startswith("_")}
     assert {kernel["name"] for kernel in kernels} == operations - {"prefill_tile", "choose_num_splits"}
     assert {kernel["reason"] for kernel in kernels} == {""}
+    assert len({(kernel["name"], kernel["size"]) for kernel in kernels}) == len(kernels)
 
 
 def test_a_gpus_results_are_not_replaced_by_a_cpus(tmp_path: Path, gpu: Any) -> None:
     gpu.report.save(results_of(gpu), tmp_path)
     ended = run(tmp_path, "--device", "cpu", "--tiny")
-    assert ended.returncode == 1
+    assert ended.returncode == 2
     assert "a GPU's results lie there" in ended.stderr
     assert gpu.report.load(tmp_path) == results_of(gpu)
 
 
+def test_ctrl_c_keeps_what_was_measured_and_leaves_nothing(tmp_path: Path) -> None:
+    out, temporary = tmp_path / "out", tmp_path / "temporary"
+    temporary.mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--tiny", "--out", str(out)],
+        cwd=REPOSITORY,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TMPDIR": str(temporary)},
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    )
+    assert process.stderr is not None
+    with process.stderr:
+        seen = ""
+        while "decode, batch 1:" not in seen:
+            line = process.stderr.readline()
+            assert line, seen
+            seen += line
+        os.killpg(process.pid, signal.SIGINT)
+        shown = process.stderr.read()  # to its end: the child has ended, too
+    assert process.wait(TIMEOUT_S) == 130
+    assert "interrupted; what was measured until then is in" in shown
+    assert "Traceback" not in shown
+    assert list(temporary.iterdir()) == []
+    results = json.loads((out / "results.json").read_text())
+    assert results["results"]["decode, batch 1"]["value"] > 0
+    assert results["failed"]["large"] == "interrupted"
+
+
+def test_a_part_that_takes_too_long_leaves_no_folder(tmp_path: Path, gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    results = results_of(gpu, gpu.rows.Result(row="sleep", device="cpu"), gpu.rows.Result(row="loop lag", device="cpu"))
+    args = argparse.Namespace(device="cpu", tiny=True, timeout=0.5)
+    gpu.__main__.run_parts(["large"], args, results)
+    assert "-9 at the time limit" in results.failed["large"]
+    # What an earlier run left of that part is gone, and the other's is there.
+    assert set(results.results) == {"loop lag"}
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["--out {file}/below", "--out {file}", "waiting --json {folder}/none/file", "waiting --json {folder}"],
+)
+def test_where_nothing_can_be_written_nothing_is_measured(tmp_path: Path, command: str) -> None:
+    file = tmp_path / "file"
+    file.write_text("kept")
+    ended = start(command.format(file=file, folder=tmp_path))
+    assert ended.returncode == 2
+    assert len(ended.stderr.splitlines()) == 1
+    assert str(tmp_path) in ended.stderr
+    assert (file.read_text(), list(tmp_path.iterdir())) == ("kept", [file])
+
+
+@pytest.mark.parametrize(
+    "command", ["--timeout -1", "host_cost --steps 0", "waiting --repeats 0", "waiting --seconds nan"]
+)
+def test_numbers_must_be_positive(command: str) -> None:
+    ended = start(command)
+    assert ended.returncode == 2
+    assert "a positive number is needed, not" in ended.stderr
+
+
+def start(command: str) -> subprocess.CompletedProcess[str]:
+    """Arguments of the benchmark, or of another command of its folder."""
+    first, *rest = command.split()
+    arguments = ["benchmarks.gpu", "--device", "cpu", "--tiny", first, *rest]
+    if not first.startswith("-"):
+        arguments = [f"benchmarks.gpu.{first}", *rest]
+    return subprocess.run(
+        [sys.executable, "-m", *arguments], cwd=REPOSITORY, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+
+
 # The report
+
+
+@pytest.mark.parametrize(
+    ("commit", "is_same"), [("abc", True), ("unknown", False), ("abc, and changes that are not committed", False)]
+)
+def test_results_of_a_commit_that_says_nothing_stand_alone(gpu: Any, commit: str, is_same: bool) -> None:
+    about = msgspec.structs.replace(results_of(gpu).about, commit=commit)
+    assert about.is_same_setup(msgspec.structs.replace(about, date="2026-02-02")) is is_same
 
 
 def results_of(gpu: Any, *results: Any, **fields: Any) -> Any:
