@@ -7,12 +7,13 @@ pointers count as divisible by 16, as those of torch's allocations are, unless t
 that; so do integers whose type ends in ":16". Without that loads are narrow and not pipelined: other code. Columns:
 
 - **registers**: of a thread. **spilled**: bytes of a thread's stack, which lies in memory, if there is one in use.
-- **shared**: KiB of a block; more than the GPU's limit is a failure here as it would be there.
+- **shared**: KiB of a block; more than the GPU's limit is a failure here as it would be there. What 8.0 launches by
+  default must fit into the 99 KiB of 8.6 and 8.9, too; what is only tried need not fit into those, nor into 12.0.
 - **tensor cores**: which matrix instructions there are in the PTX: wgmma, mma, or none.
 - **seconds**: to compile.
 
-Exits with 1 if a specimen does not compile or spills more than `ALLOWED_SPILLS` has for its kernel. ``--quick`` takes
-the first specimen of each kernel alone.
+Exits with 1 if a specimen does not compile or spills more than `ALLOWED_SPILLS` has for its kernel, with 2 if there is
+nothing to compile. ``--quick`` takes the first specimen of each kernel alone.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import importlib.util
 import itertools
 import json
 import os
@@ -29,13 +31,19 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu import command
+
 CAPABILITIES = (80, 90)
-MAX_SHARED = {80: 163 * 1024, 90: 227 * 1024}
+LEAST_SHARED = 99 * 1024
+MAX_SHARED = {
+    **{80: 163 * 1024, 86: LEAST_SHARED, 87: 163 * 1024, 89: LEAST_SHARED},
+    **{90: 227 * 1024, 100: 227 * 1024, 103: 227 * 1024, 120: LEAST_SHARED, 121: LEAST_SHARED},
+}
 """Bytes of a block, by capability; "CUDA C++ Programming Guide", technical specifications."""
 ALLOWED_SPILLS: dict[str, int] = {}
 """Bytes of stack, by kernel; 0 for those that are not here. Whoever adds one says why it is not worth avoiding."""
@@ -58,12 +66,17 @@ class Compiled:
     shared_bytes: int = 0
     tensor_cores: str = ""
     seconds: float = 0.0
+    is_default: bool = True
     error: str = ""
 
     def fault(self) -> str:
         """Why this does not pass; empty if it does."""
         allowed = ALLOWED_SPILLS.get(self.kernel, 0)
         limit = MAX_SHARED.get(self.capability)
+        if self.is_default and self.capability < 90:
+            limit = LEAST_SHARED  # 8.6 and 8.9 run the same
+        elif not self.is_default and limit == LEAST_SHARED:
+            limit = None
         if self.error:
             return self.error
         if self.spilled_bytes > allowed:
@@ -119,6 +132,7 @@ def compile_one(specimen: Any, capability: int) -> Compiled:
         shared_bytes=compiled.metadata.shared,
         tensor_cores=" ".join(name for name, pattern in TENSOR_CORES.items() if pattern.search(ptx)),
         seconds=round(seconds, 2),
+        is_default=specimen.is_default,
     )
 
 
@@ -179,13 +193,19 @@ def _failed(known: list[Any], capability: int, error: str) -> Compiled:
 
 
 class Worker:
-    """A process that compiles; one that died or took too long is replaced for the next specimen."""
+    """A process that compiles; one that died or took too long is replaced for the next specimen.
 
-    def __init__(self, cache: Path) -> None:
-        self._environ = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
+    Args:
+        folder: for what it and Triton's tools write; one that is killed leaves files.
+    """
+
+    def __init__(self, cache: Path, folder: Path) -> None:
+        self._environ = {**os.environ, "TRITON_CACHE_DIR": str(cache), "TMPDIR": str(folder)}
         # Whoever tests kernels has it set, and nothing would be compiled.
         self._environ.pop("TRITON_INTERPRET", None)
         self._process: subprocess.Popen[str] | None = None
+        self._lock = threading.Lock()
+        self._is_over = False
         self.about: dict[str, str] = {}
         self.specimens: list[list[Any]] = []
 
@@ -193,14 +213,18 @@ class Worker:
         """Raises:
         SystemExit: the kernels cannot be imported; what is wrong has been printed by then.
         """
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.gpu.compile", "--worker"],
-            cwd=REPOSITORY,
-            env=self._environ,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        with self._lock:
+            if self._is_over:
+                raise SystemExit("this worker was ended")
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.gpu.compile", "--worker"],
+                cwd=REPOSITORY,
+                env=self._environ,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                process_group=0,
+            )
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -215,7 +239,7 @@ class Worker:
         assert process is not None
         assert process.stdin is not None
         assert process.stdout is not None
-        timer = threading.Timer(TIMEOUT_S, process.kill)
+        timer = threading.Timer(TIMEOUT_S, command.kill_group, [process])
         timer.start()
         try:
             process.stdin.write(f"{index} {capability}\n")
@@ -223,13 +247,22 @@ class Worker:
             line = process.stdout.readline()
         except BrokenPipeError:
             line = ""
-        timer.cancel()
-        timer.join()
+        finally:
+            timer.cancel()
+            timer.join()
         if line:
             return Compiled(**json.loads(line))
         self.close()
         error = f"the compiler ended with {process.returncode}; a negative number is a signal, -9 after {TIMEOUT_S:g} s"
         return _failed(self.specimens[index], capability, error)
+
+    def kill(self) -> None:
+        """For good, from any thread: whoever waits for it is told that it ended."""
+        with self._lock:
+            self._is_over = True
+            process = self._process
+        if process is not None:
+            command.kill_group(process)
 
     def close(self) -> None:
         if self._process is not None:
@@ -242,8 +275,11 @@ class Worker:
             self._process = None
 
 
-def compile_all(jobs: list[tuple[int, int]], workers: list[Worker]) -> Iterator[Compiled]:
-    """Yield what becomes of each job, an index and a capability, in their order."""
+def compile_all(jobs: list[tuple[int, int]], workers: list[Worker]) -> Generator[Compiled, None, None]:
+    """Yield what becomes of each job, an index and a capability, in their order.
+
+    At the end, whichever that is, the workers are killed.
+    """
     results: dict[int, Compiled] = {}
     errors: list[BaseException] = []
     news = threading.Condition()
@@ -261,18 +297,24 @@ def compile_all(jobs: list[tuple[int, int]], workers: list[Worker]) -> Iterator[
                 news.notify()
 
     threads = [threading.Thread(target=serve, args=(worker,)) for worker in workers]
-    for thread in threads:
-        thread.start()
-    for place in range(len(jobs)):
-        with news:
-            news.wait_for(functools.partial(lambda place: place in results or errors, place))
-        if errors:
-            break
-        yield results[place]
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    try:
+        for thread in threads:
+            thread.start()
+        for place in range(len(jobs)):
+            with news:
+                news.wait_for(functools.partial(lambda place: place in results or errors, place))
+            if errors:
+                raise errors[0]
+            yield results[place]
+    except BaseException as error:
+        errors.append(error)  # the threads look there
+        raise
+    finally:
+        for worker in workers:
+            worker.kill()
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
 
 
 def choose(specimens: list[list[Any]], args: argparse.Namespace) -> list[tuple[int, int]]:
@@ -306,36 +348,55 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--capability", type=int, nargs="+", default=list(CAPABILITIES), help="such as 80 90")
     parser.add_argument("--quick", action="store_true", help="one specimen of each kernel")
     parser.add_argument("--only", default="", metavar="NAME", help="those with this in the specimen's or kernel's name")
-    parser.add_argument("--jobs", type=int, default=min(cores, 4), help="processes that compile")
+    parser.add_argument("--jobs", type=command.positive(int), default=min(cores, 4), help="processes that compile")
     parser.add_argument("--cache", type=Path, help="Triton's cache folder; a temporary one by default")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
-def run(args: argparse.Namespace, cache: Path) -> int:
-    workers = [Worker(cache) for _ in range(max(1, args.jobs))]
+def check(args: argparse.Namespace) -> None:
+    """Raises:
+    SystemExit: this cannot be done.
+    """
+    for capability in args.capability:
+        if capability < min(MAX_SHARED):
+            command.refuse(f"a capability of 8.0 or newer is needed, such as --capability 80, not {capability}")
+        if capability not in MAX_SHARED:
+            command.refuse(f"there is no capability {capability}; known are {', '.join(map(str, MAX_SHARED))}")
+    if importlib.util.find_spec("triton") is None:
+        command.refuse("Triton is not installed: pip install triton, or '.[dev]'")
+    if args.json is not None:
+        command.check_file(args.json)
+
+
+def run(args: argparse.Namespace, cache: Path, folder: Path) -> int:
+    workers = [Worker(cache, folder) for _ in range(args.jobs)]
     compiled = []
     try:
         workers[0].start()
         for worker in workers[1:]:
             worker.specimens = workers[0].specimens
         about, jobs = workers[0].about, choose(workers[0].specimens, args)
+        if not jobs:
+            command.refuse(f"no specimen matches {args.only!r} for {', '.join(map(str, args.capability))}")
         print(f"triton {about['triton']}, torch {about['torch']}; {len(jobs)} to compile", flush=True)
         columns = f"{'registers':>9} {'spilled':>7} {'shared':>7}  {'tensor cores':12} {'seconds':>7}"
         print(f"{'kernel':28} {'specimen':60} {'':5} {columns}")
-        for result in compile_all(jobs, workers):
-            compiled.append(result)
-            print(show(result), flush=True)
+        with contextlib.closing(compile_all(jobs, workers)) as results:
+            for result in results:
+                compiled.append(result)
+                print(show(result), flush=True)
     finally:
         for worker in workers:
+            worker.kill()
             worker.close()
     failed = [result for result in compiled if result.fault()]
     print(f"{len(compiled)} compiled, {len(failed)} of them failed")
     if args.json is not None:
         lines = [{**asdict(result), "fault": result.fault()} for result in compiled]
         args.json.write_text(json.dumps({"about": about, "kernels": lines}, indent=1) + "\n")
-    return 1 if failed or not compiled else 0
+    return 1 if failed else 0
 
 
 def main() -> int:
@@ -343,12 +404,10 @@ def main() -> int:
     if args.worker:
         work()
         return 0
-    args.json = args.json and args.json.absolute()
-    if args.cache is not None:
-        return run(args, args.cache.absolute())
-    with tempfile.TemporaryDirectory(prefix="aioengine-compile-") as folder:
-        return run(args, Path(folder))
+    check(args)
+    with tempfile.TemporaryDirectory(prefix="aioengine-compile-", ignore_cleanup_errors=True) as folder:
+        return run(args, args.cache.absolute() if args.cache else Path(folder), Path(folder))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command.run(main)

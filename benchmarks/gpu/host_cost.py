@@ -21,6 +21,7 @@ from aioengine.executor import gpu_runner
 from aioengine.executor.accelerator import HostWords
 from aioengine.executor.graphs import default_sizes
 from aioengine.executor.protocol import ExecutorStats
+from benchmarks.gpu.command import positive, run
 
 ROWS = (1, 16, 64, 256, 1024)
 PROMPT_TOKENS = 100
@@ -137,9 +138,9 @@ def measure(num_rows: int, sampling: RowSampling, num_steps: int) -> tuple[float
     return statistics.median(launches) * 1e6, statistics.median(results) * 1e6
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=positive(int), default=400)
     steps = parser.parse_args().steps
     print("| rows | " + " | ".join(f"{name}: launch, µs | result, µs" for name in SAMPLINGS) + " |")
     print("|---|" + "---|---|" * len(SAMPLINGS))
@@ -147,7 +148,8 @@ def main() -> None:
         for num_rows in ROWS:
             figures = [figure for sampling in SAMPLINGS.values() for figure in measure(num_rows, sampling, steps)]
             print(f"| {num_rows} | " + " | ".join(f"{figure:.0f}" for figure in figures) + " |", flush=True)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

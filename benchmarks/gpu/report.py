@@ -16,6 +16,9 @@ from benchmarks.gpu.rows import NEEDS_GPU, ROWS, Bounds, KernelResult, Result, R
 
 REPOSITORY = Path(__file__).parents[2]
 NOT_RUN = "not run"
+JSON, MARKDOWN = "results.json", "RESULTS.md"
+UNKNOWN = "unknown"
+CHANGED = ", and changes that are not committed"
 
 
 class About(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,6 +33,9 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     date: str
 
     def is_same_setup(self, other: About) -> bool:
+        """Whether results of both may stand together: not where a commit does not say what was measured."""
+        if self.commit == UNKNOWN or self.commit.endswith(CHANGED):
+            return False
         return msgspec.structs.replace(self, date="") == msgspec.structs.replace(other, date="")
 
 
@@ -77,11 +83,11 @@ def _gpu() -> tuple[str, str]:
 
 
 def _commit() -> str:
-    commit = _output("git", "rev-parse", "--short=12", "HEAD") or "unknown"
+    commit = _output("git", "rev-parse", "--short=12", "HEAD") or UNKNOWN
     # What this writes itself is no change of what was measured.
     changed = _output("git", "status", "--porcelain", "--", "src", "benchmarks", ":!benchmarks/gpu/*results*")
-    changed = "\n".join(line for line in changed.splitlines() if not line.endswith(("RESULTS.md", "results.json")))
-    return f"{commit}, and changes that are not committed" if changed else commit
+    changed = "\n".join(line for line in changed.splitlines() if not line.endswith((MARKDOWN, JSON)))
+    return commit + CHANGED if changed else commit
 
 
 def _output(*command: str) -> str:
@@ -94,15 +100,15 @@ def _output(*command: str) -> str:
 def load(folder: Path) -> Results | None:
     """What an earlier run left; None: nothing, or nothing that can be read."""
     try:
-        return msgspec.json.decode((folder / "results.json").read_bytes(), type=Results)
+        return msgspec.json.decode((folder / JSON).read_bytes(), type=Results)
     except (OSError, msgspec.DecodeError):
         return None
 
 
 def save(results: Results, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "results.json").write_bytes(msgspec.json.format(msgspec.json.encode(results)) + b"\n")
-    (folder / "RESULTS.md").write_text(markdown(results))
+    (folder / JSON).write_bytes(msgspec.json.format(msgspec.json.encode(results)) + b"\n")
+    (folder / MARKDOWN).write_text(markdown(results))
 
 
 def markdown(results: Results) -> str:

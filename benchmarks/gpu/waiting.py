@@ -44,6 +44,7 @@ import uvloop
 
 from aioengine.executor.waiter import Later, Pending, Waiter
 from aioengine.executor.waker import Waker
+from benchmarks.gpu import command
 from benchmarks.gpu.waiting_steps import CudaSteps, Fd, Steps, TimerSteps
 
 LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
@@ -330,18 +331,30 @@ def _text(row: dict[str, Any], name: str) -> str:
 
 
 def make_steps(device: str) -> Steps:
+    """Raises:
+    SystemExit: torch finds no GPU, and it must be one.
+    """
     if device == "cuda" or (device == "auto" and os.path.exists("/dev/nvidiactl")):
-        return CudaSteps()
+        import torch
+
+        if torch.cuda.is_available():
+            return CudaSteps()
+    if device == "cuda":
+        command.refuse("torch finds no GPU here; without one: --device stand-in")
     return TimerSteps()
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=["auto", "cuda", "stand-in"], default="auto")
-    parser.add_argument("--seconds", type=float, default=108.0, help="of one repeat of all cells together")
-    parser.add_argument("--repeats", type=int, default=3, help="medians are over these")
+    parser.add_argument(
+        "--seconds", type=command.positive(float), default=108.0, help="of one repeat of all cells together"
+    )
+    parser.add_argument("--repeats", type=command.positive(int), default=3, help="medians are over these")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     args = parser.parse_args()
+    if args.json:
+        command.check_file(args.json)
     steps = make_steps(args.device)
     versions = {"python": platform.python_version(), "uvloop": uvloop.__version__, "cores": os.cpu_count()}
     print(f"{steps.device}; {versions}; {args.repeats} × {args.seconds:g} s")
@@ -353,7 +366,8 @@ def main() -> None:
     if args.json:
         report = {"device": steps.device, **versions, "seconds": args.seconds, "repeats": args.repeats, "rows": rows}
         args.json.write_text(json.dumps(report, indent=1))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

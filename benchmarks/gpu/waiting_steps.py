@@ -56,7 +56,9 @@ class TimerSteps:
         event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.fds: dict[Fd, int] = {"kept": kept, "relayed": event, "new": -1}
         self._relay = subprocess.Popen(
-            [sys.executable, "-c", RELAY, str(self._relayed), str(event)], pass_fds=(self._relayed, event)
+            [sys.executable, "-c", RELAY, str(self._relayed), str(event)],
+            pass_fds=(self._relayed, event),
+            process_group=0,  # or Ctrl-C would have it print a traceback
         )
         self._poll = select.poll()
         self._poll.register(self._waited_for, select.POLLIN)

@@ -14,6 +14,7 @@ from aioengine.kernels.operations import Operations
 from aioengine.model_folder import ModelFolder
 from aioengine.models.loader import load_decoder
 from aioengine.testing.fake_accelerator import FakeAccelerator
+from aioengine.testing.fake_graph import as_launches
 
 
 async def start_gpu_executor(
@@ -31,6 +32,6 @@ async def start_gpu_executor(
     config = EngineConfig(**{"model": model, "kv_cache_memory_bytes": 2**25, "cuda_graphs": "lazy", **fields})
     resolve = partial(ModelFolder.resolve, config.model, with_weights=config.load_format != "dummy")
     folder = await asyncio.to_thread(resolve)
-    return await TorchExecutor.start_with(
-        partial(load_decoder, folder, config), config, folder=folder, find_gpu=lambda: Gpu(accelerator, operations)
-    )
+    gpu = Gpu(accelerator, as_launches(operations))
+    load = partial(load_decoder, folder, config)
+    return await TorchExecutor.start_with(load, config, folder=folder, find_gpu=lambda: gpu)
