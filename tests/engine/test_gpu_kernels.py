@@ -49,7 +49,8 @@ async def test_the_kernels_bring_the_tokens_of_the_cpu(
     # Nothing is compiled here, and to rehearse each kind of step takes minutes.
     monkeypatch.setattr(GpuRunner, "warm_up", lambda self, *, captures_all, on_capture: None)
     folder = checkpoint("qwen3", num_hidden_layers=1, vocab_size=97, tokenizer=True)
-    executor = await start_gpu(folder, FakeAccelerator(), triton_operations, dtype="float32", cuda_graphs="off")
+    fields = {"dtype": "float32", "cuda_graphs": "off", "max_num_batched_tokens": 32}
+    executor = await start_gpu(folder, FakeAccelerator(), triton_operations, **fields)
     common = {"dtype": "float32", "max_num_seqs": 4, "block_size": 4}
     expected = await outputs(Engine(str(folder), device="cpu", **common))
     found = await outputs(Engine(str(folder), executor=executor, **common))
