@@ -462,7 +462,7 @@ def test_keywords_are_engine_args_too_and_win(device: Any) -> None:
     ("args", "message"),
     [
         ({"max_num_seq": 7}, "did you mean 'max_num_seqs'"),
-        ({"enforce_eager": True, "gpu_memory_utilization": 0.9}, "'enforce_eager', 'gpu_memory_utilization'"),
+        ({"enforce_eager": True, "swap_space": 4}, "'enforce_eager', 'swap_space'"),
         ({"max_num_seqs": 0}, "max_num_seqs=0"),
         (7, "engine_args=7"),
         (Args, "engine_args="),
