@@ -337,7 +337,7 @@ class Engine:
             mode: what becomes of accepted requests, as in `pause`; what "keep" stopped goes on after waking.
         Raises:
             InvalidRequest: a value is bad; or level 2, and the weights came as tensors, so that nothing could bring
-                them back.
+                them back; or level 1 on a GPU, and the host has no memory for them: nothing is asleep then.
         """
         call = control_calls.sleep(level, mode)
         runtime = self._here()
@@ -353,7 +353,8 @@ class Engine:
                 weights and KV cache both back, requests go on by themselves.
         Raises:
             InvalidRequest: there is no such tag.
-            ModelLoadError: the weights cannot be read any more; it sleeps on.
+            ModelLoadError: the weights cannot be read any more, or a GPU has no memory for them now; it sleeps on.
+            ConfigError: a GPU has no memory for the KV cache now; that sleeps on. Both may be tried again.
         """
         await self._call(control_calls.wake_up(tags))
 
