@@ -12,6 +12,7 @@ import statistics
 import time
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -84,9 +85,7 @@ def make_runner(max_num_seqs: int) -> gpu_runner.GpuRunner:
     attention: Any = SimpleNamespace(num_splits=lambda *_: 1, rope_table=None)
     config = SimpleNamespace(max_model_len=4096, vocab_size=2048, num_heads=16, num_kv_heads=8, head_dim=128)
     decoder: Any = SimpleNamespace(config=config, rope_table=None)
-    fused = gpu_runner.FusedDecoder
-    gpu_runner.FusedDecoder = lambda *_: SimpleNamespace(forward=None, logits=None)  # type: ignore[assignment, misc]
-    try:
+    with patch.object(gpu_runner, "FusedDecoder", lambda *_: SimpleNamespace()):
         runner = gpu_runner.GpuRunner(
             NoDevice(),
             operations,
@@ -98,8 +97,6 @@ def make_runner(max_num_seqs: int) -> gpu_runner.GpuRunner:
             max_in_flight=2,
             graph_sizes=default_sizes(max_num_seqs),
         )
-    finally:
-        gpu_runner.FusedDecoder = fused  # type: ignore[misc]
     runner.make_cache()
     return runner
 

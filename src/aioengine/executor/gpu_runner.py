@@ -111,10 +111,6 @@ class GpuRunner:
 
     # What it computes with
 
-    @property
-    def has_cache(self) -> bool:
-        return self._attention is not None
-
     def use(self, decoder: Decoder | None) -> None:
         """Compute with other weights from now on; None: with none, and no step may come."""
         self.graphs.clear()
@@ -342,7 +338,7 @@ class GpuRunner:
                 self._accelerator.enqueue_after(self._last_copy)  # it reads where this step is going to write
             self.graphs.run(GraphKey(size, step.features), lambda: self._decode_work(size, step.features))
             return self._out
-        # As late as the last words of the step: the device is not ahead of the host here.
+        # Memory of its own: the last graph's words may be on their way to the host still.
         out = torch.empty(max(step.sizes.num_words, 1), dtype=torch.int32, device=self._accelerator.device)
         forward = Forward()
         self._accelerator.enqueue(partial(self._forward, step, uploaded, forward))
