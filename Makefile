@@ -1,7 +1,7 @@
-# What CI runs, and nothing that it does not. Each part can be run alone.
+# `make check` is what CI runs. Each part of it can be run alone.
 PYTHON ?= $(shell command -v python || command -v python3)
 
-.PHONY: check format lint types tests
+.PHONY: check format lint types tests nightly
 
 check: lint types tests
 
@@ -19,3 +19,7 @@ types:
 # Two at a time, a module always in one of them: its tests share engines.
 tests:
 	$(PYTHON) -m pytest -n 2 --dist loadscope
+
+# What is too long for each change: the marked tests, and fifty orders of tasks for each test on a virtual clock.
+nightly:
+	$(PYTHON) -m pytest -n 2 --dist loadscope -m 'nightly or virtual_clock' --clock-seeds 50
