@@ -3,13 +3,78 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypedDict
 
 import msgspec
 from msgspec import Meta
 
 from aioengine.errors import ConfigError
-from aioengine.validation import check_fields
+from aioengine.validation import NOT_YET, Neutral, check_fields, check_known_fields, without_neutral
+
+TEXT_ALONE = "this engine takes text alone"
+IN_CONFIG = "change it in the config.json of a copy of the folder"
+WITH_MODEL = "the tokenizer is that of the model's folder: put other files there"
+NO_REMOTE_CODE = "no code that comes with a model is run"
+ONE_DEVICE = "an engine computes on one device; start one for each, in processes of their own"
+NEUTRAL_CONFIG = {
+    "runner": Neutral((None, "auto", "generate"), NOT_YET),
+    "task": Neutral((None, "auto", "generate"), NOT_YET),
+    "convert": Neutral((None, "auto", "none"), NOT_YET),
+    "model_impl": Neutral((None, "auto"), "there is one implementation of each family"),
+    "tokenizer": Neutral((None,), WITH_MODEL),
+    "tokenizer_mode": Neutral((None, "auto"), WITH_MODEL),
+    "tokenizer_revision": Neutral((None,), WITH_MODEL),
+    "skip_tokenizer_init": Neutral((None, False), "give token ids, and detokenize=False where no text is wanted"),
+    "trust_remote_code": Neutral((None, False), NO_REMOTE_CODE),
+    "code_revision": Neutral((None,), NO_REMOTE_CODE),
+    "config_format": Neutral((None, "auto", "hf"), "a config.json is needed"),
+    "hf_config_path": Neutral((None,), IN_CONFIG),
+    "hf_overrides": Neutral((None, {}), IN_CONFIG),
+    "rope_scaling": Neutral((None, {}), IN_CONFIG),
+    "rope_theta": Neutral((None,), IN_CONFIG),
+    "disable_sliding_window": Neutral((None, False), IN_CONFIG),
+    "hf_token": Neutral((None,), "set HF_TOKEN in the environment"),
+    "download_dir": Neutral((None,), "set HF_HOME in the environment"),
+    "use_tqdm_on_load": Neutral((None, True), "give show_progress=False"),
+    "quantization": Neutral((None,), NOT_YET),
+    "tensor_parallel_size": Neutral((None, 1), ONE_DEVICE),
+    "pipeline_parallel_size": Neutral((None, 1), ONE_DEVICE),
+    "data_parallel_size": Neutral((None, 1), ONE_DEVICE),
+    "enable_expert_parallel": Neutral((None, False), ONE_DEVICE),
+    "distributed_executor_backend": Neutral((None, "uni", "mp"), ONE_DEVICE),
+    "disable_custom_all_reduce": Neutral(None),
+    "enforce_eager": Neutral((None, False), "give cuda_graphs='off'"),
+    "compilation_config": Neutral((None, {}), "give cuda_graphs: 'start', 'lazy' or 'off'"),
+    "max_seq_len_to_capture": Neutral(None),
+    "swap_space": Neutral(None),
+    "cpu_offload_gb": Neutral((None, 0), NOT_YET),
+    "num_gpu_blocks_override": Neutral((None,), "give kv_cache_memory_bytes"),
+    "enable_chunked_prefill": Neutral(
+        (None, True), "long prompts are always computed in chunks; raise max_num_batched_tokens for longer ones"
+    ),
+    "scheduling_policy": Neutral((None, "fcfs", "priority"), "requests go by priority, equal ones by age"),
+    "async_scheduling": Neutral((None, True), "give max_in_flight=1"),
+    "enable_sleep_mode": Neutral(None),
+    "generation_config": Neutral((None, "auto"), "give each request the values that it is to have"),
+    "override_generation_config": Neutral((None, {}), "give each request the values that it is to have"),
+    "logits_processors": Neutral((None, []), "give them to each request"),
+    "speculative_config": Neutral((None,), NOT_YET),
+    "enable_lora": Neutral((None, False), NOT_YET),
+    "structured_outputs_config": Neutral((None, {}), NOT_YET),
+    "guided_decoding_backend": Neutral((None, "auto"), NOT_YET),
+    "reasoning_parser": Neutral((None, ""), NOT_YET),
+    "limit_mm_per_prompt": Neutral((None, {}), TEXT_ALONE),
+    "mm_processor_kwargs": Neutral((None, {}), TEXT_ALONE),
+    "allowed_local_media_path": Neutral((None, ""), TEXT_ALONE),
+    "kv_transfer_config": Neutral((None,), NOT_YET),
+    "served_model_name": Neutral((None,), "it is the server's: --served-model-name, or ServerConfig"),
+    "disable_log_stats": Neutral((None, False, True), "give log_stats_interval_s, 0 for no line"),
+    "disable_log_requests": Neutral((None, True), "give log_requests=True"),
+    "enable_log_requests": Neutral((None, False), "give log_requests=True"),
+    "max_log_len": Neutral(None),
+}
+"""Engine arguments of vLLM's at which one asks for nothing."""
 
 DEVICE = re.compile(r"auto|cpu|cuda(:(0|[1-9][0-9]?))?")
 
@@ -101,3 +166,54 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}: "
                 "each running sequence needs a token a step; raise the first or lower the second"
             )
+
+
+class ConfigKeywords(TypedDict, total=False):
+    """The fields of `EngineConfig` but the model, for type checkers, as keywords; a test holds the two together."""
+
+    revision: str | None
+    load_format: Literal["auto", "safetensors", "dummy"]
+    dtype: Literal["auto", "float32", "bfloat16", "float16"]
+    device: str
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_waiting: int
+    block_size: int
+    kv_cache_memory_bytes: int | None
+    memory_utilization: float
+    gpu_memory_utilization: float
+    kv_cache_dtype: Literal["auto", "fp8"]
+    cuda_graphs: Literal["start", "lazy", "off"]
+    tune_kernels: bool
+    enable_prefix_caching: bool
+    max_logprobs: int
+    max_in_flight: int | None
+    num_threads: int | None
+    max_n: int
+    stream_interval: int
+    stall_after_s: float
+    heartbeat_interval_s: float
+    heartbeat_timeout_s: float
+    log_requests: bool
+    log_prompts: bool
+    log_stats_interval_s: float
+    show_progress: bool | None
+    dump_dir: str | None
+
+
+def make_config(model: str | None, given: Mapping[str, Any]) -> EngineConfig:
+    """The config of keywords, among which may be vLLM's, where they ask for nothing (`NEUTRAL_CONFIG`).
+
+    Raises:
+        ConfigError: a keyword is unknown, or its value is bad.
+    """
+
+    def refuse(_: str, message: str) -> ConfigError:
+        return ConfigError(message)
+
+    if model is not None and given.get("tokenizer") == model:
+        given = {**given, "tokenizer": None}
+    fields = without_neutral(NEUTRAL_CONFIG, given, refuse)
+    check_known_fields(EngineConfig, fields, refuse)
+    return EngineConfig(model=model, **fields)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import functools
 import math
 import os
+import random
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
 import anyio
+import msgspec
 
 from aioengine import control_calls
-from aioengine.config import EngineConfig
+from aioengine.config import ConfigKeywords, EngineConfig, make_config
 from aioengine.control import (
     AnyControl,
     ExecuteDummyBatch,
@@ -34,11 +36,22 @@ from aioengine.intake import OnFull
 from aioengine.metrics import EngineMetrics, EngineStats, Observer
 from aioengine.outputs import RequestOutput
 from aioengine.process_options import ProcessOptions
-from aioengine.prompt import ChatMessage, Prompt, check_call, check_params, make_id, take_prompt, take_template
+from aioengine.prompt import (
+    ChatMessage,
+    Prompt,
+    PromptDict,
+    check_call,
+    check_params,
+    make_id,
+    open_prompt,
+    take_prompt,
+    take_template,
+)
 from aioengine.runtime import Runtime
-from aioengine.sampling_params import SamplingParams, make_params
-from aioengine.stream import Call, Profile, Stream
-from aioengine.validation import check_known_fields, shorten
+from aioengine.sampling_params import SamplingKeywords, SamplingParams, make_params
+from aioengine.stream import Call, Profile, Stream, await_only
+from aioengine.text.tokenizer import ModelTokenizer
+from aioengine.validation import shorten
 from aioengine.weight_pieces import absolute, send_weights
 
 __all__ = ["ChatMessage", "Engine", "Prompt", "Stream"]
@@ -57,7 +70,8 @@ class Engine:
         executor: a device side of your own, such as `aioengine.testing.FakeExecutor`; the model then serves for its
             tokenizer and its generation config alone. It is closed with the engine, also when that cannot start.
         process: run the engine core, with its model and device, in a process of its own, which ends with this one.
-        config: the fields of `EngineConfig`.
+        seed: requests that have no seed get theirs from this one, in the order of the calls; absent: at random.
+        config: the fields of `EngineConfig`; and engine arguments of vLLM's, where they ask for nothing.
     Raises:
         ConfigError: a field is unknown, or its value is bad.
     """
@@ -68,10 +82,13 @@ class Engine:
         *,
         executor: Executor | None = None,
         process: bool | ProcessOptions = False,
-        **config: Any,
+        seed: int | None = None,
+        **config: Unpack[ConfigKeywords],
     ) -> None:
-        check_known_fields(EngineConfig, config, lambda _, message: ConfigError(message))
-        self.config = EngineConfig(model=os.fspath(model) if isinstance(model, os.PathLike) else model, **config)
+        self.config = make_config(os.fspath(model) if isinstance(model, os.PathLike) else model, config)
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+            raise ConfigError(f"seed={shorten(seed)}: an int is needed")
+        self._seeds = None if seed is None else random.Random(seed)
         self._make_backend = _backend_of(self.config, executor, process)
         self._runtime: Runtime | None = None
         self._is_to_be_entered = False
@@ -84,7 +101,8 @@ class Engine:
         *,
         executor: Executor | None = None,
         process: bool | ProcessOptions = False,
-        **config: Any,
+        seed: int | None = None,
+        **config: Unpack[ConfigKeywords],
     ) -> Self:
         """Make an engine and start it, for notebooks and apps where no ``async with`` fits; close it with `aclose`.
 
@@ -93,7 +111,7 @@ class Engine:
         Raises:
             ConfigError, ModelLoadError: it cannot be started; nothing is left behind.
         """
-        engine = cls(model, executor=executor, process=process, **config)
+        engine = cls(model, executor=executor, process=process, seed=seed, **config)
         await engine._start()
         engine._is_to_be_entered = True
         return engine
@@ -164,26 +182,29 @@ class Engine:
         if self._runtime is not None:
             await self._runtime.aclose(drain=drain)
 
+    @await_only
     async def generate(
         self,
-        prompt: Prompt,
+        prompt: Prompt | PromptDict,
         params: SamplingParams | None = None,
-        *,
         request_id: str | None = None,
+        *,
+        sampling_params: SamplingParams | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
         on_full: OnFull = "wait",
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        **sampling: Any,
+        **sampling: Unpack[SamplingKeywords],
     ) -> RequestOutput:
         """Complete a prompt.
 
         Cancelling aborts the request: it is in no later step, and its memory is free for the next one.
 
         Args:
-            prompt: text, token ids, or chat messages.
+            prompt: text, token ids, chat messages, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``.
             params: how to sample; or give its fields as keywords. The model's generation config has the defaults of
                 keywords that are not given.
+            sampling_params: vLLM's name for ``params``.
             request_id: your name for it; it may repeat. One is made up when absent.
             priority: smaller goes first, and takes the place of larger ones that run; equal ones go by age.
             cache_salt: share cached prefixes only with requests of the same salt.
@@ -200,6 +221,7 @@ class Engine:
             prompt,
             params,
             request_id=request_id,
+            sampling_params=sampling_params,
             priority=priority,
             cache_salt=cache_salt,
             on_full=on_full,
@@ -210,17 +232,18 @@ class Engine:
 
     def stream(
         self,
-        prompt: Prompt,
+        prompt: Prompt | PromptDict,
         params: SamplingParams | None = None,
-        *,
         request_id: str | None = None,
+        *,
+        sampling_params: SamplingParams | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
         on_full: OnFull = "wait",
         chat_template_kwargs: Mapping[str, Any] | None = None,
         max_unread_tokens: int | None = None,
         stream_interval: int | None = None,
-        **sampling: Any,
+        **sampling: Unpack[SamplingKeywords],
     ) -> Stream:
         """Complete a prompt and read it as it comes.
 
@@ -235,8 +258,11 @@ class Engine:
                 engine's.
         """
         runtime = self._here()
-        checked = make_params(params, runtime.sampling_defaults, sampling)
+        checked = make_params(params, runtime.sampling_defaults, sampling, alias=sampling_params)
+        if self._seeds is not None and checked.seed is None:
+            checked = msgspec.structs.replace(checked, seed=self._seeds.getrandbits(56))
         check_params(checked, runtime)
+        prompt, cache_salt = open_prompt(prompt, cache_salt)
         priority, max_unread_tokens, stream_interval = check_call(
             request_id=request_id,
             priority=priority,
@@ -508,13 +534,13 @@ class Engine:
             raise _not_started()
         return self._runtime.health()
 
-    def get_tokenizer(self) -> Any:
-        """The model's tokenizer, of the `tokenizers` library.
+    def get_tokenizer(self) -> ModelTokenizer:
+        """The model's tokenizer, with the names and defaults of transformers'; it may be awaited, too, as in vLLM.
 
         Raises:
             InvalidRequest: the model has none.
         """
-        return self._running().require_tokenizer().backend
+        return ModelTokenizer(self._running().require_tokenizer())
 
     def stats(self) -> EngineStats:
         """The engine's numbers now, and since its start.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any, Protocol, get_args
 
 import msgspec
@@ -24,6 +25,11 @@ from aioengine.validation import is_utf8, shorten
 ChatMessage = dict[str, Any]
 Prompt = str | list[int] | list[ChatMessage]
 """Text, token ids, or the messages of a chat: ``{"role": ..., "content": ...}`` each."""
+
+PromptDict = Mapping[str, Any]
+"""``{"prompt": text}`` or ``{"prompt_token_ids": ids}``, vLLM's `TextPrompt` and `TokensPrompt`; see `open_prompt`."""
+
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 MAX_NORMALIZED_CHARS = 4
 """A normalizer makes one character of so many at most: of Unicode's compositions none takes more."""
@@ -50,6 +56,37 @@ class Host(Protocol):
 
 
 # At the call
+
+
+def open_prompt(prompt: Any, cache_salt: str | None) -> tuple[Any, str | None]:
+    """What is in a `PromptDict`, and its salt; what is no dict stays as it is.
+
+    Keys whose value is None count as absent, and so do unknown ones whose value is empty (``multi_modal_data``). Token
+    ids win over their text. A salt of the call wins over the dict's.
+
+    Raises:
+        InvalidRequest: the dict has neither, or has what this engine does not know.
+    """
+    if not isinstance(prompt, dict):
+        return prompt, cache_salt
+    given = {key: value for key, value in prompt.items() if value is not None}
+    unknown = [
+        key
+        for key, value in given.items()
+        if key not in PROMPT_KEYS and (value or not isinstance(value, dict | list | tuple))
+    ]
+    if "role" in unknown:
+        raise InvalidRequest(
+            "prompt is one message; a chat is a list of messages, also of a single one", param="prompt"
+        )
+    if unknown:
+        names = ", ".join(sorted(map(shorten, unknown)))
+        raise InvalidRequest(f"prompt has {names}; a prompt dict takes {', '.join(PROMPT_KEYS)}", param="prompt")
+    salt = cache_salt if cache_salt is not None else given.get("cache_salt")
+    for key in ("prompt_token_ids", "prompt"):
+        if key in given:
+            return given[key], salt
+    raise InvalidRequest("a prompt dict needs a prompt (text) or prompt_token_ids (a list of ints)", param="prompt")
 
 
 def take_prompt(prompt: Any, host: Host) -> Prompt:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypedDict, Unpack
 
 import msgspec
 from msgspec import Meta
 
 from aioengine.errors import InvalidRequest
-from aioengine.validation import check_fields, check_known_fields, is_utf8, shorten
+from aioengine.validation import (
+    NOT_YET,
+    Neutral,
+    check_fields,
+    check_known_fields,
+    is_utf8,
+    shorten,
+    without_neutral,
+)
 
 GREEDY_TEMPERATURE = 0.0
 """Only temperature 0 is greedy."""
@@ -31,12 +40,75 @@ MAX_INT = 2**31 - 1
 TokenId = Annotated[int, Meta(ge=0, le=MAX_INT)]
 ShortText = Annotated[str, Meta(min_length=1, max_length=MAX_TEXT_CHARS)]
 
+ABSENT = Neutral((None,))
+NEUTRAL_PARAMS = {
+    "stop": ABSENT,
+    "stop_token_ids": ABSENT,
+    "bad_words": ABSENT,
+    "logits_processors": ABSENT,
+    "best_of": Neutral((None, 1), "give n, and choose by the choices' cumulative_logprob"),
+    "use_beam_search": Neutral((None, False), NOT_YET),
+    "length_penalty": Neutral((None, 1.0), "it is for beam search"),
+    "early_stopping": Neutral((None, False), "it is for beam search"),
+    "structured_outputs": Neutral((None,), NOT_YET),
+    "guided_decoding": Neutral((None,), NOT_YET),
+    "output_kind": Neutral(
+        (None, "CUMULATIVE", "DELTA", "FINAL_ONLY", 0, 1, 2),
+        "generate gives the whole output, stream gives deltas, Stream.result all so far",
+    ),
+    "stream_interval": Neutral((None,), "give it to Engine.stream"),
+    "flat_logprobs": Neutral((None, False), "log-probabilities are a dict for each token"),
+    "prompt_logprob_token_ids": Neutral((None,), NOT_YET),
+    "prompt_logprob_start": Neutral((None, 0), "all of the prompt's are given"),
+    "truncate_prompt_tokens": Neutral(
+        (None,), "cut the token ids yourself: a prompt that is too long is an error here"
+    ),
+    "skip_reading_prefix_cache": Neutral((None, False), "give a cache_salt of its own"),
+    "thinking_token_budget": Neutral((None, -1), NOT_YET),
+    "repetition_detection": Neutral((None,), NOT_YET),
+    "extra_args": Neutral((None, {}), "write a function for logits_processors, and bind what it needs"),
+    "skip_clone": Neutral((None, False, True)),
+}
+"""Parameters of vLLM's `SamplingParams` at which one asks for nothing."""
+
+NEUTRAL_ARGUMENTS = {
+    "lora_request": Neutral((None,), NOT_YET),
+    "prompt_adapter_request": Neutral((None,), NOT_YET),
+    "tokenization_kwargs": Neutral((None, {}), "give token ids, such as those of Engine.tokenize"),
+    "trace_headers": Neutral((None, {}), "spans have the context in which the call is made"),
+    "data_parallel_rank": Neutral((None,), NOT_YET),
+    "prompt_text": Neutral(None),
+    "guided_options_request": Neutral((None,), NOT_YET),
+    "tools": Neutral((None, []), NOT_YET),
+    "documents": Neutral((None, []), NOT_YET),
+    "chat_template": Neutral((None,), "put a chat_template.jinja into the model's folder"),
+    "chat_template_content_format": Neutral((None, "auto", "string"), "contents are given to the template as text"),
+    "mm_processor_kwargs": Neutral((None, {}), "this engine takes text alone"),
+    "add_generation_prompt": Neutral((None,), "give it in chat_template_kwargs"),
+    "continue_final_message": Neutral((None, False), "give it in chat_template_kwargs"),
+}
+"""Other arguments of vLLM's ``generate`` and ``chat`` at which one asks for nothing."""
+
 
 def _invalid(name: str, message: str) -> InvalidRequest:
     return InvalidRequest(message, param=name)
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class _ParamsMeta(msgspec.StructMeta):
+    """Keywords that the struct has not are refused by an `InvalidRequest`, or taken where they ask for nothing."""
+
+    def __call__(self, *args: Any, **given: Any) -> Any:
+        if args:
+            raise InvalidRequest(f"{self.__name__} takes keywords alone, such as temperature=0.7", param="params")
+        if not _PLAIN_PARAMS.issuperset(given):
+            given = without_neutral(NEUTRAL_PARAMS, given, _invalid)
+            check_known_fields(self, given, _invalid)  # type: ignore[arg-type]
+        return super().__call__(**given)
+
+
+class SamplingParams(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, metaclass=_ParamsMeta
+):
     """What one request asks of the sampler. The rules and names are vLLM's where the field has no others.
 
     A value out of range is an `InvalidRequest` that names the field, raised when the struct is made.
@@ -135,6 +207,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         bool, Meta(description="end the text after the stop string or stop token instead of before it")
     ] = False
 
+    if TYPE_CHECKING:  # a list is as good as the tuple that is made of it
+
+        def __init__(self, **fields: Unpack[SamplingKeywords]) -> None: ...
+
     def __post_init__(self) -> None:
         for name in ("stop", "bad_words"):
             if isinstance(getattr(self, name), str):
@@ -168,6 +244,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             if not all(is_utf8(text) for text in getattr(self, name)):
                 raise _invalid(name, f"{name} holds a lone surrogate, which has no UTF-8 form; remove it")
 
+    def clone(self, **changes: Unpack[SamplingKeywords]) -> Self:
+        """A copy with other values in these fields.
+
+        Raises:
+            InvalidRequest: a value is bad.
+        """
+        return type(self)(**{**msgspec.structs.asdict(self), **changes})
+
     @property
     def is_greedy(self) -> bool:
         return self.temperature == GREEDY_TEMPERATURE
@@ -178,14 +262,58 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return 1 if self.is_greedy else self.n
 
 
-def make_params(params: SamplingParams | None, defaults: dict[str, Any], sampling: dict[str, Any]) -> SamplingParams:
+_PLAIN_PARAMS = frozenset(SamplingParams.__struct_fields__) - NEUTRAL_PARAMS.keys()
+"""Fields whose every value is the struct's to judge."""
+
+
+class SamplingKeywords(TypedDict, total=False):
+    """The fields of `SamplingParams`, for type checkers, as keywords of a call; a test holds the two together."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int | None
+    max_tokens: int | None
+    min_tokens: int
+    ignore_eos: bool
+    stop: str | list[str] | tuple[str, ...] | None
+    stop_token_ids: list[int] | tuple[int, ...] | None
+    n: int
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: dict[int, float] | None
+    allowed_token_ids: list[int] | tuple[int, ...] | None
+    bad_words: str | list[str] | tuple[str, ...] | None
+    logits_processors: list[Any] | tuple[Any, ...] | None
+    logprobs: int | None
+    logprob_token_ids: list[int] | tuple[int, ...] | None
+    prompt_logprobs: int | None
+    detokenize: bool
+    skip_special_tokens: bool
+    spaces_between_special_tokens: bool
+    include_stop_str_in_output: bool
+
+
+def make_params(
+    params: SamplingParams | None, defaults: dict[str, Any], sampling: Mapping[str, Any], *, alias: Any = None
+) -> SamplingParams:
     """The parameters of a call: ``params`` as given, or ``defaults`` (the model's) overridden by keywords.
 
+    Args:
+        alias: what was given as ``sampling_params``, vLLM's name for ``params``.
     Raises:
-        InvalidRequest: both were given, a keyword is unknown, or a value is bad.
+        InvalidRequest: two of them were given, a keyword is unknown, or a value is bad.
     """
-    if params is None:
+    if alias is not None:
+        if params is not None:
+            raise InvalidRequest("params and sampling_params are two names of one argument: give one", param="params")
+        params = alias
+    if not _PLAIN_PARAMS.issuperset(sampling):
+        sampling = without_neutral(NEUTRAL_ARGUMENTS | NEUTRAL_PARAMS, sampling, _invalid)
         check_known_fields(SamplingParams, sampling, _invalid)
+    if params is None:
         return SamplingParams(**{**defaults, **sampling})
     if not isinstance(params, SamplingParams):
         raise InvalidRequest(f"params must be a SamplingParams, not {type(params).__name__}", param="params")

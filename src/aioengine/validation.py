@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import enum
 import functools
 import math
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -95,6 +96,46 @@ def check_known_fields(
             near = difflib.get_close_matches(name, known, n=1) if len(name) <= MAX_NAME_CHARS else []
             hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
             raise error(name, f"unknown parameter {shorten(name)}{hint}")
+
+
+NOT_YET = "this engine cannot do it yet"
+
+
+class Neutral(NamedTuple):
+    """A name of vLLM's that this engine has not, or not in that form.
+
+    Attributes:
+        values: those that ask for nothing, and so change nothing; None: all values.
+        instead: what to do where another value was meant; empty for a name that the struct itself has.
+    """
+
+    values: tuple[Any, ...] | None
+    instead: str = ""
+
+
+def without_neutral(
+    table: Mapping[str, Neutral], given: Mapping[str, Any], error: Callable[[str, str], Exception]
+) -> dict[str, Any]:
+    """The keywords in ``given`` without those of ``table`` that ask for nothing. An Enum's member goes by its name.
+
+    Raises:
+        what ``error`` makes from (name, message), for a value of a name of ``table`` that asks for something.
+    """
+    rest = {}
+    for name, value in given.items():
+        neutral = table.get(name)
+        if neutral is None or not _is_neutral(value, neutral):
+            if neutral is not None and neutral.instead:
+                raise error(name, f"{name}={shorten(value)} is not supported: {neutral.instead}")
+            rest[name] = value
+    return rest
+
+
+def _is_neutral(value: Any, neutral: Neutral) -> bool:
+    if isinstance(value, enum.Enum):
+        value = value.name
+    is_plain = value is None or isinstance(value, int | float | str | list | tuple | dict)
+    return neutral.values is None or (is_plain and value in neutral.values)
 
 
 def shorten(value: object, *, depth: int = 2) -> str:

@@ -7,18 +7,20 @@ import os
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
 import anyio
 
 from aioengine.blocking.host import Host
-from aioengine.config import EngineConfig
+from aioengine.config import ConfigKeywords, EngineConfig
 from aioengine.control import PauseMode, SleepLevel, WakeTag
 from aioengine.engine import Engine
 from aioengine.errors import EngineDead
 from aioengine.executor.protocol import Executor
 from aioengine.health import Health
 from aioengine.metrics import EngineStats
+from aioengine.process_options import ProcessOptions
+from aioengine.text.tokenizer import ModelTokenizer
 
 T = TypeVar("T")
 
@@ -33,15 +35,21 @@ class Facade:
     ends, closes itself.
 
     Args:
-        model, executor, config: as in `Engine`.
+        model, executor, process, seed, config: as in `Engine`.
     Raises:
         ConfigError, ModelLoadError: it cannot be started; nothing is left behind.
     """
 
     def __init__(
-        self, model: str | os.PathLike[str] | None = None, *, executor: Executor | None = None, **config: Any
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        executor: Executor | None = None,
+        process: bool | ProcessOptions = False,
+        seed: int | None = None,
+        **config: Unpack[ConfigKeywords],
     ) -> None:
-        self._open(lambda: Engine.start(model, executor=executor, **config))
+        self._open(lambda: Engine.start(model, executor=executor, process=process, seed=seed, **config))
 
     @classmethod
     def connect(cls, address: str, **options: Any) -> Self:
@@ -73,8 +81,8 @@ class Facade:
 
     # What the engine is
 
-    def get_tokenizer(self) -> Any:
-        """The model's tokenizer, of the library that it comes from."""
+    def get_tokenizer(self) -> ModelTokenizer:
+        """The model's tokenizer, with the names and defaults of transformers'."""
         return self._host.engine.get_tokenizer()
 
     def get_supported_tasks(self) -> tuple[str, ...]:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import anyio
 
 from aioengine.blocking.bar import Bar, progress_bar
 from aioengine.blocking.facade import Facade
-from aioengine.blocking.prompts import list_chats, list_prompts, read_prompt
+from aioengine.blocking.prompts import list_chats, list_prompts
 from aioengine.engine import Engine
 from aioengine.errors import InvalidRequest
 from aioengine.outputs import RequestOutput
-from aioengine.sampling_params import SamplingParams
+from aioengine.sampling_params import SamplingKeywords, SamplingParams
 
 REFRESH_INTERVAL_S = 0.2
 """Of the progress bar: what an eye follows."""
@@ -49,7 +49,7 @@ class LLM(Facade):
         show_progress: bool | None = None,
         priority: int | Sequence[int] | None = None,
         cache_salt: str | None = None,
-        **sampling: Any,
+        **sampling: Unpack[SamplingKeywords],
     ) -> list[RequestOutput]:
         """Complete prompts, and wait for all of them.
 
@@ -84,15 +84,22 @@ class LLM(Facade):
         show_progress: bool | None = None,
         priority: int | Sequence[int] | None = None,
         cache_salt: str | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        **sampling: Any,
+        **sampling: Unpack[SamplingKeywords],
     ) -> list[RequestOutput]:
         """Answer conversations, by the model's chat template; as `generate`.
 
         Args:
             messages: a conversation, a list of ``{"role": ..., "content": ...}``; or a list of conversations.
+            add_generation_prompt, continue_final_message: short for these two of ``chat_template_kwargs``.
             chat_template_kwargs: variables for the template, such as ``enable_thinking``; as in `Engine.generate`.
         """
+        named = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+        named = {name: value for name, value in named.items() if value is not None}
+        if named and isinstance(chat_template_kwargs, Mapping | None):
+            chat_template_kwargs = {**named, **(chat_template_kwargs or {})}
         call = {"chat_template_kwargs": chat_template_kwargs, **sampling}
         jobs = self._make_jobs(list_chats(messages), sampling_params, priority, cache_salt, call)
         return self._complete(jobs, use_tqdm=use_tqdm, show_progress=show_progress)
@@ -103,16 +110,14 @@ class LLM(Facade):
         sampling_params: Params,
         priority: int | Sequence[int] | None,
         cache_salt: str | None,
-        others: dict[str, Any],
+        others: Mapping[str, Any],
     ) -> list[_Job]:
         all_params = _for_each("sampling_params", sampling_params, len(prompts))
         priorities = _for_each("priority", 0 if priority is None else priority, len(prompts))
         jobs = []
         for number, (given, params, rank) in enumerate(zip(prompts, all_params, priorities, strict=True)):
-            with _naming(number, len(prompts)):
-                prompt, salt = read_prompt(given, cache_salt)
-            call = {"params": params, "priority": rank, "cache_salt": salt, **others}
-            jobs.append(_Job(number, prompt, call))
+            call = {"params": params, "priority": rank, "cache_salt": cache_salt, **others}
+            jobs.append(_Job(number, given, call))
         return jobs
 
     def _complete(self, jobs: list[_Job], *, use_tqdm: bool, show_progress: bool | None) -> list[RequestOutput]:

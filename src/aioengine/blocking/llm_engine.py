@@ -13,8 +13,7 @@ from typing import Any, Self
 import msgspec
 
 from aioengine.blocking.facade import Facade
-from aioengine.blocking.prompts import read_prompt
-from aioengine.config import EngineConfig
+from aioengine.config import NEUTRAL_CONFIG, EngineConfig
 from aioengine.engine import Engine, Stream
 from aioengine.errors import AioEngineError, ConfigError, EngineClosed, EngineDead, EngineOverloaded, InvalidRequest
 from aioengine.outputs import RequestOutput
@@ -57,7 +56,7 @@ class LLMEngine(Facade):
         given = {**_attributes(engine_args), **config}
         given = {name: value for name, value in given.items() if value is not None}
         known = {*EngineConfig.__struct_fields__, *inspect.signature(Engine).parameters} - {"config"}
-        unknown = [name for name in given if name not in known]
+        unknown = [name for name in given if name not in known and name not in NEUTRAL_CONFIG]
         if len(unknown) == 1:
             check_known_fields(EngineConfig, unknown, lambda _, message: ConfigError(message))
         if unknown:
@@ -97,7 +96,6 @@ class LLMEngine(Facade):
                 f"request_id={shorten(request_id)} is that of an unfinished request; choose another, or abort that one",
                 param="request_id",
             )
-        prompt, cache_salt = read_prompt(prompt, cache_salt)
 
         async def add(engine: Engine) -> None:
             stream = engine.stream(

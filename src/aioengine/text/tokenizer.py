@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Self, overload
 
 from aioengine.core.detokenizer import TokenTable, WindowTable
 from aioengine.errors import InvalidRequest
 from aioengine.text.chat import check_messages, render_template
 from aioengine.text.loading import LoadedTokenizer, has_tokenizer, load_tokenizer
+from aioengine.text.template_kwargs import take_template_kwargs
 from aioengine.text.token_table import build_slow_token_tables, build_token_tables
 
 # A longer text goes through the library's batch call, which lets go of the GIL; the single call holds it throughout,
@@ -200,3 +201,77 @@ class Tokenizer:
         source: Any = self._backend
         token_id = source.token_to_id(token) if source is not None else self._slow.convert_tokens_to_ids(token)
         return None if token_id is None else int(token_id)
+
+
+class ModelTokenizer:
+    """A tokenizer with the names and defaults of transformers', for a caller's own use. Any thread may call it.
+
+    Its methods hold the loop for as long as they take; for long texts there are `Engine.tokenize` and `detokenize`.
+
+    Attributes:
+        backend: what is behind it: a `tokenizers.Tokenizer`, or transformers' own where there is no other.
+        chat_template: the model's, a Jinja text; None without one.
+        vocab_size: one more than the largest token id.
+        bos_token_id, eos_token_id: None where there is none.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.backend = tokenizer.backend
+        self.chat_template = tokenizer.chat_template
+        self.vocab_size = tokenizer.vocab_size
+        self.bos_token_id = tokenizer.bos_token_id
+        self.eos_token_id = tokenizer.eos_token_id
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The text's token ids.
+
+        Raises:
+            InvalidRequest: it is no text, or has no UTF-8 form.
+        """
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def decode(self, token_ids: int | Iterable[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of one or more ids; special tokens are in it, unlike in outputs."""
+        ids = [token_ids] if isinstance(token_ids, int) else [int(token_id) for token_id in token_ids]
+        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    @overload
+    def apply_chat_template(self, messages: Any, *, tokenize: Literal[True] = ..., **variables: Any) -> list[int]: ...
+
+    @overload
+    def apply_chat_template(self, messages: Any, *, tokenize: Literal[False], **variables: Any) -> str: ...
+
+    def apply_chat_template(
+        self, messages: Any, *, tokenize: bool = True, add_generation_prompt: bool = False, **variables: Any
+    ) -> list[int] | str:
+        """The prompt of a chat, as `Engine.generate` makes it but for the default of ``add_generation_prompt``.
+
+        The first call of a process takes up to a second.
+
+        Args:
+            tokenize: give token ids; else the text.
+            add_generation_prompt: end with what begins an answer.
+            variables: for the template, among them ``continue_final_message``; as ``chat_template_kwargs``.
+        Raises:
+            InvalidRequest: there is no template, or it does not take these messages.
+        """
+        kwargs = {"add_generation_prompt": add_generation_prompt, **variables}
+        text = self._tokenizer.render_chat(messages, **take_template_kwargs(kwargs, is_chat=True))
+        return self._tokenizer.encode(text, add_special_tokens=False) if tokenize else text
+
+    def get_vocab(self) -> dict[str, int]:
+        """Each token's id."""
+        return dict(self.backend.get_vocab())
+
+    def convert_ids_to_tokens(self, token_ids: Iterable[int]) -> list[str | None]:
+        """The tokens as the vocabulary writes them; None for an id that it has not."""
+        name = getattr(self.backend, "id_to_token", None) or self.backend.convert_ids_to_tokens
+        return [name(int(token_id)) for token_id in token_ids]
+
+    def __len__(self) -> int:
+        return self.vocab_size
+
+    def __await__(self) -> Generator[Any, None, Self]:
+        yield from ()
+        return self
