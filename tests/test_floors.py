@@ -59,14 +59,14 @@ MAY_IMPORT = {
     },
     "engine": {
         "control", "control_calls", "core_api", "executor.protocol", "health", "in_process", "intake",
-        "process_options", "prompt", "runtime", "stream", "transport.launch", "weight_pieces",
+        "process_options", "prompt", "runtime", "stream", "text.tokenizer", "transport.launch", "weight_pieces",
     },
     "transport": {
         "transport", "control", "core.scheduler", "core.sequence", "core_api", "engine_control", "engine_core",
         "executor.protocol", "health", "in_process", "listener", "model_folder", "process_options", "progress",
         "prompt", "text.worker", "waits",
     },
-    "blocking": {"blocking", "control", "engine", "executor.protocol", "health"},
+    "blocking": {"blocking", "control", "engine", "executor.protocol", "health", "process_options", "text.tokenizer"},
     "server": {"server", "engine", "health", "prompt"},
     "cli": {"cli", "engine", "process_options", "server", "transport"},
     "__main__": {"cli"},

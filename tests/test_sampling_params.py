@@ -29,6 +29,7 @@ from aioengine.sampling_params import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     MAX_TEXT_CHARS,
+    NEUTRAL_PARAMS,
     SamplingParams,
     make_params,
 )
@@ -359,6 +360,40 @@ def test_params_and_keywords_do_not_go_together() -> None:
         make_params(SamplingParams(), {}, {"top_k": 5})
     with pytest.raises(InvalidRequest, match="dict"):
         make_params({"top_k": 5}, {}, {})  # type: ignore[arg-type]
+
+
+def test_parameters_of_vllms_are_taken_where_they_ask_for_nothing() -> None:
+    for name, neutral in NEUTRAL_PARAMS.items():
+        for value in neutral.values or ():
+            assert SamplingParams(**{name: value}) == SamplingParams()
+        assert (name in FIELDS) == (not neutral.instead) or name == "skip_clone"
+        with pytest.raises(InvalidRequest, match=name) as error:
+            SamplingParams(**{name: 7})
+        assert error.value.param == name
+
+
+def test_a_parameter_that_is_an_enums_member_goes_by_its_name() -> None:
+    kinds = enum.Enum("RequestOutputKind", ["CUMULATIVE", "DELTA", "FINAL_ONLY", "SIDEWAYS"])
+    assert SamplingParams(output_kind=kinds.DELTA, n=2) == SamplingParams(n=2)  # type: ignore[call-arg, attr-defined]
+    with pytest.raises(InvalidRequest, match=r"output_kind=.*SIDEWAYS.*stream gives deltas"):
+        SamplingParams(output_kind=kinds.SIDEWAYS)  # type: ignore[call-arg, attr-defined]
+
+
+@pytest.mark.parametrize(("positional", "keywords"), [((0.5,), {}), ((), {"temprature": 0.5}), ((), {"__init__": 1})])
+def test_parameters_that_are_none_are_the_callers_fault(positional: Any, keywords: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"keywords alone|unknown parameter"):
+        SamplingParams(*positional, **keywords)
+
+
+def test_a_clone_is_equal_or_has_other_values() -> None:
+    params = SamplingParams(temperature=0.5, stop="a", logit_bias={3: 1.0})
+    clone = params.clone()
+    assert clone == params
+    assert clone.logit_bias is not params.logit_bias
+    assert params.clone(stop=None, max_tokens=3) == SamplingParams(temperature=0.5, logit_bias={3: 1.0}, max_tokens=3)
+    assert params == clone
+    with pytest.raises(InvalidRequest, match="max_tokens=0"):
+        params.clone(max_tokens=0)
 
 
 @pytest.mark.parametrize("name", ["max_toknes", "x", "max_tokens" * 1_000_000], ids=["near", "far", "long"])

@@ -95,6 +95,35 @@ def test_a_chat_takes_variables_for_its_template(open_llm: Open) -> None:
     assert caught.value.param == "chat_template_kwargs"
 
 
+def test_a_chat_goes_on_with_its_last_message(open_llm: Open) -> None:
+    chat = [*CHAT, {"role": "assistant", "content": "A fox and"}]
+    llm = open_llm()
+    [begun] = llm.chat(chat, max_tokens=1)
+    [continued] = llm.chat(chat, max_tokens=1, add_generation_prompt=False, continue_final_message=True)
+    [named] = llm.chat(chat, max_tokens=1, continue_final_message=True, chat_template_kwargs={"enable_thinking": False})
+    assert begun.prompt != continued.prompt == named.prompt
+    assert (continued.prompt or "").endswith("A fox and")
+    with pytest.raises(InvalidRequest, match="give one of them"):
+        llm.chat(chat, add_generation_prompt=True, continue_final_message=True)
+    with pytest.raises(InvalidRequest, match="a mapping"):
+        llm.chat(chat, continue_final_message=True, chat_template_kwargs=7)  # type: ignore[arg-type]
+
+
+def test_a_script_of_vllms_runs_as_it_stands(device: Any) -> None:
+    llm = LLM(executor=device, tensor_parallel_size=1, trust_remote_code=False, swap_space=4, seed=0, quantization=None)
+    tokenizer = llm.get_tokenizer()
+    prompt = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+    params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=4, stop=None, structured_outputs=None, best_of=1)
+    one, two = llm.generate([prompt, {"prompt_token_ids": tokenizer.encode(prompt)}], params, lora_request=None)
+    assert one.prompt_token_ids == two.prompt_token_ids
+    assert tokenizer.decode(one.outputs[0].token_ids, skip_special_tokens=True) == one.outputs[0].text
+    [chatted] = llm.chat(CHAT, params, use_tqdm=False, chat_template=None, tools=None, lora_request=None)
+    assert chatted.prompt == prompt
+    with pytest.raises(InvalidRequest, match="unknown parameter 'max_tokns'"):
+        llm.generate(prompt, params, max_tokns=3)
+    llm.close()
+
+
 def test_choices_and_salts_and_keywords_reach_the_engine(open_llm: Open) -> None:
     llm = open_llm()
     prompt = list(range(100, 140))
@@ -151,7 +180,7 @@ def test_what_is_no_conversation_is_refused(open_llm: Open, messages: Any) -> No
         open_llm().chat(messages)
 
 
-@pytest.mark.parametrize("bad", [[99999], "", {"prompt": "a", "multi_modal_data": {}}, None], ids=repr)
+@pytest.mark.parametrize("bad", [[99999], "", {"prompt": "a", "multi_modal_data": {"image": 1}}, None], ids=repr)
 def test_a_bad_prompt_costs_nothing_and_is_named(open_llm: Open, device: Any, bad: Any) -> None:
     llm = open_llm(device)
     with pytest.raises(InvalidRequest) as caught:

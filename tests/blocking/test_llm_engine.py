@@ -100,7 +100,7 @@ def test_all_choices_of_a_request_are_in_its_outputs(open_engine: Open, temperat
 
 def test_a_prompt_may_have_any_of_its_forms(open_engine: Open) -> None:
     engine = open_engine()
-    ids = engine.get_tokenizer().encode("Once upon a time").ids
+    ids = engine.get_tokenizer().encode("Once upon a time")
     forms: list[Any] = [
         "Once upon a time",
         ids,
@@ -462,7 +462,7 @@ def test_keywords_are_engine_args_too_and_win(device: Any) -> None:
     ("args", "message"),
     [
         ({"max_num_seq": 7}, "did you mean 'max_num_seqs'"),
-        ({"enforce_eager": True, "swap_space": 4}, "'enforce_eager', 'swap_space'"),
+        ({"enforce_eagre": True, "swop_space": 4}, "'enforce_eagre', 'swop_space'"),
         ({"max_num_seqs": 0}, "max_num_seqs=0"),
         (7, "engine_args=7"),
         (Args, "engine_args="),

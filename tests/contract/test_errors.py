@@ -127,7 +127,7 @@ async def test_a_bad_config_is_refused_before_anything_begins(process: bool) -> 
 async def test_no_token_left_to_sample_fails_that_request_alone(
     engine: Engine, reference: Engine, quiet_log: None
 ) -> None:
-    [wolf] = engine.get_tokenizer().encode(" wolf").ids
+    [wolf] = engine.get_tokenizer().encode(" wolf")
     errors = []
     for each in (engine, reference):
         other = asyncio.gather(*(each.generate(PROMPT, seed=seed, max_tokens=9) for seed in range(3)))

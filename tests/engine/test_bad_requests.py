@@ -52,7 +52,6 @@ BAD_FIELDS = [
     ("stop", ["a", ""]),
     ("stop", 7),
     ("stop", [7]),
-    ("stop", None),
     ("stop_token_ids", [-1]),
     ("stop_token_ids", [2048]),
     ("stop_token_ids", [1.5]),

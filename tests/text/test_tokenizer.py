@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as Backend
 from aioengine.core.detokenizer import WindowTable, make_detokenizer
 from aioengine.errors import InvalidRequest, ModelLoadError
 from aioengine.text.loading import PLAIN_MODEL_TYPES, LoadedTokenizer, load_tokenizer
-from aioengine.text.tokenizer import MAX_CHARS_HOLDING_GIL, Tokenizer
+from aioengine.text.tokenizer import MAX_CHARS_HOLDING_GIL, ModelTokenizer, Tokenizer
 
 BAD_WORD_KINDS = ["byte level", "byte fallback", "metaspace", "word piece"]
 MESSAGES = [{"role": "system", "content": " Be brief. "}, {"role": "user", "content": "Naïve café? 😀"}]
@@ -53,6 +53,28 @@ def assert_like_auto_tokenizer(folder: Path) -> None:
         expected = theirs.apply_chat_template(MESSAGES, add_generation_prompt=has_prompt, return_dict=False)
         assert ours.encode_chat(MESSAGES, add_generation_prompt=has_prompt) == expected
     assert (ours.eos_token_id, ours.bos_token_id) == (theirs.eos_token_id, theirs.bos_token_id)
+
+
+def test_a_callers_tokenizer_has_transformers_names_and_defaults(folder: Path) -> None:
+    ours, theirs = ModelTokenizer(Tokenizer.load(folder)), auto_tokenizer(folder)
+    text = " ".join(TEXTS[:-1])
+    ids = theirs.encode(text)
+    assert ours.encode(text) == ids
+    assert ours.encode(text, add_special_tokens=False) == theirs.encode(text, add_special_tokens=False)
+    assert ours.decode(ids) == theirs.decode(ids, clean_up_tokenization_spaces=False)
+    assert ours.decode(ids[0]) == theirs.decode(ids[0])
+    assert ours.apply_chat_template(MESSAGES) == theirs.apply_chat_template(MESSAGES, return_dict=False)
+    for options in ({"add_generation_prompt": True}, {"continue_final_message": True}):
+        expected = theirs.apply_chat_template(MESSAGES, tokenize=False, **options)
+        assert ours.apply_chat_template(MESSAGES, tokenize=False, **options) == expected
+    assert ours.get_vocab() == theirs.get_vocab()
+    assert ours.convert_ids_to_tokens(ids) == theirs.convert_ids_to_tokens(ids)
+    assert ours.vocab_size == len(ours) == len(theirs)
+    assert (ours.bos_token_id, ours.eos_token_id) == (theirs.bos_token_id, theirs.eos_token_id)
+    assert ours.chat_template == theirs.chat_template
+    assert isinstance(ours.backend, Backend)
+    with pytest.raises(InvalidRequest, match="return_dict"):
+        ours.apply_chat_template(MESSAGES, return_dict=True)
 
 
 # None is what AutoTokenizer makes of a folder without config.json; the last two have classes of their own.

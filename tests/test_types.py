@@ -1,0 +1,80 @@
+"""What type checkers see: keywords have names and types, the same that the structs have."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+import pytest
+
+import aioengine
+from aioengine.config import ConfigKeywords, EngineConfig
+from aioengine.sampling_params import NEUTRAL_PARAMS, SamplingKeywords, SamplingParams
+from aioengine.validation import field_types
+
+ROOT = Path(__file__).parents[1]
+
+PROGRAM = """
+import asyncio
+from aioengine import LLM, Engine, LLMEngine, SamplingParams
+
+async def main() -> None:
+    async with Engine(max_model_len=64, tune_kernels=False, seed=1) as engine:
+        task = asyncio.create_task(engine.generate("x", SamplingParams(stop=["a"]), "id"))
+        text: str = (await task).text + (await engine.generate("x", max_tokens=3)).text
+        await engine.generate({"prompt": text}, sampling_params=SamplingParams())
+        ids: list[int] = (await engine.get_tokenizer()).apply_chat_template([])
+        await engine.generate(ids, max_tokns=3)  # wrong
+        await engine.generate(ids, max_tokens="3")  # wrong
+        engine.stream(ids, max_tokns=3)  # wrong
+        async for _ in engine.generate(ids):  # wrong
+            pass
+    Engine(max_model_ln=3)  # wrong
+    await Engine.start(max_model_ln=3)  # wrong
+    LLM(max_model_ln=3)  # wrong
+    LLMEngine(max_model_ln=3)  # wrong
+    LLM().generate("x", max_tokns=3)  # wrong
+    LLM().chat([], max_tokns=3)  # wrong
+    SamplingParams(max_tokns=3)  # wrong
+    SamplingParams().clone(max_tokns=3)  # wrong
+"""
+
+
+def members(hint: Any) -> set[Any]:
+    """The types of a union, without bounds; a tuple may be given as a list."""
+    if get_origin(hint) is Annotated:
+        return members(hint.__origin__)
+    if get_origin(hint) in (Union, types.UnionType):
+        return set().union(*map(members, get_args(hint)))
+    if get_origin(hint) in (tuple, dict):
+        bare = tuple(argument if argument is ... else next(iter(members(argument))) for argument in get_args(hint))
+        whole = get_origin(hint)[bare]
+        return {whole, list[bare[0]]} if get_origin(hint) is tuple else {whole}  # type: ignore[valid-type]
+    return {("Literal", get_args(hint))} if get_origin(hint) is Literal else {hint}
+
+
+@pytest.mark.parametrize(
+    ("keywords", "struct", "others"),
+    [(SamplingKeywords, SamplingParams, set()), (ConfigKeywords, EngineConfig, {"model"})],
+)
+def test_keywords_are_the_fields_of_the_struct(keywords: Any, struct: type[msgspec.Struct], others: set[str]) -> None:
+    expected = {name: members(hint) for name, hint in field_types(struct).items() if name not in others}
+    if struct is SamplingParams:
+        for name in NEUTRAL_PARAMS.keys() & expected.keys():
+            expected[name].add(type(None))
+    assert {name: members(hint) for name, hint in get_type_hints(keywords).items()} == expected
+
+
+def test_a_misspelt_keyword_fails_the_type_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    monkeypatch.setenv("MYPYPATH", str(Path(aioengine.__file__).parents[1]))
+    command = [sys.executable, "-m", "mypy", "--strict", "--no-pretty", str(program)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    told = {int(line.split(":")[1]) for line in done.stdout.splitlines() if ": error: " in line}
+    wrong = {number for number, line in enumerate(PROGRAM.splitlines(), 1) if line.endswith("# wrong")}
+    assert told == wrong, done.stdout + done.stderr
