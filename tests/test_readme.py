@@ -1,12 +1,14 @@
-"""The README's Python runs as it stands, on the bundled model in place of a downloaded one."""
+"""What README and `docs/from-vllm.md` say runs as it stands, on the bundled model in place of a downloaded one."""
 
 from __future__ import annotations
 
 import ast
 import asyncio
 import inspect
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,8 +21,15 @@ import aioengine
 from aioengine.testing import FakeExecutor
 
 README = Path(__file__).parents[1] / "README.md"
-BLOCKS = re.findall(r"^```python\n(.*?)^```", README.read_text(), flags=re.MULTILINE | re.DOTALL)
-PROGRAMS = [block for block in BLOCKS if "import" in block]
+FROM_VLLM = README.with_name("docs") / "from-vllm.md"
+
+
+def blocks_of(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+BLOCKS = blocks_of(README)
+PROGRAMS = [block for block in BLOCKS if "import" in block] + blocks_of(FROM_VLLM)
 """Those that stand for themselves; the others go on where the one before has stopped, as cells of a notebook do."""
 CELLS = [block for block in BLOCKS if block not in PROGRAMS]
 
@@ -39,7 +48,7 @@ async def run_cells(cells: list[str], names: dict[str, Any]) -> None:
 
 
 def test_there_are_programs_and_cells() -> None:
-    assert len(PROGRAMS) == 7
+    assert len(PROGRAMS) == 7 + 2
     assert len(CELLS) >= 6
 
 
@@ -77,6 +86,15 @@ def test_a_program_runs(number: int, tmp_path: Path, request: pytest.FixtureRequ
         assert "15" in done.stdout
 
 
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
+def test_the_line_with_curl_brings_an_answer(url: str) -> None:
+    (command,) = re.findall(r"^\$ (curl .*\n.*)$", README.read_text(), flags=re.MULTILINE)
+    command = command.replace("http://127.0.0.1:8000", url).replace("curl ", "curl --silent --fail ", 1)
+    command = command.replace('"messages"', '"temperature": 0, "messages"')  # no token drawn by chance
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
+    assert "15" in json.loads(done.stdout)["choices"][0]["message"]["content"], done.stderr
+
+
 def test_the_program_about_testing_runs_whatever_tokens_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     class OnlyEnds(FakeExecutor):
         def __init__(self, **options: Any) -> None:
@@ -90,6 +108,33 @@ def test_the_program_about_testing_runs_whatever_tokens_are_drawn(monkeypatch: p
 def test_prose_fits_its_lines() -> None:
     prose = re.sub(r"^```.*?^```", "", README.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     assert [line for line in prose.splitlines() if len(line) > 120] == []
+
+
+def rows_of(page: Path, section: str) -> list[tuple[str, str]]:
+    """The two columns of the table in a section."""
+    (text,) = re.findall(rf"^## {section}\n(.*?)(?=^## |\Z)", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return re.findall(r"^\| (`.*?) \| (.*) \|$", text, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("section", "make"),
+    [
+        ("Sampling parameters", aioengine.SamplingParams),
+        ("Engine arguments", lambda **given: aioengine.Engine(**given)),
+    ],
+)
+def test_what_is_said_of_vllms_arguments_is_so(section: str, make: Any) -> None:
+    rows = rows_of(FROM_VLLM, section)
+    told = [(code, here) for vllm, here in rows for code in re.findall(r"`(\w+=.*?)`", vllm)]
+    assert len(told) > 15
+    for code, here in told:
+        given = eval(f"dict({code})")
+        if here.startswith("taken"):
+            make(**given)
+        else:
+            assert here.startswith("refused: ")
+            with pytest.raises((aioengine.InvalidRequest, aioengine.ConfigError), match=next(iter(given))):
+                make(**given)
 
 
 async def test_the_cells_run_one_after_the_other(tmp_path: Path) -> None:
