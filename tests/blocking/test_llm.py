@@ -121,6 +121,9 @@ def test_a_script_of_vllms_runs_as_it_stands(device: Any) -> None:
     assert chatted.prompt == prompt
     with pytest.raises(InvalidRequest, match="unknown parameter 'max_tokns'"):
         llm.generate(prompt, params, max_tokns=3)
+    for name in ("request_id", "on_full", "params", "max_unread_tokens"):
+        with pytest.raises(InvalidRequest, match=f"unknown parameter '{name}'"):
+            llm.chat(CHAT, **{name: None})
     llm.close()
 
 

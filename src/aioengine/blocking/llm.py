@@ -15,7 +15,7 @@ from aioengine.blocking.prompts import list_chats, list_prompts
 from aioengine.engine import Engine
 from aioengine.errors import InvalidRequest
 from aioengine.outputs import RequestOutput
-from aioengine.sampling_params import SamplingKeywords, SamplingParams
+from aioengine.sampling_params import SamplingKeywords, SamplingParams, make_params
 
 REFRESH_INTERVAL_S = 0.2
 """Of the progress bar: what an eye follows."""
@@ -72,6 +72,7 @@ class LLM(Facade):
             StepFailed, EngineDead: see there.
             RuntimeError: the engine sleeps.
         """
+        make_params(None, {}, sampling)  # Engine.generate has arguments that are not for this method
         jobs = self._make_jobs(list_prompts(prompts), sampling_params, priority, cache_salt, sampling)
         return self._complete(jobs, use_tqdm=use_tqdm, show_progress=show_progress)
 
@@ -96,6 +97,7 @@ class LLM(Facade):
             add_generation_prompt, continue_final_message: short for these two of ``chat_template_kwargs``.
             chat_template_kwargs: variables for the template, such as ``enable_thinking``; as in `Engine.generate`.
         """
+        make_params(None, {}, sampling)
         named = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         named = {name: value for name, value in named.items() if value is not None}
         if named and isinstance(chat_template_kwargs, Mapping | None):
