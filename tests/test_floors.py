@@ -14,7 +14,17 @@ import aioengine
 
 ROOT = Path(aioengine.__file__).parent
 
-EVERYWHERE = {"errors", "config", "sampling_params", "request", "request_log", "outputs", "validation", "metrics"}
+EVERYWHERE = {
+    "errors",
+    "config",
+    "sampling_params",
+    "request",
+    "request_log",
+    "outputs",
+    "validation",
+    "metrics",
+    "plain_struct",
+}
 """What every floor may use; `outputs` is for those above the core."""
 
 MAY_IMPORT = {
@@ -82,6 +92,7 @@ MAY_IMPORT = {
     "sampling_params": set(),
     "config": set(),
     "validation": set(),
+    "plain_struct": set(),
     "metrics": set(),
     "errors": set(),
 }  # fmt: skip

@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from aioengine.plain_struct import PlainStruct
+
 HealthStatus = Literal["ALIVE", "STALLED", "DEAD"]
 
 
@@ -32,7 +34,7 @@ class Beat(msgspec.Struct, frozen=True, array_like=True):
     is_paused: bool = False
 
 
-class Health(msgspec.Struct, frozen=True, kw_only=True):
+class Health(PlainStruct, frozen=True, kw_only=True):
     """What `Engine.health` says.
 
     Attributes:

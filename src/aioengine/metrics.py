@@ -16,6 +16,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from aioengine.plain_struct import PlainStruct
+
 Float64 = NDArray[np.float64]
 Int64 = NDArray[np.int64]
 
@@ -81,7 +83,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     prefix_cache_hits: int
 
 
-class RequestMetrics(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class RequestMetrics(PlainStruct, frozen=True, kw_only=True, gc=False):
     """Where a request's time went; None where it has not come that far.
 
     Attributes:
@@ -273,7 +275,7 @@ class Histogram:
 Metric = Counter | LabeledCounter | Gauge | Histogram
 
 
-class Distribution(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class Distribution(PlainStruct, frozen=True, kw_only=True, gc=False):
     """A histogram in four numbers; the quantiles are estimates within a bucket, all None without values."""
 
     count: int
@@ -288,7 +290,7 @@ class Distribution(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         )
 
 
-class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+class EngineStats(PlainStruct, frozen=True, kw_only=True):
     """An engine's numbers since its start, for a person or for JSON.
 
     Attributes:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from aioengine.core.sequence import FinishReason
 from aioengine.metrics import RequestMetrics
+from aioengine.plain_struct import PlainStruct
 
 
-class Logprob(msgspec.Struct, frozen=True, gc=False):
+class Logprob(PlainStruct, frozen=True, gc=False):
     """One candidate for one output position.
 
     Attributes:
@@ -26,7 +25,7 @@ TokenLogprobs = dict[int, Logprob]
 """By token id, for one position: the sampled token first, then the likeliest ones."""
 
 
-class CompletionDelta(msgspec.Struct, frozen=True, kw_only=True):
+class CompletionDelta(PlainStruct, frozen=True, kw_only=True):
     """What is new of a completion since the delta before.
 
     The last delta, and only that, has a ``finish_reason``. Deltas that nobody has read are merged.
@@ -48,7 +47,7 @@ class CompletionDelta(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: int | str | None = None
 
 
-class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True):
+class CompletionOutput(PlainStruct, frozen=True, kw_only=True):
     """One completion of a prompt.
 
     Attributes:
@@ -67,7 +66,7 @@ class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: int | str | None = None
 
 
-class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
+class RequestOutput(PlainStruct, frozen=True, kw_only=True):
     """A request and what it has brought.
 
     Attributes:

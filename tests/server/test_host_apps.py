@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import httpx
+import msgspec
 import pytest
 from aiohttp import web
+from fastapi import FastAPI
+from pydantic import BaseModel
 from server.conftest import plain_client, serving_app
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -19,7 +23,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.testclient import TestClient
 
-from aioengine import AioEngineError, CompletionDelta, Engine, EngineClosed, StepFailed, Stream
+from aioengine import AioEngineError, CompletionDelta, Engine, EngineClosed, Health, RequestOutput, StepFailed, Stream
 from aioengine.server import (
     HttpLimits,
     ServerConfig,
@@ -147,6 +151,76 @@ async def test_what_was_done_while_connected_is_given_back_and_its_errors_are_as
             refused = await client.get("/", params={"tokens": 0})
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "max_tokens"
+
+
+class Story(BaseModel):
+    title: str
+    output: RequestOutput
+
+
+async def test_a_fastapi_endpoint_returns_what_the_engine_gave() -> None:
+    app = FastAPI()
+    asking = {"max_tokens": 3, "ignore_eos": True, "logprobs": 2, "prompt_logprobs": 1, "seed": 7}
+
+    @app.get("/untyped", response_model=None)
+    async def untyped() -> object:
+        return await engine.generate(PROMPT, request_id="a", **asking)
+
+    @app.get("/typed")
+    async def typed() -> RequestOutput:
+        return await engine.generate(PROMPT, request_id="a", **asking)
+
+    @app.get("/model", response_model=RequestOutput, response_model_exclude={"metrics"})
+    async def model() -> object:
+        return await engine.generate(PROMPT, request_id="a", **asking)
+
+    @app.get("/inside")
+    async def inside() -> Story:
+        return Story(title="Tom", output=await engine.generate(PROMPT, request_id="a", **asking))
+
+    @app.get("/health")
+    async def health() -> Health:
+        return engine.health()
+
+    @app.get("/deltas")
+    async def deltas() -> list[CompletionDelta]:
+        async with engine.stream(PROMPT, **asking) as stream:
+            return [delta async for delta in stream]
+
+    async with quick_engine() as engine, serving_app(app) as url, plain_client(url) as client:
+        output = await engine.generate(PROMPT, request_id="a", **asking)
+        told = {**json.loads(json.dumps(output.to_dict())), "metrics": None}
+        assert told["outputs"][0]["token_ids"] == output.outputs[0].token_ids
+        assert told["outputs"][0]["logprobs"][0].keys() == {str(id_) for id_ in output.outputs[0].logprobs[0]}
+        for path in ("/untyped", "/typed"):
+            answer = (await client.get(path)).json()
+            assert answer.pop("metrics")["num_generation_tokens"] == 3
+            assert {**answer, "metrics": None} == told
+        assert {**(await client.get("/model")).json(), "metrics": None} == told
+        story = Story.model_validate_json((await client.get("/inside")).content)
+        assert msgspec.structs.replace(story.output, metrics=None) == msgspec.structs.replace(output, metrics=None)
+        assert (await client.get("/health")).json()["status"] == "ALIVE"
+        assert [id_ for delta in (await client.get("/deltas")).json() for id_ in delta["token_ids"]] == (
+            output.outputs[0].token_ids
+        )
+        schemas = (await client.get("/openapi.json")).json()["paths"]
+        schema = schemas["/typed"]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
+        assert {"request_id", "outputs"} <= set(schema["required"])
+
+
+async def test_an_output_as_a_dict_is_what_json_takes() -> None:
+    async def starlette_story(request: Request) -> Response:
+        return JSONResponse((await engine.generate(PROMPT, max_tokens=3, logprobs=1)).to_dict())
+
+    async def aiohttp_story(request: web.Request) -> web.Response:
+        return web.json_response((await engine.generate(PROMPT, max_tokens=3, logprobs=1)).to_dict())
+
+    site = web.Application()
+    site.add_routes([web.get("/", aiohttp_story)])
+    for app in (Starlette(routes=[Route("/", starlette_story)]), site):
+        async with quick_engine() as engine, serving_app(app) as url, plain_client(url) as client:
+            told = (await client.get("/")).json()
+            assert (told["prompt_token_ids"], told["finished"]) == (PROMPT, True)
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
