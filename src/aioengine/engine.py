@@ -42,6 +42,7 @@ from aioengine.prompt import (
     PromptDict,
     check_call,
     check_params,
+    keep_prompt,
     make_id,
     open_prompt,
     take_prompt,
@@ -49,7 +50,7 @@ from aioengine.prompt import (
 )
 from aioengine.runtime import Runtime
 from aioengine.sampling_params import SamplingKeywords, SamplingParams, make_params
-from aioengine.stream import Call, Profile, Stream, await_only
+from aioengine.stream import Call, Checked, Profile, Stream, await_only
 from aioengine.text.tokenizer import ModelTokenizer
 from aioengine.validation import shorten
 from aioengine.weight_pieces import absolute, send_weights
@@ -200,6 +201,9 @@ class Engine:
 
         Cancelling aborts the request: it is in no later step, and its memory is free for the next one.
 
+        While another task starts the engine the request waits for it, and is checked then. Where the start fails, it
+        hears the error that the start raises.
+
         Args:
             prompt: text, token ids, chat messages, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``.
             params: how to sample; or give its fields as keywords. The model's generation config has the defaults of
@@ -248,7 +252,8 @@ class Engine:
         """Complete a prompt and read it as it comes.
 
         ``async with engine.stream(...) as stream: async for delta in stream: ...``. Arguments and errors are those of
-        `generate`, and two more. Leaving the block, for any reason, aborts the request.
+        `generate`, and two more. Leaving the block, for any reason, aborts the request. While another task starts the
+        engine, entering the block waits for it, and raises what the call raises otherwise.
 
         Args:
             max_unread_tokens: with so many of a choice unread it is not computed any further until they are read; it
@@ -257,11 +262,7 @@ class Engine:
             stream_interval: tokens of a choice between two deltas, the first and the last delta aside; absent: the
                 engine's.
         """
-        runtime = self._here()
-        checked = make_params(params, runtime.sampling_defaults, sampling, alias=sampling_params)
-        if self._seeds is not None and checked.seed is None:
-            checked = msgspec.structs.replace(checked, seed=self._seeds.getrandbits(56))
-        check_params(checked, runtime)
+        runtime = self._here_or_starting()
         prompt, cache_salt = open_prompt(prompt, cache_salt)
         priority, max_unread_tokens, stream_interval = check_call(
             request_id=request_id,
@@ -271,18 +272,37 @@ class Engine:
             max_unread_tokens=max_unread_tokens,
             stream_interval=stream_interval,
         )
-        taken = take_prompt(prompt, runtime)
         call = Call(
-            params=checked,
             request_id=make_id() if request_id is None else request_id,
             priority=priority,
             cache_salt=cache_salt or "",
             on_full=on_full,
             max_unread_tokens=max_unread_tokens,
-            stream_interval=runtime.config.stream_interval if stream_interval is None else stream_interval,
-            template_kwargs=take_template(chat_template_kwargs, taken),
+            stream_interval=stream_interval,
         )
-        return Stream(self, runtime, taken, call)
+        if runtime.is_starting:
+            prompt = keep_prompt(prompt)
+
+        def check() -> Checked:
+            checked = make_params(params, runtime.sampling_defaults, sampling, alias=sampling_params)
+            if self._seeds is not None and checked.seed is None:
+                checked = msgspec.structs.replace(checked, seed=self._seeds.getrandbits(56))
+            check_params(checked, runtime)
+            taken = take_prompt(prompt, runtime)
+            return Checked(taken, checked, take_template(chat_template_kwargs, taken))
+
+        return Stream(self, runtime, call, check)
+
+    async def wait_started(self) -> None:
+        """Wait while another task starts the engine; returns at once where it runs. Cancelling stops the wait alone.
+
+        `generate`, and entering a `stream`, do so by themselves.
+
+        Raises:
+            ConfigError, ModelLoadError: it cannot be started, as that other task hears, too.
+            EngineClosed: nobody has begun to start it, or it was closed.
+        """
+        await self._here_or_starting().wait_started()
 
     def check_accepting(self, num_sequences: int = 1) -> None:
         """Raise what a request with ``on_full="raise"`` would hear now; for who wants to refuse before other work.
@@ -638,7 +658,7 @@ class Engine:
     async def _start(self) -> None:
         if self._runtime is not None:
             raise EngineClosed("an engine starts once; make a new one")
-        self._runtime = runtime = Runtime(self.config.show_progress, self._make_backend)
+        self._runtime = runtime = Runtime(self.config, self._make_backend)
         await runtime.start()
         self.config = runtime.config
 
@@ -653,6 +673,13 @@ class Engine:
         runtime = self._running()
         runtime.check_loop()
         return runtime
+
+    def _here_or_starting(self) -> Runtime:
+        """As `_here`, and that of an engine that is being started."""
+        if self._runtime is None or not self._runtime.is_starting:
+            return self._here()
+        self._runtime.check_loop()
+        return self._runtime
 
     async def _call(self, control: AnyControl) -> Any:
         return await self._here().call(control)

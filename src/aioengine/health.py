@@ -8,7 +8,7 @@ import msgspec
 
 from aioengine.plain_struct import PlainStruct
 
-HealthStatus = Literal["ALIVE", "STALLED", "DEAD"]
+HealthStatus = Literal["STARTING", "ALIVE", "STALLED", "DEAD"]
 
 
 class Beat(msgspec.Struct, frozen=True, array_like=True):
@@ -38,7 +38,8 @@ class Health(PlainStruct, frozen=True, kw_only=True):
     """What `Engine.health` says.
 
     Attributes:
-        status: "ALIVE"; "STALLED": it is there and does not get on; "DEAD": it will not come back.
+        status: "STARTING": requests wait for that; "ALIVE"; "STALLED": it is there and does not get on; "DEAD": it will
+            not come back.
         reason: why it is not alive, for a person; empty if it is.
         step, step_age_s, running, waiting: as in the last beat; the age counted up to now.
         beat_age_s: how old that beat is; 0 in process.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping
 from typing import Any, Protocol, get_args
@@ -111,6 +112,12 @@ def take_prompt(prompt: Any, host: Host) -> Prompt:
         host.require_tokenizer()
         return copy_messages(prompt)
     return list(_check_ids(prompt, max_ids, host.info.vocab_size))
+
+
+def keep_prompt(prompt: Any) -> Any:
+    """The prompt as it is now, to be taken once there is a host to take it."""
+    is_chat = isinstance(prompt, list) and prompt and isinstance(prompt[0], dict)
+    return copy_messages(prompt) if is_chat else copy.copy(prompt)
 
 
 def take_template(chat_template_kwargs: Any, prompt: Prompt) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 import anyio
@@ -23,10 +24,10 @@ from aioengine.control import AnyControl, Pause, PauseMode, WakeUp
 from aioengine.core.detokenizer import Detokenizer, TokenTable, make_detokenizer
 from aioengine.core.sequence import Sequence, make_family
 from aioengine.core_api import Backend, Core, Surroundings
-from aioengine.errors import AioEngineError, EngineClosed, InternalError, InvalidRequest
+from aioengine.errors import AioEngineError, EngineClosed, EngineOverloaded, InternalError, InvalidRequest
 from aioengine.executor.protocol import ExecutorInfo
 from aioengine.health import Health
-from aioengine.intake import Intake
+from aioengine.intake import Intake, OnFull
 from aioengine.listener import UNLIMITED
 from aioengine.metrics import EngineMetrics, EngineStats
 from aioengine.model_folder import ModelFolder
@@ -67,7 +68,7 @@ class Runtime:
     """A started engine's parts; made on the loop that it lives on.
 
     Args:
-        show_progress: as in `EngineConfig`.
+        config: as it was given; the core's own may be another process's.
         make_backend: where the core comes from.
     """
 
@@ -77,8 +78,8 @@ class Runtime:
     intake: Intake
     log: RequestLog
 
-    def __init__(self, show_progress: bool | None, make_backend: Callable[[Surroundings], Backend]) -> None:
-        self._show_progress = show_progress
+    def __init__(self, config: EngineConfig, make_backend: Callable[[Surroundings], Backend]) -> None:
+        self._given_config = config
         self.worker = TextWorker()
         self._large_worker = TextWorker()
         """For what takes long and must hold up nobody else: huge texts, and files that are written."""
@@ -97,6 +98,9 @@ class Runtime:
         self._started = asyncio.Event()
         """It serves, or it never will and everything is closed again."""
         self._start_error: Exception | None = None
+        self._start_traceback: TracebackType | None = None
+        self._num_expectant = 0
+        """Requests that wait for the start."""
         self._is_serving = False
         self._is_closing = False
         self._is_stoppable = False
@@ -128,8 +132,38 @@ class Runtime:
             with anyio.CancelScope(shield=True):  # closing has a deadline of its own
                 await asyncio.wait({self._supervisor})
             raise
+        self._check_started()
+
+    @property
+    def is_starting(self) -> bool:
+        return not (self._is_serving or self._is_closing)
+
+    async def wait_started(self, on_full: OnFull = "wait") -> None:
+        """Wait until the engine serves, which another task has asked for. Cancelling stops the wait alone.
+
+        Raises:
+            EngineOverloaded: ``max_waiting`` others wait already, and ``on_full`` is "raise".
+            EngineClosed: it was closed meanwhile.
+            ConfigError, ModelLoadError: it cannot start, as that other task hears, too.
+        """
+        if on_full == "raise" and self._num_expectant >= self._given_config.max_waiting:
+            raise EngineOverloaded(
+                f"{self._num_expectant} requests wait for the engine to start (max_waiting); try again later, or wait "
+                "with on_full='wait'",
+                retry_after_s=1.0,
+            )
+        self._num_expectant += 1
+        try:
+            await self._started.wait()
+        finally:
+            self._num_expectant -= 1
+        self._check_started()
+
+    def _check_started(self) -> None:
+        if self._start_error is not None:  # raised to each that waited: without what the others added
+            raise self._start_error.with_traceback(self._start_traceback)
         if not self._is_serving:
-            raise self._start_error or EngineClosed("the engine was closed while it was starting")
+            raise EngineClosed("the engine was closed while it was starting")
 
     async def aclose(self, *, drain: bool) -> None:
         """End what is served and wait until everything is closed."""
@@ -208,7 +242,7 @@ class Runtime:
         except Exception as error:
             if self._is_serving:
                 raise
-            self._start_error = error
+            self._start_error, self._start_traceback = error, error.__traceback__
         finally:
             self._is_closing = True
             self._is_stoppable = False
@@ -219,7 +253,7 @@ class Runtime:
         self.files = await self._backend.find_model()
         self.sampling_defaults = self.files.sampling_defaults
         await self._load_tokenizer()
-        with loading_bar(f"loading {self.files.path.name}", is_shown=self._show_progress) as on_progress:
+        with loading_bar(f"loading {self.files.path.name}", is_shown=self._given_config.show_progress) as on_progress:
             await self._backend.open(on_progress)
         self.core = self._backend.core
         self.log = RequestLog(self.config)
@@ -385,7 +419,9 @@ class Runtime:
     def health(self) -> Health:
         if self._is_serving:
             return self.core.health()
-        return Health(status="DEAD", reason="it is closed" if self._is_closing else "it is still starting")
+        if self.is_starting:
+            return Health(status="STARTING", reason="it is still starting")
+        return Health(status="DEAD", reason="it is closed")
 
     def resume(self) -> None:
         self.intake.reopen()

@@ -8,7 +8,7 @@ import inspect
 import sys
 from collections.abc import Callable, Coroutine, Generator
 from types import CoroutineType, TracebackType
-from typing import Any, NoReturn, ParamSpec, Self, TypeVar
+from typing import Any, NamedTuple, NoReturn, ParamSpec, Self, TypeVar
 
 import msgspec
 
@@ -25,15 +25,21 @@ from aioengine.sampling_params import SamplingParams
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """The arguments of `Engine.stream` beside the prompt, checked; as there."""
+    """The arguments of `Engine.stream` that are checked without a model; as there."""
 
-    params: SamplingParams
     request_id: str
     priority: int
     cache_salt: str
     on_full: OnFull
     max_unread_tokens: int | None
-    stream_interval: int
+    stream_interval: int | None
+
+
+class Checked(NamedTuple):
+    """Its other arguments, which the model must be able to take."""
+
+    prompt: Prompt
+    params: SamplingParams
     template_kwargs: dict[str, Any]
 
 
@@ -47,12 +53,16 @@ class Stream:
         request_id: the request's.
     """
 
-    def __init__(self, engine: object, runtime: Runtime, prompt: Prompt, call: Call) -> None:
+    def __init__(self, engine: object, runtime: Runtime, call: Call, check: Callable[[], Checked]) -> None:
+        """``check`` is called now, or once an engine that is being started has a model to check against."""
         self.request_id = call.request_id
         self._engine = engine  # an engine in use is not garbage
         self._runtime = runtime
-        self._prompt = prompt
         self._call = call
+        self._check: Callable[[], Checked] | None = check
+        self._asked: Checked | None = None
+        if not runtime.is_starting:
+            self._ask()
         self._prompt_text: str | None = None
         self._reply: Reply | None = None
         self._is_entered = False
@@ -62,7 +72,18 @@ class Stream:
     @property
     def params(self) -> SamplingParams:
         """How it is sampled: what was given, and the model's defaults."""
-        return self._call.params
+        return self._checked.params
+
+    @property
+    def _checked(self) -> Checked:
+        if self._asked is None:
+            raise RuntimeError("the engine was still starting: enter the stream first, which waits for it")
+        return self._asked
+
+    def _ask(self) -> None:
+        """Check what is asked, once, and let go of what was given."""
+        if self._check is not None:
+            self._asked, self._check = self._check(), None
 
     async def __aenter__(self) -> Self:
         if self._is_entered:
@@ -86,8 +107,15 @@ class Stream:
     async def _begin(self) -> None:
         """Take a place, prepare the prompt, hand it to the core. Nothing is awaited once the core has it."""
         runtime, call = self._runtime, self._call
+        if self._asked is None:
+            await runtime.wait_started(call.on_full)
+            self._ask()
+            if self._is_aborted:
+                self._end_unbegun(runtime.arrive())
+                return
+        prompt, params, template_kwargs = self._checked
         arrival = runtime.arrive()
-        num_places = call.params.num_sequences
+        num_places = params.num_sequences
         if not await runtime.intake.enter(self, call.on_full, priority=call.priority, num_places=num_places):
             self._end_unbegun(arrival)
             return
@@ -96,17 +124,20 @@ class Stream:
             work = functools.partial(
                 prepare,
                 runtime,
-                self._prompt,
-                call.params,
+                prompt,
+                params,
                 request_id=self.request_id,
                 priority=call.priority,
                 cache_salt=call.cache_salt,
-                template_kwargs=call.template_kwargs,
+                template_kwargs=template_kwargs,
             )
-            size = num_chars(self._prompt, call.params)
+            size = num_chars(prompt, params)
             self._prompt_text, sequence = await runtime.worker_for(size).run(work, size)
             self._reply = runtime.add(
-                sequence, arrival, stream_interval=call.stream_interval, max_unread=call.max_unread_tokens
+                sequence,
+                arrival,
+                stream_interval=call.stream_interval or runtime.config.stream_interval,
+                max_unread=call.max_unread_tokens,
             )
             runtime.log.begun(sequence.request, self._prompt_text)
         finally:
@@ -116,12 +147,13 @@ class Stream:
 
     def _end_unbegun(self, arrival: Arrival) -> None:
         """It was aborted while it waited for a place: nothing is computed, not even its tokens."""
-        ids = self._prompt if isinstance(self._prompt, list) and not isinstance(self._prompt[0], dict) else []
-        self._prompt_text = self._prompt if isinstance(self._prompt, str) else None
+        prompt, params, _ = self._checked
+        ids = prompt if isinstance(prompt, list) and not isinstance(prompt[0], dict) else []
+        self._prompt_text = prompt if isinstance(prompt, str) else None
         request = Request(
             request_id=self.request_id,
             prompt_token_ids=int32(ids),
-            params=self._call.params,
+            params=params,
             seed=0,
             max_total_tokens=len(ids) + 1,
         )
@@ -132,7 +164,7 @@ class Stream:
         self._is_aborted = True
         if self._reply is not None:
             self._reply.abort()
-        else:
+        elif self._asked is not None:  # else it ends when the engine has started
             self._runtime.intake.dismiss(self)
 
     def fail(self, error: Callable[[], AioEngineError]) -> None:
@@ -218,7 +250,8 @@ class Stream:
 
         The prompt is the one that was given then; nothing is checked twice.
         """
-        return Stream(self._engine, self._runtime, self._prompt, msgspec.structs.replace(self._call, on_full=on_full))
+        call = msgspec.structs.replace(self._call, on_full=on_full)
+        return Stream(self._engine, self._runtime, call, lambda: self._checked)
 
     @property
     def result(self) -> RequestOutput:

@@ -496,7 +496,7 @@ async def test_messages_are_copied_in_time_and_depth_that_do_not_grow_with_what_
         doubled, deep = (doubled, doubled), [deep]
     async with serve() as served:
         stream = served.engine.stream([{"role": "user", "cycle": cycle, "doubled": doubled, "deep": deep}])
-        (message,) = stream._prompt
+        (message,) = stream._checked.prompt
         assert message["cycle"] is not cycle
         assert message["cycle"][0]["again"] is message["cycle"]
         assert message["doubled"][0] is message["doubled"][1]

@@ -101,9 +101,7 @@ def assert_gone(served: Any, num_plans: int) -> None:
     served.core.scheduler.check_integrity()
     held = {block_id for sequence in live for block_id in sequence.block_ids}
     assert served.num_free_blocks == served.executor.info.num_blocks - len(held)
-    assert SEED not in {
-        request._call.params.seed for requests in served.runtime._requests.values() for request in requests
-    }
+    assert SEED not in {request.params.seed for requests in served.runtime._requests.values() for request in requests}
 
 
 @pytest.mark.virtual_clock(seeds=3)

@@ -17,7 +17,18 @@ import anyio
 import pytest
 import uvloop
 
-from aioengine import ConfigError, Engine, EngineClosed, InternalError, ModelLoadError, RequestOutput, runtime
+from aioengine import (
+    ConfigError,
+    Engine,
+    EngineClosed,
+    EngineOverloaded,
+    InternalError,
+    InvalidRequest,
+    ModelLoadError,
+    RequestOutput,
+    Stream,
+    runtime,
+)
 from aioengine.model_folder import ModelFolder
 from aioengine.testing import FakeExecutor
 
@@ -397,16 +408,20 @@ async def test_closing_while_it_starts_ends_the_start(make_executor: Any, tasks:
     engine = Engine(executor=executor)
     starting = tasks.start(engine.__aenter__())
     await poll(gate.is_reached.is_set)
-    with pytest.raises(EngineClosed, match="starting"):
-        engine.stream(PROMPT)
+    waiting = tasks.start(engine.generate(PROMPT))
     with pytest.raises(EngineClosed, match="starting"):
         _ = engine.info
-    closing = tasks.start(engine.aclose(drain=drain))
     await asyncio.sleep(0)
+    closing = tasks.start(engine.aclose(drain=drain))
+    await poll(lambda: engine.health().status == "DEAD")
+    with pytest.raises(EngineClosed, match="closed"):
+        engine.stream(PROMPT)
     gate.open.set()
-    outcome, _ = await tasks.end()
+    outcome, unserved, _ = await tasks.end()
     assert closing.exception() is None
+    assert waiting.done()
     assert isinstance(outcome, EngineClosed), outcome
+    assert isinstance(unserved, EngineClosed), unserved
     assert starting.done()
     assert executor.is_closed
 
@@ -444,6 +459,106 @@ async def test_a_start_may_be_cancelled_at_any_moment(make_executor: Any, tasks:
         assert executor.is_closed or num_turns < 2, "it had begun to start"
         assert engine_threads() == []
     assert asyncio.CancelledError in kinds
+
+
+@BOTH_LOOPS
+async def test_a_request_that_is_made_while_the_engine_starts_is_served_when_it_has(
+    make_executor: Any, tasks: Any, gate: Gate
+) -> None:
+    engine = Engine(executor=make_executor())
+    with pytest.raises(EngineClosed, match="not been started"):
+        await engine.generate(PROMPT)
+    tasks.start(engine.__aenter__())
+    await poll(gate.is_reached.is_set)
+    assert engine.health().status == "STARTING"
+
+    async def read(stream: Stream) -> str:
+        async with stream:
+            return "".join([delta.text async for delta in stream])
+
+    asked: dict[str, Any] = {"max_tokens": 3, "ignore_eos": True, "seed": 7}
+    prompt, messages = [*PROMPT], [{"role": "user", "content": "Hello"}]
+    ids = tasks.start(engine.generate(prompt, **asked))
+    chat = tasks.start(engine.generate(messages, **asked))
+    stream = engine.stream("Hello", **asked)
+    text = tasks.start(read(stream))
+    with pytest.raises(InvalidRequest, match="priority"):
+        engine.stream(PROMPT, priority="high")  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="still starting"):
+        _ = stream.params
+    bad = tasks.start(engine.generate(PROMPT, temperature=-1))
+    gone = tasks.start(engine.generate(PROMPT))
+    one, other = (tasks.start(engine.generate(PROMPT, request_id=name)) for name in ("a", "b"))
+    await asyncio.sleep(0)
+    prompt.clear()  # what a request asks for is what it was when it was made
+    messages[0]["content"] = "Bye"
+    gone.cancel()
+    engine.abort("a")
+    await asyncio.sleep(0)
+    assert gone.done()
+    assert not ids.done()
+    assert engine.health().status == "STARTING"
+    gate.open.set()
+    await poll(lambda: all(task.done() for task in (ids, chat, text, bad, one, other)))
+    assert engine.health().status == "ALIVE"
+    assert ids.result().prompt_token_ids == PROMPT
+    assert ids.result().outputs == (await engine.generate(PROMPT, **asked)).outputs
+    assert "Hello" in chat.result().prompt
+    assert (await engine.generate("Hello", **asked)).text == text.result()
+    assert stream.params.max_tokens == 3
+    assert isinstance(bad.exception(), InvalidRequest)
+    assert (one.result().outputs[0].finish_reason, one.result().outputs[0].token_ids) == ("abort", [])
+    assert other.result().outputs[0].finish_reason != "abort"
+    await engine.wait_started()
+    await engine.aclose()
+
+
+@BOTH_LOOPS
+async def test_requests_that_would_not_wait_are_bounded_while_the_engine_starts(
+    make_executor: Any, tasks: Any, gate: Gate
+) -> None:
+    engine = Engine(executor=make_executor(), max_waiting=2)
+    tasks.start(engine.__aenter__())
+    await poll(gate.is_reached.is_set)
+    waiting = [tasks.start(engine.generate(PROMPT, max_tokens=2, on_full="raise")) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(EngineOverloaded, match="wait for the engine to start"):
+        await engine.generate(PROMPT, max_tokens=2, on_full="raise")
+    patient = tasks.start(engine.generate(PROMPT, max_tokens=2))
+    waiting[0].cancel()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    gate.open.set()
+    await poll(lambda: waiting[1].done() and patient.done())
+    assert waiting[1].result().finished
+    assert patient.result().finished
+    await engine.aclose()
+
+
+@pytest.mark.parametrize("end", ["failure", "cancellation"])
+async def test_requests_that_wait_for_a_start_hear_why_it_never_came(
+    make_executor: Any, tasks: Any, gate: Gate, tmp_path: Path, end: str
+) -> None:
+    model = str(tmp_path / "absent") if end == "failure" else None
+    executor = make_executor()
+    engine = Engine(model, executor=executor)
+    starting = tasks.start(engine.__aenter__())
+    await poll(gate.is_reached.is_set)
+    waiting = [tasks.start(engine.generate(PROMPT)), tasks.start(engine.wait_started())]
+    await asyncio.sleep(0)
+    if end == "cancellation":
+        starting.cancel()
+    gate.open.set()
+    outcome, *heard = await tasks.end()
+    assert executor.is_closed
+    assert all(task.done() for task in waiting)
+    if end == "failure":
+        assert isinstance(outcome, ModelLoadError)
+        assert heard == [outcome, outcome]
+    else:
+        assert [type(error) for error in heard] == [EngineClosed, EngineClosed]
+    with pytest.raises(EngineClosed, match="closed"):
+        await engine.generate(PROMPT)
 
 
 async def test_cancelling_a_start_twice_leaves_the_closing_to_the_engine(

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -9,8 +15,9 @@ import httpx
 import pytest
 from server.conftest import Face, app_of, both_faces, fake_engine, plain_client, serving, serving_app, until
 
-from aioengine import Engine
-from aioengine.server import create_app
+from aioengine import Engine, ModelLoadError
+from aioengine.model_folder import ModelFolder
+from aioengine.server import ServerConfig, api, create_app, start_server
 from aioengine.testing import FakeExecutor
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -62,6 +69,122 @@ async def test_an_engine_is_served_before_it_is_started_and_after_it_is_closed(f
                 assert (await http.get(path)).status_code == 200
             assert "vllm:num_requests_running" in (await http.get("/metrics")).text
         await check_unavailable(http)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Holds each start, in its thread, until this is set."""
+    gate = threading.Event()
+    resolve = ModelFolder.resolve
+
+    def gated(*args: Any, **options: Any) -> ModelFolder:
+        assert gate.wait(30)
+        return resolve(*args, **options)
+
+    monkeypatch.setattr(ModelFolder, "resolve", gated)
+    yield gate
+    gate.set()
+
+
+async def start(engine: Engine) -> None:
+    with contextlib.suppress(ModelLoadError):
+        await engine.__aenter__()
+
+
+@both_faces
+async def test_what_is_asked_while_the_engine_starts_is_answered_when_it_has(face: Face, gate: threading.Event) -> None:
+    engine = Engine(executor=FakeExecutor(vocab_size=2048))
+    async with serving_app(app_of(engine, face)) as url, plain_client(url) as http, anyio.create_task_group() as tasks:
+        answers: dict[tuple[str, bool], httpx.Response] = {}
+
+        async def ask(path: str, stream: bool) -> None:
+            answers[path, stream] = await http.post(path, json={**POSTS[path], **({"stream": True} if stream else {})})
+
+        tasks.start_soon(engine.__aenter__)
+        asked = [(path, stream) for path in POSTS for stream in (False, True) if path.startswith("/v1") or not stream]
+        await until(lambda: engine._runtime is not None)
+        for path, stream in asked:
+            tasks.start_soon(ask, path, stream)
+        for path in ("/v1/models", "/load"):
+            check_503(await http.get(path), "unavailable")
+        health = await http.get("/health")
+        assert (health.status_code, health.json()["status"]) == (503, "STARTING")
+        assert "aioengine:engine_up 0.0" in strip_labels((await http.get("/metrics")).text)
+        assert answers == {}
+        gate.set()
+        await until(lambda: len(answers) == len(asked))
+        assert {answer.status_code for answer in answers.values()} == {200}
+        assert (await http.get("/health")).json()["status"] == "ALIVE"
+        await engine.aclose()
+
+
+def strip_labels(metrics: str) -> str:
+    return re.sub(r"\{[^}]*\}", "", metrics)
+
+
+@both_faces
+async def test_what_waits_for_a_start_is_bounded_in_number_and_time(
+    face: Face, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(executor=FakeExecutor(vocab_size=2048))
+    app = app_of(engine, face, ServerConfig(max_concurrent_requests=1))
+    async with serving_app(app) as url, plain_client(url) as http, anyio.create_task_group() as tasks:
+        tasks.start_soon(engine.__aenter__)
+        await until(lambda: engine._runtime is not None)
+        tasks.start_soon(partial(http.post, "/v1/completions", json=POSTS["/v1/completions"]))
+        await until(lambda: engine._runtime._num_expectant == 1)
+        check_503(await http.post("/tokenize", json=POSTS["/tokenize"]), "overloaded")
+        gate.set()
+        await until(lambda: engine.health().status == "ALIVE")
+        await engine.aclose()
+    gate.clear()
+    engine = Engine(executor=FakeExecutor(vocab_size=2048))
+    monkeypatch.setattr(api, "START_TIMEOUT_S", 0.001)
+    async with serving_app(app_of(engine, face)) as url, plain_client(url) as http, anyio.create_task_group() as tasks:
+        tasks.start_soon(engine.__aenter__)
+        await until(lambda: engine._runtime is not None)
+        answer = await http.post("/v1/completions", json=POSTS["/v1/completions"])
+        check_503(answer, "unavailable")
+        assert "still starting" in answer.json()["error"]["message"]
+        gate.set()
+        await until(lambda: engine.health().status == "ALIVE")
+        await engine.aclose()
+
+
+@both_faces
+async def test_who_waits_for_a_start_that_fails_hears_that_it_did(
+    face: Face, gate: threading.Event, tmp_path: Path
+) -> None:
+    engine = Engine(str(tmp_path / "absent"), executor=FakeExecutor(vocab_size=2048))
+    async with serving_app(app_of(engine, face)) as url, plain_client(url) as http, anyio.create_task_group() as tasks:
+        answers: list[httpx.Response] = []
+
+        async def ask(path: str) -> None:
+            answers.append(await http.post(path, json=POSTS[path]))
+
+        tasks.start_soon(start, engine)
+        await until(lambda: engine._runtime is not None)
+        for path in POSTS:
+            tasks.start_soon(ask, path)
+        await until(lambda: engine._runtime._num_expectant == len(POSTS))
+        gate.set()
+        await until(lambda: len(answers) == len(POSTS))
+        for answer in answers:
+            check_503(answer, "unavailable")
+            assert answer.json()["error"]["message"] == "the engine could not be started"
+        await check_unavailable(http)
+
+
+async def test_a_server_may_begin_before_its_engine_has(gate: threading.Event) -> None:
+    engine = Engine(executor=FakeExecutor(vocab_size=2048))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(engine.__aenter__)
+        await until(lambda: engine._runtime is not None)
+        async with await start_server(engine, port=0) as server, plain_client(server.url) as http:
+            assert (await http.get("/health")).json()["status"] == "STARTING"
+            gate.set()
+            assert (await http.post("/tokenize", json=POSTS["/tokenize"])).status_code == 200
+        await engine.aclose()
 
 
 @both_faces

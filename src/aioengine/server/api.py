@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple, TypeVar
 
+import anyio
 import msgspec
 
 import aioengine
@@ -27,7 +28,7 @@ from aioengine.server.decoding import (
 )
 from aioengine.server.exchange import ClientGone, Exchange, Response
 from aioengine.server.exposition import Exposition
-from aioengine.server.faults import JSON_HEADERS, HttpFault, fault_of, invalid_value, overloaded
+from aioengine.server.faults import JSON_HEADERS, HttpFault, fault_of, invalid_value, overloaded, unavailable
 from aioengine.server.generation import EventWriter
 from aioengine.server.http_metrics import HttpMetrics
 from aioengine.server.page import page
@@ -53,6 +54,8 @@ Handler = Callable[[Exchange, RequestRecord], Awaitable[Response | None]]
 
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a client that did not wait."""
+START_TIMEOUT_S = 30.0
+"""How long a request waits for an engine that is being started; proxies wait a minute."""
 MAX_ABORTED = 1024
 MAX_TOKEN_STRS = 8192
 MAX_DETOKENIZED = 2**16
@@ -83,7 +86,8 @@ class Api:
     """One engine's HTTP face; `serve` is its one entry.
 
     Args:
-        engine: may be started later; until then requests hear 503. Or a function that finds it, asked at each request.
+        engine: may be started later; until somebody begins to, requests hear 503, and then they wait for at most
+            `START_TIMEOUT_S`. Or a function that finds it, asked at each request.
         config: absent: the defaults.
     """
 
@@ -263,24 +267,37 @@ class Api:
     async def _work(self, exchange: Exchange, record: RequestRecord, route: Route) -> Response | None:
         """Refuse what there is no room for, before its body is read; then do it."""
         if self.is_draining:
-            raise HttpFault(
-                503,
-                "this server is being stopped",
-                kind="server_error",
-                code="unavailable",
-                headers={"retry-after": "5", "connection": "close"},
-            )
+            raise unavailable("this server is being stopped", connection="close")
         limit = self.config.concurrency_limit(self.engine.config)
         if self._num_open >= limit:
             raise overloaded("all that may be served at once is (max_concurrent_requests); try again later", 1)
-        if route.is_generation:
-            self.engine.check_accepting()
-            self._expose().watch()
         self._num_open += 1
         try:
+            if self.engine.health().status == "STARTING":
+                await self._wait_for_start()
+            if route.is_generation:
+                self.engine.check_accepting()
+                self._expose().watch()
             return await route.handler(exchange, record)
         finally:
             self._num_open -= 1
+
+    async def _wait_for_start(self) -> None:
+        """Wait until the engine serves; how many may wait is how many may be served at once.
+
+        Raises:
+            HttpFault: 503; that took too long, or it cannot start.
+            EngineClosed: it was closed meanwhile.
+        """
+        try:
+            with anyio.fail_after(START_TIMEOUT_S):
+                await self.engine.wait_started()
+        except TimeoutError:
+            raise unavailable("the engine is still starting; try again later") from None
+        except EngineClosed:
+            raise
+        except Exception as error:  # of whatever kind: it may tell of files, and whoever starts the engine hears it
+            raise unavailable("the engine could not be started") from error
 
     async def _read(self, exchange: Exchange, kind: type[T]) -> T:
         """The request's body, decoded.

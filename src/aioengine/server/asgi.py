@@ -21,8 +21,9 @@ from aioengine.server.server_config import ServerConfig
 def create_app(engine: Engine | Callable[[], Engine], config: ServerConfig | None = None) -> Starlette:
     """The OpenAI-compatible API of an engine: ``app.mount("/ai", create_app(engine))``, or served alone.
 
-    Mounted, the host app's lifespan starts and closes the engine, before or after this call; until then requests
-    hear 503. Served alone, the app starts an engine that has not been started, and closes it at the end.
+    Mounted, the host app's lifespan starts and closes the engine, before or after this call. Until it begins to,
+    requests hear 503; while it starts the engine beside, they wait for that, and ``/health`` says 503 and STARTING.
+    Served alone, the app starts an engine that has not been started, and closes it at the end.
 
     Args:
         engine: belongs to the loop that it is started on, which must be the one that serves. Or a function that finds

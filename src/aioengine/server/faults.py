@@ -75,13 +75,7 @@ def fault_of(error: Exception, *, param_names: Mapping[str, str] | None = None) 
     if isinstance(error, EngineOverloaded):
         return overloaded(str(error), error.retry_after_s)
     if isinstance(error, EngineClosed):
-        return HttpFault(
-            503,
-            f"no requests are taken now: {error}",
-            kind="server_error",
-            code="unavailable",
-            headers={"retry-after": "5"},
-        )
+        return unavailable(f"no requests are taken now: {error}")
     if isinstance(error, EngineDead):
         return HttpFault(503, "the engine has stopped working", kind="server_error", code="engine_dead")
     if isinstance(error, StepFailed):
@@ -89,6 +83,11 @@ def fault_of(error: Exception, *, param_names: Mapping[str, str] | None = None) 
             500, "the step that computed this request failed; send it again", kind="server_error", code="step_failed"
         )
     return HttpFault(500, "an internal error; its request id is in the log", kind="server_error", code="internal_error")
+
+
+def unavailable(message: str, **headers: str) -> HttpFault:
+    """503, for a while that is not known."""
+    return HttpFault(503, message, kind="server_error", code="unavailable", headers={"retry-after": "5", **headers})
 
 
 def overloaded(message: str, retry_after_s: float) -> HttpFault:

@@ -29,7 +29,8 @@ async def start_server(
 ) -> HttpServer:
     """Serve a started engine on the running loop, and come back: ``server = await start_server(engine)``.
 
-    No signal handlers, no tasks of its own, no logging set up. Close it before the engine.
+    Of an engine that another task is starting requests wait for that. No signal handlers, no tasks of its own, no
+    logging set up. Close it before the engine.
 
     Args:
         config: limits, API keys and names; absent: the defaults.
@@ -40,7 +41,8 @@ async def start_server(
         ConfigError: the place cannot be had.
         EngineClosed, EngineDead: the engine is not running.
     """
-    engine.describe()  # raises where it is not running
+    if engine.health().status != "STARTING":
+        engine.describe()  # raises where it is not running
     listener = await anyio.to_thread.run_sync(Listener, Listening(host=host, port=port, uds=uds))
     app = create_app(engine, config)
     # The app's lifespan has nothing to start, and would be a task that the loop's end breaks off with a traceback.
