@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import math
 import os
@@ -221,6 +222,7 @@ class Engine:
             InvalidRequest: a value is bad; raised before anything is queued.
             EngineOverloaded, StepFailed, EngineDead, EngineClosed: see there.
         """
+        check_asyncio()
         async with self.stream(
             prompt,
             params,
@@ -656,6 +658,7 @@ class Engine:
         return self._running().describe()
 
     async def _start(self) -> None:
+        check_asyncio()
         if self._runtime is not None:
             raise EngineClosed("an engine starts once; make a new one")
         self._runtime = runtime = Runtime(self.config, self._make_backend)
@@ -694,6 +697,18 @@ class Engine:
     def __repr__(self) -> str:
         state = "new" if self._runtime is None else "open" if self._runtime.is_open else "closed"
         return f"<Engine {self.config.model or 'demo'!r} {state}>"
+
+
+def check_asyncio() -> None:
+    """Raise RuntimeError where a coroutine is not run by asyncio."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        raise RuntimeError(
+            "aioengine needs asyncio's event loop, and none runs here (trio does not have one): start the program with "
+            "asyncio.run, or anyio.run with its asyncio backend, and serve with an asyncio worker "
+            "(hypercorn --worker-class asyncio)"
+        ) from None
 
 
 def _backend_of(

@@ -80,6 +80,18 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate.open.set()
 
 
+# Where there is no asyncio
+
+
+def test_without_asyncio_it_is_said_that_it_is_needed() -> None:
+    """As trio runs a coroutine: without a loop of asyncio's."""
+    engine = Engine(executor=fake())
+    for work in (Engine.start(executor=fake()), engine.__aenter__(), engine.generate(PROMPT)):
+        with pytest.raises(RuntimeError, match="needs asyncio's event loop"):
+            work.send(None)
+    assert "new" in repr(engine)
+
+
 # Both ends
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import httpx
 import msgspec
@@ -298,6 +299,21 @@ def test_a_host_app_may_live_twice_with_an_engine_for_each_life() -> None:
             assert answer.json()["usage"]["completion_tokens"] == 3
             # The numbers are those of the engine that is served now.
             assert 'vllm:generation_tokens_total{engine="0",model_name="demo"} 3.0' in client.get("/ai/metrics").text
+
+
+def test_a_server_that_runs_no_asyncio_is_told_so() -> None:
+    """As Hypercorn's trio workers run an app: without a loop of asyncio's."""
+    app = create_app(quick_engine())
+
+    async def never() -> Any:
+        raise AssertionError("nothing is read")
+
+    async def send(message: Any) -> None:
+        raise AssertionError("nothing is sent")
+
+    scope = {"type": "http", "method": "GET", "path": "/health", "headers": []}
+    with pytest.raises(RuntimeError, match="hypercorn --worker-class asyncio"):
+        app(scope, never, send).send(None)  # type: ignore[attr-defined]
 
 
 def test_an_app_that_is_served_alone_starts_its_engine_and_closes_it() -> None:

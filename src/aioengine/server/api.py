@@ -11,7 +11,7 @@ import anyio
 import msgspec
 
 import aioengine
-from aioengine.engine import Engine
+from aioengine.engine import Engine, check_asyncio
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead, InvalidRequest
 from aioengine.server.access_log import log_request, logger, request_id_of
 from aioengine.server.api_keys import ApiKeys
@@ -133,7 +133,12 @@ class Api:
     # Every request
 
     async def serve(self, exchange: Exchange) -> None:
-        """Answer one request. Cancelling aborts what it has begun."""
+        """Answer one request. Cancelling aborts what it has begun.
+
+        Raises:
+            RuntimeError: the server does not run on asyncio.
+        """
+        check_asyncio()
         clock = time.monotonic  # uvloop's own counts milliseconds
         record = RequestRecord(
             request_id=request_id_of(exchange.headers),
