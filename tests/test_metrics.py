@@ -32,6 +32,7 @@ VALUES = st.lists(st.sampled_from([*BOUNDS, 0.0, math.nan, math.inf, -math.inf])
 NAMES = [
     "num_requests_running",
     "num_requests_waiting",
+    "num_requests_waiting_by_reason",
     "kv_cache_usage_perc",
     "prefix_cache_queries",
     "prefix_cache_hits",
@@ -285,7 +286,8 @@ def test_every_metric_is_collected_once_with_its_samples() -> None:
     assert [metric.name for metric in metrics.collect()] == NAMES
     assert all(getattr(metrics, name) is metric for name, metric in collected.items())
     assert all(metric.documentation for metric in collected.values())
-    kinds = {metric.kind: type(metric) for metric in collected.values() if metric.name != "request_success"}
+    labeled = ("request_success", "num_requests_waiting_by_reason")
+    kinds = {metric.kind: type(metric) for metric in collected.values() if metric.name not in labeled}
     assert kinds == {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
     samples = {name: list(metric.samples()) for name, metric in collected.items()}
     assert samples["iteration_tokens_total"][-2:] == [Sample("_sum", (), 76.0), Sample("_count", (), 3)]

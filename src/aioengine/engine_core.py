@@ -292,6 +292,7 @@ class EngineCore:
             is_sleeping=self.is_sleeping,
             is_paused="pause" in self._holders,
             free_blocks=self.kv.pool.num_free,
+            blocked=len(self.scheduler.blocked),
         )
 
     def health(self) -> Health:
@@ -540,6 +541,7 @@ def make_record(
         preemptions=scheduler.num_preemptions,
         prefix_cache_queries=kv.num_queried_tokens,
         prefix_cache_hits=kv.num_hit_tokens,
+        blocked=len(scheduler.blocked),
     )
 
 

@@ -22,6 +22,7 @@ class Beat(msgspec.Struct, frozen=True, array_like=True):
         num_refused: frames of the wire that were refused as malformed or foreign; 0 in process.
         free_blocks: of the KV cache; -1 from an engine that does not say.
         is_paused: whether it is held by `Engine.pause`.
+        blocked: those of ``waiting`` that something else than room holds up.
     """
 
     step: int = 0
@@ -32,6 +33,7 @@ class Beat(msgspec.Struct, frozen=True, array_like=True):
     num_refused: int = 0
     free_blocks: int = -1
     is_paused: bool = False
+    blocked: int = 0
 
 
 class Health(PlainStruct, frozen=True, kw_only=True):

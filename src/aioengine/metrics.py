@@ -61,6 +61,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         inter_token_latencies_s: float64 [m], one for each token that followed another one of its sequence.
         times_to_first_token_s: from the calls of those requests whose first token it brought.
         running, waiting: sequences, after the step; those that wait for a place at the engine's door included.
+        blocked: those of ``waiting`` that something else than room holds up: a reader that is behind, a prefix that
+            another one computes, a pause.
         free_blocks, num_blocks: of the KV cache, after the step.
         preemptions, prefix_cache_queries, prefix_cache_hits: totals since the engine started.
     """
@@ -81,6 +83,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     preemptions: int
     prefix_cache_queries: int
     prefix_cache_hits: int
+    blocked: int = 0
 
 
 class RequestMetrics(PlainStruct, frozen=True, kw_only=True, gc=False):
@@ -160,7 +163,7 @@ class LabeledCounter:
 
     __slots__ = ("documentation", "label", "name", "values")
 
-    kind: Literal["counter"] = "counter"
+    kind: Literal["counter", "gauge"] = "counter"
 
     def __init__(self, name: str, documentation: str, label: str, known: Iterable[str] = ()) -> None:
         self.name = name
@@ -193,6 +196,18 @@ class Gauge:
 
     def samples(self) -> Iterator[Sample]:
         yield Sample("", (), self.value)
+
+
+class LabeledGauge(LabeledCounter):
+    """Gauges told apart by one label, all of them known beforehand."""
+
+    __slots__ = ()
+
+    kind = "gauge"
+
+    def samples(self) -> Iterator[Sample]:
+        for label_value, value in self.values.items():
+            yield Sample("", ((self.label, label_value),), value)
 
 
 class Histogram:
@@ -329,6 +344,9 @@ class EngineMetrics:
     def __init__(self) -> None:
         self.num_requests_running = Gauge("num_requests_running", "Sequences that are being computed.")
         self.num_requests_waiting = Gauge("num_requests_waiting", "Sequences that wait to be computed.")
+        self.num_requests_waiting_by_reason = LabeledGauge(
+            "num_requests_waiting_by_reason", "Sequences that wait, by what for.", "reason", ("capacity", "deferred")
+        )
         self.kv_cache_usage_perc = Gauge("kv_cache_usage_perc", "Share of KV-cache blocks in use, 0 to 1.")
         self.prefix_cache_queries = Counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self.prefix_cache_hits = Counter("prefix_cache_hits", "Prompt tokens that the prefix cache had.")
@@ -376,6 +394,7 @@ class EngineMetrics:
         self.set_load(
             running=record.running,
             waiting=record.waiting,
+            blocked=record.blocked,
             free_blocks=record.free_blocks,
             num_blocks=record.num_blocks,
         )
@@ -394,10 +413,11 @@ class EngineMetrics:
         if len(record.inter_token_latencies_s):
             self.inter_token_latency_seconds.observe_many(record.inter_token_latencies_s)
 
-    def set_load(self, *, running: int, waiting: int, free_blocks: int, num_blocks: int) -> None:
+    def set_load(self, *, running: int, waiting: int, blocked: int = 0, free_blocks: int, num_blocks: int) -> None:
         """Set the gauges: before they are read, since what comes and goes between two steps makes no record."""
         self.num_requests_running.value = running
         self.num_requests_waiting.value = waiting
+        self.num_requests_waiting_by_reason.values = {"capacity": waiting - blocked, "deferred": blocked}
         self.kv_cache_usage_perc.value = 1.0 - free_blocks / num_blocks if num_blocks else 0.0
 
     def on_request(self, metrics: RequestMetrics, finish_reasons: tuple[str, ...]) -> None:

@@ -436,6 +436,7 @@ class Runtime:
         metrics.set_load(
             running=stats.running,
             waiting=stats.waiting + stats.blocked + self.intake.num_waiting,
+            blocked=stats.blocked,
             free_blocks=stats.free_blocks,
             num_blocks=stats.num_blocks,
         )

@@ -62,6 +62,7 @@ async def test_an_engine_is_served_before_it_is_started_and_after_it_is_closed(f
         metrics = await http.get("/metrics")
         assert metrics.status_code == 200
         assert "vllm:num_requests_running" not in metrics.text
+        assert re.search("^process_resident_memory_bytes [1-9]", metrics.text, re.MULTILINE)
         async with engine:
             for path, body in POSTS.items():
                 assert (await http.post(path, json=body)).status_code == 200

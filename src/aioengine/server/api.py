@@ -420,7 +420,9 @@ class Api:
         return _json(told, 503)
 
     async def _metrics(self, exchange: Exchange, record: RequestRecord) -> Response:
-        body, content_type = self._expose().render(exchange.headers.get("accept"))
+        exposition = self._expose()
+        await exposition.read_process()
+        body, content_type = exposition.render(exchange.headers.get("accept"))
         return Response(200, body, {"content-type": content_type})
 
     async def _version(self, exchange: Exchange, record: RequestRecord) -> Response:

@@ -10,13 +10,19 @@ numbers are as before is not written at all. Encoding 1,100 lines anew each time
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
+import resource
+import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 import prometheus_client.exposition
 import prometheus_client.openmetrics.exposition
+from anyio import CapacityLimiter, to_thread
 from prometheus_client.metrics_core import Metric as PrometheusMetric
 from prometheus_client.openmetrics.exposition import ALLOWUTF8
 from prometheus_client.utils import floatToGoString
@@ -34,6 +40,7 @@ from aioengine.metrics import (
     StepRecord,
 )
 from aioengine.server.http_metrics import HistogramTable, HttpMetrics, Table
+from aioengine.server.per_loop import PerLoop
 
 if TYPE_CHECKING:
     from prometheus_client.registry import Collector
@@ -41,7 +48,7 @@ if TYPE_CHECKING:
     from aioengine.engine import Engine
 
 Kind = Literal["counter", "gauge", "histogram"]
-Owner = Literal["engine", "requests", "state", "http"]
+Owner = Literal["engine", "requests", "state", "http", "process"]
 
 OWN_PREFIX = "aioengine:"
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
@@ -57,10 +64,11 @@ class Series(msgspec.Struct, frozen=True):
     Attributes:
         name: without prefix, as it is declared; counters have ``_total`` behind it, histograms ``_bucket`` and so on.
         owner: where it is counted: "engine": `EngineMetrics`, only while the engine is up; "requests": at the end of
-            each of the engine's requests; "state": read from the engine's health and config; "http": `HttpMetrics`.
+            each of the engine's requests; "state": read from the engine's health and config; "http": `HttpMetrics`;
+            "process": `ProcessMetrics`.
         source: the attribute of its owner.
         prefix: "vllm": the configured one, since vLLM has the series with this meaning; "own": `OWN_PREFIX`; "none": as
-            vLLM's server has it, from the library that it uses for HTTP.
+            vLLM's server has it, from the libraries that it uses for HTTP and for metrics; it has no model's labels.
         note: where it differs from vLLM's, or why it is here.
     """
 
@@ -76,10 +84,17 @@ class Series(msgspec.Struct, frozen=True):
 
 _HTTP_ONLY = "requests that came by HTTP"
 _AT_END = "counted when a request ends"
+_SERVER = "of the process that serves HTTP"
 
 SERIES: tuple[Series, ...] = (
     Series("num_requests_running", "engine", "num_requests_running"),
     Series("num_requests_waiting", "engine", "num_requests_waiting", note="those at the engine's door included"),
+    Series(
+        "num_requests_waiting_by_reason",
+        "engine",
+        "num_requests_waiting_by_reason",
+        note="deferred: its reader is behind, another one computes its prefix, or the engine is paused",
+    ),
     Series("kv_cache_usage_perc", "engine", "kv_cache_usage_perc"),
     Series("prefix_cache_queries", "engine", "prefix_cache_queries"),
     Series("prefix_cache_hits", "engine", "prefix_cache_hits"),
@@ -130,6 +145,12 @@ SERIES: tuple[Series, ...] = (
     Series("http_clients_cut", "http", "cut", "own"),
     Series("http_requests", "http", "by_handler", "none", note="without probes, as vLLM has it"),
     Series("http_request_duration_seconds", "http", "handler_durations", "none", note="without probes"),
+    Series("process_cpu_seconds", "process", "cpu_seconds", "none", note=_SERVER),
+    Series("process_resident_memory_bytes", "process", "resident_memory_bytes", "none", note=_SERVER),
+    Series("process_virtual_memory_bytes", "process", "virtual_memory_bytes", "none", note=_SERVER),
+    Series("process_start_time_seconds", "process", "start_time_seconds", "none", note=_SERVER),
+    Series("process_open_fds", "process", "open_fds", "none", note=_SERVER),
+    Series("process_max_fds", "process", "max_fds", "none", note=_SERVER),
 )
 
 
@@ -222,6 +243,38 @@ class EngineState:
             )  # fmt: skip
             self.cache_config.values[tuple(map(str, described))] = 1
         return metrics
+
+
+class ProcessMetrics:
+    """What Linux says of this process, by the names of prometheus_client's collector; zeros where there is no ``/proc``.
+
+    That collector lists all open files each time: with 8,000 of them it held the GIL, and so the loop, for 12 ms.
+    """
+
+    def __init__(self) -> None:
+        self.cpu_seconds = Table("process_cpu_seconds", "CPU time, of user and system, in seconds.", "counter")
+        self.cpu_seconds.inc(amount=0)
+        self.resident_memory_bytes = Gauge("process_resident_memory_bytes", "Resident memory.")
+        self.virtual_memory_bytes = Gauge("process_virtual_memory_bytes", "Virtual memory.")
+        self.start_time_seconds = Gauge("process_start_time_seconds", "When it started, in Unix seconds.")
+        self.open_fds = Gauge("process_open_fds", "Open file descriptors.")
+        self.max_fds = Gauge("process_max_fds", "Most open file descriptors.")
+
+    def read(self) -> None:
+        """Read them anew: files, and so not on a loop."""
+        self.cpu_seconds.values[()] = time.process_time()
+        self.max_fds.value = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        with contextlib.suppress(OSError):
+            pages = Path("/proc/self/statm").read_text().split()
+            self.virtual_memory_bytes.value, self.resident_memory_bytes.value = (
+                int(number) * resource.getpagesize() for number in pages[:2]
+            )
+            # Linux 6.2 and newer count them here; older ones say 0.
+            self.open_fds.value = os.stat("/proc/self/fd").st_size or len(os.listdir("/proc/self/fd"))
+            if not self.start_time_seconds.value:
+                ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # since the boot
+                age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+                self.start_time_seconds.value = time.time() - age_s
 
 
 # Writing it
@@ -332,6 +385,9 @@ class Exposition:
         self._labels = {"model_name": model_name, "engine": "0"}
         self._state = EngineState()
         self._totals = RequestTotals()
+        self._process = ProcessMetrics()
+        self._reading = PerLoop(lambda: CapacityLimiter(1))
+        """Of threads: of its own, since a host's handlers may hold all of anyio's."""
         self._stop_watching: Callable[[], None] | None = None
         self._metrics: EngineMetrics | None = None
         self._of_engine: list[_Family] = []
@@ -339,6 +395,7 @@ class Exposition:
             *self._families("requests", self._totals),
             *self._families("state", self._state),
             *self._families("http", http_metrics),
+            *self._families("process", self._process),
         ]
 
     def watch(self) -> None:
@@ -358,6 +415,10 @@ class Exposition:
             self._stop_watching()
             self._stop_watching = _nothing
 
+    async def read_process(self) -> None:
+        """Read what files say, for the next `render`; in a thread."""
+        await to_thread.run_sync(self._process.read, limiter=self._reading.get())
+
     def render(self, accept: str | None) -> tuple[bytes, str]:
         """The body, and its content type: OpenMetrics where the client prefers it; whatever the state of the engine."""
         content_type = OPENMETRICS if _prefers_openmetrics(accept) else TEXT
@@ -375,8 +436,8 @@ class Exposition:
     def _families(self, owner: Owner, source: object) -> Iterator[_Family]:
         for series in SERIES:
             if series.owner == owner:
-                # HTTP's own are no model's, though requests' parameters are.
-                labels = {} if owner == "http" and series.prefix != "vllm" else self._labels
+                # HTTP's own and the process's are no model's, though requests' parameters are.
+                labels = {} if owner in ("http", "process") and series.prefix != "vllm" else self._labels
                 yield _Family(getattr(source, series.source), series.full_name(self._prefix), labels)
 
 
@@ -387,6 +448,7 @@ def describe_series(prefix: str = "vllm:") -> list[tuple[str, str, str, str]]:
         "requests": RequestTotals(),
         "state": EngineState(),
         "http": HttpMetrics(()),
+        "process": ProcessMetrics(),
     }
     rows: list[tuple[str, str, str, str]] = []
     for series in SERIES:

@@ -379,8 +379,8 @@ class RemoteCore:
             self._stats = msgspec.structs.replace(
                 self._stats,
                 running=body.beat.running,
-                waiting=body.beat.waiting,
-                blocked=0,
+                waiting=body.beat.waiting - body.beat.blocked,
+                blocked=body.beat.blocked,
                 free_blocks=free_blocks if free_blocks >= 0 else self._stats.free_blocks,
             )
         elif isinstance(body, Ending):
@@ -494,8 +494,8 @@ class RemoteCore:
         self._stats = msgspec.structs.replace(
             self._stats,
             running=record.running,
-            waiting=record.waiting,
-            blocked=0,
+            waiting=record.waiting - record.blocked,
+            blocked=record.blocked,
             free_blocks=record.free_blocks,
             num_blocks=record.num_blocks,
         )

@@ -304,6 +304,7 @@ def head_of(record: StepRecord) -> StepHead:
         record.preemptions,
         record.prefix_cache_queries,
         record.prefix_cache_hits,
+        record.blocked,
     )
 
 

@@ -228,6 +228,7 @@ class StepHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
     preemptions: int
     prefix_cache_queries: int
     prefix_cache_hits: int
+    blocked: int = 0
 
 
 class Outputs(Message, frozen=True, tag=3):
