@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from opentelemetry import propagate, trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
-from opentelemetry.trace import SpanKind, StatusCode
+from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, StatusCode, TraceFlags
 
 from aioengine.errors import StepFailed
 from aioengine.metrics import RequestMetrics
@@ -28,12 +29,17 @@ def exporter() -> InMemorySpanExporter:
 
 
 @pytest.fixture
-def tracing(exporter: InMemorySpanExporter) -> Iterator[Tracing]:
-    # A provider of our own: the process's can be set only once.
+def provider(exporter: InMemorySpanExporter) -> Iterator[TracerProvider]:
+    # One of our own: the process's can be set only once.
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    yield Tracing(provider)
+    yield provider
     provider.shutdown()
+
+
+@pytest.fixture
+def tracing(provider: TracerProvider) -> Tracing:
+    return Tracing(provider)
 
 
 def begun(**fields: Any) -> RequestRecord:
@@ -126,6 +132,49 @@ def test_a_span_is_the_child_of_the_one_that_the_client_names(tracing: Tracing, 
     assert span.context is not None
     assert f"{span.context.trace_id:032x}" == TRACE_ID
     assert span.parent.trace_state == {"x": "1"}
+
+
+@pytest.mark.parametrize("traceparent", [None, "rubbish", TRACEPARENT])
+def test_inside_the_span_of_an_instrumented_server_it_is_no_second_server_span(
+    traceparent: str | None, provider: TracerProvider, tracing: Tracing, exporter: InMemorySpanExporter
+) -> None:
+    """As opentelemetry-instrumentation-asgi, -starlette, -fastapi and -aiohttp-server do it."""
+    headers = {} if traceparent is None else {"traceparent": traceparent}
+    tracer = provider.get_tracer("opentelemetry.instrumentation.asgi")
+    with tracer.start_as_current_span("POST /ai", context=propagate.extract(headers), kind=SpanKind.SERVER) as outer:
+        record = begun(status=200)
+        tracing.end(tracing.begin(record, headers), record)
+    inner, server = exporter.get_finished_spans()
+    assert (inner.kind, server.kind) == (SpanKind.INTERNAL, SpanKind.SERVER)
+    assert inner.parent == outer.get_span_context()
+    assert (inner.attributes or {})["gen_ai.request.id"] == "req-1"
+
+
+def test_inside_a_server_span_that_is_not_sampled_there_is_none(
+    tracing: Tracing, exporter: InMemorySpanExporter
+) -> None:
+    unsampled = SpanContext(1, 2, is_remote=False, trace_flags=TraceFlags(0))
+    with trace.use_span(NonRecordingSpan(unsampled)):
+        assert tracing.begin(begun(), {}) is None
+    assert exporter.get_finished_spans() == ()
+
+
+def test_a_span_that_the_server_was_started_in_is_not_the_one_of_a_client_with_its_own(
+    provider: TracerProvider, tracing: Tracing, exporter: InMemorySpanExporter
+) -> None:
+    with provider.get_tracer("main").start_as_current_span("main"):
+        span = traced(tracing, exporter, begun(), {"traceparent": TRACEPARENT})
+    assert span.kind is SpanKind.SERVER
+    assert span.parent is not None
+    assert f"{span.parent.span_id:016x}" == PARENT_ID
+
+
+@pytest.mark.parametrize("path", ["/health", "/metrics", "/load", "/version"])
+def test_probes_have_no_span(path: str, tracing: Tracing, exporter: InMemorySpanExporter) -> None:
+    record = begun(method="GET", path=path, route=path)
+    assert tracing.begin(record, {"traceparent": TRACEPARENT}) is None
+    tracing.end(None, record)
+    assert exporter.get_finished_spans() == ()
 
 
 @pytest.mark.parametrize("traceparent", ["", "rubbish", "00-0-0-01", f"00-{'0' * 32}-{PARENT_ID}-01", "é" * 55])

@@ -246,7 +246,7 @@ class EngineState:
 
 
 class ProcessMetrics:
-    """What Linux says of this process, by the names of prometheus_client's collector; zeros where there is no ``/proc``.
+    """What Linux says of this process, by the names of prometheus_client's collector; zeros without a ``/proc``.
 
     That collector lists all open files each time: with 8,000 of them it held the GIL, and so the loop, for 12 ms.
     """

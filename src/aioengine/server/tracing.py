@@ -1,8 +1,11 @@
-"""OpenTelemetry spans, one a request, where the program that hosts us has set OpenTelemetry up.
+"""OpenTelemetry spans, one a request but for probes, where the program that hosts us has set OpenTelemetry up.
 
 We only ask its API for a tracer: which SDK there is, what is sampled and where spans go is the host's affair, and
 without opentelemetry-api, or while no provider is set, nothing happens. Names are those of the semantic conventions for
 HTTP and gen_ai; what these do not have is named as vLLM does. Spans hold no prompts, no texts and no keys.
+
+Where the host's framework is instrumented, the request has a SERVER span already. Ours is an INTERNAL one inside it
+then, as the instrumentation of a framework inside another one makes it.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from aioengine.errors import AioEngineError
+from aioengine.server.http_metrics import UNCOUNTED_HANDLERS
 from aioengine.server.record import OTHER_ROUTE, RequestRecord
 
 if TYPE_CHECKING:
@@ -18,6 +22,7 @@ if TYPE_CHECKING:
 
 try:
     from opentelemetry import propagate, trace
+    from opentelemetry.context import Context
     from opentelemetry.trace import SpanKind, Status, StatusCode
 except ImportError:
     is_installed = False
@@ -45,19 +50,23 @@ class Tracing:
         self._tracer = trace.get_tracer(TRACER_NAME, tracer_provider=provider) if is_installed else None
 
     def begin(self, record: RequestRecord, headers: Mapping[str, str]) -> Span | None:
-        """The span of a request that begins, under the one that its ``traceparent`` names; None if none is recorded.
+        """The span of a request that begins, under the one that is current or that its ``traceparent`` names.
 
-        It is not made the current one: a request's work is spread over tasks and callbacks.
+        None if none is recorded. It is not made the current one: a request's work is spread over tasks and callbacks.
 
         Args:
             headers: with names in lower case.
         """
-        if self._tracer is None:
+        if self._tracer is None or record.route in UNCOUNTED_HANDLERS:
             return None
+        asked = propagate.extract(headers) if "traceparent" in headers else Context()
+        current, parent = (trace.get_current_span(context).get_span_context() for context in (None, asked))
+        # One of another trace than the client's is of what this server was started in.
+        is_inside = current.is_valid and (not parent.is_valid or parent.trace_id == current.trace_id)
         span = self._tracer.start_span(
             _name(record),
-            context=propagate.extract(headers) if "traceparent" in headers else None,
-            kind=SpanKind.SERVER,
+            context=None if is_inside else asked,
+            kind=SpanKind.INTERNAL if is_inside else SpanKind.SERVER,
             attributes={"http.request.method": _method(record), "url.path": record.path[:MAX_TEXT_CHARS]},
         )
         # What is not sampled needs no end: it costs its parent's check and no more.
