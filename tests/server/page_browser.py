@@ -90,6 +90,7 @@ class Tab:
         self.questions = page.locator("article.user .text")
         self.answers = page.locator("article.assistant .text")
         self.notes = page.locator("article .note")
+        self.examples = page.get_by_role("group", name="Examples").get_by_role("button")
         self.failure = page.get_by_role("alert")
         self.send = page.get_by_role("button", name="Send")
         self.stop = page.get_by_role("button", name="Stop")

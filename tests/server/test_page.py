@@ -73,6 +73,54 @@ async def test_a_conversation_is_answered_and_remembered(browser: Browser, engin
         await expect(tab.notes.last).to_contain_text(re.compile(r"^\d+ tokens · .*first after \d+ ms$"))
 
 
+async def test_examples_are_there_at_first_and_the_bundled_model_can_answer_them(
+    browser: Browser, engine: Engine
+) -> None:
+    app = create_app(engine, ServerConfig(served_model_name=("fox-1",)))
+    async with page_of(browser, app) as tab:
+        await tab.set("Temperature", "0")
+        answers = {
+            "Tell me a short story about a fox named Ruby.": re.compile("fox.*Ruby", re.DOTALL),
+            "What is 8 + 7?": "8 + 7 = 15.",
+            "How many legs does a spider have?": "A spider has 8 legs.",
+            "Hi, I am Tom.": "Nice to meet you, Tom!",
+        }
+        await expect(tab.examples).to_have_text(list(answers))
+        for question, answer in answers.items():
+            await tab.page.get_by_role("button", name=question).click()
+            await expect(tab.questions).to_have_text(question)
+            await expect(tab.examples.first).to_be_hidden()
+            await expect(tab.answers).to_have_text(answer)
+            await expect(tab.notes).to_have_count(1)
+            await tab.page.get_by_role("button", name="New conversation").click()
+            await expect(tab.examples).to_have_count(4)
+        assert [len(asked["messages"]) for asked in tab.asked()] == [1, 1, 1, 1]
+
+
+async def test_an_example_is_sent_by_the_keyboard_and_leaves_what_is_being_written(
+    browser: Browser, engine: Engine
+) -> None:
+    async with page_of(browser, create_app(engine)) as tab:
+        await tab.message.fill("My cat")
+        await tab.set("Temperature", "hot")
+        await tab.page.get_by_role("button", name="What is 8 + 7?").click()
+        await expect(tab.questions).to_have_count(0)  # it shows what is wrong instead
+        await tab.set("Temperature", "0")
+        await tab.page.get_by_role("button", name="What is 8 + 7?").focus()
+        await tab.page.keyboard.press("Enter")
+        await expect(tab.answers).to_have_text("8 + 7 = 15.")
+        await expect(tab.send).to_be_focused()
+        await expect(tab.message).to_have_value("My cat")
+
+
+async def test_another_model_has_examples_of_any_models(browser: Browser) -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b"data: [DONE]\n\n"
+
+    async with page_of(browser, app_that_says(pieces)) as tab:
+        await expect(tab.examples.first).to_have_text("What can you help me with?")
+
+
 async def test_an_answer_appears_as_it_is_made(browser: Browser) -> None:
     device = Talker("Once upon a time there was a fox.", hold_after="Once upon a time")
     async with Engine(executor=device) as engine, page_of(browser, create_app(engine)) as tab:
@@ -548,6 +596,10 @@ async def test_a_phone_shows_all_of_it_without_scrolling_sideways(browser: Brows
         page_of(browser, create_app(engine), complaints=FAILED_TO_LOAD, **PHONE) as tab,
     ):
         assert await overflow(tab) == 0
+        await expect(tab.examples).to_have_count(4)
+        for example in await tab.examples.all():
+            await expect(example).to_be_in_viewport(ratio=1)
+            assert ((await example.bounding_box()) or {})["height"] >= 44, "a finger is so wide"
         await tab.ask("b" * 200)
         await expect(tab.answers).to_have_text(reply)
         await tab.expect_end_in_sight()

@@ -11,6 +11,9 @@ from aioengine.engine import Engine
 from aioengine.server.faults import HttpFault
 from aioengine.server.server_config import ServerConfig
 
+BUNDLED = "demo"
+"""The bundled model's own name, by which the page knows it under whatever name it is served."""
+
 
 class ServedModels:
     """The one model that an engine has, by all its names.
@@ -32,7 +35,7 @@ class ServedModels:
             return self._config.served_model_name
         model = self._find_engine().config.model
         if model is None:
-            return ("demo",)
+            return (BUNDLED,)
         return (PurePath(model).name or "model",) if PurePath(model).is_absolute() or model[0] in ".~" else (model,)
 
     def choose(self, asked: str | None) -> str:
@@ -60,7 +63,7 @@ class ServedModels:
             "object": "model",
             "created": self._created,
             "owned_by": "aioengine",
-            "root": self.names[0],
+            "root": BUNDLED if self._find_engine().config.model is None else self.names[0],
             "parent": None,
             "max_model_len": self._find_engine().info.max_model_len,
         }
