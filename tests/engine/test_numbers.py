@@ -195,8 +195,13 @@ async def test_stats_say_what_is_going_on_now(serve: Any, tasks: Any, depth: int
         stats = served.engine.stats()
         assert (stats.running, stats.waiting, stats.kv_cache_usage) == (0, 0, 0.0), "now, and not at the last step"
         await tasks.end()
-        gauges = {metric.name: metric.value for metric in served.engine.metrics.collect() if metric.kind == "gauge"}
-        assert gauges == {"num_requests_running": 0, "num_requests_waiting": 0, "kv_cache_usage_perc": 0.0}
+        gauges = [metric for metric in served.engine.metrics.collect() if metric.kind == "gauge"]
+        assert {metric.name: [sample.value for sample in metric.samples()] for metric in gauges} == {
+            "num_requests_running": [0],
+            "num_requests_waiting": [0],
+            "num_requests_waiting_by_reason": [0, 0],
+            "kv_cache_usage_perc": [0.0],
+        }
 
 
 @pytest.mark.virtual_clock(seeds=1)

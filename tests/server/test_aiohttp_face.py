@@ -203,7 +203,7 @@ def count_looks(loop: Any) -> Any:
 
 @both_loops
 async def test_a_small_answer_that_nobody_reads_is_not_kept() -> None:
-    config = ServerConfig(write_timeout_s=0.2, served_model_name=tuple(f"{number:0200}" for number in range(100)))
+    config = ServerConfig(write_timeout_s=0.2, served_model_name=tuple(f"{number:0220}" for number in range(100)))
     async with served("aiohttp", config, send_buffer=4096) as target:
         size = len((await target.ask("/v1/models")).body)
         assert 2**15 < size < 2**16, "aiohttp itself waits only for what is more than 64 KiB"
