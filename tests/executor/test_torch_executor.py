@@ -10,6 +10,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,13 @@ from executor.contract import ExecutorContract, Opened, spans, step_names
 from executor.plans import PlanWriter, tokens_by_row
 from executor.tiny_decoder import TinyConfig, TinyDecoder
 
+from aioengine import demo
 from aioengine.config import EngineConfig
 from aioengine.errors import ConfigError, InvalidRequest
 from aioengine.executor import torch_executor
 from aioengine.executor.device import THREAD_NAME
 from aioengine.executor.protocol import DeviceLost
-from aioengine.executor.torch_executor import TorchExecutor
+from aioengine.executor.torch_executor import TorchExecutor, is_large_step
 from aioengine.model_folder import ModelFolder
 
 END_TIMEOUT_S = 5.0
@@ -197,11 +199,74 @@ async def test_the_thread_count_is_that_of_the_device_thread_alone(model: Model)
     await executor.aclose()
 
 
-@pytest.mark.parametrize(("large_step_bytes", "expected"), [(2**40, 1), (0, 3)], ids=["small step", "large step"])
-async def test_a_small_step_takes_one_thread_and_a_large_one_all_unless_told_otherwise(
-    monkeypatch: pytest.MonkeyPatch, model: Model, large_step_bytes: int, expected: int
+@dataclass(frozen=True)
+class Shape:
+    """Of a model in bfloat16: bytes of its weights (a packed copy of a tied head included), and of a token's KV."""
+
+    weight_bytes: int
+    num_layers: int
+    kv_bytes_per_token: int
+
+    def is_large(self, num_tokens: int, context_len: int) -> bool:
+        context_bytes = context_len * self.kv_bytes_per_token
+        return is_large_step(self.weight_bytes, self.num_layers, num_tokens, context_bytes)
+
+
+BUNDLED = Shape(8_000_000, num_layers=4, kv_bytes_per_token=2048)
+LLAMA_30M = Shape(63_980_544, num_layers=8, kv_bytes_per_token=8192)
+QWEN3_600M = Shape(1_503_264_768, num_layers=28, kv_bytes_per_token=114_688)
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_tokens", "context_len", "expected"),
+    [
+        pytest.param(BUNDLED, 1, 64, False, id="bundled, decode of 1"),
+        pytest.param(BUNDLED, 32, 32 * 64, False, id="bundled, decode of 32"),
+        pytest.param(BUNDLED, 32, 32 * 900, True, id="bundled, decode of 32 with long contexts"),
+        pytest.param(BUNDLED, 64, 64, False, id="bundled, prefill of 64"),
+        pytest.param(BUNDLED, 128, 128, False, id="bundled, prefill of 2 x 64"),
+        pytest.param(BUNDLED, 512, 512, True, id="bundled, prefill of 8 x 64"),
+        pytest.param(LLAMA_30M, 1, 64, False, id="30M, decode of 1"),
+        pytest.param(LLAMA_30M, 8, 8 * 64, False, id="30M, decode of 8"),
+        pytest.param(LLAMA_30M, 64, 64 * 64, True, id="30M, decode of 64"),
+        pytest.param(LLAMA_30M, 64, 64, True, id="30M, prefill of 64"),
+        pytest.param(QWEN3_600M, 1, 64, True, id="0.6B, decode of 1"),
+        pytest.param(QWEN3_600M, 64, 64, True, id="0.6B, prefill of 64"),
+    ],
+)
+def test_a_step_is_large_if_its_operations_are_long(
+    shape: Shape, num_tokens: int, context_len: int, expected: bool
 ) -> None:
-    monkeypatch.setattr(torch_executor, "LARGE_STEP_BYTES", large_step_bytes)
+    assert shape.is_large(num_tokens, context_len) is expected
+
+
+@pytest.fixture(scope="module")
+def bundled_model() -> ModelFolder:
+    return ModelFolder.read(Path(demo.model_path()))
+
+
+async def test_the_bundled_models_prefill_of_64_tokens_takes_one_thread_and_one_of_512_all(
+    monkeypatch: pytest.MonkeyPatch, bundled_model: ModelFolder
+) -> None:
+    counts: list[int] = []
+    executor = await TorchExecutor.start(bundled_model, EngineConfig(kv_cache_memory_bytes=2**23, max_num_seqs=8))
+    executor._device._max_threads = 3
+    monkeypatch.setattr(torch, "set_num_threads", counts.append)
+    writer = PlanWriter(executor.info.num_blocks, executor.info.block_size)
+    writer.add(0, [5] * 64)
+    for num_rows in (1, 1, 8):  # a prefill, a decode, and the decode beside seven prefills
+        for row in range(len(writer.rows), num_rows):
+            writer.add(row, [6] * 64)
+        await executor.launch(writer.plan()).finish()
+    await executor.aclose()
+    assert counts == [1, 1, 3]
+
+
+@pytest.mark.parametrize(("large_layer_bytes", "expected"), [(2**40, 1), (0, 3)], ids=["small step", "large step"])
+async def test_a_small_step_takes_one_thread_and_a_large_one_all_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, model: Model, large_layer_bytes: int, expected: int
+) -> None:
+    monkeypatch.setattr(torch_executor, "LARGE_LAYER_BYTES", large_layer_bytes)
     before = torch.get_num_threads()
     counts: list[int] = []
     model.before_forward = lambda: counts.append(torch.get_num_threads())  # type: ignore[method-assign]

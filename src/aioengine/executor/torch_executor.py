@@ -49,7 +49,8 @@ P = ParamSpec("P")
 CANCEL_DEADLINE_S = 60.0
 """How long a cancelled start waits for what cannot be interrupted, such as an import."""
 
-LARGE_STEP_BYTES = 32 * 2**20
+LARGE_LAYER_BYTES = 32 * 2**20
+"""From here on two idle cores compute a step 1.3 to 1.8 times as fast as one (benchmarks/README.md)."""
 
 
 class TorchExecutor:
@@ -204,7 +205,8 @@ class Device:
         self._gpu: Gpu | None = None
         self._held: Held | None = None
         self._asleep: frozenset[Part] = frozenset()
-        self._weight_bytes = 0
+        self._num_layers = 1
+        self._kv_bytes_per_token = 0
         self._max_threads = 0
         """Threads of a large step; 0: leave the thread's number as it is, for all steps."""
         self._recording: Recording | None = None
@@ -224,6 +226,8 @@ class Device:
             assert weights.decoder is not None
             made = make_gpu_runner(gpu, weights.decoder, config, stats, on_capture)
         self._held = Held(weights, made.runner)
+        self._num_layers = weights.decoder.config.num_layers
+        self._kv_bytes_per_token = made.info.kv_cache_bytes // (made.info.num_blocks * made.info.block_size)
         self._weight_bytes = made.info.weight_bytes
         if config.num_threads is None and gpu is None:
             self._max_threads = torch.get_num_threads()
@@ -238,7 +242,8 @@ class Device:
         assert not self._asleep, f"a plan was launched while these were asleep: {sorted(self._asleep)}"
         if self.held.weights.is_torn:
             raise DeviceLost("the device failed while its weights were replaced: some are new and others old")
-        self._use_threads(is_large_step(self._weight_bytes, int(plan.num_tokens.sum())))
+        num_tokens = int(plan.num_tokens.sum())
+        self._use_threads(self._is_large(num_tokens, num_tokens + int(plan.starts.sum())))
         if self._recording is None:
             return self.held.runner.step(plan)
         with self._recording.step(plan):
@@ -345,8 +350,12 @@ class Device:
     def execute_dummy_batch(self) -> None:
         if "weights" in self._asleep:
             raise weights_asleep("execute_dummy_batch")
-        self._use_threads(is_large_step(self._weight_bytes, 1))
+        self._use_threads(self._is_large(1, 0))
         self.held.runner.compute_nothing()
+
+    def _is_large(self, num_tokens: int, context_len: int) -> bool:
+        context_bytes = context_len * self._kv_bytes_per_token
+        return is_large_step(self._weight_bytes, self._num_layers, num_tokens, context_bytes)
 
     def _use_threads(self, all_of_them: bool) -> None:
         if self._max_threads:
@@ -400,13 +409,19 @@ def _find_gpu(device: str) -> Gpu | None:
     return Gpu(CudaAccelerator(found), triton_operations)
 
 
-def is_large_step(weight_bytes: int, num_tokens: int) -> bool:
-    """Whether a step's operations are worth more than one thread: by the bytes read, and the work for each token.
+def is_large_step(weight_bytes: int, num_layers: int, num_tokens: int, context_bytes: int) -> bool:
+    """Whether a step's operations are long enough for more than one thread: by a layer's work, in bytes to be read.
 
-    Threads of a small operation wait for each other longer than they work. Where another process holds one of their
-    cores, each operation waits for that one: a token of a 7 MiB model took 175 ms with two threads and 13 with one.
+    A layer has about 25 operations in any model, and threads wait for each other at the end of each. Where another
+    process holds one of their cores, each operation waits for that one: 64 tokens of a 7 MiB model took 121 to 232 ms
+    with two threads and 3 with one.
+
+    Args:
+        weight_bytes: of all parameters; a product with 16 tokens takes as long as reading its weights.
+        context_bytes: of the keys and values that the step's rows attend to; reading a byte of them, scattered as they
+            are, takes as long as reading 4 of the weights.
     """
-    return weight_bytes * (1 + num_tokens / 16) > LARGE_STEP_BYTES
+    return weight_bytes * (1 + num_tokens / 16) + 4 * context_bytes > num_layers * LARGE_LAYER_BYTES
 
 
 def _tell_captured(on_progress: OnProgress, done: int, total: int) -> None:
