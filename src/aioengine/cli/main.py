@@ -16,6 +16,7 @@ from aioengine.cli.generate import generate
 from aioengine.cli.keys import keys
 from aioengine.cli.serve import serve_command
 from aioengine.errors import AioEngineError
+from aioengine.process_options import limit_spinning
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
@@ -37,6 +38,7 @@ def main() -> None:
 
     Exit codes: 0 done, 1 the engine or the model failed, 2 wrong arguments, 130 interrupted.
     """
+    limit_spinning()
     try:
         status = cli.main(standalone_mode=False)
     except click.exceptions.Abort:

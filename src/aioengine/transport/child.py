@@ -34,9 +34,11 @@ def main() -> int:
     import uvloop
 
     from aioengine.errors import AioEngineError
+    from aioengine.process_options import limit_spinning
     from aioengine.transport.keys import ClientKeys
     from aioengine.transport.serving import Host, serve_engine
 
+    limit_spinning()
     hosts = [Host(arguments.handshake, token=os.environ.pop(TOKEN, ""))]
     if arguments.shared:
         keys = ClientKeys.load(arguments.keys) if arguments.keys else None
