@@ -24,7 +24,7 @@ from aioengine import Engine, StepFailed
 from aioengine.cli import load
 from aioengine.cli.bench import bench, make_jobs
 from aioengine.cli.figures import Environment, LatencyReport, Level, ThroughputReport, Workload, measured_of
-from aioengine.cli.load import Burst, Job, Jobs, Range, Timing, send
+from aioengine.cli.load import Burst, Job, Jobs, Range, Timing, other_cpu_s, send
 from aioengine.cli.plot import SIZE_PIXELS, plot_latency, plot_throughput
 from aioengine.cli.tables import show_latency, show_throughput
 from aioengine.testing import FakeExecutor
@@ -33,6 +33,10 @@ COMMAND = [sys.executable, "-m", "aioengine", "bench"]
 DEADLINE_S = 90
 STEP_TIME_S = 0.02
 EIGHT = Range(8, 8)
+ENVIRONMENT = Environment(
+    model="a model", dtype="float32", device="cpu", num_threads=None, num_cores=2, machine="x", python="3", torch="2",
+    aioengine="1", time="now",
+)  # fmt: skip
 TINY = ("--input-len", "8", "--kv-cache-memory-bytes", "20000000")
 
 
@@ -156,6 +160,7 @@ def test_latency_is_a_table_on_stderr_json_on_stdout_and_a_picture(tmp_path: Pat
         assert overall.itl_ms is not None
         assert overall.e2e_ms.p50 > overall.ttft_ms.p50
         assert len(level.measured.repeats) == 2
+        assert overall.other_cores is not None
     assert report.environment.model == "the bundled model"
     assert (report.environment.device, report.environment.dtype) == ("cpu", "bfloat16")
     assert png_size(picture) == SIZE_PIXELS
@@ -182,19 +187,52 @@ def test_throughput_is_a_table_on_stdout_json_in_a_file_and_a_picture(tmp_path: 
     assert png_size(picture) == SIZE_PIXELS
 
 
+STAT = """cpu  900 0 100 5000 50 0 0 0 0 0
+cpu0 {busy} 10 20 3000 30 4 5 6 70 80
+cpu1 300 0 50 2000 20 0 0 0 0 0
+cpu2 999999 0 0 0 0 0 0 0 0 0
+intr 12345 0 9
+"""
+
+
+def test_what_others_used_is_the_busy_time_of_our_cores_less_our_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(os, "sysconf", {"SC_CLK_TCK": 100}.__getitem__)
+    own = os.times_result((1.0, 0.5, 0.25, 0.25, 1e6))  # of this process and of its ended children
+    monkeypatch.setattr(os, "times", lambda: own)
+    stat = tmp_path / "stat"
+    stat.write_text(STAT.format(busy=155))
+    assert other_cpu_s(stat) == pytest.approx((155 + 10 + 20 + 4 + 5 + 6 + 300 + 50) / 100 - 2.0)
+    assert other_cpu_s(tmp_path / "none") is None
+
+
+def test_a_table_says_what_others_used_meanwhile_where_it_is_much_and_known(capsys: pytest.CaptureFixture[str]) -> None:
+    timing = Timing(num_input_tokens=8, num_output_tokens=1, ttft_s=0.5, itl_s=[], e2e_s=0.5)
+
+    def shown(*others_s: float | None) -> str:
+        levels = [Level(1, measured_of([Burst([timing], 0.5, each)])) for each in others_s]
+        show_latency(LatencyReport(ENVIRONMENT, workload(), levels), to_stderr=False)
+        show_throughput(ThroughputReport(ENVIRONMENT, workload(), levels[0].measured), to_stderr=True)
+        out, err = capsys.readouterr()
+        assert ("other programs" in err) == ((others_s[0] or 0.0) >= 0.05)
+        return out
+
+    assert "other programs used 0.8 of 2 cores meanwhile" in shown(0.6, 0.2)
+    assert "other programs" not in shown(0.04, 0.05)
+    assert "other programs" not in shown(None, None)
+
+
 def test_one_token_each_has_no_time_between_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     timing = Timing(num_input_tokens=8, num_output_tokens=1, ttft_s=0.5, itl_s=[], e2e_s=0.5)
     measured = measured_of([Burst([timing], 0.5)])
     assert measured.overall.itl_ms is None
-    environment = Environment(
-        model="a model", dtype="float32", device="cpu", num_threads=None, num_cores=2, machine="x", python="3",
-        torch="2", aioengine="1", time="now",
-    )  # fmt: skip
     asked = workload(output_len=Range(1, 1))
-    latency = LatencyReport(environment, asked, [Level(1, measured)])
+    latency = LatencyReport(ENVIRONMENT, asked, [Level(1, measured)])
     show_latency(latency, to_stderr=False)
     plot_latency(latency, tmp_path / "latency.png")
-    throughput = ThroughputReport(environment, asked, measured)
+    throughput = ThroughputReport(ENVIRONMENT, asked, measured)
     show_throughput(throughput, to_stderr=True)
     plot_throughput(throughput, [timing], tmp_path / "throughput.png")
     assert png_size(tmp_path / "latency.png") == png_size(tmp_path / "throughput.png") == SIZE_PIXELS

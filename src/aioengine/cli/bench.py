@@ -18,7 +18,7 @@ from aioengine.cli.figures import (
     environment_of,
     measured_of,
 )
-from aioengine.cli.load import Burst, Job, Jobs, Range, send
+from aioengine.cli.load import Burst, Job, Jobs, Range, send, send_beside_others
 from aioengine.cli.loop import run
 from aioengine.cli.options import given, options_of
 from aioengine.cli.plot import check_matplotlib, plot_latency, plot_throughput
@@ -186,7 +186,7 @@ async def _latency(counts: dict[int, int], output: Output, workload: Workload, c
                     title = f"{concurrency} in flight"
                     if repeat == 0:
                         await _warm_up(engine, jobs.make(concurrency), workload)
-                    burst = await send(
+                    burst = await send_beside_others(
                         engine,
                         jobs.make(count),
                         concurrency=concurrency,
@@ -211,7 +211,7 @@ async def _throughput(num_prompts: int, output: Output, workload: Workload, conf
             await _warm_up(engine, jobs.make(num_prompts), workload)
             for repeat in range(workload.repeats):
                 title = f"repeat {repeat + 1}"
-                burst = await send(
+                burst = await send_beside_others(
                     engine,
                     jobs.make(num_prompts),
                     concurrency=num_prompts,

@@ -32,6 +32,8 @@ class Figures(msgspec.Struct, frozen=True):
         ttft_ms: time to the first token.
         itl_ms: time between tokens; None where each request had but one.
         e2e_ms: time to the last token.
+        other_cores: how many of the cores that this process may use others used meanwhile, on average; None where
+            the system does not say.
     """
 
     num_requests: int
@@ -44,6 +46,7 @@ class Figures(msgspec.Struct, frozen=True):
     ttft_ms: Summary
     itl_ms: Summary | None
     e2e_ms: Summary
+    other_cores: float | None = None
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -152,6 +155,7 @@ def _figures_of(bursts: list[Burst]) -> Figures:
     duration_s = sum(burst.duration_s for burst in bursts)
     num_input = sum(timing.num_input_tokens for timing in timings)
     num_output = sum(timing.num_output_tokens for timing in timings)
+    others_s = [burst.other_cpu_s for burst in bursts]
     itl_s = [gap for timing in timings for gap in timing.itl_s]
     return Figures(
         num_requests=len(timings),
@@ -164,6 +168,7 @@ def _figures_of(bursts: list[Burst]) -> Figures:
         ttft_ms=_summary_of([timing.ttft_s for timing in timings]),
         itl_ms=_summary_of(itl_s) if itl_s else None,
         e2e_ms=_summary_of([timing.e2e_s for timing in timings]),
+        other_cores=None if None in others_s else sum(filter(None, others_s)) / duration_s,
     )
 
 

@@ -1,11 +1,19 @@
-"""A load on an engine, and how long each of its requests took. Times are of ``time.perf_counter``, in seconds."""
+"""A load on an engine, how long each of its requests took, and what other programs did to the machine meanwhile.
+
+Times are of ``time.perf_counter``, in seconds.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
 
 import anyio
+import anyio.to_thread
 import msgspec
 import numpy as np
 
@@ -47,10 +55,15 @@ class Timing(msgspec.Struct, frozen=True):
 
 
 class Burst(msgspec.Struct, frozen=True):
-    """Requests that were sent together, from the first one's start to the last one's end."""
+    """Requests that were sent together, from the first one's start to the last one's end.
+
+    Attributes:
+        other_cpu_s: CPU time that other programs used meanwhile; None where the system does not say.
+    """
 
     timings: list[Timing]
     duration_s: float
+    other_cpu_s: float | None = None
 
 
 class Jobs:
@@ -77,6 +90,33 @@ class Jobs:
             return self._text
         ids: list[int] = self._ids.integers(0, self._vocab_size, num_tokens).tolist()
         return ids
+
+
+def other_cpu_s(stat: Path = Path("/proc/stat")) -> float | None:
+    """CPU time since the machine's start that went to other programs, on the cores that this one may use, in seconds.
+
+    Good to some 0.01. What a hypervisor gave to other machines is in it; None where there is no ``stat``.
+    """
+    with contextlib.suppress(OSError):
+        lines = stat.read_text(encoding="ascii").splitlines()
+        ours = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+        busy_ticks = 0
+        for line in lines:
+            core, *ticks = line.split()
+            if core in ours:  # user nice system idle iowait irq softirq steal …, guests being in user (proc(5))
+                busy_ticks += sum(map(int, ticks[:8])) - int(ticks[3]) - int(ticks[4])
+        return busy_ticks / os.sysconf("SC_CLK_TCK") - sum(os.times()[:4])
+    return None
+
+
+async def send_beside_others(engine: Engine, jobs: Iterable[Job], **options: Any) -> Burst:
+    """As `send`, with what other programs used meanwhile."""
+    before = await anyio.to_thread.run_sync(other_cpu_s)
+    burst = await send(engine, jobs, **options)
+    after = await anyio.to_thread.run_sync(other_cpu_s)
+    if before is None or after is None:
+        return burst
+    return msgspec.structs.replace(burst, other_cpu_s=max(0.0, after - before))
 
 
 async def send(

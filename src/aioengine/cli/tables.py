@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from aioengine.cli.figures import Environment, LatencyReport, Summary, ThroughputReport, Workload
+from aioengine.cli.figures import Environment, Figures, LatencyReport, Summary, ThroughputReport, Workload
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 PLAIN_WIDTH = 120
 """Columns where there is no terminal to ask."""
+
+DISTURBING_CORES = 0.1
+"""Where other programs used less than this, they are not mentioned."""
 
 _RATES = {"requests": "requests_per_s", "output tokens": "output_tokens_per_s", "all tokens": "total_tokens_per_s"}
 _LATENCIES = {"time to first token": "ttft_ms", "inter-token latency": "itl_ms", "end to end": "e2e_ms"}
@@ -57,7 +60,7 @@ def show_latency(report: LatencyReport, *, to_stderr: bool) -> None:
         table.add_row(*row)
     console = _console(to_stderr)
     console.print(table)
-    _show_what_ran(console, report.environment, report.workload)
+    _show_what_ran(console, report.environment, report.workload, [level.measured.overall for level in report.levels])
 
 
 def show_throughput(report: ThroughputReport, *, to_stderr: bool) -> None:
@@ -65,7 +68,7 @@ def show_throughput(report: ThroughputReport, *, to_stderr: bool) -> None:
     console = _console(to_stderr)
     console.print(_rates(report))
     console.print(_latencies(report))
-    _show_what_ran(console, report.environment, report.workload)
+    _show_what_ran(console, report.environment, report.workload, [report.measured.overall])
 
 
 def _rates(report: ThroughputReport) -> Table:
@@ -103,7 +106,15 @@ def _latencies(report: ThroughputReport) -> Table:
     return table
 
 
-def _show_what_ran(console: Console, environment: Environment, workload: Workload) -> None:
+def _show_what_ran(console: Console, environment: Environment, workload: Workload, measured: list[Figures]) -> None:
+    others_s = sum((figures.other_cores or 0.0) * figures.duration_s for figures in measured)
+    other_cores = others_s / sum(figures.duration_s for figures in measured)
+    if other_cores >= DISTURBING_CORES:
+        console.print(
+            f"other programs used {other_cores:.1f} of {environment.num_cores} cores meanwhile",
+            style="yellow",
+            highlight=False,
+        )
     console.print(f"{workload}\n{environment}", highlight=False, markup=False, style="dim")
 
 
