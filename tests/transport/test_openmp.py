@@ -59,11 +59,16 @@ def spin_counts(program: str, **own: str) -> list[int]:
     return [int(count) for count in re.findall(r"GOMP_SPINCOUNT = '(\d+)'", done.stdout)]
 
 
-@pytest.mark.parametrize("program", [COMMAND_LINE, CHILD], ids=["the command line", "a child"])
-def test_threads_spin_briefly_in_a_process_of_our_own_unless_the_user_says_how_they_wait(program: str) -> None:
+@pytest.mark.parametrize(
+    ("program", "own", "expected"),
+    [(COMMAND_LINE, {"GOMP_SPINCOUNT": "77"}, 77), (CHILD, {"OMP_WAIT_POLICY": "passive"}, 0)],
+    ids=["the command line", "a child"],
+)
+def test_threads_spin_briefly_in_a_process_of_our_own_unless_the_user_says_how_they_wait(
+    program: str, own: dict[str, str], expected: int
+) -> None:
     assert spin_counts(program) == [SPIN_COUNT]
-    assert spin_counts(program, GOMP_SPINCOUNT="77") == [77]
-    assert spin_counts(program, OMP_WAIT_POLICY="passive") == [0]
+    assert spin_counts(program, **own) == [expected]
 
 
 def test_an_embedders_process_is_left_as_it_is() -> None:
