@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-import traceback
 from pathlib import Path
 
 import msgspec
@@ -12,6 +11,7 @@ import msgspec
 from aioengine.config import EngineConfig
 from aioengine.core.plan import StepPlan
 from aioengine.core.scheduler import SchedulerStats
+from aioengine.errors import traceback_of
 
 
 def describe_failure(
@@ -22,7 +22,7 @@ def describe_failure(
     It holds lengths, rows and sampling parameters, and no token id of any prompt or output.
     """
     report = {
-        "error": "".join(traceback.format_exception(error)).splitlines(),
+        "error": traceback_of(error),
         "plan": plan.describe() if plan is not None else None,
         "stats": msgspec.structs.asdict(stats),
         "config": msgspec.structs.asdict(config),

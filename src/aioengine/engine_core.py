@@ -26,7 +26,7 @@ from aioengine.core.sequence import FinishReason, Reason, Sequence, make_family
 from aioengine.core.step_output import StepOutput
 from aioengine.dump import describe_failure
 from aioengine.engine_control import Controls
-from aioengine.errors import AioEngineError, EngineClosed, EngineDead, StepFailed
+from aioengine.errors import AioEngineError, EngineClosed, EngineDead, StepFailed, describe, traceback_of
 from aioengine.executor.protocol import DeviceLost, Executor, ExecutorInfo, PendingStep
 from aioengine.health import Beat, Health, dead, judge
 from aioengine.listener import Listener, SampledLogprobs, TokenLines, prompt_lines
@@ -447,7 +447,7 @@ class EngineCore:
         self._num_steps = plan.step + 1
         self._step_began_at = self.clock()
         dump = self._describe(cause, plan)
-        message = f"step {plan.step} failed with {len(failed)} sequences in it: {type(cause).__name__}: {cause}"
+        message = f"step {plan.step} failed with {len(failed)} sequences in it: {describe(cause)}"
         logger.error("%s\n%s", message, dump)
         for sequence in failed:
             failure = StepFailed(message, dump=dump)
@@ -460,9 +460,10 @@ class EngineCore:
         """Single rows of a step failed, each for a reason of its own, and the others did not."""
         dump = self._describe(failed[0][1], plan)
         for sequence, cause in failed:
-            message = f"this request's part of step {plan.step} failed: {type(cause).__name__}: {cause}"
+            message = f"this request's part of step {plan.step} failed: {describe(cause)}"
             if sequence.sampling.choice == 0 or cause is not failed[0][1]:  # not again for each child
-                logger.error("%s: %s", sequence.request.request_id, message, exc_info=cause)
+                lines = "\n".join(traceback_of(cause))
+                logger.error("%s: %s\n%s", sequence.request.request_id, message, lines)
             failure = StepFailed(message, dump=dump)
             failure.__cause__ = cause
             self._release(sequence).on_error(failure)
@@ -472,7 +473,7 @@ class EngineCore:
     def _make_death(self, cause: Exception) -> EngineDead:
         dump = self._describe(cause, self._in_flight[0].plan if self._in_flight else None)
         reason = cause.__cause__ if isinstance(cause, DeviceLost) and cause.__cause__ is not None else cause
-        death = EngineDead(f"the engine cannot go on: {type(reason).__name__}: {reason}; start a new one", dump=dump)
+        death = EngineDead(f"the engine cannot go on: {describe(reason)}; start a new one", dump=dump)
         death.__cause__ = cause
         logger.critical("%s\n%s", death, dump)
         return death

@@ -6,6 +6,15 @@ something different about each. Every message names the thing that was wrong and
 
 from __future__ import annotations
 
+import traceback
+
+MAX_TEXT_CHARS = 10_000
+MAX_TRACEBACK_LINES = 1000
+
+TRACEBACK, _CAUSE, _CONTEXT = (vars(BaseException)[f"__{name}__"] for name in ("traceback", "cause", "context"))
+_EXCEPTIONS = vars(BaseExceptionGroup)["exceptions"]
+"""What every exception has, whatever a class of the user's puts before it."""
+
 
 class AioEngineError(Exception):
     """Everything that aioengine raises on purpose."""
@@ -107,3 +116,38 @@ class WireError(AioEngineError):
 
 class InternalError(AioEngineError):
     """A bug in aioengine; please report it."""
+
+
+def text_of(error: BaseException) -> str:
+    """An error's text, of `MAX_TEXT_CHARS` at most; a ``__str__`` of the user's own may raise, or return anything."""
+    try:
+        return str.__getitem__(str(error), slice(MAX_TEXT_CHARS))
+    except BaseException as bad:  # one error must not become another's
+        return f"(its text cannot be had: {type(bad).__name__})"
+
+
+def describe(error: BaseException) -> str:
+    """``Type: text``."""
+    return f"{type(error).__name__}: {text_of(error)}"
+
+
+def traceback_of(error: BaseException) -> list[str]:
+    """The lines that Python would print of an error; of too many or too long ones, a part."""
+    try:
+        lines = "".join(traceback.format_exception(error)).splitlines()
+    except Exception:  # it cannot be looked at
+        lines = [describe(error)]
+    return [line[:MAX_TEXT_CHARS] for line in lines[:MAX_TRACEBACK_LINES] + lines[MAX_TRACEBACK_LINES:][-1:]]
+
+
+def linked(error: BaseException) -> list[BaseException]:
+    """An error and all that it is linked to, by causes, contexts and groups; each once, since they may form a ring."""
+    links, found = [error], {}
+    while links:
+        link = links.pop()
+        if id(link) not in found:
+            found[id(link)] = link
+            links += [other for slot in (_CAUSE, _CONTEXT) if (other := slot.__get__(link)) is not None]
+            if isinstance(link, BaseExceptionGroup):
+                links += _EXCEPTIONS.__get__(link)
+    return list(found.values())

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from hostile_errors import HOSTILE
 
 from aioengine import EngineConfig
 from aioengine.core.plan import RowSampling
@@ -137,6 +138,25 @@ ERRORS = {
 @worker_function("contract.fail")
 def fail(worker: Worker, kind: str, message: str) -> None:
     raise ERRORS[kind](message)
+
+
+@worker_function("contract.fail_hostilely")
+def fail_hostilely(worker: Worker, what: str, where: str) -> None:
+    """Raise one of `HOSTILE`, here, in the next step, or in the rows of that."""
+    try:
+        HOSTILE[what]()
+    except Exception as error:
+        if where == "here":
+            raise
+        if where == "step":
+            worker.model.make_step_fail(len(worker.model.plans), error)
+        elif where == "row":
+            for row in range(256):
+                worker.model.make_row_fail(len(worker.model.plans), row, error)
+        else:
+            lost = DeviceLost("the device is gone")
+            lost.__cause__ = error
+            worker.model.make_step_fail(len(worker.model.plans), lost)
 
 
 @worker_function("contract.return_function")

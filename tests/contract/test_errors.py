@@ -7,8 +7,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import anyio
 import pytest
-from contract.ways import described, error_of, has_load, reasons_of, told, until
+from contract.ways import DEADLINE_S, described, error_of, has_load, reasons_of, told, until
+from hostile_errors import HOSTILE
 
 from aioengine import (
     ConfigError,
@@ -207,6 +209,32 @@ async def test_one_row_that_fails_ends_its_request_with_a_report_and_no_other(
         assert reasons_of(output) == ["length"]
         errors.append(without_numbers(error))
     assert errors[0] == errors[1]
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+async def test_an_error_that_breaks_those_who_look_at_it_is_heard_like_any_other(
+    engine: Engine, what: str, quiet_log: None
+) -> None:
+    with anyio.fail_after(DEADLINE_S):
+        assert await error_of(engine.collective_rpc("contract.fail_hostilely", [what, "here"])) is not None
+        for where in ("step", "row"):
+            await engine.collective_rpc("contract.fail_hostilely", [what, where])
+            error = await error_of(engine.generate(PROMPT, max_tokens=9))
+            assert isinstance(error, StepFailed)
+            assert len(str(error)) < 20_000
+        assert reasons_of(await engine.generate(PROMPT, max_tokens=9)) == ["length"]
+    assert engine.health().status == "ALIVE"
+
+
+@pytest.mark.parametrize("what", ["its own cause", "its text raises"])
+async def test_a_device_that_is_lost_by_such_an_error_is_everyones_end(
+    make_engine: Any, what: str, quiet_log: None
+) -> None:
+    engine = await make_engine()
+    await engine.collective_rpc("contract.fail_hostilely", [what, "device"])
+    with anyio.fail_after(DEADLINE_S):
+        assert isinstance(await error_of(engine.generate(PROMPT, max_tokens=9)), EngineDead)
+    assert engine.health().status == "DEAD"
 
 
 # The end

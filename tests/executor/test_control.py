@@ -17,6 +17,7 @@ import torch
 import transformers
 from executor.control_contract import BOTH, ControlContract, Controlled
 from executor.plans import PlanWriter
+from hostile_errors import HOSTILE
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -658,6 +659,18 @@ async def test_a_function_cannot_end_the_loop(checkpoint: Checkpoint, error: typ
         with pytest.raises(RuntimeError, match=error.__name__):
             await executor.apply_model(leave)
         assert len(await tokens(executor)) == NUM_TOKENS
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+async def test_a_function_may_raise_what_breaks_those_who_look_at_it(checkpoint: Checkpoint, what: str) -> None:
+    async with started(checkpoint("llama2")) as executor:
+        with anyio.fail_after(20):
+            try:
+                await executor.apply_model(lambda decoder: HOSTILE[what]())
+                pytest.fail("it raised nothing")
+            except Exception as error:
+                del error
+            assert len(await tokens(executor)) == NUM_TOKENS
 
 
 async def test_functions_are_called_in_the_device_thread(checkpoint: Checkpoint) -> None:

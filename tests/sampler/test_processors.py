@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hostile_errors import HOSTILE
 from sampler.batch import asking, random_logits, rows_of, sample_for, tokens_of
 
 from aioengine.core.plan import LogitsRow
@@ -99,7 +100,7 @@ def leave(logits: torch.Tensor, rows: list[LogitsRow]) -> None:
 
 BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "raises": (fail, KeyError, "own mistake"),
-    "wants to end the process": (leave, RuntimeError, r"SystemExit\(3\)"),
+    "wants to end the process": (leave, RuntimeError, "SystemExit: 3"),
     "one row too few": (lambda logits, rows: logits[1:], ValueError, r"float32 \[\d, 128\]"),
     "flat": (lambda logits, rows: logits.flatten(), ValueError, r"float32 \[\d, 128\]"),
     "reshaped in place": (lambda logits, rows: logits.t_() and None, (ValueError, RuntimeError), ""),
@@ -138,6 +139,14 @@ def test_what_goes_wrong_in_one_fails_its_rows_and_no_other(bad: Any, error: Any
     assert alone.logprobs is not None
     assert sampled.logprobs.index.tolist() == alone.logprobs.index.tolist() == [0, 1]
     np.testing.assert_array_equal(sampled.logprobs.logprobs, alone.logprobs.logprobs)
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_an_error_that_breaks_those_who_look_at_it_is_one_rows_too(what: str) -> None:
+    logits = random_logits(2, VOCAB, seed=1)
+    sampled = sample_for([asking(logits_processors=(lambda logits, rows: HOSTILE[what](),)), asking()], logits)
+    assert [failure.index for failure in sampled.failures] == [0]
+    assert sampled.counts.tolist() == [0, 1]
 
 
 def test_an_error_says_where_it_was_raised_and_keeps_no_logits_alive() -> None:

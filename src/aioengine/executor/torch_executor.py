@@ -17,7 +17,7 @@ import torch
 from aioengine.config import EngineConfig
 from aioengine.control import StageWeights
 from aioengine.core.plan import StepPlan, StepResult
-from aioengine.errors import ConfigError
+from aioengine.errors import ConfigError, describe
 from aioengine.executor.cuda import CudaAccelerator, find_cuda
 from aioengine.executor.device import DeviceThread, Pending
 from aioengine.executor.make_runner import Gpu, make_cpu_runner, make_gpu_runner
@@ -385,7 +385,7 @@ def _job(job: Callable[[], T]) -> T:
     except Exception:
         raise
     except BaseException as error:  # a SystemExit that went on would end the loop
-        raise RuntimeError(f"a function that was called in the device thread raised {error!r}") from error
+        raise RuntimeError(f"a function that was called in the device thread raised {describe(error)}") from error
 
 
 def _find_gpu(device: str) -> Gpu | None:

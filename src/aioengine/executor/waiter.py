@@ -18,6 +18,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from aioengine.errors import TRACEBACK, linked
+
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
@@ -161,7 +163,5 @@ class Waiter:
 
 def _forget_locals(error: BaseException) -> None:
     """Free what the failed job's functions held, or an error that someone keeps would keep the model alive."""
-    link: BaseException | None = error
-    while link is not None:
-        traceback.clear_frames(link.__traceback__)
-        link = link.__cause__ or link.__context__
+    for link in linked(error):
+        traceback.clear_frames(TRACEBACK.__get__(link))

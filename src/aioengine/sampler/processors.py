@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from aioengine.core.plan import LogitsProcessor, LogitsRow
+from aioengine.errors import TRACEBACK, describe, linked
 from aioengine.sampler.blocks import put_rows
 from aioengine.sampler.rows import Int64, RuledRows
 
@@ -53,20 +55,16 @@ def run(processor: LogitsProcessor, logits: Tensor, ruled: RuledRows, members: I
 
 def forget_frames(error: BaseException) -> Exception:
     """The error with its traceback as text: frames would keep the step's logits alive as long as someone keeps it."""
-    if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-        stack = "".join(traceback.format_tb(error.__traceback__.tb_next))
-        error.add_note(f"Raised by a logits processor:\n{stack}")
-    links: list[BaseException | None] = [error]
-    seen: set[int] = set()
-    while links:
-        link = links.pop()
-        if link is not None and id(link) not in seen:
-            seen.add(id(link))
-            link.__traceback__ = None
-            links += [link.__cause__, link.__context__]
+    frames = TRACEBACK.__get__(error)
+    if frames is not None and frames.tb_next is not None:
+        stack = "".join(traceback.format_tb(frames.tb_next))
+        with contextlib.suppress(Exception):  # its notes are of its own making
+            BaseException.add_note(error, f"Raised by a logits processor:\n{stack}")
+    for link in linked(error):
+        TRACEBACK.__set__(link, None)
     if isinstance(error, Exception):
         return error
-    failure = RuntimeError(f"a logits processor raised {error!r}")
+    failure = RuntimeError(f"a logits processor raised {describe(error)}")
     failure.__cause__ = error
     return failure
 

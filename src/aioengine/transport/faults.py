@@ -85,12 +85,9 @@ def _os_fault(kind: str, message: str, error: OSError) -> Fault:
 
 
 def _text_of(error: BaseException) -> str:
-    try:
-        # A KeyError shows its key by repr, and will do so again when it is made anew.
-        is_key = type(error) is KeyError and len(error.args) == 1 and isinstance(error.args[0], str)
-        return _cut(error.args[0] if is_key else str(error), MAX_MESSAGE_CHARS)
-    except Exception as bad:  # a __str__ of somebody's own; one error must not become another's
-        return f"(its text cannot be had: {type(bad).__name__})"
+    # A KeyError shows its key by repr, and will do so again when it is made anew.
+    is_key = type(error) is KeyError and len(error.args) == 1 and isinstance(error.args[0], str)
+    return _cut(error.args[0] if is_key else errors.text_of(error), MAX_MESSAGE_CHARS)
 
 
 def _cut(text: str, max_chars: int) -> str:
