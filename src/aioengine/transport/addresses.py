@@ -14,6 +14,7 @@ import fcntl
 import ipaddress
 import os
 import re
+import resource
 import socket
 import stat
 import tempfile
@@ -33,6 +34,12 @@ MAX_SUFFIX_BYTES = 16
 """Kept free for the sockets that lie beside the first one: ``.7.out``."""
 
 MAX_PATH_BYTES = MAX_SOCKET_PATH_BYTES - MAX_SUFFIX_BYTES
+
+START_DESCRIPTORS, LINK_DESCRIPTORS = 48, 24
+"""File descriptors that the start of a child, and a link or server, may need; some to spare."""
+
+MAX_FOLDERS = 5
+"""New folders that may be swept away, each by another process that starts in the same instant."""
 
 POSSIBLE = (
     "possible are ipc:///absolute/path in a folder that only you can enter, tcp://127.0.0.1:PORT or tcp://[::1]:PORT, "
@@ -91,6 +98,7 @@ def check_bind(address: str, keys: ServerKeys | None) -> Address:
     Raises:
         ConfigError: it cannot be had, is in use, or would be open to others than its owner and those with keys.
     """
+    check_descriptors(LINK_DESCRIPTORS)
     found = _parse(address, has_keys=keys is not None)
     if found.scheme == "ipc":
         try:
@@ -106,6 +114,7 @@ def check_connect(address: str, keys: ClientKeys | None) -> Address:
     Raises:
         ConfigError: nobody serves there, what lies there may be anybody's, or it is not reached without keys.
     """
+    check_descriptors(LINK_DESCRIPTORS)
     found = _parse(address, has_keys=keys is not None)
     if found.scheme == "ipc":
         _check_served(found)
@@ -114,6 +123,22 @@ def check_connect(address: str, keys: ClientKeys | None) -> Address:
     elif found.port == 0:
         raise ConfigError(f"{address!r}: a port is needed to connect to; the server says which it was given")
     return found
+
+
+def check_descriptors(num_needed: int) -> None:
+    """Raise ConfigError unless so many file descriptors are left: where ZMQ gets none it aborts the process."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        num_left = limit + 1 - sum(int(name) < limit for name in os.listdir("/dev/fd"))  # which takes one to list
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):  # there is no such folder here: it is not known
+            return
+        num_left = 0
+    if limit != resource.RLIM_INFINITY and num_left < num_needed:
+        raise ConfigError(
+            f"no file descriptors left: {num_left} of {limit} are free, and sockets to an engine's process may need "
+            f"{num_needed}; raise the limit (ulimit -n)"
+        )
 
 
 def _parse(address: str, *, has_keys: bool) -> Address:
@@ -270,8 +295,7 @@ class PrivateFolder:
     """
 
     def __init__(self) -> None:
-        self.path = _fresh_folder()
-        self._lock: int | None = _lock(self.path)
+        self.path, self._lock = _fresh_folder()
         _sweep(os.path.dirname(self.path))
 
     def address(self, name: str) -> Address:
@@ -295,14 +319,22 @@ class PrivateFolder:
         self.remove()
 
 
-def _fresh_folder() -> str:
+def _fresh_folder() -> tuple[str, int | None]:
+    """A new folder and its lock; None where the file system knows no locks."""
+    problem = ""
     for parent in _parents():
         # What mkdtemp appends, and a name of 16 bytes.
         is_short = len(os.fsencode(parent)) + len(_FOLDER_PREFIX) + 10 + 16 <= MAX_PATH_BYTES
-        if is_short and os.path.isabs(parent):
-            with contextlib.suppress(OSError):  # not ours to write to: the next one
-                return tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=parent)
-    raise ConfigError("no folder for sockets can be made: set TMPDIR to a short one that you can write to")
+        if not is_short or not os.path.isabs(parent):
+            continue
+        try:
+            for _ in range(MAX_FOLDERS):
+                folder = tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=parent)
+                with contextlib.suppress(_Swept):
+                    return folder, _lock(folder)
+        except OSError as error:  # not ours to write to, or full: the next one
+            problem = f" ({parent}: {error.strerror})"
+    raise ConfigError(f"no folder for sockets can be made{problem}: set TMPDIR to a short one that you can write to")
 
 
 def remove_private(address: str) -> None:
@@ -316,22 +348,46 @@ def remove_private(address: str) -> None:
         _remove_rest(folder)
 
 
+class _Swept(Exception):
+    """Another process has taken a new folder for an abandoned one, before it was locked."""
+
+
 def _lock(folder: str) -> int | None:
-    """Lock a folder for as long as this process lives; None where the file system knows no locks."""
+    """Lock a folder for as long as this process lives; None where the file system knows no locks.
+
+    Raises:
+        _Swept: it is gone, or about to be.
+        OSError: nothing can be written there; the folder is removed.
+    """
+    path = f"{folder}/{_LOCK}"
     try:
-        lock = os.open(f"{folder}/{_LOCK}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except FileNotFoundError:
+        raise _Swept from None
     except OSError:
-        return None
-    with contextlib.suppress(OSError):
+        _remove_rest(folder)
+        raise
+    try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return lock
+        # What removes a folder holds its lock meanwhile: if the path is this file still, it stays.
+        if os.path.samestat(os.fstat(lock), os.stat(path)):
+            return lock
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except OSError:
+        os.close(lock)
+        return None
     os.close(lock)
-    return None
+    raise _Swept
 
 
 def _sweep(parent: str) -> None:
     """Remove this user's folders whose processes are gone. One without a lock is being made, and is left alone."""
-    for name in os.listdir(parent):
+    try:
+        names = os.listdir(parent)
+    except OSError:  # what lies there may not be seen, or no descriptor is left
+        return
+    for name in names:
         folder = f"{parent}/{name}"
         if not name.startswith(_FOLDER_PREFIX):
             continue

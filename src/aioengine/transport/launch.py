@@ -18,18 +18,18 @@ import zmq
 
 from aioengine.config import EngineConfig
 from aioengine.core_api import Surroundings
-from aioengine.errors import AioEngineError, EngineDead, InvalidRequest
+from aioengine.errors import AioEngineError, ConfigError, EngineDead, InvalidRequest
 from aioengine.in_process import clock_of, find
 from aioengine.model_folder import ModelFolder
 from aioengine.process_options import ProcessOptions
 from aioengine.progress import OnProgress
-from aioengine.transport.addresses import PrivateFolder, remove_private
+from aioengine.transport.addresses import START_DESCRIPTORS, PrivateFolder, check_descriptors, remove_private
 from aioengine.transport.child import TOKEN
 from aioengine.transport.client import RemoteCore
 from aioengine.transport.handshake import Addresses, Init, Welcome, welcome
 from aioengine.transport.keys import ClientKeys
 from aioengine.transport.link import Link
-from aioengine.transport.sockets import Channel
+from aioengine.transport.sockets import Channel, Context, bind, end_context, make_context
 from aioengine.transport.supervisor import Child, ChildSpec, Supervisor
 from aioengine.transport.wire import PROTOCOL_VERSION, Attached, read_config
 
@@ -132,13 +132,12 @@ class InChild:
         """None yet, or one."""
         self._served_at: str | None = None
         self._link = Link(around.worker)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._context.linger = 0
+        self._context: Context | None = None
         self._exits: deque[tuple[int, str]] = deque()
 
     async def find_model(self) -> ModelFolder:
         # Noted where it is made: who is cancelled here has one all the same.
-        await self._around.worker.run(lambda: self._folders.append(PrivateFolder()), None)
+        await self._around.worker.run(self._make_folder, None)
         self._begin(self._folders[0])
         config = self._config
         # The process looks for the weights itself; here the small files are enough.
@@ -194,15 +193,25 @@ class InChild:
             finally:
                 if hasattr(self, "_handshake"):
                     self._handshake.close()
-                self._context.term()  # nothing is left to be sent
-                await self._around.worker.run(self._remove_files, None)
+                try:
+                    await end_context(self._context, self._around.worker)
+                    await self._around.worker.run(self._remove_files, None)
+                except asyncio.CancelledError:  # the deadline, where the worker is held by something else
+                    self._remove_files()
+                    raise
 
     def abandon(self) -> None:
         self._supervisor.abandon()
         if hasattr(self, "_handshake"):
             self._handshake.close()
+        if self._context is not None:
+            self._context.destroy(linger=0)
         self._link.abandon()
         self._remove_files()
+
+    def _make_folder(self) -> None:
+        check_descriptors(START_DESCRIPTORS)
+        self._folders.append(PrivateFolder())
 
     def _remove_files(self) -> None:
         for folder in self._folders:
@@ -212,9 +221,12 @@ class InChild:
 
     def _begin(self, folder: PrivateFolder) -> None:
         """Bind for the handshake and start the process."""
-        address = str(folder.address(START_SOCKET))
-        socket = self._context.socket(zmq.ROUTER)
-        socket.bind(address)
+        self._context = make_context()
+        try:
+            socket = self._context.socket(zmq.ROUTER)
+        except zmq.ZMQError as error:
+            raise ConfigError(f"no socket can be had for the start of the engine's process: {error.strerror}") from None
+        address = bind(socket, folder.address(START_SOCKET))
         self._handshake = Channel(socket)
         spec = ChildSpec(
             name="engine 0",

@@ -7,11 +7,11 @@ from typing import Any
 import anyio
 import zmq
 
-from aioengine.errors import EngineDead, WireError
+from aioengine.errors import ConfigError, EngineDead, WireError
 from aioengine.text.worker import TextWorker
 from aioengine.transport.addresses import Address, NobodyServes, check_connect
 from aioengine.transport.keys import ClientKeys
-from aioengine.transport.sockets import Channel, Monitor
+from aioengine.transport.sockets import Channel, Context, Monitor, end_context, make_context
 from aioengine.transport.wire import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
@@ -42,8 +42,7 @@ class Link:
 
     def __init__(self, worker: TextWorker) -> None:
         self._worker = worker
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._context.linger = 0
+        self._context: Context | None = None
         self._writer = Writer()
         self.monitors: list[Monitor] = []
         self._channels: list[Channel] = []
@@ -60,7 +59,7 @@ class Link:
         """Reach a server and attach to it.
 
         Raises:
-            ConfigError: the address is not allowed.
+            ConfigError: the address is not allowed, or no socket can be had.
             EngineDead: nobody serves there, or answers in time, or what answers is no engine of this version.
         """
         try:
@@ -68,8 +67,12 @@ class Link:
         except NobodyServes as nobody:
             raise EngineDead(str(nobody)) from None
         with anyio.move_on_after(timeout_s):
-            attached = await self._attach(where, keys, name)
-            await self._connect_outputs(where, keys, attached)
+            self._context = make_context()
+            try:
+                attached = await self._attach(where, keys, name)
+                await self._connect_outputs(where, keys, attached)
+            except zmq.ZMQError as error:
+                raise ConfigError(f"cannot connect to {address}: {error.strerror}") from None
             return attached
         raise EngineDead(f"nobody answers at {address} within {timeout_s:g} s; is an engine of this version there?")
 
@@ -79,19 +82,19 @@ class Link:
 
     async def aclose(self) -> None:
         """Say farewell and close; idempotent."""
-        if self._context.closed:
+        if self._context is None or self._context.closed:
             return
         is_cut = any(monitor.is_gone for monitor in self.monitors)
         if self._channels and not self._channels[0].socket.closed and not is_cut:
             self.send(Detach())
         self._close_sockets(0.0 if is_cut else LINGER_S)
-        await self._worker.run(self._context.term, None)
+        await end_context(self._context, self._worker)
 
     def abandon(self) -> None:
         """Close without a word or a wait; from any thread once the loop is gone."""
-        if not self._context.closed:
+        if self._context is not None and not self._context.closed:
             self._close_sockets(0.0)
-            self._context.term()
+            self._context.destroy(linger=0)
 
     def _close_sockets(self, linger_s: float) -> None:
         for monitor in self.monitors:
@@ -138,6 +141,7 @@ class Link:
         return channel, monitor
 
     def _make_socket(self, kind: int, where: Address) -> zmq.Socket[bytes]:
+        assert self._context is not None, "open comes first"
         socket = self._context.socket(kind)
         socket.maxmsgsize = MAX_FRAME_BYTES
         socket.ipv6 = where.is_ipv6

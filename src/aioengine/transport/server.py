@@ -28,12 +28,12 @@ from aioengine.engine_core import EngineCore
 from aioengine.errors import AioEngineError, ConfigError, EngineClosed, EngineDead, InvalidRequest, WireError
 from aioengine.metrics import RequestMetrics, StepRecord
 from aioengine.text.worker import TextWorker
-from aioengine.transport.addresses import Address, check_bind
+from aioengine.transport.addresses import check_bind
 from aioengine.transport.faults import to_fault
 from aioengine.transport.keys import ZAP_ENDPOINT, Gate, ServerKeys, enforce
 from aioengine.transport.requests import Requests
 from aioengine.transport.session import CutOff, Session
-from aioengine.transport.sockets import Channel, Monitor
+from aioengine.transport.sockets import Channel, Monitor, bind, end_context, make_context
 from aioengine.transport.wire import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
@@ -100,8 +100,9 @@ class EngineServer:
         self._gone: dict[bytes, None] = {}
         """Peers whose sessions are over, the latest ones."""
         self._num_sessions = 0
-        self._out_files: set[str] = set()
-        """Of the output sockets that were bound and are not put away yet; for ipc."""
+        self._channels: list[Channel] = []
+        self._files: set[str] = set()
+        """Of the sockets that were bound and are not put away yet; for ipc."""
         self._record: StepRecord | None = None
         self._is_marked = False
         self._worker = TextWorker()
@@ -114,16 +115,21 @@ class EngineServer:
             ConfigError: it cannot be had.
         """
         self._address = await self._worker.run(lambda: check_bind(self._asked_for, self._keys), None)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._context.linger = 0
-        self._zap = Channel(self._context.socket(zmq.ROUTER))
-        self._zap.socket.bind(ZAP_ENDPOINT)
-        socket = self._make_socket(zmq.ROUTER)
-        if self._keys is not None and self._address.scheme == "tcp":
-            self._gate.allow_keys(REQUESTS_DOMAIN, self._keys.clients.values())
-            self._keys.apply_server(socket, REQUESTS_DOMAIN)
-        self.address = _bind(socket, self._address)
-        self._frontend = Channel(socket, tells_users=True)
+        self._context = make_context()
+        try:
+            self._zap = self._make_channel(self._context.socket(zmq.ROUTER))
+            self._zap.socket.bind(ZAP_ENDPOINT)
+            socket = self._make_socket(zmq.ROUTER)
+            if self._keys is not None and self._address.scheme == "tcp":
+                self._gate.allow_keys(REQUESTS_DOMAIN, self._keys.clients.values())
+                self._keys.apply_server(socket, REQUESTS_DOMAIN)
+            self.address = bind(socket, self._address)
+            self._files.add(self._address.path)
+            self._frontend = self._make_channel(socket, tells_users=True)
+        except (ConfigError, zmq.ZMQError):
+            with anyio.CancelScope(shield=True):
+                await self.aclose()
+            raise
 
     async def serve(self) -> None:
         """Run the core and serve it until cancelled, or until the core dies; then everything is closed.
@@ -147,13 +153,13 @@ class EngineServer:
 
     async def aclose(self) -> None:
         """Close the sockets; idempotent. `serve` does it by itself."""
-        if hasattr(self, "_frontend") and not self._context.closed:
-            self._frontend.close(LINGER_S)
-            self._zap.close()
+        if hasattr(self, "_context") and not self._context.closed:
+            for channel in self._channels:
+                channel.close(LINGER_S)
             # Waits for last words, and for that long at most.
-            await self._worker.run(self._context.term, None)
+            await end_context(self._context, self._worker)
             if self._address.scheme == "ipc":
-                for path in (self._address.path, *self._out_files):
+                for path in self._files:
                     await self._worker.run(_remove, None, path)
         await self._worker.aclose()
 
@@ -315,16 +321,19 @@ class EngineServer:
             socket.plain_server = True
             enforce(socket, domain)
             self._gate.allow_once(domain, domain, password)
+        monitor = None
         try:
             monitor = Monitor(socket)
             beside = self._address.beside(f".{index}.out")
-            bound = _bind(socket, beside)
+            bound = bind(socket, beside)
         except (zmq.ZMQError, ConfigError):
+            if monitor is not None:
+                monitor.close()
             socket.close()
             self._gate.forget(domain)
             raise
         if beside.scheme == "ipc":
-            self._out_files.add(beside.path)
+            self._files.add(beside.path)
         self._reply(
             peer,
             Attached(
@@ -374,7 +383,7 @@ class EngineServer:
         if self._address.scheme == "ipc":
             path = f"{self._address.path}.{session.index}.out"
             await self._worker.run(_remove, None, path)
-            self._out_files.discard(path)
+            self._files.discard(path)
         for transfer in session.transfers:
             with contextlib.suppress(AioEngineError):  # the engine is ending, and they with it
                 await self.core.call(DropWeights(transfer))
@@ -415,6 +424,11 @@ class EngineServer:
     def _reply(self, peer: bytes, body: Message) -> None:
         self._frontend.send([peer, *Writer().write(body)])
 
+    def _make_channel(self, socket: zmq.Socket[bytes], *, tells_users: bool = False) -> Channel:
+        channel = Channel(socket, tells_users=tells_users)
+        self._channels.append(channel)
+        return channel
+
     def _make_socket(self, kind: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
         socket.maxmsgsize = MAX_FRAME_BYTES
@@ -445,15 +459,6 @@ def _send_returned(session: Session, returned: Returned) -> None:
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         refusal = InvalidRequest(f"what the call returned is no plain data, and cannot be sent: {error}")
         session.send(Returned(returned.call_id, fault=to_fault(refusal)))
-
-
-def _bind(socket: zmq.Socket[bytes], address: Address) -> str:
-    """Bind, and return the address as others reach it."""
-    try:
-        socket.bind(str(address))
-    except zmq.ZMQError as error:
-        raise ConfigError(f"cannot serve at {address}: {error.strerror}; choose another address") from None
-    return socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
 
 def _remove(path: str) -> None:

@@ -35,7 +35,7 @@ from aioengine.transport.handshake import (
 )
 from aioengine.transport.keys import ClientKeys, ServerKeys
 from aioengine.transport.server import EngineServer
-from aioengine.transport.sockets import Channel
+from aioengine.transport.sockets import Channel, Context, end_context, make_context
 from aioengine.transport.wire import PROTOCOL_VERSION, Message, Reader, Writer
 
 logger = logging.getLogger("aioengine")
@@ -187,7 +187,7 @@ class _Handshakes:
     def __init__(self, hosts: Sequence[Host], worker: TextWorker) -> None:
         self._hosts = hosts
         self._worker = worker
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context: Context | None = None
         self._channels: list[Channel] = []
         self._writers: list[Writer] = []
         self._told_bytes = 0
@@ -230,10 +230,12 @@ class _Handshakes:
     async def aclose(self) -> None:
         for channel in self._channels:
             channel.close(LINGER_S)
-        await self._worker.run(self._context.term, None)
+        await end_context(self._context, self._worker)
 
     async def _connect(self, host: Host) -> None:
         where = await self._worker.run(lambda: check_connect(host.address, host.keys), None)
+        if self._context is None:
+            self._context = make_context()
         socket = self._context.socket(zmq.DEALER)
         socket.ipv6 = where.is_ipv6
         if host.keys is not None and where.scheme == "tcp":

@@ -18,6 +18,10 @@ import numpy as np
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from aioengine.errors import ConfigError
+from aioengine.text.worker import TextWorker
+from aioengine.transport.addresses import Address
+
 RECEIVE_BATCH = 64
 """Messages handed out before the loop gets its turn."""
 
@@ -44,6 +48,45 @@ _BEGINNINGS = (zmq.Event.ACCEPTED, zmq.Event.CONNECTED)
 _WATCHED_EVENTS = functools.reduce(
     operator.or_, (*_FAILURES, *_BEGINNINGS, zmq.Event.HANDSHAKE_SUCCEEDED, zmq.Event.DISCONNECTED, zmq.Event.CLOSED)
 )
+
+
+Context = zmq.Context[zmq.Socket[bytes]]
+
+
+def make_context() -> Context:
+    """A context whose sockets drop what is unsent when they are closed, unless they are told otherwise.
+
+    Raises:
+        ConfigError: there is no file descriptor for it.
+    """
+    try:
+        context: Context = zmq.Context()
+    except zmq.ZMQError as error:
+        raise ConfigError(f"no sockets to an engine's process can be had: {error.strerror}") from None
+    context.linger = 0
+    return context
+
+
+async def end_context(context: Context | None, worker: TextWorker) -> None:
+    """End a context, if there is one, which waits for what its closed sockets linger for; in a thread.
+
+    Sockets that something has left open, such as a start that failed midway, are closed: it would wait for ever.
+    """
+    if context is not None:
+        await worker.run(context.destroy, None, 0)
+
+
+def bind(socket: zmq.Socket[bytes], address: Address) -> str:
+    """Bind, and return the address as others reach it.
+
+    Raises:
+        ConfigError: it cannot be had.
+    """
+    try:
+        socket.bind(str(address))
+    except zmq.ZMQError as error:
+        raise ConfigError(f"cannot serve at {address}: {error.strerror}; choose another address") from None
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
 
 class SendBuffers:

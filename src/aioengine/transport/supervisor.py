@@ -98,8 +98,8 @@ class Child:
             self._pidfd = os.pidfd_open(self.pid)
         except OSError:
             self._popen.kill()
-            self._popen.wait()
-            raise
+            with self._popen:  # which closes its pipes and waits for it
+                raise
         assert self._popen.stdout is not None
         assert self._popen.stderr is not None
         self._stdout = ChildOutput(self.name, self._popen.stdout, self._loop)

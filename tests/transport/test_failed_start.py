@@ -1,0 +1,201 @@
+"""Whatever fails in a start in a process of its own: an error that says so at once, and nothing left."""
+
+import asyncio
+import errno
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import zmq
+
+from aioengine import AioEngineError, ConfigError, Engine, EngineDead, ProcessOptions
+from aioengine.transport import addresses
+from aioengine.transport.addresses import PrivateFolder
+
+pytestmark = pytest.mark.usefixtures("no_stray_process", "runtime", "quiet_log")
+
+OPTIONS = ProcessOptions(executor="transport.life_scripts.devices:steady")
+DEADLINE_S = 20.0
+
+
+async def start_and_serve() -> None:
+    async with await Engine.start(process=OPTIONS) as engine:
+        await engine.generate([5, 6, 7], max_tokens=3, ignore_eos=True)
+
+
+def open_files() -> set[str]:
+    return {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/dev/fd/{fd}")}
+
+
+# File descriptors
+
+
+def check_starts(counts: list[int]) -> None:
+    script = [sys.executable, "-m", "transport.life_scripts.few_descriptors", *map(str, counts)]
+    lines = subprocess.run(script, check=True, stdout=subprocess.PIPE, text=True, timeout=600).stdout.splitlines()
+    assert [int(line.split("\t")[0]) for line in lines] == [200, *counts]
+    for line in lines:
+        _, took_s, num_left, outcome = line.split("\t")
+        assert int(num_left) == 0, line
+        assert float(took_s) < 5, line
+        assert outcome == "served" or outcome.startswith("ConfigError: no file descriptors left"), line
+    assert lines[1].split("\t")[3].endswith("raise the limit (ulimit -n)")
+    assert lines[0].endswith("served")
+    assert lines[-1].endswith("served")
+
+
+def test_a_start_with_few_file_descriptors_works_or_says_so_at_once() -> None:
+    check_starts([0, 1, 3, 10, 30, 47, 64])
+
+
+@pytest.mark.nightly
+def test_a_start_with_any_number_of_file_descriptors_works_or_says_so_at_once() -> None:
+    check_starts(list(range(80)))
+
+
+# System calls
+
+
+def fail(number: int) -> Callable[..., Any]:
+    def failing(*_: object, **__: object) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    return failing
+
+
+def refuse(*_: object, **__: object) -> Any:
+    raise zmq.ZMQError(errno.EMFILE)
+
+
+def replace_nth(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, nth: int, replacement: Any) -> None:
+    """Call ``replacement`` instead of ``owner.name`` the ``nth`` time."""
+    original, num_calls = getattr(owner, name), 0
+
+    def counted(*args: Any, **options: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        return (replacement if num_calls == nth else original)(*args, **options)
+
+    monkeypatch.setattr(owner, name, counted)
+
+
+FAILURES: dict[str, tuple[Any, str, int, Any]] = {
+    "the folder is listed": (os, "listdir", 2, fail(errno.EMFILE)),
+    "the lock is a descriptor too many": (addresses.fcntl, "flock", 1, fail(errno.EMFILE)),
+    "the first socket": (zmq.Context, "socket", 1, refuse),
+    "the start socket is bound": (zmq.Socket, "bind", 1, refuse),
+    "a process": (subprocess, "Popen", 1, fail(errno.EAGAIN)),
+    "a pidfd": (os, "pidfd_open", 1, fail(errno.EMFILE)),
+    "the socket for requests": (zmq.Context, "socket", 2, refuse),
+    "its monitor": (zmq.Context, "socket", 3, refuse),
+    "it connects": (zmq.Socket, "connect", 2, refuse),
+    "the socket for outputs": (zmq.Context, "socket", 4, refuse),
+    "the monitor of that": (zmq.Context, "socket", 5, refuse),
+    "that connects": (zmq.Socket, "connect", 4, refuse),
+}
+
+
+@pytest.mark.parametrize("what", FAILURES)
+async def test_whatever_cannot_be_had_ends_the_start_and_leaves_nothing(
+    what: str, monkeypatch: pytest.MonkeyPatch, runtime: Path
+) -> None:
+    before = open_files()
+    with anyio.fail_after(DEADLINE_S), monkeypatch.context() as patch:
+        replace_nth(patch, *FAILURES[what])
+        try:
+            await start_and_serve()
+        except AioEngineError as error:
+            assert isinstance(error, ConfigError | EngineDead)  # noqa: PT017
+    assert os.listdir(runtime) == []
+    assert open_files() <= before
+
+
+# Folders
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+async def test_a_folder_that_cannot_be_written_to(number: int, monkeypatch: pytest.MonkeyPatch, runtime: Path) -> None:
+    with monkeypatch.context() as patch, anyio.fail_after(DEADLINE_S):
+        patch.setattr(tempfile, "mkdtemp", fail(number))
+        with pytest.raises(ConfigError, match=rf"{os.strerror(number)}.*set TMPDIR"):
+            await start_and_serve()
+    with monkeypatch.context() as patch, anyio.fail_after(DEADLINE_S):
+        replace_nth(patch, zmq.Socket, "bind", 1, lambda *_: (_ for _ in ()).throw(zmq.ZMQError(number)))
+        with pytest.raises(ConfigError, match=rf"cannot serve at ipc://.*{os.strerror(number)}"):
+            await start_and_serve()
+    assert os.listdir(runtime) == []
+
+
+@pytest.mark.parametrize("is_missing", [True, False])
+async def test_a_folder_that_is_missing_or_too_long_is_passed_over(
+    is_missing: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / ("x" * 100)
+    if not is_missing:
+        folder.mkdir()
+    for name in ("XDG_RUNTIME_DIR", "TMPDIR"):
+        monkeypatch.setenv(name, str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    await start_and_serve()
+
+
+@pytest.mark.parametrize("moment", ["made", "opened"])
+@pytest.mark.parametrize("times", [1, 3, 100])
+def test_a_folder_swept_away_before_it_is_locked_is_made_anew(
+    moment: str, times: int, monkeypatch: pytest.MonkeyPatch, runtime: Path
+) -> None:
+    """Another engine that starts takes it for one that a killed process has left."""
+    num_swept = 0
+    make, lock = tempfile.mkdtemp, addresses.fcntl.flock
+
+    def sweep() -> None:
+        nonlocal num_swept
+        if num_swept < times:
+            num_swept += 1
+            for folder in runtime.glob("aioengine-*"):
+                (folder / ".lock").unlink(missing_ok=True)
+                folder.rmdir()
+
+    def made(**options: Any) -> str:
+        folder = make(**options)
+        if moment == "made":
+            sweep()
+        return folder
+
+    def locked(*args: Any) -> None:
+        if moment == "opened":
+            sweep()
+        lock(*args)
+
+    monkeypatch.setattr(tempfile, "mkdtemp", made)
+    monkeypatch.setattr(addresses.fcntl, "flock", locked)
+    monkeypatch.setattr(addresses, "_parents", lambda: iter([str(runtime)]))
+    before = open_files()
+    if times > addresses.MAX_FOLDERS:
+        with pytest.raises(ConfigError, match="no folder for sockets"):
+            PrivateFolder()
+    else:
+        with PrivateFolder() as private:
+            assert os.listdir(private.path) == [".lock"]
+            addresses._sweep(str(runtime))
+            assert os.listdir(private.path) == [".lock"], "it is locked"
+    assert open_files() <= before
+    assert os.listdir(runtime) == []
+
+
+async def test_many_that_start_in_one_folder_do_not_sweep_each_other_away(runtime: Path) -> None:
+    """Threads stand for processes: a lock belongs to its descriptor."""
+
+    def come_and_go() -> None:
+        for _ in range(50):
+            with PrivateFolder() as private:
+                assert os.path.exists(f"{private.path}/.lock")
+
+    await asyncio.gather(*(asyncio.to_thread(come_and_go) for _ in range(4)))
+    assert os.listdir(runtime) == []
