@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import math
 import os
@@ -160,9 +161,11 @@ class Engine:
 
     async def __aenter__(self) -> Self:
         if self._is_to_be_entered:  # as in `async with await Engine.connect(...)`
-            self._is_to_be_entered = False
-        else:
-            await self._start()
+            with contextlib.suppress(EngineClosed):
+                self._running()
+                self._is_to_be_entered = False
+                return self
+        await self._start()
         return self
 
     async def __aexit__(
@@ -180,6 +183,8 @@ class Engine:
             drain: first let all requests end that were made before, those included that wait for a place, and what is
                 paused or asleep. A reader that has stalled at its ``max_unread_tokens`` is waited for: bound that by a
                 timeout of your own, and `abort_all`. Without ``drain`` all requests hear `EngineClosed`.
+        Raises:
+            ModelLoadError, ConfigError: what slept could not be woken up to be drained; it is closed all the same.
         """
         if self._runtime is not None:
             await self._runtime.aclose(drain=drain)

@@ -24,7 +24,15 @@ from aioengine.control import AnyControl, Pause, PauseMode, WakeUp
 from aioengine.core.detokenizer import Detokenizer, TokenTable, make_detokenizer
 from aioengine.core.sequence import Sequence, make_family
 from aioengine.core_api import Backend, Core, Surroundings
-from aioengine.errors import AioEngineError, EngineClosed, EngineOverloaded, InternalError, InvalidRequest
+from aioengine.errors import (
+    AioEngineError,
+    EngineClosed,
+    EngineDead,
+    EngineOverloaded,
+    InternalError,
+    InvalidRequest,
+    describe,
+)
 from aioengine.executor.protocol import ExecutorInfo
 from aioengine.health import Health
 from aioengine.intake import Intake, OnFull
@@ -166,22 +174,31 @@ class Runtime:
             raise EngineClosed("the engine was closed while it was starting")
 
     async def aclose(self, *, drain: bool) -> None:
-        """End what is served and wait until everything is closed."""
+        """End what is served and wait until everything is closed; as `Engine.aclose`."""
+        if self._loop.is_closed():
+            self._backend.abandon()
+            return
         self.check_loop()
         self._is_closing = True
-        if drain and self._is_serving:
+        failure: Exception | None = None
+        if drain and self._is_stoppable and self._is_serving:
             try:
                 await self._wake_up()
-            except BaseException:  # cancelled, or it cannot wake up: closing goes on all the same
+                # By a callback: cancelling whoever waits here must not stop the closing.
+                self._drain(_closed, self._is_idle).add_done_callback(lambda _: self._stop())
+            except Exception as error:  # it cannot wake up, or has come to an end meanwhile: nothing can be drained
+                failure = None if isinstance(error, EngineClosed | EngineDead) else error
+                self._stop()
+            except BaseException:
                 self._stop()
                 raise
-            # By a callback: cancelling whoever waits here must not stop the closing.
-            self._drain(_closed, self._is_idle).add_done_callback(lambda _: self._stop())
         else:
             self._stop()
         await asyncio.wait({self._supervisor})
-        if not self._supervisor.cancelled() and (error := self._supervisor.exception()) is not None:
-            raise InternalError(f"closing the engine failed: {type(error).__name__}: {error}") from error
+        if failure is not None:
+            raise failure
+        if not self._supervisor.cancelled() and isinstance(broke := self._supervisor.exception(), Exception):
+            raise InternalError(f"closing the engine failed: {describe(broke)}") from broke
 
     def abandon(self) -> None:
         """Close without anyone waiting: the engine is garbage. From any thread, and at any moment."""

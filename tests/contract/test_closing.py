@@ -1,0 +1,116 @@
+"""Closing is the same of all: from whatever state, drained or not, again and again and at once, it closes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import anyio
+import pytest
+from contract.ways import DEADLINE_S, error_of, has_load, until
+
+from aioengine import Engine, EngineClosed, EngineDead
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+PROMPT = list(range(100, 140))
+
+
+async def serving(engine: Engine) -> None:
+    await engine.generate(PROMPT, max_tokens=2)
+
+
+async def paused(engine: Engine) -> None:
+    await engine.pause()
+
+
+async def asleep(engine: Engine) -> None:
+    await engine.sleep(2)
+
+
+async def draining(engine: Engine) -> None:
+    await engine.drain()
+
+
+async def dead(engine: Engine) -> None:
+    await engine.collective_rpc("contract.lose_device", ["the device is gone"])
+    assert isinstance(await error_of(engine.generate(PROMPT)), EngineDead)
+
+
+async def closed(engine: Engine) -> None:
+    await engine.aclose()
+
+
+async def closed_asleep(engine: Engine) -> None:
+    await engine.sleep(1)
+    await engine.aclose()
+
+
+async def killed(engine: Engine) -> None:
+    os.kill(engine._runtime._backend._child.pid, signal.SIGKILL)  # type: ignore[union-attr]
+
+
+async def killed_asleep(engine: Engine) -> None:
+    await engine.sleep(1)
+    await killed(engine)
+
+
+async def dead_asleep(engine: Engine) -> None:
+    await killed_asleep(engine)
+    await until(lambda: engine.health().status == "DEAD")
+
+
+STATES: list[Callable[[Engine], Awaitable[None]]] = [serving, paused, asleep, draining, dead, closed, closed_asleep]
+OF_CHILDREN: list[Callable[[Engine], Awaitable[None]]] = [killed, killed_asleep, dead_asleep]
+
+
+@pytest.mark.parametrize("drain", [False, True])
+@pytest.mark.parametrize("bring", [*STATES, *OF_CHILDREN], ids=lambda bring: bring.__name__)
+async def test_it_closes_from_every_state(
+    make_engine: Any, way: str, bring: Callable[[Engine], Awaitable[None]], drain: bool, quiet_log: None
+) -> None:
+    if (bring in OF_CHILDREN) != (way == "child"):
+        pytest.skip("the state is of another way, or this way is like the others and takes long")
+    engine = await make_engine()
+    with anyio.fail_after(DEADLINE_S):
+        await bring(engine)
+        await asyncio.gather(*(engine.aclose(drain=each) for each in (drain, drain, not drain)))
+        await engine.aclose(drain=drain)
+    assert not engine._runtime.is_open
+    assert isinstance(await error_of(engine.generate(PROMPT)), EngineClosed | EngineDead)
+    with pytest.raises((EngineClosed, EngineDead)):
+        async with engine:
+            pytest.fail("it was entered")
+
+
+@pytest.mark.parametrize("drain", [False, True])
+async def test_one_that_is_stalled_closes_once_its_drain_is_given_up(make_engine: Any, tasks: Any, drain: bool) -> None:
+    engine = await make_engine("make_slow")
+    async with engine.stream(PROMPT, max_tokens=3000, max_unread_tokens=1):
+        await until(has_load(engine, running=1))
+        if drain:
+            with anyio.move_on_after(0.02) as scope:
+                await engine.aclose(drain=True)
+            assert scope.cancelled_caught
+        with anyio.fail_after(DEADLINE_S):
+            await engine.aclose()
+    assert not engine._runtime.is_open
+
+
+async def test_one_that_was_started_and_closed_is_not_entered(make_engine: Any) -> None:
+    engine = await make_engine()
+    await engine.aclose()
+    for _ in range(2):
+        with pytest.raises(EngineClosed, match="an engine starts once; make a new one"):
+            async with engine:
+                pytest.fail("it was entered")
+
+
+@pytest.mark.parametrize("drain", [False, True])
+async def test_one_that_was_never_started_is_closed(drain: bool) -> None:
+    engine = Engine()
+    await engine.aclose(drain=drain)
+    await engine.aclose(drain=drain)
