@@ -13,7 +13,7 @@ from aioengine.core.sequence import FinishReason, Sequence
 from aioengine.errors import EngineDead
 from aioengine.executor.protocol import ExecutorInfo
 from aioengine.health import Health
-from aioengine.listener import Listener
+from aioengine.listener import Listener, UserCode
 from aioengine.metrics import EngineMetrics, Observer, RequestMetrics
 from aioengine.model_folder import ModelFolder
 from aioengine.progress import OnProgress
@@ -32,6 +32,7 @@ class Core(Protocol):
     clock: Callable[[], float]
     metrics: EngineMetrics
     observers: list[Observer]
+    user_code: UserCode
 
     @property
     def info(self) -> ExecutorInfo: ...

@@ -8,7 +8,6 @@ readers can hold a loop for milliseconds, and the device must not wait for them.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import time
@@ -29,7 +28,7 @@ from aioengine.engine_control import Controls
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead, StepFailed, describe, traceback_of
 from aioengine.executor.protocol import DeviceLost, Executor, ExecutorInfo, PendingStep
 from aioengine.health import Beat, Health, dead, judge
-from aioengine.listener import Listener, SampledLogprobs, TokenLines, prompt_lines
+from aioengine.listener import Listener, SampledLogprobs, TokenLines, UserCode, prompt_lines
 from aioengine.metrics import EngineMetrics, Observer, RequestMetrics, StatsLog, StepRecord
 from aioengine.request import Request
 from aioengine.waits import Waits
@@ -89,6 +88,7 @@ class EngineCore:
         self.clock = clock
         self.metrics = EngineMetrics()
         self.observers: list[Observer] = [self.metrics]
+        self.user_code = UserCode()
         self._stats_log = StatsLog(self.metrics, interval_s=config.log_stats_interval_s or math.inf, now_s=clock())
         self._on_room = on_room
         self.num_outside = num_outside
@@ -306,7 +306,7 @@ class EngineCore:
     def note_request(self, metrics: RequestMetrics, finish_reasons: tuple[str, ...]) -> None:
         """Tell the observers that a request has ended."""
         for observer in self.observers:
-            with _logged("an observer failed"):
+            with self.user_code.called("an observer failed"):
                 observer.on_request(metrics, finish_reasons)
 
     def copy_death(self) -> EngineDead:
@@ -324,13 +324,15 @@ class EngineCore:
         """
         try:
             await self._run()
-        except Exception as exc:
+        except GeneratorExit:  # the loop is gone
+            raise
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
+            self._end_all(_closed)
+            raise
+        except BaseException as exc:  # a panic of a library's in Rust is no Exception
             self.death = self._make_death(exc)
             self._end_all(self.copy_death)
             self._write_dump(self.death.dump)
-        except asyncio.CancelledError:
-            self._end_all(_closed)
-            raise
 
     async def _run(self) -> None:
         while True:
@@ -433,7 +435,7 @@ class EngineCore:
             num_outside=self.num_outside(),
         )
         for observer in self.observers:
-            with _logged("an observer failed"):
+            with self.user_code.called("an observer failed"):
                 observer.on_step(record)
         line = self._stats_log.poll(now)
         if line is not None:
@@ -470,7 +472,7 @@ class EngineCore:
         self._on_room()
         self._write_dump(dump)
 
-    def _make_death(self, cause: Exception) -> EngineDead:
+    def _make_death(self, cause: BaseException) -> EngineDead:
         dump = self._describe(cause, self._in_flight[0].plan if self._in_flight else None)
         reason = cause.__cause__ if isinstance(cause, DeviceLost) and cause.__cause__ is not None else cause
         death = EngineDead(f"the engine cannot go on: {describe(reason)}; start a new one", dump=dump)
@@ -478,7 +480,7 @@ class EngineCore:
         logger.critical("%s\n%s", death, dump)
         return death
 
-    def _describe(self, cause: Exception, plan: StepPlan | None) -> str:
+    def _describe(self, cause: BaseException, plan: StepPlan | None) -> str:
         try:
             return describe_failure(cause, plan=plan, stats=self.stats(), config=self.config)
         except Exception:  # what broke may be what is described; those who wait must hear of it all the same
@@ -488,17 +490,18 @@ class EngineCore:
     def _end_all(self, error: Callable[[], AioEngineError]) -> None:
         """Let everyone hear an end. The scheduler or a listener may be what broke: neither keeps it from the others."""
         self.is_stopped = True
+        self.user_code.keep()
         is_more = True
         num_failures, max_failures = 0, len(self._live)  # a token each; more, and publishing itself is what broke
         while is_more and num_failures <= max_failures:
             num_failures += 1
-            with _logged("while ending what was running"):
+            with self.user_code.called("while ending what was running"):
                 is_more = self._publish_slice()
                 num_failures -= 1
         for sequence in list(self._live.values()):
-            with _logged("while ending what was running"):
+            with self.user_code.called("while ending what was running"):
                 self._release(sequence).on_error(error())
-        with _logged("while ending what was running"):
+        with self.user_code.called("while ending what was running"):
             for sequence in self.scheduler.sequences():
                 self.scheduler.finish(sequence, "error")
             self._on_room()
@@ -544,15 +547,6 @@ def make_record(
         prefix_cache_hits=kv.num_hit_tokens,
         blocked=len(scheduler.blocked),
     )
-
-
-@contextlib.contextmanager
-def _logged(doing: str) -> Iterator[None]:
-    """Log what goes wrong in a block that awaits nothing, and go on: no cancellation of ours can come from there."""
-    try:
-        yield
-    except (Exception, asyncio.CancelledError):
-        logger.exception("%s", doing)
 
 
 def _closed() -> EngineClosed:

@@ -1,7 +1,10 @@
-"""Who follows a sequence, and what a step's numbers look like to them."""
+"""Who follows a sequence, what a step's numbers look like to them, and the user's own code that hears of it."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
 import sys
 from collections.abc import Iterator
 from typing import Protocol
@@ -12,6 +15,8 @@ from aioengine.core.plan import PromptLogprobs
 from aioengine.core.sequence import Sequence
 from aioengine.core.step_output import StepOutput
 from aioengine.errors import AioEngineError
+
+logger = logging.getLogger("aioengine")
 
 PROMPT_SLICE = 32
 """Prompt tokens whose log-probabilities are handed out between the loop's turns: with 20 each, below a millisecond."""
@@ -113,3 +118,43 @@ def prompt_lines(
                 for logprob, rank, ids, values in zip(*(column[part].tolist() for column in columns), strict=True)
             ]
             yield sequence, int(piece.positions[start]), lines
+
+
+class UserCode:
+    """Code of the user's that an engine calls, and that awaits nothing.
+
+    What it raises is logged, and the engine goes on. KeyboardInterrupt and SystemExit go on, too, as from any callback
+    of asyncio's: out of the loop, at its next turn. While the engine ends they are kept until it has closed everything.
+    """
+
+    def __init__(self) -> None:
+        self._is_keeping = False
+        self._kept: BaseException | None = None
+
+    @contextlib.contextmanager
+    def called(self, failure: str) -> Iterator[None]:
+        """Call it in this block; ``failure`` is logged of what it raises."""
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit) as error:
+            if self._is_keeping:
+                self._kept = self._kept or error
+            else:
+                asyncio.get_running_loop().call_soon(_let_go, error)
+        except BaseException:  # a CancelledError, too: nothing is awaited, so that it is none of the engine's
+            logger.exception("%s", failure)
+
+    def keep(self) -> None:
+        """The engine ends: keep from now on what would end the loop."""
+        self._is_keeping = True
+
+    def let_go(self) -> None:
+        """Everything is closed: raise what was kept, if anything."""
+        self._is_keeping = False
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            raise kept
+
+
+def _let_go(error: BaseException) -> None:
+    raise error

@@ -116,7 +116,11 @@ class RequestMetrics(PlainStruct, frozen=True, kw_only=True, gc=False):
 
 
 class Observer(Protocol):
-    """Sees each step and each request's end. It is called on the loop and must return within microseconds."""
+    """Sees each step and each request's end. It is called on the loop and must return within microseconds.
+
+    What it raises is logged. KeyboardInterrupt and SystemExit end the loop, as from any callback; where the engine is
+    being closed, when it has closed everything.
+    """
 
     def on_step(self, record: StepRecord) -> None:
         """A step's result has been applied."""

@@ -199,7 +199,8 @@ class Reply:
 
     def _tell_watcher(self) -> None:
         if self._watcher is not None:
-            self._watcher()
+            with self._core.user_code.called("a stream's watcher failed"):
+                self._watcher()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

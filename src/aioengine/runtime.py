@@ -265,6 +265,8 @@ class Runtime:
             self._is_stoppable = False
             if not is_loop_gone:
                 await self._close()
+                if hasattr(self, "core"):
+                    self.core.user_code.let_go()
 
     async def _open(self) -> None:
         self.files = await self._backend.find_model()
@@ -308,7 +310,8 @@ class Runtime:
             self.intake.close(self._end_error)
         # The core has ended them all, unless that is what broke: nobody is left waiting for ever.
         for request in [request for requests in self._requests.values() for request in requests]:
-            request.fail(self._end_error)
+            with self.core.user_code.called("while ending what was running"):
+                request.fail(self._end_error)
         self._requests.clear()
         try:
             await self._backend.aclose()

@@ -204,7 +204,7 @@ class Stream:
         that a choice has unread, and again only after that was read: read until `take` gives None.
 
         What is called notes that, and leaves the reading to what it wakes: it runs amid the engine's own work on this
-        request. It must not raise, and must not hold the engine, or one that is dropped would never close itself.
+        request. What it raises is logged. It must not hold the engine, or one that is dropped would never close itself.
         """
         self._entered().watch(on_news)
 

@@ -21,10 +21,10 @@ from aioengine.control import LETS_GO, WAKE_TAGS, AnyControl, GetStats, Resume, 
 from aioengine.core.scheduler import SchedulerStats
 from aioengine.core.sequence import FinishReason, Sequence, make_family
 from aioengine.engine_core import PUBLISH_SLICE
-from aioengine.errors import AioEngineError, EngineClosed, EngineDead, WireError
+from aioengine.errors import AioEngineError, EngineClosed, EngineDead, WireError, describe
 from aioengine.executor.protocol import ExecutorInfo
 from aioengine.health import Health, dead, judge
-from aioengine.listener import UNLIMITED, Listener
+from aioengine.listener import UNLIMITED, Listener, UserCode
 from aioengine.metrics import EngineMetrics, Observer, RequestMetrics, StatsLog
 from aioengine.request import Request
 from aioengine.transport.faults import Fault, to_error
@@ -102,6 +102,7 @@ class RemoteCore:
         self.clock = clock
         self.metrics = EngineMetrics()
         self.observers: list[Observer] = [self.metrics]
+        self.user_code = UserCode()
         self.death: EngineDead | None = None
         self.is_stopped = False
         self.num_refused = 0
@@ -277,10 +278,8 @@ class RemoteCore:
 
     def note_request(self, metrics: RequestMetrics, finish_reasons: tuple[str, ...]) -> None:
         for observer in self.observers:
-            try:
+            with self.user_code.called("an observer failed"):
                 observer.on_request(metrics, finish_reasons)
-            except Exception:
-                logger.exception("an observer failed")
 
     def copy_death(self) -> EngineDead:
         assert self.death is not None
@@ -308,12 +307,14 @@ class RemoteCore:
                 tasks.start_soon(self._watch_connection, of_requests, LAST_WORDS_S)
                 await self._over.wait()
                 tasks.cancel_scope.cancel()
-        except asyncio.CancelledError:
+        except GeneratorExit:  # the loop is gone
+            raise
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
             self._end_all(_closed)
             raise
-        except Exception as error:
+        except BaseException as error:
             logger.exception("a bug in the connection to the engine")
-            death = EngineDead(f"the connection to the engine broke: {type(error).__name__}: {error}")
+            death = EngineDead(f"the connection to the engine broke: {describe(error)}")
             death.__cause__ = error
             self.die(death)
 
@@ -503,10 +504,8 @@ class RemoteCore:
             self._beat, step=record.step + 1, step_age_s=0.0, running=record.running, waiting=record.waiting
         )
         for observer in self.observers:
-            try:
+            with self.user_code.called("an observer failed"):
                 observer.on_step(record)
-            except Exception:
-                logger.exception("an observer failed")
         line = self._stats_log.poll(self.clock())
         if line is not None:
             logger.info("%s", line)
@@ -537,11 +536,10 @@ class RemoteCore:
 
     def _end_all(self, error: Callable[[], AioEngineError]) -> None:
         self.is_stopped = True
+        self.user_code.keep()
         for sequence in list(self._live.values()):
-            try:
+            with self.user_code.called("while ending what was running"):
                 self._release(sequence).on_error(error())
-            except Exception:
-                logger.exception("while ending what was running")
         for returned in self._calls.values():
             if not returned.done():
                 returned.set_exception(error())

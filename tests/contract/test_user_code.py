@@ -1,0 +1,162 @@
+"""Whatever the user's own code raises, the engine goes on, the others hear, and closing closes everything."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+import uvloop
+from contract.ways import WAYS, Opener, error_of, has_load, reasons_of, until
+
+from aioengine import Engine, EngineClosed
+
+pytestmark = pytest.mark.usefixtures("quiet_log")
+
+PROMPT = list(range(100, 140))
+ENDS_THE_LOOP = (KeyboardInterrupt, SystemExit)
+ERRORS = (ValueError, GeneratorExit, asyncio.CancelledError, *ENDS_THE_LOOP)
+PLACES = ("on_step", "on_request", "watch")
+
+
+class Bad:
+    """An observer, and a watcher, that raises once, where it is told to."""
+
+    def __init__(self, place: str, error: type[BaseException]) -> None:
+        self.place = place
+        self.error = error
+        self.is_due = False
+        self.has_raised = False
+
+    def called(self, place: str) -> None:
+        if self.is_due and place == self.place and not self.has_raised:
+            self.has_raised = True
+            raise self.error("the user's own")
+
+    def on_step(self, record: Any) -> None:
+        self.called("on_step")
+
+    def on_request(self, metrics: Any, reasons: Any) -> None:
+        self.called("on_request")
+
+    def watch(self) -> None:
+        self.called("watch")
+
+
+class Counting:
+    def __init__(self) -> None:
+        self.num_steps = self.num_requests = self.num_news = 0
+
+    def on_step(self, record: Any) -> None:
+        self.num_steps += 1
+
+    def on_request(self, metrics: Any, reasons: Any) -> None:
+        self.num_requests += 1
+
+    def watch(self) -> None:
+        self.num_news += 1
+
+
+def run(main: Coroutine[Any, Any, Any], on_end: Callable[[], None] = lambda: None, *, is_uvloop: bool) -> list[Any]:
+    """Run it to its end; → what has left the loop meanwhile."""
+    heard: list[Any] = []
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop if is_uvloop else None) as runner:
+        loop = runner.get_loop()
+        task = loop.create_task(main)
+        while not task.done():
+            try:
+                loop.run_until_complete(task)
+            except ENDS_THE_LOOP as error:
+                heard.append(type(error))
+                on_end()
+        task.result()
+    return heard
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("place", PLACES)
+def test_an_engine_goes_on_whatever_it_raises(way: str, place: str) -> None:
+    bads = [Bad(place, error) for error in ERRORS]
+    count = Counting()
+
+    async def main() -> None:
+        opener = Opener(way)
+        try:
+            engine = await opener.open()
+            for observer in (*bads, count):
+                engine.add_observer(observer)
+            for bad in bads:
+                bad.is_due = True
+                async with engine.stream(PROMPT, seed=1, max_tokens=9) as stream, engine.stream([7]) as other:
+                    stream.watch(bad.watch)
+                    other.watch(count.watch)
+                    assert reasons_of(await stream.finish()) == ["length"]
+                await asyncio.sleep(0)
+                assert bad.has_raised
+                assert engine.health().status == "ALIVE"
+            assert count.num_requests == 2 * len(bads)
+            assert count.num_steps >= 9
+            assert count.num_news >= len(bads)
+        finally:
+            await opener.aclose()
+
+    assert run(main(), is_uvloop=way == "served") == list(ENDS_THE_LOOP)
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("place", ["on_request", "watch"])
+@pytest.mark.parametrize("way", ["in_process", "child"])
+@pytest.mark.parametrize("is_uvloop", [False, True])
+def test_closing_closes_everything_before_it_goes_on(
+    way: str, place: str, error: type[BaseException], is_uvloop: bool
+) -> None:
+    bad, count = Bad(place, error), Counting()
+    engines: list[Engine] = []
+
+    async def main() -> None:
+        engine = await Opener(way).open("make_slow")
+        engines.append(engine)
+        engine.add_observer(bad)
+        engine.add_observer(count)
+        async with (
+            engine.stream(PROMPT, seed=1, max_tokens=3000) as first,
+            engine.stream(PROMPT, seed=2, max_tokens=3000) as second,
+        ):
+            await until(has_load(engine, running=2))
+            first.watch(bad.watch)
+            while first.take() or second.take():
+                pass
+            second.watch(count.watch)
+            num_news = count.num_news
+            bad.is_due = True
+            await engine.aclose()
+            assert bad.has_raised
+            assert count.num_requests == 2
+            assert count.num_news > num_news
+            for stream in (first, second):
+                assert isinstance(await error_of(stream.finish()), EngineClosed)
+        await engine.aclose()
+
+    def on_end() -> None:
+        assert not engines[0]._runtime.is_open
+
+    assert run(main(), on_end, is_uvloop=is_uvloop) == ([error] if error in ENDS_THE_LOOP else [])
+
+
+def test_a_whole_program_is_ended_by_it_with_everything_closed() -> None:
+    """As `asyncio.run` ends one: the tasks are cancelled, and the engine closes in that."""
+    engines: list[Engine] = []
+
+    async def main() -> None:
+        async with await Opener("in_process").open() as engine:
+            engines.append(engine)
+            bad = Bad("on_step", SystemExit)
+            bad.is_due = True
+            engine.add_observer(bad)
+            await engine.generate(PROMPT, max_tokens=3000)
+            pytest.fail("it went on")
+
+    with pytest.raises(SystemExit, match="the user's own"):
+        asyncio.run(main())
+    assert not engines[0]._runtime.is_open
