@@ -136,7 +136,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         int, Meta(ge=1, description="tokens of a choice between two deltas of a stream, the first and last aside")
     ] = 1
     stall_after_s: Annotated[
-        float, Meta(gt=0.0, le=86400.0, description="seconds at one step after which the engine counts as stalled")
+        float,
+        Meta(
+            gt=0.0,
+            le=86400.0,
+            description="seconds at one step or control call after which the engine counts as stalled",
+        ),
     ] = 30.0
     heartbeat_interval_s: Annotated[
         float, Meta(ge=0.01, le=3600.0, description="seconds between two beats of an engine in another process")

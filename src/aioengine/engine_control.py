@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,15 +40,17 @@ class Controls:
             c.Sleep: self._sleep,
             c.WakeUp: self._wake_up,
             c.IsSleeping: self._is_sleeping,
-            c.StartProfile: lambda call: core.executor.start_profile(max_steps=call.max_steps),
-            c.StopProfile: lambda call: core.executor.stop_profile(Path(call.path)),
+            c.StartProfile: lambda call: core.at_device(core.executor.start_profile(max_steps=call.max_steps)),
+            c.StopProfile: lambda call: core.at_device(core.executor.stop_profile(Path(call.path))),
             c.SupportedTasks: self._supported_tasks,
             c.SaveShardedState: self._save_sharded_state,
             c.UpdateWeights: self._update_weights,
-            c.StageWeights: lambda call: core.executor.stage_weights(call),
+            c.StageWeights: lambda call: core.at_device(core.executor.stage_weights(call)),
             c.CommitWeights: self._commit_weights,
-            c.DropWeights: lambda call: core.executor.drop_weights(call.transfer),
-            c.CollectiveRpc: lambda call: core.executor.collective_rpc(call.name, call.args, call.kwargs),
+            c.DropWeights: lambda call: core.at_device(core.executor.drop_weights(call.transfer)),
+            c.CollectiveRpc: lambda call: core.at_device(
+                core.executor.collective_rpc(call.name, call.args, call.kwargs), f"collective_rpc({call.name!r})"
+            ),
             c.ExecuteDummyBatch: self._execute_dummy_batch,
             c.GetStats: self._get_stats,
         }
@@ -108,7 +110,7 @@ class Controls:
                 before = set(self._away)
                 self._away.update(_AWAY[level])
                 try:
-                    await core.executor.sleep(level)
+                    await core.at_device(core.executor.sleep(level))
                 except Exception:
                     self._away = before  # as deep as it was
                     if before == {"scheduling"}:
@@ -125,7 +127,7 @@ class Controls:
         async with self._device_turn:  # behind whoever is falling asleep
             parts: frozenset[Part] = frozenset(part for part in _PARTS if part in tags and part in self._away)
             if parts:
-                await self._core.executor.wake_up(parts)
+                await self._core.at_device(self._core.executor.wake_up(parts))
                 self._away -= parts
             if self._away <= {"scheduling"} and (parts or "scheduling" in tags):
                 self._wake_scheduling()
@@ -147,15 +149,16 @@ class Controls:
 
     async def _save_sharded_state(self, call: c.SaveShardedState) -> list[str]:
         async with self._device_turn:
-            return await self._core.executor.save_sharded_state(Path(call.folder), call.max_shard_bytes)
+            save = self._core.executor.save_sharded_state(Path(call.folder), call.max_shard_bytes)
+            return await self._core.at_device(save)
 
     async def _execute_dummy_batch(self, call: c.ExecuteDummyBatch) -> None:
         async with self._device_turn:
             if self._away - {"scheduling"}:
                 raise InvalidRequest("a sleeping engine computes nothing: wake it up first")
-            await self._core.executor.execute_dummy_batch()
+            await self._core.at_device(self._core.executor.execute_dummy_batch())
 
-    async def _between_steps(self, change: Callable[[], Awaitable[None]]) -> None:
+    async def _between_steps(self, change: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Change the weights while nothing runs. No KV of the old ones is used again: what runs computes its anew."""
         core = self._core
         async with self._device_turn:
@@ -163,7 +166,7 @@ class Controls:
             try:
                 await core.when(lambda: core.is_quiet)
                 core.check_accepting()
-                await change()
+                await core.at_device(change())
             finally:  # also when cancelled: the device may do it all the same
                 self._forget_kv()
                 core.let_go("weights")

@@ -12,8 +12,8 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 from aioengine.config import EngineConfig
 from aioengine.control import AnyControl, PauseMode
@@ -34,6 +34,8 @@ from aioengine.request import Request
 from aioengine.waits import Waits
 
 logger = logging.getLogger("aioengine")
+
+T = TypeVar("T")
 
 PUBLISH_SLICE = 32
 """Tokens that are handed out before the loop gets its turn, below a millisecond; one with many log-probabilities counts
@@ -114,6 +116,8 @@ class EngineCore:
         """Steps that have ended."""
         self._step_began_at = math.nan
         """When the device got to the oldest step in flight."""
+        self._device_calls: dict[object, tuple[str, float]] = {}
+        """What the executor was asked beside steps and has not answered, oldest first: (what, when)."""
         self._controls = Controls(self)
         self.is_publishing = False
         self.on_published: Callable[[], None] = lambda: None
@@ -196,6 +200,15 @@ class EngineCore:
             EngineClosed, EngineDead: the engine came to an end.
         """
         return await self._controls.perform(control)
+
+    async def at_device(self, call: Coroutine[Any, Any, T], name: str = "") -> T:
+        """Wait for what the executor was asked beside steps; until it answers, `beat` tells what and how long ago."""
+        place = object()
+        self._device_calls[place] = name or getattr(call, "__name__", "a control call"), self.clock()
+        try:
+            return await call
+        finally:
+            del self._device_calls[place]
 
     def hold(self, holder: str, mode: PauseMode) -> None:
         """Hold back what comes from now on, until ``holder`` lets go. Idempotent; a later mode adds to an earlier one.
@@ -284,9 +297,13 @@ class EngineCore:
 
     def beat(self) -> Beat:
         """How far this core has come."""
+        now = self.clock()
+        call, asked_at = next(iter(self._device_calls.values()), ("", now))
         return Beat(
             step=self._num_steps,
-            step_age_s=self.clock() - self._step_began_at if self._in_flight else 0.0,
+            step_age_s=now - self._step_began_at if self._in_flight else 0.0,
+            call=call,
+            call_age_s=now - asked_at,
             running=self.scheduler.num_running,
             waiting=self.scheduler.num_idle + self.num_outside(),
             is_sleeping=self.is_sleeping,

@@ -23,6 +23,8 @@ class Beat(msgspec.Struct, frozen=True, array_like=True):
         free_blocks: of the KV cache; -1 from an engine that does not say.
         is_paused: whether it is held by `Engine.pause`.
         blocked: those of ``waiting`` that something else than room holds up.
+        call, call_age_s: what the device was asked for longest beside steps and has not answered, such as
+            "save_sharded_state", and how long ago; "" and 0 if there is nothing.
     """
 
     step: int = 0
@@ -34,6 +36,8 @@ class Beat(msgspec.Struct, frozen=True, array_like=True):
     free_blocks: int = -1
     is_paused: bool = False
     blocked: int = 0
+    call: str = ""
+    call_age_s: float = 0.0
 
 
 class Health(PlainStruct, frozen=True, kw_only=True):
@@ -63,12 +67,18 @@ class Health(PlainStruct, frozen=True, kw_only=True):
 
 
 def judge(beat: Beat, *, stall_after_s: float, beat_age_s: float = 0.0) -> Health:
-    """ALIVE, or STALLED where the device has been at one step for longer than ``stall_after_s``."""
+    """ALIVE, or STALLED where the device has been at one step, or control call, for longer than ``stall_after_s``.
+
+    A call may rightly take so long, such as saving weights; only its caller can know.
+    """
     age_s = beat.step_age_s + beat_age_s if beat.step_age_s else 0.0
-    is_stalled = beat.step_age_s > stall_after_s
+    # The device works in order: what it was asked first is what it is at.
+    what, at_it_s = (beat.call, beat.call_age_s) if beat.call_age_s > beat.step_age_s else ("one step", beat.step_age_s)
+    is_stalled = at_it_s > stall_after_s
+    reason = f"the device has been at {what} for {at_it_s + beat_age_s:.1f} s, and the loop goes on"
     return Health(
         status="STALLED" if is_stalled else "ALIVE",
-        reason=f"the device has been at one step for {age_s:.1f} s, and the loop goes on" if is_stalled else "",
+        reason=reason if is_stalled else "",
         step=beat.step,
         step_age_s=age_s,
         running=beat.running,

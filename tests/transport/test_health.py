@@ -125,6 +125,21 @@ async def test_a_hung_device_is_stalled_until_it_goes_on(start: Any) -> None:
         await health_is(watched.engine, "ALIVE", "")
 
 
+@everywhere
+async def test_a_device_that_hangs_at_a_control_call_is_stalled_until_it_goes_on(start: Any) -> None:
+    async with start() as watched:
+        await watched.tell(HANG)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(watched.engine.execute_dummy_batch)
+            await health_is(watched.engine, "STALLED", "the device has been at execute_dummy_batch for")
+            assert watched.engine.health().step_age_s == 0
+            async with watched.asking() as answers:  # what comes behind the call is not to blame
+                await health_is(watched.engine, "STALLED", "the device has been at execute_dummy_batch for")
+                watched.let_go_on()
+        assert len(answers) == 1
+        await health_is(watched.engine, "ALIVE", "")
+
+
 async def test_a_stopped_child_is_stalled_until_it_is_continued() -> None:
     async with in_child() as watched:
         tokens = await watched.ask()

@@ -413,7 +413,7 @@ class Api:
             "is_draining": self.is_draining,
         }
         if health.status == "STALLED":
-            told["step_age_s"] = round(health.step_age_s, 3)
+            told.update(reason=health.reason, step_age_s=round(health.step_age_s, 3))
         if health.status == "ALIVE" and not self.is_draining:
             return _json(told)
         record.outcome = "error"

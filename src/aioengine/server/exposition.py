@@ -208,7 +208,9 @@ class EngineState:
 
     def __init__(self) -> None:
         self.up = Gauge("engine_up", "1 while the engine is there; 0: not started, closed or dead.")
-        self.stalled = Gauge("engine_stalled", "1 while the device hangs at a step, or the engine's process does.")
+        self.stalled = Gauge(
+            "engine_stalled", "1 while the device hangs at a step or control call, or the engine's process does."
+        )
         self.step_age = Gauge("engine_step_age_seconds", "How long the device has been at its present step.")
         self.sleep_state = Table("engine_sleep_state", "awake: 0 while the engine sleeps.", "gauge", "sleep_state")
         self.cache_config = Table(

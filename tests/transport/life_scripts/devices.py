@@ -42,6 +42,7 @@ class ToldExecutor(FakeExecutor):
         )
         self._num_free_steps = num_free_steps
         self._is_lost = False
+        self._goes_on = asyncio.Event()
 
     def listen(self) -> "ToldExecutor":
         """From now on do what the FIFO says."""
@@ -58,8 +59,14 @@ class ToldExecutor(FakeExecutor):
                 self._is_lost = True
             elif word == GO[0]:
                 self.is_manual, self._num_free_steps = False, None
+                self._goes_on.set()
                 for step in self.unfinished:
                     step.complete()
+
+    async def execute_dummy_batch(self) -> None:
+        if self.is_manual:
+            await self._goes_on.wait()
+        await super().execute_dummy_batch()
 
     def launch(self, plan: StepPlan) -> FakeStep:
         if self.stats.num_steps == self._num_free_steps:
