@@ -22,6 +22,9 @@ from aioengine.text.worker import TextWorker
 
 T = TypeVar("T")
 
+CLOSE_DEADLINE_S = 60.0
+"""How long closing waits for the step that runs. A device that hangs longer is left to its daemon thread."""
+
 
 class Core(Protocol):
     """An engine core: `EngineCore` in this process, `RemoteCore` for one in another."""

@@ -23,7 +23,7 @@ from aioengine.config import EngineConfig
 from aioengine.control import AnyControl, Pause, PauseMode, WakeUp
 from aioengine.core.detokenizer import Detokenizer, TokenTable, make_detokenizer
 from aioengine.core.sequence import Sequence, make_family
-from aioengine.core_api import Backend, Core, Surroundings
+from aioengine.core_api import CLOSE_DEADLINE_S, Backend, Core, Surroundings
 from aioengine.errors import (
     AioEngineError,
     EngineClosed,
@@ -55,9 +55,6 @@ T = TypeVar("T")
 
 LARGE_TEXT_CHARS = 100_000
 """About 20 ms of tokenization, and a long prompt for any model."""
-
-CLOSE_DEADLINE_S = 60.0
-"""How long closing waits for the step that runs. A device that hangs longer is left to its daemon thread."""
 
 
 class Abortable(Protocol):
@@ -296,8 +293,9 @@ class Runtime:
             with anyio.CancelScope(shield=True), anyio.move_on_after(CLOSE_DEADLINE_S) as deadline:
                 try:
                     await self._close_parts()
-                except asyncio.CancelledError:  # the loop is ending, and waits for this task
-                    await self._close_parts()
+                except asyncio.CancelledError:
+                    if not deadline.cancel_called:  # then the loop is ending, and waits for this task
+                        await self._close_parts()
                     raise
             if deadline.cancelled_caught:
                 logger.error("closing took more than %s s; what hangs is left behind", CLOSE_DEADLINE_S)

@@ -6,16 +6,19 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import anyio
+import psutil
 import pytest
 import zmq
 
 from aioengine import AioEngineError, ConfigError, Engine, EngineDead, ProcessOptions
-from aioengine.transport import addresses
+from aioengine.config import EngineConfig
+from aioengine.transport import addresses, serving
 from aioengine.transport.addresses import PrivateFolder
 
 pytestmark = pytest.mark.usefixtures("no_stray_process", "runtime", "quiet_log")
@@ -114,6 +117,33 @@ async def test_whatever_cannot_be_had_ends_the_start_and_leaves_nothing(
             assert isinstance(error, ConfigError | EngineDead)  # noqa: PT017
     assert os.listdir(runtime) == []
     assert open_files() <= before
+
+
+async def test_an_engine_whose_device_does_not_close_ends_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, runtime: Path
+) -> None:
+    clinging = serving._Settled(None, EngineConfig(), (), "transport.life_scripts.devices:clinging")
+    monkeypatch.setattr(serving, "_settle", lambda *_: clinging)
+    monkeypatch.setattr(serving, "CLOSE_DEADLINE_S", 0.1)
+    with anyio.fail_after(DEADLINE_S), anyio.CancelScope() as scope:
+        await serving.serve_engine([], on_serving=lambda _: scope.cancel())
+    assert os.listdir(runtime) == []
+
+
+async def test_a_text_thread_that_hangs_keeps_neither_the_process_nor_its_files(
+    monkeypatch: pytest.MonkeyPatch, runtime: Path
+) -> None:
+    monkeypatch.setattr("aioengine.runtime.CLOSE_DEADLINE_S", 0.3)
+    is_over = threading.Event()
+    with anyio.fail_after(DEADLINE_S):
+        engine = await Engine.start(process=OPTIONS)
+        (child,) = psutil.Process().children()
+        hanging = engine._runtime.worker.begin(is_over.wait)
+        await engine.aclose()
+        assert not child.is_running()
+        assert os.listdir(runtime) == []
+        is_over.set()
+        await hanging
 
 
 # Folders

@@ -196,8 +196,8 @@ class InChild:
                 try:
                     await end_context(self._context, self._around.worker)
                     await self._around.worker.run(self._remove_files, None)
-                except asyncio.CancelledError:  # the deadline, where the worker is held by something else
-                    self._remove_files()
+                except asyncio.CancelledError:  # the deadline, where something else holds the worker
+                    self.abandon()
                     raise
 
     def abandon(self) -> None:

@@ -14,7 +14,7 @@ import anyio
 import zmq
 
 from aioengine.config import EngineConfig
-from aioengine.core_api import Surroundings
+from aioengine.core_api import CLOSE_DEADLINE_S, Surroundings
 from aioengine.engine_control import TASKS
 from aioengine.errors import ConfigError, EngineDead
 from aioengine.executor.protocol import Executor
@@ -96,12 +96,21 @@ async def serve_engine(
             shakers.tell(Failing(to_fault(error)))
             raise
         finally:
-            with anyio.CancelScope(shield=True):
+            with _closing():
                 await shakers.aclose()
                 await worker.aclose()
                 await dump_worker.aclose()
     if scope.cancel_called:
         logger.info("the engine has ended as it was told")
+
+
+@contextmanager
+def _closing() -> Iterator[None]:
+    """A way out that a cancellation does not cut short, and what hangs does not hold up for ever."""
+    with anyio.CancelScope(shield=True), anyio.move_on_after(CLOSE_DEADLINE_S) as deadline:
+        yield
+    if deadline.cancelled_caught:
+        logger.error("closing took more than %g s; what hangs is left behind", CLOSE_DEADLINE_S)
 
 
 class _Settled(NamedTuple):
@@ -151,13 +160,13 @@ async def _serve(
             on_serving(server)
             await server.serve()
         finally:
-            with anyio.CancelScope(shield=True):
+            with _closing():
                 await server.aclose()
     finally:
-        with anyio.CancelScope(shield=True):
-            await backend.aclose()
+        with _closing():
             for folder in folders:
                 await worker.run(folder.remove, None)
+            await backend.aclose()
     if backend.core.death is not None:
         raise EngineDead(str(backend.core.death), dump=backend.core.death.dump)
 
