@@ -36,7 +36,7 @@ from aioengine.errors import (
 from aioengine.executor.protocol import ExecutorInfo
 from aioengine.health import Health
 from aioengine.intake import Intake, OnFull
-from aioengine.listener import UNLIMITED
+from aioengine.listener import UNLIMITED, UserCode
 from aioengine.metrics import EngineMetrics, EngineStats
 from aioengine.model_folder import ModelFolder
 from aioengine.progress import loading_bar
@@ -262,8 +262,11 @@ class Runtime:
             self._is_stoppable = False
             if not is_loop_gone:
                 await self._close()
-                if hasattr(self, "core"):
-                    self.core.user_code.let_go()
+                self._user_code.let_go()
+
+    @property
+    def _user_code(self) -> UserCode:
+        return self.core.user_code if hasattr(self, "core") else UserCode()
 
     async def _open(self) -> None:
         self.files = await self._backend.find_model()
@@ -308,7 +311,7 @@ class Runtime:
             self.intake.close(self._end_error)
         # The core has ended them all, unless that is what broke: nobody is left waiting for ever.
         for request in [request for requests in self._requests.values() for request in requests]:
-            with self.core.user_code.called("while ending what was running"):
+            with self._user_code.called("while ending what was running"):
                 request.fail(self._end_error)
         self._requests.clear()
         try:
