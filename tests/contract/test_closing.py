@@ -64,16 +64,18 @@ async def dead_asleep(engine: Engine) -> None:
 
 
 STATES: list[Callable[[Engine], Awaitable[None]]] = [serving, paused, asleep, draining, dead, closed, closed_asleep]
-OF_CHILDREN: list[Callable[[Engine], Awaitable[None]]] = [killed, killed_asleep, dead_asleep]
+KILLED: list[Callable[[Engine], Awaitable[None]]] = [killed, killed_asleep, dead_asleep]
 
 
 @pytest.mark.parametrize("drain", [False, True])
-@pytest.mark.parametrize("bring", [*STATES, *OF_CHILDREN], ids=lambda bring: bring.__name__)
+@pytest.mark.parametrize(
+    ("way", "bring"),
+    [*((way, bring) for way in ("in_process", "served") for bring in STATES), *(("child", bring) for bring in KILLED)],
+    scope="module",
+)
 async def test_it_closes_from_every_state(
     make_engine: Any, way: str, bring: Callable[[Engine], Awaitable[None]], drain: bool, quiet_log: None
 ) -> None:
-    if (bring in OF_CHILDREN) != (way == "child"):
-        pytest.skip("the state is of another way, or this way is like the others and takes long")
     engine = await make_engine()
     with anyio.fail_after(DEADLINE_S):
         await bring(engine)
