@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import os
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -18,6 +20,7 @@ from aioengine.text.tokenizer import Tokenizer
 F = TypeVar("F", LLM, LLMEngine)
 
 VOCAB_SIZE = 2048
+ENDLESS = 100_000
 
 _load_once = functools.cache(Tokenizer.load)
 
@@ -26,6 +29,11 @@ _load_once = functools.cache(Tokenizer.load)
 def each_tokenizer_is_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading the demo's is most of a start's time."""
     monkeypatch.setattr(Tokenizer, "load", lambda folder: copy.copy(_load_once(folder)))
+
+
+def press_ctrl_c() -> None:
+    """As the terminal does: to the process, whose main thread the kernel prefers; from any thread."""
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 class Device(FakeExecutor):
@@ -49,6 +57,12 @@ class Device(FakeExecutor):
 @pytest.fixture
 def device() -> Device:
     return Device()
+
+
+@pytest.fixture
+def patient_device() -> Device:
+    """For requests of `ENDLESS` tokens, which take seconds: the engine computes whether or not a call waits for it."""
+    return Device(max_model_len=ENDLESS + 100, num_blocks=ENDLESS // 16 * 4)
 
 
 @pytest.fixture

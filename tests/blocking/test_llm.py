@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import anyio
 import numpy as np
 import pytest
+from blocking.conftest import ENDLESS, press_ctrl_c
 
 from aioengine import (
     LLM,
@@ -210,25 +211,27 @@ def test_a_text_that_is_too_long_fails_them_all(open_llm: Open) -> None:
     assert llm.stats().running == 0
 
 
-def test_ctrl_c_aborts_them_all_and_the_next_call_works(open_llm: Open, device: Any) -> None:
+def test_ctrl_c_aborts_them_all_and_the_next_call_works(open_llm: Open, patient_device: Any) -> None:
+    device = patient_device
     llm = open_llm(device, max_num_seqs=4, max_waiting=4)
 
     def interrupt_once() -> None:
         if device.num_sampled == 30:
-            signal.raise_signal(signal.SIGINT)
+            press_ctrl_c()
 
     device.on_sample = interrupt_once
     with pytest.raises(KeyboardInterrupt):
-        llm.generate([IDS] * 50, max_tokens=20)
-    assert device.num_sampled < 40
+        llm.generate([IDS] * 50, max_tokens=ENDLESS)
     assert llm.stats().running == llm.stats().waiting == 0
     assert len(llm.generate([IDS] * 3, max_tokens=2)) == 3
 
 
 def test_a_second_ctrl_c_does_not_wait_for_the_end_of_the_first(
-    open_llm: Open, device: Any, monkeypatch: pytest.MonkeyPatch
+    open_llm: Open, patient_device: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    device = patient_device
     finish = Stream.finish
+    goes_on = asyncio.Event()
     is_hanging = True
 
     async def hang_when_cancelled(stream: Stream) -> RequestOutput:
@@ -236,24 +239,27 @@ def test_a_second_ctrl_c_does_not_wait_for_the_end_of_the_first(
             return await finish(stream)
         finally:
             if is_hanging:
-                signal.raise_signal(signal.SIGINT)
+                press_ctrl_c()
                 with anyio.CancelScope(shield=True):
-                    await anyio.sleep_forever()
+                    await goes_on.wait()
+
+    async def go_on(engine: Engine) -> None:
+        goes_on.set()
 
     monkeypatch.setattr(Stream, "finish", hang_when_cancelled)
 
     def interrupt_once() -> None:
         if device.num_sampled == 3:
-            signal.raise_signal(signal.SIGINT)
+            press_ctrl_c()
 
     device.on_sample = interrupt_once
     llm = open_llm(device)
     with pytest.raises(KeyboardInterrupt):
-        llm.generate(IDS, max_tokens=20)
+        llm.generate(IDS, max_tokens=ENDLESS)
     is_hanging = False
+    assert llm.stats().running == 1
     assert len(llm.generate([IDS] * 3, max_tokens=2)) == 3
-    llm.close()
-    assert device.is_closed
+    llm._host.run(go_on)
 
 
 def test_a_sleeping_engine_says_so_instead_of_waiting_for_ever(open_llm: Open) -> None:
@@ -284,28 +290,53 @@ def test_the_bar_tells_requests_and_tokens(open_llm: Open, capsys: pytest.Captur
 
 def test_the_bar_is_refreshed_while_they_run(open_llm: Open, device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioengine.blocking.llm.REFRESH_INTERVAL_S", 0.0)
-    seen: list[int] = []
-    monkeypatch.setattr("aioengine.blocking.bar.Bar.refresh", lambda bar, num_tokens: seen.append(num_tokens))
-    open_llm(device, max_num_seqs=2).generate([IDS] * 6, max_tokens=5, show_progress=True)
-    assert seen == sorted(seen)
-    assert 0 < seen[len(seen) // 2] < 30
-    assert seen[-1] == 30
+    seen: list[tuple[float, float]] = []
+    monkeypatch.setattr("rich.progress.Progress.refresh", lambda bar: seen.append((bar.tasks[0].completed, rate(bar))))
+
+    def rate(bar: Any) -> float:
+        tokens_per_s: float = bar.tasks[0].fields["rate"]
+        return tokens_per_s
+
+    open_llm(device, max_num_seqs=2).generate([IDS] * 6, max_tokens=200, show_progress=True)
+    done = [num_done for num_done, _ in seen]
+    assert done == sorted(done)
+    assert {0, 6} < set(done)
+    assert any(tokens_per_s > 0 for num_done, tokens_per_s in seen if not num_done)
 
 
 def test_a_bar_of_an_interrupted_call_ends_as_it_was(
-    open_llm: Open, device: Any, capsys: pytest.CaptureFixture[str]
+    open_llm: Open, device: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device.make_row_fail(3, 0, ValueError("broken row"))
+    monkeypatch.setattr("aioengine.blocking.llm.REFRESH_INTERVAL_S", 0.0)
+    device.make_row_fail(100, 0, ValueError("broken row"))
     with pytest.raises(StepFailed):
-        open_llm(device).generate([IDS] * 3, max_tokens=5, show_progress=True)
+        open_llm(device).generate([IDS] * 3, max_tokens=200, show_progress=True)
     assert "0/3" in capsys.readouterr().err
 
 
+def test_a_call_that_is_refused_shows_no_bar(open_llm: Open, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(InvalidRequest):
+        open_llm().generate([99999], show_progress=True)
+    assert capsys.readouterr().err == ""
+
+
+def test_several_threads_show_a_bar_each_and_none_on_a_terminal_by_themselves(
+    open_llm: Open, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = open_llm()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: llm.generate([IDS] * 3, max_tokens=2, show_progress=True), range(4)))
+        assert capsys.readouterr().err.count("3/3") == 4
+        monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+        list(pool.map(lambda _: llm.generate([IDS] * 3, max_tokens=2), range(4)))
+    assert capsys.readouterr().err == ""
+
+
 def test_use_tqdm_says_no_as_well(open_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: Any) -> None:
+    def refuse(*args: Any, **options: Any) -> None:
         raise AssertionError("a bar was made")
 
-    monkeypatch.setattr("aioengine.blocking.bar.Bar.__init__", refuse)
+    monkeypatch.setattr("rich.progress.Progress.__init__", refuse)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     llm = open_llm(show_progress=False)
     llm.generate(IDS, max_tokens=2, use_tqdm=False)

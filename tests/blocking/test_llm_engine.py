@@ -8,11 +8,14 @@ import dataclasses
 import itertools
 import json
 import signal
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from blocking.conftest import ENDLESS, press_ctrl_c
 
 from aioengine import (
     LLM,
@@ -28,6 +31,7 @@ from aioengine import (
     SamplingParams,
     StepFailed,
 )
+from aioengine.blocking.loop_thread import _Call
 from aioengine.executor.protocol import DeviceLost
 
 IDS = [5, 6, 7]
@@ -134,26 +138,32 @@ def test_more_requests_than_the_engine_takes_all_end(open_engine: Open) -> None:
 
 def test_who_waits_outside_comes_by_priority_then_age(open_engine: Open, device: Any) -> None:
     engine = open_engine(device, max_num_seqs=1, max_waiting=1)
+    engine.sleep(0, mode="keep")
     for seed, priority in enumerate([0, 0, 5, 5, 1, 1]):
         engine.add_request(str(seed), IDS, params(seed), priority=priority)
+    engine.wake_up()
     run_to_end(engine)
     assert device.seeds() == [0, 1, 4, 5, 2, 3]
 
 
 def test_a_prompt_that_waits_outside_stays_as_it_was_given(open_engine: Open) -> None:
     engine = open_engine(max_num_seqs=1, max_waiting=1)
+    engine.sleep(0, mode="keep")
     ids = list(IDS)
     for number in range(4):
         engine.add_request(str(number), ids, params())
     ids.append(9)
+    engine.wake_up()
     assert {tuple(outputs[-1].prompt_token_ids) for outputs in run_to_end(engine).values()} == {tuple(IDS)}
 
 
 def test_a_text_that_waits_outside_and_is_too_long_fails_in_a_step(open_engine: Open) -> None:
     engine = open_engine(max_num_seqs=1, max_waiting=1)
+    engine.sleep(0, mode="keep")
     for number in range(3):
         engine.add_request(str(number), IDS, params())
     engine.add_request("long", "dog " * 300, params())
+    engine.wake_up()
     ended, failed = set(), []
     while engine.has_unfinished_requests():
         try:
@@ -214,10 +224,10 @@ def test_a_bad_value_is_refused_when_it_is_added(open_engine: Open, param: str, 
 # Abort
 
 
-def test_of_an_aborted_request_nothing_comes_any_more(open_engine: Open) -> None:
-    engine = open_engine(max_num_seqs=2, max_waiting=2)
+def test_of_an_aborted_request_nothing_comes_any_more(open_engine: Open, patient_device: Any) -> None:
+    engine = open_engine(patient_device, max_num_seqs=2, max_waiting=2)
     for number in range(8):
-        engine.add_request(str(number), IDS, params(max_tokens=50))
+        engine.add_request(str(number), IDS, params(max_tokens=50 if number in (2, 4, 5, 6) else ENDLESS))
     engine.step()
     engine.abort_request("0")
     engine.abort_request(["1", "3", "7", "unknown"])
@@ -252,10 +262,11 @@ def test_a_failed_request_raises_once_and_the_others_go_on(open_engine: Open, de
 
 def test_all_requests_of_a_failed_step_raise_one_after_the_other(open_engine: Open, device: Any) -> None:
     engine = open_engine(device, max_num_seqs=4, max_waiting=4)
+    engine.sleep(0, mode="keep")
+    device.make_step_fail(4, RuntimeError("broken step"))
     for number in range(3):
         engine.add_request(str(number), IDS, params(number, 20))
-    engine.step()
-    device.make_step_fail(device.plans[-1].step + 1, RuntimeError("broken step"))
+    engine.wake_up()
     notes = []
     while engine.has_unfinished_requests():
         try:
@@ -269,10 +280,11 @@ def test_all_requests_of_a_failed_step_raise_one_after_the_other(open_engine: Op
 @pytest.mark.usefixtures("quiet_log")
 def test_a_dead_engine_is_heard_once(open_engine: Open, device: Any) -> None:
     engine = open_engine(device, max_num_seqs=2, max_waiting=2)
+    engine.sleep(0, mode="keep")
+    device.make_step_fail(4, DeviceLost("unplugged"))
     for number in range(8):
         engine.add_request(str(number), IDS, params(number, 20))
-    engine.step()
-    device.make_step_fail(device.plans[-1].step + 1, DeviceLost("unplugged"))
+    engine.wake_up()
     with pytest.raises(EngineDead):
         run_to_end(engine)
     assert not engine.has_unfinished_requests()
@@ -290,24 +302,125 @@ def test_ctrl_c_in_a_step_loses_nothing(open_engine: Open, device: Any) -> None:
 
     def interrupt_sometimes() -> None:
         if device.num_sampled % 7 == 0:
-            signal.raise_signal(signal.SIGINT)
+            press_ctrl_c()
 
+    def raise_in_a_wait(number: int, frame: Any) -> None:
+        """As Ctrl-C does by itself, but where it would hit this test's own code."""
+        while frame is not None:
+            if frame.f_code is _Call.wait.__code__:
+                raise KeyboardInterrupt
+            frame = frame.f_back
+
+    engine.sleep(0, mode="keep")
     for number in range(10):
         engine.add_request(str(number), IDS, params(number, 9))
-    device.on_sample = interrupt_sometimes
     ended: dict[str, int] = {}
     num_interrupts = 0
-    while engine.has_unfinished_requests():
+    before = signal.signal(signal.SIGINT, raise_in_a_wait)
+    try:
+        device.on_sample = interrupt_sometimes
         try:
-            for output in engine.step():
-                if output.finished:
-                    assert output.request_id not in ended
-                    ended[output.request_id] = len(output.outputs[0].token_ids)
+            engine.wake_up()
         except KeyboardInterrupt:
             num_interrupts += 1
+        while engine.has_unfinished_requests():
+            try:
+                for output in engine.step():
+                    if output.finished:
+                        assert output.request_id not in ended
+                        ended[output.request_id] = len(output.outputs[0].token_ids)
+            except KeyboardInterrupt:
+                num_interrupts += 1
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert ended == {str(number): 9 for number in range(10)}
-    assert num_interrupts > 3
+    assert num_interrupts
     assert engine.stats().running == engine.stats().waiting == 0
+
+
+def test_what_ctrl_c_meets_on_its_way_comes_in_the_next_step(
+    open_engine: Open, device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_engine(device)
+    wait = _Call.wait
+    is_armed = False
+
+    def wait_and_be_interrupted(call: Any, *args: Any) -> None:
+        nonlocal is_armed
+        wait(call, *args)
+        if is_armed:
+            is_armed = False
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(_Call, "wait", wait_and_be_interrupted)
+    device.make_row_fail(0, 0, ValueError("broken row"))
+    engine.sleep(0, mode="keep")
+    for request_id in ("bad", "good"):
+        engine.add_request(request_id, IDS, params(max_tokens=1))
+    engine.wake_up()
+    outcomes: list[str] = []
+    while engine.has_unfinished_requests():
+        is_armed = True
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        try:
+            outcomes += [output.request_id for output in engine.step()]
+        except StepFailed as error:
+            outcomes += error.__notes__
+    assert sorted(outcomes) == ["good", "request_id='bad'"]
+
+
+# Several threads
+
+
+def test_several_threads_add_and_step(open_engine: Open) -> None:
+    engine = open_engine(max_num_seqs=4, max_waiting=4)
+    ended: list[str] = []
+    has_begun = threading.Event()
+
+    def add(first: int) -> None:
+        for number in range(first, first + 25):
+            engine.add_request(str(number), IDS, params(number, 1 + number % 7))
+            has_begun.set()
+
+    def step() -> None:
+        has_begun.wait()
+        while len(ended) < 100:
+            ended.extend(output.request_id for output in engine.step() if output.finished)
+
+    with ThreadPoolExecutor(8) as pool:
+        for done in [*pool.map(add, range(0, 100, 25)), *[pool.submit(step) for _ in range(3)]]:
+            if done is not None:
+                done.result()
+    assert sorted(map(int, ended)) == list(range(100))
+    assert not engine.has_unfinished_requests()
+
+
+def test_of_several_threads_that_take_a_name_one_has_it(open_engine: Open, patient_device: Any) -> None:
+    engine = open_engine(patient_device)
+
+    def add(_: int) -> bool:
+        try:
+            engine.add_request("same", "dog " * 300, params(max_tokens=ENDLESS))  # is tokenized in another thread
+        except InvalidRequest:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(add, range(8))) == 1
+    assert engine.get_num_unfinished_requests() == 1
+
+
+def test_a_step_that_waits_hears_that_another_thread_has_aborted(open_engine: Open, device: Any) -> None:
+    device.is_manual = True
+    engine = open_engine(device)
+    engine.add_request("a", IDS, params())
+    with ThreadPoolExecutor(2) as pool:
+        steps = [pool.submit(engine.step) for _ in range(2)]
+        while len(engine._host._calls) < 2:
+            pass
+        engine.abort_request("a")
+        assert [step.result() for step in steps] == [[], []]
 
 
 # Sleep
@@ -315,11 +428,10 @@ def test_ctrl_c_in_a_step_loses_nothing(open_engine: Open, device: Any) -> None:
 
 def test_a_step_says_that_the_engine_sleeps_instead_of_waiting_for_ever(open_engine: Open) -> None:
     engine = open_engine()
-    engine.add_request("a", IDS, params(max_tokens=20))
-    engine.step()
     assert not engine.is_sleeping()
     engine.sleep(0, mode="keep")
     assert engine.is_sleeping()
+    engine.add_request("a", IDS, params(max_tokens=20))
     engine.add_request("b", IDS, params())
     with pytest.raises(RuntimeError, match="wake_up"):
         run_to_end(engine)
@@ -332,13 +444,14 @@ def test_a_step_says_that_the_engine_sleeps_instead_of_waiting_for_ever(open_eng
     }
 
 
-def test_requests_that_sleep_aborts_end_with_what_they_have(open_engine: Open) -> None:
-    engine = open_engine()
-    engine.add_request("a", IDS, params(max_tokens=200))
+def test_requests_that_sleep_aborts_end_with_what_they_have(open_engine: Open, patient_device: Any) -> None:
+    engine = open_engine(patient_device)
+    engine.add_request("a", IDS, params(max_tokens=ENDLESS))
     engine.step()
     engine.sleep(0)
     outputs = run_to_end(engine)["a"]
     assert outputs[-1].outputs[0].finish_reason == "abort"
+    assert outputs[-1].outputs[0].token_ids
     engine.wake_up(["scheduling"])
     engine.add_request("a", IDS, params())
     assert run_to_end(engine)["a"][-1].outputs[0].finish_reason == "length"

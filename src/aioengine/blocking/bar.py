@@ -4,47 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
 
 from aioengine.outputs import RequestOutput
 
-if TYPE_CHECKING:
-    from rich.progress import Progress
-
-
-class Bar:
-    """Requests done, and output tokens a second. Made by `progress_bar`."""
-
-    def __init__(self, bar: Progress, num_requests: int) -> None:
-        self._bar = bar
-        self._task = bar.add_task("generating", total=num_requests, rate=0.0)
-        self._began_at = time.monotonic()
-        self._num_tokens = 0
-
-    def add(self, output: RequestOutput) -> None:
-        """A request has ended; shown with the next refresh."""
-        self._num_tokens += sum(len(choice.token_ids) for choice in output.outputs)
-        self._bar.advance(self._task)
-
-    def refresh(self, num_tokens: int) -> None:
-        """Show it as it is now, with so many tokens since the beginning."""
-        seconds = max(time.monotonic() - self._began_at, 1e-9)
-        self._bar.update(self._task, rate=num_tokens / seconds)
-        self._bar.refresh()
-
-    def end(self) -> None:
-        self.refresh(self._num_tokens)
-
 
 @contextlib.contextmanager
-def progress_bar(num_requests: int, *, is_shown: bool | None) -> Iterator[Bar | None]:
-    """Show a bar on stderr until the block ends, and leave its last state there; None shows it on a terminal.
+def progress_bar(
+    outputs: Mapping[int, RequestOutput], num_requests: int, *, is_shown: bool | None
+) -> Iterator[Callable[[int], None] | None]:
+    """A bar of requests done and output tokens a second on stderr; its last state stays there.
 
-    It has no thread: whoever has the loop refreshes it.
+    Args:
+        outputs: of the requests that are done; read when the bar is shown, in the thread that shows it.
+        is_shown: None: on a terminal, in the main thread, so that a server's threads write nothing there.
+    Yields:
+        what shows the bar as it is now, given the number of tokens since the beginning; None if it is not to be shown.
+        A block that ends without an error shows it, too.
     """
-    if not num_requests or not (sys.stderr.isatty() if is_shown is None else is_shown):
+    if is_shown is None:
+        is_shown = sys.stderr.isatty() and threading.current_thread() is threading.main_thread()
+    if not num_requests or not is_shown:
         yield None
         return
     from rich.console import Console
@@ -57,9 +39,18 @@ def progress_bar(num_requests: int, *, is_shown: bool | None) -> Iterator[Bar | 
         TextColumn("{task.fields[rate]:,.0f} tokens/s"),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as progress:
-        bar = Bar(progress, num_requests)
-        try:
-            yield bar
-        finally:
-            bar.end()
+    progress = Progress(*columns, console=Console(stderr=True), auto_refresh=False)
+    task = progress.add_task("generating", total=num_requests, rate=0.0)
+    began_at = time.monotonic()
+
+    def show(num_tokens: int) -> None:
+        progress.start()
+        progress.update(task, completed=len(outputs), rate=num_tokens / max(time.monotonic() - began_at, 1e-9))
+        progress.refresh()
+
+    try:
+        yield show
+        show(sum(len(choice.token_ids) for output in outputs.values() for choice in output.outputs))
+    finally:
+        if progress.live.is_started:
+            progress.stop()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
+import weakref
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar, Unpack
 
 import anyio
 
-from aioengine.blocking.host import Host
+from aioengine.blocking.loop_thread import LoopThread
 from aioengine.config import ConfigKeywords, EngineConfig
 from aioengine.control import PauseMode, SleepLevel, WakeTag
 from aioengine.engine import Engine
@@ -28,11 +28,11 @@ DEFAULT_TRACE = "aioengine-trace.json"
 
 
 class Facade:
-    """A started engine on a loop of its own, which runs while a method waits. See `Host` for threads and loops.
+    """A started engine on a loop in a thread of its own, for calls from any thread; see `LoopThread`.
 
-    Every method raises RuntimeError inside a running event loop and in other threads than the one that made this
-    object, and `EngineClosed` once it is closed. Closing is optional: what is dropped, or still open when the script
-    ends, closes itself.
+    Every method raises RuntimeError inside a running event loop and in a process that was forked from the one that made
+    this object, and `EngineClosed` once it is closed. Closing is optional: what is dropped, or still open when the
+    script ends, closes itself.
 
     Args:
         model, executor, process, seed, config: as in `Engine`.
@@ -59,7 +59,8 @@ class Facade:
         return facade
 
     def _open(self, start: Callable[[], Coroutine[Any, Any, Engine]]) -> None:
-        self._host = Host(type(self).__name__, start)
+        self._host = LoopThread(type(self).__name__, start)
+        weakref.finalize(self, self._host.drop).atexit = False
         self._may_sleep = False
         self.engine_config: EngineConfig = self._host.engine.config
 
@@ -72,7 +73,7 @@ class Facade:
         self.close()
 
     def close(self) -> None:
-        """Stop, and free everything. Idempotent."""
+        """Stop, and free everything. Calls that wait in other threads hear `EngineClosed`. Idempotent."""
         self._host.close()
 
     def shutdown(self) -> None:
@@ -91,11 +92,19 @@ class Facade:
 
     def stats(self) -> EngineStats:
         """The engine's numbers now, and since its start."""
-        return self._host.engine.stats()
+
+        async def read(engine: Engine) -> EngineStats:
+            return engine.stats()
+
+        return self._host.run(read)
 
     def get_metrics(self) -> list[Any]:
         """The metrics behind `stats`, as `EngineMetrics.collect` gives them."""
-        return list(self._host.engine.metrics.collect())
+
+        async def read(engine: Engine) -> list[Any]:
+            return list(engine.metrics.collect())
+
+        return self._host.run(read)
 
     def check_health(self) -> Health:
         """Whether the engine is alive or stalled.
@@ -105,7 +114,6 @@ class Facade:
         """
 
         async def look(engine: Engine) -> Health:
-            await asyncio.sleep(0)  # the loop has stood still: what has come meanwhile is heard first
             return engine.health()
 
         health = self._host.run(look)
@@ -191,10 +199,10 @@ class Facade:
         """
         return self._host.run(lambda engine: engine.save_sharded_state(folder, **options))
 
-    # For those who wait for tokens
+    # For calls that wait for tokens
 
     async def _check_awake(self, engine: Engine) -> None:
-        """Raise where waiting would never end: nobody can wake the engine up while its only caller waits."""
+        """Raise where waiting would not end, since the only thread that could wake the engine up would wait."""
         if self._may_sleep:
             self._may_sleep = await engine.is_sleeping()
         if self._may_sleep:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Unpack
 
 import anyio
 
-from aioengine.blocking.bar import Bar, progress_bar
+from aioengine.blocking.bar import progress_bar
 from aioengine.blocking.facade import Facade
 from aioengine.blocking.prompts import list_chats, list_prompts
 from aioengine.engine import Engine
@@ -126,24 +126,27 @@ class LLM(Facade):
         is_shown = False if not use_tqdm and show_progress is None else show_progress
         outputs: dict[int, RequestOutput] = {}
 
-        async def check(engine: Engine) -> None:
+        async def run(engine: Engine) -> None:
             await self._check_awake(engine)
-            for job in jobs:  # one that can never run must not cost the others' work
-                with _naming(job.number, len(jobs)):
-                    engine.stream(job.prompt, **job.call)
+            await _run_all(engine, jobs, outputs, self._request_numbers)
 
-        self._host.run(check)
-        with progress_bar(len(jobs), is_shown=is_shown) as bar:
-            self._host.run(lambda engine: _run_all(engine, jobs, outputs, bar, self._request_numbers))
+        with progress_bar(outputs, len(jobs), is_shown=is_shown) as show:
+            if show is None:
+                self._host.run(run)
+            else:
+                first = self.stats().generation_tokens
+                refresh = lambda: show(self.stats().generation_tokens - first)  # noqa: E731
+                self._host.run(run, every_s=REFRESH_INTERVAL_S, meanwhile=refresh)
         return [outputs[job.number] for job in jobs]
 
 
-async def _run_all(
-    engine: Engine, jobs: list[_Job], outputs: dict[int, RequestOutput], bar: Bar | None, numbers: Iterator[int]
-) -> None:
+async def _run_all(engine: Engine, jobs: list[_Job], outputs: dict[int, RequestOutput], numbers: Iterator[int]) -> None:
     """Run all jobs, no more of them at a time than the engine could hold; the first error ends them all."""
+    for job in jobs:  # one that can never run must not cost the others' work
+        with _naming(job.number, len(jobs)):
+            engine.stream(job.prompt, **job.call)
     error: Exception | None = None
-    # By priority here, too: who is not in the engine yet is not sorted by it.
+    # By priority here, too: what is not in the engine yet is not sorted by it.
     queue = iter(sorted(jobs, key=lambda job: job.call["priority"]))
 
     async def work() -> None:
@@ -151,31 +154,15 @@ async def _run_all(
         for job in queue:
             try:
                 with _naming(job.number, len(jobs)):
-                    outputs[job.number] = output = await engine.generate(
-                        job.prompt, request_id=str(next(numbers)), **job.call
-                    )
+                    outputs[job.number] = await engine.generate(job.prompt, request_id=str(next(numbers)), **job.call)
             except Exception as exc:
                 error = error or exc
                 tasks.cancel_scope.cancel()
                 return
-            if bar is not None:
-                bar.add(output)
-                if len(outputs) == len(jobs):
-                    tasks.cancel_scope.cancel()
 
-    async def refresh() -> None:
-        assert bar is not None
-        first = engine.stats().generation_tokens
-        while True:
-            await anyio.sleep(REFRESH_INTERVAL_S)
-            bar.refresh(engine.stats().generation_tokens - first)
-
-    config = engine.config
     async with anyio.create_task_group() as tasks:
-        for _ in range(min(len(jobs), config.max_num_seqs + config.max_waiting)):
+        for _ in range(min(len(jobs), engine.config.max_num_seqs + engine.config.max_waiting)):
             tasks.start_soon(work)
-        if bar is not None and jobs:
-            tasks.start_soon(refresh)
     if error is not None:
         raise error
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-import heapq
 import inspect
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, Self
@@ -32,17 +31,13 @@ class LLMEngine(Facade):
             print(output.request_id, output.text, output.finished)
     ```
 
-    The engine computes while `step` (or another method) waits, and rests between.
+    The engine computes all the time. Each output and each error comes in one step; where several threads are in `step`,
+    in that of one of them.
     """
 
     def _open(self, start: Callable[[], Coroutine[Any, Any, Engine]]) -> None:
         super()._open(start)
-        self._live: dict[str, Stream] = {}
-        self._outside = _Outside()
-        self._inbox = _Inbox()
-        # What is known and not told yet: Ctrl-C in a step must lose nothing.
-        self._outputs: dict[str, RequestOutput] = {}
-        self._errors: dict[str, AioEngineError] = {}
+        self._requests = _Requests(self._host.start_soon)
 
     @classmethod
     def from_engine_args(cls, engine_args: Any = None, **config: Any) -> Self:
@@ -75,7 +70,7 @@ class LLMEngine(Facade):
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> str:
-        """Queue a request. There is no bound: what finds no place in the engine waits here, by priority, then age.
+        """Queue a request. There is no bound: what finds no place in the engine waits for one, by priority, then age.
 
         Args:
             request_id: names it in `step`'s outputs; no unfinished request may have it.
@@ -85,29 +80,17 @@ class LLMEngine(Facade):
         Returns:
             the request's id.
         Raises:
-            InvalidRequest: a value is bad. Where the request waits here, a text whose length in tokens is too much
-                raises later, in `step`.
+            InvalidRequest: a value is bad. Where the request waits for a place, a text whose length in tokens is too
+                much raises later, in `step`.
             EngineDead: see there.
         """
         if not isinstance(request_id, str):
             raise InvalidRequest(f"request_id={shorten(request_id)}: a str is needed", param="request_id")
-        if self._knows(request_id):
-            raise InvalidRequest(
-                f"request_id={shorten(request_id)} is that of an unfinished request; choose another, or abort that one",
-                param="request_id",
-            )
 
         async def add(engine: Engine) -> None:
-            stream = engine.stream(
-                prompt, params, request_id=request_id, priority=priority, cache_salt=cache_salt, on_full="raise"
-            )
-            if not self._outside:
-                try:
-                    return await self._enter(request_id, stream)
-                except EngineOverloaded:
-                    pass
-            self._outside.add(request_id, stream, priority)
-            return None
+            self._requests.check_new(request_id)
+            stream = engine.stream(prompt, params, request_id=request_id, priority=priority, cache_salt=cache_salt)
+            await self._requests.add(engine, stream)
 
         self._host.run(add)
         return request_id
@@ -118,7 +101,7 @@ class LLMEngine(Facade):
 
         async def abort(_: Engine) -> None:
             for request_id in ids:
-                await self._drop(request_id)
+                await self._requests.forget(request_id)
 
         self._host.run(abort)
 
@@ -128,8 +111,7 @@ class LLMEngine(Facade):
 
     def get_num_unfinished_requests(self) -> int:
         """Requests whose last output, or error, no `step` has brought yet."""
-        num_ended = sum(output.finished for output in self._outputs.values())
-        return len(self._live) + len(self._outside) + len(self._errors) + num_ended
+        return self._requests.num_untold
 
     # What they bring
 
@@ -148,173 +130,161 @@ class LLMEngine(Facade):
             EngineDead: the engine broke; raised once, and all requests are gone.
             RuntimeError: the engine sleeps, and there is nothing to return.
         """
-        self._host.check_usable()
-        if self.has_unfinished_requests() and not self._errors:
-            self._host.run(self._advance)
-        outputs, self._outputs = list(self._outputs.values()), {}
-        if not outputs and self._errors:
-            raise self._errors.pop(next(iter(self._errors)))
+        told: dict[str, RequestOutput | AioEngineError] = {}
+
+        async def tell(engine: Engine) -> None:
+            while True:
+                changed = self._requests.changed
+                await self._requests.tell(told)
+                if told or not self._requests.num_untold:
+                    return
+                await self._check_awake(engine)
+                await changed.wait()
+
+        async def put_back(_: Engine) -> None:
+            self._requests.put_back(told)
+
+        try:
+            self._host.run(tell)
+        except BaseException:
+            if told:  # Ctrl-C, at the moment when there was something
+                self._host.run(put_back)
+            raise
+        outputs = [output for output in told.values() if isinstance(output, RequestOutput)]
+        if told and not outputs:
+            raise told.popitem()[1]  # type: ignore[misc]
         return outputs
 
     def close(self) -> None:
         """Stop, and free everything; unfinished requests are gone. Idempotent."""
         super().close()
-        self._forget_all()
+        self._requests = _Requests(self._host.start_soon)
 
-    async def _advance(self, engine: Engine) -> None:
-        await self._let_in(engine)
-        if not (self._inbox or self._has_report):
-            await self._check_awake(engine)
-            await self._inbox.wait()
-        while (request_id := self._inbox.first()) is not None:
-            await self._read(request_id)
+
+class _Requests:
+    """The requests of an `LLMEngine`, and what it has not told of them yet.
+
+    Belongs to the loop, but for `num_untold`. Does not know the `LLMEngine`, since what runs on the loop must not hold
+    that: dropping it would close nothing.
+
+    Attributes:
+        changed: set with the next change; another one is here from then on, so that each of several tasks that wait
+            hears of it.
+    """
+
+    def __init__(self, start_soon: Callable[[Callable[[], Coroutine[Any, Any, None]]], None]) -> None:
+        self.changed = asyncio.Event()
+        self._start_soon = start_soon
+        self._streams: dict[str, Stream] = {}
+        """Of requests whose end has not been read, those included that wait for a place."""
+        self._news: dict[str, None] = {}
+        """Ids of the streams with something to read, in the order in which it came."""
+        self._outputs: dict[str, RequestOutput] = {}
+        self._errors: dict[str, AioEngineError] = {}
 
     @property
-    def _has_report(self) -> bool:
-        return bool(self._outputs or self._errors)
+    def num_untold(self) -> int:
+        """Requests whose end no step has brought yet; from any thread."""
+        num_ended = sum(output.finished for output in list(self._outputs.values()))
+        return len(self._streams) + len(self._errors) + num_ended
 
-    async def _let_in(self, engine: Engine) -> None:
-        """Let in those who wait outside, in order, as far as the engine takes them."""
-        while (head := self._outside.first()) is not None:
-            request_id, stream = head
-            # With nothing to wait for but a place, others than this object's requests have them all.
-            must_wait = not (self._live or self._inbox or self._has_report)
-            if must_wait:
-                await self._check_awake(engine)
+    def check_new(self, request_id: str) -> None:
+        if any(request_id in known for known in (self._streams, self._outputs, self._errors)):
+            raise InvalidRequest(
+                f"request_id={shorten(request_id)} is that of an unfinished request; choose another, or abort that one",
+                param="request_id",
+            )
+
+    async def add(self, engine: Engine, stream: Stream) -> None:
+        """Begin a request; what finds no place waits for one in a task of its own, and its errors are a step's."""
+
+        async def begin_in_turn() -> None:
             try:
-                await self._enter(request_id, stream.again("wait" if must_wait else "raise"))
-                self._outside.remove(request_id)
-            except EngineOverloaded:
-                return
+                await self._begin(stream)
             except AioEngineError as error:
-                await self._fail(request_id, error)
+                await self._fail(stream, error)
 
-    async def _enter(self, request_id: str, stream: Stream) -> None:
-        await stream.__aenter__()
-        self._live[request_id] = stream
-        # What the engine holds must not hold this object, or dropping it would close nothing.
-        stream.watch(functools.partial(self._inbox.put, request_id))
-
-    async def _read(self, request_id: str) -> None:
-        """Take what is new of a request from its stream; nothing is awaited before it is safe."""
+        self._streams[stream.request_id] = stream
         try:
-            output = self._live[request_id].poll()
-        except AioEngineError as error:
-            await self._fail(request_id, error)
+            try:
+                engine.check_accepting(stream.params.num_sequences)
+            except EngineOverloaded:
+                self._start_soon(begin_in_turn)
+            else:
+                await self._begin(stream)
+        except BaseException:
+            if self._is_wanted(stream):
+                await self.forget(stream.request_id)
+            raise
+
+    async def _begin(self, stream: Stream) -> None:
+        await stream.__aenter__()
+        if self._is_wanted(stream):
+            stream.watch(functools.partial(self._on_news, stream.request_id))
+
+    def _on_news(self, request_id: str) -> None:
+        self._news[request_id] = None
+        self._change()
+
+    def _change(self) -> None:
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    async def tell(self, told: dict[str, RequestOutput | AioEngineError]) -> None:
+        """Move what is new into ``told``: all outputs, or else one error; first what was left from the last time."""
+        if not (self._outputs or self._errors):
+            await self._read()
+        if self._outputs:
+            told.update(self._outputs)
+            self._outputs.clear()
+        elif self._errors:
+            request_id = next(iter(self._errors))
+            told[request_id] = self._errors.pop(request_id)
+
+    def put_back(self, told: dict[str, RequestOutput | AioEngineError]) -> None:
+        for request_id, item in told.items():
+            if isinstance(item, AioEngineError):
+                self._errors.setdefault(request_id, item)
+            else:
+                self._outputs.setdefault(request_id, item)
+        self._change()
+
+    async def _read(self) -> None:
+        """Take what is new from the streams."""
+        news, self._news = self._news, {}
+        for stream in [self._streams[request_id] for request_id in news if request_id in self._streams]:
+            try:
+                output = stream.poll()
+            except AioEngineError as error:
+                await self._fail(stream, error)
+                continue
+            if output.finished:
+                await self.forget(stream.request_id)
+            self._outputs[stream.request_id] = output
+
+    async def _fail(self, stream: Stream, error: AioEngineError) -> None:
+        if not self._is_wanted(stream):
             return
-        self._outputs[request_id] = output
-        self._inbox.remove(request_id)
-        if output.finished:
-            await self._leave(request_id)
+        if isinstance(error, EngineDead | EngineClosed):  # of all requests, and heard once
+            for request_id in [*self._streams, *self._outputs, *self._errors]:
+                await self.forget(request_id)
+        else:
+            error.add_note(f"request_id={stream.request_id!r}")
+            await self.forget(stream.request_id)
+        self._errors[stream.request_id] = error
 
-    async def _fail(self, request_id: str, error: AioEngineError) -> None:
-        if isinstance(error, EngineDead | EngineClosed):  # theirs all the same, and heard once
-            live = list(self._live.values())
-            self._forget_all()
-            self._errors = {request_id: error}
-            for stream in live:
-                await stream.__aexit__(None, None, None)
-            return
-        error.add_note(f"request_id={request_id!r}")
-        self._errors[request_id] = error
-        self._outputs.pop(request_id, None)
-        self._outside.remove(request_id)
-        await self._leave(request_id)
+    def _is_wanted(self, stream: Stream) -> bool:
+        """Whether it was not forgotten; its id may be another request's by now."""
+        return self._streams.get(stream.request_id) is stream
 
-    async def _drop(self, request_id: str) -> None:
-        self._outputs.pop(request_id, None)
-        self._errors.pop(request_id, None)
-        self._outside.remove(request_id)
-        await self._leave(request_id)
-
-    async def _leave(self, request_id: str) -> None:
-        stream = self._live.pop(request_id, None)
+    async def forget(self, request_id: str) -> None:
+        """Abort a request that has not ended, and tell nothing more of it. Idempotent."""
+        stream = self._streams.pop(request_id, None)
         if stream is not None:
             await stream.__aexit__(None, None, None)
-        self._inbox.remove(request_id)  # aborting is news, too
-
-    def _knows(self, request_id: str) -> bool:
-        return any(request_id in place for place in (self._live, self._outside, self._errors, self._outputs))
-
-    def _forget_all(self) -> None:
-        for place in (self._live, self._outside, self._inbox, self._outputs, self._errors):
-            place.clear()
-
-
-class _Inbox:
-    """Which requests have news, in the order in which it came; for one who waits."""
-
-    def __init__(self) -> None:
-        self._ids: dict[str, None] = {}
-        self._waiter: asyncio.Future[None] | None = None
-
-    def __bool__(self) -> bool:
-        return bool(self._ids)
-
-    def put(self, request_id: str) -> None:
-        self._ids[request_id] = None
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    def first(self) -> str | None:
-        return next(iter(self._ids), None)
-
-    def remove(self, request_id: str) -> None:
-        self._ids.pop(request_id, None)
-
-    def clear(self) -> None:
-        self._ids.clear()
-
-    async def wait(self) -> None:
-        """Until there is any. Cancelling takes nothing away."""
-        while not self._ids:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-
-
-class _Outside:
-    """Requests that found no place in the engine yet, by priority, then age."""
-
-    def __init__(self) -> None:
-        self._streams: dict[str, Stream] = {}
-        """As they were refused."""
-        self._queue: list[tuple[int, int, str]] = []
-        """(priority, arrival, id) as a heap; those who have left stay in it until they come up."""
-        self._numbers: dict[str, int] = {}
-        self._num_arrivals = 0
-
-    def __len__(self) -> int:
-        return len(self._streams)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._streams
-
-    def add(self, request_id: str, stream: Stream, priority: int) -> None:
-        self._streams[request_id] = stream
-        self._numbers[request_id] = self._num_arrivals
-        heapq.heappush(self._queue, (priority, self._num_arrivals, request_id))
-        self._num_arrivals += 1
-
-    def first(self) -> tuple[str, Stream] | None:
-        while self._queue:
-            _, number, request_id = self._queue[0]
-            if self._numbers.get(request_id) == number:  # else it has left, and its name may be another's now
-                return request_id, self._streams[request_id]
-            heapq.heappop(self._queue)
-        return None
-
-    def remove(self, request_id: str) -> None:
-        """Idempotent."""
-        self._streams.pop(request_id, None)
-        self._numbers.pop(request_id, None)
-
-    def clear(self) -> None:
-        self._streams.clear()
-        self._numbers.clear()
-        self._queue.clear()
+        for known in (self._news, self._outputs, self._errors):  # an abort is news, too
+            known.pop(request_id, None)
+        self._change()
 
 
 def _attributes(engine_args: Any) -> dict[str, Any]:

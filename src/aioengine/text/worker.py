@@ -52,7 +52,10 @@ class TextWorker:
         if self._executor is None:
             # The thread keeps its initializer: one that knew this worker would keep a dropped worker alive, and itself.
             self._executor = ThreadPoolExecutor(1, "aioengine-text", _append_this_thread, (self._threads,))
-        return asyncio.get_running_loop().run_in_executor(self._executor, function)
+        try:
+            return asyncio.get_running_loop().run_in_executor(self._executor, function)
+        except RuntimeError:  # the interpreter exits, and still waits for threads that use the engine
+            return _begin_abandonable(function)
 
     async def aclose(self) -> None:
         """Wait for the work that is still wanted, then end the thread. Closing twice is harmless.
@@ -64,8 +67,10 @@ class TextWorker:
         if executor is None:
             return
         try:
-            # The thread works in order: after this one it has nothing left to do.
-            await asyncio.get_running_loop().run_in_executor(executor, _nothing)
+            # The thread works in order: after this one it has nothing left to do. At the interpreter's exit it takes no
+            # more, and has ended.
+            with contextlib.suppress(RuntimeError):
+                await asyncio.get_running_loop().run_in_executor(executor, _nothing)
         finally:
             executor.shutdown(wait=False, cancel_futures=True)
         # Not joined: that would hold the loop for as long as the thread, which only unwinds now, waits for the GIL.
@@ -79,6 +84,10 @@ async def run_abandonable(function: Callable[[], T]) -> T:
     Cancelling abandons it: the thread goes on to the function's end by itself, and nobody waits for it, not even the
     interpreter's exit.
     """
+    return await _begin_abandonable(function)
+
+
+def _begin_abandonable(function: Callable[[], T]) -> asyncio.Future[T]:
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[T] = loop.create_future()
 
@@ -100,7 +109,7 @@ async def run_abandonable(function: Callable[[], T]) -> T:
             loop.call_soon_threadsafe(settle, result, error)
 
     threading.Thread(target=work, name="aioengine-download", daemon=True).start()
-    return await outcome
+    return outcome
 
 
 def _append_this_thread(threads: list[threading.Thread]) -> None:

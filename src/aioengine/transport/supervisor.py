@@ -405,8 +405,13 @@ def _kill_tree(tree: ProcessTree, deadline: float) -> None:
 
 async def _in_thread(worker: ThreadPoolExecutor, function: Callable[[], object]) -> None:
     """Call a function that has a deadline; not waited for much longer if the kernel holds it nevertheless."""
+    try:
+        work = asyncio.get_running_loop().run_in_executor(worker, function)
+    except RuntimeError:  # the interpreter exits, and has no more threads; there is not much else that this holds up
+        function()
+        return
     with anyio.move_on_after(KILL_DEADLINE_S + 1.0):
-        await asyncio.get_running_loop().run_in_executor(worker, function)
+        await work
 
 
 def _is_on_a_running_loop() -> bool:

@@ -1,0 +1,288 @@
+"""An event loop with an engine on it, in a thread of its own, asked by blocking calls from any thread."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any, Generic, TypeVar
+
+import anyio
+
+from aioengine.engine import Engine
+from aioengine.errors import EngineClosed
+
+T = TypeVar("T")
+
+CLOSE_DEADLINE_S = 10.0
+"""How long the interpreter's exit, or the thread that drops an engine, waits for its end."""
+
+logger = logging.getLogger("aioengine")
+
+
+class LoopThread:
+    """Starts an engine on a loop of its own in a daemon thread, and closes it there.
+
+    Calls come from any threads, and run side by side. Ctrl-C in the main thread cancels what that thread's call awaits,
+    and is raised once that has cleaned up; calls of other threads go on. A second Ctrl-C is raised at once, and the
+    cleaning up goes on by itself. So does whatever else a signal handler raises.
+
+    Args:
+        owner: for messages, the name of the class that blocks.
+        start: makes the engine.
+    Raises:
+        RuntimeError: this thread runs an event loop.
+        ConfigError, ModelLoadError: the engine cannot be started; nothing is left behind.
+    """
+
+    def __init__(self, owner: str, start: Callable[[], Coroutine[Any, Any, Engine]]) -> None:
+        self._owner = owner
+        self._pid = os.getpid()
+        self._calls: set[_Call[Any]] = set()
+        self._is_open = True
+        self._refuse_running_loop()
+        self._loop = _make_loop()
+        self._inbox: deque[Callable[[], Coroutine[Any, Any, None]]] = deque()
+        """Tasks to be started."""
+        self._changed = asyncio.Event()
+        self._starting = _Call(start)
+        self._thread = threading.Thread(target=self._run, name="aioengine-loop", daemon=True)
+        try:
+            self._thread.start()
+            self._starting.wait()
+            self._starting.check()
+        except BaseException:
+            self.stop()
+            if self._thread.ident is None:  # there are too many threads
+                self._loop.close()
+            else:
+                self._thread.join()
+            raise
+        # Registered last it is called first: before the device threads are told to stop.
+        atexit.unregister(_close_all)
+        atexit.register(_close_all)
+
+    @property
+    def is_open(self) -> bool:
+        return self._is_open
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, for what neither waits nor needs its loop.
+
+        Raises:
+            RuntimeError: it was made before a fork, in the parent process.
+            EngineClosed: it is closed.
+        """
+        if os.getpid() != self._pid:
+            raise RuntimeError(f"this {self._owner} was made in another process, before a fork: make one here")
+        if not self._is_open:
+            raise self._closed()
+        return self._starting.result
+
+    def run(
+        self,
+        work: Callable[[Engine], Coroutine[Any, Any, T]],
+        *,
+        every_s: float = -1,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> T:
+        """Do this work on the loop, and wait for it.
+
+        Args:
+            every_s: call ``meanwhile`` in this thread, so many seconds apart, while it waits; -1: never.
+        Raises:
+            RuntimeError: this thread runs an event loop, or this was made before a fork.
+            EngineClosed: it is closed, or was while the work ran.
+            KeyboardInterrupt: Ctrl-C; the work was cancelled.
+        """
+        engine = self.engine
+        self._refuse_running_loop()
+        call = _Call(lambda: work(engine))
+        self._calls.add(call)
+        try:
+            if not self._is_open:  # else the thread ends all calls before its own end, this one, too
+                raise self._closed()
+            self.start_soon(call.run)
+            call.wait(every_s, meanwhile)
+        except BaseException:
+            self._call_soon(call.cancel)
+            call.wait()
+            raise
+        finally:
+            self._calls.discard(call)
+        call.check()
+        return call.result
+
+    def start_soon(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Start a task that raises nothing; from any thread. It is cancelled once the engine has been closed."""
+        self._inbox.append(work)
+        self._call_soon(self._changed.set)
+
+    def stop(self) -> None:
+        """Begin to close the engine and to end the thread. Idempotent, from any thread and at any moment."""
+        if os.getpid() == self._pid:  # a forked child has its parent's loop
+            self._call_soon(self._stop)
+
+    def close(self) -> None:
+        """Close the engine, and see the thread end. Idempotent."""
+        if self._is_open:
+            self._refuse_running_loop()
+        self.stop()
+        self._thread.join()
+
+    def drop(self) -> None:
+        """Close what has no user any more, and wait for its end where that can hold up neither a loop nor an engine."""
+        self.stop()
+        if not (_is_loop_running() or threading.current_thread().name.startswith("aioengine")):
+            self._thread.join(CLOSE_DEADLINE_S)
+
+    def join(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
+
+    # In the thread
+
+    def _run(self) -> None:
+        _running.add(self)
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(self._serve())
+        finally:
+            self._is_open = False
+            for call in list(self._calls):
+                call.end(self._closed())
+            _running.discard(self)
+
+    async def _serve(self) -> None:
+        await self._starting.run()
+        if self._starting.has_failed:
+            return
+        async with anyio.create_task_group() as tasks:
+            while self._is_open:
+                await self._changed.wait()
+                self._changed.clear()
+                while self._inbox:
+                    tasks.start_soon(self._inbox.popleft())
+            try:
+                await self._starting.result.aclose()
+            except Exception as error:
+                logger.error("closing an engine failed: %s", error)
+            tasks.cancel_scope.cancel()
+
+    def _stop(self) -> None:
+        self._is_open = False
+        self._starting.cancel()
+        self._changed.set()
+
+    def _call_soon(self, function: Callable[..., object], *args: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and all calls have ended or soon will
+            self._loop.call_soon_threadsafe(function, *args)
+
+    def _closed(self) -> EngineClosed:
+        return EngineClosed(f"this {self._owner} is closed; make a new one")
+
+    def _refuse_running_loop(self) -> None:
+        if _is_loop_running():
+            raise RuntimeError(
+                f"{self._owner} blocks, and this thread runs an event loop, which would stand still: use "
+                "`engine = await aioengine.Engine.start(...)` and `await engine.generate(...)` here"
+            )
+
+
+class _Call(Generic[T]):
+    """Work for a loop, and the thread that waits for it."""
+
+    result: T
+
+    def __init__(self, work: Callable[[], Coroutine[Any, Any, T]]) -> None:
+        self._work = work
+        self._scope: anyio.CancelScope | None = None
+        self._error: BaseException | None = None
+        self._is_ended = False
+        # Not an Event: Ctrl-C may be raised amid one's Python code, and leave its lock taken for ever.
+        self._end = threading.Lock()
+        self._end.acquire()
+
+    @property
+    def has_failed(self) -> bool:
+        return not hasattr(self, "result")
+
+    async def run(self) -> None:
+        """On the loop. Raises nothing: what the work raises is for the thread that waits."""
+        if self._is_ended:
+            return
+        try:
+            with anyio.CancelScope() as self._scope:
+                self.result = await self._work()
+                self.end(None)
+        except asyncio.CancelledError:  # with all that the loop does: the engine has been closed
+            pass
+        except BaseException as error:
+            self.end(error)
+        self.end(_closed_meanwhile())  # where nothing has ended it yet, it was cancelled
+
+    def cancel(self) -> None:
+        """On the loop. Idempotent, and harmless when it has ended."""
+        if self._scope is None:
+            self.end(_closed_meanwhile())
+        elif not self._is_ended:
+            self._scope.cancel()
+
+    def end(self, error: BaseException | None) -> None:
+        """On the loop. The first time counts."""
+        if not self._is_ended:
+            self._error = error
+            self._is_ended = True
+            self._end.release()
+
+    def wait(self, every_s: float = -1, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """In the thread that waits; again, after an exception has ended the wait."""
+        while not self._is_ended:
+            if not self._end.acquire(timeout=every_s):
+                meanwhile()
+
+    def check(self) -> None:
+        """Raise what the work has raised, once."""
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # its traceback has this frame, which must not keep the caller's objects alive
+
+
+def _closed_meanwhile() -> EngineClosed:
+    return EngineClosed("the engine was closed meanwhile")
+
+
+def _make_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop
+
+
+def _is_loop_running() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+_running: set[LoopThread] = set()
+
+
+def _close_all() -> None:
+    threads = list(_running)
+    for thread in threads:
+        thread.stop()
+    for thread in threads:
+        thread.join(CLOSE_DEADLINE_S)
