@@ -10,11 +10,13 @@ import pytest
 from examples.conftest import NO_TLS, Process, until
 
 SUM = {"messages": [{"role": "user", "content": "What is 8 + 7?"}]}
+QUESTION = {"question": "What is 8 + 7?"}
 PATHS = {
     "starlette_app": "/ai/v1/chat/completions",
     "fastapi_dependency": "/ai/v1/chat/completions",
     "aiohttp_app": "/ai/v1/chat/completions",
     "websocket_chat": "/",
+    "flask_app": "/ask",
 }
 WHERE = re.compile(r"[Rr]unning on (http://127\.0\.0\.1:\d+)")
 
@@ -28,7 +30,8 @@ async def test_each_serves_and_ends_on_ctrl_c(run: Callable[..., Process], monke
         where = WHERE.search(process.output())
         assert where is not None, process.output()
         async with httpx.AsyncClient(base_url=where[1], verify=NO_TLS, timeout=60.0, trust_env=False) as http:
-            answer = await (http.get("/") if PATHS[name] == "/" else http.post(PATHS[name], json=SUM))
+            path, body = PATHS[name], QUESTION if name == "flask_app" else SUM
+            answer = await (http.get("/") if path == "/" else http.post(path, json=body))
         assert answer.status_code == 200, process.output()
         process.interrupt()
     for process in processes.values():
