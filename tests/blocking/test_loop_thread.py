@@ -172,15 +172,22 @@ def test_several_live_side_by_side(open_llm: Any) -> None:
 def test_ctrl_c_ends_the_main_threads_call_and_no_other(open_llm: Any, patient_device: Any) -> None:
     llm = open_llm(patient_device)
 
+    is_called = threading.Event()
+
     def interrupt_once() -> None:
-        if patient_device.num_sampled == 20:
+        if is_called.is_set():
+            is_called.clear()
             press_ctrl_c()
+
+    def call() -> None:
+        is_called.set()
+        llm.generate([IDS] * 4, max_tokens=ENDLESS)
 
     patient_device.on_sample = interrupt_once
     with ThreadPoolExecutor(2) as pool:
         others = [pool.submit(llm.generate, IDS, max_tokens=500, seed=seed) for seed in range(2)]
         with pytest.raises(KeyboardInterrupt):
-            llm.generate([IDS] * 4, max_tokens=ENDLESS)
+            call()
         assert [len(other.result()[0].outputs[0].token_ids) for other in others] == [500] * 2
     assert llm.stats().running == llm.stats().waiting == 0
 

@@ -22,6 +22,9 @@ T = TypeVar("T")
 CLOSE_DEADLINE_S = 10.0
 """How long the interpreter's exit, or the thread that drops an engine, waits for its end."""
 
+SIGNAL_INTERVAL_S = 0.5
+"""How often a thread that waits looks for signals: one that comes just before it blocks in a lock does not wake it."""
+
 logger = logging.getLogger("aioengine")
 
 
@@ -89,13 +92,13 @@ class LoopThread:
         self,
         work: Callable[[Engine], Coroutine[Any, Any, T]],
         *,
-        every_s: float = -1,
+        every_s: float = SIGNAL_INTERVAL_S,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> T:
         """Do this work on the loop, and wait for it.
 
         Args:
-            every_s: call ``meanwhile`` in this thread, so many seconds apart, while it waits; -1: never.
+            every_s: call ``meanwhile`` in this thread, so many seconds apart, while it waits.
         Raises:
             RuntimeError: this thread runs an event loop, or this was made before a fork.
             EngineClosed: it is closed, or was while the work ran.
@@ -240,7 +243,7 @@ class _Call(Generic[T]):
             self._is_ended = True
             self._end.release()
 
-    def wait(self, every_s: float = -1, meanwhile: Callable[[], None] = lambda: None) -> None:
+    def wait(self, every_s: float = SIGNAL_INTERVAL_S, meanwhile: Callable[[], None] = lambda: None) -> None:
         """In the thread that waits; again, after an exception has ended the wait."""
         while not self._is_ended:
             if not self._end.acquire(timeout=every_s):
