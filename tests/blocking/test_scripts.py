@@ -165,9 +165,9 @@ def test_a_script_with_one_after_the_other_here_and_in_a_process() -> None:
         + """
 from aioengine import ProcessOptions
 llm = None
-for place in ({"executor": fake()}, {"process": ProcessOptions(executor="contract.fakes:make")}) * 2:
+for is_here in (True, False, True, False):
     llm = None
-    llm = LLM(**place)
+    llm = LLM(executor=fake()) if is_here else LLM(process=ProcessOptions(executor="contract.fakes:make"))
     print(len(llm.generate([5, 6], max_tokens=3)))
 """
     )
