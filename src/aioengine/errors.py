@@ -43,8 +43,10 @@ class PromptTooLong(InvalidRequest):
 
     def __init__(self, length: int, limit: int, *, is_lower_bound: bool = False) -> None:
         count = f"at least {length}" if is_lower_bound else str(length)
+        # LangChain and LiteLLM look for the beginning, as far as the number, and raise errors of their own for it.
         super().__init__(
-            f"prompt has {count} tokens; this engine allows {limit} (max_model_len, with room for one output token)",
+            f"prompt is too long: this model's maximum context length is {limit + 1} tokens (max_model_len), however "
+            f"the prompt has {count} tokens and leaves no room for an answer: shorten it",
             param="prompt",
         )
         self.length = length
