@@ -33,9 +33,55 @@ def test_other_keys_reach_the_template_unless_they_are_none() -> None:
     assert check_messages([message]) == [{"role": "user", "content": "hi", "name": "Ada"}]
 
 
-def test_a_tool_call_needs_no_content() -> None:
-    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
-    assert check_messages([call]) == [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]
+def calling(arguments: Any, **fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}], **fields}
+
+
+@pytest.mark.parametrize("fields", [{}, {"content": None}, {"content": ""}])
+def test_a_tool_call_needs_no_content(fields: dict[str, Any]) -> None:
+    call = {"role": "assistant", **fields, "tool_calls": [{"function": {"name": "f"}}]}
+    assert check_messages([call]) == [{"role": "assistant", "content": "", "tool_calls": call["tool_calls"]}]
+    assert render("{{ messages[0].role + messages[0]['content'] }}", [call]) == "assistant"
+
+
+@pytest.mark.parametrize(
+    ("given", "seen"),
+    [
+        ('{"city": "Rome"}', {"city": "Rome"}),
+        ("", {}),
+        ({"city": "Rome"}, {"city": "Rome"}),
+        ('{"city": "Ro', '{"city": "Ro'),
+        ("[1]", "[1]"),
+        ("[" * 100_000, "[" * 100_000),
+        (None, None),
+    ],
+)
+def test_a_calls_arguments_are_what_templates_expect(given: Any, seen: Any) -> None:
+    message = calling(given)
+    (checked,) = check_messages([message])
+    assert checked["tool_calls"] == [{"function": {"name": "f", "arguments": seen}}]
+    assert message == calling(given), "the caller's own stay as they are"
+
+
+@pytest.mark.parametrize("calls", [1, "f", ["f"], [None], [{}], [{"function": "f"}], ({"function": {}},)])
+def test_calls_of_another_shape_are_the_templates_business(calls: Any) -> None:
+    (checked,) = check_messages([{"role": "assistant", "tool_calls": calls}])
+    assert list(checked["tool_calls"]) == list(calls) if isinstance(calls, tuple) else calls == checked["tool_calls"]
+
+
+# As Qwen2.5's and Llama 3.1's templates render a call, and as one does that knows none.
+CALLS = (
+    "{% for c in messages[-1].tool_calls %}{% set c = c.function %}"
+    '{"name": "{{ c.name }}", "arguments": {{ c.arguments | tojson }}}{% endfor %}'
+)
+ARGUMENTS = "{% for c in messages[-1].tool_calls %}{{ c.function.arguments.items() | list }}{% endfor %}"
+
+
+def test_a_call_is_rendered_as_models_were_trained() -> None:
+    assert render(CALLS, [USER, calling('{"city": "Rome"}')]) == '{"name": "f", "arguments": {"city": "Rome"}}'
+    assert render(ARGUMENTS, [USER, calling('{"city": "Rome"}')]) == "[('city', 'Rome')]"
+    with pytest.raises(InvalidRequest, match="leave tool_calls and tool messages out"):
+        render(ARGUMENTS, [USER, calling("no JSON")])
 
 
 @pytest.mark.parametrize(

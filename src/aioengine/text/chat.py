@@ -6,6 +6,7 @@ A template is a program that came with the weights, so it runs in Jinja's immuta
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -52,7 +53,9 @@ def check_messages(messages: object) -> list[dict[str, Any]]:
     """Return the messages as templates read them: dicts with a role, the content as one text, no keys that are None.
 
     A content of text parts becomes their texts, joined by newlines: most templates know only texts. Other keys of a
-    message (``name``, ``tool_calls``, …) are the template's business. A message with ``tool_calls`` needs no content.
+    message (``name``, ``tool_calls``, …) are the template's business. A message with ``tool_calls`` needs no content:
+    it is then the empty text, which templates can add to others. A call's ``arguments`` that are a JSON object as text,
+    as in the OpenAI API, become that object, as transformers' templates expect them.
 
     Raises:
         InvalidRequest: not a non-empty list of messages; it says which message is wrong and how.
@@ -70,9 +73,24 @@ def _check_message(index: int, message: object) -> dict[str, Any]:
     checked = {str(key): value for key, value in message.items() if value is not None}
     if "content" in checked:
         checked["content"] = _text_of(index, checked["content"])
-    elif "tool_calls" not in checked:
+    elif "tool_calls" in checked:
+        checked["content"] = ""
+    else:
         raise _bad_message(index, "has no content; it must be a string or a list of text parts")
+    if isinstance(calls := checked.get("tool_calls"), list | tuple):
+        checked["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
     return checked
+
+
+def _with_parsed_arguments(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):  # models write such ones, too: the template takes the text, or fails
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 def _text_of(index: int, content: object) -> str:
@@ -126,6 +144,8 @@ def render_template(
         problem = str(error) or type(error).__name__
         if len(problem) > MAX_SHOWN_CHARS:
             problem = problem[:MAX_SHOWN_CHARS] + "..."
+        if any("tool_calls" in message or message["role"] == "tool" for message in messages):
+            problem += " (few templates take tool calls in every form: leave tool_calls and tool messages out)"
         raise InvalidRequest(
             f"the model's chat template does not take these messages: {problem}", param="prompt"
         ) from error
