@@ -13,7 +13,7 @@ from aioengine.engine import Engine
 from aioengine.errors import AioEngineError
 from aioengine.server.api import Api
 from aioengine.server.exchange import ClientGone, Response
-from aioengine.server.faults import fault_of
+from aioengine.server.faults import HttpFault, fault_of
 from aioengine.server.per_loop import PerLoop
 from aioengine.server.server_config import ServerConfig
 
@@ -173,6 +173,9 @@ class AiohttpExchange:
             return await self._request.content.readany()
         except (ConnectionError, asyncio.IncompleteReadError) as error:
             raise ClientGone from error
+        except web.RequestPayloadError as error:  # of a compressed body, or of the framing
+            said = " ".join(str(error).split())
+            raise HttpFault(400, f"the request's body is damaged: {said}", code="invalid_encoding") from error
 
     async def gone(self) -> None:
         await self._departures.of(self._request)
