@@ -569,6 +569,15 @@ class Engine:
         """
         return ModelTokenizer(self._running().require_tokenizer())
 
+    def tokenizer_info(self) -> dict[str, Any]:
+        """The tokenizer's class, its named tokens, the size of its vocabulary and the chat template.
+
+        Raises:
+            InvalidRequest: the model has no tokenizer.
+            EngineClosed: not started, or closed.
+        """
+        return self._running().require_tokenizer().info()
+
     def stats(self) -> EngineStats:
         """The engine's numbers now, and since its start.
 

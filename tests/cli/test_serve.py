@@ -245,6 +245,7 @@ def invoke(*args: str) -> Result:
 @pytest.mark.parametrize(
     ("args", "says"),
     [
+        (("--unknown-fields", "warn"), "'warn' is not one of 'ignore', 'refuse'"),
         (("a", "--model", "b"), "give the model once"),
         (("--keys", "x"), "--keys and --client are for --connect"),
         (("--connect", "ipc:///x", "--max-num-seqs", "3"), "--max-num-seqs is for an engine that is started here"),

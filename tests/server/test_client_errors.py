@@ -50,8 +50,7 @@ def finished(engine: Engine) -> dict[str, int]:
     [
         ({"temperature": 3}, "temperature", "invalid_value"),
         ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "unsupported_parameter"),
-        ({"extra_body": {"temprature": 1}}, "temprature", "unknown_parameter"),
+        ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
         ({"max_tokens": "many"}, "max_tokens", "invalid_type"),
         ({"messages": []}, "messages", "invalid_value"),
         ({"messages": [{"role": "user", "content": "a " * 3000}]}, "messages", "context_length_exceeded"),
@@ -81,8 +80,17 @@ async def test_a_model_that_is_not_here_is_not_found(client: AsyncOpenAI) -> Non
 
 
 async def test_what_is_not_served_is_not_found(client: AsyncOpenAI) -> None:
+    for call, instead in (
+        (client.embeddings.create(model="demo", input="Hello!"), "another one for that"),
+        (client.responses.create(model="demo", input="Hello!"), "/v1/chat/completions"),
+    ):
+        with pytest.raises(openai.NotFoundError) as caught:
+            await call
+        assert caught.value.code == "unsupported_endpoint"
+        assert "is not supported yet" in caught.value.message
+        assert instead in caught.value.message
     with pytest.raises(openai.NotFoundError) as caught:
-        await client.embeddings.create(model="demo", input="Hello!")
+        await client.files.list()
     assert caught.value.code == "not_found"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import gzip
 import json
 import shutil
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -37,6 +38,7 @@ class Case(NamedTuple):
     statuses: tuple[int, ...]
     config: ServerConfig = DEFAULT
     at_once: int = 1
+    encoding: str = ""
 
 
 def raw(**fields: bytes | str | int | bool) -> bytes:
@@ -75,6 +77,10 @@ def with_tool_calls(calls: bytes, count: int = 1) -> bytes:
     return raw(messages=listed(USER[:-1] + b',"tool_calls":[{"a":%b}]}' % calls, count), max_tokens=1)
 
 
+def with_tools(tools: bytes) -> bytes:
+    return raw(messages=listed(USER, 1), tools=tools, max_tokens=1)
+
+
 def a_million(name: str, item: bytes) -> bytes:
     return raw(**{name: listed(item, 1_000_000)})
 
@@ -98,6 +104,21 @@ CASES: dict[str, Case] = {
     "20 MB of fields": Case(COMPLETIONS, lambda: b"{" + b",".join([b'"a":1'] * 3_000_000) + b"}", (400,), LARGE),
     "20 MB of no UTF-8": Case(COMPLETIONS, lambda: with_prompt(b'"' + b"\xff" * 20 * MIB + b'"'), (400,), LARGE),
     "64 times 20 MB, by default": Case(COMPLETIONS, lambda: with_prompt(text_of(20 * MIB)), (413, 503), at_once=64),
+    "64 bombs of 64 MB": Case(
+        COMPLETIONS, lambda: gzip.compress(b" " * 64 * MIB, 1), (413, 503), at_once=64, encoding="gzip"
+    ),
+    "16 times 20 MB, compressed": Case(
+        COMPLETIONS,
+        lambda: gzip.compress(with_prompt(text_of(20 * MIB)), 1),
+        (400, 503),
+        LARGE,
+        at_once=16,
+        encoding="gzip",
+    ),
+    "8,000 unknown fields": Case(
+        COMPLETIONS, lambda: raw(**{f"u{place}": 0 for place in range(8000)}), (400, 503), at_once=64
+    ),
+    "tools of 900 KB": Case(CHATS, lambda: with_tools(listed(b'{"name":"what it does, and why"}', 27_000)), (200,)),
     "1 MB, by default": Case(COMPLETIONS, lambda: with_prompt(text_of(MIB - 1000)), (400,)),
     "64 times 1 MB, by default": Case(COMPLETIONS, lambda: with_prompt(text_of(MIB - 1000)), (400, 503), at_once=64),
     "10,000 stop strings": Case(COMPLETIONS, lambda: with_prompt(b'"a"', stop=listed(b'"abc"', 10_000)), (400,)),
@@ -238,7 +259,7 @@ async def test_the_loop_stays_free(
     name: str, elsewhere: Elsewhere, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     case = CASES[name]
-    (tmp_path / "request").write_bytes(request_of("POST", case.path, case.body()))
+    (tmp_path / "request").write_bytes(request_of("POST", case.path, case.body(), content_encoding=case.encoding))
     async with loaded(case.config) as target:
         ticker, answers = await measured(target, elsewhere, tmp_path / "request", case.at_once)
         record_property("late_ms", ticker.summary())

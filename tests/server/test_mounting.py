@@ -19,6 +19,7 @@ from starlette.routing import Mount, Route
 
 from aioengine import Engine
 from aioengine.server import ServerConfig, aiohttp_routes, create_app
+from aioengine.server.api import NOT_SUPPORTED
 from aioengine.testing import FakeExecutor
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -186,8 +187,8 @@ async def test_an_engine_that_runs_already_is_left_running() -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["/v1", "/v1/", "/v1/completions/", "/v1/models/", "/health/", "/v2/models", "/V1/models", "/nothing",
-     "/v1/embeddings", "/v1/%63ompletions/x", "/é", "/" + "x" * 2000],
+    ["/v1", "/v1/", "/v1/completions//", "/v2/models", "/V1/models", "/nothing", "/models", "/v1/health",
+     "/v1/files", "/v1/%63ompletions/x", "/é", "/" + "x" * 2000],
     ids=lambda path: path[:20],
 )  # fmt: skip
 @pytest.mark.parametrize("method", ["GET", "POST"])
@@ -199,6 +200,59 @@ async def test_where_there_is_nothing_it_says_so(http: httpx.AsyncClient, method
     assert error["code"] in ("not_found", "method_not_allowed", "model_not_found")
     assert len(error["message"]) < 300
     assert answer.headers["x-request-id"]
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+@pytest.mark.parametrize("path", [*NOT_SUPPORTED, "/v1/responses/"])
+async def test_what_other_servers_have_is_said_to_come_later(http: httpx.AsyncClient, method: str, path: str) -> None:
+    answer = await http.request(method, path, json={} if method == "POST" else None)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (404, "unsupported_endpoint")
+    assert error["message"].startswith(f"{path.removesuffix('/')} is not supported yet: ")
+
+
+@pytest.mark.parametrize(
+    ("path", "near"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/models", "/v1/models"),
+        ("/v1/v1/completions", "/v1/completions"),
+        ("/v1/tokenize", "/tokenize"),
+    ],
+)
+async def test_a_base_url_that_is_wrong_hears_the_path_that_was_meant(
+    http: httpx.AsyncClient, path: str, near: str
+) -> None:
+    error = (await http.post(path, json={})).json()["error"]
+    assert error["code"] == "not_found"
+    assert f"did you mean {near}?" in error["message"]
+
+
+async def test_a_slash_at_the_end_says_nothing(client: AsyncOpenAI, http: httpx.AsyncClient) -> None:
+    for path in GETS:
+        answer = await http.get(path.removesuffix("/") + "/")
+        assert answer.status_code == 200, path
+    for path in POSTS:
+        plain, slashed = [await http.post(path + end, json={"model": "?"}) for end in ("", "/")]
+        assert (slashed.status_code, slashed.json()) == (plain.status_code, plain.json()), path
+    assert (await http.get("/v1/models/demo/")).json()["id"] == "demo"
+
+
+async def test_a_mount_may_add_a_slash_and_leave_the_root_path_out() -> None:
+    """Litestar's mounts do: below one, each path ends with a slash."""
+    async with fake_engine() as (engine, _):
+        inner = create_app(engine)
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            path = scope["path"].removeprefix("/ai")
+            await inner({**scope, "path": f"{path.removesuffix('/')}/", "root_path": ""}, receive, send)
+
+        async with (
+            serving_app(app) as url,
+            openai_client(f"{url}/ai") as client,
+            plain_client(f"{url}/ai") as http,
+        ):
+            await check_everything(client, http)
 
 
 async def test_a_path_may_be_written_with_percents(http: httpx.AsyncClient) -> None:

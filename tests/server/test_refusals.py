@@ -18,7 +18,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "Hello!"}]
-LIMITS = ServerConfig(max_body_bytes=2**16, max_prompts=3, max_messages=3)
+LIMITS = ServerConfig(max_body_bytes=2**16, max_prompts=3, max_messages=3, unknown_fields="refuse")
 LENGTH = 128
 ENGINE: dict[str, Any] = {"max_n": 8, "max_logprobs": 5, "max_waiting": 16}
 
@@ -129,8 +129,7 @@ async def test_what_comes_later_is_refused_now(limited_http: httpx.AsyncClient, 
             await limited_http.post(path, json={**body, name: "something"}), 400, name, "unsupported_parameter"
         )
         assert "not supported" in message
-    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-    wanted: dict[str, Any] = {"tools": [tool], "response_format": {"type": "json_object"}}
+    wanted: dict[str, Any] = {"tool_choice": "required", "response_format": {"type": "json_object"}}
     for name in wanted.keys() & kind.NEUTRAL.keys():
         answer = await limited_http.post(path, json={**body, name: wanted[name]})
         check(answer, 400, name, "unsupported_parameter")
@@ -227,7 +226,9 @@ async def test_a_body_that_is_not_called_json_is_refused(
 ) -> None:
     headers = {} if media_type is None else {"content-type": media_type}
     answer = await limited_http.post(path, content=b'{"prompt": "a"}', headers=headers)
-    check(answer, 415, None, "unsupported_media_type")
+    message = check(answer, 415, None, "unsupported_media_type")
+    assert "-H 'Content-Type: application/json'" in message
+    assert media_type is None or media_type in message
 
 
 @pytest.mark.parametrize("media_type", ["application/json; charset=utf-8", "Application/JSON", "application/json ;a=b"])

@@ -20,6 +20,7 @@ from aioengine.server.completions import ClientCut, Completions, while_there
 from aioengine.server.decoding import (
     SMALL_BODY_BYTES,
     TEXTS_A_MESSAGE,
+    IgnoredFields,
     decode,
     decode_in_turns,
     read_messages,
@@ -36,6 +37,7 @@ from aioengine.server.per_loop import PerLoop
 from aioengine.server.record import RequestRecord
 from aioengine.server.schema import (
     AbortRequest,
+    Body,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -48,7 +50,7 @@ from aioengine.server.server_config import ServerConfig
 from aioengine.server.tracing import Tracing
 from aioengine.validation import shorten
 
-T = TypeVar("T", bound=msgspec.Struct)
+T = TypeVar("T", bound=Body)
 
 Handler = Callable[[Exchange, RequestRecord], Awaitable[Response | None]]
 
@@ -106,6 +108,7 @@ class Api:
             Route("GET", MODEL_PATH, self._model),
             Route("POST", "/tokenize", self._tokenize, is_work=True),
             Route("POST", "/detokenize", self._detokenize, is_work=True),
+            Route("GET", "/tokenizer_info", self._tokenizer_info),
             Route("POST", "/abort", self._abort),
             Route("GET", "/health", self._health),
             Route("GET", "/metrics", self._metrics),
@@ -118,6 +121,7 @@ class Api:
         self._exposition: Exposition | None = None
         self._tracing = Tracing()
         self._keys = ApiKeys(self.config.api_keys)
+        self._ignored = IgnoredFields(self.config.unknown_fields)
         self._bodies = BodyReader(timeout_s=self.config.body_timeout_s, max_bodies=MAX_BODIES_AT_ONCE)
         self._decoding = PerLoop(asyncio.Lock)
         """For large bodies: one of them a turn of the loop."""
@@ -139,6 +143,7 @@ class Api:
             RuntimeError: the server does not run on asyncio.
         """
         check_asyncio()
+        exchange.path = exchange.path.removesuffix("/") or "/"  # some hosts' mounts add one
         clock = time.monotonic  # uvloop's own counts milliseconds
         record = RequestRecord(
             request_id=request_id_of(exchange.headers),
@@ -148,7 +153,7 @@ class Api:
             client=exchange.client,
         )
         self._metrics_of_http.began()
-        is_of_model = exchange.path.startswith(MODEL_PREFIX) and exchange.path != MODEL_PREFIX
+        is_of_model = exchange.path.startswith(MODEL_PREFIX)
         route = self._routes.get(MODEL_PATH if is_of_model else exchange.path)
         record.route = route.path if route is not None else record.route
         span = self._tracing.begin(record, exchange.headers)
@@ -188,7 +193,7 @@ class Api:
                 self._check_host(exchange)
                 self._keys.check(exchange.headers, is_page=exchange.path == "/")
             if route is None:
-                raise HttpFault(404, f"there is nothing at {record.path[:100]!r}", code="not_found")
+                raise self._nothing_at(exchange.path)
             if exchange.method != route.method and not (exchange.method == "HEAD" and route.method == "GET"):
                 raise HttpFault(
                     405,
@@ -241,6 +246,14 @@ class Api:
                 "--api-keys",
                 code="host_not_allowed",
             )
+
+    def _nothing_at(self, path: str) -> HttpFault:
+        if path in NOT_SUPPORTED:
+            message = f"{path} is not supported yet: {NOT_SUPPORTED[path]}"
+            return HttpFault(404, message, code="unsupported_endpoint")
+        near = next((near for near in (f"/v1{path}", path.removeprefix("/v1")) if near in self._routes), None)
+        hint = f"; did you mean {near}? (base_url)" if near is not None and path else ""
+        return HttpFault(404, f"there is nothing at {path[:100]!r}{hint}", code="not_found")
 
     async def _respond(self, exchange: Exchange, record: RequestRecord, response: Response) -> None:
         """Give the response; a large one piece by piece, as its client takes it.
@@ -313,17 +326,18 @@ class Api:
         media_type = exchange.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media_type != "application/json":
             # A page of any origin can make a browser send other types here without asking first.
+            given = f", and was sent as {media_type[:100]}" if media_type else ""
             raise HttpFault(
                 415,
-                "the body must be JSON: send the header Content-Type: application/json",
+                f"the body must be JSON{given}: with curl, add -H 'Content-Type: application/json'",
                 code="unsupported_media_type",
             )
         body = await self._bodies.read(exchange, self.config.body_limit(self.engine.info.max_model_len))
         max_texts = TEXTS_A_MESSAGE * self.config.max_messages
         if len(body) <= SMALL_BODY_BYTES:
-            return decode(body, kind, max_texts=max_texts)
+            return decode(body, kind, max_texts=max_texts, ignored=self._ignored)
         async with self._decoding.get():  # many that came together would hold the loop together
-            return await decode_in_turns(body, kind, max_texts=max_texts)
+            return await decode_in_turns(body, kind, max_texts=max_texts, ignored=self._ignored)
 
     # Generating
 
@@ -386,6 +400,12 @@ class Api:
         except InvalidRequest as error:
             raise fault_of(error, param_names={"token_ids": "tokens"}) from error
         return _json({"prompt": text})
+
+    async def _tokenizer_info(self, exchange: Exchange, record: RequestRecord) -> Response:
+        if not self.config.enable_tokenizer_info_endpoint:
+            message = "/tokenizer_info is off: start the server with --enable-tokenizer-info-endpoint"
+            raise HttpFault(404, message, code="not_found")
+        return _json(self.engine.tokenizer_info())
 
     # Telling
 
@@ -471,6 +491,28 @@ def _cut(exchange: Exchange, record: RequestRecord) -> None:
 
 MODEL_PREFIX = "/v1/models/"
 MODEL_PATH = "/v1/models/{id}"
+
+
+_USE_CHATS = "use /v1/chat/completions"
+_ANOTHER_SERVER = "this server generates text; use another one for that"
+NOT_SUPPORTED = {
+    "/v1/responses": _USE_CHATS,
+    "/v1/messages": _USE_CHATS,
+    "/v1/messages/count_tokens": "use /tokenize",
+    "/api/chat": _USE_CHATS,
+    "/api/generate": "use /v1/completions",
+    "/api/tags": "use /v1/models",
+    "/generate": "use /v1/completions",
+    **dict.fromkeys(
+        (
+            "/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
+            "/v1/moderations", "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/speech",
+            "/v1/images/generations",
+        ),
+        _ANOTHER_SERVER,
+    ),
+}  # fmt: skip
+"""Paths of other servers and of the OpenAI API, with what to do instead."""
 
 
 def _json(value: Any, status: int = 200) -> Response:

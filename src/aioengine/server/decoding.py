@@ -8,21 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import logging
 import re
+from collections.abc import Iterable
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from aioengine.server.faults import HttpFault, invalid_value, unknown, unsupported
-from aioengine.server.schema import ChatMessage, TextPart, is_given
+from aioengine.errors import PromptTooLong
+from aioengine.server.faults import HttpFault, fault_of, invalid_value, unknown, unsupported
+from aioengine.server.schema import Body, ChatMessage, StreamOptions, TextPart, is_given, known_names
 from aioengine.validation import MAX_NAME_CHARS, shorten
 
-T = TypeVar("T", bound=msgspec.Struct)
+T = TypeVar("T", bound=Body)
+
+logger = logging.getLogger("aioengine.server")
 
 SMALL_BODY_BYTES = 2**16
 """A body up to here is decoded in a millisecond whatever is in it."""
-LARGE_FIELDS = ("prompt", "messages", "tokens")
-"""They are decoded apart from the rest."""
+LARGE_FIELDS = ("prompt", "messages", "tokens", "tools", "functions")
+"""They are decoded apart from the rest, or not at all."""
 MAX_FIELD_BYTES = 2**16
 """Of all other fields together, without `allowed_token_ids`."""
 MAX_ALLOWED_IDS = 2**18
@@ -35,9 +40,60 @@ TEXTS_A_MESSAGE = 32
 MAX_TOOL_BYTES = 2**20
 MAX_TOOL_VALUES = 2**14
 """Of all tool calls in a chat: a value is decoded and copied in a microsecond, and a call has about ten."""
+MAX_TOLD_NAMES = 100
+"""Ignored fields that the log tells of: their names are the clients' choice."""
+MAX_TOLD_AT_ONCE = 4
+"""Of them in one request: looking for the name that was meant takes a millisecond each."""
 
 
-def decode(body: bytes, kind: type[T], *, max_texts: int = 0) -> T:
+class IgnoredFields:
+    """Tells in the log what requests have and is left out of them, once a name; or refuses what is not known.
+
+    Args:
+        unknown: what to do with fields that are not known.
+    """
+
+    def __init__(self, unknown: Literal["ignore", "refuse"] = "refuse") -> None:
+        self._unknown = unknown
+        self._told: set[str] = set()
+
+    def check(self, fields: dict[str, msgspec.Raw], kind: type[Body]) -> None:
+        """Tell of the fields that are left out.
+
+        Raises:
+            HttpFault: 400; one is not known, and such ones are refused.
+        """
+        self._check_unknown(fields.keys(), known_names(kind), "")
+        if is_given(options := fields.get("stream_options", msgspec.Raw())):
+            names = _decode_part(bytes(options), dict[str, msgspec.Raw], "stream_options").keys()
+            self._check_unknown(names, frozenset(StreamOptions.__struct_fields__), "stream_options.")
+        for name in kind.LEFT_OUT:
+            if name in fields and bytes(memoryview(fields[name])[:5]) not in (b"null", b"[]") and self._is_new(name):
+                logger.warning("requests have %s, which are not supported yet and left out (said once)", name)
+
+    def _check_unknown(self, names: Iterable[str], known: frozenset[str], place: str) -> None:
+        new = [name for name in names if name not in known and place + name not in self._told]
+        if new and self._unknown == "refuse":
+            raise unknown(place + new[0], _nearest(new[0], known) or "; leave it out")
+        for name in new[:MAX_TOLD_AT_ONCE]:
+            if self._is_new(place + name):
+                near = _nearest(name, known)
+                logger.warning(
+                    "requests have the unknown field %s, which is ignored%s (said once)", shorten(place + name), near
+                )
+
+    def _is_new(self, name: str) -> bool:
+        """Whether the log has not told of it, and still may; it then has."""
+        if name in self._told or len(self._told) >= MAX_TOLD_NAMES or len(name) > MAX_NAME_CHARS:
+            return False
+        self._told.add(name)
+        return True
+
+
+REFUSING = IgnoredFields("refuse")
+
+
+def decode(body: bytes, kind: type[T], *, max_texts: int = 0, ignored: IgnoredFields = REFUSING) -> T:
     """The body as a ``kind``.
 
     A JSON parser holds the loop, so that a large body is looked at first: how many texts it may have, and how large its
@@ -45,23 +101,22 @@ def decode(body: bytes, kind: type[T], *, max_texts: int = 0) -> T:
 
     Args:
         max_texts: JSON texts that a large body may have in its prompt or messages.
+        ignored: is told of fields that are left out.
     Raises:
         HttpFault: 400; names the field where there is one.
     """
     if len(body) > SMALL_BODY_BYTES:
         _check_texts(body, max_texts)
-        _check_fields(body, kind)
+    _check_fields(body, kind, ignored)
     return _decoded(body, kind)
 
 
-async def decode_in_turns(body: bytes, kind: type[T], *, max_texts: int = 0) -> T:
+async def decode_in_turns(body: bytes, kind: type[T], *, max_texts: int, ignored: IgnoredFields) -> T:
     """As `decode`, with turns for others between its passes over a large body: each takes a millisecond a MiB."""
-    if len(body) <= SMALL_BODY_BYTES:
-        return _decoded(body, kind)
     await asyncio.sleep(0)
     _check_texts(body, max_texts)
     await asyncio.sleep(0)
-    _check_fields(body, kind)
+    _check_fields(body, kind, ignored)
     await asyncio.sleep(0)
     decoded = _decoded(body, kind)
     await asyncio.sleep(0)  # its prompt is decoded next
@@ -72,7 +127,7 @@ def _decoded(body: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise _undecodable(error, kind) from None
+        raise _undecodable(error, body) from None
 
 
 def _check_texts(body: bytes, max_texts: int) -> None:
@@ -80,10 +135,14 @@ def _check_texts(body: bytes, max_texts: int) -> None:
         raise HttpFault(400, "the request has too many prompts, messages or other texts; send less at once")
 
 
-def _check_fields(body: bytes, kind: type[msgspec.Struct]) -> None:
-    """Refuse large fields other than those that are meant to be: decoding them makes objects of all that is in them."""
+def _check_fields(body: bytes, kind: type[Body], ignored: IgnoredFields) -> None:
+    """Refuse fields that are not supported, and large ones other than those that are meant to be.
+
+    Decoding a large field makes objects of all that is in it.
+    """
+    fields = _decoded_fields(body)
     num_bytes = 0
-    for name, value in _decoded_fields(body, kind).items():
+    for name, value in fields.items() if len(body) > SMALL_BODY_BYTES else ():
         size = len(memoryview(value))
         if name == "allowed_token_ids" and bytes(value).count(b",") < MAX_ALLOWED_IDS:
             continue
@@ -92,13 +151,15 @@ def _check_fields(body: bytes, kind: type[msgspec.Struct]) -> None:
             raise invalid_value(
                 name[:MAX_NAME_CHARS], f"all but the prompt is larger than {MAX_FIELD_BYTES:,} bytes; send less"
             )
+    ignored.check(fields, kind)
+    kind.check_unsupported(fields)
 
 
-def _decoded_fields(body: bytes, kind: type[msgspec.Struct]) -> dict[str, msgspec.Raw]:
+def _decoded_fields(body: bytes) -> dict[str, msgspec.Raw]:
     try:
         return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise _undecodable(error, kind) from None
+        raise _undecodable(error, body) from None
 
 
 def has_more_texts(data: bytes, limit: int) -> bool:
@@ -112,35 +173,32 @@ def num_texts(data: bytes) -> int:
     return data.count(b'"') - data.count(b'\\"')
 
 
-_UNKNOWN = re.compile(r"unknown field `(.*?)`(?: - at `\$(.*)`)?$", re.DOTALL)
 _PLACE = re.compile(r" - at `(?:key` in `)?\$\.?(.*)`$")
 
 
-def _undecodable(error: Exception, kind: type[msgspec.Struct]) -> HttpFault:
-    """The fault of a body that is no JSON, or not of this ``kind``."""
+def _undecodable(error: Exception, body: bytes) -> HttpFault:
+    """The fault of a ``body`` that is no JSON, or not of the kind that is needed."""
     if not isinstance(error, msgspec.ValidationError):
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        if not body:
+            reason = "it is empty"
+        elif "truncated" in reason or (reason.endswith(f"(byte {len(body)})") and "trailing" not in reason):
+            reason = f"it ends in the middle, after {len(body):,} bytes: it has been truncated"
         return HttpFault(400, f"the request's body is not valid JSON: {reason}", code="invalid_json")
     message = str(error)
-    if (match := _UNKNOWN.search(message)) is not None:
-        name, place = match.groups()
-        if place is None or not place.strip("."):
-            return unknown(name, _nearest(name, kind))
-        return unknown(f"{place.strip('.')}.{name}", "; leave it out")
     match = _PLACE.search(message)
     place = match.group(1) if match is not None else ""
     said = message[: match.start()] if match is not None else message
-    said = said[0].lower() + said[1:]
+    said = said[0].lower() + said[1:].replace("int | float", "int")
     name = re.split(r"[.\[]", place, maxsplit=1)[0]
     return HttpFault(
         400, f"{place}: {said}" if place else f"the request's body: {said}", param=name or None, code="invalid_type"
     )
 
 
-def _nearest(name: str, kind: type[msgspec.Struct]) -> str:
-    known = kind.__struct_fields__
-    near = difflib.get_close_matches(name, known, n=1) if len(name) <= MAX_NAME_CHARS else []
-    return f"; did you mean {near[0]!r}?" if near else "; leave it out"
+def _nearest(name: str, known: frozenset[str]) -> str:
+    near = difflib.get_close_matches(name, sorted(known), n=1) if len(name) <= MAX_NAME_CHARS else []
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 # Prompts, messages, tokens
@@ -270,8 +328,10 @@ def _read_ids(data: bytes, max_ids: int, name: str) -> list[int]:
     num_ids = data.count(b",") + 1
     if num_ids > max_ids:
         # Decoding them would take 30 ns each, on the loop.
+        if name != "tokens":
+            raise fault_of(PromptTooLong(num_ids, max_ids - 1))
         message = f"{name} has {num_ids:,} token ids; at most {max_ids:,} are allowed (max_model_len)"
-        raise HttpFault(400, message, param=re.split(r"\[", name)[0], code="context_length_exceeded")
+        raise HttpFault(400, message, param=name, code="context_length_exceeded")
     ids: list[int] = _decode_part(data, list[int], name)
     return ids
 

@@ -34,7 +34,7 @@ class Exchange(Protocol):
 
     Attributes:
         method: in capitals.
-        path: below where the handlers are mounted; begins with "/".
+        path: below where the handlers are mounted; begins with "/". The handlers take a slash off its end.
         headers: by names in lower case; of one that came twice the last.
         client: the peer's address, for the log.
     """

@@ -1,22 +1,55 @@
 """What clients send, in the OpenAI API's names and vLLM's further ones.
 
 Values are the engine's to check (`SamplingParams`): here are types, names, and what only this API has. A field that
-would change the answer and is not supported is refused, never left out in silence.
+would change the answer and is not supported is refused; what is left out of a request stands in the log.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+import functools
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
-from aioengine.server.faults import invalid_value, unsupported
+from aioengine.server.faults import HttpFault, invalid_value, unsupported
+
+if TYPE_CHECKING:
+    Integer = int
+else:
+    Integer = int | float
+    """As JSON may write it: 2.0 is 2, as for pydantic. `Generation` makes it an int, or refuses it."""
 
 MAX_NEUTRAL_BYTES = 64
 """Of a refused field's value: one that asks for nothing is short, and a long one need not be decoded."""
 
 
-class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+class Body(msgspec.Struct, kw_only=True):
+    """A request's body. `IgnoredFields` judges fields that are not known."""
+
+    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    """Fields that are not supported, with the values that ask for nothing beside null."""
+    HINTS: ClassVar[tuple[str, ...]] = ()
+    """Fields that change no answer: any value is taken, and not looked at."""
+    LEFT_OUT: ClassVar[tuple[str, ...]] = ()
+    """Fields that are not supported, and are left out with a warning in the log."""
+
+    @classmethod
+    def check_unsupported(cls, fields: dict[str, msgspec.Raw]) -> None:
+        """Refuse what is not supported and would change the answer.
+
+        Args:
+            fields: of the body, undecoded, by their names.
+        Raises:
+            HttpFault: 400, naming the field.
+        """
+        for name, neutral in cls.NEUTRAL.items():
+            if name in fields and is_given(fields[name]) and not _is_one_of(fields[name], neutral):
+                if name in ("tool_choice", "function_call"):
+                    raise unsupported(name, "must be none or auto, or be left out: tools are not supported yet")
+                raise unsupported(name)
+
+
+class StreamOptions(msgspec.Struct):
     """How a stream tells of itself."""
 
     include_usage: bool | None = None
@@ -24,7 +57,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
-class Generation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class Generation(Body, kw_only=True):
     """What completions and chats have in common. None is absent: the model's default, then the API's."""
 
     SAMPLING: ClassVar[tuple[str, ...]] = (
@@ -51,20 +84,24 @@ class Generation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         "truncate_prompt_tokens": (),
         "use_beam_search": (False,),
     }
-    """Fields that are not supported, with the values that ask for nothing."""
+    HINTS: ClassVar[tuple[str, ...]] = (
+        "metadata", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_options",
+        "prompt_cache_retention", "reasoning_effort", "safety_identifier", "service_tier", "store", "user", "verbosity",
+    )  # fmt: skip
+    INTEGERS: ClassVar[tuple[str, ...]] = ("top_k", "seed", "n", "max_tokens", "min_tokens", "priority")
+    """Fields that are an `Integer`."""
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Integer | None = None
     min_p: float | None = None
-    seed: int | None = None
-    n: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
+    seed: Integer | None = None
+    n: Integer | None = None
+    max_tokens: Integer | None = None
+    min_tokens: Integer | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
@@ -78,38 +115,27 @@ class Generation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     request_id: str | None = None
-    priority: int | None = None
+    priority: Integer | None = None
     cache_salt: str | None = None
-    best_of: msgspec.Raw = msgspec.Raw()
-    guided_json: msgspec.Raw = msgspec.Raw()
-    guided_regex: msgspec.Raw = msgspec.Raw()
-    guided_choice: msgspec.Raw = msgspec.Raw()
-    guided_grammar: msgspec.Raw = msgspec.Raw()
-    kv_transfer_params: msgspec.Raw = msgspec.Raw()
-    length_penalty: msgspec.Raw = msgspec.Raw()
-    logits_processors: msgspec.Raw = msgspec.Raw()
-    min_thinking_tokens: msgspec.Raw = msgspec.Raw()
-    prompt_logprobs: msgspec.Raw = msgspec.Raw()
-    return_token_ids: msgspec.Raw = msgspec.Raw()
-    return_tokens_as_token_ids: msgspec.Raw = msgspec.Raw()
-    structured_outputs: msgspec.Raw = msgspec.Raw()
-    truncate_prompt_tokens: msgspec.Raw = msgspec.Raw()
-    use_beam_search: msgspec.Raw = msgspec.Raw()
+
+    def __post_init__(self) -> None:
+        for name in self.INTEGERS:
+            value: object = getattr(self, name)
+            if isinstance(value, float):
+                if not value.is_integer():
+                    raise HttpFault(400, f"{name}: expected `int`, got `float`", param=name, code="invalid_type")
+                setattr(self, name, int(value))
 
     def sampling(self) -> dict[str, Any]:
         """The fields that were given, as keywords of `SamplingParams`."""
         return {name: value for name in self.SAMPLING if (value := getattr(self, name)) is not None}
 
     def check(self) -> None:
-        """Refuse what is not supported, and what contradicts itself.
+        """Refuse what contradicts itself.
 
         Raises:
             HttpFault: 400, naming the field.
         """
-        for name, neutral in self.NEUTRAL.items():
-            raw = getattr(self, name)
-            if is_given(raw) and not _is_one_of(raw, neutral):
-                raise unsupported(name)
         if self.stream_options is not None:
             if not self.stream:
                 raise invalid_value(
@@ -119,7 +145,7 @@ class Generation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
                 raise unsupported("stream_options.include_obfuscation")
 
 
-class CompletionRequest(Generation, kw_only=True, forbid_unknown_fields=True):
+class CompletionRequest(Generation, kw_only=True):
     """The body of ``/v1/completions``."""
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -128,13 +154,11 @@ class CompletionRequest(Generation, kw_only=True, forbid_unknown_fields=True):
         "response_format": ({"type": "text"},),
         "suffix": ("",),
     }
+    INTEGERS: ClassVar[tuple[str, ...]] = (*Generation.INTEGERS, "logprobs")
 
     prompt: msgspec.Raw = msgspec.Raw()
     echo: bool | None = None
-    logprobs: int | None = None
-    add_special_tokens: msgspec.Raw = msgspec.Raw()
-    response_format: msgspec.Raw = msgspec.Raw()
-    suffix: msgspec.Raw = msgspec.Raw()
+    logprobs: Integer | None = None
 
     DEFAULT_MAX_TOKENS: ClassVar[int] = 16
     """The API's."""
@@ -163,7 +187,7 @@ class CompletionRequest(Generation, kw_only=True, forbid_unknown_fields=True):
         return sampling
 
 
-class ChatRequest(Generation, kw_only=True, forbid_unknown_fields=True):
+class ChatRequest(Generation, kw_only=True):
     """The body of ``/v1/chat/completions``."""
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -173,58 +197,24 @@ class ChatRequest(Generation, kw_only=True, forbid_unknown_fields=True):
         "chat_template": (),
         "documents": ([],),
         "echo": (False,),
-        "function_call": ("none",),
-        "functions": ([],),
-        "metadata": ({},),
+        "function_call": ("none", "auto"),
         "mm_processor_kwargs": ({},),
         "modalities": (["text"],),
         "moderation": (),
-        "parallel_tool_calls": (True, False),  # says nothing without tools
-        "prediction": (),
-        "prompt_cache_options": (),
-        "prompt_cache_retention": ("in_memory",),
-        "reasoning_effort": (),
         "response_format": ({"type": "text"},),
-        "service_tier": ("auto", "default"),
-        "store": (False,),
         "tool_choice": ("none", "auto"),
-        "tools": ([],),
-        "verbosity": (),
         "web_search_options": (),
     }
+    LEFT_OUT: ClassVar[tuple[str, ...]] = ("tools", "functions")
+    INTEGERS: ClassVar[tuple[str, ...]] = (*Generation.INTEGERS, "top_logprobs", "max_completion_tokens")
 
     messages: msgspec.Raw = msgspec.Raw()
     logprobs: bool | None = None
-    top_logprobs: int | None = None
-    max_completion_tokens: int | None = None
+    top_logprobs: Integer | None = None
+    max_completion_tokens: Integer | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
-    add_special_tokens: msgspec.Raw = msgspec.Raw()
-    audio: msgspec.Raw = msgspec.Raw()
-    chat_template: msgspec.Raw = msgspec.Raw()
-    documents: msgspec.Raw = msgspec.Raw()
-    echo: msgspec.Raw = msgspec.Raw()
-    function_call: msgspec.Raw = msgspec.Raw()
-    functions: msgspec.Raw = msgspec.Raw()
-    metadata: msgspec.Raw = msgspec.Raw()
-    mm_processor_kwargs: msgspec.Raw = msgspec.Raw()
-    modalities: msgspec.Raw = msgspec.Raw()
-    moderation: msgspec.Raw = msgspec.Raw()
-    parallel_tool_calls: msgspec.Raw = msgspec.Raw()
-    prediction: msgspec.Raw = msgspec.Raw()
-    prompt_cache_options: msgspec.Raw = msgspec.Raw()
-    prompt_cache_retention: msgspec.Raw = msgspec.Raw()
-    reasoning_effort: msgspec.Raw = msgspec.Raw()
-    response_format: msgspec.Raw = msgspec.Raw()
-    service_tier: msgspec.Raw = msgspec.Raw()
-    store: msgspec.Raw = msgspec.Raw()
-    tool_choice: msgspec.Raw = msgspec.Raw()
-    tools: msgspec.Raw = msgspec.Raw()
-    verbosity: msgspec.Raw = msgspec.Raw()
-    web_search_options: msgspec.Raw = msgspec.Raw()
 
     def check(self) -> None:
         super().check()
@@ -243,13 +233,11 @@ class ChatRequest(Generation, kw_only=True, forbid_unknown_fields=True):
         return sampling
 
 
-class TextPart(msgspec.Struct, forbid_unknown_fields=True):
-    """A part of a message's content. Others than texts are refused by their type."""
+class TextPart(msgspec.Struct):
+    """A part of a message's content. Others than texts are refused by their type; what else it has is ignored."""
 
     type: str
     text: str | None = None
-    cache_control: msgspec.Raw = msgspec.Raw()
-    """What some clients add for other providers: it says nothing about the text."""
     audio_url: msgspec.Raw = msgspec.Raw()
     file: msgspec.Raw = msgspec.Raw()
     image_url: msgspec.Raw = msgspec.Raw()
@@ -261,11 +249,10 @@ class TextPart(msgspec.Struct, forbid_unknown_fields=True):
     """What parts of other types hold."""
 
 
-class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
-    """A message of a chat, also as clients send an answer's message back.
+class ChatMessage(msgspec.Struct):
+    """A message of a chat, also as clients send an answer's message back, with keys of their own, which are ignored.
 
-    Of what is kept for templates, `tool_calls` are the template's business. An answer's annotations say where its text
-    came from, which no template reads.
+    Of what is kept for templates, `tool_calls` are the template's business.
     """
 
     TEMPLATE_TEXTS: ClassVar[tuple[str, ...]] = ("name", "tool_call_id", "reasoning_content", "refusal")
@@ -279,12 +266,11 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     refusal: str | None = None
-    annotations: msgspec.Raw = msgspec.Raw()
     audio: msgspec.Raw = msgspec.Raw()
     function_call: msgspec.Raw = msgspec.Raw()
 
 
-class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class TokenizeRequest(Body, kw_only=True):
     """The body of ``/tokenize``, with a prompt or with messages."""
 
     model: str | None = None
@@ -297,6 +283,12 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     return_token_strs: bool | None = None
 
 
+@functools.cache
+def known_names(kind: type[Body]) -> frozenset[str]:
+    """The names of all fields that a body of this kind may have, supported or not."""
+    return frozenset((*kind.__struct_fields__, *kind.NEUTRAL, *kind.HINTS, *kind.LEFT_OUT))
+
+
 def template_kwargs(request: ChatRequest | TokenizeRequest) -> dict[str, Any] | None:
     """What the chat template is told beside the messages."""
     given = dict(request.chat_template_kwargs or {})
@@ -306,14 +298,14 @@ def template_kwargs(request: ChatRequest | TokenizeRequest) -> dict[str, Any] | 
     return given or None
 
 
-class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class DetokenizeRequest(Body, kw_only=True):
     """The body of ``/detokenize``."""
 
     tokens: msgspec.Raw
     model: str | None = None
 
 
-class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class AbortRequest(Body, kw_only=True):
     """The body of ``/abort``: one id or several, as they were in ``X-Request-Id`` or in an answer's ``id``."""
 
     request_id: str | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -55,6 +55,13 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         int,
         Meta(ge=1, description="a stream whose client has so many tokens unread is not computed further until then"),
     ] = 4096
+    unknown_fields: Annotated[
+        Literal["ignore", "refuse"],
+        Meta(description="of requests: ignore says each one's name once in the log, refuse answers 400"),
+    ] = "ignore"
+    enable_tokenizer_info_endpoint: Annotated[
+        bool, Meta(description="serve /tokenizer_info: the tokenizer's configuration and the chat template")
+    ] = False
     metrics_prefix: Annotated[
         str, Meta(pattern="^[a-zA-Z_:][a-zA-Z0-9_:]*$", description="before the names of /metrics that vLLM has, too")
     ] = "vllm:"

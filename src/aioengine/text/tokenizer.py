@@ -10,7 +10,7 @@ from typing import Any, Literal, Self, overload
 from aioengine.core.detokenizer import TokenTable, WindowTable
 from aioengine.errors import InvalidRequest
 from aioengine.text.chat import check_messages, render_template
-from aioengine.text.loading import LoadedTokenizer, has_tokenizer, load_tokenizer
+from aioengine.text.loading import NAMED_TOKENS, LoadedTokenizer, has_tokenizer, load_tokenizer
 from aioengine.text.template_kwargs import take_template_kwargs
 from aioengine.text.token_table import build_slow_token_tables, build_token_tables
 
@@ -159,6 +159,14 @@ class Tokenizer:
         """One more than the largest token id. The model's vocabulary may be larger (padding) or have holes."""
         table = self._tables.with_special
         return len(table.pieces) if isinstance(table, TokenTable) else len(table.kinds)
+
+    def info(self) -> dict[str, Any]:
+        """Its class, named tokens, vocabulary size and chat template, named as in tokenizer_config.json."""
+        name = "PreTrainedTokenizerFast" if self._slow is None else type(self._slow).__name__
+        tokens = {name: self._named_tokens.get(name) for name in NAMED_TOKENS}
+        return {
+            "tokenizer_class": name, "vocab_size": self.vocab_size, "chat_template": self.chat_template, **tokens
+        }  # fmt: skip
 
     @cached_property
     def special_ids(self) -> frozenset[int]:

@@ -1,0 +1,231 @@
+"""What well-known clients send, as they send it: the answer's message back in their own shape, tools, hints, gzip."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from server.conftest import Face, both_faces, fake_engine, plain_client, serving
+
+from aioengine.server import ServerConfig
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+HELLO = {"role": "user", "content": "Hello!"}
+CALL = {"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'}}
+HF_CALL = {**CALL, "function": {**CALL["function"], "description": None}}  # type: ignore[dict-item]
+TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {}}}}
+
+SECOND_TURNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "openai 3.54, the object": ({"role": "assistant", "content": "Hi.", "refusal": None}, {"max_tokens": 2}),
+    "openai 3.54, dumped": (
+        {
+            "role": "assistant", "content": "Hi.", "refusal": None, "annotations": None, "audio": None,
+            "function_call": None, "tool_calls": None,
+        },
+        {"max_tokens": 2},
+    ),
+    "openai 3.54, tool calls": ({"role": "assistant", "content": None, "tool_calls": [CALL]}, {"max_tokens": 2}),
+    "litellm 1.106": (
+        {"role": "assistant", "content": "Hi.", "provider_specific_fields": {"refusal": None}},
+        {"max_tokens": 2},
+    ),
+    "litellm 1.106, tool calls": ({"role": "assistant", "tool_calls": [CALL]}, {"max_tokens": 2}),
+    "huggingface_hub 2.4": (
+        {
+            "role": "assistant", "content": "Hi.", "reasoning": None, "tool_call_id": None, "tool_calls": None,
+            "refusal": None,
+        },
+        {"max_tokens": 2, "stream": False},
+    ),
+    "huggingface_hub 2.4, tool calls": (
+        {"role": "assistant", "tool_calls": [HF_CALL], "content": None, "reasoning": None, "tool_call_id": None},
+        {"max_tokens": 2, "stream": False},
+    ),
+    "langchain-openai 1.7": (
+        {"role": "assistant", "content": "Hi."},
+        {"max_completion_tokens": 2, "stream": False, "tools": [TOOL]},
+    ),
+    "langchain-openai 1.7, tool calls": (
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"max_completion_tokens": 2, "stream": False},
+    ),
+    "pydantic-ai 2.68": (
+        {"role": "assistant", "content": "Hi."},
+        {"max_completion_tokens": 2, "stream": False, "tools": [TOOL], "tool_choice": "auto"},
+    ),
+    "pydantic-ai 2.68, tool calls": (
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"max_completion_tokens": 2, "stream": False, "temperature": 0.5},
+    ),
+    "Open WebUI, with its own fields": (
+        {"role": "assistant", "content": [{"type": "text", "text": "Hi.", "cache_control": {"type": "ephemeral"}}]},
+        {
+            "stream": True, "max_tokens": 2.0, "tools": [TOOL] * 20, "tool_choice": "auto", "chat_id": "c", "id": "m",
+            "session_id": "s", "features": {"web_search": False}, "variables": {}, "background_tasks": {},
+        },
+    ),
+}  # fmt: skip
+"""The answer's message as a client sends it back with its next request, and the request's other fields.
+
+Of bodies that these versions sent to a server; Open WebUI's by its documentation.
+"""
+
+
+@pytest.mark.parametrize("client", SECOND_TURNS)
+async def test_a_clients_own_message_comes_back(http: httpx.AsyncClient, client: str) -> None:
+    message, fields = SECOND_TURNS[client]
+    answer = await http.post(CHAT, json={"model": "demo", "messages": [HELLO, message, HELLO], **fields})
+    assert answer.status_code == 200, answer.text
+
+
+async def test_an_answers_own_message_comes_back(http: httpx.AsyncClient) -> None:
+    messages = [HELLO]
+    for _ in range(2):
+        answer = (await http.post(CHAT, json={"messages": messages, "max_tokens": 2})).json()
+        messages += [answer["choices"][0]["message"], HELLO]
+
+
+async def test_a_template_that_cannot_take_a_tool_message_says_so(http: httpx.AsyncClient) -> None:
+    messages = [
+        HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "1", "content": "sunny"},
+    ]
+    error = (await http.post(CHAT, json={"messages": messages})).json()["error"]
+    assert error["param"] == "messages"
+    assert "unknown role tool: use system, user or assistant" in error["message"]
+    assert "leave tool_calls and tool messages out" in error["message"]
+
+
+@both_faces
+async def test_unknown_fields_are_ignored_or_refused(face: Face, caplog: pytest.LogCaptureFixture) -> None:
+    body = {"prompt": "a", "max_tokens": 1.0, "zzz": 1, "temprature": 0}
+    async with fake_engine() as (engine, _):
+        async with serving(engine, face) as served, plain_client(served.url) as http:
+            for _ in range(2):
+                assert (await http.post(COMPLETION, json=body)).status_code == 200
+            assert (await http.post("/tokenize", json=body)).status_code == 200
+        told = [message.split("'")[1] for message in caplog.messages if "unknown field" in message]
+        assert told == ["zzz", "temprature", "max_tokens"]  # of /tokenize
+        config = ServerConfig(unknown_fields="refuse")
+        async with serving(engine, face, config) as served, plain_client(served.url) as http:
+            error = (await http.post(COMPLETION, json=body)).json()["error"]
+            assert (error["param"], error["code"]) == ("zzz", "unknown_parameter")
+
+
+LONG = "the fox and the owl " * 1000
+
+
+@pytest.mark.parametrize("prompt", [LONG, [5] * 5000, [[5] * 1024]], ids=["text", "ids", "lists"])
+async def test_a_prompt_that_is_too_long_is_said_in_the_words_that_clients_look_for(
+    http: httpx.AsyncClient, prompt: Any
+) -> None:
+    asked = [(COMPLETION, {"prompt": prompt})]
+    if isinstance(prompt, str):
+        asked.append((CHAT, {"messages": [{"role": "user", "content": prompt}]}))
+    for path, body in asked:
+        answer = await http.post(path, json=body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
+        # langchain_openai 1.7, _handle_openai_bad_request:
+        assert "prompt is too long" in error["message"]
+        # litellm 1.106, is_error_str_context_window_exceeded:
+        assert "this model's maximum context length is 1024 tokens" in error["message"]
+
+
+# Compressed bodies
+
+
+def by_hundreds(data: bytes) -> list[bytes]:
+    return [data[first : first + 100] for first in range(0, len(data), 100)]
+
+
+JSON = {"content-type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    ("encoding", "compress"),
+    [("gzip", gzip.compress), ("deflate", zlib.compress), ("GZIP", gzip.compress), ("identity", bytes)],
+)
+@pytest.mark.parametrize("size", [0, 500, 2**16 - 15, 200_000])
+async def test_a_body_may_be_compressed(
+    http: httpx.AsyncClient, encoding: str, compress: Callable[[bytes], bytes], size: int
+) -> None:
+    body = compress(b'{"prompt":%b"ab"}' % (b" " * size))
+    headers = {**JSON, "content-encoding": encoding}
+    whole = await http.post("/tokenize", content=body, headers=headers)
+
+    async def pieces() -> Any:
+        for piece in by_hundreds(body):
+            yield piece
+
+    in_pieces = await http.post("/tokenize", content=pieces(), headers=headers)
+    plain = await http.post("/tokenize", json={"prompt": "ab"})
+    assert whole.status_code == in_pieces.status_code == 200
+    assert whole.json() == in_pieces.json() == plain.json()
+
+
+@both_faces
+async def test_a_body_is_bounded_by_what_it_inflates_to(face: Face) -> None:
+    config = ServerConfig(max_body_bytes=2**16)
+    async with (
+        fake_engine() as (engine, _),
+        serving(engine, face, config) as served,
+        plain_client(served.url) as http,
+    ):
+        for encoding, compress in (("gzip", gzip.compress), ("deflate", zlib.compress)):
+            for size, status in ((2**16 - 14, 200), (2**16 - 13, 413), (2**26, 413)):
+                body = compress(b'{"prompt": "%b"}' % (b"a" * size))
+                assert len(body) < 2**17
+                answer = await http.post("/tokenize", content=body, headers={**JSON, "content-encoding": encoding})
+                assert answer.status_code == status, size
+
+
+@both_faces
+@pytest.mark.parametrize(
+    ("encoding", "body", "status", "said"),
+    [
+        ("compress", b"\x1f\x9d\x90", 415, "'compress' is not taken"),
+        ("gzip, gzip", gzip.compress(gzip.compress(b"{}")), 415, "'gzip, gzip' is not taken"),
+        ("gzip", gzip.compress(b'{"prompt": "a b c"}')[:-12], 400, "it ends in the middle"),
+        ("gzip", b"\x1f\x8b no gzip", 400, "gzip"),
+        ("gzip", gzip.compress(b"{}") + b"more", 400, "gzip"),
+        ("gzip", b"", 400, "it is empty"),
+        ("deflate", b"\x78\x9c no zlib", 400, "deflate"),
+    ],
+    ids=["another", "twice", "cut off", "no gzip", "more", "empty", "no zlib"],
+)
+async def test_a_compressed_body_that_is_refused_says_why(
+    face: Face, encoding: str, body: bytes, status: int, said: str
+) -> None:
+    async with fake_engine() as (engine, _), serving(engine, face) as served, plain_client(served.url) as http:
+        answer = await http.post("/tokenize", content=body, headers={**JSON, "content-encoding": encoding})
+        assert answer.status_code == status, answer.text
+        assert said in answer.text
+        assert answer.status_code == 415 or "invalid_" in answer.text
+        assert (await http.post("/tokenize", json={"prompt": "a"})).status_code == 200
+
+
+# What the tokenizer is
+
+
+@both_faces
+async def test_the_tokenizer_is_told_where_that_is_allowed(face: Face) -> None:
+    async with fake_engine() as (engine, _):
+        async with serving(engine, face) as served, plain_client(served.url) as http:
+            answer = await http.get("/tokenizer_info")
+            assert answer.status_code == 404
+            assert "--enable-tokenizer-info-endpoint" in answer.json()["error"]["message"]
+        config = ServerConfig(enable_tokenizer_info_endpoint=True)
+        async with serving(engine, face, config) as served, plain_client(served.url) as http:
+            told = (await http.get("/tokenizer_info")).json()
+    assert told["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert (told["eos_token"], told["bos_token"]) == ("<|im_end|>", None)
+    assert told["vocab_size"] == 2048
+    assert "add_generation_prompt" in told["chat_template"]
