@@ -36,7 +36,7 @@ PATHS: list[tuple[str, str, Any]] = [
     ("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}),
 ]
 OTHERS = [
-    ("GET", "/nothing", None), ("POST", "/health/", {}), ("GET", "/healthy", None), ("GET", "//health", None),
+    ("GET", "/nothing", None), ("POST", "/health//", {}), ("GET", "/healthy", None), ("GET", "//health", None),
     ("GET", "/HEALTH", None), ("DELETE", "/v1/models", None), ("OPTIONS", "/v1/completions", None),
     ("POST", "/v1/completions", {"zzz": 1}), ("GET", "/v1/completions", None), ("GET", "/health/../metrics", None),
 ]  # fmt: skip
@@ -101,8 +101,8 @@ async def test_a_key_is_asked_for_before_anything_is_said_of_a_path(locked: http
 
 async def test_health_is_open(locked: httpx.AsyncClient) -> None:
     for headers in ({}, bearer("wrong-secret-key"), bearer(KEYS[0])):
-        answer = await locked.get("/health", headers=headers)
-        assert answer.status_code == 200
+        for path in ("/health", "/health/"):
+            assert (await locked.get(path, headers=headers)).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,9 @@ CASES: dict[str, Case] = {
     "8,000 unknown fields": Case(
         COMPLETIONS, lambda: raw(**{f"u{place}": 0 for place in range(8000)}), (400, 503), at_once=64
     ),
-    "tools of 900 KB": Case(CHATS, lambda: with_tools(listed(b'{"name":"what it does, and why"}', 27_000)), (200,)),
+    "tools of 900 KB": Case(
+        CHATS, lambda: with_tools(listed(b'{"name":"what it does, and why, and when"}', 20_000)), (200,)
+    ),
     "1 MB, by default": Case(COMPLETIONS, lambda: with_prompt(text_of(MIB - 1000)), (400,)),
     "64 times 1 MB, by default": Case(COMPLETIONS, lambda: with_prompt(text_of(MIB - 1000)), (400, 503), at_once=64),
     "10,000 stop strings": Case(COMPLETIONS, lambda: with_prompt(b'"a"', stop=listed(b'"abc"', 10_000)), (400,)),
