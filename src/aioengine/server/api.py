@@ -153,7 +153,7 @@ class Api:
             client=exchange.client,
         )
         self._metrics_of_http.began()
-        is_of_model = exchange.path.startswith(MODEL_PREFIX)
+        is_of_model = exchange.path.startswith(MODEL_PREFIX) and exchange.path != MODEL_PREFIX
         route = self._routes.get(MODEL_PATH if is_of_model else exchange.path)
         record.route = route.path if route is not None else record.route
         span = self._tracing.begin(record, exchange.headers)
@@ -252,7 +252,7 @@ class Api:
             message = f"{path} is not supported yet: {NOT_SUPPORTED[path]}"
             return HttpFault(404, message, code="unsupported_endpoint")
         near = next((near for near in (f"/v1{path}", path.removeprefix("/v1")) if near in self._routes), None)
-        hint = f"; did you mean {near}? (base_url)" if near is not None and path else ""
+        hint = f"; did you mean {near}? (base_url)" if near is not None else ""
         return HttpFault(404, f"there is nothing at {path[:100]!r}{hint}", code="not_found")
 
     async def _respond(self, exchange: Exchange, record: RequestRecord, response: Response) -> None:
