@@ -85,6 +85,8 @@ def a_million(name: str, item: bytes) -> bytes:
     return raw(**{name: listed(item, 1_000_000)})
 
 
+ARGUMENTS = b'"{\\"a\\":[%b1]}"' % (b"[]," * 300_000)
+
 CASES: dict[str, Case] = {
     "20 MB of text, by default": Case(COMPLETIONS, lambda: with_prompt(text_of(20 * MIB)), (413,)),
     "20 MB of text": Case(COMPLETIONS, lambda: with_prompt(text_of(20 * MIB)), (400,), LARGE),
@@ -117,6 +119,13 @@ CASES: dict[str, Case] = {
     ),
     "8,000 unknown fields": Case(
         COMPLETIONS, lambda: raw(**{f"u{place}": 0 for place in range(8000)}), (400, 503), at_once=64
+    ),
+    "arguments of 900 KB": Case(
+        CHATS,
+        lambda: raw(
+            messages=listed(USER[:-1] + b',"tool_calls":[{"function":{"arguments":%b}}]}' % ARGUMENTS, 1), max_tokens=1
+        ),
+        (200,),
     ),
     "tools of 900 KB": Case(
         CHATS, lambda: with_tools(listed(b'{"name":"what it does, and why, and when"}', 20_000)), (200,)

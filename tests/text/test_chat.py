@@ -1,5 +1,6 @@
 """Chat messages are checked, then rendered by the model's template in a sandbox."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,10 @@ def test_a_tool_call_needs_no_content(fields: dict[str, Any]) -> None:
     assert render("{{ messages[0].role + messages[0]['content'] }}", [call]) == "assistant"
 
 
+FILE = {"file": '[{,\\"' * 90_000}
+"""One value, full of what stands around values."""
+
+
 @pytest.mark.parametrize(
     ("given", "seen"),
     [
@@ -53,8 +58,12 @@ def test_a_tool_call_needs_no_content(fields: dict[str, Any]) -> None:
         ('{"city": "Ro', '{"city": "Ro'),
         ("[1]", "[1]"),
         ("[" * 100_000, "[" * 100_000),
+        (json.dumps(FILE), FILE),
+        ('{"a": [%s1]}' % ("1," * 5000), '{"a": [%s1]}' % ("1," * 5000)),
+        ('{"a": "' + '"' * 20_000, '{"a": "' + '"' * 20_000),
         (None, None),
     ],
+    ids=lambda value: str(value)[:12],
 )
 def test_a_calls_arguments_are_what_templates_expect(given: Any, seen: Any) -> None:
     message = calling(given)

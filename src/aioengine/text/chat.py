@@ -15,6 +15,9 @@ from aioengine.errors import InvalidRequest
 MAX_COPIED_LEVELS = 32
 """Of lists and dicts in a message; what lies deeper is shared with the caller."""
 
+MAX_ARGUMENT_VALUES = 4096
+"""Of a tool call's arguments that are decoded for the template; with more they stay a text."""
+
 MAX_SHOWN_CHARS = 500
 """Of what a template says when it fails: some say all that they were given."""
 
@@ -84,13 +87,23 @@ def _check_message(index: int, message: object) -> dict[str, Any]:
 
 def _with_parsed_arguments(call: Any) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+    text = function.get("arguments") if isinstance(function, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(text, str) or not _has_few_values(text):
         return call
     try:
-        arguments = json.loads(function["arguments"] or "{}")
+        arguments = json.loads(text or "{}")
     except (ValueError, RecursionError):  # models write such ones, too: the template takes the text, or fails
         return call
     return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+def _has_few_values(text: str) -> bool:
+    """Whether JSON has so few values that decoding it, and encoding it again, holds the GIL for less than 1 ms."""
+    bare = text.replace("\\\\", "").replace('\\"', "")  # each quote then begins or ends a text
+    if bare.count('"') > 4 * MAX_ARGUMENT_VALUES:
+        return False
+    structure = "".join(bare.split('"')[::2])
+    return sum(map(structure.count, ",[{")) <= MAX_ARGUMENT_VALUES
 
 
 def _text_of(index: int, content: object) -> str:
