@@ -46,7 +46,7 @@ class PromptTooLong(InvalidRequest):
         # LangChain and LiteLLM look for the beginning, as far as the number, and raise errors of their own for it.
         super().__init__(
             f"prompt is too long: this model's maximum context length is {limit + 1} tokens (max_model_len), however "
-            f"the prompt has {count} tokens and leaves no room for an answer: shorten it",
+            f"the prompt has {count} tokens: shorten it to {limit} or fewer, so that there is room for an answer",
             param="prompt",
         )
         self.length = length
