@@ -186,7 +186,7 @@ async def test_a_prompt_dict_may_bring_its_salt(serve: Any) -> None:
         ({"prompt": ""}, "prompt", "empty"),
         ({"prompt": {"prompt": "a"}}, "prompt", "prompt is a dict"),
         ({"prompt": "a", "multi_modal_data": {"image": 1}}, "prompt", "multi_modal_data"),
-        ({"prompt_embeds": object()}, "prompt", "prompt_embeds"),
+        ({"prompt_embeds": [0.5]}, "prompt", "prompt_embeds"),
         ({"role": "user", "content": "hi"}, "prompt", "a chat is a list of messages"),
         ({"prompt": "a", "cache_salt": 7}, "cache_salt", "cache_salt"),
     ],
