@@ -69,6 +69,10 @@ class Core(Protocol):
         """End a sequence now (abort, stop string); idempotent. Its listener hears the end before this returns."""
         ...
 
+    def abort_all(self) -> None:
+        """End all that was added here, with what it has; each listener hears of it as soon as the loop has time."""
+        ...
+
     def block(self, sequence: Sequence) -> None:
         """Its reader is behind: compute no more than its listener's ``num_allowed`` tokens of it."""
         ...

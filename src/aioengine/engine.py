@@ -229,7 +229,7 @@ class Engine:
         """
         check_asyncio()
         async with self.stream(
-            prompt,
+            await self._here_or_starting().take_turn(prompt),
             params,
             request_id=request_id,
             sampling_params=sampling_params,
@@ -332,7 +332,10 @@ class Engine:
             self._runtime.abort(request_id)
 
     def abort_all(self) -> None:
-        """End all requests, those that wait for a place included, with what they have. Synchronous and idempotent."""
+        """End all requests, those that wait for a place included, with what they have. Synchronous and idempotent.
+
+        They are in no later step. Of hundreds some readers hear of it in the next turns of the loop.
+        """
         if self._runtime is not None:
             self._runtime.abort_all()
 

@@ -28,7 +28,7 @@ from aioengine.engine_control import Controls
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead, StepFailed, describe, traceback_of
 from aioengine.executor.protocol import DeviceLost, Executor, ExecutorInfo, PendingStep
 from aioengine.health import Beat, Health, dead, judge
-from aioengine.listener import Listener, SampledLogprobs, TokenLines, UserCode, prompt_lines
+from aioengine.listener import Endings, Listener, SampledLogprobs, TokenLines, UserCode, prompt_lines
 from aioengine.metrics import EngineMetrics, Observer, RequestMetrics, StatsLog, StepRecord
 from aioengine.request import Request
 from aioengine.waits import Waits
@@ -107,6 +107,7 @@ class EngineCore:
         """Log-probabilities of those; None where nobody asked."""
         self._has_news = asyncio.Event()
         """Somebody has added, ended, blocked or paused something since the last look at the scheduler."""
+        self._endings = Endings(self.user_code, self._has_news.set)
         self._holders: set[str] = set()
         """For what new sequences are held back."""
         self._freezers: set[str] = set()
@@ -178,6 +179,8 @@ class EngineCore:
                     self._release(member).on_end()
             self._on_room()
             self._has_news.set()
+        elif self._endings:
+            self._endings.tell(sequence.order)
 
     def block(self, sequence: Sequence) -> None:
         """Its reader is behind: schedule no more of it until `unblock`. What is in flight still comes."""
@@ -242,9 +245,19 @@ class EngineCore:
         self.let_go("pause")
 
     def abort_all(self) -> None:
-        """End all sequences that are here, with what they have."""
+        """End all sequences that are here, with what they have: they are in no later plan.
+
+        Their listeners hear of it in this turn of the loop and the next ones; before that from `finish`.
+        """
         for sequence in list(self._live.values()):
-            self.finish(sequence, "abort")
+            family = (sequence, *sequence.children)
+            if not self.is_stopped and self.scheduler.finish(sequence, "abort"):
+                for member in family:
+                    if member.order in self._live:
+                        self._endings.add(member.order, self._release(member))
+        self._endings.tell_some()
+        self._on_room()
+        self._has_news.set()
 
     @property
     def is_sleeping(self) -> bool:
@@ -285,7 +298,7 @@ class EngineCore:
     @property
     def is_idle(self) -> bool:
         """Whether all that was accepted has ended."""
-        return not self._live
+        return not (self._live or self._endings)
 
     def last_token_at(self, sequence: Sequence) -> float:
         """When its newest token was applied, by ``clock``; NaN before the first."""
@@ -345,11 +358,13 @@ class EngineCore:
             raise
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
             self._end_all(_closed)
+            await self._endings.tell_all()
             raise
         except BaseException as exc:  # a panic of a library's in Rust is no Exception
             self.death = self._make_death(exc)
             self._end_all(self.copy_death)
             self._write_dump(self.death.dump)
+            await self._endings.tell_all()
 
     async def _run(self) -> None:
         while True:
@@ -471,7 +486,8 @@ class EngineCore:
         for sequence in failed:
             failure = StepFailed(message, dump=dump)
             failure.__cause__ = cause
-            self._release(sequence).on_error(failure)
+            self._endings.add(sequence.order, self._release(sequence), failure)
+        self._endings.tell_some()
         self._on_room()
         self._write_dump(dump)
 
@@ -485,7 +501,8 @@ class EngineCore:
                 logger.error("%s: %s\n%s", sequence.request.request_id, message, lines)
             failure = StepFailed(message, dump=dump)
             failure.__cause__ = cause
-            self._release(sequence).on_error(failure)
+            self._endings.add(sequence.order, self._release(sequence), failure)
+        self._endings.tell_some()
         self._on_room()
         self._write_dump(dump)
 
@@ -516,8 +533,7 @@ class EngineCore:
                 is_more = self._publish_slice()
                 num_failures -= 1
         for sequence in list(self._live.values()):
-            with self.user_code.called("while ending what was running"):
-                self._release(sequence).on_error(error())
+            self._endings.add(sequence.order, self._release(sequence), error())
         with self.user_code.called("while ending what was running"):
             for sequence in self.scheduler.sequences():
                 self.scheduler.finish(sequence, "error")

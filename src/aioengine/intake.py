@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable
 from typing import Literal, NamedTuple
 
 from aioengine.errors import AioEngineError, EngineOverloaded
+from aioengine.turns import turns_here
 
 OnFull = Literal["wait", "raise"]
 
@@ -149,12 +150,13 @@ class Intake:
         """Refuse nobody any more."""
         self._refusal = None
 
-    def close(self, error: Callable[[], AioEngineError]) -> None:
-        """Refuse also all who wait."""
+    async def close(self, error: Callable[[], AioEngineError]) -> None:
+        """Refuse also all who wait, one after the other. Cancelling leaves some, for another call."""
         self._refusal = error
-        waiters, self._waiters, self._num_waiting = self._waiters, {}, 0
-        for waiter in waiters.values():
-            if not waiter.let_in.done():
+        while (who := self._first()) is not None:
+            await turns_here().take()
+            waiter = self._drop(who)
+            if waiter is not None and not waiter.let_in.done():
                 waiter.let_in.set_exception(error())
 
     def _drop(self, who: Hashable) -> _Waiter | None:

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import logging
 import sys
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import msgspec
@@ -15,6 +16,7 @@ from aioengine.core.plan import PromptLogprobs
 from aioengine.core.sequence import Sequence
 from aioengine.core.step_output import StepOutput
 from aioengine.errors import AioEngineError
+from aioengine.turns import turns_here
 
 logger = logging.getLogger("aioengine")
 
@@ -158,3 +160,66 @@ class UserCode:
 
 def _let_go(error: BaseException) -> None:
     raise error
+
+
+class Endings:
+    """Ends of many sequences at once, told to their listeners in order, in as many turns of the loop as that takes.
+
+    Args:
+        user_code: what listeners call is in the end the user's.
+        on_told: called when all have been told.
+    """
+
+    def __init__(self, user_code: UserCode, on_told: Callable[[], None]) -> None:
+        self._user_code = user_code
+        self._on_told = on_told
+        self._untold: OrderedDict[int, tuple[Listener, AioEngineError | None]] = OrderedDict()
+        """By the sequence's order."""
+        self._is_scheduled = False
+
+    def __bool__(self) -> bool:
+        return bool(self._untold)
+
+    def add(self, order: int, listener: Listener, error: AioEngineError | None = None) -> None:
+        """The sequence has ended, by the error if there is one; `tell_some` or `tell_all` is to follow."""
+        self._untold[order] = listener, error
+
+    def tell(self, order: int) -> None:
+        """Tell of this one now, if it has ended and was not told."""
+        if order in self._untold:
+            self._tell(*self._untold.pop(order))
+
+    def tell_some(self) -> None:
+        """Tell of as many as this turn of the loop has time for, and of the others in later ones."""
+        turns = turns_here()
+        while self._untold and not turns.is_spent:
+            self._tell_first()
+        if not self._untold:
+            self._on_told()
+        elif not self._is_scheduled:
+            self._is_scheduled = True
+            asyncio.get_running_loop().call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        self._is_scheduled = False
+        self.tell_some()
+
+    async def tell_all(self) -> None:
+        """Tell of all. Cancelling tells of those that are left at once."""
+        try:
+            while self._untold:
+                await turns_here().take()
+                self.tell_some()
+        finally:
+            while self._untold:
+                self._tell_first()
+
+    def _tell_first(self) -> None:
+        self._tell(*self._untold.popitem(last=False)[1])
+
+    def _tell(self, listener: Listener, error: AioEngineError | None) -> None:
+        with self._user_code.called("while telling of a sequence's end"):
+            if error is None:
+                listener.on_end()
+            else:
+                listener.on_error(error)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import os
 from collections.abc import Mapping
-from typing import Any, Protocol, get_args
+from typing import Annotated, Any, Protocol, get_args
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from aioengine.config import EngineConfig
 from aioengine.core.sequence import Sequence
@@ -111,7 +114,7 @@ def take_prompt(prompt: Any, host: Host) -> Prompt:
     if isinstance(prompt[0], dict):
         host.require_tokenizer()
         return copy_messages(prompt)
-    return list(_check_ids(prompt, max_ids, host.info.vocab_size))
+    return _check_ids(prompt, max_ids, host.info.vocab_size)
 
 
 def keep_prompt(prompt: Any) -> Any:
@@ -151,13 +154,19 @@ def check_limits(params: SamplingParams, config: EngineConfig, vocab_size: int, 
             raise InvalidRequest(
                 f"{name}={asked} is more than this engine allows ({config.max_logprobs}, max_logprobs)", param=name
             )
+    if len(params.allowed_token_ids or ()) > vocab_size:  # before a million of them are looked at
+        raise InvalidRequest(
+            f"allowed_token_ids holds {len(params.allowed_token_ids or ())} ids; the model has {vocab_size}: name each "
+            "once",
+            param="allowed_token_ids",
+        )
     for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids"):
         worst = max(getattr(params, name) or (), default=0)
         if worst >= vocab_size:
             raise InvalidRequest(f"{name} holds {worst}; the model has 0 to {vocab_size - 1}", param=name)
     if params.allowed_token_ids and params.min_tokens:
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
-        if ends.issuperset(params.allowed_token_ids):
+        if all(token_id in ends for token_id in params.allowed_token_ids):
             raise InvalidRequest(
                 f"allowed_token_ids holds only tokens that end the output, and min_tokens={params.min_tokens} forbids "
                 "them at first",
@@ -273,8 +282,12 @@ def _is_chat(prompt: Prompt) -> bool:
 
 
 def _check_ids(prompt: list[Any], limit: int, vocab_size: int) -> list[int]:
+    """The token ids as a list of their own."""
     if len(prompt) > limit:
         raise PromptTooLong(len(prompt), limit)
+    with contextlib.suppress(msgspec.ValidationError):  # mostly all is well, and this is ten times as fast
+        checked: list[int] = msgspec.convert(prompt, _ids_below(vocab_size), strict=True)
+        return checked
     try:
         plain = [token_id.item() if isinstance(token_id, np.integer) else token_id for token_id in prompt]
         ids = msgspec.convert(plain, list[int], strict=True)
@@ -288,6 +301,12 @@ def _check_ids(prompt: list[Any], limit: int, vocab_size: int) -> list[int]:
             f"prompt holds token id {shorten(worst)}; the model has 0 to {vocab_size - 1}", param="prompt"
         )
     return ids
+
+
+@functools.cache
+def _ids_below(vocab_size: int) -> Any:
+    """The type of a list of a model's token ids."""
+    return list[Annotated[int, Meta(ge=0, lt=vocab_size)]]
 
 
 def _as_list(prompt: Any, max_ids: int) -> Any:

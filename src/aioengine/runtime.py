@@ -47,6 +47,7 @@ from aioengine.sampling_params import SamplingParams
 from aioengine.text import calls
 from aioengine.text.tokenizer import Tokenizer
 from aioengine.text.worker import TextWorker
+from aioengine.turns import turns_here
 from aioengine.validation import shorten
 
 logger = logging.getLogger("aioengine")
@@ -63,6 +64,10 @@ class Abortable(Protocol):
     request_id: str
 
     def abort(self) -> None: ...
+
+    def dismiss(self) -> None:
+        """End it if the core has not got it; what the core has got is ended there."""
+        ...
 
     def fail(self, error: Callable[[], AioEngineError]) -> None:
         """End it by ``error``, if it has not ended."""
@@ -89,6 +94,7 @@ class Runtime:
         self._large_worker = TextWorker()
         """For what takes long and must hold up nobody else: huge texts, and files that are written."""
         self.weights_turn = anyio.Lock()
+        self.turns = turns_here()
         self.longest_token_chars: int | None = None
         """Characters of the longest token; None where nobody knows."""
         self._backend = make_backend(
@@ -308,7 +314,7 @@ class Runtime:
     async def _close_parts(self) -> None:
         """Idempotent."""
         if hasattr(self, "intake"):
-            self.intake.close(self._end_error)
+            await self.intake.close(self._end_error)
         # The core has ended them all, unless that is what broke: nobody is left waiting for ever.
         for request in [request for requests in self._requests.values() for request in requests]:
             with self._user_code.called("while ending what was running"):
@@ -342,6 +348,17 @@ class Runtime:
             )
         self.intake.check(num_sequences)
         self.core.check_accepting()
+
+    async def take_turn(self, prompt: Any) -> Any:
+        """Wait until this request is to be checked, behind those that were made with it; mostly that is at once.
+
+        Returns:
+            the prompt as it is now: the caller may go on with the list while it waits.
+        """
+        if self.turns.is_busy:
+            prompt = prompt.copy() if isinstance(prompt, list) else prompt
+            await self.turns.take()
+        return prompt
 
     def arrive(self) -> Arrival:
         """Now, for a request's metrics."""
@@ -405,8 +422,12 @@ class Runtime:
             request.abort()
 
     def abort_all(self) -> None:
-        for request_id in list(self._requests):
-            self.abort(request_id)
+        if self._requests:
+            self.check_loop()
+        if self._is_serving:
+            self.core.abort_all()
+        for request in [request for requests in self._requests.values() for request in requests]:
+            request.dismiss()
 
     # The whole engine
 

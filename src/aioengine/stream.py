@@ -109,6 +109,7 @@ class Stream:
         runtime, call = self._runtime, self._call
         if self._asked is None:
             await runtime.wait_started(call.on_full)
+            await runtime.turns.take()  # a thousand may have waited
             self._ask()
             if self._is_aborted:
                 self._end_unbegun(runtime.arrive())
@@ -117,6 +118,7 @@ class Stream:
         arrival = runtime.arrive()
         num_places = params.num_sequences
         if not await runtime.intake.enter(self, call.on_full, priority=call.priority, num_places=num_places):
+            await runtime.turns.take()
             self._end_unbegun(arrival)
             return
         try:
@@ -161,10 +163,14 @@ class Stream:
 
     def abort(self) -> None:
         """End the request with what it has. Synchronous and idempotent."""
-        self._is_aborted = True
+        self.dismiss()
         if self._reply is not None:
             self._reply.abort()
-        elif self._asked is not None:  # else it ends when the engine has started
+
+    def dismiss(self) -> None:
+        """End the request if it is still on its way to the core. Synchronous and idempotent."""
+        self._is_aborted = True
+        if self._reply is None and self._asked is not None:  # else it ends when the engine has started
             self._runtime.intake.dismiss(self)
 
     def fail(self, error: Callable[[], AioEngineError]) -> None:

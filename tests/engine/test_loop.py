@@ -27,10 +27,13 @@ async def test_long_bad_words_are_tokenized_in_a_thread_and_short_ones_at_once(s
 @pytest.mark.parametrize("logprobs", [None, 20])
 async def test_log_probabilities_are_handed_out_in_smaller_slices(serve: Any, tasks: Any, logprobs: int | None) -> None:
     async with serve(num_blocks=256, is_manual=True, config={"max_num_seqs": 64}) as served:
+        await served.engine.pause()  # so that all are in one step: they may take several turns to come
         started = [
             tasks.start(served.engine.generate([1 + i] * 3, max_tokens=2, seed=1, ignore_eos=True, logprobs=logprobs))
             for i in range(64)
         ]
+        await served.until(lambda: len(served.core._live) == 64)
+        await served.engine.resume()
         await served.until(lambda: served.core.stats().running == 64)
         served.complete_all()
         slices: list[int] = []

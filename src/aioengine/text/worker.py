@@ -9,6 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 
+from aioengine.turns import turns_here
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -44,6 +46,7 @@ class TextWorker:
         if self._is_closed:
             raise RuntimeError("this TextWorker is closed")
         if size is not None and size <= self.MAX_INLINE_CHARS:
+            await turns_here().take()
             return function(*args, **kwargs)
         return await self.begin(lambda: function(*args, **kwargs))
 

@@ -24,7 +24,7 @@ from aioengine.engine_core import PUBLISH_SLICE
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead, WireError, describe
 from aioengine.executor.protocol import ExecutorInfo
 from aioengine.health import Health, dead, judge
-from aioengine.listener import UNLIMITED, Listener, UserCode
+from aioengine.listener import UNLIMITED, Endings, Listener, UserCode
 from aioengine.metrics import EngineMetrics, Observer, RequestMetrics, StatsLog
 from aioengine.request import Request
 from aioengine.transport.faults import Fault, to_error
@@ -52,6 +52,7 @@ from aioengine.transport.wire import (
     pack_control,
     pack_params,
 )
+from aioengine.turns import turns_here
 from aioengine.waits import Waits
 
 logger = logging.getLogger("aioengine")
@@ -62,6 +63,9 @@ MAX_CALLS = 32
 ACKNOWLEDGE_EVERY = 32
 """Messages; one acknowledgement costs the engine as much as reading a request."""
 ACKNOWLEDGE_BYTES = 2**20
+
+FINISHED_A_MESSAGE = 64
+"""Sequences; the engine ends those of a message in one turn of its loop."""
 
 LAST_WORDS_S = 0.05
 """For what an engine says last, once it has closed the socket that it does not say it by."""
@@ -116,6 +120,7 @@ class RemoteCore:
         self._live: dict[int, Sequence] = {}
         """By the numbers that the engine knows them by, which are their orders."""
         self._unstarted: set[int] = set()
+        self._endings = Endings(self.user_code, self._look)
         self._next_number = 0
         self._waits = Waits()
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -142,7 +147,7 @@ class RemoteCore:
 
     @property
     def is_idle(self) -> bool:
-        return not self._live
+        return not (self._live or self._endings)
 
     @property
     def is_sleeping(self) -> bool:
@@ -191,6 +196,7 @@ class RemoteCore:
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         if self.is_stopped or sequence.order not in self._live:
+            self._endings.tell(sequence.order)
             return
         family = [member for member in (sequence, *sequence.children) if member.order in self._live]
         self._link.send(Finish([member.order for member in family], reason, stop_reason))
@@ -198,6 +204,18 @@ class RemoteCore:
             member.finish_reason, member.stop_reason = reason, stop_reason
             self._release(member).on_end()
         self._look()
+
+    def abort_all(self) -> None:
+        """As `EngineCore.abort_all`."""
+        if not self.is_stopped:
+            sequences = list(self._live.values())
+            for begin in range(0, len(sequences), FINISHED_A_MESSAGE):
+                part = sequences[begin : begin + FINISHED_A_MESSAGE]
+                self._link.send(Finish([sequence.order for sequence in part], "abort"))
+            for sequence in sequences:
+                sequence.finish_reason = "abort"
+                self._endings.add(sequence.order, self._release(sequence))
+            self._endings.tell_some()
 
     def block(self, sequence: Sequence) -> None:
         """The engine counts by itself what it was allowed."""
@@ -311,18 +329,21 @@ class RemoteCore:
             raise
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
             self._end_all(_closed)
+            await self._endings.tell_all()
             raise
         except BaseException as error:
             logger.exception("a bug in the connection to the engine")
             death = EngineDead(f"the connection to the engine broke: {describe(error)}")
             death.__cause__ = error
             self.die(death)
+        await self._endings.tell_all()
 
     async def _receive(self) -> None:
         outputs = self._link.outputs
         while True:
             messages = await outputs.receive()
             for frames in messages:
+                await turns_here().take()
                 await self._take(frames)
             self._look()
             if self._is_cut and not messages:
@@ -475,7 +496,7 @@ class RemoteCore:
             if sequence is not None:
                 sequence.finish_reason, sequence.stop_reason = ended.finish_reason, ended.stop_reason
                 sequence.num_preemptions = ended.num_preemptions
-                self._release(sequence).on_end()
+                self._endings.add(sequence.order, self._release(sequence))
         for failed in body.failed:
             sequence = self._live.get(failed.number)
             if sequence is not None:
@@ -484,10 +505,13 @@ class RemoteCore:
                     fault = msgspec.structs.replace(fault, dump=body.failed[failed.dump_of].fault.dump)
                 error = to_error(fault)
                 is_end = isinstance(error, EngineClosed) or not isinstance(error, AioEngineError)
-                self._release(sequence).on_error(_death_of(fault) if is_end else error)  # type: ignore[arg-type]
+                told = _death_of(fault) if is_end else error
+                self._endings.add(sequence.order, self._release(sequence), told)  # type: ignore[arg-type]
                 if isinstance(error, EngineClosed | EngineDead):
                     # Its last words follow; whoever has heard of the end finds it so here already.
                     self.die(_death_of(failed.fault))
+        if self._endings:
+            self._endings.tell_some()
 
     def _on_record(self, body: Outputs, gaps_s: Any) -> None:
         assert body.record is not None
@@ -538,8 +562,8 @@ class RemoteCore:
         self.is_stopped = True
         self.user_code.keep()
         for sequence in list(self._live.values()):
-            with self.user_code.called("while ending what was running"):
-                self._release(sequence).on_error(error())
+            self._endings.add(sequence.order, self._release(sequence), error())
+        self._endings.tell_some()
         for returned in self._calls.values():
             if not returned.done():
                 returned.set_exception(error())

@@ -57,6 +57,7 @@ from aioengine.transport.wire import (
     Writer,
     unpack_control,
 )
+from aioengine.turns import turns_here
 
 logger = logging.getLogger("aioengine")
 
@@ -168,6 +169,7 @@ class EngineServer:
     async def _receive(self) -> None:
         while True:
             for user, peer, *frames in await self._frontend.receive():
+                await turns_here().take()
                 await self._take(user, bytes(peer), frames)
 
     async def _answer_zap(self) -> None:
@@ -365,8 +367,6 @@ class EngineServer:
         logger.info("front end %d (%r) is let go: %s", session.index, session.name, why)
         session.end(EngineDead(f"the engine let this front end go: {why}"), linger_s=LINGER_S if is_there else 0.0)
         self._gate.forget(f"outputs-{session.index}")
-        for follower in list(session.followers.values()):
-            self.core.finish(follower.sequence, "abort")
         self._tasks.start_soon(self._tidy, session)
 
     def _end_sessions(self) -> None:
@@ -379,7 +379,10 @@ class EngineServer:
         self._sessions.clear()
 
     async def _tidy(self, session: Session) -> None:
-        """Put away what a front end has left: its socket's file, and weights that it did not commit."""
+        """Put away what a front end has left: its sequences, its socket's file, and weights that it did not commit."""
+        for follower in list(session.followers.values()):
+            await turns_here().take()
+            self.core.finish(follower.sequence, "abort")
         if self._address.scheme == "ipc":
             path = f"{self._address.path}.{session.index}.out"
             await self._worker.run(_remove, None, path)

@@ -1,0 +1,143 @@
+"""Many requests at once, and many ends: none of them holds the loop, and all stay in order.
+
+Over the way "served" both sides are on the test's loop, so that its turns are the engine's, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from contract.conftest import MakeEngine
+from contract.ways import error_of, has_load, until
+from turn_probe import LONGEST_S, PIECES_A_TURN, TurnProbe, few_a_turn
+
+from aioengine import Engine, EngineClosed, InvalidRequest
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+JAPANESE = "昔々あるところに小さな狐と賢い兎が住んでいて毎朝川のほとりで話をしました。"
+ROOMY = {"max_model_len": 8192, "max_waiting": 4096, "max_num_seqs": 64, "kv_cache_memory_bytes": 1024}
+NESTED = [[[["a"] * 4] * 4] * 16] * 16
+
+BURSTS: dict[str, tuple[int, Callable[[int], Any], dict[str, Any]]] = {
+    "Japanese": (300, lambda i: f"{i}{JAPANESE * 27}"[:1000], {}),
+    "stop strings": (1000, lambda i: f"Once {i}", {"stop": [f"{i} upon a time there was" for i in range(200)]}),
+    "bad words": (300, lambda i: f"Once {i}", {"bad_words": [f"{i} upon a time there was a" for i in range(12)]}),
+    "chats": (100, lambda i: [{"role": "user", "content": "Hi"}], {"chat_template_kwargs": {"a": NESTED}}),
+}
+"""How many, their prompts, their parameters: each would hold the loop for 80 to 300 ms if all came in one turn."""
+
+
+def begun(engine: Engine, calls: list[tuple[Any, dict[str, Any]]]) -> list[asyncio.Task[Any]]:
+    loop = asyncio.get_running_loop()
+    return [loop.create_task(engine.generate(prompt, **params)) for prompt, params in calls]
+
+
+@pytest.mark.parametrize("name", BURSTS)
+async def test_no_turn_is_long_however_many_come_and_end(
+    name: str, make_engine: MakeEngine, record_property: Callable[[str, object], None]
+) -> None:
+    count, prompt, params = BURSTS[name]
+    engine = await make_engine(**ROOMY)
+    await engine.generate([{"role": "user", "content": "Hi"}], max_tokens=1)  # the first chat imports what renders it
+    await engine.pause()
+    calls = [(prompt(i), params) for i in range(count)]
+    with TurnProbe() as coming:
+        tasks = begun(engine, calls)
+        await until(lambda: engine._runtime.core.num_unstarted == count)  # type: ignore[union-attr]
+        await until(has_load(engine, waiting=count))
+    with TurnProbe() as ending:
+        engine.abort_all()
+        outputs = await asyncio.gather(*tasks)
+        await until(has_load(engine, waiting=0))
+    assert {output.outputs[0].finish_reason for output in outputs} == {"abort"}
+    record_property("longest_ms", [round(max(probe.cpu_s) * 1e3, 1) for probe in (coming, ending)])
+    assert max(coming.cpu_s) < LONGEST_S
+    assert max(ending.cpu_s) < LONGEST_S
+
+
+async def test_refusals_are_spread_too(make_engine: MakeEngine) -> None:
+    engine = await make_engine(**ROOMY)
+    with TurnProbe() as probe:
+        many = [("Once", {"allowed_token_ids": list(range(1000)) * 200})] * 64
+        errors = await asyncio.gather(*begun(engine, many), return_exceptions=True)
+    assert {type(error) for error in errors} == {InvalidRequest}
+    assert max(probe.cpu_s) < LONGEST_S
+
+
+async def test_they_are_taken_in_order_a_few_a_turn(make_engine: MakeEngine) -> None:
+    engine = await make_engine(**ROOMY)
+    await engine.pause()
+    core = engine._runtime.core  # type: ignore[union-attr]
+    with few_a_turn():
+        tasks = begun(engine, [(f"Once {i}", {"seed": i}) for i in range(60)])
+        counts = [0]
+        while core.num_unstarted < 60:
+            await asyncio.sleep(0)
+            counts.append(core.num_unstarted)
+        live: Any = core._live  # type: ignore[attr-defined]
+        assert [sequence.request.seed for sequence in live.values()] == list(range(60))
+        assert max(after - before for before, after in itertools.pairwise(counts)) <= PIECES_A_TURN
+        engine.abort_all()
+        await asyncio.gather(*tasks)
+
+
+async def test_abort_all_ends_all_at_once_and_tells_them_a_few_a_turn(make_engine: MakeEngine) -> None:
+    engine = await make_engine(**ROOMY)
+    await engine.pause()
+    core: Any = engine._runtime.core  # type: ignore[union-attr]
+    tasks = begun(engine, [(f"Once {i}", {"n": 2, "temperature": 1.0}) for i in range(30)])
+    async with engine.stream("Once more") as stream:
+        await until(lambda: core.num_unstarted == 61)
+        with few_a_turn() as turns:
+            engine.abort_all()
+            engine.abort_all()
+            assert core.num_unstarted == 0
+            assert not core._live
+            assert 0 < len(core._endings._untold) < 61
+            stream.abort()
+            assert stream.result.finished, "whoever asks for the end of one hears it at once"
+            assert stream.result.outputs[0].finish_reason == "abort"
+            outputs = await asyncio.gather(*tasks)
+            await until(lambda: not turns.is_busy)
+    assert {choice.finish_reason for output in outputs for choice in output.outputs} == {"abort"}
+    assert core.is_idle
+    await engine.resume()
+    assert (await engine.generate("Once", max_tokens=2)).finished
+    await engine.drain()
+
+
+async def test_a_list_may_change_while_its_request_waits_for_a_turn(make_engine: MakeEngine) -> None:
+    engine = await make_engine(**ROOMY)
+    prompts = [[3 + i] * 5 for i in range(20)]
+    with few_a_turn():
+        tasks = begun(engine, [(prompt, {"max_tokens": 1}) for prompt in prompts])
+        await asyncio.sleep(0)
+        for prompt in prompts:
+            prompt.clear()
+        outputs = await asyncio.gather(*tasks)
+    assert [output.prompt_token_ids for output in outputs] == [[3 + i] * 5 for i in range(20)]
+
+
+async def test_all_hear_of_the_end_where_they_wait_for_a_turn_a_place_or_their_tokens(make_engine: MakeEngine) -> None:
+    engine = await make_engine(**{**ROOMY, "max_waiting": 10})
+    await engine.pause()
+    core = engine._runtime.core  # type: ignore[union-attr]
+    with few_a_turn() as turns:
+        tasks = begun(engine, [(f"Once {i}", {}) for i in range(40)])
+        await until(lambda: core.num_unstarted == 10)
+        tasks += begun(engine, [(f"Later {i}", {}) for i in range(40)])
+        await asyncio.sleep(0)
+        assert turns._waiting
+        tasks[20].cancel()
+        tasks[60].cancel()
+        await engine.aclose()
+        await until(lambda: all(task.done() for task in tasks))
+    heard = [await error_of(task) for place, task in enumerate(tasks) if place not in (20, 60)]
+    assert {type(error) for error in heard} == {EngineClosed}
+    assert tasks[20].cancelled()
+    assert tasks[60].cancelled()

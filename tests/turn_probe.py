@@ -1,0 +1,68 @@
+"""What a turn of an asyncio loop costs, and a budget of turns that no machine's speed changes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import itertools
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from aioengine.turns import Turns, turns_here
+
+LONGEST_S = 0.06
+"""Of a turn, on a busy machine: the budget, a piece of work, and what else there is take 5 to 10 ms on an idle one."""
+
+
+class TurnProbe:
+    """The turns of the running loop, between two looks at its selector: ``with TurnProbe() as probe: ...``.
+
+    Attributes:
+        cpu_s: CPU time of the loop's thread in each: what else the machine does meanwhile does not count.
+    """
+
+    def __init__(self) -> None:
+        self.cpu_s: list[float] = []
+        self._loop: Any = asyncio.get_running_loop()
+
+    def __enter__(self) -> TurnProbe:
+        gc.collect()
+        gc.freeze()  # a full collection of all that the tests hold is no turn of ours
+        gc.disable()
+        self._select = self._loop._selector.select
+        self._loop._selector.select = self._look
+        self._began = time.thread_time()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._note()
+        self._loop._selector.select = self._select
+        gc.enable()
+        gc.unfreeze()
+
+    def _look(self, timeout: float | None = None) -> Any:
+        self._note()
+        events = self._select(timeout)
+        self._began = time.thread_time()
+        return events
+
+    def _note(self) -> None:
+        self.cpu_s.append(time.thread_time() - self._began)
+
+
+PIECES_A_TURN = 3
+
+
+@contextlib.contextmanager
+def few_a_turn() -> Iterator[Turns]:
+    """Each turn of the running loop has time for `PIECES_A_TURN` pieces of work, however long they take."""
+    turns = turns_here()
+    clock, budget_s = turns._clock, turns._budget_s
+    turns._clock, turns._budget_s = itertools.count().__next__, PIECES_A_TURN
+    turns._ends_at = PIECES_A_TURN  # of the turn that runs, if its budget does
+    try:
+        yield turns
+    finally:
+        turns._clock, turns._budget_s, turns._ends_at = clock, budget_s, 0.0
