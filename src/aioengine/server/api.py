@@ -48,6 +48,7 @@ from aioengine.server.schema import (
 from aioengine.server.served_models import ServedModels
 from aioengine.server.server_config import ServerConfig
 from aioengine.server.tracing import Tracing
+from aioengine.turns import turns_here
 from aioengine.validation import shorten
 
 T = TypeVar("T", bound=Body)
@@ -64,6 +65,8 @@ MAX_DETOKENIZED = 2**16
 IDS_A_SLICE = 20_000
 WHOLE_BYTES = 2**16
 """Of an answer that is given to the connection at once, where it stays until the client reads."""
+TINY_BODY_BYTES = 2**12
+"""A body up to here is decoded in the turn in which it has come."""
 MAX_BODIES_AT_ONCE = 64
 """Bodies of the largest size that may be on their way in at once."""
 ID_PREFIXES = ("chatcmpl-", "cmpl-")
@@ -293,6 +296,7 @@ class Api:
         try:
             if self.engine.health().status == "STARTING":
                 await self._wait_for_start()
+            await turns_here().take()
             if route.is_generation:
                 self.engine.check_accepting()
                 self._expose().watch()
@@ -334,6 +338,8 @@ class Api:
             )
         body = await self._bodies.read(exchange, self.config.body_limit(self.engine.info.max_model_len))
         max_texts = TEXTS_A_MESSAGE * self.config.max_messages
+        if len(body) > TINY_BODY_BYTES:  # many such may have come to their ends together
+            await turns_here().take()
         if len(body) <= SMALL_BODY_BYTES:
             return decode(body, kind, max_texts=max_texts, ignored=self._ignored)
         async with self._decoding.get():  # many that came together would hold the loop together
@@ -355,6 +361,7 @@ class Api:
         if len(ids) > MAX_ABORTED:
             raise invalid_value("request_ids", f"request_ids has {len(ids):,}; at most {MAX_ABORTED:,} at once")
         for request_id in ids:
+            await turns_here().take()
             prefix = next((prefix for prefix in ID_PREFIXES if request_id.startswith(prefix)), "")
             self.engine.abort(request_id)
             self.engine.abort(request_id.removeprefix(prefix))

@@ -27,6 +27,7 @@ from aioengine.server.schema import (
     template_kwargs,
 )
 from aioengine.server.server_config import ServerConfig
+from aioengine.turns import turns_here
 
 T = TypeVar("T")
 
@@ -37,8 +38,6 @@ EVENT_HEADERS = {
 }
 KEEPALIVE = b": still here\n\n"
 """A comment, which clients of server-sent events pass over."""
-LONG_PROMPT = 500
-"""Ids or messages of a prompt that is not checked in the same turn as another one."""
 CHAT_NAMES = {"prompt": "messages", "logprobs": "top_logprobs"}
 """What chats call the engine's parameters."""
 
@@ -75,6 +74,7 @@ async def while_there(exchange: Exchange, work: Callable[[Callable[[], None]], A
         # The work is the child: each token resumes what it is awaited by, and a server's layers are many (1 µs).
         group.start_soon(do)
         await exchange.gone()
+        await turns_here().take()  # a thousand that leave together end one after the other
         leave(ClientGone())
     if results:
         return results[0]
@@ -171,10 +171,10 @@ class Completions:
             InvalidRequest, EngineOverloaded: one is bad, or there is no room for them all.
         """
         sampling = request.sampling()
-        streams = []
+        streams: list[Stream] = []
         for prompt in prompts:
-            if len(prompt) > LONG_PROMPT:
-                await asyncio.sleep(0)
+            if streams:
+                await turns_here().take()
             stream = self._engine.stream(
                 prompt,
                 request_id=record.request_id if request.request_id is None else request.request_id,

@@ -12,6 +12,7 @@ client that does not read any more, on which closing would wait.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -23,6 +24,7 @@ from uvicorn.server import ServerState
 from aioengine.server.exchange import CUT_EXTENSION
 from aioengine.server.faults import HttpFault, overloaded
 from aioengine.server.serving import HttpLimits
+from aioengine.turns import turns_here
 
 MAX_PIPELINED = 16
 """Requests that a connection may send ahead of their turn; the next ones are left unread, and it closes after these."""
@@ -42,6 +44,10 @@ DRAIN_HEAD_S = 1.0
 
 CLOSE_TIMEOUT_S = 10.0
 """For a client to read what is left for it on a connection that is closing."""
+
+
+GIVEN_A_TURN = 32
+"""Pieces that were held and are parsed in one turn of the loop: half of its budget, and requests take the rest."""
 
 
 class _Refused(Exception):
@@ -76,6 +82,9 @@ class HttpState(ServerState):
         self.lingering: set[HttpProtocol] = set()
         self.on_left = on_left
         self.on_refused = on_refused
+        self._held: deque[tuple[HttpProtocol, bytes]] = deque()
+        """What has come of connections amid many others, in the order of its coming."""
+        self._given: HttpProtocol | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -85,6 +94,31 @@ class HttpState(ServerState):
     def all(self) -> set[HttpProtocol]:
         """Every connection that is not gone."""
         return cast(set[HttpProtocol], self.connections) | self.lingering
+
+    def holds(self, protocol: HttpProtocol, data: bytes) -> bool:
+        """Whether the data waits for a later turn of the loop, in which the protocol is given it again; until then its
+        connection reads nothing more."""
+        if protocol is self._given:
+            return False
+        is_held = bool(self._held) or turns_here().is_busy
+        if is_held:
+            if not self._held:
+                asyncio.get_running_loop().call_soon(self._give)
+            self._held.append((protocol, data))
+            protocol.transport.pause_reading()
+        return is_held
+
+    def _give(self) -> None:
+        """Hand out what was held, as much as this turn has time for."""
+        turns = turns_here()
+        for _ in range(min(len(self._held), GIVEN_A_TURN)):
+            if turns.is_spent:
+                break
+            self._given, data = self._held.popleft()
+            self._given.resume(data)
+        self._given = None
+        if self._held:
+            asyncio.get_running_loop().call_soon(self._give)
 
     def sweep(self, now: float) -> None:
         """Cut connections whose closing takes too long; to be called each second or so."""
@@ -141,6 +175,8 @@ class HttpProtocol(HttpToolsProtocol):
             self._start_head_timer(DRAIN_HEAD_S if self._state.is_draining else self._limits.header_timeout_s)
 
     def data_received(self, data: bytes) -> None:
+        if self._state.holds(self, data):
+            return
         if self._is_deaf:
             self._discard(len(data))
             return
@@ -161,6 +197,14 @@ class HttpProtocol(HttpToolsProtocol):
             elif self._head_timer is None and (self._is_in_head or self._is_idle):
                 # Also after newlines alone, or the rest of a body that nobody wanted: neither is a request.
                 self._start_head_timer(self._limits.header_timeout_s)
+
+    def resume(self, data: bytes) -> None:
+        """Take what was held, and read on."""
+        if self.transport.is_closing():
+            return
+        self.data_received(data)
+        if not self.flow.read_paused:
+            self.transport.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         # uvicorn tells the newest request alone, which may stand behind the one that runs.
