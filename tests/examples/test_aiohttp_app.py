@@ -79,7 +79,7 @@ async def test_rubbish_is_a_400(client: Client, session: aiohttp.ClientSession) 
             assert answer.status == 400
     async with session.get("/story", params={"about": "fox " * 1500}) as answer:
         assert answer.status == 400
-        assert (await answer.json())["error"]["message"].startswith("prompt has ")
+        assert (await answer.json())["error"]["message"].startswith("prompt is too long: ")
     assert client.num_live() == 0
 
 

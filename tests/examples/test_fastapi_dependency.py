@@ -94,7 +94,7 @@ async def test_what_does_not_fit_is_refused(client: Client, path: str) -> None:
         assert (await client.http.post(path, json=body)).status_code == 422
     too_long = await client.http.post(path, json={"question": "x9" * 2000})
     assert too_long.status_code == 400
-    assert too_long.json()["error"]["message"].startswith("prompt has ")
+    assert too_long.json()["error"]["message"].startswith("prompt is too long: ")
 
 
 async def test_a_stream_that_breaks_says_so(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:

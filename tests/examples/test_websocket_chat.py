@@ -124,7 +124,7 @@ async def test_what_does_not_fit_is_told_and_forgotten(client: Client) -> None:
     async with talking(client) as connection:
         text, event = await say(connection, "fox " * 5000)
         assert text == ""
-        assert event["error"].startswith("prompt has ")
+        assert event["error"].startswith("prompt is too long: ")
         await connection.send(b"\xff\x00 rubbish")
         await hear_all(connection)
         assert await say(connection, "What is 8 + 7?") == ("8 + 7 = 15.", {"end": "stop"})

@@ -76,7 +76,7 @@ def _check_message(index: int, message: object) -> dict[str, Any]:
     checked = {str(key): value for key, value in message.items() if value is not None}
     if "content" in checked:
         checked["content"] = _text_of(index, checked["content"])
-    elif "tool_calls" in checked:
+    elif checked.get("tool_calls"):
         checked["content"] = ""
     else:
         raise _bad_message(index, "has no content; it must be a string or a list of text parts")
