@@ -138,13 +138,17 @@ class UserCode:
         """Call it in this block; ``failure`` is logged of what it raises."""
         try:
             yield
-        except (KeyboardInterrupt, SystemExit) as error:
-            if self._is_keeping:
-                self._kept = self._kept or error
-            else:
-                asyncio.get_running_loop().call_soon(_let_go, error)
-        except BaseException:  # a CancelledError, too: nothing is awaited, so that it is none of the engine's
-            logger.exception("%s", failure)
+        except BaseException as error:
+            self.raised(error, failure)
+
+    def raised(self, error: BaseException, failure: str) -> None:
+        """It has raised; to be called in the handler. For calls that each token makes: `called` costs 0.7 µs."""
+        if not isinstance(error, KeyboardInterrupt | SystemExit):
+            logger.error("%s", failure, exc_info=error)  # a CancelledError, too: nothing is awaited in such code
+        elif self._is_keeping:
+            self._kept = self._kept or error
+        else:
+            asyncio.get_running_loop().call_soon(_let_go, error)
 
     def keep(self) -> None:
         """The engine ends: keep from now on what would end the loop."""

@@ -199,8 +199,10 @@ class Reply:
 
     def _tell_watcher(self) -> None:
         if self._watcher is not None:
-            with self._core.user_code.called("a stream's watcher failed"):
+            try:
                 self._watcher()
+            except BaseException as error:
+                self._core.user_code.raised(error, "a stream's watcher failed")
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
