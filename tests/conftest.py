@@ -163,7 +163,8 @@ def _stack_of(thread: threading.Thread) -> str:
 
 
 def _must_end(thread: threading.Thread, is_loop_open: bool) -> bool:
-    if is_loop_open and not thread.name.startswith("aioengine"):
+    # An engine that lives as long as the loop makes its threads for texts when they are first needed.
+    if is_loop_open and (not thread.name.startswith("aioengine") or thread.name.startswith("aioengine-text")):
         return False
     # Not a thread that a C library lent to Python for a call (it cannot be joined), nor those that tqdm starts with the
     # first progress bar of a process, and pyzmq with the first large frame, and keep.

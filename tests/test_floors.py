@@ -63,7 +63,7 @@ MAY_IMPORT = {
     "stream": {"control", "core.plan", "executor.protocol", "intake", "prompt", "reply", "runtime"},
     "intake": {"turns"},
     "progress": set(),
-    "text": {"text", "core.detokenizer", "turns"},
+    "text": {"text", "core.detokenizer", "model_folder", "turns"},
     "runtime": {
         "completion", "control", "core.detokenizer", "core.sequence", "core_api", "executor.protocol", "health",
         "intake", "listener", "model_folder", "progress", "reply", "text", "turns",

@@ -8,7 +8,7 @@ from typing import Protocol
 from aioengine.core.detokenizer import Detokenizer
 from aioengine.core.sequence import FinishReason, Sequence
 from aioengine.core_api import Core
-from aioengine.errors import AioEngineError
+from aioengine.errors import AioEngineError, InvalidRequest
 from aioengine.listener import UNLIMITED, SampledLogprobs
 from aioengine.outputs import CompletionDelta, CompletionOutput, Logprob, TokenLogprobs
 
@@ -114,6 +114,12 @@ class Completion:
     def on_token(self, token_id: int, logprobs: SampledLogprobs | None) -> None:
         if self.is_ended:
             return
+        try:
+            self._take_token(token_id, logprobs)
+        except InvalidRequest as error:  # the tokenizer's library has failed: this request's end, and no other's
+            self.on_error(error)
+
+    def _take_token(self, token_id: int, logprobs: SampledLogprobs | None) -> None:
         token_ids = self.token_ids
         token_ids.append(token_id)
         if logprobs is not None and self.logprobs is not None:
@@ -133,9 +139,12 @@ class Completion:
 
     def on_prompt_logprobs(self, position: int, lines: list[SampledLogprobs]) -> None:
         ids = self.sequence.slice_ids(position, position + len(lines))
-        self._mailbox.on_prompt_logprobs(
-            position, [_line(token_id, line, self._decode) for token_id, line in zip(ids, lines, strict=True)]
-        )
+        try:
+            decoded = [_line(token_id, line, self._decode) for token_id, line in zip(ids, lines, strict=True)]
+        except InvalidRequest as error:
+            self.on_error(error)
+        else:
+            self._mailbox.on_prompt_logprobs(position, decoded)
 
     def on_end(self) -> None:
         if self.is_ended:
@@ -143,7 +152,11 @@ class Completion:
         reason, stop_reason = self.sequence.finish_reason, self.sequence.stop_reason
         assert reason is not None, f"{self.sequence} has not ended"
         if self._detokenizer is not None:
-            text = self._detokenizer.flush()
+            try:
+                text = self._detokenizer.flush()
+            except InvalidRequest as error:
+                self.on_error(error)
+                return
             if text:
                 self._texts.append(text)
             if self._detokenizer.stop_string is not None:

@@ -135,6 +135,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     stream_interval: Annotated[
         int, Meta(ge=1, description="tokens of a choice between two deltas of a stream, the first and last aside")
     ] = 1
+    load_timeout_s: Annotated[
+        float,
+        Meta(gt=0.0, le=86400.0, description="seconds of loading without progress after which it has failed"),
+    ] = 600.0
+    chat_template_timeout_s: Annotated[
+        float, Meta(gt=0.0, le=3600.0, description="seconds that a chat template may take over one prompt")
+    ] = 10.0
     stall_after_s: Annotated[
         float,
         Meta(

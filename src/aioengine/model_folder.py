@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,20 @@ import msgspec
 
 from aioengine.errors import InvalidRequest, ModelLoadError
 from aioengine.sampling_params import SamplingParams
+from aioengine.validation import shorten
 
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 WEIGHT_FILES = ("*.safetensors",)
+MAX_SMALL_BYTES = 256 * 2**20
+"""Of one small file: ten times the largest tokenizer.json."""
+
+MAX_JSON_BYTES = 32 * 2**20
+"""Of a JSON file that is read here: four times the largest index."""
+
 # Some repositories hold the same weights twice, in their author's own layout.
 DUPLICATE_FILES = ("original/*", "consolidated*")
 SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+MAX_EOS_IDS = 1024
 
 
 class ModelFolder(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,8 +60,9 @@ class ModelFolder(msgspec.Struct, frozen=True, kw_only=True):
         """The model in an existing folder.
 
         Raises:
-            ModelLoadError: config.json is missing, or a JSON file is broken.
+            ModelLoadError: config.json is missing, or a JSON file is broken, or one of the files is no regular one.
         """
+        check_files(path)
         if not (path / "config.json").is_file():
             raise ModelLoadError(f"{path / 'config.json'} is missing: {path} is not a model that transformers saved")
         generation_config = path / "generation_config.json"
@@ -75,8 +85,10 @@ class ModelFolder(msgspec.Struct, frozen=True, kw_only=True):
         if value is None:
             return ()
         ids = value if isinstance(value, list) else [value]
-        if not all(isinstance(token_id, int) and not isinstance(token_id, bool) and token_id >= 0 for token_id in ids):
-            raise ModelLoadError(f"{self.path / name}: eos_token_id={value!r} is neither a token id nor a list of them")
+        if len(ids) > MAX_EOS_IDS or not all(type(token_id) is int and 0 <= token_id < 2**31 for token_id in ids):
+            raise ModelLoadError(
+                f"{self.path / name}: eos_token_id={shorten(value)} is neither a token id nor a list of them"
+            )
         return tuple(ids)
 
     @property
@@ -99,18 +111,56 @@ class ModelFolder(msgspec.Struct, frozen=True, kw_only=True):
         return {key: getattr(params, key) for key in given}
 
 
+def check_files(folder: Path) -> None:
+    """See that a model's files can be read to their end: a pipe or a device in place of one would block for ever.
+
+    Links are followed: in the hub's cache every file is one.
+
+    Raises:
+        ModelLoadError: one is no regular file, or is larger than any such file.
+    """
+    try:
+        paths = sorted(folder.iterdir())
+    except OSError as error:
+        raise ModelLoadError(f"{folder} cannot be read: {error.strerror or error}") from error
+    for path in paths:
+        is_small = any(path.match(pattern) for pattern in SMALL_FILES)
+        if not is_small and not any(path.match(pattern) for pattern in WEIGHT_FILES):
+            continue
+        try:
+            status = path.stat()
+        except OSError as error:  # a link to nothing, or to itself
+            raise ModelLoadError(f"{path} cannot be read: {error.strerror or error}") from error
+        if not stat.S_ISREG(status.st_mode):
+            raise ModelLoadError(
+                f"{path} is no regular file, but a {_KINDS.get(stat.S_IFMT(status.st_mode), 'device')}"
+            )
+        if is_small and status.st_size > MAX_SMALL_BYTES:
+            raise ModelLoadError(f"{path} has {status.st_size} bytes; at most {MAX_SMALL_BYTES} are read")
+
+
+_KINDS = {stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket"}
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file.
 
     Raises:
-        ModelLoadError: the file cannot be read, or holds something else.
+        ModelLoadError: the file cannot be read, is too large or too deep, or holds something else.
     """
     try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ModelLoadError(f"{path} has more than {MAX_JSON_BYTES} bytes, which no such file has")
         content = json.loads(path.read_bytes())
+        json.dumps(content, ensure_ascii=False).encode()  # of a lone surrogate no message could be printed
     except OSError as error:
         raise ModelLoadError(f"{path} cannot be read: {error.strerror or error}") from error
+    except UnicodeEncodeError as error:
+        raise ModelLoadError(f"{path} has a lone surrogate, which is no character") from error
     except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
         raise ModelLoadError(f"{path} is not JSON: {error}") from error
+    except RecursionError as error:
+        raise ModelLoadError(f"{path} is not JSON of a model: its lists and objects are too deep") from error
     if not isinstance(content, dict):
         raise ModelLoadError(f"{path} holds a JSON {type(content).__name__}; an object is needed")
     return content

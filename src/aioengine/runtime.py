@@ -31,6 +31,7 @@ from aioengine.errors import (
     EngineOverloaded,
     InternalError,
     InvalidRequest,
+    ModelLoadError,
     describe,
 )
 from aioengine.executor.protocol import ExecutorInfo
@@ -39,14 +40,14 @@ from aioengine.intake import Intake, OnFull
 from aioengine.listener import UNLIMITED, UserCode
 from aioengine.metrics import EngineMetrics, EngineStats
 from aioengine.model_folder import ModelFolder
-from aioengine.progress import loading_bar
+from aioengine.progress import OnProgress, loading_bar
 from aioengine.reply import Arrival, Reply
 from aioengine.request import Request
 from aioengine.request_log import RequestLog
 from aioengine.sampling_params import SamplingParams
 from aioengine.text import calls
 from aioengine.text.tokenizer import Tokenizer
-from aioengine.text.worker import TextWorker
+from aioengine.text.worker import TextWorker, run_abandonable
 from aioengine.turns import turns_here
 from aioengine.validation import shorten
 
@@ -56,6 +57,12 @@ T = TypeVar("T")
 
 LARGE_TEXT_CHARS = 100_000
 """About 20 ms of tokenization, and a long prompt for any model."""
+
+NUM_CHAT_THREADS = 8
+"""More than `lanes.MAX_OVERDUE`; usual templates take turns in the quick lane, whatever the number."""
+
+LOAD_GRACE_S = 5.0
+"""How long a cancelled start waits for a tokenizer that is being loaded; of a usual one that takes less."""
 
 
 class Abortable(Protocol):
@@ -93,6 +100,8 @@ class Runtime:
         self.worker = TextWorker()
         self._large_worker = TextWorker()
         """For what takes long and must hold up nobody else: huge texts, and files that are written."""
+        self._chat_worker = TextWorker(NUM_CHAT_THREADS)
+        """For chats: a template is a program, and one that takes long must hold up nothing else."""
         self.weights_turn = anyio.Lock()
         self.turns = turns_here()
         self.longest_token_chars: int | None = None
@@ -277,9 +286,8 @@ class Runtime:
     async def _open(self) -> None:
         self.files = await self._backend.find_model()
         self.sampling_defaults = self.files.sampling_defaults
-        await self._load_tokenizer()
-        with loading_bar(f"loading {self.files.path.name}", is_shown=self._given_config.show_progress) as on_progress:
-            await self._backend.open(on_progress)
+        with loading_bar(f"loading {self.files.path.name}", is_shown=self._given_config.show_progress) as show:
+            await self._load(show)
         self.core = self._backend.core
         self.log = RequestLog(self.config)
         self.intake = Intake(
@@ -287,11 +295,34 @@ class Runtime:
         )
         logger.info("%s", self.describe())
 
+    async def _load(self, show: OnProgress | None) -> None:
+        """Load the tokenizer and the model; each step of progress buys ``load_timeout_s`` more."""
+        timeout_s = self._given_config.load_timeout_s
+        with anyio.CancelScope(deadline=anyio.current_time() + timeout_s) as scope:
+
+            def on_progress(done: int, total: int, *of_what: str) -> None:
+                scope.deadline = anyio.current_time() + timeout_s
+                if show is not None:
+                    show(done, total, *of_what)
+
+            await self._load_tokenizer()
+            await self._backend.open(on_progress)
+        if scope.cancelled_caught:
+            raise ModelLoadError(
+                f"{self.files.path}: loading made no progress for {timeout_s:g} s (load_timeout_s); its files "
+                "cannot be read, or one of them makes its library run for ever"
+            )
+
     async def _load_tokenizer(self) -> None:
         folder = self.files.path
-        self.tokenizer = None
-        if await self.worker.run(Tokenizer.exists, None, folder):
-            self.tokenizer = await self.worker.run(Tokenizer.load, None, folder)
+
+        def load() -> Tokenizer | None:
+            return Tokenizer.load(folder) if Tokenizer.exists(folder) else None
+
+        # Not in the worker, for which closing waits: nothing can stop a library that runs for ever.
+        self.tokenizer = await run_abandonable(load, grace_s=LOAD_GRACE_S)
+        if self.tokenizer is not None:
+            self.tokenizer.template_lanes.timeout_s = self._given_config.chat_template_timeout_s
             table = self.tokenizer.token_table()
             if isinstance(table, TokenTable):
                 self.longest_token_chars = max((len(piece) for piece in table.pieces if piece), default=1)
@@ -326,14 +357,18 @@ class Runtime:
             try:
                 await self.worker.aclose()
             finally:
-                await self._large_worker.aclose()
+                try:
+                    await self._large_worker.aclose()
+                finally:
+                    await self._chat_worker.aclose()
 
     # Requests
 
     def worker_for(self, num_chars: int | None) -> TextWorker:
-        """The worker for a text of so many characters: megabytes take seconds, and others do not wait for those."""
-        is_large = num_chars is not None and num_chars > LARGE_TEXT_CHARS
-        return self._large_worker if is_large else self.worker
+        """The worker for a text of so many characters, None for a chat: what may take seconds is not waited for."""
+        if num_chars is None:
+            return self._chat_worker
+        return self._large_worker if num_chars > LARGE_TEXT_CHARS else self.worker
 
     def check_accepting(self, num_sequences: int) -> None:
         """Raise what a request that would not wait hears now; this engine runs."""

@@ -31,6 +31,7 @@ from aioengine import (
 )
 from aioengine.model_folder import ModelFolder
 from aioengine.testing import FakeExecutor
+from aioengine.text.tokenizer import Tokenizer
 
 PROMPT = list(range(100, 120))
 BOTH_LOOPS = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
@@ -103,6 +104,7 @@ async def test_an_engine_leaves_nothing_behind(make_executor: Any, depth: int) -
         executor = make_executor(depth=depth)
         async with Engine(executor=executor) as engine:
             assert (await engine.generate("fox " * 50, max_tokens=3)).finished
+            assert await engine.tokenize("fox " * 300)  # long enough for a thread
             assert engine_threads()
         assert executor.is_closed
         assert engine_threads() == []
@@ -862,3 +864,20 @@ def test_a_loop_closed_without_any_clean_up_leaves_no_thread_and_frees_the_devic
     assert engine_threads() == []
     # Asyncio complains of the tasks that the loop has left. That is the truth, and all of it.
     assert all("Task was destroyed but it is pending" in record.message for record in caplog.records)
+
+
+async def test_a_tokenizer_that_loads_for_ever_is_given_up(
+    make_executor: Any, monkeypatch: pytest.MonkeyPatch, tasks: Any
+) -> None:
+    is_over = threading.Event()
+    monkeypatch.setattr(Tokenizer, "load", lambda folder: is_over.wait(60))
+    monkeypatch.setattr(runtime, "LOAD_GRACE_S", 0.0)
+    with pytest.raises(ModelLoadError, match=r"no progress for 0.05 s \(load_timeout_s\)"):
+        await Engine.start(executor=make_executor(), load_timeout_s=0.05)
+    starting = tasks.start(Engine.start(executor=make_executor()))
+    await poll(lambda: engine_threads().count("aioengine-load") == 2)
+    starting.cancel()
+    assert isinstance((await tasks.end(starting))[0], asyncio.CancelledError)
+    assert set(engine_threads()) == {"aioengine-load"}
+    is_over.set()
+    await poll(lambda: not engine_threads())

@@ -9,10 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Regex
+from tokenizers import Tokenizer as Backend
+from tokenizers.pre_tokenizers import Split
 
 from aioengine import CompletionDelta, EngineClosed, EngineDead, EngineOverloaded, InvalidRequest, StepFailed, Stream
+from aioengine.core.detokenizer import WindowTable
 from aioengine.executor.protocol import DeviceLost
 from aioengine.text.template_kwargs import MAX_BYTES
+from aioengine.text.token_table import TokenTables
 
 PROMPT = list(range(100, 120))
 TEXT = "Once upon a time there was a 🦊"
@@ -386,7 +391,7 @@ async def test_a_huge_chat_is_encoded_where_it_holds_up_nobody(serve: Any, tasks
     async with serve() as served:
         gate = served.hold_tokenizing()
         huge = tasks.start(served.engine.tokenize([{"role": "user", "content": LONG[:200_000]}]))
-        await served.until(lambda: served.runtime._large_worker._threads)
+        await served.until(lambda: served.runtime._large_worker._executor)
         assert await served.engine.detokenize([5] * 5000)
         gate.set()
         assert len((await tasks.end(huge))[0]) > 20_000
@@ -563,3 +568,62 @@ async def test_ids_outside_the_vocabulary_have_no_bytes(serve: Any) -> None:
                 served.engine.token_bytes(bad)
             assert refused.value.param == "token_ids"
         assert served.engine.token_bytes([]) == []
+
+
+# What the model's own files do
+
+
+LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+SLOW = "{% if messages[0].content == 'slow' %}" + LOOPS + "{% endif %}"
+
+
+async def test_a_template_that_loops_holds_up_no_other_prompt(serve: Any, tasks: Any) -> None:
+    async with serve(config={"chat_template_timeout_s": 1.0}) as served:
+        served.tokenizer.template_lanes.timeout_s = served.engine.config.chat_template_timeout_s
+        served.tokenizer.chat_template = SLOW + "{{ messages[0].content }}"
+        slow = [tasks.start(served.engine.generate([{"role": "user", "content": "slow"}])) for _ in range(3)]
+        await asyncio.sleep(0)
+        chat, text = [{"role": "user", "content": "quick"}], "a text of its own " * 10
+        async with asyncio.TaskGroup() as group:
+            quick = [group.create_task(served.engine.generate(prompt, max_tokens=2)) for prompt in (chat, text) * 5]
+        assert all(task.result().finished for task in quick)
+        assert any(not task.done() for task in slow)
+        assert [str(error) for error in await tasks.end(*slow)] == [
+            "the model's chat template does not take these messages: it takes longer than 1 s (chat_template_timeout_s)"
+        ] * 3
+
+
+async def test_a_panic_of_the_tokenizer_is_an_error_of_its_request(serve: Any, tasks: Any) -> None:
+    """Of a regular expression that gives up at long texts: a BaseException, which would end its siblings."""
+    async with serve() as served:
+        served.tokenizer._backend = Backend.from_str(served.tokenizer.backend.to_str())
+        served.tokenizer._backend.pre_tokenizer = Split(Regex(r"(\w+\s*)+\d$"), "isolated")
+
+        async def asked(prompt: str) -> str:
+            try:
+                return (await served.engine.generate(prompt, max_tokens=2)).outputs[0].finish_reason or ""
+            except Exception as error:
+                return type(error).__name__
+
+        async with asyncio.TaskGroup() as group:
+            asking = [group.create_task(asked(prompt)) for prompt in ("a fox", "hello " * 100, "a fox")]
+        assert [task.result() for task in asking] == ["length", "InvalidRequest", "length"]
+        with pytest.raises(InvalidRequest, match="cannot encode this text"):
+            await served.engine.tokenize("hello " * 500)
+
+
+async def test_a_decoder_that_fails_ends_its_request_alone(serve: Any, tasks: Any) -> None:
+    def decode(ids: list[int]) -> str:
+        if 77 in ids:
+            raise InvalidRequest("the model's tokenizer cannot decode these tokens: out of bounds")
+        return "x" * len(ids)
+
+    async with serve() as served:
+        table = WindowTable(decode=decode, kinds=bytes([WindowTable.SETTLES] * 2048))
+        served.tokenizer._tables = TokenTables(table, table)
+        served.script[(5, 6)] = [10, 77, 11, 12]
+        served.script[(5, 7)] = [10, 11, 11, 12]
+        failing, other = [tasks.start(served.engine.generate([5, i], max_tokens=4)) for i in (6, 7)]
+        error, output = await tasks.end(failing, other)
+        assert "cannot decode" in str(error)
+        assert output.text == "xxxx"

@@ -81,6 +81,19 @@ def test_all_fields_of_a_plain_config(config_with: ConfigWith) -> None:
         ({"head_dim": 3}, "head_dim=3"),
         ({"model_type": "no such type"}, "no such type"),
         ({"hidden_size": "many"}, "hidden_size"),
+        *(({"num_hidden_layers": value}, "num_hidden_layers=") for value in (0, -1, 2**62, 10**30, 1.5, True)),
+        ({"vocab_size": 10**30}, "vocab_size="),
+        ({"num_attention_heads": 0}, "num_attention_heads=0"),
+        ({"head_dim": 10**9}, "head_dim=1000000000"),
+        ({"num_labels": 10**9}, "num_labels=1000000000"),
+        ({"max_position_embeddings": 10**30}, "max_position_embeddings="),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": float("inf")}}, "rope_parameters"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "rope_parameters"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 10**30}},
+            "rope_parameters",
+        ),
     ],
 )
 def test_what_is_not_supported_is_named(config_with: ConfigWith, fields: dict[str, Any], named: str) -> None:

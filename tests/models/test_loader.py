@@ -347,5 +347,5 @@ def test_config_json_is_looked_at_before_the_files(copied: Copied) -> None:
 
 def test_weights_that_do_not_fit_in_memory_say_so(copied: Copied) -> None:
     folder = copied()
-    edit_json(folder / "config.json", vocab_size=2**52)
+    edit_json(folder / "config.json", vocab_size=2**24, hidden_size=2**20)
     refused(folder, "no memory", load_format="dummy")

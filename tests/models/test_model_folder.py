@@ -217,3 +217,56 @@ def test_sampling_defaults(tmp_path: Path, generation: Any, expected: dict[str, 
 def test_sampling_defaults_out_of_range_are_the_files_fault(tmp_path: Path, generation: dict[str, Any]) -> None:
     with pytest.raises(ModelLoadError, match=rf"generation_config\.json: {next(iter(generation))}"):
         _ = folder_with(tmp_path, generation=generation).sampling_defaults
+
+
+# Files that are none
+
+
+def put_in_place_of(file: Path, kind: str) -> None:
+    file.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "folder":
+        file.mkdir()
+    else:
+        file.symlink_to({"zeros": "/dev/zero", "loop": file.name, "nothing": "no-such-file"}[kind])
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "zeros", "loop", "nothing"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"]
+)
+def test_only_regular_files_are_read(tmp_path: Path, name: str, kind: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    put_in_place_of(tmp_path / name, kind)
+    with pytest.raises(ModelLoadError, match=name):
+        ModelFolder.resolve(str(tmp_path))
+
+
+def test_links_to_regular_files_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "blob").write_text("{}")
+    (tmp_path / "config.json").symlink_to("blob")
+    assert ModelFolder.read(tmp_path).config == {}
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b'{"a":' * 10_000 + b"1" + b"}" * 10_000, "too deep"),
+        (b'{"\\ud800": 1}', "lone surrogate"),
+        (b'{"a": ' + b"9" * 10_000 + b"}", "is not JSON"),
+    ],
+)
+def test_json_that_no_model_has_is_refused(tmp_path: Path, content: bytes, problem: str) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ModelLoadError, match=rf"config\.json.* {problem}"):
+        ModelFolder.read(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_a_file_that_is_far_too_large_is_not_read(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with (tmp_path / name).open("ab") as file:
+        file.truncate(2**40)  # without a block on the disk
+    with pytest.raises(ModelLoadError, match=rf"{name} has"):
+        ModelFolder.read(tmp_path)

@@ -9,6 +9,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from server.conftest import Face, both_faces, events_of, fake_engine, plain_client, serving, until
+from tokenizers import Regex
+from tokenizers.pre_tokenizers import Split
 
 import aioengine
 from aioengine import Engine
@@ -234,3 +236,22 @@ async def test_an_id_that_is_none_is_made_anew(http: httpx.AsyncClient, given: b
 async def test_every_answer_has_an_id_of_its_own(http: httpx.AsyncClient) -> None:
     ids = [(await http.get("/version")).headers["x-request-id"] for _ in range(5)]
     assert len(set(ids)) == 5
+
+
+@both_faces
+async def test_a_panic_of_the_tokenizer_is_an_error_as_any_other(face: Face) -> None:
+    async with fake_engine() as (engine, _), serving(engine, face) as served, plain_client(served.url) as client:
+        assert engine._runtime is not None
+        tokenizer = engine._runtime.require_tokenizer()
+        tokenizer._backend.pre_tokenizer = Split(Regex(r"(\w+\s*)+\d$"), "isolated")
+        text = {"model": "demo", "prompt": "hello " * 99}
+        for path, body in (
+            ("/v1/completions", text),
+            ("/tokenize", text),
+            ("/v1/completions", {**text, "prompt": "a fox", "bad_words": ["hello " * 99]}),
+        ):
+            answer = await client.post(path, json=body)
+            assert answer.status_code == 400
+            assert "cannot encode this text" in answer.json()["error"]["message"]
+        answer = await client.post("/v1/completions", json={"model": "demo", "prompt": "a fox", "max_tokens": 1})
+        assert answer.status_code == 200

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 
 from aioengine.core.detokenizer import WindowTable, make_detokenizer
 from aioengine.errors import InvalidRequest, ModelLoadError
-from aioengine.text.loading import PLAIN_MODEL_TYPES, LoadedTokenizer, load_tokenizer
+from aioengine.text.loading import PLAIN_MODEL_TYPES, LoadedTokenizer, failures_as, load_tokenizer
 from aioengine.text.tokenizer import MAX_CHARS_HOLDING_GIL, ModelTokenizer, Tokenizer
 
 BAD_WORD_KINDS = ["byte level", "byte fallback", "metaspace", "word piece"]
@@ -375,3 +375,99 @@ def test_added_tokens_with_other_properties_go_through_transformers(folder: Path
     declared = {str(backend.token_to_id(token.content)): {"content": token.content, "lstrip": True, "special": False}}
     rewrite(folder / "tokenizer_config.json", added_tokens_decoder=declared)
     assert_like_auto_tokenizer(folder)
+
+
+# Tokenizers at which their library fails
+
+
+MISSING = {"SpecialToken": {"id": "<missing>", "type_id": 0}}
+REPLACES_NOTHING = {"type": "Replace", "pattern": {"String": ""}, "content": "x"}
+GROWS = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
+SLOW_REGEX = {"type": "Split", "pattern": {"Regex": r"(\w+\s*)+\d$"}, "behavior": "Isolated", "invert": False}
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (
+            {"post_processor": {"type": "TemplateProcessing", "single": [MISSING], "pair": [], "special_tokens": {}}},
+            "does not work: no entry found for key",
+        ),
+        ({"normalizer": REPLACES_NOTHING}, "does not work: index out of bounds"),
+        ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "does not work: chunk size"),
+        ({"normalizer": {"type": "Sequence", "normalizers": [GROWS] * 12}}, "more than 1000 characters of one"),
+        ({"normalizer": {"type": "Prepend", "prepend": "x" * 10**6}}, "more than 1000 characters of one"),
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "/////wAAAAA="}}, "is cut short"),
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": ""}}, "could not be loaded"),
+    ],
+)
+def test_a_tokenizer_that_panics_or_asks_for_all_memory_is_not_loaded(
+    folder: Path, changes: dict[str, Any], problem: str
+) -> None:
+    rewrite(folder / "tokenizer.json", **changes)
+    with pytest.raises(ModelLoadError, match=problem):
+        Tokenizer.load(folder)
+
+
+@pytest.mark.parametrize("token_id", [10_000_000, 2**32 - 1])
+def test_token_ids_far_beyond_the_models_are_refused(folder: Path, token_id: int) -> None:
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["model"]["vocab"]["<far>"] = token_id
+    far = content["added_tokens"][0] | {"id": token_id, "content": "<far>"}
+    rewrite(folder / "tokenizer.json", model=content["model"], added_tokens=[*content["added_tokens"], far])
+    with pytest.raises(ModelLoadError, match=f"token id {token_id}, far beyond"):
+        Tokenizer.load(folder)
+    rewrite(folder / "config.json", vocab_size=400)
+    with pytest.raises(ModelLoadError, match="less than 65936 is needed"):
+        Tokenizer.load(folder)
+
+
+def test_a_panic_at_one_text_is_that_texts_error(folder: Path) -> None:
+    rewrite(folder / "tokenizer.json", pre_tokenizer=SLOW_REGEX)
+    tokenizer = Tokenizer.load(folder)
+    for text in ("hello " * 50, "hello " * 500):  # by both ways into the library
+        with pytest.raises(InvalidRequest, match="cannot encode this text: Onig") as raised:
+            tokenizer.encode(text)
+        assert raised.value.param == "prompt"
+    with pytest.raises(InvalidRequest, match="bad_words holds a word that cannot be encoded") as raised:
+        tokenizer.encode_bad_words(["hello " * 50])
+    assert raised.value.param == "bad_words"
+    assert tokenizer.decode(tokenizer.encode("a")) == "a"
+
+
+@pytest.mark.parametrize("kind", [models.WordLevel, models.WordPiece])
+def test_a_vocabulary_without_its_unknown_token(kind: Any) -> None:
+    tokenizer = tokenizer_of(Backend(kind(vocab={"a": 0}, unk_token="<unk>")))
+    assert tokenizer.encode("a") == [0]
+    with pytest.raises(InvalidRequest, match=r"cannot encode this text: Word.* Missing"):
+        tokenizer.encode("b")
+
+
+def test_a_decoder_that_fails_is_an_error_of_the_request(folder: Path) -> None:
+    class Failing:
+        """A slow tokenizer that fails as Rust does."""
+
+        all_special_ids = ()
+
+        def __len__(self) -> int:
+            return 3
+
+        def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+            return [str(i) for i in ids]
+
+        def decode(self, ids: list[int], **_: Any) -> str:
+            raise PanicException("out of bounds")
+
+    class PanicException(BaseException):
+        pass
+
+    tokenizer = Tokenizer(LoadedTokenizer(slow=Failing()))
+    with pytest.raises(InvalidRequest, match="cannot decode these tokens: out of bounds"):
+        tokenizer.decode([1])
+    with pytest.raises(InvalidRequest, match="cannot decode"):
+        make_detokenizer(tokenizer.token_table()).feed([1, 2])
+
+
+def test_interrupts_pass(folder: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), failures_as(InvalidRequest):
+        raise KeyboardInterrupt

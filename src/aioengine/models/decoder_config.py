@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
@@ -11,9 +13,29 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from aioengine.errors import ConfigError, ModelLoadError
 from aioengine.model_folder import ModelFolder
+from aioengine.validation import shorten
 
 MAX_POSITIONS = 2**24
 """Beyond any model; a config that states more is damaged, and its table of rotations would fill the memory."""
+
+NUMBERS = {
+    "vocab_size": (1, 2**24),
+    "hidden_size": (1, 2**20),
+    "intermediate_size": (1, 2**24),
+    "num_hidden_layers": (1, 4096),
+    "num_attention_heads": (1, 2**16),
+    "num_key_value_heads": (1, 2**16),
+    "head_dim": (2, 2**16),
+    "max_position_embeddings": (2, MAX_POSITIONS),
+    "sliding_window": (1, 2**31),
+    "max_window_layers": (0, 4096),
+    "num_labels": (0, 2**16),
+}
+"""config.json's integers: the least and the most of each, far beyond any model. transformers fills lists by some of
+them; all are held against the shapes of the tensors before memory is asked for."""
+
+MAX_SHOWN_CHARS = 500
+"""Of what transformers says of a config: some errors hold all of it."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -92,11 +114,14 @@ def read_decoder_config(folder: ModelFolder, *, dtype: str = "auto", max_model_l
     """
     where = folder.path / "config.json"
     architecture = _check_architecture(folder)
+    _check_numbers(folder.config.get, where)
     try:
         hf = transformers.AutoConfig.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
     # Its validation raises whatever it likes: ValueError, KeyError, TypeError, errors of its own.
     except Exception as error:
-        raise ModelLoadError(f"{where} is not a config that transformers understands: {error}") from error
+        problem = str(error)[:MAX_SHOWN_CHARS]
+        raise ModelLoadError(f"{where} is not a config that transformers understands: {problem}") from error
+    _check_numbers(lambda name: getattr(hf, name, None), where)
     _check_features(hf, where)
     family = ARCHITECTURES[architecture]
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
@@ -105,9 +130,14 @@ def read_decoder_config(folder: ModelFolder, *, dtype: str = "auto", max_model_l
             f"{where}: num_attention_heads={hf.num_attention_heads} is not a multiple of "
             f"num_key_value_heads={hf.num_key_value_heads}"
         )
-    if head_dim % 2:
-        raise ModelLoadError(f"{where}: head_dim={head_dim} is odd; the rotation needs pairs")
-    inv_freq, rope_scale = _rope(hf, head_dim, where)
+    if head_dim % 2 or not head_dim:
+        raise ModelLoadError(f"{where}: head_dim={head_dim} is odd or none; the rotation needs pairs")
+    try:
+        inv_freq, rope_scale = _rope(hf, head_dim)
+        model_len = _model_len(hf)
+    except Exception as error:  # of transformers' functions, and of values that are no numbers
+        rope = shorten(hf.rope_parameters)
+        raise ModelLoadError(f"{where}: rope_parameters {rope} cannot be used: {error!r}") from error
     return DecoderConfig(
         architecture=architecture,
         vocab_size=hf.vocab_size,
@@ -117,7 +147,7 @@ def read_decoder_config(folder: ModelFolder, *, dtype: str = "auto", max_model_l
         num_heads=hf.num_attention_heads,
         num_kv_heads=hf.num_key_value_heads,
         head_dim=head_dim,
-        max_model_len=_limit(_model_len(hf), max_model_len, where),
+        max_model_len=_limit(model_len, max_model_len, where),
         dtype=_dtype(hf, dtype, where),
         rms_norm_eps=hf.rms_norm_eps,
         qkv_bias=_flag(family.qkv_bias, hf),
@@ -131,32 +161,45 @@ def read_decoder_config(folder: ModelFolder, *, dtype: str = "auto", max_model_l
     )
 
 
+def _check_numbers(get: Callable[[str], Any], where: object) -> None:
+    """Refuse an integer of the config that is none, or of another size than any model's; absent ones are fine."""
+    for name, (least, most) in NUMBERS.items():
+        value = get(name)
+        if value is not None and not (type(value) is int and least <= value <= most):
+            raise ModelLoadError(f"{where}: {name}={shorten(value)}; {least} to {most} is needed")
+    eps = get("rms_norm_eps")
+    if eps is not None and not (isinstance(eps, int | float) and 0 <= eps < 1):
+        raise ModelLoadError(f"{where}: rms_norm_eps={shorten(eps)}; a number from 0 to 1 is needed")
+
+
 def _check_architecture(folder: ModelFolder) -> str:
     where = folder.path / "config.json"
     names = folder.config.get("architectures")
     supported = ", ".join(ARCHITECTURES)
     if not isinstance(names, list) or len(names) != 1:
-        raise ModelLoadError(f"{where}: architectures={names!r}; a list of one is needed, of {supported}")
-    if names[0] not in ARCHITECTURES:
-        raise ModelLoadError(f"{where}: architecture {names[0]} is not supported; supported: {supported}")
+        raise ModelLoadError(f"{where}: architectures={shorten(names)}; a list of one is needed, of {supported}")
+    if not isinstance(names[0], str) or names[0] not in ARCHITECTURES:
+        raise ModelLoadError(f"{where}: architecture {str(names[0])[:100]} is not supported; supported: {supported}")
     quantization = folder.config.get("quantization_config")
     if quantization is not None:
         method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
-        raise ModelLoadError(f"{where}: quantised checkpoints are not supported yet (quant_method {method})")
+        raise ModelLoadError(f"{where}: quantised checkpoints are not supported yet (quant_method {str(method)[:100]})")
     return str(names[0])
 
 
 def _check_features(hf: Any, where: object) -> None:
     if hf.hidden_act not in ACTIVATIONS:
         raise ModelLoadError(
-            f"{where}: activation {hf.hidden_act!r} is not supported; supported: {', '.join(ACTIVATIONS)}"
+            f"{where}: activation {shorten(hf.hidden_act)} is not supported; supported: {', '.join(ACTIVATIONS)}"
         )
     rope = hf.rope_parameters or {}
     rope_type = rope.get("rope_type", "default")
     if any(isinstance(value, dict) for value in rope.values()):
         raise ModelLoadError(f"{where}: rope_parameters by layer type are not supported; one for all layers is")
     if rope_type not in ROPE_TYPES:
-        raise ModelLoadError(f"{where}: rope type {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+        raise ModelLoadError(
+            f"{where}: rope type {shorten(rope_type)} is not supported; supported: {', '.join(ROPE_TYPES)}"
+        )
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ModelLoadError(f"{where}: partial_rotary_factor={rope['partial_rotary_factor']} is not supported; 1 is")
 
@@ -165,18 +208,18 @@ def _flag(value: bool | str, hf: Any) -> bool:
     return bool(getattr(hf, value)) if isinstance(value, str) else value
 
 
-def _rope(hf: Any, head_dim: int, where: object) -> tuple[tuple[float, ...], float]:
+def _rope(hf: Any, head_dim: int) -> tuple[tuple[float, ...], float]:
     """The rotation's frequencies (Su et al., 2021, arXiv:2104.09864) and the factor on cos and sin."""
     rope = hf.rope_parameters
-    try:
-        if rope["rope_type"] == "default":
-            exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-            inv_freq, scale = 1.0 / (rope["rope_theta"] ** exponents), 1.0
-        else:
-            inv_freq, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](hf)
-    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
-        raise ModelLoadError(f"{where}: rope_parameters {rope} cannot be used: {error!r}") from error
-    return tuple(inv_freq.tolist()), float(scale)
+    if rope["rope_type"] == "default":
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        inv_freq, scale = 1.0 / (rope["rope_theta"] ** exponents), 1.0
+    else:
+        inv_freq, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](hf)
+    values, scale = tuple(inv_freq.tolist()), float(scale)
+    if len(values) != head_dim // 2 or not all(0 < value < math.inf for value in [*values, scale]):
+        raise ValueError(f"they give {len(values)} frequencies, not {head_dim // 2} between 0 and infinity")
+    return values, scale
 
 
 def _model_len(hf: Any) -> int:
@@ -194,7 +237,7 @@ def _model_len(hf: Any) -> int:
 
 def _limit(model_len: object, max_model_len: int | None, where: object) -> int:
     if not isinstance(model_len, int) or not 2 <= model_len <= MAX_POSITIONS:
-        raise ModelLoadError(f"{where}: max_position_embeddings={model_len!r}; 2 to {MAX_POSITIONS} is needed")
+        raise ModelLoadError(f"{where}: max_position_embeddings={shorten(model_len)}; 2 to {MAX_POSITIONS} is needed")
     if max_model_len is not None and max_model_len > model_len:
         raise ConfigError(f"max_model_len={max_model_len} is more than the {model_len} tokens that this model allows")
     return max_model_len or model_len
@@ -206,7 +249,9 @@ def _dtype(hf: Any, name: str, where: object) -> torch.dtype:
     dtype = getattr(hf, "dtype", None) or torch.float32
     dtype = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
     if dtype not in DTYPES.values():
-        raise ModelLoadError(f"{where}: dtype {dtype} is not supported; set dtype to one of {', '.join(DTYPES)}")
+        raise ModelLoadError(
+            f"{where}: dtype {shorten(dtype)} is not supported; set dtype to one of {', '.join(DTYPES)}"
+        )
     return dtype
 
 
@@ -215,12 +260,16 @@ def _windows(family: Family, hf: Any, where: object) -> tuple[int | None, ...]:
     num_layers: int = hf.num_hidden_layers
     if family.windows == "none" or window is None:
         return (None,) * num_layers
-    if window < 1:
-        raise ModelLoadError(f"{where}: sliding_window={window}; at least 1 is needed")
     if family.windows == "all layers":
         return (window,) * num_layers
     kinds = {"full_attention": None, "sliding_attention": window}
+    if not isinstance(hf.layer_types, list) or len(hf.layer_types) != num_layers:
+        raise ModelLoadError(
+            f"{where}: layer_types={shorten(hf.layer_types)}; one for each of {num_layers} layers is needed"
+        )
     unknown = [layer_type for layer_type in hf.layer_types if layer_type not in kinds]
     if unknown:
-        raise ModelLoadError(f"{where}: layer type {unknown[0]!r} is not supported; supported: {', '.join(kinds)}")
+        raise ModelLoadError(
+            f"{where}: layer type {shorten(unknown[0])} is not supported; supported: {', '.join(kinds)}"
+        )
     return tuple(kinds[layer_type] for layer_type in hf.layer_types)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from aioengine.config import EngineConfig
 from aioengine.errors import ConfigError, ModelLoadError
-from aioengine.model_folder import ModelFolder, read_json
+from aioengine.model_folder import ModelFolder, check_files, read_json
 from aioengine.models.decoder import Decoder
 from aioengine.models.decoder_config import DecoderConfig, read_decoder_config
 from aioengine.models.places import (
@@ -32,6 +33,9 @@ from aioengine.models.places import (
 
 # Old checkpoints carry the rotation's frequencies, which follow from the config.
 HARMLESS = re.compile(r"\.rotary_emb\.inv_freq$")
+ROPE_BYTES = 20
+"""Of the rotations, a position and number of a head, while their table is made."""
+
 DUMMY_SEED = 0
 DUMMY_RANGE = 0.05
 
@@ -180,6 +184,7 @@ def read_catalogue(folder: Path) -> dict[str, Stored]:
     Raises:
         ModelLoadError: there are no such files, one is missing or damaged, or the index does not fit them.
     """
+    check_files(folder)
     if (folder / SINGLE_FILE).is_file():
         return dict(_read_header(folder / SINGLE_FILE))
     if not (folder / INDEX_FILE).is_file():
@@ -220,7 +225,7 @@ def _opened(path: Path) -> Iterator[Any]:
             yield file
     except FileNotFoundError as error:
         raise ModelLoadError(f"{path} is missing") from error
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, MemoryError) as error:  # the last: there is no room to map it
         raise ModelLoadError(f"{path} is damaged or cut short, or cannot be read: {error}") from error
 
 
@@ -282,11 +287,17 @@ def _with_dtype_of_files(config: DecoderConfig, stored: dict[str, Stored]) -> De
 
 
 def _allocate(config: DecoderConfig, placement: Placement) -> Decoder:
-    decoder = Decoder(config)
+    rope_bytes = config.max_model_len * config.head_dim * ROPE_BYTES
+    if placement.is_bound and rope_bytes > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2:
+        raise ConfigError(
+            f"the rotations of max_model_len={config.max_model_len} positions take {rope_bytes} bytes, more than half "
+            "of this machine's memory: set max_model_len to less (absent, it is config.json's max_position_embeddings)"
+        )
     try:
+        decoder = Decoder(config)
         return decoder.to_empty(device=placement.device)
     except RuntimeError as error:
-        raise ModelLoadError(f"no memory for {decoder.weight_bytes} bytes of weights: {error}") from error
+        raise ModelLoadError(f"no memory for the weights that config.json describes: {error}") from error
 
 
 def _make_ready(decoder: Decoder, placement: Placement, should_stop: Callable[[], bool]) -> None:

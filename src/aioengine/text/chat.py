@@ -1,16 +1,19 @@
 """Chat messages to one prompt text, by the model's own template.
 
-A template is a program that came with the weights, so it runs in Jinja's immutable sandbox. The environment around it
-(its filters and globals, what of Python it may see) is transformers', because templates are written against that one.
+A template is a program that came with the weights: `aioengine.text.sandbox` runs it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from aioengine.errors import InvalidRequest
+import numpy as np
+
+from aioengine.errors import AioEngineError, InvalidRequest
+from aioengine.text.lanes import Lanes
 
 MAX_COPIED_LEVELS = 32
 """Of lists and dicts in a message; what lies deeper is shared with the caller."""
@@ -20,6 +23,12 @@ MAX_ARGUMENT_VALUES = 4096
 
 MAX_SHOWN_CHARS = 500
 """Of what a template says when it fails: some say all that they were given."""
+
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+"""The names under which clients give a message's reasoning; templates read the first, or the second."""
+
+END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
+"""As in transformers: a template shows by what becomes of the space whether it trims."""
 
 
 def copy_messages(messages: Iterable[Any]) -> list[Any]:
@@ -131,8 +140,9 @@ def render_template(
     continue_final_message: bool | str = False,
     variables: Mapping[str, Any] | None = None,
     named_tokens: dict[str, str],
+    lanes: Lanes | None = None,
 ) -> str:
-    """Render checked messages; the first call of a process imports transformers (up to a second): not on the loop.
+    """Render checked messages as transformers does; the first call with a template compiles it: not on the loop.
 
     Args:
         add_generation_prompt: end with what begins an answer.
@@ -140,19 +150,26 @@ def render_template(
             to go on with.
         variables: for the template beside these; one may take the place of a named token.
         named_tokens: what the template sees as ``bos_token``, ``eos_token`` and so on.
+        lanes: shared with the other renderings of the template; its deadline holds.
     Raises:
-        InvalidRequest: the template failed, or refused these messages by its ``raise_exception``.
+        InvalidRequest: the template failed, refused these messages by its ``raise_exception``, or was stopped, since it
+            took too long or made something too large.
+        EngineOverloaded: it takes long, and too many others do at this moment.
     """
-    from transformers.utils.chat_template_utils import render_jinja_template
+    from aioengine.text.sandbox import compile_template
 
     try:
-        rendered, _ = render_jinja_template(
-            conversations=[messages],
-            chat_template=template,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            **{**named_tokens, **(variables or {})},
-        )
+        compiled = compile_template(template)
+        chat = _with_reasoning(_plain(messages))
+        field = "content" if continue_final_message is True else continue_final_message
+        ending = _mark_end(chat[-1], field, template) if field else ""
+        given = {"tools": None, "documents": None, **named_tokens, **_plain(variables or {})}
+        num_chars = sum(len(value) for message in chat for value in message.values() if isinstance(value, str))
+        with (lanes or Lanes()).run(num_chars):
+            text = compiled.render(messages=chat, add_generation_prompt=add_generation_prompt, **given)
+        return _until_mark(text, ending) if field else text
+    except AioEngineError:
+        raise
     except Exception as error:  # a template is a program, and any of its errors says that it cannot take this input
         problem = str(error) or type(error).__name__
         if len(problem) > MAX_SHOWN_CHARS:
@@ -162,4 +179,69 @@ def render_template(
         raise InvalidRequest(
             f"the model's chat template does not take these messages: {problem}", param="prompt"
         ) from error
-    return str(rendered[0])
+
+
+def _plain(value: Any) -> Any:
+    """A value made of what JSON has: other objects' methods are nothing for a stranger's program to call."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [_plain(item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if callable(getattr(value, "model_dump", None)):  # pydantic's
+        return _plain(value.model_dump())
+    return f"<{type(value).__name__}>"
+
+
+def _with_reasoning(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages whose reasoning, under whichever name it is given, has the names that templates read it by."""
+    chat = []
+    for message in messages:
+        reasoning = next((message[name] for name in REASONING_FIELDS if message.get(name) is not None), None)
+        if reasoning is not None:
+            message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+        chat.append(message)
+    return chat
+
+
+def _mark_end(message: dict[str, Any], field: str, template: str) -> str:
+    """Put a mark behind a message's field, in each name that it has; returns what the field says."""
+    said = message.get(field)
+    if not isinstance(said, str):
+        raise ValueError(
+            f'continue_final_message is set but the final message has no "{field}" to continue!'
+            if said is None
+            else f"continue_final_message is set but the final message's {field} is no text"
+        )
+    fields = [name for name in REASONING_FIELDS if message.get(name) == said] if field in REASONING_FIELDS else [field]
+    if not any(name in template for name in fields):
+        raise ValueError(
+            f'continue_final_message is set to "{field}" but this is not an accepted field in the chat_template'
+        )
+    message.update(dict.fromkeys(fields, said + END_MARK))
+    return said
+
+
+def _until_mark(text: str, said: str) -> str:
+    """The text up to the mark, and without it."""
+    mark = END_MARK.strip()
+    if said.strip() not in text or mark not in text:
+        raise ValueError(
+            "continue_final_message is set but the final message does not appear in the chat after applying the chat "
+            "template! This can happen if the chat template deletes portions of the final message"
+        )
+    end = text.rindex(mark)
+    # A template that trims has trimmed what is behind the mark; then it would have trimmed what is before it, too.
+    return text[:end] if text[end : end + len(END_MARK)] == END_MARK else text[:end].rstrip()

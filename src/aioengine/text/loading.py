@@ -6,13 +6,16 @@ known beforehand to be "exactly what tokenizer.json says", the ``tokenizers`` li
 
 from __future__ import annotations
 
-import json
+import base64
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from aioengine.errors import ModelLoadError
+from aioengine.errors import AioEngineError, ModelLoadError
+from aioengine.model_folder import check_files, read_json
 
 # A folder with one of these has a tokenizer; without them AutoTokenizer has nothing to load.
 TOKENIZER_FILES = (
@@ -39,6 +42,21 @@ _PLAIN_CLASSES = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
 _UNPLAIN_SETTINGS = frozenset({"auto_map", "fast_tokenizer_files", "fix_mistral_regex", "split_special_tokens"})
 
 
+MAX_GROWTH = 1000
+"""Characters that a normalizer may make of one: of Unicode's own no form has more than 18."""
+
+MAX_TOKEN_IDS = 2**22
+"""Of a tokenizer whose model does not say how many it has; the largest known has 2**20."""
+
+TOKEN_IDS_MARGIN = 2**16
+"""Ids that a tokenizer may have beyond its model's."""
+
+MAX_TEMPLATE_BYTES = 2**20
+"""Of chat_template.jinja: thirty times the largest."""
+
+MAX_SHOWN_CHARS = 500
+
+
 class LoadedTokenizer(msgspec.Struct, frozen=True, kw_only=True):
     """A folder's tokenizer as found; at least one of ``backend`` and ``slow`` is there.
 
@@ -47,12 +65,14 @@ class LoadedTokenizer(msgspec.Struct, frozen=True, kw_only=True):
         slow: a transformers tokenizer, only where it encodes otherwise than ``backend`` or there is no backend.
         chat_template: None if the model has none.
         named_tokens: "bos_token", "eos_token" and so on, as far as they are set.
+        max_ids: its ids are below this.
     """
 
     backend: Any = None
     slow: Any = None
     chat_template: str | None = None
     named_tokens: dict[str, str] = {}
+    max_ids: int = MAX_TOKEN_IDS
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -70,26 +90,98 @@ def load_tokenizer(folder: Path) -> LoadedTokenizer:
             f"{folder} has no tokenizer (looked for {', '.join(TOKENIZER_FILES)}); "
             "add one, or give prompts as token ids"
         )
-    for name in ("tokenizer_config.json", "config.json"):
-        _read_json(folder / name)
+    check_files(folder)
+    _read_json(folder / "tokenizer_config.json")
+    num_ids = _read_json(folder / "config.json").get("vocab_size")
+    _check_template(folder / "chat_template.jinja")
+    _check_normalizer(folder / "tokenizer.json")
+    with failures_as(lambda problem: ModelLoadError(f"{folder}: the tokenizer could not be loaded: {problem}")):
+        loaded = _load_plain(folder) or _load_with_transformers(folder)
+    max_ids = min(num_ids + TOKEN_IDS_MARGIN, MAX_TOKEN_IDS) if type(num_ids) is int else MAX_TOKEN_IDS
+    return msgspec.structs.replace(loaded, max_ids=max_ids)
+
+
+@contextmanager
+def failures_as(make: Callable[[str], AioEngineError]) -> Iterator[None]:
+    """Raise what a tokenizer's library raises as an error of ours: bare exceptions of many kinds, and panics.
+
+    A panic of Rust code is a BaseException, of a class that cannot be imported, and would pass all that catches errors.
+    Rust has told of it on stderr by then.
+
+    Args:
+        make: the error, of what the library says.
+    """
     try:
-        return _load_plain(folder) or _load_with_transformers(folder)
-    except Exception as error:  # both libraries raise bare exceptions of many kinds for files that they cannot read
-        _read_json(folder / "tokenizer.json")
-        raise ModelLoadError(f"{folder}: the tokenizer could not be loaded: {error}") from error
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        problem = (str(error) or type(error).__name__)[:MAX_SHOWN_CHARS]
+        raise make(problem.encode("utf-8", "replace").decode()) from error
 
 
 def _read_json(file: Path) -> dict[str, Any]:
     """Return a JSON file's object, {} if the file is not there."""
+    return read_json(file) if file.is_file() else {}
+
+
+def _check_template(file: Path) -> None:
+    if file.is_file() and file.stat().st_size > MAX_TEMPLATE_BYTES:
+        raise ModelLoadError(f"{file} has more than {MAX_TEMPLATE_BYTES} bytes, which no chat template has")
+
+
+def _check_normalizer(file: Path) -> None:
+    """Refuse a normalizer for which the library would ask for memory without end: that aborts the process.
+
+    Raises:
+        ModelLoadError: it makes very much of a character, or has a table that is larger than its data; or the file is
+            no JSON object.
+    """
+    if not file.is_file():
+        return
     try:
-        content = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
+        parts = msgspec.json.decode(file.read_bytes(), type=dict[str, msgspec.Raw])
+        steps = list(_steps(msgspec.json.decode(parts.get("normalizer", b"null"))))
+    except (ValueError, RecursionError) as error:
         raise ModelLoadError(f"{file} is damaged: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelLoadError(f"{file} is damaged: a JSON object is expected")
-    return content
+    try:
+        grown = max((_grown(steps, text) for text in {"a", *map(_pattern, steps)}), default=0)
+        charsmaps = [step["precompiled_charsmap"] for step in steps if step.get("precompiled_charsmap")]
+        lies = [data for data in map(base64.b64decode, charsmaps) if int.from_bytes(data[:4], "little") > len(data)]
+    except (TypeError, ValueError, AttributeError, KeyError):
+        return  # no normalizer that the library reads
+    if grown > MAX_GROWTH:
+        raise ModelLoadError(f"{file}: the normalizer makes more than {MAX_GROWTH} characters of one")
+    if lies:
+        raise ModelLoadError(f"{file}: the normalizer's precompiled_charsmap is cut short")
+
+
+def _steps(normalizer: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(normalizer, dict) and isinstance(normalizer.get("normalizers"), list):
+        for inner in normalizer["normalizers"]:
+            yield from _steps(inner)
+    elif isinstance(normalizer, dict):
+        yield normalizer
+
+
+def _pattern(step: dict[str, Any]) -> str:
+    """The text that a step replaces; "" where it replaces a regular expression or nothing."""
+    return str((step.get("pattern") or {}).get("String", ""))
+
+
+def _grown(steps: list[dict[str, Any]], text: str) -> int:
+    """Characters that the steps make of a text, at most: a regular expression may match anywhere."""
+    factor = 1
+    for step in steps:
+        content, pattern = step.get("content") or "", _pattern(step)
+        if pattern:
+            text = text.replace(pattern, content)
+        elif step.get("type") == "Replace":
+            factor *= 1 + len(content)
+        text = (step.get("prepend") or "") + text
+        if len(text) * factor > 1000 * MAX_GROWTH:
+            break
+    return len(text) * factor
 
 
 def _load_plain(folder: Path) -> LoadedTokenizer | None:

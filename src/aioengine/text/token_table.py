@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from aioengine.core.detokenizer import TokenTable, WindowTable
-from aioengine.errors import ModelLoadError
+from aioengine.errors import InvalidRequest, ModelLoadError
+from aioengine.text.loading import MAX_TOKEN_IDS, failures_as
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -40,15 +41,17 @@ class TokenTables(NamedTuple):
     with_special: TokenTable | WindowTable
 
 
-def build_token_tables(backend: Backend) -> TokenTables:
+def build_token_tables(backend: Backend, *, max_ids: int = MAX_TOKEN_IDS) -> TokenTables:
     """Build the tables with which a detokenizer gives exactly ``backend.decode(ids, skip_special_tokens=...)``.
 
     Takes about 2 µs a vocabulary entry: call it off the event loop.
 
     Raises:
-        ModelLoadError: the tokenizer's decoder strips the end of the text; see `_refuse_strip_at_end`.
+        ModelLoadError: the tokenizer's decoder strips the end of the text (see `_refuse_strip_at_end`), or it has an id
+            of ``max_ids`` or more.
     """
     num_ids = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    _check_ids(num_ids, max_ids)
     tokens: list[str | None] = [backend.id_to_token(token_id) for token_id in range(num_ids)]
     # The library skips special tokens by content, not by id.
     special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
@@ -62,17 +65,40 @@ def build_token_tables(backend: Backend) -> TokenTables:
         if table is not None:
             return _without(special_ids, table)
     byte_tokens_hold = steps is None or any(step["type"] == "ByteFallback" for step in steps)
-    return _window_tables(backend.decode, tokens, special_ids, byte_tokens_hold=byte_tokens_hold)
+    return _window_tables(decoding(backend.decode), tokens, special_ids, byte_tokens_hold=byte_tokens_hold)
 
 
-def build_slow_token_tables(tokenizer: Any) -> TokenTables:
+def build_slow_token_tables(tokenizer: Any, *, max_ids: int = MAX_TOKEN_IDS) -> TokenTables:
     """Build the tables of a transformers tokenizer that does its own decoding, in Python.
 
     Without a description of its decoder this is as exact as `WindowTable` says.
     """
+    _check_ids(len(tokenizer), max_ids)
     tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
     decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
-    return _window_tables(decode, tokens, tokenizer.all_special_ids, byte_tokens_hold=True)
+    return _window_tables(decoding(decode), tokens, tokenizer.all_special_ids, byte_tokens_hold=True)
+
+
+def decoding(decode: Callable[..., str]) -> Callable[..., str]:
+    """A library's decode as one that raises InvalidRequest where the library fails."""
+
+    def run(token_ids: list[int], **options: bool) -> str:
+        with failures_as(_cannot_decode):
+            return decode(token_ids, **options)
+
+    return run
+
+
+def _cannot_decode(problem: str) -> InvalidRequest:
+    return InvalidRequest(f"the model's tokenizer cannot decode these tokens: {problem}", param="token_ids")
+
+
+def _check_ids(num_ids: int, max_ids: int) -> None:
+    if num_ids > max_ids:
+        raise ModelLoadError(
+            f"the tokenizer has the token id {num_ids - 1}, far beyond the model's (vocab_size in config.json): "
+            f"less than {max_ids} is needed"
+        )
 
 
 def _without(special_ids: list[int], table: TokenTable) -> TokenTables:

@@ -8,15 +8,20 @@ from pathlib import Path
 from typing import Any, Literal, Self, overload
 
 from aioengine.core.detokenizer import TokenTable, WindowTable
-from aioengine.errors import InvalidRequest
+from aioengine.errors import InvalidRequest, ModelLoadError
 from aioengine.text.chat import check_messages, render_template
-from aioengine.text.loading import NAMED_TOKENS, LoadedTokenizer, has_tokenizer, load_tokenizer
+from aioengine.text.lanes import Lanes
+from aioengine.text.loading import NAMED_TOKENS, LoadedTokenizer, failures_as, has_tokenizer, load_tokenizer
 from aioengine.text.template_kwargs import take_template_kwargs
-from aioengine.text.token_table import build_slow_token_tables, build_token_tables
+from aioengine.text.token_table import build_slow_token_tables, build_token_tables, decoding
+from aioengine.validation import is_utf8
 
 # A longer text goes through the library's batch call, which lets go of the GIL; the single call holds it throughout,
 # and a prompt of a megabyte then stops every thread for more than a second. Up to here that is under a millisecond.
 MAX_CHARS_HOLDING_GIL = 1000
+
+TRIAL_TEXT = "Hello, 12 w\u00f6rlds! \u3042\n"
+"""What a tokenizer panics at for any text it does for this one, when it is loaded."""
 
 
 class Tokenizer:
@@ -28,10 +33,12 @@ class Tokenizer:
         self._slow = loaded.slow
         self._named_tokens = loaded.named_tokens
         self.chat_template = loaded.chat_template
+        self.template_lanes = Lanes()
+        """In which its chats are rendered, with their deadline."""
         if self._backend is not None:
-            self._tables = build_token_tables(self._backend)
+            self._tables = build_token_tables(self._backend, max_ids=loaded.max_ids)
         else:
-            self._tables = build_slow_token_tables(self._slow)
+            self._tables = build_slow_token_tables(self._slow, max_ids=loaded.max_ids)
 
     @property
     def backend(self) -> Any:
@@ -48,34 +55,48 @@ class Tokenizer:
         """Load from a local folder what AutoTokenizer would; takes 0.1 s to seconds: not on the event loop.
 
         Raises:
-            ModelLoadError: there is no tokenizer, or its files are damaged; the message names the file.
+            ModelLoadError: there is no tokenizer, its files are damaged, or it panics at a plain text; the message
+                names the file.
         """
-        return cls(load_tokenizer(Path(folder)))
+        loaded = load_tokenizer(Path(folder))
+        with failures_as(lambda problem: ModelLoadError(f"{folder}: the tokenizer does not work: {problem}")):
+            tokenizer = cls(loaded)
+            try:
+                ids = tokenizer._encode(TRIAL_TEXT, add_special_tokens=True)
+            except Exception:  # it may have no token for something that is in it
+                ids = []
+            tokenizer.decode([*ids, *range(2)])
+        return tokenizer
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the text's token ids, by default with those that the model's tokenizer adds, such as a BOS.
 
         Raises:
-            InvalidRequest: the text is not a string that UTF-8 can express.
+            InvalidRequest: the text is not a string that UTF-8 can express, or the tokenizer fails at it: it has no
+                token for something in it and none for the unknown, or its library panics.
         """
+        if not isinstance(text, str):
+            raise InvalidRequest(f"a prompt text must be a str, not {type(text).__name__}", param="prompt")
         try:
-            if self._slow is not None:
-                return list(self._slow.encode(text, add_special_tokens=add_special_tokens))
-            if len(text) <= MAX_CHARS_HOLDING_GIL:
-                encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
-            else:
-                (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-            ids: list[int] = encoding.ids  # a new list; one more copy would hold the GIL for 10 ns an id
-            return ids
-        except (TypeError, UnicodeEncodeError) as error:
-            if not isinstance(text, str):
-                raise InvalidRequest(
-                    f"a prompt text must be a str, not {type(text).__name__}", param="prompt"
-                ) from error
+            with failures_as(_cannot_encode):
+                return self._encode(text, add_special_tokens=add_special_tokens)
+        except InvalidRequest as error:
+            if is_utf8(text):
+                raise
             raise InvalidRequest(
                 "the prompt has a lone surrogate, which is no character and has no UTF-8 form; remove it",
                 param="prompt",
             ) from error
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        if self._slow is not None:
+            return list(self._slow.encode(text, add_special_tokens=add_special_tokens))
+        if len(text) <= MAX_CHARS_HOLDING_GIL:
+            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids  # a new list; one more copy would hold the GIL for 10 ns an id
+        return ids
 
     def encode_bad_words(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """Return the sequences of ids that would write one of the words: each once, none empty.
@@ -84,7 +105,7 @@ class Tokenizer:
         the two; a word that has no tokens cannot be written. Takes as long as encoding the words twice.
 
         Raises:
-            InvalidRequest: a word has no UTF-8 form.
+            InvalidRequest: a word cannot be encoded.
         """
         sequences: dict[tuple[int, ...], None] = {}
         for word in words:
@@ -93,15 +114,22 @@ class Tokenizer:
                 try:
                     ids = self.encode(text, add_special_tokens=False)
                 except InvalidRequest as error:
-                    raise InvalidRequest("bad_words holds a text with a lone surrogate", param="bad_words") from error
+                    problem = str(error) if is_utf8(word) else "a text with a lone surrogate"
+                    raise InvalidRequest(
+                        f"bad_words holds a word that cannot be encoded: {problem}", param="bad_words"
+                    ) from error
                 sequences[tuple(ids)] = None
         sequences.pop((), None)
         return tuple(sequences)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of the ids. Ids that the vocabulary does not have are left out."""
+        """Return the text of the ids. Ids that the vocabulary does not have are left out.
+
+        Raises:
+            InvalidRequest: the tokenizer's library fails.
+        """
         if self._backend is not None:
-            return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+            return decoding(self._backend.decode)(list(token_ids), skip_special_tokens=skip_special_tokens)
         table = self.token_table(skip_special_tokens=skip_special_tokens)
         assert isinstance(table, WindowTable)
         return table.decode([i for i in token_ids if i < len(table.kinds)])
@@ -139,6 +167,7 @@ class Tokenizer:
             continue_final_message=continue_final_message,
             variables=variables,
             named_tokens=self._named_tokens,
+            lanes=self.template_lanes,
         )
 
     def encode_chat(self, messages: object, *, add_generation_prompt: bool = True) -> list[int]:
@@ -283,3 +312,7 @@ class ModelTokenizer:
     def __await__(self) -> Generator[Any, None, Self]:
         yield from ()
         return self
+
+
+def _cannot_encode(problem: str) -> InvalidRequest:
+    return InvalidRequest(f"the model's tokenizer cannot encode this text: {problem}", param="prompt")

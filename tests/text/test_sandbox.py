@@ -1,0 +1,156 @@
+"""Chat templates are programs of strangers: none runs for long, takes all memory, or holds up another."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from aioengine.errors import EngineOverloaded, InvalidRequest
+from aioengine.text import lanes
+from aioengine.text.chat import render_template
+from aioengine.text.lanes import MAX_OVERDUE, Lanes
+
+LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+HOSTILE_ARGUMENT = (
+    "{% for m in messages if m.content == 'slow' %}"
+    + LOOPS
+    + "{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+)
+DOUBLES = "{% set ns = namespace(x='x', l=[1]) %}{% for i in range(99) %}{% set VAR %}{% endfor %}{{ ns.x }}"
+
+
+def render(template: str, content: str = "hi", *, lanes: Lanes | None = None) -> str:
+    messages = [{"role": "user", "content": content}]
+    return render_template(template, messages, add_generation_prompt=True, named_tokens={}, lanes=lanes)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        LOOPS,
+        "{% for i in range(99999) %}{% for j in range(99999) if false %}{% endfor %}{% endfor %}",
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+        "{% macro m() %}{{ caller() }}{{ caller() }}{% endmacro %}" + "{% call m() %}" * 40 + "{% endcall %}" * 40,
+        "{% set c = cycler(1, 2) %}{% for i in range(99999) %}{% for j in range(99999) %}{{ c.next() and '' }}"
+        "{% endfor %}{% endfor %}",
+        "{% for i in range(99999) %}{{ (range(99999) | map('string') | list)[:0] and '' }}{% endfor %}",
+    ],
+)
+def test_a_template_that_loops_is_stopped_at_its_deadline(template: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"takes longer than 0.2 s \(chat_template_timeout_s\)"):
+        render(template, lanes=Lanes(0.2))
+
+
+def test_a_template_that_takes_too_many_steps_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "MAX_STEPS", 1000)
+    with pytest.raises(InvalidRequest, match="more than 1000 steps"):
+        render(LOOPS)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 'x' * 10**9 }}",
+        "{{ ([1] * 10**9) | length }}",
+        DOUBLES.replace("VAR", "ns.x = ns.x + ns.x"),
+        DOUBLES.replace("VAR", "ns.x = ns.x ~ ns.x"),
+        DOUBLES.replace("VAR", "ns.l = [ns.l, ns.l]"),
+        DOUBLES.replace("VAR", "ns.l = {'a': ns.l, 'b': ns.l}"),
+        DOUBLES.replace("VAR", "ns.l = (ns.l, ns.l)"),
+        "{{ (['x' * 100000] * 100000) | join }}",
+        "{{ range(99999) | join('x' * 1000000) }}",
+        "{{ 'x'.join(range(99999) | map('center', 1000000)) }}",
+        "{{ ('x' * 10000) | replace('x', 'x' * 10000) }}",
+        "{{ ('x' * 10000).replace('', 'x' * 10000) }}",
+        "{{ '%1000000000d' % 1 }}",
+        "{{ '%*d' % (1000000000, 1) }}",
+        "{{ '%1000000000d' | format(1) }}",
+        "{{ '{:1000000000}'.format(1) }}",
+        "{{ '{:{}}'.format(1, 1000000000) }}",
+        "{{ 10 ** 10 ** 10 ** 10 ** 10 }}",
+        "{% set ns = namespace(x=10) %}{% for i in range(99) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
+        "{{ 'x' | center(1000000000) }}",
+        "{{ 'x'.ljust(1000000000) }}",
+        "{{ (1).to_bytes(10000000000) }}",
+        "{{ ('\n' * 1000000) | indent(1000000) }}",
+        "{{ ('\t' * 1000000).expandtabs(1000000) }}",
+        "{{ [1] | tojson(indent=1000000) }}",
+        "{{ [1] | batch(1000000000, 'x') | list }}",
+        "{{ range(99999) | map('center', 1000000) | list | length }}",
+        "{{ ([[1] * 100000] * 1000) | sum(start=[]) }}",
+        "{% for i in range(99999) %}{{ 'x' * 1000000 }}{% endfor %}",
+        "{% set x %}{% for i in range(99999) %}{{ 'x' * 1000000 }}{% endfor %}{% endset %}",
+        "{{ 1.5 | round(1000000000, 'ceil') }}",
+        "".join(f"{{% set x{i} = 'x' * 16000000 %}}" for i in range(300)),
+    ],
+)
+def test_a_template_that_asks_for_all_memory_gets_none(template: str) -> None:
+    # Nothing of the size was made: each is refused in milliseconds.
+    with pytest.raises(
+        InvalidRequest, match=r"chat template does not take these messages: it (makes|calls|formats|com|ind)"
+    ):
+        render(template)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ namespace(__class__=1) }}",
+        "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
+        "{{ self._TemplateReference__context.environment }}",
+        "{{ joiner.__init__.__globals__ }}",
+        "{% include 'x' %}",
+        "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    ],
+)
+def test_a_template_has_no_way_out(template: str) -> None:
+    with pytest.raises(InvalidRequest):
+        render(template)
+
+
+def test_long_messages_may_be_written_whole_and_more_than_once() -> None:
+    content = "x" * 20_000_000
+    assert (
+        len(render("{% for m in messages %}{{ m.content }}{{ m.content | trim }}{% endfor %}", content)) == 40_000_000
+    )
+
+
+def test_others_are_rendered_while_some_take_long() -> None:
+    shared = Lanes(1.0)
+    with ThreadPoolExecutor(MAX_OVERDUE + 1) as threads:
+        slow = [threads.submit(render, HOSTILE_ARGUMENT, "slow", lanes=shared) for _ in range(MAX_OVERDUE)]
+        began = time.monotonic()
+        # Each of the slow ones may be quick for 20 ms of computing, and gives way then.
+        quick = [threads.submit(render, HOSTILE_ARGUMENT, f"quick {i}", lanes=shared) for i in range(20)]
+        assert [future.result(30) for future in quick] == [f"quick {i}" for i in range(20)]
+        num_open = sum(not future.done() for future in slow)
+        assert num_open or time.monotonic() - began > 1.0
+        for future in slow:
+            with pytest.raises(InvalidRequest, match="takes longer than 1 s"):
+                future.result(30)
+
+
+def test_of_those_that_take_long_there_are_only_so_many() -> None:
+    shared, num = Lanes(1.0), MAX_OVERDUE + 1
+    with ThreadPoolExecutor(num) as threads:
+        slow = [threads.submit(render, LOOPS, lanes=shared) for _ in range(num)]
+        errors = [type(future.exception(30)) for future in slow]
+    assert sorted(error.__name__ for error in errors) in (
+        ["EngineOverloaded", *["InvalidRequest"] * MAX_OVERDUE],
+        ["InvalidRequest"] * num,  # a machine so busy that the first had ended when the last was overdue
+    )
+    # All places are free again.
+    assert render("ok", lanes=shared) == "ok"
+    with pytest.raises((InvalidRequest, EngineOverloaded)):
+        render(LOOPS, lanes=shared)
+
+
+def test_a_rendering_that_fails_leaves_its_lane() -> None:
+    shared = Lanes(0.2)
+    for template in ("{{ raise_exception('no') }}", LOOPS, "{{ 'x' * 10**9 }}"):
+        with pytest.raises(InvalidRequest):
+            render(template, lanes=shared)
+    assert render("ok", lanes=shared) == "ok"
+    assert threading.active_count() < 50
