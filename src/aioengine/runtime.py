@@ -298,10 +298,10 @@ class Runtime:
     async def _load(self, show: OnProgress | None) -> None:
         """Load the tokenizer and the model; each step of progress buys ``load_timeout_s`` more."""
         timeout_s = self._given_config.load_timeout_s
-        with anyio.CancelScope(deadline=anyio.current_time() + timeout_s) as scope:
+        with anyio.CancelScope(deadline=self._loop.time() + timeout_s) as scope:
 
             def on_progress(done: int, total: int, *of_what: str) -> None:
-                scope.deadline = anyio.current_time() + timeout_s
+                scope.deadline = self._loop.time() + timeout_s  # called by the loop itself, where anyio has no clock
                 if show is not None:
                     show(done, total, *of_what)
 
