@@ -84,10 +84,10 @@ class Lanes:
         self.take_turn(lane)
 
     def take_turn(self, lane: _Lane) -> None:
+        time.sleep(PAUSE_S)  # before another may go on, or the event loop would compete with that for the GIL
         if lane.lock is not None:
             lane.lock = None
             self._overdue.release()
-        time.sleep(PAUSE_S)
         if not self._overdue.acquire(timeout=max(0.0, lane.deadline - time.monotonic())):
             raise lane.late()
         lane.lock = self._overdue
