@@ -225,6 +225,7 @@ class Runtime:
         self._is_closing = True
         if self._is_stoppable:
             self._is_stoppable = False
+            self._user_code.keep()  # tokens may still come before it is interrupted
             self._supervisor.cancel()
 
     @property
