@@ -11,8 +11,9 @@ from msgspec import Meta
 from aioengine.errors import ConfigError
 from aioengine.validation import check_fields
 
-SPIN_COUNT = 1000
-"""Some 20 µs: longer than the host's part of an operation, and much shorter than a scheduler's time slice."""
+SPIN_COUNT = 10_000
+"""Some 0.2 ms: longer than the host's part of any operation, and much shorter than a scheduler's time slice. With 1,000
+one stream of a 0.6B model is a tenth slower on an idle machine (benchmarks/README.md)."""
 
 OPENMP_WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 """How threads of torch's OpenMP runtime, libgomp on Linux, wait for each other; read when torch is imported."""
