@@ -204,6 +204,8 @@ class ConfigKeywords(TypedDict, total=False):
     num_threads: int | None
     max_n: int
     stream_interval: int
+    load_timeout_s: float
+    chat_template_timeout_s: float
     stall_after_s: float
     heartbeat_interval_s: float
     heartbeat_timeout_s: float

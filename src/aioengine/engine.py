@@ -228,17 +228,19 @@ class Engine:
             EngineOverloaded, StepFailed, EngineDead, EngineClosed: see there.
         """
         check_asyncio()
-        async with self.stream(
-            await self._here_or_starting().take_turn(prompt),
+        stream = self._make_stream(
+            prompt,
             params,
-            request_id=request_id,
+            request_id,
             sampling_params=sampling_params,
             priority=priority,
             cache_salt=cache_salt,
             on_full=on_full,
             chat_template_kwargs=chat_template_kwargs,
-            **sampling,
-        ) as stream:
+            sampling=sampling,
+            may_wait=True,
+        )
+        async with stream:
             return await stream.finish()
 
     def stream(
@@ -269,6 +271,37 @@ class Engine:
             stream_interval: tokens of a choice between two deltas, the first and the last delta aside; absent: the
                 engine's.
         """
+        return self._make_stream(
+            prompt,
+            params,
+            request_id,
+            sampling_params=sampling_params,
+            priority=priority,
+            cache_salt=cache_salt,
+            on_full=on_full,
+            chat_template_kwargs=chat_template_kwargs,
+            max_unread_tokens=max_unread_tokens,
+            stream_interval=stream_interval,
+            sampling=sampling,
+        )
+
+    def _make_stream(
+        self,
+        prompt: Any,
+        params: SamplingParams | None,
+        request_id: str | None,
+        *,
+        sampling_params: SamplingParams | None,
+        priority: int,
+        cache_salt: str | None,
+        on_full: OnFull,
+        chat_template_kwargs: Mapping[str, Any] | None,
+        sampling: SamplingKeywords,
+        max_unread_tokens: int | None = None,
+        stream_interval: int | None = None,
+        may_wait: bool = False,
+    ) -> Stream:
+        """As `stream`. What `may_wait` is checked on entering where this turn of the loop has no time left."""
         runtime = self._here_or_starting()
         prompt, cache_salt = open_prompt(prompt, cache_salt)
         priority, max_unread_tokens, stream_interval = check_call(
@@ -287,18 +320,24 @@ class Engine:
             max_unread_tokens=max_unread_tokens,
             stream_interval=stream_interval,
         )
-        if runtime.is_starting:
-            prompt = keep_prompt(prompt)
+        seed = None
+        if self._seeds is not None and all(getattr(given, "seed", None) is None for given in (params, sampling_params)):
+            seed = self._seeds.getrandbits(56) if sampling.get("seed") is None else None
 
         def check() -> Checked:
             checked = make_params(params, runtime.sampling_defaults, sampling, alias=sampling_params)
-            if self._seeds is not None and checked.seed is None:
-                checked = msgspec.structs.replace(checked, seed=self._seeds.getrandbits(56))
+            if seed is not None:
+                checked = msgspec.structs.replace(checked, seed=seed)
             check_params(checked, runtime)
             taken = take_prompt(prompt, runtime)
-            return Checked(taken, checked, take_template(chat_template_kwargs, taken))
+            return Checked(taken, checked, take_template(template, taken))
 
-        return Stream(self, runtime, call, check)
+        template: Any = chat_template_kwargs
+        is_later = runtime.is_starting or (may_wait and runtime.turns.is_busy)
+        if is_later:  # the caller may go on with what it gave
+            prompt = keep_prompt(prompt)
+            template = dict(template) if isinstance(template, dict) else template
+        return Stream(self, runtime, call, check, is_later=is_later)
 
     async def wait_started(self) -> None:
         """Wait while another task starts the engine; returns at once where it runs. Cancelling stops the wait alone.

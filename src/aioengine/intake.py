@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Literal, NamedTuple
 
 from aioengine.errors import AioEngineError, EngineOverloaded
@@ -46,6 +47,8 @@ class Intake:
         self._num_arrivals = 0
         self._num_waiting = 0
         self._refusal: Callable[[], AioEngineError] | None = None
+        self._is_closed = False
+        self._num_expected = 0
         self._taken_at: deque[float] = deque(maxlen=32)
 
     @property
@@ -59,14 +62,37 @@ class Intake:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nobody waits for a place, or is on the way to the scheduler."""
-        return not (self._waiters or self.num_preparing)
+        """Whether no request is expected, waits for a place, or is on the way to the scheduler."""
+        return not (self._num_expected or self._waiters or self.num_preparing)
 
     @property
     def is_refusing(self) -> bool:
         return self._refusal is not None
 
-    async def enter(self, who: Hashable, on_full: OnFull, *, priority: int = 0, num_places: int = 1) -> bool:
+    @contextlib.contextmanager
+    def expecting(self) -> Iterator[None]:
+        """A request was made, and enters after this block with ``is_expected``: no `refuse` meanwhile refuses it.
+
+        Raises:
+            AioEngineError: what `close` or `refuse` was given before.
+        """
+        self._check_refusal()
+        self._num_expected += 1
+        try:
+            yield
+        finally:
+            self._num_expected -= 1
+            self._on_left()
+
+    async def enter(
+        self,
+        who: Hashable,
+        on_full: OnFull,
+        *,
+        priority: int = 0,
+        num_places: int = 1,
+        is_expected: bool = False,
+    ) -> bool:
         """Take places, waiting for them in turn; `leave` gives them back. False if it was dismissed, and has none.
 
         Cancelling gives up the place in the queue, or the places themselves if they have just been won.
@@ -74,14 +100,15 @@ class Intake:
         Args:
             priority: smaller goes first.
             num_places: at most ``limit``.
+            is_expected: it was made before a `refuse` that came since; see `expecting`.
         Raises:
             EngineOverloaded: there are too few, and ``on_full`` is "raise".
             AioEngineError: what `close` or `refuse` was given.
         """
+        if not is_expected or self._is_closed:
+            self._check_refusal()
         if on_full == "raise":
-            self.check(num_places)
-        if self._refusal is not None:
-            raise self._refusal()
+            self._check_room(num_places)
         if self._has_room(num_places):
             self._take(num_places)
             return True
@@ -110,8 +137,14 @@ class Intake:
             EngineOverloaded: there are too few places.
             AioEngineError: what `close` or `refuse` was given.
         """
+        self._check_refusal()
+        self._check_room(num_places)
+
+    def _check_refusal(self) -> None:
         if self._refusal is not None:
             raise self._refusal()
+
+    def _check_room(self, num_places: int) -> None:
         if not self._has_room(num_places):
             raise EngineOverloaded(
                 f"{self.limit} requests wait already (max_waiting), or too many for {num_places} more; try again "
@@ -152,7 +185,7 @@ class Intake:
 
     async def close(self, error: Callable[[], AioEngineError]) -> None:
         """Refuse also all who wait, one after the other. Cancelling leaves some, for another call."""
-        self._refusal = error
+        self._refusal, self._is_closed = error, True
         while (who := self._first()) is not None:
             await turns_here().take()
             waiter = self._drop(who)

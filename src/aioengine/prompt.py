@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import os
 from collections.abc import Mapping
@@ -118,9 +117,14 @@ def take_prompt(prompt: Any, host: Host) -> Prompt:
 
 
 def keep_prompt(prompt: Any) -> Any:
-    """The prompt as it is now, to be taken once there is a host to take it."""
-    is_chat = isinstance(prompt, list) and prompt and isinstance(prompt[0], dict)
-    return copy_messages(prompt) if is_chat else copy.copy(prompt)
+    """The prompt as it is now, to be taken later: lists, messages, arrays and tensors are copied."""
+    if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], dict):
+        return copy_messages(prompt)
+    copy = getattr(prompt, "clone", None) or getattr(prompt, "copy", None)
+    try:
+        return copy() if callable(copy) else prompt
+    except Exception:  # what cannot be copied cannot be read, either, which is said when it is taken
+        return prompt
 
 
 def take_template(chat_template_kwargs: Any, prompt: Prompt) -> dict[str, Any]:

@@ -385,17 +385,6 @@ class Runtime:
         self.intake.check(num_sequences)
         self.core.check_accepting()
 
-    async def take_turn(self, prompt: Any) -> Any:
-        """Wait until this request is to be checked, behind those that were made with it; mostly that is at once.
-
-        Returns:
-            the prompt as it is now: the caller may go on with the list while it waits.
-        """
-        if self.turns.is_busy:
-            prompt = prompt.copy() if isinstance(prompt, list) else prompt
-            await self.turns.take()
-        return prompt
-
     def arrive(self) -> Arrival:
         """Now, for a request's metrics."""
         return Arrival(time.time(), self.core.clock())

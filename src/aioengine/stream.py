@@ -53,15 +53,17 @@ class Stream:
         request_id: the request's.
     """
 
-    def __init__(self, engine: object, runtime: Runtime, call: Call, check: Callable[[], Checked]) -> None:
-        """``check`` is called now, or once an engine that is being started has a model to check against."""
+    def __init__(
+        self, engine: object, runtime: Runtime, call: Call, check: Callable[[], Checked], *, is_later: bool = False
+    ) -> None:
+        """``check`` is called now, or ``is_later``: on entering, once the engine has started and a turn has time."""
         self.request_id = call.request_id
         self._engine = engine  # an engine in use is not garbage
         self._runtime = runtime
         self._call = call
         self._check: Callable[[], Checked] | None = check
         self._asked: Checked | None = None
-        if not runtime.is_starting:
+        if not is_later:
             self._ask()
         self._prompt_text: str | None = None
         self._reply: Reply | None = None
@@ -107,9 +109,11 @@ class Stream:
     async def _begin(self) -> None:
         """Take a place, prepare the prompt, hand it to the core. Nothing is awaited once the core has it."""
         runtime, call = self._runtime, self._call
-        if self._asked is None:
+        is_expected = self._asked is None
+        if is_expected:
             await runtime.wait_started(call.on_full)
-            await runtime.turns.take()  # a thousand may have waited
+            with runtime.intake.expecting():
+                await runtime.turns.take()
             self._ask()
             if self._is_aborted:
                 self._end_unbegun(runtime.arrive())
@@ -117,7 +121,10 @@ class Stream:
         prompt, params, template_kwargs = self._checked
         arrival = runtime.arrive()
         num_places = params.num_sequences
-        if not await runtime.intake.enter(self, call.on_full, priority=call.priority, num_places=num_places):
+        has_place = await runtime.intake.enter(
+            self, call.on_full, priority=call.priority, num_places=num_places, is_expected=is_expected
+        )
+        if not has_place:
             await runtime.turns.take()
             self._end_unbegun(arrival)
             return

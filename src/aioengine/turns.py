@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
-BUDGET_S = 0.004
+BUDGET_S = 0.006
 """Of a turn of the loop, for bounded pieces of work. The piece that passes it goes on to its end, and those take a
 millisecond or two at most."""
 

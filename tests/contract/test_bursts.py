@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+import random
+from collections.abc import Awaitable, Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from contract.conftest import MakeEngine
 from contract.ways import error_of, has_load, until
@@ -111,16 +113,71 @@ async def test_abort_all_ends_all_at_once_and_tells_them_a_few_a_turn(make_engin
     await engine.drain()
 
 
-async def test_a_list_may_change_while_its_request_waits_for_a_turn(make_engine: MakeEngine) -> None:
+async def test_what_was_given_may_change_while_its_request_waits_for_a_turn(make_engine: MakeEngine) -> None:
     engine = await make_engine(**ROOMY)
-    prompts = [[3 + i] * 5 for i in range(20)]
+    lists = [[3 + i] * 5 for i in range(20)]
+    arrays = [np.full(5, 3 + i) for i in range(20)]
+    chats = [[{"role": "user", "content": f"Number {i}"}] for i in range(20)]
     with few_a_turn():
-        tasks = begun(engine, [(prompt, {"max_tokens": 1}) for prompt in prompts])
+        tasks = begun(engine, [(prompt, {"max_tokens": 1}) for prompt in (*lists, *arrays, *chats)])
         await asyncio.sleep(0)
-        for prompt in prompts:
-            prompt.clear()
+        for ids, array, chat in zip(lists, arrays, chats, strict=True):
+            ids.clear()
+            array[:] = 1
+            chat[0]["content"] = "changed"
         outputs = await asyncio.gather(*tasks)
-    assert [output.prompt_token_ids for output in outputs] == [[3 + i] * 5 for i in range(20)]
+    assert [output.prompt_token_ids for output in outputs[:40]] == [[3 + i] * 5 for i in range(20)] * 2
+    assert all(f"Number {i}" in (output.prompt or "") for i, output in enumerate(outputs[40:]))
+
+
+async def abort_each(engine: Engine) -> None:
+    for request_id in map(str, range(20)):
+        engine.abort(request_id)
+
+
+async def abort_all(engine: Engine) -> None:
+    engine.abort_all()
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        (abort_each, "abort"),
+        (abort_all, "abort"),
+        (lambda engine: engine.pause("abort"), "abort"),
+        (lambda engine: engine.drain(), "length"),
+        (lambda engine: engine.aclose(drain=True), "length"),
+    ],
+    ids=["abort", "abort_all", "pause", "drain", "aclose"],
+)
+async def test_what_ends_or_drains_all_does_so_with_those_that_wait_for_a_turn(
+    end: Callable[[Engine], Awaitable[None]], reason: str, make_engine: MakeEngine
+) -> None:
+    engine = await make_engine(**ROOMY)
+    with few_a_turn() as turns:
+        tasks = begun(
+            engine, [(f"Once {i}", {"request_id": str(i), "max_tokens": 2, "ignore_eos": True}) for i in range(20)]
+        )
+        await asyncio.sleep(0)
+        assert turns._waiting
+        await end(engine)
+        outputs = await asyncio.gather(*tasks)
+    assert [output.outputs[0].finish_reason for output in outputs] == [reason] * 20
+
+
+async def test_seeds_of_an_engines_seed_do_not_depend_on_turns(make_engine: MakeEngine) -> None:
+    drawn = []
+    for is_cancelled in (False, True):
+        engine = await make_engine(**ROOMY)
+        engine._seeds = random.Random(7)
+        with few_a_turn():
+            tasks = begun(engine, [("Once", {"max_tokens": 4, "temperature": 1.0}) for _ in range(20)])
+            await asyncio.sleep(0)
+            for task in tasks[:10] if is_cancelled else ():
+                task.cancel()
+            outputs = await asyncio.gather(*tasks, return_exceptions=True)
+        drawn.append([output.outputs[0].token_ids for output in outputs[10:]])
+    assert drawn[0] == drawn[1]
 
 
 async def test_all_hear_of_the_end_where_they_wait_for_a_turn_a_place_or_their_tokens(make_engine: MakeEngine) -> None:
