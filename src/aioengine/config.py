@@ -64,7 +64,7 @@ NEUTRAL_CONFIG = {
     "structured_outputs_config": Neutral((None, {}), NOT_YET),
     "guided_decoding_backend": Neutral((None, "auto"), NOT_YET),
     "reasoning_parser": Neutral((None, ""), NOT_YET),
-    "limit_mm_per_prompt": Neutral((None, {}), TEXT_ALONE),
+    "limit_mm_per_prompt": Neutral((None, {}, {"image": 0}), TEXT_ALONE),
     "mm_processor_kwargs": Neutral((None, {}), TEXT_ALONE),
     "allowed_local_media_path": Neutral((None, ""), TEXT_ALONE),
     "kv_transfer_config": Neutral((None,), NOT_YET),

@@ -296,8 +296,10 @@ def _check_ids(prompt: list[Any], limit: int, vocab_size: int) -> list[int]:
         plain = [token_id.item() if isinstance(token_id, np.integer) else token_id for token_id in prompt]
         ids = msgspec.convert(plain, list[int], strict=True)
     except msgspec.ValidationError as exc:
+        is_several = isinstance(prompt[0], str | list)
+        why = "a call has one prompt: asyncio.gather several, or use LLM" if is_several else str(exc)
         raise InvalidRequest(
-            f"prompt: a list holds token ids (int) or messages (dict): {exc}", param="prompt"
+            f"prompt: a list holds token ids (int) or messages (dict): {why}", param="prompt"
         ) from None
     worst = min(ids) if min(ids) < 0 else max(ids)
     if not 0 <= worst < vocab_size:

@@ -72,6 +72,16 @@ NEUTRAL_PARAMS = {
 """Parameters of vLLM's `SamplingParams` at which one asks for nothing."""
 
 NEUTRAL_ARGUMENTS = {
+    "max_completion_tokens": Neutral((None,), "give max_tokens"),
+    "max_new_tokens": Neutral((None,), "give max_tokens"),
+    "messages": Neutral((None,), "give the list of messages as the prompt, the first argument"),
+    "stream": Neutral((None, False), "use `async with engine.stream(...) as stream:`"),
+    "timeout": Neutral((None,), "await it in `async with asyncio.timeout(seconds):`"),
+    "response_format": Neutral((None,), NOT_YET),
+    "guided_json": Neutral((None,), NOT_YET),
+    "guided_regex": Neutral((None,), NOT_YET),
+    "guided_choice": Neutral((None,), NOT_YET),
+    "guided_grammar": Neutral((None,), NOT_YET),
     "lora_request": Neutral((None,), NOT_YET),
     "prompt_adapter_request": Neutral((None,), NOT_YET),
     "tokenization_kwargs": Neutral((None, {}), "give token ids, such as those of Engine.tokenize"),

@@ -131,6 +131,8 @@ async def test_arguments_may_come_in_vllms_order_and_names(serve: Any, positiona
         ({"params": PARAMS, "tools": [1]}, "tools", "cannot do it yet"),
         ({"continue_final_message": True}, "continue_final_message", "chat_template_kwargs"),
         ({"best_of": 2}, "best_of", "give n"),
+        ({"max_completion_tokens": 4}, "max_completion_tokens", "give max_tokens"),
+        ({"stream": True}, "stream", "engine.stream"),
     ],
 )
 async def test_what_cannot_be_meant_is_named(serve: Any, keywords: Any, param: str, message: str) -> None:

@@ -14,11 +14,20 @@ from aioengine.text.lanes import Lanes
 from aioengine.text.loading import NAMED_TOKENS, LoadedTokenizer, failures_as, has_tokenizer, load_tokenizer
 from aioengine.text.template_kwargs import take_template_kwargs
 from aioengine.text.token_table import build_slow_token_tables, build_token_tables, decoding
-from aioengine.validation import is_utf8
+from aioengine.validation import NOT_YET, Neutral, is_utf8, without_neutral
 
 # A longer text goes through the library's batch call, which lets go of the GIL; the single call holds it throughout,
 # and a prompt of a megabyte then stops every thread for more than a second. Up to here that is under a millisecond.
 MAX_CHARS_HOLDING_GIL = 1000
+
+NEUTRAL_OF_TEMPLATES = {
+    **{name: Neutral((None,), NOT_YET) for name in ("tools", "documents")},
+    "chat_template": Neutral((None,), "put a chat_template.jinja into the model's folder"),
+    **{name: Neutral((None, False), "the result is a list of ids or a text") for name in ("return_dict", "padding")},
+    "truncation": Neutral((None, False), "cut the ids yourself"),
+    **{name: Neutral((None,), "the result is a list of ids or a text") for name in ("return_tensors", "max_length")},
+}
+"""Arguments of transformers' `apply_chat_template` that this one has not."""
 
 TRIAL_TEXT = "Hello, 12 w\u00f6rlds! \u3042\n"
 """What a tokenizer panics at for any text it does for this one, when it is loaded."""
@@ -274,13 +283,15 @@ class ModelTokenizer:
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     @overload
-    def apply_chat_template(self, messages: Any, *, tokenize: Literal[True] = ..., **variables: Any) -> list[int]: ...
+    def apply_chat_template(
+        self, conversation: Any, *, tokenize: Literal[True] = ..., **variables: Any
+    ) -> list[int]: ...
 
     @overload
-    def apply_chat_template(self, messages: Any, *, tokenize: Literal[False], **variables: Any) -> str: ...
+    def apply_chat_template(self, conversation: Any, *, tokenize: Literal[False], **variables: Any) -> str: ...
 
     def apply_chat_template(
-        self, messages: Any, *, tokenize: bool = True, add_generation_prompt: bool = False, **variables: Any
+        self, conversation: Any, *, tokenize: bool = True, add_generation_prompt: bool = False, **variables: Any
     ) -> list[int] | str:
         """The prompt of a chat, as `Engine.generate` makes it but for the default of ``add_generation_prompt``.
 
@@ -289,12 +300,16 @@ class ModelTokenizer:
         Args:
             tokenize: give token ids; else the text.
             add_generation_prompt: end with what begins an answer.
-            variables: for the template, among them ``continue_final_message``; as ``chat_template_kwargs``.
+            variables: for the template, among them ``continue_final_message``; as ``chat_template_kwargs``. Further
+                arguments of transformers' are taken where they ask for nothing (``tools=None``).
         Raises:
             InvalidRequest: there is no template, or it does not take these messages.
         """
+        variables = without_neutral(
+            NEUTRAL_OF_TEMPLATES, variables, lambda name, told: InvalidRequest(told, param=name)
+        )
         kwargs = {"add_generation_prompt": add_generation_prompt, **variables}
-        text = self._tokenizer.render_chat(messages, **take_template_kwargs(kwargs, is_chat=True))
+        text = self._tokenizer.render_chat(conversation, **take_template_kwargs(kwargs, is_chat=True))
         return self._tokenizer.encode(text, add_special_tokens=False) if tokenize else text
 
     def get_vocab(self) -> dict[str, int]:
