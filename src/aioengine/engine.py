@@ -346,7 +346,7 @@ class Engine:
 
         Raises:
             ConfigError, ModelLoadError: it cannot be started, as that other task hears, too.
-            EngineClosed: nobody has begun to start it, or it was closed.
+            EngineClosed: no task has begun to start it, or it was closed.
         """
         await self._here_or_starting().wait_started()
 

@@ -1,4 +1,4 @@
-"""Who follows a sequence, what a step's numbers look like to them, and the user's own code that hears of it."""
+"""What follows a sequence, what a step's numbers look like to it, and the user's own code that hears of it."""
 
 from __future__ import annotations
 

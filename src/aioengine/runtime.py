@@ -196,7 +196,7 @@ class Runtime:
         if drain and self._is_stoppable and self._is_serving:
             try:
                 await self._wake_up()
-                # By a callback: cancelling whoever waits here must not stop the closing.
+                # By a callback: cancelling this wait must not stop the closing.
                 self._drain(_closed, self._is_idle).add_done_callback(lambda _: self._stop())
             except Exception as error:  # it cannot wake up, or has come to an end meanwhile: nothing can be drained
                 failure = None if isinstance(error, EngineClosed | EngineDead) else error

@@ -63,7 +63,9 @@ def test_a_callers_tokenizer_has_transformers_names_and_defaults(folder: Path) -
     assert ours.encode(text, add_special_tokens=False) == theirs.encode(text, add_special_tokens=False)
     assert ours.decode(ids) == theirs.decode(ids, clean_up_tokenization_spaces=False)
     assert ours.decode(ids[0]) == theirs.decode(ids[0])
-    assert ours.apply_chat_template(MESSAGES) == theirs.apply_chat_template(MESSAGES, return_dict=False)
+    expected = theirs.apply_chat_template(MESSAGES, return_dict=False)
+    assert ours.apply_chat_template(MESSAGES) == expected
+    assert ours.apply_chat_template(conversation=MESSAGES, tools=None, return_dict=False) == expected
     for options in ({"add_generation_prompt": True}, {"continue_final_message": True}):
         expected = theirs.apply_chat_template(MESSAGES, tokenize=False, **options)
         assert ours.apply_chat_template(MESSAGES, tokenize=False, **options) == expected

@@ -91,7 +91,7 @@ class Api:
     """One engine's HTTP face; `serve` is its one entry.
 
     Args:
-        engine: may be started later; until somebody begins to, requests hear 503, and then they wait for at most
+        engine: may be started later; until a task begins to, requests hear 503, and then they wait for at most
             `START_TIMEOUT_S`. Or a function that finds it, asked at each request.
         config: absent: the defaults.
     """
@@ -318,7 +318,7 @@ class Api:
             raise unavailable("the engine is still starting; try again later") from None
         except EngineClosed:
             raise
-        except Exception as error:  # of whatever kind: it may tell of files, and whoever starts the engine hears it
+        except Exception as error:  # of whatever kind: it may tell of files, and the task that starts the engine hears it
             raise unavailable("the engine could not be started") from error
 
     async def _read(self, exchange: Exchange, kind: type[T]) -> T:
