@@ -318,7 +318,7 @@ class Api:
             raise unavailable("the engine is still starting; try again later") from None
         except EngineClosed:
             raise
-        except Exception as error:  # of whatever kind: it may tell of files, and the task that starts the engine hears it
+        except Exception as error:  # it may tell of files, and is heard where the engine is started
             raise unavailable("the engine could not be started") from error
 
     async def _read(self, exchange: Exchange, kind: type[T]) -> T:
