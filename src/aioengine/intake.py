@@ -160,8 +160,8 @@ class Intake:
 
     def admit(self) -> None:
         """Let in as many as there are places for now."""
-        while (who := self._first()) is not None and self._waiters[who].num_places <= self.num_free:
-            waiter = self._drop(who)
+        while (first := self._first()) is not None and self._waiters[first].num_places <= self.num_free:
+            waiter = self._drop(first)
             if waiter is not None and not waiter.let_in.done():
                 self._take(waiter.num_places)
                 waiter.let_in.set_result(True)
@@ -184,11 +184,11 @@ class Intake:
         self._refusal = None
 
     async def close(self, error: Callable[[], AioEngineError]) -> None:
-        """Refuse also all who wait, one after the other. Cancelling leaves some, for another call."""
+        """Refuse all waiting requests in order. If cancelled, the rest stay for a second call."""
         self._refusal, self._is_closed = error, True
-        while (who := self._first()) is not None:
+        while (first := self._first()) is not None:
             await turns_here().take()
-            waiter = self._drop(who)
+            waiter = self._drop(first)
             if waiter is not None and not waiter.let_in.done():
                 waiter.let_in.set_exception(error())
 
