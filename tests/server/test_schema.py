@@ -139,7 +139,9 @@ def test_a_hint_is_taken_whatever_it_says(kind: Kind, name: str) -> None:
         assert checked(kind, **{name: value}) == checked(kind)
 
 
-@pytest.mark.parametrize("choice", [{}, {"tool_choice": None}, {"tool_choice": "none"}, {"tool_choice": "auto"}])
+@pytest.mark.parametrize(
+    "choice", [{}, *({"tool_choice": choice} for choice in (None, "none", "auto", {"type": "auto"}))]
+)
 @pytest.mark.parametrize("name", ["tools", "functions"])
 def test_tools_are_left_out_and_the_log_says_so_once(
     name: str, choice: dict[str, Any], caplog: pytest.LogCaptureFixture
@@ -154,7 +156,7 @@ def test_tools_are_left_out_and_the_log_says_so_once(
     assert name in record.getMessage()
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}, {"type": "auto"}, 1])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}, {"type": "any"}, 1])
 @pytest.mark.parametrize("name", ["tool_choice", "function_call"])
 def test_a_tool_that_must_be_called_is_refused(name: str, choice: Any) -> None:
     fault = refused(lambda: checked(ChatRequest, tools=[{}], **{name: choice}))

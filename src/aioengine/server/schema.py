@@ -202,7 +202,7 @@ class ChatRequest(Generation, kw_only=True):
         "modalities": (["text"],),
         "moderation": (),
         "response_format": ({"type": "text"},),
-        "tool_choice": ("none", "auto"),
+        "tool_choice": ("none", "auto", {"type": "auto"}),
         "web_search_options": (),
     }
     LEFT_OUT: ClassVar[tuple[str, ...]] = ("tools", "functions")
