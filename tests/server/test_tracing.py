@@ -169,6 +169,22 @@ def test_a_span_that_the_server_was_started_in_is_not_the_one_of_a_client_with_i
     assert f"{span.parent.span_id:016x}" == PARENT_ID
 
 
+@pytest.mark.parametrize("traceparent", [None, TRACEPARENT])
+@pytest.mark.parametrize("is_over", [False, True])
+def test_requests_are_no_part_of_what_the_server_was_started_in(
+    is_over: bool, traceparent: str | None, provider: TracerProvider, tracing: Tracing, exporter: InMemorySpanExporter
+) -> None:
+    headers = {} if traceparent is None else {"traceparent": traceparent}
+    startup = provider.get_tracer("main").start_span("startup", context=propagate.extract(headers))
+    with trace.use_span(startup):
+        if is_over:
+            startup.end()
+            exporter.clear()
+        span = traced(tracing, exporter, begun(), headers)
+    assert span.kind is SpanKind.SERVER
+    assert (span.parent and f"{span.parent.span_id:016x}") == (traceparent and PARENT_ID)
+
+
 @pytest.mark.parametrize("path", ["/health", "/metrics", "/load", "/version"])
 def test_probes_have_no_span(path: str, tracing: Tracing, exporter: InMemorySpanExporter) -> None:
     record = begun(method="GET", path=path, route=path)

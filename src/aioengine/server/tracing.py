@@ -18,7 +18,7 @@ from aioengine.server.http_metrics import UNCOUNTED_HANDLERS
 from aioengine.server.record import OTHER_ROUTE, RequestRecord
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import Span, TracerProvider
+    from opentelemetry.trace import Span, SpanContext, TracerProvider
 
 try:
     from opentelemetry import propagate, trace
@@ -50,7 +50,7 @@ class Tracing:
         self._tracer = trace.get_tracer(TRACER_NAME, tracer_provider=provider) if is_installed else None
 
     def begin(self, record: RequestRecord, headers: Mapping[str, str]) -> Span | None:
-        """The span of a request that begins, under the one that is current or that its ``traceparent`` names.
+        """The span of a request that begins, in the host's for it or else under the one that its ``traceparent`` names.
 
         None if none is recorded. It is not made the current one: a request's work is spread over tasks and callbacks.
 
@@ -60,9 +60,7 @@ class Tracing:
         if self._tracer is None or record.route in UNCOUNTED_HANDLERS:
             return None
         asked = propagate.extract(headers) if "traceparent" in headers else Context()
-        current, parent = (trace.get_current_span(context).get_span_context() for context in (None, asked))
-        # One of another trace than the client's is of what this server was started in.
-        is_inside = current.is_valid and (not parent.is_valid or parent.trace_id == current.trace_id)
+        is_inside = _is_inside(trace.get_current_span(), trace.get_current_span(asked).get_span_context())
         span = self._tracer.start_span(
             _name(record),
             context=None if is_inside else asked,
@@ -88,6 +86,19 @@ class Tracing:
             span.set_attribute("error.type", str(record.status) if is_told_by_status else record.outcome)
             span.set_status(Status(StatusCode.ERROR, record.outcome))
         span.end()
+
+
+def _is_inside(span: Span, asked: SpanContext) -> bool:
+    """Whether the current span is the request's, made by an instrumented host, and not what the server was started in.
+
+    One that is not sampled has no kind: it is taken for the request's, which is to have no span at all then.
+    """
+    current = span.get_span_context()
+    if asked.is_valid and asked.trace_id != current.trace_id:
+        return False
+    if span.is_recording():
+        return getattr(span, "kind", None) is SpanKind.SERVER
+    return current.is_valid and not current.trace_flags.sampled and not current.is_remote
 
 
 def _method(record: RequestRecord) -> str:
