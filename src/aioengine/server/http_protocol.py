@@ -84,7 +84,7 @@ class HttpState(ServerState):
         self.on_refused = on_refused
         self._held: deque[tuple[HttpProtocol, bytes]] = deque()
         """What has come of connections amid many others, in the order of its coming."""
-        self._given: HttpProtocol | None = None
+        self._num_given = 0
 
     @property
     def is_idle(self) -> bool:
@@ -96,29 +96,39 @@ class HttpState(ServerState):
         return cast(set[HttpProtocol], self.connections) | self.lingering
 
     def holds(self, protocol: HttpProtocol, data: bytes) -> bool:
-        """Whether the data waits for a later turn of the loop, in which the protocol is given it again; until then its
-        connection reads nothing more."""
-        if protocol is self._given:
-            return False
-        is_held = bool(self._held) or turns_here().is_busy
-        if is_held:
-            if not self._held:
-                asyncio.get_running_loop().call_soon(self._give)
-            self._held.append((protocol, data))
-            protocol.transport.pause_reading()
-        return is_held
+        """Whether the data waits for a later turn of the loop, in which the protocol is given it again."""
+        if not self._held:
+            if not turns_here().is_busy:
+                return False
+            asyncio.get_running_loop().call_soon(self._give)
+        self._held.append((protocol, data))
+        return True
+
+    async def given(self) -> None:
+        """Wait until all that is held now was handed out."""
+        last = self._num_given + len(self._held)
+        while self._num_given < last:  # noqa: ASYNC110
+            await asyncio.sleep(0)
 
     def _give(self) -> None:
-        """Hand out what was held, as much as this turn has time for."""
+        """Hand out what was held, as much as this turn has time for, and one piece at least."""
         turns = turns_here()
-        for _ in range(min(len(self._held), GIVEN_A_TURN)):
-            if turns.is_spent:
-                break
-            self._given, data = self._held.popleft()
-            self._given.resume(data)
-        self._given = None
-        if self._held:
-            asyncio.get_running_loop().call_soon(self._give)
+        loop = asyncio.get_running_loop()
+        try:
+            for number in range(min(len(self._held), GIVEN_A_TURN)):
+                if turns.is_spent and number > 0:
+                    break
+                protocol, data = self._held.popleft()
+                self._num_given += 1
+                try:
+                    protocol.resume(data)
+                except Exception as error:
+                    message = "a connection failed over what it was sent"
+                    loop.call_exception_handler({"message": message, "exception": error, "protocol": protocol})
+                    protocol.transport.abort()
+        finally:
+            if self._held:
+                loop.call_soon(self._give)
 
     def sweep(self, now: float) -> None:
         """Cut connections whose closing takes too long; to be called each second or so."""
@@ -159,6 +169,10 @@ class HttpProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         """Of a head that is not complete, without the piece that it began in."""
         self._piece_bytes = 0
+        self._num_held = 0
+        """Pieces that wait for a later turn of the loop. While there are any, no timer ends the connection."""
+        self._is_shutdown_due = False
+        """Once they were read."""
         self._is_deaf = False
         """What still comes is not read."""
         self._discarded_bytes = 0
@@ -172,14 +186,19 @@ class HttpProtocol(HttpToolsProtocol):
         if len(self.connections) > self._limits.max_connections:
             self._refuse(overloaded("too many connections", 1.0))
         else:
-            self._start_head_timer(DRAIN_HEAD_S if self._state.is_draining else self._limits.header_timeout_s)
+            self._start_head_timer(self._head_timeout_s)
 
     def data_received(self, data: bytes) -> None:
-        if self._state.holds(self, data):
-            return
         if self._is_deaf:
             self._discard(len(data))
-            return
+        elif self._state.holds(self, data):
+            self._num_held += 1
+            self._unset_keepalive_if_required()
+            self.transport.pause_reading()
+        else:
+            self._read(data)
+
+    def _read(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
         self._piece_bytes = len(data)
         if self._is_in_head:
@@ -196,15 +215,24 @@ class HttpProtocol(HttpToolsProtocol):
                 self._refuse(_head_too_large(self._limits))
             elif self._head_timer is None and (self._is_in_head or self._is_idle):
                 # Also after newlines alone, or the rest of a body that nobody wanted: neither is a request.
-                self._start_head_timer(self._limits.header_timeout_s)
+                self._start_head_timer(self._head_timeout_s)
 
     def resume(self, data: bytes) -> None:
-        """Take what was held, and read on."""
-        if self.transport.is_closing():
+        """Take what was held, and read on once it was all."""
+        self._num_held -= 1
+        if self.parser is None or self.transport.is_closing():  # it was lost meanwhile, or is to be
             return
-        self.data_received(data)
+        if self._is_deaf:
+            self._discard(len(data))
+        else:
+            self._read(data)
+        if self._num_held > 0 or self.transport.is_closing():
+            return
         if not self.flow.read_paused:
             self.transport.resume_reading()
+        if self._is_shutdown_due:
+            self._is_shutdown_due = False
+            self.shutdown()
 
     def connection_lost(self, exc: Exception | None) -> None:
         # uvicorn tells the newest request alone, which may stand behind the one that runs.
@@ -219,6 +247,10 @@ class HttpProtocol(HttpToolsProtocol):
         self._cycles.clear()
         self._state.lingering.discard(self)
         self._state.on_left()
+
+    def timeout_keep_alive_handler(self) -> None:
+        if self._num_held == 0:
+            super().timeout_keep_alive_handler()
 
     # What the parser calls
 
@@ -266,12 +298,14 @@ class HttpProtocol(HttpToolsProtocol):
 
     def shutdown(self) -> None:
         """End after the last request that has begun to come."""
-        if not self._is_idle:
+        if self._num_held > 0:
+            self._is_shutdown_due = True  # there may be one in what is held
+        elif not self._is_idle:
             self._make_last()
         elif self._is_in_head or self.cycle is None:
             if not self._is_deaf:
                 self._stop_head_timer()
-                self._start_head_timer(min(DRAIN_HEAD_S, self._limits.header_timeout_s))
+                self._start_head_timer(self._head_timeout_s)
         else:
             self.transport.close()
 
@@ -291,6 +325,11 @@ class HttpProtocol(HttpToolsProtocol):
         """No request waits for its answer, or for the rest of it."""
         return self.cycle is None or self.cycle.response_complete
 
+    @property
+    def _head_timeout_s(self) -> float:
+        limit_s = self._limits.header_timeout_s
+        return min(DRAIN_HEAD_S, limit_s) if self._state.is_draining else limit_s
+
     def _start_head_timer(self, timeout_s: float) -> None:
         self._head_timer = self.loop.call_later(timeout_s, self._on_no_head)
 
@@ -301,6 +340,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _on_no_head(self) -> None:
         self._head_timer = None
+        if self._num_held > 0:  # the rest may have come: what is read next starts another timer if it has not
+            return
         if self._is_in_head:
             self._refuse(
                 HttpFault(408, "the request's headers did not come in time (header_timeout_s)", code="timeout")

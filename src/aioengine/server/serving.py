@@ -408,8 +408,10 @@ class Server:
         # Connections that the system has accepted are taken over first: closing its socket would reset them.
         for _ in range(TURNS_TO_TAKE_IN):
             await asyncio.sleep(0)
-        on_drain()
         state = self._state
+        await state.given()
+        await asyncio.sleep(0)  # in which the app takes its first step with the last of it
+        on_drain()
         state.drain()
         await self._stop_listening()
         if self.death is None and not state.is_idle:
