@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import anyio
@@ -24,6 +24,7 @@ from aioengine.server.http_protocol import (
     HttpState,
 )
 from aioengine.server.serving import HttpLimits
+from aioengine.turns import turns_here
 
 both_loops = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
 virtual_time = pytest.mark.virtual_clock(seeds=[1, 2])
@@ -469,3 +470,206 @@ async def test_a_refused_client_that_neither_reads_nor_leaves_is_cut_off() -> No
         assert not server.state.connections
         await anyio.sleep(LINGER_S + 0.5)
         assert server.state.is_idle
+
+
+# What is held for a later turn of the loop
+
+
+@contextmanager
+def holding(server: Served) -> Iterator[None]:
+    """All that comes is held, and given at the end."""
+    turns, state = turns_here(), server.state
+    give = state._give
+    turns._is_begun, turns._ends_at = True, float("-inf")
+    state._give = lambda: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        turns._is_begun = False
+        state._give = give  # type: ignore[method-assign]
+        if state._held:
+            asyncio.get_running_loop().call_soon(give)
+
+
+@contextmanager
+def loop_errors() -> Iterator[list[dict[str, Any]]]:
+    errors: list[dict[str, Any]] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: errors.append(context))
+    try:
+        yield errors
+    finally:
+        loop.set_exception_handler(None)
+
+
+def num_held(server: Served) -> int:
+    return len(server.state._held)
+
+
+@both_loops
+@pytest.mark.parametrize("is_kept", [False, True])
+async def test_a_held_request_is_its_connections_last_when_a_drain_begins(is_kept: bool) -> None:
+    async with served() as server, client_of(server) as client:
+        if is_kept:
+            client.send(GET)
+            await client.answer()
+        with holding(server):
+            client.send(GET)
+            await until(lambda: num_held(server) == 1)
+            server.state.drain()
+        status, headers, _ = await client.answer()
+        assert (status, headers["connection"]) == (200, "close")
+        assert await client.end() == b""
+
+
+@both_loops
+async def test_a_request_held_behind_one_that_runs_outlives_a_drain() -> None:
+    async with served() as server, client_of(server) as client:
+        client.send(GET.replace(b"/a", b"/stream/one"))
+        await until(lambda: "one" in server.engine.running)
+        with holding(server):
+            client.send(GET)
+            await until(lambda: num_held(server) == 1)
+            server.state.drain()
+            server.engine.running["one"].end()
+            assert (await client.answer())[0] == 200
+        status, headers, _ = await client.answer()
+        assert (status, headers["connection"]) == (200, "close")
+        assert await client.end() == b""
+
+
+@both_loops
+@pytest.mark.parametrize("rest", [b"\r\n", b"GET /never"])
+async def test_a_drain_does_not_wait_for_what_was_held_and_is_no_request(rest: bytes) -> None:
+    async with served(header_timeout_s=0.1) as server, client_of(server) as client:
+        client.send(GET)
+        await client.answer()
+        with holding(server):
+            client.send(rest)
+            await until(lambda: num_held(server) == 1)
+            server.state.drain()
+        await client.end()
+
+
+@virtual_time
+@pytest.mark.parametrize("is_kept", [False, True])
+async def test_no_timer_ends_a_connection_whose_request_is_held(is_kept: bool) -> None:
+    async with served(header_timeout_s=10.0, keep_alive_timeout_s=10.0) as server, client_of(server) as client:
+        if is_kept:
+            client.send(GET)
+            await client.answer()
+        with holding(server):
+            client.send(GET)
+            await anyio.sleep(100)
+            assert num_held(server) == 1
+        assert (await client.answer())[0] == 200
+
+
+@virtual_time
+async def test_no_keep_alive_timer_ends_a_connection_whose_next_request_is_held() -> None:
+    async with served(keep_alive_timeout_s=10.0) as server, client_of(server) as client:
+        client.send(GET.replace(b"/a", b"/stream/one"))
+        await until_far(lambda: "one" in server.engine.running)
+        with holding(server):
+            client.send(GET)
+            await until_far(lambda: num_held(server) == 1)
+            server.engine.running["one"].end()
+            await client.answer()
+            await anyio.sleep(100)
+        assert (await client.answer())[0] == 200
+
+
+@virtual_time
+async def test_a_head_whose_beginning_was_held_has_its_time_again_and_no_more() -> None:
+    async with served(header_timeout_s=10.0) as server, client_of(server) as client:
+        with holding(server):
+            client.send(b"GET /never")
+            await anyio.sleep(100)
+        began = asyncio.get_running_loop().time()
+        assert (await client.refusal())[0] == 408
+        assert asyncio.get_running_loop().time() - began == pytest.approx(10.0, abs=0.5)
+
+
+@both_loops
+async def test_a_connection_that_fails_over_what_was_held_is_cut_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served() as server, client_of(server) as bad, client_of(server) as good:
+        resume = HttpProtocol.resume
+
+        def fail_first(protocol: HttpProtocol, data: bytes) -> None:
+            if b"/bad" in data:
+                raise RuntimeError("a bug")
+            resume(protocol, data)
+
+        monkeypatch.setattr(HttpProtocol, "resume", fail_first)
+        with loop_errors() as errors:
+            with holding(server):
+                bad.send(GET.replace(b"/a", b"/bad"))
+                await until(lambda: num_held(server) == 1)
+                good.send(GET)
+                await until(lambda: num_held(server) == 2)
+            assert (await good.answer())[0] == 200
+            try:
+                assert await bad.end() == b""
+            except ConnectionError:
+                pass
+            assert [str(each["exception"]) for each in errors] == ["a bug"]
+
+
+@both_loops
+async def test_what_was_held_of_a_connection_that_is_lost_is_dropped() -> None:
+    async with served() as server:
+        with loop_errors() as errors:
+            async with client_of(server) as client, client_of(server) as other:
+                with holding(server):
+                    client.send(GET)
+                    await until(lambda: num_held(server) == 1)
+                    (protocol,) = {each for each, _ in server.state._held}
+                    protocol.data_received(GET)
+                    protocol.transport.abort()
+                    await until(lambda: len(server.state.all()) == 1)
+                    other.send(GET)
+                    await until(lambda: num_held(server) == 3)
+                assert (await other.answer())[0] == 200
+            assert len(server.app.scopes) == 1
+            assert errors == []
+
+
+@both_loops
+async def test_a_client_that_ends_while_its_request_is_held_is_gone() -> None:
+    async with served() as server, client_of(server) as client:
+        with loop_errors() as errors:
+            with holding(server):
+                client.send(GET.replace(b"/a", b"/stream/one"))
+                client.writer.write_eof()
+                await until(lambda: num_held(server) == 1)
+                await asyncio.sleep(0.01)
+            await until(lambda: server.state.is_idle and not server.state.tasks)
+            assert errors == []
+
+
+@both_loops
+async def test_held_pieces_of_a_connection_stay_in_order() -> None:
+    async with served() as server, client_of(server) as client:
+        whole = b"".join(GET.replace(b"/a", b"/%d" % number) for number in range(10))
+        with holding(server):
+            client.send(whole[:7])
+            await until(lambda: num_held(server) == 1)
+            protocol = server.connection
+            for at in range(7, len(whole), 7):  # as where an app's reading has the transport go on
+                protocol.data_received(whole[at : at + 7])
+        for number in range(10):
+            assert json.loads((await client.answer())[2])["path"] == f"/{number}"
+        client.send(GET)
+        assert (await client.answer())[0] == 200
+
+
+@both_loops
+async def test_what_is_held_is_given_also_where_no_turn_has_time_left() -> None:
+    async with served() as server, client_of(server) as client:
+        with holding(server):
+            client.send(GET)
+            await until(lambda: num_held(server) == 1)
+            del server.state._give
+            asyncio.get_running_loop().call_soon(server.state._give)
+            await server.state.given()
+        assert (await client.answer())[0] == 200

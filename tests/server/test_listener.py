@@ -17,6 +17,7 @@ import httpx
 import pytest
 from server.running import GET, leave, listener_at, running, until
 from server.small_app import SmallApp, SmallEngine
+from turn_probe import few_a_turn
 
 from aioengine.errors import ConfigError
 from aioengine.server.serving import Listener, Listening, Stop, serve
@@ -197,6 +198,30 @@ async def test_over_tls_too_an_app_can_cut_a_client_that_does_not_read(certifica
         server.app.scopes[0]["extensions"]["aioengine.cut"]()
         await until(lambda: server.app.num_floods_ended == 1)
         await leave(writer)
+
+
+@both_loops
+async def test_over_tls_too_what_is_held_for_later_turns_is_answered_and_by_a_server_that_drains(
+    certificate: Path,
+) -> None:
+    where = Listening(port=0, ssl_certfile=str(certificate / "cert.pem"), ssl_keyfile=str(certificate / "key.pem"))
+    trust = ssl.create_default_context(cafile=str(certificate / "cert.pem"))
+    async with running(where) as server:
+        port = int(server.url.rpartition(":")[2])
+        connections = [await asyncio.open_connection("127.0.0.1", port, ssl=trust) for _ in range(20)]
+        with few_a_turn():
+            for is_last in (False, True):
+                for _, writer in connections:
+                    writer.write(GET % b"a")
+                if is_last:
+                    await asyncio.sleep(0)
+                    server.stop.ask()
+                for reader, _ in connections:
+                    assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
+                    await reader.readuntil(b"}")
+        await server.has_ended.wait()
+        for _, writer in connections:
+            await leave(writer)
 
 
 def test_a_bad_certificate_is_said_in_a_line(certificate: Path, folder: Path) -> None:
