@@ -3,8 +3,9 @@
 Jinja's immutable sandbox keeps a template from all that is not its own, and neither from looping for long nor from
 asking for all memory. Here each iteration of a loop, each call, filter and operator is a step, at which time is looked
 at; and whatever would make a value larger than any prompt is refused before it is made. Between two steps lies one
-operation on values of bounded size, so that a template is stopped within some 100 ms of its deadline. What is around
-the template (filters, globals, tags) is what transformers gives to templates, since they are written against that.
+operation on values of bounded size, whose time is about linear in it, so that a template is stopped within some 100 ms
+of its deadline and holds the GIL for no longer. What is around the template (filters, globals, tags) is what
+transformers gives to templates, since they are written against that; without filters that take long over little.
 """
 
 from __future__ import annotations
@@ -36,8 +37,22 @@ MAX_BITS = 2**14
 MAX_ARGUMENT = 2**20
 """The largest integer that a filter or method is given: a width, a count."""
 
-_WIDTH = re.compile(r"%[^%a-zA-Z]*(\d{5,}|\*)|\{[^{}]*(\d{5,}|\{)")
+MAX_PLACES = 400
+"""More decimals than any float has."""
+
+MAX_COMPARED = 2 * 10**8
+"""Of searches from the right, and of strips: characters of the text times those looked for, 0.2 ns each."""
+
+MAX_WORDS_CHARS = 2**18
+"""What a filter that looks at each word is given: 50 ms."""
+
+_LEFT_OUT = ("lipsum", "pprint", "striptags", "urlencode", "urlize", "wordwrap", "xmlattr")
+"""Of Jinja's: what takes long over little, and is for web pages."""
+
+_WIDTH = re.compile(r"%(\([^)]*\))?[^%a-zA-Z]*(\d{5,}|\*)|\{[^{}]*(\d{5,}|\{)")
 """In a format: a width of five digits, or one that is an argument."""
+
+_WIDE = re.compile(r"%(\([^)]*\))?[^%a-zA-Z]*\d{3,4}|\{[^{}]*\d{3,4}")
 
 
 class ChatEnvironment(ImmutableSandboxedEnvironment):
@@ -48,8 +63,9 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols])
         self.filters["tojson"] = _to_json
-        self.filters = {name: _stepping(name, function) for name, function in self.filters.items()}
-        del self.globals["lipsum"], self.filters["urlize"]  # what takes long over little
+        kept = {name: function for name, function in self.filters.items() if name not in _LEFT_OUT}
+        self.filters = {name: _stepping(name, function) for name, function in kept.items()}
+        del self.globals["lipsum"]
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = lambda format: datetime.now().strftime(format)  # noqa: A006 - its name there
         self.globals["dict"] = _Dict()
@@ -75,7 +91,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         args = _taken(args)
         owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)  # jinja2 has wrapped "".format
         if isinstance(owner, str | bytes | int | float):
-            _check_method(owner if isinstance(owner, str) else "", __obj.__name__, args, kwargs)
+            _check_method(owner if isinstance(owner, str | bytes) else "", __obj.__name__, args, kwargs)
         return _bounded(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -87,7 +103,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         if operator == "**" and isinstance(left, int) and isinstance(right, int):
             _check_bits(left.bit_length() * right)
         if operator == "%" and isinstance(left, str):
-            _check_format(left)
+            _check_format(left, right)
         return _bounded(super().call_binop(context, operator, left, right))
 
     @staticmethod
@@ -104,7 +120,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def made(value: Any) -> Any:
-        """A list, tuple or dict that a template puts together."""
+        """The identity, for a list, tuple or dict that a template puts together: `call` checks its size."""
         return value
 
 
@@ -152,10 +168,11 @@ class _Dict:
     """``dict`` of a template: without what the class itself would lead to."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict(*args, **kwargs)
+        pairs = args[0].items() if args and isinstance(args[0], dict) else [pair for some in args for pair in some]
+        return dict(ChatEnvironment.counted(pairs), **kwargs)
 
-    def fromkeys(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict.fromkeys(*args, **kwargs)
+    def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
+        return dict.fromkeys(ChatEnvironment.counted(keys), value)  # each may be compared with all before it
 
 
 class _Namespace(Namespace):
@@ -190,7 +207,10 @@ def _to_json(
 ) -> str:
     if (isinstance(indent, int) and indent > 64) or (isinstance(indent, str) and len(indent) > 64):
         raise TemplateStopped("it indents JSON by more than 64 characters")
-    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    if indent is None:
+        return encoder.encode(x)
+    return ChatEnvironment.concat(ChatEnvironment.counted(encoder.iterencode(x)))  # deep ones are mostly indents
 
 
 def _stepping(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -205,18 +225,33 @@ def _stepping(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         if name == "join" and hasattr(value, "__len__"):
             _check_size(len(value) * max(map(_size, [*further[:1], *kwargs.values()]), default=0))
         _check_method(value if isinstance(value, str) else "", name, further, kwargs)
+        if name == "unique":  # each may be compared with all before it
+            args = (*args[:first], ChatEnvironment.counted(value), *further)
         return _bounded(function(*args, **kwargs))
 
     return run
 
 
-def _check_method(text: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse what a text's method, or a filter, would make too much of."""
+def _check_method(text: str | bytes, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse what a text's method, or a filter, would make too much of or take too long for."""
     for argument in (*args, *kwargs.values()):
         if isinstance(argument, int) and abs(argument) > MAX_ARGUMENT:
             raise TemplateStopped(f"it calls {name} with a number above {MAX_ARGUMENT}")
+    if name in ("rfind", "rindex", "rsplit", "rpartition", "strip", "lstrip", "rstrip", "trim"):
+        # From the left Python searches in linear time.
+        sought = max(map(_size, (*args, *kwargs.values())), default=0)
+        if sought > 64 and sought * (len(text) if "strip" in name else len(text) - sought) > MAX_COMPARED:
+            raise TemplateStopped(f"it calls {name} on a long text with a long one")
+    if name in ("title", "wordcount") and args == () and len(text) > MAX_WORDS_CHARS:
+        raise TemplateStopped(f"it calls {name} on more than {MAX_WORDS_CHARS} characters")
+    if name == "sum" and any(isinstance(some, str | list | tuple) for some in (*args[1:], kwargs.get("start"))):
+        raise TemplateStopped("it calls sum on what are no numbers")
+    if name == "round" and any(isinstance(some, int) and abs(some) > MAX_PLACES for some in (*args, *kwargs.values())):
+        raise TemplateStopped(f"it calls round with more than {MAX_PLACES} places")
+    if isinstance(text, bytes):
+        return
     if name in ("format", "format_map"):
-        _check_format(text)
+        _check_format(text, (*args, *kwargs.values()))
     elif name == "replace" and len(args) > 1 and isinstance(args[0], str) and isinstance(args[1], str):
         _check_size((text.count(args[0]) * len(args[1])) + len(text))
     elif name == "join" and args and not isinstance(args[0], str) and isinstance(args[0], list | tuple | dict):
@@ -228,9 +263,14 @@ def _check_method(text: str, name: str, args: tuple[Any, ...], kwargs: dict[str,
         raise TemplateStopped("it calls translate, which is not supported")
 
 
-def _check_format(text: str) -> None:
+def _check_format(text: str, values: Any) -> None:
     if _WIDTH.search(text):
         raise TemplateStopped("it formats with a width of more than four digits, or with one that is computed")
+    _check_size(len(_WIDE.findall(text)) * 9999)
+    num_fields = max(text.count("%"), text.count("{"))
+    if num_fields > 1:
+        largest = max(map(_whole_size, values if isinstance(values, tuple) else (values,)), default=0)
+        _check_size(num_fields * largest)
 
 
 def _taken(values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -249,12 +289,18 @@ def _take(items: Iterator[Any]) -> list[Any]:
 
 
 def _bounded(value: Any) -> Any:
-    """A value that has been made, if it is not too large; what occurs twice in it counts twice, as in a text of it."""
+    """A value that has been made, if it is not too large."""
     if isinstance(value, int):
         _check_bits(value.bit_length())
     _check_size(_size(value))
     count(_size(value))
-    size = 0
+    _whole_size(value)
+    return value
+
+
+def _whole_size(value: Any) -> int:
+    """Characters of all that is in a value; what occurs twice counts twice, as in a text of it."""
+    size = len(value) if isinstance(value, str | bytes) else 0
     waiting: list[Any] = [value] if isinstance(value, list | tuple | dict) else []
     while waiting:
         some = waiting.pop()
@@ -267,11 +313,11 @@ def _bounded(value: Any) -> Any:
             waiting += some
         size += ITEM_CHARS
         _check_size(size + ITEM_CHARS * len(waiting))
-    return value
+    return size
 
 
 def _size(value: Any) -> int:
-    """At least of a value: characters of a text; items of a list or dict, in characters."""
+    """Lower bound of a value's size in characters; an item counts for `ITEM_CHARS`."""
     if isinstance(value, str | bytes):
         return len(value)
     return len(value) * ITEM_CHARS if isinstance(value, list | tuple | dict) else 0
