@@ -46,8 +46,9 @@ from aioengine.request import Request
 from aioengine.request_log import RequestLog
 from aioengine.sampling_params import SamplingParams
 from aioengine.text import calls
+from aioengine.text.lanes import Lanes
 from aioengine.text.tokenizer import Tokenizer
-from aioengine.text.worker import TextWorker, run_abandonable
+from aioengine.text.worker import ChatWorker, TextWorker, run_abandonable
 from aioengine.turns import turns_here
 from aioengine.validation import shorten
 
@@ -57,9 +58,6 @@ T = TypeVar("T")
 
 LARGE_TEXT_CHARS = 100_000
 """About 20 ms of tokenization, and a long prompt for any model."""
-
-NUM_CHAT_THREADS = 8
-"""More than `lanes.MAX_OVERDUE`; usual templates take turns in the quick lane, whatever the number."""
 
 LOAD_GRACE_S = 5.0
 """How long a cancelled start waits for a tokenizer that is being loaded; of a usual one that takes less."""
@@ -100,7 +98,7 @@ class Runtime:
         self.worker = TextWorker()
         self._large_worker = TextWorker()
         """For what takes long and must hold up nobody else: huge texts, and files that are written."""
-        self._chat_worker = TextWorker(NUM_CHAT_THREADS)
+        self._chat_worker = ChatWorker()
         """For chats: a template is a program, and one that takes long must hold up nothing else."""
         self.weights_turn = anyio.Lock()
         self.turns = turns_here()
@@ -323,7 +321,9 @@ class Runtime:
         # Not in the worker, for which closing waits: nothing can stop a library that runs for ever.
         self.tokenizer = await run_abandonable(load, grace_s=LOAD_GRACE_S)
         if self.tokenizer is not None:
-            self.tokenizer.template_lanes.timeout_s = self._given_config.chat_template_timeout_s
+            self.tokenizer.template_lanes = Lanes(
+                self._given_config.chat_template_timeout_s, on_overdue=self._chat_worker.give_way
+            )
             table = self.tokenizer.token_table()
             if isinstance(table, TokenTable):
                 self.longest_token_chars = max((len(piece) for piece in table.pieces if piece), default=1)
@@ -352,6 +352,10 @@ class Runtime:
             with self._user_code.called("while ending what was running"):
                 request.fail(self._end_error)
         self._requests.clear()
+        tokenizer = getattr(self, "tokenizer", None)
+        if tokenizer is not None:
+            tokenizer.template_lanes.close()
+            tokenizer.template_lanes = Lanes(self._given_config.chat_template_timeout_s)  # the caller may go on with it
         try:
             await self._backend.aclose()
         finally:

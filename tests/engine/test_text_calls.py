@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -579,7 +580,6 @@ SLOW = "{% if messages[0].content == 'slow' %}" + LOOPS + "{% endif %}"
 
 async def test_a_template_that_loops_holds_up_no_other_prompt(serve: Any, tasks: Any) -> None:
     async with serve(config={"chat_template_timeout_s": 1.0}) as served:
-        served.tokenizer.template_lanes.timeout_s = served.engine.config.chat_template_timeout_s
         served.tokenizer.chat_template = SLOW + "{{ messages[0].content }}"
         slow = [tasks.start(served.engine.generate([{"role": "user", "content": "slow"}])) for _ in range(3)]
         await asyncio.sleep(0)
@@ -591,6 +591,17 @@ async def test_a_template_that_loops_holds_up_no_other_prompt(serve: Any, tasks:
         assert [str(error) for error in await tasks.end(*slow)] == [
             "the model's chat template does not take these messages: it takes longer than 1 s (chat_template_timeout_s)"
         ] * 3
+
+
+async def test_closing_ends_templates_that_loop(serve: Any, tasks: Any) -> None:
+    async with serve(config={"chat_template_timeout_s": 3600}) as served:
+        served.tokenizer.chat_template = LOOPS
+        loops = [tasks.start(served.engine.generate(CHAT)) for _ in range(3)]
+        await asyncio.sleep(0.1)
+        began = time.monotonic()
+        await served.engine.aclose()
+        assert time.monotonic() - began < 5
+        assert [type(error) for error in await tasks.end(*loops)] == [EngineClosed] * 3
 
 
 async def test_a_panic_of_the_tokenizer_is_an_error_of_its_request(serve: Any, tasks: Any) -> None:

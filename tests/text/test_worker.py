@@ -1,13 +1,15 @@
 """Long text work runs in one thread that closing ends; short text work runs at once."""
 
 import asyncio
+import gc
 import threading
 from collections.abc import Callable
 
 import anyio
 import pytest
 
-from aioengine.text.worker import TextWorker
+from aioengine.errors import EngineClosed
+from aioengine.text.worker import ChatWorker, TextWorker
 
 LONG = TextWorker.MAX_INLINE_CHARS + 1
 BOTH_LOOPS = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
@@ -127,3 +129,59 @@ async def test_a_closed_worker_says_so() -> None:
     await worker.aclose()
     with pytest.raises(RuntimeError, match="closed"):
         await worker.run(str, 0, 5)
+
+
+async def test_chats_share_one_thread_but_for_one_that_is_overdue() -> None:
+    worker, gate, started = ChatWorker(), threading.Event(), threading.Event()
+    used = {await worker.run(threading.current_thread, None) for _ in range(3)}
+    assert len(used) == 1
+
+    def overdue() -> threading.Thread:
+        worker.give_way()
+        started.set()
+        gate.wait(10)
+        return threading.current_thread()
+
+    long = worker.begin(overdue)
+    await until(started)
+    [other] = {await worker.run(threading.current_thread, None) for _ in range(3)}
+    assert other not in used
+    gate.set()
+    assert {await long} == used
+    used.pop().join(10)
+    assert text_threads() == [other]
+    await worker.aclose()
+    assert text_threads() == []
+
+
+async def test_a_chat_that_nothing_can_stop_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ChatWorker, "CLOSE_GRACE_S", 0.01)
+    worker, gate, started, dropped = ChatWorker(), threading.Event(), threading.Event(), threading.Event()
+    callers = [worker.begin(work) for work in (waiting(gate, started), dropped.set)]
+    await until(started)
+    assert all(thread.daemon for thread in text_threads())
+    await worker.aclose()
+    errors = await asyncio.gather(*callers, return_exceptions=True)
+    assert [type(error) for error in errors] == [EngineClosed] * 2
+    gate.set()
+    for thread in text_threads():
+        thread.join(10)
+    assert not dropped.is_set()
+
+
+async def test_a_chat_that_ends_while_closing_is_heard() -> None:
+    worker, gate, started = ChatWorker(), threading.Event(), threading.Event()
+    caller = worker.begin(waiting(gate, started))
+    await until(started)
+    gate.set()
+    await worker.aclose()
+    assert await caller == "done"
+
+
+async def test_the_thread_of_a_dropped_chat_worker_ends() -> None:
+    worker = ChatWorker()
+    thread = await worker.run(threading.current_thread, None)
+    del worker
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()

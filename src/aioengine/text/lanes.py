@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from aioengine.errors import EngineOverloaded
+from aioengine.errors import EngineClosed, EngineOverloaded
 
 MAX_STEPS = 2**23
-MAX_CHARS = 2**24
+MAX_CHARS = 2**22
 """Of a text, of all texts in a list, and of what a template writes, with `MAX_GROWTH` more for each of the messages."""
 
 MAX_GROWTH = 4
 MAX_MADE = 64
-"""Times as many characters may be made in all: few are kept."""
+"""All intermediate values of one rendering together may have 64 times as many characters."""
 
 OVERDUE_S = 0.02
 """Seconds of computing after which a rendering lets others pass; usual ones take 0.1 ms."""
@@ -28,7 +28,10 @@ PAUSE_S = 0.001
 """An overdue rendering pauses for so long after each slice: for the event loop, and for other overdue ones."""
 
 MAX_OVERDUE = 6
-"""Renderings that may be overdue at once, fewer than the threads that render: what is quick finds a thread."""
+"""Renderings that may be overdue at once, each in a thread of its own."""
+
+LOOK_S = 0.1
+"""After so many seconds what waits for its turn looks whether the lanes were closed."""
 
 
 class TemplateStopped(Exception):
@@ -40,10 +43,23 @@ class Lanes:
 
     Args:
         timeout_s: how long one may take.
+        on_overdue: called in the thread of a rendering that becomes overdue: another is needed for what is quick.
+        clock, cpu_clock: seconds, and those that this thread has computed for.
     """
 
-    def __init__(self, timeout_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        timeout_s: float = 10.0,
+        *,
+        on_overdue: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+        cpu_clock: Callable[[], float] = time.thread_time,
+    ) -> None:
         self.timeout_s = timeout_s
+        self.clock = clock
+        self.cpu_clock = cpu_clock
+        self.is_closed = False
+        self._on_overdue = on_overdue
         self._quick = threading.Lock()
         self._overdue = threading.Lock()
         self._places = threading.BoundedSemaphore(MAX_OVERDUE)
@@ -57,17 +73,27 @@ class Lanes:
         Raises:
             TemplateStopped: by the environment's steps, in the block.
             EngineOverloaded: it is overdue, and too many others are.
+            EngineClosed: the lanes are closed.
         """
-        lane = _Lane(self, self._quick, MAX_CHARS + MAX_GROWTH * num_chars)
-        self._quick.acquire()
+        while not self._quick.acquire(timeout=LOOK_S):
+            self.check_open()
         # From here on: what waits for others is not late.
-        lane.deadline = time.monotonic() + self.timeout_s
+        lane = _Lane(self, self._quick, MAX_CHARS + MAX_GROWTH * num_chars)
         _running.lane = lane
         try:
+            self.check_open()
             yield
         finally:
             _running.lane = None
             lane.leave()
+
+    def close(self) -> None:
+        """Stop the renderings that run or wait, at their next steps; there will be no others."""
+        self.is_closed = True
+
+    def check_open(self) -> None:
+        if self.is_closed:
+            raise EngineClosed("the engine is closed")
 
     def change(self, lane: _Lane) -> None:
         """Let a quick one that is overdue go on in the other lane."""
@@ -81,6 +107,7 @@ class Lanes:
         self._quick.release()
         lane.lock = None
         lane.is_overdue = True
+        self._on_overdue()
         self.take_turn(lane)
 
     def take_turn(self, lane: _Lane) -> None:
@@ -88,10 +115,12 @@ class Lanes:
         if lane.lock is not None:
             lane.lock = None
             self._overdue.release()
-        if not self._overdue.acquire(timeout=max(0.0, lane.deadline - time.monotonic())):
-            raise lane.late()
+        while not self._overdue.acquire(timeout=min(LOOK_S, max(0.0, lane.deadline - self.clock()))):
+            self.check_open()
+            if self.clock() >= lane.deadline:
+                raise lane.late()
         lane.lock = self._overdue
-        lane.slice_ends = time.monotonic() + SLICE_S
+        lane.slice_ends = self.clock() + SLICE_S
 
     def end_overdue(self) -> None:
         self._places.release()
@@ -106,15 +135,17 @@ class _Lane:
         self.is_overdue = False
         self.max_chars = max_chars
         self.num_made = 0
-        self.deadline = self.slice_ends = 0.0
-        self._began_at_cpu = time.thread_time()
+        self.deadline = lanes.clock() + lanes.timeout_s
+        self.slice_ends = 0.0
+        self._began_at_cpu = lanes.cpu_clock()
         self._num_steps = 0
 
     def step(self) -> None:
         self._num_steps += 1
         if self._num_steps > MAX_STEPS:
             raise TemplateStopped(f"it takes more than {MAX_STEPS} steps")
-        now = time.monotonic()
+        self.lanes.check_open()
+        now = self.lanes.clock()
         if now > self.deadline:
             raise self.late()
         if self.is_overdue:
@@ -125,7 +156,7 @@ class _Lane:
 
     def computed_s(self) -> float:
         """Without what others have computed meanwhile."""
-        return time.thread_time() - self._began_at_cpu
+        return self.lanes.cpu_clock() - self._began_at_cpu
 
     def late(self) -> TemplateStopped:
         return TemplateStopped(f"it takes longer than {self.lanes.timeout_s:g} s (chat_template_timeout_s)")
