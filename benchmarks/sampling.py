@@ -31,9 +31,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from aioengine.core.plan import EMPTY, LogitsRow, RowAdded, RowSampling, StepPlan, Want, int32
 from aioengine.executor.input_batch import InputBatch
 from aioengine.sampler import PromptLines, Scratch, prompt_logprobs, sample
+from aioengine.scheduler.plan import EMPTY, LogitsRow, RowAdded, RowSampling, StepPlan, Want, int32
 
 NUM_PROMPT, NUM_OUTPUT = 200, 300
 HEAD = 40

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from aioengine.config import EngineConfig
-from aioengine.core.plan import StepPlan, StepResult, Want, int32
 from aioengine.executor.protocol import DeviceLost, PendingStep
+from aioengine.scheduler.plan import StepPlan, StepResult, Want, int32
 from aioengine.testing import FakeExecutor
 
 BOARD = "AIOENGINE_BENCH_BOARD"

@@ -34,18 +34,18 @@ import msgspec
 import numpy as np
 
 from aioengine.completion import Completion
-from aioengine.core.detokenizer import make_detokenizer
-from aioengine.core.kv_manager import KVManager
-from aioengine.core.plan import StepPlan, StepResult, Want, int32
-from aioengine.core.scheduler import Scheduler
-from aioengine.core.sequence import Sequence
-from aioengine.core.step_output import StepOutput
 from aioengine.demo import model_path
 from aioengine.engine_core import make_record
 from aioengine.metrics import EngineMetrics
 from aioengine.outputs import TokenLogprobs
 from aioengine.request import Request
 from aioengine.sampling_params import SamplingParams
+from aioengine.scheduler.detokenizer import make_detokenizer
+from aioengine.scheduler.kv_manager import KVManager
+from aioengine.scheduler.plan import StepPlan, StepResult, Want, int32
+from aioengine.scheduler.scheduler import Scheduler
+from aioengine.scheduler.sequence import Sequence
+from aioengine.scheduler.step_output import StepOutput
 from aioengine.text.tokenizer import Tokenizer
 
 BLOCK_SIZE = 16

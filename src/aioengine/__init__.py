@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from aioengine.blocking.llm import LLM
     from aioengine.blocking.llm_engine import LLMEngine
     from aioengine.config import EngineConfig
-    from aioengine.core.plan import LogitsProcessor, LogitsRow
     from aioengine.engine import Engine, Stream
     from aioengine.errors import (
         AioEngineError,
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from aioengine.outputs import CompletionDelta, CompletionOutput, Logprob, RequestOutput
     from aioengine.process_options import ProcessOptions
     from aioengine.sampling_params import SamplingParams
+    from aioengine.scheduler.plan import LogitsProcessor, LogitsRow
     from aioengine.worker_functions import Worker, worker_function
 
 __version__ = "0.1.0"

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from aioengine.config import EngineConfig
 from aioengine.control import AnyControl
-from aioengine.core.scheduler import SchedulerStats
-from aioengine.core.sequence import FinishReason, Sequence
 from aioengine.errors import EngineDead
 from aioengine.executor.protocol import ExecutorInfo
 from aioengine.health import Health
@@ -18,6 +16,8 @@ from aioengine.metrics import EngineMetrics, Observer, RequestMetrics
 from aioengine.model_folder import ModelFolder
 from aioengine.progress import OnProgress
 from aioengine.request import Request
+from aioengine.scheduler.scheduler import SchedulerStats
+from aioengine.scheduler.sequence import FinishReason, Sequence
 from aioengine.text.worker import TextWorker
 
 T = TypeVar("T")

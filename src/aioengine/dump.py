@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 
 from aioengine.config import EngineConfig
-from aioengine.core.plan import StepPlan
-from aioengine.core.scheduler import SchedulerStats
 from aioengine.errors import traceback_of
+from aioengine.scheduler.plan import StepPlan
+from aioengine.scheduler.scheduler import SchedulerStats
 
 
 def describe_failure(

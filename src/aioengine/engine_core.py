@@ -17,12 +17,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from aioengine.config import EngineConfig
 from aioengine.control import AnyControl, PauseMode
-from aioengine.core.kv_manager import KVManager
-from aioengine.core.plan import StepPlan, StepResult
-from aioengine.core.prefix_cache import hash_prompt, root_of
-from aioengine.core.scheduler import Scheduler, SchedulerStats
-from aioengine.core.sequence import FinishReason, Reason, Sequence, make_family
-from aioengine.core.step_output import StepOutput
 from aioengine.dump import describe_failure
 from aioengine.engine_control import Controls
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead, StepFailed, describe, traceback_of
@@ -31,6 +25,12 @@ from aioengine.health import Beat, Health, dead, judge
 from aioengine.listener import Endings, Listener, SampledLogprobs, TokenLines, UserCode, prompt_lines
 from aioengine.metrics import EngineMetrics, Observer, RequestMetrics, StatsLog, StepRecord
 from aioengine.request import Request
+from aioengine.scheduler.kv_manager import KVManager
+from aioengine.scheduler.plan import StepPlan, StepResult
+from aioengine.scheduler.prefix_cache import hash_prompt, root_of
+from aioengine.scheduler.scheduler import Scheduler, SchedulerStats
+from aioengine.scheduler.sequence import FinishReason, Reason, Sequence, make_family
+from aioengine.scheduler.step_output import StepOutput
 from aioengine.waits import Waits
 
 logger = logging.getLogger("aioengine")

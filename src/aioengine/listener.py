@@ -12,10 +12,10 @@ from typing import Protocol
 
 import msgspec
 
-from aioengine.core.plan import PromptLogprobs
-from aioengine.core.sequence import Sequence
-from aioengine.core.step_output import StepOutput
 from aioengine.errors import AioEngineError
+from aioengine.scheduler.plan import PromptLogprobs
+from aioengine.scheduler.sequence import Sequence
+from aioengine.scheduler.step_output import StepOutput
 from aioengine.turns import turns_here
 
 logger = logging.getLogger("aioengine")

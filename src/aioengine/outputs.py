@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from aioengine.core.sequence import FinishReason
 from aioengine.metrics import RequestMetrics
 from aioengine.plain_struct import PlainStruct
+from aioengine.scheduler.sequence import FinishReason
 
 
 class Logprob(PlainStruct, frozen=True, gc=False):

@@ -11,12 +11,12 @@ from typing import NamedTuple
 import msgspec
 
 from aioengine.completion import Completion
-from aioengine.core.sequence import Event, Sequence
 from aioengine.core_api import Core
 from aioengine.errors import AioEngineError
 from aioengine.metrics import RequestMetrics
 from aioengine.outputs import CompletionDelta, CompletionOutput, TokenLogprobs
 from aioengine.request_log import RequestLog
+from aioengine.scheduler.sequence import Event, Sequence
 
 MakeCompletion = Callable[["Reply", Sequence], Completion]
 

@@ -21,8 +21,6 @@ import anyio
 from aioengine.completion import Completion
 from aioengine.config import EngineConfig
 from aioengine.control import AnyControl, Pause, PauseMode, WakeUp
-from aioengine.core.detokenizer import Detokenizer, TokenTable, make_detokenizer
-from aioengine.core.sequence import Sequence, make_family
 from aioengine.core_api import CLOSE_DEADLINE_S, Backend, Core, Surroundings
 from aioengine.errors import (
     AioEngineError,
@@ -45,6 +43,8 @@ from aioengine.reply import Arrival, Reply
 from aioengine.request import Request
 from aioengine.request_log import RequestLog
 from aioengine.sampling_params import SamplingParams
+from aioengine.scheduler.detokenizer import Detokenizer, TokenTable, make_detokenizer
+from aioengine.scheduler.sequence import Sequence, make_family
 from aioengine.text import calls
 from aioengine.text.lanes import Lanes
 from aioengine.text.tokenizer import Tokenizer

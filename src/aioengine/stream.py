@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, NoReturn, ParamSpec, Self, TypeVar
 import msgspec
 
 from aioengine.control import StartProfile, StopProfile
-from aioengine.core.plan import int32
 from aioengine.errors import AioEngineError, EngineClosed
 from aioengine.intake import OnFull
 from aioengine.outputs import CompletionDelta, RequestOutput
@@ -22,6 +21,7 @@ from aioengine.reply import Arrival, Reply
 from aioengine.request import Request
 from aioengine.runtime import Runtime
 from aioengine.sampling_params import SamplingParams
+from aioengine.scheduler.plan import int32
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,10 +15,10 @@ from aioengine.attention.torch_paged import (
     dot_in_float32,
     padded_length,
 )
-from aioengine.core.plan import EMPTY, int32
 from aioengine.errors import InternalError
 from aioengine.kernels import reference_attention as reference
 from aioengine.kernels.metadata import AttentionMetadata
+from aioengine.scheduler.plan import EMPTY, int32
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import pytest
 
 from aioengine import LLM, LLMEngine
-from aioengine.core.plan import RowSampling
+from aioengine.scheduler.plan import RowSampling
 from aioengine.testing import FakeExecutor, sample_hash
 from aioengine.text.tokenizer import Tokenizer
 

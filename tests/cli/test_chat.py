@@ -33,9 +33,9 @@ from aioengine.cli.conversation import (
     Say,
 )
 from aioengine.cli.terminal import Interrupts, Screen
-from aioengine.core.plan import RowSampling
 from aioengine.demo import model_path
 from aioengine.sampling_params import SamplingParams
+from aioengine.scheduler.plan import RowSampling
 from aioengine.testing import FakeExecutor
 from aioengine.text.tokenizer import Tokenizer
 

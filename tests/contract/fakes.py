@@ -11,8 +11,8 @@ import msgspec
 from hostile_errors import HOSTILE
 
 from aioengine import EngineConfig
-from aioengine.core.plan import RowSampling
 from aioengine.executor.protocol import DeviceLost
+from aioengine.scheduler.plan import RowSampling
 from aioengine.testing import FakeExecutor, sample_hash
 from aioengine.worker_functions import Worker, worker_function
 

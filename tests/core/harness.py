@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from aioengine.core.kv_manager import KVManager
-from aioengine.core.plan import StepPlan, StepResult, Want, int32
-from aioengine.core.scheduler import Scheduler
-from aioengine.core.sequence import Reason, Sequence, make_family
-from aioengine.core.step_output import StepOutput
 from aioengine.request import Request
 from aioengine.sampling_params import SamplingParams
+from aioengine.scheduler.kv_manager import KVManager
+from aioengine.scheduler.plan import StepPlan, StepResult, Want, int32
+from aioengine.scheduler.scheduler import Scheduler
+from aioengine.scheduler.sequence import Reason, Sequence, make_family
+from aioengine.scheduler.step_output import StepOutput
 from aioengine.testing.fake_executor import FakeExecutor, FakeStep, Sampler, sample_hash
 
 EOS = 7

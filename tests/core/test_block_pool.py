@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from aioengine.core.block_pool import BlockPool
+from aioengine.scheduler.block_pool import BlockPool
 
 
 class Pool:

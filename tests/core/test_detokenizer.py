@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aioengine.core.detokenizer import (
+from aioengine.scheduler.detokenizer import (
     Detokenizer,
     PieceDetokenizer,
     TokenTable,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from core.harness import EOS, Core, expected_output
 
-from aioengine.core.sequence import Reason, Sequence, State
+from aioengine.scheduler.sequence import Reason, Sequence, State
 
 
 def family_of(core: Core, first: Sequence) -> list[Sequence]:

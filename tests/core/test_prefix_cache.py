@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aioengine.core.plan import int32
-from aioengine.core.prefix_cache import HASH_BYTES, ROOT, PrefixCache, hash_block, hash_prompt
+from aioengine.scheduler.plan import int32
+from aioengine.scheduler.prefix_cache import HASH_BYTES, ROOT, PrefixCache, hash_block, hash_prompt
 
 A, B, C = b"a" * 16, b"b" * 16, b"c" * 16
 
@@ -51,7 +51,7 @@ def test_names_are_the_same_in_every_process_and_release() -> None:
         "277f5415b9676be7680be5c238443824",
     ]
     program = (
-        "from aioengine.core.plan import int32; from aioengine.core.prefix_cache import hash_prompt;"
+        "from aioengine.scheduler.plan import int32; from aioengine.scheduler.prefix_cache import hash_prompt;"
         "print(*(name.hex() for name in hash_prompt(int32([5, 2**31 - 1, 0, 9, 8]), 2)))"
     )
     run = subprocess.run(

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from core.harness import EOS, Core, expected_output
 
-from aioengine.core.plan import RowSampling, StepPlan, Want
-from aioengine.core.scheduler import Scheduler
-from aioengine.core.sequence import Reason, Sequence, State
+from aioengine.scheduler.plan import RowSampling, StepPlan, Want
+from aioengine.scheduler.scheduler import Scheduler
+from aioengine.scheduler.sequence import Reason, Sequence, State
 from aioengine.testing.fake_executor import FakeExecutor
 
 

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from aioengine.core.sequence import Reason, Sequence, State
+from aioengine.scheduler.sequence import Reason, Sequence, State
 from aioengine.testing.fake_executor import FakeExecutor
 
 VOCAB = 12

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from aioengine.core.plan import int32
-from aioengine.core.sequence import TRANSITIONS, Event, Sequence, State
 from aioengine.request import Request
 from aioengine.sampling_params import SamplingParams
+from aioengine.scheduler.plan import int32
+from aioengine.scheduler.sequence import TRANSITIONS, Event, Sequence, State
 
 
 def make_sequence(prompt: list[int], *, eos_token_ids: tuple[int, ...] = (), **params: Any) -> Sequence:

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from aioengine import Engine
-from aioengine.core.plan import RowSampling
 from aioengine.engine_core import EngineCore
 from aioengine.runtime import Runtime
+from aioengine.scheduler.plan import RowSampling
 from aioengine.testing import FakeExecutor, VirtualClockLoop, sample_hash
 from aioengine.text.tokenizer import Tokenizer
 

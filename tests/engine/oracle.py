@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from aioengine.core.plan import RowSampling
 from aioengine.metrics import RequestMetrics, StepRecord
+from aioengine.scheduler.plan import RowSampling
 from aioengine.testing import sample_hash
 
 NUM_SPECIAL_TOKENS = 3

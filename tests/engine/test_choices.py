@@ -12,8 +12,8 @@ import pytest
 from engine.oracle import Witness, continuation, tokens_of
 
 from aioengine import CompletionDelta, EngineDead, EngineOverloaded, InvalidRequest, StepFailed
-from aioengine.core.plan import RowSampling
 from aioengine.executor.protocol import DeviceLost
+from aioengine.scheduler.plan import RowSampling
 
 EOS = 0
 PROMPT = list(range(10, 17))

@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from aioengine.core.plan import RowAdded, RowSampling, StepPlan, StepResult, Want, int32
+from aioengine.scheduler.plan import RowAdded, RowSampling, StepPlan, StepResult, Want, int32
 
 
 @dataclass

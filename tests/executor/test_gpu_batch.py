@@ -9,7 +9,6 @@ import pytest
 import torch
 from executor.plans import PlanWriter
 
-from aioengine.core.plan import RowSampling, StepPlan
 from aioengine.executor import graphs as graphs_module
 from aioengine.executor.gpu_batch import NUM_TOP_SIZES, PADDING_SLOT, GpuBatch, GpuStep
 from aioengine.executor.gpu_result import make_result
@@ -21,6 +20,7 @@ from aioengine.sampler.on_device import Features
 from aioengine.sampler.outputs import Outputs, OutputSizes
 from aioengine.sampler.rows import RowRules
 from aioengine.sampler.rule_table import ALWAYS, RuleSizes, RuleTable, RuleTensors, pack_bits
+from aioengine.scheduler.plan import RowSampling, StepPlan
 from aioengine.testing import FakeAccelerator
 
 POISON = 0x7F7F7F7F

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from aioengine.core.plan import EMPTY, LogitsRow, RowAdded, RowSampling, StepPlan, Want, int32
 from aioengine.executor.input_batch import InputBatch
 from aioengine.sampler import Sampled, SamplingRows, Scratch, sample
+from aioengine.scheduler.plan import EMPTY, LogitsRow, RowAdded, RowSampling, StepPlan, Want, int32
 
 COLUMN_DTYPES = {"temperature": np.float32, "top_p": np.float32, "min_p": np.float32, "seed": np.int64}
 DEFAULTS = {

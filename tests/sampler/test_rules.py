@@ -21,9 +21,9 @@ from sampler.batch import (
     tokens_of,
 )
 
-from aioengine.core.plan import RowSampling
 from aioengine.sampler import Scratch, sample
 from aioengine.sampler.rules import apply_rules
+from aioengine.scheduler.plan import RowSampling
 
 VOCABS = (1, 7, 123, 1000, 5003)
 

@@ -17,8 +17,8 @@ from starlette.requests import Request as Asked
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from aioengine.core.plan import RowSampling
 from aioengine.demo import model_path
+from aioengine.scheduler.plan import RowSampling
 from aioengine.server.page import page
 from aioengine.testing import FakeExecutor
 from aioengine.text.tokenizer import Tokenizer

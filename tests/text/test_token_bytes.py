@@ -12,8 +12,8 @@ from text.conftest import byte_fallback, byte_level, end_of_word, unigram
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders
 
-from aioengine.core.detokenizer import TokenTable
 from aioengine.errors import InvalidRequest
+from aioengine.scheduler.detokenizer import TokenTable
 from aioengine.text.calls import token_bytes
 from aioengine.text.loading import LoadedTokenizer
 from aioengine.text.token_table import build_token_tables

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from aioengine.core.detokenizer import TokenTable, WindowTable, make_detokenizer
 from aioengine.errors import ModelLoadError
+from aioengine.scheduler.detokenizer import TokenTable, WindowTable, make_detokenizer
 from aioengine.text.token_table import build_token_tables
 
 CHARS = "abc .'\n🙂👩‍👧日本é▁\x00\ufffd"

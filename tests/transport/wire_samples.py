@@ -18,10 +18,10 @@ import numpy as np
 
 from aioengine import control as c
 from aioengine.config import EngineConfig
-from aioengine.core.scheduler import SchedulerStats
 from aioengine.executor.protocol import ExecutorInfo
 from aioengine.health import Beat
 from aioengine.sampling_params import SamplingParams
+from aioengine.scheduler.scheduler import SchedulerStats
 from aioengine.transport import handshake, wire
 from aioengine.transport.faults import Fault
 from aioengine.transport.wire import Message

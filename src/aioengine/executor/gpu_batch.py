@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aioengine.core.plan import Int32, RowAdded, StepPlan, Want
 from aioengine.executor.row_columns import RowColumns
 from aioengine.executor.step_words import ExtraWords, FixedWords, Span, TableSpans
 from aioengine.kernels.slots import SLOT_WORDS, Slot, SlotFlag
@@ -20,6 +19,7 @@ from aioengine.sampler import PromptLines, RowRules, spans
 from aioengine.sampler.on_device import Features
 from aioengine.sampler.outputs import OutputSizes
 from aioengine.sampler.rule_table import RuleSizes, RuleTable, pack_bits
+from aioengine.scheduler.plan import Int32, RowAdded, StepPlan, Want
 
 NUM_TOP_SIZES = (0, 5, 20)
 """Numbers of likeliest tokens for which there are graphs; others are rounded up."""

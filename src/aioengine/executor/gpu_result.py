@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aioengine.core.plan import PromptLogprobs, RowFailure, StepLogprobs, StepResult, int32
 from aioengine.executor.gpu_batch import GpuStep
 from aioengine.kernels.slots import Status
 from aioengine.sampler import spans
 from aioengine.sampler.outputs import Outputs, Scored
+from aioengine.scheduler.plan import PromptLogprobs, RowFailure, StepLogprobs, StepResult, int32
 
 
 def make_result(

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from aioengine.attention.gpu_paged import GpuPagedAttention, StepTensors
-from aioengine.core.plan import StepPlan
 from aioengine.executor.accelerator import Accelerator, Event, Work
 from aioengine.executor.gpu_batch import NUM_TOP_SIZES, Deltas, GpuBatch, GpuStep
 from aioengine.executor.graphs import DecodeGraphs, GraphKey
@@ -30,6 +29,7 @@ from aioengine.models.fused import FusedDecoder
 from aioengine.sampler.on_device import DeviceSampler, Features, SlotTensors
 from aioengine.sampler.outputs import Outputs, OutputSizes, Scored
 from aioengine.sampler.rule_table import RuleSizes
+from aioengine.scheduler.plan import StepPlan
 
 PROMPT_CHUNK_ELEMENTS = 2**25
 """Logits of a prompt that are computed together: 128 MiB."""

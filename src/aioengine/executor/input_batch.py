@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from aioengine.core.plan import Int32, RowAdded, StepPlan, Want
 from aioengine.executor.row_columns import RULED_COLUMNS, SAMPLING_COLUMNS, RowColumns
 from aioengine.kernels.metadata import AttentionMetadata
 from aioengine.sampler import PromptLines, RuledRows, SamplingRows, spans
+from aioengine.scheduler.plan import Int32, RowAdded, StepPlan, Want
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from aioengine.core.plan import StepPlan
 from aioengine.errors import InvalidRequest
+from aioengine.scheduler.plan import StepPlan
 
 _in_use = threading.Lock()
 """Held while a `Recording` records: torch has one profiler a process, and a second beside it ends in a segfault."""

@@ -9,8 +9,8 @@ from typing import Any, Literal, Protocol, TypeVar
 import msgspec
 
 from aioengine.control import StageWeights
-from aioengine.core.plan import StepPlan, StepResult
 from aioengine.errors import InvalidRequest
+from aioengine.scheduler.plan import StepPlan, StepResult
 
 T = TypeVar("T")
 

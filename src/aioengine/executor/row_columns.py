@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aioengine.core.plan import Int32, RowAdded, StepPlan
 from aioengine.sampler import NO_RULES, PromptLines, RowRules, has_rules, spans
+from aioengine.scheduler.plan import Int32, RowAdded, StepPlan
 
 SAMPLING_COLUMNS: dict[str, type[np.generic]] = {
     "temperature": np.float32,

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from aioengine.attention.backend import AttentionBackend
-from aioengine.core.plan import EMPTY, RowFailure, StepPlan, StepResult, int32
 from aioengine.executor.input_batch import InputBatch, StepInputs
 from aioengine.executor.protocol import DeviceLost, ExecutorStats
 from aioengine.executor.waiter import Later
 from aioengine.models.decoder import Decoder
 from aioengine.sampler import Scratch, prompt_logprobs, sample
+from aioengine.scheduler.plan import EMPTY, RowFailure, StepPlan, StepResult, int32
 
 
 def attend_to_itself(layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None) -> Tensor:

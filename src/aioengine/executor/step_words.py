@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from aioengine.core.plan import Int32
 from aioengine.kernels.slots import SLOT_WORDS
 from aioengine.sampler.outputs import ALIGNMENT, aligned
+from aioengine.scheduler.plan import Int32
 
 Words = TypeVar("Words", NDArray[Any], Tensor)
 

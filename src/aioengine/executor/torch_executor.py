@@ -16,7 +16,6 @@ import torch
 
 from aioengine.config import EngineConfig
 from aioengine.control import StageWeights
-from aioengine.core.plan import StepPlan, StepResult
 from aioengine.errors import ConfigError, describe
 from aioengine.executor.cuda import CudaAccelerator, find_cuda
 from aioengine.executor.device import DeviceThread, Pending
@@ -38,6 +37,7 @@ from aioengine.executor.weights import Load, Weights
 from aioengine.model_folder import ModelFolder
 from aioengine.models.loader import ON_CPU, LoadStopped, Placement, load_decoder
 from aioengine.progress import LOADING, OnProgress
+from aioengine.scheduler.plan import StepPlan, StepResult
 from aioengine.worker_functions import Worker, registered
 
 logger = logging.getLogger("aioengine")

@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aioengine.core.plan import Int32
 from aioengine.sampler.blocks import BLOCK, CHUNK_ELEMENTS, BlockedLogits, Scratch, distinct, row_index
 from aioengine.sampler.filters import filter_threshold
 from aioengine.sampler.noise import NOISE_SPAN, gumbel, noise_keys
 from aioengine.sampler.rows import Int64, SamplingRows
+from aioengine.scheduler.plan import Int32
 
 
 def draw_tokens(

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from aioengine.core.plan import Int32
 from aioengine.sampler.blocks import BLOCK, BlockedLogits, largest, row_index
 from aioengine.sampler.rows import SamplingRows
+from aioengine.scheduler.plan import Int32
 
 TOP_P_TIERS = (128, 2048)
 """How many likeliest tokens are looked at for the mass of top-p, until the whole row is sorted: 13 ms for 150,000."""

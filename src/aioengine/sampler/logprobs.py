@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aioengine.core.plan import Float32, Int32, PromptLogprobs, StepLogprobs, int32
 from aioengine.sampler.blocks import BLOCK, CHUNK_ELEMENTS, BlockedLogits, block, distinct, largest, row_index
 from aioengine.sampler.rows import Int64, PromptLines, SamplingRows, spans
+from aioengine.scheduler.plan import Float32, Int32, PromptLogprobs, StepLogprobs, int32
 
 PROMPT_CHUNK_ELEMENTS = 2**22
 """Logits of a prompt that are computed together: 16 MB, and temporaries of the same size; 27 tokens of 150,000."""

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from aioengine.core.plan import Int32
 from aioengine.sampler.blocks import BLOCK, Scratch
+from aioengine.scheduler.plan import Int32
 
 NOISE_SPAN = 19.5
 """The highest noise that `gumbel` makes, -log(-log(1 - 2⁻²⁴)) = 16.64, less the lowest, -log(-log(2⁻²⁴)) = -2.81."""

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aioengine.core.plan import Float32, Int32
 from aioengine.sampler.blocks import BLOCK, CHUNK_ELEMENTS, Scratch
 from aioengine.sampler.rows import Int64, RuledRows
+from aioengine.scheduler.plan import Float32, Int32
 
 
 def apply_penalties(logits: Tensor, ruled: RuledRows, scratch: Scratch) -> None:

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aioengine.core.plan import LogitsProcessor, LogitsRow
 from aioengine.errors import TRACEBACK, describe, linked
 from aioengine.sampler.blocks import put_rows
 from aioengine.sampler.rows import Int64, RuledRows
+from aioengine.scheduler.plan import LogitsProcessor, LogitsRow
 
 
 def run_processors(logits: Tensor, ruled: RuledRows) -> dict[int, Exception]:

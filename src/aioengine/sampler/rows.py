@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from aioengine.core.plan import Float32, Int32, LogitsProcessor, RowSampling
+from aioengine.scheduler.plan import Float32, Int32, LogitsProcessor, RowSampling
 
 Int64 = NDArray[np.int64]
 

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from aioengine.core.plan import Int32
 from aioengine.sampler.rows import NO_RULES, RowRules
+from aioengine.scheduler.plan import Int32
 
 ALWAYS = np.int32(2**31 - 1)
 MIN_SIZE = 64

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aioengine.core.plan import Float32, Int32, RowFailure, StepLogprobs
 from aioengine.sampler.blocks import BlockedLogits, Scratch, block, likeliest, put_rows, row_index
 from aioengine.sampler.draws import draw_tokens
 from aioengine.sampler.logprobs import step_logprobs
 from aioengine.sampler.rows import Int64, RuledRows, SamplingRows, spans
 from aioengine.sampler.rules import apply_rules
+from aioengine.scheduler.plan import Float32, Int32, RowFailure, StepLogprobs
 
 
 class Sampled(NamedTuple):

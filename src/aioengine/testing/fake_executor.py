@@ -20,16 +20,6 @@ import numpy as np
 
 from aioengine.config import EngineConfig
 from aioengine.control import StageWeights
-from aioengine.core.plan import (
-    PromptLogprobs,
-    RowAdded,
-    RowFailure,
-    RowSampling,
-    StepPlan,
-    StepResult,
-    Want,
-    int32,
-)
 from aioengine.errors import InvalidRequest
 from aioengine.executor.protocol import (
     DeviceLost,
@@ -39,6 +29,16 @@ from aioengine.executor.protocol import (
     already_recording,
     not_recording,
     weights_asleep,
+)
+from aioengine.scheduler.plan import (
+    PromptLogprobs,
+    RowAdded,
+    RowFailure,
+    RowSampling,
+    StepPlan,
+    StepResult,
+    Want,
+    int32,
 )
 from aioengine.testing.fake_logprobs import likeliest, logprobs_of, step_logprobs
 from aioengine.testing.fake_weights import FakeWeights

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from aioengine.core.plan import Float32, Int32, RowSampling, StepLogprobs, int32
+from aioengine.scheduler.plan import Float32, Int32, RowSampling, StepLogprobs, int32
 
 
 def logprobs_of(distances: Int32) -> Float32:

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from aioengine.core.detokenizer import TokenTable, make_detokenizer
 from aioengine.errors import InvalidRequest
+from aioengine.scheduler.detokenizer import TokenTable, make_detokenizer
 from aioengine.text.chat import copy_messages
 from aioengine.text.template_kwargs import take_template_kwargs
 from aioengine.text.tokenizer import Tokenizer

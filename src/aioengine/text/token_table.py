@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from aioengine.core.detokenizer import TokenTable, WindowTable
 from aioengine.errors import InvalidRequest, ModelLoadError
+from aioengine.scheduler.detokenizer import TokenTable, WindowTable
 from aioengine.text.loading import MAX_TOKEN_IDS, failures_as
 
 if TYPE_CHECKING:

@@ -18,8 +18,6 @@ import msgspec
 
 from aioengine.config import EngineConfig
 from aioengine.control import LETS_GO, WAKE_TAGS, AnyControl, GetStats, Resume, Sleep, WakeUp
-from aioengine.core.scheduler import SchedulerStats
-from aioengine.core.sequence import FinishReason, Sequence, make_family
 from aioengine.engine_core import PUBLISH_SLICE
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead, WireError, describe
 from aioengine.executor.protocol import ExecutorInfo
@@ -27,6 +25,8 @@ from aioengine.health import Health, dead, judge
 from aioengine.listener import UNLIMITED, Endings, Listener, UserCode
 from aioengine.metrics import EngineMetrics, Observer, RequestMetrics, StatsLog
 from aioengine.request import Request
+from aioengine.scheduler.scheduler import SchedulerStats
+from aioengine.scheduler.sequence import FinishReason, Sequence, make_family
 from aioengine.transport.faults import Fault, to_error
 from aioengine.transport.line_columns import LineColumns
 from aioengine.transport.link import Link

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from aioengine.core.sequence import Sequence
 from aioengine.engine_core import EngineCore
 from aioengine.errors import AioEngineError, EngineOverloaded, InvalidRequest, PromptTooLong
 from aioengine.listener import UNLIMITED
@@ -12,6 +11,7 @@ from aioengine.prompt import MAX_ID_CHARS, MAX_PRIORITY, MAX_SALT_CHARS, check_l
 from aioengine.request import Request
 from aioengine.request_log import RequestLog
 from aioengine.sampling_params import MAX_BAD_WORDS, MAX_BAD_WORDS_CHARS
+from aioengine.scheduler.sequence import Sequence
 from aioengine.text.worker import TextWorker
 from aioengine.transport.faults import to_fault
 from aioengine.transport.session import Follower, Session

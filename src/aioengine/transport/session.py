@@ -12,12 +12,12 @@ import msgspec
 import numpy as np
 
 from aioengine.control import AnyControl, CommitWeights, DropWeights, StageWeights
-from aioengine.core.sequence import Sequence
 from aioengine.engine_core import EngineCore
 from aioengine.errors import AioEngineError, WireError
 from aioengine.health import Beat
 from aioengine.listener import UNLIMITED, SampledLogprobs
 from aioengine.metrics import StepRecord
+from aioengine.scheduler.sequence import Sequence
 from aioengine.transport.faults import to_fault
 from aioengine.transport.sockets import Channel, Monitor, size_of
 from aioengine.transport.wire import (

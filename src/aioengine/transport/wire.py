@@ -22,12 +22,12 @@ from numpy.typing import NDArray
 
 from aioengine.config import EngineConfig
 from aioengine.control import AnyControl, StageWeights
-from aioengine.core.scheduler import SchedulerStats
-from aioengine.core.sequence import FinishReason
 from aioengine.errors import InvalidRequest, WireError
 from aioengine.executor.protocol import ExecutorInfo
 from aioengine.health import Beat
 from aioengine.sampling_params import SamplingParams
+from aioengine.scheduler.scheduler import SchedulerStats
+from aioengine.scheduler.sequence import FinishReason
 from aioengine.transport.faults import Fault
 
 PROTOCOL_VERSION = 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from aioengine.core.sequence import FinishReason, Sequence
+from aioengine.scheduler.sequence import FinishReason, Sequence
 
 
 def finish_reason(

@@ -6,8 +6,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from aioengine.core.plan import Int32, PromptLogprobs, StepLogprobs
-from aioengine.core.sequence import Sequence
+from aioengine.scheduler.plan import Int32, PromptLogprobs, StepLogprobs
+from aioengine.scheduler.sequence import Sequence
 
 Float64 = NDArray[np.float64]
 Bool = NDArray[np.bool_]

@@ -7,8 +7,8 @@ from itertools import compress
 import numpy as np
 from numpy.typing import NDArray
 
-from aioengine.core.plan import EMPTY, Int32, int32
-from aioengine.core.sequence import Sequence
+from aioengine.scheduler.plan import EMPTY, Int32, int32
+from aioengine.scheduler.sequence import Sequence
 
 Rows = NDArray[np.intp]
 """Rows to index columns with: numpy gathers and scatters two to three times as fast with these as with int32."""

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 
 import msgspec
 
-from aioengine.core.block_pool import BlockPool
-from aioengine.core.prefix_cache import PrefixCache, hash_block, hash_prompt, root_of
-from aioengine.core.sequence import Reason, Sequence
+from aioengine.scheduler.block_pool import BlockPool
+from aioengine.scheduler.prefix_cache import PrefixCache, hash_block, hash_prompt, root_of
+from aioengine.scheduler.sequence import Reason, Sequence
 
 
 class Hit(msgspec.Struct, frozen=True):

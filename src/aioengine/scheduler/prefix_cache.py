@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from hashlib import blake2b
 
-from aioengine.core.plan import Int32
+from aioengine.scheduler.plan import Int32
 
 HASH_BYTES = 16
 ROOT = blake2b(b"aioengine prefix cache v1", digest_size=HASH_BYTES).digest()

@@ -16,14 +16,14 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from aioengine.core.budget import Claim, Work, join, out_of_blocks, share_budget
-from aioengine.core.kv_manager import Hit, KVManager
-from aioengine.core.plan import EMPTY, Int8, Int32, RowAdded, StepPlan, StepResult, int32
-from aioengine.core.row_table import Rows, RowTable
-from aioengine.core.sequence import Event, FinishReason, Reason, Sequence, State
-from aioengine.core.step_output import Bool, Float64, StepOutput, score_prompts
-from aioengine.core.stopping import finish_reason
-from aioengine.core.waiting import WaitingQueue
+from aioengine.scheduler.budget import Claim, Work, join, out_of_blocks, share_budget
+from aioengine.scheduler.kv_manager import Hit, KVManager
+from aioengine.scheduler.plan import EMPTY, Int8, Int32, RowAdded, StepPlan, StepResult, int32
+from aioengine.scheduler.row_table import Rows, RowTable
+from aioengine.scheduler.sequence import Event, FinishReason, Reason, Sequence, State
+from aioengine.scheduler.step_output import Bool, Float64, StepOutput, score_prompts
+from aioengine.scheduler.stopping import finish_reason
+from aioengine.scheduler.waiting import WaitingQueue
 
 Array = TypeVar("Array", Int32, Int8)
 

@@ -13,8 +13,8 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from aioengine.core.plan import Int32, RowSampling
 from aioengine.request import Request
+from aioengine.scheduler.plan import Int32, RowSampling
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 

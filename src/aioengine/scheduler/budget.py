@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from aioengine.core.plan import Int32
-from aioengine.core.row_table import Rows, RowTable
+from aioengine.scheduler.plan import Int32
+from aioengine.scheduler.row_table import Rows, RowTable
 
 
 class Work(msgspec.Struct, frozen=True, gc=False):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 
-from aioengine.core.sequence import Sequence
+from aioengine.scheduler.sequence import Sequence
 
 
 class WaitingQueue:
