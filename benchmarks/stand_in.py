@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from aioengine.config import EngineConfig
-from aioengine.executor.protocol import DeviceLost, PendingStep
+from aioengine.core.executor_protocol import DeviceLost, PendingStep
 from aioengine.scheduler.plan import StepPlan, StepResult, Want, int32
 from aioengine.testing import FakeExecutor
 

@@ -33,19 +33,19 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from aioengine.completion import Completion
+from aioengine.core.engine_core import make_record
 from aioengine.demo import model_path
-from aioengine.engine_core import make_record
+from aioengine.frontend.completion import Completion
 from aioengine.metrics import EngineMetrics
 from aioengine.outputs import TokenLogprobs
-from aioengine.request import Request
 from aioengine.sampling_params import SamplingParams
-from aioengine.scheduler.detokenizer import make_detokenizer
 from aioengine.scheduler.kv_manager import KVManager
 from aioengine.scheduler.plan import StepPlan, StepResult, Want, int32
+from aioengine.scheduler.request import Request
 from aioengine.scheduler.scheduler import Scheduler
 from aioengine.scheduler.sequence import Sequence
 from aioengine.scheduler.step_output import StepOutput
+from aioengine.text.detokenizer import make_detokenizer
 from aioengine.text.tokenizer import Tokenizer
 
 BLOCK_SIZE = 16

@@ -45,10 +45,10 @@ from stand_in import BOARD, FIRST_ID, MAX_MODEL_LEN, Board, StandIn
 from transport_report import KINDS, NUM_CALLERS, Death, Figures, Point, Run, Started, print_figures
 
 from aioengine import Engine, EngineDead, ProcessOptions
-from aioengine.listener import UNLIMITED
-from aioengine.request import Request
+from aioengine.core.listener import UNLIMITED
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.plan import int32
+from aioengine.scheduler.request import Request
 from aioengine.transport import launch
 from aioengine.transport.handshake import EngineState, Welcome
 from aioengine.transport.supervisor import Supervisor

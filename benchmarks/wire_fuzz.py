@@ -38,7 +38,7 @@ sys.path[:] = [str(_TESTS), *(entry for entry in sys.path if Path(entry).resolve
 from transport.siege import Siege, besieged, request
 from transport.wire_samples import CONTROLS, DIRECTIONS, FROM_FRONT_END, Sample, frames_of
 
-from aioengine import control as c
+from aioengine.core import control as c
 from aioengine.errors import InvalidRequest, WireError
 from aioengine.transport import handshake, wire
 from aioengine.transport.faults import to_error

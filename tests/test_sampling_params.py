@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from msgspec import Meta
 
 from aioengine.errors import InvalidRequest, ModelLoadError
-from aioengine.model_folder import ModelFolder
+from aioengine.models.folder import ModelFolder
 from aioengine.sampling_params import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORDS,

@@ -17,10 +17,10 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
+from aioengine.core.executor_protocol import ExecutorStats
 from aioengine.executor import gpu_runner
 from aioengine.executor.accelerator import HostWords
 from aioengine.executor.graphs import default_sizes
-from aioengine.executor.protocol import ExecutorStats
 from aioengine.scheduler.plan import EMPTY, RowAdded, RowSampling, StepPlan, int32
 from benchmarks.gpu.command import positive, run
 

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from aioengine.blocking.llm import LLM
     from aioengine.blocking.llm_engine import LLMEngine
     from aioengine.config import EngineConfig
+    from aioengine.core.executor_protocol import ExecutorInfo
+    from aioengine.core.health import Health
+    from aioengine.core.worker_functions import Worker, worker_function
     from aioengine.engine import Engine, Stream
     from aioengine.errors import (
         AioEngineError,
@@ -31,14 +34,11 @@ if TYPE_CHECKING:
         StepFailed,
         WireError,
     )
-    from aioengine.executor.protocol import ExecutorInfo
-    from aioengine.health import Health
     from aioengine.metrics import EngineMetrics, EngineStats, Observer, RequestMetrics, StepRecord
     from aioengine.outputs import CompletionDelta, CompletionOutput, Logprob, RequestOutput
     from aioengine.process_options import ProcessOptions
     from aioengine.sampling_params import SamplingParams
     from aioengine.scheduler.plan import LogitsProcessor, LogitsRow
-    from aioengine.worker_functions import Worker, worker_function
 
 __version__ = "0.1.0"
 

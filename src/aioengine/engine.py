@@ -16,9 +16,9 @@ from typing import Any, Self, TypeVar, Unpack
 import anyio
 import msgspec
 
-from aioengine import control_calls
 from aioengine.config import ConfigKeywords, EngineConfig, make_config
-from aioengine.control import (
+from aioengine.core import control_calls
+from aioengine.core.control import (
     AnyControl,
     ExecuteDummyBatch,
     IsSleeping,
@@ -29,16 +29,13 @@ from aioengine.control import (
     UpdateWeights,
     WakeTag,
 )
-from aioengine.core_api import Backend, Surroundings
+from aioengine.core.executor_protocol import Executor, ExecutorInfo
+from aioengine.core.health import Health
+from aioengine.core.protocol import Backend, Surroundings
 from aioengine.errors import ConfigError, EngineClosed, InvalidRequest
-from aioengine.executor.protocol import Executor, ExecutorInfo
-from aioengine.health import Health
-from aioengine.in_process import InProcess
-from aioengine.intake import OnFull
-from aioengine.metrics import EngineMetrics, EngineStats, Observer
-from aioengine.outputs import RequestOutput
-from aioengine.process_options import ProcessOptions
-from aioengine.prompt import (
+from aioengine.executor.in_process import InProcess
+from aioengine.frontend.admission import OnFull
+from aioengine.frontend.prompt import (
     ChatMessage,
     Prompt,
     PromptDict,
@@ -50,12 +47,15 @@ from aioengine.prompt import (
     take_prompt,
     take_template,
 )
-from aioengine.runtime import Runtime
+from aioengine.frontend.runtime import Runtime
+from aioengine.frontend.weight_pieces import absolute, send_weights
+from aioengine.metrics import EngineMetrics, EngineStats, Observer
+from aioengine.outputs import RequestOutput
+from aioengine.process_options import ProcessOptions
 from aioengine.sampling_params import SamplingKeywords, SamplingParams, make_params
 from aioengine.stream import Call, Checked, Profile, Stream, await_only
 from aioengine.text.tokenizer import ModelTokenizer
 from aioengine.validation import shorten
-from aioengine.weight_pieces import absolute, send_weights
 
 __all__ = ["ChatMessage", "Engine", "Prompt", "Stream"]
 

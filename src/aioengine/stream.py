@@ -12,16 +12,16 @@ from typing import Any, NamedTuple, NoReturn, ParamSpec, Self, TypeVar
 
 import msgspec
 
-from aioengine.control import StartProfile, StopProfile
+from aioengine.core.control import StartProfile, StopProfile
 from aioengine.errors import AioEngineError, EngineClosed
-from aioengine.intake import OnFull
+from aioengine.frontend.admission import OnFull
+from aioengine.frontend.prompt import Prompt, num_chars, prepare
+from aioengine.frontend.request_state import Arrival, Reply
+from aioengine.frontend.runtime import Runtime
 from aioengine.outputs import CompletionDelta, RequestOutput
-from aioengine.prompt import Prompt, num_chars, prepare
-from aioengine.reply import Arrival, Reply
-from aioengine.request import Request
-from aioengine.runtime import Runtime
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.plan import int32
+from aioengine.scheduler.request import Request
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):

@@ -32,7 +32,7 @@ from aioengine import (
     StepFailed,
 )
 from aioengine.blocking.loop_thread import _Call
-from aioengine.executor.protocol import DeviceLost
+from aioengine.core.executor_protocol import DeviceLost
 
 IDS = [5, 6, 7]
 CHAT = [{"role": "user", "content": "Hello"}]

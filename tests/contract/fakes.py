@@ -11,10 +11,10 @@ import msgspec
 from hostile_errors import HOSTILE
 
 from aioengine import EngineConfig
-from aioengine.executor.protocol import DeviceLost
+from aioengine.core.executor_protocol import DeviceLost
+from aioengine.core.worker_functions import Worker, worker_function
 from aioengine.scheduler.plan import RowSampling
 from aioengine.testing import FakeExecutor, sample_hash
-from aioengine.worker_functions import Worker, worker_function
 
 VOCAB_SIZE = 2048
 NUM_SPECIAL = 3

@@ -11,8 +11,8 @@ import anyio
 from contract import fakes
 
 from aioengine import Engine, EngineConfig
-from aioengine.core_api import Surroundings
-from aioengine.in_process import InProcess
+from aioengine.core.protocol import Surroundings
+from aioengine.executor.in_process import InProcess
 from aioengine.process_options import ProcessOptions
 from aioengine.text.worker import TextWorker
 from aioengine.transport.addresses import PrivateFolder

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from aioengine.request import Request
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.kv_manager import KVManager
 from aioengine.scheduler.plan import StepPlan, StepResult, Want, int32
+from aioengine.scheduler.request import Request
 from aioengine.scheduler.scheduler import Scheduler
 from aioengine.scheduler.sequence import Reason, Sequence, make_family
 from aioengine.scheduler.step_output import StepOutput

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aioengine.scheduler.detokenizer import (
+from aioengine.text.detokenizer import (
     Detokenizer,
     PieceDetokenizer,
     TokenTable,

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from aioengine.request import Request
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.plan import int32
+from aioengine.scheduler.request import Request
 from aioengine.scheduler.sequence import TRANSITIONS, Event, Sequence, State
 
 

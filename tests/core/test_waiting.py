@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aioengine.request import Request
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.plan import int32
+from aioengine.scheduler.request import Request
 from aioengine.scheduler.sequence import Sequence
-from aioengine.scheduler.waiting import WaitingQueue
+from aioengine.scheduler.waiting_queue import WaitingQueue
 
 
 def make_sequence(order: int) -> Sequence:

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from aioengine import Engine
-from aioengine.engine_core import EngineCore
-from aioengine.runtime import Runtime
+from aioengine.core.engine_core import EngineCore
+from aioengine.frontend.runtime import Runtime
 from aioengine.scheduler.plan import RowSampling
 from aioengine.testing import FakeExecutor, VirtualClockLoop, sample_hash
 from aioengine.text.tokenizer import Tokenizer

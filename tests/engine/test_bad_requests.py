@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from aioengine import EngineOverloaded, InvalidRequest, PromptTooLong, SamplingParams
-from aioengine.prompt import prepare
+from aioengine.frontend.prompt import prepare
 
 IDS = [5, 6, 7]
 

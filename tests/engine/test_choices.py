@@ -12,7 +12,7 @@ import pytest
 from engine.oracle import Witness, continuation, tokens_of
 
 from aioengine import CompletionDelta, EngineDead, EngineOverloaded, InvalidRequest, StepFailed
-from aioengine.executor.protocol import DeviceLost
+from aioengine.core.executor_protocol import DeviceLost
 from aioengine.scheduler.plan import RowSampling
 
 EOS = 0

@@ -22,7 +22,7 @@ from aioengine import (
     RequestOutput,
     StepFailed,
 )
-from aioengine.executor.protocol import DeviceLost
+from aioengine.core.executor_protocol import DeviceLost
 from aioengine.testing import run
 
 PROMPT = list(range(10, 30))

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from aioengine import EngineClosed, EngineDead, InternalError, RequestOutput, StepFailed, in_process
-from aioengine.executor.protocol import DeviceLost
+from aioengine import EngineClosed, EngineDead, InternalError, RequestOutput, StepFailed
+from aioengine.core.executor_protocol import DeviceLost
+from aioengine.executor import in_process
 
 SECRET_IDS = [1234, 1567, 1890] * 6
 

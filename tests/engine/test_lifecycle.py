@@ -27,9 +27,9 @@ from aioengine import (
     ModelLoadError,
     RequestOutput,
     Stream,
-    runtime,
 )
-from aioengine.model_folder import ModelFolder
+from aioengine.frontend import runtime
+from aioengine.models.folder import ModelFolder
 from aioengine.testing import FakeExecutor
 from aioengine.text.tokenizer import Tokenizer
 

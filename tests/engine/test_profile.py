@@ -11,8 +11,8 @@ import anyio
 import pytest
 
 from aioengine import Engine
+from aioengine.core.executor_protocol import DeviceLost
 from aioengine.errors import EngineClosed, InvalidRequest
-from aioengine.executor.protocol import DeviceLost
 
 IDS = [5, 6, 7]
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from aioengine import EngineConfig, SamplingParams
-from aioengine.engine_core import PUBLISH_SLICE, EngineCore
-from aioengine.request import Request
+from aioengine.core.engine_core import PUBLISH_SLICE, EngineCore
+from aioengine.scheduler.request import Request
 from aioengine.testing import FakeExecutor, FakeStep
 
 

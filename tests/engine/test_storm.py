@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from aioengine import EngineClosed, EngineDead, EngineOverloaded, RequestOutput, StepFailed
-from aioengine.executor.protocol import DeviceLost
+from aioengine.core.executor_protocol import DeviceLost
 
 NUM_REQUESTS = 150
 SHARED = [[base + i for i in range(48)] for base in (100, 300, 500)]

@@ -15,8 +15,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.pre_tokenizers import Split
 
 from aioengine import CompletionDelta, EngineClosed, EngineDead, EngineOverloaded, InvalidRequest, StepFailed, Stream
-from aioengine.executor.protocol import DeviceLost
-from aioengine.scheduler.detokenizer import WindowTable
+from aioengine.core.executor_protocol import DeviceLost
+from aioengine.text.detokenizer import WindowTable
 from aioengine.text.template_kwargs import MAX_BYTES
 from aioengine.text.token_table import TokenTables
 

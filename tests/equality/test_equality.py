@@ -18,7 +18,7 @@ from checkpoints import FAMILIES
 from equality.conftest import MAX_MODEL_LEN, SEED, Case, Reference
 
 from aioengine import Engine, RequestOutput
-from aioengine.engine_core import EngineCore
+from aioengine.core.engine_core import EngineCore
 
 LOGPROB_TOLERANCE = 1e-3
 TOP = 5

@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 from executor.plans import PlanWriter, choices_by_row, tokens_by_row
 
+from aioengine.core.executor_protocol import DeviceLost, Executor, PendingStep
 from aioengine.errors import InvalidRequest
-from aioengine.executor.protocol import DeviceLost, Executor, PendingStep
 from aioengine.scheduler.plan import LogitsRow, StepPlan, StepResult
 
 DEPTHS = [1, 2, 4]

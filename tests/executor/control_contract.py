@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from executor.plans import PlanWriter
 
-from aioengine.control import StageWeights
+from aioengine.core.control import StageWeights
+from aioengine.core.executor_protocol import DeviceLost, Executor
+from aioengine.core.worker_functions import Worker, worker_function
 from aioengine.errors import InvalidRequest, ModelLoadError
-from aioengine.executor.protocol import DeviceLost, Executor
 from aioengine.executor.staging import MAX_TRANSFERS
-from aioengine.worker_functions import Worker, worker_function
 
 BOTH = frozenset(("weights", "kv_cache"))
 NUM_TOKENS = 6

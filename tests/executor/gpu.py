@@ -9,7 +9,7 @@ from aioengine.config import EngineConfig
 from aioengine.executor.make_runner import Gpu
 from aioengine.executor.torch_executor import TorchExecutor
 from aioengine.kernels import reference
-from aioengine.model_folder import ModelFolder
+from aioengine.models.folder import ModelFolder
 from aioengine.models.loader import load_decoder
 from aioengine.testing import FakeAccelerator
 from aioengine.testing.fake_graph import as_launches

@@ -22,15 +22,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from aioengine.config import EngineConfig
-from aioengine.control import StageWeights
+from aioengine.core.control import StageWeights
+from aioengine.core.executor_protocol import DeviceLost
 from aioengine.errors import InvalidRequest, ModelLoadError
 from aioengine.executor import weights as weights_module
-from aioengine.executor.protocol import DeviceLost
 from aioengine.executor.torch_executor import TorchExecutor
-from aioengine.model_folder import ModelFolder
 from aioengine.models import decoder as decoder_module
 from aioengine.models import saver
 from aioengine.models.decoder import Decoder
+from aioengine.models.folder import ModelFolder
 from aioengine.models.loader import LoadStopped, load_weights
 from aioengine.models.places import EMBEDDING, HEAD, INDEX_FILE, SINGLE_FILE, checkpoint_places
 

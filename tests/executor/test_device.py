@@ -9,8 +9,8 @@ import anyio
 import pytest
 import torch
 
+from aioengine.core.executor_protocol import DeviceLost
 from aioengine.executor.device import DeviceThread
-from aioengine.executor.protocol import DeviceLost
 
 both_loops = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
 

@@ -23,11 +23,11 @@ from executor.plan_storm import RandomPlans, check_equal, follow
 from executor.plans import PlanWriter, tokens_by_row
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from aioengine.control import StageWeights
+from aioengine.core.control import StageWeights
+from aioengine.core.executor_protocol import DeviceLost, PendingStep
 from aioengine.errors import InternalError, InvalidRequest
-from aioengine.executor.protocol import DeviceLost, PendingStep
 from aioengine.executor.torch_executor import TorchExecutor
-from aioengine.model_folder import ModelFolder
+from aioengine.models.folder import ModelFolder
 from aioengine.models.loader import load_decoder
 from aioengine.scheduler.plan import StepPlan
 from aioengine.testing import FakeAccelerator

@@ -14,10 +14,10 @@ from executor.plans import PlanWriter
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from aioengine.control import StageWeights
+from aioengine.core.control import StageWeights
+from aioengine.core.executor_protocol import DeviceLost, Part
 from aioengine.errors import ConfigError, InvalidRequest, ModelLoadError
 from aioengine.executor import weights as weights_module
-from aioengine.executor.protocol import DeviceLost, Part
 from aioengine.executor.torch_executor import TorchExecutor
 from aioengine.models.decoder import Decoder
 from aioengine.models.loader import Placement, load_weights

@@ -25,12 +25,12 @@ from executor.tiny_decoder import TinyConfig, TinyDecoder
 
 from aioengine import demo
 from aioengine.config import EngineConfig
+from aioengine.core.executor_protocol import DeviceLost
 from aioengine.errors import ConfigError, InvalidRequest
 from aioengine.executor import torch_executor
 from aioengine.executor.device import THREAD_NAME
-from aioengine.executor.protocol import DeviceLost
 from aioengine.executor.torch_executor import TorchExecutor, is_large_step
-from aioengine.model_folder import ModelFolder
+from aioengine.models.folder import ModelFolder
 
 END_TIMEOUT_S = 5.0
 

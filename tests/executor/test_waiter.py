@@ -15,9 +15,9 @@ import anyio
 import pytest
 import torch
 
+from aioengine.core.executor_protocol import DeviceLost
 from aioengine.executor import device, waiter
 from aioengine.executor.device import DeviceThread, Later
-from aioengine.executor.protocol import DeviceLost
 from aioengine.executor.waker import Waker
 
 T = TypeVar("T")

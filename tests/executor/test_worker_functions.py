@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from aioengine import worker_functions
+from aioengine.core import worker_functions
+from aioengine.core.worker_functions import registered, worker_function
 from aioengine.errors import ConfigError, InvalidRequest
-from aioengine.worker_functions import registered, worker_function
 
 
 @pytest.fixture(autouse=True)

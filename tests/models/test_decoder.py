@@ -12,9 +12,9 @@ from checkpoints import FAMILIES
 from torch import Tensor
 
 from aioengine.config import EngineConfig
-from aioengine.model_folder import ModelFolder
 from aioengine.models import decoder as decoder_module
 from aioengine.models.decoder import Decoder
+from aioengine.models.folder import ModelFolder
 from aioengine.models.loader import load_decoder
 
 Checkpoint = Callable[..., Path]

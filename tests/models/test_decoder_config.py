@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from aioengine.errors import ConfigError, ModelLoadError
-from aioengine.model_folder import ModelFolder
 from aioengine.models.decoder_config import DecoderConfig, read_decoder_config
+from aioengine.models.folder import ModelFolder
 
 Checkpoint = Callable[..., Path]
 LONGROPE = {

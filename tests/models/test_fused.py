@@ -14,9 +14,9 @@ from torch import Tensor
 
 from aioengine.config import EngineConfig
 from aioengine.kernels import reference_decoder, triton_operations
-from aioengine.model_folder import ModelFolder
 from aioengine.models import decoder as decoder_module
 from aioengine.models.decoder import Decoder
+from aioengine.models.folder import ModelFolder
 from aioengine.models.fused import FusedDecoder
 from aioengine.models.loader import load_decoder
 

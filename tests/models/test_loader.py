@@ -15,9 +15,9 @@ from torch import Tensor
 
 from aioengine.config import EngineConfig
 from aioengine.errors import ModelLoadError
-from aioengine.model_folder import ModelFolder
 from aioengine.models import decoder as decoder_module
 from aioengine.models.decoder import Decoder
+from aioengine.models.folder import ModelFolder
 from aioengine.models.loader import INDEX_FILE, SINGLE_FILE, LoadStopped, checkpoint_slots, load_decoder
 
 Checkpoint = Callable[..., Path]

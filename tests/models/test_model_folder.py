@@ -15,7 +15,7 @@ from huggingface_hub import constants
 
 from aioengine.config import EngineConfig
 from aioengine.errors import ModelLoadError
-from aioengine.model_folder import ModelFolder
+from aioengine.models.folder import ModelFolder
 from aioengine.models.loader import load_decoder
 
 Checkpoint = Callable[..., Path]
@@ -152,7 +152,7 @@ def test_no_model_is_the_bundled_one(checkpoint: Checkpoint, monkeypatch: pytest
 
 def test_reading_a_folder_needs_no_torch(checkpoint: Checkpoint) -> None:
     code = (
-        "import sys; from pathlib import Path; from aioengine.model_folder import ModelFolder;"
+        "import sys; from pathlib import Path; from aioengine.models.folder import ModelFolder;"
         f"ModelFolder.resolve({str(checkpoint('llama2'))!r}).sampling_defaults;"
         "sys.exit(bool({'torch', 'transformers', 'huggingface_hub'} & set(sys.modules)))"
     )

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from aioengine import Engine
-    from aioengine.runtime import Runtime
+    from aioengine.frontend.runtime import Runtime
     from aioengine.server import ServerConfig
     from aioengine.server.api import Api
     from aioengine.testing import FakeExecutor

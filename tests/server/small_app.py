@@ -6,7 +6,7 @@ import asyncio
 import json
 from typing import Any
 
-from aioengine.health import Health
+from aioengine.core.health import Health
 
 
 class SmallEngine:

@@ -22,7 +22,7 @@ from server.conftest import (
 )
 
 from aioengine import Engine
-from aioengine.executor.protocol import DeviceLost
+from aioengine.core.executor_protocol import DeviceLost
 from aioengine.server import ServerConfig
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

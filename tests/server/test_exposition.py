@@ -15,8 +15,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from aioengine import Engine
+from aioengine.core.executor_protocol import DeviceLost
 from aioengine.errors import EngineDead
-from aioengine.executor.protocol import DeviceLost
 from aioengine.server.exposition import OPENMETRICS, SERIES, TEXT, Exposition, describe_series
 from aioengine.server.http_metrics import HttpMetrics
 from aioengine.server.record import RequestRecord

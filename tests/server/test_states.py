@@ -16,7 +16,7 @@ import pytest
 from server.conftest import Face, app_of, both_faces, fake_engine, plain_client, serving, serving_app, until
 
 from aioengine import Engine, ModelLoadError
-from aioengine.model_folder import ModelFolder
+from aioengine.models.folder import ModelFolder
 from aioengine.server import ServerConfig, api, create_app, start_server
 from aioengine.testing import FakeExecutor
 

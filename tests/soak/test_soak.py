@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from aioengine.runtime import Runtime
+from aioengine.frontend.runtime import Runtime
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

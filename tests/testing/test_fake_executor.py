@@ -12,9 +12,9 @@ import pytest
 from executor.contract import ExecutorContract, Opened, spans
 from executor.control_contract import ControlContract, Controlled
 
-from aioengine.control import StageWeights
+from aioengine.core.control import StageWeights
+from aioengine.core.executor_protocol import DeviceLost
 from aioengine.errors import ModelLoadError
-from aioengine.executor.protocol import DeviceLost
 from aioengine.scheduler.plan import EMPTY, RowAdded, RowSampling, StepPlan, StepResult, Want, int32
 from aioengine.testing.fake_executor import FakeExecutor, sample_hash
 

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders
 
 from aioengine.errors import InvalidRequest
-from aioengine.scheduler.detokenizer import TokenTable
 from aioengine.text.calls import token_bytes
+from aioengine.text.detokenizer import TokenTable
 from aioengine.text.loading import LoadedTokenizer
 from aioengine.text.token_table import build_token_tables
 from aioengine.text.tokenizer import Tokenizer

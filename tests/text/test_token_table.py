@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from aioengine.errors import ModelLoadError
-from aioengine.scheduler.detokenizer import TokenTable, WindowTable, make_detokenizer
+from aioengine.text.detokenizer import TokenTable, WindowTable, make_detokenizer
 from aioengine.text.token_table import build_token_tables
 
 CHARS = "abc .'\n🙂👩‍👧日本é▁\x00\ufffd"

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as Backend
 
 from aioengine.errors import InvalidRequest, ModelLoadError
-from aioengine.scheduler.detokenizer import WindowTable, make_detokenizer
+from aioengine.text.detokenizer import WindowTable, make_detokenizer
 from aioengine.text.loading import PLAIN_MODEL_TYPES, LoadedTokenizer, failures_as, load_tokenizer
 from aioengine.text.tokenizer import MAX_CHARS_HOLDING_GIL, ModelTokenizer, Tokenizer
 

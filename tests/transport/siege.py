@@ -19,8 +19,8 @@ from transport.wire_samples import int32
 
 from aioengine import Engine
 from aioengine.config import EngineConfig
-from aioengine.core_api import Surroundings
-from aioengine.in_process import InProcess
+from aioengine.core.protocol import Surroundings
+from aioengine.executor.in_process import InProcess
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.plan import RowSampling
 from aioengine.testing import FakeExecutor, sample_hash

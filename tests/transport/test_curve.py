@@ -12,8 +12,8 @@ import pytest_asyncio
 from contract import fakes
 
 from aioengine import ConfigError, Engine, EngineConfig, EngineDead
-from aioengine.core_api import Surroundings
-from aioengine.in_process import InProcess
+from aioengine.core.protocol import Surroundings
+from aioengine.executor.in_process import InProcess
 from aioengine.text.worker import TextWorker
 from aioengine.transport.keys import ServerKeys, make_keys
 from aioengine.transport.server import EngineServer

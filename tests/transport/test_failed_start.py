@@ -133,7 +133,7 @@ async def test_an_engine_whose_device_does_not_close_ends_all_the_same(
 async def test_a_text_thread_that_hangs_keeps_neither_the_process_nor_its_files(
     monkeypatch: pytest.MonkeyPatch, runtime: Path
 ) -> None:
-    monkeypatch.setattr("aioengine.runtime.CLOSE_DEADLINE_S", 0.3)
+    monkeypatch.setattr("aioengine.frontend.runtime.CLOSE_DEADLINE_S", 0.3)
     is_over = threading.Event()
     with anyio.fail_after(DEADLINE_S):
         engine = await Engine.start(process=OPTIONS)

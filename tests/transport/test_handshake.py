@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from aioengine.config import EngineConfig
+from aioengine.core.executor_protocol import ExecutorInfo
 from aioengine.errors import ConfigError, EngineDead, ModelLoadError, WireError
-from aioengine.executor.protocol import ExecutorInfo
 from aioengine.transport.faults import Fault, to_fault
 from aioengine.transport.handshake import (
     TRANSITIONS,

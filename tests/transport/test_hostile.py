@@ -20,7 +20,7 @@ from transport.siege import (
 )
 from transport.wire_samples import DIRECTIONS, frames_of
 
-from aioengine import control as c
+from aioengine.core import control as c
 from aioengine.transport import server as server_module
 from aioengine.transport import wire
 from aioengine.transport.wire import PROTOCOL_VERSION, Refused

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transport.wire_samples import Sample, float32, float64, frames_of, int32
 
+from aioengine.core.listener import SampledLogprobs
 from aioengine.errors import WireError
-from aioengine.listener import SampledLogprobs
 from aioengine.transport import wire
 from aioengine.transport.line_columns import LineColumns
 from aioengine.transport.session import pack_lines

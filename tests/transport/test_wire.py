@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from transport import wire_samples
 from transport.wire_samples import CONTROLS, DIRECTIONS, RECORDED, Sample, float64, frames_of, int32
 
-from aioengine import control as c
+from aioengine.core import control as c
 from aioengine.errors import InvalidRequest, WireError
 from aioengine.sampling_params import SamplingParams
 from aioengine.transport import wire

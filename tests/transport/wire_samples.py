@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from aioengine import control as c
 from aioengine.config import EngineConfig
-from aioengine.executor.protocol import ExecutorInfo
-from aioengine.health import Beat
+from aioengine.core import control as c
+from aioengine.core.executor_protocol import ExecutorInfo
+from aioengine.core.health import Beat
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.scheduler import SchedulerStats
 from aioengine.transport import handshake, wire

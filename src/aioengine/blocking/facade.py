@@ -13,11 +13,11 @@ import anyio
 
 from aioengine.blocking.loop_thread import LoopThread
 from aioengine.config import ConfigKeywords, EngineConfig
-from aioengine.control import PauseMode, SleepLevel, WakeTag
+from aioengine.core.control import PauseMode, SleepLevel, WakeTag
+from aioengine.core.executor_protocol import Executor
+from aioengine.core.health import Health
 from aioengine.engine import Engine
 from aioengine.errors import EngineDead
-from aioengine.executor.protocol import Executor
-from aioengine.health import Health
 from aioengine.metrics import EngineStats
 from aioengine.process_options import ProcessOptions
 from aioengine.text.tokenizer import ModelTokenizer

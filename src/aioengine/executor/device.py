@@ -18,7 +18,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from aioengine.executor.protocol import DeviceLost
+from aioengine.core.executor_protocol import DeviceLost
 from aioengine.executor.waiter import Later, Pending, Waiter
 from aioengine.executor.waker import Waker
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from aioengine.attention.gpu_paged import GpuPagedAttention, StepTensors
+from aioengine.core.executor_protocol import DeviceLost, ExecutorStats
 from aioengine.executor.accelerator import Accelerator, Event, Work
 from aioengine.executor.gpu_batch import NUM_TOP_SIZES, Deltas, GpuBatch, GpuStep
 from aioengine.executor.graphs import DecodeGraphs, GraphKey
 from aioengine.executor.host_rules import HostRules, HostRulesOfStep
 from aioengine.executor.launched import Forward, LaunchedStep, Staging, Uploaded
-from aioengine.executor.protocol import DeviceLost, ExecutorStats
 from aioengine.executor.step_words import WORDS_A_ROW, ExtraWords, FixedWords, Span
 from aioengine.kernels.operations import Operations
 from aioengine.kernels.slots import SLOT_WORDS, Slot, SlotFlag

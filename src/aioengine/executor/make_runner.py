@@ -16,13 +16,13 @@ from aioengine.attention.gpu_paged import GpuPagedAttention
 from aioengine.attention.kv_cache import KVCache, KVCacheShape
 from aioengine.attention.torch_paged import TorchPagedAttention
 from aioengine.config import EngineConfig
+from aioengine.core.executor_protocol import ExecutorInfo, ExecutorStats
 from aioengine.errors import ConfigError
 from aioengine.executor.accelerator import Accelerator
 from aioengine.executor.gpu_runner import START_FEATURES, GpuRunner
 from aioengine.executor.graphs import GRAPH_BYTES, default_sizes
 from aioengine.executor.input_batch import InputBatch
 from aioengine.executor.memory import available_memory, num_gpu_kv_blocks, num_kv_blocks
-from aioengine.executor.protocol import ExecutorInfo, ExecutorStats
 from aioengine.executor.runner import Runner, StepRunner
 from aioengine.executor.tune import cache_folder, tune_attention
 from aioengine.kernels.operations import Operations

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from aioengine.attention.backend import AttentionBackend
+from aioengine.core.executor_protocol import DeviceLost, ExecutorStats
 from aioengine.executor.input_batch import InputBatch, StepInputs
-from aioengine.executor.protocol import DeviceLost, ExecutorStats
 from aioengine.executor.waiter import Later
 from aioengine.models.decoder import Decoder
 from aioengine.sampler import Scratch, prompt_logprobs, sample

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aioengine.control import StageWeights, WeightDtype
+from aioengine.core.control import StageWeights, WeightDtype
 from aioengine.errors import InvalidRequest
 
 MAX_TRANSFERS = 4

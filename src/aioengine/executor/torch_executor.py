@@ -15,14 +15,8 @@ import anyio
 import torch
 
 from aioengine.config import EngineConfig
-from aioengine.control import StageWeights
-from aioengine.errors import ConfigError, describe
-from aioengine.executor.cuda import CudaAccelerator, find_cuda
-from aioengine.executor.device import DeviceThread, Pending
-from aioengine.executor.make_runner import Gpu, make_cpu_runner, make_gpu_runner
-from aioengine.executor.memory import return_freed_memory
-from aioengine.executor.profiler import Recording
-from aioengine.executor.protocol import (
+from aioengine.core.control import StageWeights
+from aioengine.core.executor_protocol import (
     DeviceLost,
     ExecutorInfo,
     ExecutorStats,
@@ -31,14 +25,20 @@ from aioengine.executor.protocol import (
     not_recording,
     weights_asleep,
 )
+from aioengine.core.worker_functions import Worker, registered
+from aioengine.errors import ConfigError, describe
+from aioengine.executor.cuda import CudaAccelerator, find_cuda
+from aioengine.executor.device import DeviceThread, Pending
+from aioengine.executor.make_runner import Gpu, make_cpu_runner, make_gpu_runner
+from aioengine.executor.memory import return_freed_memory
+from aioengine.executor.profiler import Recording
 from aioengine.executor.runner import StepRunner
 from aioengine.executor.waiter import Later
 from aioengine.executor.weights import Load, Weights
-from aioengine.model_folder import ModelFolder
+from aioengine.models.folder import ModelFolder
 from aioengine.models.loader import ON_CPU, LoadStopped, Placement, load_decoder
 from aioengine.progress import LOADING, OnProgress
 from aioengine.scheduler.plan import StepPlan, StepResult
-from aioengine.worker_functions import Worker, registered
 
 logger = logging.getLogger("aioengine")
 

@@ -10,11 +10,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from aioengine.core.executor_protocol import weights_asleep, weights_came_as_tensors
 from aioengine.errors import InvalidRequest, ModelLoadError
-from aioengine.executor.protocol import weights_asleep, weights_came_as_tensors
 from aioengine.executor.staging import StagedTensor, Staging
-from aioengine.model_folder import ModelFolder
 from aioengine.models.decoder import Decoder
+from aioengine.models.folder import ModelFolder
 from aioengine.models.loader import ON_CPU, Placement, check_weights, load_weights
 from aioengine.models.places import EMBEDDING, FILE_DTYPES, HEAD, Place, checkpoint_places
 from aioengine.models.saver import save_checkpoint

@@ -12,7 +12,7 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from aioengine.errors import ConfigError, ModelLoadError
-from aioengine.model_folder import ModelFolder
+from aioengine.models.folder import ModelFolder
 from aioengine.validation import shorten
 
 MAX_POSITIONS = 2**24

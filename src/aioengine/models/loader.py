@@ -16,9 +16,9 @@ from torch import Tensor
 
 from aioengine.config import EngineConfig
 from aioengine.errors import ConfigError, ModelLoadError
-from aioengine.model_folder import ModelFolder, check_files, read_json
 from aioengine.models.decoder import Decoder
 from aioengine.models.decoder_config import DecoderConfig, read_decoder_config
+from aioengine.models.folder import ModelFolder, check_files, read_json
 from aioengine.models.places import (
     EMBEDDING,
     FILE_DTYPES,

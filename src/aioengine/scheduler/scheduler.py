@@ -23,7 +23,7 @@ from aioengine.scheduler.row_table import Rows, RowTable
 from aioengine.scheduler.sequence import Event, FinishReason, Reason, Sequence, State
 from aioengine.scheduler.step_output import Bool, Float64, StepOutput, score_prompts
 from aioengine.scheduler.stopping import finish_reason
-from aioengine.scheduler.waiting import WaitingQueue
+from aioengine.scheduler.waiting_queue import WaitingQueue
 
 Array = TypeVar("Array", Int32, Int8)
 

@@ -13,8 +13,8 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from aioengine.request import Request
 from aioengine.scheduler.plan import Int32, RowSampling
+from aioengine.scheduler.request import Request
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 

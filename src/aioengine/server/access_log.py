@@ -22,7 +22,7 @@ from typing import Any, Literal, Self, TextIO
 import msgspec
 
 from aioengine.errors import EngineClosed, EngineDead
-from aioengine.prompt import make_id
+from aioengine.frontend.prompt import make_id
 from aioengine.server.record import RequestRecord
 
 LOGGER_NAME = "aioengine.server"

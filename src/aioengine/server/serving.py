@@ -24,8 +24,8 @@ import anyio
 import msgspec
 from msgspec import Meta
 
+from aioengine.core.health import Health
 from aioengine.errors import ConfigError, EngineDead
-from aioengine.health import Health
 from aioengine.validation import check_fields
 
 if TYPE_CHECKING:

@@ -19,9 +19,8 @@ import msgspec
 import numpy as np
 
 from aioengine.config import EngineConfig
-from aioengine.control import StageWeights
-from aioengine.errors import InvalidRequest
-from aioengine.executor.protocol import (
+from aioengine.core.control import StageWeights
+from aioengine.core.executor_protocol import (
     DeviceLost,
     ExecutorInfo,
     ExecutorStats,
@@ -30,6 +29,8 @@ from aioengine.executor.protocol import (
     not_recording,
     weights_asleep,
 )
+from aioengine.core.worker_functions import Worker, registered
+from aioengine.errors import InvalidRequest
 from aioengine.scheduler.plan import (
     PromptLogprobs,
     RowAdded,
@@ -42,7 +43,6 @@ from aioengine.scheduler.plan import (
 )
 from aioengine.testing.fake_logprobs import likeliest, logprobs_of, step_logprobs
 from aioengine.testing.fake_weights import FakeWeights
-from aioengine.worker_functions import Worker, registered
 
 T = TypeVar("T")
 

@@ -9,8 +9,8 @@ import secrets
 import zlib
 from pathlib import Path
 
+from aioengine.core.executor_protocol import weights_asleep, weights_came_as_tensors
 from aioengine.errors import ModelLoadError
-from aioengine.executor.protocol import weights_asleep, weights_came_as_tensors
 from aioengine.executor.staging import Staging
 
 STATE_FILE = "fake-weights.json"

@@ -11,7 +11,7 @@ from aioengine.executor.make_runner import Gpu
 from aioengine.executor.torch_executor import TorchExecutor
 from aioengine.kernels import reference
 from aioengine.kernels.operations import Operations
-from aioengine.model_folder import ModelFolder
+from aioengine.models.folder import ModelFolder
 from aioengine.models.loader import load_decoder
 from aioengine.testing.fake_accelerator import FakeAccelerator
 from aioengine.testing.fake_graph import as_launches

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from aioengine.errors import InvalidRequest
-from aioengine.scheduler.detokenizer import TokenTable, make_detokenizer
 from aioengine.text.chat import copy_messages
+from aioengine.text.detokenizer import TokenTable, make_detokenizer
 from aioengine.text.template_kwargs import take_template_kwargs
 from aioengine.text.tokenizer import Tokenizer
 from aioengine.text.worker import TextWorker

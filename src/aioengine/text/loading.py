@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from aioengine.errors import AioEngineError, ModelLoadError
-from aioengine.model_folder import check_files, read_json
+from aioengine.models.folder import check_files, read_json
 
 # A folder with one of these has a tokenizer; without them AutoTokenizer has nothing to load.
 TOKENIZER_FILES = (

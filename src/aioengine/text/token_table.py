@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from aioengine.errors import InvalidRequest, ModelLoadError
-from aioengine.scheduler.detokenizer import TokenTable, WindowTable
+from aioengine.text.detokenizer import TokenTable, WindowTable
 from aioengine.text.loading import MAX_TOKEN_IDS, failures_as
 
 if TYPE_CHECKING:

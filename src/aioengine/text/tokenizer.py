@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Literal, Self, overload
 
 from aioengine.errors import InvalidRequest, ModelLoadError
-from aioengine.scheduler.detokenizer import TokenTable, WindowTable
 from aioengine.text.chat import check_messages, render_template
+from aioengine.text.detokenizer import TokenTable, WindowTable
 from aioengine.text.lanes import Lanes
 from aioengine.text.loading import NAMED_TOKENS, LoadedTokenizer, failures_as, has_tokenizer, load_tokenizer
 from aioengine.text.template_kwargs import take_template_kwargs

@@ -17,14 +17,15 @@ import anyio
 import msgspec
 
 from aioengine.config import EngineConfig
-from aioengine.control import LETS_GO, WAKE_TAGS, AnyControl, GetStats, Resume, Sleep, WakeUp
-from aioengine.engine_core import PUBLISH_SLICE
+from aioengine.core.conditions import Waits
+from aioengine.core.control import LETS_GO, WAKE_TAGS, AnyControl, GetStats, Resume, Sleep, WakeUp
+from aioengine.core.engine_core import PUBLISH_SLICE
+from aioengine.core.executor_protocol import ExecutorInfo
+from aioengine.core.health import Health, dead, judge
+from aioengine.core.listener import UNLIMITED, Endings, Listener, UserCode
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead, WireError, describe
-from aioengine.executor.protocol import ExecutorInfo
-from aioengine.health import Health, dead, judge
-from aioengine.listener import UNLIMITED, Endings, Listener, UserCode
 from aioengine.metrics import EngineMetrics, Observer, RequestMetrics, StatsLog
-from aioengine.request import Request
+from aioengine.scheduler.request import Request
 from aioengine.scheduler.scheduler import SchedulerStats
 from aioengine.scheduler.sequence import FinishReason, Sequence, make_family
 from aioengine.transport.faults import Fault, to_error
@@ -53,7 +54,6 @@ from aioengine.transport.wire import (
     pack_params,
 )
 from aioengine.turns import turns_here
-from aioengine.waits import Waits
 
 logger = logging.getLogger("aioengine")
 

@@ -17,8 +17,8 @@ import anyio
 import msgspec
 
 from aioengine.config import EngineConfig
+from aioengine.core.executor_protocol import ExecutorInfo
 from aioengine.errors import AioEngineError, ConfigError, EngineDead, ModelLoadError, WireError
-from aioengine.executor.protocol import ExecutorInfo
 from aioengine.transport.faults import Fault, to_error
 from aioengine.transport.sockets import Channel
 from aioengine.transport.wire import PROTOCOL_VERSION, Message, Reader, Writer

@@ -17,10 +17,10 @@ import msgspec
 import zmq
 
 from aioengine.config import EngineConfig
-from aioengine.core_api import Surroundings
+from aioengine.core.protocol import Surroundings
 from aioengine.errors import AioEngineError, ConfigError, EngineDead, InvalidRequest
-from aioengine.in_process import clock_of, find
-from aioengine.model_folder import ModelFolder
+from aioengine.executor.in_process import clock_of, find
+from aioengine.models.folder import ModelFolder
 from aioengine.process_options import ProcessOptions
 from aioengine.progress import OnProgress
 from aioengine.transport.addresses import START_DESCRIPTORS, PrivateFolder, check_descriptors, remove_private

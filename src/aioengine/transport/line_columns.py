@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from aioengine.core.listener import SampledLogprobs
 from aioengine.errors import WireError
-from aioengine.listener import SampledLogprobs
 
 
 class LineColumns:

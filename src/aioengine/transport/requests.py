@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from aioengine.engine_core import EngineCore
+from aioengine.core.engine_core import EngineCore
+from aioengine.core.listener import UNLIMITED
 from aioengine.errors import AioEngineError, EngineOverloaded, InvalidRequest, PromptTooLong
-from aioengine.listener import UNLIMITED
-from aioengine.prompt import MAX_ID_CHARS, MAX_PRIORITY, MAX_SALT_CHARS, check_limits
-from aioengine.request import Request
-from aioengine.request_log import RequestLog
+from aioengine.frontend.prompt import MAX_ID_CHARS, MAX_PRIORITY, MAX_SALT_CHARS, check_limits
+from aioengine.frontend.request_log import RequestLog
 from aioengine.sampling_params import MAX_BAD_WORDS, MAX_BAD_WORDS_CHARS
+from aioengine.scheduler.request import Request
 from aioengine.scheduler.sequence import Sequence
 from aioengine.text.worker import TextWorker
 from aioengine.transport.faults import to_fault

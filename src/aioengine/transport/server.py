@@ -22,9 +22,9 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
-from aioengine.control import FILES, LETS_GO, AnyControl, DropWeights
-from aioengine.engine_control import TASKS
-from aioengine.engine_core import EngineCore
+from aioengine.core.control import FILES, LETS_GO, AnyControl, DropWeights
+from aioengine.core.controls import TASKS
+from aioengine.core.engine_core import EngineCore
 from aioengine.errors import AioEngineError, ConfigError, EngineClosed, EngineDead, InvalidRequest, WireError
 from aioengine.metrics import RequestMetrics, StepRecord
 from aioengine.text.worker import TextWorker

@@ -14,11 +14,11 @@ import anyio
 import zmq
 
 from aioengine.config import EngineConfig
-from aioengine.core_api import CLOSE_DEADLINE_S, Surroundings
-from aioengine.engine_control import TASKS
+from aioengine.core.controls import TASKS
+from aioengine.core.executor_protocol import Executor
+from aioengine.core.protocol import CLOSE_DEADLINE_S, Surroundings
 from aioengine.errors import ConfigError, EngineDead
-from aioengine.executor.protocol import Executor
-from aioengine.in_process import InProcess
+from aioengine.executor.in_process import InProcess
 from aioengine.progress import LOADING
 from aioengine.text.worker import TextWorker
 from aioengine.transport.addresses import PrivateFolder, check_connect

@@ -11,11 +11,11 @@ import anyio
 import msgspec
 import numpy as np
 
-from aioengine.control import AnyControl, CommitWeights, DropWeights, StageWeights
-from aioengine.engine_core import EngineCore
+from aioengine.core.control import AnyControl, CommitWeights, DropWeights, StageWeights
+from aioengine.core.engine_core import EngineCore
+from aioengine.core.health import Beat
+from aioengine.core.listener import UNLIMITED, SampledLogprobs
 from aioengine.errors import AioEngineError, WireError
-from aioengine.health import Beat
-from aioengine.listener import UNLIMITED, SampledLogprobs
 from aioengine.metrics import StepRecord
 from aioengine.scheduler.sequence import Sequence
 from aioengine.transport.faults import to_fault

@@ -21,10 +21,10 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from aioengine.config import EngineConfig
-from aioengine.control import AnyControl, StageWeights
+from aioengine.core.control import AnyControl, StageWeights
+from aioengine.core.executor_protocol import ExecutorInfo
+from aioengine.core.health import Beat
 from aioengine.errors import InvalidRequest, WireError
-from aioengine.executor.protocol import ExecutorInfo
-from aioengine.health import Beat
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.scheduler import SchedulerStats
 from aioengine.scheduler.sequence import FinishReason

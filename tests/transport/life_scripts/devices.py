@@ -12,12 +12,12 @@ import time
 import anyio
 
 from aioengine.config import EngineConfig
+from aioengine.core.executor_protocol import DeviceLost
+from aioengine.core.worker_functions import Worker, worker_function
 from aioengine.errors import ModelLoadError
-from aioengine.executor.protocol import DeviceLost
 from aioengine.scheduler.plan import StepPlan
 from aioengine.testing import FakeExecutor
 from aioengine.testing.fake_executor import FakeStep
-from aioengine.worker_functions import Worker, worker_function
 
 FIFO = "AIOENGINE_TEST_FIFO"
 

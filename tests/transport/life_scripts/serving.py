@@ -9,9 +9,9 @@ import anyio
 from anyio.abc import SocketAttribute, SocketStream
 
 from aioengine.config import EngineConfig
-from aioengine.core_api import Surroundings
-from aioengine.executor.protocol import Executor
-from aioengine.in_process import InProcess
+from aioengine.core.executor_protocol import Executor
+from aioengine.core.protocol import Surroundings
+from aioengine.executor.in_process import InProcess
 from aioengine.text.worker import TextWorker
 from aioengine.transport.server import EngineServer
 

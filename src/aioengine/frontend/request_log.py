@@ -6,8 +6,8 @@ import logging
 
 from aioengine.config import EngineConfig
 from aioengine.metrics import RequestMetrics
-from aioengine.request import Request
 from aioengine.sampling_params import SamplingParams
+from aioengine.scheduler.request import Request
 
 logger = logging.getLogger("aioengine")
 

@@ -13,12 +13,12 @@ import numpy as np
 from msgspec import Meta
 
 from aioengine.config import EngineConfig
-from aioengine.core_api import Core
+from aioengine.core.executor_protocol import ExecutorInfo
+from aioengine.core.protocol import Core
 from aioengine.errors import InvalidRequest, PromptTooLong
-from aioengine.executor.protocol import ExecutorInfo
-from aioengine.intake import OnFull
-from aioengine.request import Request
+from aioengine.frontend.admission import OnFull
 from aioengine.sampling_params import SamplingParams
+from aioengine.scheduler.request import Request
 from aioengine.scheduler.sequence import Sequence
 from aioengine.text.chat import copy_messages
 from aioengine.text.template_kwargs import take_template_kwargs

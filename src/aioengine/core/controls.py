@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from aioengine import control as c
+from aioengine.core import control as c
+from aioengine.core.executor_protocol import DeviceLost, Part
 from aioengine.errors import EngineClosed, InvalidRequest
-from aioengine.executor.protocol import DeviceLost, Part
 
 if TYPE_CHECKING:
-    from aioengine.engine_core import EngineCore
+    from aioengine.core.engine_core import EngineCore
 
 TASKS = ("generate",)
 

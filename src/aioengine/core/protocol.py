@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from aioengine.config import EngineConfig
-from aioengine.control import AnyControl
+from aioengine.core.control import AnyControl
+from aioengine.core.executor_protocol import ExecutorInfo
+from aioengine.core.health import Health
+from aioengine.core.listener import Listener, UserCode
 from aioengine.errors import EngineDead
-from aioengine.executor.protocol import ExecutorInfo
-from aioengine.health import Health
-from aioengine.listener import Listener, UserCode
 from aioengine.metrics import EngineMetrics, Observer, RequestMetrics
-from aioengine.model_folder import ModelFolder
+from aioengine.models.folder import ModelFolder
 from aioengine.progress import OnProgress
-from aioengine.request import Request
+from aioengine.scheduler.request import Request
 from aioengine.scheduler.scheduler import SchedulerStats
 from aioengine.scheduler.sequence import FinishReason, Sequence
 from aioengine.text.worker import TextWorker

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 
-from aioengine.control import StageWeights
+from aioengine.core.control import StageWeights
 from aioengine.errors import InvalidRequest
 from aioengine.scheduler.plan import StepPlan, StepResult
 

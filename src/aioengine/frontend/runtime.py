@@ -18,10 +18,12 @@ from typing import Any, Protocol, TypeVar
 
 import anyio
 
-from aioengine.completion import Completion
 from aioengine.config import EngineConfig
-from aioengine.control import AnyControl, Pause, PauseMode, WakeUp
-from aioengine.core_api import CLOSE_DEADLINE_S, Backend, Core, Surroundings
+from aioengine.core.control import AnyControl, Pause, PauseMode, WakeUp
+from aioengine.core.executor_protocol import ExecutorInfo
+from aioengine.core.health import Health
+from aioengine.core.listener import UNLIMITED, UserCode
+from aioengine.core.protocol import CLOSE_DEADLINE_S, Backend, Core, Surroundings
 from aioengine.errors import (
     AioEngineError,
     EngineClosed,
@@ -32,20 +34,18 @@ from aioengine.errors import (
     ModelLoadError,
     describe,
 )
-from aioengine.executor.protocol import ExecutorInfo
-from aioengine.health import Health
-from aioengine.intake import Intake, OnFull
-from aioengine.listener import UNLIMITED, UserCode
+from aioengine.frontend.admission import Intake, OnFull
+from aioengine.frontend.completion import Completion
+from aioengine.frontend.request_log import RequestLog
+from aioengine.frontend.request_state import Arrival, Reply
 from aioengine.metrics import EngineMetrics, EngineStats
-from aioengine.model_folder import ModelFolder
+from aioengine.models.folder import ModelFolder
 from aioengine.progress import OnProgress, loading_bar
-from aioengine.reply import Arrival, Reply
-from aioengine.request import Request
-from aioengine.request_log import RequestLog
 from aioengine.sampling_params import SamplingParams
-from aioengine.scheduler.detokenizer import Detokenizer, TokenTable, make_detokenizer
+from aioengine.scheduler.request import Request
 from aioengine.scheduler.sequence import Sequence, make_family
 from aioengine.text import calls
+from aioengine.text.detokenizer import Detokenizer, TokenTable, make_detokenizer
 from aioengine.text.lanes import Lanes
 from aioengine.text.tokenizer import Tokenizer
 from aioengine.text.worker import ChatWorker, TextWorker, run_abandonable

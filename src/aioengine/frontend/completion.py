@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from aioengine.core_api import Core
+from aioengine.core.listener import UNLIMITED, SampledLogprobs
+from aioengine.core.protocol import Core
 from aioengine.errors import AioEngineError, InvalidRequest
-from aioengine.listener import UNLIMITED, SampledLogprobs
 from aioengine.outputs import CompletionDelta, CompletionOutput, Logprob, TokenLogprobs
-from aioengine.scheduler.detokenizer import Detokenizer
 from aioengine.scheduler.sequence import FinishReason, Sequence
+from aioengine.text.detokenizer import Detokenizer
 
 Decode = Callable[[int], str]
 """One token's text."""

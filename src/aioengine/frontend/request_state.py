@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from aioengine.completion import Completion
-from aioengine.core_api import Core
+from aioengine.core.protocol import Core
 from aioengine.errors import AioEngineError
+from aioengine.frontend.completion import Completion
+from aioengine.frontend.request_log import RequestLog
 from aioengine.metrics import RequestMetrics
 from aioengine.outputs import CompletionDelta, CompletionOutput, TokenLogprobs
-from aioengine.request_log import RequestLog
 from aioengine.scheduler.sequence import Event, Sequence
 
 MakeCompletion = Callable[["Reply", Sequence], Completion]

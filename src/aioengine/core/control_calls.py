@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
-from aioengine.control import (
+from aioengine.core.control import (
     WAKE_TAGS,
     CollectiveRpc,
     PauseMode,
@@ -19,8 +19,8 @@ from aioengine.control import (
     WakeUp,
 )
 from aioengine.errors import InvalidRequest
+from aioengine.frontend.weight_pieces import absolute
 from aioengine.validation import shorten
-from aioengine.weight_pieces import absolute
 
 
 def check_mode(mode: object) -> None:

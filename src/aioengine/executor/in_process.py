@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from aioengine.config import EngineConfig
-from aioengine.core_api import Surroundings
-from aioengine.dump import write_dump
-from aioengine.engine_core import EngineCore
+from aioengine.core.engine_core import EngineCore
+from aioengine.core.executor_protocol import Executor, ExecutorInfo
+from aioengine.core.failure_report import write_dump
+from aioengine.core.protocol import Surroundings
 from aioengine.errors import ConfigError
-from aioengine.executor.protocol import Executor, ExecutorInfo
-from aioengine.model_folder import ModelFolder
+from aioengine.models.folder import ModelFolder
 from aioengine.progress import OnProgress
 from aioengine.text.worker import TextWorker, run_abandonable
 

@@ -16,22 +16,22 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 from aioengine.config import EngineConfig
-from aioengine.control import AnyControl, PauseMode
-from aioengine.dump import describe_failure
-from aioengine.engine_control import Controls
+from aioengine.core.conditions import Waits
+from aioengine.core.control import AnyControl, PauseMode
+from aioengine.core.controls import Controls
+from aioengine.core.executor_protocol import DeviceLost, Executor, ExecutorInfo, PendingStep
+from aioengine.core.failure_report import describe_failure
+from aioengine.core.health import Beat, Health, dead, judge
+from aioengine.core.listener import Endings, Listener, SampledLogprobs, TokenLines, UserCode, prompt_lines
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead, StepFailed, describe, traceback_of
-from aioengine.executor.protocol import DeviceLost, Executor, ExecutorInfo, PendingStep
-from aioengine.health import Beat, Health, dead, judge
-from aioengine.listener import Endings, Listener, SampledLogprobs, TokenLines, UserCode, prompt_lines
 from aioengine.metrics import EngineMetrics, Observer, RequestMetrics, StatsLog, StepRecord
-from aioengine.request import Request
 from aioengine.scheduler.kv_manager import KVManager
 from aioengine.scheduler.plan import StepPlan, StepResult
 from aioengine.scheduler.prefix_cache import hash_prompt, root_of
+from aioengine.scheduler.request import Request
 from aioengine.scheduler.scheduler import Scheduler, SchedulerStats
 from aioengine.scheduler.sequence import FinishReason, Reason, Sequence, make_family
 from aioengine.scheduler.step_output import StepOutput
-from aioengine.waits import Waits
 
 logger = logging.getLogger("aioengine")
 

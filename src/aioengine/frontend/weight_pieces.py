@@ -10,7 +10,7 @@ from typing import Any
 import anyio
 import numpy as np
 
-from aioengine.control import AnyControl, CommitWeights, DropWeights, StageWeights, WeightDtype
+from aioengine.core.control import AnyControl, CommitWeights, DropWeights, StageWeights, WeightDtype
 from aioengine.errors import InvalidRequest
 from aioengine.validation import shorten
 
