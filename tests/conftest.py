@@ -125,7 +125,7 @@ def no_blocking_call_on_a_loop() -> Iterator[BlockBuster]:
     for function in blockbuster.functions.values():
         function.can_block_in("<frozen importlib._bootstrap>", "_find_and_load")
     # Joining a thread that has said on the loop that it ends: microseconds, and there is no other way to see its end.
-    for file in ("aioengine/text/worker.py", "aioengine/executor/device.py"):
+    for file in ("aioengine/text/worker.py", "aioengine/executor/device_thread.py"):
         blockbuster.functions["threading.Lock.acquire"].can_block_in(file, "aclose")
     # Asks for the working folder: a microsecond, and no disk.
     blockbuster.functions["os.path.abspath"].can_block_in("aioengine/frontend/weight_pieces.py", "absolute")

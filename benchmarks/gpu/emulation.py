@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from aioengine.executor import torch_executor
 from aioengine.executor.make_runner import Gpu
-from aioengine.kernels import reference
+from aioengine.kernels.torch import operations as reference
 from aioengine.testing import FakeAccelerator
 from aioengine.testing.fake_graph import as_launches
 

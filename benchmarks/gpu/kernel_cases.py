@@ -9,7 +9,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from aioengine.kernels.slots import SLOT_WORDS, Slot, SlotFlag
+from aioengine.kernels.sampling.slots import SLOT_WORDS, Slot, SlotFlag
 from benchmarks.gpu.sizes import KernelSizes
 
 FP8 = torch.float8_e4m3fn

@@ -42,7 +42,7 @@ from typing import Any
 
 import uvloop
 
-from aioengine.executor.waiter import Later, Pending, Waiter
+from aioengine.executor.completion_thread import Later, Pending, Waiter
 from aioengine.executor.waker import Waker
 from benchmarks.gpu import command
 from benchmarks.gpu.waiting_steps import CudaSteps, Fd, Steps, TimerSteps

@@ -7,17 +7,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from aioengine.attention.kv_cache import KVCache, KVCacheShape
-from aioengine.attention.torch_paged import (
+from aioengine.errors import InternalError
+from aioengine.kernels.attention.kv_cache import KVCache, KVCacheShape
+from aioengine.kernels.attention.metadata import AttentionMetadata
+from aioengine.kernels.attention.torch_paged import (
     QUERY_TILE,
     TorchPagedAttention,
     decode_groups,
     dot_in_float32,
     padded_length,
 )
-from aioengine.errors import InternalError
-from aioengine.kernels import reference_attention as reference
-from aioengine.kernels.metadata import AttentionMetadata
+from aioengine.kernels.torch import attention as reference
 from aioengine.scheduler.plan import EMPTY, int32
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}

@@ -19,7 +19,7 @@ from aioengine.core.control import StageWeights
 from aioengine.core.executor_protocol import DeviceLost, Executor
 from aioengine.core.worker_functions import Worker, worker_function
 from aioengine.errors import InvalidRequest, ModelLoadError
-from aioengine.executor.staging import MAX_TRANSFERS
+from aioengine.executor.weight_transfer import MAX_TRANSFERS
 
 BOTH = frozenset(("weights", "kv_cache"))
 NUM_TOKENS = 6

@@ -8,7 +8,7 @@ from typing import Any
 from aioengine.config import EngineConfig
 from aioengine.executor.make_runner import Gpu
 from aioengine.executor.torch_executor import TorchExecutor
-from aioengine.kernels import reference
+from aioengine.kernels.torch import operations as reference
 from aioengine.models.folder import ModelFolder
 from aioengine.models.loader import load_decoder
 from aioengine.testing import FakeAccelerator

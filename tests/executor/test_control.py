@@ -29,10 +29,10 @@ from aioengine.executor import weights as weights_module
 from aioengine.executor.torch_executor import TorchExecutor
 from aioengine.models import decoder as decoder_module
 from aioengine.models import saver
+from aioengine.models.checkpoint import EMBEDDING, HEAD, INDEX_FILE, SINGLE_FILE, checkpoint_places
 from aioengine.models.decoder import Decoder
 from aioengine.models.folder import ModelFolder
 from aioengine.models.loader import LoadStopped, load_weights
-from aioengine.models.places import EMBEDDING, HEAD, INDEX_FILE, SINGLE_FILE, checkpoint_places
 
 Checkpoint = Callable[..., Path]
 NUM_TOKENS = 8

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from aioengine.core.executor_protocol import DeviceLost
-from aioengine.executor.device import DeviceThread
+from aioengine.executor.device_thread import DeviceThread
 
 both_loops = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
 

@@ -9,7 +9,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from aioengine.errors import InternalError
-from aioengine.kernels import reference
+from aioengine.kernels.torch import operations as reference
 from aioengine.testing import FakeAccelerator
 from aioengine.testing.fake_graph import as_launches
 

@@ -14,8 +14,8 @@ from aioengine.executor.gpu_batch import NUM_TOP_SIZES, PADDING_SLOT, GpuBatch, 
 from aioengine.executor.gpu_result import make_result
 from aioengine.executor.graphs import MAX_SIZE, DecodeGraphs, GraphKey, default_sizes
 from aioengine.executor.step_words import SECTIONS, WORDS_A_ROW, ExtraWords, FixedWords, Span, TableSpans
-from aioengine.kernels import reference as operations
-from aioengine.kernels.slots import SLOT_WORDS, Slot, SlotFlag, Status
+from aioengine.kernels.sampling.slots import SLOT_WORDS, Slot, SlotFlag, Status
+from aioengine.kernels.torch import operations
 from aioengine.sampler.on_device import Features
 from aioengine.sampler.outputs import Outputs, OutputSizes
 from aioengine.sampler.rows import RowRules

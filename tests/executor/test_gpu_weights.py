@@ -19,9 +19,9 @@ from aioengine.core.executor_protocol import DeviceLost, Part
 from aioengine.errors import ConfigError, InvalidRequest, ModelLoadError
 from aioengine.executor import weights as weights_module
 from aioengine.executor.torch_executor import TorchExecutor
+from aioengine.models.checkpoint import EMBEDDING, HEAD, SINGLE_FILE
 from aioengine.models.decoder import Decoder
 from aioengine.models.loader import Placement, load_weights
-from aioengine.models.places import EMBEDDING, HEAD, SINGLE_FILE
 from aioengine.testing import FakeAccelerator
 
 Checkpoint = Callable[..., Path]

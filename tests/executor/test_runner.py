@@ -11,11 +11,11 @@ import torch
 from executor.plans import PlannedRow, PlanWriter, tokens_by_row
 from executor.tiny_decoder import VOCAB_SIZE, TinyConfig, TinyDecoder
 
-from aioengine.attention.kv_cache import KVCache, KVCacheShape
-from aioengine.attention.torch_paged import TorchPagedAttention
 from aioengine.core.executor_protocol import DeviceLost, ExecutorStats
 from aioengine.executor.input_batch import InputBatch
 from aioengine.executor.runner import Runner
+from aioengine.kernels.attention.kv_cache import KVCache, KVCacheShape
+from aioengine.kernels.attention.torch_paged import TorchPagedAttention
 from aioengine.scheduler.plan import EMPTY, RowAdded, RowSampling, StepPlan, StepResult, Want, int32
 
 MAX_MODEL_LEN = 64

@@ -28,7 +28,7 @@ from aioengine.config import EngineConfig
 from aioengine.core.executor_protocol import DeviceLost
 from aioengine.errors import ConfigError, InvalidRequest
 from aioengine.executor import torch_executor
-from aioengine.executor.device import THREAD_NAME
+from aioengine.executor.device_thread import THREAD_NAME
 from aioengine.executor.torch_executor import TorchExecutor, is_large_step
 from aioengine.models.folder import ModelFolder
 
@@ -644,7 +644,7 @@ def test_a_program_that_ends_without_closing_ends_in_peace() -> None:
 
 UNCLOSED = """
 import asyncio
-from aioengine.executor.device import DeviceThread
+from aioengine.executor.device_thread import DeviceThread
 
 def work():
     import torch

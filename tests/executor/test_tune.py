@@ -14,12 +14,10 @@ import torch
 from executor.gpu import start_gpu
 
 import aioengine
-from aioengine.attention.kv_cache import KVCacheShape
 from aioengine.executor import tune
 from aioengine.executor.accelerator import Work
 from aioengine.executor.tune import cache_folder, tune_attention
-from aioengine.kernels import reference
-from aioengine.kernels.attention_choices import (
+from aioengine.kernels.attention.choices import (
     ATTENTION_KERNELS,
     DECODE,
     DECODE_IN_SPLITS,
@@ -31,8 +29,10 @@ from aioengine.kernels.attention_choices import (
     choice_of,
     default_choice,
 )
-from aioengine.kernels.tuning import Choice
-from aioengine.models.decoder_config import DecoderConfig
+from aioengine.kernels.attention.kv_cache import KVCacheShape
+from aioengine.kernels.attention.tuning import Choice
+from aioengine.kernels.torch import operations as reference
+from aioengine.models.families import DecoderConfig
 from aioengine.testing import FakeAccelerator
 
 CPU = torch.device("cpu")

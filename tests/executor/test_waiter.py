@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from aioengine.core.executor_protocol import DeviceLost
-from aioengine.executor import device, waiter
-from aioengine.executor.device import DeviceThread, Later
+from aioengine.executor import completion_thread as waiter
+from aioengine.executor import device_thread as device
+from aioengine.executor.device_thread import DeviceThread, Later
 from aioengine.executor.waker import Waker
 
 T = TypeVar("T")
@@ -400,7 +401,7 @@ def test_a_program_ends_though_its_device_hangs() -> None:
 
 PROGRAM = """
 import asyncio, os, time
-from aioengine.executor import device
+from aioengine.executor import device_thread as device
 
 device.EXIT_DEADLINE_S = {exit_deadline_s}
 

@@ -27,8 +27,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from aioengine.kernels import triton_operations as ops
-from aioengine.kernels.attention_choices import DECODE_IN_SPLITS, TUNED, AttentionShape, candidates
-from aioengine.kernels.slots import SLOT_WORDS
+from aioengine.kernels.attention.choices import DECODE_IN_SPLITS, TUNED, AttentionShape, candidates
+from aioengine.kernels.sampling.slots import SLOT_WORDS
 
 BF16, FP8, INT32, FLOAT32 = torch.bfloat16, torch.float8_e4m3fn, torch.int32, torch.float32
 NUM_ROWS = 256

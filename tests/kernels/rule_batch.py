@@ -12,7 +12,7 @@ import torch
 from sampler.batch import Asking, rows_of
 from torch import Tensor
 
-from aioengine.kernels.slots import SLOT_WORDS, Slot, SlotFlag
+from aioengine.kernels.sampling.slots import SLOT_WORDS, Slot, SlotFlag
 from aioengine.sampler.rows import RuledRows
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"

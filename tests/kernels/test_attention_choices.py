@@ -11,8 +11,8 @@ import pytest
 import torch
 from kernels.paged_cases import DEVICE, PagedCase, assert_close, paged_case
 
-from aioengine.kernels import paged_decode, paged_prefill, reference_attention
-from aioengine.kernels.attention_choices import (
+from aioengine.kernels.attention import paged_decode, paged_prefill
+from aioengine.kernels.attention.choices import (
     ATTENTION_KERNELS,
     DECODE,
     DECODE_IN_SPLITS,
@@ -25,8 +25,9 @@ from aioengine.kernels.attention_choices import (
     default_choice,
     trying,
 )
-from aioengine.kernels.paged_prefill import prefill_tile
-from aioengine.kernels.tuning import MAX_CANDIDATES, Choice
+from aioengine.kernels.attention.paged_prefill import prefill_tile
+from aioengine.kernels.attention.tuning import MAX_CANDIDATES, Choice
+from aioengine.kernels.torch import attention as reference_attention
 
 FP16 = torch.float16
 CPU = torch.device("cpu")

@@ -13,12 +13,12 @@ from sampler.batch import Asking, asking, random_logits
 from torch import Tensor
 
 from aioengine.errors import InternalError
-from aioengine.kernels import reference_rules
-from aioengine.kernels.slots import Slot, SlotFlag
+from aioengine.kernels.sampling.slots import Slot, SlotFlag
+from aioengine.kernels.torch import rules as reference_rules
 from aioengine.sampler import rules
 
-bad_words = pytest.importorskip("aioengine.kernels.bad_words")
-edits = pytest.importorskip("aioengine.kernels.edits")
+bad_words = pytest.importorskip("aioengine.kernels.sampling.bad_words")
+edits = pytest.importorskip("aioengine.kernels.sampling.edits")
 
 
 def ints(*values: int) -> Tensor:

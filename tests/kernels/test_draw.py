@@ -11,14 +11,14 @@ from sampler.batch import DEFAULTS, chi_square_is_plausible, expected_probabilit
 from torch import Tensor
 
 from aioengine.errors import InternalError
-from aioengine.kernels import reference_sampling
-from aioengine.kernels.slots import SLOT_WORDS, Slot, Status
+from aioengine.kernels.sampling.slots import SLOT_WORDS, Slot, Status
+from aioengine.kernels.torch import sampling as reference_sampling
 from aioengine.sampler import SamplingRows, sample
 from aioengine.sampler.noise import NOISE_SPAN
 
-draw_file = pytest.importorskip("aioengine.kernels.draw")
-noise = pytest.importorskip("aioengine.kernels.noise")
-thresholds = pytest.importorskip("aioengine.kernels.thresholds")
+draw_file = pytest.importorskip("aioengine.kernels.sampling.draw")
+noise = pytest.importorskip("aioengine.kernels.sampling.noise")
+thresholds = pytest.importorskip("aioengine.kernels.sampling.thresholds")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POISON = 0x7F7F7F7F

@@ -12,10 +12,10 @@ from kernels.rule_batch import FOREVER, PADDING, Places, assert_same, make_slots
 from torch import Tensor
 
 from aioengine.errors import InternalError
-from aioengine.kernels import reference_rules
-from aioengine.kernels.slots import Slot, SlotFlag
+from aioengine.kernels.sampling.slots import Slot, SlotFlag
+from aioengine.kernels.torch import rules as reference_rules
 
-edits = pytest.importorskip("aioengine.kernels.edits")
+edits = pytest.importorskip("aioengine.kernels.sampling.edits")
 
 POISON = 12345.0
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from aioengine.errors import InternalError
-from aioengine.kernels import reference_decoder
-from aioengine.kernels.gated_activation import BLOCK, FEW_ROWS, FEW_ROWS_BLOCK, KINDS, gated_activation
+from aioengine.kernels.layers.gated_activation import BLOCK, FEW_ROWS, FEW_ROWS_BLOCK, KINDS, gated_activation
+from aioengine.kernels.torch import layers as reference_decoder
 
 # numpy's, in the interpreter: σ overflows on its way to 0.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -12,13 +12,13 @@ from sampler.batch import random_logits
 from torch import Tensor
 
 from aioengine.errors import InternalError
-from aioengine.kernels import reference_rules
-from aioengine.kernels.slots import Slot, SlotFlag
+from aioengine.kernels.sampling.slots import Slot, SlotFlag
+from aioengine.kernels.torch import rules as reference_rules
 from aioengine.sampler import logprobs as on_cpu
 from aioengine.sampler.blocks import block
 
-look_up = pytest.importorskip("aioengine.kernels.look_up")
-top_logprobs = pytest.importorskip("aioengine.kernels.top_logprobs")
+look_up = pytest.importorskip("aioengine.kernels.layers.look_up")
+top_logprobs = pytest.importorskip("aioengine.kernels.sampling.top_logprobs")
 
 # numpy says so of each NaN and infinity, where the interpreter computes with it.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")

@@ -18,9 +18,10 @@ from kernels.paged_cases import (
 from torch import Tensor
 
 from aioengine.errors import InternalError
-from aioengine.kernels import paged_decode, reference_attention
-from aioengine.kernels.paged_decode import attend_decode
-from aioengine.kernels.splits import choose_num_splits
+from aioengine.kernels.attention import paged_decode
+from aioengine.kernels.attention.paged_decode import attend_decode
+from aioengine.kernels.attention.splits import choose_num_splits
+from aioengine.kernels.torch import attention as reference_attention
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 KEYWORDS: dict[str, Any] = {

@@ -22,8 +22,9 @@ from torch import Tensor
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
 from aioengine.errors import InternalError
-from aioengine.kernels import paged_decode, paged_prefill, reference_attention
-from aioengine.kernels.paged_prefill import attend_prefill, prefill_tile
+from aioengine.kernels.attention import paged_decode, paged_prefill
+from aioengine.kernels.attention.paged_prefill import attend_prefill, prefill_tile
+from aioengine.kernels.torch import attention as reference_attention
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 KEYWORDS: dict[str, Any] = {"scale": 0.11, "window": None, "soft_cap": 0.0, "k_scale": 1.0, "v_scale": 1.0}

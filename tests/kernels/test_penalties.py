@@ -12,12 +12,12 @@ from sampler.batch import Asking, asking
 from torch import Tensor
 
 from aioengine.errors import InternalError
-from aioengine.kernels import reference_rules
-from aioengine.kernels.slots import Slot, SlotFlag
+from aioengine.kernels.sampling.slots import Slot, SlotFlag
+from aioengine.kernels.torch import rules as reference_rules
 from aioengine.sampler import Scratch
 from aioengine.sampler.penalties import apply_penalties
 
-penalties = pytest.importorskip("aioengine.kernels.penalties")
+penalties = pytest.importorskip("aioengine.kernels.sampling.penalties")
 
 POISON = 12345.0
 BOTH = pytest.mark.parametrize("module", [penalties, reference_rules], ids=["triton", "oracle"])

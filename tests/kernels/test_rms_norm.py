@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from aioengine.errors import InternalError
-from aioengine.kernels import reference_decoder
-from aioengine.kernels.rms_norm import MAX_WIDTH, add_rms_norm, num_warps, rms_norm, specimens
+from aioengine.kernels.layers.rms_norm import MAX_WIDTH, add_rms_norm, num_warps, rms_norm, specimens
+from aioengine.kernels.torch import layers as reference_decoder
 
 # numpy's, in the interpreter, where infinities are meant.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -9,8 +9,8 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from aioengine.errors import InternalError
-from aioengine.kernels import reference_decoder
-from aioengine.kernels.rotate_and_write import MAX_HEAD_DIM, rotate_and_write
+from aioengine.kernels.layers.rotate_and_write import MAX_HEAD_DIM, rotate_and_write
+from aioengine.kernels.torch import layers as reference_decoder
 
 # numpy's, in the interpreter, where infinities are meant.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from aioengine.errors import InternalError
-from aioengine.kernels import put_spans as put_spans_module
-from aioengine.kernels import reference_decoder
-from aioengine.kernels.append_tokens import BLOCK as SLOTS_A_PROGRAM
-from aioengine.kernels.append_tokens import append_tokens
-from aioengine.kernels.copy_blocks import copy_blocks
-from aioengine.kernels.gather_tokens import gather_tokens
-from aioengine.kernels.put_spans import put_spans
-from aioengine.kernels.slots import SLOT_WORDS, Slot, SlotFlag
+from aioengine.kernels.rows import put_spans as put_spans_module
+from aioengine.kernels.rows.append_tokens import BLOCK as SLOTS_A_PROGRAM
+from aioengine.kernels.rows.append_tokens import append_tokens
+from aioengine.kernels.rows.copy_blocks import copy_blocks
+from aioengine.kernels.rows.gather_tokens import gather_tokens
+from aioengine.kernels.rows.put_spans import put_spans
+from aioengine.kernels.sampling.slots import SLOT_WORDS, Slot, SlotFlag
+from aioengine.kernels.torch import layers as reference_decoder
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
 POISON = 0x7F7F7F7F

@@ -8,8 +8,9 @@ from types import ModuleType
 
 import pytest
 
-from aioengine.kernels import reference, triton_operations
+from aioengine.kernels import triton_operations
 from aioengine.kernels.operations import Operations
+from aioengine.kernels.torch import operations as reference
 
 OPERATIONS = [name for name in vars(Operations) if not name.startswith("_")]
 

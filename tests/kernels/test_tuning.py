@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from aioengine.errors import InternalError
-from aioengine.kernels.tuning import MAX_CHOICES, MAX_FILE_BYTES, Choice, Key, Tuner, choice_file
+from aioengine.kernels.attention.tuning import MAX_CHOICES, MAX_FILE_BYTES, Choice, Key, Tuner, choice_file
 
 CANDIDATES = [Choice(num_warps=4), Choice(num_warps=8), Choice(num_warps=4, constants=(("N", 128),))]
 FIRST, SECOND, THIRD = CANDIDATES
@@ -189,7 +189,7 @@ def test_a_file_keeps_the_newest_choices(path: Path) -> None:
 RACER = """
 import sys
 from pathlib import Path
-from aioengine.kernels.tuning import Choice, Tuner
+from aioengine.kernels.attention.tuning import Choice, Tuner
 candidates = [Choice(num_warps=n) for n in (2, 4, 8)]
 for i in range(40):
     tuner = Tuner(Path(sys.argv[1]), measure=lambda name, key, choice: 1.0 / choice.num_warps)
@@ -213,5 +213,5 @@ def test_a_file_is_one_gpus_and_one_versions(tmp_path: Path) -> None:
 
 
 def test_neither_torch_nor_triton_is_needed() -> None:
-    code = "import sys, aioengine.kernels.tuning; sys.exit(bool({'torch', 'triton'} & set(sys.modules)))"
+    code = "import sys, aioengine.kernels.attention.tuning; sys.exit(bool({'torch', 'triton'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

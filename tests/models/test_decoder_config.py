@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from aioengine.errors import ConfigError, ModelLoadError
-from aioengine.models.decoder_config import DecoderConfig, read_decoder_config
+from aioengine.models.families import DecoderConfig, read_decoder_config
 from aioengine.models.folder import ModelFolder
 
 Checkpoint = Callable[..., Path]

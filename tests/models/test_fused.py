@@ -13,7 +13,8 @@ from checkpoints import FAMILIES
 from torch import Tensor
 
 from aioengine.config import EngineConfig
-from aioengine.kernels import reference_decoder, triton_operations
+from aioengine.kernels import triton_operations
+from aioengine.kernels.torch import layers as reference_decoder
 from aioengine.models import decoder as decoder_module
 from aioengine.models.decoder import Decoder
 from aioengine.models.folder import ModelFolder

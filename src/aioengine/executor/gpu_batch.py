@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from aioengine.executor.row_columns import RowColumns
 from aioengine.executor.step_words import ExtraWords, FixedWords, Span, TableSpans
-from aioengine.kernels.slots import SLOT_WORDS, Slot, SlotFlag
+from aioengine.kernels.sampling.slots import SLOT_WORDS, Slot, SlotFlag
 from aioengine.sampler import PromptLines, RowRules, spans
 from aioengine.sampler.on_device import Features
 from aioengine.sampler.outputs import OutputSizes

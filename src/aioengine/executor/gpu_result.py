@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aioengine.executor.gpu_batch import GpuStep
-from aioengine.kernels.slots import Status
+from aioengine.kernels.sampling.slots import Status
 from aioengine.sampler import spans
 from aioengine.sampler.outputs import Outputs, Scored
 from aioengine.scheduler.plan import PromptLogprobs, RowFailure, StepLogprobs, StepResult, int32

@@ -14,7 +14,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from aioengine.attention.gpu_paged import GpuPagedAttention, StepTensors
 from aioengine.core.executor_protocol import DeviceLost, ExecutorStats
 from aioengine.executor.accelerator import Accelerator, Event, Work
 from aioengine.executor.gpu_batch import NUM_TOP_SIZES, Deltas, GpuBatch, GpuStep
@@ -22,8 +21,9 @@ from aioengine.executor.graphs import DecodeGraphs, GraphKey
 from aioengine.executor.host_rules import HostRules, HostRulesOfStep
 from aioengine.executor.launched import Forward, LaunchedStep, Staging, Uploaded
 from aioengine.executor.step_words import WORDS_A_ROW, ExtraWords, FixedWords, Span
+from aioengine.kernels.attention.gpu_paged import GpuPagedAttention, StepTensors
 from aioengine.kernels.operations import Operations
-from aioengine.kernels.slots import SLOT_WORDS, Slot, SlotFlag
+from aioengine.kernels.sampling.slots import SLOT_WORDS, Slot, SlotFlag
 from aioengine.models.decoder import Decoder
 from aioengine.models.fused import FusedDecoder
 from aioengine.sampler.on_device import DeviceSampler, Features, SlotTensors

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from aioengine.executor.row_columns import RULED_COLUMNS, SAMPLING_COLUMNS, RowColumns
-from aioengine.kernels.metadata import AttentionMetadata
+from aioengine.kernels.attention.metadata import AttentionMetadata
 from aioengine.sampler import PromptLines, RuledRows, SamplingRows, spans
 from aioengine.scheduler.plan import Int32, RowAdded, StepPlan, Want
 

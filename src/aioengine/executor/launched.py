@@ -8,10 +8,10 @@ from torch import Tensor
 
 from aioengine.core.executor_protocol import DeviceLost
 from aioengine.executor.accelerator import Accelerator, Event, HostWords
+from aioengine.executor.completion_thread import Later
 from aioengine.executor.gpu_batch import GpuStep
 from aioengine.executor.gpu_result import make_result
 from aioengine.executor.step_words import WORDS_A_ROW, ExtraWords, Span
-from aioengine.executor.waiter import Later
 from aioengine.scheduler.plan import StepResult
 
 

@@ -11,10 +11,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from aioengine.attention.backend import AttentionBackend
-from aioengine.attention.gpu_paged import GpuPagedAttention
-from aioengine.attention.kv_cache import KVCache, KVCacheShape
-from aioengine.attention.torch_paged import TorchPagedAttention
 from aioengine.config import EngineConfig
 from aioengine.core.executor_protocol import ExecutorInfo, ExecutorStats
 from aioengine.errors import ConfigError
@@ -25,6 +21,10 @@ from aioengine.executor.input_batch import InputBatch
 from aioengine.executor.memory import available_memory, num_gpu_kv_blocks, num_kv_blocks
 from aioengine.executor.runner import Runner, StepRunner
 from aioengine.executor.tune import cache_folder, tune_attention
+from aioengine.kernels.attention.backend import AttentionBackend
+from aioengine.kernels.attention.gpu_paged import GpuPagedAttention
+from aioengine.kernels.attention.kv_cache import KVCache, KVCacheShape
+from aioengine.kernels.attention.torch_paged import TorchPagedAttention
 from aioengine.kernels.operations import Operations
 from aioengine.models.decoder import Decoder
 

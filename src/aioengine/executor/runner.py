@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aioengine.attention.backend import AttentionBackend
 from aioengine.core.executor_protocol import DeviceLost, ExecutorStats
+from aioengine.executor.completion_thread import Later
 from aioengine.executor.input_batch import InputBatch, StepInputs
-from aioengine.executor.waiter import Later
+from aioengine.kernels.attention.backend import AttentionBackend
 from aioengine.models.decoder import Decoder
 from aioengine.sampler import Scratch, prompt_logprobs, sample
 from aioengine.scheduler.plan import EMPTY, RowFailure, StepPlan, StepResult, int32

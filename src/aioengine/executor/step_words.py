@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from aioengine.kernels.slots import SLOT_WORDS
+from aioengine.kernels.sampling.slots import SLOT_WORDS
 from aioengine.sampler.outputs import ALIGNMENT, aligned
 from aioengine.scheduler.plan import Int32
 

@@ -27,13 +27,13 @@ from aioengine.core.executor_protocol import (
 )
 from aioengine.core.worker_functions import Worker, registered
 from aioengine.errors import ConfigError, describe
+from aioengine.executor.completion_thread import Later
 from aioengine.executor.cuda import CudaAccelerator, find_cuda
-from aioengine.executor.device import DeviceThread, Pending
+from aioengine.executor.device_thread import DeviceThread, Pending
 from aioengine.executor.make_runner import Gpu, make_cpu_runner, make_gpu_runner
 from aioengine.executor.memory import return_freed_memory
 from aioengine.executor.profiler import Recording
 from aioengine.executor.runner import StepRunner
-from aioengine.executor.waiter import Later
 from aioengine.executor.weights import Load, Weights
 from aioengine.models.folder import ModelFolder
 from aioengine.models.loader import ON_CPU, LoadStopped, Placement, load_decoder

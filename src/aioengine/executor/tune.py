@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 import aioengine
-from aioengine.attention.kv_cache import KVCacheShape
 from aioengine.executor.accelerator import Accelerator, Work
-from aioengine.kernels.attention_choices import (
+from aioengine.kernels.attention.choices import (
     DECODE,
     DECODE_IN_SPLITS,
     PREFILL,
@@ -29,9 +28,10 @@ from aioengine.kernels.attention_choices import (
     candidates,
     trying,
 )
+from aioengine.kernels.attention.kv_cache import KVCacheShape
+from aioengine.kernels.attention.tuning import Choice, Key, Tuner, choice_file
 from aioengine.kernels.operations import Operations
-from aioengine.kernels.tuning import Choice, Key, Tuner, choice_file
-from aioengine.models.decoder_config import DecoderConfig
+from aioengine.models.families import DecoderConfig
 
 logger = logging.getLogger("aioengine")
 
@@ -171,7 +171,7 @@ class Rehearsal:
         self._caches.view(torch.uint8).random_(0x3C)
 
     def work(self, kernel: str) -> Work:
-        """One launch of a kernel of `aioengine.kernels.attention_choices`, in one layer."""
+        """One launch of a kernel of `aioengine.kernels.attention.choices`, in one layer."""
         if kernel == PREFILL:
             return self._prefill()
         if kernel == DECODE:

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from aioengine.core.executor_protocol import weights_asleep, weights_came_as_tensors
 from aioengine.errors import InvalidRequest, ModelLoadError
-from aioengine.executor.staging import StagedTensor, Staging
+from aioengine.executor.weight_transfer import StagedTensor, Staging
+from aioengine.models.checkpoint import EMBEDDING, FILE_DTYPES, HEAD, Place, checkpoint_places
 from aioengine.models.decoder import Decoder
 from aioengine.models.folder import ModelFolder
 from aioengine.models.loader import ON_CPU, Placement, check_weights, load_weights
-from aioengine.models.places import EMBEDDING, FILE_DTYPES, HEAD, Place, checkpoint_places
 from aioengine.models.saver import save_checkpoint
 from aioengine.progress import OnProgress
 

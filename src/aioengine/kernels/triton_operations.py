@@ -8,24 +8,24 @@ from importlib import import_module
 import triton
 from triton import knobs
 
-from aioengine.kernels.append_tokens import append_tokens
-from aioengine.kernels.attention_choices import ATTENTION_KERNELS, Tunable
-from aioengine.kernels.bad_words import ends_of_bad_words
-from aioengine.kernels.copy_blocks import copy_blocks
-from aioengine.kernels.draw import draw
-from aioengine.kernels.edits import edit_logits, restore_edited, save_edited
-from aioengine.kernels.gated_activation import gated_activation
-from aioengine.kernels.gather_tokens import gather_tokens
-from aioengine.kernels.look_up import look_up
-from aioengine.kernels.paged_decode import attend_decode
-from aioengine.kernels.paged_prefill import attend_prefill, prefill_tile
-from aioengine.kernels.penalties import penalise, unpenalise
-from aioengine.kernels.put_spans import put_spans
-from aioengine.kernels.rms_norm import add_rms_norm, rms_norm
-from aioengine.kernels.rotate_and_write import rotate_and_write
+from aioengine.kernels.attention.choices import ATTENTION_KERNELS, Tunable
+from aioengine.kernels.attention.paged_decode import attend_decode
+from aioengine.kernels.attention.paged_prefill import attend_prefill, prefill_tile
+from aioengine.kernels.attention.splits import choose_num_splits
+from aioengine.kernels.layers.gated_activation import gated_activation
+from aioengine.kernels.layers.look_up import look_up
+from aioengine.kernels.layers.rms_norm import add_rms_norm, rms_norm
+from aioengine.kernels.layers.rotate_and_write import rotate_and_write
+from aioengine.kernels.rows.append_tokens import append_tokens
+from aioengine.kernels.rows.copy_blocks import copy_blocks
+from aioengine.kernels.rows.gather_tokens import gather_tokens
+from aioengine.kernels.rows.put_spans import put_spans
+from aioengine.kernels.sampling.bad_words import ends_of_bad_words
+from aioengine.kernels.sampling.draw import draw
+from aioengine.kernels.sampling.edits import edit_logits, restore_edited, save_edited
+from aioengine.kernels.sampling.penalties import penalise, unpenalise
+from aioengine.kernels.sampling.top_logprobs import top_logprobs
 from aioengine.kernels.specimen import Specimen
-from aioengine.kernels.splits import choose_num_splits
-from aioengine.kernels.top_logprobs import top_logprobs
 
 __all__ = [
     "TUNABLE",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from aioengine.models.decoder_config import DecoderConfig
+from aioengine.models.families import DecoderConfig
 
 Map = Callable[[Tensor], Tensor]
 Layer = Callable[[Tensor, Tensor, Tensor, "Attend"], None]

@@ -16,10 +16,7 @@ from torch import Tensor
 
 from aioengine.config import EngineConfig
 from aioengine.errors import ConfigError, ModelLoadError
-from aioengine.models.decoder import Decoder
-from aioengine.models.decoder_config import DecoderConfig, read_decoder_config
-from aioengine.models.folder import ModelFolder, check_files, read_json
-from aioengine.models.places import (
+from aioengine.models.checkpoint import (
     EMBEDDING,
     FILE_DTYPES,
     HEAD,
@@ -30,6 +27,9 @@ from aioengine.models.places import (
     checkpoint_places,
     checkpoint_slots,
 )
+from aioengine.models.decoder import Decoder
+from aioengine.models.families import DecoderConfig, read_decoder_config
+from aioengine.models.folder import ModelFolder, check_files, read_json
 
 # Old checkpoints carry the rotation's frequencies, which follow from the config.
 HARMLESS = re.compile(r"\.rotary_emb\.inv_freq$")

@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from aioengine.errors import InvalidRequest
+from aioengine.models.checkpoint import INDEX_FILE, SINGLE_FILE, Place, checkpoint_places
 from aioengine.models.decoder import Decoder
 from aioengine.models.folder import SMALL_FILES, ModelFolder
 from aioengine.models.loader import stop_if
-from aioengine.models.places import INDEX_FILE, SINGLE_FILE, Place, checkpoint_places
 
 SHARD = "model-{:05d}-of-{:05d}.safetensors"
 SHARDS = "model-*-of-*.safetensors"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from aioengine.kernels.operations import Operations
-from aioengine.kernels.slots import Slot, SlotFlag
+from aioengine.kernels.sampling.slots import Slot, SlotFlag
 from aioengine.sampler.outputs import Outputs
 from aioengine.sampler.rule_table import RuleSizes, RuleTensors
 

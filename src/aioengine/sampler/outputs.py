@@ -69,7 +69,7 @@ class Outputs(NamedTuple, Generic[Words]):
     """Views of the words.
 
     Attributes:
-        token_ids, status: int32 [slots]; the second as in `aioengine.kernels.slots.Status`.
+        token_ids, status: int32 [slots]; the second as in `aioengine.kernels.sampling.slots.Status`.
         sampled, extra, prompt: empty where nobody asked.
     """
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from aioengine.core.executor_protocol import weights_asleep, weights_came_as_tensors
 from aioengine.errors import ModelLoadError
-from aioengine.executor.staging import Staging
+from aioengine.executor.weight_transfer import Staging
 
 STATE_FILE = "fake-weights.json"
 

@@ -24,8 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aioengine.kernels.noise import NOISE_SPAN
-from aioengine.kernels.slots import SLOT_WORDS, Slot
+from aioengine.kernels.sampling.noise import NOISE_SPAN
+from aioengine.kernels.sampling.slots import SLOT_WORDS, Slot
 from aioengine.kernels.specimen import Specimen
 
 BLOCK = 128

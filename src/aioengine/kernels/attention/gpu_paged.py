@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aioengine.attention.kv_cache import KVCacheShape
+from aioengine.kernels.attention.kv_cache import KVCacheShape
 from aioengine.kernels.operations import Operations
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aioengine.kernels.slots import Slot, Status
+from aioengine.kernels.sampling.slots import Slot, Status
 
 MAX_FLOAT = torch.finfo(torch.float32).max
 

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from aioengine.errors import InternalError
-from aioengine.kernels.attention_choices import (
+from aioengine.kernels.attention.choices import (
     DECODE,
     DECODE_IN_SPLITS,
     AttentionShape,
@@ -33,9 +33,9 @@ from aioengine.kernels.attention_choices import (
     specimen_name,
     specimen_shape,
 )
+from aioengine.kernels.attention.tuning import Choice
 from aioengine.kernels.launch_checks import FLOATS, check_tensor
 from aioengine.kernels.specimen import Specimen
-from aioengine.kernels.tuning import Choice
 
 LOG2_E = 1.4426950408889634
 NO_WINDOW = 1 << 30

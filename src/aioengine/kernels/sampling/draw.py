@@ -8,7 +8,7 @@ in the time of some 35. So a program hashes only pieces in which a logit could w
 logits at T = 1: few), and takes logarithms only of pieces in which one could win by a cheap bound of its noise (of flat
 ones: a handful of each part's). A warp a program, so that these are decisions within the warp.
 
-Slots with a filter have the floor under which no logit can win from `aioengine.kernels.thresholds`, and read only
+Slots with a filter have the floor under which no logit can win from `aioengine.kernels.sampling.thresholds`, and read only
 blocks whose maximum reaches it.
 """
 
@@ -18,13 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aioengine.kernels import thresholds
 from aioengine.kernels.launch_checks import check_tensor
-from aioengine.kernels.noise import HIGHEST_NOISE, gumbel, gumbel_bound, hash_tokens, noise_keys, uniform
-from aioengine.kernels.rule_checks import check_logits, check_slots
-from aioengine.kernels.slots import Slot, Status
-from aioengine.kernels.specimen import Specimen
-from aioengine.kernels.thresholds import (
+from aioengine.kernels.sampling import thresholds
+from aioengine.kernels.sampling.noise import HIGHEST_NOISE, gumbel, gumbel_bound, hash_tokens, noise_keys, uniform
+from aioengine.kernels.sampling.rule_checks import check_logits, check_slots
+from aioengine.kernels.sampling.slots import Slot, Status
+from aioengine.kernels.sampling.thresholds import (
     INFINITY,
     LINE,
     MASK,
@@ -38,6 +37,7 @@ from aioengine.kernels.thresholds import (
     load_float,
     load_logits,
 )
+from aioengine.kernels.specimen import Specimen
 
 PIECE_WORDS = 16
 """Words of 32 tokens that a program looks at at once: 16 logits a thread, in loads of 16 bytes."""
@@ -182,7 +182,7 @@ def draw(
 
     Two launches without filters, four with them. Bound by one read of the logits where they are peaked (256 rows of
     128,256: 131 MB, 33 µs at 4 TB/s), by hashing each token where they are flat (about 45 µs); with filters see
-    `aioengine.kernels.thresholds.find_floors`, and a few µs for what it leaves. One row is bound by latency: about 5 µs
+    `aioengine.kernels.sampling.thresholds.find_floors`, and a few µs for what it leaves. One row is bound by latency: about 5 µs
     a launch.
     """
     device = check_logits(logits)

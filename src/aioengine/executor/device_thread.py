@@ -19,7 +19,7 @@ from typing import Any, TypeVar, overload
 import torch
 
 from aioengine.core.executor_protocol import DeviceLost
-from aioengine.executor.waiter import Later, Pending, Waiter
+from aioengine.executor.completion_thread import Later, Pending, Waiter
 from aioengine.executor.waker import Waker
 
 __all__ = ["THREAD_NAME", "DeviceThread", "Later", "Pending"]

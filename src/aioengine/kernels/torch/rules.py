@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from aioengine.kernels.slots import Slot, SlotFlag
+from aioengine.kernels.sampling.slots import Slot, SlotFlag
 
 
 def save_edited(

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from aioengine.errors import InternalError
 from aioengine.kernels.launch_checks import check_tensor
-from aioengine.kernels.rule_checks import check_logits, check_slots
-from aioengine.kernels.slots import SLOT_WORDS, Slot, SlotFlag
+from aioengine.kernels.sampling.rule_checks import check_logits, check_slots
+from aioengine.kernels.sampling.slots import SLOT_WORDS, Slot, SlotFlag
 from aioengine.kernels.specimen import Specimen
 
 BLOCK = 512

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aioengine.kernels.attention_choices import (
+from aioengine.kernels.attention.choices import (
     PREFILL,
     PREFILL_ROWS,
     AttentionShape,
@@ -32,8 +32,7 @@ from aioengine.kernels.attention_choices import (
     specimen_name,
     specimen_shape,
 )
-from aioengine.kernels.launch_checks import check_tensor
-from aioengine.kernels.paged_decode import (
+from aioengine.kernels.attention.paged_decode import (
     NO_WINDOW,
     base_2_scores,
     check_paged,
@@ -41,8 +40,9 @@ from aioengine.kernels.paged_decode import (
     load_blocks,
     score_factors,
 )
+from aioengine.kernels.attention.tuning import Choice
+from aioengine.kernels.launch_checks import check_tensor
 from aioengine.kernels.specimen import Specimen
-from aioengine.kernels.tuning import Choice
 
 
 @triton.jit
@@ -210,7 +210,7 @@ def attend_prefill(
     """As `aioengine.kernels.operations.Operations.attend_prefill`.
 
     Raises:
-        InternalError: as in `aioengine.kernels.paged_decode.attend_decode`.
+        InternalError: as in `aioengine.kernels.attention.paged_decode.attend_decode`.
     """
     check_paged("attend_prefill", q, k_cache, v_cache, block_tables, out, window)
     check_tensor("attend_prefill: tiles", tiles, (None, 4), torch.int32, q.device)

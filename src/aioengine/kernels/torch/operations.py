@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from aioengine.kernels.reference_attention import attend_decode, attend_prefill, prefill_tile
-from aioengine.kernels.reference_decoder import (
+from aioengine.kernels.attention.splits import choose_num_splits
+from aioengine.kernels.torch.attention import attend_decode, attend_prefill, prefill_tile
+from aioengine.kernels.torch.layers import (
     add_rms_norm,
     append_tokens,
     copy_blocks,
@@ -13,7 +14,7 @@ from aioengine.kernels.reference_decoder import (
     rms_norm,
     rotate_and_write,
 )
-from aioengine.kernels.reference_rules import (
+from aioengine.kernels.torch.rules import (
     edit_logits,
     ends_of_bad_words,
     look_up,
@@ -23,8 +24,7 @@ from aioengine.kernels.reference_rules import (
     top_logprobs,
     unpenalise,
 )
-from aioengine.kernels.reference_sampling import draw
-from aioengine.kernels.splits import choose_num_splits
+from aioengine.kernels.torch.sampling import draw
 
 __all__ = [
     "add_rms_norm",

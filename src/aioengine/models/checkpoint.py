@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from aioengine.models.decoder import Decoder
-from aioengine.models.decoder_config import DecoderConfig
+from aioengine.models.families import DecoderConfig
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

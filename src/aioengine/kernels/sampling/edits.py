@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from aioengine.kernels.launch_checks import check_tensor
-from aioengine.kernels.rule_checks import check_logits, check_slots
-from aioengine.kernels.slots import SLOT_WORDS, Slot, SlotFlag
+from aioengine.kernels.sampling.rule_checks import check_logits, check_slots
+from aioengine.kernels.sampling.slots import SLOT_WORDS, Slot, SlotFlag
 from aioengine.kernels.specimen import Specimen
 
 BLOCK = 128

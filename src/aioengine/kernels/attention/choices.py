@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from aioengine.kernels.tuning import Choice
+from aioengine.kernels.attention.tuning import Choice
 
 DECODE, DECODE_IN_SPLITS, PREFILL = "attend_decode", "attend_decode, in splits", "attend_prefill"
 ATTENTION_KERNELS = (DECODE, DECODE_IN_SPLITS, PREFILL)

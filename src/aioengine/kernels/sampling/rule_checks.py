@@ -7,7 +7,7 @@ from torch import Tensor
 
 from aioengine.errors import InternalError
 from aioengine.kernels.launch_checks import check_tensor
-from aioengine.kernels.slots import SLOT_WORDS
+from aioengine.kernels.sampling.slots import SLOT_WORDS
 
 
 def check_logits(logits: Tensor) -> torch.device:

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from aioengine.kernels.launch_checks import check_tensor
-from aioengine.kernels.rule_checks import check_logits
+from aioengine.kernels.sampling.rule_checks import check_logits
 from aioengine.kernels.specimen import Specimen
 
 PAIRS = 128

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from aioengine.kernels.metadata import AttentionMetadata
+from aioengine.kernels.attention.metadata import AttentionMetadata
 
 
 class StepAttention(Protocol):

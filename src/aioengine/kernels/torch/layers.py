@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from aioengine.kernels.slots import Slot, SlotFlag
+from aioengine.kernels.sampling.slots import Slot, SlotFlag
 
 MAX_FLOAT8 = torch.finfo(torch.float8_e4m3fn).max
 

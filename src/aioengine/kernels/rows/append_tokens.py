@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aioengine.kernels import slots as words
 from aioengine.kernels.launch_checks import check_tensor
+from aioengine.kernels.sampling import slots as words
 from aioengine.kernels.specimen import Specimen
 
 BLOCK, NUM_WARPS = 128, 4
