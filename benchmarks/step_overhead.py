@@ -34,9 +34,9 @@ import msgspec
 import numpy as np
 
 from aioengine.core.engine_core import make_record
-from aioengine.demo import model_path
 from aioengine.frontend.completion import Completion
 from aioengine.metrics import EngineMetrics
+from aioengine.models.folder import DEMO_MODEL
 from aioengine.outputs import TokenLogprobs
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.kv_manager import KVManager
@@ -146,7 +146,7 @@ class Workload:
         self._num_ending = 0.0
         self._metrics = EngineMetrics()
         self._mailbox = Mailbox()
-        self._table = Tokenizer.load(model_path()).token_table()
+        self._table = Tokenizer.load(DEMO_MODEL).token_table()
 
     def arrive(self, step: int) -> None:
         """Make the requests that come before this step."""

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from aioengine.executor import torch_executor
 from aioengine.executor.make_runner import Gpu
 from aioengine.kernels.torch import operations as reference
-from aioengine.testing import FakeAccelerator
-from aioengine.testing.fake_graph import as_launches
+
+sys.path.append(str(Path(__file__).parents[2] / "tests"))
+
+from doubles.fake_accelerator import FakeAccelerator
+from doubles.fake_graph import as_launches
 
 
 @contextmanager

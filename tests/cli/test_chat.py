@@ -33,7 +33,7 @@ from aioengine.cli.conversation import (
     Say,
 )
 from aioengine.cli.terminal import Interrupts, Screen
-from aioengine.demo import model_path
+from aioengine.models.folder import DEMO_MODEL
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.plan import RowSampling
 from aioengine.testing import FakeExecutor
@@ -179,7 +179,7 @@ def test_help_names_every_command_and_exit_leaves() -> None:
 
 # The shell, over a device that says what it is told to
 
-TOKENIZER = Tokenizer.load(model_path())
+TOKENIZER = Tokenizer.load(DEMO_MODEL)
 REPLY = "Pip says hello to you, and to all the others."
 
 

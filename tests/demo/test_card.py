@@ -16,14 +16,14 @@ import pytest
 from aioengine import Engine, EngineConfig, SamplingParams
 from aioengine.cli.generate import as_messages, generate, show
 from aioengine.cli.options import given
-from aioengine.demo import model_path
+from aioengine.models.folder import DEMO_MODEL
 
 DEADLINE_S = 90
 
 
 def samples() -> dict[str, str]:
     """The commands in the card's console blocks, each with what follows it up to the next."""
-    card = (model_path() / "README.md").read_text(encoding="utf-8")
+    card = (DEMO_MODEL / "README.md").read_text(encoding="utf-8")
     found: dict[str, str] = {}
     for block in re.findall(r"^```console\n(.*?)^```$", card, re.DOTALL | re.MULTILINE):
         for command, output in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block, re.MULTILINE):

@@ -12,16 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from aioengine.demo import model_path
-from aioengine.demo.evaluate import SAMPLING, DemoModel, story_faults
-from aioengine.demo.grammar import documents
+from aioengine.models.folder import DEMO_MODEL
+from demo_model.evaluate import SAMPLING, DemoModel, story_faults
+from demo_model.grammar import documents
 
 MAX_BYTES = 10_000_000
 
 
 @pytest.fixture(scope="module")
 def demo() -> DemoModel:
-    return DemoModel(model_path())
+    return DemoModel(DEMO_MODEL)
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +33,13 @@ def stories(demo: DemoModel) -> list[tuple[str, bool]]:
 
 
 def test_the_weights_are_at_most_ten_megabytes() -> None:
-    assert (model_path() / "model.safetensors").stat().st_size <= MAX_BYTES
+    assert (DEMO_MODEL / "model.safetensors").stat().st_size <= MAX_BYTES
 
 
 def test_the_config_loads_and_names_both_ends() -> None:
-    config = AutoConfig.from_pretrained(model_path())
-    generation = GenerationConfig.from_pretrained(model_path())
-    tokenizer = AutoTokenizer.from_pretrained(model_path())
+    config = AutoConfig.from_pretrained(DEMO_MODEL)
+    generation = GenerationConfig.from_pretrained(DEMO_MODEL)
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
     ends = {tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|endoftext|>")}
     assert config.architectures == ["LlamaForCausalLM"]
     assert config.tie_word_embeddings

@@ -11,8 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from aioengine.demo import train
-from aioengine.demo.train import (
+from aioengine.models.folder import DEMO_MODEL
+from demo_model import train
+from demo_model.train import (
     IGNORED,
     LOSS_TOLERANCE,
     SMOKE,
@@ -75,7 +76,7 @@ def test_a_stage_can_be_run_by_itself_on_what_the_one_before_left(tmp_path: Path
 
 
 def test_the_shipped_model_was_made_by_the_recipe_in_the_code() -> None:
-    recorded = json.loads((train.model_path() / "training.json").read_text())
+    recorded = json.loads((DEMO_MODEL / "training.json").read_text())
     assert recorded["recipe"] == json.loads(json.dumps(asdict(Recipe())))
 
 

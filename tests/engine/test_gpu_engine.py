@@ -17,14 +17,14 @@ import torch
 from checkpoints import FAMILIES, NUM_SPECIAL, cached_checkpoints
 from executor.gpu import let_steps_fail, start_gpu
 
-import aioengine.demo
 from aioengine import ConfigError, Engine, EngineDead, LogitsRow, RequestOutput, StepFailed
 from aioengine.config import EngineConfig
 from aioengine.executor.accelerator import DeviceMemory
 from aioengine.executor.memory import num_gpu_kv_blocks
-from aioengine.testing import FakeAccelerator
+from aioengine.models.folder import DEMO_MODEL
+from doubles.fake_accelerator import FakeAccelerator
 
-DEMO = Path(aioengine.demo.__file__).parent / "model"
+DEMO = DEMO_MODEL
 MAX_MODEL_LEN = 96
 LOGPROB_TOLERANCE = 1e-3
 NEAR = 2e-3

@@ -12,7 +12,7 @@ from executor.gpu import start_gpu
 from aioengine import Engine
 from aioengine.executor.gpu_runner import GpuRunner
 from aioengine.kernels import triton_operations
-from aioengine.testing import FakeAccelerator
+from doubles.fake_accelerator import FakeAccelerator
 
 MAX_TOKENS = 3
 

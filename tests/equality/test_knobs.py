@@ -33,8 +33,8 @@ from equality.conftest import (
 from equality.test_equality import Setting, check_setting, serving
 from transformers.generation import logits_process as theirs
 
-import aioengine.demo
 from aioengine import Engine, LogitsRow, RequestOutput
+from aioengine.models.folder import DEMO_MODEL
 from aioengine.outputs import TokenLogprobs
 
 BLOCK_SIZE = 16
@@ -626,7 +626,7 @@ class Said(NamedTuple):
 @pytest.fixture(scope="module", params=["demo", "bytes"])
 def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Said:
     if request.param == "demo":
-        folder, eos = Path(aioengine.demo.__file__).parent / "model", 2
+        folder, eos = DEMO_MODEL, 2
     else:
         folder, eos = make_checkpoint(tmp_path_factory.mktemp("text") / "bytes", "qwen3", tokenizer=True), EOS
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

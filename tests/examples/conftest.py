@@ -24,7 +24,7 @@ import uvicorn
 from aiohttp import web
 
 from aioengine import Engine
-from aioengine.demo import model_path
+from aioengine.models.folder import DEMO_MODEL
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PROMPT = [5, 6, 7]
@@ -49,7 +49,7 @@ def greedy_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundled model, which by itself draws its tokens, with a generation config that leaves nothing to chance."""
     folder = tmp_path_factory.mktemp("models") / "demo"
     folder.mkdir()
-    for file in model_path().iterdir():
+    for file in DEMO_MODEL.iterdir():
         (folder / file.name).symlink_to(file)
     config = folder / "generation_config.json"
     sampling = json.loads(config.read_text()) | {"temperature": 0.0, "top_p": 1.0}

@@ -11,8 +11,8 @@ from aioengine.executor.torch_executor import TorchExecutor
 from aioengine.kernels.torch import operations as reference
 from aioengine.models.folder import ModelFolder
 from aioengine.models.loader import load_decoder
-from aioengine.testing import FakeAccelerator
-from aioengine.testing.fake_graph import as_launches
+from doubles.fake_accelerator import FakeAccelerator
+from doubles.fake_graph import as_launches
 
 
 def gpu_config(**fields: Any) -> EngineConfig:

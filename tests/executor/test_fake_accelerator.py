@@ -10,8 +10,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from aioengine.errors import InternalError
 from aioengine.kernels.torch import operations as reference
-from aioengine.testing import FakeAccelerator
-from aioengine.testing.fake_graph import as_launches
+from doubles.fake_accelerator import FakeAccelerator
+from doubles.fake_graph import as_launches
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from aioengine.sampler.outputs import Outputs, OutputSizes
 from aioengine.sampler.rows import RowRules
 from aioengine.sampler.rule_table import ALWAYS, RuleSizes, RuleTable, RuleTensors, pack_bits
 from aioengine.scheduler.plan import RowSampling, StepPlan
-from aioengine.testing import FakeAccelerator
+from doubles.fake_accelerator import FakeAccelerator
 
 POISON = 0x7F7F7F7F
 MAX_ROWS = 6

@@ -8,7 +8,7 @@ from executor.contract import ExecutorContract, Opened
 from executor.control_contract import ControlContract, Controlled
 from executor.gpu import let_steps_fail, start_gpu
 
-from aioengine.testing import FakeAccelerator
+from doubles.fake_accelerator import FakeAccelerator
 
 Checkpoint = Callable[..., Path]
 

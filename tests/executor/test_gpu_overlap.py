@@ -30,7 +30,7 @@ from aioengine.executor.torch_executor import TorchExecutor
 from aioengine.models.folder import ModelFolder
 from aioengine.models.loader import load_decoder
 from aioengine.scheduler.plan import StepPlan
-from aioengine.testing import FakeAccelerator
+from doubles.fake_accelerator import FakeAccelerator
 
 DEPTHS = (1, 2, 4)
 GRAPHS = ("off", "lazy", "start")

@@ -22,7 +22,7 @@ from aioengine.executor.torch_executor import TorchExecutor
 from aioengine.models.checkpoint import EMBEDDING, HEAD, SINGLE_FILE
 from aioengine.models.decoder import Decoder
 from aioengine.models.loader import Placement, load_weights
-from aioengine.testing import FakeAccelerator
+from doubles.fake_accelerator import FakeAccelerator
 
 Checkpoint = Callable[..., Path]
 BOTH: frozenset[Part] = frozenset(("weights", "kv_cache"))

@@ -23,14 +23,13 @@ from executor.contract import ExecutorContract, Opened, spans, step_names
 from executor.plans import PlanWriter, tokens_by_row
 from executor.tiny_decoder import TinyConfig, TinyDecoder
 
-from aioengine import demo
 from aioengine.config import EngineConfig
 from aioengine.core.executor_protocol import DeviceLost
 from aioengine.errors import ConfigError, InvalidRequest
 from aioengine.executor import torch_executor
 from aioengine.executor.device_thread import THREAD_NAME
 from aioengine.executor.torch_executor import TorchExecutor, is_large_step
-from aioengine.models.folder import ModelFolder
+from aioengine.models.folder import DEMO_MODEL, ModelFolder
 
 END_TIMEOUT_S = 5.0
 
@@ -242,7 +241,7 @@ def test_a_step_is_large_if_its_operations_are_long(
 
 @pytest.fixture(scope="module")
 def bundled_model() -> ModelFolder:
-    return ModelFolder.read(Path(demo.model_path()))
+    return ModelFolder.read(DEMO_MODEL)
 
 
 async def test_the_bundled_models_prefill_of_64_tokens_takes_one_thread_and_one_of_512_all(

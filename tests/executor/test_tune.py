@@ -33,7 +33,7 @@ from aioengine.kernels.attention.kv_cache import KVCacheShape
 from aioengine.kernels.attention.tuning import Choice
 from aioengine.kernels.torch import operations as reference
 from aioengine.models.families import DecoderConfig
-from aioengine.testing import FakeAccelerator
+from doubles.fake_accelerator import FakeAccelerator
 
 CPU = torch.device("cpu")
 CACHE = KVCacheShape(num_layers=2, block_size=16, num_kv_heads=2, head_dim=128, dtype=torch.bfloat16)

@@ -17,7 +17,7 @@ from aioengine.kernels.torch import rules as reference_rules
 from aioengine.sampler import logprobs as on_cpu
 from aioengine.sampler.blocks import block
 
-look_up = pytest.importorskip("aioengine.kernels.layers.look_up")
+look_up = pytest.importorskip("aioengine.kernels.sampling.look_up")
 top_logprobs = pytest.importorskip("aioengine.kernels.sampling.top_logprobs")
 
 # numpy says so of each NaN and infinity, where the interpreter computes with it.

@@ -146,7 +146,7 @@ def test_only_what_loading_needs_is_downloaded(
 
 def test_no_model_is_the_bundled_one(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     path = checkpoint("llama2")
-    monkeypatch.setattr("aioengine.demo.model_path", lambda: path, raising=False)
+    monkeypatch.setattr("aioengine.models.folder.DEMO_MODEL", path)
     assert ModelFolder.resolve(None).path == path
 
 

@@ -17,7 +17,7 @@ from starlette.requests import Request as Asked
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from aioengine.demo import model_path
+from aioengine.models.folder import DEMO_MODEL
 from aioengine.scheduler.plan import RowSampling
 from aioengine.server.page import page
 from aioengine.testing import FakeExecutor
@@ -25,7 +25,7 @@ from aioengine.text.tokenizer import Tokenizer
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
-TOKENIZER = Tokenizer.load(model_path())
+TOKENIZER = Tokenizer.load(DEMO_MODEL)
 
 
 @asynccontextmanager

@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 from server.hostile import Elsewhere, Target, Ticker, completion, request_of, served
 
-from aioengine.demo import model_path
+from aioengine.models.folder import DEMO_MODEL
 from aioengine.server import ServerConfig
 
 MIB = 2**20
@@ -291,7 +291,7 @@ async def test_a_template_that_takes_long_holds_up_nobody(
     bomb: str, elsewhere: Elsewhere, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     model = tmp_path / "bomb"
-    shutil.copytree(model_path(), model, ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(DEMO_MODEL, model, ignore=shutil.ignore_patterns("*.safetensors"))
     (model / "chat_template.jinja").write_text(BOMBS[bomb])
     body = raw(max_tokens=1, messages=listed(USER, 1000))
     (tmp_path / "request").write_bytes(request_of("POST", CHATS, body))

@@ -20,9 +20,10 @@ import pytest
 import zmq
 from transport.life_scripts.watching import DEADLINE_S, Lines, Script
 
-from aioengine import Engine, ProcessOptions, demo
+from aioengine import Engine, ProcessOptions
 from aioengine.config import EngineConfig
 from aioengine.errors import AioEngineError, ConfigError, EngineDead, ModelLoadError
+from aioengine.models.folder import DEMO_MODEL
 from aioengine.transport.child import TOKEN
 from aioengine.transport.handshake import Addresses, EngineState, Init, Welcome, welcome
 from aioengine.transport.keys import ZAP_ENDPOINT, Gate, ServerKeys
@@ -281,7 +282,7 @@ async def test_a_plugin_that_cannot_be_imported(plugin: str, said: str) -> None:
 @pytest.fixture
 def model_without_weights(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
-    shutil.copytree(demo.model_path(), folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    shutil.copytree(DEMO_MODEL, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
     return folder
 
 

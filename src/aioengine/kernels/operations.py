@@ -1,9 +1,9 @@
 """The operations of a decoder's step on a GPU, as a protocol with two implementations.
 
 `aioengine.kernels.triton_operations` is made of the Triton kernels in this package, one operation a file;
-`aioengine.kernels.torch.operations` is plain torch: the oracle, which runs anywhere. Both are modules of functions with these
-names. Shapes are those of one step: T tokens, h query heads, g KV heads, d head size, n lines of logits, s slots, V
-vocabulary. Unless said otherwise tensors are contiguous, on one device, and ``x`` stands for float32, bfloat16 or
+`aioengine.kernels.torch.operations` is plain torch: the oracle, which runs anywhere. Both are modules of functions with
+these names. Shapes are those of one step: T tokens, h query heads, g KV heads, d head size, n lines of logits, s slots,
+V vocabulary. Unless said otherwise tensors are contiguous, on one device, and ``x`` stands for float32, bfloat16 or
 float16.
 """
 

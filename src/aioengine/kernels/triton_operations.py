@@ -13,7 +13,6 @@ from aioengine.kernels.attention.paged_decode import attend_decode
 from aioengine.kernels.attention.paged_prefill import attend_prefill, prefill_tile
 from aioengine.kernels.attention.splits import choose_num_splits
 from aioengine.kernels.layers.gated_activation import gated_activation
-from aioengine.kernels.layers.look_up import look_up
 from aioengine.kernels.layers.rms_norm import add_rms_norm, rms_norm
 from aioengine.kernels.layers.rotate_and_write import rotate_and_write
 from aioengine.kernels.rows.append_tokens import append_tokens
@@ -23,6 +22,7 @@ from aioengine.kernels.rows.put_spans import put_spans
 from aioengine.kernels.sampling.bad_words import ends_of_bad_words
 from aioengine.kernels.sampling.draw import draw
 from aioengine.kernels.sampling.edits import edit_logits, restore_edited, save_edited
+from aioengine.kernels.sampling.look_up import look_up
 from aioengine.kernels.sampling.penalties import penalise, unpenalise
 from aioengine.kernels.sampling.top_logprobs import top_logprobs
 from aioengine.kernels.specimen import Specimen
@@ -57,21 +57,21 @@ TUNABLE = Tunable(kernels=ATTENTION_KERNELS, compiler=triton.__version__) if not
 """What launches of attention are worth measuring: none in the interpreter."""
 
 KERNEL_MODULES = (
-    "append_tokens",
-    "bad_words",
-    "copy_blocks",
-    "draw",
-    "edits",
-    "gated_activation",
-    "gather_tokens",
-    "look_up",
-    "paged_decode",
-    "paged_prefill",
-    "penalties",
-    "put_spans",
-    "rms_norm",
-    "rotate_and_write",
-    "top_logprobs",
+    "rows.append_tokens",
+    "sampling.bad_words",
+    "rows.copy_blocks",
+    "sampling.draw",
+    "sampling.edits",
+    "layers.gated_activation",
+    "rows.gather_tokens",
+    "sampling.look_up",
+    "attention.paged_decode",
+    "attention.paged_prefill",
+    "sampling.penalties",
+    "rows.put_spans",
+    "layers.rms_norm",
+    "layers.rotate_and_write",
+    "sampling.top_logprobs",
 )
 
 

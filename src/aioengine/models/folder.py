@@ -13,6 +13,9 @@ from aioengine.errors import InvalidRequest, ModelLoadError
 from aioengine.sampling_params import SamplingParams
 from aioengine.validation import shorten
 
+DEMO_MODEL = Path(__file__).parent / "demo"
+"""The folder of the bundled model: config, tokenizer, safetensors and its card."""
+
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 WEIGHT_FILES = ("*.safetensors",)
 MAX_SMALL_BYTES = 256 * 2**20
@@ -168,9 +171,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _locate(model: str | None, revision: str | None, with_weights: bool) -> Path:
     if model is None:
-        from aioengine import demo
-
-        return Path(demo.model_path())
+        return DEMO_MODEL
     path = Path(model).expanduser()
     if path.is_dir():
         if revision is not None:

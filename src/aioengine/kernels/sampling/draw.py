@@ -8,7 +8,7 @@ in the time of some 35. So a program hashes only pieces in which a logit could w
 logits at T = 1: few), and takes logarithms only of pieces in which one could win by a cheap bound of its noise (of flat
 ones: a handful of each part's). A warp a program, so that these are decisions within the warp.
 
-Slots with a filter have the floor under which no logit can win from `aioengine.kernels.sampling.thresholds`, and read only
+Slots with a filter have the floor under which no logit can win from `thresholds`, and read only
 blocks whose maximum reaches it.
 """
 
@@ -182,7 +182,7 @@ def draw(
 
     Two launches without filters, four with them. Bound by one read of the logits where they are peaked (256 rows of
     128,256: 131 MB, 33 µs at 4 TB/s), by hashing each token where they are flat (about 45 µs); with filters see
-    `aioengine.kernels.sampling.thresholds.find_floors`, and a few µs for what it leaves. One row is bound by latency: about 5 µs
+    `thresholds.find_floors`, and a few µs for what it leaves. One row is bound by latency: about 5 µs
     a launch.
     """
     device = check_logits(logits)

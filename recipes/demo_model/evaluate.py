@@ -1,4 +1,4 @@
-"""Measure the demo model: ``python -m aioengine.demo.evaluate`` prints the numbers that its card states.
+"""Measure the demo model: ``python -m demo_model.evaluate`` prints the numbers that its card states.
 
 Generation is transformers' own, so that the numbers say something about the model and nothing about aioengine.
 """
@@ -18,12 +18,12 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from aioengine.demo import model_path
-from aioengine.demo.chats import SMALL_TALK, Message
-from aioengine.demo.grammar import END_OF_TEXT, documents
-from aioengine.demo.questions import NUMBER_LIMIT, animal_facts, animal_json, other_json, small_facts
-from aioengine.demo.train import encode, grouped, held_out_loss, special_id
-from aioengine.demo.world import ANIMALS, BOYS, FANTASY_KINDS, GIRLS, Dice, fix_articles
+from aioengine.models.folder import DEMO_MODEL
+from demo_model.chats import SMALL_TALK, Message
+from demo_model.grammar import END_OF_TEXT, documents
+from demo_model.questions import NUMBER_LIMIT, animal_facts, animal_json, other_json, small_facts
+from demo_model.train import encode, grouped, held_out_loss, special_id
+from demo_model.world import ANIMALS, BOYS, FANTASY_KINDS, GIRLS, Dice, fix_articles
 
 SAMPLING = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 0}
 
@@ -223,8 +223,8 @@ def measure(folder: Path, num_samples: int) -> Iterator[tuple[str, dict[str, flo
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m aioengine.demo.evaluate", description=__doc__)
-    parser.add_argument("--model", type=Path, default=model_path(), help="model folder (default: the bundled one)")
+    parser = argparse.ArgumentParser(prog="python -m demo_model.evaluate", description=__doc__)
+    parser.add_argument("--model", type=Path, default=DEMO_MODEL, help="model folder (default: the bundled one)")
     parser.add_argument("--samples", type=int, default=200, help="questions or stories of each kind")
     options = parser.parse_args(arguments)
     for title, numbers in measure(options.model, options.samples):

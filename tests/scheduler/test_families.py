@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from core.harness import EOS, Core, expected_output
+from scheduler.harness import EOS, Core, expected_output
 
 from aioengine.scheduler.sequence import Reason, Sequence, State
 

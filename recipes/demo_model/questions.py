@@ -13,7 +13,7 @@ import operator
 from collections.abc import Callable
 from typing import Literal
 
-from aioengine.demo.world import (
+from demo_model.world import (
     ANIMALS,
     COLOUR_OF,
     DAYS,

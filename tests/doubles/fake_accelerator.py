@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from aioengine.executor.accelerator import DeviceMemory, Event, HostWords, Work
-from aioengine.testing.fake_graph import FakeGraph
+from doubles.fake_graph import FakeGraph
 
 GIB = 2**30
 

@@ -1,6 +1,6 @@
 """Train the demo model from nothing: corpus, tokenizer, a small Llama, and the folder that the engine loads.
 
-Run ``python -m aioengine.demo.train``; it needs one CPU core and about an hour. ``--smoke`` takes the same way in
+Run ``python -m demo_model.train``; it needs one CPU core and about an hour. ``--smoke`` takes the same way in
 under a minute with few steps. The same seed gives the same corpus (its hash is recorded), and a held-out loss within
 `LOSS_TOLERANCE` of the recorded one on other machines: float32 and bf16 sums are ordered differently there.
 """
@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from aioengine.demo import model_path
-from aioengine.demo.grammar import END_OF_TEXT, IM_END, IM_START, ROLES, Document, corpus_hash, documents
+from aioengine.models.folder import DEMO_MODEL
+from demo_model.grammar import END_OF_TEXT, IM_END, IM_START, ROLES, Document, corpus_hash, documents
 
 LOSS_TOLERANCE = 0.05
 """How far the final held-out loss (nats a target token) may be from the recorded one for the same recipe and seed."""
@@ -442,7 +442,7 @@ def check_reproduced(report: dict[str, Any], recorded: dict[str, Any]) -> list[s
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m aioengine.demo.train", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m demo_model.train", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("demo-model"), help="folder to write (default: ./demo-model)")
     parser.add_argument("--smoke", action="store_true", help="the same way with few steps: under a minute")
     parser.add_argument("--seed", type=int, default=0)
@@ -461,7 +461,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = train(recipe, options.out, from_stage=options.from_stage)
     if not options.check:
         return 0
-    recorded = json.loads((model_path() / "training.json").read_text(encoding="utf-8"))
+    recorded = json.loads((DEMO_MODEL / "training.json").read_text(encoding="utf-8"))
     differences = check_reproduced(report, recorded)
     print("\n".join(differences) or "reproduced: same corpus, same loss within the tolerance")
     return 1 if differences else 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from aioengine.demo.questions import (
+from demo_model.questions import (
     Mode,
     Pair,
     animal_facts,
@@ -21,8 +21,8 @@ from aioengine.demo.questions import (
     small_facts,
     word_problem,
 )
-from aioengine.demo.stories import THEMES, make_story
-from aioengine.demo.world import HOMES, Dice, fix_articles, make_character, make_name
+from demo_model.stories import THEMES, make_story
+from demo_model.world import HOMES, Dice, fix_articles, make_character, make_name
 
 Message = dict[str, str]
 

@@ -10,9 +10,9 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from aioengine.demo.chats import Message, make_chat, make_sums
-from aioengine.demo.stories import make_story
-from aioengine.demo.world import Dice
+from demo_model.chats import Message, make_chat, make_sums
+from demo_model.stories import make_story
+from demo_model.world import Dice
 
 END_OF_TEXT = "<|endoftext|>"
 IM_START = "<|im_start|>"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from core.harness import EOS, Core, expected_output
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from scheduler.harness import EOS, Core, expected_output
 
 from aioengine.scheduler.sequence import Reason, Sequence, State
 from aioengine.testing.fake_executor import FakeExecutor

@@ -13,8 +13,8 @@ from aioengine.kernels.operations import Operations
 from aioengine.kernels.torch import operations as reference
 from aioengine.models.folder import ModelFolder
 from aioengine.models.loader import load_decoder
-from aioengine.testing.fake_accelerator import FakeAccelerator
-from aioengine.testing.fake_graph import as_launches
+from doubles.fake_accelerator import FakeAccelerator
+from doubles.fake_graph import as_launches
 
 
 async def start_gpu_executor(

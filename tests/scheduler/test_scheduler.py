@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from core.harness import EOS, Core, expected_output
+from scheduler.harness import EOS, Core, expected_output
 
 from aioengine.scheduler.plan import RowSampling, StepPlan, Want
 from aioengine.scheduler.scheduler import Scheduler

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from aioengine.demo.world import (
+from demo_model.world import (
     COLOURS,
     FLAWS,
     FOODS,
