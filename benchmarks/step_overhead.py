@@ -41,9 +41,8 @@ from aioengine.outputs import TokenLogprobs
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.kv_manager import KVManager
 from aioengine.scheduler.plan import StepPlan, StepResult, Want, int32
-from aioengine.scheduler.request import Request
 from aioengine.scheduler.scheduler import Scheduler
-from aioengine.scheduler.sequence import Sequence
+from aioengine.scheduler.sequence import Request, Sequence
 from aioengine.scheduler.step_output import StepOutput
 from aioengine.text.detokenizer import make_detokenizer
 from aioengine.text.tokenizer import Tokenizer

@@ -48,7 +48,7 @@ from aioengine import Engine, EngineDead, ProcessOptions
 from aioengine.core.listener import UNLIMITED
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.plan import int32
-from aioengine.scheduler.request import Request
+from aioengine.scheduler.sequence import Request
 from aioengine.transport import launch
 from aioengine.transport.handshake import EngineState, Welcome
 from aioengine.transport.supervisor import Supervisor

@@ -32,6 +32,7 @@ from aioengine.core.control import (
 from aioengine.core.executor_protocol import Executor, ExecutorInfo
 from aioengine.core.health import Health
 from aioengine.core.protocol import Backend, Surroundings
+from aioengine.core.weight_pieces import absolute, send_weights
 from aioengine.errors import ConfigError, EngineClosed, InvalidRequest
 from aioengine.executor.in_process import InProcess
 from aioengine.frontend.admission import OnFull
@@ -48,7 +49,6 @@ from aioengine.frontend.prompt import (
     take_template,
 )
 from aioengine.frontend.runtime import Runtime
-from aioengine.frontend.weight_pieces import absolute, send_weights
 from aioengine.metrics import EngineMetrics, EngineStats, Observer
 from aioengine.outputs import RequestOutput
 from aioengine.process_options import ProcessOptions

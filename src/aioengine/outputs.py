@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from aioengine.metrics import RequestMetrics
 from aioengine.plain_struct import PlainStruct
-from aioengine.scheduler.sequence import FinishReason
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+"""Why a choice ended."""
 
 
 class Logprob(PlainStruct, frozen=True, gc=False):

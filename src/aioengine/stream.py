@@ -21,7 +21,7 @@ from aioengine.frontend.runtime import Runtime
 from aioengine.outputs import CompletionDelta, RequestOutput
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.plan import int32
-from aioengine.scheduler.request import Request
+from aioengine.scheduler.sequence import Request
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from contract import fakes
 from contract.ways import described, error_of, ids_of, reasons_of, told
 
 from aioengine import Engine, InvalidRequest
-from aioengine.frontend import weight_pieces
+from aioengine.core import weight_pieces
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 BOTH_LOOPS = pytest.mark.asyncio(loop_scope="module", loop_factories=["asyncio", "uvloop"])

@@ -12,7 +12,7 @@ import pytest
 
 from aioengine import EngineConfig, SamplingParams
 from aioengine.core.engine_core import PUBLISH_SLICE, EngineCore
-from aioengine.scheduler.request import Request
+from aioengine.scheduler.sequence import Request
 from aioengine.testing import FakeExecutor, FakeStep
 
 

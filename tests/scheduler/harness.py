@@ -11,9 +11,8 @@ import numpy as np
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.kv_manager import KVManager
 from aioengine.scheduler.plan import StepPlan, StepResult, Want, int32
-from aioengine.scheduler.request import Request
 from aioengine.scheduler.scheduler import Scheduler
-from aioengine.scheduler.sequence import Reason, Sequence, make_family
+from aioengine.scheduler.sequence import Reason, Request, Sequence, make_family
 from aioengine.scheduler.step_output import StepOutput
 from aioengine.testing.fake_executor import FakeExecutor, FakeStep, Sampler, sample_hash
 

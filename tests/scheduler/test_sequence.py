@@ -8,8 +8,7 @@ import pytest
 
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.plan import int32
-from aioengine.scheduler.request import Request
-from aioengine.scheduler.sequence import TRANSITIONS, Event, Sequence, State
+from aioengine.scheduler.sequence import TRANSITIONS, Event, Request, Sequence, State
 
 
 def make_sequence(prompt: list[int], *, eos_token_ids: tuple[int, ...] = (), **params: Any) -> Sequence:

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.plan import int32
-from aioengine.scheduler.request import Request
-from aioengine.scheduler.sequence import Sequence
+from aioengine.scheduler.sequence import Request, Sequence
 from aioengine.scheduler.waiting_queue import WaitingQueue
 
 

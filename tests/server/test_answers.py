@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from server.conftest import FACES, Face, events_of, openai_client, plain_client, serving
 
 from aioengine import Engine
-from aioengine.outputs import CompletionDelta, CompletionOutput, Logprob, RequestOutput, TokenLogprobs
-from aioengine.scheduler.sequence import FinishReason
+from aioengine.outputs import CompletionDelta, CompletionOutput, FinishReason, Logprob, RequestOutput, TokenLogprobs
 from aioengine.server.answers import ChatAnswer, CompletionAnswer, Head, Usage, error_event, slices
 from aioengine.server.faults import fault_of
 from aioengine.testing import FakeExecutor

@@ -18,8 +18,8 @@ from aioengine.core.control import (
     StopProfile,
     WakeUp,
 )
+from aioengine.core.weight_pieces import absolute
 from aioengine.errors import InvalidRequest
-from aioengine.frontend.weight_pieces import absolute
 from aioengine.validation import shorten
 
 

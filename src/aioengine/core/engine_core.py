@@ -25,12 +25,12 @@ from aioengine.core.health import Beat, Health, dead, judge
 from aioengine.core.listener import Endings, Listener, SampledLogprobs, TokenLines, UserCode, prompt_lines
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead, StepFailed, describe, traceback_of
 from aioengine.metrics import EngineMetrics, Observer, RequestMetrics, StatsLog, StepRecord
+from aioengine.outputs import FinishReason
 from aioengine.scheduler.kv_manager import KVManager
 from aioengine.scheduler.plan import StepPlan, StepResult
 from aioengine.scheduler.prefix_cache import hash_prompt, root_of
-from aioengine.scheduler.request import Request
 from aioengine.scheduler.scheduler import Scheduler, SchedulerStats
-from aioengine.scheduler.sequence import FinishReason, Reason, Sequence, make_family
+from aioengine.scheduler.sequence import Reason, Request, Sequence, make_family
 from aioengine.scheduler.step_output import StepOutput
 
 logger = logging.getLogger("aioengine")

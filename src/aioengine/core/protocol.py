@@ -11,16 +11,21 @@ from aioengine.core.control import AnyControl
 from aioengine.core.executor_protocol import ExecutorInfo
 from aioengine.core.health import Health
 from aioengine.core.listener import Listener, UserCode
-from aioengine.errors import EngineDead
+from aioengine.errors import EngineDead, InvalidRequest
 from aioengine.metrics import EngineMetrics, Observer, RequestMetrics
 from aioengine.models.folder import ModelFolder
+from aioengine.outputs import FinishReason
 from aioengine.progress import OnProgress
-from aioengine.scheduler.request import Request
+from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.scheduler import SchedulerStats
-from aioengine.scheduler.sequence import FinishReason, Sequence
+from aioengine.scheduler.sequence import Request, Sequence
 from aioengine.text.worker import TextWorker
 
 T = TypeVar("T")
+
+MAX_PRIORITY = 2**31 - 1
+MAX_SALT_CHARS = 1024
+MAX_ID_CHARS = 1024
 
 CLOSE_DEADLINE_S = 60.0
 """How long closing waits for the step that runs. A device that hangs longer is left to its daemon thread."""
@@ -171,3 +176,41 @@ class Backend(Protocol):
     def abandon(self) -> None:
         """The loop is gone, and nothing can be awaited: end what would outlive it. From any thread, at any moment."""
         ...
+
+
+def check_limits(params: SamplingParams, config: EngineConfig, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+    """Check sampling parameters against an engine's limits: what needs no tokenizer.
+
+    Raises:
+        InvalidRequest: they ask for more than the engine or the model has.
+    """
+    if params.n > config.max_n:
+        raise InvalidRequest(f"n={params.n} is more than this engine allows ({config.max_n}, max_n)", param="n")
+    if params.num_sequences > config.max_waiting:
+        raise InvalidRequest(
+            f"n={params.n} choices never find room where max_waiting={config.max_waiting} may wait", param="n"
+        )
+    for name in ("logprobs", "prompt_logprobs"):
+        asked = getattr(params, name)
+        if asked is not None and asked > config.max_logprobs:
+            raise InvalidRequest(
+                f"{name}={asked} is more than this engine allows ({config.max_logprobs}, max_logprobs)", param=name
+            )
+    if len(params.allowed_token_ids or ()) > vocab_size:  # before a million of them are looked at
+        raise InvalidRequest(
+            f"allowed_token_ids holds {len(params.allowed_token_ids or ())} ids; the model has {vocab_size}: name each "
+            "once",
+            param="allowed_token_ids",
+        )
+    for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids"):
+        worst = max(getattr(params, name) or (), default=0)
+        if worst >= vocab_size:
+            raise InvalidRequest(f"{name} holds {worst}; the model has 0 to {vocab_size - 1}", param=name)
+    if params.allowed_token_ids and params.min_tokens:
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
+        if all(token_id in ends for token_id in params.allowed_token_ids):
+            raise InvalidRequest(
+                f"allowed_token_ids holds only tokens that end the output, and min_tokens={params.min_tokens} forbids "
+                "them at first",
+                param="allowed_token_ids",
+            )

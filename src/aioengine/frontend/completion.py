@@ -8,8 +8,8 @@ from typing import Protocol
 from aioengine.core.listener import UNLIMITED, SampledLogprobs
 from aioengine.core.protocol import Core
 from aioengine.errors import AioEngineError, InvalidRequest
-from aioengine.outputs import CompletionDelta, CompletionOutput, Logprob, TokenLogprobs
-from aioengine.scheduler.sequence import FinishReason, Sequence
+from aioengine.outputs import CompletionDelta, CompletionOutput, FinishReason, Logprob, TokenLogprobs
+from aioengine.scheduler.sequence import Sequence
 from aioengine.text.detokenizer import Detokenizer
 
 Decode = Callable[[int], str]

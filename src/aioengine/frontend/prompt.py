@@ -14,12 +14,11 @@ from msgspec import Meta
 
 from aioengine.config import EngineConfig
 from aioengine.core.executor_protocol import ExecutorInfo
-from aioengine.core.protocol import Core
+from aioengine.core.protocol import MAX_ID_CHARS, MAX_PRIORITY, MAX_SALT_CHARS, Core, check_limits
 from aioengine.errors import InvalidRequest, PromptTooLong
 from aioengine.frontend.admission import OnFull
 from aioengine.sampling_params import SamplingParams
-from aioengine.scheduler.request import Request
-from aioengine.scheduler.sequence import Sequence
+from aioengine.scheduler.sequence import Request, Sequence
 from aioengine.text.chat import copy_messages
 from aioengine.text.template_kwargs import take_template_kwargs
 from aioengine.text.tokenizer import Tokenizer
@@ -36,10 +35,6 @@ PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 MAX_NORMALIZED_CHARS = 4
 """A normalizer makes one character of so many at most: of Unicode's compositions none takes more."""
-
-MAX_PRIORITY = 2**31 - 1
-MAX_SALT_CHARS = 1024
-MAX_ID_CHARS = 1024
 
 
 class Host(Protocol):
@@ -142,40 +137,6 @@ def check_params(params: SamplingParams, host: Host) -> None:
     for name in ("stop", "bad_words"):
         if getattr(params, name) and host.tokenizer is None:
             raise InvalidRequest(f"{name} needs a tokenizer, and this model has none", param=name)
-
-
-def check_limits(params: SamplingParams, config: EngineConfig, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
-    """The part of `check_params` that needs no tokenizer."""
-    if params.n > config.max_n:
-        raise InvalidRequest(f"n={params.n} is more than this engine allows ({config.max_n}, max_n)", param="n")
-    if params.num_sequences > config.max_waiting:
-        raise InvalidRequest(
-            f"n={params.n} choices never find room where max_waiting={config.max_waiting} may wait", param="n"
-        )
-    for name in ("logprobs", "prompt_logprobs"):
-        asked = getattr(params, name)
-        if asked is not None and asked > config.max_logprobs:
-            raise InvalidRequest(
-                f"{name}={asked} is more than this engine allows ({config.max_logprobs}, max_logprobs)", param=name
-            )
-    if len(params.allowed_token_ids or ()) > vocab_size:  # before a million of them are looked at
-        raise InvalidRequest(
-            f"allowed_token_ids holds {len(params.allowed_token_ids or ())} ids; the model has {vocab_size}: name each "
-            "once",
-            param="allowed_token_ids",
-        )
-    for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids"):
-        worst = max(getattr(params, name) or (), default=0)
-        if worst >= vocab_size:
-            raise InvalidRequest(f"{name} holds {worst}; the model has 0 to {vocab_size - 1}", param=name)
-    if params.allowed_token_ids and params.min_tokens:
-        ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
-        if all(token_id in ends for token_id in params.allowed_token_ids):
-            raise InvalidRequest(
-                f"allowed_token_ids holds only tokens that end the output, and min_tokens={params.min_tokens} forbids "
-                "them at first",
-                param="allowed_token_ids",
-            )
 
 
 def check_call(

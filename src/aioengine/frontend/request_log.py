@@ -7,7 +7,7 @@ import logging
 from aioengine.config import EngineConfig
 from aioengine.metrics import RequestMetrics
 from aioengine.sampling_params import SamplingParams
-from aioengine.scheduler.request import Request
+from aioengine.scheduler.sequence import Request
 
 logger = logging.getLogger("aioengine")
 

@@ -42,8 +42,7 @@ from aioengine.metrics import EngineMetrics, EngineStats
 from aioengine.models.folder import ModelFolder
 from aioengine.progress import OnProgress, loading_bar
 from aioengine.sampling_params import SamplingParams
-from aioengine.scheduler.request import Request
-from aioengine.scheduler.sequence import Sequence, make_family
+from aioengine.scheduler.sequence import Request, Sequence, make_family
 from aioengine.text import calls
 from aioengine.text.detokenizer import Detokenizer, TokenTable, make_detokenizer
 from aioengine.text.lanes import Lanes

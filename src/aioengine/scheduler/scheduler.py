@@ -16,11 +16,12 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
+from aioengine.outputs import FinishReason
 from aioengine.scheduler.budget import Claim, Work, join, out_of_blocks, share_budget
 from aioengine.scheduler.kv_manager import Hit, KVManager
 from aioengine.scheduler.plan import EMPTY, Int8, Int32, RowAdded, StepPlan, StepResult, int32
 from aioengine.scheduler.row_table import Rows, RowTable
-from aioengine.scheduler.sequence import Event, FinishReason, Reason, Sequence, State
+from aioengine.scheduler.sequence import Event, Reason, Sequence, State
 from aioengine.scheduler.step_output import Bool, Float64, StepOutput, score_prompts
 from aioengine.scheduler.stopping import finish_reason
 from aioengine.scheduler.waiting_queue import WaitingQueue

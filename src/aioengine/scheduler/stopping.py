@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from aioengine.scheduler.sequence import FinishReason, Sequence
+from aioengine.outputs import FinishReason
+from aioengine.scheduler.sequence import Sequence
 
 
 def finish_reason(

@@ -25,9 +25,9 @@ from aioengine.core.health import Health, dead, judge
 from aioengine.core.listener import UNLIMITED, Endings, Listener, UserCode
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead, WireError, describe
 from aioengine.metrics import EngineMetrics, Observer, RequestMetrics, StatsLog
-from aioengine.scheduler.request import Request
+from aioengine.outputs import FinishReason
 from aioengine.scheduler.scheduler import SchedulerStats
-from aioengine.scheduler.sequence import FinishReason, Sequence, make_family
+from aioengine.scheduler.sequence import Request, Sequence, make_family
 from aioengine.transport.faults import Fault, to_error
 from aioengine.transport.line_columns import LineColumns
 from aioengine.transport.link import Link

@@ -25,9 +25,9 @@ from aioengine.core.control import AnyControl, StageWeights
 from aioengine.core.executor_protocol import ExecutorInfo
 from aioengine.core.health import Beat
 from aioengine.errors import InvalidRequest, WireError
+from aioengine.outputs import FinishReason
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.scheduler import SchedulerStats
-from aioengine.scheduler.sequence import FinishReason
 from aioengine.transport.faults import Fault
 
 PROTOCOL_VERSION = 1
