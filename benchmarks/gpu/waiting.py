@@ -42,7 +42,7 @@ from typing import Any
 
 import uvloop
 
-from aioengine.executor.completion_thread import Later, Pending, Waiter
+from aioengine.executor.completion_thread import DeferredResult, Pending, Waiter
 from aioengine.executor.waker import Waker
 from benchmarks.gpu import command
 from benchmarks.gpu.waiting_steps import CudaSteps, Fd, Steps, TimerSteps
@@ -86,7 +86,7 @@ class Thread:
         self._waker.release()
 
 
-class _Step(Later[None]):
+class _Step(DeferredResult[None]):
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
 

@@ -31,7 +31,7 @@ from aioengine.core.control import (
 )
 from aioengine.core.executor_protocol import Executor, ExecutorInfo
 from aioengine.core.health import Health
-from aioengine.core.protocol import Backend, Surroundings
+from aioengine.core.protocol import Backend, CoreHooks
 from aioengine.core.weight_pieces import absolute, send_weights
 from aioengine.errors import ConfigError, EngineClosed, InvalidRequest
 from aioengine.executor.in_process import InProcess
@@ -769,7 +769,7 @@ def check_asyncio() -> None:
 
 def _backend_of(
     config: EngineConfig, executor: Executor | None, process: bool | ProcessOptions
-) -> Callable[[Surroundings], Backend]:
+) -> Callable[[CoreHooks], Backend]:
     """Where the core is to run."""
     if process is False:
         return functools.partial(InProcess, config, executor)

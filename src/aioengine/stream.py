@@ -16,7 +16,7 @@ from aioengine.core.control import StartProfile, StopProfile
 from aioengine.errors import AioEngineError, EngineClosed
 from aioengine.frontend.admission import OnFull
 from aioengine.frontend.prompt import Prompt, num_chars, prepare
-from aioengine.frontend.request_state import Arrival, Reply
+from aioengine.frontend.request_state import Arrival, RequestState
 from aioengine.frontend.runtime import Runtime
 from aioengine.outputs import CompletionDelta, RequestOutput
 from aioengine.sampling_params import SamplingParams
@@ -66,7 +66,7 @@ class Stream:
         if not is_later:
             self._ask()
         self._prompt_text: str | None = None
-        self._reply: Reply | None = None
+        self._reply: RequestState | None = None
         self._is_entered = False
         self._is_aborted = False
         self._is_exhausted = False
@@ -281,7 +281,7 @@ class Stream:
             metrics=reply.metrics(),
         )
 
-    def _entered(self) -> Reply:
+    def _entered(self) -> RequestState:
         if self._reply is None:
             raise RuntimeError("enter the stream first: `async with engine.stream(...) as stream:`")
         return self._reply

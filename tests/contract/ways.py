@@ -11,7 +11,7 @@ import anyio
 from contract import fakes
 
 from aioengine import Engine, EngineConfig
-from aioengine.core.protocol import Surroundings
+from aioengine.core.protocol import CoreHooks
 from aioengine.executor.in_process import InProcess
 from aioengine.process_options import ProcessOptions
 from aioengine.text.worker import TextWorker
@@ -32,7 +32,7 @@ class Serving:
 
     def __init__(self, config: EngineConfig, device: str) -> None:
         self._workers = TextWorker(), TextWorker()
-        around = Surroundings(*self._workers, on_room=lambda: None, num_outside=lambda: 0)
+        around = CoreHooks(*self._workers, on_capacity=lambda: None, num_waiting_for_admission=lambda: 0)
         self._backend = InProcess(config, getattr(fakes, device)(config), around)
         self._folder: PrivateFolder | None = None
         self._scope = anyio.CancelScope()

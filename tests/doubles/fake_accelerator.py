@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aioengine.executor.accelerator import DeviceMemory, Event, HostWords, Work
+from aioengine.executor.accelerator import DeviceEvent, DeviceMemory, HostWords, Work
 from doubles.fake_graph import FakeGraph
 
 GIB = 2**30
@@ -38,7 +38,7 @@ class FakeEvent:
     def wait(self) -> None:
         self._device.run_until(self)
 
-    def seconds_since(self, earlier: Event) -> float:
+    def seconds_since(self, earlier: DeviceEvent) -> float:
         assert isinstance(earlier, FakeEvent)
         assert self.has_ended
         assert earlier.has_ended
@@ -115,7 +115,7 @@ class FakeAccelerator:
         self.num_enqueued += 1
         self._stream.append(work)
 
-    def enqueue_after(self, event: Event) -> None:
+    def enqueue_after(self, event: DeviceEvent) -> None:
         assert isinstance(event, FakeEvent)
         self._stream.append(lambda: self._run_until(event))
 

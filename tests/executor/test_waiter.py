@@ -18,7 +18,7 @@ import torch
 from aioengine.core.executor_protocol import DeviceLost
 from aioengine.executor import completion_thread as waiter
 from aioengine.executor import device_thread as device
-from aioengine.executor.device_thread import DeviceThread, Later
+from aioengine.executor.device_thread import DeferredResult, DeviceThread
 from aioengine.executor.waker import Waker
 
 T = TypeVar("T")
@@ -28,7 +28,7 @@ both_loops = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
 TIMEOUT_S = 5.0
 
 
-class Launched(Later[Any]):
+class Launched(DeferredResult[Any]):
     """Work on a device that ends when the test says so."""
 
     def __init__(self, bring: Callable[[], Any], *, is_over: bool = False) -> None:
@@ -405,7 +405,7 @@ from aioengine.executor import device_thread as device
 
 device.EXIT_DEADLINE_S = {exit_deadline_s}
 
-class Work(device.Later[None]):
+class Work(device.DeferredResult[None]):
     def wait(self):
         time.sleep({work_s})
         os.write(1, b"waited\\n")

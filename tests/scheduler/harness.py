@@ -12,7 +12,7 @@ from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.kv_manager import KVManager
 from aioengine.scheduler.plan import StepPlan, StepResult, Want, int32
 from aioengine.scheduler.scheduler import Scheduler
-from aioengine.scheduler.sequence import Reason, Request, Sequence, make_family
+from aioengine.scheduler.sequence import Reason, Request, Sequence, make_choices
 from aioengine.scheduler.step_output import StepOutput
 from aioengine.testing.fake_executor import FakeExecutor, FakeStep, Sampler, sample_hash
 
@@ -84,7 +84,7 @@ class Core:
             priority=priority,
             cache_salt=cache_salt,
         )
-        sequence = make_family(request, request.params.n, eos_token_ids=(EOS,), block_hashes=None)
+        sequence = make_choices(request, request.params.n, eos_token_ids=(EOS,), block_hashes=None)
         self.scheduler.add(sequence, reason)
         self.sequences += [sequence, *sequence.children]
         return sequence

@@ -133,10 +133,10 @@ def test_a_failure_before_the_fork_is_everybodys_and_after_it_ones_own(breaks: s
     assert [sequence.finish_reason for sequence in early] == ["error"] * 3
     late = family_of(core, core.add(range(100, 110), n=3, max_tokens=5, ignore_eos=True))
     core.step()
-    core.scheduler.block(late[1], Reason.FLOW)
+    core.scheduler.block(late[1], Reason.BACKPRESSURE)
     break_next(core, breaks, late[0].row)
     core.step()
-    core.scheduler.unblock(late[1], Reason.FLOW)
+    core.scheduler.unblock(late[1], Reason.BACKPRESSURE)
     core.run()
     assert late[0].finish_reason == "error"
     assert_each_runs_alone_alike(late[1:2])
@@ -271,7 +271,7 @@ def test_each_prompt_token_but_the_first_is_scored_once_and_no_prefix_is_read(de
     assert positions.tolist() == list(range(1, 20))
     assert all(piece.top_ids.shape == (len(piece.positions), 2) for piece in pieces)
     assert asking.num_cached_tokens == 0
-    assert not asking.is_to_be_scored
+    assert not asking.needs_prompt_logprobs
     assert_each_runs_alone_alike([asking])
 
 

@@ -97,11 +97,11 @@ def test_prefills_that_run_already_are_cut_down_in_order_when_the_budget_is_shor
     blocked = [core.add(prompt(9, first)) for first in (300, 400)]
     core.launch()
     for sequence in blocked:
-        core.scheduler.block(sequence, Reason.FLOW)
+        core.scheduler.block(sequence, Reason.BACKPRESSURE)
     core.land()
     late = core.add(prompt(15, 600))
     assert num_tokens_of(core.launch(), late) == [10]
-    core.scheduler.unblock(blocked[1], Reason.FLOW)
+    core.scheduler.unblock(blocked[1], Reason.BACKPRESSURE)
     core.land()
     assert num_tokens_of(core.launch(), late, blocked[1]) == [5, 5], "the older one was the later one to come back"
     core.land()
@@ -336,7 +336,7 @@ def abort(core: Core, owner: Sequence) -> None:
 
 def preempt(core: Core, owner: Sequence) -> None:
     core.scheduler._preempt(owner)
-    core.scheduler.block(owner, Reason.FLOW)
+    core.scheduler.block(owner, Reason.BACKPRESSURE)
     core.land()
 
 
@@ -367,13 +367,13 @@ def test_nobody_waits_for_an_owner_that_is_parked_half_way() -> None:
     core = Core(max_num_batched_tokens=8)
     owner, follower = core.add(prompt(25)), core.add(prompt(26))
     core.launch()
-    core.scheduler.block(owner, Reason.FLOW)
+    core.scheduler.block(owner, Reason.BACKPRESSURE)
     core.land()
     core.launch()
     assert follower.state is State.RUNNING
     assert follower.num_cached_tokens == 8, "what the owner has computed is used"
     core.land()
-    core.scheduler.unblock(owner, Reason.FLOW)
+    core.scheduler.unblock(owner, Reason.BACKPRESSURE)
     core.run()
     assert_runs_alone_alike(core, owner, follower)
     assert owner.num_cached_tokens == 0
@@ -399,10 +399,10 @@ def test_one_who_waits_for_a_prefix_and_for_its_reader_needs_both() -> None:
     core.add(prompt(8))
     follower = core.add(prompt(9))
     core.launch()
-    core.scheduler.block(follower, Reason.FLOW)
+    core.scheduler.block(follower, Reason.BACKPRESSURE)
     core.run()
-    assert follower.reasons == Reason.FLOW
-    core.scheduler.unblock(follower, Reason.FLOW)
+    assert follower.reasons == Reason.BACKPRESSURE
+    core.scheduler.unblock(follower, Reason.BACKPRESSURE)
     core.run()
     assert_runs_alone_alike(core, follower)
 
@@ -548,7 +548,7 @@ def test_a_blocked_sequence_leaves_its_row_and_keeps_its_blocks() -> None:
     core = Core(depth=2, max_num_seqs=1)
     slow = core.add(prompt(9), max_tokens=20, ignore_eos=True)
     core.launch_all()
-    core.scheduler.block(slow, Reason.FLOW)
+    core.scheduler.block(slow, Reason.BACKPRESSURE)
     assert core.scheduler.schedule() is None
     core.land()
     core.land()
@@ -559,7 +559,7 @@ def test_a_blocked_sequence_leaves_its_row_and_keeps_its_blocks() -> None:
     assert len(slow.block_ids) == 3
     assert other.state is State.RUNNING
     assert core.scheduler.stats().blocked == 1
-    core.scheduler.unblock(slow, Reason.FLOW)
+    core.scheduler.unblock(slow, Reason.BACKPRESSURE)
     core.run()
     assert_runs_alone_alike(core, slow, other)
     assert core.num_computed_tokens == 9 + 19 + 5 + len(other.output_ids) - 1, "nothing of it is computed again"
@@ -570,8 +570,8 @@ def test_a_sequence_unblocked_before_it_left_keeps_its_row() -> None:
     elder, sequence, younger = (core.add(prompt(9, 100 * i), max_tokens=20, ignore_eos=True) for i in range(3))
     core.launch()
     row = sequence.row
-    core.scheduler.block(sequence, Reason.FLOW)
-    core.scheduler.unblock(sequence, Reason.FLOW)
+    core.scheduler.block(sequence, Reason.BACKPRESSURE)
+    core.scheduler.unblock(sequence, Reason.BACKPRESSURE)
     assert core.scheduler.running == [elder, sequence, younger]
     assert sequence.row == row
     core.run()
@@ -581,10 +581,10 @@ def test_a_sequence_unblocked_before_it_left_keeps_its_row() -> None:
 def test_each_reason_has_to_go() -> None:
     core = Core()
     sequence = core.add(prompt(5), reason=Reason.REMOTE_KV)
-    core.scheduler.block(sequence, Reason.FLOW)
+    core.scheduler.block(sequence, Reason.BACKPRESSURE)
     core.scheduler.unblock(sequence, Reason.REMOTE_KV)
     assert core.launch() is None
-    core.scheduler.unblock(sequence, Reason.FLOW)
+    core.scheduler.unblock(sequence, Reason.BACKPRESSURE)
     core.run()
     assert_runs_alone_alike(core, sequence)
 
@@ -593,13 +593,13 @@ def test_a_blocked_sequence_is_preempted_before_any_that_runs() -> None:
     core = Core(num_blocks=10, sampler=sample_nothing_special)
     elder, younger = core.add(prompt(16), max_tokens=20), core.add(prompt(8, 300), max_tokens=20)
     core.step()
-    core.scheduler.block(elder, Reason.FLOW)
+    core.scheduler.block(elder, Reason.BACKPRESSURE)
     while not core.scheduler.num_preemptions:
         core.step()
     assert elder.block_ids == []
     assert elder in core.scheduler.blocked.values()
     assert younger.state is State.RUNNING
-    core.scheduler.unblock(elder, Reason.FLOW)
+    core.scheduler.unblock(elder, Reason.BACKPRESSURE)
     core.run()
     assert elder.output_ids == [500 + n for n in range(16, 36)]
     assert younger.output_ids == [500 + n for n in range(8, 28)]
@@ -610,12 +610,12 @@ def test_a_blocked_sequence_is_preempted_even_while_it_is_in_flight() -> None:
     elder, younger = (core.add(prompt(8, first), max_tokens=12, ignore_eos=True) for first in (100, 300))
     while (plan := core.launch()) is None or plan.starts.tolist() != [11, 11]:
         core.land()
-    core.scheduler.block(elder, Reason.FLOW)
+    core.scheduler.block(elder, Reason.BACKPRESSURE)
     if len(core.launched) == core.depth:
         core.land()
     assert num_tokens_of(core.launch(), younger) == [1]
     assert elder.block_ids == []
-    core.scheduler.unblock(elder, Reason.FLOW)
+    core.scheduler.unblock(elder, Reason.BACKPRESSURE)
     core.run()
     assert_runs_alone_alike(core, elder, younger)
 
@@ -625,9 +625,9 @@ def test_one_that_waits_with_blocks_is_not_preempted_for_itself() -> None:
     core.add(prompt(16), max_tokens=4, ignore_eos=True)
     parked = core.add(prompt(8, 300), ignore_eos=True)
     core.step()
-    core.scheduler.block(parked, Reason.FLOW)
+    core.scheduler.block(parked, Reason.BACKPRESSURE)
     core.step()
-    core.scheduler.unblock(parked, Reason.FLOW)
+    core.scheduler.unblock(parked, Reason.BACKPRESSURE)
     core.launch()
     assert parked.state is State.WAITING, "a block is free, and that is in reserve"
     core.land()
@@ -640,7 +640,7 @@ def test_a_blocked_sequence_makes_room_for_the_head_of_the_queue() -> None:
     core = Core(num_blocks=10)
     slow = core.add(prompt(20), ignore_eos=True)
     core.step()
-    core.scheduler.block(slow, Reason.FLOW)
+    core.scheduler.block(slow, Reason.BACKPRESSURE)
     head = core.add(prompt(30, 300), ignore_eos=True)
     core.launch()
     assert head.state is State.RUNNING
@@ -656,10 +656,10 @@ def test_blocks_of_one_who_waits_for_a_row_are_not_out_of_reach(is_elder_parked:
     parked, running = (elder, younger) if is_elder_parked else (younger, elder)
     core.scheduler.unblock(parked, Reason.REMOTE_KV)
     core.step()
-    core.scheduler.block(parked, Reason.FLOW)
+    core.scheduler.block(parked, Reason.BACKPRESSURE)
     core.scheduler.unblock(running, Reason.REMOTE_KV)
     core.step()
-    core.scheduler.unblock(parked, Reason.FLOW)
+    core.scheduler.unblock(parked, Reason.BACKPRESSURE)
     assert parked.block_ids
     core.run()
     assert_runs_alone_alike(core, parked, running)
@@ -671,7 +671,7 @@ def test_aborting_everybody_in_every_state_frees_everything() -> None:
     core = Core(depth=2, max_num_seqs=3, max_num_batched_tokens=8)
     sequences = [core.add(prompt(11, 100 * (i // 2)), ignore_eos=True) for i in range(8)]
     core.step()
-    core.scheduler.block(sequences[0], Reason.FLOW)
+    core.scheduler.block(sequences[0], Reason.BACKPRESSURE)
     core.step()
     core.step()
     core.scheduler.block(sequences[7], Reason.PAUSED)

@@ -15,7 +15,7 @@ from aioengine.testing.fake_executor import FakeExecutor
 VOCAB = 12
 """So few that outputs soon repeat, and every twelfth token is EOS."""
 INSIDE_REASONS = Reason.PENDING_PREFIX | Reason.FORK
-OUTSIDE_REASONS = [Reason.FLOW, Reason.GRAMMAR, Reason.PAUSED]
+OUTSIDE_REASONS = [Reason.BACKPRESSURE, Reason.GRAMMAR, Reason.PAUSED]
 PREFIXES = [list(range(start, start + length)) for start in (0, 1, 2) for length in (4, 9, 16)]
 
 prompts = st.builds(

@@ -8,7 +8,7 @@ import pytest
 
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.plan import int32
-from aioengine.scheduler.sequence import TRANSITIONS, Event, Request, Sequence, State
+from aioengine.scheduler.sequence import TRANSITIONS, Request, Sequence, SequenceEvent, State
 
 
 def make_sequence(prompt: list[int], *, eos_token_ids: tuple[int, ...] = (), **params: Any) -> Sequence:
@@ -53,17 +53,17 @@ def test_the_sampler_is_told_what_was_asked_for() -> None:
     assert make_sequence([1]).sampling.logprobs == -1
 
 
-@pytest.mark.parametrize("event", Event)
-def test_what_has_ended_stays_ended(event: Event) -> None:
+@pytest.mark.parametrize("event", SequenceEvent)
+def test_what_has_ended_stays_ended(event: SequenceEvent) -> None:
     sequence = make_sequence([1])
-    sequence.advance(Event.ENDED)
+    sequence.advance(SequenceEvent.ENDED)
     with pytest.raises(KeyError):
         sequence.advance(event)
 
 
 def test_only_one_that_runs_can_be_parked_and_only_one_that_waits_admitted() -> None:
-    assert Event.PARKED not in TRANSITIONS[State.WAITING]
-    assert Event.ADMITTED not in TRANSITIONS[State.RUNNING]
+    assert SequenceEvent.PARKED not in TRANSITIONS[State.WAITING]
+    assert SequenceEvent.ADMITTED not in TRANSITIONS[State.RUNNING]
     assert TRANSITIONS.keys() == set(State)
 
 

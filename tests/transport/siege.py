@@ -19,7 +19,7 @@ from transport.wire_samples import int32
 
 from aioengine import Engine
 from aioengine.config import EngineConfig
-from aioengine.core.protocol import Surroundings
+from aioengine.core.protocol import CoreHooks
 from aioengine.executor.in_process import InProcess
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.plan import RowSampling
@@ -252,7 +252,7 @@ async def _besieged(address: str, *, num_blocks: int, **config: Any) -> AsyncIte
     fds_before = num_fds()
     executor = FakeExecutor(vocab_size=VOCAB_SIZE, num_blocks=num_blocks, max_model_len=4096)
     worker = TextWorker()
-    around = Surroundings(worker, worker, on_room=lambda: None, num_outside=lambda: 0)
+    around = CoreHooks(worker, worker, on_capacity=lambda: None, num_waiting_for_admission=lambda: 0)
     backend = InProcess(EngineConfig(**{"heartbeat_interval_s": 0.05, **config}), executor, around)
     files = await backend.find_model()
     await backend.open()

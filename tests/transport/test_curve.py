@@ -12,7 +12,7 @@ import pytest_asyncio
 from contract import fakes
 
 from aioengine import ConfigError, Engine, EngineConfig, EngineDead
-from aioengine.core.protocol import Surroundings
+from aioengine.core.protocol import CoreHooks
 from aioengine.executor.in_process import InProcess
 from aioengine.text.worker import TextWorker
 from aioengine.transport.keys import ServerKeys, make_keys
@@ -33,7 +33,7 @@ async def address(keys: Path) -> AsyncIterator[str]:
     """Of an engine that knows bob and eve."""
     workers = TextWorker(), TextWorker()
     config = EngineConfig(log_stats_interval_s=0.0)
-    backend = InProcess(config, fakes.make(config), Surroundings(*workers, lambda: None, lambda: 0))
+    backend = InProcess(config, fakes.make(config), CoreHooks(*workers, lambda: None, lambda: 0))
     files = await backend.find_model()
     await backend.open()
     loaded = await asyncio.to_thread(ServerKeys.load, keys)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 
-class Waits:
+class Conditions:
     """Conditions that somebody awaits, each with its future."""
 
     def __init__(self) -> None:

@@ -112,7 +112,7 @@ class DropWeights(Control, frozen=True):
     transfer: str
 
 
-LETS_GO = (Resume, WakeUp)
+UNBLOCKING_CALLS = (Resume, WakeUp)
 """What others may be waiting for: never made to wait behind them, however many they are."""
 
 FILES = (StopProfile, SaveShardedState, UpdateWeights)

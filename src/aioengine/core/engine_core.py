@@ -16,13 +16,13 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 from aioengine.config import EngineConfig
-from aioengine.core.conditions import Waits
+from aioengine.core.conditions import Conditions
 from aioengine.core.control import AnyControl, PauseMode
 from aioengine.core.controls import Controls
 from aioengine.core.executor_protocol import DeviceLost, Executor, ExecutorInfo, PendingStep
 from aioengine.core.failure_report import describe_failure
 from aioengine.core.health import Beat, Health, dead, judge
-from aioengine.core.listener import Endings, Listener, SampledLogprobs, TokenLines, UserCode, prompt_lines
+from aioengine.core.listener import Endings, Listener, SampledLogprobRows, SampledLogprobs, UserCode, prompt_lines
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead, StepFailed, describe, traceback_of
 from aioengine.metrics import EngineMetrics, Observer, RequestMetrics, StatsLog, StepRecord
 from aioengine.outputs import FinishReason
@@ -30,7 +30,7 @@ from aioengine.scheduler.kv_manager import KVManager
 from aioengine.scheduler.plan import StepPlan, StepResult
 from aioengine.scheduler.prefix_cache import hash_prompt, root_of
 from aioengine.scheduler.scheduler import Scheduler, SchedulerStats
-from aioengine.scheduler.sequence import Reason, Request, Sequence, make_family
+from aioengine.scheduler.sequence import Reason, Request, Sequence, make_choices
 from aioengine.scheduler.step_output import StepOutput
 
 logger = logging.getLogger("aioengine")
@@ -58,8 +58,8 @@ class EngineCore:
         executor: started; the caller closes it after `run` has ended.
         config: the engine's.
         eos_token_ids: the model's.
-        on_room: called when a waiting sequence has begun to run or has ended.
-        num_outside: how many sequences wait to be added, for the record.
+        on_capacity: called when a waiting sequence has begun to run or has ended.
+        num_waiting_for_admission: how many sequences wait to be added, for the record.
         write_dump: begins to keep the report of a failed step, and returns at once.
         clock: seconds; the one by which the executor tells when a step has ended.
     """
@@ -70,8 +70,8 @@ class EngineCore:
         config: EngineConfig,
         *,
         eos_token_ids: tuple[int, ...] = (),
-        on_room: Callable[[], None] = lambda: None,
-        num_outside: Callable[[], int] = lambda: 0,
+        on_capacity: Callable[[], None] = lambda: None,
+        num_waiting_for_admission: Callable[[], int] = lambda: 0,
         write_dump: Callable[[str], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -92,8 +92,8 @@ class EngineCore:
         self.observers: list[Observer] = [self.metrics]
         self.user_code = UserCode()
         self._stats_log = StatsLog(self.metrics, interval_s=config.log_stats_interval_s or math.inf, now_s=clock())
-        self._on_room = on_room
-        self.num_outside = num_outside
+        self._on_room = on_capacity
+        self.num_waiting_for_admission = num_waiting_for_admission
         self._write_dump = write_dump
         self._live: dict[int, Sequence] = {}
         """By order, those whose listeners have heard no end yet, whatever the scheduler makes of them."""
@@ -103,7 +103,7 @@ class EngineCore:
         self._unpublished: Iterator[tuple[int, tuple[Sequence, int]]] = iter(())
         """(index, (sequence, token)) of the last step's output, as far as they were not handed out."""
         self._unpublished_prompts: Iterator[tuple[Sequence, int, list[SampledLogprobs]]] = iter(())
-        self._lines: TokenLines | None = None
+        self._lines: SampledLogprobRows | None = None
         """Log-probabilities of those; None where nobody asked."""
         self._has_news = asyncio.Event()
         """Somebody has added, ended, blocked or paused something since the last look at the scheduler."""
@@ -112,7 +112,7 @@ class EngineCore:
         """For what new sequences are held back."""
         self._freezers: set[str] = set()
         """For what nothing is launched."""
-        self._waits = Waits()
+        self._waits = Conditions()
         self._num_steps = 0
         """Steps that have ended."""
         self._step_began_at = math.nan
@@ -136,7 +136,7 @@ class EngineCore:
         if self.config.enable_prefix_caching:
             hashes = hash_prompt(request.prompt_token_ids, self.kv.block_size, root_of(request.cache_salt))
         num_choices = request.params.num_sequences
-        return make_family(request, num_choices, eos_token_ids=self.eos_token_ids, block_hashes=hashes)
+        return make_choices(request, num_choices, eos_token_ids=self.eos_token_ids, block_hashes=hashes)
 
     def add(self, sequence: Sequence, listeners: Iterable[Listener], *, arrived_at: float | None = None) -> None:
         """Accept a sequence and its children: from now on each one's listener hears of one end or one error.
@@ -184,12 +184,12 @@ class EngineCore:
 
     def block(self, sequence: Sequence) -> None:
         """Its reader is behind: schedule no more of it until `unblock`. What is in flight still comes."""
-        self.scheduler.block(sequence, Reason.FLOW)
+        self.scheduler.block(sequence, Reason.BACKPRESSURE)
 
     def unblock(self, sequence: Sequence) -> None:
         """Its reader has caught up; idempotent."""
-        if sequence.reasons & Reason.FLOW:
-            self.scheduler.unblock(sequence, Reason.FLOW)
+        if sequence.reasons & Reason.BACKPRESSURE:
+            self.scheduler.unblock(sequence, Reason.BACKPRESSURE)
             self._has_news.set()
 
     async def call(self, control: AnyControl) -> Any:
@@ -281,7 +281,7 @@ class EngineCore:
         self._has_news.set()
         return future
 
-    def nudge(self) -> None:
+    def recheck(self) -> None:
         """Look again at what others wait for."""
         if self._waits:
             self._has_news.set()
@@ -318,7 +318,7 @@ class EngineCore:
             call=call,
             call_age_s=now - asked_at,
             running=self.scheduler.num_running,
-            waiting=self.scheduler.num_idle + self.num_outside(),
+            waiting=self.scheduler.num_idle + self.num_waiting_for_admission(),
             is_sleeping=self.is_sleeping,
             is_paused="pause" in self._holders,
             free_blocks=self.kv.pool.num_free,
@@ -417,7 +417,7 @@ class EngineCore:
         self._observe(step, result, output, now)
         if output.failed:
             self._fail_rows(step.plan, output.failed)
-        self._lines = TokenLines(output) if output.logprobs is not None else None
+        self._lines = SampledLogprobRows(output) if output.logprobs is not None else None
         self._unpublished_prompts = prompt_lines(output.prompt_logprobs)
         self._unpublished = enumerate(zip(output.sequences, output.token_ids, strict=True))
         if self.scheduler.num_unstarted != num_unstarted:  # children may end with their first token, without a row
@@ -464,7 +464,7 @@ class EngineCore:
             output,
             launched_at=step.launched_at,
             now=now,
-            num_outside=self.num_outside(),
+            num_waiting_for_admission=self.num_waiting_for_admission(),
         )
         for observer in self.observers:
             with self.user_code.called("an observer failed"):
@@ -557,7 +557,7 @@ def make_record(
     *,
     launched_at: float,
     now: float,
-    num_outside: int = 0,
+    num_waiting_for_admission: int = 0,
 ) -> StepRecord:
     """What observers hear of a step that has just been applied."""
     kv = scheduler.kv
@@ -572,7 +572,7 @@ def make_record(
         inter_token_latencies_s=output.gaps_s,
         times_to_first_token_s=[now - sequence.arrived_at for sequence in output.first],
         running=scheduler.num_running,
-        waiting=scheduler.num_idle + num_outside,
+        waiting=scheduler.num_idle + num_waiting_for_admission,
         free_blocks=kv.pool.num_free,
         num_blocks=kv.pool.num_blocks,
         preemptions=scheduler.num_preemptions,

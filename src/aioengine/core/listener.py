@@ -74,7 +74,7 @@ class Listener(Protocol):
         ...
 
 
-class TokenLines:
+class SampledLogprobRows:
     """The log-probabilities of a step's tokens, each made when it is asked for: all at once would hold the loop."""
 
     def __init__(self, output: StepOutput) -> None:

@@ -98,7 +98,7 @@ class Core(Protocol):
         """A future that is done once ``is_so``; or when this core stops, be it so or not."""
         ...
 
-    def nudge(self) -> None:
+    def recheck(self) -> None:
         """Look again at what others wait for."""
         ...
 
@@ -123,20 +123,20 @@ class Core(Protocol):
         ...
 
 
-class Surroundings(NamedTuple):
+class CoreHooks(NamedTuple):
     """What a backend is given of the caller's side.
 
     Attributes:
         worker: for imports and files.
         dump_worker: for what takes long and must hold up nobody else.
-        on_room: to be called when a waiting sequence has begun to run or has ended.
-        num_outside: how many sequences wait to be added, for the record.
+        on_capacity: to be called when a waiting sequence has begun to run or has ended.
+        num_waiting_for_admission: how many sequences wait to be added, for the record.
     """
 
     worker: TextWorker
     dump_worker: TextWorker
-    on_room: Callable[[], None]
-    num_outside: Callable[[], int]
+    on_capacity: Callable[[], None]
+    num_waiting_for_admission: Callable[[], int]
 
 
 class Backend(Protocol):

@@ -22,7 +22,7 @@ Work = Callable[[], None]
 computed, nor anything of the host's that may change before the device is done."""
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """A point in a stream."""
 
     def is_done(self) -> bool: ...
@@ -35,7 +35,7 @@ class Event(Protocol):
         """
         ...
 
-    def seconds_since(self, earlier: Event) -> float:
+    def seconds_since(self, earlier: DeviceEvent) -> float:
         """Device time between two events that are done."""
         ...
 
@@ -70,12 +70,12 @@ class HostWords:
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
         self._array: NDArray[np.int32] = tensor.numpy()
-        self._lent_until: Event | None = None
+        self._lent_until: DeviceEvent | None = None
 
     def __len__(self) -> int:
         return len(self._array)
 
-    def lend(self, until: Event) -> None:
+    def lend(self, until: DeviceEvent) -> None:
         """From now until that event it is the device's."""
         self._lent_until = until
 
@@ -95,7 +95,7 @@ class HostWords:
 
 
 class Accelerator(Protocol):
-    """A device and its streams; for one thread, `Event.wait` aside. Work runs in the order in which it was enqueued.
+    """A device and its streams; for one thread, `DeviceEvent.wait` aside. Work runs in the order of its enqueueing.
 
     Attributes:
         device: where tensors are made.
@@ -113,15 +113,15 @@ class Accelerator(Protocol):
         """Run behind what was enqueued before."""
         ...
 
-    def enqueue_after(self, event: Event) -> None:
+    def enqueue_after(self, event: DeviceEvent) -> None:
         """Let what is enqueued from now on begin after an event of the copy stream."""
         ...
 
-    def record(self) -> Event:
+    def record(self) -> DeviceEvent:
         """An event behind what was enqueued."""
         ...
 
-    def copy_out(self, source: Tensor, target: HostWords, num_words: int) -> Event:
+    def copy_out(self, source: Tensor, target: HostWords, num_words: int) -> DeviceEvent:
         """Copy the first words behind what was enqueued, on a stream of its own; an event at its end.
 
         ``source`` must stay as it is until then. ``target`` is lent until then.

@@ -1,8 +1,8 @@
 """What a job brings, and the thread that waits for what comes later than the job's end.
 
-On a GPU a job only launches its work. It returns a `Later`, the device thread goes on with the next plan, and the
-waiter thread blocks until the device gets there: one wake of the loop a step, and no look at the clock. Other ways of
-waiting are measured beside it in ``benchmarks/gpu/waiting.md``; each would be another `Waiter`.
+On a GPU a job only launches its work. It returns a `DeferredResult`, the device thread goes on with the next plan, and
+the waiter thread blocks until the device gets there: one wake of the loop a step, and no look at the clock. Other ways
+of waiting are measured beside it in ``benchmarks/gpu/waiting.md``; each would be another `Waiter`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T_co = TypeVar("T_co", covariant=True)
 THREAD_NAME = "aioengine-waiter"
 
 
-class Later(ABC, Generic[T_co]):
+class DeferredResult(ABC, Generic[T_co]):
     """What a job returns that has launched work on the device and not waited for it.
 
     To be derived from: other things with a ``wait``, such as a process or an event, are results.
@@ -44,12 +44,12 @@ class Pending(Generic[T]):
     """What a job will bring. Made on the loop; a thread sets the outcome, and then wakes who waits on the loop.
 
     Attributes:
-        is_launched: the job has run, and has returned a `Later`, which is or was to be waited for.
+        is_launched: the job has run, and has returned a `DeferredResult`, which is or was to be waited for.
         is_done: the outcome is there.
     """
 
-    def __init__(self, job: Callable[[], T | Later[T]]) -> None:
-        self._job: Callable[[], T | Later[T]] | None = job
+    def __init__(self, job: Callable[[], T | DeferredResult[T]]) -> None:
+        self._job: Callable[[], T | DeferredResult[T]] | None = job
         self._result: T | None = None
         self._error: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -76,12 +76,12 @@ class Pending(Generic[T]):
             self._job = None
             self._end(None, error)
             return
-        if isinstance(result, Later) and not self.is_launched:
+        if isinstance(result, DeferredResult) and not self.is_launched:
             self._job = result.wait
             self.is_launched = True
         else:
             self._job = None
-            self._end(result, None)  # type: ignore[arg-type]  # no Later: the condition above is too much for mypy
+            self._end(result, None)  # type: ignore[arg-type]  # no DeferredResult: the condition above is too much for mypy
 
     def fail(self, error: Exception) -> None:
         """Bring an error instead of the job's outcome, unless that is there. What is launched is still waited for."""
@@ -103,7 +103,7 @@ class Pending(Generic[T]):
 
 
 class Waiter:
-    """Waits for launched jobs, in order, in a daemon thread that the first of them starts.
+    """Conditions for launched jobs, in order, in a daemon thread that the first of them starts.
 
     For the device thread alone, which must call `end`.
 

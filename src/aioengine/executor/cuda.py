@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from aioengine.errors import ConfigError
-from aioengine.executor.accelerator import DeviceMemory, Event, Graph, HostWords, Work
+from aioengine.executor.accelerator import DeviceEvent, DeviceMemory, Graph, HostWords, Work
 
 MIN_CAPABILITY = 80
 """bfloat16 and asynchronous copies begin with Ampere."""
@@ -55,7 +55,7 @@ def find_cuda(device: str) -> torch.device | None:
 
 
 class CudaEvent:
-    """An `Event`; a thread that waits for it sleeps, and holds no lock of Python's."""
+    """A `DeviceEvent`; a thread that waits for it sleeps, and holds no lock of Python's."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._device = stream.device
@@ -70,7 +70,7 @@ class CudaEvent:
         torch.cuda.set_device(self._device)
         self._event.synchronize()
 
-    def seconds_since(self, earlier: Event) -> float:
+    def seconds_since(self, earlier: DeviceEvent) -> float:
         assert isinstance(earlier, CudaEvent)
         return float(earlier._event.elapsed_time(self._event)) / 1e3
 
@@ -100,7 +100,7 @@ class CudaAccelerator:
     def enqueue(self, work: Work) -> None:
         work()
 
-    def enqueue_after(self, event: Event) -> None:
+    def enqueue_after(self, event: DeviceEvent) -> None:
         assert isinstance(event, CudaEvent)
         event.hold(self._compute)
 

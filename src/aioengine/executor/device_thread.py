@@ -19,10 +19,10 @@ from typing import Any, TypeVar, overload
 import torch
 
 from aioengine.core.executor_protocol import DeviceLost
-from aioengine.executor.completion_thread import Later, Pending, Waiter
+from aioengine.executor.completion_thread import DeferredResult, Pending, Waiter
 from aioengine.executor.waker import Waker
 
-__all__ = ["THREAD_NAME", "DeviceThread", "Later", "Pending"]
+__all__ = ["THREAD_NAME", "DeferredResult", "DeviceThread", "Pending"]
 
 T = TypeVar("T")
 
@@ -45,8 +45,8 @@ most, and a device that hangs must not hang the program."""
 class DeviceThread:
     """Runs jobs in order, each under ``torch.inference_mode``, in one thread.
 
-    A job that returns a `Later` has launched its work: the next job runs at once, and the waiter thread, which the
-    first such job starts, brings the result. An ordinary job's may come before those of what was launched earlier.
+    A job that returns a `DeferredResult` has launched its work: the next job runs at once, and the waiter thread, which
+    the first such job starts, brings the result. An ordinary job's may come before those of what was launched earlier.
 
     To be made and used on one event loop. What must live as long as the thread belongs to the jobs, and is let go by
     ``on_end``.
@@ -73,12 +73,12 @@ class DeviceThread:
         return self._work.should_stop
 
     @overload
-    def submit(self, job: Callable[[], Later[T]]) -> Pending[T]: ...
+    def submit(self, job: Callable[[], DeferredResult[T]]) -> Pending[T]: ...
 
     @overload
-    def submit(self, job: Callable[[], T | Later[T]]) -> Pending[T]: ...
+    def submit(self, job: Callable[[], T | DeferredResult[T]]) -> Pending[T]: ...
 
-    def submit(self, job: Callable[[], T | Later[T]]) -> Pending[T]:
+    def submit(self, job: Callable[[], T | DeferredResult[T]]) -> Pending[T]:
         """Queue a job without waiting. Once the thread is told to stop, a job fails with `DeviceLost`."""
         pending: Pending[T] = Pending(job)
         if self._work.is_stopping:

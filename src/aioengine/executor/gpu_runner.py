@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from aioengine.core.executor_protocol import DeviceLost, ExecutorStats
-from aioengine.executor.accelerator import Accelerator, Event, Work
+from aioengine.executor.accelerator import Accelerator, DeviceEvent, Work
 from aioengine.executor.gpu_batch import NUM_TOP_SIZES, Deltas, GpuBatch, GpuStep
 from aioengine.executor.graphs import DecodeGraphs, GraphKey
-from aioengine.executor.host_rules import HostRules, HostRulesOfStep
-from aioengine.executor.launched import Forward, LaunchedStep, Staging, Uploaded
+from aioengine.executor.host_rules import HostLogitsProcessors, HostRulesOfStep
+from aioengine.executor.launched import Forward, LaunchedStep, PinnedBuffers, Uploaded
 from aioengine.executor.step_words import WORDS_A_ROW, ExtraWords, FixedWords, Span
 from aioengine.kernels.attention.gpu_paged import GpuPagedAttention, StepTensors
 from aioengine.kernels.operations import Operations
@@ -97,11 +97,11 @@ class GpuRunner:
             OutputSizes(max_num_seqs, NUM_TOP_SIZES[-1]).num_words, dtype=torch.int32, device=device
         )
         self._sampler = DeviceSampler(operations, self._history, c.vocab_size)
-        self._staging = deque(Staging(accelerator, max_num_seqs) for _ in range(max_in_flight))
-        self._host_rules = HostRules(self._batch)
+        self._staging = deque(PinnedBuffers(accelerator, max_num_seqs) for _ in range(max_in_flight))
+        self._host_rules = HostLogitsProcessors(self._batch)
         self._learning: deque[LaunchedStep] = deque()
         self._make_attention = make_attention
-        self._last_copy: Event | None = None
+        self._last_copy: DeviceEvent | None = None
         self._broken_by: Exception | None = None
         self._captures_all = False
         self.graphs = DecodeGraphs(accelerator, graph_sizes)
@@ -138,12 +138,12 @@ class GpuRunner:
         """Wait for all that was launched."""
         self._accelerator.synchronize()
 
-    def compute_nothing(self) -> None:
+    def dummy_step(self) -> None:
         """Compute one token that no row has, which leaves no trace; waits for it."""
-        self._accelerator.enqueue(partial(self.pretend, 1, 1))
+        self._accelerator.enqueue(partial(self.profile_run, 1, 1))
         self.settle()
 
-    def pretend(self, num_tokens: int, num_lines: int) -> None:
+    def profile_run(self, num_tokens: int, num_lines: int) -> None:
         """The most that a step of that many tokens and lines of logits holds in memory at once, of no row."""
         assert self._fused is not None
         device = self._accelerator.device
@@ -283,7 +283,7 @@ class GpuRunner:
         """Put the blocks that rows get in a step, the last whose words were uploaded, into their tables."""
         self._operations.put_spans(self._block_tables, self._fixed.grown, self._fixed.grown_blocks)
 
-    def _write(self, plan: StepPlan, staging: Staging) -> tuple[GpuStep, int | None]:
+    def _write(self, plan: StepPlan, staging: PinnedBuffers) -> tuple[GpuStep, int | None]:
         if self._broken_by is not None:
             raise self._broken_by
         extra = ExtraWords()
@@ -293,7 +293,7 @@ class GpuRunner:
         step.deltas = deltas
         return step, size
 
-    def _upload(self, step: GpuStep, staging: Staging) -> Uploaded:
+    def _upload(self, step: GpuStep, staging: PinnedBuffers) -> Uploaded:
         """Bring the words to the device, and change the rows there."""
         room = self._batch.rules.sizes, self._batch.num_masks
         if not self._sampler.has_room(*room):

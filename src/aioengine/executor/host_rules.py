@@ -11,7 +11,7 @@ from aioengine.executor.row_columns import RULED_COLUMNS
 from aioengine.sampler import RuledRows, keep_allowed, put_rows, run_processors
 
 
-class HostRules:
+class HostLogitsProcessors:
     """What of a step's rules only the host can do."""
 
     def __init__(self, batch: GpuBatch) -> None:

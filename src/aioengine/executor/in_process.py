@@ -16,7 +16,7 @@ from aioengine.config import EngineConfig
 from aioengine.core.engine_core import EngineCore
 from aioengine.core.executor_protocol import Executor, ExecutorInfo
 from aioengine.core.failure_report import write_dump
-from aioengine.core.protocol import Surroundings
+from aioengine.core.protocol import CoreHooks
 from aioengine.errors import ConfigError
 from aioengine.models.folder import ModelFolder
 from aioengine.progress import OnProgress
@@ -37,7 +37,7 @@ class InProcess:
 
     core: EngineCore
 
-    def __init__(self, config: EngineConfig, executor: Executor | None, around: Surroundings) -> None:
+    def __init__(self, config: EngineConfig, executor: Executor | None, around: CoreHooks) -> None:
         self._config = config
         self._executor = executor
         self._around = around
@@ -61,8 +61,8 @@ class InProcess:
             self._executor,
             self._config,
             eos_token_ids=self._files.eos_token_ids,
-            on_room=self._around.on_room,
-            num_outside=self._around.num_outside,
+            on_capacity=self._around.on_capacity,
+            num_waiting_for_admission=self._around.num_waiting_for_admission,
             write_dump=self._write_dump,
             clock=clock_of(get_running_loop()),
         )

@@ -7,8 +7,8 @@ import time
 from torch import Tensor
 
 from aioengine.core.executor_protocol import DeviceLost
-from aioengine.executor.accelerator import Accelerator, Event, HostWords
-from aioengine.executor.completion_thread import Later
+from aioengine.executor.accelerator import Accelerator, DeviceEvent, HostWords
+from aioengine.executor.completion_thread import DeferredResult
 from aioengine.executor.gpu_batch import GpuStep
 from aioengine.executor.gpu_result import make_result
 from aioengine.executor.step_words import WORDS_A_ROW, ExtraWords, Span
@@ -35,7 +35,7 @@ class Forward:
         self.logits: Tensor | None = None
 
 
-class Staging:
+class PinnedBuffers:
     """Page-locked memory of one step in flight."""
 
     def __init__(self, accelerator: Accelerator, max_num_seqs: int) -> None:
@@ -55,12 +55,12 @@ class Staging:
     def _grown(self, words: HostWords, size: int) -> HostWords:
         return words if size <= len(words) else self._accelerator.host_words(1 << (size - 1).bit_length())
 
-    def lend(self, until: Event) -> None:
+    def lend(self, until: DeviceEvent) -> None:
         self.fixed.lend(until)
         self.extra.lend(until)
 
 
-class LaunchedStep(Later[StepResult]):
+class LaunchedStep(DeferredResult[StepResult]):
     """A step on its way: what a job of the device thread leaves to the waiter.
 
     Args:
@@ -68,7 +68,12 @@ class LaunchedStep(Later[StepResult]):
     """
 
     def __init__(
-        self, step: GpuStep, words: HostWords, events: tuple[Event, Event], failures: dict[int, Exception], keep: object
+        self,
+        step: GpuStep,
+        words: HostWords,
+        events: tuple[DeviceEvent, DeviceEvent],
+        failures: dict[int, Exception],
+        keep: object,
     ) -> None:
         self.step = step
         self._words = words

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from aioengine.core.executor_protocol import DeviceLost, ExecutorStats
-from aioengine.executor.completion_thread import Later
+from aioengine.executor.completion_thread import DeferredResult
 from aioengine.executor.input_batch import InputBatch, StepInputs
 from aioengine.kernels.attention.backend import AttentionBackend
 from aioengine.models.decoder import Decoder
@@ -24,7 +24,7 @@ from aioengine.sampler import Scratch, prompt_logprobs, sample
 from aioengine.scheduler.plan import EMPTY, RowFailure, StepPlan, StepResult, int32
 
 
-def attend_to_itself(layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None) -> Tensor:
+def dummy_attention(layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None) -> Tensor:
     """Attention where each token sees itself alone, as an `Attend` without a cache."""
     return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
 
@@ -32,7 +32,7 @@ def attend_to_itself(layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int
 class StepRunner(Protocol):
     """Runs plans in the order in which they come, each on top of the state that the one before left."""
 
-    def step(self, plan: StepPlan) -> StepResult | Later[StepResult]:
+    def step(self, plan: StepPlan) -> StepResult | DeferredResult[StepResult]:
         """Run a plan, or launch it.
 
         Raises:
@@ -55,7 +55,7 @@ class StepRunner(Protocol):
         """Give up the KV cache, and the memory that steps use again. The rows stay."""
         ...
 
-    def compute_nothing(self) -> None:
+    def dummy_step(self) -> None:
         """Compute one token that no row has, which leaves no trace."""
         ...
 
@@ -117,10 +117,10 @@ class Runner:
     def settle(self) -> None:
         pass
 
-    def compute_nothing(self) -> None:
+    def dummy_step(self) -> None:
         assert self.decoder is not None
         token = torch.zeros(1, dtype=torch.int64)
-        self.decoder.logits(self.decoder(token, token, attend_to_itself))
+        self.decoder.logits(self.decoder(token, token, dummy_attention))
 
     def _apply(self, plan: StepPlan, attention: AttentionBackend) -> None:
         if self._broken_by is None:

@@ -27,7 +27,7 @@ from aioengine.core.executor_protocol import (
 )
 from aioengine.core.worker_functions import Worker, registered
 from aioengine.errors import ConfigError, describe
-from aioengine.executor.completion_thread import Later
+from aioengine.executor.completion_thread import DeferredResult
 from aioengine.executor.cuda import CudaAccelerator, find_cuda
 from aioengine.executor.device_thread import DeviceThread, Pending
 from aioengine.executor.make_runner import Gpu, make_cpu_runner, make_gpu_runner
@@ -238,7 +238,7 @@ class Device:
         assert self._held is not None, "load comes first"
         return self._held
 
-    def step(self, plan: StepPlan) -> StepResult | Later[StepResult]:
+    def step(self, plan: StepPlan) -> StepResult | DeferredResult[StepResult]:
         assert not self._asleep, f"a plan was launched while these were asleep: {sorted(self._asleep)}"
         if self.held.weights.is_torn:
             raise DeviceLost("the device failed while its weights were replaced: some are new and others old")
@@ -351,7 +351,7 @@ class Device:
         if "weights" in self._asleep:
             raise weights_asleep("execute_dummy_batch")
         self._use_threads(self._is_large(1, 0))
-        self.held.runner.compute_nothing()
+        self.held.runner.dummy_step()
 
     def _is_large(self, num_tokens: int, context_len: int) -> bool:
         context_bytes = context_len * self._kv_bytes_per_token

@@ -64,7 +64,7 @@ class StagedTensor:
             self._ends.insert(place, end)
 
 
-class Staging:
+class WeightTransfer:
     """What was staged and neither committed nor dropped.
 
     Args:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from aioengine.core.executor_protocol import weights_asleep, weights_came_as_tensors
 from aioengine.errors import InvalidRequest, ModelLoadError
-from aioengine.executor.weight_transfer import StagedTensor, Staging
-from aioengine.models.checkpoint import EMBEDDING, FILE_DTYPES, HEAD, Place, checkpoint_places
+from aioengine.executor.weight_transfer import StagedTensor, WeightTransfer
+from aioengine.models.checkpoint import EMBEDDING, FILE_DTYPES, HEAD, CheckpointTensor, checkpoint_places
 from aioengine.models.decoder import Decoder
 from aioengine.models.folder import ModelFolder
 from aioengine.models.loader import ON_CPU, Placement, check_weights, load_weights
@@ -73,15 +73,15 @@ class Weights:
             self._load = partial(load_weights, folder.path.absolute(), self.config)
 
     @cached_property
-    def _places(self) -> dict[str, Place]:
+    def _places(self) -> dict[str, CheckpointTensor]:
         return checkpoint_places(self.config)
 
     @cached_property
-    def _staging(self) -> Staging:
+    def _staging(self) -> WeightTransfer:
         shapes = {name: place.shape for name, place in self._places.items()}
         if self.config.tie_word_embeddings:
             shapes[HEAD] = shapes[EMBEDDING]  # of two that are one, some tools send the other, or both
-        return Staging(shapes)
+        return WeightTransfer(shapes)
 
     def discard(self) -> None:
         """Throw the weights away. Idempotent.
@@ -157,14 +157,15 @@ class Weights:
         self._came_as_tensors = self.is_torn = False
 
     @property
-    def staging(self) -> Staging:
+    def staging(self) -> WeightTransfer:
         return self._staging
 
     def commit(self, transfer: str) -> None:
         """Put what was staged in its place. From the moment in which it fits, the transfer is over.
 
         Raises:
-            InvalidRequest: as `Staging.whole`; the weights are thrown away; or a tied head and the embedding differ.
+            InvalidRequest: as `WeightTransfer.whole`, the weights are thrown away, or a tied head and the embedding
+                differ.
         """
         staged = self._staging.whole(transfer)
         if self.decoder is None:

@@ -22,7 +22,7 @@ class _Waiter(NamedTuple):
     let_in: asyncio.Future[bool]
 
 
-class Intake:
+class Admission:
     """Places for requests on their way to a row; taken before any costly work, such as tokenization, is done.
 
     A request takes a place for each sequence that it will be. Who waits for places is let in by priority, then in order

@@ -16,9 +16,9 @@ from aioengine.frontend.completion import Completion
 from aioengine.frontend.request_log import RequestLog
 from aioengine.metrics import RequestMetrics
 from aioengine.outputs import CompletionDelta, CompletionOutput, TokenLogprobs
-from aioengine.scheduler.sequence import Event, Sequence
+from aioengine.scheduler.sequence import Sequence, SequenceEvent
 
-MakeCompletion = Callable[["Reply", Sequence], Completion]
+MakeCompletion = Callable[["RequestState", Sequence], Completion]
 
 
 class Arrival(NamedTuple):
@@ -28,7 +28,7 @@ class Arrival(NamedTuple):
     clock_s: float
 
 
-class Reply:
+class RequestState:
     """What a request brings, choice by choice, to one reader.
 
     A choice with news stands in line once, however much is new of it, and waits its turn behind the others. When one
@@ -84,7 +84,7 @@ class Reply:
     def end_unbegun(self) -> None:
         """It was aborted before the core had it."""
         for sequence, completion in zip(self._sequences, self.completions, strict=True):
-            sequence.advance(Event.ENDED)
+            sequence.advance(SequenceEvent.ENDED)
             sequence.finish_reason = "abort"
             completion.on_end()
 

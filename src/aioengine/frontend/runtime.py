@@ -23,7 +23,7 @@ from aioengine.core.control import AnyControl, Pause, PauseMode, WakeUp
 from aioengine.core.executor_protocol import ExecutorInfo
 from aioengine.core.health import Health
 from aioengine.core.listener import UNLIMITED, UserCode
-from aioengine.core.protocol import CLOSE_DEADLINE_S, Backend, Core, Surroundings
+from aioengine.core.protocol import CLOSE_DEADLINE_S, Backend, Core, CoreHooks
 from aioengine.errors import (
     AioEngineError,
     EngineClosed,
@@ -34,15 +34,15 @@ from aioengine.errors import (
     ModelLoadError,
     describe,
 )
-from aioengine.frontend.admission import Intake, OnFull
+from aioengine.frontend.admission import Admission, OnFull
 from aioengine.frontend.completion import Completion
 from aioengine.frontend.request_log import RequestLog
-from aioengine.frontend.request_state import Arrival, Reply
+from aioengine.frontend.request_state import Arrival, RequestState
 from aioengine.metrics import EngineMetrics, EngineStats
 from aioengine.models.folder import ModelFolder
 from aioengine.progress import OnProgress, loading_bar
 from aioengine.sampling_params import SamplingParams
-from aioengine.scheduler.sequence import Request, Sequence, make_family
+from aioengine.scheduler.sequence import Request, Sequence, make_choices
 from aioengine.text import calls
 from aioengine.text.detokenizer import Detokenizer, TokenTable, make_detokenizer
 from aioengine.text.lanes import Lanes
@@ -89,10 +89,10 @@ class Runtime:
     files: ModelFolder
     tokenizer: Tokenizer | None
     core: Core
-    intake: Intake
+    intake: Admission
     log: RequestLog
 
-    def __init__(self, config: EngineConfig, make_backend: Callable[[Surroundings], Backend]) -> None:
+    def __init__(self, config: EngineConfig, make_backend: Callable[[CoreHooks], Backend]) -> None:
         self._given_config = config
         self.worker = TextWorker()
         self._large_worker = TextWorker()
@@ -104,11 +104,11 @@ class Runtime:
         self.longest_token_chars: int | None = None
         """Characters of the longest token; None where nobody knows."""
         self._backend = make_backend(
-            Surroundings(
+            CoreHooks(
                 worker=self.worker,
                 dump_worker=self._large_worker,
-                on_room=self._on_room,
-                num_outside=lambda: self.intake.num_waiting,
+                on_capacity=self._on_room,
+                num_waiting_for_admission=lambda: self.intake.num_waiting,
             )
         )
         self._loop = asyncio.get_running_loop()
@@ -288,8 +288,8 @@ class Runtime:
             await self._load(show)
         self.core = self._backend.core
         self.log = RequestLog(self.config)
-        self.intake = Intake(
-            self.config.max_waiting, lambda: self.core.num_unstarted, on_left=lambda: self.core.nudge()
+        self.intake = Admission(
+            self.config.max_waiting, lambda: self.core.num_unstarted, on_left=lambda: self.core.recheck()
         )
         logger.info("%s", self.describe())
 
@@ -392,22 +392,28 @@ class Runtime:
         """Now, for a request's metrics."""
         return Arrival(time.time(), self.core.clock())
 
-    def add(self, sequence: Sequence, arrival: Arrival, *, stream_interval: int, max_unread: int | None) -> Reply:
+    def add(
+        self, sequence: Sequence, arrival: Arrival, *, stream_interval: int, max_unread: int | None
+    ) -> RequestState:
         """Hand a sequence and its children to the core, and follow them."""
         make = functools.partial(self._make_completion, stream_interval, max_unread or UNLIMITED)
-        reply = Reply(sequence, make, self.core, arrival, self.log)
+        reply = RequestState(sequence, make, self.core, arrival, self.log)
         self.core.add(sequence, reply.completions, arrived_at=arrival.clock_s)
         return reply
 
-    def end_unbegun(self, request: Request, arrival: Arrival) -> Reply:
+    def end_unbegun(self, request: Request, arrival: Arrival) -> RequestState:
         """The reply to a request that was aborted on its way to the core."""
         num_sequences = request.params.num_sequences
-        sequence = make_family(request, num_sequences, eos_token_ids=(), block_hashes=None)
-        reply = Reply(sequence, functools.partial(self._make_completion, 1, UNLIMITED), self.core, arrival, self.log)
+        sequence = make_choices(request, num_sequences, eos_token_ids=(), block_hashes=None)
+        reply = RequestState(
+            sequence, functools.partial(self._make_completion, 1, UNLIMITED), self.core, arrival, self.log
+        )
         reply.end_unbegun()
         return reply
 
-    def _make_completion(self, stream_interval: int, max_unread: int, reply: Reply, member: Sequence) -> Completion:
+    def _make_completion(
+        self, stream_interval: int, max_unread: int, reply: RequestState, member: Sequence
+    ) -> Completion:
         params = member.request.params
         has_text = params.detokenize and self.tokenizer is not None
         return Completion(

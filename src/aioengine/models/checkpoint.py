@@ -18,7 +18,7 @@ EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 
 
-class Place(msgspec.Struct, frozen=True):
+class CheckpointTensor(msgspec.Struct, frozen=True):
     """Where a checkpoint's tensor goes: lines of a parameter, which it fills, or broadcasts into.
 
     Attributes:
@@ -46,43 +46,43 @@ class Place(msgspec.Struct, frozen=True):
         return lines if len(self.shape) == lines.dim() else lines[0]
 
 
-class Slot(msgspec.Struct, frozen=True):
+class ParameterView(msgspec.Struct, frozen=True):
     """A place in a decoder: a view of a parameter, which a tensor of this shape fills or broadcasts into."""
 
     shape: tuple[int, ...]
     target: Tensor
 
 
-def checkpoint_slots(decoder: Decoder) -> dict[str, Slot]:
+def checkpoint_slots(decoder: Decoder) -> dict[str, ParameterView]:
     """For each tensor that a checkpoint of this decoder holds, by its name there, where it goes.
 
     Of a decoder whose parameters are not packed.
     """
     return {
-        name: Slot(place.shape, place.of(decoder.get_parameter(place.parameter)))
+        name: ParameterView(place.shape, place.of(decoder.get_parameter(place.parameter)))
         for name, place in checkpoint_places(decoder.config).items()
     }
 
 
-def checkpoint_places(config: DecoderConfig) -> dict[str, Place]:
+def checkpoint_places(config: DecoderConfig) -> dict[str, CheckpointTensor]:
     """As `checkpoint_slots`, of any decoder with this config. A head that is tied has no place: it is the embedding."""
     vocab_size, hidden_size = config.vocab_size, config.hidden_size
     places = {
-        EMBEDDING: Place("embedding", 0, vocab_size, (vocab_size, hidden_size)),
-        "model.norm.weight": Place("norm.weight", 0, hidden_size, (hidden_size,)),
+        EMBEDDING: CheckpointTensor("embedding", 0, vocab_size, (vocab_size, hidden_size)),
+        "model.norm.weight": CheckpointTensor("norm.weight", 0, hidden_size, (hidden_size,)),
     }
     if not config.tie_word_embeddings:
-        places[HEAD] = Place("head.weight", 0, vocab_size, (vocab_size, hidden_size))
+        places[HEAD] = CheckpointTensor("head.weight", 0, vocab_size, (vocab_size, hidden_size))
     for index in range(config.num_layers):
         for name, place in _layer_places(config, f"layers.{index}"):
             places[f"model.layers.{index}.{name}"] = place
     return places
 
 
-def _layer_places(c: DecoderConfig, layer: str) -> Iterator[tuple[str, Place]]:
+def _layer_places(c: DecoderConfig, layer: str) -> Iterator[tuple[str, CheckpointTensor]]:
     q, kv, mlp, hidden = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.intermediate_size, c.hidden_size
-    yield "input_layernorm.weight", Place(f"{layer}.input_norm.weight", 0, hidden, (hidden,))
-    yield "post_attention_layernorm.weight", Place(f"{layer}.mlp_norm.weight", 0, hidden, (hidden,))
+    yield "input_layernorm.weight", CheckpointTensor(f"{layer}.input_norm.weight", 0, hidden, (hidden,))
+    yield "post_attention_layernorm.weight", CheckpointTensor(f"{layer}.mlp_norm.weight", 0, hidden, (hidden,))
     of_qkv = {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
     yield from _stacked(f"{layer}.qkv", of_qkv, hidden, c.qkv_bias)
     yield from _stacked(f"{layer}.output", {"self_attn.o_proj": hidden}, q, c.output_bias)
@@ -90,15 +90,17 @@ def _layer_places(c: DecoderConfig, layer: str) -> Iterator[tuple[str, Place]]:
     yield from _stacked(f"{layer}.down", {"mlp.down_proj": hidden}, mlp, c.mlp_bias)
     if c.qk_norm:
         norm = f"{layer}.qk_norm.weight"
-        yield "self_attn.q_norm.weight", Place(norm, 0, c.num_heads, (c.head_dim,))
-        yield "self_attn.k_norm.weight", Place(norm, c.num_heads, c.num_kv_heads, (c.head_dim,))
+        yield "self_attn.q_norm.weight", CheckpointTensor(norm, 0, c.num_heads, (c.head_dim,))
+        yield "self_attn.k_norm.weight", CheckpointTensor(norm, c.num_heads, c.num_kv_heads, (c.head_dim,))
 
 
-def _stacked(linear: str, parts: dict[str, int], in_features: int, bias: bool) -> Iterator[tuple[str, Place]]:
+def _stacked(
+    linear: str, parts: dict[str, int], in_features: int, bias: bool
+) -> Iterator[tuple[str, CheckpointTensor]]:
     """The places of matrices (and biases) that lie one above the other, each with so many outputs."""
     first = 0
     for name, count in parts.items():
-        yield f"{name}.weight", Place(f"{linear}.weight", first, count, (count, in_features))
+        yield f"{name}.weight", CheckpointTensor(f"{linear}.weight", first, count, (count, in_features))
         if bias:
-            yield f"{name}.bias", Place(f"{linear}.bias", first, count, (count,))
+            yield f"{name}.bias", CheckpointTensor(f"{linear}.bias", first, count, (count,))
         first += count

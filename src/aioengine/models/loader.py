@@ -22,8 +22,8 @@ from aioengine.models.checkpoint import (
     HEAD,
     INDEX_FILE,
     SINGLE_FILE,
-    Place,
-    Slot,
+    CheckpointTensor,
+    ParameterView,
     checkpoint_places,
     checkpoint_slots,
 )
@@ -237,7 +237,7 @@ class Transfer(msgspec.Struct, frozen=True):
     stored: Stored
 
 
-def match(stored: dict[str, Stored], places: dict[str, Place], *, tied: bool) -> list[Transfer]:
+def match(stored: dict[str, Stored], places: dict[str, CheckpointTensor], *, tied: bool) -> list[Transfer]:
     """Pair what the files hold with what the decoder needs, file by file.
 
     Raises:
@@ -309,7 +309,7 @@ def _make_ready(decoder: Decoder, placement: Placement, should_stop: Callable[[]
 
 def _stream(
     transfers: list[Transfer],
-    slots: dict[str, Slot],
+    slots: dict[str, ParameterView],
     on_progress: Callable[[int, int], None] | None,
     should_stop: Callable[[], bool],
 ) -> None:

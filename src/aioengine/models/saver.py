@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from aioengine.errors import InvalidRequest
-from aioengine.models.checkpoint import INDEX_FILE, SINGLE_FILE, Place, checkpoint_places
+from aioengine.models.checkpoint import INDEX_FILE, SINGLE_FILE, CheckpointTensor, checkpoint_places
 from aioengine.models.decoder import Decoder
 from aioengine.models.folder import SMALL_FILES, ModelFolder
 from aioengine.models.loader import stop_if
@@ -91,7 +91,7 @@ def _write_weights(decoder: Decoder, part: Path, max_shard_bytes: int, should_st
     return names
 
 
-def _shards(places: dict[str, Place], item_bytes: int, max_shard_bytes: int) -> Iterator[list[str]]:
+def _shards(places: dict[str, CheckpointTensor], item_bytes: int, max_shard_bytes: int) -> Iterator[list[str]]:
     """The names of each file's tensors."""
     shard: list[str] = []
     num_bytes = 0
@@ -105,7 +105,7 @@ def _shards(places: dict[str, Place], item_bytes: int, max_shard_bytes: int) -> 
     yield shard
 
 
-def _tensors(decoder: Decoder, places: dict[str, Place]) -> Iterator[tuple[str, Tensor]]:
+def _tensors(decoder: Decoder, places: dict[str, CheckpointTensor]) -> Iterator[tuple[str, Tensor]]:
     """What a checkpoint holds at these places. Neighbours that share a parameter share its dense values."""
     parameter, dense = "", torch.empty(0)
     for name, place in places.items():

@@ -56,7 +56,7 @@ class BlockPool:
     def release(self, block_ids: Sequence[int], names: Sequence[object]) -> None:
         """Drop a reference of each; one that has a name (not None in ``names``) stays useful until it is evicted.
 
-        Later ids are given up first: the tail of a prefix is of less use than its head.
+        DeferredResult ids are given up first: the tail of a prefix is of less use than its head.
         """
         references = self.references
         for block_id in reversed(block_ids):

@@ -59,8 +59,8 @@ class KVManager:
         """
         num_tokens = sequence.num_tokens
         num_blocks = self.blocks_for(num_tokens)
-        if not self.is_caching or sequence.block_ids or sequence.is_to_be_scored:
-            return Hit([], None, num_blocks - len(sequence.block_ids) + sequence.has_shared_tail)
+        if not self.is_caching or sequence.block_ids or sequence.needs_prompt_logprobs:
+            return Hit([], None, num_blocks - len(sequence.block_ids) + sequence.shares_last_block)
         count = (num_tokens - 1) // self.block_size
         names = self._name_blocks(sequence, count)
         block_ids, pending = self.cache.match(names if len(names) == count else names[:count])
@@ -79,10 +79,10 @@ class KVManager:
             sequence.num_computed_tokens = len(hit.block_ids) * self.block_size
             self._count(sequence)
         missing = self.pool.allocate(hit.num_missing)
-        if sequence.has_shared_tail:
+        if sequence.shares_last_block:
             self._copies.append((sequence.block_ids[-1], missing[0]))
             sequence.block_ids.pop()
-            sequence.has_shared_tail = False
+            sequence.shares_last_block = False
         sequence.block_ids += missing
         if self.is_caching and sequence.is_named:
             names = self._name_blocks(sequence, sequence.num_tokens // self.block_size)
@@ -99,7 +99,7 @@ class KVManager:
         num_full = num_tokens // self.block_size
         child.block_ids = parent.block_ids[: self.blocks_for(num_tokens)]
         self.pool.retain(child.block_ids)
-        child.has_shared_tail = len(child.block_ids) > num_full
+        child.shares_last_block = len(child.block_ids) > num_full
         child.block_hashes = parent.block_hashes[:num_full]
         child.num_settled_blocks = num_full if self.is_caching else 0
         child.num_computed_tokens = num_tokens
@@ -144,7 +144,7 @@ class KVManager:
         sequence.block_ids = []
         sequence.num_settled_blocks = 0
         sequence.num_computed_tokens = 0
-        sequence.has_shared_tail = False
+        sequence.shares_last_block = False
         sequence.is_named = True
 
     def reset_prefix_cache(self, sequences: Iterable[Sequence]) -> int:

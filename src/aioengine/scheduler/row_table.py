@@ -24,8 +24,8 @@ class RowTable:
         expected: tokens known, or being sampled by a launched step.
         last: the last token's position at most: it would be sampled and never computed.
         capacity: tokens that its blocks hold.
-        fills_at: computed tokens at which its next block is full.
-        looked_at_from: computed tokens from which on each sampled token may end it: ``last``, or 0 if it has stop
+        next_block_boundary: computed tokens at which its next block is full.
+        stop_search_start: computed tokens from which on each sampled token may end it: ``last``, or 0 if it has stop
             tokens.
         token_at: when its newest token was applied, in seconds; NaN before the first.
         running: the seated sequences that may be scheduled, by place; never changed in place: launched steps hold it.
@@ -51,8 +51,8 @@ class RowTable:
         self.expected = column()
         self.last = column()
         self.capacity = column()
-        self.fills_at = column()
-        self.looked_at_from = column()
+        self.next_block_boundary = column()
+        self.stop_search_start = column()
         self.token_at = np.full(max_num_seqs, np.nan)
 
     def seat(self, sequence: Sequence) -> None:
@@ -63,9 +63,9 @@ class RowTable:
         self.computed[row] = self.scheduled[row] = sequence.num_computed_tokens
         self.expected[row] = sequence.num_tokens
         self.last[row] = sequence.limit - 1
-        self.looked_at_from[row] = 0 if sequence.stop_token_ids else sequence.limit - 1
+        self.stop_search_start[row] = 0 if sequence.stop_token_ids else sequence.limit - 1
         self.capacity[row] = len(sequence.block_ids) * size
-        self.fills_at[row] = (sequence.num_settled_blocks + 1) * size
+        self.next_block_boundary[row] = (sequence.num_settled_blocks + 1) * size
         self.token_at[row] = sequence.last_token_at
 
     def vacate(self, sequence: Sequence) -> None:
@@ -138,7 +138,7 @@ class RowTable:
             assert self.scheduled[row] <= self.capacity[row]
             if is_caching:
                 assert sequence.num_settled_blocks == self.computed[row] // self._block_size
-                assert self.fills_at[row] == (sequence.num_settled_blocks + 1) * self._block_size
+                assert self.next_block_boundary[row] == (sequence.num_settled_blocks + 1) * self._block_size
 
     def _drop(self, rows: list[int]) -> None:
         stays = np.ones(len(self.tenants), np.bool_)

@@ -21,7 +21,7 @@ from aioengine.scheduler.budget import Claim, Work, join, out_of_blocks, share_b
 from aioengine.scheduler.kv_manager import Hit, KVManager
 from aioengine.scheduler.plan import EMPTY, Int8, Int32, RowAdded, StepPlan, StepResult, int32
 from aioengine.scheduler.row_table import Rows, RowTable
-from aioengine.scheduler.sequence import Event, Reason, Sequence, State
+from aioengine.scheduler.sequence import Reason, Sequence, SequenceEvent, State
 from aioengine.scheduler.step_output import Bool, Float64, StepOutput, score_prompts
 from aioengine.scheduler.stopping import finish_reason
 from aioengine.scheduler.waiting_queue import WaitingQueue
@@ -236,7 +236,7 @@ class Scheduler:
     def fail(self, plan: StepPlan) -> list[Sequence]:
         """The oldest launched step brought an error: end the sequences that it held, and return them.
 
-        Later launched steps that hold the same sequences bring tokens that find nobody.
+        DeferredResult launched steps that hold the same sequences bring tokens that find nobody.
         """
         launched = self._take_launched(plan)
         is_alive = self.table.epoch[launched.rows] == plan.epochs
@@ -436,10 +436,10 @@ class Scheduler:
         if not self.kv.is_caching:
             return
         size = self.kv.block_size
-        filled = (ends >= self.table.fills_at[rows]).nonzero()[0]
+        filled = (ends >= self.table.next_block_boundary[rows]).nonzero()[0]
         for index, num_computed in zip(filled.tolist(), ends[filled].tolist(), strict=True):
             self.kv.settle(sequences[index], num_computed)
-        self.table.fills_at[rows[filled]] = ends[filled] // size * size + size
+        self.table.next_block_boundary[rows[filled]] = ends[filled] // size * size + size
 
     def _stamp(self, rows: Rows, sequences: list[Sequence], now: float) -> tuple[Float64, list[Sequence]]:
         """Note the time of these rows' tokens: the times since the tokens before, and those that have had none."""
@@ -485,7 +485,7 @@ class Scheduler:
 
     def _stop(self, rows: Rows, ends: Int32, sequences: list[Sequence], token_ids: Int32) -> None:
         """End the sequences whose newest token ends them: a few candidates by columns, then each by the rules."""
-        is_candidate = ends >= self.table.looked_at_from[rows]
+        is_candidate = ends >= self.table.stop_search_start[rows]
         for eos in self.eos_token_ids:
             is_candidate |= token_ids == eos
         ended: list[tuple[Sequence, FinishReason, int | None]] = []
@@ -510,7 +510,7 @@ class Scheduler:
 
     def _take_row(self, sequence: Sequence, now: float) -> None:
         """Seat an admitted sequence."""
-        sequence.advance(Event.ADMITTED)
+        sequence.advance(SequenceEvent.ADMITTED)
         if not sequence.has_run:
             sequence.has_run = True
             sequence.admitted_at = now
@@ -525,7 +525,7 @@ class Scheduler:
             self._leaving.remove(sequence)
 
     def _end(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None) -> None:
-        sequence.advance(Event.ENDED)
+        sequence.advance(SequenceEvent.ENDED)
         sequence.finish_reason = reason
         sequence.stop_reason = stop_reason
         if not sequence.has_run:
@@ -605,7 +605,7 @@ class Scheduler:
             self.table.stop([sequence])
             self._vacate(sequence)
             self._enqueue(sequence)
-        sequence.advance(Event.PREEMPTED)
+        sequence.advance(SequenceEvent.PREEMPTED)
         self._release(sequence)
 
     def _park_blocked(self) -> None:
@@ -615,7 +615,7 @@ class Scheduler:
         for sequence in idle:
             sequence.num_computed_tokens = int(table.computed[sequence.row])
             self._vacate(sequence)
-            sequence.advance(Event.PARKED)
+            sequence.advance(SequenceEvent.PARKED)
             self.kv.withdraw(sequence)
             self.blocked[sequence.order] = self._parked[sequence.order] = sequence
 
@@ -626,7 +626,7 @@ def _place(sequence: Sequence) -> tuple[int, int]:
 
 def _introduce(sequence: Sequence) -> RowAdded:
     sampling = sequence.sampling
-    if sampling.prompt_logprobs >= 0 and not sequence.is_to_be_scored:
+    if sampling.prompt_logprobs >= 0 and not sequence.needs_prompt_logprobs:
         sampling = msgspec.structs.replace(sampling, prompt_logprobs=-1)
     return RowAdded(
         row=sequence.row,

@@ -51,7 +51,7 @@ class State(enum.Enum):
     __hash__ = object.__hash__  # Enum's own is Python code; a table of transitions is looked up per sequence
 
 
-class Event(enum.Enum):
+class SequenceEvent(enum.Enum):
     ADMITTED = "admitted"
     """It takes a row."""
     PREEMPTED = "preempted"
@@ -63,9 +63,17 @@ class Event(enum.Enum):
     __hash__ = object.__hash__
 
 
-TRANSITIONS: dict[State, dict[Event, State]] = {
-    State.WAITING: {Event.ADMITTED: State.RUNNING, Event.PREEMPTED: State.WAITING, Event.ENDED: State.FINISHED},
-    State.RUNNING: {Event.PREEMPTED: State.WAITING, Event.PARKED: State.WAITING, Event.ENDED: State.FINISHED},
+TRANSITIONS: dict[State, dict[SequenceEvent, State]] = {
+    State.WAITING: {
+        SequenceEvent.ADMITTED: State.RUNNING,
+        SequenceEvent.PREEMPTED: State.WAITING,
+        SequenceEvent.ENDED: State.FINISHED,
+    },
+    State.RUNNING: {
+        SequenceEvent.PREEMPTED: State.WAITING,
+        SequenceEvent.PARKED: State.WAITING,
+        SequenceEvent.ENDED: State.FINISHED,
+    },
     State.FINISHED: {},
 }
 
@@ -74,7 +82,7 @@ class Reason(enum.IntFlag):
     """Why a sequence may not be scheduled; only zero is schedulable."""
 
     NONE = 0
-    FLOW = 1
+    BACKPRESSURE = 1
     """Its reader is behind."""
     PENDING_PREFIX = 2
     """Another sequence is computing the blocks that this one begins with."""
@@ -102,7 +110,7 @@ class Sequence:
         num_computed_tokens: kept here only while it has no row.
         num_cached_tokens: prompt tokens that the prefix cache gave it, when it first ran.
         num_scored_tokens: prompt tokens whose log-probabilities have been handed out.
-        has_shared_tail: its last block is another's, too, and not full: it takes a copy when it is admitted.
+        shares_last_block: its last block is another's, too, and not full: it takes a copy when it is admitted.
         is_named: whether its full blocks go into the prefix cache.
         row: its row, or -1.
         has_run: whether it ever had one.
@@ -123,7 +131,6 @@ class Sequence:
         "finish_reason",
         "first_token_at",
         "has_run",
-        "has_shared_tail",
         "is_named",
         "last_token_at",
         "limit",
@@ -140,6 +147,7 @@ class Sequence:
         "request",
         "row",
         "sampling",
+        "shares_last_block",
         "state",
         "stop_reason",
         "stop_token_ids",
@@ -169,7 +177,7 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.num_scored_tokens = 0
-        self.has_shared_tail = False
+        self.shares_last_block = False
         self.is_named = True
         self.row = -1
         self.has_run = False
@@ -199,7 +207,7 @@ class Sequence:
         return len(self.prompt) + len(self.output_ids)
 
     @property
-    def is_to_be_scored(self) -> bool:
+    def needs_prompt_logprobs(self) -> bool:
         """Whether log-probabilities of its prompt are wanted and not all there: it computes the whole prompt then."""
         return self.sampling.prompt_logprobs >= 0 and self.num_scored_tokens < len(self.prompt) - 1
 
@@ -219,7 +227,7 @@ class Sequence:
         ids: list[int] = self.prompt[start:stop].tolist()
         return ids + self.output_ids[: max(stop - n, 0)]
 
-    def advance(self, event: Event) -> None:
+    def advance(self, event: SequenceEvent) -> None:
         """Change state.
 
         Raises:
@@ -228,7 +236,7 @@ class Sequence:
         self.state = TRANSITIONS[self.state][event]
 
 
-def make_family(
+def make_choices(
     request: Request, num_choices: int, *, eos_token_ids: tuple[int, ...], block_hashes: list[bytes] | None
 ) -> Sequence:
     """The first choice of a request, with the others as its children; they share ``block_hashes`` when they fork."""

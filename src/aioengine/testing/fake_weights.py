@@ -11,7 +11,7 @@ from pathlib import Path
 
 from aioengine.core.executor_protocol import weights_asleep, weights_came_as_tensors
 from aioengine.errors import ModelLoadError
-from aioengine.executor.weight_transfer import Staging
+from aioengine.executor.weight_transfer import WeightTransfer
 
 STATE_FILE = "fake-weights.json"
 
@@ -33,7 +33,7 @@ class FakeWeights:
             "model.embed_tokens.weight": (vocab_size, 4),
             "model.norm.weight": (4,),
         }
-        self.staging = Staging(self.shapes)
+        self.staging = WeightTransfer(self.shapes)
         self.are_discarded = False
         self._folder: Path | None = None
         self._version_of_folder = 0

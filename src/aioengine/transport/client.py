@@ -17,8 +17,8 @@ import anyio
 import msgspec
 
 from aioengine.config import EngineConfig
-from aioengine.core.conditions import Waits
-from aioengine.core.control import LETS_GO, WAKE_TAGS, AnyControl, GetStats, Resume, Sleep, WakeUp
+from aioengine.core.conditions import Conditions
+from aioengine.core.control import UNBLOCKING_CALLS, WAKE_TAGS, AnyControl, GetStats, Resume, Sleep, WakeUp
 from aioengine.core.engine_core import PUBLISH_SLICE
 from aioengine.core.executor_protocol import ExecutorInfo
 from aioengine.core.health import Health, dead, judge
@@ -27,7 +27,7 @@ from aioengine.errors import AioEngineError, EngineClosed, EngineDead, WireError
 from aioengine.metrics import EngineMetrics, Observer, RequestMetrics, StatsLog
 from aioengine.outputs import FinishReason
 from aioengine.scheduler.scheduler import SchedulerStats
-from aioengine.scheduler.sequence import Request, Sequence, make_family
+from aioengine.scheduler.sequence import Request, Sequence, make_choices
 from aioengine.transport.faults import Fault, to_error
 from aioengine.transport.line_columns import LineColumns
 from aioengine.transport.link import Link
@@ -81,7 +81,7 @@ class RemoteCore:
         attached: what the engine has said of itself.
         config: the engine's.
         clock: seconds, of this side.
-        on_room: called when a waiting sequence has begun to run or has ended.
+        on_capacity: called when a waiting sequence has begun to run or has ended.
         is_far: whether missing beats mean that it is dead, since nothing else would tell.
         describe_cut: says, soon, why the connection has ended.
         logs_stats: whether this side logs the engine's load.
@@ -96,7 +96,7 @@ class RemoteCore:
         *,
         config: EngineConfig,
         clock: Callable[[], float],
-        on_room: Callable[[], None],
+        on_capacity: Callable[[], None],
         is_far: bool,
         describe_cut: DescribeCut,
         logs_stats: bool,
@@ -112,7 +112,7 @@ class RemoteCore:
         self.num_refused = 0
         self._info = attached.info
         self._link = link
-        self._on_room = on_room
+        self._on_room = on_capacity
         self._is_far = is_far
         self._describe_cut = describe_cut
         interval_s = (config.log_stats_interval_s if logs_stats else 0.0) or math.inf
@@ -122,7 +122,7 @@ class RemoteCore:
         self._unstarted: set[int] = set()
         self._endings = Endings(self.user_code, self._look)
         self._next_number = 0
-        self._waits = Waits()
+        self._waits = Conditions()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._next_call = 0
         self._call_turns = anyio.Semaphore(MAX_CALLS, fast_acquire=True)
@@ -160,7 +160,7 @@ class RemoteCore:
             InvalidRequest: it holds functions.
         """
         pack_params(request.params)
-        return make_family(request, request.params.num_sequences, eos_token_ids=self.eos_token_ids, block_hashes=None)
+        return make_choices(request, request.params.num_sequences, eos_token_ids=self.eos_token_ids, block_hashes=None)
 
     def check_accepting(self) -> None:
         if self.death is not None:
@@ -236,7 +236,7 @@ class RemoteCore:
         """
         self.check_accepting()
         raw, frames = pack_control(control)
-        if isinstance(control, LETS_GO):
+        if isinstance(control, UNBLOCKING_CALLS):
             result = await self._call(raw, frames)  # whoever holds all turns may wait for just this
         else:
             async with self._call_turns:
@@ -271,7 +271,7 @@ class RemoteCore:
         asyncio.get_running_loop().call_soon(self._waits.look)
         return future
 
-    def nudge(self) -> None:
+    def recheck(self) -> None:
         if self._waits:
             asyncio.get_running_loop().call_soon(self._waits.look)
 

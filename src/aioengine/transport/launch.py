@@ -17,7 +17,7 @@ import msgspec
 import zmq
 
 from aioengine.config import EngineConfig
-from aioengine.core.protocol import Surroundings
+from aioengine.core.protocol import CoreHooks
 from aioengine.errors import AioEngineError, ConfigError, EngineDead, InvalidRequest
 from aioengine.executor.in_process import clock_of, find
 from aioengine.models.folder import ModelFolder
@@ -59,7 +59,7 @@ class Connected:
     def __init__(
         self,
         address: str,
-        around: Surroundings,
+        around: CoreHooks,
         *,
         model: str | None,
         keys: str | None,
@@ -92,7 +92,7 @@ class Connected:
             self._attached,
             config=read_config(self._attached.config),
             clock=clock_of(asyncio.get_running_loop()),
-            on_room=self._around.on_room,
+            on_capacity=self._around.on_capacity,
             is_far=self._address.startswith("tcp:"),
             describe_cut=self._describe_cut,
             logs_stats=False,
@@ -122,7 +122,7 @@ class InChild:
 
     core: RemoteCore
 
-    def __init__(self, config: EngineConfig, options: ProcessOptions, around: Surroundings) -> None:
+    def __init__(self, config: EngineConfig, options: ProcessOptions, around: CoreHooks) -> None:
         self._config = config
         self._options = options
         self._around = around
@@ -170,7 +170,7 @@ class InChild:
             attached,
             config=self._config,
             clock=clock,
-            on_room=self._around.on_room,
+            on_capacity=self._around.on_capacity,
             is_far=False,
             describe_cut=self._describe_cut,
             logs_stats=True,
@@ -290,7 +290,7 @@ def _tell_exit(child: Child) -> str:
     return child.describe_exit()
 
 
-async def _find_tokenizer(attached: Attached, model: str | None, around: Surroundings) -> ModelFolder:
+async def _find_tokenizer(attached: Attached, model: str | None, around: CoreHooks) -> ModelFolder:
     """The small files of an engine's model, from where its machine has them if that is this one."""
     path = Path(attached.model_path)
     if model is None and await around.worker.run(path.exists, None):

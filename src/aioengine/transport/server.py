@@ -22,7 +22,7 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
-from aioengine.core.control import FILES, LETS_GO, AnyControl, DropWeights
+from aioengine.core.control import FILES, UNBLOCKING_CALLS, AnyControl, DropWeights
 from aioengine.core.controls import TASKS
 from aioengine.core.engine_core import EngineCore
 from aioengine.errors import AioEngineError, ConfigError, EngineClosed, EngineDead, InvalidRequest, WireError
@@ -157,7 +157,7 @@ class EngineServer:
         if hasattr(self, "_context") and not self._context.closed:
             for channel in self._channels:
                 channel.close(LINGER_S)
-            # Waits for last words, and for that long at most.
+            # Conditions for last words, and for that long at most.
             await end_context(self._context, self._worker)
             if self._address.scheme == "ipc":
                 for path in self._files:
@@ -266,7 +266,7 @@ class EngineServer:
     def _check_call(self, session: Session, call_id: int, control: AnyControl) -> None:
         if call_id in session.calls:
             raise InvalidRequest(f"a call of number {call_id} is under way already")
-        if len(session.calls) >= MAX_CALLS and not isinstance(control, LETS_GO):
+        if len(session.calls) >= MAX_CALLS and not isinstance(control, UNBLOCKING_CALLS):
             raise InvalidRequest(f"{MAX_CALLS} control calls of this front end are under way already; wait for some")
         if isinstance(control, FILES) and self._address.scheme == "tcp" and self._keys is None:
             raise InvalidRequest(

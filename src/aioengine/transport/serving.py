@@ -16,7 +16,7 @@ import zmq
 from aioengine.config import EngineConfig
 from aioengine.core.controls import TASKS
 from aioengine.core.executor_protocol import Executor
-from aioengine.core.protocol import CLOSE_DEADLINE_S, Surroundings
+from aioengine.core.protocol import CLOSE_DEADLINE_S, CoreHooks
 from aioengine.errors import ConfigError, EngineDead
 from aioengine.executor.in_process import InProcess
 from aioengine.progress import LOADING
@@ -139,7 +139,7 @@ async def _serve(
     dump_worker: TextWorker,
     on_serving: Callable[[EngineServer], None],
 ) -> None:
-    around = Surroundings(worker, dump_worker, on_room=lambda: None, num_outside=lambda: 0)
+    around = CoreHooks(worker, dump_worker, on_capacity=lambda: None, num_waiting_for_admission=lambda: 0)
     for plugin in settled.plugins:
         await worker.run(_import, None, plugin)  # which may take long, and this process be told to end meanwhile
     executor = _make_executor(settled) if settled.executor is not None else None

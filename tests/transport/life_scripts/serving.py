@@ -10,7 +10,7 @@ from anyio.abc import SocketAttribute, SocketStream
 
 from aioengine.config import EngineConfig
 from aioengine.core.executor_protocol import Executor
-from aioengine.core.protocol import Surroundings
+from aioengine.core.protocol import CoreHooks
 from aioengine.executor.in_process import InProcess
 from aioengine.text.worker import TextWorker
 from aioengine.transport.server import EngineServer
@@ -20,7 +20,7 @@ from aioengine.transport.server import EngineServer
 async def served(address: str, executor: Executor, **config: float) -> AsyncIterator[EngineServer]:
     """A server that runs; `EngineServer.address` is where."""
     worker, dump_worker = TextWorker(), TextWorker()
-    around = Surroundings(worker, dump_worker, on_room=lambda: None, num_outside=lambda: 0)
+    around = CoreHooks(worker, dump_worker, on_capacity=lambda: None, num_waiting_for_admission=lambda: 0)
     backend = InProcess(EngineConfig(**config), executor, around)  # type: ignore[arg-type]
     try:
         files = await backend.find_model()
