@@ -11,9 +11,9 @@ from typing import NamedTuple
 import msgspec
 
 from aioengine.core.protocol import Core
+from aioengine.core.request_log import RequestLog
 from aioengine.errors import AioEngineError
 from aioengine.frontend.completion import Completion
-from aioengine.frontend.request_log import RequestLog
 from aioengine.metrics import RequestMetrics
 from aioengine.outputs import CompletionDelta, CompletionOutput, TokenLogprobs
 from aioengine.scheduler.sequence import Sequence, SequenceEvent

@@ -24,6 +24,7 @@ from aioengine.core.executor_protocol import ExecutorInfo
 from aioengine.core.health import Health
 from aioengine.core.listener import UNLIMITED, UserCode
 from aioengine.core.protocol import CLOSE_DEADLINE_S, Backend, Core, CoreHooks
+from aioengine.core.request_log import RequestLog
 from aioengine.errors import (
     AioEngineError,
     EngineClosed,
@@ -36,7 +37,6 @@ from aioengine.errors import (
 )
 from aioengine.frontend.admission import Admission, OnFull
 from aioengine.frontend.completion import Completion
-from aioengine.frontend.request_log import RequestLog
 from aioengine.frontend.request_state import Arrival, RequestState
 from aioengine.metrics import EngineMetrics, EngineStats
 from aioengine.models.folder import ModelFolder

@@ -7,8 +7,8 @@ import numpy as np
 from aioengine.core.engine_core import EngineCore
 from aioengine.core.listener import UNLIMITED
 from aioengine.core.protocol import MAX_ID_CHARS, MAX_PRIORITY, MAX_SALT_CHARS, check_limits
+from aioengine.core.request_log import RequestLog
 from aioengine.errors import AioEngineError, EngineOverloaded, InvalidRequest, PromptTooLong
-from aioengine.frontend.request_log import RequestLog
 from aioengine.sampling_params import MAX_BAD_WORDS, MAX_BAD_WORDS_CHARS
 from aioengine.scheduler.sequence import Request, Sequence
 from aioengine.text.worker import TextWorker
