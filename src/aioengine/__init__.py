@@ -82,15 +82,15 @@ _HOMES = {
     "blocking.llm": ["LLM"],
     "blocking.llm_engine": ["LLMEngine"],
     "config": ["EngineConfig"],
+    "core.executor_protocol": ["ExecutorInfo"],
+    "core.health": ["Health"],
+    "core.worker_functions": ["Worker", "worker_function"],
     "engine": ["Engine", "Stream"],
-    "core.plan": ["LogitsProcessor", "LogitsRow"],
-    "executor.protocol": ["ExecutorInfo"],
-    "health": ["Health"],
     "metrics": ["EngineMetrics", "EngineStats", "Observer", "RequestMetrics", "StepRecord"],
     "outputs": ["CompletionDelta", "CompletionOutput", "Logprob", "RequestOutput"],
     "process_options": ["ProcessOptions"],
     "sampling_params": ["SamplingParams"],
-    "worker_functions": ["Worker", "worker_function"],
+    "scheduler.plan": ["LogitsProcessor", "LogitsRow"],
 }
 _HOME_OF = {name: f"aioengine.{module}" for module, names in _HOMES.items() for name in names}
 
