@@ -49,7 +49,7 @@ from aioengine.core.listener import UNLIMITED
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.plan import int32
 from aioengine.scheduler.sequence import Request
-from aioengine.transport import launch
+from aioengine.transport import backends
 from aioengine.transport.handshake import EngineState, Welcome
 from aioengine.transport.supervisor import Supervisor
 
@@ -303,7 +303,7 @@ async def start_child(folder: Path, executor: str | None) -> Started:
         return children
 
     kind = type("", (NotedWelcome,), {"noted": noted})
-    with mock.patch.object(launch, "Welcome", kind), mock.patch.object(Supervisor, "start", note_start):
+    with mock.patch.object(backends, "Welcome", kind), mock.patch.object(Supervisor, "start", note_start):
         begin = time.monotonic()
         engine = await Engine.start(process=ProcessOptions(executor=executor), show_progress=False)
         serving_at = time.monotonic()

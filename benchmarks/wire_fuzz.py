@@ -41,9 +41,9 @@ from transport.wire_samples import CONTROLS, DIRECTIONS, FROM_FRONT_END, Sample,
 from aioengine.core import control as c
 from aioengine.errors import InvalidRequest, WireError
 from aioengine.transport import handshake, wire
-from aioengine.transport.faults import to_error
 from aioengine.transport.line_columns import LineColumns
 from aioengine.transport.wire import Message, OutOfTurn, Reader
+from aioengine.transport.wire_errors import to_error
 
 WARM_UP = 5_000
 MAX_GROWTH_MIB = 64.0

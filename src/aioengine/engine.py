@@ -148,7 +148,7 @@ class Engine:
             raise ConfigError(f"address={shorten(address)}: a str is needed, such as ipc:///path or tcp://host:port")
         if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
             raise ConfigError(f"timeout_s={shorten(timeout_s)}: a number of seconds above 0 is needed")
-        from aioengine.transport.launch import Connected
+        from aioengine.transport.backends import Connected
 
         engine = cls(model)
         folder = None if keys is None else os.fspath(keys)
@@ -777,7 +777,7 @@ def _backend_of(
         raise ConfigError(f"process={shorten(process)}: True, False or a ProcessOptions is needed")
     if executor is not None:
         raise ConfigError("an executor is an object of this process: give either executor or process")
-    from aioengine.transport.launch import InChild
+    from aioengine.transport.backends import InChild
 
     return functools.partial(InChild, config, ProcessOptions() if process is True else process)
 

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from aioengine.cli.keys import keys
 from aioengine.cli.main import cli
 from aioengine.errors import ConfigError
-from aioengine.transport.keys import ClientKeys, ServerKeys
+from aioengine.transport.security import ClientKeys, ServerKeys
 
 
 def run(*arguments: str) -> str:

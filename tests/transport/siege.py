@@ -27,9 +27,9 @@ from aioengine.testing import FakeExecutor, sample_hash
 from aioengine.text.tokenizer import Tokenizer
 from aioengine.text.worker import TextWorker
 from aioengine.transport import wire
+from aioengine.transport.channel import Channel, Monitor
 from aioengine.transport.link import NEVER_MS
 from aioengine.transport.server import EngineServer
-from aioengine.transport.sockets import Channel, Monitor
 from aioengine.transport.wire import Attached, Message, Reader, Writer
 
 VOCAB_SIZE = 2048

@@ -20,7 +20,7 @@ from aioengine.transport.addresses import (
     check_bind,
     check_connect,
 )
-from aioengine.transport.keys import ClientKeys, KeyPair, ServerKeys
+from aioengine.transport.security import ClientKeys, KeyPair, ServerKeys
 
 PAIR = KeyPair(public=b"p" * 40, secret=b"s" * 40)
 SERVER_KEYS = ServerKeys(pair=PAIR, clients={"client": bytes(32)})

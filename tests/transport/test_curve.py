@@ -15,7 +15,7 @@ from aioengine import ConfigError, Engine, EngineConfig, EngineDead
 from aioengine.core.protocol import CoreHooks
 from aioengine.executor.in_process import InProcess
 from aioengine.text.worker import TextWorker
-from aioengine.transport.keys import ServerKeys, make_keys
+from aioengine.transport.security import ServerKeys, make_keys
 from aioengine.transport.server import EngineServer
 
 on_both_loops = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])

@@ -9,7 +9,6 @@ import pytest
 from aioengine.config import EngineConfig
 from aioengine.core.executor_protocol import ExecutorInfo
 from aioengine.errors import ConfigError, EngineDead, ModelLoadError, WireError
-from aioengine.transport.faults import Fault, to_fault
 from aioengine.transport.handshake import (
     TRANSITIONS,
     Addresses,
@@ -26,6 +25,7 @@ from aioengine.transport.handshake import (
     Welcome,
 )
 from aioengine.transport.wire import PROTOCOL_VERSION, Message, Writer
+from aioengine.transport.wire_errors import Fault, to_fault
 
 TOKEN = "f00d"
 INFO = ExecutorInfo(num_blocks=8, block_size=16, max_model_len=64, vocab_size=100)

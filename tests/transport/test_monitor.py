@@ -13,8 +13,8 @@ import pytest
 import zmq
 from transport.strangers import STRANGERS, say
 
-from aioengine.transport.keys import ZAP_ENDPOINT, Gate, enforce
-from aioengine.transport.sockets import Channel, Monitor
+from aioengine.transport.channel import Channel, Monitor
+from aioengine.transport.security import ZAP_ENDPOINT, Gate, enforce
 
 on_both_loops = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
 

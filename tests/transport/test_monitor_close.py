@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import zmq
 
-from aioengine.transport.sockets import Monitor
+from aioengine.transport.channel import Monitor
 
 
 @pytest.fixture

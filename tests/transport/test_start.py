@@ -24,10 +24,10 @@ from aioengine import Engine, ProcessOptions
 from aioengine.config import EngineConfig
 from aioengine.errors import AioEngineError, ConfigError, EngineDead, ModelLoadError
 from aioengine.models.folder import DEMO_MODEL
+from aioengine.transport.channel import Channel
 from aioengine.transport.child import TOKEN
 from aioengine.transport.handshake import Addresses, EngineState, Init, Welcome, welcome
-from aioengine.transport.keys import ZAP_ENDPOINT, Gate, ServerKeys
-from aioengine.transport.sockets import Channel
+from aioengine.transport.security import ZAP_ENDPOINT, Gate, ServerKeys
 from aioengine.transport.supervisor import Child, ChildSpec, Supervisor
 from aioengine.transport.wire import PROTOCOL_VERSION
 

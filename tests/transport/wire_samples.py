@@ -23,8 +23,8 @@ from aioengine.core.health import Beat
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.scheduler import SchedulerStats
 from aioengine.transport import handshake, wire
-from aioengine.transport.faults import Fault
 from aioengine.transport.wire import Message
+from aioengine.transport.wire_errors import Fault
 
 RECORDED = Path(__file__).parent / "recorded"
 

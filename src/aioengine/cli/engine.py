@@ -12,7 +12,7 @@ import click
 from aioengine.cli.loop import run
 from aioengine.cli.options import given, options_of
 from aioengine.config import EngineConfig
-from aioengine.transport.keys import ClientKeys, ServerKeys
+from aioengine.transport.security import ClientKeys, ServerKeys
 from aioengine.transport.server import EngineServer
 from aioengine.transport.serving import Host, serve_engine
 

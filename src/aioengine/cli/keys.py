@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from aioengine.transport.keys import CLIENTS, PUBLIC, SECRET, SERVER, make_keys
+from aioengine.transport.security import CLIENTS, PUBLIC, SECRET, SERVER, make_keys
 
 DEFAULT_CLIENT = "client"
 

@@ -25,7 +25,7 @@ from typing import Literal, Self
 import msgspec
 
 from aioengine.errors import ConfigError
-from aioengine.transport.keys import ClientKeys, ServerKeys
+from aioengine.transport.security import ClientKeys, ServerKeys
 
 MAX_SOCKET_PATH_BYTES = 107
 """``sun_path`` of unix(7) without its terminator."""

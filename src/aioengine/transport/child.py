@@ -35,7 +35,7 @@ def main() -> int:
 
     from aioengine.errors import AioEngineError
     from aioengine.process_options import limit_spinning
-    from aioengine.transport.keys import ClientKeys
+    from aioengine.transport.security import ClientKeys
     from aioengine.transport.serving import Host, serve_engine
 
     limit_spinning()

@@ -28,11 +28,10 @@ from aioengine.metrics import EngineMetrics, Observer, RequestMetrics, StatsLog
 from aioengine.outputs import FinishReason
 from aioengine.scheduler.scheduler import SchedulerStats
 from aioengine.scheduler.sequence import Request, Sequence, make_choices
-from aioengine.transport.faults import Fault, to_error
+from aioengine.transport.channel import Monitor
 from aioengine.transport.line_columns import LineColumns
 from aioengine.transport.link import Link
 from aioengine.transport.session import record_of
-from aioengine.transport.sockets import Monitor
 from aioengine.transport.wire import (
     Acknowledge,
     AddRequest,
@@ -53,6 +52,7 @@ from aioengine.transport.wire import (
     pack_control,
     pack_params,
 )
+from aioengine.transport.wire_errors import Fault, to_error
 from aioengine.turns import turns_here
 
 logger = logging.getLogger("aioengine")

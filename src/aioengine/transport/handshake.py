@@ -19,9 +19,9 @@ import msgspec
 from aioengine.config import EngineConfig
 from aioengine.core.executor_protocol import ExecutorInfo
 from aioengine.errors import AioEngineError, ConfigError, EngineDead, ModelLoadError, WireError
-from aioengine.transport.faults import Fault, to_error
-from aioengine.transport.sockets import Channel
+from aioengine.transport.channel import Channel
 from aioengine.transport.wire import PROTOCOL_VERSION, Message, Reader, Writer
+from aioengine.transport.wire_errors import Fault, to_error
 
 LAST_WORDS_S = 0.1
 """For a message to arrive that was sent before its sender's end."""

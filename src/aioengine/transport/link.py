@@ -10,8 +10,8 @@ import zmq
 from aioengine.errors import ConfigError, EngineDead, WireError
 from aioengine.text.worker import TextWorker
 from aioengine.transport.addresses import Address, NobodyServes, check_connect
-from aioengine.transport.keys import ClientKeys
-from aioengine.transport.sockets import Channel, Context, Monitor, end_context, make_context
+from aioengine.transport.channel import Channel, Context, Monitor, end_context, make_context
+from aioengine.transport.security import ClientKeys
 from aioengine.transport.wire import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,

@@ -12,9 +12,9 @@ from aioengine.errors import AioEngineError, EngineOverloaded, InvalidRequest, P
 from aioengine.sampling_params import MAX_BAD_WORDS, MAX_BAD_WORDS_CHARS
 from aioengine.scheduler.sequence import Request, Sequence
 from aioengine.text.worker import TextWorker
-from aioengine.transport.faults import to_fault
 from aioengine.transport.session import Follower, Session
 from aioengine.transport.wire import AddRequest, Failed, Finish, unpack_params
+from aioengine.transport.wire_errors import to_fault
 
 RETRY_AFTER_S = 1.0
 

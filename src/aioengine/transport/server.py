@@ -29,11 +29,10 @@ from aioengine.errors import AioEngineError, ConfigError, EngineClosed, EngineDe
 from aioengine.metrics import RequestMetrics, StepRecord
 from aioengine.text.worker import TextWorker
 from aioengine.transport.addresses import check_bind
-from aioengine.transport.faults import to_fault
-from aioengine.transport.keys import ZAP_ENDPOINT, Gate, ServerKeys, enforce
+from aioengine.transport.channel import Channel, Monitor, bind, end_context, make_context
 from aioengine.transport.requests import Requests
+from aioengine.transport.security import ZAP_ENDPOINT, Gate, ServerKeys, enforce
 from aioengine.transport.session import CutOff, Session
-from aioengine.transport.sockets import Channel, Monitor, bind, end_context, make_context
 from aioengine.transport.wire import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
@@ -57,6 +56,7 @@ from aioengine.transport.wire import (
     Writer,
     unpack_control,
 )
+from aioengine.transport.wire_errors import to_fault
 from aioengine.turns import turns_here
 
 logger = logging.getLogger("aioengine")

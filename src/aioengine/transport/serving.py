@@ -22,7 +22,7 @@ from aioengine.executor.in_process import InProcess
 from aioengine.progress import LOADING
 from aioengine.text.worker import TextWorker
 from aioengine.transport.addresses import PrivateFolder, check_connect
-from aioengine.transport.faults import to_fault
+from aioengine.transport.channel import Channel, Context, end_context, make_context
 from aioengine.transport.handshake import (
     HELLO_TIMEOUT_S,
     Failing,
@@ -33,10 +33,10 @@ from aioengine.transport.handshake import (
     Ready,
     ToEngine,
 )
-from aioengine.transport.keys import ClientKeys, ServerKeys
+from aioengine.transport.security import ClientKeys, ServerKeys
 from aioengine.transport.server import EngineServer
-from aioengine.transport.sockets import Channel, Context, end_context, make_context
 from aioengine.transport.wire import PROTOCOL_VERSION, Message, Reader, Writer
+from aioengine.transport.wire_errors import to_fault
 
 logger = logging.getLogger("aioengine")
 

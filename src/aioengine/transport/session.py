@@ -18,8 +18,7 @@ from aioengine.core.listener import UNLIMITED, SampledLogprobs
 from aioengine.errors import AioEngineError, WireError
 from aioengine.metrics import StepRecord
 from aioengine.scheduler.sequence import Sequence
-from aioengine.transport.faults import to_fault
-from aioengine.transport.sockets import Channel, Monitor, size_of
+from aioengine.transport.channel import Channel, Monitor, size_of
 from aioengine.transport.wire import (
     Beating,
     Ended,
@@ -36,6 +35,7 @@ from aioengine.transport.wire import (
     StepHead,
     Writer,
 )
+from aioengine.transport.wire_errors import to_fault
 
 MAX_UNREAD_MESSAGES = 4096
 MAX_UNREAD_BYTES = 64 * 2**20

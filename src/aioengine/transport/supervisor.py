@@ -26,7 +26,7 @@ import msgspec
 from aioengine.errors import ConfigError, EngineClosed
 from aioengine.transport.child_life import FAMILY, LOG_LEVEL, PARENT_PID
 from aioengine.transport.child_output import ChildOutput, telling_line
-from aioengine.transport.process_tree import ProcessTree, is_unreaped, wait_for_exit
+from aioengine.transport.process import ProcessTree, is_unreaped, wait_for_exit
 from aioengine.validation import check_fields
 
 logger = logging.getLogger("aioengine")

@@ -28,7 +28,7 @@ from aioengine.errors import InvalidRequest, WireError
 from aioengine.outputs import FinishReason
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.scheduler import SchedulerStats
-from aioengine.transport.faults import Fault
+from aioengine.transport.wire_errors import Fault
 
 PROTOCOL_VERSION = 1
 

@@ -15,7 +15,7 @@ from transport.life_scripts.devices import FIFO, GO
 
 from aioengine import Engine, ProcessOptions
 from aioengine.errors import AioEngineError
-from aioengine.transport import launch
+from aioengine.transport import backends
 from aioengine.transport.link import Link
 from aioengine.transport.supervisor import Child, ChildSpec, Supervisor
 
@@ -133,7 +133,7 @@ class Life:
         with (
             mock.patch.object(Supervisor, "start", _hooked_start(self._on_child)),
             mock.patch.object(Link, "open", _hooked_open(self._before_attach)),
-            mock.patch.object(launch, "ATTACH_TIMEOUT_S", min(self._start_timeout_s, 10.0)),
+            mock.patch.object(backends, "ATTACH_TIMEOUT_S", min(self._start_timeout_s, 10.0)),
         ):
             yield
         logger.removeHandler(listener)

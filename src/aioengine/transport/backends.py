@@ -24,12 +24,12 @@ from aioengine.models.folder import ModelFolder
 from aioengine.process_options import ProcessOptions
 from aioengine.progress import OnProgress
 from aioengine.transport.addresses import START_DESCRIPTORS, PrivateFolder, check_descriptors, remove_private
+from aioengine.transport.channel import Channel, Context, bind, end_context, make_context
 from aioengine.transport.child import TOKEN
 from aioengine.transport.client import RemoteCore
 from aioengine.transport.handshake import Addresses, Init, Welcome, welcome
-from aioengine.transport.keys import ClientKeys
 from aioengine.transport.link import Link
-from aioengine.transport.sockets import Channel, Context, bind, end_context, make_context
+from aioengine.transport.security import ClientKeys
 from aioengine.transport.supervisor import Child, ChildSpec, Supervisor
 from aioengine.transport.wire import PROTOCOL_VERSION, Attached, read_config
 

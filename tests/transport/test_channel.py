@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import zmq
 
-from aioengine.transport.sockets import RECEIVE_BATCH, ZERO_COPY_BYTES, Channel, SendBuffers, size_of
+from aioengine.transport.channel import RECEIVE_BATCH, ZERO_COPY_BYTES, Channel, SendBuffers, size_of
 
 on_both_loops = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
 

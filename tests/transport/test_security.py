@@ -14,7 +14,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 from aioengine.errors import ConfigError
-from aioengine.transport.keys import ZAP_ENDPOINT, ClientKeys, Gate, KeyPair, ServerKeys, enforce, make_keys
+from aioengine.transport.security import ZAP_ENDPOINT, ClientKeys, Gate, KeyPair, ServerKeys, enforce, make_keys
 
 KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
 TIMEOUT_MS = 10_000

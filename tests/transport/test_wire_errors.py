@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioengine import errors
-from aioengine.transport import faults
-from aioengine.transport.faults import MAX_DUMP_CHARS, MAX_MESSAGE_CHARS, Fault, to_error, to_fault
+from aioengine.transport import wire_errors
+from aioengine.transport.wire_errors import MAX_DUMP_CHARS, MAX_MESSAGE_CHARS, Fault, to_error, to_fault
 
 OWN_ERRORS = [
     errors.InvalidRequest("bad", param="stop"),
@@ -114,10 +114,10 @@ class TestFaults:
         assert isinstance(back, FileNotFoundError)
         assert back.filename == "file-?"
 
-    @pytest.mark.parametrize("kind", sorted(faults._OS_ERRORS))
+    @pytest.mark.parametrize("kind", sorted(wire_errors._OS_ERRORS))
     def test_every_os_error_of_python_s(self, kind: str) -> None:
-        back = there_and_back(faults._OS_ERRORS[kind](errno.EIO, "it broke"))
-        assert type(back) is faults._OS_ERRORS[kind]
+        back = there_and_back(wire_errors._OS_ERRORS[kind](errno.EIO, "it broke"))
+        assert type(back) is wire_errors._OS_ERRORS[kind]
         assert isinstance(back, OSError)
         assert back.errno == errno.EIO
 
