@@ -50,7 +50,7 @@ from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.plan import int32
 from aioengine.scheduler.sequence import Request
 from aioengine.transport import backends
-from aioengine.transport.handshake import EngineState, Welcome
+from aioengine.transport.handshake import HandshakeState, Welcome
 from aioengine.transport.supervisor import Supervisor
 
 PARTS = ("latency", "rate", "start", "death")
@@ -282,7 +282,7 @@ async def measure_rate(sides: list[Side], args: argparse.Namespace) -> list[Poin
 class NotedWelcome(Welcome):
     """Notes when the engine has said what."""
 
-    noted: dict[EngineState, float]
+    noted: dict[HandshakeState, float]
 
     def on_message(self, peer: bytes, frames: list[Any]) -> list[Any]:
         answers = super().on_message(peer, frames)
@@ -293,7 +293,7 @@ class NotedWelcome(Welcome):
 async def start_child(folder: Path, executor: str | None) -> Started:
     board = Board(folder / f"{random.getrandbits(64):x}.board")
     os.environ[BOARD] = str(board.path)
-    noted: dict[EngineState, float] = {}
+    noted: dict[HandshakeState, float] = {}
     spawned_at: list[float] = []
     start = Supervisor.start
 
@@ -309,9 +309,9 @@ async def start_child(folder: Path, executor: str | None) -> Started:
         serving_at = time.monotonic()
     phases = {
         "spawned": spawned_at[0],
-        "HELLO": noted[EngineState.CONNECTED],
+        "HELLO": noted[HandshakeState.CONNECTED],
         **({"device made": board.made_at} if executor is not None else {}),
-        "READY": noted[EngineState.READY],
+        "READY": noted[HandshakeState.READY],
         "serving": serving_at,
     }
     await engine.aclose()

@@ -42,7 +42,7 @@ from aioengine.core import control as c
 from aioengine.errors import InvalidRequest, WireError
 from aioengine.transport import handshake, wire
 from aioengine.transport.line_columns import LineColumns
-from aioengine.transport.wire import Message, OutOfTurn, Reader
+from aioengine.transport.wire import OutOfTurn, Reader, WireMessage
 from aioengine.transport.wire_errors import to_error
 
 WARM_UP = 5_000
@@ -188,7 +188,7 @@ def kind_of(error: WireError) -> str:
     return "refused: else"
 
 
-def use(body: Message, arrays: Any) -> None:
+def use(body: WireMessage, arrays: Any) -> None:
     """What is done with a message that was accepted.
 
     Raises:
@@ -198,7 +198,7 @@ def use(body: Message, arrays: Any) -> None:
         wire.unpack_params(body.params)
     elif isinstance(body, wire.CallControl):
         wire.unpack_control(body.control, arrays)
-    elif isinstance(body, wire.Outputs):
+    elif isinstance(body, wire.StepOutputsMessage):
         for failed in body.failed:
             to_error(failed.fault)
         if body.has_lines:
@@ -222,7 +222,7 @@ class Readers:
         self._lanes = []
         for kinds, samples in DIRECTIONS.values():
             pool = [frames_of(sample) for sample in samples]
-            reader: Reader[Message] = Reader(kinds)
+            reader: Reader[WireMessage] = Reader(kinds)
             self._lanes.append((reader, pool, Mutator(rng, pool)))
         self._hellos = [frames_of(sample) for sample in DIRECTIONS["handshake_from_engine"][1]]
 
@@ -239,7 +239,7 @@ class Readers:
                 self._check(reader, self._rng.choice(pool))
                 self._shake_hands(frames)
 
-    def _read(self, reader: Reader[Message], frames: Frames) -> str:
+    def _read(self, reader: Reader[WireMessage], frames: Frames) -> str:
         reader.due = 0
         try:
             body, arrays = reader.read(frames)
@@ -252,7 +252,7 @@ class Readers:
             return "CRASHED"
         return self._use(body, arrays, frames)
 
-    def _use(self, body: Message, arrays: Any, frames: Frames) -> str:
+    def _use(self, body: WireMessage, arrays: Any, frames: Frames) -> str:
         try:
             use(body, arrays)
         except WireError as error:
@@ -264,7 +264,7 @@ class Readers:
             return "CRASHED"
         return "accepted"
 
-    def _check(self, reader: Reader[Message], frames: Frames) -> None:
+    def _check(self, reader: Reader[WireMessage], frames: Frames) -> None:
         reader.due = 0
         try:
             reader.read(frames)
@@ -313,7 +313,7 @@ class Live:
         peer = self._siege.peer(name="fuzz")
         await peer.join()
         self.num_sessions += 1
-        twin: Reader[Message] = Reader(wire.FromFrontEnd)  # decides what the server's does
+        twin: Reader[WireMessage] = Reader(wire.FromFrontEnd)  # decides what the server's does
         twin.due = 1
         sent = 0
         while sent < count:
@@ -345,7 +345,7 @@ class Live:
             self._tally.note_harm(f"{expected} (and {self.num_unsure}) were to be refused, and {refused} were", [])
         self.num_expected, self.num_unsure = refused, 0
 
-    def _outcome(self, twin: Reader[Message], frames: Frames) -> tuple[bool, str]:
+    def _outcome(self, twin: Reader[WireMessage], frames: Frames) -> tuple[bool, str]:
         try:
             body, _ = twin.read(frames)
         except WireError as error:

@@ -30,7 +30,7 @@ from aioengine.transport import wire
 from aioengine.transport.channel import Channel, Monitor
 from aioengine.transport.link import NEVER_MS
 from aioengine.transport.server import EngineServer
-from aioengine.transport.wire import Attached, Message, Reader, Writer
+from aioengine.transport.wire import Attached, Reader, WireMessage, Writer
 
 VOCAB_SIZE = 2048
 PATIENCE_S = 30
@@ -86,20 +86,20 @@ class Peer:
         self.reader: Reader[Any] = Reader(wire.FromEngine)
         self.numbers: list[int] = []
         self.tokens: dict[int, list[int]] = {}
-        self.news: list[Message] = []
+        self.news: list[WireMessage] = []
 
-    def say(self, body: Message, arrays: Any = ()) -> None:
+    def say(self, body: WireMessage, arrays: Any = ()) -> None:
         self.requests.send([bytes(frame) for frame in self.writer.write(body, arrays)])
 
     def say_raw(self, frames: Sequence[bytes]) -> None:
         self.requests.send(list(frames))
 
-    async def answer(self) -> Message:
+    async def answer(self) -> WireMessage:
         """The next answer on the socket of the requests."""
         with anyio.fail_after(PATIENCE_S):
             (frames,) = await self.requests.receive()
         reader: Reader[Any] = Reader(wire.FromEngine)
-        body: Message = reader.read(frames)[0]
+        body: WireMessage = reader.read(frames)[0]
         return body
 
     async def attach(self) -> Attached:
@@ -137,7 +137,7 @@ class Peer:
         for frames in await self.outputs.receive():
             body, arrays = self.reader.read(frames)
             self.news.append(body)
-            if isinstance(body, wire.Outputs):
+            if isinstance(body, wire.StepOutputsMessage):
                 for number, token in zip(arrays[0].tolist(), arrays[1].tolist(), strict=True):
                     self.tokens.setdefault(number, []).append(token)
             if self.reader.due % 32 == 0:
@@ -153,7 +153,7 @@ class Peer:
         """The sequences that have ended, and why: a reason, or an error's type."""
         ends: dict[int, str] = {}
         for body in self.news:
-            if isinstance(body, wire.Outputs):
+            if isinstance(body, wire.StepOutputsMessage):
                 ends |= {ended.number: ended.finish_reason for ended in body.ended}
                 ends |= {failed.number: failed.fault.kind for failed in body.failed}
         return ends

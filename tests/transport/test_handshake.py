@@ -13,9 +13,9 @@ from aioengine.transport.handshake import (
     TRANSITIONS,
     Addresses,
     EngineRecord,
-    EngineState,
-    Event,
     Failing,
+    HandshakeState,
+    HandshakeStep,
     Hello,
     Init,
     Joining,
@@ -24,7 +24,7 @@ from aioengine.transport.handshake import (
     TurnedAway,
     Welcome,
 )
-from aioengine.transport.wire import PROTOCOL_VERSION, Message, Writer
+from aioengine.transport.wire import PROTOCOL_VERSION, WireMessage, Writer
 from aioengine.transport.wire_errors import Fault, to_fault
 
 TOKEN = "f00d"
@@ -53,7 +53,7 @@ class Peer:
         self._machine = machine
         self._writer = Writer()
 
-    def says(self, body: Message) -> Message | None:
+    def says(self, body: WireMessage) -> WireMessage | None:
         """What it is answered."""
         answers = self._machine.on_message(self.name, self._writer.write(body))
         assert [to for to, _ in answers] in ([], [self.name])
@@ -76,23 +76,23 @@ def states(machine: Welcome) -> str:
 
 # Each state and each event
 
-BRING_TO: dict[EngineState, list[Message]] = {
-    EngineState.NEW: [],
-    EngineState.CONNECTED: [hello(0)],
-    EngineState.READY: [hello(0), READY],
-    EngineState.FAILED: [hello(0), Failing(Fault("ConfigError", "too small"))],
+BRING_TO: dict[HandshakeState, list[WireMessage]] = {
+    HandshakeState.NEW: [],
+    HandshakeState.CONNECTED: [hello(0)],
+    HandshakeState.READY: [hello(0), READY],
+    HandshakeState.FAILED: [hello(0), Failing(Fault("ConfigError", "too small"))],
 }
-SAY: dict[Event, Message] = {
-    Event.HELLO: hello(0),
-    Event.LOADING: Loading(1, 2),
-    Event.READY: READY,
-    Event.FAILED: Failing(Fault("ConfigError", "too small")),
+SAY: dict[HandshakeStep, WireMessage] = {
+    HandshakeStep.HELLO: hello(0),
+    HandshakeStep.LOADING: Loading(1, 2),
+    HandshakeStep.READY: READY,
+    HandshakeStep.FAILED: Failing(Fault("ConfigError", "too small")),
 }
 
 
-@pytest.mark.parametrize("event", Event)
-@pytest.mark.parametrize("state", EngineState)
-def test_an_engine_changes_state_as_the_table_says_or_is_refused(state: EngineState, event: Event) -> None:
+@pytest.mark.parametrize("event", HandshakeStep)
+@pytest.mark.parametrize("state", HandshakeState)
+def test_an_engine_changes_state_as_the_table_says_or_is_refused(state: HandshakeState, event: HandshakeStep) -> None:
     machine = make_welcome()
     peer = Peer(machine)
     for body in BRING_TO[state]:
@@ -101,14 +101,14 @@ def test_an_engine_changes_state_as_the_table_says_or_is_refused(state: EngineSt
     assert machine.num_refused == 0
     peer.says(SAY[event])
     # Nobody is known before it has said HELLO: what fails before that is its process.
-    is_legal = event in TRANSITIONS[state] and not (state is EngineState.NEW and event is Event.FAILED)
+    is_legal = event in TRANSITIONS[state] and not (state is HandshakeState.NEW and event is HandshakeStep.FAILED)
     assert machine.engines[0].state is (TRANSITIONS[state][event] if is_legal else state)
     assert machine.num_refused == (0 if is_legal else 1)
 
 
-@pytest.mark.parametrize("state", EngineState)
-@pytest.mark.parametrize("event", Event)
-def test_a_record_raises_for_what_the_table_does_not_have(state: EngineState, event: Event) -> None:
+@pytest.mark.parametrize("state", HandshakeState)
+@pytest.mark.parametrize("event", HandshakeStep)
+def test_a_record_raises_for_what_the_table_does_not_have(state: HandshakeState, event: HandshakeStep) -> None:
     engine = EngineRecord(3, is_local=False)
     engine.state = state
     if event in TRANSITIONS[state]:
@@ -286,7 +286,7 @@ def test_a_failing_engine_is_the_failure_of_all(error: Exception, comes_out: Exc
 
 
 @pytest.mark.parametrize("said", [[], [hello(0)], [hello(0), READY]], ids=["new", "connected", "ready"])
-def test_an_exit_is_a_failure_in_any_state(said: list[Message]) -> None:
+def test_an_exit_is_a_failure_in_any_state(said: list[WireMessage]) -> None:
     machine = make_welcome(1, 1)
     peer = Peer(machine)
     for body in said:

@@ -154,9 +154,9 @@ class TestInASession:
             first, second = (peer.writer.write(wire.Allow(0, 5)) for _ in range(2))
             peer.say_raw(second)
             peer.say_raw(first)
-            await peer.read_until(lambda: isinstance(peer.news[-1:] and peer.news[-1], wire.Ending))
+            await peer.read_until(lambda: isinstance(peer.news[-1:] and peer.news[-1], wire.Shutdown))
             ending = peer.news[-1]
-            assert isinstance(ending, wire.Ending)
+            assert isinstance(ending, wire.Shutdown)
             assert "messages of it were lost" in ending.fault.message
             await until(lambda: siege.num_sessions == 0)
             assert siege.server.num_refused["out of turn"] == 1

@@ -267,10 +267,10 @@ class TestOneThatDoesNotRead:
             await peer.join()
             peer.say(*request(0, max_tokens=3000))
             await until(lambda: siege.num_sessions == 0)
-            await peer.read_until(lambda: isinstance(peer.news[-1:] and peer.news[-1], wire.Ending))
+            await peer.read_until(lambda: isinstance(peer.news[-1:] and peer.news[-1], wire.Shutdown))
             assert peer.tokens[0] == expected_tokens([1, 2, 3], len(peer.tokens[0]), seed=0)
             ending = peer.news[-1]
-            assert isinstance(ending, wire.Ending)
+            assert isinstance(ending, wire.Shutdown)
             assert ending.fault.kind == "EngineDead"
             assert "unread" in ending.fault.message
 

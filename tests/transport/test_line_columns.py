@@ -39,8 +39,8 @@ class TestLineColumns:
 
     def test_across_the_wire(self) -> None:
         arrays = (int32(1, 2), int32(3, 4), float64(), int32(0, 1), *pack_lines(LINES))
-        sample = Sample("", wire.Outputs(has_lines=True), arrays)
-        _, read_arrays = wire.Reader[wire.Outputs](wire.FromEngine).read(frames_of(sample))
+        sample = Sample("", wire.StepOutputsMessage(has_lines=True), arrays)
+        _, read_arrays = wire.Reader[wire.StepOutputsMessage](wire.FromEngine).read(frames_of(sample))
         columns = LineColumns(read_arrays[3], read_arrays[4:])
         assert [columns.at(0), columns.at(1), *columns.take(2)] == LINES
 

@@ -26,7 +26,7 @@ from aioengine.errors import AioEngineError, ConfigError, EngineDead, ModelLoadE
 from aioengine.models.folder import DEMO_MODEL
 from aioengine.transport.channel import Channel
 from aioengine.transport.child import TOKEN
-from aioengine.transport.handshake import Addresses, EngineState, Init, Welcome, welcome
+from aioengine.transport.handshake import Addresses, HandshakeState, Init, Welcome, welcome
 from aioengine.transport.security import ZAP_ENDPOINT, Gate, ServerKeys
 from aioengine.transport.supervisor import Child, ChildSpec, Supervisor
 from aioengine.transport.wire import PROTOCOL_VERSION
@@ -119,7 +119,7 @@ def ready_at(host: Hall) -> list[str]:
     """Where the engines serve, by their indices; what they offer is theirs."""
     addresses = []
     for engine in host.machine.engines:
-        assert engine.state is EngineState.READY
+        assert engine.state is HandshakeState.READY
         assert engine.ready is not None
         assert (engine.ready.info.num_blocks, engine.ready.info.max_model_len) == (4096, 2048)
         assert engine.ready.supported_tasks == ("generate",)
@@ -218,7 +218,7 @@ async def test_one_of_two_children_that_dies_ends_the_wait(runtime: Path) -> Non
         os.kill(children[1].pid, signal.SIGKILL)
         with pytest.raises(EngineDead, match=r"engine 1 \(pid \d+\) was killed by SIGKILL"):
             await host.wait()
-        assert host.machine.engines[1].state is EngineState.FAILED
+        assert host.machine.engines[1].state is HandshakeState.FAILED
 
 
 # Last words

@@ -19,7 +19,7 @@ from aioengine.core import control as c
 from aioengine.errors import InvalidRequest, WireError
 from aioengine.sampling_params import SamplingParams
 from aioengine.transport import wire
-from aioengine.transport.wire import Message, OutOfTurn, Reader, Writer
+from aioengine.transport.wire import OutOfTurn, Reader, WireMessage, Writer
 
 EVERY = [
     pytest.param(kinds, sample, id=f"{direction}-{sample.name}")
@@ -32,19 +32,19 @@ RAW_FIELDS = {"params", "control"}
 """They hold a message of their own."""
 
 
-def read(kinds: Any, frames: Sequence[Any], due: int = 0) -> tuple[Message, tuple[Any, ...]]:
-    reader: Reader[Message] = Reader(kinds)
+def read(kinds: Any, frames: Sequence[Any], due: int = 0) -> tuple[WireMessage, tuple[Any, ...]]:
+    reader: Reader[WireMessage] = Reader(kinds)
     reader.due = due
     return reader.read(frames)
 
 
-def plain(body: Message) -> Any:
+def plain(body: WireMessage) -> Any:
     """To compare by: the same map may be packed in two ways."""
     fields = msgspec.structs.asdict(body)
     return {name: msgspec.msgpack.decode(value) if name in RAW_FIELDS else value for name, value in fields.items()}
 
 
-def assert_same(sample: Sample, body: Message, arrays: Sequence[Any]) -> None:
+def assert_same(sample: Sample, body: WireMessage, arrays: Sequence[Any]) -> None:
     assert plain(body) == plain(sample.body)
     assert type(body) is type(sample.body)
     assert len(arrays) == len(sample.arrays)
@@ -55,7 +55,7 @@ def assert_same(sample: Sample, body: Message, arrays: Sequence[Any]) -> None:
 
 def assert_refused(kinds: Any, sample: Sample, frames: Sequence[Any], due: int = 0) -> None:
     """The frames are refused, and the message that was due is read afterwards."""
-    reader: Reader[Message] = Reader(kinds)
+    reader: Reader[WireMessage] = Reader(kinds)
     reader.due = due
     with pytest.raises(WireError):
         reader.read(frames)
@@ -107,7 +107,7 @@ class TestThereAndBack:
 
     def test_messages_of_a_session_are_numbered_and_read_in_turn(self) -> None:
         for kinds, samples in DIRECTIONS.values():
-            reader: Reader[Message] = Reader(kinds)
+            reader: Reader[WireMessage] = Reader(kinds)
             writer = Writer()
             for sample in samples:
                 frames = writer.write(sample.body, sample.arrays)
@@ -135,7 +135,7 @@ class TestThereAndBack:
             st.lists(st.builds(wire.Ended, ints, stop_reason=st.text() | ints, num_preemptions=ints), max_size=3)
         )
         arrays = (int32(*(n for n, _ in tokens)), int32(*(t for _, t in tokens)), float64(*gaps))
-        sample = Sample("any", wire.Outputs(ended=ended), arrays)
+        sample = Sample("any", wire.StepOutputsMessage(ended=ended), arrays)
         assert_same(sample, *read(wire.FromEngine, frames_of(sample)))
 
 
@@ -224,7 +224,7 @@ class TestBroken:
     @every_message
     def test_truncated_at_every_byte_of_every_frame(self, kinds: Any, sample: Sample) -> None:
         frames = frames_of(sample)
-        reader: Reader[Message] = Reader(kinds)
+        reader: Reader[WireMessage] = Reader(kinds)
         for index, frame in enumerate(frames):
             # A frame of numbers is whole at each multiple of their size: its length is the message's own affair.
             size = 1 if index == 0 else np.dtype(sample.body.layout()[index - 1]).itemsize
@@ -334,7 +334,7 @@ class TestBroken:
     @given(st.lists(st.binary(max_size=60), max_size=5), st.sampled_from(sorted(DIRECTIONS)))
     def test_any_bytes_are_refused_as_a_wire_error_or_read(self, frames: list[bytes], direction: str) -> None:
         kinds, _ = DIRECTIONS[direction]
-        reader: Reader[Message] = Reader(kinds)
+        reader: Reader[WireMessage] = Reader(kinds)
         try:
             reader.read(frames)
         except WireError:
@@ -358,7 +358,7 @@ class TestBroken:
 class TestOutOfTurn:
     @every_message
     def test_a_replayed_one(self, kinds: Any, sample: Sample) -> None:
-        reader: Reader[Message] = Reader(kinds)
+        reader: Reader[WireMessage] = Reader(kinds)
         reader.read(frames_of(sample))
         with pytest.raises(OutOfTurn, match="message 0 where 1 was due") as caught:
             reader.read(frames_of(sample))
@@ -367,7 +367,7 @@ class TestOutOfTurn:
 
     @every_message
     def test_a_gap(self, kinds: Any, sample: Sample) -> None:
-        reader: Reader[Message] = Reader(kinds)
+        reader: Reader[WireMessage] = Reader(kinds)
         for number in (1, 2, 1000, 2**62):
             with pytest.raises(OutOfTurn) as caught:
                 reader.read(frames_of(sample, number))

@@ -23,7 +23,7 @@ from aioengine.core.health import Beat
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.scheduler import SchedulerStats
 from aioengine.transport import handshake, wire
-from aioengine.transport.wire import Message
+from aioengine.transport.wire import WireMessage
 from aioengine.transport.wire_errors import Fault
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -33,7 +33,7 @@ class Sample(NamedTuple):
     """A message and its arrays."""
 
     name: str
-    body: Message
+    body: WireMessage
     arrays: Sequence[Any] = ()
 
 
@@ -182,7 +182,7 @@ FROM_FRONT_END: tuple[Sample, ...] = (
 _NEWS: dict[str, Any] = {
     "started": [wire.Started(number=1, num_cached_tokens=16)],
     "first": [wire.First(number=2, prefill_time_s=0.5)],
-    "prompts": [wire.PromptLines(number=3, position=4, count=1)],
+    "prompts": [wire.PromptLogprobsMessage(number=3, position=4, count=1)],
     "ended": [wire.Ended(number=5, finish_reason="stop", stop_reason="word", num_preemptions=6)],
     "failed": [wire.Failed(number=7, fault=FAULT)],
     "record": HEAD,
@@ -218,15 +218,15 @@ FROM_ENGINE: tuple[Sample, ...] = (
         ),
     ),
     Sample("refused", wire.Refused(version=1, reason="no room")),
-    Sample("outputs_none", wire.Outputs(), (int32(), int32(), float64())),
-    Sample("outputs_one", wire.Outputs(), (int32(9), int32(900), float64())),
-    Sample("outputs_many", wire.Outputs(), (int32(*range(300)), int32(*range(300, 600)), float64(0.5))),
-    Sample("outputs", wire.Outputs(**_NEWS), _TOKENS),
-    Sample("outputs_lines", wire.Outputs(**_NEWS, has_lines=True), (*_TOKENS, *_LINES)),
+    Sample("outputs_none", wire.StepOutputsMessage(), (int32(), int32(), float64())),
+    Sample("outputs_one", wire.StepOutputsMessage(), (int32(9), int32(900), float64())),
+    Sample("outputs_many", wire.StepOutputsMessage(), (int32(*range(300)), int32(*range(300, 600)), float64(0.5))),
+    Sample("outputs", wire.StepOutputsMessage(**_NEWS), _TOKENS),
+    Sample("outputs_lines", wire.StepOutputsMessage(**_NEWS, has_lines=True), (*_TOKENS, *_LINES)),
     Sample("returned", wire.Returned(call_id=1, result={"files": ["a", "b"], "done": True})),
     Sample("returned_fault", wire.Returned(call_id=2, fault=FAULT)),
     Sample("beating", wire.Beating(beat=BEAT)),
-    Sample("ending", wire.Ending(fault=FAULT)),
+    Sample("ending", wire.Shutdown(fault=FAULT)),
 )
 
 HANDSHAKE_FROM_ENGINE: tuple[Sample, ...] = (

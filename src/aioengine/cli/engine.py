@@ -14,7 +14,7 @@ from aioengine.cli.options import given, options_of
 from aioengine.config import EngineConfig
 from aioengine.transport.security import ClientKeys, ServerKeys
 from aioengine.transport.server import EngineServer
-from aioengine.transport.serving import Host, serve_engine
+from aioengine.transport.serving import Endpoint, serve_engine
 
 
 @click.command()
@@ -38,7 +38,7 @@ def engine(
     server_keys = ServerKeys.load(keys) if keys is not None else None
     hosts = []
     if join is not None:
-        hosts = [Host(join, is_local=False, keys=ClientKeys.load(join_keys) if join_keys is not None else None)]
+        hosts = [Endpoint(join, is_local=False, keys=ClientKeys.load(join_keys) if join_keys is not None else None)]
     elif join_keys is not None:
         raise click.UsageError("--join-keys is for --join: give both, or neither")
     run(serve_engine(hosts, address=address, config=config, keys=server_keys, plugins=plugins, on_serving=_say_where))

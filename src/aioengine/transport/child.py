@@ -36,13 +36,13 @@ def main() -> int:
     from aioengine.errors import AioEngineError
     from aioengine.process_options import limit_spinning
     from aioengine.transport.security import ClientKeys
-    from aioengine.transport.serving import Host, serve_engine
+    from aioengine.transport.serving import Endpoint, serve_engine
 
     limit_spinning()
-    hosts = [Host(arguments.handshake, token=os.environ.pop(TOKEN, ""))]
+    hosts = [Endpoint(arguments.handshake, token=os.environ.pop(TOKEN, ""))]
     if arguments.shared:
         keys = ClientKeys.load(arguments.keys) if arguments.keys else None
-        hosts.append(Host(arguments.shared, is_local=False, keys=keys))
+        hosts.append(Endpoint(arguments.shared, is_local=False, keys=keys))
     try:
         uvloop.run(serve_engine(hosts, index=arguments.index))
     except AioEngineError as error:

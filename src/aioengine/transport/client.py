@@ -42,13 +42,13 @@ from aioengine.transport.wire import (
     CallControl,
     CancelCall,
     Ended,
-    Ending,
     Finish,
     FromEngine,
     OutOfTurn,
-    Outputs,
     Reader,
     Returned,
+    Shutdown,
+    StepOutputsMessage,
     pack_control,
     pack_params,
 )
@@ -390,7 +390,7 @@ class RemoteCore:
             return
         self._heard_at = self.clock()
         self._acknowledge(frames)
-        if isinstance(body, Outputs):
+        if isinstance(body, StepOutputsMessage):
             await self._on_outputs(body, arrays)
         elif isinstance(body, Returned):
             self._on_returned(body)
@@ -405,7 +405,7 @@ class RemoteCore:
                 blocked=body.beat.blocked,
                 free_blocks=free_blocks if free_blocks >= 0 else self._stats.free_blocks,
             )
-        elif isinstance(body, Ending):
+        elif isinstance(body, Shutdown):
             self.die(_death_of(body.fault))
 
     def _acknowledge(self, frames: list[bytes]) -> None:
@@ -427,7 +427,7 @@ class RemoteCore:
 
     # What sequences bring
 
-    async def _on_outputs(self, body: Outputs, arrays: Arrays) -> None:
+    async def _on_outputs(self, body: StepOutputsMessage, arrays: Arrays) -> None:
         now = self.clock()
         numbers, token_ids = arrays[0].tolist(), arrays[1].tolist()
         for started in body.started:
@@ -490,7 +490,7 @@ class RemoteCore:
                 sequence.finish_reason, sequence.stop_reason = ended.finish_reason, ended.stop_reason
             sequence.listener.on_token(token_ids[index], line)
 
-    def _on_ends(self, body: Outputs) -> None:
+    def _on_ends(self, body: StepOutputsMessage) -> None:
         for ended in body.ended:
             sequence = self._live.get(ended.number)
             if sequence is not None:
@@ -513,7 +513,7 @@ class RemoteCore:
         if self._endings:
             self._endings.tell_some()
 
-    def _on_record(self, body: Outputs, gaps_s: Any) -> None:
+    def _on_record(self, body: StepOutputsMessage, gaps_s: Any) -> None:
         assert body.record is not None
         record = record_of(body.record, gaps_s)
         self._stats = msgspec.structs.replace(

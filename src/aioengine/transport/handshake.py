@@ -20,7 +20,7 @@ from aioengine.config import EngineConfig
 from aioengine.core.executor_protocol import ExecutorInfo
 from aioengine.errors import AioEngineError, ConfigError, EngineDead, ModelLoadError, WireError
 from aioengine.transport.channel import Channel
-from aioengine.transport.wire import PROTOCOL_VERSION, Message, Reader, Writer
+from aioengine.transport.wire import PROTOCOL_VERSION, Reader, WireMessage, Writer
 from aioengine.transport.wire_errors import Fault, to_error
 
 LAST_WORDS_S = 0.1
@@ -45,7 +45,7 @@ class Addresses(msgspec.Struct, frozen=True, kw_only=True):
 # From an engine
 
 
-class Hello(Message, frozen=True, tag=1):
+class Hello(WireMessage, frozen=True, tag=1):
     version: int
     index: int
     token: str
@@ -55,14 +55,14 @@ class Hello(Message, frozen=True, tag=1):
     """Whether it runs on the same machine."""
 
 
-class Loading(Message, frozen=True, tag=2):
+class Loading(WireMessage, frozen=True, tag=2):
     """Bytes of the weights that are there, and all."""
 
     done: int
     total: int
 
 
-class Ready(Message, frozen=True, tag=3):
+class Ready(WireMessage, frozen=True, tag=3):
     """It serves."""
 
     address: str
@@ -70,7 +70,7 @@ class Ready(Message, frozen=True, tag=3):
     supported_tasks: tuple[str, ...]
 
 
-class Failing(Message, frozen=True, tag=4):
+class Failing(WireMessage, frozen=True, tag=4):
     """It cannot start, and ends now."""
 
     fault: Fault
@@ -82,7 +82,7 @@ FromEngine = Hello | Loading | Ready | Failing
 # To an engine
 
 
-class Init(Message, frozen=True, tag=1):
+class Init(WireMessage, frozen=True, tag=1):
     version: int
     index: int
     num_engines: int
@@ -94,7 +94,7 @@ class Init(Message, frozen=True, tag=1):
     """``module:function`` of this machine that makes the device side; None: torch's."""
 
 
-class TurnedAway(Message, frozen=True, tag=2):
+class TurnedAway(WireMessage, frozen=True, tag=2):
     version: int
     reason: str
 
@@ -105,7 +105,7 @@ ToEngine = Init | TurnedAway
 # The side that waits for engines
 
 
-class EngineState(enum.Enum):
+class HandshakeState(enum.Enum):
     NEW = "new"
     CONNECTED = "connected"
     """It has said HELLO, and was told INIT."""
@@ -113,22 +113,22 @@ class EngineState(enum.Enum):
     FAILED = "failed"
 
 
-class Event(enum.Enum):
+class HandshakeStep(enum.Enum):
     HELLO = "HELLO"
     LOADING = "progress"
     READY = "READY"
     FAILED = "failure"
 
 
-TRANSITIONS: dict[EngineState, dict[Event, EngineState]] = {
-    EngineState.NEW: {Event.HELLO: EngineState.CONNECTED, Event.FAILED: EngineState.FAILED},
-    EngineState.CONNECTED: {
-        Event.LOADING: EngineState.CONNECTED,
-        Event.READY: EngineState.READY,
-        Event.FAILED: EngineState.FAILED,
+TRANSITIONS: dict[HandshakeState, dict[HandshakeStep, HandshakeState]] = {
+    HandshakeState.NEW: {HandshakeStep.HELLO: HandshakeState.CONNECTED, HandshakeStep.FAILED: HandshakeState.FAILED},
+    HandshakeState.CONNECTED: {
+        HandshakeStep.LOADING: HandshakeState.CONNECTED,
+        HandshakeStep.READY: HandshakeState.READY,
+        HandshakeStep.FAILED: HandshakeState.FAILED,
     },
-    EngineState.READY: {Event.FAILED: EngineState.FAILED},
-    EngineState.FAILED: {},
+    HandshakeState.READY: {HandshakeStep.FAILED: HandshakeState.FAILED},
+    HandshakeState.FAILED: {},
 }
 
 
@@ -146,14 +146,14 @@ class EngineRecord:
     def __init__(self, index: int, *, is_local: bool) -> None:
         self.index = index
         self.is_local = is_local
-        self.state = EngineState.NEW
+        self.state = HandshakeState.NEW
         self.peer: bytes | None = None
         self.pid = 0
         self.reader: Reader[FromEngine] | None = None
         self.loaded = (0, 0)
         self.ready: Ready | None = None
 
-    def advance(self, event: Event) -> None:
+    def advance(self, event: HandshakeStep) -> None:
         """Change state.
 
         Raises:
@@ -206,15 +206,15 @@ class Welcome:
     @property
     def is_done(self) -> bool:
         """Whether all are ready."""
-        return all(engine.state is EngineState.READY for engine in self.engines)
+        return all(engine.state is HandshakeState.READY for engine in self.engines)
 
     @property
     def deadline(self) -> float:
         """When to call `on_time` at the latest."""
-        is_anyone_new = any(engine.state is EngineState.NEW for engine in self.engines)
+        is_anyone_new = any(engine.state is HandshakeState.NEW for engine in self.engines)
         return self._hello_by if is_anyone_new else self._ready_by
 
-    def on_message(self, peer: bytes, frames: list[Any]) -> list[tuple[bytes, Message]]:
+    def on_message(self, peer: bytes, frames: list[Any]) -> list[tuple[bytes, WireMessage]]:
         """Take a message; returns what is to be sent, and to whom. What does not belong here is refused and counted."""
         try:
             engine = next((engine for engine in self.engines if engine.peer == peer), None)
@@ -230,20 +230,20 @@ class Welcome:
     def on_exit(self, index: int, description: str) -> None:
         """The process of a local engine has ended."""
         engine = self.engines[index]
-        if engine.state is not EngineState.FAILED:
-            engine.advance(Event.FAILED)
+        if engine.state is not HandshakeState.FAILED:
+            engine.advance(HandshakeStep.FAILED)
             self._fail(EngineDead(description))
 
     def on_time(self, now: float) -> None:
         """Some time has passed."""
         if now >= self.deadline and not self.is_done:
-            late = [engine for engine in self.engines if engine.state is not EngineState.READY]
-            silent = [engine for engine in late if engine.state is EngineState.NEW]
+            late = [engine for engine in self.engines if engine.state is not HandshakeState.READY]
+            silent = [engine for engine in late if engine.state is HandshakeState.NEW]
             who = ", ".join(f"{e.index} ({'local' if e.is_local else 'remote'})" for e in silent or late)
             what = "did not say HELLO" if silent else f"was not ready within {self._start_timeout_s:g} s"
             self._fail(EngineDead(f"engine {who} {what}"))
 
-    def _on_stranger(self, peer: bytes, frames: list[Any]) -> list[tuple[bytes, Message]]:
+    def _on_stranger(self, peer: bytes, frames: list[Any]) -> list[tuple[bytes, WireMessage]]:
         reader: Reader[FromEngine] = Reader(FromEngine)
         body, _ = reader.read(frames)
         if not isinstance(body, Hello):
@@ -257,7 +257,7 @@ class Welcome:
             self.num_refused += 1
             where = "local" if body.is_local else "remote"
             return [(peer, TurnedAway(PROTOCOL_VERSION, f"no {where} engine {body.index} is waited for"))]
-        engine.advance(Event.HELLO)
+        engine.advance(HandshakeStep.HELLO)
         engine.peer, engine.reader, engine.pid = peer, reader, body.pid
         return [(peer, self._make_init(engine.index))]
 
@@ -270,7 +270,7 @@ class Welcome:
 
     def _place_for(self, hello: Hello) -> EngineRecord | None:
         """A local engine has its index; a remote one takes the next place, or the one it asks for."""
-        free = [e for e in self.engines if e.state is EngineState.NEW and e.is_local == hello.is_local]
+        free = [e for e in self.engines if e.state is HandshakeState.NEW and e.is_local == hello.is_local]
         if hello.index >= 0:
             free = [engine for engine in free if engine.index == hello.index]
         return free[0] if free else None
@@ -278,13 +278,13 @@ class Welcome:
     def _on_engine(self, engine: EngineRecord, body: FromEngine) -> None:
         match body:
             case Loading():
-                engine.advance(Event.LOADING)
+                engine.advance(HandshakeStep.LOADING)
                 engine.loaded = (body.done, body.total)
             case Ready():
-                engine.advance(Event.READY)
+                engine.advance(HandshakeStep.READY)
                 engine.ready = body
             case Failing():
-                engine.advance(Event.FAILED)
+                engine.advance(HandshakeStep.FAILED)
                 self._fail(to_error(body.fault))
             case _:
                 raise WireError(f"a second {type(body).__name__}")

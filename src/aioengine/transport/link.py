@@ -19,9 +19,9 @@ from aioengine.transport.wire import (
     Attached,
     Detach,
     FromEngine,
-    Message,
     Reader,
     Refused,
+    WireMessage,
     Writer,
 )
 
@@ -76,7 +76,7 @@ class Link:
             return attached
         raise EngineDead(f"nobody answers at {address} within {timeout_s:g} s; is an engine of this version there?")
 
-    def send(self, body: Message, arrays: Any = ()) -> None:
+    def send(self, body: WireMessage, arrays: Any = ()) -> None:
         """Send a message, now or as soon as the socket takes it. What may lie there is bounded by what is live."""
         self.requests.send(self._writer.write(body, arrays, into=self.requests.buffers.take()))
 
@@ -148,7 +148,7 @@ class Link:
         return socket
 
 
-async def _first_of(channel: Channel, monitor: Monitor, refusal: str) -> Message:
+async def _first_of(channel: Channel, monitor: Monitor, refusal: str) -> WireMessage:
     """The first message, unless the connection is refused before."""
     messages: list[list[bytes]] = []
     async with anyio.create_task_group() as tasks:

@@ -47,12 +47,12 @@ from aioengine.transport.wire import (
     Detach,
     Finish,
     FromFrontEnd,
-    Message,
     OutOfTurn,
     Reader,
     Refused,
     Returned,
     TooLarge,
+    WireMessage,
     Writer,
     unpack_control,
 )
@@ -424,7 +424,7 @@ class EngineServer:
             logger.warning("front end %d (%r) is cut off: %s", session.index, session.name, error)
             self._end_session(peer, str(error))
 
-    def _reply(self, peer: bytes, body: Message) -> None:
+    def _reply(self, peer: bytes, body: WireMessage) -> None:
         self._frontend.send([peer, *Writer().write(body)])
 
     def _make_channel(self, socket: zmq.Socket[bytes], *, tells_users: bool = False) -> Channel:

@@ -35,7 +35,7 @@ from aioengine.transport.handshake import (
 )
 from aioengine.transport.security import ClientKeys, ServerKeys
 from aioengine.transport.server import EngineServer
-from aioengine.transport.wire import PROTOCOL_VERSION, Message, Reader, Writer
+from aioengine.transport.wire import PROTOCOL_VERSION, Reader, WireMessage, Writer
 from aioengine.transport.wire_errors import to_fault
 
 logger = logging.getLogger("aioengine")
@@ -48,7 +48,7 @@ ENGINE_SOCKET = "engine.sock"
 LOADING_EVERY_BYTES = 16 * 2**20
 
 
-class Host(NamedTuple):
+class Endpoint(NamedTuple):
     """Somebody to shake hands with.
 
     Attributes:
@@ -63,7 +63,7 @@ class Host(NamedTuple):
 
 
 async def serve_engine(
-    hosts: Sequence[Host],
+    hosts: Sequence[Endpoint],
     *,
     index: int = -1,
     address: str | None = None,
@@ -193,7 +193,7 @@ def _import(module: str) -> object:
 class _Handshakes:
     """This engine's conversations with those it shakes hands with."""
 
-    def __init__(self, hosts: Sequence[Host], worker: TextWorker) -> None:
+    def __init__(self, hosts: Sequence[Endpoint], worker: TextWorker) -> None:
         self._hosts = hosts
         self._worker = worker
         self._context: Context | None = None
@@ -223,7 +223,7 @@ class _Handshakes:
             raise EngineDead(f"no answer to HELLO from {addresses} within {HELLO_TIMEOUT_S:g} s")
         return machine.merged()
 
-    def tell(self, body: Message) -> None:
+    def tell(self, body: WireMessage) -> None:
         """Say the same to all."""
         for place in range(len(self._channels)):
             self._send(place, body)
@@ -241,7 +241,7 @@ class _Handshakes:
             channel.close(LINGER_S)
         await end_context(self._context, self._worker)
 
-    async def _connect(self, host: Host) -> None:
+    async def _connect(self, host: Endpoint) -> None:
         where = await self._worker.run(lambda: check_connect(host.address, host.keys), None)
         if self._context is None:
             self._context = make_context()
@@ -253,7 +253,7 @@ class _Handshakes:
         self._writers.append(Writer())
         socket.connect(str(where))
 
-    def _send(self, place: int, body: Message) -> None:
+    def _send(self, place: int, body: WireMessage) -> None:
         self._channels[place].send(self._writers[place].write(body))
 
     async def _wait_for_init(self, place: int, machine: Joining) -> None:

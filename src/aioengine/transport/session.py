@@ -22,17 +22,17 @@ from aioengine.transport.channel import Channel, Monitor, size_of
 from aioengine.transport.wire import (
     Beating,
     Ended,
-    Ending,
     Failed,
     First,
     FromFrontEnd,
-    Message,
-    Outputs,
-    PromptLines,
+    PromptLogprobsMessage,
     Reader,
     Returned,
+    Shutdown,
     Started,
     StepHead,
+    StepOutputsMessage,
+    WireMessage,
     Writer,
 )
 from aioengine.transport.wire_errors import to_fault
@@ -107,7 +107,7 @@ class Session:
         self.failed: list[Failed] = []
         self.line_places: list[int] = []
         self.lines: list[SampledLogprobs] = []
-        self.prompts: list[PromptLines] = []
+        self.prompts: list[PromptLogprobsMessage] = []
         self.prompt_lines: list[SampledLogprobs] = []
 
     @property
@@ -136,7 +136,7 @@ class Session:
         ]
         if has_lines:
             arrays += [np.array(self.line_places, np.int32), *pack_lines([*self.lines, *self.prompt_lines])]
-        body = Outputs(
+        body = StepOutputsMessage(
             started=self.started,
             first=self.first,
             prompts=self.prompts,
@@ -149,11 +149,13 @@ class Session:
         self._reset()
         self.send(body, arrays)
         for begin in range(0, len(more), MAX_FAILED):
-            self.send(Outputs(failed=_share_dumps(more[begin : begin + MAX_FAILED])), [EMPTY, EMPTY, NO_GAPS])
+            self.send(
+                StepOutputsMessage(failed=_share_dumps(more[begin : begin + MAX_FAILED])), [EMPTY, EMPTY, NO_GAPS]
+            )
 
     # Sending
 
-    def send(self, body: Message, arrays: Any = ()) -> None:
+    def send(self, body: WireMessage, arrays: Any = ()) -> None:
         """Send a message now.
 
         Raises:
@@ -200,7 +202,7 @@ class Session:
         """Say last words and let go of the sockets. Idempotent; its sequences are the caller's to end."""
         if not self.is_over:
             if self.is_connected:
-                self.outputs.send(self._writer.write(Ending(to_fault(error))))
+                self.outputs.send(self._writer.write(Shutdown(to_fault(error))))
             self.is_over = True
             self.monitor.close()
             self.outputs.close(linger_s)
@@ -241,7 +243,7 @@ class Follower:
             self._core.block(self.sequence)
 
     def on_prompt_logprobs(self, position: int, lines: list[SampledLogprobs]) -> None:
-        self._session.prompts.append(PromptLines(self.number, position, len(lines)))
+        self._session.prompts.append(PromptLogprobsMessage(self.number, position, len(lines)))
         self._session.prompt_lines += lines
 
     def on_end(self) -> None:

@@ -49,7 +49,7 @@ LINES: Layout = ("<f4", "<i4", "<i4", "<i4", "<f4", "<i4")
 """Log-probabilities of n tokens: own values, own ranks, how many others each has; their ids, values and ranks."""
 
 
-class Message(msgspec.Struct, frozen=True, array_like=True):
+class WireMessage(msgspec.Struct, frozen=True, array_like=True):
     """Any message of the wire."""
 
     def layout(self) -> Layout:
@@ -64,7 +64,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True):
 # From a front end to an engine
 
 
-class Attach(Message, frozen=True, tag=1):
+class Attach(WireMessage, frozen=True, tag=1):
     """A front end wants to use the engine; the first message of a session."""
 
     version: int
@@ -72,7 +72,7 @@ class Attach(Message, frozen=True, tag=1):
     """For logs."""
 
 
-class AddRequest(Message, frozen=True, tag=2):
+class AddRequest(WireMessage, frozen=True, tag=2):
     """A request; its choices are ``number`` and those that follow. Frame: the prompt's token ids."""
 
     number: Annotated[int, Meta(ge=0, lt=2**31)]
@@ -93,7 +93,7 @@ class AddRequest(Message, frozen=True, tag=2):
         return ("<i4",)
 
 
-class Finish(Message, frozen=True, tag=3):
+class Finish(WireMessage, frozen=True, tag=3):
     """End these sequences with what they have."""
 
     numbers: Annotated[list[int], Meta(max_length=MAX_FINISHED)]
@@ -101,14 +101,14 @@ class Finish(Message, frozen=True, tag=3):
     stop_reason: int | str | None = None
 
 
-class Allow(Message, frozen=True, tag=4):
+class Allow(WireMessage, frozen=True, tag=4):
     """Of this sequence so many output tokens may be computed for now; -1: all."""
 
     number: int
     num_allowed: int
 
 
-class CallControl(Message, frozen=True, tag=5):
+class CallControl(WireMessage, frozen=True, tag=5):
     """A control call. Frame, if it ``has_data``: the bytes of a `StageWeights`, whose ``data`` is not in the header."""
 
     call_id: int
@@ -120,17 +120,17 @@ class CallControl(Message, frozen=True, tag=5):
         return ("<u1",) if self.has_data else ()
 
 
-class Acknowledge(Message, frozen=True, tag=6):
+class Acknowledge(WireMessage, frozen=True, tag=6):
     """The front end has read the engine's messages up to this number."""
 
     number: int
 
 
-class Detach(Message, frozen=True, tag=7):
+class Detach(WireMessage, frozen=True, tag=7):
     """The front end goes; what it left running ends."""
 
 
-class CancelCall(Message, frozen=True, tag=8):
+class CancelCall(WireMessage, frozen=True, tag=8):
     """Nobody waits for a control call any more: it stops where it is."""
 
     call_id: int
@@ -142,7 +142,7 @@ FromFrontEnd = Attach | AddRequest | Finish | Allow | CallControl | Acknowledge 
 # From an engine to a front end
 
 
-class Attached(Message, frozen=True, tag=1):
+class Attached(WireMessage, frozen=True, tag=1):
     """The answer to `Attach`, on the same socket; all else comes from ``output_address``."""
 
     version: int
@@ -163,7 +163,7 @@ class Attached(Message, frozen=True, tag=1):
     stats: SchedulerStats
 
 
-class Refused(Message, frozen=True, tag=2):
+class Refused(WireMessage, frozen=True, tag=2):
     """The answer to what cannot be served; the session is over."""
 
     version: int
@@ -202,7 +202,7 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Its dump is that of the message's failure at this place: hundreds may have one in common. -1: its own."""
 
 
-class PromptLines(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class PromptLogprobsMessage(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log-probabilities of ``count`` prompt tokens from ``position`` on; among the lines, behind those of tokens."""
 
     number: int
@@ -231,7 +231,7 @@ class StepHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
     blocked: int = 0
 
 
-class Outputs(Message, frozen=True, tag=3):
+class StepOutputsMessage(WireMessage, frozen=True, tag=3):
     """What a step brought a front end. In this order: started, first, tokens, prompts, ended and failed, record.
 
     Frames: the tokens' sequences, the token ids, the step's inter-token latencies; then, if ``has_lines``, the places
@@ -240,7 +240,7 @@ class Outputs(Message, frozen=True, tag=3):
 
     started: list[Started] = []
     first: list[First] = []
-    prompts: list[PromptLines] = []
+    prompts: list[PromptLogprobsMessage] = []
     ended: list[Ended] = []
     failed: list[Failed] = []
     record: StepHead | None = None
@@ -254,7 +254,7 @@ class Outputs(Message, frozen=True, tag=3):
         return len(arrays[0]) == len(arrays[1])
 
 
-class Returned(Message, frozen=True, tag=4):
+class Returned(WireMessage, frozen=True, tag=4):
     """What a control call brought."""
 
     call_id: int
@@ -262,19 +262,19 @@ class Returned(Message, frozen=True, tag=4):
     fault: Fault | None = None
 
 
-class Beating(Message, frozen=True, tag=5):
+class Beating(WireMessage, frozen=True, tag=5):
     """The engine's loop lives."""
 
     beat: Beat
 
 
-class Ending(Message, frozen=True, tag=6):
+class Shutdown(WireMessage, frozen=True, tag=6):
     """The engine's last words to a front end: it is closed, or cut this front end off, or has died."""
 
     fault: Fault
 
 
-FromEngine = Attached | Refused | Outputs | Returned | Beating | Ending
+FromEngine = Attached | Refused | StepOutputsMessage | Returned | Beating | Shutdown
 
 
 # What is read by itself
@@ -342,7 +342,7 @@ def unpack_control(raw: msgspec.Raw, arrays: Arrays) -> AnyControl:
 
 # Reading and writing
 
-Body = TypeVar("Body", bound=Message)
+Body = TypeVar("Body", bound=WireMessage)
 
 
 class Envelope(msgspec.Struct, Generic[Body], frozen=True, array_like=True, gc=False):
@@ -365,7 +365,7 @@ class Writer:
         self.number = 0
         """Of the next message."""
 
-    def write(self, body: Message, arrays: Sequence[Any] = (), *, into: bytearray | None = None) -> list[Any]:
+    def write(self, body: WireMessage, arrays: Sequence[Any] = (), *, into: bytearray | None = None) -> list[Any]:
         """The frames of a message.
 
         Args:
