@@ -177,8 +177,8 @@ class Core:
         assert added <= set(rows), "a row is added and not used"
         assert len(set(rows)) == len(rows), "a row stands there twice"
         assert set(plan.grown_rows.tolist()) <= set(rows), "a row grows that computes nothing"
-        tenants = {sequence.row: sequence for sequence in self.scheduler.running}
-        assert set(rows) <= tenants.keys(), "a row computes whose sequence is blocked or gone"
+        occupants = {sequence.row: sequence for sequence in self.scheduler.running}
+        assert set(rows) <= occupants.keys(), "a row computes whose sequence is blocked or gone"
         for row, epoch, start, num_tokens, want in zip(
             rows, plan.epochs.tolist(), plan.starts.tolist(), plan.num_tokens.tolist(), plan.wants.tolist(), strict=True
         ):
@@ -186,10 +186,10 @@ class Core:
             if row not in added:
                 assert start == self._scheduled[row, epoch], "a token is computed twice or left out"
             self._scheduled[row, epoch] = end
-            self._num_computed[tenants[row]] += num_tokens
-            known = len(held[row][0]) if row not in added else tenants[row].num_tokens
+            self._num_computed[occupants[row]] += num_tokens
+            known = len(held[row][0]) if row not in added else occupants[row].num_tokens
             assert (want == Want.LOGITS) == (end == known), "a row samples when all its known tokens are computed"
-            assert end < tenants[row].limit, "the last token is sampled and never computed"
+            assert end < occupants[row].limit, "the last token is sampled and never computed"
 
 
 def wait_for(step: FakeStep) -> StepResult:

@@ -1,4 +1,4 @@
-"""Which block is handed out next, and who may have it."""
+"""Which block is allocated next, and when it is free."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from aioengine.scheduler.block_pool import BlockPool
 
 
 class Pool:
-    """A pool of eight blocks, with the names that a prefix cache would keep."""
+    """A pool of eight blocks, with the hashes that a prefix cache would keep."""
 
     def __init__(self) -> None:
-        self.names: list[object] = [None] * 8
+        self.hashes: list[object] = [None] * 8
         self.evicted: list[int] = []
         self.pool = BlockPool(8, self._evict)
 
     def _evict(self, block_ids: list[int]) -> None:
         self.evicted += block_ids
         for block_id in block_ids:
-            self.names[block_id] = None
+            self.hashes[block_id] = None
 
-    def name(self, *block_ids: int) -> None:
+    def set_hashes(self, *block_ids: int) -> None:
         for block_id in block_ids:
-            self.names[block_id] = f"prefix {block_id}"
+            self.hashes[block_id] = f"prefix {block_id}"
 
     def release(self, *block_ids: int) -> None:
-        self.pool.release(block_ids, self.names)
+        self.pool.release(block_ids, self.hashes)
 
     def check(self, *owned: int) -> None:
-        self.pool.check_integrity(Counter(owned), self.names)
+        self.pool.check_integrity(Counter(owned), self.hashes)
 
 
 @pytest.fixture
@@ -59,9 +59,9 @@ def test_a_shared_block_is_free_when_its_last_user_is_gone(blocks: Pool) -> None
     blocks.check()
 
 
-def test_blank_blocks_are_handed_out_before_cached_ones(blocks: Pool) -> None:
+def test_blank_blocks_are_allocated_before_cached_ones(blocks: Pool) -> None:
     cached, blank = blocks.pool.allocate(4), blocks.pool.allocate(4)
-    blocks.name(*cached)
+    blocks.set_hashes(*cached)
     blocks.release(*cached)
     blocks.release(*blank)
     assert sorted(blocks.pool.allocate(4)) == sorted(blank)
@@ -70,7 +70,7 @@ def test_blank_blocks_are_handed_out_before_cached_ones(blocks: Pool) -> None:
 
 def test_cached_blocks_go_by_the_time_of_their_release_and_the_tail_before_the_head(blocks: Pool) -> None:
     old, new = blocks.pool.allocate(3), blocks.pool.allocate(5)
-    blocks.name(*old, *new)
+    blocks.set_hashes(*old, *new)
     blocks.release(*old)
     blocks.release(*new)
     assert blocks.pool.allocate(4) == [old[2], old[1], old[0], new[4]]
@@ -80,7 +80,7 @@ def test_cached_blocks_go_by_the_time_of_their_release_and_the_tail_before_the_h
 
 def test_a_cached_block_that_was_used_again_goes_last(blocks: Pool) -> None:
     used = blocks.pool.allocate(8)
-    blocks.name(*used)
+    blocks.set_hashes(*used)
     blocks.release(*used)
     oldest = used[7]
     assert blocks.pool.num_unused([oldest]) == 1
@@ -92,12 +92,12 @@ def test_a_cached_block_that_was_used_again_goes_last(blocks: Pool) -> None:
 
 def test_forgotten_blocks_are_blank(blocks: Pool) -> None:
     used = blocks.pool.allocate(2)
-    blocks.name(*used)
+    blocks.set_hashes(*used)
     blocks.release(*used)
     forgotten = blocks.pool.forget_cached()
     assert sorted(forgotten) == sorted(used)
     for block_id in forgotten:
-        blocks.names[block_id] = None
+        blocks.hashes[block_id] = None
     blocks.check()
     blocks.pool.allocate(8)
     assert blocks.evicted == []
@@ -117,6 +117,6 @@ def test_the_check_sees_what_does_not_add_up(blocks: Pool) -> None:
         blocks.check(taken[1])
     blocks.pool._blank.pop()
     blocks.check(taken[1])
-    blocks.name(taken[0])
-    with pytest.raises(AssertionError, match="handed out like a blank one"):
+    blocks.set_hashes(taken[0])
+    with pytest.raises(AssertionError, match="allocated like a blank one"):
         blocks.check(taken[1])

@@ -196,7 +196,7 @@ def test_a_stop_token_at_the_length_limit_counts_as_stop() -> None:
 # Late results
 
 
-def test_a_late_result_finds_nobody_though_its_row_has_a_new_tenant() -> None:
+def test_a_late_result_matches_no_sequence_though_its_row_has_a_new_occupant() -> None:
     core = Core(depth=2, max_num_seqs=1)
     gone = core.add(prompt(5), ignore_eos=True)
     core.launch()
@@ -516,7 +516,7 @@ def test_the_least_recently_used_prefix_goes_first_and_its_tail_before_its_head(
     core.run()
     hits = []
     for first in (300, 200, 100):
-        core.kv.pool.check_integrity({}, core.kv.cache.names)
+        core.kv.pool.check_integrity({}, core.kv.cache.hashes)
         sequence = core.add(prompt(13, first), max_tokens=1)
         hits.append(len(core.kv.lookup(sequence).block_ids))
         core.scheduler.finish(sequence, "abort")
@@ -772,7 +772,7 @@ def corrupt(name: str, change: Callable[[Any], Any]) -> Callable[[Scheduler], No
         corrupt("capacity", lambda column: np.zeros_like(column)),
         lambda scheduler: scheduler.running[0].block_ids.pop(),
         lambda scheduler: scheduler.kv.pool.allocate(1),
-        lambda scheduler: scheduler.kv.pool.release(scheduler.running[0].block_ids[:1], scheduler.kv.cache.names),
+        lambda scheduler: scheduler.kv.pool.release(scheduler.running[0].block_ids[:1], scheduler.kv.cache.hashes),
         lambda scheduler: scheduler.kv.cache.pending.update({b"x": None}),
     ],
 )

@@ -1,7 +1,7 @@
-"""Which KV blocks are free, and how often the others are used.
+"""Which KV blocks are free, and how often the others are referred to.
 
-A block is free when nobody refers to it. A free block may still hold a cached prefix: such blocks are handed out last,
-the least recently used first. A block freed while a launched step still writes to it may be handed out at once: the
+A block is free when it has no references. A free block may still hold a cached prefix: such blocks are allocated last,
+the least recently used first. A block freed while a launched step still writes to it may be allocated at once: the
 device runs its steps in order, so the new owner's writes come after.
 """
 
@@ -16,7 +16,7 @@ class BlockPool:
 
     Args:
         num_blocks: ids are 0 up to this.
-        on_evict: told of the cached blocks that are about to be handed out for something else.
+        on_evict: called with the cached blocks that are about to be allocated, before they are.
     """
 
     def __init__(self, num_blocks: int, on_evict: Callable[[list[int]], None]) -> None:
@@ -46,45 +46,52 @@ class BlockPool:
         return taken
 
     def retain(self, block_ids: Iterable[int]) -> None:
-        """Add a reference to each, taking it from the free ones if it was there."""
+        """Add a reference to each block; a free one, which holds a cached prefix, is free no more."""
         references = self.references
         for block_id in block_ids:
             if not references[block_id]:
                 del self._cached[block_id]
             references[block_id] += 1
 
-    def release(self, block_ids: Sequence[int], names: Sequence[object]) -> None:
-        """Drop a reference of each; one that has a name (not None in ``names``) stays useful until it is evicted.
+    def release(self, block_ids: Sequence[int], hashes: Sequence[object]) -> None:
+        """Drop a reference of each block; one that is free then and has a hash stays cached until it is evicted.
 
-        DeferredResult ids are given up first: the tail of a prefix is of less use than its head.
+        Later ids are freed first, so that the tail of a prefix is evicted before its head.
+
+        Args:
+            hashes: [num_blocks], the hash of the prefix that each block holds; None for no prefix.
         """
         references = self.references
         for block_id in reversed(block_ids):
             references[block_id] -= 1
             if not references[block_id]:
-                if names[block_id] is None:
+                if hashes[block_id] is None:
                     self._blank.append(block_id)
                 else:
                     self._cached[block_id] = None
 
     def num_unused(self, block_ids: Iterable[int]) -> int:
-        """How many of these are free now: retaining them takes that many from `num_free`."""
+        """How many of these blocks are free: retaining them takes that many from `num_free`."""
         references = self.references
         return [references[block_id] for block_id in block_ids].count(0)
 
     def forget_cached(self) -> list[int]:
-        """Turn all free cached blocks into blank ones; returns them."""
+        """Make all free cached blocks blank; returns them."""
         freed = list(self._cached)
         self._cached.clear()
         self._blank.extend(freed)
         return freed
 
-    def check_integrity(self, owned: dict[int, int], names: Sequence[object]) -> None:
-        """Compare with the references that the owners say they hold, {block id: how often}, and with who has a name.
+    def check_integrity(self, owned: dict[int, int], hashes: Sequence[object]) -> None:
+        """Compare the counts with the owners' references, and the order of the free blocks with their hashes.
+
+        Args:
+            owned: {block id: references that owners hold}.
+            hashes: as in `release`.
 
         Raises:
-            AssertionError: a block is counted otherwise than it is owned, or is free and owned, or is lost, or is
-                handed out in the wrong order.
+            AssertionError: a block is counted otherwise than it is owned, or is free and owned, or is lost, or will be
+                allocated in the wrong order.
         """
         free = [*self._blank, *self._cached]
         assert len(free) == len(set(free)), f"blocks free twice: {sorted(free)}"
@@ -94,5 +101,5 @@ class BlockPool:
             )
         lost = set(range(self.num_blocks)) ^ set(free) ^ {b for b, count in enumerate(self.references) if count}
         assert not lost, f"blocks neither free nor owned, or both: {sorted(lost)}"
-        assert all(names[b] is not None for b in self._cached), "a block without a name is kept like a cached one"
-        assert all(names[b] is None for b in self._blank), "a cached block is handed out like a blank one"
+        assert all(hashes[b] is not None for b in self._cached), "a block without a hash is kept like a cached one"
+        assert all(hashes[b] is None for b in self._blank), "a cached block is allocated like a blank one"

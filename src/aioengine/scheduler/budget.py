@@ -44,7 +44,7 @@ def share_budget(table: RowTable, max_tokens: int, claim: Claim | None = None) -
 
 
 def join(table: RowTable, work: Work, new_rows: Rows, max_tokens: int) -> Work:
-    """Append the first chunks of newly seated rows; the last one may have to share its prompt out."""
+    """Append the first chunks of newly assigned rows; the last one may have to share its prompt out."""
     rows = np.concatenate([work.rows, new_rows])
     starts = table.scheduled[rows]
     num_tokens = np.concatenate([work.num_tokens, table.expected[new_rows] - table.scheduled[new_rows]])

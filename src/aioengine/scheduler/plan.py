@@ -140,7 +140,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         added: rows taken.
         grown_rows, grown_blocks: int32 [g] each, row ``grown_rows[i]`` gets block ``grown_blocks[i]`` appended.
         rows: int32 [b], rows with tokens in this step; no row twice.
-        epochs: int32 [b], the epoch of each row's tenant; a result is matched by (row, epoch).
+        epochs: int32 [b], the epoch of each row's occupant; a result is matched by (row, epoch).
         starts: int32 [b], first position to compute: an upper bound where the device knows the true one.
         num_tokens: int32 [b], at least 1 each.
         wants: int8 [b], a `Want` each.

@@ -15,10 +15,10 @@ Rows = NDArray[np.intp]
 
 
 class RowTable:
-    """``max_num_seqs`` rows, each free or the seat of one sequence, which keeps it until it leaves.
+    """``max_num_seqs`` rows, each free or assigned to one sequence, which keeps it until it leaves.
 
     Attributes:
-        epoch: counts a row's tenants; results of launched steps are matched by it.
+        epoch: counts a row's occupants; results of launched steps are matched by it.
         computed: tokens whose KV is written and whose result is applied.
         scheduled: tokens computed or in a launched step.
         expected: tokens known, or being sampled by a launched step.
@@ -28,12 +28,13 @@ class RowTable:
         stop_search_start: computed tokens from which on each sampled token may end it: ``last``, or 0 if it has stop
             tokens.
         token_at: when its newest token was applied, in seconds; NaN before the first.
-        running: the seated sequences that may be scheduled, by place; never changed in place: launched steps hold it.
+        running: the sequences with a row that may be scheduled, by place; launched steps hold the list, so it is
+            never changed in place.
         running_rows: their rows; never changed in place.
     """
 
     def __init__(self, max_num_seqs: int, block_size: int) -> None:
-        self.tenants: list[Sequence | None] = [None] * max_num_seqs
+        self.occupants: list[Sequence | None] = [None] * max_num_seqs
         self.free_rows = list(range(max_num_seqs - 1, -1, -1))
         self.running: list[Sequence] = []
         self.running_rows: Rows = np.zeros(0, np.intp)
@@ -55,26 +56,26 @@ class RowTable:
         self.stop_search_start = column()
         self.token_at = np.full(max_num_seqs, np.nan)
 
-    def seat(self, sequence: Sequence) -> None:
+    def assign(self, sequence: Sequence) -> None:
         """Give a sequence a free row; it has its blocks."""
         row = sequence.row = self.free_rows.pop()
-        self.tenants[row] = sequence
+        self.occupants[row] = sequence
         size = self._block_size
         self.computed[row] = self.scheduled[row] = sequence.num_computed_tokens
         self.expected[row] = sequence.num_tokens
         self.last[row] = sequence.limit - 1
         self.stop_search_start[row] = 0 if sequence.stop_token_ids else sequence.limit - 1
         self.capacity[row] = len(sequence.block_ids) * size
-        self.next_block_boundary[row] = (sequence.num_settled_blocks + 1) * size
+        self.next_block_boundary[row] = (sequence.num_ready_blocks + 1) * size
         self.token_at[row] = sequence.last_token_at
 
-    def vacate(self, sequence: Sequence) -> None:
-        """Free its row; the new epoch makes results of launched steps find nobody."""
+    def free(self, sequence: Sequence) -> None:
+        """Free its row; by the new epoch, results of launched steps match no sequence."""
         row = sequence.row
         sequence.row = -1
         sequence.last_token_at = float(self.token_at[row])
         self.epoch[row] += 1
-        self.tenants[row] = None
+        self.occupants[row] = None
         self._removed.append(row)
         self.free_rows.append(row)
 
@@ -86,10 +87,10 @@ class RowTable:
         self._removed.clear()
         return removed
 
-    def tenants_of(self, rows: Rows) -> list[Sequence]:
+    def occupants_of(self, rows: Rows) -> list[Sequence]:
         """The sequences in these rows, none of which is free."""
-        tenants = self.tenants
-        return [tenants[row] for row in rows.tolist()]
+        occupants = self.occupants
+        return [occupants[row] for row in rows.tolist()]
 
     def run(self, sequences: list[Sequence]) -> Rows:
         """Put these, which are in order and have rows, among ``running``; returns their rows."""
@@ -110,7 +111,7 @@ class RowTable:
             self._drop([sequence.row for sequence in sequences])
 
     def stop_later(self, sequence: Sequence) -> None:
-        """Take it out of ``running`` with the next `stop_gone`; its row may be vacated before."""
+        """Take it out of ``running`` with the next `stop_gone`; its row may be freed before."""
         self._gone_rows.append(sequence.row)
 
     def stop_gone(self) -> None:
@@ -125,23 +126,23 @@ class RowTable:
         Raises:
             AssertionError: they do not.
         """
-        tenants = [sequence for sequence in self.tenants if sequence is not None]
-        assert all(self.tenants[sequence.row] is sequence for sequence in tenants)
-        assert sorted(self.free_rows + [sequence.row for sequence in tenants]) == list(range(len(self.tenants)))
+        occupants = [sequence for sequence in self.occupants if sequence is not None]
+        assert all(self.occupants[sequence.row] is sequence for sequence in occupants)
+        assert sorted(self.free_rows + [sequence.row for sequence in occupants]) == list(range(len(self.occupants)))
         assert [sequence.row for sequence in self.running] == self.running_rows.tolist()
         assert [s.place for s in self.running] == sorted(s.place for s in self.running)
-        for sequence in tenants:
+        for sequence in occupants:
             row = sequence.row
             assert self.computed[row] <= self.scheduled[row] <= self.expected[row] <= self.last[row] + 1
             assert self.scheduled[row] <= self.last[row] == sequence.limit - 1
             assert self.capacity[row] == len(sequence.block_ids) * self._block_size
             assert self.scheduled[row] <= self.capacity[row]
             if is_caching:
-                assert sequence.num_settled_blocks == self.computed[row] // self._block_size
-                assert self.next_block_boundary[row] == (sequence.num_settled_blocks + 1) * self._block_size
+                assert sequence.num_ready_blocks == self.computed[row] // self._block_size
+                assert self.next_block_boundary[row] == (sequence.num_ready_blocks + 1) * self._block_size
 
     def _drop(self, rows: list[int]) -> None:
-        stays = np.ones(len(self.tenants), np.bool_)
+        stays = np.ones(len(self.occupants), np.bool_)
         stays[rows] = False
         stays = stays[self.running_rows]
         self.running = list(compress(self.running, stays.tolist()))

@@ -18,7 +18,7 @@ import numpy as np
 
 from aioengine.outputs import FinishReason
 from aioengine.scheduler.budget import Claim, Work, join, out_of_blocks, share_budget
-from aioengine.scheduler.kv_manager import Hit, KVManager
+from aioengine.scheduler.kv_manager import KVManager, PrefixMatch
 from aioengine.scheduler.plan import EMPTY, Int8, Int32, RowAdded, StepPlan, StepResult, int32
 from aioengine.scheduler.row_table import Rows, RowTable
 from aioengine.scheduler.sequence import Reason, Sequence, SequenceEvent, State
@@ -111,7 +111,7 @@ class Scheduler:
         if sequence.state is State.RUNNING:
             if not sequence.reasons:
                 self.table.stop_later(sequence)
-            self._vacate(sequence)
+            self._free_row(sequence)
         elif self.blocked.pop(sequence.order, None) is None:
             self.waiting.discard(sequence)
         self._end(sequence, reason, stop_reason)
@@ -192,7 +192,7 @@ class Scheduler:
         return self._launch(work, growing, grown_blocks, admitted)
 
     def apply(self, plan: StepPlan, result: StepResult, now: float = 0.0) -> StepOutput:
-        """Take in the result of the oldest launched step: append tokens, end what stops, settle prefixes."""
+        """Take in the result of the oldest launched step: append tokens, end what stops, mark full blocks READY."""
         assert result.step == plan.step, "the result is another step's"
         launched = self._take_launched(plan)
         rows, ends, sequences = launched.rows, launched.ends, launched.sequences
@@ -206,7 +206,7 @@ class Scheduler:
             rows, ends, places, counts = rows[is_alive], ends[is_alive], places[is_alive], counts[is_alive]
             sequences = list(compress(sequences, is_alive.tolist()))
         self.table.computed[rows] = ends
-        self._settle(rows, ends, sequences)
+        self._mark_ready(rows, ends, sequences)
         has_token = counts > 0
         if np.count_nonzero(has_token) < len(rows):
             rows, ends, places, counts = rows[has_token], ends[has_token], places[has_token], counts[has_token]
@@ -287,15 +287,15 @@ class Scheduler:
     def snapshot(self) -> StepPlan:
         """The rows as one plan that computes nothing: it brings an empty executor to where the launched plans lead.
 
-        Only without steps in flight: their tokens are known to the device alone. Rows vacated since the last launch are
+        Only without steps in flight: their tokens are known to the device alone. Rows freed since the last launch are
         not in it, although the next plan removes them.
         """
         assert not self._launched, "the device alone knows the tokens of launched steps"
-        tenants = [sequence for sequence in self.table.tenants if sequence is not None]
+        occupants = [sequence for sequence in self.table.occupants if sequence is not None]
         return StepPlan(
             step=self._step,
             removed=EMPTY,
-            added=tuple(_introduce(sequence) for sequence in tenants),
+            added=tuple(_introduce(sequence) for sequence in occupants),
             grown_rows=EMPTY,
             grown_blocks=EMPTY,
             rows=EMPTY,
@@ -306,7 +306,7 @@ class Scheduler:
         )
 
     def check_integrity(self) -> None:
-        """Each row has one tenant, each sequence is in one place, and each block is owned as often as it is counted.
+        """Each row has one occupant, each sequence is in one place, and each block is owned as often as it is counted.
 
         Raises:
             AssertionError: it is not so.
@@ -314,7 +314,7 @@ class Scheduler:
         live = self.sequences()
         assert len({sequence.order for sequence in live}) == len(live), "a sequence is in two places"
         with_row = [*self.running, *self._leaving]
-        assert {s.order for s in with_row} == {s.order for s in self.table.tenants if s is not None}
+        assert {s.order for s in with_row} == {s.order for s in self.table.occupants if s is not None}
         assert all(sequence.state is State.RUNNING for sequence in with_row)
         assert all(sequence.reasons for sequence in [*self._leaving, *self.blocked.values()])
         assert not any(sequence.reasons for sequence in [*self.running, *self.waiting])
@@ -347,19 +347,19 @@ class Scheduler:
         if not len(rows):
             return EMPTY
         self.table.capacity[rows] += self.kv.block_size
-        return int32(self.kv.grow(self.table.tenants_of(rows)))
+        return int32(self.kv.grow(self.table.occupants_of(rows)))
 
     def _admit(self, budget: int, now: float) -> list[Sequence]:
         """Take sequences from the queue while rows, blocks and budget last; the first that does not fit ends it."""
         admitted: list[Sequence] = []
         while budget > 0 and self.table.free_rows and (sequence := self.waiting.peek()) is not None:
-            hit = self.kv.lookup(sequence)
-            if hit.pending is not None:
-                self.kv.cache.wait(hit.pending, sequence)
+            match = self.kv.lookup(sequence)
+            if match.pending is not None:
+                self.kv.cache.wait(match.pending, sequence)
                 self.block(sequence, Reason.PENDING_PREFIX)
                 continue
             is_alone = not (self.running or admitted)
-            if not self.kv.can_admit(hit, 0 if is_alone else self._reserve):
+            if not self.kv.can_admit(match, 0 if is_alone else self._reserve):
                 victim = self._parked_victim(sequence)
                 if victim is None and is_alone and sequence.block_ids:
                     victim = sequence  # it stands in its own way: a tail to copy needs a block more than to compute it
@@ -368,7 +368,7 @@ class Scheduler:
                 self._preempt(victim)
                 continue
             self.waiting.pop()
-            self.kv.admit(sequence, hit)
+            self.kv.admit(sequence, match)
             self._take_row(sequence, now)
             admitted.append(sequence)
             budget -= sequence.num_tokens - sequence.num_computed_tokens
@@ -397,7 +397,7 @@ class Scheduler:
         )
         self._step += 1
         is_all = rows is table.running_rows or np.array_equal(rows, table.running_rows)
-        sequences = table.running if is_all else table.tenants_of(rows)
+        sequences = table.running if is_all else table.occupants_of(rows)
         self._launched.append(_Launched(plan, rows, work.ends, sequences))
         return plan
 
@@ -427,18 +427,18 @@ class Scheduler:
         ended = []
         for sequence in sequences:
             ended += [sequence, *(child for child in sequence.children if child.state is not State.FINISHED)]
-            self._vacate(sequence)
+            self._free_row(sequence)
             self._end(sequence, "error", None)
         return ended
 
-    def _settle(self, rows: Rows, ends: Int32, sequences: list[Sequence]) -> None:
-        """Name the blocks that this step filled: one row in ``block_size`` when decoding."""
+    def _mark_ready(self, rows: Rows, ends: Int32, sequences: list[Sequence]) -> None:
+        """Mark the blocks READY that this step filled: one row in ``block_size`` when decoding."""
         if not self.kv.is_caching:
             return
         size = self.kv.block_size
         filled = (ends >= self.table.next_block_boundary[rows]).nonzero()[0]
         for index, num_computed in zip(filled.tolist(), ends[filled].tolist(), strict=True):
-            self.kv.settle(sequences[index], num_computed)
+            self.kv.mark_ready(sequences[index], num_computed)
         self.table.next_block_boundary[rows[filled]] = ends[filled] // size * size + size
 
     def _stamp(self, rows: Rows, sequences: list[Sequence], now: float) -> tuple[Float64, list[Sequence]]:
@@ -496,7 +496,7 @@ class Scheduler:
                 ended.append((sequence, reason, stop_reason))
         self.table.stop([sequence for sequence, _, _ in ended])
         for sequence, reason, stop_reason in ended:
-            self._vacate(sequence)
+            self._free_row(sequence)
             self._end(sequence, reason, stop_reason)
 
     # Rows and queues
@@ -509,7 +509,7 @@ class Scheduler:
         self._enqueue(sequence)
 
     def _take_row(self, sequence: Sequence, now: float) -> None:
-        """Seat an admitted sequence."""
+        """Assign a row to an admitted sequence."""
         sequence.advance(SequenceEvent.ADMITTED)
         if not sequence.has_run:
             sequence.has_run = True
@@ -517,10 +517,10 @@ class Scheduler:
             self.num_unstarted -= 1
             self._started.append(sequence)
         self._parked.pop(sequence.order, None)
-        self.table.seat(sequence)
+        self.table.assign(sequence)
 
-    def _vacate(self, sequence: Sequence) -> None:
-        self.table.vacate(sequence)
+    def _free_row(self, sequence: Sequence) -> None:
+        self.table.free(sequence)
         if sequence in self._leaving:
             self._leaving.remove(sequence)
 
@@ -560,12 +560,12 @@ class Scheduler:
         head = self.waiting.peek() if self.running else None
         if head is None or head.place[0] >= self.running[-1].place[0]:
             return
-        hit = self.kv.lookup(head)
+        match = self.kv.lookup(head)
         lower = [sequence for sequence in self.running if sequence.place[0] > head.place[0]]
         num_reachable = self.kv.pool.num_free + sum(len(s.block_ids) for s in [*lower, *self._parked.values()])
-        if hit.pending is not None or hit.num_missing + self._reserve > num_reachable:
+        if match.pending is not None or match.num_missing + self._reserve > num_reachable:
             return
-        while lower and not self._has_room(hit):
+        while lower and not self._has_room(match):
             self._preempt(lower.pop())
 
     def _claim_of_higher(self) -> Claim | None:
@@ -573,14 +573,14 @@ class Scheduler:
         head = self.waiting.peek() if self.running else None
         if head is None or head.place[0] >= self.running[-1].place[0]:
             return None
-        hit = self.kv.lookup(head)
-        if hit.pending is not None or not self._has_room(hit):
+        match = self.kv.lookup(head)
+        if match.pending is not None or not self._has_room(match):
             return None
-        num_tokens = head.num_tokens - max(head.num_computed_tokens, len(hit.block_ids) * self.kv.block_size)
+        num_tokens = head.num_tokens - max(head.num_computed_tokens, len(match.block_ids) * self.kv.block_size)
         return Claim(num_tokens, bisect(self.running, head.place, key=_place))
 
-    def _has_room(self, hit: Hit) -> bool:
-        is_roomy = self.kv.can_admit(hit, self._reserve) or bool(self._parked)  # those go first, when it is admitted
+    def _has_room(self, match: PrefixMatch) -> bool:
+        is_roomy = self.kv.can_admit(match, self._reserve) or bool(self._parked)  # those go first, when it is admitted
         return bool(self.table.free_rows) and is_roomy
 
     def _victim(self) -> Sequence:
@@ -603,7 +603,7 @@ class Scheduler:
         sequence.num_preemptions += 1
         if sequence.state is State.RUNNING:
             self.table.stop([sequence])
-            self._vacate(sequence)
+            self._free_row(sequence)
             self._enqueue(sequence)
         sequence.advance(SequenceEvent.PREEMPTED)
         self._release(sequence)
@@ -614,9 +614,9 @@ class Scheduler:
         idle = [s for s in self._leaving if table.computed[s.row] == table.scheduled[s.row]]
         for sequence in idle:
             sequence.num_computed_tokens = int(table.computed[sequence.row])
-            self._vacate(sequence)
+            self._free_row(sequence)
             sequence.advance(SequenceEvent.PARKED)
-            self.kv.withdraw(sequence)
+            self.kv.cancel_pending(sequence)
             self.blocked[sequence.order] = self._parked[sequence.order] = sequence
 
 

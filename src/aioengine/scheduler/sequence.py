@@ -106,12 +106,12 @@ class Sequence:
         limit: prompt and output tokens may not be more than this.
         block_ids: its block table.
         block_hashes: chained hashes of its first full blocks, made as they are needed.
-        num_settled_blocks: leading blocks whose KV is computed and whose hash is in the prefix cache.
+        num_ready_blocks: leading blocks whose KV is computed and whose hash is in the prefix cache.
         num_computed_tokens: kept here only while it has no row.
         num_cached_tokens: prompt tokens that the prefix cache gave it, when it first ran.
         num_scored_tokens: prompt tokens whose log-probabilities have been handed out.
         shares_last_block: its last block is another's, too, and not full: it takes a copy when it is admitted.
-        is_named: whether its full blocks go into the prefix cache.
+        is_cacheable: whether its full blocks go into the prefix cache.
         row: its row, or -1.
         has_run: whether it ever had one.
         arrived_at: when its request was made, in seconds of whoever adds it; NaN if nobody says.
@@ -131,15 +131,15 @@ class Sequence:
         "finish_reason",
         "first_token_at",
         "has_run",
-        "is_named",
+        "is_cacheable",
         "last_token_at",
         "limit",
         "listener",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_preemptions",
+        "num_ready_blocks",
         "num_scored_tokens",
-        "num_settled_blocks",
         "order",
         "output_ids",
         "prompt",
@@ -173,12 +173,12 @@ class Sequence:
         self.sampling = sampling or _row_sampling(request, eos_token_ids)
         self.block_ids: list[int] = []
         self.block_hashes: list[bytes] = [] if block_hashes is None else block_hashes
-        self.num_settled_blocks = 0
+        self.num_ready_blocks = 0
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.num_scored_tokens = 0
         self.shares_last_block = False
-        self.is_named = True
+        self.is_cacheable = True
         self.row = -1
         self.has_run = False
         self.arrived_at = self.admitted_at = self.first_token_at = self.last_token_at = math.nan
