@@ -43,7 +43,7 @@ from aioengine.scheduler.kv_manager import KVManager
 from aioengine.scheduler.plan import StepPlan, StepResult, Want, int32
 from aioengine.scheduler.scheduler import Scheduler
 from aioengine.scheduler.sequence import Request, Sequence
-from aioengine.scheduler.step_output import StepOutput
+from aioengine.scheduler.steps import StepOutput
 from aioengine.text.detokenizer import make_detokenizer
 from aioengine.text.tokenizer import Tokenizer
 

@@ -13,7 +13,7 @@ from aioengine.scheduler.kv_manager import KVManager
 from aioengine.scheduler.plan import StepPlan, StepResult, Want, int32
 from aioengine.scheduler.scheduler import Scheduler
 from aioengine.scheduler.sequence import Reason, Request, Sequence, make_choices
-from aioengine.scheduler.step_output import StepOutput
+from aioengine.scheduler.steps import StepOutput
 from aioengine.testing.fake_executor import FakeExecutor, FakeStep, Sampler, sample_hash
 
 EOS = 7

@@ -31,7 +31,7 @@ from aioengine.scheduler.plan import StepPlan, StepResult
 from aioengine.scheduler.prefix_cache import hash_prompt, root_of
 from aioengine.scheduler.scheduler import Scheduler, SchedulerStats
 from aioengine.scheduler.sequence import Reason, Request, Sequence, make_choices
-from aioengine.scheduler.step_output import StepOutput
+from aioengine.scheduler.steps import StepOutput
 
 logger = logging.getLogger("aioengine")
 

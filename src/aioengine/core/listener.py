@@ -15,7 +15,7 @@ import msgspec
 from aioengine.errors import AioEngineError
 from aioengine.scheduler.plan import PromptLogprobs
 from aioengine.scheduler.sequence import Sequence
-from aioengine.scheduler.step_output import StepOutput
+from aioengine.scheduler.steps import StepOutput
 from aioengine.turns import turns_here
 
 logger = logging.getLogger("aioengine")

@@ -22,7 +22,7 @@ from aioengine.scheduler.kv_manager import KVManager, PrefixMatch
 from aioengine.scheduler.plan import EMPTY, Int8, Int32, RowAdded, StepPlan, StepResult, int32
 from aioengine.scheduler.row_table import Rows, RowTable
 from aioengine.scheduler.sequence import Reason, Sequence, SequenceEvent, State
-from aioengine.scheduler.step_output import Bool, Float64, StepOutput, score_prompts
+from aioengine.scheduler.steps import Bool, Float64, StepOutput, score_prompts
 from aioengine.scheduler.stopping import finish_reason
 from aioengine.scheduler.waiting_queue import WaitingQueue
 
