@@ -187,7 +187,7 @@ async def test_all_hear_of_the_end_where_they_wait_for_a_turn_a_place_or_their_t
     with few_a_turn() as turns:
         tasks = begun(engine, [(f"Once {i}", {}) for i in range(40)])
         await until(lambda: core.num_unstarted == 10)
-        tasks += begun(engine, [(f"DeferredResult {i}", {}) for i in range(40)])
+        tasks += begun(engine, [(f"Later {i}", {}) for i in range(40)])
         await asyncio.sleep(0)
         assert turns._waiting
         tasks[20].cancel()

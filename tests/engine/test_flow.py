@@ -238,7 +238,7 @@ async def test_a_reader_that_comes_back_in_the_moment_in_which_another_request_i
     async with serve(depth=depth) as served:
         async with served.engine.stream(PROMPT, seed=3, max_tokens=20, max_unread_tokens=2) as stream:
             other = tasks.start(served.engine.generate(PROMPT, seed=4, max_tokens=100, request_id="other"))
-            await served.until(lambda: served.core.scheduler._leaving)
+            await served.until(lambda: served.core.scheduler.preemption.leaving)
             served.engine.abort("other")
             deltas = [await anext(stream)]
             deltas += [delta async for delta in stream]

@@ -156,7 +156,7 @@ def test_members_lose_their_blocks_and_go_on_as_before(depth: int, caching: bool
     core = Core(num_blocks=9, depth=depth, caching=caching)
     family = family_of(core, core.add(range(100, 110), n=4, max_tokens=14, ignore_eos=True))
     core.run()
-    assert core.scheduler.num_preemptions > 0
+    assert core.scheduler.preemption.num_preemptions > 0
     assert_each_runs_alone_alike(family)
 
 
@@ -174,7 +174,7 @@ def test_a_parent_that_is_preempted_before_its_first_token_still_has_a_family() 
     elder = core.add(range(300, 312), max_tokens=12, ignore_eos=True)
     family = family_of(core, core.add(range(100, 112), n=3, max_tokens=4, ignore_eos=True))
     core.launch()
-    core.scheduler._preempt(family[0])
+    core.scheduler.preemption.preempt(family[0])
     core.land()
     assert family[0].output_ids == []
     core.run()
@@ -239,7 +239,7 @@ def test_a_higher_one_takes_the_place_of_the_lowest_and_that_goes_on_later(depth
     assert low[1] not in core.scheduler.running
     assert low[1].num_preemptions == 1
     core.run()
-    assert core.scheduler.num_preemptions == 1, "nobody is thrown out for an equal or a lower one"
+    assert core.scheduler.preemption.num_preemptions == 1, "nobody is thrown out for an equal or a lower one"
     assert_each_runs_alone_alike([*low, high])
 
 
@@ -279,12 +279,12 @@ def test_a_prompt_is_scored_again_only_if_it_was_not_finished() -> None:
     core = Core(max_num_batched_tokens=8)
     asking = core.add(range(100, 120), max_tokens=6, ignore_eos=True, prompt_logprobs=0)
     core.step()
-    core.scheduler._preempt(asking)
+    core.scheduler.preemption.preempt(asking)
     while not asking.output_ids:
         core.step()
     num_scored = sum(len(piece.positions) for output in core.outputs for _, piece in output.prompt_logprobs)
     assert num_scored == 8 + 19
-    core.scheduler._preempt(asking)
+    core.scheduler.preemption.preempt(asking)
     core.run()
     assert num_scored == sum(len(p.positions) for output in core.outputs for _, p in output.prompt_logprobs)
     assert_each_runs_alone_alike([asking])
@@ -334,7 +334,7 @@ def test_a_child_that_must_compute_the_prompt_again_does_not_score_it_again() ->
     family = family_of(core, core.add(range(100, 110), n=4, max_tokens=10, ignore_eos=True, prompt_logprobs=1))
     core.step()
     core.step()
-    core.scheduler._preempt(family[2])
+    core.scheduler.preemption.preempt(family[2])
     core.run()
     lines = [piece for output in core.outputs for _, piece in output.prompt_logprobs]
     assert sum(len(piece.positions) for piece in lines) == 9

@@ -335,7 +335,7 @@ def abort(core: Core, owner: Sequence) -> None:
 
 
 def preempt(core: Core, owner: Sequence) -> None:
-    core.scheduler._preempt(owner)
+    core.scheduler.preemption.preempt(owner)
     core.scheduler.block(owner, Reason.BACKPRESSURE)
     core.land()
 
@@ -462,14 +462,14 @@ def test_a_preempted_sequence_goes_on_with_the_same_tokens(depth: int, caching: 
     core = Core(num_blocks=13, depth=depth, caching=caching)
     sequences = [core.add(prompt(9, 100 * i), max_tokens=25, ignore_eos=True) for i in range(3)]
     core.run()
-    assert core.scheduler.num_preemptions > 0
+    assert core.scheduler.preemption.num_preemptions > 0
     assert_runs_alone_alike(core, *sequences)
 
 
 def test_the_youngest_is_preempted() -> None:
     core = Core(num_blocks=10, sampler=sample_nothing_special)
     sequences = [core.add(prompt(8, 100 * i), max_tokens=20) for i in range(3)]
-    while not core.scheduler.num_preemptions:
+    while not core.scheduler.preemption.num_preemptions:
         core.step()
     assert [sequence.state for sequence in sequences] == [State.RUNNING, State.RUNNING, State.WAITING]
     assert sequences[2].block_ids == []
@@ -480,7 +480,7 @@ def test_a_preempted_sequence_finds_its_own_prefix_again() -> None:
     elder, younger = (core.add(prompt(9, first), max_tokens=15) for first in (100, 300))
     while True:
         core.launch()
-        if core.scheduler.num_preemptions:
+        if core.scheduler.preemption.num_preemptions:
             break
         core.land()
     assert younger.num_tokens == 21, "20 computed in five blocks each"
@@ -594,7 +594,7 @@ def test_a_blocked_sequence_is_preempted_before_any_that_runs() -> None:
     elder, younger = core.add(prompt(16), max_tokens=20), core.add(prompt(8, 300), max_tokens=20)
     core.step()
     core.scheduler.block(elder, Reason.BACKPRESSURE)
-    while not core.scheduler.num_preemptions:
+    while not core.scheduler.preemption.num_preemptions:
         core.step()
     assert elder.block_ids == []
     assert elder in core.scheduler.blocked.values()
@@ -663,7 +663,7 @@ def test_blocks_of_one_who_waits_for_a_row_are_not_out_of_reach(is_elder_parked:
     assert parked.block_ids
     core.run()
     assert_runs_alone_alike(core, parked, running)
-    assert core.scheduler.num_preemptions == 1
+    assert core.scheduler.preemption.num_preemptions == 1
     assert core.num_computed_of(elder) == 12 + 24, "the younger one is preempted, whichever waits"
 
 

@@ -575,7 +575,7 @@ def make_record(
         waiting=scheduler.num_idle + num_waiting_for_admission,
         free_blocks=kv.pool.num_free,
         num_blocks=kv.pool.num_blocks,
-        preemptions=scheduler.num_preemptions,
+        preemptions=scheduler.preemption.num_preemptions,
         prefix_cache_queries=kv.num_queried_tokens,
         prefix_cache_hits=kv.num_hit_tokens,
         blocked=len(scheduler.blocked),

@@ -103,7 +103,7 @@ class Pending(Generic[T]):
 
 
 class Waiter:
-    """Conditions for launched jobs, in order, in a daemon thread that the first of them starts.
+    """Waits for launched jobs, in order, in a daemon thread that the first of them starts.
 
     For the device thread alone, which must call `end`.
 

@@ -19,7 +19,7 @@ class Work(msgspec.Struct, frozen=True, gc=False):
 
 
 class Claim(msgspec.Struct, frozen=True, gc=False):
-    """What somebody without a row is going to take of a step.
+    """What a sequence without a row is going to take of a step.
 
     Attributes:
         num_tokens: as many as are left after all decodes, and the prefills of those before them.

@@ -28,6 +28,7 @@ def int32(values: Any) -> Int32:
 
 
 EMPTY = int32([])
+EMPTY_WANTS: Int8 = np.zeros(0, np.int8)
 EMPTY_FLOATS: Float32 = np.zeros(0, np.float32)
 
 
@@ -147,15 +148,15 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """
 
     step: int
-    removed: Int32
-    added: tuple[RowAdded, ...]
-    grown_rows: Int32
-    grown_blocks: Int32
-    rows: Int32
-    epochs: Int32
-    starts: Int32
-    num_tokens: Int32
-    wants: Int8
+    removed: Int32 = EMPTY
+    added: tuple[RowAdded, ...] = ()
+    grown_rows: Int32 = EMPTY
+    grown_blocks: Int32 = EMPTY
+    rows: Int32 = EMPTY
+    epochs: Int32 = EMPTY
+    starts: Int32 = EMPTY
+    num_tokens: Int32 = EMPTY
+    wants: Int8 = EMPTY_WANTS
     copied_from: Int32 = EMPTY
     copied_to: Int32 = EMPTY
 
@@ -267,7 +268,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         prompt_logprobs: None where no row asked.
         failures: of single rows, ascending.
         device_time_s: how long the step held the device.
-        ended_at_s: when it ended, by ``time.monotonic`` or the clock of a virtual loop; 0.0 if nobody knows.
+        ended_at_s: when it ended, by ``time.monotonic`` or the clock of a virtual loop; 0.0 if unknown.
     """
 
     step: int

@@ -8,8 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aioengine.scheduler.plan import EMPTY, Int32, int32
-from aioengine.scheduler.sequence import Sequence
+from aioengine.scheduler.sequence import Sequence, by_place
 
+Float64 = NDArray[np.float64]
+Bool = NDArray[np.bool_]
 Rows = NDArray[np.intp]
 """Rows to index columns with: numpy gathers and scatters two to three times as fast with these as with int32."""
 
@@ -94,11 +96,11 @@ class RowTable:
 
     def run(self, sequences: list[Sequence]) -> Rows:
         """Put these, which are in order and have rows, among ``running``; returns their rows."""
-        self.stop_gone()  # who was ended has no row any more, and would be sorted in without one
+        self.stop_gone()  # an ended sequence has no row any more, and would be sorted in without one
         new_rows = np.array([sequence.row for sequence in sequences], np.intp)
         running = self.running + sequences
         if self.running and self.running[-1].place > sequences[0].place:
-            running.sort(key=_by_place)
+            running.sort(key=by_place)
             self.running_rows = np.array([sequence.row for sequence in running], np.intp)
         else:
             self.running_rows = np.concatenate([self.running_rows, new_rows])
@@ -119,6 +121,17 @@ class RowTable:
         if self._gone_rows:
             self._drop(self._gone_rows)
             self._gone_rows = []
+
+    def stamp(self, rows: Rows, now: float) -> tuple[Float64, Bool]:
+        """Note the time of a token in each of these rows.
+
+        Returns:
+            float64, the seconds since the token before, of rows that had one; and bool, one a row: it had none.
+        """
+        before = self.token_at[rows]
+        self.token_at[rows] = now
+        is_first = np.isnan(before)
+        return now - (before[~is_first] if np.count_nonzero(is_first) else before), is_first
 
     def check_integrity(self, *, is_caching: bool) -> None:
         """The columns say what the sequences say.
@@ -147,7 +160,3 @@ class RowTable:
         stays = stays[self.running_rows]
         self.running = list(compress(self.running, stays.tolist()))
         self.running_rows = self.running_rows[stays]
-
-
-def _by_place(sequence: Sequence) -> tuple[int, int]:
-    return sequence.place

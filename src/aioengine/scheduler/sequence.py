@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from aioengine.outputs import FinishReason
 from aioengine.sampling_params import SamplingParams
-from aioengine.scheduler.plan import Int32, RowSampling
+from aioengine.scheduler.plan import Int32, RowAdded, RowSampling, int32
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -114,12 +114,12 @@ class Sequence:
         is_cacheable: whether its full blocks go into the prefix cache.
         row: its row, or -1.
         has_run: whether it ever had one.
-        arrived_at: when its request was made, in seconds of whoever adds it; NaN if nobody says.
-        admitted_at: when it first took a row, in seconds of whoever calls the scheduler; NaN before, as the next two.
+        arrived_at: when its request was made, by the clock of `Scheduler.add`'s caller; NaN if not told.
+        admitted_at: when it first took a row, by the ``now`` of the scheduler's methods; NaN before, as the next two.
         first_token_at: when its first token was applied.
         last_token_at: when its newest token was applied; kept here only while it has no row.
         num_preemptions: how often it has lost its blocks.
-        listener: whoever follows it; the core does not look at it.
+        listener: follows it; the scheduler does not look at it.
     """
 
     __slots__ = (
@@ -227,6 +227,35 @@ class Sequence:
         ids: list[int] = self.prompt[start:stop].tolist()
         return ids + self.output_ids[: max(stop - n, 0)]
 
+    def introduce(self) -> RowAdded:
+        """What a device has to know of it when it takes its row."""
+        sampling = self.sampling
+        if sampling.prompt_logprobs >= 0 and not self.needs_prompt_logprobs:
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=-1)
+        return RowAdded(
+            row=self.row,
+            token_ids=self.token_ids(),
+            num_prompt_tokens=len(self.prompt),
+            block_ids=int32(self.block_ids),
+            sampling=sampling,
+        )
+
+    def check_stop(self, token_id: int, eos_token_ids: frozenset[int]) -> tuple[FinishReason | None, int | None]:
+        """Why it ends with ``token_id``, its newest token, if it does: (finish reason, stop reason).
+
+        The order is vLLM's: nothing before ``min_tokens`` but the length; then EOS, then the request's stop tokens (the
+        stop reason is the id), then the length. The sampler masks stop tokens until then, unless a row has no other.
+        """
+        params = self.request.params
+        if len(self.output_ids) >= params.min_tokens:
+            if token_id in eos_token_ids and not params.ignore_eos:
+                return "stop", None
+            if token_id in self.stop_token_ids:
+                return "stop", token_id
+        if self.num_tokens >= self.limit:
+            return "length", None
+        return None, None
+
     def advance(self, event: SequenceEvent) -> None:
         """Change state.
 
@@ -234,6 +263,11 @@ class Sequence:
             KeyError: the event does not belong to this state; a bug.
         """
         self.state = TRANSITIONS[self.state][event]
+
+
+def by_place(sequence: Sequence) -> tuple[int, int]:
+    """To sort by."""
+    return sequence.place
 
 
 def make_choices(

@@ -1,16 +1,109 @@
-"""What a step has brought, once the scheduler has taken its result in."""
+"""Steps on their way through the device, and what one has brought once its result is applied."""
 
 from __future__ import annotations
 
+from collections import deque
+from typing import TypeVar
+
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
-from aioengine.scheduler.plan import Int32, PromptLogprobs, StepLogprobs
+from aioengine.scheduler.budget import Work
+from aioengine.scheduler.plan import EMPTY, Int8, Int32, PromptLogprobs, StepLogprobs, StepPlan, int32
+from aioengine.scheduler.row_table import Bool, Float64, Rows, RowTable
 from aioengine.scheduler.sequence import Sequence
 
-Float64 = NDArray[np.float64]
-Bool = NDArray[np.bool_]
+Array = TypeVar("Array", Int32, Int8)
+
+
+class StepInFlight(msgspec.Struct, frozen=True):
+    """A plan, and what the scheduler knew when it was made.
+
+    Attributes:
+        rows: intp [rows of the step].
+        ends: int32, the position behind the last token that each row computes.
+        sequences: those that had the rows.
+    """
+
+    plan: StepPlan
+    rows: Rows
+    ends: Int32
+    sequences: list[Sequence]
+
+
+class StepsInFlight:
+    """Steps whose results are not applied yet, the oldest first.
+
+    Attributes:
+        num_launched: since the start; the number of the next step.
+    """
+
+    def __init__(self, table: RowTable) -> None:
+        self._table = table
+        self._steps: deque[StepInFlight] = deque()
+        self.num_launched = 0
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def launch(
+        self,
+        work: Work,
+        growing: Rows,
+        grown_blocks: Int32,
+        copies: list[tuple[int, int]],
+        admitted: list[Sequence],
+    ) -> StepPlan:
+        """Make the plan of a step, and move its rows on as if it had run.
+
+        Args:
+            growing, grown_blocks: rows that get a block more, and its id.
+            copies: (source, target) ids of blocks to be copied before the step.
+            admitted: sequences that have taken a row since the last plan.
+        """
+        rows, table = work.rows, self._table
+        expected = table.expected[rows]
+        samples = work.ends == expected
+        table.scheduled[rows] = work.ends
+        table.expected[rows] = expected + samples
+        plan = StepPlan(
+            step=self.num_launched,
+            removed=table.take_removed(),
+            copied_from=int32([source for source, _ in copies]) if copies else EMPTY,
+            copied_to=int32([target for _, target in copies]) if copies else EMPTY,
+            added=tuple(sequence.introduce() for sequence in admitted),
+            grown_rows=_frozen(growing.astype(np.int32)) if len(growing) else EMPTY,
+            grown_blocks=grown_blocks,
+            rows=_frozen(rows.astype(np.int32)),
+            epochs=_frozen(table.epoch[rows]),
+            starts=_frozen(work.starts),
+            num_tokens=_frozen(work.num_tokens),
+            wants=_frozen(samples.view(np.int8)),  # True is Want.LOGITS
+        )
+        self.num_launched += 1
+        is_all = rows is table.running_rows or np.array_equal(rows, table.running_rows)
+        sequences = table.running if is_all else table.occupants_of(rows)
+        self._steps.append(StepInFlight(plan, rows, work.ends, sequences))
+        return plan
+
+    def take(self, plan: StepPlan) -> StepInFlight:
+        """The oldest step, whose plan this must be: results are applied in the order of launches."""
+        step = self._steps.popleft()
+        assert step.plan is plan, "results are applied in the order of launches"
+        return step
+
+    def check_integrity(self, sequence: Sequence) -> None:
+        """The columns of a sequence with a row count just what these steps compute for it.
+
+        Raises:
+            AssertionError: they do not.
+        """
+        row, table = sequence.row, self._table
+        plans = [step.plan for step in self._steps]
+        steps = [(plan, plan.rows.tolist().index(row)) for plan in plans if row in plan.rows]
+        mine = [(plan, index) for plan, index in steps if plan.epochs[index] == table.epoch[row]]
+        assert table.scheduled[row] - table.computed[row] == sum(int(plan.num_tokens[index]) for plan, index in mine)
+        assert table.expected[row] - sequence.num_tokens == sum(int(plan.wants[index]) for plan, index in mine)
 
 
 class StepOutput(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,3 +147,8 @@ def score_prompts(
             sequences[index].num_scored_tokens = max(sequences[index].num_scored_tokens, int(piece.positions[-1]))
             pieces.append((sequences[index], piece))
     return pieces
+
+
+def _frozen(array: Array) -> Array:
+    array.flags.writeable = False
+    return array

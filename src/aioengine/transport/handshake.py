@@ -170,7 +170,7 @@ class EngineRecord:
 
 
 class Welcome:
-    """Conditions for a number of engines: a pure machine. Local ones have the first indices.
+    """Waits for a number of engines: a pure machine. Local ones have the first indices.
 
     Args:
         num_local, num_remote: how many of each.

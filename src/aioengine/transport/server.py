@@ -157,7 +157,7 @@ class EngineServer:
         if hasattr(self, "_context") and not self._context.closed:
             for channel in self._channels:
                 channel.close(LINGER_S)
-            # Conditions for last words, and for that long at most.
+            # Waits for last words, and for that long at most.
             await end_context(self._context, self._worker)
             if self._address.scheme == "ipc":
                 for path in self._files:

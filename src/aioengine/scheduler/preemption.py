@@ -1,0 +1,133 @@
+"""Which sequences give way when rows or blocks run short.
+
+A blocked sequence (`Sequence.reasons`) leaves its row once nothing of it is in flight, and keeps its blocks: it is
+*parked*. When blocks run out, victims are chosen in this order: a parked sequence that is blocked, a blocked one that
+has a row still, then the last by (priority, order). A victim loses its blocks, and computes their KV again.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+
+from aioengine.scheduler.budget import Claim
+from aioengine.scheduler.kv_manager import KVManager, PrefixMatch
+from aioengine.scheduler.row_table import RowTable
+from aioengine.scheduler.sequence import Sequence, SequenceEvent, State, by_place
+from aioengine.scheduler.waiting_queue import WaitingQueue
+
+
+class Preemption:
+    """Takes rows and blocks from sequences, and puts those back where they wait.
+
+    Args:
+        kv, table: blocks and rows.
+        waiting: the queue of sequences that could run.
+        blocked: sequences without a row that have a reason, by order.
+
+    Attributes:
+        leaving: RUNNING with a reason: they have a row until what is in flight is applied.
+        parked: WAITING, with or without a reason, and holding blocks; by order.
+        reserve: blocks that are kept back from newcomers while others run: a prompt half admitted would only be
+            preempted again.
+        num_preemptions: since the start.
+    """
+
+    def __init__(self, kv: KVManager, table: RowTable, waiting: WaitingQueue, blocked: dict[int, Sequence]) -> None:
+        self._kv = kv
+        self._table = table
+        self._waiting = waiting
+        self._blocked = blocked
+        self.leaving: list[Sequence] = []
+        self.parked: dict[int, Sequence] = {}
+        self.reserve = max(1, kv.pool.num_blocks // 100)
+        self.num_preemptions = 0
+
+    def enqueue(self, sequence: Sequence) -> None:
+        """Let a sequence without a row wait: among the blocked ones if it has a reason."""
+        if sequence.reasons:
+            self._blocked[sequence.order] = sequence
+        else:
+            self._waiting.add(sequence)
+
+    def free_row(self, sequence: Sequence) -> None:
+        self._table.free(sequence)
+        if sequence in self.leaving:
+            self.leaving.remove(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """Give its blocks back, wherever it is."""
+        self.parked.pop(sequence.order, None)
+        self._kv.release(sequence)
+
+    def yield_to_higher(self) -> None:
+        """Preempt running sequences of lower priority than the first in the queue, if that makes room for it."""
+        head = self._waiting.peek() if self._table.running else None
+        if head is None or head.place[0] >= self._table.running[-1].place[0]:
+            return
+        match = self._kv.lookup(head)
+        lower = [sequence for sequence in self._table.running if sequence.place[0] > head.place[0]]
+        num_reachable = self._kv.pool.num_free + sum(len(s.block_ids) for s in [*lower, *self.parked.values()])
+        if match.pending is not None or match.num_missing + self.reserve > num_reachable:
+            return
+        while lower and not self._has_room(match):
+            self.preempt(lower.pop())
+
+    def claim_of_higher(self) -> Claim | None:
+        """What the first in the queue is going to take of the next step, before the prompts of lower ones."""
+        head = self._waiting.peek() if self._table.running else None
+        if head is None or head.place[0] >= self._table.running[-1].place[0]:
+            return None
+        match = self._kv.lookup(head)
+        if match.pending is not None or not self._has_room(match):
+            return None
+        num_tokens = head.num_tokens - max(head.num_computed_tokens, len(match.block_ids) * self._kv.block_size)
+        return Claim(num_tokens, bisect(self._table.running, head.place, key=by_place))
+
+    def _has_room(self, match: PrefixMatch) -> bool:
+        is_roomy = self._kv.can_admit(match, self.reserve) or bool(self.parked)  # those go first, when it is admitted
+        return bool(self._table.free_rows) and is_roomy
+
+    def victim(self) -> Sequence:
+        """The sequence that gives up its blocks first: a blocked one that holds some, else the last of all."""
+        parked = self._parked_victim()
+        if parked is not None and parked.reasons:
+            return parked
+        if self.leaving:
+            return self.leaving[-1]
+        running = self._table.running[-1]
+        return running if parked is None or parked.place < running.place else parked
+
+    def victim_for(self, newcomer: Sequence, *, is_alone: bool) -> Sequence | None:
+        """A sequence without a row that gives its blocks to ``newcomer``, the first in the queue, if there is one.
+
+        Args:
+            is_alone: nothing runs. Then the newcomer itself may be in its own way: a tail to copy takes a block more
+                than to compute it.
+        """
+        return self._parked_victim(newcomer) or (newcomer if is_alone and newcomer.block_ids else None)
+
+    def _parked_victim(self, besides: Sequence | None = None) -> Sequence | None:
+        """Of the sequences that hold blocks without a row: a blocked one, else the last."""
+        candidates = (sequence for sequence in self.parked.values() if sequence is not besides)
+        return max(candidates, key=lambda sequence: (bool(sequence.reasons), sequence.place), default=None)
+
+    def preempt(self, sequence: Sequence) -> None:
+        self.num_preemptions += 1
+        sequence.num_preemptions += 1
+        if sequence.state is State.RUNNING:
+            self._table.stop([sequence])
+            self.free_row(sequence)
+            self.enqueue(sequence)
+        sequence.advance(SequenceEvent.PREEMPTED)
+        self.release(sequence)
+
+    def park_blocked(self) -> None:
+        """Blocked sequences leave their rows once nothing of theirs is in flight."""
+        table = self._table
+        idle = [s for s in self.leaving if table.computed[s.row] == table.scheduled[s.row]]
+        for sequence in idle:
+            sequence.num_computed_tokens = int(table.computed[sequence.row])
+            self.free_row(sequence)
+            sequence.advance(SequenceEvent.PARKED)
+            self._kv.cancel_pending(sequence)
+            self._blocked[sequence.order] = self.parked[sequence.order] = sequence
