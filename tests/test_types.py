@@ -1,7 +1,8 @@
-"""What type checkers see: keywords have names and types, the same that the structs have."""
+"""What type checkers see: public names that are there, keywords with the names and types that the structs have."""
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 import types
@@ -12,6 +13,7 @@ import msgspec
 import pytest
 
 import aioengine
+import aioengine.server
 from aioengine.config import ConfigKeywords, EngineConfig
 from aioengine.sampling_params import NEUTRAL_PARAMS, SamplingKeywords, SamplingParams
 from aioengine.validation import field_types
@@ -55,6 +57,14 @@ def members(hint: Any) -> set[Any]:
         whole = get_origin(hint)[bare]
         return {whole, list[bare[0]]} if get_origin(hint) is tuple else {whole}  # type: ignore[valid-type]
     return {("Literal", get_args(hint))} if get_origin(hint) is Literal else {hint}
+
+
+@pytest.mark.parametrize("package", [aioengine, aioengine.server], ids=["aioengine", "server"])
+def test_every_public_name_can_be_imported(package: types.ModuleType) -> None:
+    assert sorted(package._HOME_OF.keys() - package.__all__) == []
+    for name in package.__all__:
+        home = package._HOME_OF.get(name, "aioengine.errors")
+        assert hasattr(importlib.import_module(home), name), home
 
 
 @pytest.mark.parametrize(
