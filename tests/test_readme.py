@@ -114,6 +114,12 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors_of(there), target
 
 
+@pytest.mark.parametrize("page", WITH_LINKS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_scripts_and_tests_that_a_page_names_are_there(page: Path) -> None:
+    named = re.findall(r"\b(?:benchmarks|tests|examples)/[\w/]+\.(?:py|ipynb)", page.read_text())
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
 def test_every_page_is_linked_from_readme() -> None:
     assert [page.name for page in PAGES[1:] if f"(docs/{page.name})" not in README.read_text()] == []
 
