@@ -23,7 +23,7 @@ Float32 = NDArray[np.float32]
 def int32(values: Any) -> Int32:
     """An immutable int32 array, owning its data."""
     array = np.array(values, dtype=np.int32)
-    array.flags.writeable = False
+    array.setflags(write=False)
     return array
 
 

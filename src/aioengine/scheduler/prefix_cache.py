@@ -18,6 +18,7 @@ from aioengine.scheduler.plan import Int32
 
 HASH_BYTES = 16
 ROOT = blake2b(b"aioengine prefix cache v1", digest_size=HASH_BYTES).digest()
+_EMPTY = blake2b(digest_size=HASH_BYTES)
 
 
 def root_of(cache_salt: str) -> bytes:
@@ -33,8 +34,14 @@ def hash_block(parent: bytes, token_ids: Items[int]) -> bytes:
 
     The same in every process and on every machine, so that replicas can share what they know.
     """
-    data = parent + _little_endian(len(token_ids)).pack(*token_ids)
-    return blake2b(data, digest_size=HASH_BYTES).digest()
+    return _chain(parent, _little_endian(len(token_ids)).pack(*token_ids))
+
+
+def _chain(parent: bytes, ids: bytes) -> bytes:
+    state = _EMPTY.copy()  # two thirds of the time of a new one with a digest size
+    state.update(parent)
+    state.update(ids)
+    return state.digest()
 
 
 @functools.cache
@@ -43,7 +50,7 @@ def _little_endian(count: int) -> struct.Struct:
 
 
 def hash_prompt(token_ids: Int32, block_size: int, root: bytes = ROOT) -> list[bytes]:
-    """The hashes of a prompt's full blocks, about 0.5 µs each: long prompts are hashed off the loop.
+    """The hashes of a prompt's full blocks, about 0.3 µs each: long prompts are hashed off the loop.
 
     Only full blocks: a partial block's hash would change with the next token.
     """
@@ -52,7 +59,7 @@ def hash_prompt(token_ids: Int32, block_size: int, root: bytes = ROOT) -> list[b
     hashes = []
     parent = root
     for end in range(size, len(raw) + 1, size):
-        parent = blake2b(parent + raw[end - size : end], digest_size=HASH_BYTES).digest()
+        parent = _chain(parent, raw[end - size : end])
         hashes.append(parent)
     return hashes
 
@@ -119,11 +126,12 @@ class PrefixCache:
 
     def evict(self, block_ids: Iterable[int]) -> None:
         """Forget the hashes of these READY blocks, which are about to hold something else."""
+        ready, hashes = self.ready, self.hashes
         for block_id in block_ids:
-            block_hash = self.hashes[block_id]
+            block_hash = hashes[block_id]
             assert block_hash is not None, "a block without a hash was kept like a cached one"
-            del self.ready[block_hash]
-            self.hashes[block_id] = None
+            del ready[block_hash]
+            hashes[block_id] = None
 
     def forget(self) -> None:
         """Forget the hashes of all blocks. PENDING hashes stay until their owners cancel them."""

@@ -150,5 +150,5 @@ def score_prompts(
 
 
 def _frozen(array: Array) -> Array:
-    array.flags.writeable = False
+    array.setflags(write=False)
     return array
