@@ -41,7 +41,6 @@ from transport.wire_samples import CONTROLS, DIRECTIONS, FROM_FRONT_END, Sample,
 from aioengine.core import control as c
 from aioengine.errors import InvalidRequest, WireError
 from aioengine.transport import handshake, wire
-from aioengine.transport.line_columns import LineColumns
 from aioengine.transport.wire import OutOfTurn, Reader, WireMessage
 from aioengine.transport.wire_errors import to_error
 
@@ -201,8 +200,8 @@ def use(body: WireMessage, arrays: Any) -> None:
     elif isinstance(body, wire.StepOutputsMessage):
         for failed in body.failed:
             to_error(failed.fault)
-        if body.has_lines:
-            columns = LineColumns(arrays[3], arrays[4:])
+        if body.has_logprobs:
+            columns = wire.LogprobColumns(arrays)
             for place in range(8):
                 columns.at(place)
             for piece in body.prompts:
@@ -273,7 +272,7 @@ class Readers:
 
     def _shake_hands(self, frames: Frames) -> None:
         """A stranger's broken message, and an engine's, to one who waits for engines."""
-        init = handshake.Init(wire.PROTOCOL_VERSION, 0, 1, handshake.Addresses())
+        init = handshake.Init(wire.PROTOCOL_VERSION, 0, 1)
         machine = handshake.Welcome(
             num_local=1, num_remote=2, make_init=lambda index: init, token="secret", now=0.0, start_timeout_s=9.0
         )

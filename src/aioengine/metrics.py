@@ -47,8 +47,8 @@ REQUEST_TOKENS = (*(digit * 10**power for power in range(6) for digit in (1, 2, 
 FINISH_REASONS = ("stop", "length", "abort", "error")
 
 
-class StepRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One device step, when its result has been applied.
+class StepRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+    """One device step, when its result has been applied. Fields are only ever appended, with defaults: it is sent, too.
 
     Attributes:
         step: the plan's number.

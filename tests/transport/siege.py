@@ -135,10 +135,10 @@ class Peer:
         """Take in what the engine has sent; it comes whole and in order, or the reader raises."""
         assert self.outputs is not None
         for frames in await self.outputs.receive():
-            body, arrays = self.reader.read(frames)
+            body, _ = self.reader.read(frames)
             self.news.append(body)
             if isinstance(body, wire.StepOutputsMessage):
-                for number, token in zip(arrays[0].tolist(), arrays[1].tolist(), strict=True):
+                for number, token in zip(body.numbers, body.token_ids, strict=True):
                     self.tokens.setdefault(number, []).append(token)
             if self.reader.due % 32 == 0:
                 self.say(wire.Acknowledge(self.reader.due - 1))

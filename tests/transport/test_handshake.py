@@ -11,7 +11,6 @@ from aioengine.core.executor_protocol import ExecutorInfo
 from aioengine.errors import ConfigError, EngineDead, ModelLoadError, WireError
 from aioengine.transport.handshake import (
     TRANSITIONS,
-    Addresses,
     EngineRecord,
     Failing,
     HandshakeState,
@@ -34,7 +33,7 @@ OTHER_VERSION = PROTOCOL_VERSION + 1
 
 
 def init_of(index: int) -> Init:
-    return Init(version=PROTOCOL_VERSION, index=index, num_engines=4, addresses=Addresses(serve=f"ipc:///e/{index}"))
+    return Init(version=PROTOCOL_VERSION, index=index, num_engines=4, address=f"ipc:///e/{index}")
 
 
 def hello(
@@ -305,7 +304,7 @@ def test_one_handshake_is_merged_as_it_is() -> None:
     joining = Joining(1)
     assert not joining.is_done
     init = Init(
-        version=PROTOCOL_VERSION, index=2, num_engines=3, addresses=Addresses(serve="ipc:///a", coordinator="ipc:///c"),
+        version=PROTOCOL_VERSION, index=2, num_engines=3, address="ipc:///a",
         config=EngineConfig(max_num_seqs=7), plugins=("a", "b"), executor="m:f",
     )  # fmt: skip
     joining.on_init(0, init)
@@ -317,12 +316,12 @@ def test_one_handshake_is_merged_as_it_is() -> None:
 def test_of_two_the_first_says_where_and_what_and_the_last_which(order: tuple[int, ...]) -> None:
     parents = Init(
         version=PROTOCOL_VERSION, index=0, num_engines=1,
-        addresses=Addresses(serve="ipc:///parent", coordinator="ipc:///parents"),
+        address="ipc:///parent",
         config=EngineConfig(max_num_seqs=7), plugins=("parents",), executor="m:f",
     )  # fmt: skip
     shared = Init(
         version=PROTOCOL_VERSION, index=5, num_engines=8,
-        addresses=Addresses(serve="tcp://127.0.0.1:1", coordinator="tcp://127.0.0.1:2"),
+        address="tcp://127.0.0.1:1",
         config=EngineConfig(max_num_seqs=9), plugins=("anybody's",), executor="other:f",
     )  # fmt: skip
     joining = Joining(2)
@@ -331,21 +330,21 @@ def test_of_two_the_first_says_where_and_what_and_the_last_which(order: tuple[in
         joining.on_init(place, (parents, shared)[place])
     merged = joining.merged()
     assert (merged.index, merged.num_engines) == (5, 8)
-    assert merged.addresses == Addresses(serve="ipc:///parent", coordinator="tcp://127.0.0.1:2")
+    assert merged.address == "ipc:///parent"
     assert merged.config == parents.config
     assert (merged.plugins, merged.executor) == (("parents",), "m:f")  # code is for its parent alone to name
 
 
 def test_what_the_first_leaves_open_the_second_says() -> None:
-    nothing = Init(version=PROTOCOL_VERSION, index=0, num_engines=1, addresses=Addresses())
+    nothing = Init(version=PROTOCOL_VERSION, index=0, num_engines=1)
     shared = Init(
-        version=PROTOCOL_VERSION, index=1, num_engines=2, addresses=Addresses(serve="tcp://127.0.0.1:1"),
+        version=PROTOCOL_VERSION, index=1, num_engines=2, address="tcp://127.0.0.1:1",
         config=EngineConfig(max_num_seqs=9),
     )  # fmt: skip
     joining = Joining(2)
     joining.on_init(0, nothing)
     joining.on_init(1, shared)
-    assert joining.merged().addresses.serve == "tcp://127.0.0.1:1"
+    assert joining.merged().address == "tcp://127.0.0.1:1"
     assert joining.merged().config == shared.config
 
 
@@ -354,7 +353,7 @@ def test_what_the_first_leaves_open_the_second_says() -> None:
     [
         (lambda: TurnedAway(PROTOCOL_VERSION, "the token is another one"), "turned away: the token is another one"),
         (
-            lambda: Init(version=OTHER_VERSION, index=0, num_engines=1, addresses=Addresses()),
+            lambda: Init(version=OTHER_VERSION, index=0, num_engines=1),
             f"version {PROTOCOL_VERSION} is spoken here, not {OTHER_VERSION}",
         ),
     ],

@@ -26,7 +26,7 @@ from aioengine.errors import AioEngineError, ConfigError, EngineDead, ModelLoadE
 from aioengine.models.folder import DEMO_MODEL
 from aioengine.transport.channel import Channel
 from aioengine.transport.child import TOKEN
-from aioengine.transport.handshake import Addresses, HandshakeState, Init, Welcome, welcome
+from aioengine.transport.handshake import HandshakeState, Init, Welcome, welcome
 from aioengine.transport.security import ZAP_ENDPOINT, Gate, ServerKeys
 from aioengine.transport.supervisor import Child, ChildSpec, Supervisor
 from aioengine.transport.wire import PROTOCOL_VERSION
@@ -63,7 +63,7 @@ async def hall(
     def make_init(index: int) -> Init:
         return Init(
             version=PROTOCOL_VERSION, index=index, num_engines=num_local + num_remote,
-            addresses=Addresses(serve=serve and serve.format(index)), config=EngineConfig(max_num_seqs=33),
+            address=serve and serve.format(index), config=EngineConfig(max_num_seqs=33),
             executor=f"{DEVICE}:told",
         )  # fmt: skip
 

@@ -2,8 +2,8 @@
 
     python tests/transport/wire_samples.py
 
-writes `recorded/`, the frames of today's messages. They stand for a peer of protocol version 1: write them anew only
-with another `PROTOCOL_VERSION`, or to add messages that did not exist. No two fields of a message that could be taken
+writes `recorded/`, the frames of today's messages, as a peer of this `PROTOCOL_VERSION` sends them. Write them anew
+only with another `PROTOCOL_VERSION`, or to add messages that did not exist. No two fields of a message that could be taken
 for each other have the same value, so that exchanged ones would be seen.
 """
 
@@ -20,6 +20,7 @@ from aioengine.config import EngineConfig
 from aioengine.core import control as c
 from aioengine.core.executor_protocol import ExecutorInfo
 from aioengine.core.health import Beat
+from aioengine.metrics import StepRecord
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.scheduler import SchedulerStats
 from aioengine.transport import handshake, wire
@@ -41,14 +42,7 @@ PARAMS = SamplingParams(temperature=0.5, top_k=7, seed=11, n=2, max_tokens=3, st
 
 CONFIG = EngineConfig(max_model_len=512, max_num_seqs=16, max_num_batched_tokens=128, block_size=8, max_waiting=33)
 
-LATER_FIELDS = {
-    "gpu_memory_utilization",
-    "kv_cache_dtype",
-    "cuda_graphs",
-    "tune_kernels",
-    "load_timeout_s",
-    "chat_template_timeout_s",
-}
+LATER_FIELDS: set[str] = set()
 """Of `EngineConfig`, since the recordings were made: the settings that an engine tells are a mapping, which grows."""
 
 INFO = ExecutorInfo(
@@ -90,7 +84,7 @@ FAULT = Fault(
     filename="/nowhere",
 )
 
-HEAD = wire.StepHead(
+RECORD = StepRecord(
     step=1,
     num_tokens=2,
     num_sampled=3,
@@ -98,6 +92,7 @@ HEAD = wire.StepHead(
     device_time_s=0.5,
     step_time_s=0.75,
     loop_lag_s=0.125,
+    inter_token_latencies_s=np.array([0.25, 0.5]),
     times_to_first_token_s=[0.25, 0.5],
     running=9,
     waiting=10,
@@ -135,10 +130,6 @@ def int32(*values: int) -> np.ndarray[Any, np.dtype[np.int32]]:
 
 def float32(*values: float) -> np.ndarray[Any, np.dtype[np.float32]]:
     return np.array(values, np.float32)
-
-
-def float64(*values: float) -> np.ndarray[Any, np.dtype[np.float64]]:
-    return np.array(values, np.float64)
 
 
 def _add_request(prompt: np.ndarray[Any, np.dtype[np.int32]]) -> Sample:
@@ -180,15 +171,16 @@ FROM_FRONT_END: tuple[Sample, ...] = (
 )
 
 _NEWS: dict[str, Any] = {
+    "numbers": [1, 2, 2],
+    "token_ids": [100, 200, 300],
     "started": [wire.Started(number=1, num_cached_tokens=16)],
     "first": [wire.First(number=2, prefill_time_s=0.5)],
     "prompts": [wire.PromptLogprobsMessage(number=3, position=4, count=1)],
     "ended": [wire.Ended(number=5, finish_reason="stop", stop_reason="word", num_preemptions=6)],
     "failed": [wire.Failed(number=7, fault=FAULT)],
-    "record": HEAD,
+    "record": RECORD,
 }
-_TOKENS = (int32(1, 2, 2), int32(100, 200, 300), float64(0.25, 0.5))
-_LINES = (
+_LOGPROBS = (
     int32(0, 2),
     float32(-0.5, -1.5, -2.5),
     int32(1, 2, 3),
@@ -218,11 +210,11 @@ FROM_ENGINE: tuple[Sample, ...] = (
         ),
     ),
     Sample("refused", wire.Refused(version=1, reason="no room")),
-    Sample("outputs_none", wire.StepOutputsMessage(), (int32(), int32(), float64())),
-    Sample("outputs_one", wire.StepOutputsMessage(), (int32(9), int32(900), float64())),
-    Sample("outputs_many", wire.StepOutputsMessage(), (int32(*range(300)), int32(*range(300, 600)), float64(0.5))),
-    Sample("outputs", wire.StepOutputsMessage(**_NEWS), _TOKENS),
-    Sample("outputs_lines", wire.StepOutputsMessage(**_NEWS, has_lines=True), (*_TOKENS, *_LINES)),
+    Sample("outputs_none", wire.StepOutputsMessage()),
+    Sample("outputs_one", wire.StepOutputsMessage(numbers=[9], token_ids=[900])),
+    Sample("outputs_many", wire.StepOutputsMessage(numbers=[*range(300)], token_ids=[*range(300, 600)])),
+    Sample("outputs", wire.StepOutputsMessage(**_NEWS)),
+    Sample("outputs_logprobs", wire.StepOutputsMessage(**_NEWS, has_logprobs=True), _LOGPROBS),
     Sample("returned", wire.Returned(call_id=1, result={"files": ["a", "b"], "done": True})),
     Sample("returned_fault", wire.Returned(call_id=2, fault=FAULT)),
     Sample("beating", wire.Beating(beat=BEAT)),
@@ -243,7 +235,7 @@ HANDSHAKE_TO_ENGINE: tuple[Sample, ...] = (
             version=1,
             index=2,
             num_engines=3,
-            addresses=handshake.Addresses(serve="ipc:///tmp/engine", coordinator="tcp://127.0.0.1:5555"),
+            address="ipc:///tmp/engine",
             config=CONFIG,
             plugins=("one", "two"),
             executor="module:function",

@@ -27,7 +27,7 @@ from aioengine.transport.addresses import START_DESCRIPTORS, PrivateFolder, chec
 from aioengine.transport.channel import Channel, Context, bind, end_context, make_context
 from aioengine.transport.child import TOKEN
 from aioengine.transport.client import RemoteCore
-from aioengine.transport.handshake import Addresses, Init, Welcome, welcome
+from aioengine.transport.handshake import Init, Welcome, welcome
 from aioengine.transport.link import Link
 from aioengine.transport.security import ClientKeys
 from aioengine.transport.supervisor import Child, ChildSpec, Supervisor
@@ -264,7 +264,6 @@ class InChild:
             version=PROTOCOL_VERSION,
             index=index,
             num_engines=1,
-            addresses=Addresses(),
             # This side logs load and requests: once is enough.
             config=msgspec.structs.replace(self._config, log_stats_interval_s=0.0, log_requests=False),
             plugins=self._options.plugins,

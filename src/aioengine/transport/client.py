@@ -24,34 +24,13 @@ from aioengine.core.executor_protocol import ExecutorInfo
 from aioengine.core.health import Health, dead, judge
 from aioengine.core.listener import UNLIMITED, Endings, Listener, UserCode
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead, WireError, describe
-from aioengine.metrics import EngineMetrics, Observer, RequestMetrics, StatsLog
+from aioengine.metrics import EngineMetrics, Observer, RequestMetrics, StatsLog, StepRecord
 from aioengine.outputs import FinishReason
 from aioengine.scheduler.scheduler import SchedulerStats
 from aioengine.scheduler.sequence import Request, Sequence, make_choices
+from aioengine.transport import wire
 from aioengine.transport.channel import Monitor
-from aioengine.transport.line_columns import LineColumns
 from aioengine.transport.link import Link
-from aioengine.transport.session import record_of
-from aioengine.transport.wire import (
-    Acknowledge,
-    AddRequest,
-    Allow,
-    Arrays,
-    Attached,
-    Beating,
-    CallControl,
-    CancelCall,
-    Ended,
-    Finish,
-    FromEngine,
-    OutOfTurn,
-    Reader,
-    Returned,
-    Shutdown,
-    StepOutputsMessage,
-    pack_control,
-    pack_params,
-)
 from aioengine.transport.wire_errors import Fault, to_error
 from aioengine.turns import turns_here
 
@@ -92,7 +71,7 @@ class RemoteCore:
     def __init__(
         self,
         link: Link,
-        attached: Attached,
+        attached: wire.Attached,
         *,
         config: EngineConfig,
         clock: Callable[[], float],
@@ -130,7 +109,7 @@ class RemoteCore:
         self._beat = attached.first_beat
         self._is_sleeping = attached.first_beat.is_sleeping
         self._heard_at = self._listened_until = clock()
-        self._reader: Reader[Any] = Reader(FromEngine)
+        self._reader: wire.Reader[Any] = wire.Reader(wire.FromEngine)
         self._num_unacknowledged = self._unacknowledged_bytes = 0
         self._is_cut = False
         self._over = asyncio.Event()
@@ -159,7 +138,7 @@ class RemoteCore:
         Raises:
             InvalidRequest: it holds functions.
         """
-        pack_params(request.params)
+        wire.pack_params(request.params)
         return make_choices(request, request.params.num_sequences, eos_token_ids=self.eos_token_ids, block_hashes=None)
 
     def check_accepting(self) -> None:
@@ -174,9 +153,9 @@ class RemoteCore:
         request = sequence.request
         family = list(zip((sequence, *sequence.children), listeners, strict=True))
         self._link.send(
-            AddRequest(
+            wire.AddRequest(
                 number=self._next_number,
-                params=pack_params(request.params),
+                params=wire.pack_params(request.params),
                 seed=request.seed,
                 max_total_tokens=request.max_total_tokens,
                 request_id=request.request_id,
@@ -199,7 +178,7 @@ class RemoteCore:
             self._endings.tell(sequence.order)
             return
         family = [member for member in (sequence, *sequence.children) if member.order in self._live]
-        self._link.send(Finish([member.order for member in family], reason, stop_reason))
+        self._link.send(wire.Finish([member.order for member in family], reason, stop_reason))
         for member in family:
             member.finish_reason, member.stop_reason = reason, stop_reason
             self._release(member).on_end()
@@ -211,7 +190,7 @@ class RemoteCore:
             sequences = list(self._live.values())
             for begin in range(0, len(sequences), FINISHED_A_MESSAGE):
                 part = sequences[begin : begin + FINISHED_A_MESSAGE]
-                self._link.send(Finish([sequence.order for sequence in part], "abort"))
+                self._link.send(wire.Finish([sequence.order for sequence in part], "abort"))
             for sequence in sequences:
                 sequence.finish_reason = "abort"
                 self._endings.add(sequence.order, self._release(sequence))
@@ -222,7 +201,7 @@ class RemoteCore:
 
     def unblock(self, sequence: Sequence) -> None:
         if sequence.order in self._live and not self.is_stopped:
-            self._link.send(Allow(sequence.order, _allowed(sequence.listener)))
+            self._link.send(wire.Allow(sequence.order, _allowed(sequence.listener)))
 
     async def call(self, control: AnyControl) -> Any:
         """Have the engine perform a control call; it is on its way before the first wait.
@@ -235,7 +214,7 @@ class RemoteCore:
             Exception: what went wrong there.
         """
         self.check_accepting()
-        raw, frames = pack_control(control)
+        raw, frames = wire.pack_control(control)
         if isinstance(control, UNBLOCKING_CALLS):
             result = await self._call(raw, frames)  # whoever holds all turns may wait for just this
         else:
@@ -255,14 +234,14 @@ class RemoteCore:
             return await returned
         except asyncio.CancelledError:
             if not self.is_stopped:
-                self._link.send(CancelCall(call_id))
+                self._link.send(wire.CancelCall(call_id))
             raise
         finally:
             self._calls.pop(call_id, None)
 
     def resume(self) -> None:
         if not self.is_stopped:
-            self._send_call(*pack_control(Resume()), None)
+            self._send_call(*wire.pack_control(Resume()), None)
 
     def when(self, is_so: Callable[[], bool]) -> asyncio.Future[None]:
         future = self._waits.add(is_so)
@@ -379,7 +358,7 @@ class RemoteCore:
         """Act on a message, or refuse it; a gap is the end, since what was lost cannot be had again."""
         try:
             body, arrays = self._reader.read(frames)
-        except OutOfTurn as error:
+        except wire.OutOfTurn as error:
             self.num_refused += 1
             if error.is_gap:
                 self.die(EngineDead(f"messages of the engine were lost: {error}"))
@@ -390,11 +369,11 @@ class RemoteCore:
             return
         self._heard_at = self.clock()
         self._acknowledge(frames)
-        if isinstance(body, StepOutputsMessage):
+        if isinstance(body, wire.StepOutputsMessage):
             await self._on_outputs(body, arrays)
-        elif isinstance(body, Returned):
+        elif isinstance(body, wire.Returned):
             self._on_returned(body)
-        elif isinstance(body, Beating):
+        elif isinstance(body, wire.Beating):
             self._beat = body.beat
             self._is_sleeping = body.beat.is_sleeping
             free_blocks = body.beat.free_blocks  # what ends between two steps makes no record
@@ -405,7 +384,7 @@ class RemoteCore:
                 blocked=body.beat.blocked,
                 free_blocks=free_blocks if free_blocks >= 0 else self._stats.free_blocks,
             )
-        elif isinstance(body, Shutdown):
+        elif isinstance(body, wire.Shutdown):
             self.die(_death_of(body.fault))
 
     def _acknowledge(self, frames: list[bytes]) -> None:
@@ -413,9 +392,9 @@ class RemoteCore:
         self._unacknowledged_bytes += sum(map(len, frames))
         if self._num_unacknowledged >= ACKNOWLEDGE_EVERY or self._unacknowledged_bytes >= ACKNOWLEDGE_BYTES:
             self._num_unacknowledged = self._unacknowledged_bytes = 0
-            self._link.send(Acknowledge(self._reader.due - 1))
+            self._link.send(wire.Acknowledge(self._reader.due - 1))
 
-    def _on_returned(self, body: Returned) -> None:
+    def _on_returned(self, body: wire.Returned) -> None:
         returned = self._calls.pop(body.call_id, None)
         if returned is None or returned.done():
             return
@@ -427,9 +406,8 @@ class RemoteCore:
 
     # What sequences bring
 
-    async def _on_outputs(self, body: StepOutputsMessage, arrays: Arrays) -> None:
+    async def _on_outputs(self, body: wire.StepOutputsMessage, arrays: wire.Arrays) -> None:
         now = self.clock()
-        numbers, token_ids = arrays[0].tolist(), arrays[1].tolist()
         for started in body.started:
             self._on_started(started.number, started.num_cached_tokens, now)
         for first in body.first:
@@ -438,21 +416,21 @@ class RemoteCore:
                 sequence.children = ()  # its family is on its own from now on
                 sequence.first_token_at = now
                 sequence.admitted_at = now - first.prefill_time_s
-        lines = LineColumns(arrays[3], arrays[4:]) if body.has_lines else None
+        logprobs = wire.LogprobColumns(arrays) if body.has_logprobs else None
         last_of = {ended.number: ended for ended in body.ended}
-        for begin in range(0, len(numbers), PUBLISH_SLICE):
+        for begin in range(0, len(body.numbers), PUBLISH_SLICE):
             if begin:
                 await asyncio.sleep(0)
-            self._on_tokens(numbers, token_ids, begin, lines, last_of, now)
-        if lines is not None:
+            self._on_tokens(body, begin, logprobs, last_of, now)
+        if logprobs is not None:
             for piece in body.prompts:
                 sequence = self._live.get(piece.number)
-                of_prompt = lines.take(piece.count)
+                of_prompt = logprobs.take(piece.count)
                 if sequence is not None:
                     sequence.listener.on_prompt_logprobs(piece.position, of_prompt)
         self._on_ends(body)
         if body.record is not None:
-            self._on_record(body, arrays[2])
+            self._on_record(body.record)
 
     def _on_started(self, number: int, num_cached_tokens: int, now: float) -> None:
         sequence = self._live.get(number)
@@ -467,30 +445,28 @@ class RemoteCore:
 
     def _on_tokens(
         self,
-        numbers: list[int],
-        token_ids: list[int],
+        body: wire.StepOutputsMessage,
         begin: int,
-        lines: LineColumns | None,
-        last_of: dict[int, Ended],
+        logprobs: wire.LogprobColumns | None,
+        last_of: dict[int, wire.Ended],
         now: float,
     ) -> None:
         """Hand out a slice of tokens. An end by a token must be known when that token is handed out."""
-        live = self._live
-        end = min(begin + PUBLISH_SLICE, len(numbers))
-        for index in range(begin, end):
-            number = numbers[index]
+        live, numbers = self._live, body.numbers
+        for index in range(begin, min(begin + PUBLISH_SLICE, len(numbers))):
+            number, token_id = numbers[index], body.token_ids[index]
             sequence = live.get(number)
-            line = lines.at(index) if lines is not None else None
+            entry = logprobs.at(index) if logprobs is not None else None
             if sequence is None:
                 continue
-            sequence.output_ids.append(token_ids[index])
+            sequence.output_ids.append(token_id)
             sequence.last_token_at = now
             if last_of and number in last_of and number not in numbers[index + 1 :]:
                 ended = last_of[number]
                 sequence.finish_reason, sequence.stop_reason = ended.finish_reason, ended.stop_reason
-            sequence.listener.on_token(token_ids[index], line)
+            sequence.listener.on_token(token_id, entry)
 
-    def _on_ends(self, body: StepOutputsMessage) -> None:
+    def _on_ends(self, body: wire.StepOutputsMessage) -> None:
         for ended in body.ended:
             sequence = self._live.get(ended.number)
             if sequence is not None:
@@ -513,9 +489,7 @@ class RemoteCore:
         if self._endings:
             self._endings.tell_some()
 
-    def _on_record(self, body: StepOutputsMessage, gaps_s: Any) -> None:
-        assert body.record is not None
-        record = record_of(body.record, gaps_s)
+    def _on_record(self, record: StepRecord) -> None:
         self._stats = msgspec.structs.replace(
             self._stats,
             running=record.running,
@@ -541,7 +515,7 @@ class RemoteCore:
         self._next_call += 1
         if returned is not None:
             self._calls[call_id] = returned
-        self._link.send(CallControl(call_id, raw, bool(frames)), frames)
+        self._link.send(wire.CallControl(call_id, raw, bool(frames)), frames)
         return call_id
 
     def _release(self, sequence: Sequence) -> Listener:

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 import anyio
-import msgspec
 
 from aioengine.config import EngineConfig
 from aioengine.core.executor_protocol import ExecutorInfo
@@ -28,18 +27,6 @@ LAST_WORDS_S = 0.1
 
 HELLO_TIMEOUT_S = 60.0
 """For a process to start Python and say HELLO; it imports no torch before that."""
-
-
-class Addresses(msgspec.Struct, frozen=True, kw_only=True):
-    """Where an engine finds others, and is found; None: not told.
-
-    Attributes:
-        serve: where it serves.
-        coordinator: of its replicas.
-    """
-
-    serve: str | None = None
-    coordinator: str | None = None
 
 
 # From an engine
@@ -86,7 +73,8 @@ class Init(WireMessage, frozen=True, tag=1):
     version: int
     index: int
     num_engines: int
-    addresses: Addresses
+    address: str | None = None
+    """Where to serve; None: in a folder of its own."""
     config: EngineConfig | None = None
     """None: it keeps its own."""
     plugins: tuple[str, ...] = ()
@@ -374,12 +362,7 @@ class Joining:
             version=PROTOCOL_VERSION,
             index=last.index,
             num_engines=last.num_engines,
-            addresses=Addresses(
-                serve=next((init.addresses.serve for init in inits if init.addresses.serve), None),
-                coordinator=next(
-                    (init.addresses.coordinator for init in reversed(inits) if init.addresses.coordinator), None
-                ),
-            ),
+            address=next((init.address for init in inits if init.address), None),
             config=next((init.config for init in inits if init.config is not None), None),
             plugins=first.plugins,
             executor=first.executor,

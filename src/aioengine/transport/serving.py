@@ -124,7 +124,7 @@ class _Settled(NamedTuple):
 def _settle(init: Init | None, address: str | None, config: EngineConfig | None, plugins: Sequence[str]) -> _Settled:
     """What this side was told and what the hosts say, together."""
     if init is not None:
-        address, config = address or init.addresses.serve, config or init.config
+        address, config = address or init.address, config or init.config
         plugins = (*plugins, *init.plugins)
     if config is None or (init is None and address is None):
         raise ConfigError("nobody said where to serve, or what: give an address and a model")

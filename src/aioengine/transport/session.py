@@ -9,7 +9,6 @@ from typing import Any
 
 import anyio
 import msgspec
-import numpy as np
 
 from aioengine.core.control import AnyControl, CommitWeights, DropWeights, StageWeights
 from aioengine.core.engine_core import EngineCore
@@ -18,23 +17,8 @@ from aioengine.core.listener import UNLIMITED, SampledLogprobs
 from aioengine.errors import AioEngineError, WireError
 from aioengine.metrics import StepRecord
 from aioengine.scheduler.sequence import Sequence
+from aioengine.transport import wire
 from aioengine.transport.channel import Channel, Monitor, size_of
-from aioengine.transport.wire import (
-    Beating,
-    Ended,
-    Failed,
-    First,
-    FromFrontEnd,
-    PromptLogprobsMessage,
-    Reader,
-    Returned,
-    Shutdown,
-    Started,
-    StepHead,
-    StepOutputsMessage,
-    WireMessage,
-    Writer,
-)
 from aioengine.transport.wire_errors import to_fault
 
 MAX_UNREAD_MESSAGES = 4096
@@ -46,9 +30,6 @@ BEHIND_MESSAGES = 256
 
 MAX_FAILED = 256
 """Failures in one message; each may have a long text."""
-
-EMPTY = np.zeros(0, np.int32)
-NO_GAPS = np.zeros(0, np.float64)
 
 
 class CutOff(Exception):
@@ -69,7 +50,7 @@ class Session:
         self,
         index: int,
         name: str,
-        reader: Reader[FromFrontEnd],
+        reader: wire.Reader[wire.FromFrontEnd],
         outputs: Channel,
         monitor: Monitor,
         mark: Callable[[], None],
@@ -89,7 +70,7 @@ class Session:
         self.is_connected = False
         """Whether its end of the output socket has ever been there."""
         self.is_over = False
-        self._writer = Writer()
+        self._writer = wire.Writer()
         self._mark = mark
         self._unread: deque[tuple[int, int]] = deque()
         """(message number, bytes) of what it has not said to have read."""
@@ -101,14 +82,15 @@ class Session:
     def _reset(self) -> None:
         self.numbers: list[int] = []
         self.token_ids: list[int] = []
-        self.started: list[Started] = []
-        self.first: list[First] = []
-        self.ended: list[Ended] = []
-        self.failed: list[Failed] = []
-        self.line_places: list[int] = []
-        self.lines: list[SampledLogprobs] = []
-        self.prompts: list[PromptLogprobsMessage] = []
-        self.prompt_lines: list[SampledLogprobs] = []
+        self.started: list[wire.Started] = []
+        self.first: list[wire.First] = []
+        self.ended: list[wire.Ended] = []
+        self.failed: list[wire.Failed] = []
+        self.logprob_indices: list[int] = []
+        """Of the tokens that ``logprobs`` are about."""
+        self.logprobs: list[SampledLogprobs] = []
+        self.prompts: list[wire.PromptLogprobsMessage] = []
+        self.prompt_logprobs: list[SampledLogprobs] = []
 
     @property
     def has_news(self) -> bool:
@@ -128,34 +110,28 @@ class Session:
             record = None
         if record is None and not self.has_news:
             return
-        has_lines = bool(self.lines or self.prompt_lines)
-        arrays = [
-            np.array(self.numbers, np.int32) if self.numbers else EMPTY,
-            np.array(self.token_ids, np.int32) if self.token_ids else EMPTY,
-            record.inter_token_latencies_s if record is not None else NO_GAPS,
-        ]
-        if has_lines:
-            arrays += [np.array(self.line_places, np.int32), *pack_lines([*self.lines, *self.prompt_lines])]
-        body = StepOutputsMessage(
+        entries = [*self.logprobs, *self.prompt_logprobs]
+        body = wire.StepOutputsMessage(
+            numbers=self.numbers,
+            token_ids=self.token_ids,
             started=self.started,
             first=self.first,
             prompts=self.prompts,
             ended=self.ended,
             failed=_share_dumps(self.failed[:MAX_FAILED]),
-            record=head_of(record) if record is not None else None,
-            has_lines=has_lines,
+            record=record,
+            has_logprobs=bool(entries),
         )
+        arrays = wire.LogprobColumns.pack(self.logprob_indices, entries) if entries else ()
         more = self.failed[MAX_FAILED:]
         self._reset()
         self.send(body, arrays)
         for begin in range(0, len(more), MAX_FAILED):
-            self.send(
-                StepOutputsMessage(failed=_share_dumps(more[begin : begin + MAX_FAILED])), [EMPTY, EMPTY, NO_GAPS]
-            )
+            self.send(wire.StepOutputsMessage(failed=_share_dumps(more[begin : begin + MAX_FAILED])))
 
     # Sending
 
-    def send(self, body: WireMessage, arrays: Any = ()) -> None:
+    def send(self, body: wire.WireMessage, arrays: Any = ()) -> None:
         """Send a message now.
 
         Raises:
@@ -165,7 +141,7 @@ class Session:
             return
         frames = self._writer.write(body, arrays, into=self.outputs.buffers.take())
         # Results are few, as calls are, and may be large: they are no sign of a reader that has stalled.
-        size = 0 if isinstance(body, Returned) else sum(map(size_of, frames))
+        size = 0 if isinstance(body, wire.Returned) else sum(map(size_of, frames))
         self._unread.append((self._writer.number - 1, size))
         self._unread_bytes += size
         self.outputs.send(frames)  # in any case, so that the numbers of what follows it are right
@@ -196,13 +172,13 @@ class Session:
     def beat(self, beat: Beat) -> None:
         """Tell it that the engine lives, if it keeps up."""
         if self.is_connected and len(self._unread) < BEHIND_MESSAGES:
-            self.send(Beating(beat))
+            self.send(wire.Beating(beat))
 
     def end(self, error: AioEngineError, *, linger_s: float) -> None:
         """Say last words and let go of the sockets. Idempotent; its sequences are the caller's to end."""
         if not self.is_over:
             if self.is_connected:
-                self.outputs.send(self._writer.write(Shutdown(to_fault(error))))
+                self.outputs.send(self._writer.write(wire.Shutdown(to_fault(error))))
             self.is_over = True
             self.monitor.close()
             self.outputs.close(linger_s)
@@ -226,37 +202,37 @@ class Follower:
         self._has_started = True
         session = self._session
         session.num_unstarted -= 1
-        session.started.append(Started(self.number, self.sequence.num_cached_tokens))
+        session.started.append(wire.Started(self.number, self.sequence.num_cached_tokens))
         session.mark()
 
     def on_token(self, token_id: int, logprobs: SampledLogprobs | None) -> None:
         session = self._session
         if logprobs is not None:
-            session.line_places.append(len(session.numbers))
-            session.lines.append(logprobs)
+            session.logprob_indices.append(len(session.numbers))
+            session.logprobs.append(logprobs)
         session.numbers.append(self.number)
         session.token_ids.append(token_id)
         self._num_tokens += 1
         if self._num_tokens == 1:
-            session.first.append(First(self.number, self._prefill_time_s()))
+            session.first.append(wire.First(self.number, self._prefill_time_s()))
         if self._num_tokens >= self.num_allowed:
             self._core.block(self.sequence)
 
     def on_prompt_logprobs(self, position: int, lines: list[SampledLogprobs]) -> None:
-        self._session.prompts.append(PromptLogprobsMessage(self.number, position, len(lines)))
-        self._session.prompt_lines += lines
+        self._session.prompts.append(wire.PromptLogprobsMessage(self.number, position, len(lines)))
+        self._session.prompt_logprobs += lines
 
     def on_end(self) -> None:
         sequence = self.sequence
         assert sequence.finish_reason is not None, f"{sequence} has not ended"
         self._leave()
         self._session.ended.append(
-            Ended(self.number, sequence.finish_reason, sequence.stop_reason, sequence.num_preemptions)
+            wire.Ended(self.number, sequence.finish_reason, sequence.stop_reason, sequence.num_preemptions)
         )
 
     def on_error(self, error: AioEngineError) -> None:
         self._leave()
-        self._session.failed.append(Failed(self.number, to_fault(error)))
+        self._session.failed.append(wire.Failed(self.number, to_fault(error)))
 
     def allow(self, num_tokens: int) -> None:
         """Its reader lets so many output tokens be computed."""
@@ -276,57 +252,13 @@ class Follower:
         return 0.0 if math.isnan(time_s) else time_s
 
 
-def _share_dumps(failed: list[Failed]) -> list[Failed]:
+def _share_dumps(failed: list[wire.Failed]) -> list[wire.Failed]:
     """Each dump once: all sequences of a step that failed have the same, and it is long."""
     places: dict[str, int] = {}
     shared = []
     for place, each in enumerate(failed):
         first = places.setdefault(each.fault.dump, place)
         if first != place and each.fault.dump:
-            each = Failed(each.number, msgspec.structs.replace(each.fault, dump=""), dump_of=first)
+            each = wire.Failed(each.number, msgspec.structs.replace(each.fault, dump=""), dump_of=first)
         shared.append(each)
     return shared
-
-
-def head_of(record: StepRecord) -> StepHead:
-    """A record without its array."""
-    return StepHead(
-        record.step,
-        record.num_tokens,
-        record.num_sampled,
-        record.num_prompt_tokens,
-        record.device_time_s,
-        record.step_time_s,
-        record.loop_lag_s,
-        record.times_to_first_token_s,
-        record.running,
-        record.waiting,
-        record.free_blocks,
-        record.num_blocks,
-        record.preemptions,
-        record.prefix_cache_queries,
-        record.prefix_cache_hits,
-        record.blocked,
-    )
-
-
-def record_of(head: StepHead, gaps_s: Any) -> StepRecord:
-    """The record again.
-
-    Args:
-        gaps_s: float64 [m].
-    """
-    return StepRecord(**{name: getattr(head, name) for name in head.__struct_fields__}, inter_token_latencies_s=gaps_s)
-
-
-def pack_lines(lines: list[SampledLogprobs]) -> list[Any]:
-    """Lines of log-probabilities as the columns of `wire.LINES`."""
-    others = [other for line in lines for other in line.others]
-    return [
-        np.array([line.logprob for line in lines], np.float32),
-        np.array([line.rank for line in lines], np.int32),
-        np.array([len(line.others) for line in lines], np.int32),
-        np.array([other[0] for other in others], np.int32),
-        np.array([other[1] for other in others], np.float32),
-        np.array([other[2] for other in others], np.int32),
-    ]

@@ -1,13 +1,15 @@
 """What goes over the wire: a closed set of messages, each a msgpack header with its arrays in frames beside it.
 
 A message is ``[header, frame, ...]``. The header is an `Envelope`: a number that counts the messages of one direction
-of one session, and the body, a tagged array. Arrays (token ids, log-probabilities, tensors) are raw little-endian
-frames whose dtypes follow from the body (`layout`), so that they are neither copied nor parsed.
+of one session, and the body, a tagged array. What may be long (prompts, log-probabilities, tensors) are raw
+little-endian frames whose dtypes follow from the body (`layout`), so that they are neither copied nor parsed. What
+comes with every step is in the header, since a frame more costs either side several microseconds.
 
 Messages evolve by appending fields with defaults: an older reader skips what it does not know, a newer one fills in
 what is missing. What changes otherwise raises `PROTOCOL_VERSION`, which both sides compare before anything else.
 
 Nothing here trusts its input: `Reader.read` returns a message that is whole and in its turn, or raises `WireError`.
+Each side's half of an encoding stands beside the other's.
 """
 
 from __future__ import annotations
@@ -24,16 +26,18 @@ from aioengine.config import EngineConfig
 from aioengine.core.control import AnyControl, StageWeights
 from aioengine.core.executor_protocol import ExecutorInfo
 from aioengine.core.health import Beat
+from aioengine.core.listener import SampledLogprobs
 from aioengine.errors import InvalidRequest, WireError
+from aioengine.metrics import StepRecord
 from aioengine.outputs import FinishReason
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.scheduler import SchedulerStats
 from aioengine.transport.wire_errors import Fault
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 MAX_FINISHED = 65_536
-"""Sequences that one message may end: a family, by far."""
+"""Sequences that one message may end: more than any request has choices."""
 
 MAX_HEADER_BYTES = 16 * 2**20
 """The largest is a request with every list at its limit, or a result of `collective_rpc`."""
@@ -45,8 +49,11 @@ Arrays = tuple[NDArray[Any], ...]
 Layout = tuple[str, ...]
 """The numpy dtype of each frame."""
 
-LINES: Layout = ("<f4", "<i4", "<i4", "<i4", "<f4", "<i4")
-"""Log-probabilities of n tokens: own values, own ranks, how many others each has; their ids, values and ranks."""
+LOGPROBS: Layout = ("<i4", "<f4", "<i4", "<i4", "<i4", "<f4", "<i4")
+"""Indices of the tokens [t] that the first t entries are about, which are followed by those about prompts; of each
+entry the log-probability, the rank, and how many others it has [n]; of the others ids, log-probabilities, ranks [m]."""
+
+Int32 = Annotated[int, Meta(ge=0, lt=2**31)]
 
 
 class WireMessage(msgspec.Struct, frozen=True, array_like=True):
@@ -56,16 +63,12 @@ class WireMessage(msgspec.Struct, frozen=True, array_like=True):
         """The dtypes of the frames that come with it."""
         return ()
 
-    def fits(self, arrays: Arrays) -> bool:
-        """Whether the arrays are as long as each other, where they must be."""
-        return True
-
 
 # From a front end to an engine
 
 
 class Attach(WireMessage, frozen=True, tag=1):
-    """A front end wants to use the engine; the first message of a session."""
+    """A front end asks to use the engine; the first message of a session."""
 
     version: int
     name: Annotated[str, Meta(max_length=256)] = ""
@@ -75,7 +78,7 @@ class Attach(WireMessage, frozen=True, tag=1):
 class AddRequest(WireMessage, frozen=True, tag=2):
     """A request; its choices are ``number`` and those that follow. Frame: the prompt's token ids."""
 
-    number: Annotated[int, Meta(ge=0, lt=2**31)]
+    number: Int32
     """Chosen by the front end, rising; of this session only."""
     params: msgspec.Raw
     """A `SamplingParams`, read by itself, so that a bad one fails its request and not the message."""
@@ -127,11 +130,11 @@ class Acknowledge(WireMessage, frozen=True, tag=6):
 
 
 class Detach(WireMessage, frozen=True, tag=7):
-    """The front end goes; what it left running ends."""
+    """The front end leaves; what it has running ends."""
 
 
 class CancelCall(WireMessage, frozen=True, tag=8):
-    """Nobody waits for a control call any more: it stops where it is."""
+    """The caller of a control call has given up: the call stops where it is."""
 
     call_id: int
 
@@ -203,55 +206,39 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class PromptLogprobsMessage(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Log-probabilities of ``count`` prompt tokens from ``position`` on; among the lines, behind those of tokens."""
+    """Log-probabilities of ``count`` prompt tokens from ``position`` on: so many entries of the `LogprobColumns`."""
 
     number: int
     position: int
     count: int
 
 
-class StepHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A `StepRecord` without its array, field by field."""
-
-    step: int
-    num_tokens: int
-    num_sampled: int
-    num_prompt_tokens: int
-    device_time_s: float
-    step_time_s: float
-    loop_lag_s: float | None
-    times_to_first_token_s: list[float]
-    running: int
-    waiting: int
-    free_blocks: int
-    num_blocks: int
-    preemptions: int
-    prefix_cache_queries: int
-    prefix_cache_hits: int
-    blocked: int = 0
-
-
 class StepOutputsMessage(WireMessage, frozen=True, tag=3):
     """What a step brought a front end. In this order: started, first, tokens, prompts, ended and failed, record.
 
-    Frames: the tokens' sequences, the token ids, the step's inter-token latencies; then, if ``has_lines``, the places
-    of tokens with log-probabilities, and their lines.
+    Frames, if it ``has_logprobs``: `LogprobColumns`.
+
+    Raises:
+        WireError: there are more or fewer sequences than tokens.
     """
 
+    numbers: list[Int32] = []
+    """The sequence of each token."""
+    token_ids: list[Int32] = []
     started: list[Started] = []
     first: list[First] = []
     prompts: list[PromptLogprobsMessage] = []
     ended: list[Ended] = []
     failed: list[Failed] = []
-    record: StepHead | None = None
-    has_lines: bool = False
+    record: StepRecord | None = None
+    has_logprobs: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.numbers) != len(self.token_ids):
+            raise WireError(f"{len(self.token_ids)} tokens of {len(self.numbers)} sequences")
 
     def layout(self) -> Layout:
-        columns: Layout = ("<i4", "<i4", "<f8")
-        return (*columns, "<i4", *LINES) if self.has_lines else columns
-
-    def fits(self, arrays: Arrays) -> bool:
-        return len(arrays[0]) == len(arrays[1])
+        return LOGPROBS if self.has_logprobs else ()
 
 
 class Returned(WireMessage, frozen=True, tag=4):
@@ -288,6 +275,16 @@ def read_config(fields: dict[str, Any]) -> EngineConfig:
     """
     known = EngineConfig.__struct_fields__
     return EngineConfig(**{name: value for name, value in fields.items() if name in known})
+
+
+def _encode_array(value: Any) -> memoryview:
+    if isinstance(value, np.ndarray):  # float64 of one dimension: a record's latencies
+        return np.ascontiguousarray(value).data
+    raise TypeError(f"a {type(value).__name__} is no plain data")
+
+
+def _decode_array(kind: Any, value: Any) -> NDArray[np.float64]:
+    return np.frombuffer(value, _DTYPES["<f8"])
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -340,6 +337,62 @@ def unpack_control(raw: msgspec.Raw, arrays: Arrays) -> AnyControl:
     return control
 
 
+class LogprobColumns:
+    """The log-probabilities of one message, those of tokens first, and then those of prompts; see `LOGPROBS`.
+
+    They are read one by one: all at once would hold the loop.
+
+    Args:
+        arrays: as `pack` made them.
+    Raises:
+        WireError: they do not fit each other.
+    """
+
+    def __init__(self, arrays: Sequence[Any]) -> None:
+        indices, values, ranks, counts, ids, logprobs, other_ranks = arrays
+        is_whole = (
+            len(values) == len(ranks) == len(counts)
+            and len(indices) <= len(values)
+            and len(ids) == len(logprobs) == len(other_ranks)
+            and (not len(counts) or (int(counts.min()) >= 0 and int(counts.sum(dtype="int64")) == len(ids)))
+        )
+        if not is_whole:
+            raise WireError("columns of log-probabilities that do not fit each other")
+        self._indices = indices.tolist()
+        self._values, self._ranks, self._counts = values.tolist(), ranks.tolist(), counts.tolist()
+        self._others = list(zip(ids.tolist(), logprobs.tolist(), other_ranks.tolist(), strict=True))
+        self._next = self._next_other = 0
+
+    @staticmethod
+    def pack(token_indices: list[int], entries: Sequence[SampledLogprobs]) -> list[NDArray[Any]]:
+        """The arrays of entries, those of the tokens at these indices first."""
+        others = [other for entry in entries for other in entry.others]
+        columns: tuple[list[Any], ...] = (
+            token_indices,
+            [entry.logprob for entry in entries],
+            [entry.rank for entry in entries],
+            [len(entry.others) for entry in entries],
+            *([other[field] for other in others] for field in range(3)),
+        )
+        return [np.array(column, _DTYPES[name]) for column, name in zip(columns, LOGPROBS, strict=True)]
+
+    def at(self, index: int) -> SampledLogprobs | None:
+        """The entry of the message's token at this index, to be asked for in rising order; None if it has none."""
+        if self._next < len(self._indices) and self._indices[self._next] == index:
+            return self._take_one()
+        return None
+
+    def take(self, count: int) -> list[SampledLogprobs]:
+        """The next ``count`` entries, or as many as there are."""
+        return [self._take_one() for _ in range(min(count, len(self._values) - self._next))]
+
+    def _take_one(self) -> SampledLogprobs:
+        index, begin = self._next, self._next_other
+        self._next += 1
+        self._next_other = begin + self._counts[index]
+        return SampledLogprobs(self._values[index], self._ranks[index], self._others[begin : self._next_other])
+
+
 # Reading and writing
 
 Body = TypeVar("Body", bound=WireMessage)
@@ -361,7 +414,7 @@ class Writer:
     """Numbers and encodes the messages of one direction of one session."""
 
     def __init__(self) -> None:
-        self._encoder = msgspec.msgpack.Encoder()
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
         self.number = 0
         """Of the next message."""
 
@@ -372,7 +425,7 @@ class Writer:
             arrays: one for each of ``body.layout()``, contiguous; not copied.
             into: where to put the header, resized to fit; absent: new bytes.
         Raises:
-            TooLarge: nobody would read it.
+            TooLarge: a reader would refuse it.
             TypeError, ValueError, OverflowError, RecursionError: it holds what is no plain data.
         """
         envelope = Envelope(self.number, body)
@@ -410,7 +463,9 @@ class Reader(Generic[Body]):
     """
 
     def __init__(self, kinds: Any) -> None:
-        self._decoder: msgspec.msgpack.Decoder[Envelope[Body]] = msgspec.msgpack.Decoder(Envelope[kinds])
+        self._decoder: msgspec.msgpack.Decoder[Envelope[Body]] = msgspec.msgpack.Decoder(
+            Envelope[kinds], dec_hook=_decode_array
+        )
         self.due = 0
         """The number of the next message."""
 
@@ -430,8 +485,6 @@ class Reader(Generic[Body]):
             raise WireError(f"a malformed header: {error}") from None
         body = envelope.body
         arrays = _view(frames[1:], body.layout())
-        if not body.fits(arrays):
-            raise WireError(f"the arrays of a {type(body).__name__} do not fit each other")
         if envelope.number != self.due:
             raise OutOfTurn(envelope.number, self.due)
         self.due += 1
