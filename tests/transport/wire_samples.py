@@ -3,8 +3,8 @@
     python tests/transport/wire_samples.py
 
 writes `recorded/`, the frames of today's messages, as a peer of this `PROTOCOL_VERSION` sends them. Write them anew
-only with another `PROTOCOL_VERSION`, or to add messages that did not exist. No two fields of a message that could be taken
-for each other have the same value, so that exchanged ones would be seen.
+only with another `PROTOCOL_VERSION`, or to add messages that did not exist. No two fields of a message that could be
+taken for each other have the same value, so that exchanged ones would be seen.
 """
 
 from __future__ import annotations
