@@ -18,7 +18,7 @@ from server.conftest import FACES, Face, events_of, openai_client, plain_client,
 from aioengine import Engine
 from aioengine.outputs import CompletionDelta, CompletionOutput, FinishReason, Logprob, RequestOutput, TokenLogprobs
 from aioengine.server.answers import ChatAnswer, CompletionAnswer, Head, Usage, error_event, slices
-from aioengine.server.faults import fault_of
+from aioengine.server.errors import fault_of
 from aioengine.testing import FakeExecutor
 
 HEAD = Head(id="cmpl-1", created=1_700_000_000, model='a "model"\n')

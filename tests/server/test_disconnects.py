@@ -15,7 +15,7 @@ import openai
 import pytest
 from server.hostile import GONE, Client, Face, Leaving, Target, Tasks, chat, completion, request_of, served
 
-from aioengine.server.aiohttp_face import AiohttpExchange
+from aioengine.server.aiohttp_adapter import AiohttpExchange
 from aioengine.server.asgi import AsgiExchange
 from aioengine.server.record import RequestRecord
 from aioengine.stream import Stream

@@ -14,7 +14,7 @@ import pytest
 from server.small_app import SmallApp, SmallEngine
 from uvicorn.config import Config
 
-from aioengine.server.faults import HttpFault
+from aioengine.server.errors import HttpFault
 from aioengine.server.http_protocol import (
     CLOSE_TIMEOUT_S,
     LINGER_S,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from aioengine.server.exposition import describe_series
+from aioengine.server.metrics import describe_series
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 

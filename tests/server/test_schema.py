@@ -25,7 +25,7 @@ from aioengine.server.decoding import (
     read_text,
     read_tokens,
 )
-from aioengine.server.faults import HttpFault
+from aioengine.server.errors import HttpFault
 from aioengine.server.schema import (
     AbortRequest,
     ChatRequest,

@@ -23,7 +23,7 @@ from aioengine.cli.loop import run
 from aioengine.cli.options import given, options_of
 from aioengine.config import EngineConfig
 from aioengine.errors import AioEngineError, ConfigError, EngineDead
-from aioengine.server.server_config import ServerConfig
+from aioengine.server.config import ServerConfig
 from aioengine.server.serving import HttpLimits, Listener, Listening, Stop, asked_by_signals, serve
 
 if TYPE_CHECKING:

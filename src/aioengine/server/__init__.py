@@ -13,11 +13,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from aioengine.server.aiohttp_face import aiohttp_errors, aiohttp_routes
+    from aioengine.server.aiohttp_adapter import aiohttp_errors, aiohttp_routes
     from aioengine.server.asgi import create_app
+    from aioengine.server.config import ServerConfig
     from aioengine.server.http_server import HttpServer, start_server
     from aioengine.server.responses import StreamResponse, engine_errors, while_connected
-    from aioengine.server.server_config import ServerConfig
     from aioengine.server.serving import HttpLimits
 
 __all__ = [
@@ -34,11 +34,11 @@ __all__ = [
 ]
 
 _HOMES = {
-    "aiohttp_face": ["aiohttp_errors", "aiohttp_routes"],
+    "aiohttp_adapter": ["aiohttp_errors", "aiohttp_routes"],
     "asgi": ["create_app"],
     "http_server": ["HttpServer", "start_server"],
     "responses": ["StreamResponse", "engine_errors", "while_connected"],
-    "server_config": ["ServerConfig"],
+    "config": ["ServerConfig"],
     "serving": ["HttpLimits"],
 }
 _HOME_OF = {name: f"aioengine.server.{module}" for module, names in _HOMES.items() for name in names}

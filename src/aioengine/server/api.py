@@ -14,9 +14,9 @@ import aioengine
 from aioengine.engine import Engine, check_asyncio
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead, InvalidRequest
 from aioengine.server.access_log import log_request, logger, request_id_of
-from aioengine.server.api_keys import ApiKeys
 from aioengine.server.body import BodyReader
 from aioengine.server.completions import ClientCut, Completions, while_there
+from aioengine.server.config import ServerConfig
 from aioengine.server.decoding import (
     SMALL_BODY_BYTES,
     TEXTS_A_MESSAGE,
@@ -27,11 +27,11 @@ from aioengine.server.decoding import (
     read_text,
     read_tokens,
 )
+from aioengine.server.errors import JSON_HEADERS, HttpFault, fault_of, invalid_value, overloaded, unavailable
 from aioengine.server.exchange import ClientGone, Exchange, Response
-from aioengine.server.exposition import Exposition
-from aioengine.server.faults import JSON_HEADERS, HttpFault, fault_of, invalid_value, overloaded, unavailable
 from aioengine.server.generation import EventWriter
 from aioengine.server.http_metrics import HttpMetrics
+from aioengine.server.metrics import Exposition
 from aioengine.server.page import page
 from aioengine.server.per_loop import PerLoop
 from aioengine.server.record import RequestRecord
@@ -45,8 +45,8 @@ from aioengine.server.schema import (
     is_given,
     template_kwargs,
 )
+from aioengine.server.security import ApiKeys
 from aioengine.server.served_models import ServedModels
-from aioengine.server.server_config import ServerConfig
 from aioengine.server.tracing import Tracing
 from aioengine.turns import turns_here
 from aioengine.validation import shorten

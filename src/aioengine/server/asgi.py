@@ -14,8 +14,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from aioengine.engine import Engine
 from aioengine.errors import EngineClosed
 from aioengine.server.api import Api
+from aioengine.server.config import ServerConfig
 from aioengine.server.exchange import CUT_EXTENSION, ClientGone, Response
-from aioengine.server.server_config import ServerConfig
 
 
 def create_app(engine: Engine | Callable[[], Engine], config: ServerConfig | None = None) -> Starlette:

@@ -7,8 +7,8 @@ import zlib
 
 import anyio
 
+from aioengine.server.errors import HttpFault
 from aioengine.server.exchange import Exchange
-from aioengine.server.faults import HttpFault
 from aioengine.server.per_loop import PerLoop
 
 PIECE_BYTES = 2**16

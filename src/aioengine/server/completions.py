@@ -14,9 +14,10 @@ from aioengine.engine import Engine, Stream
 from aioengine.errors import AioEngineError, InvalidRequest
 from aioengine.server.access_log import MAX_ID_CHARS, is_fit_id
 from aioengine.server.answers import Answer, ChatAnswer, CompletionAnswer, Head, Usage, error_event, in_parts
+from aioengine.server.config import ServerConfig
 from aioengine.server.decoding import read_messages, read_prompts
+from aioengine.server.errors import JSON_HEADERS, fault_of, invalid_value
 from aioengine.server.exchange import ClientGone, Exchange, Response
-from aioengine.server.faults import JSON_HEADERS, fault_of, invalid_value
 from aioengine.server.generation import Batch, EventWriter
 from aioengine.server.record import RequestRecord
 from aioengine.server.schema import (
@@ -26,7 +27,6 @@ from aioengine.server.schema import (
     StreamOptions,
     template_kwargs,
 )
-from aioengine.server.server_config import ServerConfig
 from aioengine.turns import turns_here
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from aioengine.errors import PromptTooLong
-from aioengine.server.faults import HttpFault, fault_of, invalid_value, unknown, unsupported
+from aioengine.server.errors import HttpFault, fault_of, invalid_value, unknown, unsupported
 from aioengine.server.schema import Body, ChatMessage, StreamOptions, TextPart, is_given, known_names
 from aioengine.validation import MAX_NAME_CHARS, shorten
 

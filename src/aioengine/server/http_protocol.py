@@ -21,8 +21,8 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from aioengine.server.errors import HttpFault, overloaded
 from aioengine.server.exchange import CUT_EXTENSION
-from aioengine.server.faults import HttpFault, overloaded
 from aioengine.server.serving import HttpLimits
 from aioengine.turns import turns_here
 

@@ -11,7 +11,7 @@ import anyio
 
 from aioengine.engine import Engine
 from aioengine.server.asgi import create_app
-from aioengine.server.server_config import ServerConfig
+from aioengine.server.config import ServerConfig
 from aioengine.server.serving import HttpLimits, Listener, Listening, Server, Stop
 
 if TYPE_CHECKING:

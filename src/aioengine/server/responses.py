@@ -19,8 +19,8 @@ from aioengine.errors import AioEngineError
 from aioengine.outputs import CompletionDelta
 from aioengine.server.asgi import AsgiExchange
 from aioengine.server.completions import while_there
+from aioengine.server.errors import fault_of
 from aioengine.server.exchange import ClientGone
-from aioengine.server.faults import fault_of
 from aioengine.server.generation import EventWriter
 
 T = TypeVar("T")

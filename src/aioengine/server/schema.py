@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
-from aioengine.server.faults import HttpFault, invalid_value, unsupported
+from aioengine.server.errors import HttpFault, invalid_value, unsupported
 
 if TYPE_CHECKING:
     Integer = int

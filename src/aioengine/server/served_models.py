@@ -8,8 +8,8 @@ from pathlib import PurePath
 from typing import Any
 
 from aioengine.engine import Engine
-from aioengine.server.faults import HttpFault
-from aioengine.server.server_config import ServerConfig
+from aioengine.server.config import ServerConfig
+from aioengine.server.errors import HttpFault
 
 BUNDLED = "demo"
 """The bundled model's own name, by which the page knows it under whatever name it is served."""

@@ -31,7 +31,7 @@ from aioengine.validation import check_fields
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from aioengine.server.faults import HttpFault
+    from aioengine.server.errors import HttpFault
     from aioengine.server.http_protocol import HttpState
 
 logger = logging.getLogger("aioengine")

@@ -17,8 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from aioengine import Engine
 from aioengine.core.executor_protocol import DeviceLost
 from aioengine.errors import EngineDead
-from aioengine.server.exposition import OPENMETRICS, SERIES, TEXT, Exposition, describe_series
 from aioengine.server.http_metrics import HttpMetrics
+from aioengine.server.metrics import OPENMETRICS, SERIES, TEXT, Exposition, describe_series
 from aioengine.server.record import RequestRecord
 from aioengine.testing import FakeExecutor
 
@@ -479,7 +479,7 @@ async def test_only_families_that_changed_are_written_anew(
         written.append(value)
         return str(value)
 
-    monkeypatch.setattr("aioengine.server.exposition._number", number)
+    monkeypatch.setattr("aioengine.server.metrics._number", number)
     exposition.render(None)
     assert len(written) <= 1, "the step's age alone"
     http_metrics.cut.inc()

@@ -14,8 +14,8 @@ from server.conftest import FACES, Face, all_ended, app_of, both_faces, fake_eng
 
 from aioengine.errors import ConfigError
 from aioengine.server import ServerConfig
-from aioengine.server.api_keys import ApiKeys
-from aioengine.server.faults import HttpFault
+from aioengine.server.errors import HttpFault
+from aioengine.server.security import ApiKeys
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -151,7 +151,7 @@ async def test_all_keys_are_compared_each_time(monkeypatch: pytest.MonkeyPatch) 
         return hmac.compare_digest(one, other)
 
     keys = ApiKeys(["first-secret-key", "second-key", "third-key-that-is-long"])
-    monkeypatch.setattr("aioengine.server.api_keys.hmac", type("hmac", (), {"compare_digest": staticmethod(compare)}))
+    monkeypatch.setattr("aioengine.server.security.hmac", type("hmac", (), {"compare_digest": staticmethod(compare)}))
     keys.check({"authorization": "Bearer first-secret-key"})
     assert compared == [(32, 32)] * 3
     with pytest.raises(HttpFault):

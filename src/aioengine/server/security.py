@@ -8,7 +8,7 @@ import hashlib
 import hmac
 from collections.abc import Mapping, Sequence
 
-from aioengine.server.faults import HttpFault
+from aioengine.server.errors import HttpFault
 
 ASK_A_PERSON = {"www-authenticate": 'Basic realm="aioengine", charset="UTF-8"'}
 """A browser then asks its user; for the page alone, which tells of the other paths' refusals itself."""

@@ -14,7 +14,7 @@ from server.hostile import CUT, GONE, Client, Target, completion, request_of, se
 
 from aioengine import Engine
 from aioengine.server import ServerConfig, aiohttp_routes
-from aioengine.server.aiohttp_face import Departures
+from aioengine.server.aiohttp_adapter import Departures
 
 LEAVER = 7
 both_loops = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])

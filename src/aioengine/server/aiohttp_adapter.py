@@ -12,10 +12,10 @@ from yarl import URL
 from aioengine.engine import Engine
 from aioengine.errors import AioEngineError
 from aioengine.server.api import Api
+from aioengine.server.config import ServerConfig
+from aioengine.server.errors import HttpFault, fault_of
 from aioengine.server.exchange import ClientGone, Response
-from aioengine.server.faults import HttpFault, fault_of
 from aioengine.server.per_loop import PerLoop
-from aioengine.server.server_config import ServerConfig
 
 
 def aiohttp_routes(
