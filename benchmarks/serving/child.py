@@ -47,7 +47,7 @@ async def serve_engine(args: argparse.Namespace) -> None:
     from aioengine import Engine
     from aioengine.cli import serve as command
     from aioengine.server import ServerConfig, create_app
-    from aioengine.server.serving import Listener, Listening, Stop, asked_by_signals, serve
+    from aioengine.server.serving import HttpListener, ServerAddress, StopRequest, asked_by_signals, serve
 
     with tempfile.TemporaryDirectory(prefix="aio-serve-") as folder:
         board = Board(Path(folder) / "board")
@@ -60,10 +60,10 @@ async def serve_engine(args: argparse.Namespace) -> None:
             log_stats_interval_s=0.0,
             show_progress=False,
         ) as engine:
-            stop = Stop()
+            stop = StopRequest()
             command._share_the_interpreter()
             command._spare_the_collector()
-            with asked_by_signals(lambda _: stop.ask()), Listener(Listening(port=0)) as listener:
+            with asked_by_signals(lambda _: stop.ask()), HttpListener(ServerAddress(port=0)) as listener:
                 await serve(
                     create_app(engine, ServerConfig(max_concurrent_requests=args.max_concurrent)),
                     engine=engine,

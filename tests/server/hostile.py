@@ -333,13 +333,13 @@ async def _asgi(
     from uvicorn.server import ServerState
 
     from aioengine.server import create_app
-    from aioengine.server.http_protocol import HttpProtocol, HttpState
+    from aioengine.server.http_protocol import HttpProtocol, SharedState
     from aioengine.server.serving import HttpLimits
 
     app = create_app(engine, config)
     of_uvicorn = uvicorn.Config(app, log_config=None, access_log=False, ws="none", lifespan="off")
     of_uvicorn.load()
-    state = ServerState() if face == "uvicorn" else HttpState(HttpLimits())
+    state = ServerState() if face == "uvicorn" else SharedState(HttpLimits())
     protocol: Any = HttpToolsProtocol if face == "uvicorn" else HttpProtocol
     make = functools.partial(protocol, config=of_uvicorn, server_state=state, app_state={})
     server = await asyncio.get_running_loop().create_server(make, sock=listener, backlog=2048)

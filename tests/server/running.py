@@ -12,13 +12,13 @@ import anyio
 from server.small_app import SmallApp, SmallEngine
 
 from aioengine.errors import ConfigError, EngineDead
-from aioengine.server.serving import Listener, Listening, Stop, serve
+from aioengine.server.serving import HttpListener, ServerAddress, StopRequest, serve
 
 GET = b"GET /%s HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
-async def listener_at(where: Listening) -> Listener:
-    return await anyio.to_thread.run_sync(Listener, where)
+async def listener_at(where: ServerAddress) -> HttpListener:
+    return await anyio.to_thread.run_sync(HttpListener, where)
 
 
 class Running:
@@ -27,7 +27,7 @@ class Running:
     def __init__(self) -> None:
         self.engine = SmallEngine()
         self.app: Any = SmallApp(self.engine)
-        self.stop = Stop()
+        self.stop = StopRequest()
         self.url = ""
         self.error: BaseException | None = None
         self.has_ended = anyio.Event()
@@ -39,7 +39,7 @@ class Running:
 
 
 @asynccontextmanager
-async def running(where: Listening | None = None, **options: Any) -> AsyncIterator[Running]:
+async def running(where: ServerAddress | None = None, **options: Any) -> AsyncIterator[Running]:
     server = Running()
     server.app = options.pop("app", server.app)
     began = anyio.Event()
@@ -50,7 +50,7 @@ async def running(where: Listening | None = None, **options: Any) -> AsyncIterat
 
     async def run() -> None:
         try:
-            with await listener_at(where or Listening(port=0)) as listener:
+            with await listener_at(where or ServerAddress(port=0)) as listener:
                 await serve(
                     server.app,
                     engine=server.engine,

@@ -14,7 +14,7 @@ from server.hostile import CUT, GONE, Client, Target, completion, request_of, se
 
 from aioengine import Engine
 from aioengine.server import ServerConfig, aiohttp_routes
-from aioengine.server.aiohttp_adapter import Departures
+from aioengine.server.aiohttp_adapter import DisconnectWatcher
 
 LEAVER = 7
 both_loops = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
@@ -155,7 +155,7 @@ async def test_who_leaves_is_computed_for_some_milliseconds_at_most(is_stream: b
 
 @both_loops
 async def test_a_streams_next_write_tells_that_its_client_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Departures, "INTERVAL_S", 3600.0)
+    monkeypatch.setattr(DisconnectWatcher, "INTERVAL_S", 3600.0)
     async with served("aiohttp", **GOES_ON) as target:
         assert await num_steps_after_leaving(target, is_stream=True) <= BEGUN + 1
 
@@ -165,7 +165,7 @@ async def test_a_streams_next_write_tells_that_its_client_has_left(monkeypatch: 
 async def test_an_app_that_cancels_its_handlers_notices_at_once(
     is_stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Departures, "INTERVAL_S", 3600.0)
+    monkeypatch.setattr(DisconnectWatcher, "INTERVAL_S", 3600.0)
     runner = web.AppRunner.__init__
     monkeypatch.setattr(
         web.AppRunner, "__init__", lambda self, app, **given: runner(self, app, handler_cancellation=True, **given)
@@ -193,7 +193,7 @@ def count_looks(loop: Any) -> Any:
 
     def count() -> int:
         handles = [handle for handle in loop._scheduled if not handle.cancelled()]
-        return sum(isinstance(getattr(handle._callback, "__self__", None), Departures) for handle in handles)
+        return sum(isinstance(getattr(handle._callback, "__self__", None), DisconnectWatcher) for handle in handles)
 
     return count
 

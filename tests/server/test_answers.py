@@ -17,11 +17,11 @@ from server.conftest import FACES, Face, events_of, openai_client, plain_client,
 
 from aioengine import Engine
 from aioengine.outputs import CompletionDelta, CompletionOutput, FinishReason, Logprob, RequestOutput, TokenLogprobs
-from aioengine.server.answers import ChatAnswer, CompletionAnswer, Head, Usage, error_event, slices
-from aioengine.server.errors import fault_of
+from aioengine.server.answers import AnswerHead, ChatAnswer, CompletionAnswer, Usage, error_event, slices
+from aioengine.server.errors import api_error_of
 from aioengine.testing import FakeExecutor
 
-HEAD = Head(id="cmpl-1", created=1_700_000_000, model='a "model"\n')
+HEAD = AnswerHead(id="cmpl-1", created=1_700_000_000, model='a "model"\n')
 
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -273,7 +273,7 @@ def test_half_characters_have_one_entry_and_the_sampled_ones_number() -> None:
 
 
 def test_an_error_amid_a_stream_is_an_event() -> None:
-    (event,) = events_of(error_event(fault_of(RuntimeError("a secret")).body()) + b"data: [DONE]\n\n")
+    (event,) = events_of(error_event(api_error_of(RuntimeError("a secret")).body()) + b"data: [DONE]\n\n")
     assert event["error"]["code"] == "internal_error"
     assert "secret" not in event["error"]["message"]
 

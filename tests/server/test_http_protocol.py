@@ -14,14 +14,14 @@ import pytest
 from server.small_app import SmallApp, SmallEngine
 from uvicorn.config import Config
 
-from aioengine.server.errors import HttpFault
+from aioengine.server.errors import ApiError
 from aioengine.server.http_protocol import (
     CLOSE_TIMEOUT_S,
     LINGER_S,
     MAX_DISCARDED_BYTES,
     MAX_PIPELINED,
     HttpProtocol,
-    HttpState,
+    SharedState,
 )
 from aioengine.server.serving import HttpLimits
 from aioengine.turns import turns_here
@@ -39,8 +39,8 @@ class Served:
     def __init__(self, limits: HttpLimits) -> None:
         self.engine = SmallEngine()
         self.app = SmallApp(self.engine)
-        self.refused: list[HttpFault] = []
-        self.state = HttpState(limits, on_refused=lambda _, fault: self.refused.append(fault))
+        self.refused: list[ApiError] = []
+        self.state = SharedState(limits, on_refused=lambda _, fault: self.refused.append(fault))
         self.address = ("", 0)
 
     @property

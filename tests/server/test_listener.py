@@ -20,7 +20,7 @@ from server.small_app import SmallApp, SmallEngine
 from turn_probe import few_a_turn
 
 from aioengine.errors import ConfigError
-from aioengine.server.serving import Listener, Listening, Stop, serve
+from aioengine.server.serving import HttpListener, ServerAddress, StopRequest, serve
 
 both_loops = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
 
@@ -60,13 +60,13 @@ async def test_a_free_port_is_found_and_told() -> None:
 
 
 async def test_a_host_may_be_ipv6() -> None:
-    async with running(Listening(host="::1", port=0)) as server, httpx.AsyncClient(base_url=server.url) as client:
+    async with running(ServerAddress(host="::1", port=0)) as server, httpx.AsyncClient(base_url=server.url) as client:
         assert server.url.startswith("http://[::1]:")
         assert (await client.get("/health")).status_code == 200
 
 
 async def test_all_addresses_of_a_name_are_served_at_one_port() -> None:
-    async with running(Listening(host="localhost", port=0)) as server:
+    async with running(ServerAddress(host="localhost", port=0)) as server:
         port = int(server.url.rpartition(":")[2])
         for *_, address in set(socket.getaddrinfo("localhost", port, type=socket.SOCK_STREAM)):
             host = f"[{address[0]}]" if ":" in str(address[0]) else address[0]
@@ -75,11 +75,11 @@ async def test_all_addresses_of_a_name_are_served_at_one_port() -> None:
 
 
 def test_nobody_can_connect_before_it_listens(folder: Path) -> None:
-    with Listener(Listening(port=0)) as listener:
+    with HttpListener(ServerAddress(port=0)) as listener:
         address = listener.sockets[0].getsockname()
         with socket.socket() as early, pytest.raises(ConnectionRefusedError):
             early.connect(address)
-    with Listener(Listening(uds=str(folder / "a.sock"))):
+    with HttpListener(ServerAddress(uds=str(folder / "a.sock"))):
         assert os.listdir(folder) == []
 
 
@@ -88,13 +88,13 @@ async def test_a_unix_socket_is_its_owners_alone_and_removed_at_the_end(folder: 
     path = folder / "a.sock"
     before = os.umask(0)
     try:
-        async with running(Listening(uds=str(path))) as server:
+        async with running(ServerAddress(uds=str(path))) as server:
             assert server.url == f"unix:{path}"
             assert stat.S_IMODE(path.stat().st_mode) == 0o600
             async with httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=str(path))) as client:
                 assert (await client.get("http://x/health")).status_code == 200
             with pytest.raises(ConfigError, match="in use: another process serves there"):
-                await listener_at(Listening(uds=str(path)))
+                await listener_at(ServerAddress(uds=str(path)))
     finally:
         os.umask(before)
     assert os.listdir(folder) == []
@@ -106,7 +106,7 @@ async def test_a_socket_that_a_killed_server_left_is_replaced(folder: Path) -> N
         left.bind(path)
         left.listen()
     async with (
-        running(Listening(uds=path)) as server,
+        running(ServerAddress(uds=path)) as server,
         httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=path)) as client,
     ):
         assert server.error is None
@@ -115,7 +115,7 @@ async def test_a_socket_that_a_killed_server_left_is_replaced(folder: Path) -> N
 
 async def test_a_socket_that_another_has_put_in_its_place_is_left_alone(folder: Path) -> None:
     path = str(folder / "a.sock")
-    async with running(Listening(uds=path)):
+    async with running(ServerAddress(uds=path)):
         os.unlink(path)
         with socket.socket(socket.AF_UNIX) as other:
             other.bind(path)
@@ -126,28 +126,31 @@ def test_what_cannot_be_served_at_is_said_in_a_line(folder: Path) -> None:
     (folder / "file").write_text("precious")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for where, says in [
-            (Listening(port=taken.getsockname()[1]), r"cannot serve at http://127.0.0.1:\d+: Address already in use"),
             (
-                Listening(host="192.0.2.1", port=0),
+                ServerAddress(port=taken.getsockname()[1]),
+                r"cannot serve at http://127.0.0.1:\d+: Address already in use",
+            ),
+            (
+                ServerAddress(host="192.0.2.1", port=0),
                 "cannot serve at http://192.0.2.1:0: Cannot assign requested address",
             ),
-            (Listening(uds=str(folder / "file")), "file exists and is not a socket; it is not overwritten"),
-            (Listening(uds=f"{folder}/none/a.sock"), "no file can be made in .*/none: it is not there"),
-            (Listening(uds=f"{folder}/{'a' * 100}"), "bytes; 107 are possible"),
+            (ServerAddress(uds=str(folder / "file")), "file exists and is not a socket; it is not overwritten"),
+            (ServerAddress(uds=f"{folder}/none/a.sock"), "no file can be made in .*/none: it is not there"),
+            (ServerAddress(uds=f"{folder}/{'a' * 100}"), "bytes; 107 are possible"),
         ]:
             with pytest.raises(ConfigError, match=says) as raised:
-                Listener(where)
+                HttpListener(where)
             assert "\n" not in str(raised.value)
     assert (folder / "file").read_text() == "precious"
 
 
 async def test_a_port_that_is_taken_while_the_model_loads_is_said_too() -> None:
-    with Listener(Listening(port=0)) as listener, socket.socket() as thief:
+    with HttpListener(ServerAddress(port=0)) as listener, socket.socket() as thief:
         thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         thief.bind(listener.sockets[0].getsockname())
         thief.listen()
         with pytest.raises(ConfigError, match="Address already in use"):
-            await serve(SmallApp(SmallEngine()), engine=SmallEngine(), listener=listener, stop=Stop())
+            await serve(SmallApp(SmallEngine()), engine=SmallEngine(), listener=listener, stop=StopRequest())
 
 
 # TLS
@@ -156,7 +159,7 @@ async def test_a_port_that_is_taken_while_the_model_loads_is_said_too() -> None:
 @both_loops
 async def test_https_is_served_with_a_certificate(certificate: Path) -> None:
     for key, password in (("key.pem", None), ("locked.pem", "open")):
-        where = Listening(
+        where = ServerAddress(
             port=0,
             ssl_certfile=str(certificate / "cert.pem"),
             ssl_keyfile=str(certificate / key),
@@ -171,7 +174,7 @@ async def test_https_is_served_with_a_certificate(certificate: Path) -> None:
 
 @both_loops
 async def test_plain_http_at_a_tls_port_and_rubbish_hurt_nobody(certificate: Path) -> None:
-    where = Listening(port=0, ssl_certfile=str(certificate / "cert.pem"), ssl_keyfile=str(certificate / "key.pem"))
+    where = ServerAddress(port=0, ssl_certfile=str(certificate / "cert.pem"), ssl_keyfile=str(certificate / "key.pem"))
     trust = ssl.create_default_context(cafile=str(certificate / "cert.pem"))
     async with running(where) as server:
         port = int(server.url.rpartition(":")[2])
@@ -188,7 +191,7 @@ async def test_plain_http_at_a_tls_port_and_rubbish_hurt_nobody(certificate: Pat
 
 @both_loops
 async def test_over_tls_too_an_app_can_cut_a_client_that_does_not_read(certificate: Path) -> None:
-    where = Listening(port=0, ssl_certfile=str(certificate / "cert.pem"), ssl_keyfile=str(certificate / "key.pem"))
+    where = ServerAddress(port=0, ssl_certfile=str(certificate / "cert.pem"), ssl_keyfile=str(certificate / "key.pem"))
     trust = ssl.create_default_context(cafile=str(certificate / "cert.pem"))
     async with running(where) as server:
         port = int(server.url.rpartition(":")[2])
@@ -204,7 +207,7 @@ async def test_over_tls_too_an_app_can_cut_a_client_that_does_not_read(certifica
 async def test_over_tls_too_what_is_held_for_later_turns_is_answered_and_by_a_server_that_drains(
     certificate: Path,
 ) -> None:
-    where = Listening(port=0, ssl_certfile=str(certificate / "cert.pem"), ssl_keyfile=str(certificate / "key.pem"))
+    where = ServerAddress(port=0, ssl_certfile=str(certificate / "cert.pem"), ssl_keyfile=str(certificate / "key.pem"))
     trust = ssl.create_default_context(cafile=str(certificate / "cert.pem"))
     async with running(where) as server:
         port = int(server.url.rpartition(":")[2])
@@ -231,13 +234,16 @@ def test_a_bad_certificate_is_said_in_a_line(certificate: Path, folder: Path) ->
     (folder / "rubbish.pem").write_text("rubbish")
     cert, key = str(certificate / "cert.pem"), str(certificate / "key.pem")
     for where, says in [
-        (Listening(port=0, ssl_certfile=cert, ssl_keyfile=str(other / "key.pem")), "key values mismatch"),
-        (Listening(port=0, ssl_certfile=cert, ssl_keyfile=str(certificate / "locked.pem")), "no certificate and key"),
-        (Listening(port=0, ssl_certfile=str(folder / "rubbish.pem")), "no certificate and key that fit together"),
-        (Listening(port=0, ssl_certfile=str(folder / "none.pem")), "none.pem: No such file"),
-        (Listening(port=0, ssl_keyfile=key), "give both, or neither"),
-        (Listening(uds=str(folder / "a.sock"), ssl_certfile=cert, ssl_keyfile=key), "a Unix socket needs none"),
+        (ServerAddress(port=0, ssl_certfile=cert, ssl_keyfile=str(other / "key.pem")), "key values mismatch"),
+        (
+            ServerAddress(port=0, ssl_certfile=cert, ssl_keyfile=str(certificate / "locked.pem")),
+            "no certificate and key",
+        ),
+        (ServerAddress(port=0, ssl_certfile=str(folder / "rubbish.pem")), "no certificate and key that fit together"),
+        (ServerAddress(port=0, ssl_certfile=str(folder / "none.pem")), "none.pem: No such file"),
+        (ServerAddress(port=0, ssl_keyfile=key), "give both, or neither"),
+        (ServerAddress(uds=str(folder / "a.sock"), ssl_certfile=cert, ssl_keyfile=key), "a Unix socket needs none"),
     ]:
         with pytest.raises(ConfigError, match=says) as raised:
-            Listener(where)
+            HttpListener(where)
         assert "\n" not in str(raised.value)

@@ -25,7 +25,7 @@ from aioengine.server.decoding import (
     read_text,
     read_tokens,
 )
-from aioengine.server.errors import HttpFault
+from aioengine.server.errors import ApiError
 from aioengine.server.schema import (
     AbortRequest,
     ChatRequest,
@@ -54,8 +54,8 @@ plain_json = st.recursive(
 layouts = st.sampled_from([{}, {"separators": (",", ":")}, {"indent": 2}, {"ensure_ascii": False}])
 
 
-def refused(call: Callable[[], Any]) -> HttpFault:
-    with pytest.raises(HttpFault) as caught:
+def refused(call: Callable[[], Any]) -> ApiError:
+    with pytest.raises(ApiError) as caught:
         call()
     error = json.loads(caught.value.body())["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -68,7 +68,7 @@ def tried(call: Callable[[], Any]) -> Any:
     """What it gives, or the fault that it raises."""
     try:
         return call()
-    except HttpFault as fault:
+    except ApiError as fault:
         return fault
 
 
@@ -333,7 +333,7 @@ def test_a_body_that_is_no_object_is_refused(body: bytes) -> None:
 def test_whatever_a_field_holds_it_is_taken_or_refused_by_name(value: Any, place: tuple[Kind, str]) -> None:
     kind, name = place
     outcome = tried(lambda: checked(kind, **{name: value}))
-    if isinstance(outcome, HttpFault):
+    if isinstance(outcome, ApiError):
         assert outcome.status == 400
         assert (outcome.param or "").startswith(name)
     else:
@@ -417,7 +417,7 @@ def test_lists_of_ids_are_prompts(several: list[list[int]], layout: Any) -> None
 @given(plain_json, layouts)
 def test_anything_else_is_no_prompt(value: Any, layout: Any) -> None:
     outcome = tried(lambda: prompts_of(json.dumps(value, **layout)))
-    assert outcome.status == 400 if isinstance(outcome, HttpFault) else outcome in ([value], value)
+    assert outcome.status == 400 if isinstance(outcome, ApiError) else outcome in ([value], value)
 
 
 @pytest.mark.parametrize(
@@ -525,7 +525,7 @@ def test_whatever_messages_are_they_are_read_or_refused(value: Any, layout: Any)
     for given_value in (value, [value], [{"role": "user", "content": value}], [{"role": "user", "tool_calls": value}]):
         text = json.dumps(given_value, **layout)
         outcome = tried(lambda text=text: read_messages(raw(text), 4))  # type: ignore[misc]
-        if isinstance(outcome, HttpFault):
+        if isinstance(outcome, ApiError):
             assert outcome.status == 400
             assert (outcome.param or "messages").startswith("messages")
 

@@ -14,7 +14,7 @@ from server.conftest import FACES, Face, all_ended, app_of, both_faces, fake_eng
 
 from aioengine.errors import ConfigError
 from aioengine.server import ServerConfig
-from aioengine.server.errors import HttpFault
+from aioengine.server.errors import ApiError
 from aioengine.server.security import ApiKeys
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -154,7 +154,7 @@ async def test_all_keys_are_compared_each_time(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("aioengine.server.security.hmac", type("hmac", (), {"compare_digest": staticmethod(compare)}))
     keys.check({"authorization": "Bearer first-secret-key"})
     assert compared == [(32, 32)] * 3
-    with pytest.raises(HttpFault):
+    with pytest.raises(ApiError):
         keys.check({"authorization": "Bearer x"})
     assert compared == [(32, 32)] * 6
 

@@ -19,7 +19,7 @@ from server.small_app import SmallApp, SmallEngine
 
 from aioengine.errors import ConfigError, EngineDead
 from aioengine.server import serving
-from aioengine.server.serving import HttpLimits, Listening, Stop, serve
+from aioengine.server.serving import HttpLimits, ServerAddress, StopRequest, serve
 
 both_loops = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
 
@@ -199,12 +199,12 @@ async def test_an_answer_that_does_not_wait_for_a_large_body_reaches_who_still_s
 async def test_cancelling_ends_everything_at_once(folder: Path) -> None:
     engine, path = SmallEngine(), str(folder / "a.sock")
     began = anyio.Event()
-    listener = await listener_at(Listening(uds=path))
+    listener = await listener_at(ServerAddress(uds=path))
     async with anyio.create_task_group() as tasks:
 
         async def run() -> None:
             await serve(
-                SmallApp(engine), engine=engine, listener=listener, stop=Stop(), on_serving=lambda _: began.set()
+                SmallApp(engine), engine=engine, listener=listener, stop=StopRequest(), on_serving=lambda _: began.set()
             )
 
         tasks.start_soon(run)

@@ -24,7 +24,7 @@ from aioengine.cli.options import given, options_of
 from aioengine.config import EngineConfig
 from aioengine.errors import AioEngineError, ConfigError, EngineDead
 from aioengine.server.config import ServerConfig
-from aioengine.server.serving import HttpLimits, Listener, Listening, Stop, asked_by_signals, serve
+from aioengine.server.serving import HttpLimits, HttpListener, ServerAddress, StopRequest, asked_by_signals, serve
 
 if TYPE_CHECKING:
     from aioengine.server.api import Api
@@ -96,7 +96,7 @@ def serve_command(
     start = _engine_to_start(engine_config, process=process, connect=connect, keys=keys, client=client)
     server_config = _server_config(given(ServerConfig, flags))
     limits = HttpLimits(**given(HttpLimits, flags))
-    where = Listening(
+    where = ServerAddress(
         host=host,
         port=port,
         uds=uds,
@@ -110,7 +110,7 @@ def serve_command(
     ending = Ending()
     with logging_off_loop("json" if log_format == "json" else "text"):
         try:
-            with Listener(where) as listener:
+            with HttpListener(where) as listener:
                 server_config = _protected(server_config, listener)
                 _allow_files(limits.max_connections + SPARE_FILES)
                 run(_serve(start, listener, server_config, limits, drain_timeout_s, ending))
@@ -129,7 +129,7 @@ def _check_place(uds: str | None) -> None:
         raise click.UsageError(f"--uds is instead of a port: leave --{given_too[0]} out")
 
 
-def _protected(config: ServerConfig, listener: Listener) -> ServerConfig:
+def _protected(config: ServerConfig, listener: HttpListener) -> ServerConfig:
     """The config with what it leaves open for this place, and a line in the log about who is let in."""
     if config.api_keys:
         logger.info("asking for an API key")
@@ -151,7 +151,7 @@ def _end_in_json(error: AioEngineError, ending: Ending) -> int:
     return exit_code_of(error)
 
 
-class Ending(Stop):
+class Ending(StopRequest):
     """Why the process is to end, as its exit code; and whether it has come to serve."""
 
     def __init__(self) -> None:
@@ -191,7 +191,7 @@ def _server_config(config: dict[str, Any]) -> ServerConfig:
 
 async def _serve(
     start: Callable[[], Awaitable[Engine]],
-    listener: Listener,
+    listener: HttpListener,
     config: ServerConfig,
     limits: HttpLimits,
     drain_timeout_s: float,
@@ -211,7 +211,7 @@ async def _serve(
 
 async def _serve_engine(
     engine: Engine,
-    listener: Listener,
+    listener: HttpListener,
     config: ServerConfig,
     limits: HttpLimits,
     drain_timeout_s: float,

@@ -13,7 +13,7 @@ from aioengine.engine import Engine
 from aioengine.errors import AioEngineError
 from aioengine.server.api import Api
 from aioengine.server.config import ServerConfig
-from aioengine.server.errors import HttpFault, fault_of
+from aioengine.server.errors import ApiError, api_error_of
 from aioengine.server.exchange import ClientGone, Response
 from aioengine.server.per_loop import PerLoop
 
@@ -37,10 +37,10 @@ def aiohttp_routes(
     """
     api = Api(engine, config)
     prefix = prefix.rstrip("/")
-    departures = PerLoop(Departures)
+    disconnects = PerLoop(DisconnectWatcher)
 
     async def handle(request: web.Request) -> web.StreamResponse:
-        exchange = AiohttpExchange(request, departures.get(), api.config.write_timeout_s)
+        exchange = AiohttpExchange(request, disconnects.get(), api.config.write_timeout_s)
         await api.serve(exchange)
         if exchange.response is None:  # the client has gone: nobody reads this
             return web.Response(status=499)
@@ -69,7 +69,7 @@ async def aiohttp_errors(
     try:
         return await handler(request)
     except AioEngineError as error:
-        response = fault_of(error).response()
+        response = api_error_of(error).response()
         return web.Response(status=response.status, body=response.body, headers=response.headers)
 
 
@@ -77,7 +77,7 @@ async def _say_nothing_yet(request: web.Request) -> None:
     """aiohttp's own would ask for every body, also for one that is then refused; `AiohttpExchange.read` asks for it."""
 
 
-class Departures:
+class DisconnectWatcher:
     """Tells when clients have left, for all requests of an app on one loop.
 
     aiohttp cancels a handler for that if the app was run so, and else tells only who writes. So we look: at 256
@@ -151,7 +151,7 @@ class WholeResponse(web.Response):
 class AiohttpExchange:
     """An `Exchange` of an aiohttp server."""
 
-    def __init__(self, request: web.Request, departures: Departures, write_timeout_s: float) -> None:
+    def __init__(self, request: web.Request, disconnects: DisconnectWatcher, write_timeout_s: float) -> None:
         self.method = request.method
         self.path = "/" + request.match_info[PATH_BELOW]
         # Not as aiohttp decodes them: a key's bytes are then the same on both faces.
@@ -161,7 +161,7 @@ class AiohttpExchange:
         self.client = request.remote or ""
         self.response: web.StreamResponse | None = None
         self._request = request
-        self._departures = departures
+        self._disconnects = disconnects
         self._write_timeout_s = write_timeout_s
         self._is_to_be_asked = self.headers.get("expect", "").lower() == "100-continue"
 
@@ -175,10 +175,10 @@ class AiohttpExchange:
             raise ClientGone from error
         except web.RequestPayloadError as error:  # of a compressed body, or of the framing
             said = " ".join(str(error).split())
-            raise HttpFault(400, f"the request's body is damaged: {said}", code="invalid_encoding") from error
+            raise ApiError(400, f"the request's body is damaged: {said}", code="invalid_encoding") from error
 
     async def gone(self) -> None:
-        await self._departures.of(self._request)
+        await self._disconnects.of(self._request)
 
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
         self.response = web.StreamResponse(status=status, headers=headers)

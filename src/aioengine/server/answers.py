@@ -55,7 +55,7 @@ class Usage(msgspec.Struct):
         )
 
 
-class Head(msgspec.Struct, frozen=True):
+class AnswerHead(msgspec.Struct, frozen=True):
     """What all bodies and events of one answer begin with."""
 
     id: str
@@ -116,7 +116,7 @@ class Answer(Protocol):
 class _Events:
     """Makes one answer's events: ``data: <head, "choices":[{"index":0,> … <}]>`` and an empty line."""
 
-    def __init__(self, head: Head, kind: str, *, has_usage: bool) -> None:
+    def __init__(self, head: AnswerHead, kind: str, *, has_usage: bool) -> None:
         self._head = _in_one_line(encode(head.fields(kind))[:-1])
         self._prefixes: dict[int, bytes] = {}
         self._end = b'}],"usage":null}\n\n' if has_usage else b"}]}\n\n"
@@ -163,7 +163,7 @@ class ChatAnswer:
 
     echo = None
 
-    def __init__(self, head: Head, token_bytes: TokenBytes, *, top_logprobs: int | None, has_usage: bool) -> None:
+    def __init__(self, head: AnswerHead, token_bytes: TokenBytes, *, top_logprobs: int | None, has_usage: bool) -> None:
         self._head = head
         self._token_bytes = token_bytes
         self._top_logprobs = top_logprobs
@@ -244,7 +244,7 @@ class CompletionAnswer:
 
     def __init__(
         self,
-        head: Head,
+        head: AnswerHead,
         token_bytes: TokenBytes,
         *,
         top_logprobs: int | None,

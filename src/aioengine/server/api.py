@@ -15,7 +15,7 @@ from aioengine.engine import Engine, check_asyncio
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead, InvalidRequest
 from aioengine.server.access_log import log_request, logger, request_id_of
 from aioengine.server.body import BodyReader
-from aioengine.server.completions import ClientCut, Completions, while_there
+from aioengine.server.completions import ClientCut, Completions, run_while_connected
 from aioengine.server.config import ServerConfig
 from aioengine.server.decoding import (
     SMALL_BODY_BYTES,
@@ -27,7 +27,7 @@ from aioengine.server.decoding import (
     read_text,
     read_tokens,
 )
-from aioengine.server.errors import JSON_HEADERS, HttpFault, fault_of, invalid_value, overloaded, unavailable
+from aioengine.server.errors import JSON_HEADERS, ApiError, api_error_of, invalid_value, overloaded, unavailable
 from aioengine.server.exchange import ClientGone, Exchange, Response
 from aioengine.server.generation import EventWriter
 from aioengine.server.http_metrics import HttpMetrics
@@ -198,7 +198,7 @@ class Api:
             if route is None:
                 raise self._nothing_at(exchange.path)
             if exchange.method != route.method and not (exchange.method == "HEAD" and route.method == "GET"):
-                raise HttpFault(
+                raise ApiError(
                     405,
                     f"{route.path} takes {route.method}",
                     code="method_not_allowed",
@@ -210,9 +210,9 @@ class Api:
         except ClientGone:
             raise
         except Exception as error:
-            fault = fault_of(error)
+            answer = api_error_of(error)
             record.error = error
-            record.error_code, record.error_param = fault.code, fault.param
+            record.error_code, record.error_param = answer.code, answer.param
             if isinstance(error, EngineClosed) and not self._has_warned and not self.is_draining:
                 self._has_warned = True
                 logger.warning("requests are answered 503: %s", error)
@@ -220,13 +220,13 @@ class Api:
                 record.outcome = "error"
                 exchange.cut()
                 return None
-            if fault.status < 500:
+            if answer.status < 500:
                 record.outcome = "refused"
-            elif fault.code == "overloaded":
+            elif answer.code == "overloaded":
                 record.outcome = "shed"
             else:
                 record.outcome = "error"
-            return fault.response()
+            return answer.response()
 
     def _check_host(self, exchange: Exchange) -> None:
         """Raise for a name that is not ours, where ours are known.
@@ -235,7 +235,7 @@ class Api:
         rebinding); but it sends that name along.
 
         Raises:
-            HttpFault: 403.
+            ApiError: 403.
         """
         allowed = self.config.allowed_hosts
         if allowed is None or "*" in allowed:
@@ -243,20 +243,20 @@ class Api:
         host = exchange.headers.get("host", "").strip().lower()
         name = host[1 : host.find("]")] if host.startswith("[") else host.partition(":")[0]
         if name.rstrip(".") not in allowed:
-            raise HttpFault(
+            raise ApiError(
                 403,
                 f"this server is not called {name[:100]!r}: allow the name with --allowed-hosts, or ask for keys with "
                 "--api-keys",
                 code="host_not_allowed",
             )
 
-    def _nothing_at(self, path: str) -> HttpFault:
+    def _nothing_at(self, path: str) -> ApiError:
         if path in NOT_SUPPORTED:
             message = f"{path} is not supported yet: {NOT_SUPPORTED[path]}"
-            return HttpFault(404, message, code="unsupported_endpoint")
+            return ApiError(404, message, code="unsupported_endpoint")
         near = next((near for near in (f"/v1{path}", path.removeprefix("/v1")) if near in self._routes), None)
         hint = f"; did you mean {near}? (base_url)" if near is not None else ""
-        return HttpFault(404, f"there is nothing at {path[:100]!r}{hint}", code="not_found")
+        return ApiError(404, f"there is nothing at {path[:100]!r}{hint}", code="not_found")
 
     async def _respond(self, exchange: Exchange, record: RequestRecord, response: Response) -> None:
         """Give the response; a large one piece by piece, as its client takes it.
@@ -283,7 +283,7 @@ class Api:
             finally:
                 writer.close()
 
-        await while_there(exchange, write)
+        await run_while_connected(exchange, write)
 
     async def _work(self, exchange: Exchange, record: RequestRecord, route: Route) -> Response | None:
         """Refuse what there is no room for, before its body is read; then do it."""
@@ -308,7 +308,7 @@ class Api:
         """Wait until the engine serves; how many may wait is how many may be served at once.
 
         Raises:
-            HttpFault: 503; that took too long, or it cannot start.
+            ApiError: 503; that took too long, or it cannot start.
             EngineClosed: it was closed meanwhile.
         """
         try:
@@ -325,13 +325,13 @@ class Api:
         """The request's body, decoded.
 
         Raises:
-            HttpFault: it is too large, too slow, or no such thing.
+            ApiError: it is too large, too slow, or no such thing.
         """
         media_type = exchange.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media_type != "application/json":
             # A page of any origin can make a browser send other types here without asking first.
             given = f", and was sent as {media_type[:100]}" if media_type else ""
-            raise HttpFault(
+            raise ApiError(
                 415,
                 f"the body must be JSON{given}: with curl, add -H 'Content-Type: application/json'",
                 code="unsupported_media_type",
@@ -357,7 +357,7 @@ class Api:
         request = await self._read(exchange, AbortRequest)
         ids = [*(request.request_ids or ()), *([request.request_id] if request.request_id is not None else ())]
         if not ids:
-            raise HttpFault(400, "request_id is missing", param="request_id", code="missing_required_parameter")
+            raise ApiError(400, "request_id is missing", param="request_id", code="missing_required_parameter")
         if len(ids) > MAX_ABORTED:
             raise invalid_value("request_ids", f"request_ids has {len(ids):,}; at most {MAX_ABORTED:,} at once")
         for request_id in ids:
@@ -373,13 +373,13 @@ class Api:
         request = await self._read(exchange, TokenizeRequest)
         record.model = self.models.choose(request.model)
         if is_given(request.messages) == is_given(request.prompt):
-            raise HttpFault(400, "give either prompt or messages", param="prompt", code="invalid_value")
+            raise ApiError(400, "give either prompt or messages", param="prompt", code="invalid_value")
         prompt: Any
         if is_given(request.messages):
             prompt = read_messages(request.messages, self.config.max_messages)
         else:
             prompt = read_text(request.prompt, "prompt")
-        ids = await while_there(
+        ids = await run_while_connected(
             exchange,
             lambda _: self.engine.tokenize(
                 prompt, add_special_tokens=request.add_special_tokens, chat_template_kwargs=template_kwargs(request)
@@ -388,7 +388,7 @@ class Api:
         answer: dict[str, Any] = {"count": len(ids), "max_model_len": self.engine.info.max_model_len}
         if request.return_token_strs:
             if len(ids) > MAX_TOKEN_STRS:
-                raise HttpFault(
+                raise ApiError(
                     400,
                     f"return_token_strs is for at most {MAX_TOKEN_STRS:,} tokens, and these are {len(ids):,}",
                     param="return_token_strs",
@@ -403,15 +403,15 @@ class Api:
         record.model = self.models.choose(request.model)
         ids = read_tokens(request.tokens, max(MAX_DETOKENIZED, self.engine.info.max_model_len))
         try:
-            text = await while_there(exchange, lambda _: self.engine.detokenize(ids, skip_special_tokens=False))
+            text = await run_while_connected(exchange, lambda _: self.engine.detokenize(ids, skip_special_tokens=False))
         except InvalidRequest as error:
-            raise fault_of(error, param_names={"token_ids": "tokens"}) from error
+            raise api_error_of(error, param_names={"token_ids": "tokens"}) from error
         return _json({"prompt": text})
 
     async def _tokenizer_info(self, exchange: Exchange, record: RequestRecord) -> Response:
         if not self.config.enable_tokenizer_info_endpoint:
             message = "/tokenizer_info is off: start the server with --enable-tokenizer-info-endpoint"
-            raise HttpFault(404, message, code="not_found")
+            raise ApiError(404, message, code="not_found")
         return _json(self.engine.tokenizer_info())
 
     # Telling

@@ -7,7 +7,7 @@ import zlib
 
 import anyio
 
-from aioengine.server.errors import HttpFault
+from aioengine.server.errors import ApiError
 from aioengine.server.exchange import Exchange
 from aioengine.server.per_loop import PerLoop
 
@@ -38,7 +38,7 @@ class BodyReader:
         """The whole body, of at most ``max_bytes``, inflated where it is compressed.
 
         Raises:
-            HttpFault: it is too large (413, from its announced length if it has one), too slow (408), there is no
+            ApiError: it is too large (413, from its announced length if it has one), too slow (408), there is no
                 room for it beside the others (503), or it is compressed in a way that is not known (415), or
                 damaged (400).
             ClientGone: it did not come to its end.
@@ -62,7 +62,7 @@ class BodyReader:
                         pieces.clear()
                         await self._refuse(exchange, _too_large(max_bytes))
                     if self._num_bytes > self._max_bodies * max_bytes:
-                        raise HttpFault(
+                        raise ApiError(
                             503,
                             "too many large requests are being sent at once; try again later",
                             kind="server_error",
@@ -70,7 +70,7 @@ class BodyReader:
                             headers={"retry-after": "1", "connection": "close"},
                         )
         except TimeoutError:
-            raise HttpFault(
+            raise ApiError(
                 408,
                 f"the request's body did not come within {self._timeout_s:g} s",
                 code="timeout",
@@ -80,14 +80,14 @@ class BodyReader:
             self._num_bytes -= num_bytes
         return b"".join(pieces)
 
-    async def _refuse(self, exchange: Exchange, fault: HttpFault) -> None:
+    async def _refuse(self, exchange: Exchange, error: ApiError) -> None:
         """Raise, but first take what still comes, for a while: a client that is cut off in sending hears no answer."""
         if exchange.headers.get("expect", "").lower() != "100-continue":  # that one waits to be asked for it
             with anyio.move_on_after(LINGER_S):
                 num_bytes = 0
                 while num_bytes < MAX_LINGER_BYTES and (piece := await exchange.read()):
                     num_bytes += len(piece)
-        raise fault
+        raise error
 
 
 ENCODINGS = ("gzip", "x-gzip", "deflate")
@@ -107,7 +107,7 @@ class _Inflated:
         """The next piece, inflated; empty at the end of the body.
 
         Raises:
-            HttpFault: 400; it is damaged, or ends in the middle.
+            ApiError: 400; it is damaged, or ends in the middle.
             ClientGone: it did not come to its end.
         """
         while True:
@@ -134,12 +134,12 @@ class _Inflated:
             if piece:
                 return piece
 
-    def _damaged(self, reason: str) -> HttpFault:
-        return HttpFault(400, f"the body is no valid {self._encoding}: {reason}", code="invalid_encoding")
+    def _damaged(self, reason: str) -> ApiError:
+        return ApiError(400, f"the body is no valid {self._encoding}: {reason}", code="invalid_encoding")
 
 
-def _unknown_encoding(encoding: str) -> HttpFault:
-    return HttpFault(
+def _unknown_encoding(encoding: str) -> ApiError:
+    return ApiError(
         415,
         f"Content-Encoding {encoding[:100]!r} is not taken: send gzip, deflate, or the body as it is",
         code="unsupported_encoding",
@@ -147,8 +147,8 @@ def _unknown_encoding(encoding: str) -> HttpFault:
     )
 
 
-def _too_large(max_bytes: int) -> HttpFault:
-    return HttpFault(
+def _too_large(max_bytes: int) -> ApiError:
+    return ApiError(
         413,
         f"the request's body is larger than this server takes ({max_bytes:,} bytes, max_body_bytes)",
         code="request_too_large",

@@ -13,12 +13,12 @@ import msgspec
 from aioengine.engine import Engine, Stream
 from aioengine.errors import AioEngineError, InvalidRequest
 from aioengine.server.access_log import MAX_ID_CHARS, is_fit_id
-from aioengine.server.answers import Answer, ChatAnswer, CompletionAnswer, Head, Usage, error_event, in_parts
+from aioengine.server.answers import Answer, AnswerHead, ChatAnswer, CompletionAnswer, Usage, error_event, in_parts
 from aioengine.server.config import ServerConfig
 from aioengine.server.decoding import read_messages, read_prompts
-from aioengine.server.errors import JSON_HEADERS, fault_of, invalid_value
+from aioengine.server.errors import JSON_HEADERS, api_error_of, invalid_value
 from aioengine.server.exchange import ClientGone, Exchange, Response
-from aioengine.server.generation import Batch, EventWriter
+from aioengine.server.generation import EventWriter, StreamGroup
 from aioengine.server.record import RequestRecord
 from aioengine.server.schema import (
     ChatRequest,
@@ -46,7 +46,7 @@ class ClientCut(ClientGone):
     """The client has not read for so long that it was cut off."""
 
 
-async def while_there(exchange: Exchange, work: Callable[[Callable[[], None]], Awaitable[T]]) -> T:
+async def run_while_connected(exchange: Exchange, work: Callable[[Callable[[], None]], Awaitable[T]]) -> T:
     """Do the work as long as the client is there to hear of it.
 
     Args:
@@ -120,7 +120,7 @@ class Completions:
                 names["max_tokens"] = "max_completion_tokens"
             if request.chat_template_kwargs is None:
                 names["chat_template_kwargs"] = "add_generation_prompt"
-            raise fault_of(error, param_names=names) from error
+            raise api_error_of(error, param_names=names) from error
 
     async def complete(self, exchange: Exchange, record: RequestRecord, request: CompletionRequest) -> Response | None:
         """Complete prompts; None when that was a stream, which has been written."""
@@ -157,10 +157,10 @@ class Completions:
         record.model = self._model_name(request.model)
         record.is_stream = bool(request.stream)
 
-    def _head(self, kind: str, record: RequestRecord, streams: list[Stream]) -> Head:
+    def _head(self, kind: str, record: RequestRecord, streams: list[Stream]) -> AnswerHead:
         """With the engine's id for it, so that what an answer is called can be aborted."""
         assert record.model is not None
-        return Head(id=f"{kind}-{streams[0].request_id}", created=int(time.time()), model=record.model)
+        return AnswerHead(id=f"{kind}-{streams[0].request_id}", created=int(time.time()), model=record.model)
 
     async def _streams(
         self, record: RequestRecord, request: Generation, prompts: list[Any], **options: Any
@@ -201,7 +201,7 @@ class Completions:
         streams: list[Stream],
         answer: Answer,
     ) -> Response | None:
-        batch = Batch(streams, record.n or 1)
+        batch = StreamGroup(streams, record.n or 1)
 
         async def work(cut: Callable[[], None]) -> Response | None:
             try:
@@ -214,7 +214,7 @@ class Completions:
             finally:
                 note_outputs(record, batch)
 
-        return await while_there(exchange, work)
+        return await run_while_connected(exchange, work)
 
 
 class _Relay:
@@ -224,7 +224,7 @@ class _Relay:
         self,
         exchange: Exchange,
         record: RequestRecord,
-        batch: Batch,
+        batch: StreamGroup,
         answer: Answer,
         options: StreamOptions | None,
     ) -> None:
@@ -270,7 +270,7 @@ class _Relay:
                 taken = batch.take()
             except AioEngineError as error:
                 self._record.outcome, self._record.error = "error", error
-                return error_event(fault_of(error).body()) + answer.closing(None)
+                return error_event(api_error_of(error).body()) + answer.closing(None)
             events: list[bytes] = []
             for choice, delta in taken:
                 if echo is not None and choice not in echoed:
@@ -306,7 +306,7 @@ class _Relay:
         return self._so_far
 
 
-def note_outputs(record: RequestRecord, batch: Batch) -> None:
+def note_outputs(record: RequestRecord, batch: StreamGroup) -> None:
     """What the requests have brought, for the log."""
     outputs = batch.outputs()
     if not outputs:

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from aioengine.errors import PromptTooLong
-from aioengine.server.errors import HttpFault, fault_of, invalid_value, unknown, unsupported
+from aioengine.server.errors import ApiError, api_error_of, invalid_value, unknown_field, unsupported
 from aioengine.server.schema import Body, ChatMessage, StreamOptions, TextPart, is_given, known_names
 from aioengine.validation import MAX_NAME_CHARS, shorten
 
@@ -61,7 +61,7 @@ class IgnoredFields:
         """Tell of the fields that are left out.
 
         Raises:
-            HttpFault: 400; one is not known, and such ones are refused.
+            ApiError: 400; one is not known, and such ones are refused.
         """
         self._check_unknown(fields.keys(), known_names(kind), "")
         if is_given(options := fields.get("stream_options", msgspec.Raw())):
@@ -74,7 +74,7 @@ class IgnoredFields:
     def _check_unknown(self, names: Iterable[str], known: frozenset[str], place: str) -> None:
         new = [name for name in names if name not in known and place + name not in self._told]
         if new and self._unknown == "refuse":
-            raise unknown(place + new[0], _nearest(new[0], known) or "; leave it out")
+            raise unknown_field(place + new[0], _nearest(new[0], known) or "; leave it out")
         for name in new[:MAX_TOLD_AT_ONCE]:
             if self._is_new(place + name):
                 near = _nearest(name, known)
@@ -103,7 +103,7 @@ def decode(body: bytes, kind: type[T], *, max_texts: int = 0, ignored: IgnoredFi
         max_texts: JSON texts that a large body may have in its prompt or messages.
         ignored: is told of fields that are left out.
     Raises:
-        HttpFault: 400; names the field where there is one.
+        ApiError: 400; names the field where there is one.
     """
     if len(body) > SMALL_BODY_BYTES:
         _check_texts(body, max_texts)
@@ -132,7 +132,7 @@ def _decoded(body: bytes, kind: type[T]) -> T:
 
 def _check_texts(body: bytes, max_texts: int) -> None:
     if has_more_texts(body, MAX_OTHER_TEXTS + max_texts):
-        raise HttpFault(400, "the request has too many prompts, messages or other texts; send less at once")
+        raise ApiError(400, "the request has too many prompts, messages or other texts; send less at once")
 
 
 def _check_fields(body: bytes, kind: type[Body], ignored: IgnoredFields) -> None:
@@ -176,22 +176,22 @@ def num_texts(data: bytes) -> int:
 _PLACE = re.compile(r" - at `(?:key` in `)?\$\.?(.*)`$")
 
 
-def _undecodable(error: Exception, body: bytes) -> HttpFault:
-    """The fault of a ``body`` that is no JSON, or not of the kind that is needed."""
+def _undecodable(error: Exception, body: bytes) -> ApiError:
+    """The error of a ``body`` that is no JSON, or not of the kind that is needed."""
     if not isinstance(error, msgspec.ValidationError):
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         if not body:
             reason = "it is empty"
         elif "truncated" in reason or (reason.endswith(f"(byte {len(body)})") and "trailing" not in reason):
             reason = f"it ends in the middle, after {len(body):,} bytes: it has been truncated"
-        return HttpFault(400, f"the request's body is not valid JSON: {reason}", code="invalid_json")
+        return ApiError(400, f"the request's body is not valid JSON: {reason}", code="invalid_json")
     message = str(error)
     match = _PLACE.search(message)
     place = match.group(1) if match is not None else ""
     said = message[: match.start()] if match is not None else message
     said = said[0].lower() + said[1:].replace("int | float", "int")
     name = re.split(r"[.\[]", place, maxsplit=1)[0]
-    return HttpFault(
+    return ApiError(
         400, f"{place}: {said}" if place else f"the request's body: {said}", param=name or None, code="invalid_type"
     )
 
@@ -208,7 +208,7 @@ def read_messages(raw: msgspec.Raw, max_messages: int) -> list[dict[str, Any]]:
     """A chat's messages as the engine takes them.
 
     Raises:
-        HttpFault: 400; says which message is wrong and how.
+        ApiError: 400; says which message is wrong and how.
     """
     data = _required(raw, "messages")
     if has_more_texts(data, TEXTS_A_MESSAGE * max_messages):
@@ -276,7 +276,7 @@ async def read_prompts(raw: msgspec.Raw, *, max_prompts: int, max_ids: int) -> l
     Args:
         max_ids: the most token ids of one prompt; more are refused uncounted.
     Raises:
-        HttpFault: 400.
+        ApiError: 400.
     """
     data = _required(raw, "prompt")
     kind = _kind_of(data)
@@ -329,9 +329,9 @@ def _read_ids(data: bytes, max_ids: int, name: str) -> list[int]:
     if num_ids > max_ids:
         # Decoding them would take 30 ns each, on the loop.
         if name != "tokens":
-            raise fault_of(PromptTooLong(num_ids, max_ids - 1))
+            raise api_error_of(PromptTooLong(num_ids, max_ids - 1))
         message = f"{name} has {num_ids:,} token ids; at most {max_ids:,} are allowed (max_model_len)"
-        raise HttpFault(400, message, param=name, code="context_length_exceeded")
+        raise ApiError(400, message, param=name, code="context_length_exceeded")
     ids: list[int] = _decode_part(data, list[int], name)
     return ids
 
@@ -349,7 +349,7 @@ def _kind_of(data: bytes) -> Literal["text", "ids", "empty", "texts", "lists"]:
     for pattern, kind in _KINDS:
         if pattern.match(data):
             return kind
-    raise HttpFault(
+    raise ApiError(
         400,
         "prompt: a text, a list of token ids, or a list of texts or of lists of token ids is needed",
         param="prompt",
@@ -359,7 +359,7 @@ def _kind_of(data: bytes) -> Literal["text", "ids", "empty", "texts", "lists"]:
 
 def _required(raw: msgspec.Raw, name: str) -> bytes:
     if not is_given(raw):
-        raise HttpFault(400, f"{name} is missing", param=name, code="missing_required_parameter")
+        raise ApiError(400, f"{name} is missing", param=name, code="missing_required_parameter")
     return bytes(raw)
 
 
@@ -368,8 +368,8 @@ def _decode_part(data: bytes, kind: Any, name: str) -> Any:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         said = re.sub(r" - at `\$(.*)`$", r" (at \1)", str(error))
-        raise HttpFault(400, f"{name}: {said}", param=re.split(r"[.\[]", name)[0], code="invalid_type") from None
+        raise ApiError(400, f"{name}: {said}", param=re.split(r"[.\[]", name)[0], code="invalid_type") from None
 
 
-def _too_many(what: str, limit: int) -> HttpFault:
-    return HttpFault(400, f"more than {limit:,} {what} in one request; send fewer at once", code="invalid_value")
+def _too_many(what: str, limit: int) -> ApiError:
+    return ApiError(400, f"more than {limit:,} {what} in one request; send fewer at once", code="invalid_value")

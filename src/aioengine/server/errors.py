@@ -1,6 +1,6 @@
 """Errors as clients of the OpenAI API read them: a status, and ``{"error": {"message", "type", "param", "code"}}``.
 
-What went wrong inside stays inside: a fault of ours says no more than that it was one.
+What went wrong inside stays inside: an error of ours says no more than that it was one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from aioengine.validation import shorten
 JSON_HEADERS = {"content-type": "application/json"}
 
 
-class HttpFault(Exception):
+class ApiError(Exception):
     """A request that is answered by an error.
 
     Attributes:
@@ -60,51 +60,51 @@ PARAM_NAMES = {"num_sequences": "n"}
 """What clients call parameters that only the engine knows by their names."""
 
 
-def fault_of(error: Exception, *, param_names: Mapping[str, str] | None = None) -> HttpFault:
-    """The fault that a client hears of for ``error``.
+def api_error_of(error: Exception, *, param_names: Mapping[str, str] | None = None) -> ApiError:
+    """The error that a client hears of for ``error``.
 
     Args:
         param_names: what the client calls the engine's parameters, where it has other names for them.
     """
-    if isinstance(error, HttpFault):
+    if isinstance(error, ApiError):
         return error
     if isinstance(error, InvalidRequest):
         param = {**PARAM_NAMES, **(param_names or {})}.get(error.param or "", error.param)
         code = "context_length_exceeded" if isinstance(error, PromptTooLong) else "invalid_value"
-        return HttpFault(400, str(error), param=param, code=code)
+        return ApiError(400, str(error), param=param, code=code)
     if isinstance(error, EngineOverloaded):
         return overloaded(str(error), error.retry_after_s)
     if isinstance(error, EngineClosed):
         return unavailable(f"no requests are taken now: {error}")
     if isinstance(error, EngineDead):
-        return HttpFault(503, "the engine has stopped working", kind="server_error", code="engine_dead")
+        return ApiError(503, "the engine has stopped working", kind="server_error", code="engine_dead")
     if isinstance(error, StepFailed):
-        return HttpFault(
+        return ApiError(
             500, "the step that computed this request failed; send it again", kind="server_error", code="step_failed"
         )
-    return HttpFault(500, "an internal error; its request id is in the log", kind="server_error", code="internal_error")
+    return ApiError(500, "an internal error; its request id is in the log", kind="server_error", code="internal_error")
 
 
-def unavailable(message: str, **headers: str) -> HttpFault:
+def unavailable(message: str, **headers: str) -> ApiError:
     """503, for a while that is not known."""
-    return HttpFault(503, message, kind="server_error", code="unavailable", headers={"retry-after": "5", **headers})
+    return ApiError(503, message, kind="server_error", code="unavailable", headers={"retry-after": "5", **headers})
 
 
-def overloaded(message: str, retry_after_s: float) -> HttpFault:
+def overloaded(message: str, retry_after_s: float) -> ApiError:
     """503, with the seconds after which to come again."""
     headers = {"retry-after": str(max(1, math.ceil(retry_after_s)))}
-    return HttpFault(503, message, kind="server_error", code="overloaded", headers=headers)
+    return ApiError(503, message, kind="server_error", code="overloaded", headers=headers)
 
 
-def invalid_value(name: str, message: str) -> HttpFault:
+def invalid_value(name: str, message: str) -> ApiError:
     """A field whose value cannot be taken."""
-    return HttpFault(400, message, param=name, code="invalid_value")
+    return ApiError(400, message, param=name, code="invalid_value")
 
 
-def unsupported(name: str, why: str = "is not supported yet; leave it out") -> HttpFault:
+def unsupported(name: str, why: str = "is not supported yet; leave it out") -> ApiError:
     """A field that clients may know from elsewhere, and that would change the answer if it were left out in silence."""
-    return HttpFault(400, f"{name} {why}", param=name, code="unsupported_parameter")
+    return ApiError(400, f"{name} {why}", param=name, code="unsupported_parameter")
 
 
-def unknown(name: str, hint: str) -> HttpFault:
-    return HttpFault(400, f"unknown field {shorten(name)}{hint}", param=name[:100], code="unknown_parameter")
+def unknown_field(name: str, hint: str) -> ApiError:
+    return ApiError(400, f"unknown field {shorten(name)}{hint}", param=name[:100], code="unknown_parameter")

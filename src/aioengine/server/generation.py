@@ -15,7 +15,7 @@ from aioengine.outputs import CompletionDelta, RequestOutput
 from aioengine.server.exchange import Exchange
 
 
-class Batch:
+class StreamGroup:
     """Several streams as one: `watch`, then `wait` and `take` until it `is_ended`.
 
     Entering hands all of them to the engine, or none; leaving, for any reason, aborts what has not ended.

@@ -19,7 +19,7 @@ HANDLER_TIME_S = (0.1, 0.5, 1.0)
 """The bounds that vLLM's server has for ``http_request_duration_seconds``."""
 
 
-class Table:
+class LabeledValues:
     """A counter or gauge with any number of labels: ``table.values["GET", "200"] = 3``."""
 
     __slots__ = ("documentation", "kind", "labels", "name", "values")
@@ -40,7 +40,7 @@ class Table:
             yield Sample(suffix, tuple(zip(self.labels, label_values, strict=True)), value)
 
 
-class HistogramTable:
+class LabeledHistogram:
     """Histograms of the same bounds, told apart by one label."""
 
     __slots__ = ("_buckets", "documentation", "histograms", "label", "name")
@@ -75,18 +75,20 @@ class HttpMetrics:
 
     def __init__(self, routes: Iterable[str]) -> None:
         self._routes = frozenset(routes)
-        self.requests = Table("http_requests", "HTTP requests that ended.", "counter", "method", "path", "status")
-        self.durations = HistogramTable(
+        self.requests = LabeledValues(
+            "http_requests", "HTTP requests that ended.", "counter", "method", "path", "status"
+        )
+        self.durations = LabeledHistogram(
             "http_request_duration_seconds", "From a request's first byte to its end.", REQUEST_TIME_S, "path"
         )
         self.in_progress = Gauge("http_requests_in_progress", "HTTP requests being served.")
         self.shed = Counter("http_requests_shed", "HTTP requests refused for want of room.")
         self.gone = Counter("http_clients_gone", "Clients that left before their answer ended.")
         self.cut = Counter("http_clients_cut", "Clients cut off since they stopped reading.")
-        self.by_handler = Table(
+        self.by_handler = LabeledValues(
             "http_requests", "HTTP requests by class of status.", "counter", "handler", "method", "status"
         )
-        self.handler_durations = HistogramTable(
+        self.handler_durations = LabeledHistogram(
             "http_request_duration_seconds", "How long HTTP requests took.", HANDLER_TIME_S, "handler"
         )
         self.params_n = Histogram("request_params_n", "Choices asked for.", (1, 2, 5, 10, 20))

@@ -21,7 +21,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from aioengine.server.errors import HttpFault, overloaded
+from aioengine.server.errors import ApiError, overloaded
 from aioengine.server.exchange import CUT_EXTENSION
 from aioengine.server.serving import HttpLimits
 from aioengine.turns import turns_here
@@ -50,15 +50,15 @@ GIVEN_A_TURN = 32
 """Pieces that were held and are parsed in one turn of the loop: half of its budget, and requests take the rest."""
 
 
-class _Refused(Exception):
+class _StopParsing(Exception):
     """Raised within the parser, to stop it there."""
 
-    def __init__(self, fault: HttpFault | None) -> None:
+    def __init__(self, error: ApiError | None) -> None:
         super().__init__()
-        self.fault = fault
+        self.error = error
 
 
-class HttpState(ServerState):
+class SharedState(ServerState):
     """What the connections of one server share.
 
     Attributes:
@@ -66,7 +66,7 @@ class HttpState(ServerState):
         is_draining: every response is its connection's last.
         lingering: connections that were refused and are not gone yet.
         on_left: called when a connection has ended.
-        on_refused: called with the client's address and the fault of each refusal.
+        on_refused: called with the client's address and the error of each refusal.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class HttpState(ServerState):
         limits: HttpLimits,
         *,
         on_left: Callable[[], None] = lambda: None,
-        on_refused: Callable[[str, HttpFault], None] = lambda client, fault: None,
+        on_refused: Callable[[str, ApiError], None] = lambda client, error: None,
     ) -> None:
         super().__init__()
         self.limits = limits
@@ -153,7 +153,7 @@ class HttpProtocol(HttpToolsProtocol):
     def __init__(
         self,
         config: Config,
-        server_state: HttpState,
+        server_state: SharedState,
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
@@ -209,7 +209,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._on_upgrade()
         except httptools.HttpParserError as error:
             cause = error.__context__
-            self._refuse(cause.fault if isinstance(cause, _Refused) else _malformed())
+            self._refuse(cause.error if isinstance(cause, _StopParsing) else _malformed())
         else:
             if self._is_in_head and self._head_bytes > self._limits.max_header_bytes + self._limits.max_url_bytes:
                 self._refuse(_head_too_large(self._limits))
@@ -264,14 +264,14 @@ class HttpProtocol(HttpToolsProtocol):
         self.url += url
         if len(self.url) > self._limits.max_url_bytes:
             limit = self._limits.max_url_bytes
-            raise _Refused(
-                HttpFault(414, f"the URL has more than {limit:,} bytes (max_url_bytes)", code="url_too_long")
+            raise _StopParsing(
+                ApiError(414, f"the URL has more than {limit:,} bytes (max_url_bytes)", code="url_too_long")
             )
 
     def on_header(self, name: bytes, value: bytes) -> None:
         # Counted here: a piece of 256 KiB may hold 60,000 of them, and take 20 ms.
         if len(self.headers) >= self._limits.max_headers:
-            raise _Refused(_head_too_large(self._limits))
+            raise _StopParsing(_head_too_large(self._limits))
         name = name.lower()
         if name == b"expect" and value.lower() == b"100-continue":
             self.expect_100_continue = True
@@ -285,9 +285,9 @@ class HttpProtocol(HttpToolsProtocol):
         if self._head_bytes + self._piece_bytes > limits.max_header_bytes and _size_of(self.headers) > (
             limits.max_header_bytes
         ):
-            raise _Refused(_head_too_large(limits))
+            raise _StopParsing(_head_too_large(limits))
         if len(self.pipeline) >= MAX_PIPELINED:
-            raise _Refused(None)
+            raise _StopParsing(None)
         super().on_headers_complete()
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete] if self._cycles else []
         self._cycles.append(self.cycle)
@@ -343,9 +343,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self._num_held > 0:  # the rest may have come: what is read next starts another timer if it has not
             return
         if self._is_in_head:
-            self._refuse(
-                HttpFault(408, "the request's headers did not come in time (header_timeout_s)", code="timeout")
-            )
+            self._refuse(ApiError(408, "the request's headers did not come in time (header_timeout_s)", code="timeout"))
         elif self._is_idle:  # it has sent nothing; or what followed its last request was no new one
             self.transport.close()
 
@@ -363,16 +361,16 @@ class HttpProtocol(HttpToolsProtocol):
         if not self._is_idle:
             self._make_last()
 
-    def _refuse(self, fault: HttpFault | None) -> None:
-        """Read nothing more; answer what was asked before, or else the fault, and close."""
+    def _refuse(self, error: ApiError | None) -> None:
+        """Read nothing more; answer what was asked before, or else the error, and close."""
         self._is_deaf = True
         self._stop_head_timer()
         if self.transport.is_closing():
             return
-        if fault is not None:
-            self._state.on_refused("" if self.client is None else self.client[0], fault)
+        if error is not None:
+            self._state.on_refused("" if self.client is None else self.client[0], error)
         if self._is_idle:
-            self._answer(fault or _malformed())
+            self._answer(error or _malformed())
         elif not self.cycle.more_body:  # it stands behind requests that were whole
             self._make_last()
         elif self.cycle.response_started or any(not cycle.response_complete for cycle in self._cycles[:-1]):
@@ -380,19 +378,19 @@ class HttpProtocol(HttpToolsProtocol):
         else:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-            self._answer(fault or _malformed())
+            self._answer(error or _malformed())
 
-    def _answer(self, fault: HttpFault) -> None:
-        body = fault.body()
+    def _answer(self, error: ApiError) -> None:
+        body = error.body()
         headers = {
             "content-type": "application/json",
-            **fault.headers,
+            **error.headers,
             "content-length": str(len(body)),
             "connection": "close",
         }
         lines = [name + b": " + value + b"\r\n" for name, value in self._state.default_headers]
         lines += [f"{name}: {value}\r\n".encode() for name, value in headers.items()]
-        self.transport.write(b"".join([STATUS_LINE[fault.status], *lines, b"\r\n", body]))
+        self.transport.write(b"".join([STATUS_LINE[error.status], *lines, b"\r\n", body]))
         self._linger()
 
     def _linger(self) -> None:
@@ -414,12 +412,12 @@ def _size_of(headers: list[tuple[bytes, bytes]]) -> int:
     return sum(len(name) + len(value) for name, value in headers)
 
 
-def _malformed() -> HttpFault:
-    return HttpFault(400, "this is no HTTP/1.1 request", code="malformed_request")
+def _malformed() -> ApiError:
+    return ApiError(400, "this is no HTTP/1.1 request", code="malformed_request")
 
 
-def _head_too_large(limits: HttpLimits) -> HttpFault:
+def _head_too_large(limits: HttpLimits) -> ApiError:
     allowed = f"{limits.max_headers} (max_headers), with {limits.max_header_bytes:,} bytes in all (max_header_bytes)"
-    return HttpFault(
+    return ApiError(
         431, f"the request's headers are too many or too large; allowed are {allowed}", code="headers_too_large"
     )

@@ -12,7 +12,7 @@ import anyio
 from aioengine.engine import Engine
 from aioengine.server.asgi import create_app
 from aioengine.server.config import ServerConfig
-from aioengine.server.serving import HttpLimits, Listener, Listening, Server, Stop
+from aioengine.server.serving import HttpLimits, HttpListener, Server, ServerAddress, StopRequest
 
 if TYPE_CHECKING:
     from aioengine.server.api import Api
@@ -43,10 +43,10 @@ async def start_server(
     """
     if engine.health().status != "STARTING":
         engine.describe()  # raises where it is not running
-    listener = await anyio.to_thread.run_sync(Listener, Listening(host=host, port=port, uds=uds))
+    listener = await anyio.to_thread.run_sync(HttpListener, ServerAddress(host=host, port=port, uds=uds))
     app = create_app(engine, config)
     # The app's lifespan has nothing to start, and would be a task that the loop's end breaks off with a traceback.
-    parts = Server(app, engine, listener, Stop(), limits or HttpLimits(), lifespan="off")
+    parts = Server(app, engine, listener, StopRequest(), limits or HttpLimits(), lifespan="off")
     server = HttpServer(app.state.api, parts, listener.url)
     try:
         await server._server.start()

@@ -39,7 +39,7 @@ from aioengine.metrics import (
     Sample,
     StepRecord,
 )
-from aioengine.server.http_metrics import HistogramTable, HttpMetrics, Table
+from aioengine.server.http_metrics import HttpMetrics, LabeledHistogram, LabeledValues
 from aioengine.server.per_loop import PerLoop
 
 if TYPE_CHECKING:
@@ -183,7 +183,9 @@ class RequestTotals:
         self.prefill_computed = Histogram(
             "request_prefill_kv_computed_tokens", "Prompt tokens computed, cached ones left out.", REQUEST_TOKENS
         )
-        self.by_source = Table("prompt_tokens_by_source", "Prompt tokens by where they came from.", "counter", "source")
+        self.by_source = LabeledValues(
+            "prompt_tokens_by_source", "Prompt tokens by where they came from.", "counter", "source"
+        )
         for source in ("local_compute", "local_cache_hit", "external_kv_transfer"):
             self.by_source.inc(source, amount=0)
         self.cached = Counter("prompt_tokens_cached", "Prompt tokens that the prefix cache had.")
@@ -203,7 +205,7 @@ class RequestTotals:
             self.time_per_output_token.observe(metrics.mean_inter_token_latency_s)
 
 
-class EngineState:
+class EngineGauges:
     """What is read of an engine at each rendering."""
 
     def __init__(self) -> None:
@@ -212,8 +214,10 @@ class EngineState:
             "engine_stalled", "1 while the device hangs at a step or control call, or the engine's process does."
         )
         self.step_age = Gauge("engine_step_age_seconds", "How long the device has been at its present step.")
-        self.sleep_state = Table("engine_sleep_state", "awake: 0 while the engine sleeps.", "gauge", "sleep_state")
-        self.cache_config = Table(
+        self.sleep_state = LabeledValues(
+            "engine_sleep_state", "awake: 0 while the engine sleeps.", "gauge", "sleep_state"
+        )
+        self.cache_config = LabeledValues(
             "cache_config_info",
             "The KV cache, as labels; always 1.",
             "gauge",
@@ -254,7 +258,7 @@ class ProcessMetrics:
     """
 
     def __init__(self) -> None:
-        self.cpu_seconds = Table("process_cpu_seconds", "CPU time, of user and system, in seconds.", "counter")
+        self.cpu_seconds = LabeledValues("process_cpu_seconds", "CPU time, of user and system, in seconds.", "counter")
         self.cpu_seconds.inc(amount=0)
         self.resident_memory_bytes = Gauge("process_resident_memory_bytes", "Resident memory.")
         self.virtual_memory_bytes = Gauge("process_virtual_memory_bytes", "Virtual memory.")
@@ -368,7 +372,7 @@ def _values(metric: Exported) -> list[float]:
         counts: list[float] = metric.counts.cumsum().tolist()
         counts += metric.sum, counts[-1]
         return counts
-    if isinstance(metric, HistogramTable):
+    if isinstance(metric, LabeledHistogram):
         return [value for histogram in metric.histograms.values() for value in _values(histogram)]
     return [sample.value for sample in metric.samples()]
 
@@ -385,7 +389,7 @@ class Exposition:
         self.engine = engine
         self._prefix = prefix
         self._labels = {"model_name": model_name, "engine": "0"}
-        self._state = EngineState()
+        self._state = EngineGauges()
         self._totals = RequestTotals()
         self._process = ProcessMetrics()
         self._reading = PerLoop(lambda: CapacityLimiter(1))
@@ -448,7 +452,7 @@ def describe_series(prefix: str = "vllm:") -> list[tuple[str, str, str, str]]:
     owners: dict[Owner, object] = {
         "engine": EngineMetrics(),
         "requests": RequestTotals(),
-        "state": EngineState(),
+        "state": EngineGauges(),
         "http": HttpMetrics(()),
         "process": ProcessMetrics(),
     }

@@ -18,8 +18,8 @@ from aioengine.engine import Stream
 from aioengine.errors import AioEngineError
 from aioengine.outputs import CompletionDelta
 from aioengine.server.asgi import AsgiExchange
-from aioengine.server.completions import while_there
-from aioengine.server.errors import fault_of
+from aioengine.server.completions import run_while_connected
+from aioengine.server.errors import api_error_of
 from aioengine.server.exchange import ClientGone
 from aioengine.server.generation import EventWriter
 
@@ -42,7 +42,7 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
         return await work
 
     try:
-        return await while_there(AsgiExchange(request.scope, request.receive, _nothing), do)
+        return await run_while_connected(AsgiExchange(request.scope, request.receive, _nothing), do)
     except ClientGone:
         raise ClientDisconnect from None
 
@@ -98,7 +98,7 @@ class StreamResponse(Response):
                     writer.close()
 
         try:
-            await while_there(exchange, relay)
+            await run_while_connected(exchange, relay)
         except ClientGone:
             pass  # nobody is there to be told
 
@@ -115,7 +115,7 @@ class StreamResponse(Response):
 
 async def _answer_error(request: Request, error: Exception) -> Response:
     """What the engine raised, as the API answers it."""
-    response = fault_of(error).response()
+    response = api_error_of(error).response()
     return Response(response.body, response.status, response.headers)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
-from aioengine.server.errors import HttpFault, invalid_value, unsupported
+from aioengine.server.errors import ApiError, invalid_value, unsupported
 
 if TYPE_CHECKING:
     Integer = int
@@ -40,7 +40,7 @@ class Body(msgspec.Struct, kw_only=True):
         Args:
             fields: of the body, undecoded, by their names.
         Raises:
-            HttpFault: 400, naming the field.
+            ApiError: 400, naming the field.
         """
         for name, neutral in cls.NEUTRAL.items():
             if name in fields and is_given(fields[name]) and not _is_one_of(fields[name], neutral):
@@ -123,7 +123,7 @@ class Generation(Body, kw_only=True):
             value: object = getattr(self, name)
             if isinstance(value, float):
                 if not value.is_integer():
-                    raise HttpFault(400, f"{name}: expected `int`, got `float`", param=name, code="invalid_type")
+                    raise ApiError(400, f"{name}: expected `int`, got `float`", param=name, code="invalid_type")
                 setattr(self, name, int(value))
 
     def sampling(self) -> dict[str, Any]:
@@ -134,7 +134,7 @@ class Generation(Body, kw_only=True):
         """Refuse what contradicts itself.
 
         Raises:
-            HttpFault: 400, naming the field.
+            ApiError: 400, naming the field.
         """
         if self.stream_options is not None:
             if not self.stream:

@@ -8,7 +8,7 @@ import hashlib
 import hmac
 from collections.abc import Mapping, Sequence
 
-from aioengine.server.errors import HttpFault
+from aioengine.server.errors import ApiError
 
 ASK_A_PERSON = {"www-authenticate": 'Basic realm="aioengine", charset="UTF-8"'}
 """A browser then asks its user; for the page alone, which tells of the other paths' refusals itself."""
@@ -32,7 +32,7 @@ class ApiKeys:
         Args:
             is_page: it is a person that looks at a page, and may be asked.
         Raises:
-            HttpFault: 401.
+            ApiError: 401.
         """
         if not self._digests:
             return
@@ -40,7 +40,7 @@ class ApiKeys:
         # All of them, always: how long it takes does not tell which one it was.
         matches = [hmac.compare_digest(given, digest) for digest in self._digests]
         if True not in matches:
-            raise HttpFault(
+            raise ApiError(
                 401,
                 "a valid API key is needed: send it as `Authorization: Bearer KEY`",
                 code="invalid_api_key",

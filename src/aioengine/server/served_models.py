@@ -9,7 +9,7 @@ from typing import Any
 
 from aioengine.engine import Engine
 from aioengine.server.config import ServerConfig
-from aioengine.server.errors import HttpFault
+from aioengine.server.errors import ApiError
 
 BUNDLED = "demo"
 """The bundled model's own name, by which the page knows it under whatever name it is served."""
@@ -42,13 +42,13 @@ class ServedModels:
         """The name to answer with for the one that was asked for, if any.
 
         Raises:
-            HttpFault: 404; it is another model.
+            ApiError: 404; it is another model.
         """
         names = self.names
         if asked is None or asked == "":
             return names[0]
         if asked not in names:
-            raise HttpFault(
+            raise ApiError(
                 404,
                 f"the model {asked[:100]!r} is not served here; there is {', '.join(map(repr, names))}",
                 param="model",

@@ -31,8 +31,8 @@ from aioengine.validation import check_fields
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from aioengine.server.errors import HttpFault
-    from aioengine.server.http_protocol import HttpState
+    from aioengine.server.errors import ApiError
+    from aioengine.server.http_protocol import SharedState
 
 logger = logging.getLogger("aioengine")
 
@@ -80,7 +80,7 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         check_fields(self, lambda _, message: ConfigError(message))
 
 
-class Listening(msgspec.Struct, frozen=True, kw_only=True):
+class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
     """Where to serve.
 
     Attributes:
@@ -99,7 +99,7 @@ class Listening(msgspec.Struct, frozen=True, kw_only=True):
     ssl_keyfile_password: str | None = None
 
 
-class Listener:
+class HttpListener:
     """Sockets of one's own for a place to serve at. Everything here may block: call it off the loop.
 
     TCP ports are taken here, and refuse clients until `listen`: what does not work is known before a model is loaded.
@@ -108,7 +108,7 @@ class Listener:
         ConfigError: the place cannot be had, or the certificate is not usable.
     """
 
-    def __init__(self, where: Listening) -> None:
+    def __init__(self, where: ServerAddress) -> None:
         self.where = where
         self.sockets: list[socket.socket] = []
         self._port = where.port
@@ -245,7 +245,7 @@ def _is_stale(path: str) -> bool:
         return probe.connect_ex(path) in (errno.ECONNREFUSED, errno.ENOENT)
 
 
-def _ssl_context(where: Listening) -> ssl.SSLContext | None:
+def _ssl_context(where: ServerAddress) -> ssl.SSLContext | None:
     if where.ssl_certfile is None:
         if where.ssl_keyfile is not None:
             raise ConfigError("ssl_keyfile is for ssl_certfile: give both, or neither")
@@ -266,7 +266,7 @@ def _ssl_context(where: Listening) -> ssl.SSLContext | None:
     return context
 
 
-class Stop:
+class StopRequest:
     """Asks a server to end: the first time by draining, the second time at once."""
 
     def __init__(self) -> None:
@@ -305,8 +305,8 @@ async def serve(
     app: Any,
     *,
     engine: Served,
-    listener: Listener,
-    stop: Stop,
+    listener: HttpListener,
+    stop: StopRequest,
     drain_timeout_s: float = 30.0,
     limits: HttpLimits | None = None,
     on_serving: Callable[[str], None] = lambda url: None,
@@ -350,14 +350,14 @@ class Server:
         self,
         app: Any,
         engine: Served,
-        listener: Listener,
-        stop: Stop,
+        listener: HttpListener,
+        stop: StopRequest,
         limits: HttpLimits,
         lifespan: Literal["auto", "off"] = "auto",
     ) -> None:
         from uvicorn.config import Config
 
-        from aioengine.server.http_protocol import HttpProtocol, HttpState
+        from aioengine.server.http_protocol import HttpProtocol, SharedState
 
         self.death: str | None = None
         self.kept: object = None
@@ -368,7 +368,7 @@ class Server:
         self._limits = limits
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
-        self._state: HttpState = HttpState(limits, on_left=self._changed.set, on_refused=_log_refusal)
+        self._state: SharedState = SharedState(limits, on_left=self._changed.set, on_refused=_log_refusal)
         self._config = Config(
             app,
             http=HttpProtocol,
@@ -491,8 +491,8 @@ class Server:
             self._changed.set()
 
 
-def _log_refusal(client: str, fault: HttpFault) -> None:
-    logger.info("refused %s: %d %s", client or "a client", fault.status, fault.message)
+def _log_refusal(client: str, error: ApiError) -> None:
+    logger.info("refused %s: %d %s", client or "a client", error.status, error.message)
 
 
 def _count(number: int, name: str) -> str:
