@@ -47,7 +47,8 @@ async def serve_engine(args: argparse.Namespace) -> None:
     from aioengine import Engine
     from aioengine.cli import serve as command
     from aioengine.server import ServerConfig, create_app
-    from aioengine.server.serving import HttpListener, ServerAddress, StopRequest, asked_by_signals, serve
+    from aioengine.server.http_listener import HttpListener, ServerAddress
+    from aioengine.server.http_server import StopRequest, asked_by_signals, serve
 
     with tempfile.TemporaryDirectory(prefix="aio-serve-") as folder:
         board = Board(Path(folder) / "board")

@@ -333,8 +333,8 @@ async def _asgi(
     from uvicorn.server import ServerState
 
     from aioengine.server import create_app
+    from aioengine.server.config import HttpLimits
     from aioengine.server.http_protocol import HttpProtocol, SharedState
-    from aioengine.server.serving import HttpLimits
 
     app = create_app(engine, config)
     of_uvicorn = uvicorn.Config(app, log_config=None, access_log=False, ws="none", lifespan="off")

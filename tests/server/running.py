@@ -12,7 +12,8 @@ import anyio
 from server.small_app import SmallApp, SmallEngine
 
 from aioengine.errors import ConfigError, EngineDead
-from aioengine.server.serving import HttpListener, ServerAddress, StopRequest, serve
+from aioengine.server.http_listener import HttpListener, ServerAddress
+from aioengine.server.http_server import StopRequest, serve
 
 GET = b"GET /%s HTTP/1.1\r\nhost: x\r\n\r\n"
 

@@ -14,6 +14,7 @@ import pytest
 from server.small_app import SmallApp, SmallEngine
 from uvicorn.config import Config
 
+from aioengine.server.config import HttpLimits
 from aioengine.server.errors import ApiError
 from aioengine.server.http_protocol import (
     CLOSE_TIMEOUT_S,
@@ -23,7 +24,6 @@ from aioengine.server.http_protocol import (
     HttpProtocol,
     SharedState,
 )
-from aioengine.server.serving import HttpLimits
 from aioengine.turns import turns_here
 
 both_loops = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])

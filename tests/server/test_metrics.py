@@ -17,8 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from aioengine import Engine
 from aioengine.core.executor_protocol import DeviceLost
 from aioengine.errors import EngineDead
-from aioengine.server.http_metrics import HttpMetrics
-from aioengine.server.metrics import OPENMETRICS, SERIES, TEXT, Exposition, describe_series
+from aioengine.server.metrics import OPENMETRICS, SERIES, TEXT, Exposition, HttpMetrics, describe_series
 from aioengine.server.record import RequestRecord
 from aioengine.testing import FakeExecutor
 

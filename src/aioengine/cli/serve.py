@@ -23,8 +23,9 @@ from aioengine.cli.loop import run
 from aioengine.cli.options import given, options_of
 from aioengine.config import EngineConfig
 from aioengine.errors import AioEngineError, ConfigError, EngineDead
-from aioengine.server.config import ServerConfig
-from aioengine.server.serving import HttpLimits, HttpListener, ServerAddress, StopRequest, asked_by_signals, serve
+from aioengine.server.config import HttpLimits, ServerConfig
+from aioengine.server.http_listener import HttpListener, ServerAddress
+from aioengine.server.http_server import StopRequest, asked_by_signals, serve
 
 if TYPE_CHECKING:
     from aioengine.server.api import Api

@@ -14,11 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from aioengine.server.aiohttp_adapter import aiohttp_errors, aiohttp_routes
-    from aioengine.server.asgi import create_app
-    from aioengine.server.config import ServerConfig
+    from aioengine.server.asgi import StreamResponse, create_app, engine_errors, while_connected
+    from aioengine.server.config import HttpLimits, ServerConfig
     from aioengine.server.http_server import HttpServer, start_server
-    from aioengine.server.responses import StreamResponse, engine_errors, while_connected
-    from aioengine.server.serving import HttpLimits
 
 __all__ = [
     "HttpLimits",
@@ -35,11 +33,9 @@ __all__ = [
 
 _HOMES = {
     "aiohttp_adapter": ["aiohttp_errors", "aiohttp_routes"],
-    "asgi": ["create_app"],
+    "asgi": ["StreamResponse", "create_app", "engine_errors", "while_connected"],
     "http_server": ["HttpServer", "start_server"],
-    "responses": ["StreamResponse", "engine_errors", "while_connected"],
-    "config": ["ServerConfig"],
-    "serving": ["HttpLimits"],
+    "config": ["HttpLimits", "ServerConfig"],
 }
 _HOME_OF = {name: f"aioengine.server.{module}" for module, names in _HOMES.items() for name in names}
 

@@ -14,8 +14,7 @@ from aioengine.errors import AioEngineError
 from aioengine.server.api import Api
 from aioengine.server.config import ServerConfig
 from aioengine.server.errors import ApiError, api_error_of
-from aioengine.server.exchange import ClientGone, Response
-from aioengine.server.per_loop import PerLoop
+from aioengine.server.exchange import ClientGone, PerLoop, Response
 
 
 def aiohttp_routes(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import PurePath
 from typing import Any, NamedTuple, TypeVar
 
 import anyio
@@ -15,7 +16,7 @@ from aioengine.engine import Engine, check_asyncio
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead, InvalidRequest
 from aioengine.server.access_log import log_request, logger, request_id_of
 from aioengine.server.body import BodyReader
-from aioengine.server.completions import ClientCut, Completions, run_while_connected
+from aioengine.server.completions import Completions
 from aioengine.server.config import ServerConfig
 from aioengine.server.decoding import (
     SMALL_BODY_BYTES,
@@ -28,12 +29,17 @@ from aioengine.server.decoding import (
     read_tokens,
 )
 from aioengine.server.errors import JSON_HEADERS, ApiError, api_error_of, invalid_value, overloaded, unavailable
-from aioengine.server.exchange import ClientGone, Exchange, Response
-from aioengine.server.generation import EventWriter
-from aioengine.server.http_metrics import HttpMetrics
-from aioengine.server.metrics import Exposition
+from aioengine.server.exchange import (
+    ClientCut,
+    ClientGone,
+    EventWriter,
+    Exchange,
+    PerLoop,
+    Response,
+    run_while_connected,
+)
+from aioengine.server.metrics import Exposition, HttpMetrics
 from aioengine.server.page import page
-from aioengine.server.per_loop import PerLoop
 from aioengine.server.record import RequestRecord
 from aioengine.server.schema import (
     AbortRequest,
@@ -46,7 +52,6 @@ from aioengine.server.schema import (
     template_kwargs,
 )
 from aioengine.server.security import ApiKeys
-from aioengine.server.served_models import ServedModels
 from aioengine.server.tracing import Tracing
 from aioengine.turns import turns_here
 from aioengine.validation import shorten
@@ -69,6 +74,8 @@ TINY_BODY_BYTES = 2**12
 """A body up to here is decoded in the turn in which it has come."""
 MAX_BODIES_AT_ONCE = 64
 """Bodies of the largest size that may be on their way in at once."""
+BUNDLED = "demo"
+"""The bundled model's own name, by which the page knows it under whatever name it is served."""
 ID_PREFIXES = ("chatcmpl-", "cmpl-")
 
 
@@ -489,6 +496,60 @@ class Api:
                 engine, self._metrics_of_http, self.config.metrics_prefix, self.models.names[0]
             )
         return self._exposition
+
+
+class ServedModels:
+    """The one model that an engine has, by all its names.
+
+    Args:
+        find_engine: where the engine is; a connected one knows its model once it is connected.
+        config: may give it other names than its own.
+    """
+
+    def __init__(self, find_engine: Callable[[], Engine], config: ServerConfig) -> None:
+        self._find_engine = find_engine
+        self._config = config
+        self._created = int(time.time())
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """At least one. A folder's path is nobody's business, so that its last part is its name."""
+        if self._config.served_model_name:
+            return self._config.served_model_name
+        model = self._find_engine().config.model
+        if model is None:
+            return (BUNDLED,)
+        return (PurePath(model).name or "model",) if PurePath(model).is_absolute() or model[0] in ".~" else (model,)
+
+    def choose(self, asked: str | None) -> str:
+        """The name to answer with for the one that was asked for, if any.
+
+        Raises:
+            ApiError: 404; it is another model.
+        """
+        names = self.names
+        if asked is None or asked == "":
+            return names[0]
+        if asked not in names:
+            raise ApiError(
+                404,
+                f"the model {asked[:100]!r} is not served here; there is {', '.join(map(repr, names))}",
+                param="model",
+                code="model_not_found",
+            )
+        return asked
+
+    def describe(self, name: str) -> dict[str, Any]:
+        """As ``/v1/models`` tells of it."""
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "aioengine",
+            "root": BUNDLED if self._find_engine().config.model is None else self.names[0],
+            "parent": None,
+            "max_model_len": self._find_engine().info.max_model_len,
+        }
 
 
 def _cut(exchange: Exchange, record: RequestRecord) -> None:

@@ -8,8 +8,7 @@ import zlib
 import anyio
 
 from aioengine.server.errors import ApiError
-from aioengine.server.exchange import Exchange
-from aioengine.server.per_loop import PerLoop
+from aioengine.server.exchange import Exchange, PerLoop
 
 PIECE_BYTES = 2**16
 """Of a compressed body, inflated between two turns for others: 0.2 ms."""

@@ -2,83 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
-
-import anyio
-import msgspec
+from collections.abc import Callable
+from typing import Any
 
 from aioengine.engine import Engine, Stream
-from aioengine.errors import AioEngineError, InvalidRequest
+from aioengine.errors import InvalidRequest
 from aioengine.server.access_log import MAX_ID_CHARS, is_fit_id
-from aioengine.server.answers import Answer, AnswerHead, ChatAnswer, CompletionAnswer, Usage, error_event, in_parts
+from aioengine.server.answers import Answer, AnswerHead, ChatAnswer, CompletionAnswer
 from aioengine.server.config import ServerConfig
 from aioengine.server.decoding import read_messages, read_prompts
 from aioengine.server.errors import JSON_HEADERS, api_error_of, invalid_value
-from aioengine.server.exchange import ClientGone, Exchange, Response
-from aioengine.server.generation import EventWriter, StreamGroup
+from aioengine.server.exchange import Exchange, Response, run_while_connected
+from aioengine.server.generation import Relay, StreamGroup, has_usage, note_outputs
 from aioengine.server.record import RequestRecord
-from aioengine.server.schema import (
-    ChatRequest,
-    CompletionRequest,
-    Generation,
-    StreamOptions,
-    template_kwargs,
-)
+from aioengine.server.schema import ChatRequest, CompletionRequest, Generation, template_kwargs
 from aioengine.turns import turns_here
 
-T = TypeVar("T")
-
-EVENT_HEADERS = {
-    "content-type": "text/event-stream; charset=utf-8",
-    "cache-control": "no-cache",
-    "x-accel-buffering": "no",  # else nginx collects events before it passes them on
-}
-KEEPALIVE = b": still here\n\n"
-"""A comment, which clients of server-sent events pass over."""
 CHAT_NAMES = {"prompt": "messages", "logprobs": "top_logprobs"}
 """What chats call the engine's parameters."""
-
-
-class ClientCut(ClientGone):
-    """The client has not read for so long that it was cut off."""
-
-
-async def run_while_connected(exchange: Exchange, work: Callable[[Callable[[], None]], Awaitable[T]]) -> T:
-    """Do the work as long as the client is there to hear of it.
-
-    Args:
-        work: is given a function that cuts the client off, as one that does not read.
-    Raises:
-        ClientGone, ClientCut: it left, or was cut off; the work was cancelled.
-        Exception: what the work raised.
-    """
-    results: list[T] = []
-    errors: list[Exception] = []
-    gone: list[ClientGone] = []
-    async with anyio.create_task_group() as group:
-
-        def leave(reason: ClientGone) -> None:
-            gone.append(reason)
-            group.cancel_scope.cancel()
-
-        async def do() -> None:
-            try:
-                results.append(await work(lambda: leave(ClientCut())))
-            except Exception as error:  # a group would wrap it
-                errors.append(error)
-            group.cancel_scope.cancel()
-
-        # The work is the child: each token resumes what it is awaited by, and a server's layers are many (1 µs).
-        group.start_soon(do)
-        await exchange.gone()
-        await turns_here().take()  # a thousand that leave together end one after the other
-        leave(ClientGone())
-    if results:
-        return results[0]
-    raise (errors or gone)[0]
 
 
 class Completions:
@@ -111,7 +53,7 @@ class Completions:
                 self._head("chatcmpl", record, streams),
                 self._engine.token_bytes,
                 top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-                has_usage=_has_usage(request.stream_options),
+                has_usage=has_usage(request.stream_options),
             )
             return await self._answer(exchange, record, request, streams, answer)
         except InvalidRequest as error:
@@ -133,7 +75,7 @@ class Completions:
             self._head("cmpl", record, streams),
             self._engine.token_bytes,
             top_logprobs=request.logprobs,
-            has_usage=_has_usage(request.stream_options),
+            has_usage=has_usage(request.stream_options),
             num_choices=streams[0].params.n,
             prompt_texts=[await self._text_of(prompt) for prompt in prompts] if request.echo else None,
             is_echo_alone=request.is_echo_alone,
@@ -208,116 +150,10 @@ class Completions:
                 async with batch:
                     if not request.stream:
                         return Response(200, await answer.whole(await batch.finish()), JSON_HEADERS)
-                    relay = _Relay(exchange, record, batch, answer, request.stream_options)
+                    relay = Relay(exchange, record, batch, answer, request.stream_options)
                     await relay.run(self._config, cut)
                     return None
             finally:
                 note_outputs(record, batch)
 
         return await run_while_connected(exchange, work)
-
-
-class _Relay:
-    """Passes a batch's deltas on to the client as events."""
-
-    def __init__(
-        self,
-        exchange: Exchange,
-        record: RequestRecord,
-        batch: StreamGroup,
-        answer: Answer,
-        options: StreamOptions | None,
-    ) -> None:
-        self._exchange = exchange
-        self._record = record
-        self._batch = batch
-        self._answer = answer
-        self._has_usage = _has_usage(options)
-        self._is_usage_continuous = options is not None and bool(options.continuous_usage_stats)
-        self._so_far: Usage | None = None
-
-    async def run(self, config: ServerConfig, cut: Callable[[], None]) -> None:
-        """Relay to the end, or to the error that ends it: that is an event, too."""
-        self._batch.watch()
-        self._record.status = 200
-        writer = EventWriter(
-            self._exchange,
-            timeout_s=config.write_timeout_s,
-            on_stuck=cut,
-            idle_s=config.keepalive_s,
-            on_idle=self._batch.wake,
-        )
-        try:
-            await writer.start(200, {**EVENT_HEADERS, "x-request-id": self._record.request_id})
-            last = await self._relay(writer)
-            await writer.write(last)
-            await writer.end()
-        finally:
-            writer.close()
-
-    async def _relay(self, writer: EventWriter) -> bytes:
-        """Write all events but the last ones, which are returned."""
-        batch, answer, echo = self._batch, self._answer, self._answer.echo
-        num_choices = self._record.num_prompts * (self._record.n or 1)
-        if opening := answer.opening(num_choices, self._count(0)):
-            await writer.write(opening)
-        echoed: set[int] = set()
-        while not batch.is_ended:
-            if not await batch.wait():
-                await writer.write(KEEPALIVE)
-                continue
-            try:
-                taken = batch.take()
-            except AioEngineError as error:
-                self._record.outcome, self._record.error = "error", error
-                return error_event(api_error_of(error).body()) + answer.closing(None)
-            events: list[bytes] = []
-            for choice, delta in taken:
-                if echo is not None and choice not in echoed:
-                    echoed.add(choice)
-                    output = batch.output(choice // (self._record.n or 1))
-                    events.append(await echo(choice, output, self._count(0)))
-                if delta.logprobs is not None and len(delta.logprobs) > answer.max_lines:
-                    for part in in_parts(delta, answer.max_lines):
-                        events.append(answer.event(choice, part, self._count(len(part.token_ids))))
-                        await self._write(writer, events)
-                        await asyncio.sleep(0)
-                else:
-                    events.append(answer.event(choice, delta, self._count(len(delta.token_ids))))
-            await self._write(writer, events)
-        return answer.closing(answer.usage(batch.outputs()) if self._has_usage else None)
-
-    async def _write(self, writer: EventWriter, events: list[bytes]) -> None:
-        """Write the events, and forget them."""
-        data = b"".join(events)
-        events.clear()
-        if data:
-            if self._record.time_to_first_token_s is None:
-                self._record.time_to_first_token_s = time.monotonic() - self._record.started_at
-            await writer.write(data)
-
-    def _count(self, num_tokens: int) -> Usage | None:
-        """The usage so far, with so many new tokens; None where it is told at the end alone."""
-        if not self._is_usage_continuous:
-            return None
-        if self._so_far is None:
-            self._so_far = msgspec.structs.replace(Usage.of(self._batch.outputs()), completion_tokens=0)
-        self._so_far.completion_tokens += num_tokens
-        return self._so_far
-
-
-def note_outputs(record: RequestRecord, batch: StreamGroup) -> None:
-    """What the requests have brought, for the log."""
-    outputs = batch.outputs()
-    if not outputs:
-        return
-    usage = Usage.of(outputs)
-    choices = [choice for output in outputs for choice in output.outputs]
-    record.prompt_tokens, record.completion_tokens = usage.prompt_tokens, usage.completion_tokens
-    record.max_choice_tokens = max(len(choice.token_ids) for choice in choices)
-    record.finish_reasons = tuple(choice.finish_reason for choice in choices if choice.finish_reason is not None)
-    record.metrics = outputs[0].metrics
-
-
-def _has_usage(options: StreamOptions | None) -> bool:
-    return options is not None and bool(options.include_usage)

@@ -111,6 +111,25 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return engine.max_num_seqs + engine.max_waiting
 
 
+class HttpLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a connection may do, below the app; a bad value is a `ConfigError` that names the field."""
+
+    max_connections: Annotated[int, Meta(ge=1, description="connections at once; more are answered 503")] = 8192
+    header_timeout_s: Annotated[
+        float, Meta(gt=0.0, le=3600.0, description="a request's headers must have come within this time")
+    ] = 10.0
+    keep_alive_timeout_s: Annotated[
+        float, Meta(gt=0.0, le=86400.0, description="an idle connection is closed after this time")
+    ] = 75.0
+    """Longer than clients keep one (5 s in httpx and openai), so that none is closed as a request is sent on it."""
+    max_headers: Annotated[int, Meta(ge=1, description="headers of one request")] = 100
+    max_header_bytes: Annotated[int, Meta(ge=256, description="bytes of a request's headers")] = 32768
+    max_url_bytes: Annotated[int, Meta(ge=16, description="bytes of a request's URL")] = 8192
+
+    def __post_init__(self) -> None:
+        check_fields(self, lambda _, message: ConfigError(message))
+
+
 class _Hidden:
     """Stands for secrets where a config is shown."""
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Generic, Protocol, TypeVar
 
+import anyio
 import msgspec
+
+from aioengine.turns import turns_here
+
+T = TypeVar("T")
 
 CUT_EXTENSION = "aioengine.cut"
 """Of an ASGI scope's ``extensions``: a function that ends the connection at once. Our own server has it."""
@@ -13,6 +20,10 @@ CUT_EXTENSION = "aioengine.cut"
 
 class ClientGone(Exception):
     """The client has left: nobody will read the answer."""
+
+
+class ClientCut(ClientGone):
+    """The client has not read for so long that it was cut off."""
 
 
 class Response(msgspec.Struct, frozen=True):
@@ -82,3 +93,134 @@ class Exchange(Protocol):
         Where the server offers no way to, the connection ends when its owner closes it.
         """
         ...
+
+
+async def run_while_connected(exchange: Exchange, work: Callable[[Callable[[], None]], Awaitable[T]]) -> T:
+    """Do the work as long as the client is there to hear of it.
+
+    Args:
+        work: is given a function that cuts the client off, as one that does not read.
+    Raises:
+        ClientGone, ClientCut: it left, or was cut off; the work was cancelled.
+        Exception: what the work raised.
+    """
+    results: list[T] = []
+    errors: list[Exception] = []
+    gone: list[ClientGone] = []
+    async with anyio.create_task_group() as group:
+
+        def leave(reason: ClientGone) -> None:
+            gone.append(reason)
+            group.cancel_scope.cancel()
+
+        async def do() -> None:
+            try:
+                results.append(await work(lambda: leave(ClientCut())))
+            except Exception as error:  # a group would wrap it
+                errors.append(error)
+            group.cancel_scope.cancel()
+
+        # The work is the child: each token resumes what it is awaited by, and a server's layers are many (1 µs).
+        group.start_soon(do)
+        await exchange.gone()
+        await turns_here().take()  # a thousand that leave together end one after the other
+        leave(ClientGone())
+    if results:
+        return results[0]
+    raise (errors or gone)[0]
+
+
+class EventWriter:
+    """Writes a stream's events, and looks now and then at how that goes: a client that takes nothing for long is
+    cut off, and where there was nothing to write for long somebody is told.
+
+    Looking at the clock before each write costs 0.1 µs; a timeout around it would cost 4.
+
+    Args:
+        timeout_s: how long one write may wait for its client.
+        on_stuck: called when the connection has been cut.
+        idle_s: how long nothing may be written.
+        on_idle: called then, and again after each such time.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        *,
+        timeout_s: float,
+        on_stuck: Callable[[], None],
+        idle_s: float = math.inf,
+        on_idle: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._exchange = exchange
+        self._timeout_s = timeout_s
+        self._on_stuck = on_stuck
+        self._idle_s = idle_s
+        self._on_idle = on_idle
+        self._loop = asyncio.get_running_loop()
+        self._is_writing = False
+        self._since = self._loop.time()
+        """When the last write began."""
+        self._interval_s = min(timeout_s, idle_s)
+        self._timer = self._loop.call_later(self._interval_s, self._look)
+
+    async def start(self, status: int, headers: Mapping[str, str]) -> None:
+        """Begin the response; waits as `write` does, where the client has not read an earlier one."""
+        self._begin()
+        await self._exchange.start(status, headers)
+        self._is_writing = False
+
+    async def write(self, data: bytes) -> None:
+        """Write; waits while the client reads more slowly than it is written to."""
+        self._begin()
+        await self._exchange.write(data)
+        self._is_writing = False
+
+    async def end(self) -> None:
+        """End the response; waits as `write` does."""
+        self._begin()
+        await self._exchange.end()
+        self._is_writing = False
+
+    def close(self) -> None:
+        """Look no more. Idempotent."""
+        self._timer.cancel()
+
+    def _begin(self) -> None:
+        self._since = self._loop.time()
+        self._is_writing = True
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        if self._is_writing and now - self._since >= self._timeout_s:
+            self._exchange.cut()
+            self._on_stuck()
+            return
+        next_at = now + self._interval_s
+        if self._is_writing:
+            next_at = self._since + self._timeout_s
+        elif now - self._since >= self._idle_s:
+            self._since = now
+            self._on_idle()
+        self._timer = self._loop.call_at(next_at, self._look)
+
+
+class PerLoop(Generic[T]):
+    """A lock, or a timer that runs, of an object that lives on several loops, one after another.
+
+    What an earlier loop had is forgotten: that loop may have ended in the middle of anything.
+
+    Args:
+        make: asked once on each loop, by the first `get` there.
+    """
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._made: tuple[asyncio.AbstractEventLoop, T] | None = None
+
+    def get(self) -> T:
+        """The running loop's."""
+        loop = asyncio.get_running_loop()
+        if self._made is None or self._made[0] is not loop:
+            self._made = loop, self._make()
+        return self._made[1]

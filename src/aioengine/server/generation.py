@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import math
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
+
+import msgspec
 
 from aioengine.engine import Stream
 from aioengine.errors import AioEngineError
 from aioengine.outputs import CompletionDelta, RequestOutput
-from aioengine.server.exchange import Exchange
+from aioengine.server.answers import Answer, Usage, error_event, in_parts
+from aioengine.server.config import ServerConfig
+from aioengine.server.errors import api_error_of
+from aioengine.server.exchange import EventWriter, Exchange
+from aioengine.server.record import RequestRecord
+from aioengine.server.schema import StreamOptions
+
+EVENT_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",  # else nginx collects events before it passes them on
+}
+KEEPALIVE = b": still here\n\n"
+"""A comment, which clients of server-sent events pass over."""
 
 
 class StreamGroup:
@@ -122,76 +137,107 @@ class StreamGroup:
         self.wake()
 
 
-class EventWriter:
-    """Writes a stream's events, and looks now and then at how that goes: a client that takes nothing for long is
-    cut off, and where there was nothing to write for long somebody is told.
-
-    Looking at the clock before each write costs 0.1 µs; a timeout around it would cost 4.
-
-    Args:
-        timeout_s: how long one write may wait for its client.
-        on_stuck: called when the connection has been cut.
-        idle_s: how long nothing may be written.
-        on_idle: called then, and again after each such time.
-    """
+class Relay:
+    """Passes a batch's deltas on to the client as events."""
 
     def __init__(
         self,
         exchange: Exchange,
-        *,
-        timeout_s: float,
-        on_stuck: Callable[[], None],
-        idle_s: float = math.inf,
-        on_idle: Callable[[], None] = lambda: None,
+        record: RequestRecord,
+        batch: StreamGroup,
+        answer: Answer,
+        options: StreamOptions | None,
     ) -> None:
         self._exchange = exchange
-        self._timeout_s = timeout_s
-        self._on_stuck = on_stuck
-        self._idle_s = idle_s
-        self._on_idle = on_idle
-        self._loop = asyncio.get_running_loop()
-        self._is_writing = False
-        self._since = self._loop.time()
-        """When the last write began."""
-        self._interval_s = min(timeout_s, idle_s)
-        self._timer = self._loop.call_later(self._interval_s, self._look)
+        self._record = record
+        self._batch = batch
+        self._answer = answer
+        self._has_usage = has_usage(options)
+        self._is_usage_continuous = options is not None and bool(options.continuous_usage_stats)
+        self._so_far: Usage | None = None
 
-    async def start(self, status: int, headers: Mapping[str, str]) -> None:
-        """Begin the response; waits as `write` does, where the client has not read an earlier one."""
-        self._begin()
-        await self._exchange.start(status, headers)
-        self._is_writing = False
+    async def run(self, config: ServerConfig, cut: Callable[[], None]) -> None:
+        """Relay to the end, or to the error that ends it: that is an event, too."""
+        self._batch.watch()
+        self._record.status = 200
+        writer = EventWriter(
+            self._exchange,
+            timeout_s=config.write_timeout_s,
+            on_stuck=cut,
+            idle_s=config.keepalive_s,
+            on_idle=self._batch.wake,
+        )
+        try:
+            await writer.start(200, {**EVENT_HEADERS, "x-request-id": self._record.request_id})
+            last = await self._relay(writer)
+            await writer.write(last)
+            await writer.end()
+        finally:
+            writer.close()
 
-    async def write(self, data: bytes) -> None:
-        """Write; waits while the client reads more slowly than it is written to."""
-        self._begin()
-        await self._exchange.write(data)
-        self._is_writing = False
+    async def _relay(self, writer: EventWriter) -> bytes:
+        """Write all events but the last ones, which are returned."""
+        batch, answer, echo = self._batch, self._answer, self._answer.echo
+        num_choices = self._record.num_prompts * (self._record.n or 1)
+        if opening := answer.opening(num_choices, self._count(0)):
+            await writer.write(opening)
+        echoed: set[int] = set()
+        while not batch.is_ended:
+            if not await batch.wait():
+                await writer.write(KEEPALIVE)
+                continue
+            try:
+                taken = batch.take()
+            except AioEngineError as error:
+                self._record.outcome, self._record.error = "error", error
+                return error_event(api_error_of(error).body()) + answer.closing(None)
+            events: list[bytes] = []
+            for choice, delta in taken:
+                if echo is not None and choice not in echoed:
+                    echoed.add(choice)
+                    output = batch.output(choice // (self._record.n or 1))
+                    events.append(await echo(choice, output, self._count(0)))
+                if delta.logprobs is not None and len(delta.logprobs) > answer.max_lines:
+                    for part in in_parts(delta, answer.max_lines):
+                        events.append(answer.event(choice, part, self._count(len(part.token_ids))))
+                        await self._write(writer, events)
+                        await asyncio.sleep(0)
+                else:
+                    events.append(answer.event(choice, delta, self._count(len(delta.token_ids))))
+            await self._write(writer, events)
+        return answer.closing(answer.usage(batch.outputs()) if self._has_usage else None)
 
-    async def end(self) -> None:
-        """End the response; waits as `write` does."""
-        self._begin()
-        await self._exchange.end()
-        self._is_writing = False
+    async def _write(self, writer: EventWriter, events: list[bytes]) -> None:
+        """Write the events, and forget them."""
+        data = b"".join(events)
+        events.clear()
+        if data:
+            if self._record.time_to_first_token_s is None:
+                self._record.time_to_first_token_s = time.monotonic() - self._record.started_at
+            await writer.write(data)
 
-    def close(self) -> None:
-        """Look no more. Idempotent."""
-        self._timer.cancel()
+    def _count(self, num_tokens: int) -> Usage | None:
+        """The usage so far, with so many new tokens; None where it is told at the end alone."""
+        if not self._is_usage_continuous:
+            return None
+        if self._so_far is None:
+            self._so_far = msgspec.structs.replace(Usage.of(self._batch.outputs()), completion_tokens=0)
+        self._so_far.completion_tokens += num_tokens
+        return self._so_far
 
-    def _begin(self) -> None:
-        self._since = self._loop.time()
-        self._is_writing = True
 
-    def _look(self) -> None:
-        now = self._loop.time()
-        if self._is_writing and now - self._since >= self._timeout_s:
-            self._exchange.cut()
-            self._on_stuck()
-            return
-        next_at = now + self._interval_s
-        if self._is_writing:
-            next_at = self._since + self._timeout_s
-        elif now - self._since >= self._idle_s:
-            self._since = now
-            self._on_idle()
-        self._timer = self._loop.call_at(next_at, self._look)
+def note_outputs(record: RequestRecord, batch: StreamGroup) -> None:
+    """What the requests have brought, for the log."""
+    outputs = batch.outputs()
+    if not outputs:
+        return
+    usage = Usage.of(outputs)
+    choices = [choice for output in outputs for choice in output.outputs]
+    record.prompt_tokens, record.completion_tokens = usage.prompt_tokens, usage.completion_tokens
+    record.max_choice_tokens = max(len(choice.token_ids) for choice in choices)
+    record.finish_reasons = tuple(choice.finish_reason for choice in choices if choice.finish_reason is not None)
+    record.metrics = outputs[0].metrics
+
+
+def has_usage(options: StreamOptions | None) -> bool:
+    return options is not None and bool(options.include_usage)

@@ -21,9 +21,9 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from aioengine.server.config import HttpLimits
 from aioengine.server.errors import ApiError, overloaded
 from aioengine.server.exchange import CUT_EXTENSION
-from aioengine.server.serving import HttpLimits
 from aioengine.turns import turns_here
 
 MAX_PIPELINED = 16

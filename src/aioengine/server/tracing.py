@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from aioengine.errors import AioEngineError
-from aioengine.server.http_metrics import UNCOUNTED_HANDLERS
+from aioengine.server.metrics import UNCOUNTED_HANDLERS
 from aioengine.server.record import OTHER_ROUTE, RequestRecord
 
 if TYPE_CHECKING:

@@ -18,8 +18,10 @@ from server.running import GET, Running, leave, listener_at, raw_client, running
 from server.small_app import SmallApp, SmallEngine
 
 from aioengine.errors import ConfigError, EngineDead
-from aioengine.server import serving
-from aioengine.server.serving import HttpLimits, ServerAddress, StopRequest, serve
+from aioengine.server import http_server
+from aioengine.server.config import HttpLimits
+from aioengine.server.http_listener import ServerAddress
+from aioengine.server.http_server import StopRequest, serve
 
 both_loops = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
 
@@ -157,7 +159,7 @@ async def test_asked_again_it_aborts_at_once() -> None:
 
 @both_loops
 async def test_who_does_not_read_is_cut_off_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "ABORT_GRACE_S", 0.05)
+    monkeypatch.setattr(http_server, "ABORT_GRACE_S", 0.05)
     async with running(drain_timeout_s=0.01) as server, raw_client(server) as (_, writer):
         writer.transport.pause_reading()  # type: ignore[attr-defined]
         writer.write(GET % b"flood")
@@ -169,8 +171,8 @@ async def test_who_does_not_read_is_cut_off_in_the_end(monkeypatch: pytest.Monke
 
 
 async def test_an_app_that_goes_on_without_its_client_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "ABORT_GRACE_S", 0.01)
-    monkeypatch.setattr(serving, "TASKS_END_S", 0.05)
+    monkeypatch.setattr(http_server, "ABORT_GRACE_S", 0.01)
+    monkeypatch.setattr(http_server, "TASKS_END_S", 0.05)
     ends: list[str] = []
 
     async def deaf(scope: Any, receive: Any, send: Any) -> None:
@@ -229,7 +231,7 @@ async def test_cancelling_ends_everything_at_once(folder: Path) -> None:
 async def test_when_the_engine_dies_its_clients_hear_an_answer_and_the_server_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(serving, "TICK_S", 0.01)
+    monkeypatch.setattr(http_server, "TICK_S", 0.01)
     async with running() as server, anyio.create_task_group() as tasks:
         heard = Streamed()
         tasks.start_soon(heard.read, server, "one")
@@ -242,7 +244,7 @@ async def test_when_the_engine_dies_its_clients_hear_an_answer_and_the_server_en
 
 
 async def test_an_engine_that_dies_in_the_drain_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "TICK_S", 0.01)
+    monkeypatch.setattr(http_server, "TICK_S", 0.01)
     async with running(drain_timeout_s=1000.0) as server, anyio.create_task_group() as tasks:
         tasks.start_soon(Streamed().read, server, "one")
         await until(lambda: "one" in server.engine.running)
@@ -254,7 +256,7 @@ async def test_an_engine_that_dies_in_the_drain_ends_it(monkeypatch: pytest.Monk
 
 
 async def test_a_stalled_engine_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "TICK_S", 0.001)
+    monkeypatch.setattr(http_server, "TICK_S", 0.001)
     async with running() as server, httpx.AsyncClient(base_url=server.url) as client:
         server.engine.status = "STALLED"
         for _ in range(5):

@@ -20,7 +20,8 @@ from server.small_app import SmallApp, SmallEngine
 from turn_probe import few_a_turn
 
 from aioengine.errors import ConfigError
-from aioengine.server.serving import HttpListener, ServerAddress, StopRequest, serve
+from aioengine.server.http_listener import HttpListener, ServerAddress
+from aioengine.server.http_server import StopRequest, serve
 
 both_loops = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
 

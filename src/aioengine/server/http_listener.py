@@ -1,0 +1,209 @@
+"""The sockets that a server listens on: TCP, or a Unix socket of its owner's alone; and the certificate for https."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import os
+import socket
+import ssl
+import stat
+from typing import TYPE_CHECKING, Self
+
+import msgspec
+
+from aioengine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+BACKLOG = 2048
+MAX_SOCKET_PATH_BYTES = 107
+"""``sun_path`` of unix(7) without its terminator."""
+
+
+class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """Where to serve.
+
+    Attributes:
+        host: an IP address or a name; every address that a name has is served.
+        port: 0 leaves the choice to the system.
+        uds: the path of a Unix socket, instead of host and port. It is its owner's alone (mode 0600).
+        ssl_certfile, ssl_keyfile: PEM files, for https; the key may be in the certificate's file.
+        ssl_keyfile_password: of an encrypted key.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    uds: str | None = None
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    ssl_keyfile_password: str | None = None
+
+
+class HttpListener:
+    """Sockets of one's own for a place to serve at. Everything here may block: call it off the loop.
+
+    TCP ports are taken here, and refuse clients until `listen`: what does not work is known before a model is loaded.
+
+    Raises:
+        ConfigError: the place cannot be had, or the certificate is not usable.
+    """
+
+    def __init__(self, where: ServerAddress) -> None:
+        self.where = where
+        self.sockets: list[socket.socket] = []
+        self._port = where.port
+        self._file: tuple[int, int] | None = None
+        """Device and inode of the socket's file."""
+        self.ssl = _ssl_context(where)
+        try:
+            if where.uds is None:
+                self.sockets = _bind_tcp(where.host, where.port)
+                self._port = self.sockets[0].getsockname()[1]
+            else:
+                _check_path(where.uds)
+        except OSError as error:
+            raise ConfigError(f"cannot serve at {self.url}: {error.strerror or error}") from None
+
+    @property
+    def url(self) -> str:
+        """As a client would write it; with the real port once there is one."""
+        if self.where.uds is not None:
+            return f"unix:{self.where.uds}"
+        host = f"[{self.where.host}]" if ":" in self.where.host else self.where.host
+        return f"{'http' if self.ssl is None else 'https'}://{host}:{self._port}"
+
+    @property
+    def is_local(self) -> bool:
+        """Nobody can reach it from another machine."""
+        return all(
+            each.family == socket.AF_UNIX or ipaddress.ip_address(each.getsockname()[0]).is_loopback
+            for each in self.sockets
+        )
+
+    def listen(self) -> None:
+        """Let clients come.
+
+        Raises:
+            ConfigError: somebody has taken the place meanwhile.
+        """
+        try:
+            if self.where.uds is not None and not self.sockets:
+                self._bind_unix(self.where.uds)
+            for each in self.sockets:
+                each.listen(BACKLOG)
+        except OSError as error:
+            raise ConfigError(f"cannot serve at {self.url}: {error.strerror or error}") from None
+
+    def close(self) -> None:
+        """Refuse clients, and remove the socket's file. Idempotent."""
+        for each in self.sockets:
+            each.close()
+        if self._file is not None and self.where.uds is not None:
+            with contextlib.suppress(FileNotFoundError):
+                status = os.lstat(self.where.uds)
+                if (status.st_dev, status.st_ino) == self._file:  # not one that another server has put there
+                    os.unlink(self.where.uds)
+            self._file = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _bind_unix(self, path: str) -> None:
+        _check_path(path)
+        _remove_stale(path)
+        made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sockets = [made]
+        # Linux gives the file the socket's own mode as it makes it: there is no moment in which it has another.
+        os.fchmod(made.fileno(), 0o600)
+        made.bind(path)
+        status = os.lstat(path)
+        self._file = (status.st_dev, status.st_ino)
+
+
+def _bind_tcp(host: str, port: int) -> list[socket.socket]:
+    """One socket for each address of the host, all at the same port."""
+    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    sockets: list[socket.socket] = []
+    try:
+        for family, kind, _, _, address in dict.fromkeys(found):
+            # The protocol is named, since asyncio looks at it before it sets TCP_NODELAY.
+            made = socket.socket(family, kind, socket.IPPROTO_TCP)
+            sockets.append(made)
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            _find_the_dead(made)
+            if family == socket.AF_INET6:
+                made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            if port == 0 and len(sockets) > 1:
+                address = (address[0], sockets[0].getsockname()[1], *address[2:])
+            made.bind(address)
+    except BaseException:
+        for made in sockets:
+            made.close()
+        raise
+    return sockets
+
+
+def _find_the_dead(made: socket.socket) -> None:
+    """A client that waits for its answer sends nothing: one whose machine is gone would be waited for all along."""
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # what it accepts inherits these
+    for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)):
+        if hasattr(socket, name):
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _check_path(path: str) -> None:
+    """Raise ConfigError if a Unix socket cannot be made here, or somebody serves at it."""
+    num_bytes = len(os.fsencode(path))
+    if num_bytes > MAX_SOCKET_PATH_BYTES:
+        raise ConfigError(f"unix:{path}: the path has {num_bytes} bytes; {MAX_SOCKET_PATH_BYTES} are possible")
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.access(folder, os.W_OK | os.X_OK):
+        why = "you may not write to it" if os.path.isdir(folder) else "it is not there"
+        raise ConfigError(f"cannot serve at unix:{path}: no file can be made in {folder}: {why}")
+    if os.path.lexists(path):
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise ConfigError(f"{path} exists and is not a socket; it is not overwritten: choose another path")
+        if not _is_stale(path):
+            raise ConfigError(f"unix:{path} is in use: another process serves there; end it or choose another path")
+
+
+def _remove_stale(path: str) -> None:
+    if os.path.lexists(path) and _is_stale(path):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+
+def _is_stale(path: str) -> bool:
+    """Whether nobody listens on a socket: what a process that was killed leaves."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)  # with a full backlog it would wait; then somebody listens
+        return probe.connect_ex(path) in (errno.ECONNREFUSED, errno.ENOENT)
+
+
+def _ssl_context(where: ServerAddress) -> ssl.SSLContext | None:
+    if where.ssl_certfile is None:
+        if where.ssl_keyfile is not None:
+            raise ConfigError("ssl_keyfile is for ssl_certfile: give both, or neither")
+        return None
+    if where.uds is not None:
+        raise ConfigError("TLS is for a port: a Unix socket needs none")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.set_alpn_protocols(["http/1.1"])
+    files = " and ".join(file for file in (where.ssl_certfile, where.ssl_keyfile) if file is not None)
+    try:
+        # Never asked for on the terminal, where a service has nobody to answer.
+        context.load_cert_chain(where.ssl_certfile, where.ssl_keyfile, password=where.ssl_keyfile_password or "")
+    except ssl.SSLError as error:
+        why = error.reason.lower().replace("_", " ") if error.reason else "unreadable, or its key needs a password"
+        raise ConfigError(f"{files}: no certificate and key that fit together: {why}") from None
+    except OSError as error:
+        raise ConfigError(f"{files}: {error.strerror or error}") from None
+    return context
