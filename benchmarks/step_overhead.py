@@ -33,7 +33,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from aioengine.core.engine_core import make_record
+from aioengine.core.observers import make_record
 from aioengine.frontend.completion import Completion
 from aioengine.metrics import EngineMetrics
 from aioengine.models.folder import DEMO_MODEL

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, NoReturn, ParamSpec, Self, TypeVar
 
 import msgspec
 
-from aioengine.core.control import StartProfile, StopProfile
-from aioengine.errors import AioEngineError, EngineClosed
+from aioengine.errors import AioEngineError
 from aioengine.frontend.admission import OnFull
 from aioengine.frontend.prompt import Prompt, num_chars, prepare
 from aioengine.frontend.request_state import Arrival, RequestState
@@ -337,24 +336,3 @@ def await_only(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Cor
         return inspect.markcoroutinefunction(call)
     call._is_coroutine = asyncio.coroutines._is_coroutine  # type: ignore[attr-defined]  # what asyncio looks for there
     return call
-
-
-class Profile:
-    """A recording of the device. Made by `Engine.profile`; it begins where the ``async with`` block does."""
-
-    def __init__(self, runtime: Runtime, begin: StartProfile, end: StopProfile) -> None:
-        self._runtime = runtime
-        self._begin = begin
-        self._end = end
-
-    async def __aenter__(self) -> None:
-        await self._runtime.call(self._begin)
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            await self._runtime.call(self._end)
-        except EngineClosed as closed:
-            if error is None:  # else that one is the news
-                raise EngineClosed("the engine was closed while it was recorded: there is no trace") from closed

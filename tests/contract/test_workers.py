@@ -13,7 +13,7 @@ from contract import fakes
 from contract.ways import described, error_of, ids_of, reasons_of, told
 
 from aioengine import Engine, InvalidRequest
-from aioengine.core import weight_pieces
+from aioengine.frontend import engine_control
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 BOTH_LOOPS = pytest.mark.asyncio(loop_scope="module", loop_factories=["asyncio", "uvloop"])
@@ -199,7 +199,7 @@ async def test_tensors_of_many_pieces_arrive_whole(
     make_engine: Any, make_local: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A message takes so many bytes at most; the numbers tell the pieces apart."""
-    monkeypatch.setattr(weight_pieces, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(engine_control, "PIECE_BYTES", 1000)
     tensor = {"model.embed_tokens.weight": np.arange(2048 * 4, dtype=np.float32).reshape(2048, 4)}
     strided = {"model.embed_tokens.weight": np.asfortranarray(tensor["model.embed_tokens.weight"])}
     said = []

@@ -358,7 +358,7 @@ async def test_what_was_begun_before_is_no_prefix_for_anybody_after(serve: Any, 
     config = {"max_num_batched_tokens": 8, "max_num_seqs": 8}
     async with serve(depth=depth, block_size=4, config=config) as served:
         started = start(served, tasks, 1, n=2)
-        await served.until(lambda: served.core.metrics.generation_tokens.value > 2)
+        await served.until(lambda: served.core.observers.metrics.generation_tokens.value > 2)
         started += start(served, tasks, 1, first=1, cache_salt="in the middle of the prompt")
         await served.until(lambda: served.has_run(1))
         await served.engine.reset_prefix_cache()

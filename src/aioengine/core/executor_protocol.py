@@ -8,7 +8,6 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 
-from aioengine.core.control import StageWeights
 from aioengine.errors import InvalidRequest
 from aioengine.scheduler.plan import StepPlan, StepResult
 
@@ -16,6 +15,10 @@ T = TypeVar("T")
 
 Part = Literal["weights", "kv_cache"]
 """What of a device's memory can be given back and brought back."""
+
+
+WeightDtype = Literal["F32", "BF16", "F16"]
+"""As safetensors names them."""
 
 
 class DeviceLost(Exception):
@@ -46,6 +49,25 @@ class ExecutorInfo(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int = 0
     device: str = "cpu"
     dtype: str = "float32"
+
+
+class WeightPiece(msgspec.Struct, frozen=True, array_like=True):
+    """A part of a tensor's bytes, on its way to the device.
+
+    Attributes:
+        transfer: which update of weights it belongs to: an id of the caller's.
+        name: the tensor's, as checkpoints have it.
+        shape: of the whole tensor.
+        offset: where the part begins in the tensor's bytes (row-major, little-endian).
+        data: contiguous bytes: bytes, bytearray or memoryview.
+    """
+
+    transfer: str
+    name: str
+    dtype: WeightDtype
+    shape: tuple[int, ...]
+    offset: int
+    data: Any = None
 
 
 class ExecutorStats(msgspec.Struct, kw_only=True):
@@ -162,10 +184,10 @@ class Executor(Protocol):
         """
         ...
 
-    async def stage_weights(self, piece: StageWeights) -> None:
+    async def stage_weights(self, piece: WeightPiece) -> None:
         """Keep a copy of a piece of a tensor until `commit_weights` or `drop_weights`. Pieces may come in any order.
 
-        Cancelled, it drops the transfer, since nobody knows what became of the piece.
+        Cancelled, it drops the transfer, since the piece may have come or not.
 
         Raises:
             InvalidRequest: there is no such tensor, or the piece does not fit it.

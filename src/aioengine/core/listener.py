@@ -1,28 +1,18 @@
-"""What follows a sequence, what a step's numbers look like to it, and the user's own code that hears of it."""
+"""What follows a sequence, and how it hears of tokens and ends; conditions that a caller awaits."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
 
+from aioengine.core.observers import UserCode
 from aioengine.errors import AioEngineError
-from aioengine.scheduler.plan import PromptLogprobs
-from aioengine.scheduler.sequence import Sequence
-from aioengine.scheduler.steps import StepOutput
 from aioengine.turns import turns_here
-
-logger = logging.getLogger("aioengine")
-
-PROMPT_SLICE = 32
-"""Prompt tokens whose log-probabilities are handed out between the loop's turns: with 20 each, below a millisecond."""
-
 
 UNLIMITED = sys.maxsize
 """Of tokens that a reader lets be computed."""
@@ -50,18 +40,18 @@ class Listener(Protocol):
 
     @property
     def num_allowed(self) -> int:
-        """Output tokens that its reader lets be computed for now, all told; `UNLIMITED` where it does not care."""
+        """Output tokens that may be computed for now, from the first on; `UNLIMITED` without a bound on unread ones."""
         ...
 
     def on_started(self) -> None:
-        """It has taken its first row. Not told of what ends without one."""
+        """The sequence has taken its first row. Not called for one that ends without a row."""
         ...
 
     def on_token(self, token_id: int, logprobs: SampledLogprobs | None) -> None:
         """A token was sampled; if it is the last one, the sequence's ``finish_reason`` is set."""
         ...
 
-    def on_prompt_logprobs(self, position: int, lines: list[SampledLogprobs]) -> None:
+    def on_prompt_logprobs(self, position: int, logprobs: list[SampledLogprobs]) -> None:
         """About the prompt's tokens from ``position`` on; after a preemption some may come again, and alike."""
         ...
 
@@ -72,98 +62,6 @@ class Listener(Protocol):
     def on_error(self, error: AioEngineError) -> None:
         """The sequence has ended by an error, which is this listener's alone."""
         ...
-
-
-class SampledLogprobRows:
-    """The log-probabilities of a step's tokens, each made when it is asked for: all at once would hold the loop."""
-
-    def __init__(self, output: StepOutput) -> None:
-        self._output = output
-        self._line_of: dict[int, int] = {}
-        """By the index of a token in the output, its line."""
-        if output.logprobs is not None:
-            index_at = {place: index for index, place in enumerate(output.places.tolist())}
-            for line, place in enumerate(output.logprobs.index.tolist()):
-                index = index_at.get(place)
-                if index is not None:  # its sequence lives
-                    self._line_of[index] = line
-
-    def get(self, index: int) -> SampledLogprobs | None:
-        """About token ``index`` of the output, as wide as its row asked for; None if it did not ask."""
-        line = self._line_of.get(index)
-        logprobs = self._output.logprobs
-        if line is None or logprobs is None:
-            return None
-        width = self._output.sequences[index].sampling.logprobs
-        ids, values = logprobs.top_ids[line, :width].tolist(), logprobs.top_logprobs[line, :width].tolist()
-        others = list(zip(ids, values, range(1, width + 1), strict=False))
-        if len(logprobs.extra_offsets):
-            extra = slice(*logprobs.extra_offsets[line : line + 2].tolist())
-            named = (c[extra].tolist() for c in (logprobs.extra_ids, logprobs.extra_logprobs, logprobs.extra_ranks))
-            others += zip(*named, strict=True)
-        return SampledLogprobs(float(logprobs.logprobs[line]), int(logprobs.ranks[line]), others)
-
-
-def prompt_lines(
-    pieces: list[tuple[Sequence, PromptLogprobs]],
-) -> Iterator[tuple[Sequence, int, list[SampledLogprobs]]]:
-    """The lines about prompts in slices of `PROMPT_SLICE`: (sequence, the first one's position, lines)."""
-    for sequence, piece in pieces:
-        width = sequence.sampling.prompt_logprobs
-        for start in range(0, len(piece.positions), PROMPT_SLICE):
-            part = slice(start, start + PROMPT_SLICE)
-            columns = (piece.logprobs, piece.ranks, piece.top_ids, piece.top_logprobs)
-            lines = [
-                SampledLogprobs(
-                    logprob, rank, list(zip(ids[:width], values[:width], range(1, width + 1), strict=False))
-                )
-                for logprob, rank, ids, values in zip(*(column[part].tolist() for column in columns), strict=True)
-            ]
-            yield sequence, int(piece.positions[start]), lines
-
-
-class UserCode:
-    """Code of the user's that an engine calls, and that awaits nothing.
-
-    What it raises is logged, and the engine goes on. KeyboardInterrupt and SystemExit go on, too, as from any callback
-    of asyncio's: out of the loop, at its next turn. While the engine ends they are kept until it has closed everything.
-    """
-
-    def __init__(self) -> None:
-        self._is_keeping = False
-        self._kept: BaseException | None = None
-
-    @contextlib.contextmanager
-    def called(self, failure: str) -> Iterator[None]:
-        """Call it in this block; ``failure`` is logged of what it raises."""
-        try:
-            yield
-        except BaseException as error:
-            self.raised(error, failure)
-
-    def raised(self, error: BaseException, failure: str) -> None:
-        """It has raised; to be called in the handler. For calls that each token makes: `called` costs 0.7 µs."""
-        if not isinstance(error, KeyboardInterrupt | SystemExit):
-            logger.error("%s", failure, exc_info=error)  # a CancelledError, too: nothing is awaited in such code
-        elif self._is_keeping:
-            self._kept = self._kept or error
-        else:
-            asyncio.get_running_loop().call_soon(_let_go, error)
-
-    def keep(self) -> None:
-        """The engine ends: keep from now on what would end the loop."""
-        self._is_keeping = True
-
-    def let_go(self) -> None:
-        """Everything is closed: raise what was kept, if anything."""
-        self._is_keeping = False
-        kept, self._kept = self._kept, None
-        if kept is not None:
-            raise kept
-
-
-def _let_go(error: BaseException) -> None:
-    raise error
 
 
 class Endings:
@@ -227,3 +125,38 @@ class Endings:
                 listener.on_end()
             else:
                 listener.on_error(error)
+
+
+class Conditions:
+    """Awaitable conditions without an event of their own: rechecked after each step, and when `check` is called."""
+
+    def __init__(self) -> None:
+        self._awaited: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._awaited)
+
+    def add(self, is_so: Callable[[], bool]) -> asyncio.Future[None]:
+        """A future that is done after the first `check` at which ``is_so``, or `end_all`."""
+        future = asyncio.get_running_loop().create_future()
+        self._awaited.append((is_so, future))
+        return future
+
+    def check(self) -> None:
+        """Set the futures whose conditions hold."""
+        unmet: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
+        for is_so, future in self._awaited:
+            if future.done():  # its caller was cancelled
+                continue
+            if is_so():
+                future.set_result(None)
+            else:
+                unmet.append((is_so, future))
+        self._awaited = unmet
+
+    def end_all(self) -> None:
+        """Nothing will change any more: set all futures, whether their conditions hold or not."""
+        awaited, self._awaited = self._awaited, []
+        for _, future in awaited:
+            if not future.done():
+                future.set_result(None)

@@ -10,9 +10,9 @@ from aioengine.config import EngineConfig
 from aioengine.core.control import AnyControl
 from aioengine.core.executor_protocol import ExecutorInfo
 from aioengine.core.health import Health
-from aioengine.core.listener import Listener, UserCode
+from aioengine.core.listener import Listener
+from aioengine.core.observers import Observers, UserCode
 from aioengine.errors import EngineDead, InvalidRequest
-from aioengine.metrics import EngineMetrics, Observer, RequestMetrics
 from aioengine.models.folder import ModelFolder
 from aioengine.outputs import FinishReason
 from aioengine.progress import OnProgress
@@ -38,8 +38,7 @@ class Core(Protocol):
     eos_token_ids: tuple[int, ...]
     death: EngineDead | None
     clock: Callable[[], float]
-    metrics: EngineMetrics
-    observers: list[Observer]
+    observers: Observers
     user_code: UserCode
 
     @property
@@ -109,10 +108,6 @@ class Core(Protocol):
     def stats(self) -> SchedulerStats: ...
 
     def health(self) -> Health: ...
-
-    def note_request(self, metrics: RequestMetrics, finish_reasons: tuple[str, ...]) -> None:
-        """Tell the observers that a request has ended."""
-        ...
 
     def copy_death(self) -> EngineDead:
         """The error of a dead engine, made anew for each who hears it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import logging
 import time
@@ -15,7 +14,6 @@ from typing import Any, TypeVar
 from aioengine.config import EngineConfig
 from aioengine.core.engine_core import EngineCore
 from aioengine.core.executor_protocol import Executor, ExecutorInfo
-from aioengine.core.failure_report import write_dump
 from aioengine.core.protocol import CoreHooks
 from aioengine.errors import ConfigError
 from aioengine.models.folder import ModelFolder
@@ -37,23 +35,25 @@ class InProcess:
 
     core: EngineCore
 
-    def __init__(self, config: EngineConfig, executor: Executor | None, around: CoreHooks) -> None:
+    def __init__(self, config: EngineConfig, executor: Executor | None, hooks: CoreHooks) -> None:
         self._config = config
         self._executor = executor
-        self._around = around
+        self._hooks = hooks
 
     async def find_model(self) -> ModelFolder:
         config = self._config
-        resolve = functools.partial(
-            ModelFolder.resolve, config.model, revision=config.revision, with_weights=config.load_format != "dummy"
-        )
-        self._files = await find(resolve, config, self._around.worker)
+
+        def resolve() -> ModelFolder:
+            has_weights = config.load_format != "dummy"
+            return ModelFolder.resolve(config.model, revision=config.revision, with_weights=has_weights)
+
+        self._files = await find(resolve, config, self._hooks.worker)
         return self._files
 
     async def open(self, on_progress: OnProgress | None = None) -> None:
         if self._executor is None:
             # Importing torch takes a second: not on the loop.
-            module = await self._around.worker.run(importlib.import_module, None, "aioengine.executor.torch_executor")
+            module = await self._hooks.worker.run(importlib.import_module, None, "aioengine.executor.torch_executor")
             self._executor = await module.TorchExecutor.start(self._files, self._config, on_progress=on_progress)
             assert self._executor is not None
         _check_room(self._executor.info)
@@ -61,8 +61,8 @@ class InProcess:
             self._executor,
             self._config,
             eos_token_ids=self._files.eos_token_ids,
-            on_capacity=self._around.on_capacity,
-            num_waiting_for_admission=self._around.num_waiting_for_admission,
+            on_capacity=self._hooks.on_capacity,
+            num_waiting_for_admission=self._hooks.num_waiting_for_admission,
             write_dump=self._write_dump,
             clock=clock_of(get_running_loop()),
         )
@@ -79,10 +79,11 @@ class InProcess:
         """The device thread sees for itself that its loop is gone."""
 
     def _write_dump(self, text: str) -> None:
-        """Keep a report in ``dump_dir``, if there is one; the engine goes on meanwhile, and `aclose` waits for it."""
+        """Begin to write a report into ``dump_dir``, if there is one; `aclose` waits for it."""
         if self._config.dump_dir is not None:
-            write = functools.partial(write_dump, Path(self._config.dump_dir), text)
-            self._around.dump_worker.begin(write).add_done_callback(_tell_dump)
+            folder = Path(self._config.dump_dir)
+            written = self._hooks.dump_worker.begin(lambda: write_dump(folder, text))
+            written.add_done_callback(_log_dump)
 
 
 async def find(resolve: Callable[[], ModelFolder], config: EngineConfig, worker: TextWorker) -> ModelFolder:
@@ -100,7 +101,15 @@ def clock_of(loop: AbstractEventLoop) -> Callable[[], float]:
     return loop.time if hasattr(loop, "outside_work") else time.monotonic
 
 
-def _tell_dump(written: AsyncioFuture[Path]) -> None:
+def write_dump(folder: Path, text: str) -> Path:
+    """Write a report as a file of its own into ``folder``, which is made if it is missing; returns the file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"aioengine-{time.strftime('%Y%m%d-%H%M%S')}-{time.monotonic_ns() % 10**9:09d}.json"
+    path.write_text(text)
+    return path
+
+
+def _log_dump(written: AsyncioFuture[Path]) -> None:
     if written.cancelled():
         return
     error = written.exception()

@@ -15,12 +15,12 @@ import anyio
 import torch
 
 from aioengine.config import EngineConfig
-from aioengine.core.control import StageWeights
 from aioengine.core.executor_protocol import (
     DeviceLost,
     ExecutorInfo,
     ExecutorStats,
     Part,
+    WeightPiece,
     already_recording,
     not_recording,
     weights_asleep,
@@ -137,7 +137,7 @@ class TorchExecutor:
     async def update_weights(self, folder: Path) -> None:
         await self._do(self._device.update_weights, folder)
 
-    async def stage_weights(self, piece: StageWeights) -> None:
+    async def stage_weights(self, piece: WeightPiece) -> None:
         try:
             await self._do(self._device.stage_weights, piece)
         except asyncio.CancelledError:
@@ -326,7 +326,7 @@ class Device:
             held.runner.use(held.weights.decoder)
         self._return_memory()
 
-    def stage_weights(self, piece: StageWeights) -> None:
+    def stage_weights(self, piece: WeightPiece) -> None:
         self.held.weights.staging.add(piece)
 
     def drop_weights(self, transfer: str) -> None:

@@ -106,7 +106,7 @@ class RequestState:
         if not self._num_open and math.isnan(self._ended_at):
             self._ended_at = self._core.clock()
             metrics, reasons = self.metrics(), self._finish_reasons()
-            self._core.note_request(metrics, reasons)
+            self._core.observers.on_request(metrics, reasons)
             self._log.ended(self._sequences[0].request.request_id, reasons, metrics)
             self._wake()
             self._tell_watcher()

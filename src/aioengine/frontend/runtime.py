@@ -19,10 +19,11 @@ from typing import Any, Protocol, TypeVar
 import anyio
 
 from aioengine.config import EngineConfig
-from aioengine.core.control import AnyControl, Pause, PauseMode, WakeUp
+from aioengine.core.control import AnyControl, Pause, Sleep, WakeUp
 from aioengine.core.executor_protocol import ExecutorInfo
 from aioengine.core.health import Health
-from aioengine.core.listener import UNLIMITED, UserCode
+from aioengine.core.listener import UNLIMITED
+from aioengine.core.observers import UserCode
 from aioengine.core.protocol import CLOSE_DEADLINE_S, Backend, Core, CoreHooks
 from aioengine.core.request_log import RequestLog
 from aioengine.errors import (
@@ -480,13 +481,10 @@ class Runtime:
         if not was_over:  # nothing runs in a closed or dead engine, either
             raise self._end_error()
 
-    async def pause(self, mode: PauseMode) -> None:
-        """Hold back what comes from now on, and wait until the device is idle."""
-        if mode == "abort":
-            self.abort_all()  # those on their way, too
-        await self.core.call(Pause(mode))
-
     async def call(self, control: AnyControl) -> Any:
+        """Have the core perform a control call."""
+        if isinstance(control, Pause | Sleep) and control.mode == "abort":
+            self.abort_all()  # requests on their way to the core, too
         return await self.core.call(control)
 
     async def apply_model(self, function: Callable[[Any], T]) -> list[T]:
@@ -508,7 +506,7 @@ class Runtime:
 
     def current_metrics(self) -> EngineMetrics:
         """The metrics, with gauges of now."""
-        stats, metrics = self.core.stats(), self.core.metrics
+        stats, metrics = self.core.stats(), self.core.observers.metrics
         metrics.set_load(
             running=stats.running,
             waiting=stats.waiting + stats.blocked + self.intake.num_waiting,

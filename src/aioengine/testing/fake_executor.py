@@ -19,12 +19,12 @@ import msgspec
 import numpy as np
 
 from aioengine.config import EngineConfig
-from aioengine.core.control import StageWeights
 from aioengine.core.executor_protocol import (
     DeviceLost,
     ExecutorInfo,
     ExecutorStats,
     Part,
+    WeightPiece,
     already_recording,
     not_recording,
     weights_asleep,
@@ -291,7 +291,7 @@ class FakeExecutor:
         await self._weights.update(folder)
         await self._steps_end()
 
-    async def stage_weights(self, piece: StageWeights) -> None:
+    async def stage_weights(self, piece: WeightPiece) -> None:
         self._begin("stage_weights", piece.name)
         self._weights.staging.add(piece)
         await self._steps_end()

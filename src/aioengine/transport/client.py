@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
@@ -17,14 +16,14 @@ import anyio
 import msgspec
 
 from aioengine.config import EngineConfig
-from aioengine.core.conditions import Conditions
 from aioengine.core.control import UNBLOCKING_CALLS, WAKE_TAGS, AnyControl, GetStats, Resume, Sleep, WakeUp
 from aioengine.core.engine_core import PUBLISH_SLICE
 from aioengine.core.executor_protocol import ExecutorInfo
 from aioengine.core.health import Health, dead, judge
-from aioengine.core.listener import UNLIMITED, Endings, Listener, UserCode
+from aioengine.core.listener import UNLIMITED, Conditions, Endings, Listener
+from aioengine.core.observers import Observers, UserCode
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead, WireError, describe
-from aioengine.metrics import EngineMetrics, Observer, RequestMetrics, StatsLog, StepRecord
+from aioengine.metrics import StepRecord
 from aioengine.outputs import FinishReason
 from aioengine.scheduler.scheduler import SchedulerStats
 from aioengine.scheduler.sequence import Request, Sequence, make_choices
@@ -83,9 +82,9 @@ class RemoteCore:
         self.config = config
         self.eos_token_ids = attached.eos_token_ids
         self.clock = clock
-        self.metrics = EngineMetrics()
-        self.observers: list[Observer] = [self.metrics]
         self.user_code = UserCode()
+        log_interval_s = config.log_stats_interval_s if logs_stats else 0.0
+        self.observers = Observers(self.user_code, log_interval_s=log_interval_s, now_s=clock())
         self.death: EngineDead | None = None
         self.is_stopped = False
         self.num_refused = 0
@@ -94,14 +93,12 @@ class RemoteCore:
         self._on_room = on_capacity
         self._is_far = is_far
         self._describe_cut = describe_cut
-        interval_s = (config.log_stats_interval_s if logs_stats else 0.0) or math.inf
-        self._stats_log = StatsLog(self.metrics, interval_s=interval_s, now_s=clock())
         self._live: dict[int, Sequence] = {}
         """By the numbers that the engine knows them by, which are their orders."""
         self._unstarted: set[int] = set()
         self._endings = Endings(self.user_code, self._look)
         self._next_number = 0
-        self._waits = Conditions()
+        self._conditions = Conditions()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._next_call = 0
         self._call_turns = anyio.Semaphore(MAX_CALLS, fast_acquire=True)
@@ -244,15 +241,15 @@ class RemoteCore:
             self._send_call(*wire.pack_control(Resume()), None)
 
     def when(self, is_so: Callable[[], bool]) -> asyncio.Future[None]:
-        future = self._waits.add(is_so)
+        future = self._conditions.add(is_so)
         if self.is_stopped:
-            self._waits.end_all()
-        asyncio.get_running_loop().call_soon(self._waits.look)
+            self._conditions.end_all()
+        asyncio.get_running_loop().call_soon(self._conditions.check)
         return future
 
     def recheck(self) -> None:
-        if self._waits:
-            asyncio.get_running_loop().call_soon(self._waits.look)
+        if self._conditions:
+            asyncio.get_running_loop().call_soon(self._conditions.check)
 
     def last_token_at(self, sequence: Sequence) -> float:
         return sequence.last_token_at
@@ -272,11 +269,6 @@ class RemoteCore:
             return health
         reason = f"its process is there, and has not beaten for {silent_s:.1f} s: it is stopped, or its loop is held"
         return msgspec.structs.replace(health, status="STALLED", reason=reason)
-
-    def note_request(self, metrics: RequestMetrics, finish_reasons: tuple[str, ...]) -> None:
-        for observer in self.observers:
-            with self.user_code.called("an observer failed"):
-                observer.on_request(metrics, finish_reasons)
 
     def copy_death(self) -> EngineDead:
         assert self.death is not None
@@ -501,12 +493,7 @@ class RemoteCore:
         self._beat = msgspec.structs.replace(
             self._beat, step=record.step + 1, step_age_s=0.0, running=record.running, waiting=record.waiting
         )
-        for observer in self.observers:
-            with self.user_code.called("an observer failed"):
-                observer.on_step(record)
-        line = self._stats_log.poll(self.clock())
-        if line is not None:
-            logger.info("%s", line)
+        self.observers.on_step(record, self.clock())
 
     # Odds and ends
 
@@ -529,8 +516,8 @@ class RemoteCore:
         return listener
 
     def _look(self) -> None:
-        if self._waits:
-            self._waits.look()
+        if self._conditions:
+            self._conditions.check()
 
     def _end_all(self, error: Callable[[], AioEngineError]) -> None:
         self.is_stopped = True
@@ -542,7 +529,7 @@ class RemoteCore:
             if not returned.done():
                 returned.set_exception(error())
         self._calls.clear()
-        self._waits.end_all()
+        self._conditions.end_all()
 
 
 def _allowed(listener: Listener) -> int:

@@ -138,7 +138,7 @@ class EngineServer:
         Every front end hears the end: `EngineDead` with what the core died of, or that the engine was closed.
         """
         observer = _Observer(self)
-        self.core.observers = [*self.core.observers, observer]
+        self.core.observers.add(observer)
         self.core.on_published = self._flush
         try:
             async with anyio.create_task_group() as self._tasks:

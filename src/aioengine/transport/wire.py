@@ -328,6 +328,8 @@ def unpack_control(raw: msgspec.Raw, arrays: Arrays) -> AnyControl:
     """Raises InvalidRequest: there is no such call, or its arguments are bad."""
     try:
         control = _control_decoder.decode(raw)
+    except InvalidRequest:
+        raise
     except Exception as error:  # as above
         raise InvalidRequest(f"this engine knows no such call: {error}") from None
     if isinstance(control, StageWeights):

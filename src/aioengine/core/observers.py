@@ -1,0 +1,139 @@
+"""What sees an engine's steps and requests, and the user's own code that an engine calls."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterator
+
+from aioengine.metrics import EngineMetrics, Observer, RequestMetrics, StatsLog, StepRecord
+from aioengine.scheduler.plan import StepPlan, StepResult
+from aioengine.scheduler.scheduler import Scheduler
+from aioengine.scheduler.steps import StepOutput
+
+logger = logging.getLogger("aioengine")
+
+
+class Observers:
+    """An engine's own metrics, the user's observers, and the log line about the load.
+
+    Args:
+        user_code: calls the observers.
+        log_interval_s: seconds between two log lines; 0: none.
+        now_s: when the first interval begins, by the core's clock.
+    """
+
+    def __init__(self, user_code: UserCode, *, log_interval_s: float, now_s: float) -> None:
+        self.metrics = EngineMetrics()
+        self._user_code = user_code
+        self._observers: tuple[Observer, ...] = (self.metrics,)
+        """Replaced and never changed, since an observer may add or remove one while all are being told."""
+        self._stats_log = StatsLog(self.metrics, interval_s=log_interval_s or math.inf, now_s=now_s)
+
+    def add(self, observer: Observer) -> Callable[[], None]:
+        """Tell ``observer`` of each step and request's end from now on; what is returned stops that, once."""
+        self._observers += (observer,)
+        is_told = True
+
+        def stop() -> None:
+            nonlocal is_told
+            if is_told:
+                is_told = False
+                index = next(index for index, other in enumerate(self._observers) if other is observer)
+                self._observers = self._observers[:index] + self._observers[index + 1 :]
+
+        return stop
+
+    def on_step(self, record: StepRecord, now_s: float) -> None:
+        """A step's result has been applied."""
+        for observer in self._observers:
+            with self._user_code.called("an observer failed"):
+                observer.on_step(record)
+        line = self._stats_log.poll(now_s)
+        if line is not None:
+            logger.info("%s", line)
+
+    def on_request(self, metrics: RequestMetrics, finish_reasons: tuple[str, ...]) -> None:
+        """A request has ended."""
+        for observer in self._observers:
+            with self._user_code.called("an observer failed"):
+                observer.on_request(metrics, finish_reasons)
+
+
+def make_record(
+    scheduler: Scheduler,
+    plan: StepPlan,
+    result: StepResult,
+    output: StepOutput,
+    *,
+    launched_at: float,
+    now: float,
+    num_waiting_for_admission: int = 0,
+) -> StepRecord:
+    """What observers hear of a step that has just been applied."""
+    kv = scheduler.kv
+    return StepRecord(
+        step=plan.step,
+        num_tokens=int(plan.num_tokens.sum()),
+        num_sampled=len(output.token_ids),
+        num_prompt_tokens=sum(len(sequence.prompt) for sequence in output.first),
+        device_time_s=result.device_time_s,
+        step_time_s=now - launched_at,
+        loop_lag_s=max(now - result.ended_at_s, 0.0) if result.ended_at_s else None,
+        inter_token_latencies_s=output.gaps_s,
+        times_to_first_token_s=[now - sequence.arrived_at for sequence in output.first],
+        running=scheduler.num_running,
+        waiting=scheduler.num_idle + num_waiting_for_admission,
+        free_blocks=kv.pool.num_free,
+        num_blocks=kv.pool.num_blocks,
+        preemptions=scheduler.preemption.num_preemptions,
+        prefix_cache_queries=kv.num_queried_tokens,
+        prefix_cache_hits=kv.num_hit_tokens,
+        blocked=len(scheduler.blocked),
+    )
+
+
+class UserCode:
+    """Code of the user's that an engine calls, and that awaits nothing.
+
+    What it raises is logged, and the engine goes on. KeyboardInterrupt and SystemExit go on, too, as from any callback
+    of asyncio's: out of the loop, at its next turn. While the engine ends they are kept until it has closed everything.
+    """
+
+    def __init__(self) -> None:
+        self._is_keeping = False
+        self._kept: BaseException | None = None
+
+    @contextlib.contextmanager
+    def called(self, failure: str) -> Iterator[None]:
+        """Call it in this block; ``failure`` is logged of what it raises."""
+        try:
+            yield
+        except BaseException as error:
+            self.raised(error, failure)
+
+    def raised(self, error: BaseException, failure: str) -> None:
+        """It has raised; to be called in the handler. For calls that each token makes: `called` costs 0.7 µs."""
+        if not isinstance(error, KeyboardInterrupt | SystemExit):
+            logger.error("%s", failure, exc_info=error)  # a CancelledError, too: nothing is awaited in such code
+        elif self._is_keeping:
+            self._kept = self._kept or error
+        else:
+            asyncio.get_running_loop().call_soon(_raise, error)
+
+    def keep(self) -> None:
+        """The engine ends: keep from now on what would end the loop."""
+        self._is_keeping = True
+
+    def let_go(self) -> None:
+        """Everything is closed: raise what was kept, if anything."""
+        self._is_keeping = False
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            raise kept
+
+
+def _raise(error: BaseException) -> None:
+    raise error

@@ -1,0 +1,453 @@
+"""What a running engine is asked beside requests: control calls, text, numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from types import TracebackType
+from typing import Any, TypeVar
+
+import anyio
+import numpy as np
+
+from aioengine.core.control import (
+    AnyControl,
+    CollectiveRpc,
+    CommitWeights,
+    DropWeights,
+    ExecuteDummyBatch,
+    IsSleeping,
+    Pause,
+    PauseMode,
+    ResetPrefixCache,
+    SaveShardedState,
+    Sleep,
+    SleepLevel,
+    StageWeights,
+    StartProfile,
+    StopProfile,
+    SupportedTasks,
+    UpdateWeights,
+    WakeTag,
+    WakeUp,
+)
+from aioengine.core.executor_protocol import ExecutorInfo, WeightDtype
+from aioengine.core.health import Health
+from aioengine.errors import EngineClosed, InvalidRequest
+from aioengine.frontend.prompt import ChatMessage
+from aioengine.frontend.runtime import Runtime
+from aioengine.metrics import EngineMetrics, EngineStats, Observer
+from aioengine.text.tokenizer import ModelTokenizer
+from aioengine.validation import shorten
+
+T = TypeVar("T")
+
+PIECE_BYTES = 8 * 2**20
+"""Of a tensor, in one message; its receiver holds no more than that beside the tensors themselves."""
+
+_NUMPY_DTYPES: dict[str, WeightDtype] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+class EngineControl:
+    """The methods of `Engine` that concern the whole engine and no request.
+
+    A control call is a message that checks its arguments (`aioengine.core.control`), sent to the engine core.
+    """
+
+    _runtime: Runtime | None = None
+    """Set when the start begins."""
+
+    # Control calls
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """Wait until the device is idle, and keep it so until `resume`: requests are accepted, and wait.
+
+        Idempotent, and safe beside anything; a second pause adds to the first. Cancelling stops the wait: the engine
+        pauses all the same. Returns early when it is resumed meanwhile.
+
+        Args:
+            mode: what becomes of accepted requests: "keep" stops them where they are, to go on from there; "wait" lets
+                them end first, slow readers' with ``max_unread_tokens`` included; "abort" ends them with what they
+                have.
+        Raises:
+            InvalidRequest: there is no such mode.
+        """
+        await self._call(Pause(mode))
+
+    async def resume(self) -> None:
+        """Go on after `pause`, and take requests again after `drain`. Idempotent."""
+        self._here().resume()
+
+    async def reset_prefix_cache(self, *, reset_running: bool = False) -> int:
+        """Forget all cached prefixes: no later request sees KV from before. Idempotent; running requests go on.
+
+        Args:
+            reset_running: let running requests compute their KV again, too.
+        Returns:
+            how many KV blocks had been kept for a prefix.
+        """
+        num_blocks: int = await self._call(ResetPrefixCache(bool(reset_running)))
+        return num_blocks
+
+    async def sleep(self, level: SleepLevel = 1, *, mode: PauseMode = "abort") -> None:
+        """Give the device's memory back until `wake_up`; meanwhile requests are accepted, and wait.
+
+        The prefix cache is cleared. After waking, equal requests bring equal outputs.
+
+        Args:
+            level: 0 only pauses; 1 drops the KV cache and keeps the weights in the host's memory (on a CPU they are
+                there already); 2 drops both, and waking reads the weights again from where they came.
+            mode: what becomes of accepted requests, as in `pause`; what "keep" stopped goes on after waking.
+        Raises:
+            InvalidRequest: a value is bad; or level 2, and the weights came as tensors, so that nothing could bring
+                them back; or level 1 on a GPU, and the host has no memory for them: nothing is asleep then.
+        """
+        await self._call(Sleep(level, mode))
+
+    async def wake_up(self, tags: Iterable[WakeTag] | None = None) -> None:
+        """Bring back what `sleep` took, and go on. Idempotent.
+
+        Args:
+            tags: "weights", "kv_cache", or "scheduling" for what a `sleep` at level 0 has stopped; absent: all. With
+                weights and KV cache both back, requests go on by themselves.
+        Raises:
+            InvalidRequest: there is no such tag.
+            ModelLoadError: the weights cannot be read any more, or a GPU has no memory for them now; it sleeps on.
+            ConfigError: a GPU has no memory for the KV cache now; that sleeps on. Both may be tried again.
+        """
+        await self._call(WakeUp(tags))
+
+    async def is_sleeping(self) -> bool:
+        """Whether anything that `sleep` took is not back yet."""
+        is_sleeping: bool = await self._call(IsSleeping())
+        return is_sleeping
+
+    async def supported_tasks(self) -> tuple[str, ...]:
+        """What this engine can do with its model, such as "generate"."""
+        return tuple(await self._call(SupportedTasks()))
+
+    # Weights and workers
+
+    async def save_sharded_state(
+        self, folder: str | os.PathLike[str], *, max_shard_bytes: int = 5 * 2**30
+    ) -> list[str]:
+        """Write the weights as they are now, with config and tokenizer, as a checkpoint that `Engine` loads again.
+
+        Args:
+            folder: on the engine's machine; made if it is missing.
+            max_shard_bytes: of one file; a tensor larger than that has one of its own.
+        Returns:
+            the names of the weight files.
+        Raises:
+            OSError: it cannot be written.
+        """
+        return list(await self._call(SaveShardedState(folder, max_shard_bytes)))
+
+    async def update_weights(
+        self, folder: str | os.PathLike[str] | None = None, *, tensors: Mapping[str, Any] | None = None
+    ) -> None:
+        """Take other weights of the same shapes, all or nothing, between two steps.
+
+        The prefix cache is cleared, and what runs computes its KV again. Needs the memory of the new weights beside
+        the old ones for a moment.
+
+        Args:
+            folder: a checkpoint on the engine's machine.
+            tensors: by their names in checkpoints, as many as are to change: torch tensors on the CPU, or numpy
+                arrays; float32, float16, or torch's bfloat16.
+        Raises:
+            InvalidRequest: neither or both were given, or a tensor does not fit the model.
+            ModelLoadError: the checkpoint does not fit, or cannot be read.
+        """
+        runtime = self._here()
+        if (folder is None) == (tensors is None):
+            raise InvalidRequest("give either a folder or tensors", param="folder")
+        if folder is not None:
+            await runtime.call(UpdateWeights(folder))
+        elif tensors is not None:
+            async with runtime.weights_turn:  # one at a time: the engine holds what has come of each
+                await _send_weights(runtime, tensors)
+
+    async def collective_rpc(
+        self, name: str, args: Iterable[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> list[Any]:
+        """Call a function that the engine's process has registered (`worker_function`), between two steps.
+
+        Args:
+            args, kwargs: behind the `Worker` that it is given; plain data where the engine is another process.
+        Returns:
+            what it returned on each rank.
+        Raises:
+            InvalidRequest: no function has this name; in another process: an argument or a result is no plain data.
+            Exception: what the function raised; from another process Python's own types only, else RuntimeError.
+        """
+        return list(await self._call(CollectiveRpc(name, args, kwargs)))
+
+    async def apply_model(self, function: Callable[[Any], T]) -> list[T]:
+        """Call ``function`` with the model of each rank, in the device thread between two steps; in process only.
+
+        Raises:
+            InvalidRequest: the engine is another process: register a function there, and use `collective_rpc`.
+        """
+        return await self._here().apply_model(function)
+
+    async def execute_dummy_batch(self) -> None:
+        """Compute one token that is nobody's: for ranks that must take part in what others compute.
+
+        Raises:
+            InvalidRequest: the engine sleeps.
+        """
+        await self._call(ExecuteDummyBatch())
+
+    # Text
+
+    async def tokenize(
+        self,
+        prompt: str | list[ChatMessage],
+        *,
+        add_special_tokens: bool | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The token ids of a text or a chat, however long: more than the model takes may be counted, too.
+
+        What is long is done in a thread; cancelling stops the wait, and the result is lost.
+
+        Args:
+            add_special_tokens: those that the tokenizer adds by itself, such as a BOS. Absent: as `generate` does, with
+                a text and not with a chat, whose template writes them.
+            chat_template_kwargs: as in `generate`.
+        Raises:
+            InvalidRequest: a value is bad, or the model has no tokenizer.
+        """
+        return await self._here().tokenize(
+            prompt, add_special_tokens=add_special_tokens, chat_template_kwargs=chat_template_kwargs
+        )
+
+    async def detokenize(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids, however many, as the tokenizer's own decode gives it.
+
+        What is long is done in a thread; cancelling stops the wait, and the result is lost.
+
+        Raises:
+            InvalidRequest: an id is not in the model's vocabulary, or the model has no tokenizer.
+        """
+        return await self._here().detokenize(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(
+        self, token_ids: list[int], *, is_start: bool = True, skip_special_tokens: bool = True
+    ) -> list[bytes]:
+        """Each token's part of the UTF-8 of their text: joined they are the text, where it has whole characters.
+
+        The bytes of half a character, which a text shows as U+FFFD, are here what they are. Of a tokenizer whose
+        decoder is only known as a function (`WindowTable`) each token is decoded alone, and half a character is U+FFFD.
+        Synchronous, by a table: about half a microsecond a token, with the checks.
+
+        Args:
+            is_start: the text begins with these, as an output does: some tokenizers leave the space before the first
+                word out. False: others came before them.
+            skip_special_tokens: they have no bytes then; else those of their contents.
+        Raises:
+            InvalidRequest: an id is not in the model's vocabulary, or the model has no tokenizer.
+        """
+        return self._here().token_bytes(token_ids, is_start=is_start, skip_special_tokens=skip_special_tokens)
+
+    # Numbers
+
+    def health(self) -> Health:
+        """Whether the engine is alive, stalled or dead, and why. Never raises once the engine has been started.
+
+        ALIVE: loop and device get on. STALLED: the engine is there, and either its device has been at one step for
+        longer than ``stall_after_s``, or its process does not beat (stopped, say). DEAD: it said so, its process is
+        gone, the connection to it was cut, or beats are missing from another machine.
+
+        Raises:
+            EngineClosed: the engine has not been started.
+        """
+        if self._runtime is None:
+            raise _not_started()
+        return self._runtime.health()
+
+    def get_tokenizer(self) -> ModelTokenizer:
+        """The model's tokenizer, with the names and defaults of transformers'; it may be awaited, too, as in vLLM.
+
+        Raises:
+            InvalidRequest: the model has none.
+        """
+        return ModelTokenizer(self._running().require_tokenizer())
+
+    def tokenizer_info(self) -> dict[str, Any]:
+        """The tokenizer's class, its named tokens, the size of its vocabulary and the chat template.
+
+        Raises:
+            InvalidRequest: the model has no tokenizer.
+            EngineClosed: not started, or closed.
+        """
+        return self._running().require_tokenizer().info()
+
+    def stats(self) -> EngineStats:
+        """The engine's numbers now, and since its start.
+
+        Raises:
+            EngineClosed: the engine is not running.
+        """
+        return self._running().engine_stats()
+
+    @property
+    def metrics(self) -> EngineMetrics:
+        """The metric objects behind `stats`, for an exporter: ``for metric in engine.metrics.collect(): ...``.
+
+        Raises:
+            EngineClosed: the engine is not running.
+        """
+        return self._running().current_metrics()
+
+    def add_observer(self, observer: Observer) -> Callable[[], None]:
+        """From now on tell ``observer`` of each step and each request's end; what is returned stops that, once.
+
+        It is called on the loop, between steps. What it raises is logged.
+        """
+        return self._running().core.observers.add(observer)
+
+    def profile(self, path: str | os.PathLike[str], *, max_steps: int = 100) -> Profile:
+        """Record what the device does: ``async with engine.profile("trace.json"): ...``.
+
+        What comes out is torch's own trace, for https://ui.perfetto.dev or chrome://tracing: an event a step of the
+        device, named ``step N (R rows, T tokens)``, and in it each operation with those inside it. Steps of all
+        requests are in it. The file is there when the block is left, also by an error; a block that is cancelled may
+        leave none.
+
+        The price: while it records, a step takes a fifth longer. Then torch holds the GIL, and with it the event loop,
+        for 2 to 5 µs an operation after the last step, and for 1 to 3 µs at the end of the block. ``max_steps`` bounds
+        that: 100 steps of the demo model have 100,000 operations, hold the loop for 0.2 to 0.5 s and again for 0.1 to
+        0.3 s, and make a file of 25 MB.
+
+        Args:
+            max_steps: record so many steps of the device, and no more.
+        Raises:
+            InvalidRequest: a value is bad; or, on entering the block, torch's profiler is in use: it has one a process.
+            OSError: on leaving the block: the file cannot be written. The recording is then lost.
+            EngineClosed: the engine is not running, or was closed in the block.
+        """
+        begin, end = StartProfile(max_steps), StopProfile(path)
+        return Profile(self._here(), begin, end)
+
+    async def start_profile(self, *, max_steps: int = 100) -> None:
+        """Begin a recording that `stop_profile` ends; `profile` does both, and tells what it costs.
+
+        Raises:
+            InvalidRequest: a value is bad, or torch's profiler is in use.
+        """
+        await self._call(StartProfile(max_steps))
+
+    async def stop_profile(self, path: str | os.PathLike[str]) -> None:
+        """End a recording, and write it to a file of the engine's machine.
+
+        Raises:
+            InvalidRequest: there is no recording.
+            OSError: the file cannot be written. The recording is then lost.
+        """
+        await self._call(StopProfile(path))
+
+    @property
+    def info(self) -> ExecutorInfo:
+        """What the device offers: KV blocks, lengths, sizes.
+
+        Raises:
+            EngineClosed: the engine is not running.
+        """
+        return self._running().info
+
+    def describe(self) -> str:
+        """One line about the model, its weights and its KV cache, for a person.
+
+        Raises:
+            EngineClosed: the engine is not running.
+        """
+        return self._running().describe()
+
+    def _running(self) -> Runtime:
+        if self._runtime is None:
+            raise _not_started()
+        self._runtime.check_running()
+        return self._runtime
+
+    def _here(self) -> Runtime:
+        """The running engine's runtime, asked on its loop."""
+        runtime = self._running()
+        runtime.check_loop()
+        return runtime
+
+    async def _call(self, control: AnyControl) -> Any:
+        return await self._here().call(control)
+
+
+class Profile:
+    """A recording of the device. Made by `Engine.profile`; it begins where the ``async with`` block does."""
+
+    def __init__(self, runtime: Runtime, begin: StartProfile, end: StopProfile) -> None:
+        self._runtime = runtime
+        self._begin = begin
+        self._end = end
+
+    async def __aenter__(self) -> None:
+        await self._runtime.call(self._begin)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            await self._runtime.call(self._end)
+        except EngineClosed as closed:
+            if error is None:  # else that one is the news
+                raise EngineClosed("the engine was closed while it was recorded: there is no trace") from closed
+
+
+async def _send_weights(runtime: Runtime, tensors: Mapping[str, Any]) -> None:
+    """Stage all tensors at the engine core and have them committed; what fails leaves the weights as they were.
+
+    Args:
+        tensors: as `Engine.update_weights` takes them.
+    Raises:
+        InvalidRequest: a tensor is none, or does not fit the model.
+    """
+    if not isinstance(tensors, Mapping) or not tensors:
+        raise InvalidRequest("tensors: a mapping of names to tensors is needed, with at least one", param="tensors")
+    transfer = os.urandom(8).hex()
+    try:
+        for name, tensor in tensors.items():
+            dtype, shape, data = _bytes_of(name, tensor)
+            for offset in range(0, max(len(data), 1), PIECE_BYTES):
+                piece = data[offset : offset + PIECE_BYTES]
+                await runtime.call(StageWeights(transfer, name, dtype, shape, offset, piece))
+        await runtime.call(CommitWeights(transfer))
+    except BaseException:
+        with anyio.CancelScope(shield=True), anyio.move_on_after(5), contextlib.suppress(Exception):
+            await runtime.call(DropWeights(transfer))  # an engine that has gone has dropped everything
+        raise
+
+
+def _bytes_of(name: object, tensor: Any) -> tuple[WeightDtype, tuple[int, ...], memoryview]:
+    """A tensor's dtype, shape and bytes, row-major; copied only if they do not lie so already."""
+    if not isinstance(name, str):
+        raise InvalidRequest(f"tensors: {shorten(name)} is no name", param="tensors")
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(tensor, torch.Tensor):
+        dtype = _NUMPY_DTYPES.get(str(tensor.dtype).removeprefix("torch."))
+        if dtype is not None and tensor.device.type == "cpu":
+            flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+            return dtype, tuple(tensor.shape), memoryview(flat.numpy())
+    elif isinstance(tensor, np.ndarray) and (dtype := _NUMPY_DTYPES.get(tensor.dtype.name)) is not None:
+        flat_array = np.ascontiguousarray(tensor).reshape(-1)
+        return dtype, tensor.shape, flat_array.view(np.uint8).data
+    kind = f"{type(tensor).__name__} of {getattr(tensor, 'dtype', 'no dtype')}"
+    raise InvalidRequest(
+        f"tensors[{shorten(name)}] is a {kind}; a torch tensor on the CPU or a numpy array is needed, in float32, "
+        "float16 or (torch) bfloat16",
+        param="tensors",
+    )
+
+
+def _not_started() -> EngineClosed:
+    return EngineClosed("the engine has not been started: use `async with Engine(...)` or `await Engine.start(...)`")
