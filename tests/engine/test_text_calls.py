@@ -16,8 +16,8 @@ from tokenizers.pre_tokenizers import Split
 
 from aioengine import CompletionDelta, EngineClosed, EngineDead, EngineOverloaded, InvalidRequest, StepFailed, Stream
 from aioengine.core.executor_protocol import DeviceLost
+from aioengine.text.chat_input import MAX_BYTES
 from aioengine.text.detokenizer import WindowTable
-from aioengine.text.template_kwargs import MAX_BYTES
 from aioengine.text.token_table import TokenTables
 
 PROMPT = list(range(100, 120))

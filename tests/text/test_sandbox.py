@@ -9,7 +9,7 @@ import pytest
 
 from aioengine.errors import EngineClosed, EngineOverloaded, InvalidRequest
 from aioengine.text import lanes
-from aioengine.text.chat import render_template
+from aioengine.text.chat_template import render_template
 from aioengine.text.lanes import MAX_OVERDUE, Lanes
 
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"

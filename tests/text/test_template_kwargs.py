@@ -16,8 +16,8 @@ import pytest
 from text.conftest import byte_level
 
 from aioengine.errors import InvalidRequest
+from aioengine.text.chat_input import MAX_BYTES, MAX_LEVELS, RESERVED, VALUE_BYTES, take_template_kwargs
 from aioengine.text.loading import LoadedTokenizer
-from aioengine.text.template_kwargs import MAX_BYTES, MAX_LEVELS, RESERVED, VALUE_BYTES, take_template_kwargs
 from aioengine.text.tokenizer import Tokenizer
 
 NAMED_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from aioengine.errors import InvalidRequest
-from aioengine.text.chat import copy_messages
+from aioengine.text.chat_input import take_template_kwargs
+from aioengine.text.chat_template import copy_messages
 from aioengine.text.detokenizer import TokenTable, make_detokenizer
-from aioengine.text.template_kwargs import take_template_kwargs
 from aioengine.text.tokenizer import Tokenizer
 from aioengine.text.worker import TextWorker
 from aioengine.validation import shorten
