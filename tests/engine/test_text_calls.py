@@ -17,8 +17,7 @@ from tokenizers.pre_tokenizers import Split
 from aioengine import CompletionDelta, EngineClosed, EngineDead, EngineOverloaded, InvalidRequest, StepFailed, Stream
 from aioengine.core.executor_protocol import DeviceLost
 from aioengine.text.chat_input import MAX_BYTES
-from aioengine.text.detokenizer import WindowTable
-from aioengine.text.token_table import TokenTables
+from aioengine.text.token_table import TokenTables, WindowTable
 
 PROMPT = list(range(100, 120))
 TEXT = "Once upon a time there was a 🦊"

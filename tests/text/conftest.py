@@ -1,11 +1,13 @@
 """Small tokenizers of each kind that models have, trained here."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from aioengine.text.detokenizer import Detokenizer
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. It isn't sleeping, is it? No!",
@@ -19,6 +21,11 @@ CHAT_TEMPLATE = (
     "<|im_start|>{{ message.role }}\n{{ message.content | trim }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+def texts_of(detokenizer: Detokenizer, token_ids: Iterable[int]) -> list[str]:
+    """What each id settles, and what the end does."""
+    return [*map(detokenizer.feed_one, token_ids), detokenizer.flush()]
 
 
 def byte_level(decoder: decoders.Decoder | None = None) -> Tokenizer:

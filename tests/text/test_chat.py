@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from aioengine.errors import InvalidRequest
-from aioengine.text.chat_template import check_messages, render_template
+from aioengine.text.chat_input import check_messages
+from aioengine.text.chat_template import render_template
 from aioengine.text.tokenizer import Tokenizer
 
 USER = {"role": "user", "content": "hi"}

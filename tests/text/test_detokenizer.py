@@ -6,15 +6,11 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from text.conftest import texts_of
 
-from aioengine.text.detokenizer import (
-    Detokenizer,
-    PieceDetokenizer,
-    TokenTable,
-    WindowDetokenizer,
-    WindowTable,
-    make_detokenizer,
-)
+from aioengine.text.detokenizer import Detokenizer, PieceDetokenizer, WindowDetokenizer, make_detokenizer
+from aioengine.text.stop_strings import StopSearch
+from aioengine.text.token_table import TokenTable, WindowTable
 
 # A byte-level table: two words, each byte of 😀 and é, a special token that is skipped, and their ids.
 A, B, F0, X9F, X98, X80, C3, XA9, SKIPPED, BEYOND = range(10)
@@ -24,8 +20,18 @@ SPACED = TokenTable(pieces=[" a", " ", None, b" ", ""], byte_runs=True, lead_str
 FIRST = TokenTable(pieces=[" a", "b", None], first_pieces={0: "a"})
 
 
-def deltas(detokenizer: Detokenizer, ids: Sequence[int]) -> list[str]:
-    return [*map(detokenizer.feed_one, ids), detokenizer.flush()]
+def fed(detokenizer: Detokenizer, ids: Sequence[int]) -> str:
+    return "".join(map(detokenizer.feed_one, ids))
+
+
+def fed_until_stop(detokenizer: Detokenizer, ids: Sequence[int]) -> tuple[str, int]:
+    """The text, and the index of the id that completed the stop string."""
+    text = ""
+    for index, token_id in enumerate(ids):
+        text += detokenizer.feed_one(token_id)
+        if detokenizer.stop_string is not None:
+            return text, index
+    raise AssertionError(f"no stop string in {text!r}")
 
 
 @pytest.mark.parametrize(
@@ -51,7 +57,7 @@ def deltas(detokenizer: Detokenizer, ids: Sequence[int]) -> list[str]:
     ],
 )
 def test_a_token_shows_what_it_settles(table: TokenTable, ids: list[int], expected: list[str]) -> None:
-    assert deltas(make_detokenizer(table), ids) == expected
+    assert texts_of(make_detokenizer(table), ids) == expected
 
 
 def test_sequences_do_not_share_state() -> None:
@@ -61,12 +67,10 @@ def test_sequences_do_not_share_state() -> None:
 
 
 @pytest.mark.parametrize("stop", [(), ("zz",)])
-def test_feeding_a_list_is_feeding_its_ids(stop: tuple[str, ...]) -> None:
+def test_without_a_stop_string_in_the_text_nothing_ends_it(stop: tuple[str, ...]) -> None:
     detokenizer = make_detokenizer(BYTES, stop=stop)
-    assert detokenizer.feed([A, F0, X9F]) == "a"
-    assert detokenizer.feed([]) == ""
-    assert detokenizer.feed([X98, X80, B]) == "😀 b"
-    assert (detokenizer.stop_string, detokenizer.stop_token_index) == (None, None)
+    assert texts_of(detokenizer, [A, F0, X9F, X98, X80, B]) == ["a", "", "", "", "😀", " b", ""]
+    assert detokenizer.stop_string is None
 
 
 def test_without_stop_strings_nothing_looks_for_them() -> None:
@@ -88,17 +92,17 @@ def test_a_window_gives_the_text_of_the_whole_decode_at_a_bounded_cost() -> None
     rng = random.Random(0)
     ids = [rng.randrange(NUM_WORDS + 3) for _ in range(2000)]
     kept = [i for i in ids if i < NUM_WORDS]
-    assert "".join(deltas(make_detokenizer(table), ids)) == " ".join(f"w{i}" for i in kept)
+    assert "".join(texts_of(make_detokenizer(table), ids)) == " ".join(f"w{i}" for i in kept)
 
 
 def test_a_window_stays_bounded_and_in_place_when_nothing_but_skipped_ids_come() -> None:
     table = WindowTable(decode=join_words, kinds=WORD_KINDS)
-    assert "".join(deltas(make_detokenizer(table), [1, *[NUM_WORDS] * 500, 2])) == "w1 w2"
+    assert "".join(texts_of(make_detokenizer(table), [1, *[NUM_WORDS] * 500, 2])) == "w1 w2"
 
 
 def test_a_window_keeps_a_token_with_text_before_many_without() -> None:
     table = WindowTable(decode=lambda ids: " ".join(f"w{i}" for i in ids if i), kinds=WORD_KINDS)
-    assert "".join(deltas(make_detokenizer(table), [1, *[0] * 100, 2])) == "w1 w2"
+    assert "".join(texts_of(make_detokenizer(table), [1, *[0] * 100, 2])) == "w1 w2"
 
 
 @pytest.mark.parametrize("num_bytes_lost", [0, 1, 2, 3])
@@ -106,7 +110,7 @@ def test_a_window_shows_no_half_character(num_bytes_lost: int) -> None:
     kinds = bytes([WindowTable.SETTLES]) * 256
     table = WindowTable(decode=lambda ids: bytes(ids).decode("utf-8", "replace"), kinds=kinds)
     data = ("a😀" * 40).encode()[: -num_bytes_lost or None]
-    shown = deltas(make_detokenizer(table), list(data))
+    shown = texts_of(make_detokenizer(table), list(data))
     assert "".join(shown) == data.decode("utf-8", "replace")
     assert not any("\ufffd" in text for text in shown[:-1])
 
@@ -114,7 +118,7 @@ def test_a_window_shows_no_half_character(num_bytes_lost: int) -> None:
 def test_a_window_waits_where_a_tokens_text_is_open() -> None:
     kinds = bytes([WindowTable.SETTLES, WindowTable.HOLDS])
     table = WindowTable(decode=lambda ids: "".join("ab"[i] for i in ids), kinds=kinds)
-    assert deltas(make_detokenizer(table), [0, 1, 1, 0, 1]) == ["a", "", "", "bba", "", "b"]
+    assert texts_of(make_detokenizer(table), [0, 1, 1, 0, 1]) == ["a", "", "", "bba", "", "b"]
 
 
 # Special tokens without spaces between them. "w" is a word; S and T are special.
@@ -135,32 +139,32 @@ WORDS = TokenTable(pieces=[" w", " <s>", " <t>", b"\xc3", None], first_pieces={W
     ],
 )
 def test_a_special_token_directly_after_another_shows_its_content(ids: list[int], expected: list[str]) -> None:
-    assert deltas(make_detokenizer(WORDS, joined=CONTENTS), ids) == expected
+    assert texts_of(make_detokenizer(WORDS, joined=CONTENTS), ids) == expected
 
 
 def test_without_anything_to_join_nothing_looks_for_it() -> None:
     assert type(make_detokenizer(WORDS, joined={})) is PieceDetokenizer
-    assert deltas(make_detokenizer(WORDS), [S, T, W]) == ["<s>", " <t>", " w", ""]
+    assert texts_of(make_detokenizer(WORDS), [S, T, W]) == ["<s>", " <t>", " w", ""]
 
 
 def test_bytes_before_joined_tokens_stay_before_them() -> None:
     table = TokenTable(pieces=["w", b"\xc3", b"\xc3"])
-    assert deltas(make_detokenizer(table, joined={1: "<s>", 2: "<t>"}), [1, 2, 0]) == ["", "\ufffd<t>", "w", ""]
+    assert texts_of(make_detokenizer(table, joined={1: "<s>", 2: "<t>"}), [1, 2, 0]) == ["", "\ufffd<t>", "w", ""]
 
 
 def test_a_window_joins_special_tokens_as_a_table_does() -> None:
     words = ["w", "<s>", "<t>", "\ufffd"]
     table = WindowTable(decode=lambda ids: " ".join(words[i] for i in ids), kinds=bytes([WindowTable.SETTLES]) * 4)
     ids = [S, T, W, 3, S, S, T, W, *[S] * 100, W]
-    shown = deltas(make_detokenizer(table, joined=CONTENTS), ids)
+    shown = texts_of(make_detokenizer(table, joined=CONTENTS), ids)
     assert "".join(shown) == "<s><t> w \ufffd <s><s><t> w <s>" + "<s>" * 99 + " w"
     assert shown[:2] == ["<s>", "<t>"]
 
 
 def test_stop_strings_are_found_across_joined_tokens() -> None:
     detokenizer = make_detokenizer(WORDS, joined=CONTENTS, stop=("><t",))
-    assert detokenizer.feed([W, S, T]) == "w <s"
-    assert (detokenizer.stop_string, detokenizer.stop_token_index) == ("><t", 2)
+    assert fed_until_stop(detokenizer, [W, S, T]) == ("w <s", 2)
+    assert detokenizer.stop_string == "><t"
 
 
 # Stop strings, on a table whose ids are the letters, some of their pairs and one long piece.
@@ -185,31 +189,26 @@ def search(text: str, stop: Sequence[str]) -> tuple[int, str] | None:
 
 
 @settings(max_examples=500, deadline=None)
-@given(ids=LETTER_IDS, stop=STOP_STRINGS, include_stop=st.booleans(), min_tokens=st.integers(0, 5), data=st.data())
+@given(ids=LETTER_IDS, stop=STOP_STRINGS, include_stop=st.booleans(), min_tokens=st.integers(0, 5))
 def test_a_stop_string_is_found_where_a_search_of_the_whole_text_finds_it(
-    ids: list[int], stop: list[str], include_stop: bool, min_tokens: int, data: st.DataObject
+    ids: list[int], stop: list[str], include_stop: bool, min_tokens: int
 ) -> None:
     texts = [str(PIECES[i] or "") if i < len(PIECES) else "" for i in ids]
     spared = "".join(texts[:min_tokens])
     text = "".join(texts[min_tokens:])
     match = search(text, stop)
     detokenizer = make_detokenizer(LETTERS, stop=stop, include_stop=include_stop, min_tokens=min_tokens)
-    shown = ""
-    num_fed = 0
-    while num_fed < len(ids):  # in feeds of any sizes
-        size = data.draw(st.integers(1, 7))
-        shown += detokenizer.feed(ids[num_fed : num_fed + size])
-        num_fed += size
     if match is None:
-        assert shown + detokenizer.flush() == spared + text
+        assert "".join(texts_of(detokenizer, ids)) == spared + text
         assert detokenizer.stop_string is None
         return
     end, stop_string = match
+    shown, completed_by = fed_until_stop(detokenizer, ids)
+    assert fed(detokenizer, ids) == "", "nothing is consumed any more"
     assert shown == spared + text[: end if include_stop else end - len(stop_string)]
     assert detokenizer.flush() == ""
     assert detokenizer.stop_string == stop_string
-    completed_by = next(i for i in range(len(ids)) if len("".join(texts[min_tokens : i + 1])) >= end)
-    assert detokenizer.stop_token_index == completed_by
+    assert completed_by == next(i for i in range(len(ids)) if len("".join(texts[min_tokens : i + 1])) >= end)
 
 
 @settings(max_examples=200, deadline=None)
@@ -241,55 +240,52 @@ def test_the_stop_string_that_ends_first_ends_the_text(
     stop: tuple[str, ...], pieces: tuple[str, ...], expected: list[str], stop_string: str
 ) -> None:
     detokenizer = make_detokenizer(LETTERS, stop=stop)
-    assert [detokenizer.feed_one(i) for i in ids_of(*pieces)] == expected
+    *before, last = ids_of(*pieces)
+    assert [detokenizer.feed_one(i) for i in before] == expected[:-1]
+    assert fed_until_stop(detokenizer, [last]) == (expected[-1], 0)
     assert detokenizer.stop_string == stop_string
-    assert detokenizer.stop_token_index == len(pieces) - 1
 
 
 def test_after_a_stop_string_nothing_is_consumed() -> None:
     detokenizer = make_detokenizer(LETTERS, stop=("b",))
-    assert detokenizer.feed(ids_of("a", "abcab", "c", "b")) == "aa"
-    assert detokenizer.stop_token_index == 1
-    assert detokenizer.feed(ids_of("a")) + detokenizer.flush() == ""
-    assert detokenizer.stop_token_index == 1
+    assert texts_of(detokenizer, ids_of("a", "abcab", "c", "b", "a")) == ["a", "a", "", "", "", ""]
+    assert detokenizer.stop_string == "b"
 
 
 def test_text_of_the_first_tokens_is_no_part_of_a_match() -> None:
     detokenizer = make_detokenizer(LETTERS, stop=("ab", "c"), min_tokens=2)
-    assert [detokenizer.feed_one(i) for i in ids_of("c", "a", "b", "a", "b")] == ["c", "a", "b", "", ""]
+    assert fed_until_stop(detokenizer, ids_of("c", "a", "b", "a", "b")) == ("cab", 4)
     assert detokenizer.stop_string == "ab"
-    assert detokenizer.stop_token_index == 4
 
 
 def test_text_that_only_the_end_settles_is_searched_too() -> None:
     detokenizer = make_detokenizer(RUNS, stop=("é",))
-    assert detokenizer.feed([A, C3, XA9]) == "a"
+    assert fed(detokenizer, [A, C3, XA9]) == "a"
     assert detokenizer.stop_string is None
     assert detokenizer.flush() == ""
-    assert (detokenizer.stop_string, detokenizer.stop_token_index) == ("é", 2)
+    assert detokenizer.stop_string == "é"
 
 
 def test_a_stop_string_of_characters_cut_into_tokens_is_found() -> None:
     detokenizer = make_detokenizer(BYTES, stop=("é😀",))
-    assert detokenizer.feed([A, C3, XA9, F0, X9F, X98]) == "a"
-    assert detokenizer.feed_one(X80) == ""
-    assert (detokenizer.stop_string, detokenizer.stop_token_index) == ("é😀", 6)
+    assert fed_until_stop(detokenizer, [A, C3, XA9, F0, X9F, X98, X80]) == ("a", 6)
+    assert detokenizer.stop_string == "é😀"
 
 
 def test_many_long_stop_strings_cost_a_constant_a_character() -> None:
     """Sixty-four that share a kilobyte, on a text that keeps coming back to it: steps are counted, not timed."""
     stop = ["a" * 1000 + chr(0x100 + i) for i in range(64)]
-    detokenizer = make_detokenizer(LETTERS, stop=stop)
+    search = StopSearch(stop)
     pieces = ["aa"] * 499 + ["b", "a"] * 3 + ["aa"] * 600 + ["c"]
-    detokenizer.feed(ids_of(*pieces))
-    assert detokenizer.stop_string is None
-    num_states, num_transitions = size_of_automaton(detokenizer)
+    assert "".join([*map(search.feed, pieces), search.flush()]) == "".join(pieces)
+    assert search.found is None
+    num_states, num_transitions = size_of_automaton(search)
     assert num_states <= 1001
     assert num_transitions <= 2 * sum(map(len, pieces))
 
 
-def size_of_automaton(detokenizer: Detokenizer) -> tuple[int, int]:
-    open_states = [detokenizer._automaton.root]  # type: ignore[attr-defined]
+def size_of_automaton(search: StopSearch) -> tuple[int, int]:
+    open_states = [search._root]
     seen = {id(open_states[0])}
     num_transitions = 0
     while open_states:

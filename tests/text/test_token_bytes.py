@@ -14,9 +14,8 @@ from tokenizers import decoders
 
 from aioengine.errors import InvalidRequest
 from aioengine.text.calls import token_bytes
-from aioengine.text.detokenizer import TokenTable
 from aioengine.text.loading import LoadedTokenizer
-from aioengine.text.token_table import build_token_tables
+from aioengine.text.token_table import TokenTable, build_token_tables
 from aioengine.text.tokenizer import Tokenizer
 
 CHARS = "abc .'\n🙂👩‍👧日本é▁\x00\ufffd"

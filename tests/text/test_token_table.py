@@ -1,31 +1,29 @@
 """A detokenizer with a tokenizer's table says, in pieces, exactly what the tokenizer's decode says at once."""
 
 import random
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from text.conftest import texts_of
 from tokenizers import Tokenizer, decoders, models
 
 from aioengine.errors import ModelLoadError
-from aioengine.text.detokenizer import TokenTable, WindowTable, make_detokenizer
-from aioengine.text.token_table import build_token_tables
+from aioengine.text.detokenizer import make_detokenizer
+from aioengine.text.token_table import TokenTable, WindowTable, build_token_tables
 
 CHARS = "abc .'\n🙂👩‍👧日本é▁\x00\ufffd"
 
 
-def deltas(table: TokenTable | WindowTable, ids: list[int]) -> Iterator[str]:
-    detokenizer = make_detokenizer(table)
-    yield from map(detokenizer.feed_one, ids)
-    yield detokenizer.flush()
-
-
 def assert_same_text(backend: Tokenizer, table: TokenTable | WindowTable, ids: list[int], skip: bool) -> None:
     expected = backend.decode(ids, skip_special_tokens=skip)
+    assert_shows(expected, texts_of(make_detokenizer(table), ids), ids)
+
+
+def assert_shows(expected: str, texts: list[str], ids: list[int]) -> None:
     shown = ""
-    for delta in deltas(table, ids):
-        shown += delta
+    for text in texts:
+        shown += text
         assert expected.startswith(shown), (ids, shown, expected)  # so no U+FFFD is shown that does not stay
     assert shown == expected, ids
 
@@ -91,12 +89,7 @@ def test_special_tokens_are_joined_and_nothing_else_changes(backend: Tokenizer, 
         others = rng.choice([range(num_ids), range(num_ids + 5), range(min(300, num_ids))])
         size = rng.choice([1, 2, 3, 8, 90])
         ids = [rng.choice([*contents]) if rng.random() < 0.5 else rng.choice(others) for _ in range(size)]
-        detokenizer = make_detokenizer(table, joined=contents)
-        expected, shown = joined(backend, contents, ids), ""
-        for token_id in ids:
-            shown += detokenizer.feed_one(token_id)
-            assert expected.startswith(shown), (ids, shown, expected)
-        assert shown + detokenizer.flush() == expected, ids
+        assert_shows(joined(backend, contents, ids), texts_of(make_detokenizer(table, joined=contents), ids), ids)
 
 
 def test_common_tokenizers_need_no_window() -> None:
@@ -120,7 +113,7 @@ def test_a_decoder_in_python_goes_through_the_window() -> None:
     backend.decoder = decoders.Decoder.custom(Shout())
     table = build_token_tables(backend).without_special
     assert isinstance(table, WindowTable)
-    assert "".join(deltas(table, [256, 257, 256])) == "AA"
+    assert "".join(texts_of(make_detokenizer(table), [256, 257, 256])) == "AA"
 
 
 def test_a_decoder_that_the_library_panics_on_is_refused() -> None:
@@ -132,4 +125,4 @@ def test_a_decoder_that_the_library_panics_on_is_refused() -> None:
 
 def test_an_empty_vocabulary_decodes_to_nothing() -> None:
     backend = Tokenizer(models.BPE())
-    assert "".join(deltas(build_token_tables(backend).without_special, [0, 5])) == ""
+    assert "".join(texts_of(make_detokenizer(build_token_tables(backend).without_special), [0, 5])) == ""

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from text.conftest import byte_fallback, byte_level, unigram, without_decoder, word_piece
+from text.conftest import byte_fallback, byte_level, texts_of, unigram, without_decoder, word_piece
 from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as Backend
 
 from aioengine.errors import InvalidRequest, ModelLoadError
-from aioengine.text.detokenizer import WindowTable, make_detokenizer
+from aioengine.text.detokenizer import make_detokenizer
 from aioengine.text.loading import PLAIN_MODEL_TYPES, LoadedTokenizer, failures_as, load_tokenizer
+from aioengine.text.token_table import WindowTable
 from aioengine.text.tokenizer import MAX_CHARS_HOLDING_GIL, ModelTokenizer, Tokenizer
 
 BAD_WORD_KINDS = ["byte level", "byte fallback", "metaspace", "word piece"]
@@ -167,7 +168,7 @@ def test_special_tokens_are_skipped_unless_asked_for(folder: Path) -> None:
     texts = {}
     for skip in (True, False):
         detokenizer = make_detokenizer(tokenizer.token_table(skip_special_tokens=skip))
-        texts[skip] = detokenizer.feed(ids) + detokenizer.flush()
+        texts[skip] = "".join(texts_of(detokenizer, ids))
         assert texts[skip] == tokenizer.decode(ids, skip_special_tokens=skip)
     assert texts == {True: "ab", False: "<s>a<|im_end|>b"}
 
@@ -195,7 +196,7 @@ def test_special_tokens_are_joined_if_asked_for(backend: Backend, spaced: str, t
     texts = []
     for contents in ({}, tokenizer.joined_special_tokens):
         detokenizer = make_detokenizer(table, joined=contents)
-        texts.append(detokenizer.feed([fox, special, special, fox, special]) + detokenizer.flush())
+        texts.append("".join(texts_of(detokenizer, [fox, special, special, fox, special])))
     assert texts == [spaced, together]
 
 
@@ -258,7 +259,7 @@ def test_a_python_tokenizer_has_bad_words_and_special_tokens_too(tmp_path: Path)
     assert {"</s>", "<pad>"} <= set(contents.values())
     detokenizer = make_detokenizer(tokenizer.token_table(skip_special_tokens=False), joined=contents)
     ends = [tokenizer.eos_token_id] * 3
-    assert detokenizer.feed([100, *ends, 101]) + detokenizer.flush() == "a</s></s></s>b"
+    assert "".join(texts_of(detokenizer, [100, *ends, 101])) == "a</s></s></s>b"
 
 
 def test_threads_encode_bad_words_alike() -> None:
@@ -314,10 +315,9 @@ def test_a_tokenizer_that_is_a_python_class_works_too(tmp_path: Path) -> None:
     assert ids[-1] in tokenizer.special_ids
     table = tokenizer.token_table()
     assert isinstance(table, WindowTable)
-    detokenizer = make_detokenizer(table)
-    deltas = [detokenizer.feed_one(token_id) for token_id in ids]
-    assert "".join(deltas) + detokenizer.flush() == text
-    assert deltas[0] == "N"
+    texts = texts_of(make_detokenizer(table), ids)
+    assert "".join(texts) == text
+    assert texts[0] == "N"
 
 
 def test_a_folder_without_a_tokenizer_says_what_to_do(tmp_path: Path) -> None:
@@ -467,7 +467,7 @@ def test_a_decoder_that_fails_is_an_error_of_the_request(folder: Path) -> None:
     with pytest.raises(InvalidRequest, match="cannot decode these tokens: out of bounds"):
         tokenizer.decode([1])
     with pytest.raises(InvalidRequest, match="cannot decode"):
-        make_detokenizer(tokenizer.token_table()).feed([1, 2])
+        make_detokenizer(tokenizer.token_table()).feed_one(1)
 
 
 def test_interrupts_pass(folder: Path) -> None:

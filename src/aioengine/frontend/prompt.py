@@ -19,8 +19,7 @@ from aioengine.errors import InvalidRequest, PromptTooLong
 from aioengine.frontend.admission import OnFull
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.sequence import Request, Sequence
-from aioengine.text.chat_input import take_template_kwargs
-from aioengine.text.chat_template import copy_messages
+from aioengine.text.chat_input import copy_messages, take_template_kwargs
 from aioengine.text.tokenizer import Tokenizer
 from aioengine.validation import is_utf8, shorten
 

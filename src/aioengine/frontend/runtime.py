@@ -45,8 +45,9 @@ from aioengine.progress import OnProgress, loading_bar
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.sequence import Request, Sequence, make_choices
 from aioengine.text import calls
-from aioengine.text.detokenizer import Detokenizer, TokenTable, make_detokenizer
+from aioengine.text.detokenizer import Detokenizer, make_detokenizer
 from aioengine.text.lanes import Lanes
+from aioengine.text.token_table import TokenTable
 from aioengine.text.tokenizer import Tokenizer
 from aioengine.text.worker import ChatWorker, TextWorker, run_abandonable
 from aioengine.turns import turns_here

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from aioengine.errors import InvalidRequest
-from aioengine.text.chat_input import take_template_kwargs
-from aioengine.text.chat_template import copy_messages
-from aioengine.text.detokenizer import TokenTable, make_detokenizer
+from aioengine.text.chat_input import copy_messages, take_template_kwargs
+from aioengine.text.detokenizer import make_detokenizer
+from aioengine.text.token_table import TokenTable
 from aioengine.text.tokenizer import Tokenizer
 from aioengine.text.worker import TextWorker
 from aioengine.validation import shorten
@@ -73,7 +73,8 @@ async def detokenize(
             return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         # The same text as by the library's decode, which holds the GIL for as long as it takes.
         detokenizer = make_detokenizer(table)
-        return "".join([*map(detokenizer.feed, _slices(ids)), detokenizer.flush()])
+        texts = [detokenizer.feed_one(token_id) for some in _slices(ids) for token_id in some]
+        return "".join([*texts, detokenizer.flush()])
 
     return await worker_for(len(given)).run(work, len(given))
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from aioengine.errors import InvalidRequest, ModelLoadError
-from aioengine.text.detokenizer import TokenTable, WindowTable
 from aioengine.text.loading import MAX_TOKEN_IDS, failures_as
 
 if TYPE_CHECKING:
@@ -32,6 +31,75 @@ _LOCAL_BUT_FIRST = {"Metaspace", "WordPiece"}
 
 # An ordinary token to put before another one, so that the other is not the first.
 _ANCHOR = "a"
+
+
+class TokenTable(msgspec.Struct, frozen=True, kw_only=True):
+    """What a decoder makes of each token id; built once for a tokenizer, shared by all its sequences.
+
+    Attributes:
+        pieces: by token id: its text; or bytes that are not a text of their own (they are joined to their neighbours);
+            or None for an id that the decoder drops (special tokens that are skipped, holes in the vocabulary). Ids
+            beyond the end are dropped too: models pad their vocabularies.
+        first_pieces: the text of an id as the first kept token, where that is another one than ``pieces`` has.
+        byte_runs: bytes decode by whole runs (``ByteFallback``); otherwise as one UTF-8 stream (``ByteLevel``).
+        lead_strip: at most this many ``lead_strip_char`` are cut from the very beginning of the text.
+        lead_strip_char: one character.
+    """
+
+    pieces: list[str | bytes | None]
+    first_pieces: dict[int, str] = {}
+    byte_runs: bool = False
+    lead_strip: int = 0
+    lead_strip_char: str = " "
+
+    def to_bytes(self, token_ids: Iterable[int], *, is_start: bool) -> list[bytes]:
+        """Return each id's part of the text's UTF-8: together they are the text, where that has whole characters.
+
+        Bytes that are no character, which a text shows as U+FFFD, are here what they are. About 0.2 µs an id.
+
+        Args:
+            is_start: the text begins with these ids; else others came before them.
+        """
+        pieces, strip_char = self.pieces, self.lead_strip_char.encode()
+        num_to_strip = self.lead_strip if is_start else 0
+        parts = []
+        for token_id in token_ids:
+            piece = pieces[token_id] if token_id < len(pieces) else None
+            if piece is None:
+                parts.append(b"")
+                continue
+            if is_start:
+                is_start = False
+                piece = self.first_pieces.get(token_id, piece)
+            part = piece if isinstance(piece, bytes) else piece.encode()
+            while num_to_strip and part.startswith(strip_char):
+                part = part[len(strip_char) :]
+                num_to_strip -= 1
+            if part:
+                num_to_strip = 0
+            parts.append(part)
+        return parts
+
+
+class WindowTable(msgspec.Struct, frozen=True, kw_only=True):
+    """For tokenizers whose decoder is only known as a function: each new token is decoded with a few before it.
+
+    Exact if the text at a token depends on the `WindowDetokenizer.NUM_CONTEXT_TOKENS` tokens before it alone, and if
+    what a later token can still change is at most three trailing U+FFFD (a character that may yet be completed) or lies
+    after the last SETTLES token.
+
+    Attributes:
+        decode: output ids to text, cheap for some dozens of ids.
+        kinds: by token id, one of DROPPED (not part of the text), HOLDS (its text depends on what follows) and SETTLES.
+            Ids beyond the end are dropped.
+    """
+
+    DROPPED = 0
+    HOLDS = 1
+    SETTLES = 2
+
+    decode: Callable[[list[int]], str]
+    kinds: bytes
 
 
 class TokenTables(NamedTuple):

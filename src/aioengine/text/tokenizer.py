@@ -8,12 +8,17 @@ from pathlib import Path
 from typing import Any, Literal, Self, overload
 
 from aioengine.errors import InvalidRequest, ModelLoadError
-from aioengine.text.chat_input import take_template_kwargs
-from aioengine.text.chat_template import check_messages, render_template
-from aioengine.text.detokenizer import TokenTable, WindowTable
+from aioengine.text.chat_input import check_messages, take_template_kwargs
+from aioengine.text.chat_template import render_template
 from aioengine.text.lanes import Lanes
 from aioengine.text.loading import NAMED_TOKENS, LoadedTokenizer, failures_as, has_tokenizer, load_tokenizer
-from aioengine.text.token_table import build_slow_token_tables, build_token_tables, decoding
+from aioengine.text.token_table import (
+    TokenTable,
+    WindowTable,
+    build_slow_token_tables,
+    build_token_tables,
+    decoding,
+)
 from aioengine.validation import NOT_YET, Neutral, is_utf8, without_neutral
 
 # A longer text goes through the library's batch call, which lets go of the GIL; the single call holds it throughout,
