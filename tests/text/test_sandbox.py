@@ -143,7 +143,7 @@ def test_of_those_that_take_long_there_are_only_so_many() -> None:
         for future in others:
             with pytest.raises(InvalidRequest, match="takes longer than 3600 s"):
                 future.result(30)
-    assert all(shared._places.acquire(blocking=False) for _ in range(MAX_OVERDUE)), "all places are free again"
+    assert all(shared._overdue_slots.acquire(blocking=False) for _ in range(MAX_OVERDUE)), "all are free again"
     assert render("ok", lanes=shared) == "ok"
 
 

@@ -1,7 +1,7 @@
-"""What is asked of a tokenizer beside requests: texts and chats to ids, ids to a text, ids to bytes.
+"""Calls of `Engine` for its tokenizer alone: texts and chats to ids, ids to a text, ids to bytes.
 
-Arguments are a caller's, and are checked here. What is long is done by a worker, in slices where one call would hold
-the GIL, and with it the event loop.
+They check a caller's arguments. A worker does long ones, in slices where one call would hold the GIL, and with it the
+event loop.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from aioengine.text.worker import TextWorker
 from aioengine.validation import shorten
 
 SLICE_IDS = 10_000
-"""Ids that a thread works on at a time: about a millisecond in which it may hold the GIL."""
+"""Ids that a thread works on at a time: it may hold the GIL for about a millisecond."""
 
 PAUSE_S = 5e-5
-"""Between two slices; with a shorter one the loop's thread, still waking up, comes too late to get the GIL."""
+"""Pause between two slices; in a shorter one the loop's thread, still waking up, would not get the GIL."""
 
 WorkerFor = Callable[[int | None], TextWorker]
-"""The worker for so many characters; None where their number says nothing. Raises where there is none any more."""
+"""The worker for so many characters, or for a chat (None). Raises `EngineClosed` once the engine is closed."""
 
 
 async def tokenize(
@@ -51,7 +51,7 @@ async def tokenize(
     tokenizer = _needed(tokenizer, "prompt")
     kwargs = take_template_kwargs(chat_template_kwargs, is_chat=is_chat)
     if is_chat:
-        # By itself: a long chat is encoded where it holds up nobody.
+        # Apart from the encoding: a long chat is encoded by the worker for its size.
         render = functools.partial(tokenizer.render_chat, copy_messages(prompt), **kwargs)
         prompt = await worker_for(None).run(render, None)
     encode = functools.partial(tokenizer.encode, prompt, add_special_tokens=add)
@@ -113,7 +113,7 @@ def _listed(token_ids: Any) -> list[Any]:
 
 
 def _slices(items: list[Any]) -> Iterator[list[Any]]:
-    """The items a slice at a time, with the GIL given away between two."""
+    """The items a slice at a time, with a pause between two, for other threads to get the GIL."""
     for start in range(0, len(items), SLICE_IDS):
         if start:
             time.sleep(PAUSE_S)

@@ -1,4 +1,4 @@
-"""Renderings of chat templates share the threads: quick ones first, and none for longer than its deadline."""
+"""How long a chat template may run and how much it may make; renderings take turns, quick ones first."""
 
 from __future__ import annotations
 
@@ -10,28 +10,34 @@ from collections.abc import Callable, Iterator
 from aioengine.errors import EngineClosed, EngineOverloaded
 
 MAX_STEPS = 2**23
+"""Steps of one rendering."""
+
 MAX_CHARS = 2**22
-"""Of a text, of all texts in a list, and of what a template writes, with `MAX_GROWTH` more for each of the messages."""
+"""Characters of a text, of all texts in a list, and of what a template writes; and `MAX_GROWTH` for each that the
+messages have."""
 
 MAX_GROWTH = 4
+
 MAX_MADE = 64
-"""All intermediate values of one rendering together may have 64 times as many characters."""
+"""All intermediate values of one rendering together may have so many times the characters of one."""
 
 OVERDUE_S = 0.02
-"""Seconds of computing after which a rendering lets others pass; usual ones take 0.1 ms."""
+"""Seconds of computing after which a rendering is overdue and lets others pass; usual ones take 0.1 ms."""
 
 REFUSED_S = 0.05
-"""Seconds of computing after which it is refused if it cannot let others pass, as too many are overdue already."""
+"""Seconds of computing after which a rendering is refused if `MAX_OVERDUE` others are overdue already."""
 
 SLICE_S = 0.002
+"""Longest time that an overdue rendering runs before others."""
+
 PAUSE_S = 0.001
-"""An overdue rendering pauses for so long after each slice: for the event loop, and for other overdue ones."""
+"""Pause of an overdue rendering after each slice: for the event loop, and for other overdue ones."""
 
 MAX_OVERDUE = 6
 """Renderings that may be overdue at once, each in a thread of its own."""
 
 LOOK_S = 0.1
-"""After so many seconds what waits for its turn looks whether the lanes were closed."""
+"""Interval at which a rendering that waits for its turn checks whether the lanes are closed."""
 
 
 class TemplateStopped(Exception):
@@ -39,12 +45,12 @@ class TemplateStopped(Exception):
 
 
 class Lanes:
-    """Lets renderings of one template run one at a time while they are quick, and overdue ones beside them, in turns.
+    """Lets the quick renderings of a template run one at a time and, beside them, the overdue ones one slice at a time.
 
     Args:
-        timeout_s: how long one may take.
-        on_overdue: called in the thread of a rendering that becomes overdue: another is needed for what is quick.
-        clock, cpu_clock: seconds, and those that this thread has computed for.
+        timeout_s: deadline of a rendering, from when it begins to run.
+        on_overdue: called in the thread of a rendering that becomes overdue: quick ones need another thread.
+        clock, cpu_clock: seconds, and seconds that this thread has computed.
     """
 
     def __init__(
@@ -62,22 +68,22 @@ class Lanes:
         self._on_overdue = on_overdue
         self._quick = threading.Lock()
         self._overdue = threading.Lock()
-        self._places = threading.BoundedSemaphore(MAX_OVERDUE)
+        self._overdue_slots = threading.BoundedSemaphore(MAX_OVERDUE)
 
     @contextlib.contextmanager
     def run(self, num_chars: int) -> Iterator[None]:
-        """Do all that the block renders in a lane.
+        """Bound what the block renders; `step`, which the sandbox calls in it, may wait there and raises these.
 
         Args:
-            num_chars: of the messages, whose multiple a rendering may make.
+            num_chars: characters of the messages; a rendering may make a multiple of them.
         Raises:
-            TemplateStopped: by the environment's steps, in the block.
+            TemplateStopped: the rendering took too long, or made something too large.
             EngineOverloaded: it is overdue, and too many others are.
             EngineClosed: the lanes are closed.
         """
         while not self._quick.acquire(timeout=LOOK_S):
             self.check_open()
-        # From here on: what waits for others is not late.
+        # The deadline is set here: the wait for others does not count.
         lane = _Lane(self, self._quick, MAX_CHARS + MAX_GROWTH * num_chars)
         _running.lane = lane
         try:
@@ -88,7 +94,7 @@ class Lanes:
             lane.leave()
 
     def close(self) -> None:
-        """Stop the renderings that run or wait, at their next steps; there will be no others."""
+        """Stop the renderings that run or wait, at their next steps, and admit no more."""
         self.is_closed = True
 
     def check_open(self) -> None:
@@ -96,8 +102,8 @@ class Lanes:
             raise EngineClosed("the engine is closed")
 
     def change(self, lane: _Lane) -> None:
-        """Let a quick one that is overdue go on in the other lane."""
-        if not self._places.acquire(blocking=False):
+        """Move a rendering from the quick lane to the overdue one."""
+        if not self._overdue_slots.acquire(blocking=False):
             if lane.computed_s() < REFUSED_S:
                 return
             raise EngineOverloaded(
@@ -111,7 +117,10 @@ class Lanes:
         self.take_turn(lane)
 
     def take_turn(self, lane: _Lane) -> None:
-        time.sleep(PAUSE_S)  # before another may go on, or the event loop would compete with that for the GIL
+        """Pause, then wait until no other overdue rendering runs."""
+        time.sleep(
+            PAUSE_S
+        )  # before the lock is released: another rendering would compete with the event loop for the GIL
         if lane.lock is not None:
             lane.lock = None
             self._overdue.release()
@@ -123,11 +132,11 @@ class Lanes:
         lane.slice_ends = self.clock() + SLICE_S
 
     def end_overdue(self) -> None:
-        self._places.release()
+        self._overdue_slots.release()
 
 
 class _Lane:
-    """A rendering that runs, as its thread knows it."""
+    """The state of one rendering, used by its thread alone."""
 
     def __init__(self, lanes: Lanes, lock: threading.Lock, max_chars: int) -> None:
         self.lanes = lanes
@@ -155,7 +164,7 @@ class _Lane:
             self.lanes.change(self)
 
     def computed_s(self) -> float:
-        """Without what others have computed meanwhile."""
+        """Seconds that this rendering has computed, without those of other threads."""
         return self.lanes.cpu_clock() - self._began_at_cpu
 
     def late(self) -> TemplateStopped:
@@ -172,13 +181,17 @@ _running = threading.local()
 
 
 def max_chars() -> int:
-    """Most characters of a value of the rendering that this thread runs."""
+    """Largest number of characters of one value in this thread's rendering."""
     lane: _Lane | None = getattr(_running, "lane", None)
     return MAX_CHARS if lane is None else lane.max_chars
 
 
 def count(num_chars: int) -> None:
-    """Count what the rendering that this thread runs has made: it may keep all of it."""
+    """Count characters that this thread's rendering has made and may keep.
+
+    Raises:
+        TemplateStopped: it has made too many in all.
+    """
     lane: _Lane | None = getattr(_running, "lane", None)
     if lane is not None:
         lane.num_made += num_chars
@@ -187,7 +200,11 @@ def count(num_chars: int) -> None:
 
 
 def step() -> None:
-    """A step of the rendering that this thread runs; a template that is being compiled takes none."""
+    """Count a step of this thread's rendering, where there is one: compiling a template evaluates its constants, too.
+
+    Raises:
+        TemplateStopped, EngineOverloaded, EngineClosed: as `Lanes.run` says.
+    """
     lane: _Lane | None = getattr(_running, "lane", None)
     if lane is not None:
         lane.step()

@@ -1,11 +1,11 @@
 """Chat templates as programs of strangers: in Jinja's sandbox, with their steps counted and their sizes bounded.
 
-Jinja's immutable sandbox keeps a template from all that is not its own, and neither from looping for long nor from
-asking for all memory. Here each iteration of a loop, each call, filter and operator is a step, at which time is looked
-at; and whatever would make a value larger than any prompt is refused before it is made. Between two steps lies one
-operation on values of bounded size, whose time is about linear in it, so that a template is stopped within some 100 ms
-of its deadline and holds the GIL for no longer. What is around the template (filters, globals, tags) is what
-transformers gives to templates, since they are written against that; without filters that take long over little.
+Jinja's immutable sandbox keeps a template from the program around it, but not from looping for long or asking for all
+memory. Here each iteration of a loop, each call, filter and operator is a step, which checks the time; and an operation
+whose result would be larger than any prompt is refused before it runs. Between two steps lies one operation on values
+of bounded size, whose time is about linear in it, so that a template is stopped within some 100 ms of its deadline and
+holds the GIL for no longer. Filters, globals and tags are those that transformers gives to templates, since they are
+written against them, but for filters that take long over short texts.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from jinja2.visitor import NodeTransformer
 from aioengine.text.lanes import TemplateStopped, count, max_chars, step
 
 ITEM_CHARS = 64
-"""What an item of a list or dict counts for beside its texts."""
+"""Size of an item of a list or dict, beside its texts."""
 
 MAX_BITS = 2**14
-"""Of an integer."""
+"""Bits of an integer."""
 
 MAX_ARGUMENT = 2**20
-"""The largest integer that a filter or method is given: a width, a count."""
+"""Largest integer argument of a filter or method: a width, a count."""
 
 MAX_PLACES = 400
-"""More decimals than any float has."""
+"""Decimals of `round`; no float has so many."""
 
 MAX_COMPARED = 2 * 10**8
-"""Of searches from the right, and of strips: characters of the text times those looked for, 0.2 ns each."""
+"""Characters of the text times those sought, of searches from the right and of strips: 0.2 ns each."""
 
 MAX_WORDS_CHARS = 2**18
-"""What a filter that looks at each word is given: 50 ms."""
+"""Characters that a filter of words is given: 50 ms."""
 
 _LEFT_OUT = ("lipsum", "pprint", "striptags", "urlencode", "urlize", "wordwrap", "xmlattr")
-"""Of Jinja's: what takes long over little, and is for web pages."""
+"""Filters of Jinja's for web pages, which take long over short texts."""
 
 _WIDTH = re.compile(r"%(\([^)]*\))?[^%a-zA-Z]*(\d{5,}|\*)|\{[^{}]*(\d{5,}|\{)")
-"""In a format: a width of five digits, or one that is an argument."""
+"""In a format: a width of five digits or more, or one that is an argument."""
 
 _WIDE = re.compile(r"%(\([^)]*\))?[^%a-zA-Z]*\d{3,4}|\{[^{}]*\d{3,4}")
 
@@ -108,24 +108,24 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def counted(items: Iterable[Any]) -> Iterator[Any]:
-        """What a loop goes over."""
+        """The items that a loop goes over, each a step."""
         for item in items:
             step()
             yield item
 
     @staticmethod
     def joined(*parts: Any) -> str:
-        """What ``~`` makes of its operands."""
+        """The result of ``~``."""
         return ChatEnvironment.concat(map(str, parts))
 
     @staticmethod
     def made(value: Any) -> Any:
-        """The identity, for a list, tuple or dict that a template puts together: `call` checks its size."""
+        """Return a list, tuple or dict that a template puts together; being called checks its size."""
         return value
 
 
 class _Counting(NodeTransformer):
-    """Has loops, ``~``, lists and dicts pass by the environment, as calls and operators do, to be counted."""
+    """Makes loops, ``~``, lists and dicts calls of the environment, which counts them as it counts calls."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802 - as in jinja2
         self.generic_visit(node)
@@ -150,7 +150,7 @@ def _call(method: str, *arguments: Any) -> nodes.Call:
 
 
 class GenerationTag(Extension):
-    """``{% generation %}``, by which templates say what a model has written: no business of a prompt."""
+    """``{% generation %}``, with which templates mark what a model has written; a prompt has its body alone."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -165,7 +165,7 @@ class GenerationTag(Extension):
 
 
 class _Dict:
-    """``dict`` of a template: without what the class itself would lead to."""
+    """``dict`` of a template: it has no attributes of the class."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         pairs = args[0].items() if args and isinstance(args[0], dict) else [pair for some in args for pair in some]
@@ -176,7 +176,7 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """``namespace`` of a template: no names that begin with an underscore, and none of its contents in a text."""
+    """``namespace`` of a template: refuses names that begin with an underscore, and has a text without its contents."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # so that a template's may be called self
         self, args = args[0], args[1:]
@@ -214,9 +214,9 @@ def _to_json(
 
 
 def _stepping(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that is a step, and is given and makes nothing too large."""
+    """Make a filter a step, with arguments and a result of bounded size."""
 
-    @functools.wraps(function)  # with what jinja2 marks those by that are given a context
+    @functools.wraps(function)  # with jinja2's marks of filters that are given a context
     def run(*args: Any, **kwargs: Any) -> Any:
         step()
         first = 1 if hasattr(function, "jinja_pass_arg") else 0
@@ -233,7 +233,7 @@ def _stepping(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_method(text: str | bytes, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse what a text's method, or a filter, would make too much of or take too long for."""
+    """Refuse a call of a text's method, or of a filter, that would make too much or take too long."""
     for argument in (*args, *kwargs.values()):
         if isinstance(argument, int) and abs(argument) > MAX_ARGUMENT:
             raise TemplateStopped(f"it calls {name} with a number above {MAX_ARGUMENT}")
@@ -274,7 +274,7 @@ def _check_format(text: str, values: Any) -> None:
 
 
 def _taken(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments, with what is still to be generated made first: item by item, and no more than fits."""
+    """Return the arguments with iterators made lists of bounded size."""
     return tuple(_take(value) if isinstance(value, Iterator) else value for value in values)
 
 
@@ -289,7 +289,7 @@ def _take(items: Iterator[Any]) -> list[Any]:
 
 
 def _bounded(value: Any) -> Any:
-    """A value that has been made, if it is not too large."""
+    """Count a value that has been made, refuse one that is too large, and return it."""
     if isinstance(value, int):
         _check_bits(value.bit_length())
     _check_size(_size(value))
@@ -299,7 +299,7 @@ def _bounded(value: Any) -> Any:
 
 
 def _whole_size(value: Any) -> int:
-    """Characters of all that is in a value; what occurs twice counts twice, as in a text of it."""
+    """Characters of all texts in a value; a text that occurs twice counts twice, as in the value's own text."""
     size = len(value) if isinstance(value, str | bytes) else 0
     waiting: list[Any] = [value] if isinstance(value, list | tuple | dict) else []
     while waiting:
@@ -317,7 +317,7 @@ def _whole_size(value: Any) -> int:
 
 
 def _size(value: Any) -> int:
-    """Lower bound of a value's size in characters; an item counts for `ITEM_CHARS`."""
+    """Lower bound of a value's size in characters: without what is in its items."""
     if isinstance(value, str | bytes):
         return len(value)
     return len(value) * ITEM_CHARS if isinstance(value, list | tuple | dict) else 0
@@ -337,7 +337,7 @@ def _check_bits(num_bits: int) -> None:
 
 @functools.lru_cache(maxsize=32)
 def compile_template(source: str) -> Template:
-    """Takes milliseconds.
+    """Compile a template, in milliseconds.
 
     Raises:
         TemplateError: its syntax is wrong.

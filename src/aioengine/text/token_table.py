@@ -1,8 +1,8 @@
-"""Read a tokenizer's vocabulary and decoder into the table that the detokenizer works from.
+"""Tables of what each token id shows, and how they are made from a tokenizer's vocabulary and decoder.
 
 The decoders of the ``tokenizers`` library are a closed set, described by JSON. What they do to a token is either local
 (a function of the token and of its being the first one), or one of two ways to join bytes, or something rare. The local
-part is computed by the library's own decoders, once for each token; for the rare ones, and for tokenizers that are not
+part is computed by the library's own decoders, once for each token; for rare decoders, and for tokenizers that are not
 from that library, the table holds the decode function itself.
 """
 

@@ -11,7 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import anyio
 
@@ -23,10 +23,10 @@ T = TypeVar("T")
 
 
 class TextWorker:
-    """Run short text work at once and long text work in a thread, one after the other, in order.
+    """Runs short text work at once and long text work in one thread, in order of arrival.
 
-    One thread: tokenizing scales by the library's own threads if at all, and a bound is needed, so that what waits here
-    is bounded by the callers that wait for it. It is made by the first long text.
+    One thread, which the first long text starts: tokenizing scales by the library's own threads if at all, and the
+    queue is bounded by the callers that wait for their work.
     """
 
     # Encoding takes 0.2 µs a character of English and 0.9 µs of Japanese or emoji (16,000 byte-level tokens): at most
@@ -57,16 +57,18 @@ class TextWorker:
         return await self.begin(lambda: function(*args, **kwargs))
 
     def begin(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        """Call the function in the thread; what it brings is in the future, for whoever cares. `aclose` waits."""
+        """Have the thread call the function; the future gets what it returns or raises. `aclose` waits for it."""
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, "aioengine-text")
         try:
             return asyncio.get_running_loop().run_in_executor(self._executor, function)
         except RuntimeError:  # the interpreter exits, and still waits for threads that use the engine
-            return _begin_abandonable(function).outcome
+            call = _Call(function)
+            call.start()
+            return call.outcome
 
     async def aclose(self) -> None:
-        """Wait for the work that is still wanted, then end the thread. Closing twice is harmless.
+        """Wait for the work that is not cancelled, then end the thread. Closing twice is harmless.
 
         Cancelling stops the wait: work that has not begun is dropped, and the thread ends after what it is doing.
         """
@@ -75,7 +77,7 @@ class TextWorker:
         if executor is None:
             return
         try:
-            # Not here, where it would hold the loop. At the interpreter's exit no thread may start, and all have ended.
+            # In a thread, since it would hold the loop. At the interpreter's exit no thread may start; all have ended.
             with contextlib.suppress(RuntimeError):
                 await run_abandonable(executor.shutdown)
         finally:
@@ -83,29 +85,28 @@ class TextWorker:
 
 
 class ChatWorker(TextWorker):
-    """Run one rendering of a chat after the other in a daemon thread, for which nothing waits for long.
+    """Renders chats in order of arrival in a daemon thread, for which closing does not wait long.
 
-    A rendering that is overdue keeps its thread (`give_way`), which ends after it; what follows gets another.
+    A rendering that is overdue keeps its thread (`give_way`), which ends after it; those that wait get another thread.
     """
 
     CLOSE_GRACE_S = 1.0
-    """How long closing waits for renderings, which their closed lanes stop at the next step."""
+    """Longest wait of closing for renderings that run; their closed lanes stop them at the next step."""
 
     def __init__(self) -> None:
         super().__init__()
         self._threads = _ChatThreads()
-        self._begun: set[_Rendering] = set()
-        """Those whose callers have not heard yet."""
+        self._begun: set[_Call[Any]] = set()
+        """Renderings whose outcome is not there yet."""
         self.give_way = self._threads.give_way
         weakref.finalize(self, self._threads.close).atexit = False
 
     def begin(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        loop = asyncio.get_running_loop()
-        rendering = _Rendering(function, loop)
+        rendering = _Call(function)
         self._begun.add(rendering)
         rendering.outcome.add_done_callback(lambda _: self._begun.discard(rendering))
-        # A loop with a virtual clock must know that something goes on outside of it.
-        outside_work = getattr(loop, "outside_work", None)
+        # A loop with a virtual clock must know of work outside of it.
+        outside_work = getattr(asyncio.get_running_loop(), "outside_work", None)
         if outside_work is not None:
             work = outside_work("a rendering")
             rendering.outcome.add_done_callback(lambda _: work.done())
@@ -113,7 +114,7 @@ class ChatWorker(TextWorker):
         return rendering.outcome
 
     async def aclose(self) -> None:
-        """Wait a little for what runs. What waits, and what does not end, ends for its caller with `EngineClosed`."""
+        """End with `EngineClosed` renderings that wait, and those that still run after `CLOSE_GRACE_S`."""
         self._is_closed = True
         for rendering in self._threads.close():
             rendering.end(None, EngineClosed("the engine is closed"))
@@ -122,66 +123,37 @@ class ChatWorker(TextWorker):
         try:
             with contextlib.suppress(RuntimeError):  # at the interpreter's exit no thread may start
                 await run_abandonable(functools.partial(self._threads.join, self.CLOSE_GRACE_S))
-            await asyncio.sleep(0)  # what they have brought is behind in the loop's line
+            await asyncio.sleep(0)  # for outcomes that the threads have handed to the loop
         finally:
             for rendering in list(self._begun):
                 rendering.end(None, EngineClosed("the engine is closed"))
 
 
-class _Rendering:
-    """A call for a thread, and what it brings."""
-
-    def __init__(self, function: Callable[[], Any], loop: asyncio.AbstractEventLoop) -> None:
-        self.outcome: asyncio.Future[Any] = loop.create_future()
-        self._function = function
-        self._loop = loop
-
-    def run(self) -> None:
-        if self.outcome.done():
-            return
-        result, error = None, None
-        try:
-            result = self._function()
-        except BaseException as exc:  # whatever it was, the one that waits must hear it
-            error = exc
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self.end, result, error)
-
-    def end(self, result: Any, error: BaseException | None) -> None:
-        """On the loop; the first end holds."""
-        if self.outcome.done():
-            return
-        if error is not None:
-            self.outcome.set_exception(error)
-        else:
-            self.outcome.set_result(result)
-
-
 class _ChatThreads:
-    """The thread that runs what is quick, and those of overdue renderings; without the worker, which may be dropped."""
+    """The resident thread, and those of overdue renderings; they do not refer to the worker, which may be dropped."""
 
     def __init__(self) -> None:
         self.alive: set[threading.Thread] = set()
-        self._waiting: deque[_Rendering] = deque()
+        self._waiting: deque[_Call[Any]] = deque()
         self._changed = threading.Condition()
         self._resident: threading.Thread | None = None
         self._is_closed = False
 
-    def add(self, rendering: _Rendering) -> None:
+    def add(self, rendering: _Call[Any]) -> None:
         with self._changed:
             self._waiting.append(rendering)
             self._changed.notify()
-            self._man()
+            self._start_resident()
 
     def give_way(self) -> None:
-        """Have what waits run in another thread, if this is the one that would."""
+        """Have another thread become the resident one, if it is this one: its rendering takes long."""
         with self._changed:
             if self._resident is threading.current_thread():
                 self._resident = None
-                self._man()
+                self._start_resident()
 
-    def close(self) -> list[_Rendering]:
-        """End the threads, each after what it runs; returns what was not begun."""
+    def close(self) -> list[_Call[Any]]:
+        """End each thread after the rendering that it runs; return those that were not begun."""
         with self._changed:
             self._is_closed = True
             dropped = list(self._waiting)
@@ -194,7 +166,7 @@ class _ChatThreads:
         for thread in list(self.alive):
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _man(self) -> None:
+    def _start_resident(self) -> None:
         if self._resident is None and self._waiting:
             self._resident = threading.Thread(target=self._work, name="aioengine-text-chat", daemon=True)
             self.alive.add(self._resident)
@@ -203,11 +175,12 @@ class _ChatThreads:
     def _work(self) -> None:
         here = threading.current_thread()
         while (rendering := self._take(here)) is not None:
-            rendering.run()
+            if not rendering.outcome.done():  # its caller has not cancelled it
+                rendering.run()
             del rendering
         self.alive.discard(here)
 
-    def _take(self, thread: threading.Thread) -> _Rendering | None:
+    def _take(self, thread: threading.Thread) -> _Call[Any] | None:
         with self._changed:
             while not (self._waiting or self._is_closed) and self._resident is thread:
                 self._changed.wait()
@@ -217,54 +190,60 @@ class _ChatThreads:
 async def run_abandonable(function: Callable[[], T], *, grace_s: float = 0.0) -> T:
     """Call the function in a daemon thread of its own, for work that nothing can stop: a download, a library's loading.
 
-    Cancelling waits ``grace_s`` for it, then abandons it: the thread goes on to the function's end by itself, and
-    nothing waits for it, not even the interpreter's exit.
+    Cancelling waits ``grace_s`` for the function, then abandons it: its thread goes on to the end by itself, and
+    nothing waits for that, not even the interpreter's exit.
     """
-    # A loop with a virtual clock must know that something goes on outside of it.
+    # A loop with a virtual clock must know of work outside of it.
     outside_work = getattr(asyncio.get_running_loop(), "outside_work", None)
     with outside_work("loading") if outside_work is not None else contextlib.nullcontext():
-        begun = _begin_abandonable(function)
+        call = _Call(function)
+        thread = call.start()
         try:
-            return await begun.outcome
+            return await call.outcome
         finally:
             with anyio.CancelScope(shield=True), anyio.move_on_after(grace_s):
-                await begun.ended.wait()
+                await call.ended.wait()
             # It only unwinds now; a join would hold the loop for as long as it waits for the GIL.
-            while begun.ended.is_set() and begun.thread.is_alive():  # noqa: ASYNC110 - a thread's end sets no event
+            while call.ended.is_set() and thread.is_alive():  # noqa: ASYNC110 - a thread's end sets no event
                 await asyncio.sleep(0)
 
 
-class _Abandonable(NamedTuple, Generic[T]):
-    """Work in a daemon thread: what it brings, whether it has ended, and the thread."""
+class _Call(Generic[T]):
+    """A function that a thread is to call, and what came of it, for the loop that waits.
 
-    outcome: asyncio.Future[T]
-    ended: asyncio.Event
-    thread: threading.Thread
+    Attributes:
+        outcome: what the function returns or raises; the loop may cancel it, or `end` it otherwise.
+        ended: the function has returned, also after the loop had given it up.
+    """
 
+    def __init__(self, function: Callable[[], T]) -> None:
+        self._function = function
+        self._loop = asyncio.get_running_loop()
+        self.outcome: asyncio.Future[T] = self._loop.create_future()
+        self.ended = asyncio.Event()
 
-def _begin_abandonable(function: Callable[[], T]) -> _Abandonable[T]:
-    loop = asyncio.get_running_loop()
-    outcome: asyncio.Future[T] = loop.create_future()
-    ended = asyncio.Event()
+    def start(self) -> threading.Thread:
+        """Run in a daemon thread of its own."""
+        thread = threading.Thread(target=self.run, name="aioengine-load", daemon=True)
+        thread.start()
+        return thread
 
-    def settle(result: Any, error: BaseException | None) -> None:
-        ended.set()
-        if outcome.done():
-            return
-        if error is not None:
-            outcome.set_exception(error)
-        else:
-            outcome.set_result(result)
-
-    def work() -> None:
-        result, error = None, None
+    def run(self) -> None:
+        result: Any = None
+        error = None
         try:
-            result = function()
-        except BaseException as exc:  # whatever it was, the one that waits must hear it
+            result = self._function()
+        except BaseException as exc:  # whatever it is, it belongs to the caller that waits
             error = exc
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, result, error)
+            self._loop.call_soon_threadsafe(self.end, result, error)
 
-    thread = threading.Thread(target=work, name="aioengine-load", daemon=True)
-    thread.start()
-    return _Abandonable(outcome, ended, thread)
+    def end(self, result: Any, error: BaseException | None) -> None:
+        """On the loop; the first end holds."""
+        self.ended.set()
+        if self.outcome.done():
+            return
+        if error is not None:
+            self.outcome.set_exception(error)
+        else:
+            self.outcome.set_result(result)
