@@ -225,12 +225,10 @@ def _edits(i: Inputs) -> Iterator[Case]:
     logits, slots = i.normal(s.decode, s.vocab, dtype=torch.float32), i.slots(s.decode)
     slot_of_row = torch.arange(s.decode, dtype=torch.int32, device=i.device)
     rows, tokens = i.below(s.decode, count), i.below(s.vocab, count)
-    values, until, saved = i.empty_floats(count).zero_(), i.ints([2**30]).repeat(count), i.empty_floats(count)
+    values, until = i.empty_floats(count).zero_(), i.ints([2**30]).repeat(count)
     where = (logits, slots, slot_of_row, rows, tokens)
     size = f"{s.decode} rows with 50 each"
-    yield Case(operation="save_edited", size=size, call=lambda f: f(*where, saved), num_bytes=16 * count)
     yield Case(operation="edit_logits", size=size, call=lambda f: f(*where, values, until), num_bytes=24 * count)
-    yield Case(operation="restore_edited", size=size, call=lambda f: f(*where, saved), num_bytes=16 * count)
     offsets = torch.arange(count + 1, dtype=torch.int32, device=i.device) * 2
     history, ids = i.below(s.vocab, s.decode, s.context + 64), i.below(s.vocab, 2 * count)
     yield Case(
@@ -246,22 +244,15 @@ def _penalties(i: Inputs) -> Iterator[Case]:
     logits, history = i.normal(s.decode, s.vocab, dtype=torch.float32), i.below(s.vocab, s.decode, s.context + 64)
     slots = i.slots(s.decode, REPETITION=1.1, FREQUENCY=0.1, PRESENCE=0.1)
     counters = torch.zeros(s.decode, s.vocab, dtype=torch.int32, device=i.device)
-    saved = i.empty_floats(*history.shape)
     size = f"{s.decode} rows of {s.context} tokens"
     num_tokens = s.decode * s.context
     # For each token its id, and its counter and its logit, read and written.
     yield Case(
         operation="penalise",
         size=size,
-        call=lambda f: f(logits, slots, history, counters, None),
+        call=lambda f: f(logits, slots, history, counters),
         num_bytes=20 * num_tokens,
     )
-
-    def with_undo(operation: Callable[..., Any]) -> None:
-        i.operations.penalise(logits, slots, history, counters, saved)
-        operation(logits, slots, history, saved)
-
-    yield Case(operation="unpenalise", size=f"{size}, after penalise", call=with_undo, num_bytes=36 * num_tokens)
 
 
 def _draws(i: Inputs) -> Iterator[Case]:

@@ -23,7 +23,7 @@ from benchmarks.gpu.timing import call_times
 
 def measure(sizes: KernelSizes, device: str, bounds: Bounds) -> Iterator[KernelResult]:
     """Yield what becomes of each case; one that fails says why, and the others go on."""
-    name = "triton_operations" if device == "cuda" else "reference"
+    name = "triton_operations" if device == "cuda" else "torch.operations"
     operations = importlib.import_module(f"aioengine.kernels.{name}")
     for make in CASES:
         try:

@@ -95,7 +95,6 @@ class Storm:
         self.history = torch.empty(NUM_ROWS, m.max_len + 1, dtype=INT32)
         self.block_tables = torch.empty(NUM_ROWS, -(-m.max_len // 16), dtype=INT32)
         self.counters = torch.empty(NUM_ROWS, m.vocab, dtype=INT32)
-        self.saved = torch.empty(NUM_ROWS, m.max_len + 1)
         self.caches = torch.empty(4, 1001, 16, m.num_kv_heads, m.head_dim, dtype=m.cache_dtype)
         # As after measurements: not the same with splits as without.
         shape = AttentionShape.of(torch.empty(0, m.num_heads, m.head_dim, dtype=BF16), self.caches[0])
@@ -144,22 +143,16 @@ class Storm:
         top = self.view(num_slots, num_top), self.view(num_slots, num_top, dtype=FLOAT32)
         ops.top_logprobs(logits, slots, log_mass, *top)
         rows, tokens, until = (self.view(num_edits) for _ in range(3))
-        values, unedited = (self.view(num_edits, dtype=FLOAT32) for _ in range(2))
-        ops.save_edited(logits, slots, of_row, rows, tokens, unedited)
+        values = self.view(num_edits, dtype=FLOAT32)
         words = self.view(num_edits), self.view(num_edits + 1), self.view(3 * num_edits)
         ops.ends_of_bad_words(slots, of_row, self.history, *words, values)
         ops.edit_logits(logits, slots, of_row, rows, tokens, values, until)
-        many = num_slots > NUM_ROWS
-        counters = torch.empty(num_slots, vocab, dtype=INT32) if many else self.counters
-        saved = torch.empty(num_slots, self.saved.shape[1]) if many else self.saved
+        counters = torch.empty(num_slots, vocab, dtype=INT32) if num_slots > NUM_ROWS else self.counters
         token_ids, status = self.view(num_slots), self.view(num_slots)
-        for kept in (None, saved):
-            ops.penalise(logits, slots, self.history, counters, kept)
+        ops.penalise(logits, slots, self.history, counters)
         for masks in (None, torch.empty(num_masks, -(-vocab // 32), dtype=INT32)):
             for is_greedy, has_filters in ((False, False), (False, True), (True, False)):
                 ops.draw(logits, slots, masks, token_ids, status, has_filters=has_filters, is_greedy=is_greedy)
-        ops.unpenalise(logits, slots, self.history, saved)
-        ops.restore_edited(logits, slots, of_row, rows, tokens, unedited)
         ops.look_up(logits, self.view(num_slots), token_ids, log_mass, logprobs, self.view(num_slots))
         ops.append_tokens(self.history, slots, token_ids)
 

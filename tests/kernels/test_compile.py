@@ -25,7 +25,7 @@ REPOSITORY = Path(__file__).parents[2]
 KERNELS_FOLDER = Path(aioengine.kernels.__file__).parent
 KERNELS = {
     name
-    for file in KERNELS_FOLDER.glob("*.py")
+    for file in KERNELS_FOLDER.rglob("*.py")
     for name in re.findall(r"^def (_\w+_kernel)\(", file.read_text(), re.MULTILINE)
 }
 TIMEOUT_S = 300

@@ -1,4 +1,4 @@
-"""Edits of single logits against loops over them: which are made, what they add up to, and that all can be put back."""
+"""Edits of single logits against loops over them: which are made, and what they add up to."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from aioengine.kernels.sampling.slots import Slot, SlotFlag
 from aioengine.kernels.torch import rules as reference_rules
 
 edits = pytest.importorskip("aioengine.kernels.sampling.edits")
-
-POISON = 12345.0
 
 
 def random_edits(seed: int, num_edits: int, num_rows: int, vocab: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -48,24 +46,14 @@ def edited(logits: Tensor, places: Places, rows: Tensor, tokens: Tensor, values:
 
 @pytest.mark.parametrize("module", [edits, reference_rules], ids=["triton", "oracle"])
 @pytest.mark.parametrize(("num_edits", "vocab", "seed"), [(1, 7, 0), (7, 1, 1), (123, 123, 2), (300, 50, 3)])
-def test_edits_are_what_a_loop_makes_and_can_be_taken_back(module: Any, num_edits: int, vocab: int, seed: int) -> None:
+def test_edits_are_what_a_loop_makes(module: Any, num_edits: int, vocab: int, seed: int) -> None:
     places = random_places(seed)
     logits = strange_logits(4, vocab, seed=seed).round()
     logits[0, :3] = torch.tensor([torch.inf, torch.nan, -torch.inf])[:vocab]
     rows, tokens, values, until = random_edits(seed, num_edits, len(places.slot_of_row), vocab)
-    where = (places.slots, places.slot_of_row, rows, tokens)
-    made, saved = logits.clone(), torch.full((num_edits,), POISON)
-    run(module.save_edited, made, *where, saved)
-    assert_same(made, logits)
-    run(module.edit_logits, made, *where, values, until)
+    made = logits.clone()
+    run(module.edit_logits, made, places.slots, places.slot_of_row, rows, tokens, values, until)
     assert_same(made, edited(logits, places, rows, tokens, values, until))
-    for edit, (row, token) in enumerate(zip(rows.tolist(), tokens.tolist(), strict=True)):
-        slot = int(places.slot_of_row[row]) if row >= 0 else -1
-        is_made = slot >= 0 and token < vocab
-        expected = logits[places.slots[slot, Slot.LINE], token] if is_made else torch.tensor(POISON)
-        assert_same(saved[edit], expected)
-    run(module.restore_edited, made, *where, saved)
-    assert_same(made, logits)
 
 
 @pytest.mark.parametrize("module", [edits, reference_rules], ids=["triton", "oracle"])
@@ -98,15 +86,12 @@ def test_only_first_slots_of_lines_count(module: Any) -> None:
 
 
 def test_nothing_to_edit_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_save_edited_kernel", "_edit_logits_kernel", "_restore_edited_kernel"):
-        monkeypatch.setattr(edits, name, None)
+    monkeypatch.setattr(edits, "_edit_logits_kernel", None)
     ids = torch.empty(0, dtype=torch.int32)
     for num_lines, num_slots, num_edits in ((2, 2, 0), (0, 2, 3), (2, 0, 3)):
         logits, slots = torch.zeros(num_lines, 5), torch.zeros(num_slots, 16, dtype=torch.int32)
         lists = [torch.zeros(num_edits, dtype=torch.int32) for _ in range(3)]
-        run(edits.save_edited, logits, slots, ids, *lists[:2], torch.zeros(num_edits))
         run(edits.edit_logits, logits, slots, ids, *lists[:2], torch.zeros(num_edits), lists[2])
-        run(edits.restore_edited, logits, slots, ids, *lists[:2], torch.zeros(num_edits))
 
 
 @pytest.mark.parametrize(
@@ -127,13 +112,8 @@ def test_nothing_to_edit_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 def test_other_tensors_are_refused(argument: int, wrong: Tensor) -> None:
     ids = torch.zeros(4, dtype=torch.int32)
     arguments = [torch.zeros(2, 8), make_slots({}, {}, {}), torch.zeros(3, dtype=torch.int32), ids, ids]
-    values = torch.zeros(4)
-    calls = (
-        (edits.save_edited, [*arguments, values]),
-        (edits.restore_edited, [*arguments, values]),
-        (edits.edit_logits, [*arguments, values, ids]),
-    )
-    for function, given in calls:
-        given[argument] = wrong
-        with pytest.raises(InternalError):
-            function(*given)
+    arguments += [torch.zeros(4), ids]
+    run(edits.edit_logits, *arguments)
+    arguments[argument] = wrong
+    with pytest.raises(InternalError):
+        edits.edit_logits(*arguments)

@@ -23,7 +23,7 @@ pytest.importorskip("triton")
 STORM = Path(__file__).with_name("launch_storm.py")
 KERNELS = {
     name
-    for file in Path(aioengine.kernels.__file__).parent.glob("*.py")
+    for file in Path(aioengine.kernels.__file__).parent.rglob("*.py")
     for name in re.findall(r"^def (_\w+_kernel)\(", file.read_text(), re.MULTILINE)
 }
 TIMEOUT_S = 300

@@ -49,7 +49,7 @@ def test_the_interpreter_has_nothing_to_choose() -> None:
 def test_every_launch_says_whether_products_and_sums_may_be_fused() -> None:
     """As its specimen does: Triton 3.9 warns where a launch does not, and 3.10 changes what that means."""
     said: dict[str, set[bool]] = {}
-    for file in Path(triton_operations.__file__).parent.glob("*.py"):
+    for file in Path(triton_operations.__file__).parent.rglob("*.py"):
         for call in ast.walk(ast.parse(file.read_text())):
             match call:
                 case ast.Call(func=ast.Subscript(value=ast.Name(id=name))) if name.endswith("_kernel"):

@@ -18,7 +18,7 @@ from aioengine.core.executor_protocol import DeviceLost, ExecutorStats
 from aioengine.executor.accelerator import Accelerator, DeviceEvent, Work
 from aioengine.executor.gpu_batch import NUM_TOP_SIZES, Deltas, GpuBatch, GpuStep
 from aioengine.executor.graphs import DecodeGraphs, GraphKey
-from aioengine.executor.host_rules import HostLogitsProcessors, HostRulesOfStep
+from aioengine.executor.host_rules import HostLogitsProcessors
 from aioengine.executor.launched import Forward, LaunchedStep, PinnedBuffers, Uploaded
 from aioengine.executor.step_words import WORDS_A_ROW, ExtraWords, FixedWords, Span
 from aioengine.kernels.attention.gpu_paged import GpuPagedAttention, StepTensors
@@ -159,7 +159,9 @@ class GpuRunner:
         out = Outputs.of(torch.zeros(sizes.num_words, dtype=torch.int32, device=device), sizes)
         scored = out.sampled
         self._operations.top_logprobs(logits, slots, scored.log_mass, scored.top_ids, scored.top_logprobs)
+        raw = logits.clone()  # as for rows with rules and log-probabilities
         self._operations.draw(logits, slots, None, out.token_ids, out.status, has_filters=True, is_greedy=False)
+        del raw
         self._score_prompt(hidden, tokens.new_zeros(2, num_tokens), out.prompt)
 
     def warm_up(self, *, captures_all: bool, on_capture: Callable[[int, int], None]) -> None:
@@ -407,20 +409,15 @@ class GpuRunner:
         uploaded: Uploaded,
         forward: Forward,
         out: Tensor,
-        process: HostRulesOfStep | None,
+        process: Callable[[Tensor], None] | None,
     ) -> None:
         outputs = Outputs.of(out, step.sizes)
         if forward.logits is not None:
             slots = uploaded.get(step.slots).view(-1, SLOT_WORDS) if step.slots is not None else self._fixed.slots
             at = SlotTensors(slots[: len(step.slot_rows)], self._fixed.slot_of_row)
-            if process is not None:
-                process.save(forward.logits)
-            self._sampler.sample(forward.logits, at, step.features, outputs, process)
-            if process is not None and step.features.num_top >= 0:
-                process.undo(forward.logits)
-                self._sampler.score(forward.logits, at.slots, outputs)
+            raw = self._sampler.sample(forward.logits, at, step.features, outputs, process)
             if step.extra_pairs is not None:
-                self._score_extra(forward.logits, uploaded.get(step.extra_pairs).view(3, -1), outputs)
+                self._score_extra(raw, uploaded.get(step.extra_pairs).view(3, -1), outputs)
         if step.prompt is not None:
             assert forward.hidden is not None
             self._score_prompt(forward.hidden, uploaded.get(step.prompt).view(2, -1), outputs.prompt)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
-import torch
 from torch import Tensor
 
 from aioengine.executor.gpu_batch import GpuBatch, GpuStep
 from aioengine.executor.row_columns import RULED_COLUMNS
-from aioengine.sampler import RuledRows, keep_allowed, put_rows, run_processors
+from aioengine.sampler import RuledRows, keep_allowed, run_processors
 
 
 class HostLogitsProcessors:
@@ -17,7 +18,7 @@ class HostLogitsProcessors:
     def __init__(self, batch: GpuBatch) -> None:
         self._batch = batch
 
-    def prepare(self, step: GpuStep, failures: dict[int, Exception]) -> HostRulesOfStep:
+    def prepare(self, step: GpuStep, failures: dict[int, Exception]) -> Callable[[Tensor], None]:
         """Once the tokens of all steps before are known.
 
         Args:
@@ -41,27 +42,10 @@ class HostLogitsProcessors:
             rules=[columns.rules[row] for row in rows.tolist()],
             **{name: columns.sampling[name][rows] for name in RULED_COLUMNS},
         )
-        return HostRulesOfStep(ruled, failures, is_undone=step.features.num_top >= 0)
 
+        def change(logits: Tensor) -> None:
+            """Change the logits of the lines that have processors, in place."""
+            keep_allowed(logits, ruled)
+            failures.update(run_processors(logits, ruled))
 
-class HostRulesOfStep:
-    """Changes the logits of the lines that have processors, in place, and can undo it."""
-
-    def __init__(self, ruled: RuledRows, failures: dict[int, Exception], *, is_undone: bool) -> None:
-        self._ruled = ruled
-        self._failures = failures
-        self._is_undone = is_undone
-        self._before: Tensor | None = None
-
-    def save(self, logits: Tensor) -> None:
-        """Keep the logits as the model gave them, if they are to be put back."""
-        if self._is_undone:
-            self._before = logits.index_select(0, torch.from_numpy(self._ruled.places).to(logits.device))
-
-    def __call__(self, logits: Tensor) -> None:
-        keep_allowed(logits, self._ruled)
-        self._failures.update(run_processors(logits, self._ruled))
-
-    def undo(self, logits: Tensor) -> None:
-        if self._before is not None:
-            put_rows(logits, self._ruled.places.tolist(), self._before)
+        return change

@@ -187,20 +187,7 @@ class Operations(Protocol):
         """
         ...
 
-    # Rules: logits are changed in place, and can be put back. Only slots that have `SlotFlag.FIRST` count.
-
-    def save_edited(
-        self, logits: Tensor, slots: Tensor, slot_of_row: Tensor, edit_rows: Tensor, edit_tokens: Tensor, saved: Tensor
-    ) -> None:
-        """Keep the logits that edits will change: ``saved[e] = logits[line of edit_rows[e], edit_tokens[e]]``.
-
-        Args:
-            logits: float32 [n, V]; slots: int32 [s, 16].
-            slot_of_row: int32 [rows], the first slot of each row; -1: it does not sample in this step.
-            edit_rows, edit_tokens: int32 [e]; row -1 is padding; edits of rows that do not sample are passed over.
-            saved: float32 [e].
-        """
-        ...
+    # Rules: logits are changed in place. Only slots that have `SlotFlag.FIRST` count.
 
     def edit_logits(
         self,
@@ -217,15 +204,12 @@ class Operations(Protocol):
         Several edits may meet on one logit: they add up, and one mask is enough.
 
         Args:
+            logits: float32 [n, V]; slots: int32 [s, 16].
+            slot_of_row: int32 [rows], the first slot of each row; -1: it does not sample in this step.
+            edit_rows, edit_tokens: int32 [e]; row -1 is padding; edits of rows that do not sample are passed over.
             edit_values: float32 [e].
             edit_until: int32 [e]: the edit is made while the slot's output position is below this.
         """
-        ...
-
-    def restore_edited(
-        self, logits: Tensor, slots: Tensor, slot_of_row: Tensor, edit_rows: Tensor, edit_tokens: Tensor, saved: Tensor
-    ) -> None:
-        """Put back what `save_edited` kept, with the same arguments."""
         ...
 
     def ends_of_bad_words(
@@ -247,20 +231,15 @@ class Operations(Protocol):
         """
         ...
 
-    def penalise(self, logits: Tensor, slots: Tensor, history: Tensor, counters: Tensor, saved: Tensor | None) -> None:
+    def penalise(self, logits: Tensor, slots: Tensor, history: Tensor, counters: Tensor) -> None:
         """Penalties on tokens that were there already, in place: repetition (Keskar et al., 2019, arXiv:1909.05858) on
         those of prompt and output, then frequency and presence on those of the output.
 
         Args:
             history: int32 [rows, any]; ids of V and above are passed over.
             counters: int32 [s or more, V], zeros, which it leaves as zeros.
-            saved: float32 [s or more, width of history or less, but at least the longest END], to keep the logits in
-                as they were, for `unpenalise`; None: not needed.
+            Slots without penalties are passed over.
         """
-        ...
-
-    def unpenalise(self, logits: Tensor, slots: Tensor, history: Tensor, saved: Tensor) -> None:
-        """Put back what `penalise` changed. Slots without penalties are passed over by both."""
         ...
 
     # Sampling

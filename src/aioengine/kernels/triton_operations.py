@@ -21,9 +21,9 @@ from aioengine.kernels.rows.gather_tokens import gather_tokens
 from aioengine.kernels.rows.put_spans import put_spans
 from aioengine.kernels.sampling.bad_words import ends_of_bad_words
 from aioengine.kernels.sampling.draw import draw
-from aioengine.kernels.sampling.edits import edit_logits, restore_edited, save_edited
+from aioengine.kernels.sampling.edits import edit_logits
 from aioengine.kernels.sampling.look_up import look_up
-from aioengine.kernels.sampling.penalties import penalise, unpenalise
+from aioengine.kernels.sampling.penalties import penalise
 from aioengine.kernels.sampling.top_logprobs import top_logprobs
 from aioengine.kernels.specimen import Specimen
 
@@ -44,13 +44,10 @@ __all__ = [
     "penalise",
     "prefill_tile",
     "put_spans",
-    "restore_edited",
     "rms_norm",
     "rotate_and_write",
-    "save_edited",
     "specimens",
     "top_logprobs",
-    "unpenalise",
 ]
 
 TUNABLE = Tunable(kernels=ATTENTION_KERNELS, compiler=triton.__version__) if not knobs.runtime.interpret else None

@@ -1,8 +1,7 @@
-"""Changes to single logits: biases and masks, made for a draw and taken back after it.
+"""Changes to single logits: biases and masks.
 
-``logits[line, token] += value``, and -inf masks. `save_edited` reads the logits before, `restore_edited` writes them
-back. Which line an edit is for is looked up on the device (row → slot → line), so that the lists of edits stay the same
-from step to step while rows come and go.
+``logits[line, token] += value``, and -inf masks. Which line an edit is for is looked up on the
+device (row → slot → line), so that the lists of edits stay the same from step to step while rows come and go.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _MASKED_BITS = tl.constexpr(-(2**23))
 # The number of edits changes from step to step, and the lists are views into larger buffers: without this Triton would
 # compile once more, in the middle of serving, for the first number or pointer that is divisible by 16.
 _CHANGING = ["num_edits"]
-_VIEWS = ["slots", "slot_of_row", "edit_rows", "edit_tokens", "edit_values", "edit_until", "saved"]
+_VIEWS = ["slots", "slot_of_row", "edit_rows", "edit_tokens", "edit_values", "edit_until"]
 
 
 @triton.jit
@@ -48,15 +47,6 @@ def _locate(slots, slot_of_row, edit_rows, edit_tokens, edits, num_edits, vocab)
     flags = tl.load(words + _FLAGS, mask=slot >= 0, other=0)
     is_made = (line >= 0) & ((flags & _FIRST) != 0) & (tokens >= 0) & (tokens < vocab)
     return words, line.to(tl.int64) * vocab + tokens, is_made
-
-
-@triton.jit(do_not_specialize=_CHANGING, do_not_specialize_on_alignment=_VIEWS)
-def _save_edited_kernel(
-    logits, slots, slot_of_row, edit_rows, edit_tokens, saved, num_edits, vocab, BLOCK: tl.constexpr
-):
-    edits = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    _, offsets, is_made = _locate(slots, slot_of_row, edit_rows, edit_tokens, edits, num_edits, vocab)
-    tl.store(saved + edits, tl.load(logits + offsets, mask=is_made), mask=is_made)
 
 
 @triton.jit(do_not_specialize=_CHANGING, do_not_specialize_on_alignment=_VIEWS)
@@ -89,43 +79,6 @@ def _edit_logits_kernel(
     tl.atomic_add(logits + offsets, values, mask=is_made & (values != 0) & ~is_mask, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=_CHANGING, do_not_specialize_on_alignment=_VIEWS)
-def _restore_edited_kernel(
-    logits, slots, slot_of_row, edit_rows, edit_tokens, saved, num_edits, vocab, BLOCK: tl.constexpr
-):
-    # Several edits of one logit have all saved the same, so that it does not matter which of them writes last.
-    edits = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    _, offsets, is_made = _locate(slots, slot_of_row, edit_rows, edit_tokens, edits, num_edits, vocab)
-    tl.store(logits + offsets, tl.load(saved + edits, mask=is_made), mask=is_made)
-
-
-def save_edited(
-    logits: Tensor, slots: Tensor, slot_of_row: Tensor, edit_rows: Tensor, edit_tokens: Tensor, saved: Tensor
-) -> None:
-    """See `Operations.save_edited`. Edits that are passed over, unknown tokens' too, leave ``saved`` as it is.
-
-    One launch, of about 3 µs whatever the number of edits: a chain of four dependent loads.
-    """
-    _check(logits, slots, slot_of_row, edit_rows, edit_tokens)
-    num_edits = len(edit_rows)
-    check_tensor("saved", saved, (num_edits,), torch.float32, logits.device)
-    if not num_edits or not len(logits) or not len(slots):
-        return
-    _save_edited_kernel[(triton.cdiv(num_edits, BLOCK),)](
-        logits,
-        slots,
-        slot_of_row,
-        edit_rows,
-        edit_tokens,
-        saved,
-        num_edits,
-        logits.shape[1],
-        BLOCK,
-        num_warps=NUM_WARPS,
-        enable_fp_fusion=True,
-    )
-
-
 def edit_logits(
     logits: Tensor,
     slots: Tensor,
@@ -135,7 +88,7 @@ def edit_logits(
     edit_values: Tensor,
     edit_until: Tensor,
 ) -> None:
-    """See `Operations.edit_logits`. One launch, as `save_edited`.
+    """See `Operations.edit_logits`. One launch, of about 3 µs for any number of edits: four loads, each of which waits.
 
     Args:
         edit_values: float32 [e], finite or -inf. Of a logit that gets several finite ones, the last bit of the sum may
@@ -163,30 +116,6 @@ def edit_logits(
     )
 
 
-def restore_edited(
-    logits: Tensor, slots: Tensor, slot_of_row: Tensor, edit_rows: Tensor, edit_tokens: Tensor, saved: Tensor
-) -> None:
-    """See `Operations.restore_edited`. One launch, as `save_edited`."""
-    _check(logits, slots, slot_of_row, edit_rows, edit_tokens)
-    num_edits = len(edit_rows)
-    check_tensor("saved", saved, (num_edits,), torch.float32, logits.device)
-    if not num_edits or not len(logits) or not len(slots):
-        return
-    _restore_edited_kernel[(triton.cdiv(num_edits, BLOCK),)](
-        logits,
-        slots,
-        slot_of_row,
-        edit_rows,
-        edit_tokens,
-        saved,
-        num_edits,
-        logits.shape[1],
-        BLOCK,
-        num_warps=NUM_WARPS,
-        enable_fp_fusion=True,
-    )
-
-
 def _check(logits: Tensor, slots: Tensor, slot_of_row: Tensor, edit_rows: Tensor, edit_tokens: Tensor) -> None:
     device = check_logits(logits)
     check_slots(slots, device)
@@ -196,15 +125,14 @@ def _check(logits: Tensor, slots: Tensor, slot_of_row: Tensor, edit_rows: Tensor
 
 
 def specimens() -> list[Specimen]:
-    lists = dict.fromkeys(("slots", "slot_of_row", "edit_rows", "edit_tokens"), "*i32")
-    sizes = {"num_edits": "i32", "vocab": "i32", "BLOCK": "constexpr"}
-    saving = {"logits": "*fp32", **lists, "saved": "*fp32", **sizes}
-    editing = {"logits": "*fp32", **lists, "edit_values": "*fp32", "edit_until": "*i32", **sizes}
+    pointers = dict.fromkeys(("slots", "slot_of_row", "edit_rows", "edit_tokens", "edit_until"), "*i32")
+    pointers |= {"logits": "*fp32", "edit_values": "*fp32"}
     return [
-        Specimen(name=name, kernel=kernel, signature=signature, constants={"BLOCK": BLOCK}, num_warps=NUM_WARPS)
-        for name, kernel, signature in (
-            ("save_edited", _save_edited_kernel, saving),
-            ("edit_logits", _edit_logits_kernel, editing),
-            ("restore_edited", _restore_edited_kernel, saving),
+        Specimen(
+            name="edit_logits",
+            kernel=_edit_logits_kernel,
+            signature={**pointers, "num_edits": "i32", "vocab": "i32", "BLOCK": "constexpr"},
+            constants={"BLOCK": BLOCK},
+            num_warps=NUM_WARPS,
         )
     ]

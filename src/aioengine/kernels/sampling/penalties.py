@@ -47,9 +47,8 @@ _FIRST = tl.constexpr(int(SlotFlag.FIRST))
 _IN_PROMPT = tl.constexpr(1)
 _IN_OUTPUT = tl.constexpr(2)
 
-# These may differ from step to step; Triton would compile once more for those divisible by 16.
-_CHANGING = ["saved_width"]
-_VIEWS = ["slots", "saved"]
+# A view into a larger buffer: Triton would compile once more where it begins at a multiple of 16 bytes.
+_VIEWS = ["slots"]
 
 
 @triton.jit
@@ -85,30 +84,21 @@ def _tokens_at(history, slots, slot, positions, first, end, history_width, vocab
 # are of the whole GPU's scope (Triton's default), since the parts of a slot run anywhere on it.
 
 
-@triton.jit(do_not_specialize=_CHANGING, do_not_specialize_on_alignment=_VIEWS)
+@triton.jit(do_not_specialize_on_alignment=_VIEWS)
 def _count_kernel(
-    logits,
     slots,
     history,
     counters,
-    saved,
     vocab,
     history_width,
-    saved_width,
-    HAS_SAVED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # Logits are saved here, where nobody changes them: a token that is there twice saves the same value twice.
     slot, part, num_parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    line, first, prompt_end, end, _, _, _ = _span(slots, slot)
+    _, first, prompt_end, end, _, _, _ = _span(slots, slot)
     counters_of_slot = counters + slot.to(tl.int64) * vocab
-    logits_of_line = logits + line.to(tl.int64) * vocab
     for start in range(first // BLOCK * BLOCK + part * BLOCK, end, num_parts * BLOCK):
         positions = start + tl.arange(0, BLOCK)
         tokens, is_known = _tokens_at(history, slots, slot, positions, first, end, history_width, vocab)
-        if HAS_SAVED:
-            raw = tl.load(logits_of_line + tokens, mask=is_known)
-            tl.store(saved + slot.to(tl.int64) * saved_width + positions, raw, mask=is_known)
         is_prompt = positions < prompt_end
         tl.atomic_or(counters_of_slot + tokens, _IN_PROMPT, mask=is_known & is_prompt, sem="relaxed")
         tl.atomic_add(counters_of_slot + tokens, _IN_OUTPUT, mask=is_known & ~is_prompt, sem="relaxed")
@@ -135,20 +125,8 @@ def _apply_kernel(logits, slots, history, counters, vocab, history_width, BLOCK:
         tl.store(logits_of_line + tokens, tl.where(count > 0, lowered, logit), mask=is_taken)
 
 
-@triton.jit(do_not_specialize=_CHANGING, do_not_specialize_on_alignment=_VIEWS)
-def _unpenalise_kernel(logits, slots, history, saved, vocab, history_width, saved_width, BLOCK: tl.constexpr):
-    slot, part, num_parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    line, first, _, end, _, _, _ = _span(slots, slot)
-    logits_of_line = logits + line.to(tl.int64) * vocab
-    for start in range(first // BLOCK * BLOCK + part * BLOCK, end, num_parts * BLOCK):
-        positions = start + tl.arange(0, BLOCK)
-        tokens, is_known = _tokens_at(history, slots, slot, positions, first, end, history_width, vocab)
-        raw = tl.load(saved + slot.to(tl.int64) * saved_width + positions, mask=is_known)
-        tl.store(logits_of_line + tokens, raw, mask=is_known)
-
-
-def penalise(logits: Tensor, slots: Tensor, history: Tensor, counters: Tensor, saved: Tensor | None) -> None:
-    """See `Operations.penalise`. ``saved`` keeps what `unpenalise` needs: of tokens that count, nothing else.
+def penalise(logits: Tensor, slots: Tensor, history: Tensor, counters: Tensor) -> None:
+    """See `Operations.penalise`.
 
     Two launches. For each position: 4 bytes of history, one atomic on a counter, then an exchange; for each token, its
     logit. Bound by latency for few rows (about 5 µs a launch), by the L2 cache's atomics for many: half a million
@@ -159,25 +137,11 @@ def penalise(logits: Tensor, slots: Tensor, history: Tensor, counters: Tensor, s
     check_tensor("counters", counters, (None, vocab), torch.int32, logits.device)
     if len(counters) < num_slots:
         raise InternalError(f"counters are for {len(counters)} slots, and there are {num_slots}")
-    if saved is not None:
-        _check_saved(saved, logits, num_slots)
     if not num_slots or not len(logits):
         return
-    longest = history.shape[1] if saved is None else min(saved.shape[1], history.shape[1])
-    grid = (num_slots, parts_a_slot(num_slots, longest))
+    grid = (num_slots, parts_a_slot(num_slots, history.shape[1]))
     _count_kernel[grid](
-        logits,
-        slots,
-        history,
-        counters,
-        logits if saved is None else saved,
-        vocab,
-        history.shape[1],
-        0 if saved is None else saved.shape[1],
-        saved is not None,
-        BLOCK,
-        num_warps=NUM_WARPS,
-        enable_fp_fusion=True,
+        slots, history, counters, vocab, history.shape[1], BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=True
     )
     _apply_kernel[grid](
         logits,
@@ -189,26 +153,6 @@ def penalise(logits: Tensor, slots: Tensor, history: Tensor, counters: Tensor, s
         BLOCK,
         num_warps=NUM_WARPS,
         enable_fp_fusion=False,
-    )
-
-
-def unpenalise(logits: Tensor, slots: Tensor, history: Tensor, saved: Tensor) -> None:
-    """See `Operations.unpenalise`. One launch: 8 bytes a position read, and a logit written."""
-    _check(logits, slots, history)
-    _check_saved(saved, logits, len(slots))
-    if not len(slots) or not len(logits):
-        return
-    _unpenalise_kernel[(len(slots), parts_a_slot(len(slots), min(saved.shape[1], history.shape[1])))](
-        logits,
-        slots,
-        history,
-        saved,
-        logits.shape[1],
-        history.shape[1],
-        saved.shape[1],
-        BLOCK,
-        num_warps=NUM_WARPS,
-        enable_fp_fusion=True,
     )
 
 
@@ -224,34 +168,16 @@ def _check(logits: Tensor, slots: Tensor, history: Tensor) -> None:
     check_tensor("history", history, (None, None), torch.int32, device)
 
 
-def _check_saved(saved: Tensor, logits: Tensor, num_slots: int) -> None:
-    check_tensor("saved", saved, (None, None), torch.float32, logits.device)
-    if len(saved) < num_slots:
-        raise InternalError(f"saved is for {len(saved)} slots, and there are {num_slots}")
-
-
 def specimens() -> list[Specimen]:
     tensors = {"logits": "*fp32", "slots": "*i32", "history": "*i32"}
     widths = {"vocab": "i32", "history_width": "i32"}
-    counting = {
-        **tensors,
-        "counters": "*i32",
-        "saved": "*fp32",
-        **widths,
-        "saved_width": "i32",
-        "HAS_SAVED": "constexpr",
-        "BLOCK": "constexpr",
-    }
     return [
-        *(
-            Specimen(
-                name=f"penalise: count{', save' * has_saved}",
-                kernel=_count_kernel,
-                signature=counting,
-                constants={"HAS_SAVED": has_saved, "BLOCK": BLOCK},
-                num_warps=NUM_WARPS,
-            )
-            for has_saved in (True, False)
+        Specimen(
+            name="penalise: count",
+            kernel=_count_kernel,
+            signature={"slots": "*i32", "history": "*i32", "counters": "*i32", **widths, "BLOCK": "constexpr"},
+            constants={"BLOCK": BLOCK},
+            num_warps=NUM_WARPS,
         ),
         Specimen(
             name="penalise: apply",
@@ -260,12 +186,5 @@ def specimens() -> list[Specimen]:
             constants={"BLOCK": BLOCK},
             num_warps=NUM_WARPS,
             enable_fp_fusion=False,
-        ),
-        Specimen(
-            name="unpenalise",
-            kernel=_unpenalise_kernel,
-            signature={**tensors, "saved": "*fp32", **widths, "saved_width": "i32", "BLOCK": "constexpr"},
-            constants={"BLOCK": BLOCK},
-            num_warps=NUM_WARPS,
         ),
     ]

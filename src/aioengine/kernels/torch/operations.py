@@ -19,10 +19,7 @@ from aioengine.kernels.torch.rules import (
     ends_of_bad_words,
     look_up,
     penalise,
-    restore_edited,
-    save_edited,
     top_logprobs,
-    unpenalise,
 )
 from aioengine.kernels.torch.sampling import draw
 
@@ -42,10 +39,7 @@ __all__ = [
     "penalise",
     "prefill_tile",
     "put_spans",
-    "restore_edited",
     "rms_norm",
     "rotate_and_write",
-    "save_edited",
     "top_logprobs",
-    "unpenalise",
 ]

@@ -10,13 +10,6 @@ from torch import Tensor
 from aioengine.kernels.sampling.slots import Slot, SlotFlag
 
 
-def save_edited(
-    logits: Tensor, slots: Tensor, slot_of_row: Tensor, edit_rows: Tensor, edit_tokens: Tensor, saved: Tensor
-) -> None:
-    _, lines, tokens, edits = _made(logits, slots, slot_of_row, edit_rows, edit_tokens)
-    saved[edits] = logits[lines, tokens]
-
-
 def edit_logits(
     logits: Tensor,
     slots: Tensor,
@@ -32,13 +25,6 @@ def edit_logits(
     is_mask = values == -torch.inf
     logits.index_put_((lines[~is_mask], tokens[~is_mask]), values[~is_mask], accumulate=True)
     logits[lines[is_mask], tokens[is_mask]] = -torch.inf
-
-
-def restore_edited(
-    logits: Tensor, slots: Tensor, slot_of_row: Tensor, edit_rows: Tensor, edit_tokens: Tensor, saved: Tensor
-) -> None:
-    _, lines, tokens, edits = _made(logits, slots, slot_of_row, edit_rows, edit_tokens)
-    logits[lines, tokens] = saved[edits]
 
 
 def _made(
@@ -81,17 +67,15 @@ def ends_of_bad_words(
             edit_values[word] = -torch.inf
 
 
-def penalise(logits: Tensor, slots: Tensor, history: Tensor, counters: Tensor, saved: Tensor | None) -> None:
+def penalise(logits: Tensor, slots: Tensor, history: Tensor, counters: Tensor) -> None:
     vocab = logits.shape[1]
-    for slot, line, tokens, first, num_outputs in _penalised(slots, history, vocab):
+    for slot, line, tokens, num_outputs in _penalised(slots, history, vocab):
         repetition, frequency, presence = slots[slot, [Slot.REPETITION, Slot.FREQUENCY, Slot.PRESENCE]].view(
             torch.float32
         )
         of_line = logits[line]
         is_known = (tokens >= 0) & (tokens < vocab)
         known = tokens[is_known]
-        if saved is not None:
-            saved[slot, first : first + len(tokens)][is_known] = of_line[known]
         output = tokens[len(tokens) - num_outputs :]
         counts = torch.bincount(output[(output >= 0) & (output < vocab)], minlength=vocab)
         before = of_line[known]
@@ -100,15 +84,9 @@ def penalise(logits: Tensor, slots: Tensor, history: Tensor, counters: Tensor, s
         of_line.copy_(torch.where(counts > 0, lowered, of_line))
 
 
-def unpenalise(logits: Tensor, slots: Tensor, history: Tensor, saved: Tensor) -> None:
-    for slot, line, tokens, first, _ in _penalised(slots, history, logits.shape[1]):
-        is_known = (tokens >= 0) & (tokens < logits.shape[1])
-        logits[line, tokens[is_known]] = saved[slot, first : first + len(tokens)][is_known]
-
-
-def _penalised(slots: Tensor, history: Tensor, vocab: int) -> Iterator[tuple[int, int, Tensor, int, int]]:
-    """Of the slots that have penalties: slot, line, the tokens that count (int64 [any]), where in the history they
-    begin, and how many of them, the last ones, are output."""
+def _penalised(slots: Tensor, history: Tensor, vocab: int) -> Iterator[tuple[int, int, Tensor, int]]:
+    """Of the slots that have penalties: slot, line, the tokens that count (int64 [any]), and how many of them, the
+    last ones, are output."""
     penalties = slots[:, [Slot.REPETITION, Slot.FREQUENCY, Slot.PRESENCE]].view(torch.float32).tolist()
     for slot, (words, (repetition, frequency, presence)) in enumerate(zip(slots.tolist(), penalties, strict=True)):
         if words[Slot.LINE] < 0 or not words[Slot.FLAGS] & SlotFlag.FIRST:
@@ -118,7 +96,7 @@ def _penalised(slots: Tensor, history: Tensor, vocab: int) -> Iterator[tuple[int
         end, num_outputs = words[Slot.END], words[Slot.OUTPUT_POSITION]
         first = 0 if repetition != 1 else end - num_outputs
         tokens = history[words[Slot.ROW], first:end].long()
-        yield slot, words[Slot.LINE], tokens, first, num_outputs
+        yield slot, words[Slot.LINE], tokens, num_outputs
 
 
 def top_logprobs(logits: Tensor, slots: Tensor, log_mass: Tensor, ids: Tensor, logprobs: Tensor) -> None:
