@@ -2,9 +2,8 @@
 
     python -m benchmarks.gpu.compile [--capability 80 90] [--quick] [--only NAME] [--jobs N] [--json FILE]
 
-Each specimen (`aioengine.kernels.specimen`) goes through Triton to a cubin for each capability. As at a launch
-pointers count as divisible by 16, as those of torch's allocations are, unless the kernel says that it is not to look at
-that; so do integers whose type ends in ":16". Without that loads are narrow and not pipelined: other code. Columns:
+Each case of ``tests/kernels/compile_cases.py``, which is a launch at a size that serving has, goes through Triton to a
+cubin for each capability. Columns:
 
 - **registers**: of a thread. **spilled**: bytes of a thread's stack, which lies in memory, if there is one in use.
 - **shared**: KiB of a block; more than the GPU's limit is a failure here as it would be there. What 8.0 launches by
@@ -12,8 +11,8 @@ that; so do integers whose type ends in ":16". Without that loads are narrow and
 - **tensor cores**: which matrix instructions there are in the PTX: wgmma, mma, or none.
 - **seconds**: to compile.
 
-Exits with 1 if a specimen does not compile or spills more than `ALLOWED_SPILLS` has for its kernel, with 2 if there is
-nothing to compile. ``--quick`` takes the first specimen of each kernel alone.
+Exits with 1 if a case does not compile or spills more than `ALLOWED_SPILLS` has for its kernel, with 2 if there is
+nothing to compile. ``--quick`` takes the first case of each kernel alone.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ MAX_SHARED = {
 ALLOWED_SPILLS: dict[str, int] = {}
 """Bytes of stack, by kernel; 0 for those that are not here. Whoever adds one says why it is not worth avoiding."""
 TIMEOUT_S = 300.0
-"""Of one specimen: a compiler that loops would otherwise hold CI until its own limit."""
+"""Of one case: a compiler that loops would otherwise hold CI until its own limit."""
 LOCAL_ACCESS = re.compile(r"\b(LDL|STL)\b")
 TENSOR_CORES = {"wgmma": re.compile(r"\bwgmma\.mma_async"), "mma": re.compile(r"\bmma\.sync")}
 REPOSITORY = Path(__file__).parents[2]
@@ -56,7 +55,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """What became of a specimen for one capability; of a failed one ``error`` says why, and the figures are 0."""
+    """What became of a case for one capability; of a failed one ``error`` says why, and the figures are 0."""
 
     name: str
     kernel: str
@@ -89,7 +88,7 @@ class Compiled:
 # In a worker: the only place that imports Triton and torch.
 
 
-def compile_one(specimen: Any, capability: int) -> Compiled:
+def compile_one(case: Any, capability: int) -> Compiled:
     """Compile in this process.
 
     Raises:
@@ -99,40 +98,22 @@ def compile_one(specimen: Any, capability: int) -> Compiled:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel = specimen.kernel
-    signature = {name: kind.removesuffix(":16") for name, kind in specimen.signature.items()}
-    aligned = [
-        parameter.num
-        for parameter in kernel.params
-        if specimen.signature[parameter.name].startswith("*") or specimen.signature[parameter.name].endswith(":16")
-        if parameter.name not in specimen.constants
-        if not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment)
-    ]
-    source = ASTSource(
-        fn=kernel,
-        signature={name: signature[name] for name in kernel.arg_names},
-        constexprs=specimen.constants,
-        attrs={(place,): [["tt.divisibility", 16]] for place in aligned},
-    )
+    source = ASTSource(case.kernel, case.signature, case.constants, case.attributes)
     begin = time.perf_counter()
-    compiled = triton.compile(
-        source,
-        target=GPUTarget("cuda", capability, 32),
-        options={name: getattr(specimen, name) for name in ("num_warps", "num_stages", "enable_fp_fusion")},
-    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=case.options)
     seconds = time.perf_counter() - begin
     registers, spilled = resource_usage(compiled.asm["cubin"])
     ptx = compiled.asm["ptx"]
     return Compiled(
-        name=specimen.name,
-        kernel=kernel.__name__,
+        name=case.name,
+        kernel=case.kernel.__name__,
         capability=capability,
         registers=registers,
         spilled_bytes=spilled,
         shared_bytes=compiled.metadata.shared,
         tensor_cores=" ".join(name for name, pattern in TENSOR_CORES.items() if pattern.search(ptx)),
         seconds=round(seconds, 2),
-        is_default=specimen.is_default,
+        is_default=case.is_default,
     )
 
 
@@ -159,19 +140,20 @@ def _tool(name: str, *arguments: str) -> str:
 
 
 def work() -> None:
-    """Tell of all specimens in a line, then compile those asked for: a line with index and capability each."""
-    from aioengine.kernels import triton_operations
+    """Tell of all cases in a line, then compile those asked for: a line with index and capability each."""
+    sys.path.append(str(REPOSITORY / "tests"))
+    from kernels.compile_cases import compile_cases
 
     # What a compiler prints must not come between the lines.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    specimens = list(triton_operations.specimens())
-    known = [[specimen.name, specimen.kernel.__name__, specimen.min_capability] for specimen in specimens]
-    print(json.dumps({"about": _about(), "specimens": known}), file=answers, flush=True)
+    cases = compile_cases()
+    known = [[case.name, case.kernel.__name__, case.min_capability] for case in cases]
+    print(json.dumps({"about": _about(), "cases": known}), file=answers, flush=True)
     for line in sys.stdin:
         index, capability = map(int, line.split())
         try:
-            answer = compile_one(specimens[index], capability)
+            answer = compile_one(cases[index], capability)
         except Exception as error:
             reason = "\n".join(filter(None, (str(error), str(error.__cause__ or ""))))
             answer = _failed(known[index], capability, f"{type(error).__name__}: {reason}")
@@ -193,7 +175,7 @@ def _failed(known: list[Any], capability: int, error: str) -> Compiled:
 
 
 class Worker:
-    """A process that compiles; one that died or took too long is replaced for the next specimen.
+    """A process that compiles; one that died or took too long is replaced for the next case.
 
     Args:
         folder: for what it and Triton's tools write; one that is killed leaves files.
@@ -207,7 +189,7 @@ class Worker:
         self._lock = threading.Lock()
         self._is_over = False
         self.about: dict[str, str] = {}
-        self.specimens: list[list[Any]] = []
+        self.cases: list[list[Any]] = []
 
     def start(self) -> None:
         """Raises:
@@ -230,7 +212,7 @@ class Worker:
         if not line:
             raise SystemExit("the kernels cannot be imported")
         told = json.loads(line)
-        self.about, self.specimens = told["about"], told["specimens"]
+        self.about, self.cases = told["about"], told["cases"]
 
     def compile(self, index: int, capability: int) -> Compiled:
         if self._process is None:
@@ -254,7 +236,7 @@ class Worker:
             return Compiled(**json.loads(line))
         self.close()
         error = f"the compiler ended with {process.returncode}; a negative number is a signal, -9 after {TIMEOUT_S:g} s"
-        return _failed(self.specimens[index], capability, error)
+        return _failed(self.cases[index], capability, error)
 
     def kill(self) -> None:
         """For good, from any thread: whoever waits for it is told that it ended."""
@@ -317,15 +299,15 @@ def compile_all(jobs: list[tuple[int, int]], workers: list[Worker]) -> Generator
                 thread.join()
 
 
-def choose(specimens: list[list[Any]], args: argparse.Namespace) -> list[tuple[int, int]]:
-    """Which specimens to compile for which capabilities."""
-    chosen = [index for index, (name, kernel, _) in enumerate(specimens) if args.only in f"{name} {kernel}"]
+def choose(cases: list[list[Any]], args: argparse.Namespace) -> list[tuple[int, int]]:
+    """Which cases to compile for which capabilities."""
+    chosen = [index for index, (name, kernel, _) in enumerate(cases) if args.only in f"{name} {kernel}"]
     if args.quick:
         first: dict[str, int] = {}
         for index in chosen:
-            first.setdefault(specimens[index][1], index)
+            first.setdefault(cases[index][1], index)
         chosen = list(first.values())
-    return [(i, capability) for i in chosen for capability in args.capability if capability >= specimens[i][2]]
+    return [(i, capability) for i in chosen for capability in args.capability if capability >= cases[i][2]]
 
 
 def show(compiled: Compiled) -> str:
@@ -346,8 +328,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     parser.add_argument("--capability", type=int, nargs="+", default=list(CAPABILITIES), help="such as 80 90")
-    parser.add_argument("--quick", action="store_true", help="one specimen of each kernel")
-    parser.add_argument("--only", default="", metavar="NAME", help="those with this in the specimen's or kernel's name")
+    parser.add_argument("--quick", action="store_true", help="one case of each kernel")
+    parser.add_argument("--only", default="", metavar="NAME", help="those with this in the case's or kernel's name")
     parser.add_argument("--jobs", type=command.positive(int), default=min(cores, 4), help="processes that compile")
     parser.add_argument("--cache", type=Path, help="Triton's cache folder; a temporary one by default")
     parser.add_argument("--json", type=Path, help="also write the figures here")
@@ -376,13 +358,13 @@ def run(args: argparse.Namespace, cache: Path, folder: Path) -> int:
     try:
         workers[0].start()
         for worker in workers[1:]:
-            worker.specimens = workers[0].specimens
-        about, jobs = workers[0].about, choose(workers[0].specimens, args)
+            worker.cases = workers[0].cases
+        about, jobs = workers[0].about, choose(workers[0].cases, args)
         if not jobs:
-            command.refuse(f"no specimen matches {args.only!r} for {', '.join(map(str, args.capability))}")
+            command.refuse(f"no case matches {args.only!r} for {', '.join(map(str, args.capability))}")
         print(f"triton {about['triton']}, torch {about['torch']}; {len(jobs)} to compile", flush=True)
         columns = f"{'registers':>9} {'spilled':>7} {'shared':>7}  {'tensor cores':12} {'seconds':>7}"
-        print(f"{'kernel':28} {'specimen':60} {'':5} {columns}")
+        print(f"{'kernel':28} {'case':60} {'':5} {columns}")
         with contextlib.closing(compile_all(jobs, workers)) as results:
             for result in results:
                 compiled.append(result)

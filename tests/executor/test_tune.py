@@ -31,6 +31,7 @@ from aioengine.kernels.attention.choices import (
 )
 from aioengine.kernels.attention.kv_cache import KVCacheShape
 from aioengine.kernels.attention.tuning import Choice
+from aioengine.kernels.operations import Operations
 from aioengine.kernels.torch import operations as reference
 from aioengine.models.families import DecoderConfig
 from doubles.fake_accelerator import FakeAccelerator
@@ -74,7 +75,9 @@ class TimedGpu(FakeAccelerator):
         self.timed: list[tuple[str, Choice]] = []
         self.launched: dict[str, tuple[tuple[torch.Tensor, ...], dict[str, Any]]] = {}
         self._last: tuple[str, Choice] | None = None
-        self.operations: Any = SimpleNamespace(**{name: getattr(reference, name) for name in reference.__all__})
+        self.operations: Any = SimpleNamespace(
+            **{name: getattr(reference, name) for name in vars(Operations) if name[0] != "_"}
+        )
         self.operations.TUNABLE = Tunable(kernels=ATTENTION_KERNELS, compiler="3.9.0")
         self.operations.attend_decode = self._attend_decode
         self.operations.attend_prefill = self._attend_prefill

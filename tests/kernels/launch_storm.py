@@ -2,8 +2,8 @@
 
     python launch_storm.py
 
-To be run without ``TRITON_INTERPRET``; it takes no GPU, as nothing is compiled and nothing launched: a driver that is
-none, and in the place of the compiler a list of what it was asked for. Tensors are on the CPU, and never touched.
+To be run without ``TRITON_INTERPRET``; it takes no GPU, as nothing is compiled and nothing launched (see
+`compile_cases.Recorder`). Tensors are on the CPU, and never touched.
 
 Prints JSON: by model and kernel the variants after the start, how many of them the kernel's constants alone account
 for, and those that come later, each of which would hold a device for a second in the middle of serving.
@@ -21,10 +21,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from compile_cases import Recorder
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
 
 from aioengine.kernels import triton_operations as ops
 from aioengine.kernels.attention.choices import DECODE_IN_SPLITS, TUNED, AttentionShape, candidates
@@ -60,29 +58,16 @@ MODELS = {
 }  # fmt: skip
 
 
-class NoDriver:
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-
 class Asked:
     """What the compiler was asked for, by kernel: keys of variants, and what of them the kernel's constants say."""
 
     def __init__(self) -> None:
         self.variants: dict[str, dict[str, str]] = defaultdict(dict)
 
-    def compile(
-        self, kernel: Any, key: Any, signature: Any, device: Any, constants: Any, options: Any, *rest: Any
-    ) -> None:
+    def add(self, kernel: Any, key: str, signature: Any, constants: Any, options: Any, attributes: Any) -> None:
         names = {parameter.num: parameter.name for parameter in kernel.params if parameter.is_constexpr}
         declared = {names[path[0]]: value for path, value in constants.items() if path[0] in names}
-        self.variants[kernel.fn.__name__][str(key)] = f"{declared} {options}"
+        self.variants[kernel.fn.__name__][key] = f"{declared} {options}"
 
 
 class Storm:
@@ -202,9 +187,8 @@ def tell(asked: Asked, started: dict[str, dict[str, str]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    driver.set_active(NoDriver())
     asked = Asked()
-    JITFunction._do_compile = lambda kernel, *arguments: asked.compile(kernel, *arguments)
+    Recorder(asked.add)
     told = {}
     for name, model in MODELS.items():
         asked.variants.clear()

@@ -1,6 +1,6 @@
 """Every kernel becomes machine code for sm_80 and sm_90, on a machine without a GPU, and none spills registers.
 
-``python -m benchmarks.gpu.compile`` takes all specimens; here it is the first one of each kernel.
+``python -m benchmarks.gpu.compile`` takes all cases; here it is the first one of each kernel.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return lines
 
 
-def test_every_kernel_has_a_specimen(compiled: list[dict[str, Any]]) -> None:
+def test_every_kernel_has_a_case(compiled: list[dict[str, Any]]) -> None:
     assert KERNELS
     assert {line["kernel"] for line in compiled} >= KERNELS
 
 
 def test_all_are_compiled_for_both_capabilities(compiled: list[dict[str, Any]]) -> None:
-    """The first specimen of a kernel is one that each of them runs."""
+    """The first case of a kernel is one that each of them runs."""
     for capability in (80, 90):
         assert {line["kernel"] for line in compiled if line["capability"] == capability} >= KERNELS
     assert all(line["registers"] > 0 for line in compiled)
@@ -91,7 +91,7 @@ def test_defaults_must_fit_into_every_gpu_of_their_kind(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--only nosuchkernel", "no specimen matches 'nosuchkernel' for 80, 90"),
+        ("--only nosuchkernel", "no case matches 'nosuchkernel' for 80, 90"),
         ("--capability 75", "a capability of 8.0 or newer is needed, such as --capability 80, not 75"),
         ("--capability 80 999", "there is no capability 999; known are 80, "),
         ("--jobs -3", "a positive number is needed, not '-3'"),

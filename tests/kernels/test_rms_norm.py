@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from aioengine.errors import InternalError
-from aioengine.kernels.layers.rms_norm import MAX_WIDTH, add_rms_norm, num_warps, rms_norm, specimens
+from aioengine.kernels.layers.rms_norm import MAX_WIDTH, add_rms_norm, num_warps, rms_norm
 from aioengine.kernels.torch import layers as reference_decoder
 
 # numpy's, in the interpreter, where infinities are meant.
@@ -110,4 +110,3 @@ def test_what_does_not_fit_is_refused() -> None:
 def test_a_thread_holds_no_more_than_it_has_registers_for() -> None:
     assert [num_warps(width) for width in (64, 1024, 2048, 4096, 5120, 8192)] == [4, 4, 4, 8, 16, 16]
     assert MAX_WIDTH // (32 * num_warps(MAX_WIDTH)) <= 64
-    assert {specimen.name.split(",")[0] for specimen in specimens()} == {"rms_norm", "add_rms_norm"}

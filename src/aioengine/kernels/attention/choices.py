@@ -25,8 +25,6 @@ PREFILL_ROWS = 128
 """Of a tile of `Operations.attend_prefill`, query tokens times heads: no choice has more in a program, and programs of
 fewer share a tile. So tiles that are packed already stay right whatever is chosen."""
 
-_ELEMENT_SIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8e4nv": 1}
-
 
 class AttentionShape(NamedTuple):
     """What the best choice depends on, beside the GPU.
@@ -167,17 +165,3 @@ def _choices(names: tuple[str, ...], rows: Sequence[tuple[int, ...]]) -> tuple[C
         Choice(num_warps=row[-2], num_stages=row[-1], constants=tuple(zip(names, row[:-2], strict=True)))
         for row in rows
     )
-
-
-def specimen_shape(heads: int, kv_heads: int, head_dim: int, dtype: str, cache: str) -> AttentionShape:
-    """For a `Specimen`; dtypes by Triton's names."""
-    sizes = _ELEMENT_SIZES[dtype], _ELEMENT_SIZES[cache]
-    return AttentionShape(head_dim, heads // kv_heads, kv_heads, *sizes, block_size=16)
-
-
-def specimen_name(kernel: str, shape: AttentionShape, dtype: str, cache: str, features: str, choice: Choice) -> str:
-    """Of a `Specimen`, with its constants, warps and stages at the end."""
-    heads = f"{shape.group * shape.num_kv_heads}/{shape.num_kv_heads} heads of {shape.head_dim}"
-    constants = "/".join(str(size) for _, size in choice.constants)
-    launch = f"{constants}/{choice.num_warps}/{choice.num_stages}"
-    return f"{kernel}, {heads}, {dtype}, cache {cache}{features}, {launch}"

@@ -15,8 +15,6 @@ few and short contexts the time of two launches (5 to 8 µs).
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -27,15 +25,10 @@ from aioengine.kernels.attention.choices import (
     DECODE,
     DECODE_IN_SPLITS,
     AttentionShape,
-    candidates,
     choice_of,
-    default_choice,
-    specimen_name,
-    specimen_shape,
 )
 from aioengine.kernels.attention.tuning import Choice
 from aioengine.kernels.launch_checks import FLOATS, check_tensor
-from aioengine.kernels.specimen import Specimen
 
 LOG2_E = 1.4426950408889634
 NO_WINDOW = 1 << 30
@@ -344,88 +337,3 @@ def check_paged(
 def _capability(device: torch.device) -> tuple[int, int]:
     """Of a GPU; the interpreter can do everything."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (99, 0)
-
-
-def specimens() -> list[Specimen]:
-    found = []
-    for heads, kv_heads, head_dim, dtype, cache, is_split, soft_cap in (
-        (32, 8, 128, "bf16", "bf16", False, 0.0),
-        (32, 8, 128, "bf16", "bf16", True, 0.0),
-        (16, 8, 128, "bf16", "bf16", False, 0.0),
-        (32, 8, 128, "bf16", "fp8e4nv", False, 0.0),
-        (32, 8, 128, "fp32", "fp32", False, 0.0),
-        (32, 8, 64, "fp16", "fp16", True, 0.0),
-        (32, 32, 80, "bf16", "bf16", False, 0.0),
-        (32, 32, 96, "bf16", "bf16", False, 0.0),
-        (16, 8, 256, "bf16", "bf16", False, 50.0),
-        (16, 8, 256, "bf16", "fp8e4nv", False, 50.0),
-        (16, 8, 256, "fp32", "fp32", True, 50.0),
-        (32, 8, 128, "fp32", "fp8e4nv", False, 0.0),
-        (71, 1, 64, "bf16", "bf16", True, 0.0),
-        (64, 1, 256, "bf16", "bf16", False, 0.0),
-        (64, 1, 256, "bf16", "fp8e4nv", False, 0.0),
-        (128, 1, 256, "bf16", "bf16", True, 0.0),
-        (128, 1, 256, "bf16", "fp8e4nv", False, 0.0),
-        (128, 1, 128, "bf16", "bf16", False, 0.0),
-    ):
-        shape = specimen_shape(heads, kv_heads, head_dim, dtype, cache)
-        for choice in candidates(DECODE_IN_SPLITS if is_split else DECODE, shape, 90):
-            found.append(_decode_specimen(shape, dtype, cache, is_split, soft_cap, choice))
-    for heads, head_dim, dtype in ((32, 128, "bf16"), (16, 128, "bf16"), (16, 256, "fp32")):
-        found.append(_combine_specimen(heads, head_dim, dtype))
-    return found
-
-
-def _decode_specimen(
-    shape: AttentionShape, dtype: str, cache: str, is_split: bool, soft_cap: float, choice: Choice
-) -> Specimen:
-    constants: dict[str, Any] = {
-        "HAS_SOFT_CAP": soft_cap > 0,
-        "IS_SPLIT": is_split,
-        "KV_HEADS": shape.num_kv_heads,
-        "GROUP": shape.group,
-        "HEAD_DIM": shape.head_dim,
-        "BLOCK_SIZE": shape.block_size,
-        "M": max(triton.next_power_of_2(shape.group), 16),
-        "D": triton.next_power_of_2(shape.head_dim),
-        **dict(choice.constants),
-    }
-    if not is_split:
-        constants |= {"parts_ptr": None, "part_masses_ptr": None}
-    signature = {
-        **{"q_ptr": f"*{dtype}", "k_ptr": f"*{cache}", "v_ptr": f"*{cache}"},
-        **{"table_ptr": "*i32", "decodes_ptr": "*i32", "out_ptr": f"*{dtype}"},
-        **{"parts_ptr": "*fp32", "part_masses_ptr": "*fp32"},
-        **{"score_scale": "fp32", "cap_scale": "fp32", "v_scale": "fp32", "window": "i32", "table_width": "i32"},
-        **dict.fromkeys(constants, "constexpr"),
-    }
-    return Specimen(
-        name=specimen_name("attend_decode", shape, dtype, cache, ", in splits" if is_split else "", choice),
-        kernel=_decode_kernel,
-        signature=signature,
-        constants=constants,
-        num_warps=choice.num_warps,
-        num_stages=choice.num_stages,
-        min_capability=89 if cache == "fp8e4nv" else 80,
-        is_default=choice == default_choice(DECODE_IN_SPLITS if is_split else DECODE, shape),
-    )
-
-
-def _combine_specimen(heads: int, head_dim: int, dtype: str) -> Specimen:
-    constants = {
-        "HEADS": heads,
-        "HEAD_DIM": head_dim,
-        "D": triton.next_power_of_2(head_dim),
-        "PARTS": _COMBINED_AT_ONCE,
-        **dict(default_choice(DECODE_IN_SPLITS, specimen_shape(heads, heads, head_dim, dtype, dtype)).constants),
-    }
-    return Specimen(
-        name=f"attend_decode, combine, {heads} heads of {head_dim}, {dtype}",
-        kernel=_combine_kernel,
-        signature={
-            **{"parts_ptr": "*fp32", "part_masses_ptr": "*fp32", "decodes_ptr": "*i32", "out_ptr": f"*{dtype}"},
-            **{"window": "i32", "num_splits": "i32"},
-            **dict.fromkeys(constants, "constexpr"),
-        },
-        constants=constants,
-    )

@@ -15,7 +15,6 @@ this form are known to reach about half of that on an H100, since exp2 and the p
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 import triton
@@ -26,11 +25,7 @@ from aioengine.kernels.attention.choices import (
     PREFILL,
     PREFILL_ROWS,
     AttentionShape,
-    candidates,
     choice_of,
-    default_choice,
-    specimen_name,
-    specimen_shape,
 )
 from aioengine.kernels.attention.paged_decode import (
     NO_WINDOW,
@@ -42,7 +37,6 @@ from aioengine.kernels.attention.paged_decode import (
 )
 from aioengine.kernels.attention.tuning import Choice
 from aioengine.kernels.launch_checks import check_tensor
-from aioengine.kernels.specimen import Specimen
 
 
 @triton.jit
@@ -258,51 +252,3 @@ def _constants(shape: AttentionShape, choice: Choice) -> dict[str, int]:
         "D": triton.next_power_of_2(shape.head_dim),
         **constants,
     }
-
-
-def specimens() -> list[Specimen]:
-    found = []
-    for heads, kv_heads, head_dim, dtype, cache, window, soft_cap in (
-        (32, 8, 128, "bf16", "bf16", None, 0.0),
-        (16, 8, 128, "bf16", "bf16", None, 0.0),
-        (32, 8, 128, "bf16", "bf16", 4096, 0.0),
-        (32, 8, 128, "bf16", "fp8e4nv", None, 0.0),
-        (32, 8, 128, "fp32", "fp32", None, 0.0),
-        (32, 8, 128, "fp32", "fp8e4nv", None, 0.0),
-        (71, 1, 64, "bf16", "bf16", None, 0.0),
-        (32, 8, 64, "fp16", "fp16", None, 0.0),
-        (32, 32, 80, "bf16", "bf16", None, 0.0),
-        (32, 32, 96, "bf16", "bf16", 2047, 0.0),
-        (16, 8, 256, "bf16", "bf16", None, 50.0),
-        (16, 8, 256, "bf16", "bf16", 4096, 50.0),
-        (16, 8, 256, "bf16", "fp8e4nv", 4096, 50.0),
-        (16, 8, 256, "fp32", "fp32", 4096, 50.0),
-    ):
-        shape = specimen_shape(heads, kv_heads, head_dim, dtype, cache)
-        features = (", window" if window else "") + (", capped" if soft_cap else "")
-        for choice in candidates(PREFILL, shape, 90):
-            constants: dict[str, Any] = {
-                "HAS_WINDOW": window is not None,
-                "HAS_SOFT_CAP": soft_cap > 0,
-                **_constants(shape, choice),
-            }
-            oldest = 89 if cache == "fp8e4nv" else 80
-            found.append(
-                Specimen(
-                    name=specimen_name("attend_prefill", shape, dtype, cache, features, choice),
-                    kernel=_prefill_kernel,
-                    signature={
-                        **{"q_ptr": f"*{dtype}", "k_ptr": f"*{cache}", "v_ptr": f"*{cache}"},
-                        **{"table_ptr": "*i32", "tiles_ptr": "*i32", "out_ptr": f"*{dtype}"},
-                        **{"score_scale": "fp32", "cap_scale": "fp32", "v_scale": "fp32"},
-                        **{"window": "i32", "table_width": "i32"},
-                        **dict.fromkeys(constants, "constexpr"),
-                    },
-                    constants=constants,
-                    num_warps=choice.num_warps,
-                    num_stages=choice.num_stages,
-                    min_capability=oldest if choice in candidates(PREFILL, shape, oldest) else 90,
-                    is_default=choice == default_choice(PREFILL, shape),
-                )
-            )
-    return found

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from aioengine.errors import InternalError
 from aioengine.kernels.launch_checks import FLOATS, check_tensor
-from aioengine.kernels.specimen import Specimen
 
 KINDS = ("silu", "gelu_tanh")
 
@@ -60,28 +59,3 @@ def gated_activation(gate_up: Tensor, kind: str) -> Tensor:
             gate_up, out, WIDTH=width, BLOCK=block, IS_SILU=kind == "silu", num_warps=NUM_WARPS, enable_fp_fusion=True
         )
     return out
-
-
-def specimens() -> list[Specimen]:
-    return [
-        Specimen(
-            name=f"gated_activation, {width} wide, {block} at once, {kind}, {dtype}",
-            kernel=_gated_activation_kernel,
-            signature={
-                "gate_up_ptr": f"*{dtype}",
-                "out_ptr": f"*{dtype}",
-                "WIDTH": "constexpr",
-                "BLOCK": "constexpr",
-                "IS_SILU": "constexpr",
-            },
-            constants={"WIDTH": width, "BLOCK": block, "IS_SILU": kind == "silu"},
-            num_warps=NUM_WARPS,
-        )
-        for width, block, kind, dtype in (
-            (14336, FEW_ROWS_BLOCK, "silu", "bf16"),
-            (14336, BLOCK, "silu", "bf16"),
-            (3072, BLOCK, "silu", "bf16"),
-            (14336, BLOCK, "gelu_tanh", "fp16"),
-            (14336, BLOCK, "silu", "fp32"),
-        )
-    ]

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from aioengine.errors import InternalError
 from aioengine.kernels.launch_checks import FLOATS, check_tensor
-from aioengine.kernels.specimen import Specimen
 
 MAX_WIDTH = 1 << 15
 """Wider rows would not fit into the registers of a program."""
@@ -101,26 +100,3 @@ def _constants(width: int) -> dict[str, Any]:
 def num_warps(width: int) -> int:
     """16 values a thread: two loads of 128 bits of 16-bit values on the way at once; 4 to 16 warps."""
     return 4 if width <= 2048 else 8 if width <= 4096 else 16
-
-
-def specimens() -> list[Specimen]:
-    found = []
-    for width, dtype in ((4096, "bf16"), (1024, "bf16"), (5120, "fp16"), (4096, "fp32")):
-        x, constants = f"*{dtype}", {"WIDTH": width, "BLOCK": triton.next_power_of_2(width)}
-        of_constants = dict.fromkeys(constants, "constexpr")
-        pointers = {"x_ptr": x, "weight_ptr": x, "out_ptr": x}
-        with_residual = {"x_ptr": x, "residual_ptr": x, "weight_ptr": x, "out_ptr": x}
-        for name, kernel, arguments in (
-            ("rms_norm", _rms_norm_kernel, pointers),
-            ("add_rms_norm", _add_rms_norm_kernel, with_residual),
-        ):
-            found.append(
-                Specimen(
-                    name=f"{name}, {width} wide, {dtype}",
-                    kernel=kernel,
-                    signature={**arguments, "eps": "fp32", **of_constants},
-                    constants=constants,
-                    num_warps=num_warps(width),
-                )
-            )
-    return found

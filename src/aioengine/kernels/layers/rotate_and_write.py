@@ -21,7 +21,6 @@ from torch import Tensor
 
 from aioengine.errors import InternalError
 from aioengine.kernels.launch_checks import FLOATS, check_tensor
-from aioengine.kernels.specimen import Specimen
 
 MAX_FLOAT8 = tl.constexpr(448.0)
 """Of e4m3fn."""
@@ -203,30 +202,3 @@ def _constants(num_heads: int, num_kv_heads: int, head_dim: int, *, has_norm: bo
         "HEADS_AT_ONCE": min(max(TILE // half_block, 1), of_all),
         "HALF_BLOCK": half_block,
     }
-
-
-def specimens() -> list[Specimen]:
-    shapes = (("32/8 heads of 128", 32, 8, 128, False), ("16/8 heads of 128, normalised", 16, 8, 128, True))
-    more = (("14/2 heads of 64", 14, 2, 64, False), ("8/4 heads of 256, normalised", 8, 4, 256, True))
-    found = []
-    for shape, num_heads, num_kv_heads, head_dim, has_norm in shapes + more:
-        for dtype, cached, capability in (("bf16", "bf16", 80), ("bf16", "fp8e4nv", 90), ("fp16", "fp16", 80)):
-            constants = _constants(num_heads, num_kv_heads, head_dim, has_norm=has_norm)
-            pointers = dict.fromkeys(("qkv_ptr", "rope_ptr", "weights_ptr", "q_ptr"), f"*{dtype}")
-            pointers |= {"positions_ptr": "*i32", "slots_ptr": "*i32"}
-            pointers |= {"k_cache_ptr": f"*{cached}", "v_cache_ptr": f"*{cached}"}
-            found.append(
-                Specimen(
-                    name=f"rotate_and_write, {shape}, {dtype}, cache {cached}",
-                    kernel=_rotate_and_write_kernel,
-                    signature={
-                        **pointers,
-                        **dict.fromkeys(("eps", "k_scale", "v_scale"), "fp32"),
-                        **dict.fromkeys(constants, "constexpr"),
-                    },
-                    constants=constants,
-                    num_warps=NUM_WARPS,
-                    min_capability=capability,
-                )
-            )
-    return found

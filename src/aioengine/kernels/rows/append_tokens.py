@@ -12,7 +12,6 @@ from torch import Tensor
 
 from aioengine.kernels.launch_checks import check_tensor
 from aioengine.kernels.sampling import slots as words
-from aioengine.kernels.specimen import Specimen
 
 BLOCK, NUM_WARPS = 128, 4
 
@@ -59,19 +58,3 @@ def append_tokens(history: Tensor, slots: Tensor, token_ids: Tensor) -> None:
             num_warps=NUM_WARPS,
             enable_fp_fusion=True,
         )
-
-
-def specimens() -> list[Specimen]:
-    return [
-        Specimen(
-            name="append_tokens",
-            kernel=_append_tokens_kernel,
-            signature={
-                **dict.fromkeys(("history_ptr", "slots_ptr", "token_ids_ptr"), "*i32"),
-                **dict.fromkeys(("num_slots", "width"), "i32"),
-                "BLOCK": "constexpr",
-            },
-            constants={"BLOCK": BLOCK},
-            num_warps=NUM_WARPS,
-        )
-    ]

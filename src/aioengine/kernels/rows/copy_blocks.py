@@ -13,7 +13,6 @@ from torch import Tensor
 
 from aioengine.errors import InternalError
 from aioengine.kernels.launch_checks import check_tensor
-from aioengine.kernels.specimen import Specimen
 
 BLOCK, NUM_WARPS = 1024, 4
 """8 KiB a program: four loads of 128 bits a thread on the way at once."""
@@ -64,23 +63,3 @@ def copy_blocks(caches: Tensor, copied_from: Tensor, copied_to: Tensor) -> None:
         num_warps=NUM_WARPS,
         enable_fp_fusion=True,
     )
-
-
-def specimens() -> list[Specimen]:
-    return [
-        Specimen(
-            name=f"copy_blocks, {words} words of {word} a block",
-            kernel=_copy_blocks_kernel,
-            signature={
-                "caches_ptr": f"*{word}",
-                "from_ptr": "*i32",
-                "to_ptr": "*i32",
-                "num_blocks": "i32",
-                "WORDS_A_BLOCK": "constexpr",
-                "BLOCK": "constexpr",
-            },
-            constants={"WORDS_A_BLOCK": words, "BLOCK": BLOCK},
-            num_warps=NUM_WARPS,
-        )
-        for word, words in (("i64", 4096), ("i64", 2048), ("i8", 77))
-    ]

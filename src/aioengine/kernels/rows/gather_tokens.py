@@ -15,7 +15,6 @@ from torch import Tensor
 
 from aioengine.errors import InternalError
 from aioengine.kernels.launch_checks import check_tensor
-from aioengine.kernels.specimen import Specimen
 
 BLOCK, NUM_WARPS = 256, 4
 MAX_PROGRAMS_A_ROW = 64
@@ -93,21 +92,3 @@ def gather_tokens(
             enable_fp_fusion=True,
         )
     return token_ids, positions, slots
-
-
-def specimens() -> list[Specimen]:
-    pointers = ("rows_ptr", "history_ptr", "block_tables_ptr", "token_ids_ptr", "positions_ptr", "slots_ptr")
-    constants = {"BLOCK_SIZE": 16, "BLOCK": BLOCK}
-    return [
-        Specimen(
-            name="gather_tokens",
-            kernel=_gather_tokens_kernel,
-            signature={
-                **dict.fromkeys(pointers, "*i32"),
-                **dict.fromkeys(("history_width", "table_width"), "i32"),
-                **dict.fromkeys(constants, "constexpr"),
-            },
-            constants=constants,
-            num_warps=NUM_WARPS,
-        )
-    ]

@@ -14,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 from aioengine.kernels.launch_checks import check_tensor
-from aioengine.kernels.specimen import Specimen
 
 BLOCK, NUM_WARPS = 512, 4
 MAX_PROGRAMS_A_SPAN = 16
@@ -55,21 +54,3 @@ def put_spans(target: Tensor, spans: Tensor, words: Tensor) -> None:
         _put_spans_kernel[(len(spans), programs)](
             target, spans, words, target.shape[1], BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=True
         )
-
-
-def specimens() -> list[Specimen]:
-    return [
-        Specimen(
-            name="put_spans",
-            kernel=_put_spans_kernel,
-            signature={
-                "target_ptr": "*i32",
-                "spans_ptr": "*i32",
-                "words_ptr": "*i32",
-                "width": "i32",
-                "BLOCK": "constexpr",
-            },
-            constants={"BLOCK": BLOCK},
-            num_warps=NUM_WARPS,
-        )
-    ]

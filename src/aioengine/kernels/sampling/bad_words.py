@@ -13,7 +13,6 @@ from torch import Tensor
 from aioengine.kernels.launch_checks import check_tensor
 from aioengine.kernels.sampling.rule_checks import check_slots
 from aioengine.kernels.sampling.slots import SLOT_WORDS, Slot, SlotFlag
-from aioengine.kernels.specimen import Specimen
 
 BLOCK = 32
 """Words of a program, one a thread. One warp, so that "is any word left" is a vote and no barrier."""
@@ -110,22 +109,3 @@ def ends_of_bad_words(
         num_warps=1,
         enable_fp_fusion=True,
     )
-
-
-def specimens() -> list[Specimen]:
-    lists = ("slots", "slot_of_row", "history", "word_rows", "word_offsets", "word_ids")
-    return [
-        Specimen(
-            name="ends_of_bad_words",
-            kernel=_ends_of_bad_words_kernel,
-            signature={
-                **dict.fromkeys(lists, "*i32"),
-                "edit_values": "*fp32",
-                "num_words": "i32",
-                "history_width": "i32",
-                "BLOCK": "constexpr",
-            },
-            constants={"BLOCK": BLOCK},
-            num_warps=1,
-        )
-    ]

@@ -37,7 +37,6 @@ from aioengine.kernels.sampling.thresholds import (
     load_float,
     load_logits,
 )
-from aioengine.kernels.specimen import Specimen
 
 PIECE_WORDS = 16
 """Words of 32 tokens that a program looks at at once: 16 logits a thread, in loads of 16 bytes."""
@@ -245,58 +244,3 @@ def most_parts(vocab: int) -> int:
     for every size of a batch. Idle ones cost nothing that could be measured."""
     most, _ = split(1, vocab)
     return 1 << (most - 1).bit_length()
-
-
-def specimens() -> list[Specimen]:
-    """With and without noise, filters and masks; those of the thresholds, too."""
-    floats = dict.fromkeys(["maxima", "floors", "tops", "part_tops", "part_scores"], "*fp32")
-    return [
-        *(
-            Specimen(
-                name=name,
-                kernel=_part_kernel,
-                signature={
-                    "logits": "*fp32",
-                    "slots": "*i32",
-                    "masks": "*i32",
-                    **floats,
-                    "part_tokens": "*i32",
-                    "vocab": "i32",
-                    "pieces_of_part": "i32",
-                    **dict.fromkeys(["HAS_MASK", "HAS_FILTERS", "IS_GREEDY", "WORDS"], "constexpr"),
-                },
-                constants={
-                    "HAS_MASK": has_mask,
-                    "HAS_FILTERS": has_filters,
-                    "IS_GREEDY": is_greedy,
-                    "WORDS": PIECE_WORDS,
-                },
-                num_warps=1,
-            )
-            for name, has_mask, has_filters, is_greedy in (
-                ("draw, plain", False, False, False),
-                ("draw, greedy", False, False, True),
-                ("draw, filters", False, True, False),
-                ("draw, greedy, masks", True, False, True),
-                ("draw, masks", True, False, False),
-                ("draw, filters and masks", True, True, False),
-            )
-        ),
-        Specimen(
-            name="draw, join",
-            kernel=_join_kernel,
-            signature={
-                "slots": "*i32",
-                "part_tops": "*fp32",
-                "part_scores": "*fp32",
-                "part_tokens": "*i32",
-                "token_ids": "*i32",
-                "status": "*i32",
-                "num_parts": "i32",
-                "NUM_PARTS": "constexpr",
-            },
-            constants={"NUM_PARTS": most_parts(128_256)},
-            num_warps=JOIN_WARPS,
-        ),
-        *thresholds.specimens(),
-    ]

@@ -14,7 +14,6 @@ from torch import Tensor
 from aioengine.kernels.launch_checks import check_tensor
 from aioengine.kernels.sampling.rule_checks import check_logits, check_slots
 from aioengine.kernels.sampling.slots import SLOT_WORDS, Slot, SlotFlag
-from aioengine.kernels.specimen import Specimen
 
 BLOCK = 128
 """Edits of a program, one a thread: it is all latency (four loads that depend on each other), so spread it wide."""
@@ -122,17 +121,3 @@ def _check(logits: Tensor, slots: Tensor, slot_of_row: Tensor, edit_rows: Tensor
     check_tensor("slot_of_row", slot_of_row, (None,), torch.int32, device)
     check_tensor("edit_rows", edit_rows, (None,), torch.int32, device)
     check_tensor("edit_tokens", edit_tokens, (len(edit_rows),), torch.int32, device)
-
-
-def specimens() -> list[Specimen]:
-    pointers = dict.fromkeys(("slots", "slot_of_row", "edit_rows", "edit_tokens", "edit_until"), "*i32")
-    pointers |= {"logits": "*fp32", "edit_values": "*fp32"}
-    return [
-        Specimen(
-            name="edit_logits",
-            kernel=_edit_logits_kernel,
-            signature={**pointers, "num_edits": "i32", "vocab": "i32", "BLOCK": "constexpr"},
-            constants={"BLOCK": BLOCK},
-            num_warps=NUM_WARPS,
-        )
-    ]

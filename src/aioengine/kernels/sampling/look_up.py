@@ -9,7 +9,6 @@ from torch import Tensor
 
 from aioengine.kernels.launch_checks import check_tensor
 from aioengine.kernels.sampling.rule_checks import check_logits
-from aioengine.kernels.specimen import Specimen
 
 PAIRS = 128
 """(line, token) pairs of a program of the first launch."""
@@ -82,32 +81,3 @@ def look_up(
     _rank_kernel[(num_pairs, triton.cdiv(vocab, TILE))](
         logits, lines, token_ids, ranks, vocab, TILE, num_warps=NUM_WARPS, enable_fp_fusion=True
     )
-
-
-def specimens() -> list[Specimen]:
-    pairs = {"lines": "*i32", "token_ids": "*i32"}
-    return [
-        Specimen(
-            name="look_up: values",
-            kernel=_look_up_kernel,
-            signature={
-                "logits": "*fp32",
-                **pairs,
-                "log_mass": "*fp32",
-                "logprobs": "*fp32",
-                "ranks": "*i32",
-                "num_pairs": "i32",
-                "vocab": "i32",
-                "PAIRS": "constexpr",
-            },
-            constants={"PAIRS": PAIRS},
-            num_warps=NUM_WARPS,
-        ),
-        Specimen(
-            name="look_up: ranks",
-            kernel=_rank_kernel,
-            signature={"logits": "*fp32", **pairs, "ranks": "*i32", "vocab": "i32", "TILE": "constexpr"},
-            constants={"TILE": TILE},
-            num_warps=NUM_WARPS,
-        ),
-    ]

@@ -19,7 +19,6 @@ from aioengine.errors import InternalError
 from aioengine.kernels.launch_checks import check_tensor
 from aioengine.kernels.sampling.rule_checks import check_logits, check_slots
 from aioengine.kernels.sampling.slots import SLOT_WORDS, Slot, SlotFlag
-from aioengine.kernels.specimen import Specimen
 
 BLOCK = 512
 """Positions that a program works on at once: four a thread, so that their latencies overlap."""
@@ -166,25 +165,3 @@ def _check(logits: Tensor, slots: Tensor, history: Tensor) -> None:
     device = check_logits(logits)
     check_slots(slots, device)
     check_tensor("history", history, (None, None), torch.int32, device)
-
-
-def specimens() -> list[Specimen]:
-    tensors = {"logits": "*fp32", "slots": "*i32", "history": "*i32"}
-    widths = {"vocab": "i32", "history_width": "i32"}
-    return [
-        Specimen(
-            name="penalise: count",
-            kernel=_count_kernel,
-            signature={"slots": "*i32", "history": "*i32", "counters": "*i32", **widths, "BLOCK": "constexpr"},
-            constants={"BLOCK": BLOCK},
-            num_warps=NUM_WARPS,
-        ),
-        Specimen(
-            name="penalise: apply",
-            kernel=_apply_kernel,
-            signature={**tensors, "counters": "*i32", **widths, "BLOCK": "constexpr"},
-            constants={"BLOCK": BLOCK},
-            num_warps=NUM_WARPS,
-            enable_fp_fusion=False,
-        ),
-    ]

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from aioengine.kernels.sampling.noise import NOISE_SPAN
 from aioengine.kernels.sampling.slots import SLOT_WORDS, Slot
-from aioengine.kernels.specimen import Specimen
 
 BLOCK = 128
 """Logits that share a maximum: 1,000 blocks of 128,000, of which a program holds the maxima in registers."""
@@ -427,36 +426,3 @@ def find_floors(logits: Tensor, slots: Tensor, masks: Tensor | None) -> Floors:
         enable_fp_fusion=True,
     )
     return Floors(maxima, floors, tops)
-
-
-def specimens() -> list[Specimen]:
-    """For vocabularies of 131,073 to 262,144, with and without masks: the more blocks, the more registers."""
-    common = {"logits": "*fp32", "slots": "*i32", "masks": "*i32", "maxima": "*fp32", "masses": "*fp32"}
-    sizes = {"vocab": "i32", "num_blocks": "i32"}
-    scanned: dict[str, object] = {"WORDS": SCANNED_WORDS}
-    searched: dict[str, object] = {
-        "NUM_BLOCKS": 2048,
-        "TILE_BLOCKS": TILE_BLOCKS,
-        "MAX_GATHERED": MAX_GATHERED,
-    }
-    workspaces = {"reached": "*i32", "gathered": "*fp32", "floors": "*fp32", "tops": "*fp32"}
-    return [
-        specimen
-        for has_mask in (False, True)
-        for specimen in (
-            Specimen(
-                name=f"draw, scan, {'masks' if has_mask else 'no masks'}",
-                kernel=_scan_kernel,
-                signature={**common, **sizes, **dict.fromkeys(["HAS_MASK", *scanned], "constexpr")},
-                constants={"HAS_MASK": has_mask, **scanned},
-                num_warps=SCAN_WARPS,
-            ),
-            Specimen(
-                name=f"draw, floor, {'masks' if has_mask else 'no masks'}",
-                kernel=_floor_kernel,
-                signature={**common, **workspaces, **sizes, **dict.fromkeys(["HAS_MASK", *searched], "constexpr")},
-                constants={"HAS_MASK": has_mask, **searched},
-                num_warps=FLOOR_WARPS,
-            ),
-        )
-    ]

@@ -20,7 +20,6 @@ from aioengine.errors import InternalError
 from aioengine.kernels.launch_checks import check_tensor
 from aioengine.kernels.sampling.rule_checks import check_logits, check_slots
 from aioengine.kernels.sampling.slots import SLOT_WORDS, Slot, SlotFlag
-from aioengine.kernels.specimen import Specimen
 
 BLOCK = 128
 """Tokens that share a maximum: one warp reads 512 bytes."""
@@ -262,42 +261,3 @@ def warps_to_choose(constants: dict[str, int]) -> int:
     """4 or 8."""
     elements = max(constants["BLOCKS"], constants["ROUNDS"] * BLOCK)
     return 4 if elements <= 4 * 32 * ELEMENTS_A_THREAD else 8
-
-
-def specimens() -> list[Specimen]:
-    partial = {"block_keys": "*i32", "tile_tops": "*fp32", "tile_sums": "*fp32"}
-    reading = Specimen(
-        name="top_logprobs: read",
-        kernel=_read_kernel,
-        signature={
-            "logits": "*fp32",
-            "slots": "*i32",
-            **partial,
-            "vocab": "i32",
-            "num_blocks": "i32",
-            "BLOCK": "constexpr",
-            "TILE_BLOCKS": "constexpr",
-        },
-        constants={"BLOCK": BLOCK, "TILE_BLOCKS": TILE_BLOCKS},
-        num_warps=READ_WARPS,
-    )
-    results = {"log_mass": "*fp32", "ids": "*i32", "logprobs": "*fp32"}
-    sizes = dict.fromkeys(("k", "vocab", "num_blocks", "num_tiles"), "i32")
-    choosing = [
-        Specimen(
-            name=f"top_logprobs: choose {k} of {vocab}",
-            kernel=_choose_kernel,
-            signature={
-                "logits": "*fp32",
-                "slots": "*i32",
-                **partial,
-                **results,
-                **sizes,
-                **dict.fromkeys(constants_to_choose(vocab, k), "constexpr"),
-            },
-            constants=constants_to_choose(vocab, k),
-            num_warps=warps_to_choose(constants_to_choose(vocab, k)),
-        )
-        for vocab, k in ((151_936, 20), (151_936, 5), (151_936, 0), (128_256, 20), (1_000_000, 20))
-    ]
-    return [reading, *choosing]

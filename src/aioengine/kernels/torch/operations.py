@@ -1,4 +1,7 @@
-"""The operations of a decoder's step in plain torch: this module is an `aioengine.kernels.operations.Operations`."""
+"""The operations of a decoder's step in plain torch: this module is an `aioengine.kernels.operations.Operations`.
+
+The imports are the table of them.
+"""
 
 from __future__ import annotations
 
@@ -22,24 +25,3 @@ from aioengine.kernels.torch.rules import (
     top_logprobs,
 )
 from aioengine.kernels.torch.sampling import draw
-
-__all__ = [
-    "add_rms_norm",
-    "append_tokens",
-    "attend_decode",
-    "attend_prefill",
-    "choose_num_splits",
-    "copy_blocks",
-    "draw",
-    "edit_logits",
-    "ends_of_bad_words",
-    "gated_activation",
-    "gather_tokens",
-    "look_up",
-    "penalise",
-    "prefill_tile",
-    "put_spans",
-    "rms_norm",
-    "rotate_and_write",
-    "top_logprobs",
-]
