@@ -9,6 +9,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from aioengine.kernels.attention.gpu_paged import choose_num_splits
 from aioengine.kernels.sampling.slots import SLOT_WORDS, Slot, SlotFlag
 from benchmarks.gpu.sizes import KernelSizes
 
@@ -160,7 +161,7 @@ def _decode_attention(i: Inputs) -> Iterator[Case]:
 def _num_splits(i: Inputs, batch: int, context: int) -> int:
     is_cuda = i.device == "cuda"
     multiprocessors = torch.cuda.get_device_properties(i.device).multi_processor_count if is_cuda else 8
-    found: int = i.operations.choose_num_splits(batch, i.sizes.kv_heads, context, multiprocessors)
+    found: int = choose_num_splits(batch, i.sizes.kv_heads, context, multiprocessors)
     return found
 
 

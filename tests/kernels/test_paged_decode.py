@@ -19,8 +19,8 @@ from torch import Tensor
 
 from aioengine.errors import InternalError
 from aioengine.kernels.attention import paged_decode
+from aioengine.kernels.attention.gpu_paged import choose_num_splits
 from aioengine.kernels.attention.paged_decode import attend_decode
-from aioengine.kernels.attention.splits import choose_num_splits
 from aioengine.kernels.torch import attention as reference_attention
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

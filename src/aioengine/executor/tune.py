@@ -28,6 +28,7 @@ from aioengine.kernels.attention.choices import (
     candidates,
     trying,
 )
+from aioengine.kernels.attention.gpu_paged import choose_num_splits
 from aioengine.kernels.attention.kv_cache import KVCacheShape
 from aioengine.kernels.attention.tuning import Choice, Key, Tuner, choice_file
 from aioengine.kernels.operations import Operations
@@ -191,7 +192,7 @@ class Rehearsal:
         tables, context = self._rows(most_rows, longest)
         num_splits = 1
         if is_split:
-            chosen = operations.choose_num_splits(len(tables), c.num_kv_heads, context, self._num_multiprocessors)
+            chosen = choose_num_splits(len(tables), c.num_kv_heads, context, self._num_multiprocessors)
             num_splits = max(chosen, 2)
         decodes = self._lines([[row, row, context] for row in range(len(tables))])
         q = self._queries(len(tables))

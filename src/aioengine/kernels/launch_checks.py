@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from aioengine.errors import InternalError
+from aioengine.kernels.sampling.slots import SLOT_WORDS
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """What decoders compute in: the ``x`` of `aioengine.kernels.operations`."""
@@ -39,6 +40,18 @@ def check_tensor(
             if is_wanted and tensor.is_contiguous() and tensor.device == device:
                 return
     raise InternalError(_problem(name, tensor, shape, dtype, device))
+
+
+def check_logits(logits: Tensor) -> torch.device:
+    """Float32 [n, V], V at least 1; returns the device, on which all else has to be."""
+    check_tensor("logits", logits, (None, None), torch.float32, logits.device)
+    if not logits.shape[1]:
+        raise InternalError("logits have no vocabulary")
+    return logits.device
+
+
+def check_slots(slots: Tensor, device: torch.device) -> None:
+    check_tensor("slots", slots, (None, SLOT_WORDS), torch.int32, device)
 
 
 def _problem(

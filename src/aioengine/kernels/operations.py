@@ -138,10 +138,6 @@ class Operations(Protocol):
         """The most query tokens in a tile of `attend_prefill`."""
         ...
 
-    def choose_num_splits(self, num_rows: int, num_kv_heads: int, max_context: int, num_multiprocessors: int) -> int:
-        """Into how many parts `attend_decode` is best to cut contexts, by numbers that the host knows."""
-        ...
-
     # The rows' state
 
     def put_spans(self, target: Tensor, spans: Tensor, words: Tensor) -> None:

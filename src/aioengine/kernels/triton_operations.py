@@ -11,7 +11,6 @@ from triton import knobs
 from aioengine.kernels.attention.choices import ATTENTION_KERNELS, Tunable
 from aioengine.kernels.attention.paged_decode import attend_decode
 from aioengine.kernels.attention.paged_prefill import attend_prefill, prefill_tile
-from aioengine.kernels.attention.splits import choose_num_splits
 from aioengine.kernels.layers.gated_activation import gated_activation
 from aioengine.kernels.layers.rms_norm import add_rms_norm, rms_norm
 from aioengine.kernels.layers.rotate_and_write import rotate_and_write

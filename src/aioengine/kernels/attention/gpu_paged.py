@@ -10,6 +10,12 @@ from torch import Tensor
 from aioengine.kernels.attention.kv_cache import KVCacheShape
 from aioengine.kernels.operations import Operations
 
+MAX_SPLITS = 64
+SPLIT_KEYS = 64
+"""A part is as long or longer: a tile of 16-bit keys of 128, below which the loads would be half empty."""
+
+PROGRAMS_PER_MULTIPROCESSOR = 2
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTensors:
@@ -73,7 +79,7 @@ class GpuPagedAttention:
 
     def num_splits(self, num_rows: int, max_context: int) -> int:
         """For so many single query tokens."""
-        return self._operations.choose_num_splits(num_rows, self._num_kv_heads, max_context, self._num_multiprocessors)
+        return choose_num_splits(num_rows, self._num_kv_heads, max_context, self._num_multiprocessors)
 
     def begin(self, step: StepTensors) -> GpuStepAttention:
         return GpuStepAttention(self, step)
@@ -112,3 +118,14 @@ class GpuStepAttention:
 
     def __call__(self, layer: int, qkv: Tensor, qk_weight: Tensor | None, *, window: int | None) -> Tensor:
         return self._attention.attend(self._step, layer, qkv, qk_weight, window)
+
+
+def choose_num_splits(num_rows: int, num_kv_heads: int, max_context: int, num_multiprocessors: int) -> int:
+    """Into how many parts the contexts of single query tokens are best cut, by numbers that the host knows.
+
+    Parts fill a GPU that rows and KV heads alone leave partly idle. When they fill it, 1: the second kernel would cost
+    more than it brings.
+    """
+    programs = max(num_rows * num_kv_heads, 1)
+    fitting = PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors // programs
+    return max(1, min(fitting, -(-max_context // SPLIT_KEYS), MAX_SPLITS))

@@ -18,10 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aioengine.kernels.launch_checks import check_tensor
+from aioengine.kernels.launch_checks import check_logits, check_slots, check_tensor
 from aioengine.kernels.sampling import thresholds
 from aioengine.kernels.sampling.noise import HIGHEST_NOISE, gumbel, gumbel_bound, hash_tokens, noise_keys, uniform
-from aioengine.kernels.sampling.rule_checks import check_logits, check_slots
 from aioengine.kernels.sampling.slots import Slot, Status
 from aioengine.kernels.sampling.thresholds import (
     INFINITY,

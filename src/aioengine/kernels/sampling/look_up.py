@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aioengine.kernels.launch_checks import check_tensor
-from aioengine.kernels.sampling.rule_checks import check_logits
+from aioengine.kernels.launch_checks import check_logits, check_tensor
 
 PAIRS = 128
 """(line, token) pairs of a program of the first launch."""

@@ -17,8 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from aioengine.errors import InternalError
-from aioengine.kernels.launch_checks import check_tensor
-from aioengine.kernels.sampling.rule_checks import check_logits, check_slots
+from aioengine.kernels.launch_checks import check_logits, check_slots, check_tensor
 from aioengine.kernels.sampling.slots import SLOT_WORDS, Slot, SlotFlag
 
 BLOCK = 128
