@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from aioengine.executor.input_batch import InputBatch
-from aioengine.sampler import PromptLines, Scratch, prompt_logprobs, sample
+from aioengine.sampler import PromptTokens, Scratch, prompt_logprobs, sample
 from aioengine.scheduler.plan import EMPTY, LogitsRow, RowAdded, RowSampling, StepPlan, Want, int32
 
 NUM_PROMPT, NUM_OUTPUT = 200, 300
@@ -122,7 +122,7 @@ class PromptSteps:
         random = np.random.default_rng(seed)
         self._vocab = vocab
         self._hidden = torch.arange(num_tokens)
-        self._lines = PromptLines(
+        self._lines = PromptTokens(
             index=int32(np.zeros(num_tokens)),
             positions=int32(np.arange(1, num_tokens + 1)),
             token_ids=random.integers(0, vocab, num_tokens),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from aioengine.kernels.attention.gpu_paged import choose_num_splits
-from aioengine.kernels.sampling.slots import SLOT_WORDS, Slot, SlotFlag
+from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow
 from benchmarks.gpu.sizes import KernelSizes
 
 FP8 = torch.float8_e4m3fn
@@ -60,18 +60,18 @@ class Inputs:
         order = torch.randperm(rows * each, device=self.device, generator=self._generator)
         return order.to(torch.int32).view(rows, each)
 
-    def slots(self, count: int, **words: float) -> Tensor:
-        """Slots of lines 0 up to ``count``, each a row's, and first."""
-        slots = torch.zeros(count, SLOT_WORDS, dtype=torch.int32)
-        slots[:, Slot.LINE] = slots[:, Slot.ROW] = torch.arange(count)
-        slots[:, Slot.END], slots[:, Slot.OUTPUT_POSITION] = self.sizes.context, self.sizes.context // 2
-        slots[:, Slot.FLAGS], slots[:, Slot.MASK] = int(SlotFlag.FIRST | SlotFlag.LOGPROBS), -1
-        slots[:, Slot.SEED_LOW] = torch.arange(count)
-        floats = slots.view(torch.float32)
-        floats[:, Slot.TOP_P] = floats[:, Slot.REPETITION] = 1.0
+    def samples(self, count: int, **words: float) -> Tensor:
+        """SampleRows of lines 0 up to ``count``, each a row's, and first."""
+        samples = torch.zeros(count, SAMPLE_WORDS, dtype=torch.int32)
+        samples[:, SampleRow.LOGITS_ROW] = samples[:, SampleRow.ROW] = torch.arange(count)
+        samples[:, SampleRow.END], samples[:, SampleRow.OUTPUT_POSITION] = self.sizes.context, self.sizes.context // 2
+        samples[:, SampleRow.FLAGS], samples[:, SampleRow.MASK] = int(SampleFlag.FIRST | SampleFlag.LOGPROBS), -1
+        samples[:, SampleRow.SEED_LOW] = torch.arange(count)
+        floats = samples.view(torch.float32)
+        floats[:, SampleRow.TOP_P] = floats[:, SampleRow.REPETITION] = 1.0
         for name, value in words.items():
-            (slots if name == "TOP_K" else floats)[:, Slot[name]] = value
-        return slots.to(self.device)
+            (samples if name == "TOP_K" else floats)[:, SampleRow[name]] = value
+        return samples.to(self.device)
 
     def empty_ints(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=self.device)
@@ -202,12 +202,12 @@ def _row_state(i: Inputs) -> Iterator[Case]:
             call=lambda f, rows=rows, each=each: f(rows, history, tables, s.block_size, each * s.decode),
             num_bytes=4 * each * s.decode * 5,
         )
-    slots = i.slots(s.decode)
+    samples = i.samples(s.decode)
     yield Case(
         operation="append_tokens",
-        size=f"{s.decode} slots",
-        call=lambda f: f(history, slots, words),
-        num_bytes=slots.nbytes + 2 * words.nbytes,
+        size=f"{s.decode} samples",
+        call=lambda f: f(history, samples, words),
+        num_bytes=samples.nbytes + 2 * words.nbytes,
     )
     count = min(64, s.decode)
     caches = i.normal(2 * s.layers, 2 * count, s.block_size, s.kv_heads, s.head_dim)
@@ -223,11 +223,11 @@ def _row_state(i: Inputs) -> Iterator[Case]:
 def _edits(i: Inputs) -> Iterator[Case]:
     s = i.sizes
     count = 50 * s.decode
-    logits, slots = i.normal(s.decode, s.vocab, dtype=torch.float32), i.slots(s.decode)
-    slot_of_row = torch.arange(s.decode, dtype=torch.int32, device=i.device)
+    logits, samples = i.normal(s.decode, s.vocab, dtype=torch.float32), i.samples(s.decode)
+    sample_of_row = torch.arange(s.decode, dtype=torch.int32, device=i.device)
     rows, tokens = i.below(s.decode, count), i.below(s.vocab, count)
     values, until = i.empty_floats(count).zero_(), i.ints([2**30]).repeat(count)
-    where = (logits, slots, slot_of_row, rows, tokens)
+    where = (logits, samples, sample_of_row, rows, tokens)
     size = f"{s.decode} rows with 50 each"
     yield Case(operation="edit_logits", size=size, call=lambda f: f(*where, values, until), num_bytes=24 * count)
     offsets = torch.arange(count + 1, dtype=torch.int32, device=i.device) * 2
@@ -235,7 +235,7 @@ def _edits(i: Inputs) -> Iterator[Case]:
     yield Case(
         operation="ends_of_bad_words",
         size=f"{size}, of three tokens",
-        call=lambda f: f(slots, slot_of_row, history, rows, offsets, ids, values),
+        call=lambda f: f(samples, sample_of_row, history, rows, offsets, ids, values),
         num_bytes=28 * count,
     )
 
@@ -243,7 +243,7 @@ def _edits(i: Inputs) -> Iterator[Case]:
 def _penalties(i: Inputs) -> Iterator[Case]:
     s = i.sizes
     logits, history = i.normal(s.decode, s.vocab, dtype=torch.float32), i.below(s.vocab, s.decode, s.context + 64)
-    slots = i.slots(s.decode, REPETITION=1.1, FREQUENCY=0.1, PRESENCE=0.1)
+    samples = i.samples(s.decode, REPETITION=1.1, FREQUENCY=0.1, PRESENCE=0.1)
     counters = torch.zeros(s.decode, s.vocab, dtype=torch.int32, device=i.device)
     size = f"{s.decode} rows of {s.context} tokens"
     num_tokens = s.decode * s.context
@@ -251,7 +251,7 @@ def _penalties(i: Inputs) -> Iterator[Case]:
     yield Case(
         operation="penalise",
         size=size,
-        call=lambda f: f(logits, slots, history, counters),
+        call=lambda f: f(logits, samples, history, counters),
         num_bytes=20 * num_tokens,
     )
 
@@ -271,11 +271,11 @@ def _draws(i: Inputs) -> Iterator[Case]:
         logits = i.normal(batch, s.vocab, dtype=torch.float32) * 2.5
         ids, status = i.empty_ints(batch), i.empty_ints(batch)
         for name, words, has_filters, is_greedy in settings:
-            slots = i.slots(batch, **words)
+            samples = i.samples(batch, **words)
             yield Case(
                 operation="draw",
                 size=f"[{batch}, {s.vocab}], {name}",
-                call=lambda f, *, a=(logits, slots, None, ids, status), filters=has_filters, greedy=is_greedy: f(
+                call=lambda f, *, a=(logits, samples, None, ids, status), filters=has_filters, greedy=is_greedy: f(
                     *a, has_filters=filters, is_greedy=greedy
                 ),
                 num_bytes=logits.nbytes,
@@ -284,14 +284,14 @@ def _draws(i: Inputs) -> Iterator[Case]:
 
 def _logprobs(i: Inputs) -> Iterator[Case]:
     s = i.sizes
-    logits, slots = i.normal(s.decode, s.vocab, dtype=torch.float32) * 2.5, i.slots(s.decode)
+    logits, samples = i.normal(s.decode, s.vocab, dtype=torch.float32) * 2.5, i.samples(s.decode)
     mass = i.empty_floats(s.decode).fill_(12.0)
     for k in (0, 5, 20):
         ids, logprobs = i.empty_ints(s.decode, k), i.empty_floats(s.decode, k)
         yield Case(
             operation="top_logprobs",
             size=f"[{s.decode}, {s.vocab}], {k}",
-            call=lambda f, ids=ids, logprobs=logprobs: f(logits, slots, i.empty_floats(s.decode), ids, logprobs),
+            call=lambda f, ids=ids, logprobs=logprobs: f(logits, samples, i.empty_floats(s.decode), ids, logprobs),
             num_bytes=logits.nbytes,
         )
     lines = torch.arange(s.decode, dtype=torch.int32, device=i.device)

@@ -65,7 +65,7 @@ class PromptLine:
     logprobs: list[float]
 
 
-def prompt_lines(plan: StepPlan, result: StepResult, *, row: int, num_top: int) -> dict[int, PromptLine]:
+def prompt_tokens(plan: StepPlan, result: StepResult, *, row: int, num_top: int) -> dict[int, PromptLine]:
     """{position: line} of one row's prompt tokens, in the order of the result; its form is checked."""
     lines = result.prompt_logprobs
     if lines is None:
@@ -298,12 +298,12 @@ class ExecutorContract(abc.ABC):
             lines: dict[int, PromptLine] = {}
             for count in counts:
                 plan = writer.plan({1: None, 2: 1, 0: count})
-                lines |= prompt_lines(plan, await opened.run(plan), row=0, num_top=3)
+                lines |= prompt_tokens(plan, await opened.run(plan), row=0, num_top=3)
             assert list(lines) == list(range(1, 45))
             plan = writer.plan({0: None, 2: None})
             result = await opened.run(plan)
-            assert prompt_lines(plan, result, row=0, num_top=3) == {}, "the prompt is over"
-            assert list(prompt_lines(plan, result, row=2, num_top=5)) == list(range(len(counts) + 1, 12))
+            assert prompt_tokens(plan, result, row=0, num_top=3) == {}, "the prompt is over"
+            assert list(prompt_tokens(plan, result, row=2, num_top=5)) == list(range(len(counts) + 1, 12))
             assert (await opened.run(writer.plan({1: None}))).prompt_logprobs is None
             found.append(lines)
             for row in range(3):
@@ -321,7 +321,7 @@ class ExecutorContract(abc.ABC):
         writer = opened.writer()
         writer.add(0, self.prompt(opened, 12), num_prompt_tokens=9, prompt_logprobs=0)
         plan = writer.plan()
-        assert list(prompt_lines(plan, await opened.run(plan), row=0, num_top=0)) == list(range(1, 9))
+        assert list(prompt_tokens(plan, await opened.run(plan), row=0, num_top=0)) == list(range(1, 9))
 
     async def test_a_step_says_when_it_ended(self, opened: Opened) -> None:
         writer, times = opened.writer(), [time.monotonic()]

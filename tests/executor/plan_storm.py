@@ -193,7 +193,7 @@ def check_equal(plan: StepPlan, found: StepResult, wanted: StepResult, meaningle
     assert lines[0].keys() == lines[1].keys()
     for key, line in lines[0].items():
         _check_line(line, lines[1][key])
-    prompts = [_prompt_lines(r.prompt_logprobs, counts) for r in (found, wanted)]
+    prompts = [_prompt_tokens(r.prompt_logprobs, counts) for r in (found, wanted)]
     assert prompts[0].keys() == prompts[1].keys()
     for place, prompt_line in prompts[0].items():
         _check_line(prompt_line, prompts[1][place])
@@ -226,7 +226,7 @@ def _lines(plan: StepPlan, result: StepResult, of: StepLogprobs | None, counts: 
     return lines
 
 
-def _prompt_lines(of: PromptLogprobs | None, counts: list[int]) -> dict[Any, Line]:
+def _prompt_tokens(of: PromptLogprobs | None, counts: list[int]) -> dict[Any, Line]:
     if of is None:
         return {}
     return {

@@ -10,11 +10,11 @@ import torch
 from executor.plans import PlanWriter
 
 from aioengine.executor import graphs as graphs_module
-from aioengine.executor.gpu_batch import NUM_TOP_SIZES, PADDING_SLOT, GpuBatch, GpuStep
+from aioengine.executor.gpu_batch import NUM_TOP_SIZES, PADDING_SAMPLE, GpuBatch, GpuStep
 from aioengine.executor.gpu_result import make_result
 from aioengine.executor.graphs import MAX_SIZE, DecodeGraphs, GraphKey, default_sizes
 from aioengine.executor.step_words import SECTIONS, WORDS_A_ROW, ExtraWords, FixedWords, Span, TableSpans
-from aioengine.kernels.sampling.slots import SLOT_WORDS, Slot, SlotFlag, Status
+from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow, Status
 from aioengine.kernels.torch import operations
 from aioengine.sampler.on_device import Features
 from aioengine.sampler.outputs import Outputs, OutputSizes
@@ -101,7 +101,7 @@ def test_spans_name_the_words_that_were_added() -> None:
 
 
 def test_outputs_cover_all_words_and_share_none() -> None:
-    sizes = OutputSizes(num_slots=3, num_top=2, num_extra=4, num_prompt=2, num_prompt_top=1)
+    sizes = OutputSizes(num_samples=3, num_top=2, num_extra=4, num_prompt=2, num_prompt_top=1)
     words = np.zeros(sizes.num_words + 5, np.int32)
     out = Outputs.of(words[: sizes.num_words], sizes)
     sections = [out.token_ids, out.status, *out.sampled, *out.extra, *out.prompt]
@@ -119,9 +119,9 @@ def test_outputs_cover_all_words_and_share_none() -> None:
         assert (section == other.numpy()).all()
     assert out.sampled.top_ids.shape == out.sampled.top_logprobs.shape == (3, 2)
     assert out.prompt.top_ids.shape == (2, 1)
-    assert OutputSizes(num_slots=4).num_words == 8
-    assert OutputSizes(num_slots=4, num_top=0).num_words == 20
-    assert OutputSizes(num_slots=0).num_words == 0
+    assert OutputSizes(num_samples=4).num_words == 8
+    assert OutputSizes(num_samples=4, num_top=0).num_words == 20
+    assert OutputSizes(num_samples=0).num_words == 0
 
 
 # Rows
@@ -137,8 +137,8 @@ def test_rows_come_with_their_tokens_and_blocks_and_grow() -> None:
     assert tables.history[1, :5].tolist() == [9, 8, 7, 6, POISON]
     tables.check_blocks()
     assert step.num_decodes == 0
-    assert step.lines is not None
-    assert tables.get(step.lines).tolist() == [6], "the last token of row 1"
+    assert step.logits_tokens is not None
+    assert tables.get(step.logits_tokens).tolist() == [6], "the last token of row 1"
     for _ in range(12):
         step, _ = tables.step(writer.plan())
         tables.check_blocks()
@@ -224,22 +224,22 @@ def test_a_step_for_a_graph_is_padded_with_rows_that_do_nothing() -> None:
     writer.remove(0)
     plan = writer.plan()
     step, size = tables.step(plan)
-    assert (size, step.num_decodes, step.sizes.num_slots) == (4, 3, 4)
+    assert (size, step.num_decodes, step.sizes.num_samples) == (4, 3, 4)
     fixed = tables.fixed
     assert fixed.rows[3].tolist() == [-1, 0, 3, 1]
     assert fixed.decodes[3].tolist() == [-1, 3, 0]
-    assert fixed.slots[3].tolist() == PADDING_SLOT.tolist()
-    assert fixed.slots[:3, Slot.LINE].tolist() == [0, 1, 2]
-    assert fixed.slots[:3, Slot.ROW].tolist() == plan.rows.tolist()
-    assert (fixed.slots[:3, Slot.FLAGS] == SlotFlag.FIRST).all()
-    assert step.lines is None
-    # A row of one token that samples nothing keeps its line, and its slot is padding.
+    assert fixed.samples[3].tolist() == PADDING_SAMPLE.tolist()
+    assert fixed.samples[:3, SampleRow.LOGITS_ROW].tolist() == [0, 1, 2]
+    assert fixed.samples[:3, SampleRow.ROW].tolist() == plan.rows.tolist()
+    assert (fixed.samples[:3, SampleRow.FLAGS] == SampleFlag.FIRST).all()
+    assert step.logits_tokens is None
+    # A row of one token that samples nothing keeps its words, and its sample is padding.
     writer.add(1, [4, 4])
     step, size = tables.step(writer.plan({5: None, 1: 1, 3: None}))
     assert size == 4
-    assert tables.fixed.slots[:2, Slot.LINE].tolist() == [0, 2]
-    assert (tables.fixed.slots[2:4, Slot.LINE] == -1).all()
-    assert step.slot_rows.tolist() == [0, 2]
+    assert tables.fixed.samples[:2, SampleRow.LOGITS_ROW].tolist() == [0, 2]
+    assert (tables.fixed.samples[2:4, SampleRow.LOGITS_ROW] == -1).all()
+    assert step.row_of_sample.tolist() == [0, 2]
     assert tables.step(writer.plan({}))[1] is None
 
 
@@ -297,31 +297,38 @@ def test_a_line_says_how_its_row_is_sampled() -> None:
         repetition_penalty=1.1, frequency_penalty=0.2, presence_penalty=-0.3, logprobs=1, num_choices=1,
     )  # fmt: skip
     tables.step(tables.writer.plan())
-    line = tables.fixed.slots[0]
-    expected = {Slot.LINE: 0, Slot.ROW: 3, Slot.END: 3, Slot.OUTPUT_POSITION: 1, Slot.FLAGS: 3, Slot.CHOICE: 5}
-    assert {slot: line[slot] for slot in expected} == expected
-    assert line[Slot.SEED_LOW : Slot.SEED_HIGH + 1].copy().view(np.int64)[0] == seed
-    assert (line[Slot.TOP_K], line[Slot.MASK]) == (4, -1)
-    floats = line.view(np.float32)[Slot.TEMPERATURE :]
+    line = tables.fixed.samples[0]
+    expected = {
+        SampleRow.LOGITS_ROW: 0,
+        SampleRow.ROW: 3,
+        SampleRow.END: 3,
+        SampleRow.OUTPUT_POSITION: 1,
+        SampleRow.FLAGS: 3,
+        SampleRow.CHOICE: 5,
+    }
+    assert {sample: line[sample] for sample in expected} == expected
+    assert line[SampleRow.SEED_LOW : SampleRow.SEED_HIGH + 1].copy().view(np.int64)[0] == seed
+    assert (line[SampleRow.TOP_K], line[SampleRow.MASK]) == (4, -1)
+    floats = line.view(np.float32)[SampleRow.TEMPERATURE :]
     np.testing.assert_allclose(floats, np.array([0.7, 0.6, 0.1, 1.1, 0.2, -0.3], np.float32))
 
 
-def test_choices_that_begin_have_a_slot_each_of_one_line() -> None:
+def test_choices_that_begin_have_a_sample_each_of_one_row_of_logits() -> None:
     tables = Tables()
     tables.writer.add(0, [1, 2], temperature=1.0, num_choices=MAX_ROWS + 2, choice=3, bad_words=((4,),))
     tables.writer.add(1, [1], bad_words=((4,),))
     step, size = tables.step(tables.writer.plan({1: None, 0: None}))
     assert size is None
-    assert step.slots is not None, "more than there are rows"
-    slots = tables.get(step.slots).view(-1, SLOT_WORDS)
-    assert slots[:, Slot.LINE].tolist() == [0] + [1] * (MAX_ROWS + 2)
-    assert slots[:, Slot.CHOICE].tolist() == [0, *range(3, 3 + MAX_ROWS + 2)]
-    assert slots[:, Slot.FLAGS].tolist() == [1, 1] + [0] * (MAX_ROWS + 1)
-    assert step.slot_rows.tolist() == slots[:, Slot.LINE].tolist()
-    assert tables.fixed.slot_of_row.tolist() == [1, 0, -1, -1, -1, -1]
+    assert step.samples is not None, "more than there are rows"
+    samples = tables.get(step.samples).view(-1, SAMPLE_WORDS)
+    assert samples[:, SampleRow.LOGITS_ROW].tolist() == [0] + [1] * (MAX_ROWS + 2)
+    assert samples[:, SampleRow.CHOICE].tolist() == [0, *range(3, 3 + MAX_ROWS + 2)]
+    assert samples[:, SampleRow.FLAGS].tolist() == [1, 1] + [0] * (MAX_ROWS + 1)
+    assert step.row_of_sample.tolist() == samples[:, SampleRow.LOGITS_ROW].tolist()
+    assert tables.fixed.sample_of_row.tolist() == [1, 0, -1, -1, -1, -1]
     step, _ = tables.step(tables.writer.plan())
-    assert step.slots is None
-    assert len(step.slot_rows) == 2
+    assert step.samples is None
+    assert len(step.row_of_sample) == 2
 
 
 def test_bitmasks_are_used_again_and_only_by_one_row_at_a_time() -> None:
@@ -332,10 +339,10 @@ def test_bitmasks_are_used_again_and_only_by_one_row_at_a_time() -> None:
         """By row, what its mask allows."""
         tables.step(writer.plan())
         found = {}
-        for line in tables.fixed.slots[: len(writer.rows)]:
-            if line[Slot.MASK] >= 0:
-                bits = np.unpackbits(tables.masks[int(line[Slot.MASK])].numpy().view(np.uint8), bitorder="little")
-                found[int(line[Slot.ROW])] = np.flatnonzero(bits).tolist()
+        for line in tables.fixed.samples[: len(writer.rows)]:
+            if line[SampleRow.MASK] >= 0:
+                bits = np.unpackbits(tables.masks[int(line[SampleRow.MASK])].numpy().view(np.uint8), bitorder="little")
+                found[int(line[SampleRow.ROW])] = np.flatnonzero(bits).tolist()
         return found
 
     writer.add(0, [1], allowed_token_ids=(0, 31, 32, 49, 50, 2**31 - 1))
@@ -423,7 +430,7 @@ def result_of(tables: Tables, plan: StepPlan, status: dict[int, Status], failed:
     words = np.full(step.sizes.num_words, POISON, np.int32)
     out = Outputs.of(words, step.sizes)
     out.token_ids[:] = np.arange(100, 100 + len(out.token_ids))
-    out.status[:] = [status.get(slot, Status.SAMPLED) for slot in range(len(out.status))]
+    out.status[:] = [status.get(sample, Status.SAMPLED) for sample in range(len(out.status))]
     out.sampled.logprobs[:] = -np.arange(len(out.sampled.logprobs))
     out.extra.ranks[:] = np.arange(len(out.extra.ranks))
     return make_result(step, words, failed, seconds=0.5, ended_at_s=7.0)

@@ -28,7 +28,7 @@ from aioengine.kernels.attention.choices import (
     trying,
 )
 from aioengine.kernels.attention.tuning import Choice
-from aioengine.kernels.sampling.slots import SLOT_WORDS
+from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 INT32 = torch.int32
@@ -173,7 +173,7 @@ def of_layers() -> Iterator[Launch]:
 
 def of_rows() -> Iterator[Launch]:
     history, tables = ints(9, 8193), ints(9, 513)
-    yield Launch(name="", run=lambda: ops.append_tokens(history, ints(7, SLOT_WORDS), ints(7)))
+    yield Launch(name="", run=lambda: ops.append_tokens(history, ints(7, SAMPLE_WORDS), ints(7)))
     yield Launch(name="", run=lambda: ops.gather_tokens(ints(7, 4), history, tables, 16, 99))
     yield Launch(name="", run=lambda: ops.put_spans(history, ints(7, 4), ints(99)))
     for shape, dtype in (((16, 8, 128), BF16), ((16, 4, 128), BF16), ((7, 11, 1), FP8)):
@@ -185,12 +185,12 @@ def of_rows() -> Iterator[Launch]:
 
 
 def of_sampling() -> Iterator[Launch]:
-    slots, of_row, history, logits = ints(7, SLOT_WORDS), ints(9), ints(9, 8193), floats(7, VOCAB)
+    samples, of_row, history, logits = ints(7, SAMPLE_WORDS), ints(9), ints(9, 8193), floats(7, VOCAB)
     edits = (ints(64), ints(64), floats(64), ints(64))
-    yield Launch(name="", run=lambda: ops.edit_logits(logits, slots, of_row, *edits))
+    yield Launch(name="", run=lambda: ops.edit_logits(logits, samples, of_row, *edits))
     words = (ints(64), ints(65), ints(99), floats(64))
-    yield Launch(name="", run=lambda: ops.ends_of_bad_words(slots, of_row, history, *words))
-    yield Launch(name="", run=lambda: ops.penalise(logits, slots, history, ints(9, VOCAB)))
+    yield Launch(name="", run=lambda: ops.ends_of_bad_words(samples, of_row, history, *words))
+    yield Launch(name="", run=lambda: ops.penalise(logits, samples, history, ints(9, VOCAB)))
     yield Launch(name="", run=lambda: ops.look_up(logits, ints(7), ints(7), floats(7), floats(7), ints(7)))
     for name, has_mask, has_filters, is_greedy in (
         *(("plain", False, False, False), ("greedy", False, False, True), ("filters", False, True, False)),
@@ -200,13 +200,15 @@ def of_sampling() -> Iterator[Launch]:
         yield Launch(
             name=name,
             run=lambda masks=masks, filters=has_filters, greedy=is_greedy: ops.draw(
-                logits, slots, masks, ints(7), ints(7), has_filters=filters, is_greedy=greedy
+                logits, samples, masks, ints(7), ints(7), has_filters=filters, is_greedy=greedy
             ),
         )
     for vocab, k in ((151_936, 20), (151_936, 5), (151_936, 0), (128_256, 20), (1_000_000, 20)):
         yield Launch(
             name=f"{k} of {vocab}",
-            run=lambda vocab=vocab, k=k: ops.top_logprobs(floats(7, vocab), slots, floats(7), ints(7, k), floats(7, k)),
+            run=lambda vocab=vocab, k=k: ops.top_logprobs(
+                floats(7, vocab), samples, floats(7), ints(7, k), floats(7, k)
+            ),
         )
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from aioengine.kernels import triton_operations as ops
 from aioengine.kernels.attention.choices import DECODE_IN_SPLITS, TUNED, AttentionShape, candidates
-from aioengine.kernels.sampling.slots import SLOT_WORDS
+from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS
 
 BF16, FP8, INT32, FLOAT32 = torch.bfloat16, torch.float8_e4m3fn, torch.int32, torch.float32
 NUM_ROWS = 256
@@ -121,25 +121,29 @@ class Storm:
         ops.attend_decode(*rest, decodes, out, **keywords, num_splits=num_splits, max_context=max_context)
         ops.attend_prefill(*rest, self.view(num_tiles, 4), out, **keywords)
 
-    def sample(self, num_slots: int, num_edits: int, num_masks: int, num_top: int) -> None:
+    def sample(self, num_samples: int, num_edits: int, num_masks: int, num_top: int) -> None:
         vocab = self.model.vocab
-        logits, slots, of_row = torch.empty(num_slots, vocab), self.view(num_slots, SLOT_WORDS), self.view(NUM_ROWS)
-        log_mass, logprobs = self.view(num_slots, dtype=FLOAT32), self.view(num_slots, dtype=FLOAT32)
-        top = self.view(num_slots, num_top), self.view(num_slots, num_top, dtype=FLOAT32)
-        ops.top_logprobs(logits, slots, log_mass, *top)
+        logits, samples, of_row = (
+            torch.empty(num_samples, vocab),
+            self.view(num_samples, SAMPLE_WORDS),
+            self.view(NUM_ROWS),
+        )
+        log_mass, logprobs = self.view(num_samples, dtype=FLOAT32), self.view(num_samples, dtype=FLOAT32)
+        top = self.view(num_samples, num_top), self.view(num_samples, num_top, dtype=FLOAT32)
+        ops.top_logprobs(logits, samples, log_mass, *top)
         rows, tokens, until = (self.view(num_edits) for _ in range(3))
         values = self.view(num_edits, dtype=FLOAT32)
         words = self.view(num_edits), self.view(num_edits + 1), self.view(3 * num_edits)
-        ops.ends_of_bad_words(slots, of_row, self.history, *words, values)
-        ops.edit_logits(logits, slots, of_row, rows, tokens, values, until)
-        counters = torch.empty(num_slots, vocab, dtype=INT32) if num_slots > NUM_ROWS else self.counters
-        token_ids, status = self.view(num_slots), self.view(num_slots)
-        ops.penalise(logits, slots, self.history, counters)
+        ops.ends_of_bad_words(samples, of_row, self.history, *words, values)
+        ops.edit_logits(logits, samples, of_row, rows, tokens, values, until)
+        counters = torch.empty(num_samples, vocab, dtype=INT32) if num_samples > NUM_ROWS else self.counters
+        token_ids, status = self.view(num_samples), self.view(num_samples)
+        ops.penalise(logits, samples, self.history, counters)
         for masks in (None, torch.empty(num_masks, -(-vocab // 32), dtype=INT32)):
             for is_greedy, has_filters in ((False, False), (False, True), (True, False)):
-                ops.draw(logits, slots, masks, token_ids, status, has_filters=has_filters, is_greedy=is_greedy)
-        ops.look_up(logits, self.view(num_slots), token_ids, log_mass, logprobs, self.view(num_slots))
-        ops.append_tokens(self.history, slots, token_ids)
+                ops.draw(logits, samples, masks, token_ids, status, has_filters=has_filters, is_greedy=is_greedy)
+        ops.look_up(logits, self.view(num_samples), token_ids, log_mass, logprobs, self.view(num_samples))
+        ops.append_tokens(self.history, samples, token_ids)
 
     def start(self) -> None:
         """What a runner rehearses: one of each, and many tokens; with and without splits; lists of 64 entries."""
@@ -159,8 +163,8 @@ class Storm:
             num_splits = self.random.choice((1, 2, 3, 16, 17, 64))
             max_context = self.random.choice((1, 16, 17, 63, 64, 65, 128, 129, 1000, self.model.max_len))
             self.forward(num_tokens, min(num_tokens, pick(1, 48)), pick(1, 48), num_splits, max_context)
-        for num_slots in (*range(1, NUM_ROWS + 1), 257, 272, 500, 512, 1000, 1024, 9000):
-            self.sample(num_slots, pick(1, 100), pick(1, 64), pick(0, 32))
+        for num_samples in (*range(1, NUM_ROWS + 1), 257, 272, 500, 512, 1000, 1024, 9000):
+            self.sample(num_samples, pick(1, 100), pick(1, 64), pick(0, 32))
 
 
 def _specialised(x: Any, size: Any) -> None:

@@ -1,4 +1,4 @@
-"""Slots for the kernels of rules and log-probabilities: of words, at random, or of requests as the CPU's sampler has
+"""Samples for the kernels of rules and log-probabilities: of words, at random, or of requests as the CPU's sampler has
 them."""
 
 from __future__ import annotations
@@ -12,14 +12,21 @@ import torch
 from sampler.batch import Asking, rows_of
 from torch import Tensor
 
-from aioengine.kernels.sampling.slots import SLOT_WORDS, Slot, SlotFlag
+from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow
 from aioengine.sampler.rows import RuledRows
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
 FOREVER = 2**31 - 1
-FLOATS = (Slot.TEMPERATURE, Slot.TOP_P, Slot.MIN_P, Slot.REPETITION, Slot.FREQUENCY, Slot.PRESENCE)
-NEUTRAL = {Slot.TOP_P: 1.0, Slot.REPETITION: 1.0, Slot.MASK: -1, Slot.FLAGS: SlotFlag.FIRST}
-PADDING = {Slot.LINE: -1, Slot.ROW: -1, Slot.REPETITION: 2.0, Slot.FLAGS: 3}
+FLOATS = (
+    SampleRow.TEMPERATURE,
+    SampleRow.TOP_P,
+    SampleRow.MIN_P,
+    SampleRow.REPETITION,
+    SampleRow.FREQUENCY,
+    SampleRow.PRESENCE,
+)
+NEUTRAL = {SampleRow.TOP_P: 1.0, SampleRow.REPETITION: 1.0, SampleRow.MASK: -1, SampleRow.FLAGS: SampleFlag.FIRST}
+PADDING = {SampleRow.LOGITS_ROW: -1, SampleRow.ROW: -1, SampleRow.REPETITION: 2.0, SampleRow.FLAGS: 3}
 
 
 def run(operation: Callable[..., None], *arguments: Tensor | None) -> None:
@@ -31,39 +38,44 @@ def run(operation: Callable[..., None], *arguments: Tensor | None) -> None:
             given.copy_(made)
 
 
-def make_slots(*slots: dict[Slot, float]) -> Tensor:
+def make_samples(*samples: dict[SampleRow, float]) -> Tensor:
     """int32 [s, 16]; words that are not given change nothing."""
-    made = torch.zeros(len(slots), SLOT_WORDS, dtype=torch.int32)
-    for line, words in zip(made, slots, strict=True):
+    made = torch.zeros(len(samples), SAMPLE_WORDS, dtype=torch.int32)
+    for logits_row, words in zip(made, samples, strict=True):
         for word, value in (NEUTRAL | words).items():
-            (line.view(torch.float32) if word in FLOATS else line)[word] = value
+            (logits_row.view(torch.float32) if word in FLOATS else logits_row)[word] = value
     return made
 
 
 class Places(NamedTuple):
-    """Rows of the executor, those that sample with a slot each, in no particular order."""
+    """Rows of the executor, those that sample with a sample each, in no particular order."""
 
-    slots: Tensor
-    slot_of_row: Tensor
+    samples: Tensor
+    sample_of_row: Tensor
     history: Tensor
 
 
-def random_places(seed: int, num_rows: int = 6, num_lines: int = 4, longest: int = 40, vocab: int = 50) -> Places:
-    """Lines in any order; a slot of padding, and one that is not its line's first; ids up to 3 above the vocabulary."""
+def random_places(seed: int, num_rows: int = 6, num_logits_rows: int = 4, longest: int = 40, vocab: int = 50) -> Places:
+    """Rows in any order; one sample is padding, one not the first of its logits; ids up to 3 above the vocabulary."""
     random = np.random.default_rng(seed)
-    rows, lines = random.permutation(num_rows)[:num_lines], random.permutation(num_lines)
-    slot_of_row = torch.full((num_rows,), -1, dtype=torch.int32)
-    slots: list[dict[Slot, float]] = []
-    for row, line in zip(rows.tolist(), lines.tolist(), strict=True):
-        slot_of_row[row] = len(slots)
+    rows, logits_rows = random.permutation(num_rows)[:num_logits_rows], random.permutation(num_logits_rows)
+    sample_of_row = torch.full((num_rows,), -1, dtype=torch.int32)
+    samples: list[dict[SampleRow, float]] = []
+    for row, logits_row in zip(rows.tolist(), logits_rows.tolist(), strict=True):
+        sample_of_row[row] = len(samples)
         end = int(random.integers(1, longest + 1))
-        words = {Slot.LINE: line, Slot.ROW: row, Slot.END: end, Slot.OUTPUT_POSITION: int(random.integers(0, end + 1))}
-        slots.append(words)
+        words = {
+            SampleRow.LOGITS_ROW: logits_row,
+            SampleRow.ROW: row,
+            SampleRow.END: end,
+            SampleRow.OUTPUT_POSITION: int(random.integers(0, end + 1)),
+        }
+        samples.append(words)
         if random.random() < 0.3:
-            slots.append(words | {Slot.FLAGS: SlotFlag.LOGPROBS, Slot.REPETITION: 3.0})
-    slots.append(PADDING)
+            samples.append(words | {SampleRow.FLAGS: SampleFlag.LOGPROBS, SampleRow.REPETITION: 3.0})
+    samples.append(PADDING)
     history = torch.from_numpy(random.integers(0, vocab + 3, (num_rows, longest + 1)).astype(np.int32))
-    return Places(make_slots(*slots), slot_of_row, history)
+    return Places(make_samples(*samples), sample_of_row, history)
 
 
 class OnCpu(NamedTuple):
@@ -74,27 +86,27 @@ class OnCpu(NamedTuple):
 
 
 def places_of(requests: Sequence[Asking], seed: int = 0) -> OnCpu:
-    """One line a request, in order. All of them must have rules."""
+    """One row of logits a request, in order. All of them must have rules."""
     ruled = rows_of(requests, seed).ruled
     assert ruled is not None
     assert ruled.places.tolist() == list(range(len(requests)))
-    slot_of_row = torch.full((len(ruled.history),), -1, dtype=torch.int32)
-    slots: list[dict[Slot, float]] = []
-    for line, request in enumerate(requests):
-        row = int(ruled.history_rows[line])
-        slot_of_row[row] = line
-        slots.append(
+    sample_of_row = torch.full((len(ruled.history),), -1, dtype=torch.int32)
+    samples: list[dict[SampleRow, float]] = []
+    for logits_row, request in enumerate(requests):
+        row = int(ruled.history_rows[logits_row])
+        sample_of_row[row] = logits_row
+        samples.append(
             {
-                Slot.LINE: line,
-                Slot.ROW: row,
-                Slot.END: int(ruled.num_tokens[line]),
-                Slot.OUTPUT_POSITION: len(request.output),
-                Slot.REPETITION: request.sampling.repetition_penalty,
-                Slot.FREQUENCY: request.sampling.frequency_penalty,
-                Slot.PRESENCE: request.sampling.presence_penalty,
+                SampleRow.LOGITS_ROW: logits_row,
+                SampleRow.ROW: row,
+                SampleRow.END: int(ruled.num_tokens[logits_row]),
+                SampleRow.OUTPUT_POSITION: len(request.output),
+                SampleRow.REPETITION: request.sampling.repetition_penalty,
+                SampleRow.FREQUENCY: request.sampling.frequency_penalty,
+                SampleRow.PRESENCE: request.sampling.presence_penalty,
             }
         )
-    return OnCpu(Places(make_slots(*slots), slot_of_row, torch.from_numpy(ruled.history.copy())), ruled)
+    return OnCpu(Places(make_samples(*samples), sample_of_row, torch.from_numpy(ruled.history.copy())), ruled)
 
 
 def assert_same(made: Tensor, expected: Tensor) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernels.rule_batch import FOREVER, PADDING, assert_same, make_slots, places_of, run
+from kernels.rule_batch import FOREVER, PADDING, assert_same, make_samples, places_of, run
 from sampler.batch import Asking, asking, random_logits
 from torch import Tensor
 
 from aioengine.errors import InternalError
-from aioengine.kernels.sampling.slots import Slot, SlotFlag
+from aioengine.kernels.sampling.sample_rows import SampleFlag, SampleRow
 from aioengine.kernels.torch import rules as reference_rules
 from aioengine.sampler import rules
 
@@ -66,14 +66,14 @@ def test_masks_and_biases_are_those_of_the_cpu(edit: Any, words: Any, vocab: int
     rows = ruled.history_rows.tolist()
     begun = [(row, word) for row, r in zip(rows, requests, strict=True) for word in r.sampling.bad_words if word[1:]]
     begun.append((-1, (0, 0)))
-    row_without_slot = int((places.slot_of_row < 0).nonzero()[0, 0])
-    begun.append((row_without_slot, (0, 0)))
+    row_without_sample = int((places.sample_of_row < 0).nonzero()[0, 0])
+    begun.append((row_without_sample, (0, 0)))
     word_values = torch.full((len(begun),), torch.nan)
     word_rows = ints(*(row for row, _ in begun))
     run(
         words.ends_of_bad_words,
-        places.slots,
-        places.slot_of_row,
+        places.samples,
+        places.sample_of_row,
         places.history,
         word_rows,
         *flat([w[:-1] for _, w in begun]),
@@ -90,7 +90,7 @@ def test_masks_and_biases_are_those_of_the_cpu(edit: Any, words: Any, vocab: int
     edit_rows, tokens, values, until = zip(*listed, strict=True)
     raw = random_logits(len(requests), vocab, seed=seed)
     made, expected = raw.clone(), raw.clone()
-    where = (places.slots, places.slot_of_row, ints(*edit_rows), ints(*tokens))
+    where = (places.samples, places.sample_of_row, ints(*edit_rows), ints(*tokens))
     run(edit.edit_logits, made, *where, torch.tensor(values), ints(*until))
     rules.mask(expected, ruled)
     rules.add_biases(expected, ruled)
@@ -100,31 +100,37 @@ def test_masks_and_biases_are_those_of_the_cpu(edit: Any, words: Any, vocab: int
 @pytest.mark.parametrize("words", [bad_words, reference_rules], ids=["triton", "oracle"])
 def test_long_words_and_many_words_are_compared_to_their_beginnings(words: Any) -> None:
     history = torch.arange(90, dtype=torch.int32).view(2, 45)
-    slots = make_slots({Slot.LINE: 0, Slot.ROW: 1, Slot.END: 40, Slot.OUTPUT_POSITION: 38})
+    samples = make_samples(
+        {SampleRow.LOGITS_ROW: 0, SampleRow.ROW: 1, SampleRow.END: 40, SampleRow.OUTPUT_POSITION: 38}
+    )
     output = list(range(47, 85))
     same_but_first = [1, *output[1:]]
     begins = [tuple(output), tuple(same_but_first), (46, *output), tuple(output[-1:]), (84, 85), *[(84,)] * 70]
     values = torch.full((len(begins),), torch.nan)
     rows = torch.ones(len(begins), dtype=torch.int32)
-    run(words.ends_of_bad_words, slots, ints(-1, 0), history, rows, *flat(begins), values)
+    run(words.ends_of_bad_words, samples, ints(-1, 0), history, rows, *flat(begins), values)
     assert (values == -torch.inf).tolist() == [True, False, False, True, False, *[True] * 70]
     assert values[[1, 2, 4]].tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("words", [bad_words, reference_rules], ids=["triton", "oracle"])
-def test_only_first_slots_of_lines_count(words: Any) -> None:
-    same = {Slot.END: 3, Slot.OUTPUT_POSITION: 3}
-    slots = make_slots({Slot.LINE: 0, Slot.FLAGS: SlotFlag.LOGPROBS, **same}, PADDING | same, {Slot.LINE: 1, **same})
+def test_only_first_samples_of_lines_count(words: Any) -> None:
+    same = {SampleRow.END: 3, SampleRow.OUTPUT_POSITION: 3}
+    samples = make_samples(
+        {SampleRow.LOGITS_ROW: 0, SampleRow.FLAGS: SampleFlag.LOGPROBS, **same},
+        PADDING | same,
+        {SampleRow.LOGITS_ROW: 1, **same},
+    )
     history = torch.zeros(3, 4, dtype=torch.int32)
     values = torch.full((3,), torch.nan)
-    run(words.ends_of_bad_words, slots, ints(0, 1, 2), history, ints(0, 1, 2), *flat([(0,)] * 3), values)
+    run(words.ends_of_bad_words, samples, ints(0, 1, 2), history, ints(0, 1, 2), *flat([(0,)] * 3), values)
     assert values.tolist() == [0, 0, -math.inf]
 
 
 def test_no_words_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bad_words, "_ends_of_bad_words_kernel", None)
     history = torch.zeros(1, 1, dtype=torch.int32)
-    run(bad_words.ends_of_bad_words, make_slots({}), ints(0), history, ints(), ints(0), ints(), torch.empty(0))
+    run(bad_words.ends_of_bad_words, make_samples({}), ints(0), history, ints(), ints(0), ints(), torch.empty(0))
 
 
 @pytest.mark.parametrize(
@@ -142,7 +148,7 @@ def test_no_words_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_other_tensors_are_refused(argument: int, wrong: Tensor) -> None:
     history = torch.zeros(2, 4, dtype=torch.int32)
-    arguments = [make_slots({}), ints(0, 0), history, ints(0, 0), ints(0, 1, 2), ints(0, 0), torch.zeros(2)]
+    arguments = [make_samples({}), ints(0, 0), history, ints(0, 0), ints(0, 1, 2), ints(0, 0), torch.zeros(2)]
     run(bad_words.ends_of_bad_words, *arguments)
     arguments[argument] = wrong
     with pytest.raises(InternalError):

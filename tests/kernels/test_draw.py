@@ -11,7 +11,7 @@ from sampler.batch import DEFAULTS, chi_square_is_plausible, expected_probabilit
 from torch import Tensor
 
 from aioengine.errors import InternalError
-from aioengine.kernels.sampling.slots import SLOT_WORDS, Slot, Status
+from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleRow, Status
 from aioengine.kernels.torch import sampling as reference_sampling
 from aioengine.sampler import SamplingRows, sample
 from aioengine.sampler.noise import NOISE_SPAN
@@ -26,59 +26,66 @@ NEAR_TIE = 1e-5
 """Scores so near may come out in another order: logarithms differ in the last bit. Never seen on a CPU."""
 
 
-def slots_of(rows: SamplingRows, lines: Any = None, masks: Any = -1) -> Tensor:
+def samples_of(rows: SamplingRows, logits_rows: Any = None, masks: Any = -1) -> Tensor:
     """Int32 [n, 16]."""
     count = len(rows.choice)
-    slots = torch.zeros(count, SLOT_WORDS, dtype=torch.int32)
-    floats = slots.view(torch.float32)
-    slots[:, Slot.LINE] = torch.arange(count) if lines is None else torch.tensor(lines)
-    slots[:, Slot.MASK] = torch.tensor(masks)
-    slots[:, Slot.OUTPUT_POSITION] = torch.from_numpy(rows.positions)
-    slots[:, Slot.CHOICE] = torch.from_numpy(rows.choice)
-    slots[:, Slot.SEED_LOW : Slot.SEED_HIGH + 1] = torch.from_numpy(rows.seed.view(np.int32).reshape(-1, 2))
-    slots[:, Slot.TOP_K] = torch.from_numpy(rows.top_k)
-    floats[:, Slot.TEMPERATURE] = torch.from_numpy(rows.temperature)
-    floats[:, Slot.TOP_P] = torch.from_numpy(rows.top_p)
-    floats[:, Slot.MIN_P] = torch.from_numpy(rows.min_p)
-    floats[:, Slot.REPETITION] = 1.0
-    return slots
+    samples = torch.zeros(count, SAMPLE_WORDS, dtype=torch.int32)
+    floats = samples.view(torch.float32)
+    samples[:, SampleRow.LOGITS_ROW] = torch.arange(count) if logits_rows is None else torch.tensor(logits_rows)
+    samples[:, SampleRow.MASK] = torch.tensor(masks)
+    samples[:, SampleRow.OUTPUT_POSITION] = torch.from_numpy(rows.positions)
+    samples[:, SampleRow.CHOICE] = torch.from_numpy(rows.choice)
+    samples[:, SampleRow.SEED_LOW : SampleRow.SEED_HIGH + 1] = torch.from_numpy(rows.seed.view(np.int32).reshape(-1, 2))
+    samples[:, SampleRow.TOP_K] = torch.from_numpy(rows.top_k)
+    floats[:, SampleRow.TEMPERATURE] = torch.from_numpy(rows.temperature)
+    floats[:, SampleRow.TOP_P] = torch.from_numpy(rows.top_p)
+    floats[:, SampleRow.MIN_P] = torch.from_numpy(rows.min_p)
+    floats[:, SampleRow.REPETITION] = 1.0
+    return samples
 
 
 def draw_with(
-    operations: Any, logits: Tensor, slots: Tensor, masks: Tensor | None = None, is_greedy: bool = False
+    operations: Any, logits: Tensor, samples: Tensor, masks: Tensor | None = None, is_greedy: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Tokens and status, int32 [s]; ``operations`` has a ``draw``."""
-    top_k, floats = slots[:, Slot.TOP_K], slots.view(torch.float32)
-    has_filters = bool((top_k > 0).any() or (floats[:, Slot.TOP_P] < 1).any() or (floats[:, Slot.MIN_P] > 0).any())
-    token_ids = torch.full((len(slots),), POISON, dtype=torch.int32, device=DEVICE)
+    top_k, floats = samples[:, SampleRow.TOP_K], samples.view(torch.float32)
+    has_filters = bool(
+        (top_k > 0).any() or (floats[:, SampleRow.TOP_P] < 1).any() or (floats[:, SampleRow.MIN_P] > 0).any()
+    )
+    token_ids = torch.full((len(samples),), POISON, dtype=torch.int32, device=DEVICE)
     status = token_ids.clone()
     given = logits.to(DEVICE, copy=True)
     on_device = None if masks is None else masks.to(DEVICE)
-    operations.draw(given, slots.to(DEVICE), on_device, token_ids, status, has_filters=has_filters, is_greedy=is_greedy)
+    operations.draw(
+        given, samples.to(DEVICE), on_device, token_ids, status, has_filters=has_filters, is_greedy=is_greedy
+    )
     assert torch.equal(given.cpu().view(torch.int32), logits.view(torch.int32))
     return token_ids.cpu(), status.cpu()
 
 
 def check(
-    logits: Tensor, slots: Tensor, masks: Tensor | None = None, is_greedy: bool = False
+    logits: Tensor, samples: Tensor, masks: Tensor | None = None, is_greedy: bool = False
 ) -> tuple[list[int], list[int]]:
     """Kernels against the oracle; returns their tokens and status."""
-    token_ids, status = draw_with(draw_file, logits, slots, masks, is_greedy)
-    expected, expected_status = draw_with(reference_sampling, logits, slots, masks, is_greedy)
+    token_ids, status = draw_with(draw_file, logits, samples, masks, is_greedy)
+    expected, expected_status = draw_with(reference_sampling, logits, samples, masks, is_greedy)
     assert status.tolist() == expected_status.tolist()
-    for slot in (token_ids != expected).nonzero()[:, 0].tolist():
-        score = scores(logits, slots[slot])
-        drawn, wanted = int(token_ids[slot]), int(expected[slot])
-        assert abs(score[drawn] - score[wanted]) < NEAR_TIE, f"slot {slot}: {drawn} for {wanted}"
+    for nth in (token_ids != expected).nonzero()[:, 0].tolist():
+        score = scores(logits, samples[nth])
+        drawn, wanted = int(token_ids[nth]), int(expected[nth])
+        assert abs(score[drawn] - score[wanted]) < NEAR_TIE, f"sample {nth}: {drawn} for {wanted}"
     return token_ids.tolist(), status.tolist()
 
 
-def scores(logits: Tensor, slot: Tensor) -> Tensor:
+def scores(logits: Tensor, sample: Tensor) -> Tensor:
     """Float64 [V]."""
-    temperature = float(slot.view(torch.float32)[Slot.TEMPERATURE])
+    temperature = float(sample.view(torch.float32)[SampleRow.TEMPERATURE])
     if temperature == 0:
-        return logits[slot[Slot.LINE]].double()
-    return logits[slot[Slot.LINE]].double() / temperature + reference_sampling.gumbel(slot[None], logits.shape[1])[0]
+        return logits[sample[SampleRow.LOGITS_ROW]].double()
+    return (
+        logits[sample[SampleRow.LOGITS_ROW]].double() / temperature
+        + reference_sampling.gumbel(sample[None], logits.shape[1])[0]
+    )
 
 
 def mixed_rows(count: int, seed: int) -> SamplingRows:
@@ -114,7 +121,7 @@ def test_the_oracle_draws_what_the_sampler_draws(vocab: int, seed: int) -> None:
         random_logits(60, vocab, seed=seed, spread=0.02),
         ties(60, vocab, seed=seed),
     ):
-        token_ids, status = draw_with(reference_sampling, logits, slots_of(rows))
+        token_ids, status = draw_with(reference_sampling, logits, samples_of(rows))
         assert token_ids.tolist() == sample(logits.clone(), rows).token_ids.tolist()
         assert not status.any()
 
@@ -123,7 +130,7 @@ def test_the_oracle_draws_what_the_sampler_draws(vocab: int, seed: int) -> None:
 def test_the_oracle_draws_from_the_distribution(filters: dict[str, Any]) -> None:
     logits, count = random_logits(7, seed=7), 20_000
     rows = make_rows(count, temperature=1.3, seed=5, positions=np.arange(count), **filters)
-    token_ids, _ = draw_with(reference_sampling, logits[None], slots_of(rows, lines=[0] * count))
+    token_ids, _ = draw_with(reference_sampling, logits[None], samples_of(rows, logits_rows=[0] * count))
     expected = expected_probabilities(logits.double().numpy(), 1.3, **filters)
     assert chi_square_is_plausible(np.bincount(token_ids, minlength=7), expected)
 
@@ -134,19 +141,19 @@ def test_the_oracle_draws_from_the_distribution(filters: dict[str, Any]) -> None
 @pytest.mark.parametrize("vocab", [1, 7, 123, 1000])
 def test_without_filters(vocab: int) -> None:
     rows = make_rows(7, temperature=[0, 1, 0.2, 2, 1, 0, 1], seed=[0, -1, 2**40, 5, 5, 5, 5], positions=np.arange(7))
-    check(random_logits(7, vocab, seed=vocab), slots_of(rows))
+    check(random_logits(7, vocab, seed=vocab), samples_of(rows))
 
 
 def test_greedy_ones_are_the_lowest_of_the_highest() -> None:
     logits = ties(4, 1100, seed=1)
-    token_ids, _ = check(logits, slots_of(make_rows(4, temperature=0.0)), is_greedy=True)
+    token_ids, _ = check(logits, samples_of(make_rows(4, temperature=0.0)), is_greedy=True)
     assert token_ids == [int((row == row.max()).nonzero()[0]) for row in logits]
 
 
 @pytest.mark.parametrize(("vocab", "seed"), [(1, 0), (7, 1), (123, 2), (1000, 3)])
 def test_all_filters(vocab: int, seed: int) -> None:
     rows = mixed_rows(9, seed)
-    check(random_logits(9, vocab, seed=seed), slots_of(rows))
+    check(random_logits(9, vocab, seed=seed), samples_of(rows))
 
 
 def test_more_in_reach_than_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +169,7 @@ def test_more_in_reach_than_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None
     ]
     columns = {"top_k": [0, 300, 0, 650], "top_p": [0.9, 1, 0.99, 0.95], "min_p": [0, 0, 0.001, 0]}
     rows = make_rows(10, seed=8, **{name: (values * 3)[:10] for name, values in columns.items()})
-    check(torch.cat(kinds), slots_of(rows))
+    check(torch.cat(kinds), samples_of(rows))
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(1, 0.001), (77, 0.5), (128, 0.999), (299, 0.9)])
@@ -170,9 +177,13 @@ def test_thresholds_are_exact(top_k: int, top_p: float) -> None:
     """Of a temperature at which all that is kept has a chance."""
     logits = random_logits(3, 300, seed=top_k)
     rows = make_rows(3, temperature=2.0, top_k=[top_k, 0, top_k], top_p=[1, top_p, top_p])
-    slots = slots_of(rows).to(DEVICE)
-    floors = thresholds.find_floors(logits.to(DEVICE), slots, None).floors.cpu()
-    temperature, top_k_of, top_p_of = torch.full((3,), 2.0), slots[:, Slot.TOP_K].cpu(), torch.from_numpy(rows.top_p)
+    samples = samples_of(rows).to(DEVICE)
+    floors = thresholds.find_floors(logits.to(DEVICE), samples, None).floors.cpu()
+    temperature, top_k_of, top_p_of = (
+        torch.full((3,), 2.0),
+        samples[:, SampleRow.TOP_K].cpu(),
+        torch.from_numpy(rows.top_p),
+    )
     top = logits.amax(dim=1)
     expected = reference_sampling.threshold(logits, top, temperature, top_k_of, top_p_of, torch.zeros(3))[:, 0]
     assert floors.tolist() == expected.maximum(top - temperature * NOISE_SPAN).tolist()
@@ -187,16 +198,16 @@ def test_masks(has_filters: bool) -> None:
     masks = (words - (words >> 31 << 32)).int()
     columns = {"temperature": [0, 1, 1, 1, 1, 1], "top_k": [0, 0, 50, 3, 0, 5], "top_p": [1, 1, 1, 0.9, 0.99, 1]}
     rows = make_rows(count, **(columns if has_filters else {"temperature": [0, 1, 1, 1, 2, 1]}))
-    slots = slots_of(rows, masks=[0, 1, 1, -1, 0, 2])
-    token_ids, status = check(random_logits(count, vocab, seed=9), slots, masks)
-    assert all(bits[slots[slot, Slot.MASK], token_ids[slot]] for slot in (0, 1, 2, 4))
+    samples = samples_of(rows, masks=[0, 1, 1, -1, 0, 2])
+    token_ids, status = check(random_logits(count, vocab, seed=9), samples, masks)
+    assert all(bits[samples[sample, SampleRow.MASK], token_ids[sample]] for sample in (0, 1, 2, 4))
     assert status == [Status.SAMPLED] * 5 + [Status.NOTHING_LEFT]
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # the interpreter's: a float's range and back
 @pytest.mark.parametrize("filters", [{}, {"top_k": 4, "top_p": 0.9}, {"top_p": 0.9}], ids=str)
 def test_values_that_are_no_ordinary_numbers(filters: dict[str, Any]) -> None:
-    """A NaN fails the slot, wherever it stands and of whichever sign; +inf is certain; -inf never is chosen."""
+    """A NaN fails the sample, wherever it stands and of whichever sign; +inf is certain; -inf never is chosen."""
     logits = random_logits(7, 300, seed=4)
     logits[0, 299] = torch.nan
     logits[1, 150] = -torch.tensor(torch.nan)
@@ -206,7 +217,7 @@ def test_values_that_are_no_ordinary_numbers(filters: dict[str, Any]) -> None:
     logits[4, :299] = -torch.inf
     logits[5] = torch.finfo(torch.float32).min
     rows = make_rows(7, temperature=[1, 1, 1, 1, 2, 1, 0], **filters)
-    token_ids, status = check(logits, slots_of(rows))
+    token_ids, status = check(logits, samples_of(rows))
     failed = [Status.NOT_A_NUMBER, Status.NOT_A_NUMBER, Status.SAMPLED, Status.NOTHING_LEFT]
     assert status == [*failed, *[Status.SAMPLED] * 3]
     assert token_ids[:5] == [0, 0, 200, 0, 299]
@@ -214,21 +225,21 @@ def test_values_that_are_no_ordinary_numbers(filters: dict[str, Any]) -> None:
 
 def test_choices_share_a_line_and_padding_is_passed_over() -> None:
     rows = make_rows(6, choice=[0, 1, 2, 0, 0, 1], top_k=[40, 40, 40, 0, 0, 0], seed=6)
-    slots = slots_of(rows, lines=[1, 1, 1, -1, 0, 0])
-    slots[3, Slot.LINE + 1 :] = POISON
-    token_ids, _ = check(random_logits(2, 123, seed=6, spread=0.5), slots)
+    samples = samples_of(rows, logits_rows=[1, 1, 1, -1, 0, 0])
+    samples[3, SampleRow.LOGITS_ROW + 1 :] = POISON
+    token_ids, _ = check(random_logits(2, 123, seed=6, spread=0.5), samples)
     assert len(set(token_ids[:3])) > 1
 
 
 def test_parts_of_a_row_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row in one part is what it is in eight."""
     logits = random_logits(3, 4001, seed=5, spread=1.0)
-    slots = slots_of(make_rows(3, temperature=[0, 1, 1], seed=12))
+    samples = samples_of(make_rows(3, temperature=[0, 1, 1], seed=12))
     assert draw_file.split(3, 4001) == (8, 1)
-    in_eight = check(logits, slots)
+    in_eight = check(logits, samples)
     monkeypatch.setattr(draw_file, "PROGRAMS", 6)
     assert draw_file.split(3, 4001) == (2, 4)
-    assert check(logits, slots) == in_eight
+    assert check(logits, samples) == in_eight
 
 
 def test_a_large_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,19 +249,19 @@ def test_a_large_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thresholds, "TILE_BLOCKS", 1024)
     rows = make_rows(4, temperature=[1, 0.7, 1.5, 0], top_k=[0, 50, 0, 0], top_p=[1, 1, 0.9, 1], seed=77)
     logits = random_logits(4, 151_936, seed=10)
-    assert check(logits, slots_of(rows))[0] == sample(logits.clone(), rows).token_ids.tolist()
+    assert check(logits, samples_of(rows))[0] == sample(logits.clone(), rows).token_ids.tolist()
 
 
-def test_very_cold_slots() -> None:
+def test_very_cold_samples() -> None:
     rows = make_rows(4, temperature=[1e-3, 1e-20, 1e-40, 1e-40], top_p=[1, 1, 1, 0.5])
     logits = random_logits(4, 123, seed=11) + 1000
-    assert check(logits, slots_of(rows))[0] == logits.argmax(dim=1).tolist()
+    assert check(logits, samples_of(rows))[0] == logits.argmax(dim=1).tolist()
 
 
-def test_no_slots_are_no_launch() -> None:
-    slots = torch.zeros(0, SLOT_WORDS, dtype=torch.int32)
+def test_no_samples_are_no_launch() -> None:
+    samples = torch.zeros(0, SAMPLE_WORDS, dtype=torch.int32)
     for operations in (draw_file, reference_sampling):
-        token_ids, _ = draw_with(operations, torch.zeros(2, 7), slots)
+        token_ids, _ = draw_with(operations, torch.zeros(2, 7), samples)
         assert not len(token_ids)
 
 
@@ -260,8 +271,8 @@ def test_no_slots_are_no_launch() -> None:
         {"logits": torch.zeros(2, 7, dtype=torch.bfloat16)},
         {"logits": torch.zeros(7, 2).t()},
         {"logits": torch.zeros(2, 0)},
-        {"slots": torch.zeros(2, 15, dtype=torch.int32)},
-        {"slots": torch.zeros(2, 16)},
+        {"samples": torch.zeros(2, 15, dtype=torch.int32)},
+        {"samples": torch.zeros(2, 16)},
         {"masks": torch.zeros(2, 2, dtype=torch.int32)},
         {"token_ids": torch.zeros(2, dtype=torch.int64)},
         {"status": torch.zeros(3, dtype=torch.int32)},
@@ -272,7 +283,7 @@ def test_no_slots_are_no_launch() -> None:
 def test_what_the_kernels_would_misread_is_refused(wrong: dict[str, Tensor]) -> None:
     given = {
         "logits": torch.zeros(2, 7),
-        "slots": torch.zeros(2, SLOT_WORDS, dtype=torch.int32),
+        "samples": torch.zeros(2, SAMPLE_WORDS, dtype=torch.int32),
         "masks": torch.zeros(2, 1, dtype=torch.int32),
         "token_ids": torch.zeros(2, dtype=torch.int32),
         "status": torch.zeros(2, dtype=torch.int32),

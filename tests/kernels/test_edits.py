@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernels.rule_batch import FOREVER, PADDING, Places, assert_same, make_slots, random_places, run, strange_logits
+from kernels.rule_batch import FOREVER, PADDING, Places, assert_same, make_samples, random_places, run, strange_logits
 from torch import Tensor
 
 from aioengine.errors import InternalError
-from aioengine.kernels.sampling.slots import Slot, SlotFlag
+from aioengine.kernels.sampling.sample_rows import SampleFlag, SampleRow
 from aioengine.kernels.torch import rules as reference_rules
 
 edits = pytest.importorskip("aioengine.kernels.sampling.edits")
@@ -35,12 +35,12 @@ def edited(logits: Tensor, places: Places, rows: Tensor, tokens: Tensor, values:
     made = logits.clone()
     for is_mask in (False, True):
         for row, token, value, end in zip(*(x.tolist() for x in (rows, tokens, values, until)), strict=True):
-            slot = int(places.slot_of_row[row]) if row >= 0 else -1
-            if slot < 0 or token >= logits.shape[1] or (value == -math.inf) != is_mask:
+            sample = int(places.sample_of_row[row]) if row >= 0 else -1
+            if sample < 0 or token >= logits.shape[1] or (value == -math.inf) != is_mask:
                 continue
-            line, position = places.slots[slot, [Slot.LINE, Slot.OUTPUT_POSITION]].tolist()
+            logits_row, position = places.samples[sample, [SampleRow.LOGITS_ROW, SampleRow.OUTPUT_POSITION]].tolist()
             if position < end:
-                made[line, token] = -math.inf if is_mask else made[line, token] + value
+                made[logits_row, token] = -math.inf if is_mask else made[logits_row, token] + value
     return made
 
 
@@ -50,9 +50,9 @@ def test_edits_are_what_a_loop_makes(module: Any, num_edits: int, vocab: int, se
     places = random_places(seed)
     logits = strange_logits(4, vocab, seed=seed).round()
     logits[0, :3] = torch.tensor([torch.inf, torch.nan, -torch.inf])[:vocab]
-    rows, tokens, values, until = random_edits(seed, num_edits, len(places.slot_of_row), vocab)
+    rows, tokens, values, until = random_edits(seed, num_edits, len(places.sample_of_row), vocab)
     made = logits.clone()
-    run(module.edit_logits, made, places.slots, places.slot_of_row, rows, tokens, values, until)
+    run(module.edit_logits, made, places.samples, places.sample_of_row, rows, tokens, values, until)
     assert_same(made, edited(logits, places, rows, tokens, values, until))
 
 
@@ -61,7 +61,7 @@ def test_edits_are_what_a_loop_makes(module: Any, num_edits: int, vocab: int, se
 @pytest.mark.parametrize("apart", [1, 200])
 def test_a_mask_wins_over_anything(module: Any, is_mask_first: bool, apart: int) -> None:
     """In one program or in two, whichever comes first."""
-    places = Places(make_slots({Slot.LINE: 0}), torch.tensor([0], dtype=torch.int32), torch.empty(0))
+    places = Places(make_samples({SampleRow.LOGITS_ROW: 0}), torch.tensor([0], dtype=torch.int32), torch.empty(0))
     was = torch.tensor([[1.0, torch.nan, torch.inf, -torch.inf, 3e38]])
     tokens = torch.zeros(5 * apart, 2, dtype=torch.int32)
     tokens[::apart] = torch.arange(5)[:, None]
@@ -70,28 +70,30 @@ def test_a_mask_wins_over_anything(module: Any, is_mask_first: bool, apart: int)
     values = torch.tensor([-torch.inf, 3e38] if is_mask_first else [3e38, -torch.inf]).repeat(len(rows), 1)
     lists = [x.T.contiguous().view(-1) for x in (rows, tokens, values, torch.full_like(rows, FOREVER))]
     logits = was.clone()
-    run(module.edit_logits, logits, places.slots, places.slot_of_row, *lists)
+    run(module.edit_logits, logits, places.samples, places.sample_of_row, *lists)
     assert logits.tolist() == [[-math.inf] * 5]
 
 
 @pytest.mark.parametrize("module", [edits, reference_rules], ids=["triton", "oracle"])
-def test_only_first_slots_of_lines_count(module: Any) -> None:
-    slots = make_slots({Slot.LINE: 0, Slot.FLAGS: SlotFlag.LOGPROBS}, PADDING, {Slot.LINE: 1})
-    slot_of_row = torch.tensor([0, 1, 2], dtype=torch.int32)
+def test_only_first_samples_of_lines_count(module: Any) -> None:
+    samples = make_samples(
+        {SampleRow.LOGITS_ROW: 0, SampleRow.FLAGS: SampleFlag.LOGPROBS}, PADDING, {SampleRow.LOGITS_ROW: 1}
+    )
+    sample_of_row = torch.tensor([0, 1, 2], dtype=torch.int32)
     rows, tokens = torch.tensor([0, 1, 2], dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
     logits = torch.zeros(2, 3)
     until = torch.full((3,), FOREVER, dtype=torch.int32)
-    run(module.edit_logits, logits, slots, slot_of_row, rows, tokens, torch.ones(3), until)
+    run(module.edit_logits, logits, samples, sample_of_row, rows, tokens, torch.ones(3), until)
     assert logits.tolist() == [[0, 0, 0], [1, 0, 0]]
 
 
 def test_nothing_to_edit_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(edits, "_edit_logits_kernel", None)
     ids = torch.empty(0, dtype=torch.int32)
-    for num_lines, num_slots, num_edits in ((2, 2, 0), (0, 2, 3), (2, 0, 3)):
-        logits, slots = torch.zeros(num_lines, 5), torch.zeros(num_slots, 16, dtype=torch.int32)
+    for num_logits_rows, num_samples, num_edits in ((2, 2, 0), (0, 2, 3), (2, 0, 3)):
+        logits, samples = torch.zeros(num_logits_rows, 5), torch.zeros(num_samples, 16, dtype=torch.int32)
         lists = [torch.zeros(num_edits, dtype=torch.int32) for _ in range(3)]
-        run(edits.edit_logits, logits, slots, ids, *lists[:2], torch.zeros(num_edits), lists[2])
+        run(edits.edit_logits, logits, samples, ids, *lists[:2], torch.zeros(num_edits), lists[2])
 
 
 @pytest.mark.parametrize(
@@ -111,7 +113,7 @@ def test_nothing_to_edit_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 )
 def test_other_tensors_are_refused(argument: int, wrong: Tensor) -> None:
     ids = torch.zeros(4, dtype=torch.int32)
-    arguments = [torch.zeros(2, 8), make_slots({}, {}, {}), torch.zeros(3, dtype=torch.int32), ids, ids]
+    arguments = [torch.zeros(2, 8), make_samples({}, {}, {}), torch.zeros(3, dtype=torch.int32), ids, ids]
     arguments += [torch.zeros(4), ids]
     run(edits.edit_logits, *arguments)
     arguments[argument] = wrong

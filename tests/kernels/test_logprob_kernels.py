@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernels.rule_batch import PADDING, assert_same, make_slots, run, strange_logits
+from kernels.rule_batch import PADDING, assert_same, make_samples, run, strange_logits
 from sampler.batch import random_logits
 from torch import Tensor
 
 from aioengine.errors import InternalError
-from aioengine.kernels.sampling.slots import Slot, SlotFlag
+from aioengine.kernels.sampling.sample_rows import SampleFlag, SampleRow
 from aioengine.kernels.torch import rules as reference_rules
 from aioengine.sampler import logprobs as on_cpu
 from aioengine.sampler.blocks import block
@@ -26,19 +26,24 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 POISON = 12345
 TOP = pytest.mark.parametrize("module", [top_logprobs, reference_rules], ids=["triton", "oracle"])
 LOOK = pytest.mark.parametrize("module", [look_up, reference_rules], ids=["triton", "oracle"])
-ASKING = SlotFlag.FIRST | SlotFlag.LOGPROBS
+ASKING = SampleFlag.FIRST | SampleFlag.LOGPROBS
 
 
-def likeliest(module: Any, logits: Tensor, slots: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    log_mass = torch.full((len(slots),), float(POISON))
-    ids = torch.full((len(slots), k), POISON, dtype=torch.int32)
-    logprobs = torch.full((len(slots), k), float(POISON))
-    run(module.top_logprobs, logits, slots, log_mass, ids, logprobs)
+def likeliest(module: Any, logits: Tensor, samples: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    log_mass = torch.full((len(samples),), float(POISON))
+    ids = torch.full((len(samples), k), POISON, dtype=torch.int32)
+    logprobs = torch.full((len(samples), k), float(POISON))
+    run(module.top_logprobs, logits, samples, log_mass, ids, logprobs)
     return log_mass, ids, logprobs
 
 
-def one_slot_a_line(num_lines: int) -> Tensor:
-    return make_slots(*({Slot.LINE: line, Slot.FLAGS: SlotFlag.LOGPROBS} for line in range(num_lines)))
+def one_sample_a_line(num_logits_rows: int) -> Tensor:
+    return make_samples(
+        *(
+            {SampleRow.LOGITS_ROW: logits_row, SampleRow.FLAGS: SampleFlag.LOGPROBS}
+            for logits_row in range(num_logits_rows)
+        )
+    )
 
 
 @TOP
@@ -50,7 +55,7 @@ def test_the_likeliest_tokens_are_those_of_a_sorted_log_softmax(module: Any, voc
     logits = random_logits(3, vocab, seed=vocab + k, spread=5)
     logits[1] += 300
     logits[2] = logits[2].round()  # so that there are many equal ones
-    log_mass, ids, logprobs = likeliest(module, logits, one_slot_a_line(3), k)
+    log_mass, ids, logprobs = likeliest(module, logits, one_sample_a_line(3), k)
     expected = torch.log_softmax(logits.double(), dim=-1)
     torch.testing.assert_close(log_mass, torch.logsumexp(logits.double(), dim=-1).float(), rtol=2e-7, atol=3e-6)
     ranking = logits.sort(dim=-1, descending=True, stable=True).indices[:, :k]
@@ -73,7 +78,7 @@ def test_nan_is_the_highest_and_infinities_make_what_torch_makes(module: Any, vo
     logits[3, : vocab // 2] = -torch.inf
     logits[4] = torch.where(torch.arange(vocab) % 2 == 0, 0.0, -0.0)
     logits[5, -1] = -torch.tensor(torch.nan)
-    log_mass, ids, logprobs = likeliest(module, logits, one_slot_a_line(7), k)
+    log_mass, ids, logprobs = likeliest(module, logits, one_sample_a_line(7), k)
     values, ranking = logits.sort(dim=-1, descending=True, stable=True)
     mass = torch.logsumexp(logits, dim=-1)
     torch.testing.assert_close(log_mass, mass, rtol=1e-6, atol=1e-5, equal_nan=True)
@@ -85,17 +90,17 @@ def test_nan_is_the_highest_and_infinities_make_what_torch_makes(module: Any, vo
 
 
 @TOP
-def test_slots_choose_their_lines_and_others_keep_what_they_have(module: Any) -> None:
+def test_samples_choose_their_lines_and_others_keep_what_they_have(module: Any) -> None:
     logits = random_logits(3, 200, seed=4)
-    slots = make_slots(
-        {Slot.LINE: 2, Slot.FLAGS: ASKING},
-        {Slot.LINE: 0, Slot.FLAGS: SlotFlag.FIRST},
+    samples = make_samples(
+        {SampleRow.LOGITS_ROW: 2, SampleRow.FLAGS: ASKING},
+        {SampleRow.LOGITS_ROW: 0, SampleRow.FLAGS: SampleFlag.FIRST},
         PADDING,
-        {Slot.LINE: 2, Slot.FLAGS: SlotFlag.LOGPROBS},
-        {Slot.LINE: 1, Slot.FLAGS: ASKING},
+        {SampleRow.LOGITS_ROW: 2, SampleRow.FLAGS: SampleFlag.LOGPROBS},
+        {SampleRow.LOGITS_ROW: 1, SampleRow.FLAGS: ASKING},
     )
-    results = likeliest(module, logits, slots, 4)
-    expected = likeliest(module, logits, one_slot_a_line(3), 4)
+    results = likeliest(module, logits, samples, 4)
+    expected = likeliest(module, logits, one_sample_a_line(3), 4)
     for made, of_lines in zip(results, expected, strict=True):
         assert_same(made[[0, 3, 4]], of_lines[[2, 2, 1]])
         assert (made[[1, 2]] == POISON).all()
@@ -108,22 +113,22 @@ def test_logprobs_and_ranks_are_those_of_the_cpu(module: Any, vocab: int, num_pa
     logits = (
         strange_logits(4, vocab, seed=vocab) if vocab != 9001 else random_logits(4, vocab, seed=1).round(decimals=2)
     )
-    lines = torch.from_numpy(random.integers(-1, 4, num_pairs).astype(np.int32))
-    lines[0] = 3
+    logits_rows = torch.from_numpy(random.integers(-1, 4, num_pairs).astype(np.int32))
+    logits_rows[0] = 3
     token_ids = torch.from_numpy(random.integers(0, vocab, num_pairs).astype(np.int32))
-    is_wanted = lines >= 0
-    log_mass = torch.logsumexp(logits, dim=-1)[lines.long()]
+    is_wanted = logits_rows >= 0
+    log_mass = torch.logsumexp(logits, dim=-1)[logits_rows.long()]
     logprobs, ranks = torch.full((num_pairs,), float(POISON)), torch.full((num_pairs,), POISON, dtype=torch.int32)
-    run(module.look_up, logits, lines, token_ids, log_mass, logprobs, ranks)
-    values, expected = on_cpu.look_up(block(logits), lines[is_wanted].long().numpy(), token_ids[is_wanted].long())
+    run(module.look_up, logits, logits_rows, token_ids, log_mass, logprobs, ranks)
+    values, expected = on_cpu.look_up(block(logits), logits_rows[is_wanted].long().numpy(), token_ids[is_wanted].long())
     assert_same(ranks[is_wanted], torch.from_numpy(expected.copy()))
     assert_same(logprobs[is_wanted], torch.from_numpy(values) - log_mass[is_wanted])
     assert (logprobs[~is_wanted] == POISON).all()
     assert (ranks[~is_wanted] == POISON).all()
     sorted_lines = logits.sort(dim=-1).values
-    for line, token, rank in zip(lines.tolist(), token_ids.tolist(), ranks.tolist(), strict=True):
-        if line >= 0 and not logits[line].isnan().any():
-            above = torch.searchsorted(sorted_lines[line], logits[line, token], right=True)
+    for logits_row, token, rank in zip(logits_rows.tolist(), token_ids.tolist(), ranks.tolist(), strict=True):
+        if logits_row >= 0 and not logits[logits_row].isnan().any():
+            above = torch.searchsorted(sorted_lines[logits_row], logits[logits_row, token], right=True)
             assert rank == 1 + vocab - int(above)
 
 
@@ -137,9 +142,13 @@ def test_nothing_to_report_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(module, name, None)
     none, no_ids = torch.empty(0), torch.empty(0, dtype=torch.int32)
     run(look_up.look_up, torch.zeros(2, 5), no_ids, no_ids, none, none, no_ids)
-    for num_lines, slots in ((2, make_slots()), (0, make_slots({}))):
-        outputs = torch.zeros(len(slots)), torch.zeros(len(slots), 2, dtype=torch.int32), torch.zeros(len(slots), 2)
-        run(top_logprobs.top_logprobs, torch.zeros(num_lines, 5), slots, *outputs)
+    for num_logits_rows, samples in ((2, make_samples()), (0, make_samples({}))):
+        outputs = (
+            torch.zeros(len(samples)),
+            torch.zeros(len(samples), 2, dtype=torch.int32),
+            torch.zeros(len(samples), 2),
+        )
+        run(top_logprobs.top_logprobs, torch.zeros(num_logits_rows, 5), samples, *outputs)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +166,7 @@ def test_nothing_to_report_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> 
 )
 def test_other_tensors_are_refused_for_the_likeliest(argument: int, wrong: Tensor) -> None:
     ids = torch.zeros(2, 3, dtype=torch.int32)
-    arguments = [torch.zeros(2, 5), make_slots({}, {}), torch.zeros(2), ids, torch.zeros(2, 3)]
+    arguments = [torch.zeros(2, 5), make_samples({}, {}), torch.zeros(2), ids, torch.zeros(2, 3)]
     run(top_logprobs.top_logprobs, *arguments)
     arguments[argument] = wrong
     with pytest.raises(InternalError):
@@ -165,7 +174,7 @@ def test_other_tensors_are_refused_for_the_likeliest(argument: int, wrong: Tenso
 
 
 def test_more_tokens_than_there_are_are_refused() -> None:
-    arguments = torch.zeros(1, 5), make_slots({}), torch.zeros(1), torch.zeros(1, 6, dtype=torch.int32)
+    arguments = torch.zeros(1, 5), make_samples({}), torch.zeros(1), torch.zeros(1, 6, dtype=torch.int32)
     with pytest.raises(InternalError, match="6 tokens of 5"):
         run(top_logprobs.top_logprobs, *arguments, torch.zeros(1, 6))
 

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernels.rule_batch import PADDING, assert_same, make_slots, places_of, random_places, run, strange_logits
+from kernels.rule_batch import PADDING, assert_same, make_samples, places_of, random_places, run, strange_logits
 from sampler.batch import Asking, asking
 from torch import Tensor
 
 from aioengine.errors import InternalError
-from aioengine.kernels.sampling.slots import Slot, SlotFlag
+from aioengine.kernels.sampling.sample_rows import SampleFlag, SampleRow
 from aioengine.kernels.torch import rules as reference_rules
 from aioengine.sampler import Scratch
 from aioengine.sampler.penalties import apply_penalties
@@ -66,7 +66,7 @@ def test_penalties_are_those_of_the_cpu(module: Any, vocab: int, longest: int, s
     apply_penalties(expected, ruled, Scratch())
     counters = torch.zeros(len(requests) + 1, vocab, dtype=torch.int32)
     made = raw.clone()
-    run(module.penalise, made, places.slots, places.history, counters)
+    run(module.penalise, made, places.samples, places.history, counters)
     assert_same(made, expected)
     assert not counters.any()
     assert not torch.equal(torch.nan_to_num(made), torch.nan_to_num(raw))
@@ -74,17 +74,17 @@ def test_penalties_are_those_of_the_cpu(module: Any, vocab: int, longest: int, s
 
 @BOTH
 @pytest.mark.parametrize("seed", range(3))
-def test_any_slots_in_any_order_with_padding(module: Any, seed: int) -> None:
+def test_any_samples_in_any_order_with_padding(module: Any, seed: int) -> None:
     places = random_places(seed, vocab=50)
     random = np.random.default_rng(seed)
-    for slot in places.slots[:-1]:
-        slot.view(torch.float32)[Slot.REPETITION :] = torch.tensor(random.choice([0.0, 1.0, 0.5], 3)).float()
-        slot.view(torch.float32)[Slot.REPETITION] += 0.5
+    for sample in places.samples[:-1]:
+        sample.view(torch.float32)[SampleRow.REPETITION :] = torch.tensor(random.choice([0.0, 1.0, 0.5], 3)).float()
+        sample.view(torch.float32)[SampleRow.REPETITION] += 0.5
     raw = strange_logits(4, 50, seed=seed)
     made, expected = raw.clone(), raw.clone()
-    counters = torch.zeros(len(places.slots), 50, dtype=torch.int32)
-    run(module.penalise, made, places.slots, places.history, counters)
-    run(reference_rules.penalise, expected, places.slots, places.history, counters)
+    counters = torch.zeros(len(places.samples), 50, dtype=torch.int32)
+    run(module.penalise, made, places.samples, places.history, counters)
+    run(reference_rules.penalise, expected, places.samples, places.history, counters)
     assert_same(made, expected)
     assert not counters.any()
 
@@ -94,49 +94,56 @@ def test_where_in_the_history_a_token_is_does_not_matter(module: Any) -> None:
     """Programs meet on tokens in another way for each order of the same tokens."""
     random = np.random.default_rng(1)
     prompt, output = random.integers(0, 9, 100), random.integers(0, 9, 80)
-    slots = make_slots(
-        {Slot.END: 180, Slot.OUTPUT_POSITION: 80, Slot.REPETITION: 1.7, Slot.FREQUENCY: 0.3, Slot.PRESENCE: 0.1}
+    samples = make_samples(
+        {
+            SampleRow.END: 180,
+            SampleRow.OUTPUT_POSITION: 80,
+            SampleRow.REPETITION: 1.7,
+            SampleRow.FREQUENCY: 0.3,
+            SampleRow.PRESENCE: 0.1,
+        }
     )
     results = []
     for _ in range(4):
         history = np.concatenate([random.permutation(prompt), random.permutation(output)])[None].astype(np.int32)
         logits = strange_logits(1, 9, seed=3)
-        run(module.penalise, logits, slots, torch.from_numpy(history), torch.zeros(1, 9, dtype=torch.int32))
+        run(module.penalise, logits, samples, torch.from_numpy(history), torch.zeros(1, 9, dtype=torch.int32))
         results.append(logits)
     for other in results[1:]:
         assert_same(other, results[0])
 
 
 @BOTH
-def test_slots_without_penalties_and_padding_read_and_write_nothing(module: Any) -> None:
-    """Their rows and lines are not there at all."""
-    nowhere = {Slot.LINE: 2**30, Slot.ROW: 2**30, Slot.END: 9, Slot.OUTPUT_POSITION: 5}
-    slots = make_slots(
+def test_samples_without_penalties_and_padding_read_and_write_nothing(module: Any) -> None:
+    """Their rows and rows of logits are not there at all."""
+    nowhere = {SampleRow.LOGITS_ROW: 2**30, SampleRow.ROW: 2**30, SampleRow.END: 9, SampleRow.OUTPUT_POSITION: 5}
+    samples = make_samples(
         nowhere,
-        PADDING | {Slot.END: 9, Slot.OUTPUT_POSITION: 12, Slot.REPETITION: 1.0, Slot.FREQUENCY: 0.5},
-        nowhere | {Slot.FLAGS: SlotFlag.LOGPROBS, Slot.REPETITION: 2.0},
+        PADDING
+        | {SampleRow.END: 9, SampleRow.OUTPUT_POSITION: 12, SampleRow.REPETITION: 1.0, SampleRow.FREQUENCY: 0.5},
+        nowhere | {SampleRow.FLAGS: SampleFlag.LOGPROBS, SampleRow.REPETITION: 2.0},
     )
     logits, history = torch.full((1, 5), torch.nan), torch.zeros(1, 20, dtype=torch.int32)
     counters = torch.zeros(3, 5, dtype=torch.int32)
-    run(module.penalise, logits, slots, history, counters)
+    run(module.penalise, logits, samples, history, counters)
     assert logits.isnan().all()
     assert not counters.any()
 
 
 def test_programs_share_a_history_by_shapes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    assert penalties.parts_a_slot(1, 131_072) == 256
-    assert penalties.parts_a_slot(256, 131_072) == 8
-    assert penalties.parts_a_slot(256, 700) == 2
-    assert penalties.parts_a_slot(1, 0) == 1
+    assert penalties.parts_a_sample(1, 131_072) == 256
+    assert penalties.parts_a_sample(256, 131_072) == 8
+    assert penalties.parts_a_sample(256, 700) == 2
+    assert penalties.parts_a_sample(1, 0) == 1
 
 
-def test_no_slots_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_samples_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_count_kernel", "_apply_kernel"):
         monkeypatch.setattr(penalties, name, None)
     history, counters = torch.zeros(2, 9, dtype=torch.int32), torch.zeros(3, 5, dtype=torch.int32)
-    for num_lines, slots in ((2, make_slots()), (0, make_slots({}))):
-        run(penalties.penalise, torch.zeros(num_lines, 5), slots, history, counters)
+    for num_logits_rows, samples in ((2, make_samples()), (0, make_samples({}))):
+        run(penalties.penalise, torch.zeros(num_logits_rows, 5), samples, history, counters)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +161,7 @@ def test_no_slots_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_other_tensors_are_refused(argument: int, wrong: Tensor) -> None:
     history, counters = torch.zeros(2, 9, dtype=torch.int32), torch.zeros(2, 5, dtype=torch.int32)
-    arguments = [torch.zeros(2, 5), make_slots({}, {}), history, counters]
+    arguments = [torch.zeros(2, 5), make_samples({}, {}), history, counters]
     run(penalties.penalise, *arguments)
     arguments[argument] = wrong
     with pytest.raises(InternalError):

@@ -8,12 +8,12 @@ import torch
 
 from aioengine.errors import InternalError
 from aioengine.kernels.rows import put_spans as put_spans_module
-from aioengine.kernels.rows.append_tokens import BLOCK as SLOTS_A_PROGRAM
+from aioengine.kernels.rows.append_tokens import BLOCK as SAMPLES_A_PROGRAM
 from aioengine.kernels.rows.append_tokens import append_tokens
 from aioengine.kernels.rows.copy_blocks import copy_blocks
 from aioengine.kernels.rows.gather_tokens import gather_tokens
 from aioengine.kernels.rows.put_spans import put_spans
-from aioengine.kernels.sampling.slots import SLOT_WORDS, Slot, SlotFlag
+from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow
 from aioengine.kernels.torch import layers as reference_decoder
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
@@ -164,50 +164,52 @@ def test_tables_that_do_not_fit_are_refused() -> None:
 # append_tokens
 
 
-@pytest.mark.parametrize("num_slots", [1, 7, 123, SLOTS_A_PROGRAM + 1])
-def test_tokens_go_to_the_ends_of_their_rows(num_slots: int) -> None:
-    choose = random.Random(num_slots)
-    slots = numbers(num_slots, SLOT_WORDS)
-    rows = choose.sample(range(2 * num_slots), num_slots)
-    for slot, row in enumerate(rows):
-        slots[slot, Slot.LINE] = choose.choice([-1, 0, slot])
-        slots[slot, Slot.ROW] = row
-        slots[slot, Slot.END] = choose.randrange(9)
-        slots[slot, Slot.FLAGS] = choose.choice([0, SlotFlag.LOGPROBS, SlotFlag.FIRST, SlotFlag.FIRST | 6])
-    token_ids = numbers(num_slots, seed=1)
-    computed, expected = poisoned(2 * num_slots, 9), poisoned(2 * num_slots, 9)
-    append_tokens(computed, slots, token_ids)
-    reference_decoder.append_tokens(expected, slots, token_ids)
+@pytest.mark.parametrize("num_samples", [1, 7, 123, SAMPLES_A_PROGRAM + 1])
+def test_tokens_go_to_the_ends_of_their_rows(num_samples: int) -> None:
+    choose = random.Random(num_samples)
+    samples = numbers(num_samples, SAMPLE_WORDS)
+    rows = choose.sample(range(2 * num_samples), num_samples)
+    for sample, row in enumerate(rows):
+        samples[sample, SampleRow.LOGITS_ROW] = choose.choice([-1, 0, sample])
+        samples[sample, SampleRow.ROW] = row
+        samples[sample, SampleRow.END] = choose.randrange(9)
+        samples[sample, SampleRow.FLAGS] = choose.choice(
+            [0, SampleFlag.LOGPROBS, SampleFlag.FIRST, SampleFlag.FIRST | 6]
+        )
+    token_ids = numbers(num_samples, seed=1)
+    computed, expected = poisoned(2 * num_samples, 9), poisoned(2 * num_samples, 9)
+    append_tokens(computed, samples, token_ids)
+    reference_decoder.append_tokens(expected, samples, token_ids)
     assert torch.equal(computed, expected)
 
 
-def test_only_the_first_slot_of_a_line_counts() -> None:
-    slots = torch.zeros((3, SLOT_WORDS), dtype=torch.int32, device=DEVICE)
-    slots[:, Slot.END] = 2
-    slots[:, Slot.LINE] = int32([0, 0, -1])
-    slots[:, Slot.FLAGS] = int32([SlotFlag.FIRST | SlotFlag.LOGPROBS, SlotFlag.LOGPROBS, SlotFlag.FIRST])
+def test_only_the_first_sample_of_a_row_of_logits_counts() -> None:
+    samples = torch.zeros((3, SAMPLE_WORDS), dtype=torch.int32, device=DEVICE)
+    samples[:, SampleRow.END] = 2
+    samples[:, SampleRow.LOGITS_ROW] = int32([0, 0, -1])
+    samples[:, SampleRow.FLAGS] = int32([SampleFlag.FIRST | SampleFlag.LOGPROBS, SampleFlag.LOGPROBS, SampleFlag.FIRST])
     for append in (append_tokens, reference_decoder.append_tokens):
         history = poisoned(1, 4)
-        append(history, slots, int32([11, 12, 13]))
+        append(history, samples, int32([11, 12, 13]))
         assert history.tolist() == [[POISON, POISON, 11, POISON]]
 
 
-def test_no_slots_are_no_launch() -> None:
+def test_no_samples_are_no_launch() -> None:
     history = poisoned(1, 4)
-    append_tokens(history, poisoned(0, SLOT_WORDS), poisoned(0))
+    append_tokens(history, poisoned(0, SAMPLE_WORDS), poisoned(0))
     assert (history == POISON).all()
 
 
-def test_slots_that_do_not_fit_are_refused() -> None:
-    history, slots, token_ids = poisoned(2, 4), poisoned(3, SLOT_WORDS), poisoned(3)
+def test_samples_that_do_not_fit_are_refused() -> None:
+    history, samples, token_ids = poisoned(2, 4), poisoned(3, SAMPLE_WORDS), poisoned(3)
     for message, arguments in [
-        ("history", (history[0], slots, token_ids)),
-        ("history has strides", (poisoned(4, 2).T, slots, token_ids)),
-        ("slots has shape", (history, slots[:, :15], token_ids)),
-        ("slots", (history, slots.float(), token_ids)),
-        ("token_ids has shape", (history, slots, token_ids[:2])),
-        ("token_ids", (history, slots, token_ids.long())),
-        ("meta", (history, slots, token_ids.to("meta"))),
+        ("history", (history[0], samples, token_ids)),
+        ("history has strides", (poisoned(4, 2).T, samples, token_ids)),
+        ("samples has shape", (history, samples[:, :15], token_ids)),
+        ("samples", (history, samples.float(), token_ids)),
+        ("token_ids has shape", (history, samples, token_ids[:2])),
+        ("token_ids", (history, samples, token_ids.long())),
+        ("meta", (history, samples, token_ids.to("meta"))),
     ]:
         with pytest.raises(InternalError, match=message):
             append_tokens(*arguments)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from sampler.batch import asking, make_rows, random_logits, sample_for
 
-from aioengine.sampler import PromptLines, prompt_logprobs, sample
+from aioengine.sampler import PromptTokens, prompt_logprobs, sample
 
 
 def test_logprobs_are_the_log_softmax_of_the_raw_logits() -> None:
@@ -106,7 +106,7 @@ def test_prompt_logprobs_are_the_log_softmax_of_the_prompts_logits(
     hidden = random_logits(60, 16, seed=1)
     head = random_logits(16, vocab, seed=2, spread=0.5)
     predicted_at = np.sort(random.choice(60, 41, replace=False))
-    lines = PromptLines(
+    lines = PromptTokens(
         index=np.sort(random.integers(0, 5, 41)).astype(np.int32),
         positions=np.arange(1, 42, dtype=np.int32),
         token_ids=random.integers(0, vocab, 41),

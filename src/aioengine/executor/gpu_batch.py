@@ -1,7 +1,7 @@
 """A plan as the words that a GPU needs, out of what the host keeps of the rows.
 
-The token history and the block tables are the device's. The host has a line of words for each row, as the sampling
-kernels take them, so that a steady decode step takes a few array operations, whatever the number of rows.
+The token history and the block tables are the device's. The host has words for each row, as the sampling kernels
+take them, so that a steady decode step takes a few array operations, whatever the number of rows.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from aioengine.executor.row_columns import RowColumns
 from aioengine.executor.step_words import ExtraWords, FixedWords, Span, TableSpans
-from aioengine.kernels.sampling.slots import SLOT_WORDS, Slot, SlotFlag
-from aioengine.sampler import PromptLines, RowRules, spans
+from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow
+from aioengine.sampler import PromptTokens, RowRules, spans
 from aioengine.sampler.on_device import Features
 from aioengine.sampler.outputs import OutputSizes
 from aioengine.sampler.rule_table import RuleSizes, RuleTable, pack_bits
@@ -24,8 +24,8 @@ from aioengine.scheduler.plan import Int32, RowAdded, StepPlan, Want
 NUM_TOP_SIZES = (0, 5, 20)
 """Numbers of likeliest tokens for which there are graphs; others are rounded up."""
 
-PADDING_SLOT = np.zeros(SLOT_WORDS, np.int32)
-PADDING_SLOT[[Slot.LINE, Slot.MASK]] = -1
+PADDING_SAMPLE = np.zeros(SAMPLE_WORDS, np.int32)
+PADDING_SAMPLE[[SampleRow.LOGITS_ROW, SampleRow.MASK]] = -1
 
 Int64 = NDArray[np.int64]
 
@@ -57,19 +57,19 @@ class GpuStep:
         max_context: the longest row's tokens.
         features: of the sampling.
         sampled: int64 [n], which of the plan's rows want a token.
-        slot_rows: int64 [s], which of the plan's rows each slot is of, ascending.
+        row_of_sample: int64 [s], which of the plan's rows each sample is of, ascending.
         wants_logprobs: bool [s].
         is_ruled: bool [s], whether rules may mask all its tokens.
         sizes: of what comes back.
-        is_plain: each row one token and one slot, nothing that only the host can do: a graph may run it.
+        is_plain: each row one token and one sample, nothing that only the host can do: a graph may run it.
         extra: the words beside the fixed ones; empty in a steady step.
-        tiles, lines, slots, extra_pairs, prompt: `Span`s of those. ``lines``: int32 [n], which tokens' logits are
-            wanted, where not all are. ``slots``: where there are too many for the fixed section. ``extra_pairs``:
-            slots, their lines, and token ids, of tokens that are reported always. ``prompt``: indices of tokens, then
-            the token ids behind them.
-        extra_counts, extra_ids: int64 [s], how many of those each slot has, and which; None: no slot has any.
-        processed: which lines have logits processors.
-        learning: first slot, and the tokens to which its own is to be added once it is known.
+        tiles, logits_tokens, samples, extra_pairs, prompt: `Span`s of those. ``logits_tokens``: int32 [n], which
+            tokens' logits are wanted, where not all are. ``samples``: where there are too many for the fixed section.
+            ``extra_pairs``: samples, their rows of logits, and token ids, of tokens that are reported always.
+            ``prompt``: indices of tokens, then the token ids behind them.
+        extra_counts, extra_ids: int64 [s], how many of those each sample has, and which; None: no sample has any.
+        processed: which rows of logits have logits processors.
+        learning: first sample, and the tokens to which its own is to be added once it is known.
     """
 
     plan: StepPlan
@@ -78,7 +78,7 @@ class GpuStep:
     max_context: int
     features: Features
     sampled: Int64
-    slot_rows: Int64
+    row_of_sample: Int64
     wants_logprobs: NDArray[np.bool_]
     is_ruled: NDArray[np.bool_]
     sizes: OutputSizes
@@ -86,13 +86,13 @@ class GpuStep:
     extra: ExtraWords
     deltas: Deltas = field(default_factory=Deltas)
     tiles: Span | None = None
-    lines: Span | None = None
-    slots: Span | None = None
+    logits_tokens: Span | None = None
+    samples: Span | None = None
     extra_pairs: Span | None = None
     extra_counts: Int64 | None = None
     extra_ids: Int32 | None = None
     prompt: Span | None = None
-    prompt_lines: PromptLines | None = None
+    prompt_tokens: PromptTokens | None = None
     processed: list[int] = field(default_factory=list)
     learning: list[tuple[int, list[int]]] = field(default_factory=list)
 
@@ -111,7 +111,7 @@ class GpuBatch:
         self.columns = RowColumns(max_num_seqs)
         self.rules = RuleTable(vocab_size)
         self._num_blocks = np.zeros(max_num_seqs, np.int32)
-        self._lines = np.zeros((max_num_seqs, SLOT_WORDS), np.int32)
+        self._words = np.zeros((max_num_seqs, SAMPLE_WORDS), np.int32)
         self._has_filters = np.zeros(max_num_seqs, np.bool_)
         self._is_penalised = np.zeros(max_num_seqs, np.bool_)
         self._has_edits = np.zeros(max_num_seqs, np.bool_)
@@ -156,7 +156,7 @@ class GpuBatch:
             self._known.pop(row, None)
             if self._has_mask[row]:
                 self._has_mask[row] = False
-                self._free_masks.append(int(self._lines[row, Slot.MASK]))
+                self._free_masks.append(int(self._words[row, SampleRow.MASK]))
 
     def _add_all(self, added: tuple[RowAdded, ...], blocks: TableSpans, deltas: Deltas, extra: ExtraWords) -> None:
         tokens, masks = TableSpans(extra), TableSpans(extra)
@@ -182,17 +182,21 @@ class GpuBatch:
         if rules.logits_processors or sampling.prompt_logprobs >= 0:
             self._known[row] = added.token_ids.tolist()
         self._has_edits[row] = self.rules.add(row, rules, int(self.columns.sampling["min_tokens"][row]))
-        line = self._lines[row]
-        line[:] = 0
-        line[Slot.ROW], line[Slot.CHOICE] = row, sampling.choice
-        line[Slot.SEED_LOW : Slot.SEED_HIGH + 1] = np.array([sampling.seed], np.int64).view(np.int32)
-        line[Slot.MASK] = self._take_mask(row, rules, masks)
-        floats = line.view(np.float32)
-        floats[Slot.TEMPERATURE], floats[Slot.TOP_P] = sampling.temperature, 1.0
+        words = self._words[row]
+        words[:] = 0
+        words[SampleRow.ROW], words[SampleRow.CHOICE] = row, sampling.choice
+        words[SampleRow.SEED_LOW : SampleRow.SEED_HIGH + 1] = np.array([sampling.seed], np.int64).view(np.int32)
+        words[SampleRow.MASK] = self._take_mask(row, rules, masks)
+        floats = words.view(np.float32)
+        floats[SampleRow.TEMPERATURE], floats[SampleRow.TOP_P] = sampling.temperature, 1.0
         if is_drawn:
-            line[Slot.TOP_K], floats[Slot.TOP_P], floats[Slot.MIN_P] = sampling.top_k, sampling.top_p, sampling.min_p
-        floats[Slot.REPETITION] = sampling.repetition_penalty
-        floats[Slot.FREQUENCY], floats[Slot.PRESENCE] = sampling.frequency_penalty, sampling.presence_penalty
+            words[SampleRow.TOP_K], floats[SampleRow.TOP_P], floats[SampleRow.MIN_P] = (
+                sampling.top_k,
+                sampling.top_p,
+                sampling.min_p,
+            )
+        floats[SampleRow.REPETITION] = sampling.repetition_penalty
+        floats[SampleRow.FREQUENCY], floats[SampleRow.PRESENCE] = sampling.frequency_penalty, sampling.presence_penalty
 
     def _take_mask(self, row: int, rules: RowRules, masks: TableSpans) -> int:
         """A row of the bitmasks for the only ids that are allowed; -1 if all are, or a processor may say otherwise."""
@@ -243,7 +247,7 @@ class GpuBatch:
         positions = end - self.columns.num_prompt_tokens[rows]
         num_choices = self.columns.num_choices(rows, positions)
         counts = np.ones(len(rows), np.int32) if num_choices is None else num_choices
-        line_of_slot = np.arange(len(rows)) if num_choices is None else np.repeat(np.arange(len(rows)), counts)
+        logits_row_of_sample = np.arange(len(rows)) if num_choices is None else np.repeat(np.arange(len(rows)), counts)
         features = self._features(rows, positions)
         num_rows, num_tokens = len(plan.rows), int(plan.num_tokens.sum())
         step = GpuStep(
@@ -253,19 +257,19 @@ class GpuBatch:
             max_context=int(ends.max(initial=0)),
             features=features,
             sampled=sampled,
-            slot_rows=sampled[line_of_slot],
-            wants_logprobs=(self.columns.sampling["logprobs"][rows] >= 0)[line_of_slot],
+            row_of_sample=sampled[logits_row_of_sample],
+            wants_logprobs=(self.columns.sampling["logprobs"][rows] >= 0)[logits_row_of_sample],
             is_ruled=(self.columns.has_rules[rows] | (positions < self.columns.sampling["min_tokens"][rows]))[
-                line_of_slot
+                logits_row_of_sample
             ],
-            sizes=OutputSizes(len(line_of_slot), features.num_top),
+            sizes=OutputSizes(len(logits_row_of_sample), features.num_top),
             is_plain=num_tokens == num_rows and num_choices is None and features.num_top in (-1, *NUM_TOP_SIZES),
             extra=extra,
         )
-        self._ask_for_more(step, rows, line_of_slot)
+        self._ask_for_more(step, rows, logits_row_of_sample)
         size = size_for.get(num_rows) if step.is_plain and len(sampled) else None
         self._write_rows(step, ends, fixed, size)
-        self._write_slots(step, (rows, end, positions), (line_of_slot, counts), fixed, size)
+        self._write_samples(step, (rows, end, positions), (logits_row_of_sample, counts), fixed, size)
         return step, size
 
     def _features(self, rows: Int32, positions: Int32) -> Features:
@@ -283,38 +287,41 @@ class GpuBatch:
             else -1,
         )
 
-    def _ask_for_more(self, step: GpuStep, rows: Int32, line_of_slot: Int64) -> None:
+    def _ask_for_more(self, step: GpuStep, rows: Int32, logits_row_of_sample: Int64) -> None:
         """What few steps bring: prompt tokens to be scored, tokens that are reported always, logits processors."""
         plan, extra = step.plan, step.extra
         offsets = np.concatenate(([0], np.cumsum(plan.num_tokens))).astype(np.int32)
-        lines = self.columns.prompt_lines(plan, offsets, self._known_tokens)
-        if lines is not None:
+        prompt = self.columns.prompt_tokens(plan, offsets, self._known_tokens)
+        if prompt is not None:
             step.is_plain = False
-            step.prompt_lines = lines
-            step.prompt = extra.add(np.concatenate((lines.predicted_at, lines.token_ids)).astype(np.int32))
+            step.prompt_tokens = prompt
+            step.prompt = extra.add(np.concatenate((prompt.predicted_at, prompt.token_ids)).astype(np.int32))
             step.sizes = step.sizes._replace(
-                num_prompt=len(lines.token_ids), num_prompt_top=min(lines.num_top, self._vocab_size)
+                num_prompt=len(prompt.token_ids), num_prompt_top=min(prompt.num_top, self._vocab_size)
             )
         of_rows = self.columns.logprob_token_ids(rows)
         if of_rows is not None and step.features.num_top >= 0:
-            of_slots = [of_rows[line][of_rows[line] < self._vocab_size] for line in line_of_slot.tolist()]
-            step.extra_counts = np.array([len(ids) for ids in of_slots], np.int64)
+            of_samples = [
+                of_rows[logits_row][of_rows[logits_row] < self._vocab_size]
+                for logits_row in logits_row_of_sample.tolist()
+            ]
+            step.extra_counts = np.array([len(ids) for ids in of_samples], np.int64)
             if step.extra_counts.any():
                 step.is_plain = False
-                slots = np.repeat(np.arange(len(of_slots)), step.extra_counts)
-                step.extra_ids = np.concatenate(of_slots).astype(np.int32)
-                pairs = np.concatenate((slots, line_of_slot[slots], step.extra_ids))
+                samples = np.repeat(np.arange(len(of_samples)), step.extra_counts)
+                step.extra_ids = np.concatenate(of_samples).astype(np.int32)
+                pairs = np.concatenate((samples, logits_row_of_sample[samples], step.extra_ids))
                 step.extra_pairs = extra.add(pairs.astype(np.int32))
-                step.sizes = step.sizes._replace(num_extra=len(slots))
+                step.sizes = step.sizes._replace(num_extra=len(samples))
             else:
                 step.extra_counts = None
         if self._processed:
-            step.processed = [line for line, row in enumerate(rows.tolist()) if row in self._processed]
+            step.processed = [logits_row for logits_row, row in enumerate(rows.tolist()) if row in self._processed]
             step.is_plain = step.is_plain and not step.processed
-            first_slots = np.searchsorted(line_of_slot, step.processed)
+            first_samples = np.searchsorted(logits_row_of_sample, step.processed)
             step.learning = [
-                (slot, self._known[int(rows[line])])
-                for slot, line in zip(first_slots.tolist(), step.processed, strict=True)
+                (sample, self._known[int(rows[logits_row])])
+                for sample, logits_row in zip(first_samples.tolist(), step.processed, strict=True)
             ]
 
     def _known_tokens(self, rows: Int32, positions: Int64) -> Int64:
@@ -355,38 +362,40 @@ class GpuBatch:
         by_position: Int32 = tiles[np.argsort(positions, kind="stable")]
         return by_position
 
-    def _write_slots(
+    def _write_samples(
         self,
         step: GpuStep,
-        of_lines: tuple[Int32, Int32, Int32],
-        slots_of_lines: tuple[Int64, Int32],
+        of_logits_rows: tuple[Int32, Int32, Int32],
+        samples_of_logits_rows: tuple[Int64, Int32],
         fixed: FixedWords[NDArray[Any]],
         size: int | None,
     ) -> None:
-        rows, ends, positions = of_lines
-        line_of_slot, counts = slots_of_lines
-        count = len(line_of_slot)
+        rows, ends, positions = of_logits_rows
+        logits_row_of_sample, counts = samples_of_logits_rows
+        count = len(logits_row_of_sample)
         is_fixed = count <= self._max_num_seqs
-        slots = fixed.slots[:count] if is_fixed else np.empty((count, SLOT_WORDS), np.int32)
-        slots[:] = self._lines[rows[line_of_slot]]
-        slots[:, Slot.LINE] = line_of_slot if size is None else step.sampled
-        slots[:, Slot.END] = ends[line_of_slot]
-        slots[:, Slot.OUTPUT_POSITION] = positions[line_of_slot]
-        first_slots = np.cumsum(counts) - counts
-        nth = np.arange(count) - first_slots[line_of_slot]
-        slots[:, Slot.CHOICE] += nth.astype(np.int32)
-        slots[:, Slot.FLAGS] = (nth == 0) * int(SlotFlag.FIRST) + step.wants_logprobs * int(SlotFlag.LOGPROBS)
+        samples = fixed.samples[:count] if is_fixed else np.empty((count, SAMPLE_WORDS), np.int32)
+        samples[:] = self._words[rows[logits_row_of_sample]]
+        samples[:, SampleRow.LOGITS_ROW] = logits_row_of_sample if size is None else step.sampled
+        samples[:, SampleRow.END] = ends[logits_row_of_sample]
+        samples[:, SampleRow.OUTPUT_POSITION] = positions[logits_row_of_sample]
+        first_samples = np.cumsum(counts) - counts
+        nth = np.arange(count) - first_samples[logits_row_of_sample]
+        samples[:, SampleRow.CHOICE] += nth.astype(np.int32)
+        samples[:, SampleRow.FLAGS] = (nth == 0) * int(SampleFlag.FIRST) + step.wants_logprobs * int(
+            SampleFlag.LOGPROBS
+        )
         if size is not None:
-            fixed.slots[count:size] = PADDING_SLOT
-            step.sizes = step.sizes._replace(num_slots=size)
+            fixed.samples[count:size] = PADDING_SAMPLE
+            step.sizes = step.sizes._replace(num_samples=size)
         elif len(step.sampled) < step.num_tokens:
             ends_of_rows = np.cumsum(step.plan.num_tokens)[step.sampled] - 1
-            step.lines = step.extra.add(ends_of_rows.astype(np.int32))
+            step.logits_tokens = step.extra.add(ends_of_rows.astype(np.int32))
         if not is_fixed:
-            step.slots = step.extra.add(slots)
+            step.samples = step.extra.add(samples)
         if step.features.rules.num_edits:
-            fixed.slot_of_row[:] = -1
-            fixed.slot_of_row[rows] = first_slots
+            fixed.sample_of_row[:] = -1
+            fixed.sample_of_row[rows] = first_samples
 
     def known(self, row: int) -> list[int]:
         """A row's tokens, of one with logits processors, as far as they were learned."""

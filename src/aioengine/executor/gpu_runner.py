@@ -23,10 +23,10 @@ from aioengine.executor.launched import Forward, LaunchedStep, PinnedBuffers, Up
 from aioengine.executor.step_words import WORDS_A_ROW, ExtraWords, FixedWords, Span
 from aioengine.kernels.attention.gpu_paged import GpuPagedAttention, StepTensors
 from aioengine.kernels.operations import Operations
-from aioengine.kernels.sampling.slots import SLOT_WORDS, Slot, SlotFlag
+from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow
 from aioengine.models.decoder import Decoder
 from aioengine.models.fused import FusedDecoder
-from aioengine.sampler.on_device import DeviceSampler, Features, SlotTensors
+from aioengine.sampler.on_device import DeviceSampler, Features, SampleTensors
 from aioengine.sampler.outputs import Outputs, OutputSizes, Scored
 from aioengine.sampler.rule_table import RuleSizes
 from aioengine.scheduler.plan import StepPlan
@@ -143,24 +143,28 @@ class GpuRunner:
         self._accelerator.enqueue(partial(self.profile_run, 1, 1))
         self.settle()
 
-    def profile_run(self, num_tokens: int, num_lines: int) -> None:
-        """The most that a step of that many tokens and lines of logits holds in memory at once, of no row."""
+    def profile_run(self, num_tokens: int, num_logits_rows: int) -> None:
+        """Run the largest step, without rows, to measure its peak of memory.
+
+        Args:
+            num_tokens, num_logits_rows: of the step.
+        """
         assert self._fused is not None
         device = self._accelerator.device
         tokens = torch.zeros(num_tokens, dtype=torch.int32, device=device)
         hidden = self._fused.forward(tokens, tokens, self._attend_to_nothing)
-        logits = self._fused.logits(hidden[:num_lines])
-        slots = torch.zeros(num_lines, SLOT_WORDS, dtype=torch.int32, device=device)
-        slots[:, Slot.LINE] = torch.arange(num_lines, dtype=torch.int32, device=device)
-        slots[:, Slot.FLAGS] = int(SlotFlag.LOGPROBS)
-        slots.view(torch.float32)[:, Slot.TEMPERATURE : Slot.TOP_P + 1] = 0.9
+        logits = self._fused.logits(hidden[:num_logits_rows])
+        samples = torch.zeros(num_logits_rows, SAMPLE_WORDS, dtype=torch.int32, device=device)
+        samples[:, SampleRow.LOGITS_ROW] = torch.arange(num_logits_rows, dtype=torch.int32, device=device)
+        samples[:, SampleRow.FLAGS] = int(SampleFlag.LOGPROBS)
+        samples.view(torch.float32)[:, SampleRow.TEMPERATURE : SampleRow.TOP_P + 1] = 0.9
         num_top = min(NUM_TOP_SIZES[-1], self._vocab_size)
-        sizes = OutputSizes(num_lines, num_top, num_prompt=num_tokens, num_prompt_top=num_top)
+        sizes = OutputSizes(num_logits_rows, num_top, num_prompt=num_tokens, num_prompt_top=num_top)
         out = Outputs.of(torch.zeros(sizes.num_words, dtype=torch.int32, device=device), sizes)
         scored = out.sampled
-        self._operations.top_logprobs(logits, slots, scored.log_mass, scored.top_ids, scored.top_logprobs)
+        self._operations.top_logprobs(logits, samples, scored.log_mass, scored.top_ids, scored.top_logprobs)
         raw = logits.clone()  # as for rows with rules and log-probabilities
-        self._operations.draw(logits, slots, None, out.token_ids, out.status, has_filters=True, is_greedy=False)
+        self._operations.draw(logits, samples, None, out.token_ids, out.status, has_filters=True, is_greedy=False)
         del raw
         self._score_prompt(hidden, tokens.new_zeros(2, num_tokens), out.prompt)
 
@@ -200,10 +204,10 @@ class GpuRunner:
         self._words.zero_()
         fixed = self._fixed
         each = torch.arange(len(fixed.rows), dtype=torch.int32, device=self._words.device)
-        for section in (fixed.rows, fixed.decodes, fixed.grown, fixed.slots):
-            section[:, 0] = -1  # a row, or a line
+        for section in (fixed.rows, fixed.decodes, fixed.grown, fixed.samples):
+            section[:, 0] = -1  # a row, or a row of logits
         fixed.rows[:, 2], fixed.rows[:, 3], fixed.decodes[:, 1] = each, 1, each
-        fixed.slot_of_row.fill_(-1)
+        fixed.sample_of_row.fill_(-1)
 
     def _rehearse_prefill(self) -> None:
         assert self._fused is not None
@@ -334,7 +338,7 @@ class GpuRunner:
     def _compute(self, step: GpuStep, size: int | None, uploaded: Uploaded, failures: dict[int, Exception]) -> Tensor:
         """Enqueue the step; returns where its words will be."""
         self._stats.num_computed_tokens += step.num_tokens
-        self._stats.num_sampled_tokens += len(step.slot_rows)
+        self._stats.num_sampled_tokens += len(step.row_of_sample)
         if size is not None:
             if self._last_copy is not None:
                 self._accelerator.enqueue_after(self._last_copy)  # it reads where this step is going to write
@@ -357,7 +361,7 @@ class GpuRunner:
         assert fused is not None
         assert attention is not None
         fixed, out = self._fixed, Outputs.of(self._out, OutputSizes(size, features.num_top))
-        at = SlotTensors(fixed.slots[:size], fixed.slot_of_row)
+        at = SampleTensors(fixed.samples[:size], fixed.sample_of_row)
         num_splits = attention.num_splits(size, self._max_model_len)
 
         def work() -> None:
@@ -398,9 +402,9 @@ class GpuRunner:
         )
         forward.hidden = self._fused.forward(token_ids, positions, attention.begin(where))
         if len(step.sampled):
-            lines = uploaded.get(step.lines) if step.lines is not None else None
+            tokens = uploaded.get(step.logits_tokens) if step.logits_tokens is not None else None
             forward.logits = self._fused.logits(
-                forward.hidden if lines is None else forward.hidden.index_select(0, lines)
+                forward.hidden if tokens is None else forward.hidden.index_select(0, tokens)
             )
 
     def _sample(
@@ -413,8 +417,10 @@ class GpuRunner:
     ) -> None:
         outputs = Outputs.of(out, step.sizes)
         if forward.logits is not None:
-            slots = uploaded.get(step.slots).view(-1, SLOT_WORDS) if step.slots is not None else self._fixed.slots
-            at = SlotTensors(slots[: len(step.slot_rows)], self._fixed.slot_of_row)
+            samples = (
+                uploaded.get(step.samples).view(-1, SAMPLE_WORDS) if step.samples is not None else self._fixed.samples
+            )
+            at = SampleTensors(samples[: len(step.row_of_sample)], self._fixed.sample_of_row)
             raw = self._sampler.sample(forward.logits, at, step.features, outputs, process)
             if step.extra_pairs is not None:
                 self._score_extra(raw, uploaded.get(step.extra_pairs).view(3, -1), outputs)
@@ -423,9 +429,9 @@ class GpuRunner:
             self._score_prompt(forward.hidden, uploaded.get(step.prompt).view(2, -1), outputs.prompt)
 
     def _score_extra(self, logits: Tensor, pairs: Tensor, out: Outputs[Tensor]) -> None:
-        slots, lines, token_ids = pairs
-        log_mass = out.sampled.log_mass.index_select(0, slots)
-        self._operations.look_up(logits, lines, token_ids, log_mass, out.extra.logprobs, out.extra.ranks)
+        samples, logits_rows, token_ids = pairs
+        log_mass = out.sampled.log_mass.index_select(0, samples)
+        self._operations.look_up(logits, logits_rows, token_ids, log_mass, out.extra.logprobs, out.extra.ranks)
 
     def _score_prompt(self, hidden: Tensor, wanted: Tensor, out: Scored[Tensor]) -> None:
         """Log-probabilities of prompt tokens, a bounded number at once."""
@@ -435,14 +441,14 @@ class GpuRunner:
             chunk = slice(first, first + size)
             tokens, token_ids = wanted[:, chunk]
             logits = self._fused.logits(hidden.index_select(0, tokens))
-            slots = torch.zeros(len(tokens), SLOT_WORDS, dtype=torch.int32, device=logits.device)
-            slots[:, Slot.LINE] = torch.arange(len(tokens), dtype=torch.int32, device=logits.device)
-            slots[:, Slot.FLAGS] = int(SlotFlag.LOGPROBS)
+            samples = torch.zeros(len(tokens), SAMPLE_WORDS, dtype=torch.int32, device=logits.device)
+            samples[:, SampleRow.LOGITS_ROW] = torch.arange(len(tokens), dtype=torch.int32, device=logits.device)
+            samples[:, SampleRow.FLAGS] = int(SampleFlag.LOGPROBS)
             log_mass = out.log_mass[chunk]
-            self._operations.top_logprobs(logits, slots, log_mass, out.top_ids[chunk], out.top_logprobs[chunk])
-            lines = slots[:, Slot.LINE].contiguous()
+            self._operations.top_logprobs(logits, samples, log_mass, out.top_ids[chunk], out.top_logprobs[chunk])
+            logits_rows = samples[:, SampleRow.LOGITS_ROW].contiguous()
             self._operations.look_up(
-                logits, lines, token_ids.contiguous(), log_mass, out.logprobs[chunk], out.ranks[chunk]
+                logits, logits_rows, token_ids.contiguous(), log_mass, out.logprobs[chunk], out.ranks[chunk]
             )
 
     def _learn(self, count: int) -> None:
@@ -450,5 +456,5 @@ class GpuRunner:
         for _ in range(count):
             launched = self._learning.popleft()
             token_ids = launched.token_ids()
-            for slot, known in launched.step.learning:
-                known.append(token_ids[slot])
+            for sample, known in launched.step.learning:
+                known.append(token_ids[sample])

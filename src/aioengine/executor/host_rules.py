@@ -22,15 +22,15 @@ class HostLogitsProcessors:
         """Once the tokens of all steps before are known.
 
         Args:
-            failures: by line, what goes wrong with its processors.
+            failures: by row of logits, what goes wrong with its processors.
         """
         columns = self._batch.columns
         indices = step.sampled[step.processed]
         rows = step.plan.rows[indices]
         num_tokens = step.plan.starts[indices] + step.plan.num_tokens[indices]
         history = np.zeros((len(rows), int(num_tokens.max())), np.int32)
-        for line, (row, count) in enumerate(zip(rows.tolist(), num_tokens.tolist(), strict=True)):
-            history[line, :count] = self._batch.known(row)[:count]
+        for i, (row, count) in enumerate(zip(rows.tolist(), num_tokens.tolist(), strict=True)):
+            history[i, :count] = self._batch.known(row)[:count]
         num_prompt_tokens = columns.num_prompt_tokens[rows]
         ruled = RuledRows(
             places=np.array(step.processed, np.int64),
@@ -44,7 +44,7 @@ class HostLogitsProcessors:
         )
 
         def change(logits: Tensor) -> None:
-            """Change the logits of the lines that have processors, in place."""
+            """Change the logits of the rows of logits that have processors, in place."""
             keep_allowed(logits, ruled)
             failures.update(run_processors(logits, ruled))
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from aioengine.executor.row_columns import RULED_COLUMNS, SAMPLING_COLUMNS, RowColumns
 from aioengine.kernels.attention.metadata import AttentionMetadata
-from aioengine.sampler import PromptLines, RuledRows, SamplingRows, spans
+from aioengine.sampler import PromptTokens, RuledRows, SamplingRows, spans
 from aioengine.scheduler.plan import Int32, RowAdded, StepPlan, Want
 
 
@@ -37,7 +37,7 @@ class StepInputs:
     sampled: np.ndarray[tuple[int], np.dtype[np.int64]]
     last_tokens: Tensor
     sampling: SamplingRows
-    prompt: PromptLines | None
+    prompt: PromptTokens | None
 
 
 class InputBatch:
@@ -103,7 +103,7 @@ class InputBatch:
             sampled=sampled,
             last_tokens=torch.from_numpy(offsets[1:][sampled].astype(np.int64) - 1),
             sampling=self._sampling_rows(plan.rows[sampled], ends[sampled]),
-            prompt=self._columns.prompt_lines(plan, offsets, self._known),
+            prompt=self._columns.prompt_tokens(plan, offsets, self._known),
         )
 
     def _known(self, rows: Int32, positions: NDArray[np.int64]) -> NDArray[np.int64]:

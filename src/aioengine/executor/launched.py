@@ -87,9 +87,9 @@ class LaunchedStep(DeferredResult[StepResult]):
         return self._done.is_done()
 
     def token_ids(self) -> list[int]:
-        """The slots' tokens; waits for them."""
+        """The samples' tokens; waits for them."""
         self._done.wait()
-        return list(self._words.array[: self.step.sizes.num_slots].tolist())
+        return list(self._words.array[: self.step.sizes.num_samples].tolist())
 
     def wait(self) -> StepResult:
         """Block until the device is done, without the GIL.

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aioengine.sampler import NO_RULES, PromptLines, RowRules, has_rules, spans
+from aioengine.sampler import NO_RULES, PromptTokens, RowRules, has_rules, spans
 from aioengine.scheduler.plan import Int32, RowAdded, StepPlan
 
 SAMPLING_COLUMNS: dict[str, type[np.generic]] = {
@@ -94,9 +94,9 @@ class RowColumns:
             return None
         return [self._logprob_token_ids.get(row, NO_IDS) for row in rows.tolist()]
 
-    def prompt_lines(
+    def prompt_tokens(
         self, plan: StepPlan, offsets: Int32, token_ids: Callable[[Int32, NDArray[np.int64]], NDArray[np.int64]]
-    ) -> PromptLines | None:
+    ) -> PromptTokens | None:
         """Of the rows that ask: each prompt token that follows one which the plan computes.
 
         Args:
@@ -113,7 +113,7 @@ class RowColumns:
         if not counts.any():
             return None
         positions = spans(starts + 1, counts)
-        return PromptLines(
+        return PromptTokens(
             index=np.repeat(asking, counts).astype(np.int32),
             positions=positions.astype(np.int32),
             token_ids=token_ids(np.repeat(rows, counts), positions),

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from aioengine.kernels.sampling.slots import SLOT_WORDS
+from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS
 from aioengine.sampler.outputs import ALIGNMENT, aligned
 from aioengine.scheduler.plan import Int32
 
@@ -26,8 +26,8 @@ class Sections(NamedTuple):
     """As `Operations.gather_tokens` takes them."""
     decodes: int = 3
     """As `Operations.attend_decode` takes them."""
-    slots: int = SLOT_WORDS
-    slot_of_row: int = 1
+    samples: int = SAMPLE_WORDS
+    sample_of_row: int = 1
     grown: int = 4
     """Spans, for `Operations.put_spans`: a block more for a row."""
     grown_blocks: int = 1
@@ -44,8 +44,8 @@ class FixedWords(NamedTuple, Generic[Words]):
 
     rows: Words
     decodes: Words
-    slots: Words
-    slot_of_row: Words
+    samples: Words
+    sample_of_row: Words
     grown: Words
     grown_blocks: Words
 
@@ -96,10 +96,10 @@ class TableSpans:
         self._extra = extra
         self._spans: list[tuple[int, int, int, int]] = []
 
-    def add(self, line: int, column: int, words: NDArray[np.int32]) -> None:
+    def add(self, row: int, column: int, words: NDArray[np.int32]) -> None:
         if len(words):
             first, _ = self._extra.add(words)
-            self._spans.append((line, column, first, len(words)))
+            self._spans.append((row, column, first, len(words)))
 
     def end(self) -> Span | None:
         """Put the spans themselves behind the words; None if there are none."""

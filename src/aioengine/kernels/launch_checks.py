@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from aioengine.errors import InternalError
-from aioengine.kernels.sampling.slots import SLOT_WORDS
+from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """What decoders compute in: the ``x`` of `aioengine.kernels.operations`."""
@@ -50,8 +50,8 @@ def check_logits(logits: Tensor) -> torch.device:
     return logits.device
 
 
-def check_slots(slots: Tensor, device: torch.device) -> None:
-    check_tensor("slots", slots, (None, SLOT_WORDS), torch.int32, device)
+def check_samples(samples: Tensor, device: torch.device) -> None:
+    check_tensor("samples", samples, (None, SAMPLE_WORDS), torch.int32, device)
 
 
 def _problem(

@@ -2,9 +2,9 @@
 
 `aioengine.kernels.triton_operations` is made of the Triton kernels in this package, one operation a file;
 `aioengine.kernels.torch.operations` is plain torch: the oracle, which runs anywhere. Both are modules of functions with
-these names. Shapes are those of one step: T tokens, h query heads, g KV heads, d head size, n lines of logits, s slots,
-V vocabulary. Unless said otherwise tensors are contiguous, on one device, and ``x`` stands for float32, bfloat16 or
-float16.
+these names. Shapes are those of one step: T tokens, h query heads, g KV heads, d head size, n rows of logits, s samples
+(tokens to be sampled), V vocabulary. Unless said otherwise tensors are contiguous, on one device, and ``x`` stands for
+float32, bfloat16 or float16.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Operations(Protocol):
             k_cache, v_cache: as in `rotate_and_write`; hold this step's tokens already.
             block_tables: int32 [rows, blocks of the longest], of all the executor's rows.
             decodes: int32 [m, 3]: row, index of its token in ``q`` and ``out``, context length with this token. Row -1
-                is padding: the token's line of ``out`` becomes 0.
+                is padding: the token's row of ``out`` becomes 0.
             out: [T, h, d], same dtype as ``q``; the tokens of ``decodes`` are written, no others.
             window: the most positions that a query sees, itself included; None: all.
             soft_cap: c: scores are c · tanh(score / c) (Gemma 2, arXiv:2408.00118); 0: none.
@@ -141,11 +141,11 @@ class Operations(Protocol):
     # The rows' state
 
     def put_spans(self, target: Tensor, spans: Tensor, words: Tensor) -> None:
-        """Copy spans of words into lines of a table.
+        """Copy spans of words into rows of a table.
 
         Args:
-            target: int32 [lines, width], changed in place.
-            spans: int32 [m, 4]: line, first column, first word, number of words. Line -1 is padding. None overlap.
+            target: int32 [rows, width], changed in place.
+            spans: int32 [m, 4]: row, first column, first word, number of words. Row -1 is padding. None overlap.
             words: int32 [any].
         """
         ...
@@ -166,11 +166,11 @@ class Operations(Protocol):
         """
         ...
 
-    def append_tokens(self, history: Tensor, slots: Tensor, token_ids: Tensor) -> None:
-        """Put the tokens of the slots that have `SlotFlag.FIRST` at the ends of their rows' histories, in place.
+    def append_tokens(self, history: Tensor, samples: Tensor, token_ids: Tensor) -> None:
+        """Put the tokens of the samples that have `SampleFlag.FIRST` at the ends of their rows' histories, in place.
 
         Args:
-            history: int32 [rows, any]; slots: int32 [s, 16] (`kernels.slots`); token_ids: int32 [s].
+            history: int32 [rows, any]; samples: int32 [s, 16] (`kernels.sampling.sample_rows`); token_ids: int32 [s].
         """
         ...
 
@@ -183,13 +183,13 @@ class Operations(Protocol):
         """
         ...
 
-    # Rules: logits are changed in place. Only slots that have `SlotFlag.FIRST` count.
+    # Rules: logits are changed in place. Only samples that have `SampleFlag.FIRST` count.
 
     def edit_logits(
         self,
         logits: Tensor,
-        slots: Tensor,
-        slot_of_row: Tensor,
+        samples: Tensor,
+        sample_of_row: Tensor,
         edit_rows: Tensor,
         edit_tokens: Tensor,
         edit_values: Tensor,
@@ -200,18 +200,18 @@ class Operations(Protocol):
         Several edits may meet on one logit: they add up, and one mask is enough.
 
         Args:
-            logits: float32 [n, V]; slots: int32 [s, 16].
-            slot_of_row: int32 [rows], the first slot of each row; -1: it does not sample in this step.
+            logits: float32 [n, V]; samples: int32 [s, 16].
+            sample_of_row: int32 [rows], the first sample of each row; -1: it does not sample in this step.
             edit_rows, edit_tokens: int32 [e]; row -1 is padding; edits of rows that do not sample are passed over.
             edit_values: float32 [e].
-            edit_until: int32 [e]: the edit is made while the slot's output position is below this.
+            edit_until: int32 [e]: the edit is made while the sample's output position is below this.
         """
         ...
 
     def ends_of_bad_words(
         self,
-        slots: Tensor,
-        slot_of_row: Tensor,
+        samples: Tensor,
+        sample_of_row: Tensor,
         history: Tensor,
         word_rows: Tensor,
         word_offsets: Tensor,
@@ -227,14 +227,14 @@ class Operations(Protocol):
         """
         ...
 
-    def penalise(self, logits: Tensor, slots: Tensor, history: Tensor, counters: Tensor) -> None:
+    def penalise(self, logits: Tensor, samples: Tensor, history: Tensor, counters: Tensor) -> None:
         """Penalties on tokens that were there already, in place: repetition (Keskar et al., 2019, arXiv:1909.05858) on
         those of prompt and output, then frequency and presence on those of the output.
 
         Args:
             history: int32 [rows, any]; ids of V and above are passed over.
             counters: int32 [s or more, V], zeros, which it leaves as zeros.
-            Slots without penalties are passed over.
+            SampleRows without penalties are passed over.
         """
         ...
 
@@ -243,7 +243,7 @@ class Operations(Protocol):
     def draw(
         self,
         logits: Tensor,
-        slots: Tensor,
+        samples: Tensor,
         masks: Tensor | None,
         token_ids: Tensor,
         status: Tensor,
@@ -251,7 +251,7 @@ class Operations(Protocol):
         has_filters: bool,
         is_greedy: bool,
     ) -> None:
-        """Choose a token for each slot: the highest logit at temperature 0, else by Gumbel noise over what min-p, then
+        """Choose each sample's token: the highest logit at temperature 0, else by Gumbel noise over what min-p, then
         top-k, then top-p keep, exactly as `aioengine.sampler` does.
 
         Tokens of equal logits are kept or dropped together; of equal scores the lowest id wins. +inf is chosen for
@@ -259,35 +259,35 @@ class Operations(Protocol):
 
         Args:
             logits: float32 [n, V]; only read.
-            slots: int32 [s, 16].
-            masks: int32 [m, ⌈V / 32⌉]: bit ``t % 32`` of word ``t // 32`` says that token t is allowed; None: no slot
+            samples: int32 [s, 16].
+            masks: int32 [m, ⌈V / 32⌉]: bit ``t % 32`` of word ``t // 32`` says that token t is allowed; None: no sample
                 has one.
             token_ids, status: int32 [s], written; padding becomes 0 and `Status.SAMPLED`.
-            has_filters: False: no slot has a top-k, top-p or min-p, which takes one pass over the logits.
+            has_filters: False: no sample has a top-k, top-p or min-p, which takes one pass over the logits.
             is_greedy: True: all temperatures are 0.
         """
         ...
 
     # Log-probabilities, of logits as the model gave them
 
-    def top_logprobs(self, logits: Tensor, slots: Tensor, log_mass: Tensor, ids: Tensor, logprobs: Tensor) -> None:
-        """The k likeliest tokens of the lines of slots with `SlotFlag.LOGPROBS`; other slots' outputs stay as they are.
+    def top_logprobs(self, logits: Tensor, samples: Tensor, log_mass: Tensor, ids: Tensor, logprobs: Tensor) -> None:
+        """The k likeliest tokens in the rows of logits of samples with `SampleFlag.LOGPROBS`; outputs of others stay.
 
         Args:
-            log_mass: float32 [s], logsumexp of the line.
+            log_mass: float32 [s], logsumexp of the row of logits.
             ids: int32 [s, k], the likeliest first, of equal ones the lowest id; k may be 0, and is at most V.
             logprobs: float32 [s, k].
         """
         ...
 
     def look_up(
-        self, logits: Tensor, lines: Tensor, token_ids: Tensor, log_mass: Tensor, logprobs: Tensor, ranks: Tensor
+        self, logits: Tensor, logits_rows: Tensor, token_ids: Tensor, log_mass: Tensor, logprobs: Tensor, ranks: Tensor
     ) -> None:
-        """The log-probability of a token in a line, and its rank: 1 plus the number of tokens with a higher logit.
+        """A token's log-probability in a row of logits, and its rank: 1 plus the number of tokens with a higher logit.
 
         Args:
-            lines: int32 [m], of ``logits``; -1: passed over. token_ids: int32 [m], below V.
-            log_mass: float32 [m], of each line.
+            logits_rows: int32 [m], rows of ``logits``; -1: passed over. token_ids: int32 [m], below V.
+            log_mass: float32 [m], of each of those rows.
             logprobs: float32 [m]; ranks: int32 [m]; both are written.
         """
         ...

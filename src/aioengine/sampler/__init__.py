@@ -15,13 +15,13 @@ rules: never of the batch, the row, preemption or the device.
 from aioengine.sampler.blocks import Scratch, put_rows
 from aioengine.sampler.logprobs import prompt_logprobs
 from aioengine.sampler.processors import run_processors
-from aioengine.sampler.rows import NO_RULES, PromptLines, RowRules, RuledRows, SamplingRows, has_rules, spans
+from aioengine.sampler.rows import NO_RULES, PromptTokens, RowRules, RuledRows, SamplingRows, has_rules, spans
 from aioengine.sampler.rules import keep_allowed
 from aioengine.sampler.sampling import Sampled, sample
 
 __all__ = [
     "NO_RULES",
-    "PromptLines",
+    "PromptTokens",
     "RowRules",
     "RuledRows",
     "Sampled",

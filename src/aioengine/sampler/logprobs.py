@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from aioengine.sampler.blocks import BLOCK, CHUNK_ELEMENTS, BlockedLogits, block, distinct, largest, row_index
-from aioengine.sampler.rows import Int64, PromptLines, SamplingRows, spans
+from aioengine.sampler.rows import Int64, PromptTokens, SamplingRows, spans
 from aioengine.scheduler.plan import Float32, Int32, PromptLogprobs, StepLogprobs, int32
 
 PROMPT_CHUNK_ELEMENTS = 2**22
@@ -158,7 +158,7 @@ def add_extra(
 
 
 def prompt_logprobs(
-    logits_of: Callable[[Tensor], Tensor], hidden: Tensor, lines: PromptLines, vocab: int
+    logits_of: Callable[[Tensor], Tensor], hidden: Tensor, lines: PromptTokens, vocab: int
 ) -> PromptLogprobs:
     """Log-probabilities of prompt tokens, a bounded number at once.
 

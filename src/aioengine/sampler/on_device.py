@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from aioengine.kernels.operations import Operations
-from aioengine.kernels.sampling.slots import Slot, SlotFlag
+from aioengine.kernels.sampling.sample_rows import SampleFlag, SampleRow
 from aioengine.sampler.outputs import Outputs
 from aioengine.sampler.rule_table import RuleSizes, RuleTensors
 
@@ -43,15 +43,15 @@ class Features(NamedTuple):
         return self.has_masks or self.rules.num_edits > 0
 
 
-class SlotTensors(NamedTuple):
-    """A step's slots on the device.
+class SampleTensors(NamedTuple):
+    """A step's samples on the device.
 
     Attributes:
-        slots: int32 [s, 16]. slot_of_row: int32 [rows].
+        samples: int32 [s, 16]. sample_of_row: int32 [rows].
     """
 
-    slots: Tensor
-    slot_of_row: Tensor
+    samples: Tensor
+    sample_of_row: Tensor
 
 
 class DeviceSampler:
@@ -97,12 +97,12 @@ class DeviceSampler:
     def sample(
         self,
         logits: Tensor,
-        at: SlotTensors,
+        at: SampleTensors,
         features: Features,
         out: Outputs[Tensor],
         process: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
-        """Choose the slots' tokens, score them, and put them behind their rows' histories.
+        """Choose the samples' tokens, score them, and put them behind their rows' histories.
 
         Args:
             logits: float32 [n, vocab]; rules change them.
@@ -111,12 +111,12 @@ class DeviceSampler:
         Returns:
             float32 [n, vocab], the logits as the model gave them, where ``features.num_top`` is 0 or more.
         """
-        ops, slots, scored = self._operations, at.slots, out.sampled
+        ops, samples, scored = self._operations, at.samples, out.sampled
         is_scored = features.num_top >= 0
         has_edits = features.rules.num_edits > 0
         raw = logits
         if is_scored:
-            ops.top_logprobs(logits, slots, scored.log_mass, scored.top_ids, scored.top_logprobs)
+            ops.top_logprobs(logits, samples, scored.log_mass, scored.top_ids, scored.top_logprobs)
             if has_edits or features.is_penalised or process is not None:
                 raw = logits.clone()
         if has_edits:
@@ -124,32 +124,32 @@ class DeviceSampler:
         if process is not None:
             process(logits)
         if features.is_penalised:
-            ops.penalise(logits, slots, self._history, self._counters_of(slots))
+            ops.penalise(logits, samples, self._history, self._counters_of(samples))
         masks = self._masks if features.has_masks else None
         ops.draw(
-            logits, slots, masks, out.token_ids, out.status,
+            logits, samples, masks, out.token_ids, out.status,
             has_filters=features.has_filters, is_greedy=features.is_greedy,
         )  # fmt: skip
         if is_scored:
-            is_wanted = slots[:, Slot.FLAGS].bitwise_and(int(SlotFlag.LOGPROBS)).bool()
-            lines = torch.where(is_wanted, slots[:, Slot.LINE], -1)
-            ops.look_up(raw, lines, out.token_ids, scored.log_mass, scored.logprobs, scored.ranks)
-        ops.append_tokens(self._history, slots, out.token_ids)
+            is_wanted = samples[:, SampleRow.FLAGS].bitwise_and(int(SampleFlag.LOGPROBS)).bool()
+            logits_rows = torch.where(is_wanted, samples[:, SampleRow.LOGITS_ROW], -1)
+            ops.look_up(raw, logits_rows, out.token_ids, scored.log_mass, scored.logprobs, scored.ranks)
+        ops.append_tokens(self._history, samples, out.token_ids)
         return raw
 
-    def _edit(self, logits: Tensor, at: SlotTensors, sizes: RuleSizes) -> None:
-        ops, slots, slot_of_row = self._operations, at.slots, at.slot_of_row
+    def _edit(self, logits: Tensor, at: SampleTensors, sizes: RuleSizes) -> None:
+        ops, samples, sample_of_row = self._operations, at.samples, at.sample_of_row
         rules = RuleTensors.of(self._tables, sizes)
         if sizes.num_words:
             ops.ends_of_bad_words(
-                slots, slot_of_row, self._history, rules.word_rows, rules.word_offsets, rules.word_ids,
+                samples, sample_of_row, self._history, rules.word_rows, rules.word_offsets, rules.word_ids,
                 rules.edit_values[: sizes.num_words],
             )  # fmt: skip
         ops.edit_logits(
-            logits, slots, slot_of_row, rules.edit_rows, rules.edit_tokens, rules.edit_values, rules.edit_until
+            logits, samples, sample_of_row, rules.edit_rows, rules.edit_tokens, rules.edit_values, rules.edit_until
         )
 
-    def _counters_of(self, slots: Tensor) -> Tensor:
-        """Zeros, a row a slot; more than there are rows where several choices begin, in a step with prompts."""
+    def _counters_of(self, samples: Tensor) -> Tensor:
+        """Zeros, a row a sample; more than there are rows where several choices begin, in a step with prompts."""
         kept = self._counters
-        return kept if len(slots) <= len(kept) else kept.new_zeros(len(slots), kept.shape[1])
+        return kept if len(samples) <= len(kept) else kept.new_zeros(len(samples), kept.shape[1])

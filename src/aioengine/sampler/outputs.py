@@ -33,13 +33,13 @@ class OutputSizes(NamedTuple):
     """How much of each a step brings.
 
     Attributes:
-        num_slots: tokens sampled.
+        num_samples: tokens sampled.
         num_top: likeliest tokens beside each; -1: no log-probabilities.
         num_extra: tokens that are reported always.
         num_prompt, num_prompt_top: prompt tokens that are scored, and likeliest ones beside each.
     """
 
-    num_slots: int
+    num_samples: int
     num_top: int = -1
     num_extra: int = 0
     num_prompt: int = 0
@@ -47,18 +47,18 @@ class OutputSizes(NamedTuple):
 
     @property
     def scored(self) -> tuple[tuple[int, int], ...]:
-        """(m, k) of each `Scored`, in order: of slots, of extra tokens, of the prompt's."""
+        """(m, k) of each `Scored`, in order: of samples, of extra tokens, of the prompt's."""
         has_logprobs = self.num_top >= 0
         return (
-            (self.num_slots if has_logprobs else 0, max(self.num_top, 0)),
+            (self.num_samples if has_logprobs else 0, max(self.num_top, 0)),
             (self.num_extra, 0),
             (self.num_prompt, self.num_prompt_top),
         )
 
     @property
     def sections(self) -> list[int]:
-        """How many words each section has: the slots' two, then five of each `Scored`."""
-        return [self.num_slots] * 2 + [words for m, k in self.scored for words in (m, m, m, m * k, m * k)]
+        """How many words each section has: the samples' two, then five of each `Scored`."""
+        return [self.num_samples] * 2 + [words for m, k in self.scored for words in (m, m, m, m * k, m * k)]
 
     @property
     def num_words(self) -> int:
@@ -69,7 +69,7 @@ class Outputs(NamedTuple, Generic[Words]):
     """Views of the words.
 
     Attributes:
-        token_ids, status: int32 [slots]; the second as in `aioengine.kernels.sampling.slots.Status`.
+        token_ids, status: int32 [samples]; the second as in `aioengine.kernels.sampling.sample_rows.Status`.
         sampled, extra, prompt: empty where nobody asked.
     """
 
@@ -87,8 +87,8 @@ class Outputs(NamedTuple, Generic[Words]):
             views.append(words[first : first + length])
             first += aligned(length)
         token_ids, status, *rest = views
-        of_slots, of_extra, of_prompt = (k for _, k in sizes.scored)
-        scored = _scored(rest[:5], of_slots), _scored(rest[5:10], of_extra), _scored(rest[10:], of_prompt)
+        of_samples, of_extra, of_prompt = (k for _, k in sizes.scored)
+        scored = _scored(rest[:5], of_samples), _scored(rest[5:10], of_extra), _scored(rest[10:], of_prompt)
         return cls(token_ids, status, *scored)
 
 

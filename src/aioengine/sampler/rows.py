@@ -158,7 +158,7 @@ class SamplingRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PromptLines:
+class PromptTokens:
     """Prompt tokens of a step whose log-probabilities are asked for.
 
     Attributes:

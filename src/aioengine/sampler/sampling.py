@@ -34,7 +34,7 @@ class Sampled(NamedTuple):
     failures: tuple[RowFailure, ...]
 
 
-class Slots(NamedTuple):
+class SampleRows(NamedTuple):
     """The tokens that are to be sampled.
 
     Attributes:
@@ -72,19 +72,21 @@ def sample(logits: Tensor, rows: SamplingRows, scratch: Scratch | None = None) -
     if not float(top.min()) > -np.inf:  # a NaN is not, either
         failures = {**hopeless_rows(top, rows.ruled), **failures}
     is_one_each = rows.num_choices is None and not failures
-    slots = one_slot_each(rows) if is_one_each else make_slots(rows, list(failures))
-    token_ids = best if is_one_each else best[torch.from_numpy(slots.rows)]
-    drawn = (slots.temperature > 0).nonzero()[0]
+    samples = one_sample_each(rows) if is_one_each else make_samples(rows, list(failures))
+    token_ids = best if is_one_each else best[torch.from_numpy(samples.rows)]
+    drawn = (samples.temperature > 0).nonzero()[0]
     if len(drawn):
-        token_ids[row_index(drawn)] = draw_tokens(blocked, top, rows, slots.rows[drawn], slots.choice[drawn], scratch)
+        token_ids[row_index(drawn)] = draw_tokens(
+            blocked, top, rows, samples.rows[drawn], samples.choice[drawn], scratch
+        )
     if raw is not None:
         raw.put_back(blocked)
     sampled = token_ids.int().numpy()
     return Sampled(
         token_ids=sampled,
-        counts=slots.counts,
-        next_ids=sampled if is_one_each else first_tokens(sampled, slots),
-        logprobs=step_logprobs(blocked, vocab, rows, slots.rows, token_ids),
+        counts=samples.counts,
+        next_ids=sampled if is_one_each else first_tokens(sampled, samples),
+        logprobs=step_logprobs(blocked, vocab, rows, samples.rows, token_ids),
         failures=tuple(RowFailure(row, failures[row]) for row in sorted(failures)),
     )
 
@@ -123,24 +125,24 @@ def hopeless_rows(top: Tensor, ruled: RuledRows | None) -> dict[int, Exception]:
     return failures
 
 
-def one_slot_each(rows: SamplingRows) -> Slots:
+def one_sample_each(rows: SamplingRows) -> SampleRows:
     num_rows = len(rows.choice)
-    return Slots(np.arange(num_rows), rows.choice, rows.temperature, np.ones(num_rows, np.int32))
+    return SampleRows(np.arange(num_rows), rows.choice, rows.temperature, np.ones(num_rows, np.int32))
 
 
-def make_slots(rows: SamplingRows, failed: list[int]) -> Slots:
+def make_samples(rows: SamplingRows, failed: list[int]) -> SampleRows:
     """None for the rows ``failed``, and for the others as many as they have choices."""
     num_rows = len(rows.choice)
     counts = np.ones(num_rows, np.int32) if rows.num_choices is None else rows.num_choices.copy()
     counts[failed] = 0
-    row_of_slot = np.repeat(np.arange(num_rows), counts)
+    row_of_sample = np.repeat(np.arange(num_rows), counts)
     nth_of_row = spans(np.zeros_like(counts), counts)
-    choice = (rows.choice[row_of_slot] + nth_of_row).astype(np.int32)
-    return Slots(row_of_slot, choice, rows.temperature[row_of_slot], counts)
+    choice = (rows.choice[row_of_sample] + nth_of_row).astype(np.int32)
+    return SampleRows(row_of_sample, choice, rows.temperature[row_of_sample], counts)
 
 
-def first_tokens(token_ids: Int32, slots: Slots) -> Int32:
+def first_tokens(token_ids: Int32, samples: SampleRows) -> Int32:
     """int32 [n]: the first of each row's tokens; 0 for a row that has none."""
-    firsts = np.zeros(len(slots.counts), np.int32)
-    firsts[slots.rows[::-1]] = token_ids[::-1]
+    firsts = np.zeros(len(samples.counts), np.int32)
+    firsts[samples.rows[::-1]] = token_ids[::-1]
     return firsts

@@ -1,6 +1,6 @@
 """Sampled tokens go to the ends of their rows' histories, so that the next step can read them before the host has.
 
-history[row, end] = token, of the slots that are the first of their line. The time of a launch (2 to 3 µs).
+history[row, end] = token, of the samples that are the first of their row of logits. The time of a launch (2 to 3 µs).
 """
 
 from __future__ import annotations
@@ -11,33 +11,33 @@ import triton.language as tl
 from torch import Tensor
 
 from aioengine.kernels.launch_checks import check_tensor
-from aioengine.kernels.sampling import slots as words
+from aioengine.kernels.sampling import sample_rows as words
 
 BLOCK, NUM_WARPS = 128, 4
 
-SLOT_WORDS = tl.constexpr(words.SLOT_WORDS)
-LINE = tl.constexpr(int(words.Slot.LINE))
-ROW = tl.constexpr(int(words.Slot.ROW))
-END = tl.constexpr(int(words.Slot.END))
-FLAGS = tl.constexpr(int(words.Slot.FLAGS))
-FIRST = tl.constexpr(int(words.SlotFlag.FIRST))
+SAMPLE_WORDS = tl.constexpr(words.SAMPLE_WORDS)
+LOGITS_ROW = tl.constexpr(int(words.SampleRow.LOGITS_ROW))
+ROW = tl.constexpr(int(words.SampleRow.ROW))
+END = tl.constexpr(int(words.SampleRow.END))
+FLAGS = tl.constexpr(int(words.SampleRow.FLAGS))
+FIRST = tl.constexpr(int(words.SampleFlag.FIRST))
 
 
 # What changes from step to step must not make it compile again, nor need the width: single words are written.
-@triton.jit(do_not_specialize=["slots_ptr", "token_ids_ptr", "num_slots", "width"])
-def _append_tokens_kernel(history_ptr, slots_ptr, token_ids_ptr, num_slots, width, BLOCK: tl.constexpr):
-    slots = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    is_inside = slots < num_slots
-    words_ptr = slots_ptr + slots * SLOT_WORDS
-    line = tl.load(words_ptr + LINE, is_inside, -1)
+@triton.jit(do_not_specialize=["samples_ptr", "token_ids_ptr", "num_samples", "width"])
+def _append_tokens_kernel(history_ptr, samples_ptr, token_ids_ptr, num_samples, width, BLOCK: tl.constexpr):
+    samples = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = samples < num_samples
+    words_ptr = samples_ptr + samples * SAMPLE_WORDS
+    logits_row = tl.load(words_ptr + LOGITS_ROW, is_inside, -1)
     flags = tl.load(words_ptr + FLAGS, is_inside, 0)
     row = tl.load(words_ptr + ROW, is_inside, 0).to(tl.int64)
     end = tl.load(words_ptr + END, is_inside, 0)
-    token_ids = tl.load(token_ids_ptr + slots, is_inside, 0)
-    tl.store(history_ptr + row * width + end, token_ids, (line >= 0) & ((flags & FIRST) != 0))
+    token_ids = tl.load(token_ids_ptr + samples, is_inside, 0)
+    tl.store(history_ptr + row * width + end, token_ids, (logits_row >= 0) & ((flags & FIRST) != 0))
 
 
-def append_tokens(history: Tensor, slots: Tensor, token_ids: Tensor) -> None:
+def append_tokens(history: Tensor, samples: Tensor, token_ids: Tensor) -> None:
     """As `aioengine.kernels.operations.Operations.append_tokens`.
 
     Raises:
@@ -45,14 +45,14 @@ def append_tokens(history: Tensor, slots: Tensor, token_ids: Tensor) -> None:
     """
     device = history.device
     check_tensor("append_tokens: history", history, (None, None), torch.int32, device)
-    check_tensor("append_tokens: slots", slots, (None, words.SLOT_WORDS), torch.int32, device)
-    check_tensor("append_tokens: token_ids", token_ids, (len(slots),), torch.int32, device)
-    if len(slots):
-        _append_tokens_kernel[(triton.cdiv(len(slots), BLOCK),)](
+    check_tensor("append_tokens: samples", samples, (None, words.SAMPLE_WORDS), torch.int32, device)
+    check_tensor("append_tokens: token_ids", token_ids, (len(samples),), torch.int32, device)
+    if len(samples):
+        _append_tokens_kernel[(triton.cdiv(len(samples), BLOCK),)](
             history,
-            slots,
+            samples,
             token_ids,
-            len(slots),
+            len(samples),
             history.shape[1],
             BLOCK=BLOCK,
             num_warps=NUM_WARPS,

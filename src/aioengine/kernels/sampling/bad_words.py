@@ -10,29 +10,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aioengine.kernels.launch_checks import check_slots, check_tensor
-from aioengine.kernels.sampling.slots import SLOT_WORDS, Slot, SlotFlag
+from aioengine.kernels.launch_checks import check_samples, check_tensor
+from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow
 
 BLOCK = 32
 """Words of a program, one a thread. One warp, so that "is any word left" is a vote and no barrier."""
 
-_WORDS = tl.constexpr(SLOT_WORDS)
-_LINE = tl.constexpr(int(Slot.LINE))
-_ROW = tl.constexpr(int(Slot.ROW))
-_END = tl.constexpr(int(Slot.END))
-_OUTPUT_POSITION = tl.constexpr(int(Slot.OUTPUT_POSITION))
-_FLAGS = tl.constexpr(int(Slot.FLAGS))
-_FIRST = tl.constexpr(int(SlotFlag.FIRST))
+_WORDS = tl.constexpr(SAMPLE_WORDS)
+_LOGITS_ROW = tl.constexpr(int(SampleRow.LOGITS_ROW))
+_ROW = tl.constexpr(int(SampleRow.ROW))
+_END = tl.constexpr(int(SampleRow.END))
+_OUTPUT_POSITION = tl.constexpr(int(SampleRow.OUTPUT_POSITION))
+_FLAGS = tl.constexpr(int(SampleRow.FLAGS))
+_FIRST = tl.constexpr(int(SampleFlag.FIRST))
 
 
 # Not specialised, as in `edits`: the number of words changes, and the lists are views.
 @triton.jit(
     do_not_specialize=["num_words", "history_width"],
-    do_not_specialize_on_alignment=["slots", "slot_of_row", "word_rows", "word_offsets", "word_ids", "edit_values"],
+    do_not_specialize_on_alignment=["samples", "sample_of_row", "word_rows", "word_offsets", "word_ids", "edit_values"],
 )
 def _ends_of_bad_words_kernel(
-    slots,
-    slot_of_row,
+    samples,
+    sample_of_row,
     history,
     word_rows,
     word_offsets,
@@ -47,16 +47,16 @@ def _ends_of_bad_words_kernel(
     rows = tl.load(word_rows + words, mask=is_word, other=-1)
     begins = tl.load(word_offsets + words, mask=is_word, other=0)
     ends = tl.load(word_offsets + words + 1, mask=is_word, other=0)
-    slot = tl.load(slot_of_row + rows, mask=rows >= 0, other=-1)
-    of_slot = slots + slot.to(tl.int64) * _WORDS
-    line = tl.load(of_slot + _LINE, mask=slot >= 0, other=-1)
-    flags = tl.load(of_slot + _FLAGS, mask=slot >= 0, other=0)
-    history_row = tl.load(of_slot + _ROW, mask=slot >= 0, other=0)
-    history_end = tl.load(of_slot + _END, mask=slot >= 0, other=0)
-    num_outputs = tl.load(of_slot + _OUTPUT_POSITION, mask=slot >= 0, other=0)
+    sample = tl.load(sample_of_row + rows, mask=rows >= 0, other=-1)
+    of_sample = samples + sample.to(tl.int64) * _WORDS
+    logits_row = tl.load(of_sample + _LOGITS_ROW, mask=sample >= 0, other=-1)
+    flags = tl.load(of_sample + _FLAGS, mask=sample >= 0, other=0)
+    history_row = tl.load(of_sample + _ROW, mask=sample >= 0, other=0)
+    history_end = tl.load(of_sample + _END, mask=sample >= 0, other=0)
+    num_outputs = tl.load(of_sample + _OUTPUT_POSITION, mask=sample >= 0, other=0)
 
     length = ends - begins
-    is_begun = (line >= 0) & ((flags & _FIRST) != 0) & (length <= num_outputs)
+    is_begun = (logits_row >= 0) & ((flags & _FIRST) != 0) & (length <= num_outputs)
     tail = history + history_row.to(tl.int64) * history_width + history_end
     # From the last token backwards: nearly always that one is another already, and the program is done.
     back = 1
@@ -71,8 +71,8 @@ def _ends_of_bad_words_kernel(
 
 
 def ends_of_bad_words(
-    slots: Tensor,
-    slot_of_row: Tensor,
+    samples: Tensor,
+    sample_of_row: Tensor,
     history: Tensor,
     word_rows: Tensor,
     word_offsets: Tensor,
@@ -83,9 +83,9 @@ def ends_of_bad_words(
 
     One launch, of about 4 µs: five dependent loads, and two more for each token that matches.
     """
-    device = slots.device
-    check_slots(slots, device)
-    check_tensor("slot_of_row", slot_of_row, (None,), torch.int32, device)
+    device = samples.device
+    check_samples(samples, device)
+    check_tensor("sample_of_row", sample_of_row, (None,), torch.int32, device)
     check_tensor("history", history, (None, None), torch.int32, device)
     num_words = len(word_rows)
     check_tensor("word_rows", word_rows, (None,), torch.int32, device)
@@ -95,8 +95,8 @@ def ends_of_bad_words(
     if not num_words:
         return
     _ends_of_bad_words_kernel[(triton.cdiv(num_words, BLOCK),)](
-        slots,
-        slot_of_row,
+        samples,
+        sample_of_row,
         history,
         word_rows,
         word_offsets,

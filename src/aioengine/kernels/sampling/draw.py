@@ -1,4 +1,4 @@
-"""A token for each slot: of the logits that its filters keep, the one whose (x - top) / T plus Gumbel noise is highest.
+"""Each sample's token: of the logits that its filters keep, the one whose (x - top) / T plus Gumbel noise is highest.
 
 Each program takes a part of a row and keeps the best score so far, relative to the highest logit so far: logits of any
 size lose no digits to their offset, and no pass is needed to find it. A second launch puts the parts together.
@@ -8,8 +8,8 @@ in the time of some 35. So a program hashes only pieces in which a logit could w
 logits at T = 1: few), and takes logarithms only of pieces in which one could win by a cheap bound of its noise (of flat
 ones: a handful of each part's). A warp a program, so that these are decisions within the warp.
 
-Slots with a filter have the floor under which no logit can win from `thresholds`, and read only
-blocks whose maximum reaches it.
+For samples with a filter `thresholds` brings the floor under which no logit can win; only blocks whose maximum reaches
+it are read.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aioengine.kernels.launch_checks import check_logits, check_slots, check_tensor
+from aioengine.kernels.launch_checks import check_logits, check_samples, check_tensor
 from aioengine.kernels.sampling import thresholds
 from aioengine.kernels.sampling.noise import HIGHEST_NOISE, gumbel, gumbel_bound, hash_tokens, noise_keys, uniform
-from aioengine.kernels.sampling.slots import Slot, Status
+from aioengine.kernels.sampling.sample_rows import SampleRow, Status
 from aioengine.kernels.sampling.thresholds import (
     INFINITY,
-    LINE,
+    LOGITS_ROW,
     MASK,
     MAX_FLOAT,
-    SLOT_STRIDE,
+    SAMPLE_STRIDE,
     TEMPERATURE,
     WORD,
     WORDS_OF_BLOCK,
@@ -49,10 +49,10 @@ MAX_PARTS = 512
 
 JOIN_WARPS = 4
 
-_SEED_LOW = tl.constexpr(int(Slot.SEED_LOW))
-_SEED_HIGH = tl.constexpr(int(Slot.SEED_HIGH))
-_CHOICE = tl.constexpr(int(Slot.CHOICE))
-_OUTPUT_POSITION = tl.constexpr(int(Slot.OUTPUT_POSITION))
+_SEED_LOW = tl.constexpr(int(SampleRow.SEED_LOW))
+_SEED_HIGH = tl.constexpr(int(SampleRow.SEED_HIGH))
+_CHOICE = tl.constexpr(int(SampleRow.CHOICE))
+_OUTPUT_POSITION = tl.constexpr(int(SampleRow.OUTPUT_POSITION))
 _SAMPLED = tl.constexpr(int(Status.SAMPLED))
 _NOT_A_NUMBER = tl.constexpr(int(Status.NOT_A_NUMBER))
 _NOTHING_LEFT = tl.constexpr(int(Status.NOTHING_LEFT))
@@ -60,16 +60,16 @@ _NOTHING_LEFT = tl.constexpr(int(Status.NOTHING_LEFT))
 _SLACK = tl.constexpr(1e-3)
 
 
-# What follows the number of slots, and what is a view into a larger buffer, must not make it compile again in the
+# What follows the number of samples, and what is a view into a larger buffer, must not make it compile again in the
 # middle of serving: neither a 1 or a multiple of 16 among the numbers, nor where a tensor begins. Of none of these a
 # vector is loaded that would need it.
-_VIEWS = ["slots", "masks", "floors", "tops", "part_tops", "part_scores", "part_tokens", "token_ids", "status"]
+_VIEWS = ["samples", "masks", "floors", "tops", "part_tops", "part_scores", "part_tokens", "token_ids", "status"]
 
 
 @triton.jit(do_not_specialize=["pieces_of_part"], do_not_specialize_on_alignment=_VIEWS)
 def _part_kernel(
     logits,
-    slots,
+    samples,
     masks,
     maxima,
     floors,
@@ -84,24 +84,24 @@ def _part_kernel(
     IS_GREEDY: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    slot, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    slot_word = slots + slot * SLOT_STRIDE
-    line, mask = tl.load(slot_word + LINE), tl.load(slot_word + MASK)
-    if line < 0:
+    sample, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    sample_word = samples + sample * SAMPLE_STRIDE
+    logits_row, mask = tl.load(sample_word + LOGITS_ROW), tl.load(sample_word + MASK)
+    if logits_row < 0:
         return
-    temperature = load_float(slot_word + TEMPERATURE)
+    temperature = load_float(sample_word + TEMPERATURE)
     cold = inverse(temperature)
     key_low, key_high = noise_keys(
-        tl.load(slot_word + _SEED_LOW),
-        tl.load(slot_word + _SEED_HIGH),
-        tl.load(slot_word + _CHOICE),
-        tl.load(slot_word + _OUTPUT_POSITION),
+        tl.load(sample_word + _SEED_LOW),
+        tl.load(sample_word + _SEED_HIGH),
+        tl.load(sample_word + _CHOICE),
+        tl.load(sample_word + _OUTPUT_POSITION),
     )
     floor = -INFINITY
     highest = tl.full((), -INFINITY, tl.float32)
     if HAS_FILTERS:
-        floor = tl.load(floors + slot)
-        highest = tl.load(tops + slot)
+        floor = tl.load(floors + sample)
+        highest = tl.load(tops + sample)
     num_blocks = tl.cdiv(vocab, WORDS_OF_BLOCK * WORD)
     num_known = tl.where(floor == -INFINITY, 0, num_blocks)  # maxima
     has_nan = 0
@@ -113,10 +113,10 @@ def _part_kernel(
         is_read = words * WORD < vocab
         if HAS_FILTERS:
             block = words // WORDS_OF_BLOCK
-            highest_of_block = tl.load(maxima + slot * num_blocks + block, mask=block < num_known, other=INFINITY)
+            highest_of_block = tl.load(maxima + sample * num_blocks + block, mask=block < num_known, other=INFINITY)
             is_read = is_read & (highest_of_block >= floor)
         if tl.max(is_read.to(tl.int32), axis=0) != 0:
-            tokens, x = load_logits(logits, masks, line, mask, words, is_read, vocab, HAS_MASK)
+            tokens, x = load_logits(logits, masks, logits_row, mask, words, is_read, vocab, HAS_MASK)
             # What a maximum makes of a NaN depends on the device.
             here = tl.max(tl.where(x != x, INFINITY, x))
             if here == INFINITY:
@@ -140,35 +140,35 @@ def _part_kernel(
                 if score > best_score:
                     best_score = score
                     best_token = tl.min(tl.where(scores == score, tokens, vocab))
-    out = slot * tl.num_programs(1) + part
+    out = sample * tl.num_programs(1) + part
     tl.store(part_tops + out, tl.where(has_nan != 0, float("nan"), highest))
     tl.store(part_scores + out, best_score)
     tl.store(part_tokens + out, best_token)
 
 
 @triton.jit(do_not_specialize=["num_parts"], do_not_specialize_on_alignment=_VIEWS)
-def _join_kernel(slots, part_tops, part_scores, part_tokens, token_ids, status, num_parts, NUM_PARTS: tl.constexpr):
-    slot = tl.program_id(0).to(tl.int64)
-    slot_word = slots + slot * SLOT_STRIDE
-    is_padding = tl.load(slot_word + LINE) < 0
+def _join_kernel(samples, part_tops, part_scores, part_tokens, token_ids, status, num_parts, NUM_PARTS: tl.constexpr):
+    sample = tl.program_id(0).to(tl.int64)
+    sample_word = samples + sample * SAMPLE_STRIDE
+    is_padding = tl.load(sample_word + LOGITS_ROW) < 0
     part = tl.arange(0, NUM_PARTS)
     is_there = part < tl.where(is_padding, 0, num_parts)
-    tops = tl.load(part_tops + slot * num_parts + part, mask=is_there, other=-INFINITY)
-    scores = tl.load(part_scores + slot * num_parts + part, mask=is_there, other=-INFINITY)
-    tokens = tl.load(part_tokens + slot * num_parts + part, mask=is_there, other=0)
+    tops = tl.load(part_tops + sample * num_parts + part, mask=is_there, other=-INFINITY)
+    scores = tl.load(part_scores + sample * num_parts + part, mask=is_there, other=-INFINITY)
+    tokens = tl.load(part_tokens + sample * num_parts + part, mask=is_there, other=0)
     is_nan = tl.max((tops != tops).to(tl.int32), axis=0) != 0
     top = tl.max(tl.where(tops != tops, INFINITY, tops), axis=0)
-    scores += (tl.minimum(tops, MAX_FLOAT) - clamp(top)) * inverse(load_float(slot_word + TEMPERATURE))
+    scores += (tl.minimum(tops, MAX_FLOAT) - clamp(top)) * inverse(load_float(sample_word + TEMPERATURE))
     score = tl.max(scores, axis=0)
     token = tl.min(tl.where(scores == score, tokens, 2147483647), axis=0)  # parts that have nothing say 0
     failure = tl.where(is_nan, _NOT_A_NUMBER, tl.where(top == -INFINITY, _NOTHING_LEFT, _SAMPLED))
-    tl.store(status + slot, tl.where(is_padding, _SAMPLED, failure))
-    tl.store(token_ids + slot, tl.where(is_padding | (failure != _SAMPLED), 0, token))
+    tl.store(status + sample, tl.where(is_padding, _SAMPLED, failure))
+    tl.store(token_ids + sample, tl.where(is_padding | (failure != _SAMPLED), 0, token))
 
 
 def draw(
     logits: Tensor,
-    slots: Tensor,
+    samples: Tensor,
     masks: Tensor | None,
     token_ids: Tensor,
     status: Tensor,
@@ -184,23 +184,23 @@ def draw(
     a launch.
     """
     device = check_logits(logits)
-    check_slots(slots, device)
-    num_slots, vocab = len(slots), logits.shape[1]
+    check_samples(samples, device)
+    num_samples, vocab = len(samples), logits.shape[1]
     if masks is not None:
-        check_tensor("masks", masks, (None, triton.cdiv(vocab, WORD.value)), slots.dtype, device)
-    check_tensor("token_ids", token_ids, (num_slots,), slots.dtype, device)
-    check_tensor("status", status, (num_slots,), slots.dtype, device)
-    if not num_slots:
+        check_tensor("masks", masks, (None, triton.cdiv(vocab, WORD.value)), samples.dtype, device)
+    check_tensor("token_ids", token_ids, (num_samples,), samples.dtype, device)
+    check_tensor("status", status, (num_samples,), samples.dtype, device)
+    if not num_samples:
         return
     has_filters = has_filters and not is_greedy
-    maxima, floors, tops = thresholds.find_floors(logits, slots, masks) if has_filters else (logits,) * 3
-    num_parts, pieces_of_part = split(num_slots, vocab)
-    part_tops, part_scores = logits.new_empty(2, num_slots, num_parts)
-    part_tokens = slots.new_empty(num_slots, num_parts)
-    _part_kernel[num_slots, num_parts](
+    maxima, floors, tops = thresholds.find_floors(logits, samples, masks) if has_filters else (logits,) * 3
+    num_parts, pieces_of_part = split(num_samples, vocab)
+    part_tops, part_scores = logits.new_empty(2, num_samples, num_parts)
+    part_tokens = samples.new_empty(num_samples, num_parts)
+    _part_kernel[num_samples, num_parts](
         logits,
-        slots,
-        slots if masks is None else masks,
+        samples,
+        samples if masks is None else masks,
         maxima,
         floors,
         tops,
@@ -216,8 +216,8 @@ def draw(
         num_warps=1,
         enable_fp_fusion=True,
     )
-    _join_kernel[num_slots,](
-        slots,
+    _join_kernel[num_samples,](
+        samples,
         part_tops,
         part_scores,
         part_tokens,
@@ -230,10 +230,10 @@ def draw(
     )
 
 
-def split(num_slots: int, vocab: int) -> tuple[int, int]:
+def split(num_samples: int, vocab: int) -> tuple[int, int]:
     """Into how many parts a row is split, and of how many pieces each is."""
     num_pieces = triton.cdiv(vocab, PIECE_WORDS * WORD.value)
-    num_parts = max(1, min(num_pieces, MAX_PARTS, PROGRAMS // num_slots))
+    num_parts = max(1, min(num_pieces, MAX_PARTS, PROGRAMS // num_samples))
     pieces_of_part = triton.cdiv(num_pieces, num_parts)
     return triton.cdiv(num_pieces, pieces_of_part), pieces_of_part
 

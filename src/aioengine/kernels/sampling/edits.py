@@ -1,7 +1,7 @@
 """Changes to single logits: biases and masks.
 
-``logits[line, token] += value``, and -inf masks. Which line an edit is for is looked up on the
-device (row → slot → line), so that the lists of edits stay the same from step to step while rows come and go.
+``logits[logits_row, token] += value``, and -inf masks. Which row of logits an edit is for is looked up on the
+device (row → sample → row of logits), so that lists of edits stay the same from step to step while rows come and go.
 """
 
 from __future__ import annotations
@@ -11,47 +11,47 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aioengine.kernels.launch_checks import check_logits, check_slots, check_tensor
-from aioengine.kernels.sampling.slots import SLOT_WORDS, Slot, SlotFlag
+from aioengine.kernels.launch_checks import check_logits, check_samples, check_tensor
+from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow
 
 BLOCK = 128
 """Edits of a program, one a thread: it is all latency (four loads that depend on each other), so spread it wide."""
 
 NUM_WARPS = 4
 
-_WORDS = tl.constexpr(SLOT_WORDS)
-_LINE = tl.constexpr(int(Slot.LINE))
-_OUTPUT_POSITION = tl.constexpr(int(Slot.OUTPUT_POSITION))
-_FLAGS = tl.constexpr(int(Slot.FLAGS))
-_FIRST = tl.constexpr(int(SlotFlag.FIRST))
+_WORDS = tl.constexpr(SAMPLE_WORDS)
+_LOGITS_ROW = tl.constexpr(int(SampleRow.LOGITS_ROW))
+_OUTPUT_POSITION = tl.constexpr(int(SampleRow.OUTPUT_POSITION))
+_FLAGS = tl.constexpr(int(SampleRow.FLAGS))
+_FIRST = tl.constexpr(int(SampleFlag.FIRST))
 _MASKED_BITS = tl.constexpr(-(2**23))
 """Those of -inf, as int32."""
 
 # The number of edits changes from step to step, and the lists are views into larger buffers: without this Triton would
 # compile once more, in the middle of serving, for the first number or pointer that is divisible by 16.
 _CHANGING = ["num_edits"]
-_VIEWS = ["slots", "slot_of_row", "edit_rows", "edit_tokens", "edit_values", "edit_until"]
+_VIEWS = ["samples", "sample_of_row", "edit_rows", "edit_tokens", "edit_values", "edit_until"]
 
 
 @triton.jit
-def _locate(slots, slot_of_row, edit_rows, edit_tokens, edits, num_edits, vocab):
-    """For edits [BLOCK]: their slots, where their logits are, and whether there is one to edit."""
+def _locate(samples, sample_of_row, edit_rows, edit_tokens, edits, num_edits, vocab):
+    """For edits [BLOCK]: their samples, where their logits are, and whether there is one to edit."""
     is_edit = edits < num_edits
     rows = tl.load(edit_rows + edits, mask=is_edit, other=-1)
     tokens = tl.load(edit_tokens + edits, mask=is_edit, other=-1)
-    slot = tl.load(slot_of_row + rows, mask=rows >= 0, other=-1)
-    words = slots + slot.to(tl.int64) * _WORDS
-    line = tl.load(words + _LINE, mask=slot >= 0, other=-1)
-    flags = tl.load(words + _FLAGS, mask=slot >= 0, other=0)
-    is_made = (line >= 0) & ((flags & _FIRST) != 0) & (tokens >= 0) & (tokens < vocab)
-    return words, line.to(tl.int64) * vocab + tokens, is_made
+    sample = tl.load(sample_of_row + rows, mask=rows >= 0, other=-1)
+    words = samples + sample.to(tl.int64) * _WORDS
+    logits_row = tl.load(words + _LOGITS_ROW, mask=sample >= 0, other=-1)
+    flags = tl.load(words + _FLAGS, mask=sample >= 0, other=0)
+    is_made = (logits_row >= 0) & ((flags & _FIRST) != 0) & (tokens >= 0) & (tokens < vocab)
+    return words, logits_row.to(tl.int64) * vocab + tokens, is_made
 
 
 @triton.jit(do_not_specialize=_CHANGING, do_not_specialize_on_alignment=_VIEWS)
 def _edit_logits_kernel(
     logits,
-    slots,
-    slot_of_row,
+    samples,
+    sample_of_row,
     edit_rows,
     edit_tokens,
     edit_values,
@@ -64,7 +64,7 @@ def _edit_logits_kernel(
     # finite numbers that are added before that are overwritten, those after it leave -inf. So any order comes out the
     # same. A mask that were added instead would make NaN of +inf.
     edits = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    words, offsets, is_made = _locate(slots, slot_of_row, edit_rows, edit_tokens, edits, num_edits, vocab)
+    words, offsets, is_made = _locate(samples, sample_of_row, edit_rows, edit_tokens, edits, num_edits, vocab)
     values = tl.load(edit_values + edits, mask=is_made, other=0.0)
     until = tl.load(edit_until + edits, mask=is_made, other=0)
     output_position = tl.load(words + _OUTPUT_POSITION, mask=is_made, other=0)
@@ -79,8 +79,8 @@ def _edit_logits_kernel(
 
 def edit_logits(
     logits: Tensor,
-    slots: Tensor,
-    slot_of_row: Tensor,
+    samples: Tensor,
+    sample_of_row: Tensor,
     edit_rows: Tensor,
     edit_tokens: Tensor,
     edit_values: Tensor,
@@ -92,16 +92,16 @@ def edit_logits(
         edit_values: float32 [e], finite or -inf. Of a logit that gets several finite ones, the last bit of the sum may
             depend on their order, which is anyone's guess: give one bias a token.
     """
-    _check(logits, slots, slot_of_row, edit_rows, edit_tokens)
+    _check(logits, samples, sample_of_row, edit_rows, edit_tokens)
     num_edits = len(edit_rows)
     check_tensor("edit_values", edit_values, (num_edits,), torch.float32, logits.device)
     check_tensor("edit_until", edit_until, (num_edits,), torch.int32, logits.device)
-    if not num_edits or not len(logits) or not len(slots):
+    if not num_edits or not len(logits) or not len(samples):
         return
     _edit_logits_kernel[(triton.cdiv(num_edits, BLOCK),)](
         logits,
-        slots,
-        slot_of_row,
+        samples,
+        sample_of_row,
         edit_rows,
         edit_tokens,
         edit_values,
@@ -114,9 +114,9 @@ def edit_logits(
     )
 
 
-def _check(logits: Tensor, slots: Tensor, slot_of_row: Tensor, edit_rows: Tensor, edit_tokens: Tensor) -> None:
+def _check(logits: Tensor, samples: Tensor, sample_of_row: Tensor, edit_rows: Tensor, edit_tokens: Tensor) -> None:
     device = check_logits(logits)
-    check_slots(slots, device)
-    check_tensor("slot_of_row", slot_of_row, (None,), torch.int32, device)
+    check_samples(samples, device)
+    check_tensor("sample_of_row", sample_of_row, (None,), torch.int32, device)
     check_tensor("edit_rows", edit_rows, (None,), torch.int32, device)
     check_tensor("edit_tokens", edit_tokens, (len(edit_rows),), torch.int32, device)

@@ -30,7 +30,7 @@ def mix64(x):
 
 @triton.jit
 def noise_keys(seed_low, seed_high, choice, position):
-    """What a slot's noise depends on, mixed: two uint32, of four int32."""
+    """What a sample's noise depends on, mixed: two uint32, of four int32."""
     seed = (seed_high.to(tl.uint32).to(tl.uint64) << 32) | seed_low.to(tl.uint32).to(tl.uint64)
     key = mix64(seed)
     key = mix64(key ^ choice.to(tl.int64).to(tl.uint64))

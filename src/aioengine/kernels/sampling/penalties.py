@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from aioengine.errors import InternalError
-from aioengine.kernels.launch_checks import check_logits, check_slots, check_tensor
-from aioengine.kernels.sampling.slots import SLOT_WORDS, Slot, SlotFlag
+from aioengine.kernels.launch_checks import check_logits, check_samples, check_tensor
+from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow
 
 BLOCK = 512
 """Positions that a program works on at once: four a thread, so that their latencies overlap."""
@@ -29,16 +29,16 @@ MANY_PROGRAMS = 1024
 
 FEW_PARTS = 8
 
-_WORDS = tl.constexpr(SLOT_WORDS)
-_LINE = tl.constexpr(int(Slot.LINE))
-_ROW = tl.constexpr(int(Slot.ROW))
-_END = tl.constexpr(int(Slot.END))
-_OUTPUT_POSITION = tl.constexpr(int(Slot.OUTPUT_POSITION))
-_FLAGS = tl.constexpr(int(Slot.FLAGS))
-_REPETITION = tl.constexpr(int(Slot.REPETITION))
-_FREQUENCY = tl.constexpr(int(Slot.FREQUENCY))
-_PRESENCE = tl.constexpr(int(Slot.PRESENCE))
-_FIRST = tl.constexpr(int(SlotFlag.FIRST))
+_WORDS = tl.constexpr(SAMPLE_WORDS)
+_LOGITS_ROW = tl.constexpr(int(SampleRow.LOGITS_ROW))
+_ROW = tl.constexpr(int(SampleRow.ROW))
+_END = tl.constexpr(int(SampleRow.END))
+_OUTPUT_POSITION = tl.constexpr(int(SampleRow.OUTPUT_POSITION))
+_FLAGS = tl.constexpr(int(SampleRow.FLAGS))
+_REPETITION = tl.constexpr(int(SampleRow.REPETITION))
+_FREQUENCY = tl.constexpr(int(SampleRow.FREQUENCY))
+_PRESENCE = tl.constexpr(int(SampleRow.PRESENCE))
+_FIRST = tl.constexpr(int(SampleFlag.FIRST))
 
 # A counter: bit 0 says that the prompt has the token, the bits above it how often the output has it. "Or" and additions
 # of 2 leave each other's bits alone, in whatever order they come.
@@ -46,31 +46,31 @@ _IN_PROMPT = tl.constexpr(1)
 _IN_OUTPUT = tl.constexpr(2)
 
 # A view into a larger buffer: Triton would compile once more where it begins at a multiple of 16 bytes.
-_VIEWS = ["slots"]
+_VIEWS = ["samples"]
 
 
 @triton.jit
-def _span(slots, slot):
-    """The positions of a slot's history that count, first to end; none if it has no penalties or is passed over."""
-    words = slots + slot.to(tl.int64) * _WORDS
-    line = tl.load(words + _LINE)
+def _span(samples, sample):
+    """The positions of a sample's history that count, first to end; none if it has no penalties or is passed over."""
+    words = samples + sample.to(tl.int64) * _WORDS
+    logits_row = tl.load(words + _LOGITS_ROW)
     end = tl.load(words + _END)
     prompt_end = end - tl.load(words + _OUTPUT_POSITION)
     repetition = tl.load(words + _REPETITION).to(tl.float32, bitcast=True)
     frequency = tl.load(words + _FREQUENCY).to(tl.float32, bitcast=True)
     presence = tl.load(words + _PRESENCE).to(tl.float32, bitcast=True)
-    is_wanted = (line >= 0) & ((tl.load(words + _FLAGS) & _FIRST) != 0)
+    is_wanted = (logits_row >= 0) & ((tl.load(words + _FLAGS) & _FIRST) != 0)
     is_repeated = repetition != 1.0
     is_penalised = is_wanted & (is_repeated | (frequency != 0.0) | (presence != 0.0))
     # Frequency and presence alone are about the output, so that the prompt is not read.
     first = tl.where(is_penalised & ~is_repeated, prompt_end, 0)
-    return line, first, prompt_end, tl.where(is_penalised, end, 0), repetition, frequency, presence
+    return logits_row, first, prompt_end, tl.where(is_penalised, end, 0), repetition, frequency, presence
 
 
 @triton.jit
-def _tokens_at(history, slots, slot, positions, first, end, history_width, vocab):
+def _tokens_at(history, samples, sample, positions, first, end, history_width, vocab):
     """The tokens at these positions, and which of them count and are in the vocabulary."""
-    row = tl.load(slots + slot.to(tl.int64) * _WORDS + _ROW)
+    row = tl.load(samples + sample.to(tl.int64) * _WORDS + _ROW)
     is_there = (positions >= first) & (positions < end)
     tokens = tl.load(history + row.to(tl.int64) * history_width + positions, mask=is_there, other=-1)
     return tokens, is_there & (tokens >= 0) & (tokens < vocab)
@@ -79,71 +79,71 @@ def _tokens_at(history, slots, slot, positions, first, end, history_width, vocab
 # The programs of one launch meet on counters only, by atomics that are complete in themselves: a counter's final value
 # does not depend on their order, and of the exchanges that take it exactly one gets it. So they are relaxed; fences
 # would cost more than the work. What a launch has written, by atomics or not, the next one on the stream sees. Atomics
-# are of the whole GPU's scope (Triton's default), since the parts of a slot run anywhere on it.
+# are of the whole GPU's scope (Triton's default), since the parts of a sample run anywhere on it.
 
 
 @triton.jit(do_not_specialize_on_alignment=_VIEWS)
 def _count_kernel(
-    slots,
+    samples,
     history,
     counters,
     vocab,
     history_width,
     BLOCK: tl.constexpr,
 ):
-    slot, part, num_parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    _, first, prompt_end, end, _, _, _ = _span(slots, slot)
-    counters_of_slot = counters + slot.to(tl.int64) * vocab
+    sample, part, num_parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    _, first, prompt_end, end, _, _, _ = _span(samples, sample)
+    counters_of_sample = counters + sample.to(tl.int64) * vocab
     for start in range(first // BLOCK * BLOCK + part * BLOCK, end, num_parts * BLOCK):
         positions = start + tl.arange(0, BLOCK)
-        tokens, is_known = _tokens_at(history, slots, slot, positions, first, end, history_width, vocab)
+        tokens, is_known = _tokens_at(history, samples, sample, positions, first, end, history_width, vocab)
         is_prompt = positions < prompt_end
-        tl.atomic_or(counters_of_slot + tokens, _IN_PROMPT, mask=is_known & is_prompt, sem="relaxed")
-        tl.atomic_add(counters_of_slot + tokens, _IN_OUTPUT, mask=is_known & ~is_prompt, sem="relaxed")
+        tl.atomic_or(counters_of_sample + tokens, _IN_PROMPT, mask=is_known & is_prompt, sem="relaxed")
+        tl.atomic_add(counters_of_sample + tokens, _IN_OUTPUT, mask=is_known & ~is_prompt, sem="relaxed")
 
 
 @triton.jit(do_not_specialize_on_alignment=_VIEWS)
-def _apply_kernel(logits, slots, history, counters, vocab, history_width, BLOCK: tl.constexpr):
+def _apply_kernel(logits, samples, history, counters, vocab, history_width, BLOCK: tl.constexpr):
     # Of all the positions that hold a token, in whichever programs, one gets its counter and changes its logit: nobody
     # else reads or writes that. The others get 0, which is also what the next step needs to be there.
-    slot, part, num_parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    line, first, _, end, repetition, frequency, presence = _span(slots, slot)
-    counters_of_slot = counters + slot.to(tl.int64) * vocab
-    logits_of_line = logits + line.to(tl.int64) * vocab
+    sample, part, num_parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    logits_row, first, _, end, repetition, frequency, presence = _span(samples, sample)
+    counters_of_sample = counters + sample.to(tl.int64) * vocab
+    logits_of_row = logits + logits_row.to(tl.int64) * vocab
     for start in range(first // BLOCK * BLOCK + part * BLOCK, end, num_parts * BLOCK):
         positions = start + tl.arange(0, BLOCK)
-        tokens, is_known = _tokens_at(history, slots, slot, positions, first, end, history_width, vocab)
-        counted = tl.atomic_xchg(counters_of_slot + tokens, 0, mask=is_known, sem="relaxed")
+        tokens, is_known = _tokens_at(history, samples, sample, positions, first, end, history_width, vocab)
+        counted = tl.atomic_xchg(counters_of_sample + tokens, 0, mask=is_known, sem="relaxed")
         is_taken = is_known & (counted != 0)
-        logit = tl.load(logits_of_line + tokens, mask=is_taken, other=0.0)
+        logit = tl.load(logits_of_row + tokens, mask=is_taken, other=0.0)
         # As on the CPU to the last bit: IEEE division, and launched without fused multiply-add.
         logit = tl.where(logit > 0, tl.div_rn(logit, repetition), logit * repetition)
         count = counted // _IN_OUTPUT
         lowered = (logit - frequency * count.to(tl.float32)) - presence
-        tl.store(logits_of_line + tokens, tl.where(count > 0, lowered, logit), mask=is_taken)
+        tl.store(logits_of_row + tokens, tl.where(count > 0, lowered, logit), mask=is_taken)
 
 
-def penalise(logits: Tensor, slots: Tensor, history: Tensor, counters: Tensor) -> None:
+def penalise(logits: Tensor, samples: Tensor, history: Tensor, counters: Tensor) -> None:
     """See `Operations.penalise`.
 
     Two launches. For each position: 4 bytes of history, one atomic on a counter, then an exchange; for each token, its
     logit. Bound by latency for few rows (about 5 µs a launch), by the L2 cache's atomics for many: half a million
     positions (256 rows of 2,000), if it does some 100 a cycle, are 3 µs a launch.
     """
-    _check(logits, slots, history)
-    num_slots, vocab = len(slots), logits.shape[1]
+    _check(logits, samples, history)
+    num_samples, vocab = len(samples), logits.shape[1]
     check_tensor("counters", counters, (None, vocab), torch.int32, logits.device)
-    if len(counters) < num_slots:
-        raise InternalError(f"counters are for {len(counters)} slots, and there are {num_slots}")
-    if not num_slots or not len(logits):
+    if len(counters) < num_samples:
+        raise InternalError(f"counters are for {len(counters)} samples, and there are {num_samples}")
+    if not num_samples or not len(logits):
         return
-    grid = (num_slots, parts_a_slot(num_slots, history.shape[1]))
+    grid = (num_samples, parts_a_sample(num_samples, history.shape[1]))
     _count_kernel[grid](
-        slots, history, counters, vocab, history.shape[1], BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=True
+        samples, history, counters, vocab, history.shape[1], BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=True
     )
     _apply_kernel[grid](
         logits,
-        slots,
+        samples,
         history,
         counters,
         vocab,
@@ -154,13 +154,13 @@ def penalise(logits: Tensor, slots: Tensor, history: Tensor, counters: Tensor) -
     )
 
 
-def parts_a_slot(num_slots: int, longest: int) -> int:
-    """Programs that share a slot's history, by shapes alone: how long it is only the device knows. A part that finds
+def parts_a_sample(num_samples: int, longest: int) -> int:
+    """Programs that share a sample's history, by shapes alone: how long it is only the device knows. A part that finds
     nothing ends at once."""
-    return max(1, min(-(-longest // BLOCK), max(FEW_PARTS, MANY_PROGRAMS // num_slots)))
+    return max(1, min(-(-longest // BLOCK), max(FEW_PARTS, MANY_PROGRAMS // num_samples)))
 
 
-def _check(logits: Tensor, slots: Tensor, history: Tensor) -> None:
+def _check(logits: Tensor, samples: Tensor, history: Tensor) -> None:
     device = check_logits(logits)
-    check_slots(slots, device)
+    check_samples(samples, device)
     check_tensor("history", history, (None, None), torch.int32, device)

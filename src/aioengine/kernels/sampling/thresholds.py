@@ -1,4 +1,4 @@
-"""Min-p, top-k and top-p on a GPU: the lowest logit that each slot keeps, exactly, without a sort.
+"""Min-p, top-k and top-p on a GPU: the lowest logit that each sample keeps, exactly, without a sort.
 
 A filter's threshold is the lowest logit v for which the weight of the logits strictly above v is below a target: for
 top-k the weight of a logit is 1 and the target k; for top-p the weight is exp((x - top) / T), and the target top_p of
@@ -7,7 +7,7 @@ bits of the floats, read as integers of the same order.
 
 One pass over the logits (`_scan_kernel`) finds the maximum of each block of 128, and what it weighs in all where only
 top-p asks. The same search over the maxima alone gives a bound from below: other logits only add weight above. Only
-blocks whose maximum reaches the bound are then read again (`_floor_kernel`, a program a slot): for k = 50 about 50 of
+blocks whose maximum reaches the bound are then read again (`_floor_kernel`, a program a sample): for k = 50 about 50 of
 1,000. What lies in reach of the threshold is gathered, and the search ends on it in registers. Where that is too much
 (a high top-p over flat logits: most of the vocabulary), passes over the blocks narrow the reach to a fifth each,
 until it is gathered.
@@ -25,13 +25,13 @@ import triton.language as tl
 from torch import Tensor
 
 from aioengine.kernels.sampling.noise import NOISE_SPAN
-from aioengine.kernels.sampling.slots import SLOT_WORDS, Slot
+from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleRow
 
 BLOCK = 128
 """Logits that share a maximum: 1,000 blocks of 128,000, of which a program holds the maxima in registers."""
 
 WORD = tl.constexpr(32)
-"""Tokens in a word of a mask: logits are read in lines of so many, each with its word, which is read once."""
+"""Tokens in a word of a mask: so many logits are read together, with that word, which is read once."""
 
 WORDS_OF_BLOCK = tl.constexpr(BLOCK // 32)
 
@@ -53,13 +53,13 @@ of all. More pivots need more registers than a thread has."""
 FLOOR_WARPS = 8
 """With up to 255 registers a thread. Of 16 warps with 128 each, which a multiprocessor holds as well, they spill."""
 
-SLOT_STRIDE = tl.constexpr(SLOT_WORDS)
-LINE = tl.constexpr(int(Slot.LINE))
-MASK = tl.constexpr(int(Slot.MASK))
-TEMPERATURE = tl.constexpr(int(Slot.TEMPERATURE))
-_TOP_K = tl.constexpr(int(Slot.TOP_K))
-_TOP_P = tl.constexpr(int(Slot.TOP_P))
-_MIN_P = tl.constexpr(int(Slot.MIN_P))
+SAMPLE_STRIDE = tl.constexpr(SAMPLE_WORDS)
+LOGITS_ROW = tl.constexpr(int(SampleRow.LOGITS_ROW))
+MASK = tl.constexpr(int(SampleRow.MASK))
+TEMPERATURE = tl.constexpr(int(SampleRow.TEMPERATURE))
+_TOP_K = tl.constexpr(int(SampleRow.TOP_K))
+_TOP_P = tl.constexpr(int(SampleRow.TOP_P))
+_MIN_P = tl.constexpr(int(SampleRow.MIN_P))
 
 INFINITY = tl.constexpr(float("inf"))
 MAX_FLOAT = tl.constexpr(torch.finfo(torch.float32).max)
@@ -82,16 +82,16 @@ def clamp(x):
 
 @triton.jit
 def inverse(temperature):
-    """1 / T, and finite for any T; 1 for a greedy slot."""
+    """1 / T, and finite for any T; 1 for a greedy sample."""
     return 1.0 / tl.where(temperature > 0, tl.maximum(temperature, _COLDEST), 1.0)
 
 
 @triton.jit
-def load_logits(logits, masks, line, mask, words, is_read, vocab, HAS_MASK: tl.constexpr):
+def load_logits(logits, masks, logits_row, mask, words, is_read, vocab, HAS_MASK: tl.constexpr):
     """Logits of words of 32 tokens, -inf where they are masked, not read, or beyond the vocabulary.
 
     Args:
-        line, mask: of the logits and the masks; mask -1: none.
+        logits_row, mask: of the logits and the masks; mask -1: none.
         words: int32 [m]; is_read: bool [m].
     Returns:
         Token ids int32 and logits float32, [m, 32].
@@ -99,7 +99,7 @@ def load_logits(logits, masks, line, mask, words, is_read, vocab, HAS_MASK: tl.c
     lane = tl.arange(0, WORD)[None, :]
     tokens = words[:, None] * WORD + lane
     is_there = (tokens < vocab) & is_read[:, None]
-    x = tl.load(logits + line.to(tl.int64) * vocab + tokens, mask=is_there, other=-INFINITY)
+    x = tl.load(logits + logits_row.to(tl.int64) * vocab + tokens, mask=is_there, other=-INFINITY)
     if HAS_MASK:
         num_words = tl.cdiv(vocab, WORD)
         is_masked = is_read & (words < tl.where(mask >= 0, num_words, 0))
@@ -110,38 +110,40 @@ def load_logits(logits, masks, line, mask, words, is_read, vocab, HAS_MASK: tl.c
 
 @triton.jit
 def _filters(word, vocab):
-    """Temperature, top-k (0: off), top-p and min-p of a slot, and whether it is drawn with any filter."""
+    """Temperature, top-k (0: off), top-p and min-p of a sample, and whether it is drawn with any filter."""
     temperature = load_float(word + TEMPERATURE)
     top_k = tl.load(word + _TOP_K)
     top_k = tl.where((top_k > 0) & (top_k < vocab), top_k, 0)
     top_p = load_float(word + _TOP_P)
     min_p = load_float(word + _MIN_P)
     is_filtered = (temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))
-    return temperature, top_k, top_p, min_p, is_filtered & (tl.load(word + LINE) >= 0)
+    return temperature, top_k, top_p, min_p, is_filtered & (tl.load(word + LOGITS_ROW) >= 0)
 
 
 # These begin anywhere, as in `draw`: views, and workspaces that share an allocation. They are read by single words, as
 # the compiler knows too little of a mask's length for more.
-_VIEWS = ["slots", "masks", "floors", "tops"]
+_VIEWS = ["samples", "masks", "floors", "tops"]
 
 
 @triton.jit(do_not_specialize_on_alignment=_VIEWS)
-def _scan_kernel(logits, slots, masks, maxima, masses, vocab, num_blocks, HAS_MASK: tl.constexpr, WORDS: tl.constexpr):
+def _scan_kernel(
+    logits, samples, masks, maxima, masses, vocab, num_blocks, HAS_MASK: tl.constexpr, WORDS: tl.constexpr
+):
     BLOCKS: tl.constexpr = WORDS // WORDS_OF_BLOCK
-    slot, part = tl.program_id(0), tl.program_id(1)
-    word = slots + slot.to(tl.int64) * SLOT_STRIDE
+    sample, part = tl.program_id(0), tl.program_id(1)
+    word = samples + sample.to(tl.int64) * SAMPLE_STRIDE
     temperature, top_k, top_p, min_p, is_filtered = _filters(word, vocab)
     if not is_filtered:
         return
     words = part * WORDS + tl.arange(0, WORDS)
-    line, mask = tl.load(word + LINE), tl.load(word + MASK)
-    _, x = load_logits(logits, masks, line, mask, words, words < num_blocks * WORDS_OF_BLOCK, vocab, HAS_MASK)
+    logits_row, mask = tl.load(word + LOGITS_ROW), tl.load(word + MASK)
+    _, x = load_logits(logits, masks, logits_row, mask, words, words < num_blocks * WORDS_OF_BLOCK, vocab, HAS_MASK)
     is_nan = tl.max((x != x).to(tl.int32), axis=1) != 0
     of_word = tl.max(tl.where(x != x, -INFINITY, x), axis=1)  # what a maximum makes of a NaN depends on the device
     of_block = tl.max(tl.reshape(of_word, [BLOCKS, WORDS_OF_BLOCK]), axis=1)
     is_nan_in_block = tl.max(tl.reshape(is_nan.to(tl.int32), [BLOCKS, WORDS_OF_BLOCK]), axis=1) != 0
     blocks = part * BLOCKS + tl.arange(0, BLOCKS)
-    out = slot.to(tl.int64) * num_blocks + blocks
+    out = sample.to(tl.int64) * num_blocks + blocks
     tl.store(maxima + out, tl.where(is_nan_in_block, float("nan"), of_block), mask=blocks < num_blocks)
     if (top_p < 1) & (top_k == 0) & (min_p <= 0):
         # Finite, so that a word of -inf weighs nothing; one with +inf weighs +inf, and is looked at by nobody.
@@ -205,7 +207,7 @@ def _list_blocks(reached, keys, low, num_blocks, NUM_BLOCKS: tl.constexpr):
 def _find(
     logits,
     masks,
-    line,
+    logits_row,
     mask,
     reached,
     gathered,
@@ -239,7 +241,7 @@ def _find(
             place = tl.arange(0, TILE_BLOCKS * WORDS_OF_BLOCK)
             nth = start + place // WORDS_OF_BLOCK
             words = tl.load(reached + nth, mask=nth < num_reached, other=0) * WORDS_OF_BLOCK + place % WORDS_OF_BLOCK
-            _, x = load_logits(logits, masks, line, mask, words, nth < num_reached, vocab, HAS_MASK)
+            _, x = load_logits(logits, masks, logits_row, mask, words, nth < num_reached, vocab, HAS_MASK)
             x = tl.reshape(x, [TILE])
             keys = _key_of(x)
             is_inside = (keys > low) & (keys <= high)
@@ -272,7 +274,7 @@ def _find(
 @triton.jit(do_not_specialize_on_alignment=_VIEWS)
 def _floor_kernel(
     logits,
-    slots,
+    samples,
     masks,
     maxima,
     masses,
@@ -287,25 +289,25 @@ def _floor_kernel(
     TILE_BLOCKS: tl.constexpr,
     MAX_GATHERED: tl.constexpr,
 ):
-    slot = tl.program_id(0).to(tl.int64)
-    word = slots + slot * SLOT_STRIDE
+    sample = tl.program_id(0).to(tl.int64)
+    word = samples + sample * SAMPLE_STRIDE
     temperature, top_k, top_p, min_p, is_filtered = _filters(word, vocab)
     if not is_filtered:
-        tl.store(floors + slot, -INFINITY)
-        tl.store(tops + slot, -INFINITY)
+        tl.store(floors + sample, -INFINITY)
+        tl.store(tops + sample, -INFINITY)
         return
     blocks = tl.arange(0, NUM_BLOCKS)
-    highest = tl.load(maxima + slot * num_blocks + blocks, mask=blocks < num_blocks, other=-INFINITY)
+    highest = tl.load(maxima + sample * num_blocks + blocks, mask=blocks < num_blocks, other=-INFINITY)
     is_nan = tl.max((highest != highest).to(tl.int32), axis=0) != 0
     top = tl.where(is_nan, float("nan"), tl.max(tl.where(highest != highest, -INFINITY, highest), axis=0))
-    tl.store(tops + slot, top)
+    tl.store(tops + sample, top)
     if not (tl.abs(top) < INFINITY):
-        tl.store(floors + slot, top)  # +inf is chosen for certain; else there is nothing to choose from
+        tl.store(floors + sample, top)  # +inf is chosen for certain; else there is nothing to choose from
         return
-    line, mask = tl.load(word + LINE), tl.load(word + MASK)
+    logits_row, mask = tl.load(word + LOGITS_ROW), tl.load(word + MASK)
     cold = inverse(temperature)
     num_weighed = tl.where((top_p < 1) & (top_k == 0) & (min_p <= 0), num_blocks, 0)
-    mass_of_block = tl.load(masses + slot * num_blocks + blocks, mask=blocks < num_weighed, other=0.0)
+    mass_of_block = tl.load(masses + sample * num_blocks + blocks, mask=blocks < num_weighed, other=0.0)
     total = tl.sum(mass_of_block * tl.exp((highest - top) * cold), axis=0)
     threshold = tl.where(min_p > 0, top + temperature * tl.log(tl.where(min_p > 0, min_p, 1.0)), -INFINITY)
     low = tl.maximum(_key_of(threshold).to(tl.int64) - 1, _KEY_OF_MINUS_INFINITY)
@@ -316,7 +318,7 @@ def _floor_kernel(
             target = top_k.to(tl.float32)
             part = 0.0
             # Read again: what is kept in registers all the while is spilled.
-            highest = tl.load(maxima + slot * num_blocks + blocks, mask=blocks < num_blocks, other=-INFINITY)
+            highest = tl.load(maxima + sample * num_blocks + blocks, mask=blocks < num_blocks, other=-INFINITY)
             keys = _key_of(highest)
             weights = tl.where(by_mass, tl.exp((highest - top) * cold), 1.0)
             reach = low
@@ -332,14 +334,14 @@ def _floor_kernel(
             if part == 0:
                 enough = tl.where(by_mass, target * (1 + _SLACK), target)
                 reach = _bound(keys, weights, reach, high, enough, PIVOTS)
-            num_reached = _list_blocks(reached + slot * num_blocks, keys, reach, num_blocks, NUM_BLOCKS)
+            num_reached = _list_blocks(reached + sample * num_blocks, keys, reach, num_blocks, NUM_BLOCKS)
             key = _find(
                 logits,
                 masks,
-                line,
+                logits_row,
                 mask,
-                reached + slot * num_blocks,
-                gathered + slot * MAX_GATHERED,
+                reached + sample * num_blocks,
+                gathered + sample * MAX_GATHERED,
                 num_reached,
                 by_mass,
                 top,
@@ -356,16 +358,16 @@ def _floor_kernel(
             threshold = tl.maximum(threshold, _of_key(key.to(tl.int32)))
             low = key - 1
     # A token this far below the likeliest one loses to it, whatever the noise of the two.
-    tl.store(floors + slot, tl.maximum(threshold, top - temperature * NOISE_SPAN))
+    tl.store(floors + sample, tl.maximum(threshold, top - temperature * NOISE_SPAN))
 
 
 class Floors(NamedTuple):
     """What a draw needs to look at few logits.
 
     Attributes:
-        maxima: float32 [s, blocks], of each `BLOCK` of the slot's logits; not written for slots without a filter.
-        floors: float32 [s], the lowest logit that may win; -inf for slots without a filter; NaN where a logit is.
-        tops: float32 [s], the highest logit, or NaN; -inf for slots without a filter.
+        maxima: float32 [s, blocks], of each `BLOCK` of the sample's logits; not written for samples without a filter.
+        floors: float32 [s], the lowest logit that may win; -inf for samples without a filter; NaN where a logit is.
+        tops: float32 [s], the highest logit, or NaN; -inf for samples without a filter.
     """
 
     maxima: Tensor
@@ -373,29 +375,29 @@ class Floors(NamedTuple):
     tops: Tensor
 
 
-def find_floors(logits: Tensor, slots: Tensor, masks: Tensor | None) -> Floors:
+def find_floors(logits: Tensor, samples: Tensor, masks: Tensor | None) -> Floors:
     """The thresholds of min-p, then top-k, then top-p on what is left, renormalised; with arguments as `draw` has.
 
-    One read of the logits of slots with a filter, bound by bandwidth (131 MB for 256 rows of 128,256: 33 µs at 4 TB/s);
-    then a program a slot, bound by latency: some 10 µs where a few thousand logits are in reach, and 40 µs where a
+    One read of the logits of samples with a filter, bound by bandwidth (131 MB for 256 of 128,256: 33 µs at 4 TB/s);
+    then a program a sample, bound by latency: some 10 µs where a few thousand logits are in reach, and 40 µs where a
     top-p keeps most of the vocabulary.
     """
-    num_slots, vocab = len(slots), logits.shape[1]
+    num_samples, vocab = len(samples), logits.shape[1]
     num_blocks = triton.cdiv(vocab, BLOCK)
     has_mask = masks is not None
     padded_blocks = triton.next_power_of_2(num_blocks)
     # Each by itself: the second half of one allocation would begin at a multiple of 16 bytes or not, as the number of
-    # slots has it, and Triton would compile for both.
-    maxima = logits.new_empty(num_slots, num_blocks)
-    masses = logits.new_empty(num_slots, num_blocks)
-    reached = slots.new_empty(num_slots, num_blocks)
-    gathered = logits.new_empty(num_slots, MAX_GATHERED)
-    floors, tops = logits.new_empty(2, num_slots)
-    masks = slots if masks is None else masks  # some address; nothing is read there
+    # samples has it, and Triton would compile for both.
+    maxima = logits.new_empty(num_samples, num_blocks)
+    masses = logits.new_empty(num_samples, num_blocks)
+    reached = samples.new_empty(num_samples, num_blocks)
+    gathered = logits.new_empty(num_samples, MAX_GATHERED)
+    floors, tops = logits.new_empty(2, num_samples)
+    masks = samples if masks is None else masks  # some address; nothing is read there
     num_parts = triton.cdiv(num_blocks * WORDS_OF_BLOCK.value, SCANNED_WORDS)
-    _scan_kernel[num_slots, num_parts](
+    _scan_kernel[num_samples, num_parts](
         logits,
-        slots,
+        samples,
         masks,
         maxima,
         masses,
@@ -406,9 +408,9 @@ def find_floors(logits: Tensor, slots: Tensor, masks: Tensor | None) -> Floors:
         num_warps=SCAN_WARPS,
         enable_fp_fusion=True,
     )
-    _floor_kernel[num_slots,](
+    _floor_kernel[num_samples,](
         logits,
-        slots,
+        samples,
         masks,
         maxima,
         masses,

@@ -1,8 +1,8 @@
-"""The k likeliest tokens of a line and their log-probabilities, logit - logsumexp, reading the line once.
+"""The k likeliest tokens of a row of logits and their log-probabilities, logit - logsumexp, reading the row once.
 
-The first launch reads the whole line, split over programs, and leaves the highest logit of each block of 128 tokens
-and the sum of exponentials of each 32 blocks: 1 % of the line. The second, one program a slot, adds up the sums, takes
-the blocks with the highest maxima, and looks for the k likeliest tokens in those alone: any other block's tokens come
+The first launch reads the whole row, split over programs, and leaves the highest logit of each block of 128 tokens and
+the sum of exponentials of each 32 blocks: 1 % of the row. The second, one program a sample, adds up the sums, takes the
+blocks with the highest maxima, and looks for the k likeliest tokens in those alone: any other block's tokens come
 behind the best ones of k blocks.
 
 Order is by one int64 a token: its logit, as an integer of the same order, above its id counted down. So equal logits
@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from aioengine.errors import InternalError
-from aioengine.kernels.launch_checks import check_logits, check_slots, check_tensor
-from aioengine.kernels.sampling.slots import SLOT_WORDS, Slot, SlotFlag
+from aioengine.kernels.launch_checks import check_logits, check_samples, check_tensor
+from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow
 
 BLOCK = 128
 """Tokens that share a maximum: one warp reads 512 bytes."""
@@ -35,10 +35,10 @@ when it is first used: OpenAI's API admits 20 tokens, most ask for 5 or fewer.""
 ELEMENTS_A_THREAD = 16
 """Of int64, of the blocks' maxima and of the tokens of those chosen: 32 registers for each of the two."""
 
-_WORDS = tl.constexpr(SLOT_WORDS)
-_LINE = tl.constexpr(int(Slot.LINE))
-_FLAGS = tl.constexpr(int(Slot.FLAGS))
-_LOGPROBS = tl.constexpr(int(SlotFlag.LOGPROBS))
+_WORDS = tl.constexpr(SAMPLE_WORDS)
+_LOGITS_ROW = tl.constexpr(int(SampleRow.LOGITS_ROW))
+_FLAGS = tl.constexpr(int(SampleRow.FLAGS))
+_LOGPROBS = tl.constexpr(int(SampleFlag.LOGPROBS))
 
 _NONE = tl.constexpr(-(2**63))
 _ALL = tl.constexpr(2**63 - 1)
@@ -77,42 +77,42 @@ def _ranked(keys, ids):
 
 
 @triton.jit
-def _line_of(slots, slot):
-    """The slot's line, or -1 if it wants no log-probabilities."""
-    words = slots + slot.to(tl.int64) * _WORDS
-    return tl.where((tl.load(words + _FLAGS) & _LOGPROBS) != 0, tl.load(words + _LINE), -1)
+def _logits_row_of(samples, sample):
+    """The sample's row of logits, or -1 if it wants no log-probabilities."""
+    words = samples + sample.to(tl.int64) * _WORDS
+    return tl.where((tl.load(words + _FLAGS) & _LOGPROBS) != 0, tl.load(words + _LOGITS_ROW), -1)
 
 
-# Views, and workspaces that share an allocation: where they begin changes with the number of slots, and must not make
+# Views, and workspaces that share an allocation: where they begin changes with the number of samples, and must not make
 # it compile again. Of all these a program reads or writes little.
-_VIEWS = ["slots", "tile_tops", "tile_sums", "log_mass", "ids", "logprobs"]
+_VIEWS = ["samples", "tile_tops", "tile_sums", "log_mass", "ids", "logprobs"]
 
 
 @triton.jit(do_not_specialize_on_alignment=_VIEWS)
 def _read_kernel(
-    logits, slots, block_keys, tile_tops, tile_sums, vocab, num_blocks, BLOCK: tl.constexpr, TILE_BLOCKS: tl.constexpr
+    logits, samples, block_keys, tile_tops, tile_sums, vocab, num_blocks, BLOCK: tl.constexpr, TILE_BLOCKS: tl.constexpr
 ):
-    tile, slot, num_tiles = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
-    line = _line_of(slots, slot)
-    if line >= 0:
+    tile, sample, num_tiles = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    logits_row = _logits_row_of(samples, sample)
+    if logits_row >= 0:
         blocks = tile * TILE_BLOCKS + tl.arange(0, TILE_BLOCKS)
         tokens = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        values = tl.load(logits + line.to(tl.int64) * vocab + tokens, mask=tokens < vocab, other=float("-inf"))
+        values = tl.load(logits + logits_row.to(tl.int64) * vocab + tokens, mask=tokens < vocab, other=float("-inf"))
         keys = tl.max(_keys(values), axis=1)
-        tl.store(block_keys + slot.to(tl.int64) * num_blocks + blocks, keys, mask=blocks < num_blocks)
+        tl.store(block_keys + sample.to(tl.int64) * num_blocks + blocks, keys, mask=blocks < num_blocks)
         # One sum a tile and not a block: sums within a thread are cheap, those across a warp are half of this kernel.
         top = _logits(tl.max(keys, axis=0))
         is_finite = tl.abs(top) < float("inf")
         total = tl.sum(tl.exp(values - tl.where(is_finite, top, 0.0)))
-        tl.store(tile_tops + slot.to(tl.int64) * num_tiles + tile, top)
-        tl.store(tile_sums + slot.to(tl.int64) * num_tiles + tile, total)
+        tl.store(tile_tops + sample.to(tl.int64) * num_tiles + tile, top)
+        tl.store(tile_sums + sample.to(tl.int64) * num_tiles + tile, total)
 
 
 @triton.jit
-def _log_mass(tile_tops, tile_sums, slot, num_tiles, TILES: tl.constexpr):
-    """logsumexp of a line. That of +inf is +inf, of nothing but -inf it is -inf; NaN makes NaN."""
+def _log_mass(tile_tops, tile_sums, sample, num_tiles, TILES: tl.constexpr):
+    """logsumexp of a row of logits. That of +inf is +inf, of nothing but -inf it is -inf; NaN makes NaN."""
     tiles = tl.arange(0, TILES)
-    at = slot.to(tl.int64) * num_tiles + tiles
+    at = sample.to(tl.int64) * num_tiles + tiles
     tops = tl.load(tile_tops + at, mask=tiles < num_tiles, other=float("-inf"))
     sums = tl.load(tile_sums + at, mask=tiles < num_tiles, other=0.0)
     highest = tl.max(tops, axis=0)
@@ -124,7 +124,7 @@ def _log_mass(tile_tops, tile_sums, slot, num_tiles, TILES: tl.constexpr):
 @triton.jit(do_not_specialize=["k"], do_not_specialize_on_alignment=_VIEWS)
 def _choose_kernel(
     logits,
-    slots,
+    samples,
     block_keys,
     tile_tops,
     tile_sums,
@@ -140,14 +140,14 @@ def _choose_kernel(
     TILES: tl.constexpr,
     ROUNDS: tl.constexpr,
 ):
-    slot = tl.program_id(0)
-    line = _line_of(slots, slot)
-    if line >= 0:
-        mass = _log_mass(tile_tops, tile_sums, slot, num_tiles, TILES)
-        tl.store(log_mass + slot, mass)
+    sample = tl.program_id(0)
+    logits_row = _logits_row_of(samples, sample)
+    if logits_row >= 0:
+        mass = _log_mass(tile_tops, tile_sums, sample, num_tiles, TILES)
+        tl.store(log_mass + sample, mass)
         if ROUNDS > 0:
             all_blocks = tl.arange(0, BLOCKS)
-            keys = tl.load(block_keys + slot.to(tl.int64) * num_blocks + all_blocks, mask=all_blocks < num_blocks)
+            keys = tl.load(block_keys + sample.to(tl.int64) * num_blocks + all_blocks, mask=all_blocks < num_blocks)
             best_of = tl.where(all_blocks < num_blocks, _ranked(keys, all_blocks), _NONE)
             places = tl.arange(0, ROUNDS)
             last = tl.cast(_ALL, tl.int64)
@@ -164,7 +164,7 @@ def _choose_kernel(
                 # Their tokens, but for those that have been chosen: the last one of these comes before all others.
                 tokens = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
                 is_token = (blocks[:, None] >= 0) & (tokens < vocab)
-                values = tl.load(logits + line.to(tl.int64) * vocab + tokens, mask=is_token, other=0.0)
+                values = tl.load(logits + logits_row.to(tl.int64) * vocab + tokens, mask=is_token, other=0.0)
                 ranked = _ranked(_keys(values), tokens)
                 ranked = tl.where(is_token & (ranked < last), ranked, _NONE)
                 chosen = tl.full([ROUNDS], _NONE, tl.int64)
@@ -172,7 +172,7 @@ def _choose_kernel(
                     last = tl.max(ranked)
                     chosen = tl.where(places == place, last, chosen)
                     ranked = tl.where(ranked == last, _NONE, ranked)
-                at = slot.to(tl.int64) * k + start + places
+                at = sample.to(tl.int64) * k + start + places
                 tl.store(ids + at, _ids(chosen), mask=places < count)
                 tl.store(logprobs + at, _logits((chosen >> 32).to(tl.int32)) - mass, mask=places < count)
                 if start + ROUNDS < k:
@@ -185,37 +185,37 @@ def _choose_kernel(
                         best_of = tl.where(all_blocks == block, of_block, best_of)
 
 
-def top_logprobs(logits: Tensor, slots: Tensor, log_mass: Tensor, ids: Tensor, logprobs: Tensor) -> None:
+def top_logprobs(logits: Tensor, samples: Tensor, log_mass: Tensor, ids: Tensor, logprobs: Tensor) -> None:
     """See `Operations.top_logprobs`.
 
-    A line with NaN has NaN for its log-probabilities, and its NaN tokens are the likeliest; one with +inf has NaN for
+    A row with NaN has NaN for its log-probabilities, and its NaN tokens are the likeliest; one with +inf has NaN for
     that token and -inf for the others; one of nothing but -inf has NaN. torch's logsumexp and subtraction say the same.
 
-    Two launches. The first is bound by reading the lines, 155 MB for 256 of 151,936: 32 µs at 4.8 TB/s. The second by
-    latency: two reductions over a program a token, expected to take 3 µs for 5 tokens and 8 for 20. Temporary: 1 % of
-    the logits.
+    Two launches. The first is bound by reading the logits, 155 MB for 256 rows of 151,936: 32 µs at 4.8 TB/s. The
+    second by latency: two reductions over a program a token, expected to take 3 µs for 5 tokens and 8 for 20.
+    Temporary: 1 % of the logits.
 
     Raises:
         InternalError: ``k`` is above V; a tensor has another shape, dtype or device.
     """
     device = check_logits(logits)
-    check_slots(slots, device)
-    num_slots, vocab = len(slots), logits.shape[1]
-    check_tensor("log_mass", log_mass, (num_slots,), torch.float32, device)
-    check_tensor("ids", ids, (num_slots, None), torch.int32, device)
+    check_samples(samples, device)
+    num_samples, vocab = len(samples), logits.shape[1]
+    check_tensor("log_mass", log_mass, (num_samples,), torch.float32, device)
+    check_tensor("ids", ids, (num_samples, None), torch.int32, device)
     check_tensor("logprobs", logprobs, tuple(ids.shape), torch.float32, device)
     k = ids.shape[1]
     if k > vocab:
         raise InternalError(f"{k} tokens of {vocab} are wanted")
-    if not num_slots or not len(logits):
+    if not num_samples or not len(logits):
         return
     num_blocks = triton.cdiv(vocab, BLOCK)
     num_tiles = triton.cdiv(num_blocks, TILE_BLOCKS)
-    block_keys = torch.empty(num_slots, num_blocks, dtype=torch.int32, device=device)
-    tile_tops, tile_sums = torch.empty(2, num_slots, num_tiles, dtype=torch.float32, device=device)
-    _read_kernel[(num_tiles, num_slots)](
+    block_keys = torch.empty(num_samples, num_blocks, dtype=torch.int32, device=device)
+    tile_tops, tile_sums = torch.empty(2, num_samples, num_tiles, dtype=torch.float32, device=device)
+    _read_kernel[(num_tiles, num_samples)](
         logits,
-        slots,
+        samples,
         block_keys,
         tile_tops,
         tile_sums,
@@ -227,9 +227,9 @@ def top_logprobs(logits: Tensor, slots: Tensor, log_mass: Tensor, ids: Tensor, l
         enable_fp_fusion=True,
     )
     constants = constants_to_choose(vocab, k)
-    _choose_kernel[(num_slots,)](
+    _choose_kernel[(num_samples,)](
         logits,
-        slots,
+        samples,
         block_keys,
         tile_tops,
         tile_sums,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from aioengine.kernels.sampling.slots import Slot, SlotFlag
+from aioengine.kernels.sampling.sample_rows import SampleFlag, SampleRow
 
 MAX_FLOAT8 = torch.finfo(torch.float8_e4m3fn).max
 
@@ -79,9 +79,9 @@ def gather_tokens(
     return token_ids, positions, slots
 
 
-def append_tokens(history: Tensor, slots: Tensor, token_ids: Tensor) -> None:
-    counts = (slots[:, Slot.LINE] >= 0) & (slots[:, Slot.FLAGS] & int(SlotFlag.FIRST) != 0)
-    rows, ends = slots[counts, Slot.ROW].long(), slots[counts, Slot.END].long()
+def append_tokens(history: Tensor, samples: Tensor, token_ids: Tensor) -> None:
+    counts = (samples[:, SampleRow.LOGITS_ROW] >= 0) & (samples[:, SampleRow.FLAGS] & int(SampleFlag.FIRST) != 0)
+    rows, ends = samples[counts, SampleRow.ROW].long(), samples[counts, SampleRow.END].long()
     history[rows, ends] = token_ids[counts]
 
 

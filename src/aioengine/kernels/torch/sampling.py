@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aioengine.kernels.sampling.slots import Slot, Status
+from aioengine.kernels.sampling.sample_rows import SampleRow, Status
 
 MAX_FLOAT = torch.finfo(torch.float32).max
 
 
 def draw(
     logits: Tensor,
-    slots: Tensor,
+    samples: Tensor,
     masks: Tensor | None,
     token_ids: Tensor,
     status: Tensor,
@@ -20,23 +20,27 @@ def draw(
     has_filters: bool,
     is_greedy: bool,
 ) -> None:
-    """See `Operations.draw`. Sorts; and has a slot's logits several times in memory."""
-    is_padding = slots[:, Slot.LINE] < 0
-    x = logits[slots[:, Slot.LINE].clamp(min=0).long()]
+    """See `Operations.draw`. Sorts; and has a sample's logits several times in memory."""
+    is_padding = samples[:, SampleRow.LOGITS_ROW] < 0
+    x = logits[samples[:, SampleRow.LOGITS_ROW].clamp(min=0).long()]
     if masks is not None:
-        mask = slots[:, Slot.MASK, None]
+        mask = samples[:, SampleRow.MASK, None]
         x = x.masked_fill((mask >= 0) & ~is_allowed(masks, x.shape[1])[mask[:, 0].clamp(min=0).long()], -torch.inf)
     top = x.amax(dim=1)
     if is_greedy:
         scores = x
     else:
-        temperature, top_p, min_p = slots[:, Slot.TEMPERATURE : Slot.MIN_P + 1].view(torch.float32).unbind(dim=1)
+        temperature, top_p, min_p = (
+            samples[:, SampleRow.TEMPERATURE : SampleRow.MIN_P + 1].view(torch.float32).unbind(dim=1)
+        )
         # Finite, so that a +inf leads to no NaN.
         finite_top = top.clamp(-MAX_FLOAT, MAX_FLOAT)
         divisor = torch.where(temperature > 0, temperature, 1.0)
-        scores = ((x - finite_top[:, None]) / divisor[:, None]).add_(gumbel(slots, x.shape[1]))
+        scores = ((x - finite_top[:, None]) / divisor[:, None]).add_(gumbel(samples, x.shape[1]))
         if has_filters:
-            scores.masked_fill_(x < threshold(x, finite_top, divisor, slots[:, Slot.TOP_K], top_p, min_p), -torch.inf)
+            scores.masked_fill_(
+                x < threshold(x, finite_top, divisor, samples[:, SampleRow.TOP_K], top_p, min_p), -torch.inf
+            )
         scores = torch.where((temperature > 0)[:, None], scores, x)
     token_ids.copy_(scores.argmax(dim=1))  # the first of several
     status.fill_(Status.SAMPLED)
@@ -70,14 +74,14 @@ def threshold(x: Tensor, top: Tensor, temperature: Tensor, top_k: Tensor, top_p:
     return torch.where((top_p < 1)[:, None], lowest.maximum(last_kept), lowest)
 
 
-def gumbel(slots: Tensor, vocab: int) -> Tensor:
+def gumbel(samples: Tensor, vocab: int) -> Tensor:
     """Noise of (seed, choice, output position, token id): float32 [s, vocab]; see `aioengine.sampler.noise`."""
-    low, high = slots[:, Slot.SEED_LOW].long() & 0xFFFFFFFF, slots[:, Slot.SEED_HIGH].long() << 32
+    low, high = samples[:, SampleRow.SEED_LOW].long() & 0xFFFFFFFF, samples[:, SampleRow.SEED_HIGH].long() << 32
     key = mix64(high | low)
-    key = mix64(key ^ slots[:, Slot.CHOICE])
-    key = mix64(key ^ slots[:, Slot.OUTPUT_POSITION])
+    key = mix64(key ^ samples[:, SampleRow.CHOICE])
+    key = mix64(key ^ samples[:, SampleRow.OUTPUT_POSITION])
     # In int64, of which the lower 32 bits are those of uint32: products wrap around.
-    x = torch.arange(vocab, device=slots.device) + key[:, None] & 0xFFFFFFFF
+    x = torch.arange(vocab, device=samples.device) + key[:, None] & 0xFFFFFFFF
     x = (x ^ x >> 17) * 0xED5AD4BB & 0xFFFFFFFF
     x = (x ^ x >> 11) * 0xAC4C1B51 & 0xFFFFFFFF
     x = x + shift_right(key, 32)[:, None] & 0xFFFFFFFF

@@ -1,7 +1,7 @@
-"""What the sampling kernels are told of each token to sample: a line of 16 words of 32 bits, packed by the host.
+"""What the sampling kernels are told of each token to sample: a row of words of 32 bits, packed by the host.
 
-A *line* is a row of a step's logits. A row of the executor that begins several choices has several slots for one line.
-Floats lie in their words as they are (`Tensor.view(torch.float32)`); the two words of a seed are those of an int64.
+A row of the executor that begins several choices has several samples of one row of logits. Floats lie in their words as
+they are (`Tensor.view(torch.float32)`); the two words of a seed are those of an int64.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from __future__ import annotations
 from enum import IntEnum, IntFlag
 
 
-class Slot(IntEnum):
-    """The words of a slot: int32, from `TEMPERATURE` on float32."""
+class SampleRow(IntEnum):
+    """The words of a sample: int32, from `TEMPERATURE` on float32."""
 
-    LINE = 0
-    """Which line of the logits; -1: padding, to be passed over."""
+    LOGITS_ROW = 0
+    """Which row of the step's logits; -1: padding, to be passed over."""
     ROW = 1
-    """Whose history it goes on."""
+    """The executor's row, whose history the token goes on."""
     END = 2
     """How many tokens that history has, which is where the new one goes."""
     OUTPUT_POSITION = 3
     """How many of them are output; END - OUTPUT_POSITION are the prompt."""
     FLAGS = 4
-    """Of `SlotFlag`."""
+    """Of `SampleFlag`."""
     CHOICE = 5
     SEED_LOW = 6
     SEED_HIGH = 7
@@ -41,18 +41,18 @@ class Slot(IntEnum):
     PRESENCE = 15
 
 
-SLOT_WORDS = len(Slot)
+SAMPLE_WORDS = len(SampleRow)
 
 
-class SlotFlag(IntFlag):
+class SampleFlag(IntFlag):
     FIRST = 1
-    """The first slot of its line: rules are applied for this one, and its token is what the row goes on with."""
+    """The first sample of its row of logits: rules are applied for it, and its token is what the row goes on with."""
     LOGPROBS = 2
     """Log-probabilities are wanted."""
 
 
 class Status(IntEnum):
-    """What became of a slot."""
+    """What became of a sample."""
 
     SAMPLED = 0
     NOT_A_NUMBER = 1
