@@ -222,8 +222,9 @@ def tasks() -> Tasks:
     return Tasks()
 
 
-@pytest.fixture(params=[1, 2, 4], ids=lambda depth: f"depth{depth}")
+@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.nightly), 4], ids=lambda depth: f"depth{depth}")
 def depth(request: pytest.FixtureRequest) -> int:
+    """Steps in flight."""
     return request.param
 
 

@@ -104,7 +104,7 @@ def assert_gone(served: Any, num_plans: int) -> None:
     assert SEED not in {request.params.seed for requests in served.runtime._requests.values() for request in requests}
 
 
-@pytest.mark.virtual_clock(seeds=3)
+@pytest.mark.virtual_clock
 @in_each_stage
 async def test_cancelling_generate_aborts_it_in_each_stage(serve: Any, tasks: Any, depth: int, stage_name: str) -> None:
     async with staged(serve, depth, stage_name) as (served, stage):
@@ -119,7 +119,7 @@ async def test_cancelling_generate_aborts_it_in_each_stage(serve: Any, tasks: An
     assert_gone(served, num_plans)
 
 
-@pytest.mark.virtual_clock(seeds=3)
+@pytest.mark.virtual_clock
 @in_each_stage
 async def test_abort_ends_a_request_with_what_it_has_in_each_stage(
     serve: Any, tasks: Any, depth: int, stage_name: str
@@ -145,7 +145,7 @@ async def test_abort_ends_a_request_with_what_it_has_in_each_stage(
     assert_gone(served, num_plans)
 
 
-@pytest.mark.virtual_clock(seeds=3)
+@pytest.mark.virtual_clock
 @pytest.mark.parametrize(
     ("stage_name", "way"),
     [
@@ -262,7 +262,7 @@ async def test_blocks_of_an_aborted_request_serve_the_next_one_while_its_last_st
 # Any moment
 
 
-@pytest.mark.virtual_clock(seeds=8)
+@pytest.mark.virtual_clock
 @pytest.mark.parametrize("way", ["cancel", "abort"])
 async def test_a_request_may_be_ended_at_any_moment(serve: Any, tasks: Any, depth: int, way: str) -> None:
     """Each is hit after so many turns of the loop or so much time as the seed says; nobody else notices."""

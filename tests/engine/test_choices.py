@@ -86,7 +86,7 @@ async def test_choices_with_one_token_cost_the_prompt_alone(serve: Any, depth: i
         assert len(served.executor.plans) == 1
 
 
-@pytest.mark.virtual_clock(seeds=2)
+@pytest.mark.virtual_clock
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 async def test_a_stream_interleaves_the_choices_and_ends_each_once(serve: Any, depth: int, temperature: float) -> None:
     async with serve(depth=depth, block_size=BLOCK_SIZE) as served:
@@ -141,7 +141,7 @@ async def test_families_with_the_same_prompt_share_it_and_do_not_mix(serve: Any,
 # Whatever else is going on
 
 
-@pytest.mark.virtual_clock(seeds=2)
+@pytest.mark.virtual_clock
 @pytest.mark.parametrize(
     ("circumstances", "sizes"),
     [
@@ -324,7 +324,7 @@ async def test_greedy_choices_take_one_place(serve: Any, depth: int) -> None:
         assert len(output.outputs) == 50
 
 
-@pytest.mark.virtual_clock(seeds=2)
+@pytest.mark.virtual_clock
 @pytest.mark.parametrize("goes", ["aborted", "cancelled", "served"])
 async def test_all_places_of_a_family_are_given_back(serve: Any, tasks: Any, depth: int, goes: str) -> None:
     config = {"max_waiting": 3, "max_num_seqs": 1, "max_num_batched_tokens": 64}
@@ -343,7 +343,7 @@ async def test_all_places_of_a_family_are_given_back(serve: Any, tasks: Any, dep
         assert served.runtime.intake.num_free == 3
 
 
-@pytest.mark.virtual_clock(seeds=2)
+@pytest.mark.virtual_clock
 @pytest.mark.parametrize("how", ["length", "eos"])
 async def test_choices_that_end_with_their_first_token_let_others_in(
     serve: Any, tasks: Any, depth: int, how: str
@@ -446,7 +446,7 @@ async def test_a_family_hears_of_a_lost_device_once(serve: Any, tasks: Any, dept
 
 
 @pytest.mark.usefixtures("quiet_log")
-@pytest.mark.virtual_clock(seeds=2)
+@pytest.mark.virtual_clock
 @pytest.mark.parametrize("what", ["step", "row"])
 async def test_a_family_that_fails_gives_all_its_places_back(serve: Any, tasks: Any, depth: int, what: str) -> None:
     """Before its choices part, with nothing else going on."""

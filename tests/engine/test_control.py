@@ -107,7 +107,7 @@ async def test_a_drain_that_is_given_up_goes_on_without_its_caller(serve: Any, t
         assert reasons(await tasks.end(*started)) == ["length"] * 2
 
 
-@pytest.mark.virtual_clock(seeds=3)
+@pytest.mark.virtual_clock
 @pytest.mark.parametrize("goes", ["bad", "cancelled"])
 async def test_a_drain_ends_with_a_last_request_that_never_gets_to_run(
     serve: Any, tasks: Any, depth: int, goes: str
@@ -131,7 +131,7 @@ async def test_a_drain_ends_with_a_last_request_that_never_gets_to_run(
 
 
 @pytest.mark.usefixtures("quiet_log")
-@pytest.mark.virtual_clock(seeds=3)
+@pytest.mark.virtual_clock
 @pytest.mark.parametrize(("how", "error"), [("lost", EngineDead), ("closed", EngineClosed)])
 @pytest.mark.parametrize("is_waiting", [False, True])
 async def test_a_drain_that_the_engines_end_cuts_short_says_so(
@@ -438,7 +438,7 @@ async def test_any_two_calls_in_a_row_and_at_once_return_and_leave_a_working_eng
             assert (await served.engine.generate(PROMPT, max_tokens=2)).outputs[0].finish_reason == "length"
 
 
-@pytest.mark.virtual_clock(seeds=5)
+@pytest.mark.virtual_clock
 @pytest.mark.parametrize("name", CALLS)
 async def test_the_same_call_from_many_tasks_returns_to_all_of_them(serve: Any, tasks: Any, name: str) -> None:
     async with serve(depth=2, config={"max_num_seqs": 2, "max_waiting": 2}) as served:
@@ -481,6 +481,7 @@ async def test_each_call_returns_or_fails_while_the_engine_ends(serve: Any, task
 
 NUM_STORMS = 1000
 NUM_CHUNKS = 10
+CHUNKS = [0, *(pytest.param(chunk, marks=pytest.mark.nightly) for chunk in range(1, NUM_CHUNKS))]
 
 
 class Storm:
@@ -670,7 +671,7 @@ class Storm:
 
 
 @pytest.mark.usefixtures("quiet_log")
-@pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
+@pytest.mark.parametrize("chunk", CHUNKS)
 def test_a_storm_of_requests_and_control_calls_hangs_nobody_and_holds_nothing(
     serve: Any, tmp_path: Path, chunk: int
 ) -> None:

@@ -39,7 +39,7 @@ def num_alive_blocks(served: Any) -> int:
 # A step
 
 
-@pytest.mark.virtual_clock(seeds=5)
+@pytest.mark.virtual_clock
 async def test_a_failed_step_fails_its_requests_and_the_others_go_on(serve: Any, tasks: Any, depth: int) -> None:
     """Two have rows when the step fails; those who wait for a row, and who come later, are served as if alone."""
     async with serve(depth=depth, config={"max_num_seqs": 2}) as served:
@@ -64,7 +64,7 @@ async def test_a_failed_step_fails_its_requests_and_the_others_go_on(serve: Any,
         assert [output.outputs for output in outputs] == [alone[2], alone[3], alone[0]]
 
 
-@pytest.mark.virtual_clock(seeds=5)
+@pytest.mark.virtual_clock
 async def test_only_the_requests_of_the_failed_step_fail(serve: Any, tasks: Any, depth: int) -> None:
     async with serve(depth=depth) as served:
         served.executor.make_step_fail(5, upside_down())
@@ -86,7 +86,7 @@ def is_output(outcome: Any) -> bool:
     return isinstance(outcome, RequestOutput)
 
 
-@pytest.mark.virtual_clock(seeds=3)
+@pytest.mark.virtual_clock
 @pytest.mark.parametrize("depth", [2, 4], ids=lambda depth: f"depth{depth}", indirect=True)
 async def test_steps_in_flight_that_depend_on_a_failed_one_bring_nothing_and_others_are_kept(
     serve: Any, tasks: Any, depth: int
@@ -112,7 +112,7 @@ async def test_steps_in_flight_that_depend_on_a_failed_one_bring_nothing_and_oth
         assert num_alive_blocks(served) == 0
 
 
-@pytest.mark.virtual_clock(seeds=3)
+@pytest.mark.virtual_clock
 async def test_tokens_from_before_the_failure_are_read_before_it_is_heard(serve: Any, depth: int) -> None:
     async with serve(depth=depth) as served:
         served.executor.make_step_fail(3, upside_down())
@@ -129,7 +129,7 @@ async def test_tokens_from_before_the_failure_are_read_before_it_is_heard(serve:
             assert stream.result.outputs[0].finish_reason == "error"
 
 
-@pytest.mark.virtual_clock(seeds=3)
+@pytest.mark.virtual_clock
 async def test_those_who_wait_for_the_prefix_of_a_failed_request_compute_it_themselves(
     serve: Any, tasks: Any, depth: int
 ) -> None:
@@ -147,7 +147,7 @@ async def test_those_who_wait_for_the_prefix_of_a_failed_request_compute_it_them
         assert sorted(outcome.num_cached_tokens for outcome in outcomes) == [0, 28, 28]
 
 
-@pytest.mark.virtual_clock(seeds=5)
+@pytest.mark.virtual_clock
 async def test_those_who_wait_for_the_prefix_of_an_aborted_request_take_over(
     serve: Any, tasks: Any, depth: int
 ) -> None:
@@ -167,7 +167,7 @@ async def test_those_who_wait_for_the_prefix_of_an_aborted_request_take_over(
             assert outcome.outputs[0].finish_reason == ("abort" if number in gone else "length")
 
 
-@pytest.mark.virtual_clock(seeds=2)
+@pytest.mark.virtual_clock
 async def test_a_failure_leaves_a_report_without_anybodys_prompt(
     serve: Any, tasks: Any, depth: int, tmp_path: Path
 ) -> None:
@@ -229,7 +229,7 @@ async def test_a_report_that_takes_long_to_write_holds_nobody_up_and_is_waited_f
     assert len(list(tmp_path.glob("*.json"))) == 1  # noqa: ASYNC240
 
 
-@pytest.mark.virtual_clock(seeds=2)
+@pytest.mark.virtual_clock
 async def test_a_dump_folder_that_cannot_be_written_hides_nothing(serve: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     async with serve(config={"dump_dir": str(tmp_path / "file")}) as served:
@@ -242,7 +242,7 @@ async def test_a_dump_folder_that_cannot_be_written_hides_nothing(serve: Any, tm
 # The device
 
 
-@pytest.mark.virtual_clock(seeds=5)
+@pytest.mark.virtual_clock
 async def test_a_lost_device_is_heard_once_by_everyone_in_flight_and_by_all_who_come_later(
     serve: Any, tasks: Any, depth: int
 ) -> None:
@@ -282,7 +282,7 @@ async def test_a_lost_device_is_heard_once_by_everyone_in_flight_and_by_all_who_
         assert (await served.engine.generate([5], max_tokens=2)).finished
 
 
-@pytest.mark.virtual_clock(seeds=5)
+@pytest.mark.virtual_clock
 async def test_a_reader_of_a_dead_engine_gets_what_had_arrived_first(serve: Any, depth: int) -> None:
     async with serve(depth=depth) as served:
         served.executor.make_step_fail(4, DeviceLost("lost"))
@@ -299,7 +299,7 @@ async def test_a_reader_of_a_dead_engine_gets_what_had_arrived_first(serve: Any,
 BROKEN_PLACES = ["schedule", "apply", "fail", "finish", "stats", "sequences"]
 
 
-@pytest.mark.virtual_clock(seeds=3)
+@pytest.mark.virtual_clock
 @pytest.mark.parametrize("place", BROKEN_PLACES)
 async def test_a_bug_in_the_scheduler_is_a_dead_engine_and_not_a_hang(
     serve: Any, tasks: Any, depth: int, place: str
@@ -323,7 +323,7 @@ async def test_a_bug_in_the_scheduler_is_a_dead_engine_and_not_a_hang(
         assert served.executor.is_closed
 
 
-@pytest.mark.virtual_clock(seeds=3)
+@pytest.mark.virtual_clock
 async def test_a_request_that_a_bug_lost_hears_of_the_death_all_the_same(serve: Any, tasks: Any, depth: int) -> None:
     """The scheduler has taken it from one place and not yet put it into another."""
 
@@ -336,7 +336,7 @@ async def test_a_request_that_a_bug_lost_hears_of_the_death_all_the_same(serve: 
         assert isinstance(outcome, EngineDead)
 
 
-@pytest.mark.virtual_clock(seeds=3)
+@pytest.mark.virtual_clock
 async def test_a_bug_in_one_listener_is_a_dead_engine_that_all_hear_of(serve: Any, tasks: Any, depth: int) -> None:
     class Broken:
         def on_token(self, *_: Any) -> None:
@@ -367,7 +367,7 @@ async def test_a_step_that_hangs_does_not_keep_an_engine_from_closing(serve: Any
         assert served.executor.is_closed
 
 
-@pytest.mark.virtual_clock(seeds=3)
+@pytest.mark.virtual_clock
 async def test_a_plan_that_the_device_refuses_is_a_dead_engine(serve: Any, tasks: Any, depth: int) -> None:
     async with serve(depth=depth) as served:
 
@@ -382,7 +382,7 @@ async def test_a_plan_that_the_device_refuses_is_a_dead_engine(serve: Any, tasks
         assert "no block" in str(outcome)
 
 
-@pytest.mark.virtual_clock(seeds=2)
+@pytest.mark.virtual_clock
 async def test_everyone_hears_the_end_even_where_publishing_itself_is_broken(
     serve: Any, tasks: Any, depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -398,7 +398,7 @@ async def test_everyone_hears_the_end_even_where_publishing_itself_is_broken(
         assert {type(outcome) for outcome in outcomes} == {EngineDead}
 
 
-@pytest.mark.virtual_clock(seeds=2)
+@pytest.mark.virtual_clock
 async def test_nobody_waits_for_ever_where_ending_everyone_is_what_broke(
     serve: Any, tasks: Any, depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -455,7 +455,7 @@ async def test_with_rows_for_all_fast_readers_do_not_notice_the_others_at_all(
     assert plans == alone[1]
 
 
-@pytest.mark.virtual_clock(seeds=4)
+@pytest.mark.virtual_clock
 async def test_readers_at_any_pace_get_every_token_and_stay_within_their_limits(serve: Any, depth: int) -> None:
     """Few blocks and few rows: those that are blocked are preempted, and come back to their place."""
     rng = random.Random(f"{asyncio.get_running_loop().seed} {depth}")

@@ -52,7 +52,7 @@ async def test_beyond_max_waiting_raise_is_refused_and_wait_waits(serve: Any, ta
         assert [output.outputs[0].finish_reason for output in await tasks.end()] == ["length"] * 4
 
 
-@pytest.mark.virtual_clock(seeds=6)
+@pytest.mark.virtual_clock
 async def test_waiters_run_in_the_order_in_which_they_came(serve: Any, tasks: Any, depth: int) -> None:
     config = {"max_waiting": 2, "max_num_seqs": 1}
     async with serve(depth=depth, config=config) as served:
@@ -61,7 +61,7 @@ async def test_waiters_run_in_the_order_in_which_they_came(serve: Any, tasks: An
         assert first_plans(served) == list(range(12))
 
 
-@pytest.mark.virtual_clock(seeds=6)
+@pytest.mark.virtual_clock
 async def test_the_bound_holds_whoever_comes_and_goes(serve: Any, tasks: Any, depth: int) -> None:
     rng = random.Random(asyncio.get_running_loop().seed)
     config = {"max_waiting": 3, "max_num_seqs": 2}
@@ -97,7 +97,7 @@ async def test_the_bound_holds_whoever_comes_and_goes(serve: Any, tasks: Any, de
     assert most == 3
 
 
-@pytest.mark.virtual_clock(seeds=6)
+@pytest.mark.virtual_clock
 @pytest.mark.parametrize("goes", ["aborted while waiting", "aborted while running", "finished", "cancelled"])
 async def test_a_place_that_is_freed_goes_to_the_next_in_line(serve: Any, tasks: Any, depth: int, goes: str) -> None:
     async with serve(depth=depth, is_manual=True, config=ONE_AT_A_TIME) as served:
@@ -121,7 +121,7 @@ async def test_a_place_that_is_freed_goes_to_the_next_in_line(serve: Any, tasks:
             await served.turn()
 
 
-@pytest.mark.virtual_clock(seeds=6)
+@pytest.mark.virtual_clock
 async def test_a_waiter_that_is_cancelled_is_passed_over(serve: Any, tasks: Any, depth: int) -> None:
     async with serve(depth=depth, config=ONE_AT_A_TIME) as served:
         started = await fill(served, tasks, 6, max_tokens=50)
@@ -134,7 +134,7 @@ async def test_a_waiter_that_is_cancelled_is_passed_over(serve: Any, tasks: Any,
         assert first_plans(served) == [0, 1, 4, 5]
 
 
-@pytest.mark.virtual_clock(seeds=20)
+@pytest.mark.virtual_clock
 async def test_a_waiter_cancelled_as_it_is_let_in_passes_its_place_on(serve: Any, tasks: Any, depth: int) -> None:
     async with serve(depth=depth, is_manual=True, config=ONE_AT_A_TIME) as served:
         started = await fill(served, tasks, 4, max_tokens=1)
@@ -149,7 +149,7 @@ async def test_a_waiter_cancelled_as_it_is_let_in_passes_its_place_on(serve: Any
         assert outcomes[3].outputs[0].finish_reason == "length"
 
 
-@pytest.mark.virtual_clock(seeds=4)
+@pytest.mark.virtual_clock
 async def test_a_waiter_that_is_aborted_ends_without_waiting_for_a_place(serve: Any, tasks: Any) -> None:
     async with serve(is_manual=True, config=ONE_AT_A_TIME) as served:
         started = await fill(served, tasks, 4, max_tokens=1)
@@ -173,7 +173,7 @@ async def test_a_bad_prompt_gives_its_place_back(serve: Any, tasks: Any) -> None
         assert served.runtime.intake.num_free == 1
 
 
-@pytest.mark.virtual_clock(seeds=6)
+@pytest.mark.virtual_clock
 @pytest.mark.parametrize("drain", [False, True])
 async def test_closing_refuses_those_who_wait_for_a_place_and_draining_serves_them(
     serve: Any, tasks: Any, depth: int, drain: bool
@@ -189,7 +189,7 @@ async def test_closing_refuses_those_who_wait_for_a_place_and_draining_serves_th
                 assert isinstance(outcome, EngineClosed)
 
 
-@pytest.mark.virtual_clock(seeds=3)
+@pytest.mark.virtual_clock
 async def test_who_is_aborted_at_the_door_costs_nothing(serve: Any, tasks: Any, depth: int) -> None:
     async with serve(depth=depth, is_manual=True, config=ONE_AT_A_TIME) as served:
         await fill(served, tasks, 2, max_tokens=2)

@@ -211,7 +211,7 @@ async def test_a_closed_engine_is_garbage_with_all_that_it_held(make_executor: A
 # Closing under way
 
 
-@pytest.mark.virtual_clock(seeds=5)
+@pytest.mark.virtual_clock
 async def test_closing_ends_what_runs_and_what_waits(serve: Any, tasks: Any, depth: int) -> None:
     config = {"max_waiting": 3, "max_num_seqs": 2}
     async with serve(depth=depth, max_model_len=512, config=config) as served:
@@ -231,7 +231,7 @@ async def test_closing_ends_what_runs_and_what_waits(serve: Any, tasks: Any, dep
             assert isinstance(outcome, EngineClosed), outcome
 
 
-@pytest.mark.virtual_clock(seeds=5)
+@pytest.mark.virtual_clock
 async def test_a_reader_of_a_closed_engine_gets_what_had_arrived_first(serve: Any, depth: int) -> None:
     async with serve(depth=depth) as served, served.engine.stream(PROMPT, max_tokens=90) as stream:
         await asyncio.sleep(0.055)
@@ -244,7 +244,7 @@ async def test_a_reader_of_a_closed_engine_gets_what_had_arrived_first(serve: An
         assert stream.result.outputs[0].token_ids == delta.token_ids
 
 
-@pytest.mark.virtual_clock(seeds=5)
+@pytest.mark.virtual_clock
 async def test_draining_lets_all_that_was_accepted_end_and_takes_nothing_new(
     serve: Any, tasks: Any, depth: int
 ) -> None:
@@ -273,7 +273,7 @@ async def test_draining_lets_all_that_was_accepted_end_and_takes_nothing_new(
             assert len(output.outputs[0].token_ids) == 20
 
 
-@pytest.mark.virtual_clock(seeds=5)
+@pytest.mark.virtual_clock
 async def test_a_close_without_drain_cuts_a_drain_short(serve: Any, tasks: Any, depth: int) -> None:
     async with serve(depth=depth) as served:
         work = tasks.start(served.engine.generate(PROMPT, max_tokens=90))
@@ -287,7 +287,7 @@ async def test_a_close_without_drain_cuts_a_drain_short(serve: Any, tasks: Any, 
         assert isinstance(outcome, EngineClosed)
 
 
-@pytest.mark.virtual_clock(seeds=5)
+@pytest.mark.virtual_clock
 @pytest.mark.parametrize("drain", [False, True])
 async def test_cancelling_aclose_stops_the_wait_and_not_the_closing(
     serve: Any, tasks: Any, depth: int, drain: bool
@@ -314,7 +314,7 @@ async def test_cancelling_aclose_stops_the_wait_and_not_the_closing(
         assert isinstance((await tasks.end(closing))[0], asyncio.CancelledError)
 
 
-@pytest.mark.virtual_clock(seeds=5)
+@pytest.mark.virtual_clock
 async def test_closing_between_two_slices_of_a_step_ends_those_of_the_second_too(
     serve: Any, tasks: Any, depth: int
 ) -> None:
@@ -329,7 +329,7 @@ async def test_closing_between_two_slices_of_a_step_ends_those_of_the_second_too
         assert all(len(outcome.outputs[0].token_ids) == 2 for outcome in outcomes if isinstance(outcome, RequestOutput))
 
 
-@pytest.mark.virtual_clock(seeds=5)
+@pytest.mark.virtual_clock
 async def test_a_stream_made_before_the_close_is_refused_after_it(serve: Any, depth: int) -> None:
     async with serve(depth=depth, config={"max_waiting": 1}) as served:
         streams = [served.engine.stream(prompt) for prompt in (PROMPT, "fox " * 300)]
@@ -350,7 +350,7 @@ class SlowToClose(FakeExecutor):
         await super().aclose()
 
 
-@pytest.mark.virtual_clock(seeds=5)
+@pytest.mark.virtual_clock
 async def test_an_engine_left_by_a_timeout_is_closed_after_its_block() -> None:
     """A cancelled anyio scope cancels each await in it again, those of the clean-up too."""
     executor = SlowToClose(vocab_size=2048, max_model_len=512)
@@ -363,7 +363,7 @@ async def test_an_engine_left_by_a_timeout_is_closed_after_its_block() -> None:
     assert engine_threads() == []
 
 
-@pytest.mark.virtual_clock(seeds=5)
+@pytest.mark.virtual_clock
 async def test_a_start_given_up_by_a_timeout_leaves_nothing_behind(gate: Gate, tasks: Any) -> None:
     executor = SlowToClose(vocab_size=2048, max_model_len=512)
     with anyio.CancelScope() as scope:
@@ -395,7 +395,7 @@ class StuckExecutor(FakeExecutor):
         await asyncio.sleep(10_000)
 
 
-@pytest.mark.virtual_clock(seeds=2)
+@pytest.mark.virtual_clock
 async def test_a_device_that_cannot_be_closed_is_left_behind_after_a_while(caplog: pytest.LogCaptureFixture) -> None:
     async with Engine(executor=StuckExecutor()) as engine:
         await engine.generate("fox " * 50, max_tokens=2)
@@ -415,7 +415,7 @@ async def test_a_device_that_fails_to_close_is_heard_of_and_the_rest_is_closed()
 # Starting
 
 
-@pytest.mark.virtual_clock(seeds=5)
+@pytest.mark.virtual_clock
 @pytest.mark.parametrize("drain", [False, True])
 async def test_closing_while_it_starts_ends_the_start(make_executor: Any, tasks: Any, gate: Gate, drain: bool) -> None:
     executor = make_executor()
@@ -440,7 +440,7 @@ async def test_closing_while_it_starts_ends_the_start(make_executor: Any, tasks:
     assert executor.is_closed
 
 
-@pytest.mark.virtual_clock(seeds=5)
+@pytest.mark.virtual_clock
 async def test_closing_in_the_very_moment_of_the_start(make_executor: Any, tasks: Any) -> None:
     for num_turns in range(6):
         executor = make_executor()
@@ -457,7 +457,7 @@ async def test_closing_in_the_very_moment_of_the_start(make_executor: Any, tasks
         assert executor.is_closed
 
 
-@pytest.mark.virtual_clock(seeds=8)
+@pytest.mark.virtual_clock
 async def test_a_start_may_be_cancelled_at_any_moment(make_executor: Any, tasks: Any, depth: int) -> None:
     kinds = set()
     for num_turns in [*range(12), 40, 400]:

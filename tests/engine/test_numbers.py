@@ -246,7 +246,7 @@ async def test_the_loops_lag_is_seen_on_a_real_loop(serve: Any, tasks: Any) -> N
         assert 0.02 <= served.engine.stats().loop_lag_s.mean < 10
 
 
-@pytest.mark.virtual_clock(seeds=4)
+@pytest.mark.virtual_clock
 async def test_the_counters_agree_with_a_plain_count(serve: Any, tasks: Any, depth: int) -> None:
     rng = random.Random(f"{asyncio.get_running_loop().seed} {depth}")
     witness = Witness()

@@ -66,7 +66,7 @@ async def test_the_smaller_number_goes_first_and_equal_ones_as_they_came(
             assert order[1] == (1 if max_waiting == 1 else 2)
 
 
-@pytest.mark.virtual_clock(seeds=3)
+@pytest.mark.virtual_clock
 async def test_equal_priorities_are_first_come_first_served(serve: Any, tasks: Any, depth: int) -> None:
     async with serve(depth=depth, config={**ONE_ROW, "max_waiting": 3}) as served:
         started = await start(served, tasks, [7] * 10)
@@ -213,7 +213,7 @@ async def test_a_high_one_that_is_stalled_does_not_hold_low_ones_up(serve: Any, 
         assert tokens_of(await low) == [continuation(PROMPT, 30, seed=1)]
 
 
-@pytest.mark.virtual_clock(seeds=4)
+@pytest.mark.virtual_clock
 async def test_whoever_gives_way_to_whom_all_bring_the_same_tokens(serve: Any, tasks: Any, depth: int) -> None:
     rng = random.Random(f"{asyncio.get_running_loop().seed} {depth}")
     config = {"max_num_seqs": 3, "max_num_batched_tokens": 16, "max_waiting": rng.choice([4, 50])}

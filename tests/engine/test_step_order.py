@@ -73,7 +73,7 @@ def step_time_s(request: pytest.FixtureRequest) -> float:
     return request.param
 
 
-@pytest.mark.virtual_clock(seeds=3)
+@pytest.mark.virtual_clock
 async def test_the_next_steps_are_launched_before_a_steps_tokens_are_handed_out(
     make_executor: Any, tasks: Any, depth: int, step_time_s: float
 ) -> None:
@@ -89,7 +89,7 @@ async def test_the_next_steps_are_launched_before_a_steps_tokens_are_handed_out(
     assert recorder.num_launched == [min(step + depth, 12) for step in range(1, 13)]
 
 
-@pytest.mark.virtual_clock(seeds=3)
+@pytest.mark.virtual_clock
 async def test_a_later_step_is_launched_before_an_earlier_one_is_finished(
     make_executor: Any, tasks: Any, depth: int, step_time_s: float
 ) -> None:
@@ -105,7 +105,7 @@ async def test_a_later_step_is_launched_before_an_earlier_one_is_finished(
         assert last_in_flight < events.index(("finish", step)) < events.index(("launch", step + depth))
 
 
-@pytest.mark.virtual_clock(seeds=3)
+@pytest.mark.virtual_clock
 async def test_nothing_is_computed_past_the_length_and_one_step_less_than_depth_past_a_stop(
     make_executor: Any, tasks: Any, depth: int
 ) -> None:
@@ -123,7 +123,7 @@ async def test_nothing_is_computed_past_the_length_and_one_step_less_than_depth_
         assert executor.stats.num_sampled_tokens - 6 == len(aborted.token_ids) + depth
 
 
-@pytest.mark.virtual_clock(seeds=3)
+@pytest.mark.virtual_clock
 async def test_publishing_lets_others_run_between_its_slices(make_executor: Any, tasks: Any, depth: int) -> None:
     """200 sequences in each step; a ticker moves between the slices in which their listeners hear of it."""
     num_ticks = 0
@@ -154,7 +154,7 @@ async def test_publishing_lets_others_run_between_its_slices(make_executor: Any,
         assert all(before[0] < after[0] for before, after in zip(slices, slices[2:], strict=False))
 
 
-@pytest.mark.virtual_clock(seeds=3)
+@pytest.mark.virtual_clock
 async def test_readers_get_turns_while_two_hundred_stream(serve: Any, tasks: Any, depth: int) -> None:
     num_ticks = 0
 
@@ -207,7 +207,7 @@ async def test_a_device_that_is_always_done_does_not_hold_the_loop(tasks: Any, d
     assert num_ticks >= 200, "a turn each step"
 
 
-@pytest.mark.virtual_clock(seeds=5)
+@pytest.mark.virtual_clock
 async def test_what_a_step_had_brought_is_handed_out_before_the_core_stops(
     make_executor: Any, tasks: Any, depth: int
 ) -> None:
@@ -231,7 +231,7 @@ async def test_what_a_step_had_brought_is_handed_out_before_the_core_stops(
     assert core._live == {}
 
 
-@pytest.mark.virtual_clock(seeds=3)
+@pytest.mark.virtual_clock
 async def test_a_listener_hears_nothing_after_its_end(make_executor: Any, tasks: Any, depth: int) -> None:
     executor = make_executor(depth=depth, num_blocks=256)
     async with running(executor, tasks) as core:
@@ -255,7 +255,7 @@ async def test_a_listener_hears_nothing_after_its_end(make_executor: Any, tasks:
         assert len(recorders[seed].token_ids) == heard_at_end[seed] == 2
 
 
-@pytest.mark.virtual_clock(seeds=5)
+@pytest.mark.virtual_clock
 async def test_a_request_that_comes_between_the_slices_of_the_last_step_is_served(
     make_executor: Any, tasks: Any, depth: int
 ) -> None:

@@ -202,7 +202,7 @@ async def test_deltas_join_to_the_result(serve: Any, depth: int) -> None:
         assert "�" not in "".join(delta.text for delta in deltas)
 
 
-@pytest.mark.virtual_clock(seeds=4)
+@pytest.mark.virtual_clock
 async def test_a_reader_that_keeps_up_gets_each_token_by_itself(serve: Any, depth: int) -> None:
     async with serve(depth=depth) as served:
         deltas = await read(served.engine.stream(IDS, max_tokens=10))
@@ -210,7 +210,7 @@ async def test_a_reader_that_keeps_up_gets_each_token_by_itself(serve: Any, dept
         assert [len(delta.token_ids) for delta in deltas] == [1] * 10
 
 
-@pytest.mark.virtual_clock(seeds=4)
+@pytest.mark.virtual_clock
 async def test_what_a_slow_reader_has_not_read_is_merged_and_holds_nobody_up(serve: Any, depth: int) -> None:
     async with serve(depth=depth) as served:
         async with served.engine.stream(IDS, max_tokens=20, logprobs=0) as stream:
@@ -306,7 +306,7 @@ async def test_finish_waits_for_the_whole_output_also_after_some_was_read(serve:
         assert output.finished
 
 
-@pytest.mark.virtual_clock(seeds=8)
+@pytest.mark.virtual_clock
 async def test_a_cancelled_read_loses_nothing(serve: Any, depth: int) -> None:
     async with serve(depth=depth) as served, served.engine.stream(IDS, max_tokens=20) as stream:
         deltas = []
@@ -459,7 +459,7 @@ async def test_a_stop_string_at_the_last_token_allowed_is_a_stop(serve: Any, dep
         assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", "STOP")
 
 
-@pytest.mark.virtual_clock(seeds=4)
+@pytest.mark.virtual_clock
 async def test_an_unread_stream_stops_at_its_stop_string(serve: Any, depth: int) -> None:
     async with serve(depth=depth) as served:
         served.say(PROMPT, " there was a fox. The end. " + "More and more. " * 5)

@@ -42,7 +42,7 @@ async def refusal_of_a_request(served: Any, **sampling: Any) -> tuple[type, str]
 # Whether it takes a request
 
 
-@pytest.mark.virtual_clock(seeds=3)
+@pytest.mark.virtual_clock
 async def test_who_asks_hears_what_a_request_would_hear(serve: Any, tasks: Any, depth: int) -> None:
     async with serve(depth=depth, is_manual=True, config=ONE_AT_A_TIME) as served:
         check = served.engine.check_accepting
@@ -66,7 +66,7 @@ async def test_who_asks_hears_what_a_request_would_hear(serve: Any, tasks: Any, 
         check(2)
 
 
-@pytest.mark.virtual_clock(seeds=3)
+@pytest.mark.virtual_clock
 async def test_asking_takes_no_place_and_passes_nobody(serve: Any, tasks: Any, depth: int) -> None:
     async with serve(depth=depth, is_manual=True, config=ONE_AT_A_TIME) as served:
         for _ in range(10):
@@ -138,7 +138,7 @@ def take_all(stream: Stream) -> list[CompletionDelta]:
     return deltas
 
 
-@pytest.mark.virtual_clock(seeds=3)
+@pytest.mark.virtual_clock
 async def test_what_is_there_is_taken_and_nothing_is_waited_for(serve: Any, depth: int) -> None:
     async with (
         serve(depth=depth, is_manual=True) as served,
