@@ -279,14 +279,14 @@ def test_what_cannot_be_served_is_said_before_a_model_is_loaded(args: tuple[str,
 
 def test_a_server_for_everybody_without_keys_is_warned_of(capfd: pytest.CaptureFixture[str]) -> None:
     result = invoke("--host", "0.0.0.0", "--port", "0", "--connect", "ipc:///nowhere/a.sock")
-    assert "nobody serves" in str(result.exception)
+    assert "no engine serves" in str(result.exception)
     assert "can be reached from other machines, and asks for no key" in result.stderr + capfd.readouterr().err
 
 
 def asks_for_no_key(capfd: pytest.CaptureFixture[str], *args: str) -> str:
     """What is logged by a server that finds no engine."""
     result = invoke(*args, "--connect", "ipc:///nowhere/a.sock")
-    assert "nobody serves" in str(result.exception)
+    assert "no engine serves" in str(result.exception)
     return result.stderr + capfd.readouterr().err
 
 

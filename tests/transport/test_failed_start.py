@@ -175,46 +175,28 @@ async def test_a_folder_that_is_missing_or_too_long_is_passed_over(
     await start_and_serve()
 
 
-@pytest.mark.parametrize("moment", ["made", "opened"])
-@pytest.mark.parametrize("times", [1, 3, 100])
-def test_a_folder_swept_away_before_it_is_locked_is_made_anew(
-    moment: str, times: int, monkeypatch: pytest.MonkeyPatch, runtime: Path
+@pytest.mark.parametrize("moment", ["made", "locked", "named"])
+def test_a_folder_is_not_swept_away_while_it_is_made(
+    moment: str, monkeypatch: pytest.MonkeyPatch, runtime: Path
 ) -> None:
-    """Another engine that starts takes it for one that a killed process has left."""
-    num_swept = 0
-    make, lock = tempfile.mkdtemp, addresses.fcntl.flock
+    """Another engine that starts at any moment does not take it for one that a killed process has left."""
 
-    def sweep() -> None:
-        nonlocal num_swept
-        if num_swept < times:
-            num_swept += 1
-            for folder in runtime.glob("aioengine-*"):
-                (folder / ".lock").unlink(missing_ok=True)
-                folder.rmdir()
-
-    def made(**options: Any) -> str:
-        folder = make(**options)
-        if moment == "made":
-            sweep()
-        return folder
-
-    def locked(*args: Any) -> None:
-        if moment == "opened":
-            sweep()
-        lock(*args)
-
-    monkeypatch.setattr(tempfile, "mkdtemp", made)
-    monkeypatch.setattr(addresses.fcntl, "flock", locked)
-    monkeypatch.setattr(addresses, "_parents", lambda: iter([str(runtime)]))
-    before = open_files()
-    if times > addresses.MAX_FOLDERS:
-        with pytest.raises(ConfigError, match="no folder for sockets"):
-            PrivateFolder()
-    else:
-        with PrivateFolder() as private:
-            assert os.listdir(private.path) == [".lock"]
+    def then_sweep(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            result = function(*args, **options)
             addresses._sweep(str(runtime))
-            assert os.listdir(private.path) == [".lock"], "it is locked"
+            return result
+
+        return call
+
+    place, name = {"made": (tempfile, "mkdtemp"), "locked": (addresses.fcntl, "flock"), "named": (os, "rename")}[moment]
+    with monkeypatch.context() as patch:
+        patch.setattr(place, name, then_sweep(getattr(place, name)))
+        patch.setattr(addresses, "_parents", lambda: iter([str(runtime)]))
+        before = open_files()
+        private = PrivateFolder()
+    assert os.listdir(runtime) == [os.path.basename(private.path)]
+    private.remove()
     assert open_files() <= before
     assert os.listdir(runtime) == []
 
@@ -225,7 +207,7 @@ async def test_many_that_start_in_one_folder_do_not_sweep_each_other_away(runtim
     def come_and_go() -> None:
         for _ in range(50):
             with PrivateFolder() as private:
-                assert os.path.exists(f"{private.path}/.lock")
+                assert os.path.exists(private.path)
 
     await asyncio.gather(*(asyncio.to_thread(come_and_go) for _ in range(4)))
     assert os.listdir(runtime) == []

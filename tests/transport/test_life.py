@@ -45,7 +45,7 @@ WHAT_CALLERS_HEAR = {
     ("ready", "SIGTERM"): EXITED,
     ("ready", "SIGINT"): EXITED,
     ("ready", "SIGKILL"): KILLED,
-    ("ready", "SIGSTOP"): "EngineDead: nobody answers at .* within 1 s.*",
+    ("ready", "SIGSTOP"): "EngineDead: no engine answers at .* within 1 s.*",
     # Requests, and in "idle" one that comes later
     ("idle", "SIGTERM"): TOLD_TO_END,
     ("idle", "SIGINT"): TOLD_TO_END,

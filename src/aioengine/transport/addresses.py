@@ -25,7 +25,6 @@ from typing import Literal, Self
 import msgspec
 
 from aioengine.errors import ConfigError
-from aioengine.transport.security import ClientKeys, ServerKeys
 
 MAX_SOCKET_PATH_BYTES = 107
 """``sun_path`` of unix(7) without its terminator."""
@@ -38,9 +37,6 @@ MAX_PATH_BYTES = MAX_SOCKET_PATH_BYTES - MAX_SUFFIX_BYTES
 START_DESCRIPTORS, LINK_DESCRIPTORS = 48, 24
 """File descriptors that the start of a child, and a link or server, may need; some to spare."""
 
-MAX_FOLDERS = 5
-"""New folders that may be swept away, each by another process that starts in the same instant."""
-
 POSSIBLE = (
     "possible are ipc:///absolute/path in a folder that only you can enter, tcp://127.0.0.1:PORT or tcp://[::1]:PORT, "
     "and with keys (`aioengine keys`) tcp://HOST:PORT"
@@ -50,11 +46,10 @@ _EVERY_INTERFACE = ("*", "0.0.0.0", "::")
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?")
 _BESIDE = re.compile(r"\.[0-9]+\.[a-z]+")
 _FOLDER_PREFIX = "aioengine-"
-_LOCK = ".lock"
 
 
-class NobodyServes(ConfigError):
-    """An address is as it should be, and no server is there."""
+class NoServer(ConfigError):
+    """An address is as it should be, and no server listens there."""
 
 
 class Address(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,8 +85,8 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, path=self.path + suffix)
 
 
-def check_bind(address: str, keys: ServerKeys | None) -> Address:
-    """The address to bind to. For ipc its folder exists afterwards, and no socket that nobody listens on lies there.
+def check_bind(address: str, *, has_keys: bool) -> Address:
+    """The address to bind to. For ipc its folder exists afterwards, and no stale socket lies in the way.
 
     Two servers that start on one path in the same instant are not told apart: the later one may get it.
 
@@ -99,7 +94,7 @@ def check_bind(address: str, keys: ServerKeys | None) -> Address:
         ConfigError: it cannot be had, is in use, or would be open to others than its owner and those with keys.
     """
     check_descriptors(LINK_DESCRIPTORS)
-    found = _parse(address, has_keys=keys is not None)
+    found = _parse(address, has_keys=has_keys)
     if found.scheme == "ipc":
         try:
             _make_way(found.path)
@@ -108,14 +103,15 @@ def check_bind(address: str, keys: ServerKeys | None) -> Address:
     return found
 
 
-def check_connect(address: str, keys: ClientKeys | None) -> Address:
-    """The address to connect to; for ipc somebody listens there.
+def check_connect(address: str, *, has_keys: bool) -> Address:
+    """The address to connect to; for ipc a server listens there.
 
     Raises:
-        ConfigError: nobody serves there, what lies there may be anybody's, or it is not reached without keys.
+        NoServer: none does.
+        ConfigError: what lies there may be another user's, or it is not reached without keys.
     """
     check_descriptors(LINK_DESCRIPTORS)
-    found = _parse(address, has_keys=keys is not None)
+    found = _parse(address, has_keys=has_keys)
     if found.scheme == "ipc":
         _check_served(found)
     elif found.host in _EVERY_INTERFACE:
@@ -215,16 +211,11 @@ def _make_way(path: str) -> None:
     folder, name = os.path.split(path)
     _make_folder(folder)
     _check_folder_to_bind(folder, name)
-    if os.path.lexists(path):
-        if not stat.S_ISSOCK(os.lstat(path).st_mode):
-            raise ConfigError(f"{path!r} exists and is not a socket; it is not overwritten: choose another path")
-        # ZMQ would remove it without asking, also where a server still listens.
-        if not _is_stale(path):
-            raise ConfigError(f"ipc://{path} is in use: another process serves there; end it or choose another path")
-        _unlink(path)
+    check_free(path, f"ipc://{path}")
+    remove_stale(path)
     for entry in os.listdir(folder):
-        if entry.startswith(name) and _BESIDE.fullmatch(entry[len(name) :]) and _is_stale(f"{folder}/{entry}"):
-            _unlink(f"{folder}/{entry}")
+        if entry.startswith(name) and _BESIDE.fullmatch(entry[len(name) :]):
+            remove_stale(f"{folder}/{entry}")
 
 
 def _make_folder(folder: str) -> None:
@@ -239,7 +230,7 @@ def _make_folder(folder: str) -> None:
 
 
 def _check_folder_to_bind(folder: str, name: str) -> None:
-    """Whoever can enter the folder can connect, whatever the socket's own mode: not every system heeds that."""
+    """Any user that can enter the folder can connect, whatever the socket's own mode: not every system heeds that."""
     status = os.lstat(folder)
     mode = stat.S_IMODE(status.st_mode)
     own = f"{folder.rstrip('/')}/aioengine"
@@ -257,20 +248,32 @@ def _check_served(address: Address) -> None:
     try:
         folder_status, status = os.stat(os.path.dirname(path)), os.lstat(path)
     except OSError as error:
-        raise NobodyServes(f"nobody serves at {address}: {error.strerror}") from None
+        raise NoServer(f"no engine serves at {address}: {error.strerror}") from None
     if not stat.S_ISSOCK(status.st_mode):
-        raise ConfigError(f"nobody serves at {address}: it is not a socket")
+        raise ConfigError(f"no engine serves at {address}: it is not a socket")
     # Where others may write, what answers may be theirs. Root may use anybody's engine.
     if folder_status.st_mode & 0o022 or os.geteuid() not in (0, folder_status.st_uid):
         raise ConfigError(f"{address}: its folder is not yours alone to write to, so that anybody may serve there")
-    if _is_stale(path):
-        raise NobodyServes(f"nobody serves at {address} any more: the socket is what is left of a server that died")
+    if is_stale(path):
+        raise NoServer(f"no engine serves at {address} any more: the socket is what is left of a server that died")
 
 
-def _is_stale(path: str) -> bool:
-    """Whether nobody listens on a socket: what a process that was killed leaves, or nothing any more."""
+# Socket files, of any server
+
+
+def check_free(path: str, address: str) -> None:
+    """Raise ConfigError if a file that is no socket lies at ``path``, or a server listens there."""
+    if os.path.lexists(path):
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise ConfigError(f"{path!r} exists and is not a socket; it is not overwritten: choose another path")
+        if not is_stale(path):
+            raise ConfigError(f"{address} is in use: another process serves there; end it or choose another path")
+
+
+def is_stale(path: str) -> bool:
+    """Whether no server listens on a socket file: a killed process leaves such a one. True if the file is gone."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)  # with a full backlog it would wait; then somebody listens
+        probe.setblocking(False)  # with a full backlog it would wait; then a server listens
         outcome = probe.connect_ex(path)
     try:
         # A file that is no socket refuses, too.
@@ -279,23 +282,26 @@ def _is_stale(path: str) -> bool:
         return True
 
 
-def _unlink(path: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
+def remove_stale(path: str) -> None:
+    """Remove a stale socket file; what lies there else stays."""
+    if is_stale(path):  # ZMQ and asyncio would remove any socket, also where a server still listens
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
 
 
 class PrivateFolder:
-    """A fresh folder that only its owner can enter, for sockets that nobody else is meant to know of.
+    """A fresh folder that only its owner can enter, for sockets whose addresses only their two sides know.
 
     Made below ``XDG_RUNTIME_DIR`` where that is of use, else in the folder for temporary files. Those of processes that
-    were killed are removed on the way: each holds a lock that ends with its process.
+    were killed are removed on the way: each is locked (flock) until its process ends.
 
     Raises:
         ConfigError: no folder is short enough, or none can be written to.
     """
 
     def __init__(self) -> None:
-        self.path, self._lock = _fresh_folder()
+        self._lock: int | None
+        self.path, self._lock = _make_locked_folder()
         _sweep(os.path.dirname(self.path))
 
     def address(self, name: str) -> Address:
@@ -303,9 +309,8 @@ class PrivateFolder:
         return _parse_ipc(f"ipc://{self.path}/{name}", f"{self.path}/{name}")
 
     def remove(self) -> None:
-        """Remove the sockets in it, and the folder unless somebody put anything else there. Idempotent."""
-        _remove_sockets(self.path)
-        _remove_rest(self.path)
+        """Remove the sockets in it, and the folder unless other files lie there. Idempotent."""
+        _remove_folder(self.path)
         lock, self._lock = self._lock, None
         if lock is not None:
             os.close(lock)
@@ -319,8 +324,18 @@ class PrivateFolder:
         self.remove()
 
 
-def _fresh_folder() -> tuple[str, int | None]:
-    """A new folder and its lock; None where the file system knows no locks."""
+def remove_private(address: str) -> None:
+    """Remove the `PrivateFolder` that an ipc address lies in, from another process than the one that made it.
+
+    No peer can connect there any more; those that have are not concerned. Idempotent.
+    """
+    folder = os.path.dirname(address.removeprefix("ipc://"))
+    if os.path.basename(folder).startswith(_FOLDER_PREFIX):
+        _remove_folder(folder)
+
+
+def _make_locked_folder() -> tuple[str, int]:
+    """A new folder, and the descriptor that locks it."""
     problem = ""
     for parent in _parents():
         # What mkdtemp appends, and a name of 16 bytes.
@@ -328,92 +343,50 @@ def _fresh_folder() -> tuple[str, int | None]:
         if not is_short or not os.path.isabs(parent):
             continue
         try:
-            for _ in range(MAX_FOLDERS):
-                folder = tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=parent)
-                with contextlib.suppress(_Swept):
-                    return folder, _lock(folder)
+            # It takes its name when it is locked: until then no sweep could tell it from an abandoned one.
+            unnamed = tempfile.mkdtemp(prefix=f".{_FOLDER_PREFIX}", dir=parent)
+            folder = f"{parent}/{os.path.basename(unnamed)[1:]}"
+            try:
+                lock = os.open(unnamed, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError:  # no descriptor is left
+                os.rmdir(unnamed)
+                raise
+            with contextlib.suppress(OSError):  # no locks on this file system: then a sweep gets none, either
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.rename(unnamed, folder)
+            return folder, lock
         except OSError as error:  # not ours to write to, or full: the next one
             problem = f" ({parent}: {error.strerror})"
     raise ConfigError(f"no folder for sockets can be made{problem}: set TMPDIR to a short one that you can write to")
 
 
-def remove_private(address: str) -> None:
-    """Remove the `PrivateFolder` that an ipc address lies in, from another process than the one that made it.
-
-    Nobody can connect there any more; those who have are not concerned. Idempotent.
-    """
-    folder = os.path.dirname(address.removeprefix("ipc://"))
-    if os.path.basename(folder).startswith(_FOLDER_PREFIX):
-        _remove_sockets(folder)
-        _remove_rest(folder)
+def _sweep(parent: str) -> None:
+    """Remove this user's folders whose processes have ended."""
+    with contextlib.suppress(OSError):  # what lies there may not be listed, or no descriptor is left
+        for name in os.listdir(parent):
+            if name.startswith(_FOLDER_PREFIX):
+                with contextlib.suppress(OSError):  # gone meanwhile, another user's, or in use
+                    _remove_unlocked(f"{parent}/{name}")
 
 
-class _Swept(Exception):
-    """Another process has taken a new folder for an abandoned one, before it was locked."""
-
-
-def _lock(folder: str) -> int | None:
-    """Lock a folder for as long as this process lives; None where the file system knows no locks.
-
-    Raises:
-        _Swept: it is gone, or about to be.
-        OSError: nothing can be written there; the folder is removed.
-    """
-    path = f"{folder}/{_LOCK}"
-    try:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except FileNotFoundError:
-        raise _Swept from None
-    except OSError:
-        _remove_rest(folder)
-        raise
+def _remove_unlocked(folder: str) -> None:
+    if os.lstat(folder).st_uid != os.geteuid():
+        return
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # What removes a folder holds its lock meanwhile: if the path is this file still, it stays.
-        if os.path.samestat(os.fstat(lock), os.stat(path)):
-            return lock
-    except (BlockingIOError, FileNotFoundError):
-        pass
-    except OSError:
+        _remove_folder(folder)
+    finally:
         os.close(lock)
-        return None
-    os.close(lock)
-    raise _Swept
 
 
-def _sweep(parent: str) -> None:
-    """Remove this user's folders whose processes are gone. One without a lock is being made, and is left alone."""
-    try:
-        names = os.listdir(parent)
-    except OSError:  # what lies there may not be seen, or no descriptor is left
-        return
-    for name in names:
-        folder = f"{parent}/{name}"
-        if not name.startswith(_FOLDER_PREFIX):
-            continue
-        with contextlib.suppress(OSError):  # gone meanwhile, somebody else's, or in use
-            if os.lstat(folder).st_uid != os.geteuid():
-                continue
-            lock = os.open(f"{folder}/{_LOCK}", os.O_RDWR | os.O_CLOEXEC)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _remove_sockets(folder)
-                _remove_rest(folder)
-            finally:
-                os.close(lock)
-
-
-def _remove_sockets(folder: str) -> None:
-    for entry in os.listdir(folder) if os.path.isdir(folder) else ():
-        with contextlib.suppress(FileNotFoundError):  # its socket was closed meanwhile
-            if stat.S_ISSOCK(os.lstat(f"{folder}/{entry}").st_mode):
-                os.unlink(f"{folder}/{entry}")
-
-
-def _remove_rest(folder: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(f"{folder}/{_LOCK}")
-    with contextlib.suppress(OSError):  # somebody put something there
+def _remove_folder(folder: str) -> None:
+    """Remove the sockets in it, and then the folder, if it is there and was left empty."""
+    with contextlib.suppress(OSError):  # other files lie in it, or it is gone
+        for entry in os.listdir(folder):
+            with contextlib.suppress(FileNotFoundError):  # its socket was closed meanwhile
+                if stat.S_ISSOCK(os.lstat(f"{folder}/{entry}").st_mode):
+                    os.unlink(f"{folder}/{entry}")
         os.rmdir(folder)
 
 
@@ -421,7 +394,7 @@ def _parents() -> Iterator[str]:
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     with contextlib.suppress(OSError):
         status = os.stat(runtime)
-        # After `sudo` or `su` it may be somebody else's.
+        # After `sudo` or `su` it may be another user's.
         if status.st_uid == os.geteuid() and not status.st_mode & 0o077:
             yield runtime
     with contextlib.suppress(OSError):

@@ -239,7 +239,7 @@ class InChild:
         self._child.add_exit_callback(self._on_early_exit)
 
     async def _attach(self, address: str) -> Attached:
-        """Attach to the process, unless it ends meanwhile: then that is why nobody serves there."""
+        """Attach to the process, unless it ends meanwhile: then that is the error."""
         try:
             return await self._link.open(address, None, name="its parent", timeout_s=ATTACH_TIMEOUT_S)
         except AioEngineError as error:

@@ -9,7 +9,7 @@ import zmq
 
 from aioengine.errors import ConfigError, EngineDead, WireError
 from aioengine.text.worker import TextWorker
-from aioengine.transport.addresses import Address, NobodyServes, check_connect
+from aioengine.transport.addresses import Address, NoServer, check_connect
 from aioengine.transport.channel import Channel, Context, Monitor, end_context, make_context
 from aioengine.transport.security import ClientKeys
 from aioengine.transport.wire import (
@@ -60,12 +60,12 @@ class Link:
 
         Raises:
             ConfigError: the address is not allowed, or no socket can be had.
-            EngineDead: nobody serves there, or answers in time, or what answers is no engine of this version.
+            EngineDead: no engine serves there, or none of this version, or it does not answer in time.
         """
         try:
-            where = await self._worker.run(lambda: check_connect(address, keys), None)
-        except NobodyServes as nobody:
-            raise EngineDead(str(nobody)) from None
+            where = await self._worker.run(lambda: check_connect(address, has_keys=keys is not None), None)
+        except NoServer as nowhere:
+            raise EngineDead(str(nowhere)) from None
         with anyio.move_on_after(timeout_s):
             self._context = make_context()
             try:
@@ -74,7 +74,7 @@ class Link:
             except zmq.ZMQError as error:
                 raise ConfigError(f"cannot connect to {address}: {error.strerror}") from None
             return attached
-        raise EngineDead(f"nobody answers at {address} within {timeout_s:g} s; is an engine of this version there?")
+        raise EngineDead(f"no engine answers at {address} within {timeout_s:g} s; is an engine of this version there?")
 
     def send(self, body: WireMessage, arrays: Any = ()) -> None:
         """Send a message, now or as soon as the socket takes it. What may lie there is bounded by what is live."""
@@ -109,7 +109,7 @@ class Link:
         channel, monitor = self._connect(socket, str(where))
         self.send(Attach(PROTOCOL_VERSION, name))
         of_keys = "" if where.scheme == "ipc" else ", or it needs keys" if keys is None else ", or not with these keys"
-        body = await _first_of(channel, monitor, f"nobody serves at {where}{of_keys}")
+        body = await _first_of(channel, monitor, f"no engine serves at {where}{of_keys}")
         if isinstance(body, Refused):
             raise EngineDead(f"the engine at {where} does not serve this front end: {body.reason}")
         if not isinstance(body, Attached):

@@ -115,7 +115,9 @@ class EngineServer:
         Raises:
             ConfigError: it cannot be had.
         """
-        self._address = await self._worker.run(lambda: check_bind(self._asked_for, self._keys), None)
+        self._address = await self._worker.run(
+            lambda: check_bind(self._asked_for, has_keys=self._keys is not None), None
+        )
         self._context = make_context()
         try:
             self._zap = self._make_channel(self._context.socket(zmq.ROUTER))

@@ -242,7 +242,7 @@ class _Handshakes:
         await end_context(self._context, self._worker)
 
     async def _connect(self, host: Endpoint) -> None:
-        where = await self._worker.run(lambda: check_connect(host.address, host.keys), None)
+        where = await self._worker.run(lambda: check_connect(host.address, has_keys=host.keys is not None), None)
         if self._context is None:
             self._context = make_context()
         socket = self._context.socket(zmq.DEALER)
