@@ -134,7 +134,7 @@ def no_blocking_call_on_a_loop() -> Iterator[BlockBuster]:
         if name in blockbuster.functions:
             blockbuster.functions[name].can_block_in("aioengine/transport/backends.py", "_make_init")
     # A fork with exec takes 0.2 ms, and what is read from is the pipe that tells of the exec.
-    blockbuster.functions["os.read"].can_block_in("aioengine/transport/supervisor.py", "_spawn")
+    blockbuster.functions["os.read"].can_block_in("aioengine/transport/process.py", "_spawn")
     blockbuster.activate()
     yield blockbuster
     blockbuster.deactivate()

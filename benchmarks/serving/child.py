@@ -14,7 +14,7 @@ from pathlib import Path
 import uvicorn
 import uvloop
 
-from aioengine.transport.child_life import die_with_parent
+from aioengine.transport.child import die_with_parent
 
 BACKLOG = 2048
 DRAIN_TIMEOUT_S = 2

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from aioengine.transport.child_life import read_log_line
-from aioengine.transport.child_output import (
+from aioengine.transport.child import read_log_line
+from aioengine.transport.process import (
     MAX_LAST_BYTES,
     MAX_LAST_LINES,
     MAX_LINE_BYTES,

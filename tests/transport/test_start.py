@@ -27,8 +27,9 @@ from aioengine.models.folder import DEMO_MODEL
 from aioengine.transport.channel import Channel
 from aioengine.transport.child import TOKEN
 from aioengine.transport.handshake import HandshakeState, Init, Welcome, welcome
+from aioengine.transport.process import Child, ChildSpec
 from aioengine.transport.security import ZAP_ENDPOINT, Gate, ServerKeys
-from aioengine.transport.supervisor import Child, ChildSpec, Supervisor
+from aioengine.transport.supervisor import Supervisor
 from aioengine.transport.wire import PROTOCOL_VERSION
 
 pytestmark = pytest.mark.usefixtures("no_stray_process", "runtime", "quiet_log")

@@ -21,7 +21,8 @@ import pytest
 from blockbuster import BlockBuster
 
 from aioengine.errors import ConfigError, EngineClosed
-from aioengine.transport.supervisor import Child, ChildSpec, Supervisor
+from aioengine.transport.process import Child, ChildSpec
+from aioengine.transport.supervisor import Supervisor
 
 both_loops = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
 
@@ -46,7 +47,7 @@ def no_stray_process() -> Iterator[list[int]]:
 @pytest.fixture(autouse=True)
 def spawning_may_block(no_blocking_call_on_a_loop: BlockBuster) -> None:
     """`subprocess.Popen` waits for the exec, some 0.5 ms."""
-    no_blocking_call_on_a_loop.functions["os.read"].can_block_in("aioengine/transport/supervisor.py", "_spawn")
+    no_blocking_call_on_a_loop.functions["os.read"].can_block_in("aioengine/transport/process.py", "_spawn")
 
 
 class Ear(logging.Handler):

@@ -29,8 +29,9 @@ from aioengine.transport.child import TOKEN
 from aioengine.transport.client import RemoteCore
 from aioengine.transport.handshake import Init, Welcome, welcome
 from aioengine.transport.link import Link
+from aioengine.transport.process import Child, ChildSpec
 from aioengine.transport.security import ClientKeys
-from aioengine.transport.supervisor import Child, ChildSpec, Supervisor
+from aioengine.transport.supervisor import Supervisor
 from aioengine.transport.wire import PROTOCOL_VERSION, Attached, read_config
 
 T = TypeVar("T")

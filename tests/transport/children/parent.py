@@ -12,8 +12,9 @@ import sys
 
 import psutil
 
-from aioengine.transport.child_life import die_with_parent
-from aioengine.transport.supervisor import ChildSpec, Supervisor
+from aioengine.transport.child import die_with_parent
+from aioengine.transport.process import ChildSpec
+from aioengine.transport.supervisor import Supervisor
 
 PR_SET_CHILD_SUBREAPER = 36
 

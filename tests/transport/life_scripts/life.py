@@ -17,7 +17,8 @@ from aioengine import Engine, ProcessOptions
 from aioengine.errors import AioEngineError
 from aioengine.transport import backends
 from aioengine.transport.link import Link
-from aioengine.transport.supervisor import Child, ChildSpec, Supervisor
+from aioengine.transport.process import Child, ChildSpec
+from aioengine.transport.supervisor import Supervisor
 
 STAGES = ("spawned", "loading", "ready", "idle", "busy", "asleep", "closing")
 """spawned: its process has not said HELLO; ready: it has said READY, and nobody is attached to it yet."""
