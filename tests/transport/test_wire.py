@@ -98,14 +98,6 @@ class TestThereAndBack:
         assert array.tolist() == [9, 2, 3]
         assert not array.flags.writeable
 
-    def test_a_header_is_written_into_a_buffer_that_is_used_again(self) -> None:
-        writer, buffer = Writer(), bytearray(b"what was there before, and was longer" * 9)
-        first = writer.write(wire.Acknowledge(number=5), into=buffer)
-        assert first[0] is buffer
-        assert read(wire.FromFrontEnd, first)[0] == wire.Acknowledge(number=5)
-        second = writer.write(wire.Attach(version=1, name="n" * 200), into=buffer)
-        assert read(wire.FromFrontEnd, second, due=1)[0] == wire.Attach(version=1, name="n" * 200)
-
     def test_messages_of_a_session_are_numbered_and_read_in_turn(self) -> None:
         for kinds, samples in DIRECTIONS.values():
             reader: Reader[WireMessage] = Reader(kinds)

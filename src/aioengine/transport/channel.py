@@ -89,39 +89,6 @@ def bind(socket: zmq.Socket[bytes], address: Address) -> str:
     return socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
 
-class SendBuffers:
-    """Buffers for headers, used again once ZMQ is done with them."""
-
-    MAX_KEPT = 32
-
-    def __init__(self) -> None:
-        self._free: list[bytearray] = []
-        self._lent: deque[tuple[bytearray, zmq.MessageTracker]] = deque()
-
-    def take(self) -> bytearray:
-        """A buffer that nobody reads any more."""
-        while self._lent and self._lent[0][1].done:
-            self._keep(self._lent.popleft()[0])
-        return self._free.pop() if self._free else bytearray()
-
-    def give_back(self, buffer: bytearray, tracker: zmq.MessageTracker | None) -> None:
-        """Take it back when ``tracker`` says so; None: at once, since it was copied."""
-        if tracker is None:
-            self._keep(buffer)
-        else:
-            self._lent.append((buffer, tracker))
-
-    @property
-    def num_lent(self) -> int:
-        """Buffers that ZMQ has not done with, as far as was looked."""
-        return len(self._lent)
-
-    def _keep(self, buffer: bytearray) -> None:
-        # A buffer that grew large for once would be kept for ever.
-        if len(self._free) < self.MAX_KEPT and len(buffer) <= ZERO_COPY_BYTES:
-            self._free.append(buffer)
-
-
 class Channel:
     """A ZMQ socket on the running loop, with one task that receives from it.
 
@@ -133,7 +100,6 @@ class Channel:
     def __init__(self, socket: zmq.Socket[bytes], *, tells_users: bool = False) -> None:
         self.socket = socket
         self._tells_users = tells_users
-        self.buffers = SendBuffers()
         self._loop = asyncio.get_running_loop()
         self._backlog: deque[Frames] = deque()
         self._waiter: asyncio.Future[None] | None = None
@@ -145,15 +111,11 @@ class Channel:
     # Sending
 
     def try_send(self, frames: Sequence[Any]) -> bool:
-        """Send a message whole, without waiting; False if the socket takes no more now, and nothing was sent.
-
-        A header in a bytearray of `buffers` goes back there, in either case.
-        """
+        """Send a message whole, without waiting; False if the socket takes no more now, and nothing was sent."""
         try:
             self._send(frames)
             was_sent = True
         except zmq.Again:
-            self._return_header(frames, None)
             was_sent = False
         self._look()  # trying, too, takes news off the file descriptor
         return was_sent
@@ -161,10 +123,10 @@ class Channel:
     def send(self, frames: Sequence[Any]) -> None:
         """Send a message, or keep it until the socket takes it. What may lie here is for the caller to bound.
 
-        Header and arrays must stay as they are: for messages that are kept, a header from `buffers` is copied.
+        The arrays among the frames must stay as they are.
         """
         if self._backlog or not self.try_send(frames):
-            self._backlog.append([bytes(frames[0]), *frames[1:]])
+            self._backlog.append(list(frames))
             self._look()  # there may have come room for it since
 
     @property
@@ -174,19 +136,9 @@ class Channel:
 
     def _send(self, frames: Sequence[Any]) -> None:
         last = len(frames) - 1
-        tracker = None
         for index, frame in enumerate(frames):
             flags = _DONTWAIT if index == last else _DONTWAIT | _SNDMORE
-            is_tracked = size_of(frame) >= ZERO_COPY_BYTES
-            sent = self.socket.send(frame, flags, copy=not is_tracked, track=is_tracked)
-            if index == 0 and is_tracked:
-                tracker = sent
-        self._return_header(frames, tracker)
-
-    def _return_header(self, frames: Sequence[Any], tracker: zmq.MessageTracker | None) -> None:
-        header = frames[0]
-        if isinstance(header, bytearray):
-            self.buffers.give_back(header, tracker)
+            self.socket.send(frame, flags, copy=size_of(frame) < ZERO_COPY_BYTES)
 
     # Receiving
 

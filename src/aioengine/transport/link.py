@@ -78,7 +78,7 @@ class Link:
 
     def send(self, body: WireMessage, arrays: Any = ()) -> None:
         """Send a message, now or as soon as the socket takes it. What may lie there is bounded by what is live."""
-        self.requests.send(self._writer.write(body, arrays, into=self.requests.buffers.take()))
+        self.requests.send(self._writer.write(body, arrays))
 
     async def aclose(self) -> None:
         """Say farewell and close; idempotent."""

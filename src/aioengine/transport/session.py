@@ -139,7 +139,7 @@ class Session:
         """
         if self.is_over:
             return
-        frames = self._writer.write(body, arrays, into=self.outputs.buffers.take())
+        frames = self._writer.write(body, arrays)
         # Results are few, as calls are, and may be large: they are no sign of a reader that has stalled.
         size = 0 if isinstance(body, wire.Returned) else sum(map(size_of, frames))
         self._unread.append((self._writer.number - 1, size))

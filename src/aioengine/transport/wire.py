@@ -420,23 +420,16 @@ class Writer:
         self.number = 0
         """Of the next message."""
 
-    def write(self, body: WireMessage, arrays: Sequence[Any] = (), *, into: bytearray | None = None) -> list[Any]:
+    def write(self, body: WireMessage, arrays: Sequence[Any] = ()) -> list[Any]:
         """The frames of a message.
 
         Args:
             arrays: one for each of ``body.layout()``, contiguous; not copied.
-            into: where to put the header, resized to fit; absent: new bytes.
         Raises:
             TooLarge: a reader would refuse it.
             TypeError, ValueError, OverflowError, RecursionError: it holds what is no plain data.
         """
-        envelope = Envelope(self.number, body)
-        header: bytes | bytearray
-        if into is None:
-            header = self._encoder.encode(envelope)
-        else:
-            self._encoder.encode_into(envelope, into)
-            header = into
+        header = self._encoder.encode(Envelope(self.number, body))
         if len(header) > MAX_HEADER_BYTES:
             raise TooLarge(len(header))
         self.number += 1  # not before: what cannot be encoded is no message, and leaves no gap
