@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import gc
 import json
 import os
 import random
@@ -33,6 +32,10 @@ from stand_in import BOARD, Board, StandIn
 
 from aioengine import AioEngineError, Engine, ProcessOptions
 
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+
+from turn_probe import TurnProbe
+
 JAPANESE = "昔々あるところに小さな狐と賢い兎が住んでいて毎朝川のほとりで話をしました。"
 ENGLISH = "Once upon a time there was a little fox and a clever hare who met at the river. "
 NUM_CHARS = 1000
@@ -44,40 +47,6 @@ LIMITS: dict[str, Any] = {
     "show_progress": False,
     "enable_prefix_caching": True,
 }
-
-
-class TurnProbe:
-    """The turns of the running loop: ``with TurnProbe() as probe: ...``; for asyncio's own loops.
-
-    Attributes:
-        wall_s, cpu_s: of each turn that has ended; by the wall's clock, and CPU time of this thread.
-    """
-
-    def __init__(self) -> None:
-        self.wall_s: list[float] = []
-        self.cpu_s: list[float] = []
-        self._loop: Any = asyncio.get_running_loop()
-
-    def __enter__(self) -> TurnProbe:
-        self._selector = self._loop._selector
-        self._select = self._selector.select
-        self._began = time.perf_counter(), time.thread_time()
-        self._selector.select = self._look
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._note()
-        del self._selector.select
-
-    def _look(self, timeout: float | None = None) -> Any:
-        self._note()
-        events = self._select(timeout)
-        self._began = time.perf_counter(), time.thread_time()
-        return events
-
-    def _note(self) -> None:
-        self.wall_s.append(time.perf_counter() - self._began[0])
-        self.cpu_s.append(time.thread_time() - self._began[1])
 
 
 class Burst(NamedTuple):
@@ -178,18 +147,11 @@ def counted(outcomes: list[str]) -> dict[str, int]:
 
 
 async def measured(work: Callable[[], Coroutine[Any, Any, dict[str, int]]]) -> Measured:
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
+    with TurnProbe() as probe:
         began = time.perf_counter()
-        with TurnProbe() as probe:
-            outcomes = await work()
-            await asyncio.sleep(0)
+        outcomes = await work()
+        await asyncio.sleep(0)
         took_s = time.perf_counter() - began
-    finally:
-        gc.enable()
-        gc.unfreeze()
     return Measured(max(probe.wall_s) * 1e3, max(probe.cpu_s) * 1e3, took_s, outcomes)
 
 

@@ -19,21 +19,25 @@ LONGEST_S = 0.06
 class TurnProbe:
     """The turns of the running loop, between two looks at its selector: ``with TurnProbe() as probe: ...``.
 
+    For asyncio's own loops, and virtual ones.
+
     Attributes:
-        cpu_s: CPU time of the loop's thread in each: what else the machine does meanwhile does not count.
+        wall_s, cpu_s: seconds of each turn, by the wall's clock, and of CPU time of the loop's thread, which does not
+            count what else the machine does meanwhile.
     """
 
     def __init__(self) -> None:
+        self.wall_s: list[float] = []
         self.cpu_s: list[float] = []
         self._loop: Any = asyncio.get_running_loop()
 
     def __enter__(self) -> TurnProbe:
         gc.collect()
-        gc.freeze()  # a full collection of all that the tests hold is no turn of ours
+        gc.freeze()  # a full collection of all that the tests hold is no turn of what is measured
         gc.disable()
         self._select = self._loop._selector.select
         self._loop._selector.select = self._look
-        self._began = time.thread_time()
+        self._began = time.perf_counter(), time.thread_time()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -45,11 +49,12 @@ class TurnProbe:
     def _look(self, timeout: float | None = None) -> Any:
         self._note()
         events = self._select(timeout)
-        self._began = time.thread_time()
+        self._began = time.perf_counter(), time.thread_time()
         return events
 
     def _note(self) -> None:
-        self.cpu_s.append(time.thread_time() - self._began)
+        self.wall_s.append(time.perf_counter() - self._began[0])
+        self.cpu_s.append(time.thread_time() - self._began[1])
 
 
 PIECES_A_TURN = 3

@@ -20,7 +20,7 @@ def test_it_fills_its_tables(tmp_path: Path) -> None:
     report = tmp_path / "waiting.json"
     command = [sys.executable, "-m", "benchmarks.gpu.waiting", "--device", "stand-in", "--repeats", "1"]
     process = subprocess.run(
-        [*command, "--seconds", "0.5", "--json", str(report)], capture_output=True, text=True, timeout=120, cwd=ROOT
+        [*command, "--seconds", "0.2", "--json", str(report)], capture_output=True, text=True, timeout=120, cwd=ROOT
     )
     assert (process.returncode, process.stderr) == (0, "")
     assert "GPU's half is not measured" in process.stdout
