@@ -1,4 +1,4 @@
-"""What `LLM` and `LLMEngine` have in common: an engine that is asked by blocking calls."""
+"""The methods that `LLM` and `LLMEngine` have in common: those of the whole engine, as blocking calls."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 import anyio
@@ -67,13 +66,11 @@ class Facade:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Stop, and free everything. Calls that wait in other threads hear `EngineClosed`. Idempotent."""
+        """Stop, and free everything. Calls that wait in other threads raise `EngineClosed`. Idempotent."""
         self._host.close()
 
     def shutdown(self) -> None:
@@ -92,19 +89,11 @@ class Facade:
 
     def stats(self) -> EngineStats:
         """The engine's numbers now, and since its start."""
-
-        async def read(engine: Engine) -> EngineStats:
-            return engine.stats()
-
-        return self._host.run(read)
+        return self._host.ask(lambda engine: engine.stats())
 
     def get_metrics(self) -> list[Any]:
         """The metrics behind `stats`, as `EngineMetrics.collect` gives them."""
-
-        async def read(engine: Engine) -> list[Any]:
-            return list(engine.metrics.collect())
-
-        return self._host.run(read)
+        return self._host.ask(lambda engine: list(engine.metrics.collect()))
 
     def check_health(self) -> Health:
         """Whether the engine is alive or stalled.
@@ -112,11 +101,7 @@ class Facade:
         Raises:
             EngineDead: it is dead.
         """
-
-        async def look(engine: Engine) -> Health:
-            return engine.health()
-
-        health = self._host.run(look)
+        health = self._host.ask(lambda engine: engine.health())
         if health.status == "DEAD":
             raise EngineDead(health.reason or "the engine is dead")
         return health
@@ -202,7 +187,7 @@ class Facade:
     # For calls that wait for tokens
 
     async def _check_awake(self, engine: Engine) -> None:
-        """Raise where waiting would not end, since the only thread that could wake the engine up would wait."""
+        """Raise while the engine sleeps: it would compute nothing, and the thread that could wake it up would wait."""
         if self._may_sleep:
             self._may_sleep = await engine.is_sleeping()
         if self._may_sleep:

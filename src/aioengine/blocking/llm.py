@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
+import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Unpack
 
 import anyio
 
-from aioengine.blocking.bar import progress_bar
 from aioengine.blocking.facade import Facade
-from aioengine.blocking.prompts import list_chats, list_prompts
 from aioengine.engine import Engine
 from aioengine.errors import InvalidRequest
 from aioengine.outputs import RequestOutput
@@ -23,7 +24,7 @@ REFRESH_INTERVAL_S = 0.2
 Params = SamplingParams | Sequence[SamplingParams | None] | None
 
 
-class _Job(NamedTuple):
+class _Prompt(NamedTuple):
     number: int
     prompt: Any
     call: dict[str, Any]
@@ -73,8 +74,10 @@ class LLM(Facade):
             RuntimeError: the engine sleeps.
         """
         make_params(None, {}, sampling)  # Engine.generate has arguments that are not for this method
-        jobs = self._make_jobs(list_prompts(prompts), sampling_params, priority, cache_salt, sampling)
-        return self._complete(jobs, use_tqdm=use_tqdm, show_progress=show_progress)
+        call = {"cache_salt": cache_salt, **sampling}
+        return self._complete(
+            _list_prompts(prompts), sampling_params, priority, call, use_tqdm=use_tqdm, show_progress=show_progress
+        )
 
     def chat(
         self,
@@ -102,45 +105,50 @@ class LLM(Facade):
         named = {name: value for name, value in named.items() if value is not None}
         if named and isinstance(chat_template_kwargs, Mapping | None):
             chat_template_kwargs = {**named, **(chat_template_kwargs or {})}
-        call = {"chat_template_kwargs": chat_template_kwargs, **sampling}
-        jobs = self._make_jobs(list_chats(messages), sampling_params, priority, cache_salt, call)
-        return self._complete(jobs, use_tqdm=use_tqdm, show_progress=show_progress)
+        call = {"chat_template_kwargs": chat_template_kwargs, "cache_salt": cache_salt, **sampling}
+        return self._complete(
+            _list_chats(messages), sampling_params, priority, call, use_tqdm=use_tqdm, show_progress=show_progress
+        )
 
-    def _make_jobs(
+    def _complete(
         self,
         prompts: list[Any],
         sampling_params: Params,
         priority: int | Sequence[int] | None,
-        cache_salt: str | None,
-        others: Mapping[str, Any],
-    ) -> list[_Job]:
+        call: Mapping[str, Any],
+        *,
+        use_tqdm: bool,
+        show_progress: bool | None,
+    ) -> list[RequestOutput]:
         all_params = _for_each("sampling_params", sampling_params, len(prompts))
         priorities = _for_each("priority", 0 if priority is None else priority, len(prompts))
-        jobs = []
-        for number, (given, params, rank) in enumerate(zip(prompts, all_params, priorities, strict=True)):
-            call = {"params": params, "priority": rank, "cache_salt": cache_salt, **others}
-            jobs.append(_Job(number, given, call))
-        return jobs
-
-    def _complete(self, jobs: list[_Job], *, use_tqdm: bool, show_progress: bool | None) -> list[RequestOutput]:
-        is_shown = False if not use_tqdm and show_progress is None else show_progress
+        jobs = [
+            _Prompt(number, prompt, {"params": params, "priority": rank, **call})
+            for number, (prompt, params, rank) in enumerate(zip(prompts, all_params, priorities, strict=True))
+        ]
         outputs: dict[int, RequestOutput] = {}
 
         async def run(engine: Engine) -> None:
             await self._check_awake(engine)
             await _run_all(engine, jobs, outputs, self._request_numbers)
 
-        with progress_bar(outputs, len(jobs), is_shown=is_shown) as show:
+        is_shown = False if not use_tqdm and show_progress is None else show_progress
+        with _progress_bar(outputs, len(jobs), is_shown=is_shown) as show:
             if show is None:
                 self._host.run(run)
             else:
                 first = self.stats().generation_tokens
-                refresh = lambda: show(self.stats().generation_tokens - first)  # noqa: E731
+
+                def refresh() -> None:
+                    show(self.stats().generation_tokens - first)
+
                 self._host.run(run, every_s=REFRESH_INTERVAL_S, meanwhile=refresh)
         return [outputs[job.number] for job in jobs]
 
 
-async def _run_all(engine: Engine, jobs: list[_Job], outputs: dict[int, RequestOutput], numbers: Iterator[int]) -> None:
+async def _run_all(
+    engine: Engine, jobs: list[_Prompt], outputs: dict[int, RequestOutput], numbers: Iterator[int]
+) -> None:
     """Run all jobs, no more of them at a time than the engine could hold; the first error ends them all."""
     for job in jobs:  # one that can never run must not cost the others' work
         with _naming(job.number, len(jobs)):
@@ -187,3 +195,79 @@ def _for_each(name: str, given: Any, num_prompts: int) -> list[Any]:
             f"{name} has {len(given)} items for {num_prompts} prompts; give one for each, or one for all", param=name
         )
     return list(given)
+
+
+def _list_prompts(prompts: Any) -> list[Any]:
+    """One prompt or several, as several: text, token ids, an array of them, a dict and a chat are one each."""
+    if not isinstance(prompts, list | tuple):
+        return [prompts]
+    if not prompts:
+        return []
+    first = prompts[0]
+    is_message = isinstance(first, dict) and "role" in first
+    is_one = is_message or not (isinstance(first, str | list | tuple | dict) or hasattr(first, "__len__"))
+    return [prompts] if is_one else list(prompts)
+
+
+def _list_chats(messages: Any) -> list[Any]:
+    """One conversation or several, as several.
+
+    Raises:
+        InvalidRequest: these are no conversations.
+    """
+    if isinstance(messages, list | tuple) and messages and isinstance(messages[0], dict):
+        messages = [messages]
+    is_known = isinstance(messages, list | tuple) and all(
+        isinstance(chat, list | tuple) and chat and isinstance(chat[0], dict) for chat in messages
+    )
+    if not is_known:
+        raise InvalidRequest(
+            "messages: give a conversation, a list of {'role': ..., 'content': ...}, or a list of conversations",
+            param="messages",
+        )
+    return list(messages)
+
+
+@contextlib.contextmanager
+def _progress_bar(
+    outputs: Mapping[int, RequestOutput], num_requests: int, *, is_shown: bool | None
+) -> Iterator[Callable[[int], None] | None]:
+    """A bar of requests done and output tokens a second on stderr; its last state stays there.
+
+    Args:
+        outputs: of the requests that are done; read when the bar is shown, in the thread that shows it.
+        is_shown: None: on a terminal, in the main thread, so that a server's threads write nothing there.
+    Yields:
+        what shows the bar as it is now, given the number of tokens since the beginning; None if it is not to be shown.
+        A block that ends without an error shows it, too.
+    """
+    if is_shown is None:
+        is_shown = sys.stderr.isatty() and threading.current_thread() is threading.main_thread()
+    if not num_requests or not is_shown:
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]:,.0f} tokens/s"),
+        TimeElapsedColumn(),
+    )
+    progress = Progress(*columns, console=Console(stderr=True), auto_refresh=False)
+    task = progress.add_task("generating", total=num_requests, rate=0.0)
+    began_at = time.monotonic()
+
+    def show(num_tokens: int) -> None:
+        progress.start()
+        progress.update(task, completed=len(outputs), rate=num_tokens / max(time.monotonic() - began_at, 1e-9))
+        progress.refresh()
+
+    try:
+        yield show
+        show(sum(len(choice.token_ids) for output in outputs.values() for choice in output.outputs))
+    finally:
+        if progress.live.is_started:
+            progress.stop()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, Self
@@ -162,41 +161,40 @@ class LLMEngine(Facade):
 
 
 class _Requests:
-    """The requests of an `LLMEngine`, and what it has not told of them yet.
+    """The requests of an `LLMEngine`, and their outputs and errors that no step has returned or raised yet.
 
-    Belongs to the loop, but for `num_untold`. Does not know the `LLMEngine`, since what runs on the loop must not hold
-    that: dropping it would close nothing.
+    For the loop's thread alone, but for `num_untold`. Holds no reference to the `LLMEngine`: one that is dropped closes
+    itself, and tasks of the loop would keep it alive.
 
     Attributes:
-        changed: set with the next change; another one is here from then on, so that each of several tasks that wait
-            hears of it.
+        changed: set at the next change, and replaced then, so that each of several waiting steps is woken once.
     """
 
     def __init__(self, start_soon: Callable[[Callable[[], Coroutine[Any, Any, None]]], None]) -> None:
         self.changed = asyncio.Event()
         self._start_soon = start_soon
         self._streams: dict[str, Stream] = {}
-        """Of requests whose end has not been read, those included that wait for a place."""
+        """Of requests whose end has not been read, those included that wait to be admitted."""
         self._news: dict[str, None] = {}
         """Ids of the streams with something to read, in the order in which it came."""
-        self._outputs: dict[str, RequestOutput] = {}
-        self._errors: dict[str, AioEngineError] = {}
+        self._untold: dict[str, RequestOutput | AioEngineError] = {}
+        """What was read, and no step has returned or raised yet."""
 
     @property
     def num_untold(self) -> int:
         """Requests whose end no step has brought yet; from any thread."""
-        num_ended = sum(output.finished for output in list(self._outputs.values()))
-        return len(self._streams) + len(self._errors) + num_ended
+        is_end = [isinstance(item, AioEngineError) or item.finished for item in list(self._untold.values())]
+        return len(self._streams) + sum(is_end)
 
     def check_new(self, request_id: str) -> None:
-        if any(request_id in known for known in (self._streams, self._outputs, self._errors)):
+        if request_id in self._streams or request_id in self._untold:
             raise InvalidRequest(
                 f"request_id={shorten(request_id)} is that of an unfinished request; choose another, or abort that one",
                 param="request_id",
             )
 
     async def add(self, engine: Engine, stream: Stream) -> None:
-        """Begin a request; what finds no place waits for one in a task of its own, and its errors are a step's."""
+        """Begin a request; one that is not admitted at once waits in a task, and its errors are raised by a step."""
 
         async def begin_in_turn() -> None:
             try:
@@ -220,7 +218,7 @@ class _Requests:
     async def _begin(self, stream: Stream) -> None:
         await stream.__aenter__()
         if self._is_wanted(stream):
-            stream.watch(functools.partial(self._on_news, stream.request_id))
+            stream.watch(lambda: self._on_news(stream.request_id))
 
     def _on_news(self, request_id: str) -> None:
         self._news[request_id] = None
@@ -232,21 +230,15 @@ class _Requests:
 
     async def tell(self, told: dict[str, RequestOutput | AioEngineError]) -> None:
         """Move what is new into ``told``: all outputs, or else one error; first what was left from the last time."""
-        if not (self._outputs or self._errors):
+        if not self._untold:
             await self._read()
-        if self._outputs:
-            told.update(self._outputs)
-            self._outputs.clear()
-        elif self._errors:
-            request_id = next(iter(self._errors))
-            told[request_id] = self._errors.pop(request_id)
+        outputs = [request_id for request_id, item in self._untold.items() if isinstance(item, RequestOutput)]
+        for request_id in outputs or list(self._untold)[:1]:
+            told[request_id] = self._untold.pop(request_id)
 
     def put_back(self, told: dict[str, RequestOutput | AioEngineError]) -> None:
         for request_id, item in told.items():
-            if isinstance(item, AioEngineError):
-                self._errors.setdefault(request_id, item)
-            else:
-                self._outputs.setdefault(request_id, item)
+            self._untold.setdefault(request_id, item)
         self._change()
 
     async def _read(self) -> None:
@@ -260,18 +252,18 @@ class _Requests:
                 continue
             if output.finished:
                 await self.forget(stream.request_id)
-            self._outputs[stream.request_id] = output
+            self._untold[stream.request_id] = output
 
     async def _fail(self, stream: Stream, error: AioEngineError) -> None:
         if not self._is_wanted(stream):
             return
         if isinstance(error, EngineDead | EngineClosed):  # of all requests, and heard once
-            for request_id in [*self._streams, *self._outputs, *self._errors]:
+            for request_id in [*self._streams, *self._untold]:
                 await self.forget(request_id)
         else:
             error.add_note(f"request_id={stream.request_id!r}")
             await self.forget(stream.request_id)
-        self._errors[stream.request_id] = error
+        self._untold[stream.request_id] = error
 
     def _is_wanted(self, stream: Stream) -> bool:
         """Whether it was not forgotten; its id may be another request's by now."""
@@ -282,8 +274,8 @@ class _Requests:
         stream = self._streams.pop(request_id, None)
         if stream is not None:
             await stream.__aexit__(None, None, None)
-        for known in (self._news, self._outputs, self._errors):  # an abort is news, too
-            known.pop(request_id, None)
+        self._news.pop(request_id, None)  # an abort is news, too
+        self._untold.pop(request_id, None)
         self._change()
 
 

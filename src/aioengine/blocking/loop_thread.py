@@ -47,11 +47,11 @@ class LoopThread:
         self._owner = owner
         self._pid = os.getpid()
         self._calls: set[_Call[Any]] = set()
-        self._is_open = True
+        self.is_open = True
         self._refuse_running_loop()
         self._loop = _make_loop()
+        # Tasks to be started: anyio starts them from within a task alone, and not from a callback.
         self._inbox: deque[Callable[[], Coroutine[Any, Any, None]]] = deque()
-        """Tasks to be started."""
         self._changed = asyncio.Event()
         self._starting = _Call(start)
         self._thread = threading.Thread(target=self._run, name="aioengine-loop", daemon=True)
@@ -71,10 +71,6 @@ class LoopThread:
         atexit.register(_close_all)
 
     @property
-    def is_open(self) -> bool:
-        return self._is_open
-
-    @property
     def engine(self) -> Engine:
         """The engine, for what neither waits nor needs its loop.
 
@@ -84,7 +80,7 @@ class LoopThread:
         """
         if os.getpid() != self._pid:
             raise RuntimeError(f"this {self._owner} was made in another process, before a fork: make one here")
-        if not self._is_open:
+        if not self.is_open:
             raise self._closed()
         return self._starting.result
 
@@ -109,7 +105,7 @@ class LoopThread:
         call = _Call(lambda: work(engine))
         self._calls.add(call)
         try:
-            if not self._is_open:  # else the thread ends all calls before its own end, this one, too
+            if not self.is_open:  # else the thread ends all calls before its own end, this one, too
                 raise self._closed()
             self.start_soon(call.run)
             call.wait(every_s, meanwhile)
@@ -121,6 +117,14 @@ class LoopThread:
             self._calls.discard(call)
         call.check()
         return call.result
+
+    def ask(self, question: Callable[[Engine], T]) -> T:
+        """Call a function on the loop, and return what it returns; errors as of `run`."""
+
+        async def answer(engine: Engine) -> T:
+            return question(engine)
+
+        return self.run(answer)
 
     def start_soon(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Start a task that raises nothing; from any thread. It is cancelled once the engine has been closed."""
@@ -134,19 +138,16 @@ class LoopThread:
 
     def close(self) -> None:
         """Close the engine, and see the thread end. Idempotent."""
-        if self._is_open:
+        if self.is_open:
             self._refuse_running_loop()
         self.stop()
         self._thread.join()
 
     def drop(self) -> None:
-        """Close what has no user any more, and wait for its end where that can hold up neither a loop nor an engine."""
+        """Close an engine that is no longer used; wait for its end, unless in a loop's thread or one of an engine."""
         self.stop()
         if not (_is_loop_running() or threading.current_thread().name.startswith("aioengine")):
             self._thread.join(CLOSE_DEADLINE_S)
-
-    def join(self, timeout_s: float) -> None:
-        self._thread.join(timeout_s)
 
     # In the thread
 
@@ -156,7 +157,7 @@ class LoopThread:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
                 runner.run(self._serve())
         finally:
-            self._is_open = False
+            self.is_open = False
             for call in list(self._calls):
                 call.end(self._closed())
             _running.discard(self)
@@ -166,7 +167,7 @@ class LoopThread:
         if self._starting.has_failed:
             return
         async with anyio.create_task_group() as tasks:
-            while self._is_open:
+            while self.is_open:
                 await self._changed.wait()
                 self._changed.clear()
                 while self._inbox:
@@ -178,7 +179,7 @@ class LoopThread:
             tasks.cancel_scope.cancel()
 
     def _stop(self) -> None:
-        self._is_open = False
+        self.is_open = False
         self._starting.cancel()
         self._changed.set()
 
@@ -198,7 +199,7 @@ class LoopThread:
 
 
 class _Call(Generic[T]):
-    """Work for a loop, and the thread that waits for it."""
+    """A coroutine that runs on the loop, and its outcome for the one thread that waits for it."""
 
     result: T
 
@@ -216,14 +217,14 @@ class _Call(Generic[T]):
         return not hasattr(self, "result")
 
     async def run(self) -> None:
-        """On the loop. Raises nothing: what the work raises is for the thread that waits."""
+        """On the loop. Raises nothing: `check` raises the work's error in the thread that waits."""
         if self._is_ended:
             return
         try:
             with anyio.CancelScope() as self._scope:
                 self.result = await self._work()
                 self.end(None)
-        except asyncio.CancelledError:  # with all that the loop does: the engine has been closed
+        except asyncio.CancelledError:  # with all tasks of the loop: the engine has been closed
             pass
         except BaseException as error:
             self.end(error)
@@ -288,4 +289,4 @@ def _close_all() -> None:
     for thread in threads:
         thread.stop()
     for thread in threads:
-        thread.join(CLOSE_DEADLINE_S)
+        thread._thread.join(CLOSE_DEADLINE_S)
