@@ -1,6 +1,7 @@
 """What config.json is understood to say, and what is refused by name."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -8,10 +9,21 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from aioengine.errors import ConfigError, ModelLoadError
-from aioengine.models.families import DecoderConfig, read_decoder_config
+from aioengine.models.families import (
+    ARCHITECTURES,
+    UNREAD_FIELDS,
+    ConfigFields,
+    DecoderConfig,
+    Family,
+    known_fields,
+    read_decoder_config,
+)
 from aioengine.models.folder import ModelFolder
+from tests.checkpoints import FAMILIES, LLAMA3_ROPE, YARN_ROPE
 
 Checkpoint = Callable[..., Path]
 LONGROPE = {
@@ -63,6 +75,122 @@ def test_all_fields_of_a_plain_config(config_with: ConfigWith) -> None:
         inv_freq=inv_freq,
     )
     assert inv_freq == pytest.approx([10000.0 ** (-2 * i / 32) for i in range(16)], rel=1e-6)
+
+
+FEW_FIELDS = {
+    "vocab_size": 384,
+    "hidden_size": 1024,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 256,
+}
+OLD_SPELLING = {"rope_theta": 5e5, "torch_dtype": "bfloat16", "rope_parameters": ..., "dtype": ...}
+FULL_YARN_ROPE = {
+    **YARN_ROPE, "beta_fast": 16, "beta_slow": 2.5, "truncate": False, "mscale": 0.707, "mscale_all_dim": 0.5
+}  # fmt: skip
+HOSTILE_VALUES = (None, 0, 1, -1, 3, 0.0, 1.5, 10**30, True, False, "", "nn", "half", "silu", [], ["x"], {}, {"x": {}})
+CHANGES: dict[str, dict[str, Any]] = {
+    "as transformers 5 saves it": {},
+    "as transformers 4 saved it": {**OLD_SPELLING, "rope_scaling": None},
+    "an old linear rope": {**OLD_SPELLING, "rope_scaling": {"type": "linear", "factor": 4.0}},
+    "an old llama3 rope": {**OLD_SPELLING, "rope_scaling": {**LLAMA3_ROPE, "rope_theta": ...}},
+    "a yarn rope that says no length": {"rope_parameters": {**YARN_ROPE, "original_max_position_embeddings": ...}},
+    "a yarn rope that says all": {"rope_parameters": FULL_YARN_ROPE},
+    "a yarn rope with a factor of attention": {"rope_parameters": {**FULL_YARN_ROPE, "attention_factor": 1.2}},
+    "a yarn rope whose factor follows": {"rope_parameters": {**YARN_ROPE, "factor": None}},
+    "both spellings": {"torch_dtype": "bfloat16", "rope_scaling": LLAMA3_ROPE, "rope_theta": 7.0},
+    "no dtype": {"dtype": ...},
+    "a window": {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 2},
+    "a window of the default": {"sliding_window": ..., "use_sliding_window": True, "max_window_layers": 0},
+    "no window": {"sliding_window": None},
+    "no heads": {"head_dim": ..., "num_key_value_heads": ..., "num_attention_heads": 32, "hidden_size": 256},
+    "biases": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "hidden_act": "swish"},
+}
+"""What is changed in a config.json that `ConfigFields` are read from without transformers."""
+
+
+def without_absent(content: dict[str, Any]) -> dict[str, Any]:
+    """The object without the fields, also inner ones, that are ``...``."""
+    return {
+        name: without_absent(value) if isinstance(value, dict) else value
+        for name, value in content.items()
+        if value is not ...
+    }
+
+
+def read_both_ways(path: Path, content: dict[str, Any]) -> list[DecoderConfig | type[ModelLoadError]]:
+    """What is read of a config.json here, and what by way of transformers, which one of `UNREAD_FIELDS` makes do it."""
+    results: list[DecoderConfig | type[ModelLoadError]] = []
+    for extra in ({}, {"auto_map": {}}):
+        (path / "config.json").write_text(json.dumps({**content, **extra}))
+        try:
+            results.append(read_decoder_config(ModelFolder.read(path)))
+        except ModelLoadError:
+            results.append(ModelLoadError)
+    return results
+
+
+def rope_of_transformers(path: Path) -> tuple[tuple[float, ...], float]:
+    config = AutoConfig.from_pretrained(path)
+    inv_freq, scale = ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]](config)
+    return tuple(inv_freq.tolist()), scale
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_transformers_reads_the_same(checkpoint: Checkpoint, tmp_path: Path, change: dict[str, Any]) -> None:
+    for family in FAMILIES:
+        saved = json.loads((checkpoint(family) / "config.json").read_text())
+        content = without_absent({**saved, **change})
+        fields = known_fields(content, ARCHITECTURES[saved["architectures"][0]])
+        assert fields is not None, family
+        here, by_transformers = read_both_ways(tmp_path, content)
+        assert isinstance(here, DecoderConfig), family
+        assert here == by_transformers, family
+        if fields.rope_parameters["rope_type"] != "default":
+            assert (here.inv_freq, here.rope_scale) == rope_of_transformers(tmp_path), family
+
+
+@pytest.mark.parametrize(("architecture", "family"), ARCHITECTURES.items(), ids=ARCHITECTURES)
+def test_transformers_reads_the_same_of_few_fields(tmp_path: Path, architecture: str, family: Family) -> None:
+    content = {"architectures": [architecture], "model_type": family.model_type, **FEW_FIELDS}
+    assert known_fields(content, family) is not None
+    here, by_transformers = read_both_ways(tmp_path, content)
+    assert isinstance(here, DecoderConfig)
+    assert here == by_transformers
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers, about such values
+@pytest.mark.parametrize(("architecture", "family"), ARCHITECTURES.items(), ids=ARCHITECTURES)
+def test_what_transformers_refuses_is_refused(tmp_path: Path, architecture: str, family: Family) -> None:
+    content = {"architectures": [architecture], "model_type": family.model_type, **FEW_FIELDS}
+    for field in sorted(
+        {*ConfigFields.__struct_fields__, *OLD_SPELLING, "rope_scaling", *UNREAD_FIELDS} - {"auto_map"}
+    ):
+        for value in (..., *HOSTILE_VALUES):
+            here, by_transformers = read_both_ways(tmp_path, without_absent({**content, field: value}))
+            assert here == by_transformers, (field, value)
+
+
+@pytest.mark.parametrize("rope", [LLAMA3_ROPE, FULL_YARN_ROPE], ids=["llama3", "yarn"])
+def test_a_rope_that_transformers_cannot_use_is_refused(tmp_path: Path, rope: dict[str, Any]) -> None:
+    content = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **FEW_FIELDS}
+    # An object in it is taken for a rope of some layers, and a factor of 10**30 for a length beyond any model's.
+    values = [value for value in HOSTILE_VALUES if not isinstance(value, dict) and value != 10**30]
+    for field in list(rope)[1:]:
+        for value in (..., *values):
+            changed = without_absent({**content, "rope_parameters": {**rope, field: value}})
+            here, by_transformers = read_both_ways(tmp_path, changed)
+            assert here == by_transformers, (field, value)
+            try:
+                expected = rope_of_transformers(tmp_path)
+            except Exception:  # errors of every kind
+                assert here is ModelLoadError, (field, value)
+                continue
+            is_usable = all(0 < number < math.inf for number in (*expected[0], expected[1]))
+            assert is_usable == isinstance(here, DecoderConfig), (field, value)
+            if isinstance(here, DecoderConfig):
+                assert (here.inv_freq, here.rope_scale) == expected, (field, value)
 
 
 @pytest.mark.parametrize(

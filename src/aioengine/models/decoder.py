@@ -27,6 +27,7 @@ MIN_PACKED_FLOAT32 = 1 << 17
 # does not change with the number of rows beside it.
 PACKED_FOR_ROWS = 16
 PACKED_HEAD = "_packed_head"
+META = torch.device("meta")
 
 
 class Attend(Protocol):
@@ -142,18 +143,18 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Token ids in, hidden states and logits out; attention and its cache are the caller's.
 
-    Made on the meta device without values; `aioengine.models.loader.load_decoder` gives it some. To be called under
-    ``torch.inference_mode()``.
+    Its parameters are made without values, by default on the meta device, without memory;
+    `aioengine.models.loader.load_decoder` gives them some. To be called under ``torch.inference_mode()``.
     """
 
     rope_table: Tensor
     _packed_head: nn.Parameter | None
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, device: torch.device = META) -> None:
         super().__init__()
         c = config
         self.config = c
-        with torch.device("meta"):
+        with device:
             self.embedding = _parameter((c.vocab_size, c.hidden_size), c.dtype)
             self.layers = nn.ModuleList(DecoderLayer(c, index) for index in range(c.num_layers))
             self.norm = RMSNorm((c.hidden_size,), c.rms_norm_eps, dtype=c.dtype)

@@ -1,4 +1,8 @@
-"""The shape of a decoder, read from a transformers config: one table says how the families differ."""
+"""The shape of a decoder, read from config.json: one table says how the families differ.
+
+transformers takes a second to import, so config.json is read here wherever what `transformers.AutoConfig` would make of
+it is known. All else goes through AutoConfig.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 import torch
-import transformers
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from torch import Tensor
 
 from aioengine.errors import ConfigError, ModelLoadError
 from aioengine.models.folder import ModelFolder
@@ -31,27 +34,65 @@ NUMBERS = {
     "max_window_layers": (0, 4096),
     "num_labels": (0, 2**16),
 }
-"""config.json's integers: the least and the most of each, far beyond any model. transformers fills lists by some of
-them; all are held against the shapes of the tensors before memory is asked for."""
+"""config.json's integers: the least and the most of each, far beyond any model. Lists of some of these lengths are
+made; all are held against the shapes of the tensors before memory is asked for."""
 
 MAX_SHOWN_CHARS = 500
 """Of what transformers says of a config: some errors hold all of it."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 ACTIVATIONS = ("silu", "swish")
+LAYER_TYPES = ("full_attention", "sliding_attention")
+DEFAULT_ROPE_THETA = 10000.0
+
+UNREAD_FIELDS = frozenset(
+    {"auto_map", "configuration_files", "original_max_position_embeddings", "partial_rotary_factor", "per_layer_config"}
+)
+"""Fields of config.json with which transformers reads something else or changes what it read; they are left to it."""
+
+
+class ConfigFields(msgspec.Struct, frozen=True):
+    """What of config.json describes the decoder, named and typed as in transformers' configs, absent fields filled in.
+
+    Attributes:
+        rope_parameters: with ``rope_type``, ``rope_theta`` and ``original_max_position_embeddings``.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    max_position_embeddings: int
+    rope_parameters: dict[str, Any]
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_act: str = "silu"
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    use_sliding_window: bool = False
+    sliding_window: int | None = 4096
+    max_window_layers: int = 28
+    layer_types: list[str] | None = None
+    dtype: str | None = None
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):
     """In what an architecture differs from the plain decoder. A string is the config's field that says it.
 
     Attributes:
+        model_type: transformers' name of its config.
+        defaults: of absent fields, where they differ from those of `ConfigFields`.
         qkv_bias, output_bias: of the attention's projections.
         mlp_bias: of the MLP's.
         qk_norm: whether each head's query and key are normalised before the rotation.
         windows: which layers attend to the last ``sliding_window`` tokens only.
     """
 
+    model_type: str
+    defaults: dict[str, int] = {}
     qkv_bias: bool | str = False
     output_bias: bool | str = False
     mlp_bias: bool | str = False
@@ -60,11 +101,20 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ARCHITECTURES = {
-    "LlamaForCausalLM": Family(qkv_bias="attention_bias", output_bias="attention_bias", mlp_bias="mlp_bias"),
-    "MistralForCausalLM": Family(windows="all layers"),
-    "Qwen2ForCausalLM": Family(qkv_bias=True, windows="layer_types"),
+    "LlamaForCausalLM": Family(
+        model_type="llama", qkv_bias="attention_bias", output_bias="attention_bias", mlp_bias="mlp_bias"
+    ),
+    "MistralForCausalLM": Family(model_type="mistral", defaults={"num_key_value_heads": 8}, windows="all layers"),
+    "Qwen2ForCausalLM": Family(
+        model_type="qwen2", defaults={"num_key_value_heads": 32}, qkv_bias=True, windows="layer_types"
+    ),
     "Qwen3ForCausalLM": Family(
-        qkv_bias="attention_bias", output_bias="attention_bias", qk_norm=True, windows="layer_types"
+        model_type="qwen3",
+        defaults={"num_key_value_heads": 32, "head_dim": 128},
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        qk_norm=True,
+        windows="layer_types",
     ),
 }
 
@@ -114,51 +164,107 @@ def read_decoder_config(folder: ModelFolder, *, dtype: str = "auto", max_model_l
     """
     where = folder.path / "config.json"
     architecture = _check_architecture(folder)
-    _check_numbers(folder.config.get, where)
-    try:
-        hf = transformers.AutoConfig.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
-    # Its validation raises whatever it likes: ValueError, KeyError, TypeError, errors of its own.
-    except Exception as error:
-        problem = str(error)[:MAX_SHOWN_CHARS]
-        raise ModelLoadError(f"{where} is not a config that transformers understands: {problem}") from error
-    _check_numbers(lambda name: getattr(hf, name, None), where)
-    _check_features(hf, where)
     family = ARCHITECTURES[architecture]
-    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
-    if hf.num_attention_heads % hf.num_key_value_heads:
+    _check_numbers(folder.config.get, where)
+    fields = known_fields(folder.config, family) or _fields_by_transformers(folder)
+    _check_numbers(lambda name: getattr(fields, name, None), where)
+    _check_features(fields, where)
+    num_heads, num_kv_heads = fields.num_attention_heads, fields.num_key_value_heads or fields.num_attention_heads
+    head_dim = fields.head_dim or fields.hidden_size // num_heads
+    if num_heads % num_kv_heads:
         raise ModelLoadError(
-            f"{where}: num_attention_heads={hf.num_attention_heads} is not a multiple of "
-            f"num_key_value_heads={hf.num_key_value_heads}"
+            f"{where}: num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}"
         )
     if head_dim % 2 or not head_dim:
         raise ModelLoadError(f"{where}: head_dim={head_dim} is odd or none; the rotation needs pairs")
     try:
-        inv_freq, rope_scale = _rope(hf, head_dim)
-        model_len = _model_len(hf)
-    except Exception as error:  # of transformers' functions, and of values that are no numbers
-        rope = shorten(hf.rope_parameters)
+        inv_freq, rope_scale = _rope(fields, head_dim)
+        model_len = _model_len(fields)
+    except Exception as error:  # of values that are absent or no numbers
+        rope = shorten(fields.rope_parameters)
         raise ModelLoadError(f"{where}: rope_parameters {rope} cannot be used: {error!r}") from error
     return DecoderConfig(
         architecture=architecture,
-        vocab_size=hf.vocab_size,
-        hidden_size=hf.hidden_size,
-        intermediate_size=hf.intermediate_size,
-        num_layers=hf.num_hidden_layers,
-        num_heads=hf.num_attention_heads,
-        num_kv_heads=hf.num_key_value_heads,
+        vocab_size=fields.vocab_size,
+        hidden_size=fields.hidden_size,
+        intermediate_size=fields.intermediate_size,
+        num_layers=fields.num_hidden_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_model_len=_limit(model_len, max_model_len, where),
-        dtype=_dtype(hf, dtype, where),
-        rms_norm_eps=hf.rms_norm_eps,
-        qkv_bias=_flag(family.qkv_bias, hf),
-        output_bias=_flag(family.output_bias, hf),
-        mlp_bias=_flag(family.mlp_bias, hf),
+        dtype=_dtype(fields, dtype, where),
+        rms_norm_eps=fields.rms_norm_eps,
+        qkv_bias=_flag(family.qkv_bias, fields),
+        output_bias=_flag(family.output_bias, fields),
+        mlp_bias=_flag(family.mlp_bias, fields),
         qk_norm=family.qk_norm,
-        tie_word_embeddings=bool(hf.tie_word_embeddings),
-        windows=_windows(family, hf, where),
+        tie_word_embeddings=fields.tie_word_embeddings,
+        windows=_windows(family, fields, where),
         inv_freq=inv_freq,
         rope_scale=rope_scale,
     )
+
+
+def known_fields(config: dict[str, Any], family: Family) -> ConfigFields | None:
+    """Read a config.json as `transformers.AutoConfig` would.
+
+    A test holds the two against each other.
+
+    Returns:
+        None where AutoConfig must read it: it is of another model type, has one of `UNREAD_FIELDS`, or a field is
+        missing or malformed.
+    """
+    rope = config.get("rope_scaling") or config.get("rope_parameters")
+    if rope is None:
+        rope = {}
+    if (
+        config.get("model_type") != family.model_type
+        or not UNREAD_FIELDS.isdisjoint(config)
+        or any(config.get(name, default) is None for name, default in family.defaults.items())
+        or not isinstance(rope, dict)
+    ):
+        return None
+    rope = {
+        "rope_type": rope.get("type", "default"),
+        "rope_theta": config.get("rope_theta", DEFAULT_ROPE_THETA),
+        "original_max_position_embeddings": config.get("max_position_embeddings"),
+        **rope,
+    }
+    dtype = config["dtype"] if config.get("dtype") is not None else config.get("torch_dtype")
+    try:
+        fields = msgspec.convert(
+            {**family.defaults, **config, "rope_parameters": rope, "dtype": dtype}, type=ConfigFields
+        )
+    except msgspec.ValidationError:
+        return None
+    layer_types, num_layers = fields.layer_types, fields.num_hidden_layers
+    if layer_types is None:
+        num_full = fields.max_window_layers
+        layer_types = [LAYER_TYPES[index >= num_full] for index in range(num_layers)]
+    if (
+        (family.windows != "layer_types" and "layer_types" in config)
+        or len(layer_types) != num_layers
+        or not set(layer_types) <= set(LAYER_TYPES)
+        or fields.hidden_size % fields.num_attention_heads
+        or dtype not in (None, *DTYPES)
+    ):
+        return None
+    has_window = fields.use_sliding_window or family.windows == "all layers"
+    window = fields.sliding_window if has_window else None
+    return msgspec.structs.replace(fields, layer_types=layer_types, sliding_window=window)
+
+
+def _fields_by_transformers(folder: ModelFolder) -> ConfigFields:
+    import transformers
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
+        return msgspec.convert({"sliding_window": None, **config.to_dict()}, type=ConfigFields)
+    # Its validation raises whatever it likes: ValueError, KeyError, TypeError, errors of its own.
+    except Exception as error:
+        where, problem = folder.path / "config.json", str(error)[:MAX_SHOWN_CHARS]
+        raise ModelLoadError(f"{where} is not a config that transformers understands: {problem}") from error
 
 
 def _check_numbers(get: Callable[[str], Any], where: object) -> None:
@@ -168,8 +274,8 @@ def _check_numbers(get: Callable[[str], Any], where: object) -> None:
         if value is not None and not (type(value) is int and least <= value <= most):
             raise ModelLoadError(f"{where}: {name}={shorten(value)}; {least} to {most} is needed")
     eps = get("rms_norm_eps")
-    if eps is not None and not (isinstance(eps, int | float) and 0 <= eps < 1):
-        raise ModelLoadError(f"{where}: rms_norm_eps={shorten(eps)}; a number from 0 to 1 is needed")
+    if eps is not None and not (isinstance(eps, float) and 0 <= eps < 1):
+        raise ModelLoadError(f"{where}: rms_norm_eps={shorten(eps)}; a float from 0 to 1 is needed")
 
 
 def _check_architecture(folder: ModelFolder) -> str:
@@ -187,16 +293,16 @@ def _check_architecture(folder: ModelFolder) -> str:
     return str(names[0])
 
 
-def _check_features(hf: Any, where: object) -> None:
-    if hf.hidden_act not in ACTIVATIONS:
+def _check_features(fields: ConfigFields, where: object) -> None:
+    if fields.hidden_act not in ACTIVATIONS:
         raise ModelLoadError(
-            f"{where}: activation {shorten(hf.hidden_act)} is not supported; supported: {', '.join(ACTIVATIONS)}"
+            f"{where}: activation {shorten(fields.hidden_act)} is not supported; supported: {', '.join(ACTIVATIONS)}"
         )
-    rope = hf.rope_parameters or {}
-    rope_type = rope.get("rope_type", "default")
+    rope = fields.rope_parameters
+    rope_type = rope.get("rope_type")
     if any(isinstance(value, dict) for value in rope.values()):
         raise ModelLoadError(f"{where}: rope_parameters by layer type are not supported; one for all layers is")
-    if rope_type not in ROPE_TYPES:
+    if str(rope_type) not in ROPE_TYPES:
         raise ModelLoadError(
             f"{where}: rope type {shorten(rope_type)} is not supported; supported: {', '.join(ROPE_TYPES)}"
         )
@@ -204,35 +310,87 @@ def _check_features(hf: Any, where: object) -> None:
         raise ModelLoadError(f"{where}: partial_rotary_factor={rope['partial_rotary_factor']} is not supported; 1 is")
 
 
-def _flag(value: bool | str, hf: Any) -> bool:
-    return bool(getattr(hf, value)) if isinstance(value, str) else value
+def _flag(value: bool | str, fields: ConfigFields) -> bool:
+    return bool(getattr(fields, value)) if isinstance(value, str) else value
 
 
-def _rope(hf: Any, head_dim: int) -> tuple[tuple[float, ...], float]:
+def _rope(fields: ConfigFields, head_dim: int) -> tuple[tuple[float, ...], float]:
     """The rotation's frequencies (Su et al., 2021, arXiv:2104.09864) and the factor on cos and sin."""
-    rope = hf.rope_parameters
-    if rope["rope_type"] == "default":
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-        inv_freq, scale = 1.0 / (rope["rope_theta"] ** exponents), 1.0
-    else:
-        inv_freq, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](hf)
+    rope = fields.rope_parameters
+    periods = rope["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    inv_freq, scale = ROPE_TYPES[rope["rope_type"]](fields, periods)
     values, scale = tuple(inv_freq.tolist()), float(scale)
     if len(values) != head_dim // 2 or not all(0 < value < math.inf for value in [*values, scale]):
         raise ValueError(f"they give {len(values)} frequencies, not {head_dim // 2} between 0 and infinity")
     return values, scale
 
 
-def _model_len(hf: Any) -> int:
+def _default_rope(fields: ConfigFields, periods: Tensor) -> tuple[Tensor, float]:
+    return 1.0 / periods, 1.0
+
+
+def _linear_rope(fields: ConfigFields, periods: Tensor) -> tuple[Tensor, float]:
+    """As if positions were ``factor`` times closer (Chen et al., 2023, arXiv:2306.15595)."""
+    return 1.0 / periods / fields.rope_parameters["factor"], 1.0
+
+
+def _llama3_rope(fields: ConfigFields, periods: Tensor) -> tuple[Tensor, float]:
+    """Llama 3.1's: slow rotations are ``factor`` times slower, fast ones are as they were, between them a ramp."""
+    rope, inv_freq = fields.rope_parameters, 1.0 / periods
+    factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
+    length = rope["original_max_position_embeddings"]
+    wavelengths = 2 * math.pi / inv_freq
+    is_slow, is_fast = wavelengths > length / low, wavelengths < length / high
+    ramp = (length / wavelengths - low) / (high - low)
+    between = (1 - ramp) * inv_freq / factor + ramp * inv_freq
+    return torch.where(is_slow, inv_freq / factor, torch.where(is_fast, inv_freq, between)), 1.0
+
+
+def _yarn_rope(fields: ConfigFields, periods: Tensor) -> tuple[Tensor, float]:
+    """YaRN (Peng et al., 2023, arXiv:2309.00071): as Llama 3.1's, the ramp over dims, and cos and sin are scaled."""
+    rope, head_dim = fields.rope_parameters, 2 * len(periods)
+    factor, length = rope["factor"], rope["original_max_position_embeddings"]
+    if factor is None:
+        factor = fields.max_position_embeddings / length
+
+    def magnitude(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    def dim_that_turns(times: float) -> float:
+        return head_dim * math.log(length / (times * 2 * math.pi)) / (2 * math.log(rope["rope_theta"]))
+
+    scale, mscale, mscale_all = rope.get("attention_factor"), rope.get("mscale"), rope.get("mscale_all_dim")
+    if scale is None:
+        scale = magnitude(mscale) / magnitude(mscale_all) if mscale and mscale_all else magnitude(1.0)
+    low, high = dim_that_turns(rope.get("beta_fast") or 32), dim_that_turns(rope.get("beta_slow") or 1)
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = (torch.arange(len(periods), dtype=torch.float32) - low) / ((high - low) or 0.001)
+    kept = 1 - ramp.clamp(0, 1)
+    return 1.0 / (factor * periods) * (1 - kept) + 1.0 / periods * kept, scale
+
+
+ROPE_TYPES: dict[str, Callable[[ConfigFields, Tensor], tuple[Tensor, float]]] = {
+    "default": _default_rope,
+    "linear": _linear_rope,
+    "llama3": _llama3_rope,
+    "yarn": _yarn_rope,
+}
+"""How the plain rotation is changed: from its periods / 2π [head_dim / 2], in positions, to the frequencies
+[head_dim / 2], in radians a position, and the factor on cos and sin."""
+
+
+def _model_len(fields: ConfigFields) -> int:
     """The most tokens that the model is made for.
 
     With yarn, ``max_position_embeddings`` is often left at the length before stretching, as its authors tell users to
     add the scaling to config.json and nothing else.
     """
-    rope = hf.rope_parameters
-    stated: int = hf.max_position_embeddings
+    rope = fields.rope_parameters
     if rope["rope_type"] == "yarn" and rope.get("factor"):
-        return max(stated, int(rope["original_max_position_embeddings"] * rope["factor"]))
-    return stated
+        return max(fields.max_position_embeddings, int(rope["original_max_position_embeddings"] * rope["factor"]))
+    return fields.max_position_embeddings
 
 
 def _limit(model_len: object, max_model_len: int | None, where: object) -> int:
@@ -243,33 +401,27 @@ def _limit(model_len: object, max_model_len: int | None, where: object) -> int:
     return max_model_len or model_len
 
 
-def _dtype(hf: Any, name: str, where: object) -> torch.dtype:
+def _dtype(fields: ConfigFields, name: str, where: object) -> torch.dtype:
     if name != "auto":
         return DTYPES[name]
-    dtype = getattr(hf, "dtype", None) or torch.float32
-    dtype = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
-    if dtype not in DTYPES.values():
+    if fields.dtype is not None and fields.dtype not in DTYPES:
         raise ModelLoadError(
-            f"{where}: dtype {shorten(dtype)} is not supported; set dtype to one of {', '.join(DTYPES)}"
+            f"{where}: dtype {shorten(fields.dtype)} is not supported; set dtype to one of {', '.join(DTYPES)}"
         )
-    return dtype
+    return DTYPES[fields.dtype or "float32"]
 
 
-def _windows(family: Family, hf: Any, where: object) -> tuple[int | None, ...]:
-    window: int | None = getattr(hf, "sliding_window", None)
-    num_layers: int = hf.num_hidden_layers
+def _windows(family: Family, fields: ConfigFields, where: object) -> tuple[int | None, ...]:
+    window, num_layers, layer_types = fields.sliding_window, fields.num_hidden_layers, fields.layer_types
     if family.windows == "none" or window is None:
         return (None,) * num_layers
     if family.windows == "all layers":
         return (window,) * num_layers
-    kinds = {"full_attention": None, "sliding_attention": window}
-    if not isinstance(hf.layer_types, list) or len(hf.layer_types) != num_layers:
-        raise ModelLoadError(
-            f"{where}: layer_types={shorten(hf.layer_types)}; one for each of {num_layers} layers is needed"
-        )
-    unknown = [layer_type for layer_type in hf.layer_types if layer_type not in kinds]
+    if layer_types is None or len(layer_types) != num_layers:
+        raise ModelLoadError(f"{where}: layer_types={shorten(layer_types)}; one for each of {num_layers} is needed")
+    unknown = [layer_type for layer_type in layer_types if layer_type not in LAYER_TYPES]
     if unknown:
         raise ModelLoadError(
-            f"{where}: layer type {shorten(unknown[0])} is not supported; supported: {', '.join(kinds)}"
+            f"{where}: layer type {shorten(unknown[0])} is not supported; supported: {', '.join(LAYER_TYPES)}"
         )
-    return tuple(kinds[layer_type] for layer_type in hf.layer_types)
+    return tuple(window if layer_type == "sliding_attention" else None for layer_type in layer_types)
