@@ -35,6 +35,20 @@ def test_it_tells_a_story_and_says_on_stderr_how_large_the_kv_cache_is() -> None
     assert "blocks of 16 tokens" in done.stderr
 
 
+def test_a_start_imports_no_large_package_but_torch() -> None:
+    heavy = {
+        "transformers", "huggingface_hub", "sympy", "torch._dynamo", "torch._inductor", "triton", "jinja2", "rich",
+        "prompt_toolkit", "aiohttp", "starlette", "uvicorn",
+    }  # fmt: skip
+    code = (
+        "import sys; from aioengine.cli.main import cli\n"
+        "cli(['generate', 'Once', '--max-tokens', '3'], standalone_mode=False)\n"
+        f"sys.exit(' '.join({heavy} & set(sys.modules)) or 'torch' not in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_same_seed_tells_the_same_story() -> None:
     first, second = (run("generate", "Once", "--seed", "7", "--max-tokens", "30").stdout for _ in range(2))
     assert first == second

@@ -4,6 +4,8 @@ import itertools
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from aioengine.models import decoder as decoder_module
 from aioengine.models.decoder import Decoder
 from aioengine.models.folder import ModelFolder
 from aioengine.models.loader import INDEX_FILE, SINGLE_FILE, LoadStopped, checkpoint_slots, load_decoder
+from tests.checkpoints import FAMILIES
 
 Checkpoint = Callable[..., Path]
 QUERY = "model.layers.1.self_attn.q_proj.weight"
@@ -41,6 +44,19 @@ def copied(checkpoint: Checkpoint, tmp_path: Path) -> Callable[..., Path]:
 
 
 Copied = Callable[..., Path]
+
+
+def test_loading_needs_no_transformers(checkpoint: Checkpoint) -> None:
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from aioengine.config import EngineConfig\n"
+        "from aioengine.models.folder import ModelFolder\n"
+        "from aioengine.models.loader import load_decoder\n"
+        "for folder in sys.argv[1:]: load_decoder(ModelFolder.read(Path(folder)), EngineConfig())\n"
+        "sys.exit(bool({'transformers', 'sympy', 'torch._dynamo'} & set(sys.modules)))"
+    )
+    folders = [str(checkpoint(family)) for family in FAMILIES]
+    assert subprocess.run([sys.executable, "-c", code, *folders], check=False).returncode == 0
 
 
 def edit(folder: Path, change: Callable[[dict[str, Tensor]], None], file: str = SINGLE_FILE) -> None:
