@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from aioengine.text.detokenizer import Detokenizer
 
@@ -42,6 +42,27 @@ def byte_level(decoder: decoders.Decoder | None = None) -> Tokenizer:
     tokenizer.add_tokens(["<tool call>", "é x", "<0xE2>"])  # a space is none of the byte characters; not a byte either
     tokenizer.add_special_tokens(["<|ünknown end|>"])
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return tokenizer
+
+
+def qwens() -> Tokenizer:
+    """As in the folders of Qwen 2 and 3."""
+    tokenizer = Tokenizer(models.BPE(continuing_subword_prefix="", end_of_word_suffix=""))
+    tokenizer.normalizer = normalizers.NFC()
+    pattern = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+        r"|\s+(?!\S)|\s+"
+    )
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    flags = {"add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(**flags)])
+    tokenizer.post_processor = processors.ByteLevel(**flags)
+    tokenizer.decoder = decoders.ByteLevel(**flags)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    tokenizer.add_tokens(["<tool call>"])
     return tokenizer
 
 
@@ -111,6 +132,7 @@ _BYTES = decoders.ByteFallback()
 
 KINDS: dict[str, Callable[[], Tokenizer]] = {
     "byte level": byte_level,
+    "qwen": qwens,
     "byte level in a sequence": lambda: byte_level(
         decoders.Sequence([decoders.Replace("Ġ", "Ġé"), decoders.ByteLevel(), decoders.Strip(" ", 2, 0)])
     ),
@@ -144,4 +166,35 @@ def folder(tmp_path: Path) -> Path:
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": CHAT_TEMPLATE}))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    return tmp_path
+
+
+@pytest.fixture
+def qwen_folder(tmp_path: Path) -> Path:
+    """A model folder as Qwen's are."""
+    tokenizer = qwens()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    flags = ("lstrip", "normalized", "rstrip", "single_word", "special")
+    added = {
+        str(token_id): {"content": token.content, **{flag: getattr(token, flag) for flag in flags}}
+        for token_id, token in tokenizer.get_added_tokens_decoder().items()
+    }
+    settings = {
+        "add_bos_token": False,
+        "add_prefix_space": False,
+        "added_tokens_decoder": added,
+        "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
+        "bos_token": None,
+        "chat_template": CHAT_TEMPLATE,
+        "clean_up_tokenization_spaces": False,
+        "eos_token": "<|im_end|>",
+        "errors": "replace",
+        "model_max_length": 131072,
+        "pad_token": "<|endoftext|>",
+        "split_special_tokens": False,
+        "tokenizer_class": "Qwen2Tokenizer",
+        "unk_token": None,
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     return tmp_path

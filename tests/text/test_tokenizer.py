@@ -30,6 +30,16 @@ TEXTS = [
     "fox " * 2000,
 ]
 
+QWENS_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+PUTS_A_TOKEN_FIRST = {
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "<|im_start|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+    "special_tokens": {"<|im_start|>": {"id": "<|im_start|>", "ids": [393], "tokens": ["<|im_start|>"]}},
+}
+PLAIN_TOKEN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": True, "special": False}
+QWENS_END = {**PLAIN_TOKEN, "content": "<|endoftext|>", "normalized": False, "special": True}
+
 
 def rewrite(file: Path, **changes: Any) -> None:
     content = json.loads(file.read_text()) | changes
@@ -100,6 +110,8 @@ def test_a_folder_gives_the_ids_of_auto_tokenizer(folder: Path, model_type: str 
         {"image_token": "<|image|>"},
         {"tool_token": "<tool call>", "chat_template": "{{ tool_token }}"},
         {"additional_special_tokens": ["<|im_end|>", "brown"]},
+        {"additional_special_tokens": ["<tool call>"]},
+        {"pad_token": "<tool call>"},
         {"extra_special_tokens": {"tool": "<tool call>"}},
         {"tokenizer_class": "Qwen2Tokenizer"},
         {"tokenizer_class": "LlamaTokenizer"},
@@ -107,6 +119,7 @@ def test_a_folder_gives_the_ids_of_auto_tokenizer(folder: Path, model_type: str 
         {"split_special_tokens": True},
         {"add_prefix_space": True, "clean_up_tokenization_spaces": True, "model_max_length": 5},
         {"chat_template": [{"name": "default", "template": "{{ messages[0].content }}"}]},
+        {"added_tokens_decoder": {}},
         {"added_tokens_decoder": {"1": {"content": "</s>", "special": True, "normalized": False}}},
         {"added_tokens_decoder": {"900": {"content": "quick", "special": False, "lstrip": True}}},
     ],
@@ -117,6 +130,69 @@ def test_settings_mean_what_they_mean_to_auto_tokenizer(folder: Path, settings: 
     for token in settings.get("added_tokens_decoder", {}).values():
         token.setdefault("single_word", False)
     assert_like_auto_tokenizer(folder)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"added_tokens_decoder": ...},  # as transformers 5 saves it
+        {"tokenizer_class": "Qwen2TokenizerFast", "unk_token": "<|endoftext|>", "bos_token": "<|im_start|>"},
+        {"tokenizer_class": "PreTrainedTokenizerFast"},
+        {"add_bos_token": True, "bos_token": "<|im_start|>"},
+        {"add_eos_token": True},
+        {"add_prefix_space": True},
+        {"eos_token": ..., "pad_token": ...},
+        {"added_tokens_decoder": {"392": {"content": "<|endoftext|>", "special": True}}},
+        {"added_tokens_decoder": {}},
+        {"added_tokens_decoder": {"393": QWENS_END, "392": {**QWENS_END, "content": "<|im_start|>"}}},
+        {"added_tokens_decoder": {"900": {"content": "quick", "special": False, "lstrip": True}}},
+        {"additional_special_tokens": ["<tool call>"]},
+        {"split_special_tokens": True},
+    ],
+    ids=str,
+)
+def test_a_folder_of_qwens_gives_the_ids_of_auto_tokenizer(
+    qwen_folder: Path, settings: dict[str, Any], model_type: str
+) -> None:
+    rewrite(qwen_folder / "config.json", model_type=model_type)
+    rewrite(qwen_folder / "tokenizer_config.json", **settings)
+    assert_like_auto_tokenizer(qwen_folder)
+
+
+SPLITS_OF_NEWER_QWENS = {
+    "type": "Split",
+    "pattern": {"Regex": r"[\p{L}\p{M}]+|\s+"},
+    "behavior": "Isolated",
+    "invert": False,
+}
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"normalizer": None},
+        {"normalizer": {"type": "Lowercase"}},
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [SPLITS_OF_NEWER_QWENS, QWENS_BYTES]}},
+        {"pre_tokenizer": QWENS_BYTES},
+        {"decoder": None},
+        {"post_processor": None},
+        {"post_processor": PUTS_A_TOKEN_FIRST},
+        {"added_tokens": []},
+        {"added_tokens": [{**PLAIN_TOKEN, "id": 395, "content": "<tool call>"}]},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("declares", [True, False])
+def test_what_qwens_class_builds_anew_is_not_taken_from_the_file(
+    qwen_folder: Path, parts: dict[str, Any], declares: bool
+) -> None:
+    rewrite(qwen_folder / "tokenizer.json", **parts)
+    if not declares:
+        named = {"additional_special_tokens": ..., "eos_token": None, "pad_token": None}
+        rewrite(qwen_folder / "tokenizer_config.json", added_tokens_decoder=..., **named)
+    assert_like_auto_tokenizer(qwen_folder)
 
 
 def test_files_beside_the_settings_mean_what_they_mean_to_auto_tokenizer(folder: Path) -> None:
@@ -134,7 +210,9 @@ def test_a_length_baked_into_tokenizer_json_cuts_and_pads_nothing(folder: Path) 
     assert_like_auto_tokenizer(folder)
 
 
-def test_a_plain_folder_needs_neither_transformers_nor_torch(folder: Path) -> None:
+@pytest.mark.parametrize("kind", ["folder", "qwen_folder"])
+def test_a_plain_folder_needs_neither_transformers_nor_torch(kind: str, request: pytest.FixtureRequest) -> None:
+    folder = request.getfixturevalue(kind)
     program = (
         "import sys; from pathlib import Path\n"
         "import aioengine.text\n"

@@ -7,6 +7,7 @@ known beforehand to be "exactly what tokenizer.json says", the ``tokenizers`` li
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,6 +39,12 @@ PLAIN_MODEL_TYPES = frozenset(
     {"gpt_oss", "granite", "llama", "olmo2", "olmo3", "qwen3", "qwen3_moe", "smollm3", "starcoder2"}
 )
 _PLAIN_CLASSES = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
+# transformers' Qwen2Tokenizer takes vocabulary, merges and post-processor from tokenizer.json and builds the rest anew.
+_QWEN_CLASSES = frozenset({"Qwen2Tokenizer", "Qwen2TokenizerFast"})
+_QWEN_MODEL_TYPES = frozenset({"qwen2", "qwen3"})
+_QWEN_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 # Settings that make transformers change what it read from tokenizer.json, or read something else.
 _UNPLAIN_SETTINGS = frozenset({"auto_map", "fast_tokenizer_files", "fix_mistral_regex", "split_special_tokens"})
 
@@ -188,10 +195,11 @@ def _load_plain(folder: Path) -> LoadedTokenizer | None:
     """Load tokenizer.json as it is; None where AutoTokenizer might make something else of the folder."""
     config = _read_json(folder / "tokenizer_config.json")
     model_type = _read_json(folder / "config.json").get("model_type")
+    is_qwens = config.get("tokenizer_class") in _QWEN_CLASSES and model_type in _QWEN_MODEL_TYPES
+    is_plain = config.get("tokenizer_class") in _PLAIN_CLASSES and model_type in {None, *PLAIN_MODEL_TYPES}
     if (
-        config.get("tokenizer_class") not in _PLAIN_CLASSES
-        or not (model_type is None or model_type in PLAIN_MODEL_TYPES)
-        or not _UNPLAIN_SETTINGS.isdisjoint(config)
+        not (is_plain or is_qwens)
+        or any(config.get(name) for name in _UNPLAIN_SETTINGS)
         or not (folder / "tokenizer.json").is_file()
         or (folder / "additional_chat_templates").exists()
     ):
@@ -199,7 +207,7 @@ def _load_plain(folder: Path) -> LoadedTokenizer | None:
     from tokenizers import Tokenizer as Backend
 
     backend = Backend.from_file(str(folder / "tokenizer.json"))
-    if not _adds_nothing(folder, config, backend):
+    if not _adds_nothing(folder, config, backend) or (is_qwens and not _is_as_qwens_class_makes(config, backend)):
         return None
     template_file = folder / "chat_template.jinja"
     chat_template = template_file.read_text("utf-8") if template_file.is_file() else config.get("chat_template")
@@ -220,9 +228,42 @@ def _adds_nothing(folder: Path, config: dict[str, Any], backend: Any) -> bool:
     elif not all(_is_same_token(token, added.get(_content(token))) for token in declared.values()):
         return False
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    special = {content for content, token in added.items() if token.special}  # transformers makes those named special
     named = [value for key, value in config.items() if key.endswith("_token") and isinstance(value, (str, dict))]
     custom = [key for key in config if key.endswith("_token") and key not in NAMED_TOKENS and not _is_flag(config[key])]
-    return not custom and isinstance(extra, list) and all(_content(token) in added for token in [*extra, *named])
+    return not custom and isinstance(extra, list) and all(_content(token) in special for token in [*extra, *named])
+
+
+def _is_as_qwens_class_makes(config: dict[str, Any], backend: Any) -> bool:
+    """Tell whether Qwen2Tokenizer would build what tokenizer.json holds, with the same ids of its added tokens."""
+    from tokenizers.models import BPE
+
+    added = {str(token_id): token.content for token_id, token in backend.get_added_tokens_decoder().items()}
+    declared = config.get("added_tokens_decoder")
+    first_added = backend.get_vocab_size(with_added_tokens=False)
+    if (
+        (declared is not None and {token_id: _content(token) for token_id, token in declared.items()} != added)
+        or added.keys() != set(map(str, range(first_added, first_added + len(added))))
+        or not {"eos_token", "pad_token", "unk_token"} <= config.keys()
+        or any(config.get(name) for name in ("add_bos_token", "add_eos_token", "add_prefix_space"))
+    ):
+        return False
+    parts = (backend.normalizer, backend.pre_tokenizer, backend.post_processor, backend.decoder)
+    match [json.loads(part.__getstate__()) for part in parts if part is not None], backend.model:
+        case (
+            [
+                {"type": "NFC"},
+                {"type": "Sequence", "pretokenizers": [
+                    {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
+                    {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+                ]},
+                {"type": "ByteLevel"},
+                {"type": "ByteLevel"},
+            ],
+            BPE(dropout=None, unk_token=None, fuse_unk=False, byte_fallback=False, ignore_merges=False) as model,
+        ):  # fmt: skip
+            return pattern == _QWEN_PATTERN and not (model.continuing_subword_prefix or model.end_of_word_suffix)
+    return False
 
 
 def _is_flag(value: object) -> bool:
