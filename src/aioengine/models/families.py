@@ -48,11 +48,13 @@ DEFAULT_ROPE_THETA = 10000.0
 UNREAD_FIELDS = frozenset(
     {"auto_map", "configuration_files", "original_max_position_embeddings", "partial_rotary_factor", "per_layer_config"}
 )
-"""Fields of config.json with which transformers reads something else or changes what it read; they are left to it."""
+"""With one of these in config.json transformers reads another file or changes what it read; the file is left to it."""
 
 
 class ConfigFields(msgspec.Struct, frozen=True):
     """What of config.json describes the decoder, named and typed as in transformers' configs, absent fields filled in.
+
+    A config.json that lacks a field without a default here is read by transformers.
 
     Attributes:
         rope_parameters: with ``rope_type``, ``rope_theta`` and ``original_max_position_embeddings``.
@@ -335,7 +337,7 @@ def _linear_rope(fields: ConfigFields, periods: Tensor) -> tuple[Tensor, float]:
 
 
 def _llama3_rope(fields: ConfigFields, periods: Tensor) -> tuple[Tensor, float]:
-    """Llama 3.1's: slow rotations are ``factor`` times slower, fast ones are as they were, between them a ramp."""
+    """Llama 3.1's: slow rotations become ``factor`` times slower, fast ones stay, and a ramp lies between them."""
     rope, inv_freq = fields.rope_parameters, 1.0 / periods
     factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
     length = rope["original_max_position_embeddings"]
@@ -347,7 +349,7 @@ def _llama3_rope(fields: ConfigFields, periods: Tensor) -> tuple[Tensor, float]:
 
 
 def _yarn_rope(fields: ConfigFields, periods: Tensor) -> tuple[Tensor, float]:
-    """YaRN (Peng et al., 2023, arXiv:2309.00071): as Llama 3.1's, the ramp over dims, and cos and sin are scaled."""
+    """YaRN's (Peng et al., 2023, arXiv:2309.00071): as Llama 3.1's, with the ramp over dims; cos and sin are scaled."""
     rope, head_dim = fields.rope_parameters, 2 * len(periods)
     factor, length = rope["factor"], rope["original_max_position_embeddings"]
     if factor is None:
