@@ -334,7 +334,7 @@ def test_each_flood_is_told_of_once() -> None:
             handler.handle(plain("much"))
         stream.gate.set()
         deadline = time.monotonic() + 30
-        while handler._num_told < 10:
+        while handler.writer.num_told < 10:
             assert time.monotonic() < deadline, "nobody was told"
             time.sleep(0)
         handler.handle(plain("one more"))
@@ -354,14 +354,14 @@ async def test_a_pipe_that_nobody_reads_does_not_hold_the_loop() -> None:
     try:
         for _ in range(2_000):  # a pipe takes 64 KiB, and these are more: were they written here, this would never end
             log_request(ended())
-        assert handler._queue.qsize() > 0
+        assert handler._records.qsize() > 0
     finally:
         logger.setLevel(level)
         logger.propagate = True
         logger.removeHandler(handler)
         os.close(reading)  # the write fails, and the thread goes on to its end
         await asyncio.to_thread(handler.close)
-    assert not handler._thread.is_alive()
+    assert not handler.listener._thread.is_alive()
     with pytest.raises(BrokenPipeError):
         pipe.close()
 
@@ -370,8 +370,8 @@ def test_closing_gives_a_stuck_stream_up(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(OffLoopHandler, "CLOSE_TIMEOUT_S", 0.01)
     with stuck_handler(max_queued=10) as (handler, _):
         handler.close()
-        assert handler._thread.is_alive()
-        assert handler._thread.daemon, "it must not hold the interpreter's exit"
+        assert handler.listener._thread.is_alive()
+        assert handler.listener._thread.daemon, "it must not hold the interpreter's exit"
 
 
 def test_what_comes_after_closing_is_dropped() -> None:
@@ -379,7 +379,7 @@ def test_what_comes_after_closing_is_dropped() -> None:
     handler.close()
     handler.handle(plain("too late"))
     assert handler.num_dropped == 1
-    assert not handler._thread.is_alive()
+    assert not handler.listener._thread.is_alive()
 
 
 def test_a_message_is_as_it_was_when_it_was_logged() -> None:

@@ -12,11 +12,10 @@ import logging
 import queue
 import re
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import TracebackType
+from logging.handlers import QueueHandler, QueueListener
 from typing import Any, Literal, Self, TextIO
 
 import msgspec
@@ -175,8 +174,8 @@ def _writable(value: Any) -> Any:
 # Where it goes
 
 
-class OffLoopHandler(logging.Handler):
-    """Writes log records in a thread of its own: a stderr that nobody reads stalls that, and not the loop.
+class OffLoopHandler(QueueHandler):
+    """Writes log records in a thread: a stderr that is not read stalls that thread, and not the loop.
 
     At most ``max_queued`` records wait; with so many waiting newer ones are dropped, counted, and told of in a line
     once there is room. Formatting is the thread's work, too, so that a flood costs the loop a few µs a record.
@@ -194,70 +193,45 @@ class OffLoopHandler(logging.Handler):
     def __init__(
         self, formatter: logging.Formatter | None = None, stream: TextIO | None = None, *, max_queued: int = 10_000
     ) -> None:
-        super().__init__()
-        self.setFormatter(formatter or TextFormatter())
-        self._stream = sys.stderr if stream is None else stream
-        self._queue: queue.SimpleQueue[logging.LogRecord | None] = queue.SimpleQueue()
+        self._records: queue.SimpleQueue[logging.LogRecord | None] = queue.SimpleQueue()
+        super().__init__(self._records)
         self._max_queued = max_queued
-        # Each is changed on one side only. (Two threads that log at the same moment may count one for two.)
-        self._num_dropped = 0
-        self._num_told = 0
-        self._num_tracebacks_queued = 0
-        self._num_tracebacks_taken = 0
         self._is_closed = False
-        # A daemon: one that hangs in a write that nobody reads must not hold the interpreter's exit.
-        self._thread = threading.Thread(target=self._write_all, name="aioengine-log", daemon=True)
-        self._thread.start()
+        # Each is changed on one side only. (Two threads that log at the same moment may count one for two.)
+        self.num_dropped = 0
+        """Records dropped so far."""
+        self._num_tracebacks_queued = 0
+        self.writer = _StreamWriter(stream, self)
+        self.writer.setFormatter(formatter or TextFormatter())
+        # Its thread is a daemon: one that hangs in a write must not hold the interpreter's exit.
+        self.listener = QueueListener(self._records, self.writer)
+        self.listener.start()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-    @property
-    def num_dropped(self) -> int:
-        """Records dropped so far."""
-        return self._num_dropped
 
     def createLock(self) -> None:  # noqa: N802 - logging's name
         """None: the queue is safe by itself, and the loop waits for no lock."""
         self.lock = None
 
-    def handle(self, record: logging.LogRecord) -> bool:
-        """As any handler does it, but without a lock."""
-        passed: object = self.filter(record)
-        if isinstance(passed, logging.LogRecord):  # a filter may give another record, since Python 3.12
-            record = passed
-        if passed:
-            self.emit(record)
-        return bool(passed)
+    @property
+    def has_room(self) -> bool:
+        """The queue is less than half full."""
+        return self._records.qsize() < self._max_queued // 2
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self._is_closed or self._queue.qsize() >= self._max_queued:
-            self._num_dropped += 1
+        if self._is_closed or self._records.qsize() >= self._max_queued:
+            self.num_dropped += 1
         else:
-            self._queue.put(self._prepared(record))
+            super().emit(record)
 
-    def close(self) -> None:
-        """Write what waits and end the thread; idempotent. What cannot be written within a second is given up.
-
-        It waits: call it when the loop has ended, or in a thread.
-        """
-        if not self._is_closed:
-            self._is_closed = True
-            self._queue.put(None)
-            self._thread.join(self.CLOSE_TIMEOUT_S)
-        super().close()
-
-    def _prepared(self, record: logging.LogRecord) -> logging.LogRecord:
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
         """The record as it is now: what its message is made of may change until the thread gets to it."""
-        has_traceback = bool(record.exc_info)
-        is_one_too_many = (
-            has_traceback and self._num_tracebacks_queued - self._num_tracebacks_taken >= self.MAX_TRACEBACKS
-        )
+        num_tracebacks = self._num_tracebacks_queued - self.writer.num_tracebacks
+        is_one_too_many = bool(record.exc_info) and num_tracebacks >= self.MAX_TRACEBACKS
         if record.args or is_one_too_many:
             record = copy.copy(record)  # other handlers get it as it was
             try:
@@ -268,38 +242,50 @@ class OffLoopHandler(logging.Handler):
         if is_one_too_many:
             record.exc_info = record.exc_text = None
             record.msg += " (with a traceback, one too many to keep)"
-        elif has_traceback:
-            self._num_tracebacks_queued += 1
+        self._num_tracebacks_queued += bool(record.exc_info)
         return record
 
-    def _write_all(self) -> None:
-        while (record := self._queue.get()) is not None:
-            if record.exc_info:
-                self._num_tracebacks_taken += 1
-            self._write(record)
-            if self._num_dropped > self._num_told and self._queue.qsize() < self._max_queued // 2:
-                self._tell_of_dropped()
-        if self._num_dropped > self._num_told:
-            self._tell_of_dropped()
+    def close(self) -> None:
+        """Write what waits and end the thread; idempotent. What cannot be written within a second is given up.
 
-    def _tell_of_dropped(self) -> None:
-        count = self._num_dropped - self._num_told
-        self._num_told += count
-        message = "%d log records were dropped: they came faster than they could be written"
-        self._write(logging.LogRecord(LOGGER_NAME, logging.WARNING, __file__, 0, message, (count,), None))
+        It waits: call it when the loop has ended, or in a thread.
+        """
+        if not self._is_closed:
+            self._is_closed = True
+            self.listener.enqueue_sentinel()
+            if self.listener._thread is not None:  # its own `stop` would wait for ever
+                self.listener._thread.join(self.CLOSE_TIMEOUT_S)
+        super().close()
 
-    def _write(self, record: logging.LogRecord) -> None:
-        try:
-            line = self.format(record) + "\n"
-            try:
-                self._stream.write(line)
-            except UnicodeEncodeError:  # a stream of ASCII alone
-                self._stream.write(line.encode("ascii", "backslashreplace").decode())
-            self._stream.flush()
-        except (OSError, ValueError):
-            pass  # stderr is closed or its reader is gone: there is nowhere left to say so
-        except Exception:
-            self.handleError(record)
+
+class _StreamWriter(logging.StreamHandler[TextIO]):
+    """Writes the records of an `OffLoopHandler`, in its thread, and tells of those that were dropped."""
+
+    def __init__(self, stream: TextIO | None, source: OffLoopHandler) -> None:
+        super().__init__(stream)
+        self._source = source
+        self.num_told = 0
+        """Dropped records that were told of."""
+        self.num_tracebacks = 0
+        """Records with one that were taken from the queue."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.num_tracebacks += bool(record.exc_info)
+        super().emit(record)
+        count = self._source.num_dropped - self.num_told
+        if count and self._source.has_room:
+            self.num_told += count
+            message = "%d log records were dropped: they came faster than they could be written"
+            super().emit(logging.LogRecord(LOGGER_NAME, logging.WARNING, __file__, 0, message, (count,), None))
+
+    def format(self, record: logging.LogRecord) -> str:
+        encoding = getattr(self.stream, "encoding", None) or "utf-8"  # which may be ASCII
+        return super().format(record).encode(encoding, "backslashreplace").decode(encoding)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        # A stream that is closed, or that is not read any more, leaves nowhere to say so.
+        if not isinstance(sys.exc_info()[1], OSError | ValueError):
+            super().handleError(record)
 
 
 @contextmanager
