@@ -10,11 +10,11 @@ then, as the instrumentation of a framework inside another one makes it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from aioengine.errors import AioEngineError
-from aioengine.server.metrics import UNCOUNTED_HANDLERS
+from aioengine.server.metrics import METHODS, UNCOUNTED_HANDLERS
 from aioengine.server.record import OTHER_ROUTE, RequestRecord
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ MAX_TEXT_CHARS = 1024
 """Of one attribute: model names and paths are the client's."""
 
 _OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
-_METHODS = frozenset(("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"))
 
 
 class Tracing:
@@ -75,7 +74,7 @@ class Tracing:
         if span is None:
             return
         span.update_name(_name(record))
-        span.set_attributes(dict(_attributes(record)))
+        span.set_attributes(_attributes(record))
         if record.error is not None and record.is_failure:
             span.set_attribute("error.type", type(record.error).__qualname__)
             # Our own messages name no text of a request; those of others may quote anything.
@@ -102,66 +101,59 @@ def _is_inside(span: Span, asked: SpanContext) -> bool:
 
 
 def _method(record: RequestRecord) -> str:
-    return record.method if record.method in _METHODS else "_OTHER"
+    return record.method if record.method in METHODS else "_OTHER"
 
 
 def _name(record: RequestRecord) -> str:
     """``POST /v1/chat/completions``; never a path that a client made up, of which there may be any number."""
-    method = _method(record) if record.method in _METHODS else "HTTP"
+    method = _method(record) if record.method in METHODS else "HTTP"
     return method if record.route == OTHER_ROUTE else f"{method} {record.route}"
 
 
-def _attributes(record: RequestRecord) -> Iterator[tuple[str, Any]]:
-    """All that is known: what is not is left out."""
-    for name, value in (*_http(record), *_asked(record), *_brought(record), *_times(record)):
-        if value is not None:
-            yield name, value[:MAX_TEXT_CHARS] if isinstance(value, str) else value
-
-
-def _http(record: RequestRecord) -> Iterator[tuple[str, Any]]:
-    yield "http.route", None if record.route == OTHER_ROUTE else record.route
-    yield "http.response.status_code", record.status or None
-    yield "client.address", record.client or None
-    yield "aioengine.outcome", record.outcome
-
-
-def _asked(record: RequestRecord) -> Iterator[tuple[str, Any]]:
-    yield "gen_ai.request.id", record.request_id
-    if record.model is None:
-        return
-    yield "gen_ai.operation.name", _OPERATIONS.get(record.route)
-    yield "gen_ai.system", SYSTEM
-    yield "gen_ai.provider.name", SYSTEM  # its name since semantic conventions 1.37
-    yield "gen_ai.request.model", record.model
-    yield "gen_ai.response.model", record.model
-    yield "gen_ai.request.max_tokens", record.max_tokens
-    yield "gen_ai.request.temperature", record.temperature
-    yield "gen_ai.request.top_p", record.top_p
-    yield "gen_ai.request.top_k", record.top_k
-    yield "gen_ai.request.n", record.n  # vLLM's
-    yield "gen_ai.request.choice.count", record.n
-
-
-def _brought(record: RequestRecord) -> Iterator[tuple[str, Any]]:
-    # Both the names of today and those of before 1.27, which vLLM still has.
-    yield "gen_ai.usage.input_tokens", record.prompt_tokens
-    yield "gen_ai.usage.prompt_tokens", record.prompt_tokens
-    yield "gen_ai.usage.output_tokens", record.completion_tokens
-    yield "gen_ai.usage.completion_tokens", record.completion_tokens
-    yield "gen_ai.response.finish_reasons", record.finish_reasons or None
-    yield "gen_ai.usage.num_sequences", len(record.finish_reasons) or None
-    if record.metrics is not None:
-        yield "gen_ai.usage.cached_tokens", record.metrics.num_cached_tokens
-
-
-def _times(record: RequestRecord) -> Iterator[tuple[str, Any]]:
-    """In seconds, as vLLM names them: the engine's own, but for the time to the first token that the client saw."""
-    metrics = record.metrics
-    yield "gen_ai.latency.time_to_first_token", record.first_token_s
-    if metrics is None:
-        return
-    yield "gen_ai.latency.e2e", metrics.e2e_latency_s
-    yield "gen_ai.latency.time_in_queue", metrics.queue_time_s
-    yield "gen_ai.latency.time_in_model_prefill", metrics.prefill_time_s
-    yield "gen_ai.latency.time_in_model_decode", metrics.decode_time_s
-    yield "gen_ai.latency.time_in_model_inference", metrics.inference_time_s
+def _attributes(record: RequestRecord) -> dict[str, Any]:
+    """All that is known: what is not is left out. Times are in seconds, and the engine's own but for the first token's,
+    which is as the client saw it. Where there are two names for one thing, one is vLLM's, or that of conventions before
+    1.27, which vLLM still has.
+    """
+    told: dict[str, Any] = {
+        "http.route": None if record.route == OTHER_ROUTE else record.route,
+        "http.response.status_code": record.status or None,
+        "client.address": record.client or None,
+        "aioengine.outcome": record.outcome,
+        "gen_ai.request.id": record.request_id,
+        "gen_ai.usage.input_tokens": record.prompt_tokens,
+        "gen_ai.usage.prompt_tokens": record.prompt_tokens,
+        "gen_ai.usage.output_tokens": record.completion_tokens,
+        "gen_ai.usage.completion_tokens": record.completion_tokens,
+        "gen_ai.response.finish_reasons": record.finish_reasons or None,
+        "gen_ai.usage.num_sequences": len(record.finish_reasons) or None,
+        "gen_ai.latency.time_to_first_token": record.first_token_s,
+    }
+    if record.model is not None:
+        told |= {
+            "gen_ai.operation.name": _OPERATIONS.get(record.route),
+            "gen_ai.system": SYSTEM,
+            "gen_ai.provider.name": SYSTEM,  # its name since semantic conventions 1.37
+            "gen_ai.request.model": record.model,
+            "gen_ai.response.model": record.model,
+            "gen_ai.request.max_tokens": record.max_tokens,
+            "gen_ai.request.temperature": record.temperature,
+            "gen_ai.request.top_p": record.top_p,
+            "gen_ai.request.top_k": record.top_k,
+            "gen_ai.request.n": record.n,
+            "gen_ai.request.choice.count": record.n,
+        }
+    if (metrics := record.metrics) is not None:
+        told |= {
+            "gen_ai.usage.cached_tokens": metrics.num_cached_tokens,
+            "gen_ai.latency.e2e": metrics.e2e_latency_s,
+            "gen_ai.latency.time_in_queue": metrics.queue_time_s,
+            "gen_ai.latency.time_in_model_prefill": metrics.prefill_time_s,
+            "gen_ai.latency.time_in_model_decode": metrics.decode_time_s,
+            "gen_ai.latency.time_in_model_inference": metrics.inference_time_s,
+        }
+    return {
+        name: value[:MAX_TEXT_CHARS] if isinstance(value, str) else value
+        for name, value in told.items()
+        if value is not None
+    }
