@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from aioengine.models.folder import DEMO_MODEL
 from aioengine.scheduler.plan import RowSampling
-from aioengine.server.page import page
+from aioengine.server.page import PAGE
 from aioengine.testing import FakeExecutor
 from aioengine.text.tokenizer import Tokenizer
 
@@ -195,7 +195,7 @@ def app_that_says(pieces: Callable[[], AsyncIterator[bytes]]) -> Starlette:
         return StreamingResponse(pieces(), media_type="text/event-stream")
 
     async def home(request: Asked) -> Response:
-        return Response(page().body, headers=page().headers)
+        return Response(PAGE.body, headers=PAGE.headers)
 
     async def models(request: Asked) -> Response:
         return JSONResponse({"object": "list", "data": [{"id": "fox"}]})

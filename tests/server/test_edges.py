@@ -24,7 +24,7 @@ from starlette.routing import Route
 from aioengine import Engine, Logprob
 from aioengine.outputs import CompletionDelta
 from aioengine.server import ServerConfig, StreamResponse, create_app, engine_errors
-from aioengine.server.answers import in_parts
+from aioengine.server.answers import split_delta
 from aioengine.server.exchange import ClientGone, Exchange
 from aioengine.server.generation import EventWriter
 from aioengine.testing import FakeExecutor
@@ -45,7 +45,7 @@ def test_a_large_delta_comes_in_parts_that_are_all_of_it(num_lines: int) -> None
     ids = list(range(num_lines))
     lines = [{token_id: Logprob(-1.0, 1, "x")} for token_id in ids]
     delta = CompletionDelta(index=3, text="abc", token_ids=ids, logprobs=lines, finish_reason="stop", stop_reason=7)
-    *first, last = in_parts(delta, 4)
+    *first, last = split_delta(delta, 4)
     parts = [*first, last]
     assert [token_id for part in parts for token_id in part.token_ids] == ids
     assert [line for part in parts for line in part.logprobs or ()] == lines

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from aioengine import Engine
 from aioengine.server import ServerConfig, create_app
-from aioengine.server.page import page
+from aioengine.server.page import PAGE
 
 pytest.importorskip("playwright.async_api", reason="the page is tested with playwright")
 
@@ -619,7 +619,7 @@ async def test_a_phone_shows_all_of_it_without_scrolling_sideways(browser: Brows
 
 
 async def test_only_what_is_in_the_page_may_run() -> None:
-    answer = page()
+    answer = PAGE
     policy = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))
     html = answer.body.decode()
     for directive, tag in (("script-src", "script"), ("style-src", "style")):

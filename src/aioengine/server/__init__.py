@@ -1,4 +1,4 @@
-"""The HTTP face: an OpenAI-compatible app to mount in another one, or to serve.
+"""The HTTP API: an OpenAI-compatible app to mount in another one, or to serve.
 
 ```python
 app = create_app(engine)  # Starlette: app.mount("/ai", create_app(engine)), or uvicorn.run(create_app(Engine()))
@@ -41,7 +41,7 @@ _HOME_OF = {name: f"aioengine.server.{module}" for module, names in _HOMES.items
 
 
 def __getattr__(name: str) -> Any:
-    """Each framework is imported by who uses it alone."""
+    """Names are imported when they are first used: an aiohttp app loads no Starlette."""
     if name not in __all__:
         raise AttributeError(f"module 'aioengine.server' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME_OF[name]), name)

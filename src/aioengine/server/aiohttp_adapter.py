@@ -1,4 +1,4 @@
-"""The handlers as routes of an aiohttp app."""
+"""The API as routes of an aiohttp app."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def aiohttp_routes(
     The app may be another one's sub-app. Its own ``cleanup_ctx`` starts and closes the engine. The limit on bodies is
     the config's: aiohttp's ``client_max_size`` has no say here.
 
-    A client that leaves is noticed by the next write to it, and by who waits within 2 ms; at once where the app runs
-    with ``handler_cancellation=True``.
+    A client that leaves is noticed by the next write to it, and within 2 ms by a request that writes nothing; at once
+    where the app runs with ``handler_cancellation=True``.
 
     Args:
         engine: belongs to the loop that it is started on, which must be the app's. Or a function that finds it, asked
@@ -41,7 +41,7 @@ def aiohttp_routes(
     async def handle(request: web.Request) -> web.StreamResponse:
         exchange = AiohttpExchange(request, disconnects.get(), api.config.write_timeout_s)
         await api.serve(exchange)
-        if exchange.response is None:  # the client has gone: nobody reads this
+        if exchange.response is None:  # the client has gone
             return web.Response(status=499)
         return exchange.response
 
@@ -79,8 +79,8 @@ async def _say_nothing_yet(request: web.Request) -> None:
 class DisconnectWatcher:
     """Tells when clients have left, for all requests of an app on one loop.
 
-    aiohttp cancels a handler for that if the app was run so, and else tells only who writes. So we look: at 256
-    connections in 18 µs, and while any request is open that and waking up take 2% of a core. Every 5 ms it is 1%.
+    aiohttp cancels a handler for that if the app was run so; else only a write fails. So we look: at 256 connections in
+    18 µs, and while any request is open that and waking up take 2% of a core. Every 5 ms it is 1%.
     """
 
     INTERVAL_S = 0.002
@@ -128,7 +128,7 @@ async def _until_taken(request: web.Request) -> None:
 class WholeResponse(web.Response):
     """What aiohttp writes when the handler has returned it, so that the app's middlewares can still change it.
 
-    A client that does not take it in time is cut off; nobody counts that, since the request is over by then.
+    A client that does not take it in time is cut off, which no metric counts: the request is over by then.
     """
 
     def __init__(self, response: Response, request: web.Request, write_timeout_s: float) -> None:
@@ -153,7 +153,7 @@ class AiohttpExchange:
     def __init__(self, request: web.Request, disconnects: DisconnectWatcher, write_timeout_s: float) -> None:
         self.method = request.method
         self.path = "/" + request.match_info[PATH_BELOW]
-        # Not as aiohttp decodes them: a key's bytes are then the same on both faces.
+        # Not as aiohttp decodes them: a key's bytes are then the same in both adapters.
         self.headers: Mapping[str, str] = {
             name.decode("latin-1").lower(): value.decode("latin-1") for name, value in request.raw_headers
         }
@@ -174,7 +174,7 @@ class AiohttpExchange:
             raise ClientGone from error
         except web.RequestPayloadError as error:  # of a compressed body, or of the framing
             said = " ".join(str(error).split())
-            raise ApiError(400, f"the request's body is damaged: {said}", code="invalid_encoding") from error
+            raise ApiError(400, "invalid_encoding", f"the request's body is damaged: {said}") from error
 
     async def gone(self) -> None:
         await self._disconnects.of(self._request)

@@ -7,23 +7,20 @@ its text and two joins: 0.5 µs of the 20 that its way to the client takes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any, ClassVar
 
 import msgspec
 
 import aioengine
-from aioengine.outputs import CompletionDelta, Logprob, RequestOutput, TokenLogprobs
+from aioengine.outputs import CompletionDelta, CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 
 DONE = b"data: [DONE]\n\n"
 FINGERPRINT = f"aioengine-{aioengine.__version__}"
 
 
-class TokenBytes(Protocol):
-    """`Engine.token_bytes`."""
-
-    def __call__(self, token_ids: list[int], *, is_start: bool, skip_special_tokens: bool) -> list[bytes]: ...
-
+TokenBytes = Callable[..., list[bytes]]
+"""`Engine.token_bytes`."""
 
 ENTRIES_A_SLICE = 500
 """Log-probabilities that are encoded between two turns for others."""
@@ -75,44 +72,6 @@ class AnswerHead(msgspec.Struct, frozen=True):
 MakeEcho = Callable[[int, RequestOutput, Usage | None], Awaitable[bytes]]
 
 
-class Answer(Protocol):
-    """One request's answer, whole or as events.
-
-    Attributes:
-        max_lines: log-probabilities of so many tokens are encoded in a turn, see `in_parts`.
-    """
-
-    max_lines: int
-
-    @property
-    def echo(self) -> MakeEcho | None:
-        """Makes a choice's first event, of its prompt, once that has a token; None where choices begin with no prompt.
-
-        It takes the number of the choice, the output of its prompt, and the usage to tell of.
-        """
-        ...
-
-    async def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """The body of an answer that is given at once, when all has ended; with turns for others between its parts."""
-        ...
-
-    def opening(self, num_choices: int, usage: Usage | None = None) -> bytes:
-        """Events before the first token."""
-        ...
-
-    def event(self, choice: int, delta: CompletionDelta, usage: Usage | None = None) -> bytes:
-        """The event of a delta; empty where it would say nothing."""
-        ...
-
-    def usage(self, outputs: Sequence[RequestOutput]) -> Usage:
-        """What the client is told that it has used."""
-        ...
-
-    def closing(self, usage: Usage | None) -> bytes:
-        """Events after the last token."""
-        ...
-
-
 class _Events:
     """Makes one answer's events: ``data: <head, "choices":[{"index":0,> … <}]>`` and an empty line."""
 
@@ -142,7 +101,7 @@ LINE_ENDS = tuple((end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\u
 
 
 def _in_one_line(data: bytes) -> bytes:
-    """JSON without what is the end of a line for clients that read by Python's ``splitlines``, and for nobody else."""
+    """JSON without what ends a line for clients that read by Python's ``splitlines`` alone."""
     for end, escaped in LINE_ENDS:
         data = data.replace(end, escaped)
     return data
@@ -153,94 +112,147 @@ def error_event(body: bytes) -> bytes:
     return b"data: %b\n\n" % body
 
 
-class ChatAnswer:
-    """The answer to ``/v1/chat/completions``.
+class Answer:
+    """One request's answer, whole or as events: what chats and completions have in common.
 
     Args:
         top_logprobs: how many likeliest tokens to tell of at each position; None without log-probabilities.
         has_usage: each event says that the usage comes later.
+    Attributes:
+        max_positions: log-probabilities of so many tokens are encoded in a turn, see `split_delta`.
     """
 
-    echo = None
+    WHOLE: ClassVar[str]
+    """The "object" of a body."""
+    PART: ClassVar[str]
+    """The "object" of an event."""
+    TEXT: ClassVar[bytes]
+    """The field of an event that holds its text."""
+    NO_TEXT: ClassVar[bytes]
 
     def __init__(self, head: AnswerHead, token_bytes: TokenBytes, *, top_logprobs: int | None, has_usage: bool) -> None:
         self._head = head
         self._token_bytes = token_bytes
         self._top_logprobs = top_logprobs
-        self.max_lines = lines_a_turn(top_logprobs)
-        self._begun: set[int] = set()
-        self._events = _Events(head, "chat.completion.chunk", has_usage=has_usage)
+        self._events = _Events(head, self.PART, has_usage=has_usage)
+        self.max_positions = positions_a_turn(top_logprobs)
 
     async def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
-        choices = []
-        for choice in outputs[0].outputs:
-            logprobs = b"null"
-            if self._top_logprobs is not None and choice.logprobs is not None:
-                positions = []
-                for part in slices(choice.logprobs, self._top_logprobs):
-                    positions += self._positions(choice.index, part)
-                    await asyncio.sleep(0)
-                logprobs = b'{"content":[%b],"refusal":null}' % b",".join(positions)
-            message = encode({"role": "assistant", "content": choice.text, "refusal": None})
-            ending = _ending(choice.finish_reason, choice.stop_reason)
-            choices.append(b'{"index":%d,"message":%b,"logprobs":%b,%b}' % (choice.index, message, logprobs, ending))
-        return _body(self._head.fields("chat.completion"), choices, self.usage(outputs))
+        """The body of an answer that is given at once, when all has ended; with turns for others between its parts.
+
+        Args:
+            outputs: one for each prompt.
+        """
+        choices = [
+            await self._choice(place * len(output.outputs) + choice.index, output, choice)
+            for place, output in enumerate(outputs)
+            for choice in output.outputs
+        ]
+        head, usage = encode(self._head.fields(self.WHOLE)), encode(self.usage(outputs).plain())
+        return b'%b,"choices":[%b],"usage":%b}' % (head[:-1], b",".join(choices), usage)
+
+    async def _choice(self, number: int, output: RequestOutput, choice: CompletionOutput) -> bytes:
+        """A choice of a body; ``number`` counts through all prompts."""
+        raise NotImplementedError
 
     def usage(self, outputs: Sequence[RequestOutput]) -> Usage:
+        """What the client is told that it has used."""
         return Usage.of(outputs)
+
+    def opening(self, num_choices: int, usage: Usage | None = None) -> bytes:
+        """Events before the first token."""
+        return b""
+
+    @property
+    def echo(self) -> MakeEcho | None:
+        """Makes a choice's first event, of its prompt, once that has a token; None where choices begin with no prompt.
+
+        It takes the number of the choice, the output of its prompt, and the usage to tell of.
+        """
+        return None
+
+    def event(self, choice: int, delta: CompletionDelta, usage: Usage | None = None) -> bytes:
+        """The event of a delta; empty where it would say nothing."""
+        text = self.TEXT % encode(delta.text) if delta.text else self.NO_TEXT
+        if delta.finish_reason is None and self._top_logprobs is None:
+            if not delta.text:
+                return b""
+            return self._events.make(choice, text + b',"logprobs":null,"finish_reason":null', usage)
+        logprobs = b"null" if self._top_logprobs is None else self._logprobs(choice, delta.logprobs)
+        content = b'%b,"logprobs":%b,%b' % (text, logprobs, _ending(delta.finish_reason, delta.stop_reason))
+        return self._events.make(choice, content, usage)
+
+    def _logprobs(self, choice: int, positions: Sequence[TokenLogprobs] | None) -> bytes:
+        """The log-probabilities of a choice's next tokens."""
+        raise NotImplementedError
+
+    def closing(self, usage: Usage | None) -> bytes:
+        """Events after the last token."""
+        return (self._events.usage(usage) if usage is not None else b"") + DONE
+
+
+class ChatAnswer(Answer):
+    """The answer to ``/v1/chat/completions``."""
+
+    WHOLE = "chat.completion"
+    PART = "chat.completion.chunk"
+    TEXT = b'"delta":{"content":%b}'
+    NO_TEXT = b'"delta":{}'
+
+    def __init__(self, head: AnswerHead, token_bytes: TokenBytes, *, top_logprobs: int | None, has_usage: bool) -> None:
+        super().__init__(head, token_bytes, top_logprobs=top_logprobs, has_usage=has_usage)
+        self._begun: set[int] = set()
+
+    async def _choice(self, number: int, output: RequestOutput, choice: CompletionOutput) -> bytes:
+        logprobs = b"null"
+        if self._top_logprobs is not None and choice.logprobs is not None:
+            positions: list[bytes] = []
+            for part in slices(choice.logprobs, self._top_logprobs):
+                positions += self._positions(number, part)
+                await asyncio.sleep(0)
+            logprobs = _content(positions)
+        message = encode({"role": "assistant", "content": choice.text, "refusal": None})
+        ending = _ending(choice.finish_reason, choice.stop_reason)
+        return b'{"index":%d,"message":%b,"logprobs":%b,%b}' % (number, message, logprobs, ending)
 
     def opening(self, num_choices: int, usage: Usage | None = None) -> bytes:
         content = b'"delta":{"role":"assistant","content":"","refusal":null},"logprobs":null,"finish_reason":null'
         return b"".join(self._events.make(choice, content, usage) for choice in range(num_choices))
 
-    def event(self, choice: int, delta: CompletionDelta, usage: Usage | None = None) -> bytes:
-        text = b'"delta":{"content":%b}' % encode(delta.text) if delta.text else b'"delta":{}'
-        if delta.finish_reason is None and self._top_logprobs is None:
-            if not delta.text:
-                return b""
-            return self._events.make(choice, text + b',"logprobs":null,"finish_reason":null', usage)
-        logprobs = b"null"
-        if self._top_logprobs is not None and delta.logprobs is not None:
-            logprobs = b'{"content":[%b],"refusal":null}' % b",".join(self._positions(choice, delta.logprobs))
-        content = b'%b,"logprobs":%b,%b' % (text, logprobs, _ending(delta.finish_reason, delta.stop_reason))
-        return self._events.make(choice, content, usage)
+    def _logprobs(self, choice: int, positions: Sequence[TokenLogprobs] | None) -> bytes:
+        return b"null" if positions is None else _content(self._positions(choice, positions))
 
-    def closing(self, usage: Usage | None) -> bytes:
-        return (self._events.usage(usage) if usage is not None else b"") + DONE
-
-    def _positions(self, choice: int, lines: Iterable[TokenLogprobs]) -> list[bytes]:
-        positions = []
-        for line in lines:
-            positions.append(encode(self._position(line, is_start=choice not in self._begun)))
+    def _positions(self, choice: int, positions: Sequence[TokenLogprobs]) -> list[bytes]:
+        encoded = []
+        for position in positions:
+            encoded.append(encode(self._position(position, is_start=choice not in self._begun)))
             self._begun.add(choice)
-        return positions
+        return encoded
 
-    def _position(self, line: TokenLogprobs, *, is_start: bool) -> dict[str, Any]:
+    def _position(self, position: TokenLogprobs, *, is_start: bool) -> dict[str, Any]:
         """The sampled token, and of the likeliest ones as many as were asked for, by rank."""
         entries = {}
-        for token_id, entry in line.items():
+        for token_id, entry in position.items():
             # One at a time: they stand in for each other, and do not follow each other.
             (data,) = self._token_bytes([token_id], is_start=is_start, skip_special_tokens=False)
-            entries[token_id] = {
-                "token": _text_of(entry),
-                "logprob": _finite(entry.logprob),
-                "bytes": list(data),
-            }
-        ranked = sorted((entry.rank, token_id) for token_id, entry in line.items())
+            entries[token_id] = {"token": _text_of(entry), "logprob": _finite(entry.logprob), "bytes": list(data)}
+        ranked = sorted((entry.rank, token_id) for token_id, entry in position.items())
         top = [entries[token_id] for rank, token_id in ranked if rank <= (self._top_logprobs or 0)]
-        return {**entries[next(iter(line))], "top_logprobs": top}
+        return {**entries[next(iter(position))], "top_logprobs": top}
 
 
-class CompletionAnswer:
+class CompletionAnswer(Answer):
     """The answer to ``/v1/completions``.
 
     Args:
-        top_logprobs: how many likeliest tokens to tell of at each position; None without log-probabilities.
-        has_usage: each event says that the usage comes later.
         num_choices: of each prompt.
         prompt_texts: with which each prompt's choices begin; None where they do not.
         is_echo_alone: nothing but the prompts is wanted.
     """
+
+    WHOLE = PART = "text_completion"
+    TEXT = b'"text":%b'
+    NO_TEXT = b'"text":""'
 
     def __init__(
         self,
@@ -253,39 +265,28 @@ class CompletionAnswer:
         prompt_texts: Sequence[str] | None = None,
         is_echo_alone: bool = False,
     ) -> None:
-        self._head = head
-        self._token_bytes = token_bytes
-        self._top_logprobs = top_logprobs
+        super().__init__(head, token_bytes, top_logprobs=top_logprobs, has_usage=has_usage)
         self._num_choices = num_choices
         self._prompt_texts = prompt_texts
         self._is_echo_alone = is_echo_alone
-        self.max_lines = lines_a_turn(top_logprobs)
-        self._events = _Events(head, "text_completion", has_usage=has_usage)
         self._offsets: dict[int, int] = {}
         """Characters of a choice so far, as its tokens have them."""
 
-    async def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
-        choices = []
-        for place, output in enumerate(outputs):
-            for index, part in enumerate(output.outputs, place * self._num_choices):
-                text = "" if self._is_echo_alone else part.text
-                columns = _Columns(0)
-                if self._prompt_texts is not None:
-                    text = self._prompt_texts[place] + text
-                    await self._add_prompt(columns, output)
-                if not self._is_echo_alone:
-                    await self._add_lines(columns, part.logprobs or ())
-                logprobs = b"null" if self._top_logprobs is None else columns.encoded()
-                ending = self._ending(part.finish_reason, part.stop_reason)
-                choices.append(b'{"index":%d,"text":%b,"logprobs":%b,%b}' % (index, encode(text), logprobs, ending))
-        return _body(self._head.fields("text_completion"), choices, self.usage(outputs))
+    async def _choice(self, number: int, output: RequestOutput, choice: CompletionOutput) -> bytes:
+        text = "" if self._is_echo_alone else choice.text
+        columns = _Columns(0)
+        if self._prompt_texts is not None:
+            text = self._prompt_texts[number // self._num_choices] + text
+            await self._add_prompt(columns, output)
+        if not self._is_echo_alone:
+            await self._add(columns, choice.logprobs or ())
+        logprobs = b"null" if self._top_logprobs is None else columns.encoded()
+        ending = self._ending(choice.finish_reason, choice.stop_reason)
+        return b'{"index":%d,"text":%b,"logprobs":%b,%b}' % (number, encode(text), logprobs, ending)
 
     def usage(self, outputs: Sequence[RequestOutput]) -> Usage:
         usage = Usage.of(outputs)
         return msgspec.structs.replace(usage, completion_tokens=0) if self._is_echo_alone else usage
-
-    def opening(self, num_choices: int, usage: Usage | None = None) -> bytes:
-        return b""
 
     @property
     def echo(self) -> MakeEcho | None:
@@ -301,37 +302,33 @@ class CompletionAnswer:
         return self._events.make(choice, b'"text":%b,"logprobs":%b,"finish_reason":null' % (text, logprobs), usage)
 
     def event(self, choice: int, delta: CompletionDelta, usage: Usage | None = None) -> bytes:
-        if usage is not None and self._is_echo_alone:
+        if not self._is_echo_alone:
+            return super().event(choice, delta, usage)
+        if delta.finish_reason is None:
+            return b""
+        if usage is not None:
             usage = msgspec.structs.replace(usage, completion_tokens=0)
-        text = b'"text":' + (b'""' if self._is_echo_alone else encode(delta.text))
-        if delta.finish_reason is None and (self._top_logprobs is None or self._is_echo_alone):
-            if not delta.text or self._is_echo_alone:
-                return b""
-            return self._events.make(choice, text + b',"logprobs":null,"finish_reason":null', usage)
-        logprobs = b"null"
-        if self._top_logprobs is not None and not self._is_echo_alone:
-            columns = _Columns(self._offsets.get(choice, 0))
-            for line in delta.logprobs or ():
-                columns.add(line)
-            self._offsets[choice] = columns.offset
-            logprobs = columns.encoded()
         ending = self._ending(delta.finish_reason, delta.stop_reason)
-        return self._events.make(choice, b'%b,"logprobs":%b,%b' % (text, logprobs, ending), usage)
+        return self._events.make(choice, b'"text":"","logprobs":null,' + ending, usage)
 
-    def closing(self, usage: Usage | None) -> bytes:
-        return (self._events.usage(usage) if usage is not None else b"") + DONE
+    def _logprobs(self, choice: int, positions: Sequence[TokenLogprobs] | None) -> bytes:
+        columns = _Columns(self._offsets.get(choice, 0))
+        for position in positions or ():
+            columns.add(position)
+        self._offsets[choice] = columns.offset
+        return columns.encoded()
 
     async def _add_prompt(self, columns: _Columns, output: RequestOutput) -> None:
         if self._top_logprobs is None or output.prompt_logprobs is None:
             return
         (first,) = self._token_bytes(output.prompt_token_ids[:1], is_start=True, skip_special_tokens=False)
         columns.add_first(first.decode(errors="replace"))
-        await self._add_lines(columns, [line for line in output.prompt_logprobs if line is not None])
+        await self._add(columns, [position for position in output.prompt_logprobs if position is not None])
 
-    async def _add_lines(self, columns: _Columns, lines: Sequence[TokenLogprobs]) -> None:
-        for part in slices(lines, self._top_logprobs or 0):
-            for line in part:
-                columns.add(line)
+    async def _add(self, columns: _Columns, positions: Sequence[TokenLogprobs]) -> None:
+        for part in slices(positions, self._top_logprobs or 0):
+            for position in part:
+                columns.add(position)
             await asyncio.sleep(0)
 
     def _ending(self, finish_reason: str | None, stop_reason: int | str | None) -> bytes:
@@ -358,12 +355,12 @@ class _Columns:
         """A prompt's first token, which follows nothing."""
         self._add(text, b"null", b"null")
 
-    def add(self, line: TokenLogprobs) -> None:
+    def add(self, position: TokenLogprobs) -> None:
         """A sampled token, and by their texts the likeliest ones, itself among them."""
         top: dict[str, float] = {}
-        for entry in line.values():
+        for entry in position.values():
             top.setdefault(_text_of(entry), _finite(entry.logprob))  # several half characters have the same text
-        sampled = next(iter(line.values()))
+        sampled = next(iter(position.values()))
         self._add(_text_of(sampled), encode(_finite(sampled.logprob)), encode(top))
 
     def _add(self, text: str, logprob: bytes, top: bytes) -> None:
@@ -379,30 +376,31 @@ class _Columns:
         return b'%b,"text_offset":%b}' % (head, encode(self._offsets))
 
 
-def lines_a_turn(top_logprobs: int | None) -> int:
+def positions_a_turn(top_logprobs: int | None) -> int:
     """Log-probabilities of how many tokens take about a millisecond to encode."""
     return max(1, ENTRIES_A_SLICE // ((top_logprobs or 0) + 1))
 
 
-def slices(lines: Sequence[TokenLogprobs], top_logprobs: int) -> Iterator[Sequence[TokenLogprobs]]:
+def slices(positions: Sequence[TokenLogprobs], top_logprobs: int) -> Iterator[Sequence[TokenLogprobs]]:
     """Parts that each take about a millisecond to encode."""
-    size = lines_a_turn(top_logprobs)
-    for first in range(0, len(lines), size):
-        yield lines[first : first + size]
+    size = positions_a_turn(top_logprobs)
+    for first in range(0, len(positions), size):
+        yield positions[first : first + size]
 
 
-def in_parts(delta: CompletionDelta, max_lines: int) -> Iterator[CompletionDelta]:
+def split_delta(delta: CompletionDelta, max_positions: int) -> Iterator[CompletionDelta]:
     """A delta that was merged for long, as several with few log-probabilities each; its text is in the last."""
-    lines = delta.logprobs or []
-    last = max(0, len(lines) - 1) // max_lines * max_lines
-    for first in range(0, last, max_lines):
-        ids, part = delta.token_ids[first : first + max_lines], lines[first : first + max_lines]
+    positions = delta.logprobs or []
+    last = max(0, len(positions) - 1) // max_positions * max_positions
+    for first in range(0, last, max_positions):
+        end = first + max_positions
+        ids, part = delta.token_ids[first:end], positions[first:end]
         yield CompletionDelta(index=delta.index, text="", token_ids=ids, logprobs=part)
-    yield msgspec.structs.replace(delta, token_ids=delta.token_ids[last:], logprobs=lines[last:])
+    yield msgspec.structs.replace(delta, token_ids=delta.token_ids[last:], logprobs=positions[last:])
 
 
-def _body(fields: dict[str, Any], choices: list[bytes], usage: Usage) -> bytes:
-    return b'%b,"choices":[%b],"usage":%b}' % (encode(fields)[:-1], b",".join(choices), encode(usage.plain()))
+def _content(positions: Sequence[bytes]) -> bytes:
+    return b'{"content":[%b],"refusal":null}' % b",".join(positions)
 
 
 def _ending(finish_reason: str | None, stop_reason: int | str | None) -> bytes:

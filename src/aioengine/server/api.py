@@ -1,4 +1,4 @@
-"""The handlers, written once for all frameworks: who is let in, what is asked for, what is known of it at the end."""
+"""The API, written once for all frameworks: which requests are let in, what each asks for, what is known at its end."""
 
 from __future__ import annotations
 
@@ -28,18 +28,26 @@ from aioengine.server.decoding import (
     read_text,
     read_tokens,
 )
-from aioengine.server.errors import JSON_HEADERS, ApiError, api_error_of, invalid_value, overloaded, unavailable
+from aioengine.server.errors import (
+    JSON_HEADERS,
+    ApiError,
+    api_error_of,
+    invalid_value,
+    missing,
+    overloaded,
+    unavailable,
+)
 from aioengine.server.exchange import (
     ClientCut,
     ClientGone,
-    EventWriter,
     Exchange,
     PerLoop,
     Response,
     run_while_connected,
+    write_in_pieces,
 )
 from aioengine.server.metrics import Exposition, HttpMetrics
-from aioengine.server.page import page
+from aioengine.server.page import PAGE
 from aioengine.server.record import RequestRecord
 from aioengine.server.schema import (
     AbortRequest,
@@ -51,7 +59,7 @@ from aioengine.server.schema import (
     is_given,
     template_kwargs,
 )
-from aioengine.server.security import ApiKeys
+from aioengine.server.security import ApiKeys, check_host
 from aioengine.server.tracing import Tracing
 from aioengine.turns import turns_here
 from aioengine.validation import shorten
@@ -74,9 +82,32 @@ TINY_BODY_BYTES = 2**12
 """A body up to here is decoded in the turn in which it has come."""
 MAX_BODIES_AT_ONCE = 64
 """Bodies of the largest size that may be on their way in at once."""
+ID_PREFIXES = ("chatcmpl-", "cmpl-")
 BUNDLED = "demo"
 """The bundled model's own name, by which the page knows it under whatever name it is served."""
-ID_PREFIXES = ("chatcmpl-", "cmpl-")
+MODEL_PREFIX = "/v1/models/"
+MODEL_PATH = "/v1/models/{id}"
+
+_USE_CHATS = "use /v1/chat/completions"
+_ANOTHER_SERVER = "this server generates text; use another one for that"
+NOT_SUPPORTED = {
+    "/v1/responses": _USE_CHATS,
+    "/v1/messages": _USE_CHATS,
+    "/v1/messages/count_tokens": "use /tokenize",
+    "/api/chat": _USE_CHATS,
+    "/api/generate": "use /v1/completions",
+    "/api/tags": "use /v1/models",
+    "/generate": "use /v1/completions",
+    **dict.fromkeys(
+        (
+            "/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
+            "/v1/moderations", "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/speech",
+            "/v1/images/generations",
+        ),
+        _ANOTHER_SERVER,
+    ),
+}  # fmt: skip
+"""Paths of other servers and of the OpenAI API, with what to do instead."""
 
 
 class Route(NamedTuple):
@@ -84,7 +115,7 @@ class Route(NamedTuple):
 
     Attributes:
         is_work: it counts among the requests that are served at once, and is refused when there are too many.
-        is_generation: it needs a place in the engine, which is asked for before its body is read.
+        is_generation: it needs capacity in the engine, which is asked for before its body is read.
     """
 
     method: str
@@ -94,8 +125,59 @@ class Route(NamedTuple):
     is_generation: bool = False
 
 
+class ServedModels:
+    """The one model that an engine has, by the names that requests may call it.
+
+    Args:
+        find_engine: gives the engine; a connected one knows its model once it is connected.
+        config: may give the model other names than its own.
+    """
+
+    def __init__(self, find_engine: Callable[[], Engine], config: ServerConfig) -> None:
+        self._find_engine = find_engine
+        self._config = config
+        self._created = int(time.time())
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """At least one. Of a folder only the last part is shown: its path is the server's own affair."""
+        if self._config.served_model_name:
+            return self._config.served_model_name
+        model = self._find_engine().config.model
+        if model is None:
+            return (BUNDLED,)
+        return (PurePath(model).name or "model",) if PurePath(model).is_absolute() or model[0] in ".~" else (model,)
+
+    def choose(self, asked: str | None) -> str:
+        """The name to answer with for the one that was asked for, if any.
+
+        Raises:
+            ApiError: 404; it is another model.
+        """
+        names = self.names
+        if not asked:
+            return names[0]
+        if asked not in names:
+            message = f"the model {asked[:100]!r} is not served here; there is {', '.join(map(repr, names))}"
+            raise ApiError(404, "model_not_found", message, param="model")
+        return asked
+
+    def describe(self, name: str) -> dict[str, Any]:
+        """As ``/v1/models`` tells of it."""
+        engine = self._find_engine()
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "aioengine",
+            "root": BUNDLED if engine.config.model is None else self.names[0],
+            "parent": None,
+            "max_model_len": engine.info.max_model_len,
+        }
+
+
 class Api:
-    """One engine's HTTP face; `serve` is its one entry.
+    """One engine's HTTP API; `serve` is its one entry.
 
     Args:
         engine: may be started later; until a task begins to, requests hear 503, and then they wait for at most
@@ -110,7 +192,7 @@ class Api:
         self.config = config if config is not None else ServerConfig()
         self.models = ServedModels(self._find_engine, self.config)
         self.is_draining = False
-        """Set by whoever serves: `/health` says so, and no new work is taken."""
+        """Set when the server begins to drain: `/health` says so, and no new work is taken."""
         routes = (
             Route("POST", "/v1/chat/completions", self._chat, is_work=True, is_generation=True),
             Route("POST", "/v1/completions", self._complete, is_work=True, is_generation=True),
@@ -177,7 +259,7 @@ class Api:
             record.outcome = "cut"
         except ClientGone:
             record.outcome = "cut" if record.outcome == "cut" else "client_gone"
-            if not record.status:  # a host's middleware may want to see a response, though nobody will
+            if not record.status:  # the client reads no response, but a host's middleware may want to see one
                 await exchange.respond(Response(CLIENT_CLOSED_REQUEST, b"", {}))
         except asyncio.CancelledError:
             record.outcome = "client_gone"
@@ -192,7 +274,7 @@ class Api:
             log_request(record)
 
     def close(self) -> None:
-        """Let the engine forget this face; idempotent. For an app that ends before its engine does."""
+        """Let the engine forget this API; idempotent. For an app that ends before its engine does."""
         if self._exposition is not None:
             self._exposition.close()
 
@@ -200,17 +282,13 @@ class Api:
         """The response, of whatever kind; None where it has been written already."""
         try:
             if exchange.path != "/health":
-                self._check_host(exchange)
+                check_host(exchange.headers, self.config.allowed_hosts)
                 self._keys.check(exchange.headers, is_page=exchange.path == "/")
             if route is None:
                 raise self._nothing_at(exchange.path)
             if exchange.method != route.method and not (exchange.method == "HEAD" and route.method == "GET"):
-                raise ApiError(
-                    405,
-                    f"{route.path} takes {route.method}",
-                    code="method_not_allowed",
-                    headers={"allow": route.method},
-                )
+                message = f"{route.path} takes {route.method}"
+                raise ApiError(405, "method_not_allowed", message, headers={"allow": route.method})
             if not route.is_work:
                 return await route.handler(exchange, record)
             return await self._work(exchange, record, route)
@@ -227,43 +305,16 @@ class Api:
                 record.outcome = "error"
                 exchange.cut()
                 return None
-            if answer.status < 500:
-                record.outcome = "refused"
-            elif answer.code == "overloaded":
-                record.outcome = "shed"
-            else:
-                record.outcome = "error"
+            is_shed = answer.code == "overloaded"
+            record.outcome = "refused" if answer.status < 500 else "shed" if is_shed else "error"
             return answer.response()
-
-    def _check_host(self, exchange: Exchange) -> None:
-        """Raise for a name that is not ours, where ours are known.
-
-        A page of another origin can have its own name point to this machine, and its browser then takes us for it (DNS
-        rebinding); but it sends that name along.
-
-        Raises:
-            ApiError: 403.
-        """
-        allowed = self.config.allowed_hosts
-        if allowed is None or "*" in allowed:
-            return
-        host = exchange.headers.get("host", "").strip().lower()
-        name = host[1 : host.find("]")] if host.startswith("[") else host.partition(":")[0]
-        if name.rstrip(".") not in allowed:
-            raise ApiError(
-                403,
-                f"this server is not called {name[:100]!r}: allow the name with --allowed-hosts, or ask for keys with "
-                "--api-keys",
-                code="host_not_allowed",
-            )
 
     def _nothing_at(self, path: str) -> ApiError:
         if path in NOT_SUPPORTED:
-            message = f"{path} is not supported yet: {NOT_SUPPORTED[path]}"
-            return ApiError(404, message, code="unsupported_endpoint")
+            return ApiError(404, "unsupported_endpoint", f"{path} is not supported yet: {NOT_SUPPORTED[path]}")
         near = next((near for near in (f"/v1{path}", path.removeprefix("/v1")) if near in self._routes), None)
         hint = f"; did you mean {near}? (base_url)" if near is not None else ""
-        return ApiError(404, f"there is nothing at {path[:100]!r}{hint}", code="not_found")
+        return ApiError(404, "not_found", f"there is nothing at {path[:100]!r}{hint}")
 
     async def _respond(self, exchange: Exchange, record: RequestRecord, response: Response) -> None:
         """Give the response; a large one piece by piece, as its client takes it.
@@ -271,33 +322,27 @@ class Api:
         Raises:
             ClientGone, ClientCut: it left, or did not take it in time.
         """
-        if len(response.body) <= WHOLE_BYTES or exchange.method == "HEAD":  # of which no server sends the body
-            # It waits where the client has not read yet what it asked for before.
-            timer = asyncio.get_running_loop().call_later(self.config.write_timeout_s, _cut, exchange, record)
-            try:
-                await exchange.respond(response)
-            finally:
-                timer.cancel()
+        timeout_s = self.config.write_timeout_s
+        if len(response.body) > WHOLE_BYTES and exchange.method != "HEAD":  # of which no server sends the body
+            await run_while_connected(exchange, lambda cut: write_in_pieces(exchange, response, timeout_s, cut))
             return
 
-        async def write(cut: Callable[[], None]) -> None:
-            writer = EventWriter(exchange, timeout_s=self.config.write_timeout_s, on_stuck=cut)
-            try:
-                await writer.start(response.status, {**response.headers, "content-length": str(len(response.body))})
-                for first in range(0, len(response.body), WHOLE_BYTES):
-                    await writer.write(response.body[first : first + WHOLE_BYTES])
-                await writer.end()
-            finally:
-                writer.close()
+        def cut() -> None:
+            record.outcome = "cut"
+            exchange.cut()
 
-        await run_while_connected(exchange, write)
+        # Where the client has not read yet what it asked for before, this waits.
+        timer = asyncio.get_running_loop().call_later(timeout_s, cut)
+        try:
+            await exchange.respond(response)
+        finally:
+            timer.cancel()
 
     async def _work(self, exchange: Exchange, record: RequestRecord, route: Route) -> Response | None:
         """Refuse what there is no room for, before its body is read; then do it."""
         if self.is_draining:
             raise unavailable("this server is being stopped", connection="close")
-        limit = self.config.concurrency_limit(self.engine.config)
-        if self._num_open >= limit:
+        if self._num_open >= self.config.concurrency_limit(self.engine.config):
             raise overloaded("all that may be served at once is (max_concurrent_requests); try again later", 1)
         self._num_open += 1
         try:
@@ -338,11 +383,8 @@ class Api:
         if media_type != "application/json":
             # A page of any origin can make a browser send other types here without asking first.
             given = f", and was sent as {media_type[:100]}" if media_type else ""
-            raise ApiError(
-                415,
-                f"the body must be JSON{given}: with curl, add -H 'Content-Type: application/json'",
-                code="unsupported_media_type",
-            )
+            message = f"the body must be JSON{given}: with curl, add -H 'Content-Type: application/json'"
+            raise ApiError(415, "unsupported_media_type", message)
         body = await self._bodies.read(exchange, self.config.body_limit(self.engine.info.max_model_len))
         max_texts = TEXTS_A_MESSAGE * self.config.max_messages
         if len(body) > TINY_BODY_BYTES:  # many such may have come to their ends together
@@ -364,7 +406,7 @@ class Api:
         request = await self._read(exchange, AbortRequest)
         ids = [*(request.request_ids or ()), *([request.request_id] if request.request_id is not None else ())]
         if not ids:
-            raise ApiError(400, "request_id is missing", param="request_id", code="missing_required_parameter")
+            raise missing("request_id")
         if len(ids) > MAX_ABORTED:
             raise invalid_value("request_ids", f"request_ids has {len(ids):,}; at most {MAX_ABORTED:,} at once")
         for request_id in ids:
@@ -380,7 +422,7 @@ class Api:
         request = await self._read(exchange, TokenizeRequest)
         record.model = self.models.choose(request.model)
         if is_given(request.messages) == is_given(request.prompt):
-            raise ApiError(400, "give either prompt or messages", param="prompt", code="invalid_value")
+            raise invalid_value("prompt", "give either prompt or messages")
         prompt: Any
         if is_given(request.messages):
             prompt = read_messages(request.messages, self.config.max_messages)
@@ -395,12 +437,8 @@ class Api:
         answer: dict[str, Any] = {"count": len(ids), "max_model_len": self.engine.info.max_model_len}
         if request.return_token_strs:
             if len(ids) > MAX_TOKEN_STRS:
-                raise ApiError(
-                    400,
-                    f"return_token_strs is for at most {MAX_TOKEN_STRS:,} tokens, and these are {len(ids):,}",
-                    param="return_token_strs",
-                    code="invalid_value",
-                )
+                message = f"return_token_strs is for at most {MAX_TOKEN_STRS:,} tokens, and these are {len(ids):,}"
+                raise invalid_value("return_token_strs", message)
             texts = self.engine.token_bytes(ids, skip_special_tokens=False)
             answer["token_strs"] = [text.decode(errors="replace") for text in texts]
         return Response(200, await _with_ids(answer, "tokens", ids), JSON_HEADERS)
@@ -418,7 +456,7 @@ class Api:
     async def _tokenizer_info(self, exchange: Exchange, record: RequestRecord) -> Response:
         if not self.config.enable_tokenizer_info_endpoint:
             message = "/tokenizer_info is off: start the server with --enable-tokenizer-info-endpoint"
-            raise ApiError(404, message, code="not_found")
+            raise ApiError(404, "not_found", message)
         return _json(self.engine.tokenizer_info())
 
     # Telling
@@ -454,9 +492,7 @@ class Api:
         return _json(told, 503)
 
     async def _metrics(self, exchange: Exchange, record: RequestRecord) -> Response:
-        exposition = self._expose()
-        await exposition.read_process()
-        body, content_type = exposition.render(exchange.headers.get("accept"))
+        body, content_type = await self._expose().render(exchange.headers.get("accept"))
         return Response(200, body, {"content-type": content_type})
 
     async def _version(self, exchange: Exchange, record: RequestRecord) -> Response:
@@ -465,20 +501,14 @@ class Api:
 
     async def _load(self, exchange: Exchange, record: RequestRecord) -> Response:
         stats = self.engine.stats()
-        return _json(
-            {
-                "server_load": self._num_open,
-                "running": stats.running,
-                "waiting": stats.waiting,
-                "kv_cache_usage": stats.kv_cache_usage,
-            }
-        )
+        told = {"running": stats.running, "waiting": stats.waiting, "kv_cache_usage": stats.kv_cache_usage}
+        return _json({"server_load": self._num_open, **told})
 
     async def _page(self, exchange: Exchange, record: RequestRecord) -> Response:
-        return page()
+        return PAGE
 
     def _check_alive(self) -> None:
-        """Raise where nothing can be served any more: who looks at any of our paths learns of it.
+        """Raise where nothing can be served any more, so that a look at any of our paths tells of it.
 
         Raises:
             EngineClosed, EngineDead
@@ -492,95 +522,9 @@ class Api:
         if self._exposition is None or self._exposition.engine is not engine:
             self.close()
             # Only now: a connected engine knows its model once it is connected.
-            self._exposition = Exposition(
-                engine, self._metrics_of_http, self.config.metrics_prefix, self.models.names[0]
-            )
+            name = self.models.names[0]
+            self._exposition = Exposition(engine, self._metrics_of_http, self.config.metrics_prefix, name)
         return self._exposition
-
-
-class ServedModels:
-    """The one model that an engine has, by all its names.
-
-    Args:
-        find_engine: where the engine is; a connected one knows its model once it is connected.
-        config: may give it other names than its own.
-    """
-
-    def __init__(self, find_engine: Callable[[], Engine], config: ServerConfig) -> None:
-        self._find_engine = find_engine
-        self._config = config
-        self._created = int(time.time())
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """At least one. A folder's path is nobody's business, so that its last part is its name."""
-        if self._config.served_model_name:
-            return self._config.served_model_name
-        model = self._find_engine().config.model
-        if model is None:
-            return (BUNDLED,)
-        return (PurePath(model).name or "model",) if PurePath(model).is_absolute() or model[0] in ".~" else (model,)
-
-    def choose(self, asked: str | None) -> str:
-        """The name to answer with for the one that was asked for, if any.
-
-        Raises:
-            ApiError: 404; it is another model.
-        """
-        names = self.names
-        if asked is None or asked == "":
-            return names[0]
-        if asked not in names:
-            raise ApiError(
-                404,
-                f"the model {asked[:100]!r} is not served here; there is {', '.join(map(repr, names))}",
-                param="model",
-                code="model_not_found",
-            )
-        return asked
-
-    def describe(self, name: str) -> dict[str, Any]:
-        """As ``/v1/models`` tells of it."""
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "aioengine",
-            "root": BUNDLED if self._find_engine().config.model is None else self.names[0],
-            "parent": None,
-            "max_model_len": self._find_engine().info.max_model_len,
-        }
-
-
-def _cut(exchange: Exchange, record: RequestRecord) -> None:
-    record.outcome = "cut"
-    exchange.cut()
-
-
-MODEL_PREFIX = "/v1/models/"
-MODEL_PATH = "/v1/models/{id}"
-
-
-_USE_CHATS = "use /v1/chat/completions"
-_ANOTHER_SERVER = "this server generates text; use another one for that"
-NOT_SUPPORTED = {
-    "/v1/responses": _USE_CHATS,
-    "/v1/messages": _USE_CHATS,
-    "/v1/messages/count_tokens": "use /tokenize",
-    "/api/chat": _USE_CHATS,
-    "/api/generate": "use /v1/completions",
-    "/api/tags": "use /v1/models",
-    "/generate": "use /v1/completions",
-    **dict.fromkeys(
-        (
-            "/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
-            "/v1/moderations", "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/speech",
-            "/v1/images/generations",
-        ),
-        _ANOTHER_SERVER,
-    ),
-}  # fmt: skip
-"""Paths of other servers and of the OpenAI API, with what to do instead."""
 
 
 def _json(value: Any, status: int = 200) -> Response:

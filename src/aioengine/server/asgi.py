@@ -231,7 +231,7 @@ class StreamResponse(responses.Response):
         self._encode_error = encode_error
         self._write_timeout_s = write_timeout_s
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
-        del self.headers["content-length"]  # nobody knows it yet
+        del self.headers["content-length"]  # it is not known yet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = AsgiExchange(scope, receive, send)
@@ -239,17 +239,13 @@ class StreamResponse(responses.Response):
         async def relay(cut: Callable[[], None]) -> None:
             async with self._stream:  # what it refuses is an error before the response begins
                 writer = EventWriter(exchange, timeout_s=self._write_timeout_s, on_stuck=cut)
-                try:
+                with contextlib.closing(writer):
                     await writer.start(self.status_code, dict(self.headers))
                     await self._relay(writer)
                     await writer.end()
-                finally:
-                    writer.close()
 
-        try:
+        with contextlib.suppress(ClientGone):
             await run_while_connected(exchange, relay)
-        except ClientGone:
-            pass  # nobody is there to be told
 
     async def _relay(self, writer: EventWriter) -> None:
         try:
@@ -268,11 +264,11 @@ async def _answer_error(request: Request, error: Exception) -> responses.Respons
     return responses.Response(response.body, response.status, response.headers)
 
 
-async def _answer_nobody(request: Request, error: Exception) -> responses.Response:
+async def _answer_gone(request: Request, error: Exception) -> responses.Response:
     return responses.Response(status_code=499)  # nginx's number for a client that has closed its request
 
 
-engine_errors: dict[Any, Any] = {AioEngineError: _answer_error, ClientDisconnect: _answer_nobody}
+engine_errors: dict[Any, Any] = {AioEngineError: _answer_error, ClientDisconnect: _answer_gone}
 """Exception handlers, as ``Starlette(exception_handlers=engine_errors)`` and FastAPI take them: 400 for what the client
 did wrong, 503 with ``Retry-After`` for no room, 500 for the rest, with OpenAI's error bodies."""
 

@@ -7,7 +7,7 @@ import zlib
 
 import anyio
 
-from aioengine.server.errors import ApiError
+from aioengine.server.errors import ApiError, overloaded
 from aioengine.server.exchange import Exchange, PerLoop
 
 PIECE_BYTES = 2**16
@@ -61,20 +61,11 @@ class BodyReader:
                         pieces.clear()
                         await self._refuse(exchange, _too_large(max_bytes))
                     if self._num_bytes > self._max_bodies * max_bytes:
-                        raise ApiError(
-                            503,
-                            "too many large requests are being sent at once; try again later",
-                            kind="server_error",
-                            code="overloaded",
-                            headers={"retry-after": "1", "connection": "close"},
-                        )
+                        message = "too many large requests are being sent at once; try again later"
+                        raise overloaded(message, 1, connection="close")
         except TimeoutError:
-            raise ApiError(
-                408,
-                f"the request's body did not come within {self._timeout_s:g} s",
-                code="timeout",
-                headers={"connection": "close"},
-            ) from None
+            message = f"the request's body did not come within {self._timeout_s:g} s"
+            raise ApiError(408, "timeout", message, headers={"connection": "close"}) from None
         finally:
             self._num_bytes -= num_bytes
         return b"".join(pieces)
@@ -134,22 +125,15 @@ class _Inflated:
                 return piece
 
     def _damaged(self, reason: str) -> ApiError:
-        return ApiError(400, f"the body is no valid {self._encoding}: {reason}", code="invalid_encoding")
+        return ApiError(400, "invalid_encoding", f"the body is no valid {self._encoding}: {reason}")
 
 
 def _unknown_encoding(encoding: str) -> ApiError:
-    return ApiError(
-        415,
-        f"Content-Encoding {encoding[:100]!r} is not taken: send gzip, deflate, or the body as it is",
-        code="unsupported_encoding",
-        headers={"accept-encoding": "gzip, deflate", "connection": "close"},
-    )
+    message = f"Content-Encoding {encoding[:100]!r} is not taken: send gzip, deflate, or the body as it is"
+    headers = {"accept-encoding": "gzip, deflate", "connection": "close"}
+    return ApiError(415, "unsupported_encoding", message, headers=headers)
 
 
 def _too_large(max_bytes: int) -> ApiError:
-    return ApiError(
-        413,
-        f"the request's body is larger than this server takes ({max_bytes:,} bytes, max_body_bytes)",
-        code="request_too_large",
-        headers={"connection": "close"},
-    )
+    message = f"the request's body is larger than this server takes ({max_bytes:,} bytes, max_body_bytes)"
+    return ApiError(413, "request_too_large", message, headers={"connection": "close"})

@@ -14,7 +14,7 @@ from aioengine.server.config import ServerConfig
 from aioengine.server.decoding import read_messages, read_prompts
 from aioengine.server.errors import JSON_HEADERS, api_error_of, invalid_value
 from aioengine.server.exchange import Exchange, Response, run_while_connected
-from aioengine.server.generation import Relay, StreamGroup, has_usage, note_outputs
+from aioengine.server.generation import Relay, StreamGroup, note_outputs
 from aioengine.server.record import RequestRecord
 from aioengine.server.schema import ChatRequest, CompletionRequest, Generation, template_kwargs
 from aioengine.turns import turns_here
@@ -53,7 +53,7 @@ class Completions:
                 self._head("chatcmpl", record, streams),
                 self._engine.token_bytes,
                 top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-                has_usage=has_usage(request.stream_options),
+                has_usage=request.has_usage,
             )
             return await self._answer(exchange, record, request, streams, answer)
         except InvalidRequest as error:
@@ -75,7 +75,7 @@ class Completions:
             self._head("cmpl", record, streams),
             self._engine.token_bytes,
             top_logprobs=request.logprobs,
-            has_usage=has_usage(request.stream_options),
+            has_usage=request.has_usage,
             num_choices=streams[0].params.n,
             prompt_texts=[await self._text_of(prompt) for prompt in prompts] if request.echo else None,
             is_echo_alone=request.is_echo_alone,
@@ -91,9 +91,8 @@ class Completions:
         request.check()
         if request.request_id is not None:
             if not is_fit_id(request.request_id):
-                raise invalid_value(
-                    "request_id", f"request_id: 1 to {MAX_ID_CHARS} visible ASCII characters are needed, and no spaces"
-                )
+                told = f"request_id: 1 to {MAX_ID_CHARS} visible ASCII characters are needed, and no spaces"
+                raise invalid_value("request_id", told)
             if "x-request-id" not in exchange.headers:
                 record.request_id = request.request_id
         record.model = self._model_name(request.model)
@@ -136,24 +135,18 @@ class Completions:
         return streams
 
     async def _answer(
-        self,
-        exchange: Exchange,
-        record: RequestRecord,
-        request: Generation,
-        streams: list[Stream],
-        answer: Answer,
+        self, exchange: Exchange, record: RequestRecord, request: Generation, streams: list[Stream], answer: Answer
     ) -> Response | None:
-        batch = StreamGroup(streams, record.n or 1)
+        group = StreamGroup(streams, record.n or 1)
 
         async def work(cut: Callable[[], None]) -> Response | None:
             try:
-                async with batch:
+                async with group:
                     if not request.stream:
-                        return Response(200, await answer.whole(await batch.finish()), JSON_HEADERS)
-                    relay = Relay(exchange, record, batch, answer, request.stream_options)
-                    await relay.run(self._config, cut)
+                        return Response(200, await answer.whole(await group.finish()), JSON_HEADERS)
+                    await Relay(exchange, record, request, group, answer).run(self._config, cut)
                     return None
             finally:
-                note_outputs(record, batch)
+                note_outputs(record, group)
 
         return await run_while_connected(exchange, work)

@@ -1,4 +1,4 @@
-"""How the HTTP face is set up: one definition for `create_app` and for the flags of ``aioengine serve``."""
+"""How the HTTP API is set up: one definition for `create_app` and for the flags of ``aioengine serve``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LEAST_BODY_BYTES = 2**20
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The settings of the HTTP face; a bad value is a `ConfigError` that names the field."""
+    """The settings of the HTTP API; a bad value is a `ConfigError` that names the field."""
 
     api_keys: Annotated[
         tuple[str, ...],  # how long they must be is checked below, where no message shows one

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from aioengine.errors import PromptTooLong
-from aioengine.server.errors import ApiError, api_error_of, invalid_value, unknown_field, unsupported
+from aioengine.server.errors import ApiError, api_error_of, invalid_value, missing, unknown_field, unsupported
 from aioengine.server.schema import Body, ChatMessage, StreamOptions, TextPart, is_given, known_names
 from aioengine.validation import MAX_NAME_CHARS, shorten
 
@@ -132,7 +132,7 @@ def _decoded(body: bytes, kind: type[T]) -> T:
 
 def _check_texts(body: bytes, max_texts: int) -> None:
     if has_more_texts(body, MAX_OTHER_TEXTS + max_texts):
-        raise ApiError(400, "the request has too many prompts, messages or other texts; send less at once")
+        raise ApiError(400, None, "the request has too many prompts, messages or other texts; send less at once")
 
 
 def _check_fields(body: bytes, kind: type[Body], ignored: IgnoredFields) -> None:
@@ -184,16 +184,15 @@ def _undecodable(error: Exception, body: bytes) -> ApiError:
             reason = "it is empty"
         elif "truncated" in reason or (reason.endswith(f"(byte {len(body)})") and "trailing" not in reason):
             reason = f"it ends in the middle, after {len(body):,} bytes: it has been truncated"
-        return ApiError(400, f"the request's body is not valid JSON: {reason}", code="invalid_json")
+        return ApiError(400, "invalid_json", f"the request's body is not valid JSON: {reason}")
     message = str(error)
     match = _PLACE.search(message)
     place = match.group(1) if match is not None else ""
     said = message[: match.start()] if match is not None else message
     said = said[0].lower() + said[1:].replace("int | float", "int")
     name = re.split(r"[.\[]", place, maxsplit=1)[0]
-    return ApiError(
-        400, f"{place}: {said}" if place else f"the request's body: {said}", param=name or None, code="invalid_type"
-    )
+    where = place or "the request's body"
+    return ApiError(400, "invalid_type", f"{where}: {said}", param=name or None)
 
 
 def _nearest(name: str, known: frozenset[str]) -> str:
@@ -263,7 +262,7 @@ def _text_of(place: int, part: TextPart) -> str:
     name = f"messages[{place}].content"
     if part.type != "text":
         raise unsupported(name, f"has a part of type {shorten(part.type)}; give texts")
-    if any(is_given(getattr(part, other)) for other in TextPart.OTHERS):
+    if part.has_more():
         raise unsupported(name, "has a part that is a text and something else; give texts")
     if part.text is None:
         raise invalid_value("messages", f"{name} has a text part without a text")
@@ -331,7 +330,7 @@ def _read_ids(data: bytes, max_ids: int, name: str) -> list[int]:
         if name != "tokens":
             raise api_error_of(PromptTooLong(num_ids, max_ids - 1))
         message = f"{name} has {num_ids:,} token ids; at most {max_ids:,} are allowed (max_model_len)"
-        raise ApiError(400, message, param=name, code="context_length_exceeded")
+        raise ApiError(400, "context_length_exceeded", message, param=name)
     ids: list[int] = _decode_part(data, list[int], name)
     return ids
 
@@ -349,17 +348,13 @@ def _kind_of(data: bytes) -> Literal["text", "ids", "empty", "texts", "lists"]:
     for pattern, kind in _KINDS:
         if pattern.match(data):
             return kind
-    raise ApiError(
-        400,
-        "prompt: a text, a list of token ids, or a list of texts or of lists of token ids is needed",
-        param="prompt",
-        code="invalid_type",
-    )
+    message = "prompt: a text, a list of token ids, or a list of texts or of lists of token ids is needed"
+    raise ApiError(400, "invalid_type", message, param="prompt")
 
 
 def _required(raw: msgspec.Raw, name: str) -> bytes:
     if not is_given(raw):
-        raise ApiError(400, f"{name} is missing", param=name, code="missing_required_parameter")
+        raise missing(name)
     return bytes(raw)
 
 
@@ -368,8 +363,8 @@ def _decode_part(data: bytes, kind: Any, name: str) -> Any:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         said = re.sub(r" - at `\$(.*)`$", r" (at \1)", str(error))
-        raise ApiError(400, f"{name}: {said}", param=re.split(r"[.\[]", name)[0], code="invalid_type") from None
+        raise ApiError(400, "invalid_type", f"{name}: {said}", param=re.split(r"[.\[]", name)[0]) from None
 
 
 def _too_many(what: str, limit: int) -> ApiError:
-    return ApiError(400, f"more than {limit:,} {what} in one request; send fewer at once", code="invalid_value")
+    return ApiError(400, "invalid_value", f"more than {limit:,} {what} in one request; send fewer at once")

@@ -21,35 +21,33 @@ class ApiError(Exception):
     """A request that is answered by an error.
 
     Attributes:
-        status: of HTTP.
-        message: for the client's person; says what to do.
-        kind: the body's "type".
-        param: the field that was wrong.
+        status: of HTTP. The body's "type" follows from it: "server_error" from 500 on.
         code: for the client's program.
+        message: for a person; says what to do.
+        param: the field that was wrong.
         headers: beside the usual ones.
     """
 
     def __init__(
         self,
         status: int,
+        code: str | None,
         message: str,
         *,
-        kind: str = "invalid_request_error",
         param: str | None = None,
-        code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
-        self.kind = kind
-        self.param = param
         self.code = code
+        self.message = message
+        self.param = param
         self.headers = dict(headers or {})
 
     def body(self) -> bytes:
         """The error as JSON."""
-        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})
 
     def response(self) -> Response:
@@ -61,7 +59,7 @@ PARAM_NAMES = {"num_sequences": "n"}
 
 
 def api_error_of(error: Exception, *, param_names: Mapping[str, str] | None = None) -> ApiError:
-    """The error that a client hears of for ``error``.
+    """What a client hears of ``error``.
 
     Args:
         param_names: what the client calls the engine's parameters, where it has other names for them.
@@ -71,40 +69,44 @@ def api_error_of(error: Exception, *, param_names: Mapping[str, str] | None = No
     if isinstance(error, InvalidRequest):
         param = {**PARAM_NAMES, **(param_names or {})}.get(error.param or "", error.param)
         code = "context_length_exceeded" if isinstance(error, PromptTooLong) else "invalid_value"
-        return ApiError(400, str(error), param=param, code=code)
+        return ApiError(400, code, str(error), param=param)
     if isinstance(error, EngineOverloaded):
         return overloaded(str(error), error.retry_after_s)
     if isinstance(error, EngineClosed):
         return unavailable(f"no requests are taken now: {error}")
     if isinstance(error, EngineDead):
-        return ApiError(503, "the engine has stopped working", kind="server_error", code="engine_dead")
+        return ApiError(503, "engine_dead", "the engine has stopped working")
     if isinstance(error, StepFailed):
-        return ApiError(
-            500, "the step that computed this request failed; send it again", kind="server_error", code="step_failed"
-        )
-    return ApiError(500, "an internal error; its request id is in the log", kind="server_error", code="internal_error")
+        return ApiError(500, "step_failed", "the step that computed this request failed; send it again")
+    return ApiError(500, "internal_error", "an internal error; its request id is in the log")
 
 
 def unavailable(message: str, **headers: str) -> ApiError:
     """503, for a while that is not known."""
-    return ApiError(503, message, kind="server_error", code="unavailable", headers={"retry-after": "5", **headers})
+    return ApiError(503, "unavailable", message, headers={"retry-after": "5", **headers})
 
 
-def overloaded(message: str, retry_after_s: float) -> ApiError:
+def overloaded(message: str, retry_after_s: float, **headers: str) -> ApiError:
     """503, with the seconds after which to come again."""
-    headers = {"retry-after": str(max(1, math.ceil(retry_after_s)))}
-    return ApiError(503, message, kind="server_error", code="overloaded", headers=headers)
+    return ApiError(
+        503, "overloaded", message, headers={"retry-after": str(max(1, math.ceil(retry_after_s))), **headers}
+    )
 
 
 def invalid_value(name: str, message: str) -> ApiError:
     """A field whose value cannot be taken."""
-    return ApiError(400, message, param=name, code="invalid_value")
+    return ApiError(400, "invalid_value", message, param=name)
+
+
+def missing(name: str) -> ApiError:
+    """A field that is needed and not there."""
+    return ApiError(400, "missing_required_parameter", f"{name} is missing", param=name)
 
 
 def unsupported(name: str, why: str = "is not supported yet; leave it out") -> ApiError:
     """A field that clients may know from elsewhere, and that would change the answer if it were left out in silence."""
-    return ApiError(400, f"{name} {why}", param=name, code="unsupported_parameter")
+    return ApiError(400, "unsupported_parameter", f"{name} {why}", param=name)
 
 
 def unknown_field(name: str, hint: str) -> ApiError:
-    return ApiError(400, f"unknown field {shorten(name)}{hint}", param=name[:100], code="unknown_parameter")
+    return ApiError(400, "unknown_parameter", f"unknown field {shorten(name)}{hint}", param=name[:100])

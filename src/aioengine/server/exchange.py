@@ -1,8 +1,10 @@
-"""What the handlers see of HTTP: one request and its response, whatever framework carries them."""
+"""What the handlers see of HTTP: one request and its response, whatever framework carries them; and watching a client
+while it is answered."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Generic, Protocol, TypeVar
@@ -14,12 +16,14 @@ from aioengine.turns import turns_here
 
 T = TypeVar("T")
 
+PIECE_BYTES = 2**16
+"""Of a large response, written at once."""
 CUT_EXTENSION = "aioengine.cut"
 """Of an ASGI scope's ``extensions``: a function that ends the connection at once. Our own server has it."""
 
 
 class ClientGone(Exception):
-    """The client has left: nobody will read the answer."""
+    """The client has left, and reads no answer."""
 
 
 class ClientCut(ClientGone):
@@ -32,7 +36,7 @@ class Response(msgspec.Struct, frozen=True):
     Attributes:
         status: of HTTP.
         body: bytes.
-        headers: names in lower case; the length is added by whoever sends it.
+        headers: names in lower case; `Exchange.respond` adds the length.
     """
 
     status: int
@@ -131,8 +135,8 @@ async def run_while_connected(exchange: Exchange, work: Callable[[Callable[[], N
 
 
 class EventWriter:
-    """Writes a stream's events, and looks now and then at how that goes: a client that takes nothing for long is
-    cut off, and where there was nothing to write for long somebody is told.
+    """Writes a response in pieces, and looks now and then at how that goes: a client that takes nothing for long is cut
+    off, and where nothing was written for long ``on_idle`` is called. To be closed, as by `contextlib.closing`.
 
     Looking at the clock before each write costs 0.1 µs; a timeout around it would cost 4.
 
@@ -203,6 +207,18 @@ class EventWriter:
             self._since = now
             self._on_idle()
         self._timer = self._loop.call_at(next_at, self._look)
+
+
+async def write_in_pieces(
+    exchange: Exchange, response: Response, timeout_s: float, on_stuck: Callable[[], None]
+) -> None:
+    """Write a large response as its client takes it; see `EventWriter`."""
+    writer = EventWriter(exchange, timeout_s=timeout_s, on_stuck=on_stuck)
+    with contextlib.closing(writer):
+        await writer.start(response.status, {**response.headers, "content-length": str(len(response.body))})
+        for first in range(0, len(response.body), PIECE_BYTES):
+            await writer.write(response.body[first : first + PIECE_BYTES])
+        await writer.end()
 
 
 class PerLoop(Generic[T]):

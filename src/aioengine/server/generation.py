@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import functools
+import contextlib
 import time
 from collections.abc import Callable
-from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 
 from aioengine.engine import Stream
 from aioengine.errors import AioEngineError
 from aioengine.outputs import CompletionDelta, RequestOutput
-from aioengine.server.answers import Answer, Usage, error_event, in_parts
+from aioengine.server.answers import Answer, Usage, error_event, split_delta
 from aioengine.server.config import ServerConfig
 from aioengine.server.errors import api_error_of
 from aioengine.server.exchange import EventWriter, Exchange
 from aioengine.server.record import RequestRecord
-from aioengine.server.schema import StreamOptions
+from aioengine.server.schema import Generation
 
 EVENT_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -44,8 +43,8 @@ class StreamGroup:
         self._streams = streams
         self._num_choices = num_choices
         self._num_entered = 0
-        self._with_news: list[int] = []
-        """Places of streams that have something to take, once for each choice of theirs, and once for their end."""
+        self._ready: list[int] = []
+        """Numbers of streams that have something to take, once for each choice of theirs, and once for their end."""
         self._num_open = 0
         self._failure: AioEngineError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -60,11 +59,9 @@ class StreamGroup:
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *raised: Any) -> None:
         for stream in self._streams[: self._num_entered]:
-            await stream.__aexit__(kind, error, traceback)
+            await stream.__aexit__(*raised)
 
     @property
     def is_ended(self) -> bool:
@@ -72,42 +69,49 @@ class StreamGroup:
         return not self._num_open
 
     def watch(self) -> None:
-        """Be told of news from now on, for `wait` and `take`."""
+        """Follow the streams from now on, for `wait` and `take`."""
         self._num_open = len(self._streams) * self._num_choices
-        for place, stream in enumerate(self._streams):
-            stream.watch(functools.partial(self._on_news, place))
+        for number, stream in enumerate(self._streams):
+            stream.watch(self._marker_of(number))
+
+    def _marker_of(self, number: int) -> Callable[[], None]:
+        def mark_ready() -> None:
+            self._ready.append(number)
+            self.wake()
+
+        return mark_ready
 
     async def wait(self) -> bool:
         """Wait for something to `take`, or for the end; False where it was `wake` that ended the wait."""
-        if not self._with_news:
+        if not self._ready:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
-        return bool(self._with_news)
+        return bool(self._ready)
 
     def wake(self) -> None:
-        """End a `wait`, without news."""
+        """End a `wait`, though there may be nothing to take."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def take(self) -> list[tuple[int, CompletionDelta]]:
-        """What is new, with the number of its choice.
+        """All deltas that have come, each with the number of its choice.
 
         Raises:
             StepFailed, EngineDead, EngineClosed: a request has failed, and all that had arrived of it was taken.
         """
         if self._failure is not None:
             raise self._failure
-        places, self._with_news = self._with_news, []
+        numbers, self._ready = self._ready, []
         taken: list[tuple[int, CompletionDelta]] = []
-        for place in places:
-            stream = self._streams[place]
+        for number in numbers:
+            stream = self._streams[number]
             try:
-                # A single choice has one delta for each time that it told of news: asking again costs half of it.
+                # A single choice has one delta for each time that it was ready: asking again costs half of it.
                 while (delta := stream.take()) is not None:
-                    taken.append((place * self._num_choices + delta.index, delta))
+                    taken.append((number * self._num_choices + delta.index, delta))
                     if delta.finish_reason is not None:
                         self._num_open -= 1
                     if self._num_choices == 1:
@@ -116,7 +120,7 @@ class StreamGroup:
                 if not taken:
                     raise
                 self._failure = error
-                self._with_news.append(place)  # to be asked again
+                self._ready.append(number)  # to be asked again
                 break
         return taken
 
@@ -128,66 +132,56 @@ class StreamGroup:
         """All prompts' outputs as far as they have come."""
         return [stream.result for stream in self._streams[: self._num_entered]]
 
-    def output(self, place: int) -> RequestOutput:
-        """One prompt's output as far as it has come."""
-        return self._streams[place].result
-
-    def _on_news(self, place: int) -> None:
-        self._with_news.append(place)
-        self.wake()
+    def output(self, number: int) -> RequestOutput:
+        """The output of the prompt of that number as far as it has come."""
+        return self._streams[number].result
 
 
 class Relay:
-    """Passes a batch's deltas on to the client as events."""
+    """Passes the deltas of a group of streams on to the client as events."""
 
     def __init__(
-        self,
-        exchange: Exchange,
-        record: RequestRecord,
-        batch: StreamGroup,
-        answer: Answer,
-        options: StreamOptions | None,
+        self, exchange: Exchange, record: RequestRecord, request: Generation, group: StreamGroup, answer: Answer
     ) -> None:
         self._exchange = exchange
         self._record = record
-        self._batch = batch
+        self._group = group
         self._answer = answer
-        self._has_usage = has_usage(options)
+        self._has_usage = request.has_usage
+        options = request.stream_options
         self._is_usage_continuous = options is not None and bool(options.continuous_usage_stats)
         self._so_far: Usage | None = None
 
     async def run(self, config: ServerConfig, cut: Callable[[], None]) -> None:
         """Relay to the end, or to the error that ends it: that is an event, too."""
-        self._batch.watch()
+        self._group.watch()
         self._record.status = 200
         writer = EventWriter(
             self._exchange,
             timeout_s=config.write_timeout_s,
             on_stuck=cut,
             idle_s=config.keepalive_s,
-            on_idle=self._batch.wake,
+            on_idle=self._group.wake,
         )
-        try:
+        with contextlib.closing(writer):
             await writer.start(200, {**EVENT_HEADERS, "x-request-id": self._record.request_id})
             last = await self._relay(writer)
             await writer.write(last)
             await writer.end()
-        finally:
-            writer.close()
 
     async def _relay(self, writer: EventWriter) -> bytes:
         """Write all events but the last ones, which are returned."""
-        batch, answer, echo = self._batch, self._answer, self._answer.echo
+        group, answer, echo = self._group, self._answer, self._answer.echo
         num_choices = self._record.num_prompts * (self._record.n or 1)
         if opening := answer.opening(num_choices, self._count(0)):
             await writer.write(opening)
         echoed: set[int] = set()
-        while not batch.is_ended:
-            if not await batch.wait():
+        while not group.is_ended:
+            if not await group.wait():
                 await writer.write(KEEPALIVE)
                 continue
             try:
-                taken = batch.take()
+                taken = group.take()
             except AioEngineError as error:
                 self._record.outcome, self._record.error = "error", error
                 return error_event(api_error_of(error).body()) + answer.closing(None)
@@ -195,17 +189,17 @@ class Relay:
             for choice, delta in taken:
                 if echo is not None and choice not in echoed:
                     echoed.add(choice)
-                    output = batch.output(choice // (self._record.n or 1))
+                    output = group.output(choice // (self._record.n or 1))
                     events.append(await echo(choice, output, self._count(0)))
-                if delta.logprobs is not None and len(delta.logprobs) > answer.max_lines:
-                    for part in in_parts(delta, answer.max_lines):
+                if delta.logprobs is not None and len(delta.logprobs) > answer.max_positions:
+                    for part in split_delta(delta, answer.max_positions):
                         events.append(answer.event(choice, part, self._count(len(part.token_ids))))
                         await self._write(writer, events)
                         await asyncio.sleep(0)
                 else:
                     events.append(answer.event(choice, delta, self._count(len(delta.token_ids))))
             await self._write(writer, events)
-        return answer.closing(answer.usage(batch.outputs()) if self._has_usage else None)
+        return answer.closing(answer.usage(group.outputs()) if self._has_usage else None)
 
     async def _write(self, writer: EventWriter, events: list[bytes]) -> None:
         """Write the events, and forget them."""
@@ -221,14 +215,14 @@ class Relay:
         if not self._is_usage_continuous:
             return None
         if self._so_far is None:
-            self._so_far = msgspec.structs.replace(Usage.of(self._batch.outputs()), completion_tokens=0)
+            self._so_far = msgspec.structs.replace(Usage.of(self._group.outputs()), completion_tokens=0)
         self._so_far.completion_tokens += num_tokens
         return self._so_far
 
 
-def note_outputs(record: RequestRecord, batch: StreamGroup) -> None:
+def note_outputs(record: RequestRecord, group: StreamGroup) -> None:
     """What the requests have brought, for the log."""
-    outputs = batch.outputs()
+    outputs = group.outputs()
     if not outputs:
         return
     usage = Usage.of(outputs)
@@ -237,7 +231,3 @@ def note_outputs(record: RequestRecord, batch: StreamGroup) -> None:
     record.max_choice_tokens = max(len(choice.token_ids) for choice in choices)
     record.finish_reasons = tuple(choice.finish_reason for choice in choices if choice.finish_reason is not None)
     record.metrics = outputs[0].metrics
-
-
-def has_usage(options: StreamOptions | None) -> bool:
-    return options is not None and bool(options.include_usage)

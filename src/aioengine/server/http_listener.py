@@ -9,14 +9,11 @@ import os
 import socket
 import ssl
 import stat
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import msgspec
 
 from aioengine.errors import ConfigError
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 BACKLOG = 2048
 MAX_SOCKET_PATH_BYTES = 107
@@ -77,7 +74,7 @@ class HttpListener:
 
     @property
     def is_local(self) -> bool:
-        """Nobody can reach it from another machine."""
+        """It cannot be reached from another machine."""
         return all(
             each.family == socket.AF_UNIX or ipaddress.ip_address(each.getsockname()[0]).is_loopback
             for each in self.sockets
@@ -87,7 +84,7 @@ class HttpListener:
         """Let clients come.
 
         Raises:
-            ConfigError: somebody has taken the place meanwhile.
+            ConfigError: the place was taken meanwhile.
         """
         try:
             if self.where.uds is not None and not self.sockets:
@@ -111,9 +108,7 @@ class HttpListener:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _bind_unix(self, path: str) -> None:
@@ -160,7 +155,7 @@ def _find_the_dead(made: socket.socket) -> None:
 
 
 def _check_path(path: str) -> None:
-    """Raise ConfigError if a Unix socket cannot be made here, or somebody serves at it."""
+    """Raise ConfigError if a Unix socket cannot be made here, or another process serves at it."""
     num_bytes = len(os.fsencode(path))
     if num_bytes > MAX_SOCKET_PATH_BYTES:
         raise ConfigError(f"unix:{path}: the path has {num_bytes} bytes; {MAX_SOCKET_PATH_BYTES} are possible")
@@ -182,9 +177,9 @@ def _remove_stale(path: str) -> None:
 
 
 def _is_stale(path: str) -> bool:
-    """Whether nobody listens on a socket: what a process that was killed leaves."""
+    """Whether no process listens on a socket: what one that was killed leaves."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)  # with a full backlog it would wait; then somebody listens
+        probe.setblocking(False)  # with a full backlog it would wait; then a process listens
         return probe.connect_ex(path) in (errno.ECONNREFUSED, errno.ENOENT)
 
 
@@ -199,7 +194,7 @@ def _ssl_context(where: ServerAddress) -> ssl.SSLContext | None:
     context.set_alpn_protocols(["http/1.1"])
     files = " and ".join(file for file in (where.ssl_certfile, where.ssl_keyfile) if file is not None)
     try:
-        # Never asked for on the terminal, where a service has nobody to answer.
+        # Never asked for on the terminal, where a service would wait for ever.
         context.load_cert_chain(where.ssl_certfile, where.ssl_keyfile, password=where.ssl_keyfile_password or "")
     except ssl.SSLError as error:
         why = error.reason.lower().replace("_", " ") if error.reason else "unreadable, or its key needs a password"

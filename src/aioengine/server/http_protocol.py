@@ -2,7 +2,7 @@
 
 uvicorn waits for ever for a head that does not come to its end, takes headers, URLs and pipelined requests without
 number, and closes a connection by waiting until the client has read what is left for it. Here each of these has a
-limit (`HttpLimits`), and is answered with the error body of the OpenAI API where there is still somebody to answer.
+limit (`HttpLimits`), and is answered with the error body of the OpenAI API where the client can still read one.
 
 A response is written by uvicorn's own code: nothing is added to a piece of it, and some 3 µs to a request. Of a scope's
 ``extensions``, ``aioengine.cut`` is a function that ends the connection at once, with what is still buffered: for a
@@ -37,7 +37,7 @@ MAX_LINGERING = 256
 """Refused connections that may linger; more are closed at once."""
 
 MAX_DISCARDED_BYTES = 2**20
-"""What a connection may send that nobody reads any more, before it is cut."""
+"""What a connection may send that is read no more, before it is cut."""
 
 DRAIN_HEAD_S = 1.0
 """For a request to come whose connection, or first bytes, the server had accepted before it began to drain."""
@@ -214,7 +214,7 @@ class HttpProtocol(HttpToolsProtocol):
             if self._is_in_head and self._head_bytes > self._limits.max_header_bytes + self._limits.max_url_bytes:
                 self._refuse(_head_too_large(self._limits))
             elif self._head_timer is None and (self._is_in_head or self._is_idle):
-                # Also after newlines alone, or the rest of a body that nobody wanted: neither is a request.
+                # Also after newlines alone, or the rest of a body that was not read: neither is a request.
                 self._start_head_timer(self._head_timeout_s)
 
     def resume(self, data: bytes) -> None:
@@ -263,10 +263,8 @@ class HttpProtocol(HttpToolsProtocol):
     def on_url(self, url: bytes) -> None:
         self.url += url
         if len(self.url) > self._limits.max_url_bytes:
-            limit = self._limits.max_url_bytes
-            raise _StopParsing(
-                ApiError(414, f"the URL has more than {limit:,} bytes (max_url_bytes)", code="url_too_long")
-            )
+            message = f"the URL has more than {self._limits.max_url_bytes:,} bytes (max_url_bytes)"
+            raise _StopParsing(ApiError(414, "url_too_long", message))
 
     def on_header(self, name: bytes, value: bytes) -> None:
         # Counted here: a piece of 256 KiB may hold 60,000 of them, and take 20 ms.
@@ -343,7 +341,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self._num_held > 0:  # the rest may have come: what is read next starts another timer if it has not
             return
         if self._is_in_head:
-            self._refuse(ApiError(408, "the request's headers did not come in time (header_timeout_s)", code="timeout"))
+            self._refuse(ApiError(408, "timeout", "the request's headers did not come in time (header_timeout_s)"))
         elif self._is_idle:  # it has sent nothing; or what followed its last request was no new one
             self.transport.close()
 
@@ -397,7 +395,7 @@ class HttpProtocol(HttpToolsProtocol):
         if len(self._state.lingering) >= MAX_LINGERING or not self.transport.can_write_eof():
             self.transport.close()
             return
-        self.connections.discard(self)  # it takes nobody's place
+        self.connections.discard(self)  # it counts no more among those that are served
         self._state.lingering.add(self)
         self.transport.write_eof()
         self._head_timer = self.loop.call_later(LINGER_S, self.transport.abort)
@@ -413,11 +411,10 @@ def _size_of(headers: list[tuple[bytes, bytes]]) -> int:
 
 
 def _malformed() -> ApiError:
-    return ApiError(400, "this is no HTTP/1.1 request", code="malformed_request")
+    return ApiError(400, "malformed_request", "this is no HTTP/1.1 request")
 
 
 def _head_too_large(limits: HttpLimits) -> ApiError:
     allowed = f"{limits.max_headers} (max_headers), with {limits.max_header_bytes:,} bytes in all (max_header_bytes)"
-    return ApiError(
-        431, f"the request's headers are too many or too large; allowed are {allowed}", code="headers_too_large"
-    )
+    message = f"the request's headers are too many or too large; allowed are {allowed}"
+    return ApiError(431, "headers_too_large", message)

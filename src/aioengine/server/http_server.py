@@ -14,12 +14,10 @@ import socket
 import warnings
 from collections.abc import AsyncGenerator, Callable, Iterator
 from email.utils import formatdate
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import anyio
 
-from aioengine.core.health import Health
 from aioengine.errors import ConfigError, EngineDead
 from aioengine.server.config import HttpLimits, ServerConfig
 from aioengine.server.http_listener import BACKLOG, HttpListener, ServerAddress
@@ -59,7 +57,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.num_asked = 0
         self.on_asked: Callable[[], None] = lambda: None
-        """Called each time; whoever is to end sets it."""
+        """Called each time; set by what is to end."""
 
     def ask(self) -> None:
         self.num_asked += 1
@@ -80,18 +78,10 @@ def asked_by_signals(ask: Callable[[signal.Signals], None]) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
-class Served(Protocol):
-    """What serving needs of an `Engine`."""
-
-    def health(self) -> Health: ...
-
-    def abort_all(self) -> None: ...
-
-
 async def serve(
     app: Any,
     *,
-    engine: Served,
+    engine: Engine,
     listener: HttpListener,
     stop: StopRequest,
     drain_timeout_s: float = 30.0,
@@ -103,7 +93,7 @@ async def serve(
 
     Draining: no client can come any more; what was accepted goes on, each response as its connection's last, for at
     most ``drain_timeout_s``. Then, or when it is asked again, the engine's requests are aborted, so that their clients
-    read to the end of a response that says so; who has not read it after `ABORT_GRACE_S` is cut off. Cancelling ends
+    read to the end of a response that says so; those that have not after `ABORT_GRACE_S` are cut off. Cancelling ends
     all connections at once.
 
     Args:
@@ -114,7 +104,7 @@ async def serve(
         on_drain: called when draining begins: ``/health`` is to say so from then on.
     Raises:
         ConfigError: the place was taken meanwhile, or the app's lifespan failed to start.
-        EngineDead: the engine has died; who waited for an answer has had `ABORT_GRACE_S` to read an error.
+        EngineDead: the engine has died; clients that waited for an answer have had `ABORT_GRACE_S` to read an error.
     """
     server = Server(app, engine, listener, stop, limits or HttpLimits())
     try:
@@ -136,7 +126,7 @@ class Server:
     def __init__(
         self,
         app: Any,
-        engine: Served,
+        engine: Engine,
         listener: HttpListener,
         stop: StopRequest,
         limits: HttpLimits,
@@ -148,7 +138,7 @@ class Server:
 
         self.death: str | None = None
         self.kept: object = None
-        """Lives for as long as this serves: the loop holds us, and nobody else may hold that."""
+        """Lives for as long as this serves, since the loop holds us: for what nothing else may hold."""
         self._engine = engine
         self._listener = listener
         self._stop = stop
@@ -345,7 +335,7 @@ class HttpServer:
     async def aclose(self, *, drain_timeout_s: float = 30.0) -> None:
         """Take no more clients, and let what was accepted end for so long; then abort it. Idempotent.
 
-        Cancelling cuts off who is still connected.
+        Cancelling cuts off the clients that are still connected.
         """
         self._is_closed = True
         await self._loops_end.aclose()
@@ -367,7 +357,7 @@ class HttpServer:
 
     async def _at_loops_end(self) -> AsyncGenerator[None]:
         # A loop's runner closes the generators that are left, when it has cancelled the tasks: no task is needed, whose
-        # cancelling nobody could tell from another one's.
+        # cancelling could not be told from another one's.
         try:
             yield
         finally:
@@ -382,9 +372,7 @@ class HttpServer:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     def __repr__(self) -> str:

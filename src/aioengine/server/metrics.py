@@ -3,19 +3,17 @@
 What vLLM (V1) exports under the same name and with the same meaning keeps vLLM's prefix and labels, so that its
 dashboards work; what is ours alone begins with ``aioengine:``. `SERIES` is that mapping, as data.
 
-prometheus_client writes each family once, to give its layout; later only numbers are put into it, and a family whose
-numbers are as before is not written at all. Encoding 1,100 lines anew each time held the loop for 5 ms; this takes
-0.5 ms where all numbers have changed, and 0.1 ms where none has.
+Numbers are read on the engine's loop, which owns them; prometheus_client writes them as text in a thread, since 1,100
+lines take 5 ms.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import resource
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -25,7 +23,6 @@ import prometheus_client.openmetrics.exposition
 from anyio import CapacityLimiter, to_thread
 from prometheus_client.metrics_core import Metric as PrometheusMetric
 from prometheus_client.openmetrics.exposition import ALLOWUTF8
-from prometheus_client.utils import floatToGoString
 
 from aioengine.errors import AioEngineError
 from aioengine.metrics import (
@@ -44,8 +41,6 @@ from aioengine.server.exchange import PerLoop
 from aioengine.server.record import OTHER_ROUTE, RequestRecord
 
 if TYPE_CHECKING:
-    from prometheus_client.registry import Collector
-
     from aioengine.engine import Engine
 
 Kind = Literal["counter", "gauge", "histogram"]
@@ -63,95 +58,95 @@ class Series(msgspec.Struct, frozen=True):
     """One metric of the exposition.
 
     Attributes:
-        name: without prefix, as it is declared; counters have ``_total`` behind it, histograms ``_bucket`` and so on.
         owner: where it is counted: "engine": `EngineMetrics`, only while the engine is up; "requests": at the end of
             each of the engine's requests; "state": read from the engine's health and config; "http": `HttpMetrics`;
             "process": `ProcessMetrics`.
-        source: the attribute of its owner.
+        name: without prefix, as it is declared; counters have ``_total`` behind it, histograms ``_bucket`` and so on.
+        source: the attribute of its owner; absent: it is called like the series.
         prefix: "vllm": the configured one, since vLLM has the series with this meaning; "own": `OWN_PREFIX`; "none": as
             vLLM's server has it, from the libraries that it uses for HTTP and for metrics; it has no model's labels.
         note: where it differs from vLLM's, or why it is here.
     """
 
-    name: str
     owner: Owner
-    source: str
+    name: str
+    source: str = ""
     prefix: Literal["vllm", "own", "none"] = "vllm"
     note: str = ""
 
     def full_name(self, prefix: str) -> str:
         return {"vllm": prefix, "own": OWN_PREFIX, "none": ""}[self.prefix] + self.name
 
+    def metric_of(self, owner: object) -> Exported:
+        metric: Exported = getattr(owner, self.source or self.name)
+        return metric
 
+
+_DEFERRED = "deferred: its reader is behind, another one computes its prefix, or the engine is paused"
 _HTTP_ONLY = "requests that came by HTTP"
 _AT_END = "counted when a request ends"
 _SERVER = "of the process that serves HTTP"
 
 SERIES: tuple[Series, ...] = (
-    Series("num_requests_running", "engine", "num_requests_running"),
-    Series("num_requests_waiting", "engine", "num_requests_waiting", note="those at the engine's door included"),
-    Series(
-        "num_requests_waiting_by_reason",
-        "engine",
-        "num_requests_waiting_by_reason",
-        note="deferred: its reader is behind, another one computes its prefix, or the engine is paused",
-    ),
-    Series("kv_cache_usage_perc", "engine", "kv_cache_usage_perc"),
-    Series("prefix_cache_queries", "engine", "prefix_cache_queries"),
-    Series("prefix_cache_hits", "engine", "prefix_cache_hits"),
-    Series("num_preemptions", "engine", "num_preemptions"),
-    Series("prompt_tokens", "engine", "prompt_tokens"),
-    Series("generation_tokens", "engine", "generation_tokens"),
-    Series("request_success", "engine", "request_success", note="choices, by finished_reason"),
-    Series("iteration_tokens_total", "engine", "iteration_tokens_total", note="a histogram, in spite of its name"),
-    Series("request_prompt_tokens", "engine", "request_prompt_tokens"),
-    Series("request_generation_tokens", "engine", "request_generation_tokens"),
-    Series("time_to_first_token_seconds", "engine", "time_to_first_token_seconds"),
-    Series("inter_token_latency_seconds", "engine", "inter_token_latency_seconds"),
-    Series("e2e_request_latency_seconds", "engine", "e2e_request_latency_seconds"),
-    Series("request_queue_time_seconds", "engine", "request_queue_time_seconds"),
-    Series("request_inference_time_seconds", "engine", "request_inference_time_seconds"),
-    Series("request_prefill_time_seconds", "engine", "request_prefill_time_seconds"),
-    Series("request_decode_time_seconds", "engine", "request_decode_time_seconds"),
+    Series("engine", "num_requests_running"),
+    Series("engine", "num_requests_waiting", note="those at the engine's door included"),
+    Series("engine", "num_requests_waiting_by_reason", note=_DEFERRED),
+    Series("engine", "kv_cache_usage_perc"),
+    Series("engine", "prefix_cache_queries"),
+    Series("engine", "prefix_cache_hits"),
+    Series("engine", "num_preemptions"),
+    Series("engine", "prompt_tokens"),
+    Series("engine", "generation_tokens"),
+    Series("engine", "request_success", note="choices, by finished_reason"),
+    Series("engine", "iteration_tokens_total", note="a histogram, in spite of its name"),
+    Series("engine", "request_prompt_tokens"),
+    Series("engine", "request_generation_tokens"),
+    Series("engine", "time_to_first_token_seconds"),
+    Series("engine", "inter_token_latency_seconds"),
+    Series("engine", "e2e_request_latency_seconds"),
+    Series("engine", "request_queue_time_seconds"),
+    Series("engine", "request_inference_time_seconds"),
+    Series("engine", "request_prefill_time_seconds"),
+    Series("engine", "request_decode_time_seconds"),
     # Names that vLLM had until 0.11, and that dashboards of then ask for.
-    Series("gpu_cache_usage_perc", "engine", "kv_cache_usage_perc", note="old name of kv_cache_usage_perc"),
-    Series("gpu_prefix_cache_queries", "engine", "prefix_cache_queries", note="old name of prefix_cache_queries"),
-    Series("gpu_prefix_cache_hits", "engine", "prefix_cache_hits", note="old name of prefix_cache_hits"),
-    Series(
-        "time_per_output_token_seconds",
-        "engine",
-        "inter_token_latency_seconds",
-        note="old name of inter_token_latency_seconds",
+    *(
+        Series("engine", old, new, note=f"old name of {new}")
+        for old, new in {
+            "gpu_cache_usage_perc": "kv_cache_usage_perc",
+            "gpu_prefix_cache_queries": "prefix_cache_queries",
+            "gpu_prefix_cache_hits": "prefix_cache_hits",
+            "time_per_output_token_seconds": "inter_token_latency_seconds",
+        }.items()
     ),
-    Series("step_time_seconds", "engine", "step_time_seconds", "own"),
-    Series("device_time_seconds", "engine", "device_time_seconds", "own"),
-    Series("loop_lag_seconds", "engine", "loop_lag_seconds", "own"),
-    Series("request_time_per_output_token_seconds", "requests", "time_per_output_token"),
-    Series("request_prefill_kv_computed_tokens", "requests", "prefill_computed"),
-    Series("prompt_tokens_by_source", "requests", "by_source", note=_AT_END),
-    Series("prompt_tokens_cached", "requests", "cached", note=_AT_END),
-    Series("cache_config_info", "state", "cache_config"),
-    Series("engine_sleep_state", "state", "sleep_state", note="awake alone: the level is not known here"),
-    Series("engine_up", "state", "up", "own"),
-    Series("engine_stalled", "state", "stalled", "own"),
-    Series("engine_step_age_seconds", "state", "step_age", "own"),
-    Series("request_params_n", "http", "params_n", note=_HTTP_ONLY),
-    Series("request_params_max_tokens", "http", "params_max_tokens", note=_HTTP_ONLY),
-    Series("request_max_num_generation_tokens", "http", "max_choice_tokens", note=_HTTP_ONLY),
-    Series("http_requests", "http", "requests", "own"),
-    Series("http_request_duration_seconds", "http", "durations", "own"),
-    Series("http_requests_in_progress", "http", "in_progress", "own"),
-    Series("http_requests_shed", "http", "shed", "own"),
-    Series("http_clients_gone", "http", "gone", "own"),
-    Series("http_clients_cut", "http", "cut", "own"),
-    Series("http_requests", "http", "by_handler", "none", note="without probes, as vLLM has it"),
-    Series("http_request_duration_seconds", "http", "handler_durations", "none", note="without probes"),
-    Series("process_cpu_seconds", "process", "cpu_seconds", "none", note=_SERVER),
-    Series("process_resident_memory_bytes", "process", "resident_memory_bytes", "none", note=_SERVER),
-    Series("process_virtual_memory_bytes", "process", "virtual_memory_bytes", "none", note=_SERVER),
-    Series("process_start_time_seconds", "process", "start_time_seconds", "none", note=_SERVER),
-    Series("process_open_fds", "process", "open_fds", "none", note=_SERVER),
-    Series("process_max_fds", "process", "max_fds", "none", note=_SERVER),
+    Series("engine", "step_time_seconds", prefix="own"),
+    Series("engine", "device_time_seconds", prefix="own"),
+    Series("engine", "loop_lag_seconds", prefix="own"),
+    Series("requests", "request_time_per_output_token_seconds", "time_per_output_token"),
+    Series("requests", "request_prefill_kv_computed_tokens", "prefill_computed"),
+    Series("requests", "prompt_tokens_by_source", "by_source", note=_AT_END),
+    Series("requests", "prompt_tokens_cached", "cached", note=_AT_END),
+    Series("state", "cache_config_info", "cache_config"),
+    Series("state", "engine_sleep_state", "sleep_state", note="awake alone: the level is not known here"),
+    Series("state", "engine_up", "up", "own"),
+    Series("state", "engine_stalled", "stalled", "own"),
+    Series("state", "engine_step_age_seconds", "step_age", "own"),
+    Series("http", "request_params_n", "params_n", note=_HTTP_ONLY),
+    Series("http", "request_params_max_tokens", "params_max_tokens", note=_HTTP_ONLY),
+    Series("http", "request_max_num_generation_tokens", "max_choice_tokens", note=_HTTP_ONLY),
+    Series("http", "http_requests", "requests", "own"),
+    Series("http", "http_request_duration_seconds", "durations", "own"),
+    Series("http", "http_requests_in_progress", "in_progress", "own"),
+    Series("http", "http_requests_shed", "shed", "own"),
+    Series("http", "http_clients_gone", "gone", "own"),
+    Series("http", "http_clients_cut", "cut", "own"),
+    Series("http", "http_requests", "by_handler", "none", note="without probes, as vLLM has it"),
+    Series("http", "http_request_duration_seconds", "handler_durations", "none", note="without probes"),
+    Series("process", "process_cpu_seconds", prefix="none", note=_SERVER),
+    Series("process", "process_resident_memory_bytes", prefix="none", note=_SERVER),
+    Series("process", "process_virtual_memory_bytes", prefix="none", note=_SERVER),
+    Series("process", "process_start_time_seconds", prefix="none", note=_SERVER),
+    Series("process", "process_open_fds", prefix="none", note=_SERVER),
+    Series("process", "process_max_fds", prefix="none", note=_SERVER),
 )
 
 
@@ -169,8 +164,7 @@ HANDLER_TIME_S = (0.1, 0.5, 1.0)
 
 
 class Exported(Protocol):
-    """What a metric must offer: those of `aioengine.metrics` do. Samples keep their order, new ones come last, and only
-    all of them may go."""
+    """What a metric must offer: those of `aioengine.metrics` do."""
 
     @property
     def name(self) -> str: ...
@@ -381,123 +375,67 @@ class ProcessMetrics:
     """
 
     def __init__(self) -> None:
-        self.cpu_seconds = LabeledValues("process_cpu_seconds", "CPU time, of user and system, in seconds.", "counter")
-        self.cpu_seconds.inc(amount=0)
-        self.resident_memory_bytes = Gauge("process_resident_memory_bytes", "Resident memory.")
-        self.virtual_memory_bytes = Gauge("process_virtual_memory_bytes", "Virtual memory.")
-        self.start_time_seconds = Gauge("process_start_time_seconds", "When it started, in Unix seconds.")
-        self.open_fds = Gauge("process_open_fds", "Open file descriptors.")
-        self.max_fds = Gauge("process_max_fds", "Most open file descriptors.")
+        self.process_cpu_seconds = LabeledValues(
+            "process_cpu_seconds", "CPU time, of user and system, in seconds.", "counter"
+        )
+        self.process_resident_memory_bytes = Gauge("process_resident_memory_bytes", "Resident memory.")
+        self.process_virtual_memory_bytes = Gauge("process_virtual_memory_bytes", "Virtual memory.")
+        self.process_start_time_seconds = Gauge("process_start_time_seconds", "When it started, in Unix seconds.")
+        self.process_open_fds = Gauge("process_open_fds", "Open file descriptors.")
+        self.process_max_fds = Gauge("process_max_fds", "Most open file descriptors.")
 
     def read(self) -> None:
         """Read them anew: files, and so not on a loop."""
-        self.cpu_seconds.values[()] = time.process_time()
-        self.max_fds.value = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self.process_cpu_seconds.values[()] = time.process_time()
+        self.process_max_fds.value = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         with contextlib.suppress(OSError):
-            pages = Path("/proc/self/statm").read_text().split()
-            self.virtual_memory_bytes.value, self.resident_memory_bytes.value = (
-                int(number) * resource.getpagesize() for number in pages[:2]
-            )
+            pages = [int(number) for number in Path("/proc/self/statm").read_text().split()[:2]]
+            self.process_virtual_memory_bytes.value = pages[0] * resource.getpagesize()
+            self.process_resident_memory_bytes.value = pages[1] * resource.getpagesize()
             # Linux 6.2 and newer count them here; older ones say 0.
-            self.open_fds.value = os.stat("/proc/self/fd").st_size or len(os.listdir("/proc/self/fd"))
-            if not self.start_time_seconds.value:
+            self.process_open_fds.value = os.stat("/proc/self/fd").st_size or len(os.listdir("/proc/self/fd"))
+            if not self.process_start_time_seconds.value:
                 ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # since the boot
                 age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-                self.start_time_seconds.value = time.time() - age_s
+                self.process_start_time_seconds.value = time.time() - age_s
 
 
 # Writing it
 
 
-class _Family:
-    """A metric under the name and labels that it is exported by, with what was last written of it."""
+class Family(msgspec.Struct, frozen=True):
+    """A metric under the name and labels that it is exported by, and its numbers as they were on the loop."""
 
-    __slots__ = ("_labels", "_layouts", "_metric", "_name", "_written")
+    name: str
+    metric: Exported
+    labels: dict[str, str]
+    samples: list[Sample]
 
-    def __init__(self, metric: Exported, name: str, labels: dict[str, str]) -> None:
-        self._metric = metric
-        self._name = name
-        self._labels = labels
-        self._layouts: dict[str, list[str]] = {}
-        self._written: dict[str, tuple[list[float], str]] = {}
-
-    def render(self, content_type: str) -> str:
-        values = _values(self._metric)
-        written = self._written.get(content_type)
-        if written is not None and written[0] == values:
-            return written[1]
-        layout = self._layouts.get(content_type, [])
-        if len(layout) != len(values):
-            layout = self._lay_out(content_type)
-        text = "".join([f"{head}{_number(value)}\n" for head, value in zip(layout, values, strict=True)])
-        self._written[content_type] = values, text
-        return text
-
-    def _lay_out(self, content_type: str) -> list[str]:
-        """What stands before each number, by the encoder of the format, which takes 5 µs a line: so each line once, and
-        of a histogram's buckets the first."""
-        layout = self._layouts.setdefault(content_type, [])
-        samples = list(self._metric.samples())
-        if len(samples) < len(layout):
-            layout.clear()
-        new, is_first = samples[len(layout) :], not layout
-        metric = PrometheusMetric(self._name, self._metric.documentation, self._metric.kind)
-        for place, sample in enumerate(new):
-            if not _is_next_bucket(new, place):
-                metric.add_sample(self._name + sample.suffix, {**self._labels, **dict(sample.labels)}, 0.0)
-        lines = _ENCODERS[content_type](_Only(metric)).decode().splitlines(keepends=True)
-        comments = "".join(line for line in lines if line.startswith("#") and is_first and line != "# EOF\n")
-        heads = (line.rpartition(" ")[0] + " " for line in lines if not line.startswith("#"))
-        head = ""
-        for place, sample in enumerate(new):
-            if _is_next_bucket(new, place):
-                # Quotes inside of a label's value are escaped, so that this is the label.
-                head = head.replace(f'le="{new[place - 1].labels[-1][1]}"', f'le="{sample.labels[-1][1]}"')
-            else:
-                head = next(heads)
-            assert head.startswith(self._name), f"{self._name} was written as {head!r}"
-            layout.append(comments + head)
-            comments = ""
-        return layout
+    def for_prometheus(self) -> PrometheusMetric:
+        family = PrometheusMetric(self.name, self.metric.documentation, self.metric.kind)
+        for sample in self.samples:
+            family.add_sample(self.name + sample.suffix, {**self.labels, **dict(sample.labels)}, sample.value)
+        return family
 
 
-def _is_next_bucket(samples: Sequence[Sample], place: int) -> bool:
-    """Whether it differs in its bound alone from the sample before; bounds are the last of the labels."""
-    sample, before = samples[place], samples[place - 1]
-    is_bucket = place > 0 and sample.suffix == before.suffix == "_bucket"
-    return is_bucket and sample.labels[:-1] == before.labels[:-1]
+class _Collected:
+    """What the encoders take for a registry."""
+
+    def __init__(self, families: Sequence[Family]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[PrometheusMetric]:
+        return (family.for_prometheus() for family in self._families)
 
 
-class _Only:
-    """What the encoders take for a registry: one metric."""
-
-    def __init__(self, metric: PrometheusMetric) -> None:
-        self._metric = metric
-
-    def collect(self) -> list[PrometheusMetric]:
-        return [self._metric]
-
-
-# Told to escape, which is its default, the encoder of OpenMetrics turns the colon of vllm:... into an underscore, in
-# samples though not in their TYPE lines. Our names need no escaping.
-_ENCODERS: dict[str, Callable[[Collector], bytes]] = {
-    TEXT: functools.partial(prometheus_client.exposition.generate_latest, escaping=ALLOWUTF8),
-    OPENMETRICS: functools.partial(prometheus_client.openmetrics.exposition.generate_latest, escaping=ALLOWUTF8),
-}
-
-
-_number: Callable[[float], str] = floatToGoString
-
-
-def _values(metric: Exported) -> list[float]:
-    """The numbers of ``metric.samples()``. Histograms are nearly all of them, and making samples takes 0.3 µs each."""
-    if isinstance(metric, Histogram):
-        counts: list[float] = metric.counts.cumsum().tolist()
-        counts += metric.sum, counts[-1]
-        return counts
-    if isinstance(metric, LabeledHistogram):
-        return [value for histogram in metric.histograms.values() for value in _values(histogram)]
-    return [sample.value for sample in metric.samples()]
+def encode(families: Sequence[Family], content_type: str) -> bytes:
+    """The families as text; takes milliseconds."""
+    is_text = content_type == TEXT
+    encoder = prometheus_client.exposition if is_text else prometheus_client.openmetrics.exposition
+    # Told to escape, which is its default, the encoder of OpenMetrics turns the colon of vllm:... into an underscore,
+    # in samples though not in their TYPE lines. Our names need no escaping.
+    body: bytes = encoder.generate_latest(_Collected(families), escaping=ALLOWUTF8)
+    return body
 
 
 class Exposition:
@@ -512,20 +450,13 @@ class Exposition:
         self.engine = engine
         self._prefix = prefix
         self._labels = {"model_name": model_name, "engine": "0"}
+        self._http = http_metrics
         self._state = EngineGauges()
         self._totals = RequestTotals()
         self._process = ProcessMetrics()
-        self._reading = PerLoop(lambda: CapacityLimiter(1))
-        """Of threads: of its own, since a host's handlers may hold all of anyio's."""
+        self._threads = PerLoop(lambda: CapacityLimiter(1))
+        """A thread of its own, since a host's handlers may hold all of anyio's."""
         self._stop_watching: Callable[[], None] | None = None
-        self._metrics: EngineMetrics | None = None
-        self._of_engine: list[_Family] = []
-        self._of_others = [
-            *self._families("requests", self._totals),
-            *self._families("state", self._state),
-            *self._families("http", http_metrics),
-            *self._families("process", self._process),
-        ]
 
     def watch(self) -> None:
         """See the ends of the engine's requests from now on, if it is up; idempotent, and then one comparison.
@@ -533,41 +464,40 @@ class Exposition:
         Call it before a request is handed to the engine, since that may have been started only now.
         """
         if self._stop_watching is None:
-            try:
+            with contextlib.suppress(AioEngineError):  # it is not up
                 self._stop_watching = self.engine.add_observer(self._totals)
-            except AioEngineError:
-                pass  # it is not up
 
     def close(self) -> None:
         """Let the engine forget this; idempotent."""
         if self._stop_watching is not None:
             self._stop_watching()
-            self._stop_watching = _nothing
+            self._stop_watching = lambda: None
 
-    async def read_process(self) -> None:
-        """Read what files say, for the next `render`; in a thread."""
-        await to_thread.run_sync(self._process.read, limiter=self._reading.get())
-
-    def render(self, accept: str | None) -> tuple[bytes, str]:
+    async def render(self, accept: str | None) -> tuple[bytes, str]:
         """The body, and its content type: OpenMetrics where the client prefers it; whatever the state of the engine."""
         content_type = OPENMETRICS if _prefers_openmetrics(accept) else TEXT
-        self.watch()
-        metrics = self._state.read(self.engine)
-        if metrics is not None and metrics is not self._metrics:
-            self._metrics = metrics
-            self._of_engine = list(self._families("engine", metrics))
-        families = self._of_others if metrics is None else [*self._of_engine, *self._of_others]
-        parts = [family.render(content_type) for family in families]
-        if content_type == OPENMETRICS:
-            parts.append("# EOF\n")
-        return "".join(parts).encode(), content_type
+        families = self.families()
+        return await to_thread.run_sync(self._write, families, content_type, limiter=self._threads.get()), content_type
 
-    def _families(self, owner: Owner, source: object) -> Iterator[_Family]:
-        for series in SERIES:
-            if series.owner == owner:
-                # HTTP's own and the process's are no model's, though requests' parameters are.
-                labels = {} if owner in ("http", "process") and series.prefix != "vllm" else self._labels
-                yield _Family(getattr(source, series.source), series.full_name(self._prefix), labels)
+    def families(self) -> list[Family]:
+        """All but the process's, as they are now: 0.5 ms."""
+        self.watch()
+        engine = self._state.read(self.engine)
+        owners: dict[Owner, object] = {"requests": self._totals, "state": self._state, "http": self._http}
+        return self._families(owners if engine is None else {"engine": engine, **owners})
+
+    def _write(self, families: list[Family], content_type: str) -> bytes:
+        self._process.read()
+        return encode([*families, *self._families({"process": self._process})], content_type)
+
+    def _families(self, owners: Mapping[Owner, object]) -> list[Family]:
+        return [self._family(series, owners[series.owner]) for series in SERIES if series.owner in owners]
+
+    def _family(self, series: Series, owner: object) -> Family:
+        metric = series.metric_of(owner)
+        # HTTP's own and the process's are no model's, though requests' parameters are.
+        labels = {} if series.owner in ("http", "process") and series.prefix != "vllm" else self._labels
+        return Family(series.full_name(self._prefix), metric, labels, list(metric.samples()))
 
 
 def describe_series(prefix: str = "vllm:") -> list[tuple[str, str, str, str]]:
@@ -581,7 +511,7 @@ def describe_series(prefix: str = "vllm:") -> list[tuple[str, str, str, str]]:
     }
     rows: list[tuple[str, str, str, str]] = []
     for series in SERIES:
-        metric: Exported = getattr(owners[series.owner], series.source)
+        metric = series.metric_of(owners[series.owner])
         name = series.full_name(prefix) + ("_total" if metric.kind == "counter" else "")
         rows.append((name, metric.kind, metric.documentation, series.note))
     return rows
@@ -599,7 +529,3 @@ def _prefers_openmetrics(accept: str | None) -> bool:
             except ValueError:
                 pass  # a client's typing error is no reason to be without metrics
     return 0 < qualities["application/openmetrics-text"] >= qualities["text/plain"]
-
-
-def _nothing() -> None:
-    pass

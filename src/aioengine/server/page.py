@@ -13,30 +13,11 @@ from importlib import resources
 from aioengine.server.exchange import Response
 
 
-def page() -> Response:
-    """The page, with the headers that keep everything else out of it."""
-    return _PAGE
-
-
-def _made_of(html: bytes) -> Response:
-    return Response(
-        200,
-        html,
-        {
-            "content-type": "text/html; charset=utf-8",
-            "content-security-policy": _content_security_policy(html),
-            "x-content-type-options": "nosniff",
-            "referrer-policy": "no-referrer",
-            "cache-control": "no-cache",
-        },
-    )
-
-
 def _content_security_policy(html: bytes) -> str:
     """Only the page's own script and style run, and they reach only the server that it came from.
 
-    The texts of a model are somebody's input. The page puts them in as text; should it ever forget to, the trusted
-    types make the browser refuse.
+    A model's texts may hold anything. The page puts them in as text; should it ever forget to, the trusted types make
+    the browser refuse.
     """
     policy = {
         "default-src": "'none'",
@@ -61,4 +42,17 @@ def _hashes(html: bytes, tag: bytes) -> str:
 
 
 # A browser hashes the text after it has made its line ends \n, as a checkout elsewhere may not have them.
-_PAGE = _made_of((resources.files("aioengine.server") / "page.html").read_bytes().replace(b"\r\n", b"\n"))
+_HTML = (resources.files("aioengine.server") / "page.html").read_bytes().replace(b"\r\n", b"\n")
+
+PAGE = Response(
+    200,
+    _HTML,
+    {
+        "content-type": "text/html; charset=utf-8",
+        "content-security-policy": _content_security_policy(_HTML),
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "cache-control": "no-cache",
+    },
+)
+"""The page, with the headers that keep everything else out of it."""

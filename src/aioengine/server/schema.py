@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
+from aioengine.sampling_params import SamplingParams
 from aioengine.server.errors import ApiError, invalid_value, unsupported
 
 if TYPE_CHECKING:
@@ -60,13 +61,6 @@ class StreamOptions(msgspec.Struct):
 class Generation(Body, kw_only=True):
     """What completions and chats have in common. None is absent: the model's default, then the API's."""
 
-    SAMPLING: ClassVar[tuple[str, ...]] = (
-        "temperature", "top_p", "top_k", "min_p", "seed", "n", "max_tokens", "min_tokens", "stop", "stop_token_ids",
-        "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids",
-        "bad_words", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output",
-    )  # fmt: skip
-    """Fields that the engine knows by the same name."""
-
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
         "best_of": (1,),
         "guided_json": (),
@@ -88,8 +82,6 @@ class Generation(Body, kw_only=True):
         "metadata", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_options",
         "prompt_cache_retention", "reasoning_effort", "safety_identifier", "service_tier", "store", "user", "verbosity",
     )  # fmt: skip
-    INTEGERS: ClassVar[tuple[str, ...]] = ("top_k", "seed", "n", "max_tokens", "min_tokens", "priority")
-    """Fields that are an `Integer`."""
 
     model: str | None = None
     stream: bool | None = None
@@ -119,16 +111,21 @@ class Generation(Body, kw_only=True):
     cache_salt: str | None = None
 
     def __post_init__(self) -> None:
-        for name in self.INTEGERS:
+        for name in integer_fields(type(self)):
             value: object = getattr(self, name)
             if isinstance(value, float):
                 if not value.is_integer():
-                    raise ApiError(400, f"{name}: expected `int`, got `float`", param=name, code="invalid_type")
+                    raise ApiError(400, "invalid_type", f"{name}: expected `int`, got `float`", param=name)
                 setattr(self, name, int(value))
+
+    @property
+    def has_usage(self) -> bool:
+        """A stream is to tell of its usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def sampling(self) -> dict[str, Any]:
         """The fields that were given, as keywords of `SamplingParams`."""
-        return {name: value for name in self.SAMPLING if (value := getattr(self, name)) is not None}
+        return {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
 
     def check(self) -> None:
         """Refuse what contradicts itself.
@@ -138,11 +135,14 @@ class Generation(Body, kw_only=True):
         """
         if self.stream_options is not None:
             if not self.stream:
-                raise invalid_value(
-                    "stream_options", "stream_options is for streams: set stream to true, or leave it out"
-                )
+                told = "stream_options is for streams: set stream to true, or leave it out"
+                raise invalid_value("stream_options", told)
             if self.stream_options.include_obfuscation:
                 raise unsupported("stream_options.include_obfuscation")
+
+
+SAMPLING_FIELDS = tuple(name for name in Generation.__struct_fields__ if name in SamplingParams.__struct_fields__)
+"""Fields that the engine knows by the same name."""
 
 
 class CompletionRequest(Generation, kw_only=True):
@@ -154,7 +154,6 @@ class CompletionRequest(Generation, kw_only=True):
         "response_format": ({"type": "text"},),
         "suffix": ("",),
     }
-    INTEGERS: ClassVar[tuple[str, ...]] = (*Generation.INTEGERS, "logprobs")
 
     prompt: msgspec.Raw = msgspec.Raw()
     echo: bool | None = None
@@ -171,9 +170,8 @@ class CompletionRequest(Generation, kw_only=True):
     def check(self) -> None:
         super().check()
         if self.max_tokens == 0 and not self.echo:
-            raise invalid_value(
-                "max_tokens", "max_tokens=0: at least 1 is needed, or echo, which gives the prompt back"
-            )
+            told = "max_tokens=0: at least 1 is needed, or echo, which gives the prompt back"
+            raise invalid_value("max_tokens", told)
 
     def sampling(self) -> dict[str, Any]:
         sampling = super().sampling()
@@ -206,7 +204,6 @@ class ChatRequest(Generation, kw_only=True):
         "web_search_options": (),
     }
     LEFT_OUT: ClassVar[tuple[str, ...]] = ("tools", "functions")
-    INTEGERS: ClassVar[tuple[str, ...]] = (*Generation.INTEGERS, "top_logprobs", "max_completion_tokens")
 
     messages: msgspec.Raw = msgspec.Raw()
     logprobs: bool | None = None
@@ -245,8 +242,9 @@ class TextPart(msgspec.Struct):
     refusal: msgspec.Raw = msgspec.Raw()
     video_url: msgspec.Raw = msgspec.Raw()
 
-    OTHERS: ClassVar[tuple[str, ...]] = ("audio_url", "file", "image_url", "input_audio", "refusal", "video_url")
-    """What parts of other types hold."""
+    def has_more(self) -> bool:
+        """Whether it holds what parts of other types do."""
+        return any(is_given(getattr(self, name)) for name in self.__struct_fields__ if name not in ("type", "text"))
 
 
 class ChatMessage(msgspec.Struct):
@@ -281,6 +279,12 @@ class TokenizeRequest(Body, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
+
+
+@functools.cache
+def integer_fields(kind: type[Body]) -> tuple[str, ...]:
+    """The fields that are an `Integer`."""
+    return tuple(field.name for field in msgspec.structs.fields(kind) if field.type == int | float | None)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Who may use the server: keys, compared in a time that tells nothing of them."""
+"""Which requests are let in: those that call the server by its name, and have one of its keys."""
 
 from __future__ import annotations
 
@@ -16,8 +16,26 @@ ASK_A_PROGRAM = {"www-authenticate": "Bearer"}
 MAX_HEADER_CHARS = 4096
 
 
+def check_host(headers: Mapping[str, str], allowed: Sequence[str] | None) -> None:
+    """Raise for a name that is not ours, where ours are known.
+
+    A page of another origin can have its own name point to this machine, and its browser then takes us for it (DNS
+    rebinding); but it sends that name along.
+
+    Raises:
+        ApiError: 403.
+    """
+    if allowed is None or "*" in allowed:
+        return
+    host = headers.get("host", "").strip().lower()
+    name = host[1 : host.find("]")] if host.startswith("[") else host.partition(":")[0]
+    if name.rstrip(".") not in allowed:
+        what_to_do = "allow the name with --allowed-hosts, or ask for keys with --api-keys"
+        raise ApiError(403, "host_not_allowed", f"this server is not called {name[:100]!r}: {what_to_do}")
+
+
 class ApiKeys:
-    """The keys that are accepted; with none, everybody is.
+    """The keys that are accepted, compared in a time that tells nothing of them; with none, every request is let in.
 
     A key comes as ``Authorization: Bearer KEY``, or as the password of ``Authorization: Basic``, with any user's name.
     """
@@ -40,12 +58,8 @@ class ApiKeys:
         # All of them, always: how long it takes does not tell which one it was.
         matches = [hmac.compare_digest(given, digest) for digest in self._digests]
         if True not in matches:
-            raise ApiError(
-                401,
-                "a valid API key is needed: send it as `Authorization: Bearer KEY`",
-                code="invalid_api_key",
-                headers=ASK_A_PERSON if is_page else ASK_A_PROGRAM,
-            )
+            message = "a valid API key is needed: send it as `Authorization: Bearer KEY`"
+            raise ApiError(401, "invalid_api_key", message, headers=ASK_A_PERSON if is_page else ASK_A_PROGRAM)
 
 
 def _key_of(header: str) -> bytes:
