@@ -78,6 +78,8 @@ class EngineCore(CoreState):
         self._unpublished_prompts: Iterator[tuple[Sequence, int, list[SampledLogprobs]]] = iter(())
         self._logprobs: OutputLogprobs | None = None
         """Of the tokens in `_unpublished`; None where no request asked for any."""
+        self.publish_slice = PUBLISH_SLICE
+        """Tokens handed out between the loop's turns."""
         self.is_publishing = False
         self.on_published: Callable[[], None] = lambda: None
         """Called when a step's tokens have all been handed out."""
@@ -209,7 +211,7 @@ class EngineCore(CoreState):
                 listener.on_token(token_id, logprobs)
                 if sequence.finish_reason is not None and sequence.listener is listener:
                     self._release(sequence).on_end()
-            if weight >= PUBLISH_SLICE:
+            if weight >= self.publish_slice:
                 return True
         return False
 

@@ -61,6 +61,8 @@ from aioengine.turns import turns_here
 
 logger = logging.getLogger("aioengine")
 
+PUBLISH_SLICE = 256
+"""Tokens handed to followers between the loop's turns: they only note them, in half a microsecond each."""
 MAX_SESSIONS = 256
 MAX_CALLS = 64
 """Control calls of one front end under way."""
@@ -139,9 +141,11 @@ class EngineServer:
 
         Every front end hears the end: `EngineDead` with what the core died of, or that the engine was closed.
         """
-        observer = _Observer(self)
-        self.core.observers.add(observer)
+        if not self.core.config.log_stats_interval_s:
+            self.core.observers.stop_metrics()  # each front end has its own, made of the same records
+        self.core.observers.add(self)
         self.core.on_published = self._flush
+        self.core.publish_slice = PUBLISH_SLICE
         try:
             async with anyio.create_task_group() as self._tasks:
                 self._tasks.start_soon(self._answer_zap)
@@ -410,9 +414,12 @@ class EngineServer:
         record, self._record = self._record, None
         self._send_all(lambda session: session.flush(record))
 
-    def note(self, record: StepRecord) -> None:
-        """The step whose tokens are handed out next."""
+    def on_step(self, record: StepRecord) -> None:
+        """As an `Observer`: the step whose tokens are handed out next."""
         self._record = record
+
+    def on_request(self, metrics: RequestMetrics, finish_reasons: tuple[str, ...]) -> None:
+        """As an `Observer`: requests end in the processes where they were made."""
 
     def _send_all(self, send: Callable[[Session], None]) -> None:
         for peer, session in list(self._sessions.items()):
@@ -441,19 +448,6 @@ class EngineServer:
         if self._address.scheme == "tcp":
             socket.heartbeat_ivl, socket.heartbeat_timeout = TCP_HEARTBEAT_MS, TCP_TIMEOUT_MS
         return socket
-
-
-class _Observer:
-    """Takes each step's record to the server."""
-
-    def __init__(self, server: EngineServer) -> None:
-        self._server = server
-
-    def on_step(self, record: StepRecord) -> None:
-        self._server.note(record)
-
-    def on_request(self, metrics: RequestMetrics, finish_reasons: tuple[str, ...]) -> None:
-        """Requests end where they were made."""
 
 
 def _send_returned(session: Session, returned: Returned) -> None:
