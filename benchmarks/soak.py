@@ -334,7 +334,7 @@ class Soak:
             "unstarted": core.scheduler.num_unstarted,
             "alive in the core": len(core._live) + len(core._held),
             "registered by id": len(runtime._requests),
-            "in the intake": runtime.intake.num_preparing + len(runtime.intake._waiters),
+            "in the intake": runtime.admission.num_preparing + len(runtime.admission._waiting),
             "computing a prefix": len(core.kv.cache.pending),
             "running, by stats()": stats.running,
             "waiting, by stats()": stats.waiting,
@@ -425,7 +425,7 @@ class Soak:
             async with stream:
                 is_left = await self._read(wish, stream, reading)
         finally:
-            if stream._reply is not None:
+            if stream._state.is_begun:
                 self._note_ends(stream.result)
         if is_left:
             return "left"
@@ -470,7 +470,7 @@ class Soak:
                 async for delta in stream:
                     yield delta
         finally:
-            if stream._reply is not None:
+            if stream._state.is_begun:
                 self._note_ends(stream.result)
 
     def _end(self, wish: Wish, output: RequestOutput, *, is_noted: bool = False) -> str:

@@ -34,7 +34,7 @@ import msgspec
 import numpy as np
 
 from aioengine.core.observers import make_record
-from aioengine.frontend.completion import Completion
+from aioengine.frontend.request_state import Completion
 from aioengine.metrics import EngineMetrics
 from aioengine.models.folder import DEMO_MODEL
 from aioengine.outputs import TokenLogprobs
@@ -104,8 +104,8 @@ class Requests:
         ]
 
 
-class Mailbox:
-    """A reader that takes everything at once; what a stream adds to that is `benchmarks/loop_lag.py`'s."""
+class Discarding:
+    """Stands in for a `RequestState` whose reader takes everything at once; what a stream adds is in `loop_lag.py`."""
 
     def on_news(self, completion: Completion) -> None:
         pass
@@ -113,7 +113,7 @@ class Mailbox:
     def on_ended(self, completion: Completion) -> None:
         pass
 
-    def on_prompt_logprobs(self, position: int, lines: list[TokenLogprobs]) -> None:
+    def on_prompt_logprobs(self, position: int, logprobs: list[TokenLogprobs]) -> None:
         pass
 
 
@@ -144,7 +144,7 @@ class Workload:
         self._landing: tuple[StepPlan, StepResult] | None = None
         self._num_ending = 0.0
         self._metrics = EngineMetrics()
-        self._mailbox = Mailbox()
+        self._reader = Discarding()
         self._table = Tokenizer.load(DEMO_MODEL).token_table()
 
     def arrive(self, step: int) -> None:
@@ -162,7 +162,7 @@ class Workload:
             sequence = Sequence(request, eos_token_ids=EOS)
             sequence.listener = Completion(
                 sequence,
-                mailbox=self._mailbox,
+                request=self._reader,  # type: ignore[arg-type]
                 core=None,  # type: ignore[arg-type]  # without stop strings and limits it is not asked
                 detokenizer=make_detokenizer(self._table),
                 decode=None,

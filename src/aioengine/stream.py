@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, NoReturn, ParamSpec, Self, TypeVar
 
 import msgspec
 
-from aioengine.errors import AioEngineError
 from aioengine.frontend.admission import OnFull
 from aioengine.frontend.prompt import Prompt, num_chars, prepare
 from aioengine.frontend.request_state import Arrival, RequestState
@@ -65,9 +64,8 @@ class Stream:
         if not is_later:
             self._ask()
         self._prompt_text: str | None = None
-        self._reply: RequestState | None = None
+        self._state = RequestState(call.request_id)
         self._is_entered = False
-        self._is_aborted = False
         self._is_exhausted = False
 
     @property
@@ -91,11 +89,11 @@ class Stream:
             raise RuntimeError("a stream is entered once; call engine.stream again")
         self._runtime.check_loop()
         self._is_entered = True
-        self._runtime.register(self)
+        self._runtime.register(self._state)
         try:
             await self._begin()
         except BaseException:
-            self._runtime.forget(self)
+            self._runtime.forget(self._state)
             raise
         return self
 
@@ -103,34 +101,36 @@ class Stream:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.abort()
-        self._runtime.forget(self)
+        self._runtime.forget(self._state)
 
     async def _begin(self) -> None:
-        """Take a place, prepare the prompt, hand it to the core. Nothing is awaited once the core has it."""
-        runtime, call = self._runtime, self._call
+        """Acquire capacity, prepare the prompt, hand it to the core. Nothing is awaited once the core has it."""
+        runtime, call, state = self._runtime, self._call, self._state
         is_expected = self._asked is None
         if is_expected:
             await runtime.wait_started(call.on_full)
-            with runtime.intake.expecting():
+            with runtime.admission.expecting():
                 await runtime.turns.take()
             self._ask()
-            if self._is_aborted:
+            if state.is_aborted:
                 self._end_unbegun(runtime.arrive())
                 return
         prompt, params, template_kwargs = self._checked
         arrival = runtime.arrive()
-        num_places = params.num_sequences
-        has_place = await runtime.intake.enter(
-            self, call.on_full, priority=call.priority, num_places=num_places, is_expected=is_expected
+        num_sequences = params.num_sequences
+        is_admitted = await runtime.admission.acquire(
+            state, call.on_full, priority=call.priority, num_sequences=num_sequences, is_expected=is_expected
         )
-        if not has_place:
+        if not is_admitted:
             await runtime.turns.take()
             self._end_unbegun(arrival)
             return
         try:
             runtime.core.check_accepting()
-            work = functools.partial(
+            size = num_chars(prompt, params)
+            self._prompt_text, sequence = await runtime.worker_for(size).run(
                 prepare,
+                size,
                 runtime,
                 prompt,
                 params,
@@ -139,22 +139,16 @@ class Stream:
                 cache_salt=call.cache_salt,
                 template_kwargs=template_kwargs,
             )
-            size = num_chars(prompt, params)
-            self._prompt_text, sequence = await runtime.worker_for(size).run(work, size)
-            self._reply = runtime.add(
-                sequence,
-                arrival,
-                stream_interval=call.stream_interval or runtime.config.stream_interval,
-                max_unread=call.max_unread_tokens,
-            )
+            stream_interval = call.stream_interval or runtime.config.stream_interval
+            runtime.begin(state, sequence, arrival, stream_interval=stream_interval, max_unread=call.max_unread_tokens)
             runtime.log.begun(sequence.request, self._prompt_text)
         finally:
-            runtime.intake.leave(num_places)
-        if self._is_aborted:
-            self.abort()
+            runtime.admission.release(num_sequences)
+        if state.is_aborted:
+            state.abort()
 
     def _end_unbegun(self, arrival: Arrival) -> None:
-        """It was aborted while it waited for a place: nothing is computed, not even its tokens."""
+        """It was aborted while it waited for capacity: nothing is computed, not even its tokens."""
         prompt, params, _ = self._checked
         ids = prompt if isinstance(prompt, list) and not isinstance(prompt[0], dict) else []
         self._prompt_text = prompt if isinstance(prompt, str) else None
@@ -165,26 +159,11 @@ class Stream:
             seed=0,
             max_total_tokens=len(ids) + 1,
         )
-        self._reply = self._runtime.end_unbegun(request, arrival)
+        self._runtime.end_unbegun(self._state, request, arrival)
 
     def abort(self) -> None:
         """End the request with what it has. Synchronous and idempotent."""
-        self.dismiss()
-        if self._reply is not None:
-            self._reply.abort()
-
-    def dismiss(self) -> None:
-        """End the request if it is still on its way to the core. Synchronous and idempotent."""
-        self._is_aborted = True
-        if self._reply is None and self._asked is not None:  # else it ends when the engine has started
-            self._runtime.intake.dismiss(self)
-
-    def fail(self, error: Callable[[], AioEngineError]) -> None:
-        """End the request by an error, if it has not ended; idempotent."""
-        if self._reply is not None:
-            for completion in self._reply.completions:
-                if not completion.is_ended:
-                    completion.on_error(error())
+        self._runtime.abort_one(self._state)
 
     def __aiter__(self) -> Self:
         return self
@@ -203,10 +182,10 @@ class Stream:
 
     async def finish(self) -> RequestOutput:
         """Wait for the end, reading nothing; returns the whole output. Lifts ``max_unread_tokens``."""
-        reply = self._entered()
-        await reply.wait(for_end=True)
-        if reply.error is not None:
-            raise reply.error
+        state = self._entered()
+        await state.wait(for_end=True)
+        if state.error is not None:
+            raise state.error
         return self.result
 
     def watch(self, on_news: Callable[[], None]) -> None:
@@ -228,21 +207,21 @@ class Stream:
         Raises:
             StepFailed, EngineDead, EngineClosed: once, after all that had arrived was read.
         """
-        reply = self._entered()
+        state = self._entered()
         if self._is_exhausted:
             return None
-        delta = reply.take()
-        if delta is None and reply.is_ended:
+        delta = state.take()
+        if delta is None and state.is_ended:
             self._is_exhausted = True
-            if reply.error is not None:
-                raise reply.error
+            if state.error is not None:
+                raise state.error
         return delta
 
     @property
     def is_ended(self) -> bool:
         """Whether the request has ended and all of it was read, its error included: `take` brings nothing more."""
-        reply = self._entered()
-        return self._is_exhausted or (reply.is_ended and reply.error is None and not reply.has_news)
+        state = self._entered()
+        return self._is_exhausted or (state.is_ended and state.error is None and not state.has_news)
 
     def poll(self) -> RequestOutput:
         """The output so far, all of it read now; waits for nothing.
@@ -250,11 +229,11 @@ class Stream:
         Raises:
             StepFailed, EngineDead, EngineClosed: the request has ended so.
         """
-        reply = self._entered()
-        while reply.take() is not None:
+        state = self._entered()
+        while state.take() is not None:
             pass
-        if reply.is_ended and reply.error is not None:
-            raise reply.error
+        if state.is_ended and state.error is not None:
+            raise state.error
         return self.result
 
     def again(self, on_full: OnFull) -> Stream:
@@ -268,22 +247,22 @@ class Stream:
     @property
     def result(self) -> RequestOutput:
         """The output so far."""
-        reply = self._entered()
+        state = self._entered()
         return RequestOutput(
             request_id=self.request_id,
             prompt=self._prompt_text,
-            prompt_token_ids=reply.prompt_token_ids,
-            outputs=reply.outputs(),
-            finished=reply.is_ended,
-            num_cached_tokens=reply.num_cached_tokens,
-            prompt_logprobs=list(reply.prompt_logprobs) if reply.prompt_logprobs is not None else None,
-            metrics=reply.metrics(),
+            prompt_token_ids=state.prompt_token_ids,
+            outputs=state.outputs(),
+            finished=state.is_ended,
+            num_cached_tokens=state.num_cached_tokens,
+            prompt_logprobs=list(state.prompt_logprobs) if state.prompt_logprobs is not None else None,
+            metrics=state.metrics(),
         )
 
     def _entered(self) -> RequestState:
-        if self._reply is None:
+        if not self._state.is_begun:
             raise RuntimeError("enter the stream first: `async with engine.stream(...) as stream:`")
-        return self._reply
+        return self._state
 
 
 P = ParamSpec("P")

@@ -123,8 +123,8 @@ class Served:
     def assert_nothing_is_held(self) -> None:
         """No request is registered, queued or scheduled, and all blocks are free."""
         assert self.runtime._requests == {}
-        assert self.runtime.intake.num_preparing == 0
-        assert not self.runtime.intake._waiters
+        assert self.runtime.admission.num_preparing == 0
+        assert not self.runtime.admission._waiting
         self.core.scheduler.check_integrity()
         stats = self.core.stats()
         assert (stats.running, stats.waiting, stats.blocked) == (0, 0, 0)

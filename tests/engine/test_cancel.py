@@ -15,6 +15,7 @@ from aioengine import RequestOutput
 
 PROMPT = list(range(100, 140))
 SEED = 77
+NAME = "it"
 STAGES = ["in the intake", "preparing", "waiting", "prefilling", "decoding", "just finished"]
 
 
@@ -53,11 +54,11 @@ class Stage:
     async def reach(self) -> None:
         served, name = self.served, self.name
         if name == "in the intake":
-            await served.until(lambda: len(served.runtime.intake._queue) == 1)
+            await served.until(lambda: len(served.runtime.admission._queue) == 1)
         elif name == "preparing":
             for _ in range(5):  # of no time: a virtual clock stands still for the thread
                 await asyncio.sleep(0)
-            assert served.runtime.intake.num_preparing == 1
+            assert served.runtime.admission.num_preparing == 1
         elif name == "waiting":
             await served.until(lambda: served.core.stats().waiting == 2)
         else:
@@ -101,14 +102,16 @@ def assert_gone(served: Any, num_plans: int) -> None:
     served.core.scheduler.check_integrity()
     held = {block_id for sequence in live for block_id in sequence.block_ids}
     assert served.num_free_blocks == served.executor.info.num_blocks - len(held)
-    assert SEED not in {request.params.seed for requests in served.runtime._requests.values() for request in requests}
+    assert NAME not in served.runtime._requests
 
 
 @pytest.mark.virtual_clock
 @in_each_stage
 async def test_cancelling_generate_aborts_it_in_each_stage(serve: Any, tasks: Any, depth: int, stage_name: str) -> None:
     async with staged(serve, depth, stage_name) as (served, stage):
-        task = tasks.start(served.engine.generate(stage.prompt, seed=SEED, max_tokens=stage.max_tokens))
+        task = tasks.start(
+            served.engine.generate(stage.prompt, seed=SEED, max_tokens=stage.max_tokens, request_id=NAME)
+        )
         await stage.reach()
         num_plans = len(served.executor.plans)
         task.cancel()
@@ -125,12 +128,12 @@ async def test_abort_ends_a_request_with_what_it_has_in_each_stage(
     serve: Any, tasks: Any, depth: int, stage_name: str
 ) -> None:
     async with staged(serve, depth, stage_name) as (served, stage):
-        work = served.engine.generate(stage.prompt, seed=SEED, max_tokens=stage.max_tokens, request_id="it")
+        work = served.engine.generate(stage.prompt, seed=SEED, max_tokens=stage.max_tokens, request_id=NAME)
         task = tasks.start(work)
         await stage.reach()
         num_plans = len(served.executor.plans)
-        served.engine.abort("it")
-        served.engine.abort("it")
+        served.engine.abort(NAME)
+        served.engine.abort(NAME)
         stage.gate.set()
         [outcome] = await tasks.end(task)
 
@@ -160,7 +163,9 @@ async def test_leaving_a_stream_for_any_reason_aborts_it(
     leave = asyncio.Event()
 
     async def read() -> None:
-        async with served.engine.stream(stage.prompt, seed=SEED, max_tokens=stage.max_tokens) as stream:
+        async with served.engine.stream(
+            stage.prompt, seed=SEED, max_tokens=stage.max_tokens, request_id=NAME
+        ) as stream:
             entered.set()
             if way == "cancel":
                 async for _ in stream:
@@ -213,11 +218,11 @@ async def test_aborting_what_is_unknown_or_over_does_nothing(serve: Any) -> None
     async with serve() as served:
         served.engine.abort("nobody")
         output = await served.engine.generate(PROMPT, request_id="it", max_tokens=2)
-        served.engine.abort("it")
+        served.engine.abort(NAME)
         assert output.outputs[0].finish_reason == "length"
         async with served.engine.stream(PROMPT, request_id="it", max_tokens=2) as stream:
             await stream.finish()
-            served.engine.abort("it")
+            served.engine.abort(NAME)
             assert stream.result.outputs[0].finish_reason == "length"
 
 

@@ -333,14 +333,14 @@ async def test_all_places_of_a_family_are_given_back(serve: Any, tasks: Any, dep
         await served.until(lambda: served.executor.plans)
         second = tasks.start(served.engine.generate(PROMPT, n=3, max_tokens=20))
         await served.turn()
-        assert served.runtime.intake._waiters, "one choice runs and two wait: three more find no place"
+        assert served.runtime.admission._waiting, "one choice runs and two wait: three more find no place"
         if goes == "aborted":
             served.engine.abort("first")
         elif goes == "cancelled":
             first.cancel()
         output = await second
         assert [len(ids) for ids in tokens_of(output)] == [20] * 3
-        assert served.runtime.intake.num_free == 3
+        assert served.runtime.admission.num_free == 3
 
 
 @pytest.mark.virtual_clock

@@ -68,7 +68,7 @@ async def test_a_drain_serves_all_that_were_made_before_and_refuses_the_others(
     async with serve(depth=depth, config={"max_waiting": 1, "max_num_seqs": 1}) as served:
         started = start(served, tasks, 4)
         await asyncio.sleep(0.035)
-        assert served.runtime.intake._waiters, "some wait for a place"
+        assert served.runtime.admission._waiting, "some wait for a place"
         draining = tasks.start(served.engine.drain())
         await served.turn()
         for refused in (served.engine.generate(PROMPT), served.engine.generate(PROMPT, on_full="raise")):
@@ -175,7 +175,7 @@ async def test_abort_all_ends_everyone_wherever_they_are(serve: Any, tasks: Any,
         stats = served.core.stats()
         assert stats.running
         assert stats.waiting + stats.blocked
-        assert served.runtime.intake._waiters
+        assert served.runtime.admission._waiting
         for _ in range(2):
             served.engine.abort_all()
         outcomes = await tasks.end(*started)

@@ -44,7 +44,7 @@ async def test_beyond_max_waiting_raise_is_refused_and_wait_waits(serve: Any, ta
                 raise AssertionError("entered")
         assert error.value.retry_after_s > 0
         assert served.core.stats().waiting == 1
-        assert len(served.runtime.intake._waiters) == 2
+        assert len(served.runtime.admission._waiting) == 2
         await served.rest()
         while not all(task.done() for task in started):
             await served.rest()
@@ -102,7 +102,7 @@ async def test_the_bound_holds_whoever_comes_and_goes(serve: Any, tasks: Any, de
 async def test_a_place_that_is_freed_goes_to_the_next_in_line(serve: Any, tasks: Any, depth: int, goes: str) -> None:
     async with serve(depth=depth, is_manual=True, config=ONE_AT_A_TIME) as served:
         started = await fill(served, tasks, 4, max_tokens=1)
-        queue = served.runtime.intake._waiters
+        queue = served.runtime.admission._waiting
         assert len(queue) == 2
         if goes == "aborted while waiting":
             served.engine.abort("1")
@@ -139,10 +139,10 @@ async def test_a_waiter_cancelled_as_it_is_let_in_passes_its_place_on(serve: Any
     async with serve(depth=depth, is_manual=True, config=ONE_AT_A_TIME) as served:
         started = await fill(served, tasks, 4, max_tokens=1)
         served.engine.abort("1")  # lets the next in, at once
-        assert len(served.runtime.intake._waiters) == 1
+        assert len(served.runtime.admission._waiting) == 1
         started[2].cancel()
-        await served.until(lambda: served.core.stats().waiting == 1 and not served.runtime.intake._waiters)
-        assert served.runtime.intake.num_preparing == 0
+        await served.until(lambda: served.core.stats().waiting == 1 and not served.runtime.admission._waiting)
+        assert served.runtime.admission.num_preparing == 0
         await served.rest()
         outcomes = await tasks.end()
         assert isinstance(outcomes[2], asyncio.CancelledError)
@@ -158,7 +158,7 @@ async def test_a_waiter_that_is_aborted_ends_without_waiting_for_a_place(serve: 
 
         assert output.outputs[0].finish_reason == "abort"
         assert output.outputs[0].token_ids == []
-        assert len(served.runtime.intake._waiters) == 1, "nobody else was let in for it"
+        assert len(served.runtime.admission._waiting) == 1, "nobody else was let in for it"
         while not all(task.done() for task in started):
             await served.rest()
             await served.turn()
@@ -170,7 +170,7 @@ async def test_a_bad_prompt_gives_its_place_back(serve: Any, tasks: Any) -> None
         for prompt in ([5, -1], "x" * 20_000, [{"role": "user"}]):
             with pytest.raises(InvalidRequest):
                 await served.engine.generate(prompt, on_full="raise")
-        assert served.runtime.intake.num_free == 1
+        assert served.runtime.admission.num_free == 1
 
 
 @pytest.mark.virtual_clock
@@ -180,7 +180,7 @@ async def test_closing_refuses_those_who_wait_for_a_place_and_draining_serves_th
 ) -> None:
     async with serve(depth=depth, config=ONE_AT_A_TIME) as served:
         started = await fill(served, tasks, 5, max_tokens=40)
-        assert len(served.runtime.intake._waiters) == 3
+        assert len(served.runtime.admission._waiting) == 3
         await served.engine.aclose(drain=drain)
         for outcome in await tasks.end(*started):
             if drain:

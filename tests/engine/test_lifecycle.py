@@ -256,7 +256,7 @@ async def test_draining_lets_all_that_was_accepted_end_and_takes_nothing_new(
         started.append(tasks.start(served.engine.generate("fox " * 300, max_tokens=20)))
         for _ in range(3):
             await asyncio.sleep(0)
-        assert served.runtime.intake.num_preparing == 1
+        assert served.runtime.admission.num_preparing == 1
         closing = tasks.start(served.engine.aclose(drain=True))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
@@ -300,7 +300,7 @@ async def test_cancelling_aclose_stops_the_wait_and_not_the_closing(
         ]
         for _ in range(3):
             await asyncio.sleep(0)
-        assert served.runtime.intake.num_preparing == 1
+        assert served.runtime.admission.num_preparing == 1
         closing = tasks.start(served.engine.aclose(drain=drain))
         await asyncio.sleep(0)
         await asyncio.sleep(0)

@@ -76,7 +76,7 @@ async def test_asking_takes_no_place_and_passes_nobody(serve: Any, tasks: Any, d
         for number in (2, 3):  # the second needs more places than there are, and stands in line for them
             started.append(tasks.start(served.engine.generate([number] * 20, max_tokens=2, n=number - 1)))
             await served.turn()
-        assert served.runtime.intake.num_free == 1
+        assert served.runtime.admission.num_free == 1
         with pytest.raises(EngineOverloaded):
             served.engine.check_accepting()
         while not all(task.done() for task in started):
@@ -89,7 +89,7 @@ async def test_an_engine_that_drains_or_is_closed_or_was_not_started_says_so(ser
         running = tasks.start(served.engine.generate(PROMPT, max_tokens=2))
         await served.until(lambda: served.core.stats().running == 1)
         draining = tasks.start(served.engine.drain())
-        await served.until(lambda: served.runtime.intake.is_refusing)
+        await served.until(lambda: served.runtime.admission.is_refusing)
         with pytest.raises(EngineClosed, match="draining"):
             served.engine.check_accepting()
         await served.rest()
@@ -205,7 +205,7 @@ async def test_an_error_comes_once_after_all_that_had_arrived(serve: Any, quiet_
                 served.complete_all()
                 await served.turn()
             served.complete_all()
-            await served.until(lambda: stream._reply.is_ended)
+            await served.until(lambda: stream._state.is_ended)
             assert not stream.is_ended
             [delta] = [stream.take()]
             assert (len(delta.token_ids), delta.finish_reason) == (2, None)

@@ -45,7 +45,7 @@ async def test_cancelling_prints_what_there_is(capsys: pytest.CaptureFixture[str
 
     module.Engine = Watched
     working = asyncio.get_running_loop().create_task(module.main(1000.0, [STORY] * 20))
-    await until(lambda: bool(streams) and streams[0]._reply is not None and bool(streams[0].result.text))
+    await until(lambda: bool(streams) and streams[0]._state.is_begun and bool(streams[0].result.text))
     working.cancel()
     with pytest.raises(asyncio.CancelledError):
         await working

@@ -262,7 +262,7 @@ class Target:
         stats = self.runtime.core.stats()
         return (
             not self.num_registered
-            and not self.runtime.intake.num_preparing
+            and not self.runtime.admission.num_preparing
             and (stats.running, stats.waiting, stats.blocked) == (0, 0, 0)
             and stats.free_blocks == stats.num_blocks
         )

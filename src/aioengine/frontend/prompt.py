@@ -6,21 +6,19 @@ import contextlib
 import functools
 import os
 from collections.abc import Mapping
-from typing import Annotated, Any, Protocol, get_args
+from typing import Annotated, Any, get_args
 
 import msgspec
 import numpy as np
 from msgspec import Meta
 
-from aioengine.config import EngineConfig
-from aioengine.core.executor_protocol import ExecutorInfo
-from aioengine.core.protocol import MAX_ID_CHARS, MAX_PRIORITY, MAX_SALT_CHARS, Core, check_limits
+from aioengine.core.protocol import MAX_ID_CHARS, MAX_PRIORITY, MAX_SALT_CHARS, check_limits
 from aioengine.errors import InvalidRequest, PromptTooLong
 from aioengine.frontend.admission import OnFull
+from aioengine.frontend.runtime import Runtime
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.sequence import Request, Sequence
 from aioengine.text.chat_input import copy_messages, take_template_kwargs
-from aioengine.text.tokenizer import Tokenizer
 from aioengine.validation import is_utf8, shorten
 
 ChatMessage = dict[str, Any]
@@ -34,22 +32,6 @@ PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 MAX_NORMALIZED_CHARS = 4
 """A normalizer makes one character of so many at most: of Unicode's compositions none takes more."""
-
-
-class Host(Protocol):
-    """What of a started engine decides whether it can take a request."""
-
-    core: Core
-    tokenizer: Tokenizer | None
-    longest_token_chars: int | None
-
-    @property
-    def config(self) -> EngineConfig: ...
-
-    @property
-    def info(self) -> ExecutorInfo: ...
-
-    def require_tokenizer(self) -> Tokenizer: ...
 
 
 # At the call
@@ -86,13 +68,13 @@ def open_prompt(prompt: Any, cache_salt: str | None) -> tuple[Any, str | None]:
     raise InvalidRequest("a prompt dict needs a prompt (text) or prompt_token_ids (a list of ints)", param="prompt")
 
 
-def take_prompt(prompt: Any, host: Host) -> Prompt:
+def take_prompt(prompt: Any, runtime: Runtime) -> Prompt:
     """The prompt as it is now: while the request waits, the caller may go on with the list and all that is in it.
 
     Raises:
         InvalidRequest, PromptTooLong: this model cannot take it, whatever is in it.
     """
-    max_ids = host.info.max_model_len - 1
+    max_ids = runtime.info.max_model_len - 1
     prompt = _as_list(prompt, max_ids)
     if not isinstance(prompt, str | list):
         raise InvalidRequest(
@@ -102,12 +84,12 @@ def take_prompt(prompt: Any, host: Host) -> Prompt:
     if not prompt:
         raise InvalidRequest("the prompt is empty; give at least one character, token id or message", param="prompt")
     if isinstance(prompt, str):
-        host.require_tokenizer()
+        runtime.require_tokenizer()
         return prompt
     if isinstance(prompt[0], dict):
-        host.require_tokenizer()
+        runtime.require_tokenizer()
         return copy_messages(prompt)
-    return _check_ids(prompt, max_ids, host.info.vocab_size)
+    return _check_ids(prompt, max_ids, runtime.info.vocab_size)
 
 
 def keep_prompt(prompt: Any) -> Any:
@@ -126,15 +108,15 @@ def take_template(chat_template_kwargs: Any, prompt: Prompt) -> dict[str, Any]:
     return take_template_kwargs(chat_template_kwargs, is_chat=_is_chat(prompt))
 
 
-def check_params(params: SamplingParams, host: Host) -> None:
+def check_params(params: SamplingParams, runtime: Runtime) -> None:
     """Hold parameters against the engine's limits, the model's vocabulary and its tokenizer.
 
     Raises:
         InvalidRequest: one does not fit; names it.
     """
-    check_limits(params, host.config, host.info.vocab_size, host.core.eos_token_ids)
+    check_limits(params, runtime.config, runtime.info.vocab_size, runtime.core.eos_token_ids)
     for name in ("stop", "bad_words"):
-        if getattr(params, name) and host.tokenizer is None:
+        if getattr(params, name) and runtime.tokenizer is None:
             raise InvalidRequest(f"{name} needs a tokenizer, and this model has none", param=name)
 
 
@@ -188,7 +170,7 @@ def num_chars(prompt: Prompt, params: SamplingParams) -> int | None:
 
 
 def prepare(
-    host: Host,
+    runtime: Runtime,
     prompt: Prompt,
     params: SamplingParams,
     *,
@@ -204,8 +186,8 @@ def prepare(
     Returns:
         the text that was tokenized, None for token ids; and the sequence.
     """
-    text, ids = _tokenize(host, prompt, template_kwargs)
-    limit = host.info.max_model_len - 1  # room for one output token
+    text, ids = _tokenize(runtime, prompt, template_kwargs)
+    limit = runtime.info.max_model_len - 1  # room for one output token
     if len(ids) > limit:
         raise PromptTooLong(len(ids), limit)
     token_ids = np.array(ids, dtype=np.int32)
@@ -217,28 +199,28 @@ def prepare(
         params=params,
         seed=int.from_bytes(os.urandom(7)) if params.seed is None else params.seed,
         max_total_tokens=len(ids) + (room if params.max_tokens is None else min(params.max_tokens, room)),
-        bad_words=host.require_tokenizer().encode_bad_words(params.bad_words) if params.bad_words else (),
+        bad_words=runtime.require_tokenizer().encode_bad_words(params.bad_words) if params.bad_words else (),
         priority=priority,
         cache_salt=cache_salt,
     )
-    return text, host.core.make_sequence(request)
+    return text, runtime.core.make_sequence(request)
 
 
-def _tokenize(host: Host, prompt: Prompt, template_kwargs: dict[str, Any]) -> tuple[str | None, list[int]]:
-    limit = host.info.max_model_len - 1
+def _tokenize(runtime: Runtime, prompt: Prompt, template_kwargs: dict[str, Any]) -> tuple[str | None, list[int]]:
+    limit = runtime.info.max_model_len - 1
     if isinstance(prompt, list) and not isinstance(prompt[0], dict):
         return None, prompt  # checked at the call
-    tokenizer = host.require_tokenizer()
+    tokenizer = runtime.require_tokenizer()
     text = prompt if isinstance(prompt, str) else tokenizer.render_chat(prompt, **template_kwargs)
-    if host.longest_token_chars is not None:
-        at_least = len(text) // (MAX_NORMALIZED_CHARS * host.longest_token_chars)
+    if runtime.longest_token_chars is not None:
+        at_least = len(text) // (MAX_NORMALIZED_CHARS * runtime.longest_token_chars)
         if at_least > limit:  # megabytes that cannot fit are refused before they are tokenized
             raise PromptTooLong(at_least, limit, is_lower_bound=True)
     # A chat template writes the special tokens itself; the tokenizer would add a second BOS.
     ids = tokenizer.encode(text, add_special_tokens=isinstance(prompt, str))
     if not ids:
         raise InvalidRequest("the prompt has no tokens; give at least one character or id", param="prompt")
-    return text, _check_ids(ids, limit, host.info.vocab_size)
+    return text, _check_ids(ids, limit, runtime.info.vocab_size)
 
 
 def _is_chat(prompt: Prompt) -> bool:

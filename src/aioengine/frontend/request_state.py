@@ -1,4 +1,4 @@
-"""A request on the caller's side: its completions, and the mailbox of its one reader."""
+"""A request on the caller's side: its choices, whose tokens become text as they arrive, and what its reader takes."""
 
 from __future__ import annotations
 
@@ -10,15 +10,224 @@ from typing import NamedTuple
 
 import msgspec
 
+from aioengine.core.listener import UNLIMITED, SampledLogprobs
 from aioengine.core.protocol import Core
 from aioengine.core.request_log import RequestLog
-from aioengine.errors import AioEngineError
-from aioengine.frontend.completion import Completion
+from aioengine.errors import AioEngineError, InvalidRequest
 from aioengine.metrics import RequestMetrics
-from aioengine.outputs import CompletionDelta, CompletionOutput, TokenLogprobs
+from aioengine.outputs import CompletionDelta, CompletionOutput, FinishReason, Logprob, TokenLogprobs
 from aioengine.scheduler.sequence import Sequence, SequenceEvent
+from aioengine.text.detokenizer import Detokenizer
 
-MakeCompletion = Callable[["RequestState", Sequence], Completion]
+Decode = Callable[[int], str]
+"""One token's text."""
+
+
+class Completion:
+    """The `Listener` of a sequence.
+
+    Text is made and stop strings are searched as tokens arrive, never when they are read, so that an unread stream
+    stops where it should. What is not read is merged; the sequence's length bounds it, and so may ``max_unread``.
+
+    Args:
+        sequence: what to follow.
+        request: the request that this is a choice of; told when there is something to `take`.
+        core: ends the sequence at a stop string, and blocks it while its reader is behind.
+        detokenizer: None: there is no text then.
+        decode: for log-probabilities; None without text.
+        stream_interval: tokens to collect before the request is told; the first token and the end are told at once.
+        max_unread: tokens that may lie unread before the sequence is blocked; those in flight come nevertheless.
+    """
+
+    __slots__ = (
+        "_allow_at",
+        "_core",
+        "_cumulative_logprob",
+        "_decode",
+        "_detokenizer",
+        "_has_stop_text",
+        "_max_unread",
+        "_num_read_ids",
+        "_num_read_texts",
+        "_request",
+        "_stream_interval",
+        "_tell_at",
+        "_texts",
+        "error",
+        "finish_reason",
+        "is_ended",
+        "is_listed",
+        "logprobs",
+        "sequence",
+        "stop_reason",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        sequence: Sequence,
+        *,
+        request: RequestState,
+        core: Core,
+        detokenizer: Detokenizer | None,
+        decode: Decode | None,
+        stream_interval: int = 1,
+        max_unread: int = UNLIMITED,
+    ) -> None:
+        self.sequence = sequence
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] | None = [] if sequence.sampling.logprobs >= 0 else None
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.error: AioEngineError | None = None
+        self.is_ended = False
+        self.is_listed = False
+        """It stands in the request's line of choices with news; the request puts this back."""
+        self._request = request
+        self._core = core
+        self._detokenizer = detokenizer
+        self._decode = decode
+        self._has_stop_text = sequence.request.params.include_stop_str_in_output
+        self._stream_interval = stream_interval
+        self._max_unread = max_unread
+        self._allow_at = max_unread if max_unread == UNLIMITED else 0
+        """Tokens read at which the core hears that more may come."""
+        self._tell_at = 1
+        """Tokens at which the request, or the core, must hear of it: one comparison for all others."""
+        self._cumulative_logprob = 0.0
+        self._texts: list[str] = []
+        self._num_read_ids = 0
+        self._num_read_texts = 0
+
+    # Called by the core
+
+    def on_started(self) -> None:
+        pass
+
+    def on_token(self, token_id: int, logprobs: SampledLogprobs | None) -> None:
+        if self.is_ended:
+            return
+        try:
+            self._take_token(token_id, logprobs)
+        except InvalidRequest as error:  # the tokenizer's library has failed: this request's end, and no other's
+            self.on_error(error)
+
+    def _take_token(self, token_id: int, logprobs: SampledLogprobs | None) -> None:
+        token_ids = self.token_ids
+        token_ids.append(token_id)
+        if logprobs is not None and self.logprobs is not None:
+            self.logprobs.append(_with_text(token_id, logprobs, self._decode))
+            self._cumulative_logprob += logprobs.logprob
+        detokenizer = self._detokenizer
+        if detokenizer is not None and (self.sequence.finish_reason != "stop" or self._has_stop_text):
+            text = detokenizer.feed_one(token_id)
+            if text:
+                self._texts.append(text)
+            if detokenizer.stop_string is not None:
+                self._end("stop", detokenizer.stop_string)
+                self._core.finish(self.sequence, "stop", detokenizer.stop_string)
+                return
+        if len(token_ids) >= self._tell_at:
+            self._tell()
+
+    def on_prompt_logprobs(self, position: int, logprobs: list[SampledLogprobs]) -> None:
+        ids = self.sequence.slice_ids(position, position + len(logprobs))
+        try:
+            decoded = [
+                _with_text(token_id, of_token, self._decode) for token_id, of_token in zip(ids, logprobs, strict=True)
+            ]
+        except InvalidRequest as error:
+            self.on_error(error)
+        else:
+            self._request.on_prompt_logprobs(position, decoded)
+
+    def on_end(self) -> None:
+        if self.is_ended:
+            return
+        reason, stop_reason = self.sequence.finish_reason, self.sequence.stop_reason
+        assert reason is not None, f"{self.sequence} has not ended"
+        if self._detokenizer is not None:
+            try:
+                text = self._detokenizer.flush()
+            except InvalidRequest as error:
+                self.on_error(error)
+                return
+            if text:
+                self._texts.append(text)
+            if self._detokenizer.stop_string is not None:
+                reason, stop_reason = "stop", self._detokenizer.stop_string
+        self._end(reason, stop_reason)
+
+    def on_error(self, error: AioEngineError) -> None:
+        if self.is_ended:
+            return
+        self.error = error
+        self._end("error", None)
+
+    # Called by the request
+
+    @property
+    def num_allowed(self) -> int:
+        """Tokens that may be computed, all told, with what has been read."""
+        return UNLIMITED if self._max_unread == UNLIMITED else self._num_read_ids + self._max_unread
+
+    @property
+    def has_unread(self) -> bool:
+        return len(self.token_ids) > self._num_read_ids or len(self._texts) > self._num_read_texts
+
+    def take(self, index: int) -> CompletionDelta:
+        """What has arrived since the last `take`, merged; a sequence that was blocked for it goes on."""
+        first = self._num_read_ids
+        text = "".join(self._texts[self._num_read_texts :])
+        self._num_read_ids = len(self.token_ids)
+        self._num_read_texts = len(self._texts)
+        self._tell_at = self._num_read_ids + min(self._stream_interval, self._max_unread)
+        if self._num_read_ids >= self._allow_at:
+            self._allow()
+        return CompletionDelta(
+            index=index,
+            text=text,
+            token_ids=self.token_ids[first:],
+            logprobs=self.logprobs[first:] if self.logprobs is not None else None,
+            finish_reason=self.finish_reason if self.error is None else None,  # the error itself comes next
+            stop_reason=self.stop_reason,
+        )
+
+    def lift_limit(self) -> None:
+        """Only the end will be read: compute up to there."""
+        if self._max_unread != UNLIMITED:
+            self._max_unread = self._allow_at = UNLIMITED
+            self._core.unblock(self.sequence)
+
+    def output(self, index: int) -> CompletionOutput:
+        """The completion as far as it has come."""
+        return CompletionOutput(
+            index=index,
+            text="".join(self._texts),
+            token_ids=list(self.token_ids),
+            cumulative_logprob=self._cumulative_logprob if self.logprobs is not None else None,
+            logprobs=list(self.logprobs) if self.logprobs is not None else None,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+    def _allow(self) -> None:
+        """Let so many more be computed. Not for each token that is read: from another process that takes a message."""
+        self._allow_at = self._num_read_ids + (self._max_unread + 1) // 2
+        self._core.unblock(self.sequence)
+
+    def _tell(self) -> None:
+        self._tell_at = self._num_read_ids + self._max_unread
+        if len(self.token_ids) >= self._tell_at:
+            self._core.block(self.sequence)
+        self._request.on_news(self)  # last, since what hears of it may read at once
+
+    def _end(self, reason: FinishReason, stop_reason: int | str | None) -> None:
+        self.is_ended = True
+        self.finish_reason = reason
+        self.stop_reason = stop_reason
+        self._request.on_news(self)
+        self._request.on_ended(self)
 
 
 class Arrival(NamedTuple):
@@ -34,34 +243,48 @@ class RequestState:
     A choice with news stands in line once, however much is new of it, and waits its turn behind the others. When one
     choice fails the request fails: the others are ended, and the reader hears of that once all else is read.
 
-    Args:
-        sequence: the first choice; its children are the others.
-        make_completion: for each choice.
-        core: where they run.
-        arrival: of the request.
-        log: hears of its end.
+    It is there from the stream's first moment on; `begin` gives it its sequences, once the core has them.
+
+    Attributes:
+        request_id: the caller's name for it.
+        is_aborted: whether it is to end with what it has, as soon as it has begun.
     """
 
-    def __init__(
-        self, sequence: Sequence, make_completion: MakeCompletion, core: Core, arrival: Arrival, log: RequestLog
-    ) -> None:
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.is_aborted = False
         self.error: AioEngineError | None = None
+        self.completions: list[Completion] = []
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
-        if sequence.sampling.prompt_logprobs >= 0:
-            self.prompt_logprobs = [None] * len(sequence.prompt)
-        self._core = core
-        self._arrival = arrival
-        self._log = log
-        self._sequences = (sequence, *sequence.children)
-        self.completions = [make_completion(self, member) for member in self._sequences]
-        self._num_choices = sequence.request.params.n
-        self._num_open = len(self.completions)
         self._ready: deque[Completion] = deque()
         self._repeats: deque[CompletionDelta] = deque()
         self._ended_at = math.nan
         self._waiter: asyncio.Future[None] | None = None
         self._waits_for_end = False
         self._watcher: Callable[[], None] | None = None
+
+    def begin(self, completions: list[Completion], core: Core, arrival: Arrival, log: RequestLog) -> None:
+        """The core has its sequences.
+
+        Args:
+            completions: of its choices, by index.
+            core: where they run.
+            log: hears of the request's end.
+        """
+        self._core = core
+        self._arrival = arrival
+        self._log = log
+        self._sequences = [completion.sequence for completion in completions]
+        first = self._sequences[0]
+        if first.sampling.prompt_logprobs >= 0:
+            self.prompt_logprobs = [None] * len(first.prompt)
+        self._num_choices = first.request.params.n
+        self._num_open = len(completions)
+        self.completions = completions
+
+    @property
+    def is_begun(self) -> bool:
+        return bool(self.completions)
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -81,6 +304,12 @@ class RequestState:
         for sequence in reversed(self._sequences):  # the first one takes unborn ones with it
             self._core.finish(sequence, "abort")
 
+    def fail(self, error: Callable[[], AioEngineError]) -> None:
+        """End its choices by an error each, if they have not ended."""
+        for completion in self.completions:
+            if not completion.is_ended:
+                completion.on_error(error())
+
     def end_unbegun(self) -> None:
         """It was aborted before the core had it."""
         for sequence, completion in zip(self._sequences, self.completions, strict=True):
@@ -88,7 +317,7 @@ class RequestState:
             sequence.finish_reason = "abort"
             completion.on_end()
 
-    # What the completions say
+    # Called by the completions
 
     def on_news(self, completion: Completion) -> None:
         if not completion.is_listed:
@@ -107,15 +336,15 @@ class RequestState:
             self._ended_at = self._core.clock()
             metrics, reasons = self.metrics(), self._finish_reasons()
             self._core.observers.on_request(metrics, reasons)
-            self._log.ended(self._sequences[0].request.request_id, reasons, metrics)
+            self._log.ended(self.request_id, reasons, metrics)
             self._wake()
             self._tell_watcher()
 
-    def on_prompt_logprobs(self, position: int, lines: list[TokenLogprobs]) -> None:
+    def on_prompt_logprobs(self, position: int, logprobs: list[TokenLogprobs]) -> None:
         assert self.prompt_logprobs is not None
-        self.prompt_logprobs[position : position + len(lines)] = lines
+        self.prompt_logprobs[position : position + len(logprobs)] = logprobs
 
-    # What the reader asks
+    # Called by the reader
 
     async def wait(self, *, for_end: bool) -> None:
         """Wait until there is something to take, or for the end; for one reader.
@@ -207,6 +436,14 @@ class RequestState:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def _with_text(token_id: int, sampled: SampledLogprobs, decode: Decode | None) -> TokenLogprobs:
+    logprobs = {token_id: Logprob(sampled.logprob, sampled.rank, decode(token_id) if decode else None)}
+    for other_id, logprob, rank in sampled.others:
+        if other_id not in logprobs:
+            logprobs[other_id] = Logprob(logprob, rank, decode(other_id) if decode else None)
+    return logprobs
 
 
 def _known(seconds: float) -> float | None:

@@ -8,13 +8,12 @@ dropped unclosed can be noticed. The supervisor task opens everything, serves, a
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import time
 import warnings
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import anyio
 
@@ -37,8 +36,7 @@ from aioengine.errors import (
     describe,
 )
 from aioengine.frontend.admission import Admission, OnFull
-from aioengine.frontend.completion import Completion
-from aioengine.frontend.request_state import Arrival, RequestState
+from aioengine.frontend.request_state import Arrival, Completion, RequestState
 from aioengine.metrics import EngineMetrics, EngineStats
 from aioengine.models.folder import ModelFolder
 from aioengine.progress import OnProgress, loading_bar
@@ -64,22 +62,6 @@ LOAD_GRACE_S = 5.0
 """How long a cancelled start waits for a tokenizer that is being loaded; of a usual one that takes less."""
 
 
-class Abortable(Protocol):
-    """A request in any stage, as the runtime sees it."""
-
-    request_id: str
-
-    def abort(self) -> None: ...
-
-    def dismiss(self) -> None:
-        """End it if the core has not got it; what the core has got is ended there."""
-        ...
-
-    def fail(self, error: Callable[[], AioEngineError]) -> None:
-        """End it by ``error``, if it has not ended."""
-        ...
-
-
 class Runtime:
     """A started engine's parts; made on the loop that it lives on.
 
@@ -91,7 +73,7 @@ class Runtime:
     files: ModelFolder
     tokenizer: Tokenizer | None
     core: Core
-    intake: Admission
+    admission: Admission
     log: RequestLog
 
     def __init__(self, config: EngineConfig, make_backend: Callable[[CoreHooks], Backend]) -> None:
@@ -110,7 +92,7 @@ class Runtime:
                 worker=self.worker,
                 dump_worker=self._large_worker,
                 on_capacity=self._on_room,
-                num_waiting_for_admission=lambda: self.intake.num_waiting,
+                num_waiting_for_admission=lambda: self.admission.num_waiting,
             )
         )
         self._loop = asyncio.get_running_loop()
@@ -123,7 +105,7 @@ class Runtime:
         self._is_serving = False
         self._is_closing = False
         self._is_stoppable = False
-        self._requests: dict[str, list[Abortable]] = {}
+        self._requests: dict[str, list[RequestState]] = {}
         # The one task that no task group owns: start and aclose may be called from different tasks.
         self._supervisor = self._loop.create_task(self._supervise(), name="aioengine supervisor")
 
@@ -290,7 +272,7 @@ class Runtime:
             await self._load(show)
         self.core = self._backend.core
         self.log = RequestLog(self.config)
-        self.intake = Admission(
+        self.admission = Admission(
             self.config.max_waiting, lambda: self.core.num_unstarted, on_left=lambda: self.core.recheck()
         )
         logger.info("%s", self.describe())
@@ -346,10 +328,10 @@ class Runtime:
 
     async def _close_parts(self) -> None:
         """Idempotent."""
-        if hasattr(self, "intake"):
-            await self.intake.close(self._end_error)
-        # The core has ended them all, unless that is what broke: nobody is left waiting for ever.
-        for request in [request for requests in self._requests.values() for request in requests]:
+        if hasattr(self, "admission"):
+            await self.admission.close(self._end_error)
+        # The core has ended them all, unless that is what broke: none is left to wait for ever.
+        for request in self._all_requests():
             with self._user_code.called("while ending what was running"):
                 request.fail(self._end_error)
         self._requests.clear()
@@ -387,46 +369,51 @@ class Runtime:
                 f"{num_sequences} sequences never find room where max_waiting={self.config.max_waiting} may wait",
                 param="num_sequences",
             )
-        self.intake.check(num_sequences)
+        self.admission.check(num_sequences)
         self.core.check_accepting()
 
     def arrive(self) -> Arrival:
         """Now, for a request's metrics."""
         return Arrival(time.time(), self.core.clock())
 
-    def add(
-        self, sequence: Sequence, arrival: Arrival, *, stream_interval: int, max_unread: int | None
-    ) -> RequestState:
-        """Hand a sequence and its children to the core, and follow them."""
-        make = functools.partial(self._make_completion, stream_interval, max_unread or UNLIMITED)
-        reply = RequestState(sequence, make, self.core, arrival, self.log)
-        self.core.add(sequence, reply.completions, arrived_at=arrival.clock_s)
-        return reply
+    def begin(
+        self,
+        request: RequestState,
+        sequence: Sequence,
+        arrival: Arrival,
+        *,
+        stream_interval: int,
+        max_unread: int | None,
+    ) -> None:
+        """Hand a request's sequence and its children to the core, and follow them."""
+        completions = self._make_completions(request, sequence, stream_interval, max_unread or UNLIMITED)
+        self.core.add(sequence, completions, arrived_at=arrival.clock_s)
+        request.begin(completions, self.core, arrival, self.log)
 
-    def end_unbegun(self, request: Request, arrival: Arrival) -> RequestState:
-        """The reply to a request that was aborted on its way to the core."""
-        num_sequences = request.params.num_sequences
-        sequence = make_choices(request, num_sequences, eos_token_ids=(), block_hashes=None)
-        reply = RequestState(
-            sequence, functools.partial(self._make_completion, 1, UNLIMITED), self.core, arrival, self.log
-        )
-        reply.end_unbegun()
-        return reply
+    def end_unbegun(self, request: RequestState, prompt: Request, arrival: Arrival) -> None:
+        """Bring a request to its end that was aborted on its way to the core."""
+        sequence = make_choices(prompt, prompt.params.num_sequences, eos_token_ids=(), block_hashes=None)
+        request.begin(self._make_completions(request, sequence, 1, UNLIMITED), self.core, arrival, self.log)
+        request.end_unbegun()
 
-    def _make_completion(
-        self, stream_interval: int, max_unread: int, reply: RequestState, member: Sequence
-    ) -> Completion:
-        params = member.request.params
+    def _make_completions(
+        self, request: RequestState, sequence: Sequence, stream_interval: int, max_unread: int
+    ) -> list[Completion]:
+        """One for the sequence and one for each of its children."""
+        params = sequence.request.params
         has_text = params.detokenize and self.tokenizer is not None
-        return Completion(
-            member,
-            mailbox=reply,
-            core=self.core,
-            detokenizer=self._make_detokenizer(params) if has_text else None,
-            decode=self._decode_one if has_text else None,
-            stream_interval=stream_interval,
-            max_unread=max_unread,
-        )
+        return [
+            Completion(
+                choice,
+                request=request,
+                core=self.core,
+                detokenizer=self._make_detokenizer(params) if has_text else None,
+                decode=self._decode_one if has_text else None,
+                stream_interval=stream_interval,
+                max_unread=max_unread,
+            )
+            for choice in (sequence, *sequence.children)
+        ]
 
     def _make_detokenizer(self, params: SamplingParams) -> Detokenizer:
         tokenizer = self.require_tokenizer()
@@ -439,11 +426,11 @@ class Runtime:
             joined=tokenizer.joined_special_tokens if is_joined else None,
         )
 
-    def register(self, request: Abortable) -> None:
+    def register(self, request: RequestState) -> None:
         """From now on `abort` finds this request by its id."""
         self._requests.setdefault(request.request_id, []).append(request)
 
-    def forget(self, request: Abortable) -> None:
+    def forget(self, request: RequestState) -> None:
         requests = self._requests.get(request.request_id)
         if requests is not None and request in requests:
             requests.remove(request)
@@ -451,19 +438,33 @@ class Runtime:
                 del self._requests[request.request_id]
 
     def abort(self, request_id: str) -> None:
+        """End all requests of this id with what they have."""
         requests = list(self._requests.get(request_id, ()))
         if requests:
             self.check_loop()
         for request in requests:
+            self.abort_one(request)
+
+    def abort_one(self, request: RequestState) -> None:
+        """End a request with what it has, wherever it is on its way. Idempotent."""
+        request.is_aborted = True
+        if request.is_begun:
             request.abort()
+        elif self._is_serving:  # else it ends when the engine has started
+            self.admission.dismiss(request)
 
     def abort_all(self) -> None:
+        """As `abort`, of all requests; the readers of those that have begun may hear of it in later turns."""
         if self._requests:
             self.check_loop()
         if self._is_serving:
             self.core.abort_all()
-        for request in [request for requests in self._requests.values() for request in requests]:
-            request.dismiss()
+        for request in self._all_requests():
+            if not request.is_begun:
+                self.abort_one(request)
+
+    def _all_requests(self) -> list[RequestState]:
+        return [request for requests in self._requests.values() for request in requests]
 
     # The whole engine
 
@@ -473,10 +474,10 @@ class Runtime:
 
         def is_over() -> bool:
             nonlocal was_over
-            was_over = self._is_idle() or not self.intake.is_refusing
+            was_over = self._is_idle() or not self.admission.is_refusing
             return was_over
 
-        self.intake.refuse(_draining)
+        self.admission.refuse(_draining)
         await self._wake_up()
         await self._drain(_draining, is_over)
         if not was_over:  # nothing runs in a closed or dead engine, either
@@ -499,7 +500,7 @@ class Runtime:
         return Health(status="DEAD", reason="it is closed")
 
     def resume(self) -> None:
-        self.intake.reopen()
+        self.admission.reopen()
         self.core.resume()
 
     def engine_stats(self) -> EngineStats:
@@ -510,7 +511,7 @@ class Runtime:
         stats, metrics = self.core.stats(), self.core.observers.metrics
         metrics.set_load(
             running=stats.running,
-            waiting=stats.waiting + stats.blocked + self.intake.num_waiting,
+            waiting=stats.waiting + stats.blocked + self.admission.num_waiting,
             blocked=stats.blocked,
             free_blocks=stats.free_blocks,
             num_blocks=stats.num_blocks,
@@ -523,12 +524,12 @@ class Runtime:
             await self.core.call(WakeUp())
 
     def _drain(self, refusal: Callable[[], AioEngineError], is_over: Callable[[], bool]) -> asyncio.Future[None]:
-        self.intake.refuse(refusal)
+        self.admission.refuse(refusal)
         self.core.resume()  # what is paused would never end
         return self.core.when(is_over)
 
     def _is_idle(self) -> bool:
-        return self.intake.is_quiet and self.core.is_idle
+        return self.admission.is_quiet and self.core.is_idle
 
     # Text
 
@@ -590,7 +591,7 @@ class Runtime:
         return self.tokenizer.decode([token_id], skip_special_tokens=False)
 
     def _on_room(self) -> None:
-        self.intake.admit()
+        self.admission.admit()
 
     def _end_error(self) -> AioEngineError:
         return self.core.copy_death() if self.core.death is not None else _closed()
