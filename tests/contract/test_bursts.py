@@ -107,7 +107,7 @@ async def test_abort_all_ends_all_at_once_and_tells_them_a_few_a_turn(make_engin
             outputs = await asyncio.gather(*tasks)
             await until(lambda: not turns.is_busy)
     assert {choice.finish_reason for output in outputs for choice in output.outputs} == {"abort"}
-    assert core.is_idle
+    assert core.is_drained
     await engine.resume()
     assert (await engine.generate("Once", max_tokens=2)).finished
     await engine.drain()

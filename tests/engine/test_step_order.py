@@ -48,7 +48,7 @@ async def running(executor: FakeExecutor, tasks: Any, **config: Any) -> AsyncIte
     core = EngineCore(executor, EngineConfig(**config))
     task = tasks.start(core.run())
     yield core
-    await core.when(lambda: core.is_idle)
+    await core.when(lambda: core.is_drained)
     task.cancel()
     await tasks.end(task)
 

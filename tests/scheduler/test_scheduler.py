@@ -247,7 +247,7 @@ def test_log_probabilities_stay_with_their_tokens_when_others_drop_out() -> None
     assert output.sequences == [asking, quiet, last]
     assert output.logprobs is not None
     line_of = {place: line for line, place in enumerate(output.logprobs.index.tolist())}
-    lines = [line_of.get(place) for place in output.places.tolist()]
+    lines = [line_of.get(index) for index in output.result_indices.tolist()]
     assert [line is None for line in lines] == [False, True, False]
     heads = [output.logprobs.top_ids[line, 0].item() for line in lines if line is not None]
     assert heads == [output.token_ids[0], output.token_ids[2]]
@@ -580,9 +580,9 @@ def test_a_sequence_unblocked_before_it_left_keeps_its_row() -> None:
 
 def test_each_reason_has_to_go() -> None:
     core = Core()
-    sequence = core.add(prompt(5), reason=Reason.REMOTE_KV)
+    sequence = core.add(prompt(5), reason=Reason.PAUSED)
     core.scheduler.block(sequence, Reason.BACKPRESSURE)
-    core.scheduler.unblock(sequence, Reason.REMOTE_KV)
+    core.scheduler.unblock(sequence, Reason.PAUSED)
     assert core.launch() is None
     core.scheduler.unblock(sequence, Reason.BACKPRESSURE)
     core.run()
@@ -651,13 +651,13 @@ def test_a_blocked_sequence_makes_room_for_the_head_of_the_queue() -> None:
 def test_blocks_of_one_who_waits_for_a_row_are_not_out_of_reach(is_elder_parked: bool) -> None:
     """Unblocked and queued, it holds blocks that it cannot use; with them the one that runs cannot go on."""
     core = Core(num_blocks=10, max_num_seqs=1)
-    elder = core.add(prompt(12), max_tokens=25, ignore_eos=True, reason=Reason.REMOTE_KV)
-    younger = core.add(prompt(12, 300), max_tokens=25, ignore_eos=True, reason=Reason.REMOTE_KV)
+    elder = core.add(prompt(12), max_tokens=25, ignore_eos=True, reason=Reason.PAUSED)
+    younger = core.add(prompt(12, 300), max_tokens=25, ignore_eos=True, reason=Reason.PAUSED)
     parked, running = (elder, younger) if is_elder_parked else (younger, elder)
-    core.scheduler.unblock(parked, Reason.REMOTE_KV)
+    core.scheduler.unblock(parked, Reason.PAUSED)
     core.step()
     core.scheduler.block(parked, Reason.BACKPRESSURE)
-    core.scheduler.unblock(running, Reason.REMOTE_KV)
+    core.scheduler.unblock(running, Reason.PAUSED)
     core.step()
     core.scheduler.unblock(parked, Reason.BACKPRESSURE)
     assert parked.block_ids
@@ -691,7 +691,7 @@ def test_the_statistics_count_everybody_once() -> None:
     core = Core(max_num_seqs=1)
     core.add(prompt(5), ignore_eos=True)
     core.add(prompt(5, 300))
-    core.add(prompt(5, 400), reason=Reason.REMOTE_KV)
+    core.add(prompt(5, 400), reason=Reason.PAUSED)
     core.step()
     stats = core.scheduler.stats()
     assert (stats.running, stats.waiting, stats.blocked, stats.steps) == (1, 1, 1, 1)

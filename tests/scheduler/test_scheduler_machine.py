@@ -15,7 +15,7 @@ from aioengine.testing.fake_executor import FakeExecutor
 VOCAB = 12
 """So few that outputs soon repeat, and every twelfth token is EOS."""
 INSIDE_REASONS = Reason.PENDING_PREFIX | Reason.FORK
-OUTSIDE_REASONS = [Reason.BACKPRESSURE, Reason.GRAMMAR, Reason.PAUSED]
+OUTSIDE_REASONS = [Reason.BACKPRESSURE, Reason.PAUSED]
 PREFIXES = [list(range(start, start + length)) for start in (0, 1, 2) for length in (4, 9, 16)]
 
 prompts = st.builds(
@@ -29,7 +29,7 @@ requests = st.fixed_dictionaries(
         "max_tokens": st.integers(1, 30),
         "ignore_eos": st.booleans(),
         "stop_token_ids": st.sampled_from([(), (), (3,), (EOS, 5)]),
-        "reason": st.sampled_from([Reason.NONE, Reason.NONE, Reason.NONE, Reason.REMOTE_KV]),
+        "reason": st.sampled_from([Reason.NONE, Reason.NONE, Reason.NONE, Reason.PAUSED]),
         "n": st.sampled_from([1, 1, 1, 2, 3, 7]),
         "priority": st.sampled_from([0, 0, 0, -1, 1]),
         "cache_salt": st.sampled_from(["", "", "salt"]),

@@ -133,7 +133,7 @@ async def test_a_front_end_with_requests_gets(number: str, runtime: Path, monkey
                 print(f"requests of a killed front end ended after {(time.monotonic() - began) * 1000:.1f} ms")
         assert heard == [tokens]
         assert await tokens_of(other) == tokens
-        assert server.core.is_idle
+        assert server.core.is_drained
         script.process.send_signal(signal.SIGCONT)
         await anyio.to_thread.run_sync(script.end)
         ends = ends_of(script.said)

@@ -244,7 +244,7 @@ class CoreState:
         return self.scheduler.num_unstarted
 
     @property
-    def is_idle(self) -> bool:
+    def is_drained(self) -> bool:
         """Whether all that was accepted has ended."""
         return not (self._live or self._endings)
 
@@ -266,7 +266,7 @@ class CoreState:
             call=call,
             call_age_s=now - asked_at,
             running=self.scheduler.num_running,
-            waiting=self.scheduler.num_idle + self.num_waiting_for_admission(),
+            waiting=self.scheduler.num_without_row + self.num_waiting_for_admission(),
             is_sleeping=self.is_sleeping,
             is_paused="pause" in self._holders,
             free_blocks=self.kv.pool.num_free,

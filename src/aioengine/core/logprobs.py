@@ -21,7 +21,7 @@ class OutputLogprobs:
         self._row_of: dict[int, int] = {}
         """By the index of a token in the output, its row in the arrays of ``output.logprobs``."""
         if output.logprobs is not None:
-            index_of = {result_index: index for index, result_index in enumerate(output.places.tolist())}
+            index_of = {result_index: index for index, result_index in enumerate(output.result_indices.tolist())}
             for row, result_index in enumerate(output.logprobs.index.tolist()):
                 index = index_of.get(result_index)
                 if index is not None:  # its sequence lives

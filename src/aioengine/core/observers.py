@@ -87,7 +87,7 @@ def make_record(
         inter_token_latencies_s=output.gaps_s,
         times_to_first_token_s=[now - sequence.arrived_at for sequence in output.first],
         running=scheduler.num_running,
-        waiting=scheduler.num_idle + num_waiting_for_admission,
+        waiting=scheduler.num_without_row + num_waiting_for_admission,
         free_blocks=kv.pool.num_free,
         num_blocks=kv.pool.num_blocks,
         preemptions=scheduler.preemption.num_preemptions,

@@ -50,7 +50,7 @@ class Core(Protocol):
         ...
 
     @property
-    def is_idle(self) -> bool:
+    def is_drained(self) -> bool:
         """Whether all that was added here has ended."""
         ...
 

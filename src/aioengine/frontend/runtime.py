@@ -178,7 +178,7 @@ class Runtime:
             try:
                 await self._wake_up()
                 # By a callback: cancelling this wait must not stop the closing.
-                self._drain(_closed, self._is_idle).add_done_callback(lambda _: self._stop())
+                self._drain(_closed, self._is_drained).add_done_callback(lambda _: self._stop())
             except Exception as error:  # it cannot wake up, or has come to an end meanwhile: nothing can be drained
                 failure = None if isinstance(error, EngineClosed | EngineDead) else error
                 self._stop()
@@ -474,7 +474,7 @@ class Runtime:
 
         def is_over() -> bool:
             nonlocal was_over
-            was_over = self._is_idle() or not self.admission.is_refusing
+            was_over = self._is_drained() or not self.admission.is_refusing
             return was_over
 
         self.admission.refuse(_draining)
@@ -528,8 +528,8 @@ class Runtime:
         self.core.resume()  # what is paused would never end
         return self.core.when(is_over)
 
-    def _is_idle(self) -> bool:
-        return self.admission.is_quiet and self.core.is_idle
+    def _is_drained(self) -> bool:
+        return self.admission.is_quiet and self.core.is_drained
 
     # Text
 

@@ -12,7 +12,7 @@ from bisect import bisect
 from aioengine.scheduler.budget import Claim
 from aioengine.scheduler.kv_manager import KVManager, PrefixMatch
 from aioengine.scheduler.row_table import RowTable
-from aioengine.scheduler.sequence import Sequence, SequenceEvent, State, by_place
+from aioengine.scheduler.sequence import Sequence, SequenceEvent, State, by_precedence
 from aioengine.scheduler.waiting_queue import WaitingQueue
 
 
@@ -62,10 +62,10 @@ class Preemption:
     def yield_to_higher(self) -> None:
         """Preempt running sequences of lower priority than the first in the queue, if that makes room for it."""
         head = self._waiting.peek() if self._table.running else None
-        if head is None or head.place[0] >= self._table.running[-1].place[0]:
+        if head is None or head.precedence[0] >= self._table.running[-1].precedence[0]:
             return
         match = self._kv.lookup(head)
-        lower = [sequence for sequence in self._table.running if sequence.place[0] > head.place[0]]
+        lower = [sequence for sequence in self._table.running if sequence.precedence[0] > head.precedence[0]]
         num_reachable = self._kv.pool.num_free + sum(len(s.block_ids) for s in [*lower, *self.parked.values()])
         if match.pending is not None or match.num_missing + self.reserve > num_reachable:
             return
@@ -75,13 +75,13 @@ class Preemption:
     def claim_of_higher(self) -> Claim | None:
         """What the first in the queue is going to take of the next step, before the prompts of lower ones."""
         head = self._waiting.peek() if self._table.running else None
-        if head is None or head.place[0] >= self._table.running[-1].place[0]:
+        if head is None or head.precedence[0] >= self._table.running[-1].precedence[0]:
             return None
         match = self._kv.lookup(head)
         if match.pending is not None or not self._has_room(match):
             return None
         num_tokens = head.num_tokens - max(head.num_computed_tokens, len(match.block_ids) * self._kv.block_size)
-        return Claim(num_tokens, bisect(self._table.running, head.place, key=by_place))
+        return Claim(num_tokens, bisect(self._table.running, head.precedence, key=by_precedence))
 
     def _has_room(self, match: PrefixMatch) -> bool:
         is_roomy = self._kv.can_admit(match, self.reserve) or bool(self.parked)  # those go first, when it is admitted
@@ -95,7 +95,7 @@ class Preemption:
         if self.leaving:
             return self.leaving[-1]
         running = self._table.running[-1]
-        return running if parked is None or parked.place < running.place else parked
+        return running if parked is None or parked.precedence < running.precedence else parked
 
     def victim_for(self, newcomer: Sequence, *, is_alone: bool) -> Sequence | None:
         """A sequence without a row that gives its blocks to ``newcomer``, the first in the queue, if there is one.
@@ -109,7 +109,7 @@ class Preemption:
     def _parked_victim(self, besides: Sequence | None = None) -> Sequence | None:
         """Of the sequences that hold blocks without a row: a blocked one, else the last."""
         candidates = (sequence for sequence in self.parked.values() if sequence is not besides)
-        return max(candidates, key=lambda sequence: (bool(sequence.reasons), sequence.place), default=None)
+        return max(candidates, key=lambda sequence: (bool(sequence.reasons), sequence.precedence), default=None)
 
     def preempt(self, sequence: Sequence) -> None:
         self.num_preemptions += 1

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aioengine.scheduler.plan import EMPTY, Int32, int32
-from aioengine.scheduler.sequence import Sequence, by_place
+from aioengine.scheduler.sequence import Sequence, by_precedence
 
 Float64 = NDArray[np.float64]
 Bool = NDArray[np.bool_]
@@ -99,8 +99,8 @@ class RowTable:
         self.stop_gone()  # an ended sequence has no row any more, and would be sorted in without one
         new_rows = np.array([sequence.row for sequence in sequences], np.intp)
         running = self.running + sequences
-        if self.running and self.running[-1].place > sequences[0].place:
-            running.sort(key=by_place)
+        if self.running and self.running[-1].precedence > sequences[0].precedence:
+            running.sort(key=by_precedence)
             self.running_rows = np.array([sequence.row for sequence in running], np.intp)
         else:
             self.running_rows = np.concatenate([self.running_rows, new_rows])
@@ -143,7 +143,7 @@ class RowTable:
         assert all(self.occupants[sequence.row] is sequence for sequence in occupants)
         assert sorted(self.free_rows + [sequence.row for sequence in occupants]) == list(range(len(self.occupants)))
         assert [sequence.row for sequence in self.running] == self.running_rows.tolist()
-        assert [s.place for s in self.running] == sorted(s.place for s in self.running)
+        assert [s.precedence for s in self.running] == sorted(s.precedence for s in self.running)
         for sequence in occupants:
             row = sequence.row
             assert self.computed[row] <= self.scheduled[row] <= self.expected[row] <= self.last[row] + 1

@@ -19,7 +19,7 @@ from aioengine.scheduler.kv_manager import KVManager
 from aioengine.scheduler.plan import EMPTY, Int32, StepPlan, StepResult, int32
 from aioengine.scheduler.preemption import Preemption
 from aioengine.scheduler.row_table import Bool, Rows, RowTable
-from aioengine.scheduler.sequence import Reason, Sequence, SequenceEvent, State, by_place
+from aioengine.scheduler.sequence import Reason, Sequence, SequenceEvent, State, by_precedence
 from aioengine.scheduler.steps import StepOutput, StepsInFlight, score_prompts
 from aioengine.scheduler.waiting_queue import WaitingQueue
 
@@ -136,7 +136,7 @@ class Scheduler:
 
     def preempt_all(self) -> None:
         """Take the blocks of all sequences that hold some: they will compute their KV again."""
-        for sequence in sorted(self.sequences(), key=by_place, reverse=True):
+        for sequence in sorted(self.sequences(), key=by_precedence, reverse=True):
             if sequence.block_ids:
                 self.preemption.preempt(sequence)
 
@@ -183,39 +183,39 @@ class Scheduler:
         assert result.step == plan.step, "the result is another step's"
         launched = self._steps.take(plan)
         rows, ends, sequences = launched.rows, launched.ends, launched.sequences
-        places = result.offsets[:-1]
-        counts = result.offsets[1:] - places
+        indices = result.offsets[:-1]
+        counts = result.offsets[1:] - indices
         is_alive = self.table.epoch[rows] == plan.epochs
         failed = self._end_failed(result, sequences, is_alive) if result.failures else []
         prompt_logprobs = score_prompts(result.prompt_logprobs, sequences, is_alive)
         if np.count_nonzero(is_alive) < len(rows):
             # Ended or preempted while the step ran: their results are dropped.
-            rows, ends, places, counts = rows[is_alive], ends[is_alive], places[is_alive], counts[is_alive]
+            rows, ends, indices, counts = rows[is_alive], ends[is_alive], indices[is_alive], counts[is_alive]
             sequences = list(compress(sequences, is_alive.tolist()))
         self.table.computed[rows] = ends
         self._mark_ready(rows, ends, sequences)
         has_token = counts > 0
         if np.count_nonzero(has_token) < len(rows):
-            rows, ends, places, counts = rows[has_token], ends[has_token], places[has_token], counts[has_token]
+            rows, ends, indices, counts = rows[has_token], ends[has_token], indices[has_token], counts[has_token]
             sequences = list(compress(sequences, has_token.tolist()))
         gaps_s, is_first = self.table.stamp(rows, now)
         first = list(compress(sequences, is_first.tolist())) if len(gaps_s) < len(rows) else []
         for sequence in first:
             sequence.first_token_at = now
-        token_ids = result.token_ids if len(rows) == len(result.token_ids) else result.token_ids[places]
+        token_ids = result.token_ids if len(rows) == len(result.token_ids) else result.token_ids[indices]
         ids: list[int] = token_ids.tolist()
         for sequence, token_id in zip(sequences, ids, strict=True):
             sequence.output_ids.append(token_id)
-        born, born_places = self._fork(sequences, places, counts) if self._num_forks else ([], [])
+        born, born_indices = self._fork(sequences, indices, counts) if self._num_forks else ([], [])
         self._stop(rows, ends, sequences, token_ids)
         if born:
-            ids += self._begin(born, result.token_ids[born_places].tolist(), now)
+            ids += self._begin(born, result.token_ids[born_indices].tolist(), now)
             sequences = sequences + born  # not in place: launched steps hold the list
-            places = np.concatenate([places, int32(born_places)])
+            indices = np.concatenate([indices, int32(born_indices)])
         return StepOutput(
             sequences=sequences,
             token_ids=ids,
-            places=places,
+            result_indices=indices,
             logprobs=result.logprobs,
             gaps_s=gaps_s,
             first=first,
@@ -252,7 +252,7 @@ class Scheduler:
         return len(self.running) + len(self.preemption.leaving)
 
     @property
-    def num_idle(self) -> int:
+    def num_without_row(self) -> int:
         """Sequences without a row, blocked ones included."""
         return len(self.waiting) + len(self.blocked)
 
@@ -371,10 +371,10 @@ class Scheduler:
             self.kv.mark_ready(sequences[index], num_computed)
         self.table.next_block_boundary[rows[filled]] = ends[filled] // size * size + size
 
-    def _fork(self, parents: list[Sequence], places: Int32, counts: Int32) -> tuple[list[Sequence], list[int]]:
+    def _fork(self, parents: list[Sequence], indices: Int32, counts: Int32) -> tuple[list[Sequence], list[int]]:
         """Give children their share of the prompts whose first tokens have come; those, and where their tokens are."""
         born: list[Sequence] = []
-        born_places: list[int] = []
+        born_indices: list[int] = []
         for index in (counts > 1).nonzero()[0].tolist():
             parent = parents[index]
             for nth, child in enumerate(parent.children, 1):
@@ -382,10 +382,10 @@ class Scheduler:
                     self.kv.fork(parent, child)
                     self.preemption.parked[child.order] = child
                     born.append(child)
-                    born_places.append(int(places[index]) + nth)
+                    born_indices.append(int(indices[index]) + nth)
             self._num_forks -= bool(parent.children)
             parent.children = ()
-        return born, born_places
+        return born, born_indices
 
     def _begin(self, children: list[Sequence], token_ids: list[int], now: float) -> list[int]:
         """Let each go on behind its first token, if that does not end it; returns the tokens."""

@@ -86,13 +86,10 @@ class Reason(enum.IntFlag):
     """Its reader is behind."""
     PENDING_PREFIX = 2
     """Another sequence is computing the blocks that this one begins with."""
-    GRAMMAR = 4
-    REMOTE_KV = 8
-    ENCODER = 16
-    ADAPTER = 32
-    PAUSED = 64
-    FORK = 128
-    """The prompt that it shares with its family is not computed yet."""
+    PAUSED = 4
+    """It was added while the engine is paused or asleep."""
+    FORK = 8
+    """The prompt that it shares with the request's other choices is not computed yet."""
 
 
 class Sequence:
@@ -197,7 +194,7 @@ class Sequence:
         )
 
     @property
-    def place(self) -> tuple[int, int]:
+    def precedence(self) -> tuple[int, int]:
         """(priority, order): the smaller goes first and is preempted last."""
         return self.request.priority, self.order
 
@@ -265,9 +262,9 @@ class Sequence:
         self.state = TRANSITIONS[self.state][event]
 
 
-def by_place(sequence: Sequence) -> tuple[int, int]:
+def by_precedence(sequence: Sequence) -> tuple[int, int]:
     """To sort by."""
-    return sequence.place
+    return sequence.precedence
 
 
 def make_choices(

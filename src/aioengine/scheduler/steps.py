@@ -112,7 +112,7 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True):
     A sequence that ended with its token has its ``finish_reason`` set.
 
     Attributes:
-        places: int32, where ``token_ids`` stood in the result; ``logprobs.index`` speaks of those.
+        result_indices: int32, where ``token_ids`` stood in the result; ``logprobs.index`` speaks of those.
         logprobs: as in the result.
         gaps_s: float64 [m], seconds since the token before, of the tokens that followed one.
         first: the sequences whose first token it brought, but for children.
@@ -122,7 +122,7 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True):
 
     sequences: list[Sequence]
     token_ids: list[int]
-    places: Int32
+    result_indices: Int32
     logprobs: StepLogprobs | None
     gaps_s: Float64
     first: list[Sequence]

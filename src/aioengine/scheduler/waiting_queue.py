@@ -31,11 +31,11 @@ class WaitingQueue:
     def add(self, sequence: Sequence) -> None:
         assert sequence.order not in self._members, f"{sequence} waits twice"
         self._members[sequence.order] = sequence
-        heapq.heappush(self._heap, sequence.place)
+        heapq.heappush(self._heap, sequence.precedence)
 
     def discard(self, sequence: Sequence) -> None:
         if self._members.pop(sequence.order, None) is not None and len(self._heap) > 2 * len(self._members) + 16:
-            self._heap = sorted(sequence.place for sequence in self._members.values())
+            self._heap = sorted(sequence.precedence for sequence in self._members.values())
 
     def peek(self) -> Sequence | None:
         """The first, or None."""

@@ -122,7 +122,7 @@ class RemoteCore:
         return len(self._unstarted)
 
     @property
-    def is_idle(self) -> bool:
+    def is_drained(self) -> bool:
         return not (self._live or self._endings)
 
     @property
