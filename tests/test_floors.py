@@ -30,7 +30,7 @@ FLOORS = """
     scheduler
     kernels
     outputs
-    config metrics sampling_params process_options
+    config metrics sampling_params
     plain_struct validation turns progress
     errors
 """.strip().splitlines()

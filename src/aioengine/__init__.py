@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from aioengine.blocking.llm import LLM
     from aioengine.blocking.llm_engine import LLMEngine
-    from aioengine.config import EngineConfig
+    from aioengine.config import EngineConfig, ProcessOptions
     from aioengine.core.executor_protocol import ExecutorInfo
     from aioengine.core.health import Health
     from aioengine.core.worker_functions import Worker, worker_function
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     )
     from aioengine.metrics import EngineMetrics, EngineStats, Observer, RequestMetrics, StepRecord
     from aioengine.outputs import CompletionDelta, CompletionOutput, Logprob, RequestOutput
-    from aioengine.process_options import ProcessOptions
     from aioengine.sampling_params import SamplingParams
     from aioengine.scheduler.plan import LogitsProcessor, LogitsRow
 
@@ -81,14 +80,13 @@ __all__ = [
 _HOMES = {
     "blocking.llm": ["LLM"],
     "blocking.llm_engine": ["LLMEngine"],
-    "config": ["EngineConfig"],
+    "config": ["EngineConfig", "ProcessOptions"],
     "core.executor_protocol": ["ExecutorInfo"],
     "core.health": ["Health"],
     "core.worker_functions": ["Worker", "worker_function"],
     "engine": ["Engine", "Stream"],
     "metrics": ["EngineMetrics", "EngineStats", "Observer", "RequestMetrics", "StepRecord"],
     "outputs": ["CompletionDelta", "CompletionOutput", "Logprob", "RequestOutput"],
-    "process_options": ["ProcessOptions"],
     "sampling_params": ["SamplingParams"],
     "scheduler.plan": ["LogitsProcessor", "LogitsRow"],
 }

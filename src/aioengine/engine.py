@@ -15,7 +15,7 @@ from typing import Any, Self, Unpack
 import anyio
 import msgspec
 
-from aioengine.config import ConfigKeywords, EngineConfig, make_config
+from aioengine.config import ConfigKeywords, EngineConfig, ProcessOptions, make_config
 from aioengine.core.executor_protocol import Executor
 from aioengine.core.protocol import Backend, CoreHooks
 from aioengine.errors import ConfigError, EngineClosed
@@ -36,7 +36,6 @@ from aioengine.frontend.prompt import (
 )
 from aioengine.frontend.runtime import Runtime
 from aioengine.outputs import RequestOutput
-from aioengine.process_options import ProcessOptions
 from aioengine.sampling_params import SamplingKeywords, SamplingParams, make_params
 from aioengine.stream import Call, Checked, Stream, await_only
 from aioengine.validation import shorten

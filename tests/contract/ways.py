@@ -11,9 +11,9 @@ import anyio
 from contract import fakes
 
 from aioengine import Engine, EngineConfig
+from aioengine.config import ProcessOptions
 from aioengine.core.protocol import CoreHooks
 from aioengine.executor.in_process import InProcess
-from aioengine.process_options import ProcessOptions
 from aioengine.text.worker import TextWorker
 from aioengine.transport.addresses import PrivateFolder
 from aioengine.transport.server import EngineServer

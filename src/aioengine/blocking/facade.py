@@ -11,14 +11,13 @@ from typing import Any, Self, TypeVar, Unpack
 import anyio
 
 from aioengine.blocking.loop_thread import LoopThread
-from aioengine.config import ConfigKeywords, EngineConfig
+from aioengine.config import ConfigKeywords, EngineConfig, ProcessOptions
 from aioengine.core.control import PauseMode, SleepLevel, WakeTag
 from aioengine.core.executor_protocol import Executor
 from aioengine.core.health import Health
 from aioengine.engine import Engine
 from aioengine.errors import EngineDead
 from aioengine.metrics import EngineStats
-from aioengine.process_options import ProcessOptions
 from aioengine.text.tokenizer import ModelTokenizer
 
 T = TypeVar("T")

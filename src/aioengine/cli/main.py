@@ -16,8 +16,8 @@ from aioengine.cli.exit_codes import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE,
 from aioengine.cli.generate import generate
 from aioengine.cli.keys import keys
 from aioengine.cli.serve import serve_command
+from aioengine.config import limit_spinning
 from aioengine.errors import AioEngineError
-from aioengine.process_options import limit_spinning
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})

@@ -16,12 +16,11 @@ import anyio
 import msgspec
 import zmq
 
-from aioengine.config import EngineConfig
+from aioengine.config import EngineConfig, ProcessOptions
 from aioengine.core.protocol import CoreHooks
 from aioengine.errors import AioEngineError, ConfigError, EngineDead, InvalidRequest
 from aioengine.executor.in_process import clock_of, find
 from aioengine.models.folder import ModelFolder
-from aioengine.process_options import ProcessOptions
 from aioengine.progress import OnProgress
 from aioengine.transport.addresses import START_DESCRIPTORS, PrivateFolder, check_descriptors, remove_private
 from aioengine.transport.channel import Channel, Context, bind, end_context, make_context
