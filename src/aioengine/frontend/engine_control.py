@@ -39,6 +39,7 @@ from aioengine.errors import EngineClosed, InvalidRequest
 from aioengine.frontend.prompt import ChatMessage
 from aioengine.frontend.runtime import Runtime
 from aioengine.metrics import EngineMetrics, EngineStats, Observer
+from aioengine.text import calls
 from aioengine.text.tokenizer import ModelTokenizer
 from aioengine.validation import shorten
 
@@ -221,8 +222,13 @@ class EngineControl:
         Raises:
             InvalidRequest: a value is bad, or the model has no tokenizer.
         """
-        return await self._here().tokenize(
-            prompt, add_special_tokens=add_special_tokens, chat_template_kwargs=chat_template_kwargs
+        runtime = self._here()
+        return await calls.tokenize(
+            runtime.tokenizer,
+            runtime.open_worker_for,
+            prompt,
+            add_special_tokens=add_special_tokens,
+            chat_template_kwargs=chat_template_kwargs,
         )
 
     async def detokenize(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
@@ -233,7 +239,14 @@ class EngineControl:
         Raises:
             InvalidRequest: an id is not in the model's vocabulary, or the model has no tokenizer.
         """
-        return await self._here().detokenize(token_ids, skip_special_tokens=skip_special_tokens)
+        runtime = self._here()
+        return await calls.detokenize(
+            runtime.tokenizer,
+            runtime.open_worker_for,
+            token_ids,
+            vocab_size=runtime.info.vocab_size,
+            skip_special_tokens=skip_special_tokens,
+        )
 
     def token_bytes(
         self, token_ids: list[int], *, is_start: bool = True, skip_special_tokens: bool = True
@@ -251,7 +264,14 @@ class EngineControl:
         Raises:
             InvalidRequest: an id is not in the model's vocabulary, or the model has no tokenizer.
         """
-        return self._here().token_bytes(token_ids, is_start=is_start, skip_special_tokens=skip_special_tokens)
+        runtime = self._here()
+        return calls.token_bytes(
+            runtime.tokenizer,
+            token_ids,
+            vocab_size=runtime.info.vocab_size,
+            is_start=is_start,
+            skip_special_tokens=skip_special_tokens,
+        )
 
     # Numbers
 

@@ -42,7 +42,6 @@ from aioengine.models.folder import ModelFolder
 from aioengine.progress import OnProgress, loading_bar
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.sequence import Request, Sequence, make_choices
-from aioengine.text import calls
 from aioengine.text.detokenizer import Detokenizer, make_detokenizer
 from aioengine.text.lanes import Lanes
 from aioengine.text.token_table import TokenTable
@@ -353,10 +352,19 @@ class Runtime:
     # Requests
 
     def worker_for(self, num_chars: int | None) -> TextWorker:
-        """The worker for a text of so many characters, None for a chat: what may take seconds is not waited for."""
+        """The worker for a text of so many characters, None for a chat: no text waits for one that takes seconds."""
         if num_chars is None:
             return self._chat_worker
         return self._large_worker if num_chars > LARGE_TEXT_CHARS else self.worker
+
+    def open_worker_for(self, num_chars: int | None) -> TextWorker:
+        """As `worker_for`, for work of several pieces: the engine may have been closed between two.
+
+        Raises:
+            EngineDead, EngineClosed: it was.
+        """
+        self.check_running()
+        return self.worker_for(num_chars)
 
     def check_accepting(self, num_sequences: int) -> None:
         """Raise what a request that would not wait hears now; this engine runs."""
@@ -537,38 +545,6 @@ class Runtime:
         if self.tokenizer is None:
             raise InvalidRequest("this model has no tokenizer; give the prompt as token ids", param="prompt")
         return self.tokenizer
-
-    async def tokenize(self, prompt: Any, *, add_special_tokens: Any, chat_template_kwargs: Any) -> list[int]:
-        return await calls.tokenize(
-            self.tokenizer,
-            self._open_worker_for,
-            prompt,
-            add_special_tokens=add_special_tokens,
-            chat_template_kwargs=chat_template_kwargs,
-        )
-
-    async def detokenize(self, token_ids: Any, *, skip_special_tokens: Any) -> str:
-        return await calls.detokenize(
-            self.tokenizer,
-            self._open_worker_for,
-            token_ids,
-            vocab_size=self.info.vocab_size,
-            skip_special_tokens=skip_special_tokens,
-        )
-
-    def token_bytes(self, token_ids: Any, *, is_start: Any, skip_special_tokens: Any) -> list[bytes]:
-        return calls.token_bytes(
-            self.tokenizer,
-            token_ids,
-            vocab_size=self.info.vocab_size,
-            is_start=is_start,
-            skip_special_tokens=skip_special_tokens,
-        )
-
-    def _open_worker_for(self, num_chars: int | None) -> TextWorker:
-        """For work of several pieces: the engine may have been closed between two."""
-        self.check_running()
-        return self.worker_for(num_chars)
 
     def describe(self) -> str:
         """One line on what was started, for a person."""
