@@ -1,4 +1,4 @@
-"""The public face: an engine that lives in the caller's event loop."""
+"""`Engine`: an inference engine that lives in the caller's event loop; its life and its requests."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Engine(EngineControl):
         self._seeds = None if seed is None else random.Random(seed)
         self._make_backend = _backend_of(self.config, executor, process)
         self._is_to_be_entered = False
-        """It was started without a block, and one may still follow."""
+        """It was started by `start` or `connect`, and an ``async with`` may still follow."""
 
     @classmethod
     async def start(
@@ -112,17 +112,17 @@ class Engine(EngineControl):
         """Use an engine that serves in another process (``aioengine engine``, `EngineServer`); the same object.
 
         Its config is that engine's. `aclose` ends this connection and its requests; the engine serves on. When the
-        engine or the connection breaks, everyone hears `EngineDead` once; connect anew then.
+        engine or the connection breaks, each request hears `EngineDead` once; connect anew then.
 
         Args:
             address: ``ipc:///path`` or ``tcp://host:port``.
             model: where to find the tokenizer here, if that is elsewhere than on the engine's machine.
             keys: the folder that ``aioengine keys`` made; for addresses that are not this machine's own.
             client: whose keys of the folder to use; may be left out where there are one client's.
-            timeout_s: for what is there to answer; where nobody is, that is known at once.
+            timeout_s: for the engine to answer; where nothing listens at the address, that is known at once.
         Raises:
             ConfigError: the address is not allowed, or lacks keys.
-            EngineDead: nobody answers there, or what answers is no engine of this version.
+            EngineDead: no answer came, or what answered is no engine of this version.
         """
         if not isinstance(address, str):
             raise ConfigError(f"address={shorten(address)}: a str is needed, such as ipc:///path or tcp://host:port")
@@ -162,8 +162,8 @@ class Engine(EngineControl):
         Cancelling stops the wait, not the closing.
 
         Args:
-            drain: first let all requests end that were made before, those included that wait for a place, and what is
-                paused or asleep. A reader that has stalled at its ``max_unread_tokens`` is waited for: bound that by a
+            drain: first let all requests end that were made before, those included that wait for admission, are paused
+                or asleep. A reader that has stalled at its ``max_unread_tokens`` is waited for: bound that by a
                 timeout of your own, and `abort_all`. Without ``drain`` all requests hear `EngineClosed`.
         Raises:
             ModelLoadError, ConfigError: what slept could not be woken up to be drained; it is closed all the same.
@@ -198,9 +198,9 @@ class Engine(EngineControl):
                 keywords that are not given.
             sampling_params: vLLM's name for ``params``.
             request_id: your name for it; it may repeat. One is made up when absent.
-            priority: smaller goes first, and takes the place of larger ones that run; equal ones go by age.
+            priority: smaller goes first, and preempts larger ones that run; equal ones go by age.
             cache_salt: share cached prefixes only with requests of the same salt.
-            on_full: with ``max_waiting`` requests waiting already, "wait" for a place or "raise" `EngineOverloaded`.
+            on_full: with ``max_waiting`` requests waiting already, "wait" for admission or "raise" `EngineOverloaded`.
             chat_template_kwargs: variables for the model's chat template, such as ``enable_thinking``; plain data.
                 Among them ``add_generation_prompt``: end the prompt with what begins an answer, True where no message
                 is continued; ``continue_final_message``: leave the last message open, so that the answer goes on with
@@ -283,7 +283,7 @@ class Engine(EngineControl):
         stream_interval: int | None = None,
         may_wait: bool = False,
     ) -> Stream:
-        """As `stream`. What `may_wait` is checked on entering where this turn of the loop has no time left."""
+        """As `stream`. With ``may_wait`` it is checked on entering if this turn of the loop has no time left."""
         runtime = self._here_or_starting()
         prompt, cache_salt = open_prompt(prompt, cache_salt)
         priority, max_unread_tokens, stream_interval = check_call(
@@ -333,14 +333,14 @@ class Engine(EngineControl):
         await self._here_or_starting().wait_started()
 
     def check_accepting(self, num_sequences: int = 1) -> None:
-        """Raise what a request with ``on_full="raise"`` would hear now; for who wants to refuse before other work.
+        """Raise what a request with ``on_full="raise"`` would hear now, for programs that refuse before other work.
 
-        Takes no place, so that a request which follows may hear otherwise. Synchronous.
+        Acquires nothing, so that a request which follows may hear otherwise. Synchronous.
 
         Args:
             num_sequences: that the request will be (`SamplingParams.num_sequences`).
         Raises:
-            EngineOverloaded: there is no place for so many; says when to try again.
+            EngineOverloaded: there is no capacity for so many; says when to try again.
             EngineClosed: the engine has not been started, drains, or is closed.
             EngineDead: it broke.
             InvalidRequest: so many never find room.
@@ -353,9 +353,9 @@ class Engine(EngineControl):
             self._runtime.abort(request_id)
 
     def abort_all(self) -> None:
-        """End all requests, those that wait for a place included, with what they have. Synchronous and idempotent.
+        """End all requests, those that wait for admission included, with what they have. Synchronous and idempotent.
 
-        They are in no later step. Of hundreds some readers hear of it in the next turns of the loop.
+        They are in no later step. With hundreds of requests, some readers hear of it in later turns of the loop.
         """
         if self._runtime is not None:
             self._runtime.abort_all()

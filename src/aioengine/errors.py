@@ -93,7 +93,7 @@ class EngineClosed(AioEngineError):
 
 
 class EngineDead(AioEngineError):
-    """The engine broke; everyone in flight hears it once. Start a new one (in a new process after a sticky CUDA error).
+    """The engine broke; each request hears it once. Start a new one (in a new process after a sticky CUDA error).
 
     The cause is ``__cause__``.
 
@@ -106,7 +106,7 @@ class EngineDead(AioEngineError):
         self.dump = dump
 
     def anew(self) -> EngineDead:
-        """The same error for another who hears it: a shared one would collect all their tracebacks."""
+        """A copy for one request: a shared one would collect the tracebacks of all."""
         copy = EngineDead(str(self), dump=self.dump)
         copy.__cause__ = self.__cause__
         return copy

@@ -60,9 +60,9 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=
         loop_lag_s: from its end on the device until the loop noticed; None if the device tells no time.
         inter_token_latencies_s: float64 [m], one for each token that followed another one of its sequence.
         times_to_first_token_s: from the calls of those requests whose first token it brought.
-        running, waiting: sequences, after the step; those that wait for a place at the engine's door included.
-        blocked: those of ``waiting`` that something else than room holds up: a reader that is behind, a prefix that
-            another one computes, a pause.
+        running, waiting: sequences, after the step; those that wait for admission included.
+        blocked: those of ``waiting`` that wait for something else than a row and blocks: a reader that is behind, a
+            prefix that another one computes, a pause.
         free_blocks, num_blocks: of the KV cache, after the step.
         preemptions, prefix_cache_queries, prefix_cache_hits: totals since the engine started.
     """
@@ -245,8 +245,8 @@ class Histogram:
         is_finite = np.isfinite(values)
         if not is_finite.all():
             values = values[is_finite]
-        places = self._bounds_array.searchsorted(values)  # the first bound that is not below the value
-        self.counts += np.bincount(places, minlength=len(self.counts))
+        buckets = self._bounds_array.searchsorted(values)  # the first bound that is not below the value
+        self.counts += np.bincount(buckets, minlength=len(self.counts))
         self.sum += float(np.add.reduce(values))
 
     @property
@@ -277,12 +277,12 @@ class Histogram:
         if not cumulative[-1]:
             return None
         rank = q * float(cumulative[-1])
-        place = min(int(cumulative.searchsorted(max(rank, 1e-9))), len(counts) - 1)
-        if place == len(self._bounds):
+        bucket = min(int(cumulative.searchsorted(max(rank, 1e-9))), len(counts) - 1)
+        if bucket == len(self._bounds):
             return self._bounds[-1]
-        below = float(cumulative[place - 1]) if place else 0.0
-        lower = self._bounds[place - 1] if place else min(0.0, self._bounds[0])
-        return lower + (self._bounds[place] - lower) * (rank - below) / float(counts[place])
+        below = float(cumulative[bucket - 1]) if bucket else 0.0
+        lower = self._bounds[bucket - 1] if bucket else min(0.0, self._bounds[0])
+        return lower + (self._bounds[bucket] - lower) * (rank - below) / float(counts[bucket])
 
     def samples(self) -> Iterator[Sample]:
         for bound, count in self.cumulative():
@@ -313,7 +313,7 @@ class EngineStats(PlainStruct, frozen=True, kw_only=True):
     """An engine's numbers since its start, for a person or for JSON.
 
     Attributes:
-        running, waiting: sequences, now; those that wait for a place at the engine's door included.
+        running, waiting: sequences, now; those that wait for admission included.
         kv_cache_usage: the share of blocks in use now, 0 to 1.
         prefix_cache_hit_rate: the share of looked-up prompt tokens that the cache had; None before the first look.
         finished: choices by how they ended.

@@ -32,7 +32,7 @@ TokenLogprobs = dict[int, Logprob]
 class CompletionDelta(PlainStruct, frozen=True, kw_only=True):
     """What is new of a completion since the delta before.
 
-    The last delta, and only that, has a ``finish_reason``. Deltas that nobody has read are merged.
+    The last delta, and only that, has a ``finish_reason``. Deltas that were not read are merged.
 
     Attributes:
         index: which choice of the request.

@@ -1,4 +1,4 @@
-"""A request being read, and a device being watched: what `Engine` gives out to ``async with``."""
+"""A request being read: what `Engine.stream` gives out to ``async with``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from aioengine.scheduler.sequence import Request
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """The arguments of `Engine.stream` that are checked without a model; as there."""
+    """Those arguments of `Engine.stream` that are checked without a model."""
 
     request_id: str
     priority: int
@@ -34,7 +34,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Checked(NamedTuple):
-    """Its other arguments, which the model must be able to take."""
+    """Its other arguments, checked against the model."""
 
     prompt: Prompt
     params: SamplingParams
@@ -44,7 +44,7 @@ class Checked(NamedTuple):
 class Stream:
     """A request being read. Made by `Engine.stream`; the request begins where the ``async with`` block does.
 
-    One task reads it. What it has not read yet is merged into the next delta, so that a slow reader holds nobody up.
+    One task reads it. What it has not read yet is merged into the next delta, so that a slow reader holds up no other.
     With several choices each delta is one choice's (``delta.index``), as they come.
 
     Attributes:
@@ -56,7 +56,7 @@ class Stream:
     ) -> None:
         """``check`` is called now, or ``is_later``: on entering, once the engine has started and a turn has time."""
         self.request_id = call.request_id
-        self._engine = engine  # an engine in use is not garbage
+        self._engine = engine  # an engine whose stream is read is not garbage
         self._runtime = runtime
         self._call = call
         self._check: Callable[[], Checked] | None = check
@@ -191,7 +191,7 @@ class Stream:
     def watch(self, on_news: Callable[[], None]) -> None:
         """Call ``on_news``, on the loop, when there is something new to read or the request ends; at once if so now.
 
-        With `take` or `poll` for one reader of many streams, in the place of a task for each. It is called once for all
+        With `take` or `poll`, for one reader of many streams instead of a task for each. It is called once for all
         that a choice has unread, and again only after that was read: read until `take` gives None.
 
         What is called notes that, and leaves the reading to what it wakes: it runs amid the engine's own work on this
@@ -237,7 +237,7 @@ class Stream:
         return self.result
 
     def again(self, on_full: OnFull) -> Stream:
-        """The same request as a stream that has not been entered, for one that was refused a place.
+        """The same request as a stream that has not been entered, for one that was not admitted.
 
         The prompt is the one that was given then; nothing is checked twice.
         """

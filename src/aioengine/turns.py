@@ -55,21 +55,21 @@ class Turns:
     async def take(self) -> None:
         """Return in a turn that has time left: without a suspension where it is this one and nothing waits for another.
 
-        What follows, up to the next suspension, is the piece of work. Cancelling gives up the place in the line.
+        What follows, up to the next suspension, is the piece of work. Cancelling leaves the queue.
         """
         if not self.is_busy:
             return
-        place = object()
+        ticket = object()
         loop = asyncio.get_running_loop()
         try:
             while True:
-                woken = self._waiting[place] = loop.create_future()
+                woken = self._waiting[ticket] = loop.create_future()
                 await woken
                 if not self.is_spent:
                     self._num_passed += 1
                     return
         finally:
-            del self._waiting[place]
+            del self._waiting[ticket]
 
     def _begin_budget(self) -> None:
         self._is_begun = True

@@ -28,7 +28,7 @@ class _Rule(NamedTuple):
 
     Attributes:
         default: an object that needs no check.
-        max_chars, max_items: of a text or a collection in its place; inf without a limit or where it takes none.
+        max_chars, max_items: of a text or a collection; inf without a limit, and where the field takes none.
         takes_items: whether it may be a collection.
         is_looked_through: whether it may hold floats or texts, and nothing but plain types.
     """

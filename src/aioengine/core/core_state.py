@@ -148,7 +148,7 @@ class CoreState:
             self._endings.tell(sequence.order)
 
     def block(self, sequence: Sequence) -> None:
-        """Its reader is behind: schedule no more of it until `unblock`. What is in flight still comes."""
+        """Its reader is behind: schedule no more of it until `unblock`. Tokens in flight still come."""
         self.scheduler.block(sequence, Reason.BACKPRESSURE)
 
     def unblock(self, sequence: Sequence) -> None:
@@ -158,7 +158,7 @@ class CoreState:
             self._has_news.set()
 
     async def at_device(self, call: Coroutine[Any, Any, T], name: str = "") -> T:
-        """Wait for what the executor was asked beside steps; until it answers, `beat` tells what and how long ago."""
+        """Await a call of the executor's beside steps; until it answers, `beat` tells which it is and how old."""
         self._device_calls[call] = name or getattr(call, "__name__", "a control call"), self.clock()
         try:
             return await call
@@ -166,11 +166,11 @@ class CoreState:
             del self._device_calls[call]
 
     def hold(self, holder: str, mode: PauseMode) -> None:
-        """Hold back what comes from now on, until ``holder`` lets go. Idempotent; a later mode adds to an earlier one.
+        """Hold back new sequences until ``holder`` lets go. Idempotent; a later mode adds to an earlier one.
 
         Args:
-            mode: what becomes of the sequences that are here. "keep": they stop where they are; "wait": they go on to
-                their ends; "abort": they end with what they have.
+            mode: for older sequences. "keep": they stop where they are; "wait": they go on to their ends; "abort": they
+                end with what they have.
         """
         self._holders.add(holder)
         if mode == "keep":
@@ -197,9 +197,9 @@ class CoreState:
         self.let_go("pause")
 
     def abort_all(self) -> None:
-        """End all sequences that are here, with what they have: they are in no later plan.
+        """End all accepted sequences with what they have: they are in no later plan.
 
-        Their listeners hear of it in this turn of the loop and the next ones; before that from `finish`.
+        Their listeners hear of it in this turn of the loop and the next ones, or from `finish` before that.
         """
         for sequence in list(self._live.values()):
             choices = (sequence, *sequence.children)
@@ -217,12 +217,12 @@ class CoreState:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether the device is idle and stays so, as nothing may be launched; or nothing is held back any more."""
+        """Whether no step is in flight and none can be launched; or nothing is held back any more."""
         is_still = bool(self._freezers) or len(self._held) == len(self._live)
         return not (self._holders or self._freezers) or (is_still and not self._in_flight)
 
     def when(self, is_so: Callable[[], bool]) -> asyncio.Future[None]:
-        """A future that is done once ``is_so``, seen between two steps; or when this core stops, be it so or not."""
+        """A future that is done once ``is_so``, checked between two steps; or when this core stops."""
         future = self._conditions.add(is_so)
         if self.is_stopped:
             self._conditions.end_all()
@@ -230,7 +230,7 @@ class CoreState:
         return future
 
     def recheck(self) -> None:
-        """Look again at what others wait for."""
+        """Check the awaited conditions again."""
         if self._conditions:
             self._has_news.set()
 
@@ -245,13 +245,13 @@ class CoreState:
 
     @property
     def is_drained(self) -> bool:
-        """Whether all that was accepted has ended."""
+        """Whether all accepted sequences have ended, and their listeners know."""
         return not (self._live or self._endings)
 
     def last_token_at(self, sequence: Sequence) -> float:
         """When its newest token was applied, by ``clock``; NaN before the first."""
-        is_seated = sequence.row >= 0
-        return float(self.scheduler.table.token_at[sequence.row]) if is_seated else sequence.last_token_at
+        has_row = sequence.row >= 0
+        return float(self.scheduler.table.token_at[sequence.row]) if has_row else sequence.last_token_at
 
     def stats(self) -> SchedulerStats:
         return self.scheduler.stats()
@@ -274,7 +274,7 @@ class CoreState:
         )
 
     def health(self) -> Health:
-        """Whether the loop and the device get on."""
+        """Whether the loop and the device make progress."""
         if self.death is not None:
             return dead(str(self.death), self.beat())
         if self.is_stopped:
@@ -282,12 +282,12 @@ class CoreState:
         return judge(self.beat(), stall_after_s=self.config.stall_after_s)
 
     def copy_death(self) -> EngineDead:
-        """The error of a dead engine, made anew for each who hears it: a shared one would collect their tracebacks."""
+        """The error of a dead engine, made anew for each request: a shared one would collect all their tracebacks."""
         assert self.death is not None
         return self.death.anew()
 
     def _release(self, sequence: Sequence) -> Listener:
-        """Its listener, which hears its end now and nothing more."""
+        """Forget a sequence that has ended; returns its listener, which is to hear the end and nothing more."""
         del self._live[sequence.order]
         self._held.pop(sequence.order, None)
         listener: Listener = sequence.listener

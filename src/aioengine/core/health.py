@@ -1,4 +1,4 @@
-"""Is an engine alive, stalled or dead: what its beats say, judged in one place, in this process and from afar."""
+"""Whether an engine is alive, stalled or dead, judged from its beats, in this process and from another."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Beat(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         step: steps that have ended so far.
         step_age_s: how long the device has been at its present step; 0 if it has none.
-        running, waiting: sequences of all who use the engine.
+        running, waiting: sequences of all front ends.
         is_sleeping: whether `Engine.sleep` has taken something that is not back yet.
         num_refused: frames of the wire that were refused as malformed or foreign; 0 in process.
         free_blocks: of the KV cache; -1 from an engine that does not say.
         is_paused: whether it is held by `Engine.pause`.
-        blocked: those of ``waiting`` that something else than room holds up.
+        blocked: those of ``waiting`` that wait for something else than a row and blocks.
         call, call_age_s: what the device was asked for longest beside steps and has not answered, such as
             "save_sharded_state", and how long ago; "" and 0 if there is nothing.
     """
@@ -50,8 +50,8 @@ class Health(PlainStruct, frozen=True, kw_only=True):
         step, step_age_s, running, waiting: as in the last beat; the age counted up to now.
         beat_age_s: how old that beat is; 0 in process.
         num_refused: frames that the engine has refused as malformed, foreign or out of turn; 0 in process.
-        is_paused, is_sleeping: whether somebody has paused it, or put it to sleep: requests wait until `Engine.resume`
-            or `Engine.wake_up`, whoever calls them.
+        is_paused, is_sleeping: whether it was paused or put to sleep, by any front end: requests wait until
+            `Engine.resume` or `Engine.wake_up`, of any front end.
     """
 
     status: HealthStatus
@@ -91,5 +91,5 @@ def judge(beat: Beat, *, stall_after_s: float, beat_age_s: float = 0.0) -> Healt
 
 
 def dead(reason: str, beat: Beat) -> Health:
-    """It will not come back."""
+    """The health of an engine that will not come back."""
     return Health(status="DEAD", reason=reason, step=beat.step, running=beat.running, waiting=beat.waiting)

@@ -94,11 +94,11 @@ class Core(Protocol):
         ...
 
     def when(self, is_so: Callable[[], bool]) -> asyncio.Future[None]:
-        """A future that is done once ``is_so``; or when this core stops, be it so or not."""
+        """A future that is done once ``is_so``; or when this core stops."""
         ...
 
     def recheck(self) -> None:
-        """Look again at what others wait for."""
+        """Check the awaited conditions again, soon."""
         ...
 
     def last_token_at(self, sequence: Sequence) -> float:
@@ -110,7 +110,7 @@ class Core(Protocol):
     def health(self) -> Health: ...
 
     def copy_death(self) -> EngineDead:
-        """The error of a dead engine, made anew for each who hears it."""
+        """The error of a dead engine, made anew for each request."""
         ...
 
     async def run(self) -> None:
@@ -123,7 +123,7 @@ class CoreHooks(NamedTuple):
 
     Attributes:
         worker: for imports and files.
-        dump_worker: for what takes long and must hold up nobody else.
+        dump_worker: for work that takes long and must hold up nothing else.
         on_capacity: to be called when a waiting sequence has begun to run or has ended.
         num_waiting_for_admission: how many sequences wait to be added, for the record.
     """
@@ -151,7 +151,7 @@ class Backend(Protocol):
         ...
 
     async def open(self, on_progress: OnProgress | None = None) -> None:
-        """Load the model, or reach whoever has; then there is a ``core``, which ``core.run`` serves.
+        """Load the model, or reach an engine that has; then there is a ``core``, which ``core.run`` serves.
 
         Args:
             on_progress: called on the loop while weights are loaded.
@@ -165,11 +165,11 @@ class Backend(Protocol):
         ...
 
     async def aclose(self) -> None:
-        """Close whatever was opened, in whatever state it is. Idempotent."""
+        """Close all that was opened, in any state. Idempotent."""
         ...
 
     def abandon(self) -> None:
-        """The loop is gone, and nothing can be awaited: end what would outlive it. From any thread, at any moment."""
+        """End what would outlive the loop, which is gone: nothing can be awaited. From any thread, at any moment."""
         ...
 
 

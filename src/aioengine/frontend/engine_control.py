@@ -195,7 +195,7 @@ class EngineControl:
         return await self._here().apply_model(function)
 
     async def execute_dummy_batch(self) -> None:
-        """Compute one token that is nobody's: for ranks that must take part in what others compute.
+        """Compute one token of no request: for ranks that must take part in what others compute.
 
         Raises:
             InvalidRequest: the engine sleeps.
@@ -312,7 +312,7 @@ class EngineControl:
         Raises:
             EngineClosed: the engine is not running.
         """
-        return self._running().engine_stats()
+        return self._running().current_metrics().snapshot()
 
     @property
     def metrics(self) -> EngineMetrics:

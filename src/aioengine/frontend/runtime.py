@@ -1,13 +1,14 @@
 """What a started engine consists of, and the one task that owns it.
 
-`Engine` is a thin face: it holds a `Runtime`, and nothing in here holds the `Engine`, so that an engine that was
-dropped unclosed can be noticed. The supervisor task opens everything, serves, and closes everything, whoever ends it:
-`aclose`, a dead device, a garbage-collected engine, or the end of `asyncio.run`.
+An `Engine` holds a `Runtime`, and nothing in here holds the `Engine`, so that one that was dropped unclosed is
+noticed. The supervisor task opens everything, serves, and closes everything, whatever ends it: `aclose`, a dead device,
+a garbage-collected engine, or the end of `asyncio.run`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 import warnings
@@ -37,7 +38,7 @@ from aioengine.errors import (
 )
 from aioengine.frontend.admission import Admission, OnFull
 from aioengine.frontend.request_state import Arrival, Completion, RequestState
-from aioengine.metrics import EngineMetrics, EngineStats
+from aioengine.metrics import EngineMetrics
 from aioengine.models.folder import ModelFolder
 from aioengine.progress import OnProgress, loading_bar
 from aioengine.sampling_params import SamplingParams
@@ -79,24 +80,24 @@ class Runtime:
         self._given_config = config
         self.worker = TextWorker()
         self._large_worker = TextWorker()
-        """For what takes long and must hold up nobody else: huge texts, and files that are written."""
+        """For huge texts and reports that are written: they take long, and hold up no other work here."""
         self._chat_worker = ChatWorker()
-        """For chats: a template is a program, and one that takes long must hold up nothing else."""
+        """For chats: a template is a program, and may take long over little."""
         self.weights_turn = anyio.Lock()
         self.turns = turns_here()
         self.longest_token_chars: int | None = None
-        """Characters of the longest token; None where nobody knows."""
+        """Characters of the longest token; None where the tokenizer does not tell."""
         self._backend = make_backend(
             CoreHooks(
                 worker=self.worker,
                 dump_worker=self._large_worker,
-                on_capacity=self._on_room,
+                on_capacity=lambda: self.admission.admit(),
                 num_waiting_for_admission=lambda: self.admission.num_waiting,
             )
         )
         self._loop = asyncio.get_running_loop()
         self._started = asyncio.Event()
-        """It serves, or it never will and everything is closed again."""
+        """Set when the engine serves, or when its start has failed and everything is closed again."""
         self._start_error: Exception | None = None
         self._start_traceback: TracebackType | None = None
         self._num_expectant = 0
@@ -160,7 +161,7 @@ class Runtime:
         self._check_started()
 
     def _check_started(self) -> None:
-        if self._start_error is not None:  # raised to each that waited: without what the others added
+        if self._start_error is not None:  # raised to each that waited: without the others' tracebacks
             raise self._start_error.with_traceback(self._start_traceback)
         if not self._is_serving:
             raise EngineClosed("the engine was closed while it was starting")
@@ -193,15 +194,15 @@ class Runtime:
             raise InternalError(f"closing the engine failed: {describe(broke)}") from broke
 
     def abandon(self) -> None:
-        """Close without anyone waiting: the engine is garbage. From any thread, and at any moment."""
+        """Close, with no task that waits for it: the engine is garbage. From any thread, at any moment."""
         self._is_closing = True
         try:
             self._loop.call_soon_threadsafe(self._stop)
-        except RuntimeError:  # the loop is gone: so is whoever waited
+        except RuntimeError:  # the loop is gone, and no task can close anything
             self._backend.abandon()
 
     def _stop(self) -> None:
-        """Interrupt the supervisor, which then closes everything; once, since a second time would hit the closing."""
+        """Interrupt the supervisor, which then closes everything; once, or the closing would be interrupted."""
         self._is_closing = True
         if self._is_stoppable:
             self._is_stoppable = False
@@ -311,7 +312,7 @@ class Runtime:
                 self.longest_token_chars = max((len(piece) for piece in table.pieces if piece), default=1)
 
     async def _close(self) -> None:
-        """Close whatever was opened, in whatever state it is; then those who wait for the start may go on."""
+        """Close all that was opened, in any state; then set `_started`, for tasks that wait in `start`."""
         try:
             with anyio.CancelScope(shield=True), anyio.move_on_after(CLOSE_DEADLINE_S) as deadline:
                 try:
@@ -326,10 +327,9 @@ class Runtime:
             self._started.set()
 
     async def _close_parts(self) -> None:
-        """Idempotent."""
         if hasattr(self, "admission"):
             await self.admission.close(self._end_error)
-        # The core has ended them all, unless that is what broke: none is left to wait for ever.
+        # The core has ended them all, unless it broke while doing so: none may wait for ever.
         for request in self._all_requests():
             with self._user_code.called("while ending what was running"):
                 request.fail(self._end_error)
@@ -338,16 +338,9 @@ class Runtime:
         if tokenizer is not None:
             tokenizer.template_lanes.close()
             tokenizer.template_lanes = Lanes(self._given_config.chat_template_timeout_s)  # the caller may go on with it
-        try:
-            await self._backend.aclose()
-        finally:
-            try:
-                await self.worker.aclose()
-            finally:
-                try:
-                    await self._large_worker.aclose()
-                finally:
-                    await self._chat_worker.aclose()
+        async with contextlib.AsyncExitStack() as parts:  # closes the last one first, and each, whatever others raise
+            for part in (self._chat_worker, self._large_worker, self.worker, self._backend):
+                parts.push_async_callback(part.aclose)
 
     # Requests
 
@@ -367,7 +360,7 @@ class Runtime:
         return self.worker_for(num_chars)
 
     def check_accepting(self, num_sequences: int) -> None:
-        """Raise what a request that would not wait hears now; this engine runs."""
+        """As `Engine.check_accepting`, of an engine that runs."""
         if isinstance(num_sequences, bool) or not isinstance(num_sequences, int) or num_sequences < 1:
             raise InvalidRequest(
                 f"num_sequences={shorten(num_sequences)}: an int of at least 1 is needed", param="num_sequences"
@@ -381,7 +374,7 @@ class Runtime:
         self.core.check_accepting()
 
     def arrive(self) -> Arrival:
-        """Now, for a request's metrics."""
+        """The time, for a request's metrics."""
         return Arrival(time.time(), self.core.clock())
 
     def begin(
@@ -511,11 +504,8 @@ class Runtime:
         self.admission.reopen()
         self.core.resume()
 
-    def engine_stats(self) -> EngineStats:
-        return self.current_metrics().snapshot()
-
     def current_metrics(self) -> EngineMetrics:
-        """The metrics, with gauges of now."""
+        """The metrics, with their gauges set to this moment's load."""
         stats, metrics = self.core.stats(), self.core.observers.metrics
         metrics.set_load(
             running=stats.running,
@@ -527,13 +517,13 @@ class Runtime:
         return metrics
 
     async def _wake_up(self) -> None:
-        """What sleeps would never end."""
+        """Wake a sleeping engine up, since requests of one that sleeps never end."""
         if self.core.is_sleeping:
             await self.core.call(WakeUp())
 
     def _drain(self, refusal: Callable[[], AioEngineError], is_over: Callable[[], bool]) -> asyncio.Future[None]:
         self.admission.refuse(refusal)
-        self.core.resume()  # what is paused would never end
+        self.core.resume()  # requests of a paused engine never end
         return self.core.when(is_over)
 
     def _is_drained(self) -> bool:
@@ -565,9 +555,6 @@ class Runtime:
             if isinstance(piece, str):
                 return piece
         return self.tokenizer.decode([token_id], skip_special_tokens=False)
-
-    def _on_room(self) -> None:
-        self.admission.admit()
 
     def _end_error(self) -> AioEngineError:
         return self.core.copy_death() if self.core.death is not None else _closed()
