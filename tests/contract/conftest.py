@@ -14,11 +14,22 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from contract.ways import WAYS, Opener, Quiet, has_load, until
+from contract.ways import BOTH_LOOPS, WAYS, Opener, Quiet, has_load, until
 
 from aioengine import Engine
 
 MakeEngine = Callable[..., Coroutine[Any, Any, Engine]]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave the other loop of each way to the nightly run, in tests with `BOTH_LOOPS`."""
+    for item in items:
+        marker = item.get_closest_marker("asyncio")
+        if marker is not None and marker.kwargs == BOTH_LOOPS.kwargs and isinstance(item, pytest.Function):
+            is_on_uvloop, way = "uvloop" in item.callspec.id, item.callspec.params.get("way")
+            if way is not None and is_on_uvloop != (way in ("served", "tcp")):
+                item.add_marker(pytest.mark.nightly)
 
 
 @pytest.fixture(scope="session", autouse=True)

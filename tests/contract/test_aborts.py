@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 from contract.fakes import MAX_IN_FLIGHT
-from contract.ways import has_load, reasons_of, told, until, until_async
+from contract.ways import BOTH_LOOPS, has_load, reasons_of, told, until, until_async
 
 from aioengine import Engine, EngineOverloaded
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-BOTH_LOOPS = pytest.mark.asyncio(loop_scope="module", loop_factories=["asyncio", "uvloop"])
 
 PROMPT = list(range(100, 140))
 LONG: dict[str, Any] = {"max_tokens": 4000}

@@ -39,6 +39,9 @@ def begun(engine: Engine, calls: list[tuple[Any, dict[str, Any]]]) -> list[async
     return [loop.create_task(engine.generate(prompt, **params)) for prompt, params in calls]
 
 
+@pytest.mark.parametrize(
+    "way", ["in_process", "served", pytest.param("child", marks=pytest.mark.nightly)], indirect=True
+)
 @pytest.mark.parametrize("name", BURSTS)
 async def test_no_turn_is_long_however_many_come_and_end(
     name: str, make_engine: MakeEngine, record_property: Callable[[str, object], None]

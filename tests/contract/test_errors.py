@@ -9,7 +9,7 @@ from typing import Any
 
 import anyio
 import pytest
-from contract.ways import DEADLINE_S, described, error_of, has_load, reasons_of, told, until
+from contract.ways import BOTH_LOOPS, DEADLINE_S, described, error_of, has_load, reasons_of, told, until
 from hostile_errors import HOSTILE
 
 from aioengine import (
@@ -24,7 +24,6 @@ from aioengine import (
 )
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-BOTH_LOOPS = pytest.mark.asyncio(loop_scope="module", loop_factories=["asyncio", "uvloop"])
 
 PROMPT = list(range(100, 140))
 

@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from contract.ways import Opener, has_load, reasons_of, told, until
+from contract.ways import BOTH_LOOPS, Opener, has_load, reasons_of, told, until
 
 from aioengine import ConfigError, Engine, EngineClosed, EngineDead, EngineOverloaded, InvalidRequest
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-BOTH_LOOPS = pytest.mark.asyncio(loop_scope="module", loop_factories=["asyncio", "uvloop"])
 SERVED = pytest.mark.parametrize("way", ["served", "tcp"], indirect=True)
 
 PROMPT = list(range(100, 140))

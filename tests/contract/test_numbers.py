@@ -8,12 +8,11 @@ import math
 from typing import Any
 
 import pytest
-from contract.ways import has_load, reasons_of, until
+from contract.ways import BOTH_LOOPS, has_load, reasons_of, until
 
 from aioengine import Engine, RequestMetrics, StepRecord
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-BOTH_LOOPS = pytest.mark.asyncio(loop_scope="module", loop_factories=["asyncio", "uvloop"])
 
 PROMPT = list(range(100, 149))
 WORD = "xylophone"

@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from contract.fakes import VOCAB_SIZE
-from contract.ways import ids_of, reasons_of, told
+from contract.ways import BOTH_LOOPS, ids_of, reasons_of, told
 
 from aioengine import Engine, SamplingParams
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-BOTH_LOOPS = pytest.mark.asyncio(loop_scope="module", loop_factories=["asyncio", "uvloop"])
 
 PROMPT = list(range(100, 140))
 TEXT = "Once upon a time there was a fox"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from contract.ways import told, until
+from contract.ways import BOTH_LOOPS, told, until
 
 from aioengine import Engine
 
-pytestmark = pytest.mark.asyncio(loop_scope="module", loop_factories=["asyncio", "uvloop"])
+pytestmark = BOTH_LOOPS
 
 TEXT = "Once upon a time there was a fox"
 

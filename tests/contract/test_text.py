@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from contract.ways import described, error_of, has_load, told, until
+from contract.ways import BOTH_LOOPS, described, error_of, has_load, told, until
 
 from aioengine import CompletionDelta, Engine, EngineClosed, EngineDead, EngineOverloaded, Stream
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-BOTH_LOOPS = pytest.mark.asyncio(loop_scope="module", loop_factories=["asyncio", "uvloop"])
 
 PROMPT = list(range(100, 140))
 TEXT = "Once upon a time there was a 🦊"

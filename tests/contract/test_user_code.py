@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import itertools
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import pytest
@@ -104,12 +105,18 @@ def test_an_engine_goes_on_whatever_it_raises(way: str, place: str) -> None:
     assert run(main(), is_uvloop=way == "served") == list(ENDS_THE_LOOP)
 
 
-@pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize("place", ["on_request", "watch"])
-@pytest.mark.parametrize("way", ["in_process", "child"])
-@pytest.mark.parametrize("is_uvloop", [False, True])
+def closing_cases() -> Iterator[Any]:
+    """All at night; on each change all errors in process on asyncio, and two of them in a child on uvloop."""
+    for way, is_uvloop, place, error in itertools.product(
+        ("in_process", "child"), (False, True), ("on_request", "watch"), ERRORS
+    ):
+        is_often = is_uvloop == (way == "child") and (way == "in_process" or error in (ValueError, KeyboardInterrupt))
+        yield pytest.param(way, is_uvloop, place, error, marks=() if is_often else pytest.mark.nightly)
+
+
+@pytest.mark.parametrize(("way", "is_uvloop", "place", "error"), list(closing_cases()))
 def test_closing_closes_everything_before_it_goes_on(
-    way: str, place: str, error: type[BaseException], is_uvloop: bool
+    way: str, is_uvloop: bool, place: str, error: type[BaseException]
 ) -> None:
     bad, count = Bad(place, error), Counting()
     engines: list[Engine] = []

@@ -6,12 +6,11 @@ import asyncio
 from typing import Any
 
 import pytest
-from contract.ways import described, error_of, has_load, ids_of, reasons_of, told, until
+from contract.ways import BOTH_LOOPS, described, error_of, has_load, ids_of, reasons_of, told, until
 
 from aioengine import Engine, EngineClosed
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-BOTH_LOOPS = pytest.mark.asyncio(loop_scope="module", loop_factories=["asyncio", "uvloop"])
 
 PROMPT = list(range(100, 149))
 

@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from contract import fakes
-from contract.ways import described, error_of, ids_of, reasons_of, told
+from contract.ways import BOTH_LOOPS, described, error_of, ids_of, reasons_of, told
 
 from aioengine import Engine, InvalidRequest
 from aioengine.frontend import engine_control
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-BOTH_LOOPS = pytest.mark.asyncio(loop_scope="module", loop_factories=["asyncio", "uvloop"])
 
 PROMPT = list(range(100, 149))
 

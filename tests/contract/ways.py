@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import anyio
+import pytest
 from contract import fakes
 
 from aioengine import Engine, EngineConfig
@@ -18,6 +19,8 @@ from aioengine.text.worker import TextWorker
 from aioengine.transport.addresses import PrivateFolder
 from aioengine.transport.server import EngineServer
 
+BOTH_LOOPS = pytest.mark.asyncio(loop_scope="module", loop_factories=["asyncio", "uvloop"])
+"""Both at night. On each change uvloop for the way "served", where both sides are on it, and asyncio for others."""
 WAYS = ("in_process", "served", "child")
 REMOTE = ("served", "child")
 DEADLINE_S = 20.0

@@ -109,7 +109,8 @@ def cells_with(*texts: str) -> list[str]:
     return [source for source in cells() if any(text in source for text in texts)]
 
 
-async def test_all_cells_twice_in_one_kernel(kernel: Kernel) -> None:
+async def run_all_cells(kernel: Kernel) -> list[str]:
+    """What each cell shows."""
     first = await kernel.run_all(cells())
     shown = dict(zip(cells(), first, strict=True))
     (described, greedy) = (next(shown[cell] for cell in cells_with(text)) for text in ("max_num_seqs=32", "float32"))
@@ -123,8 +124,16 @@ async def test_all_cells_twice_in_one_kernel(kernel: Kernel) -> None:
     assert stats.startswith("(0, 0, {")
     assert "'abort': 8" in stats
     assert "<Figure" in "".join(first)
+    return first
 
-    second = await kernel.run_all(cells())
+
+async def test_all_cells(kernel: Kernel) -> None:
+    await run_all_cells(kernel)
+
+
+@pytest.mark.nightly
+async def test_all_cells_twice_in_one_kernel(kernel: Kernel) -> None:
+    first, second = await run_all_cells(kernel), await kernel.run_all(cells())
     assert [bool(text) for text in second] == [bool(text) for text in first]
 
 

@@ -21,10 +21,13 @@ PATHS = {
 WHERE = re.compile(r"[Rr]unning on (http://127\.0\.0\.1:\d+)")
 
 
-async def test_each_serves_and_ends_on_ctrl_c(run: Callable[..., Process], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("names", [["aiohttp_app", "flask_app"], pytest.param([*PATHS], marks=pytest.mark.nightly)])
+async def test_each_serves_and_ends_on_ctrl_c(
+    run: Callable[..., Process], monkeypatch: pytest.MonkeyPatch, names: list[str]
+) -> None:
     monkeypatch.delenv("MODEL")  # as a reader runs it
     # All at once: what takes the time is that each of them imports torch.
-    processes = {name: run(name) for name in PATHS}
+    processes = {name: run(name) for name in names}
     for name, process in processes.items():
         await until(lambda process=process: WHERE.search(process.output()) or not process.is_running())
         where = WHERE.search(process.output())
