@@ -468,7 +468,7 @@ async def test_readers_at_any_pace_get_every_token_and_stay_within_their_limits(
                     assert computed <= read + limit + depth
 
         async def read(seed: int) -> None:
-            n, limit, count = rng.randrange(1, 4), rng.randrange(1, 6), rng.randrange(1, 30)
+            n, limit, count = rng.randrange(1, 4), rng.randrange(1, 6), rng.randrange(1, 45)
             prompt = PROMPT[: rng.randrange(1, 8)]
             pause_s = rng.choice([0.0, 0.001, 0.02, 0.1])
             num_read = [0] * n
