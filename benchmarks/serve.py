@@ -47,6 +47,8 @@ from serving import own, shown
 from serving.figures import Bin, Figures, Slo, bins_of, figures_of
 from serving.load import Phase, Target, arrival_times, first_model, generate
 
+from aioengine.cli.load import Range
+
 QUICK = own.Setting(
     streams=32,
     rounds=1,
@@ -143,15 +145,6 @@ def save(args: argparse.Namespace, report: Report | own.OwnFigures) -> None:
         shown.plot_rates(levels, report.target.model, args.plot)
 
 
-def token_range(text: str) -> tuple[int, int]:
-    """``64`` or ``32:128``."""
-    low, _, high = text.partition(":")
-    numbers = int(low), int(high or low)
-    if not 1 <= numbers[0] <= numbers[1]:
-        raise argparse.ArgumentTypeError(f"{text}: a number, or two such as 32:128, from 1 up")
-    return numbers
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     where = parser.add_mutually_exclusive_group(required=True)
@@ -161,7 +154,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", help="default: the first one that the server lists")
     parser.add_argument("--endpoint", choices=["chat", "completions"], default="chat")
     parser.add_argument("--prompt-tokens", type=int, default=64, help="about: so many common words")
-    parser.add_argument("--max-tokens", type=token_range, default=(64, 64), metavar="N or LOW:HIGH")
+    parser.add_argument("--max-tokens", type=Range.parse, default=Range(64, 64), metavar="N or LOW:HIGH")
     parser.add_argument("--ignore-eos", action="store_true", help="a field that not all servers know")
     parser.add_argument("--usage", action=argparse.BooleanOptionalAction, default=True, help="ask for a usage block")
     parser.add_argument("--rate", type=float, nargs="+", default=[1.0], help="requests/s; inf: all at once")

@@ -134,5 +134,5 @@ def attempt_of(run: Run, rate: float, seconds: float, *, light_s: float, is_dist
 
 def median_e2el_s(run: Run, begin: float, end: float) -> float | None:
     """Of the requests that were to be sent from ``begin`` until before ``end`` and answered whole; None: of none."""
-    e2el_s = [record.e2el_s for record in run.records if record.kind == "ok" and begin <= record.scheduled_at < end]
-    return float(np.median(e2el_s)) if e2el_s else None
+    sent = [record for record in run.records if record.kind == "ok" and begin <= record.scheduled_at < end]
+    return float(np.median([record.reads.e2e_s for record in sent])) if sent else None

@@ -45,7 +45,7 @@ async def serve_engine(args: argparse.Namespace) -> None:
     from stand_in import Board, StandIn
 
     from aioengine import Engine
-    from aioengine.cli import serve as command
+    from aioengine.cli.serve import prepare_interpreter
     from aioengine.server import ServerConfig, create_app
     from aioengine.server.http_listener import HttpListener, ServerAddress
     from aioengine.server.http_server import StopRequest, asked_by_signals, serve
@@ -62,8 +62,7 @@ async def serve_engine(args: argparse.Namespace) -> None:
             show_progress=False,
         ) as engine:
             stop = StopRequest()
-            command._share_the_interpreter()
-            command._spare_the_collector()
+            prepare_interpreter()
             with asked_by_signals(lambda _: stop.ask()), HttpListener(ServerAddress(port=0)) as listener:
                 await serve(
                     create_app(engine, ServerConfig(max_concurrent_requests=args.max_concurrent)),

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from aioengine.cli.load import Summary, summary_of
 from serving.load import Record, Run
 
 Floats = NDArray[np.float64]
@@ -31,16 +32,6 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True):
     ttft_ms: float = 1000.0
     tpot_ms: float = 50.0
     stall_ms: float = 500.0
-
-
-class Summary(msgspec.Struct, frozen=True):
-    """Milliseconds; a percentile is the least sample that so many are not above."""
-
-    mean: float
-    p50: float
-    p90: float
-    p99: float
-    max: float
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,11 +142,11 @@ def figures_of(run: Run, begin: float, end: float, *, rate: float | None, slo: S
         tokens_per_event=num_tokens / sum(sum(record.counter.num_events) for record in ok) if ok else None,
         goodput_per_s=sum(keeps(record, slo) for record in ok) / seconds,
         shed_share=len(shed) / num_scheduled if num_scheduled else 0.0,
-        ttft_ms=summary_of([record.ttft_s for record in ok]),
+        ttft_ms=summary_of([record.reads.ttft_s for record in ok]),
         tpot_ms=summary_of([record.tpot_s for record in ok if record.tpot_s is not None]),
         itl_ms=summary_of(gaps_of(ok)),
         stall_ms=summary_of([record.longest_gap_s for record in ok]),
-        e2el_ms=summary_of([record.e2el_s for record in ok]),
+        e2el_ms=summary_of([record.reads.e2e_s for record in ok]),
         shed_ms=summary_of([record.answer_s for record in shed]),
         lateness_ms=summary_of([record.lateness_s for record in records if not math.isnan(record.sent_at)]),
         client_busy=_number(client_s / seconds),
@@ -190,7 +181,7 @@ def bins_of(run: Run, end: float, *, seconds: float, slo: Slo) -> list[Bin]:
                 goodput_per_s=sum(keeps(record, slo) for record in ok) / (stop - begin),
                 tokens_per_s=float(tokens[is_here].sum()) / (stop - begin),
                 shed_share=sum(record.kind == "shed" for record in records) / len(records) if records else 0.0,
-                ttft_ms=summary_of([record.ttft_s for record in ok]),
+                ttft_ms=summary_of([record.reads.ttft_s for record in ok]),
                 itl_ms=summary_of(gaps_s[follows]),
             )
         )
@@ -200,7 +191,7 @@ def bins_of(run: Run, end: float, *, seconds: float, slo: Slo) -> list[Bin]:
 def keeps(record: Record, slo: Slo) -> bool:
     """Whether a request that was answered whole kept the objectives."""
     return (
-        record.ttft_s * 1e3 <= slo.ttft_ms
+        record.reads.ttft_s * 1e3 <= slo.ttft_ms
         and (record.tpot_s or 0.0) * 1e3 <= slo.tpot_ms
         and record.longest_gap_s * 1e3 <= slo.stall_ms
     )
@@ -236,15 +227,6 @@ def tokens_between(records: list[Record], begin: float, end: float) -> float:
     return float(tokens[(times >= begin) & (times < end)].sum())
 
 
-def summary_of(samples_s: list[float] | Floats) -> Summary | None:
-    """Of seconds; None: there are none."""
-    samples = np.asarray(samples_s, dtype=np.float64) * 1e3
-    if not len(samples):
-        return None
-    p50, p90, p99 = np.quantile(samples, [0.5, 0.9, 0.99], method="inverted_cdf").tolist()
-    return Summary(mean=float(samples.mean()), p50=p50, p90=p90, p99=p99, max=float(samples.max()))
-
-
 def _reads_of(records: list[Record]) -> tuple[Floats, Floats, Floats]:
     """Of all reads that brought text: when, tokens, and seconds since the one before (nan for the first)."""
     times, tokens, gaps_s = array("d"), array("d"), array("d")
@@ -255,8 +237,7 @@ def _reads_of(records: list[Record]) -> tuple[Floats, Floats, Floats]:
         read_at, num_events = np.frombuffer(counter.read_at), np.array(counter.num_events, np.float64)
         each = counter.num_tokens / num_events.sum() if counter.num_tokens else 1.0
         num_tokens = num_events * each
-        gaps = np.full(len(read_at), np.nan)
-        gaps[1:] = np.diff(read_at)
+        gaps = np.insert(record.reads.gaps_s, 0, np.nan)
         times.frombytes(read_at.tobytes())
         tokens.frombytes(num_tokens.tobytes())
         gaps_s.frombytes(gaps.tobytes())

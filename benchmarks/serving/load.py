@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import itertools
 import math
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
+from aioengine.cli.load import Range, Reads
 from serving.events import EventCounter
 
 Floats = NDArray[np.float64]
@@ -51,7 +51,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         url: of the API, such as http://127.0.0.1:8000/v1.
         prompt_tokens: about; prompts are so many common words, drawn anew for each.
-        max_tokens: least and most, drawn uniformly; both ends are in it.
+        max_tokens: of an answer.
         asks_usage: for a usage block at the end, without which tokens are as many as events.
     """
 
@@ -60,7 +60,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: Literal["chat", "completions"] = "chat"
     api_key: str | None = None
     prompt_tokens: int = 64
-    max_tokens: tuple[int, int] = (64, 64)
+    max_tokens: Range = Range(64, 64)
     ignore_eos: bool = False
     asks_usage: bool = True
 
@@ -75,11 +75,10 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     def bodies(self, seed: int) -> Iterator[bytes]:
         """Requests without an end, the same ones for a seed."""
         random = np.random.default_rng([seed, 2])
-        low, high = self.max_tokens
         while True:
             prompt = " ".join(random.choice(WORDS, self.prompt_tokens).tolist())
             asked: dict[str, Any] = {"model": self.model, "stream": True}
-            asked["max_tokens"] = int(random.integers(low, high, endpoint=True))
+            asked["max_tokens"] = int(random.integers(self.max_tokens.low, self.max_tokens.high, endpoint=True))
             if self.endpoint == "chat":
                 asked["messages"] = [{"role": "user", "content": prompt}]
             else:
@@ -119,13 +118,9 @@ class Record:
         return self.sent_at - self.scheduled_at
 
     @property
-    def ttft_s(self) -> float:
-        return self.counter.read_at[0] - self.scheduled_at
-
-    @property
-    def e2el_s(self) -> float:
-        """To the last token."""
-        return self.counter.read_at[-1] - self.scheduled_at
+    def reads(self) -> Reads:
+        """The reads that brought text, with events for tokens."""
+        return Reads(self.scheduled_at, self.counter.read_at, self.counter.num_events)
 
     @property
     def answer_s(self) -> float:
@@ -141,8 +136,7 @@ class Record:
     @property
     def longest_gap_s(self) -> float:
         """Between two reads that brought text; 0 where one brought all."""
-        read_at = self.counter.read_at
-        return max((later - earlier for earlier, later in itertools.pairwise(read_at)), default=0.0)
+        return float(self.reads.gaps_s.max(initial=0.0))
 
 
 class CpuSamples(msgspec.Struct):

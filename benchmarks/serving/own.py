@@ -15,6 +15,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from aioengine.cli.load import Range
 from serving.capacity import Attempt, Search, attempt_of, median_e2el_s
 from serving.figures import MAX_BUSY, Bin, Figures, Slo, bins_of, figures_of, recovered_after, tokens_between
 from serving.load import Phase, Run, Target, arrival_times, first_model, generate
@@ -259,7 +260,7 @@ async def _burst(server: Server, num_tokens: int, setting: Setting, seed: int) -
 
 def _with_tokens(target: Target, setting: Setting, num_in: int, num_out: int) -> Target:
     return msgspec.structs.replace(
-        target, endpoint=setting.endpoint, prompt_tokens=num_in, max_tokens=(num_out, num_out)
+        target, endpoint=setting.endpoint, prompt_tokens=num_in, max_tokens=Range(num_out, num_out)
     )
 
 

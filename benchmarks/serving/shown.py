@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from aioengine.cli.load import Summary
+from aioengine.cli.shown import DOTS_PER_INCH, style_axes
 from serving import own
-from serving.figures import Bin, Figures, Summary
+from serving.figures import Bin, Figures
 from serving.own import Overload, OwnFigures, Round, Setting
 
 if TYPE_CHECKING:
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SIZE_INCHES = (12.0, 7.4)
-DOTS_PER_INCH = 150
 BLUE, RED, GREEN, GREY = "#1f6fb4", "#d1495b", "#2a9d63", "#888888"
 WIDTH = 150
 
@@ -228,8 +229,7 @@ def _panels(title: str) -> tuple[Figure, list[list[Axes]]]:
     figure = Figure(figsize=SIZE_INCHES, dpi=DOTS_PER_INCH, layout="constrained")
     figure.suptitle(title, fontsize=13, fontweight="bold")
     panels: list[list[Axes]] = figure.subplots(2, 2).tolist()
-    for axes in (axes for row in panels for axes in row):
-        axes.grid(color="#dddddd", linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
+    for row in panels:
+        for axes in row:
+            style_axes(axes)
     return figure, panels

@@ -31,7 +31,7 @@ from aioengine import (
     SamplingParams,
     StepFailed,
 )
-from aioengine.blocking.loop_thread import _Call
+from aioengine.blocking.loop_thread import _BlockingCall
 from aioengine.core.executor_protocol import DeviceLost
 
 IDS = [5, 6, 7]
@@ -307,7 +307,7 @@ def test_ctrl_c_in_a_step_loses_nothing(open_engine: Open, device: Any) -> None:
     def raise_in_a_wait(number: int, frame: Any) -> None:
         """As Ctrl-C does by itself, but where it would hit this test's own code."""
         while frame is not None:
-            if frame.f_code is _Call.wait.__code__:
+            if frame.f_code is _BlockingCall.wait.__code__:
                 raise KeyboardInterrupt
             frame = frame.f_back
 
@@ -342,7 +342,7 @@ def test_what_ctrl_c_meets_on_its_way_comes_in_the_next_step(
     open_engine: Open, device: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = open_engine(device)
-    wait = _Call.wait
+    wait = _BlockingCall.wait
     is_armed = False
 
     def wait_and_be_interrupted(call: Any, *args: Any) -> None:
@@ -352,7 +352,7 @@ def test_what_ctrl_c_meets_on_its_way_comes_in_the_next_step(
             is_armed = False
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(_Call, "wait", wait_and_be_interrupted)
+    monkeypatch.setattr(_BlockingCall, "wait", wait_and_be_interrupted)
     device.make_row_fail(0, 0, ValueError("broken row"))
     engine.sleep(0, mode="keep")
     for request_id in ("bad", "good"):

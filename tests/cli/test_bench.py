@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import time
+from array import array
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,9 +25,8 @@ from aioengine import Engine, StepFailed
 from aioengine.cli import load
 from aioengine.cli.bench import bench, make_jobs
 from aioengine.cli.figures import Environment, LatencyReport, Level, ThroughputReport, Workload, measured_of
-from aioengine.cli.load import Burst, Job, Jobs, Range, Timing, other_cpu_s, send
-from aioengine.cli.plot import SIZE_PIXELS, plot_latency, plot_throughput
-from aioengine.cli.tables import show_latency, show_throughput
+from aioengine.cli.load import Burst, Job, Jobs, Range, Reads, Timing, other_cpu_s, send
+from aioengine.cli.shown import SIZE_PIXELS, plot_latency, plot_throughput, show_latency, show_throughput
 from aioengine.testing import FakeExecutor
 
 COMMAND = [sys.executable, "-m", "aioengine", "bench"]
@@ -65,9 +65,9 @@ async def test_the_times_of_a_request_are_those_of_its_steps() -> None:
         burst = await send(engine, [Job([1, 2, 3], 5)], concurrency=1)
     (timing,) = burst.timings
     assert (timing.num_input_tokens, timing.num_output_tokens) == (3, 5)
-    assert timing.ttft_s == pytest.approx(STEP_TIME_S)
-    assert timing.itl_s == pytest.approx([STEP_TIME_S] * 4)
-    assert timing.e2e_s == pytest.approx(5 * STEP_TIME_S)
+    assert timing.reads.ttft_s == pytest.approx(STEP_TIME_S)
+    assert timing.reads.itl_s == pytest.approx([STEP_TIME_S] * 4)
+    assert timing.reads.e2e_s == pytest.approx(5 * STEP_TIME_S)
     assert burst.duration_s == pytest.approx(5 * STEP_TIME_S)
 
 
@@ -79,10 +79,10 @@ async def test_the_next_request_is_sent_when_one_ends_and_no_earlier() -> None:
         started = asyncio.get_running_loop().time()
         jobs = [Job([number, 2, 3], 5) for number in range(6)]
         burst = await send(
-            engine, jobs, concurrency=2, on_done=lambda: done.append(asyncio.get_running_loop().time() - started)
+            engine, jobs, concurrency=2, on_done=lambda _: done.append(asyncio.get_running_loop().time() - started)
         )
     assert done == pytest.approx([5 * STEP_TIME_S] * 2 + [10 * STEP_TIME_S] * 2 + [15 * STEP_TIME_S] * 2)
-    assert [timing.ttft_s for timing in burst.timings] == pytest.approx([STEP_TIME_S] * 6)
+    assert [timing.reads.ttft_s for timing in burst.timings] == pytest.approx([STEP_TIME_S] * 6)
 
 
 @pytest.mark.virtual_clock(seeds=3)
@@ -114,11 +114,21 @@ def workload(input_len: Range = EIGHT, output_len: Range = EIGHT) -> Workload:
     return Workload(prompt=None, input_len=input_len, output_len=output_len, temperature=0.0, seed=0, repeats=1)
 
 
-def test_a_summary_is_over_the_samples_of_all_repeats() -> None:
-    def timing(ttft_s: float) -> Timing:
-        return Timing(num_input_tokens=10, num_output_tokens=3, ttft_s=ttft_s, itl_s=[0.1, 0.3], e2e_s=ttft_s + 0.4)
+def timing(num_input_tokens: int, *read_at: float) -> Timing:
+    """Of a request that was sent at 0, with a token a read."""
+    return Timing(num_input_tokens, Reads(0.0, array("d", read_at), array("L", [1] * len(read_at))))
 
-    bursts = [Burst([timing(1.0), timing(2.0)], 2.4), Burst([timing(3.0)], 3.6)]
+
+def test_tokens_that_are_read_at_once_share_the_time_since_the_last_read() -> None:
+    reads = Reads(1.0, array("d", [1.5, 2.5, 2.75]), array("L", [3, 2, 1]))
+    assert (reads.ttft_s, reads.e2e_s) == (0.5, 1.75)
+    assert reads.gaps_s.tolist() == [1.0, 0.25]
+    assert reads.itl_s.tolist() == [0.5, 0.5, 0.25]
+
+
+def test_a_summary_is_over_the_samples_of_all_repeats() -> None:
+    first, second, third = (timing(10, ttft_s, ttft_s + 0.1, ttft_s + 0.4) for ttft_s in (1.0, 2.0, 3.0))
+    bursts = [Burst([first, second], 2.4), Burst([third], 3.6)]
     measured = measured_of(bursts)
     overall = measured.overall
     assert (overall.num_requests, overall.num_input_tokens, overall.num_output_tokens) == (3, 30, 9)
@@ -209,10 +219,8 @@ def test_what_others_used_is_the_busy_time_of_our_cores_less_our_own(
 
 
 def test_a_table_says_what_others_used_meanwhile_where_it_is_much_and_known(capsys: pytest.CaptureFixture[str]) -> None:
-    timing = Timing(num_input_tokens=8, num_output_tokens=1, ttft_s=0.5, itl_s=[], e2e_s=0.5)
-
     def shown(*others_s: float | None) -> str:
-        levels = [Level(1, measured_of([Burst([timing], 0.5, each)])) for each in others_s]
+        levels = [Level(1, measured_of([Burst([timing(8, 0.5)], 0.5, each)])) for each in others_s]
         show_latency(LatencyReport(ENVIRONMENT, workload(), levels), to_stderr=False)
         show_throughput(ThroughputReport(ENVIRONMENT, workload(), levels[0].measured), to_stderr=True)
         out, err = capsys.readouterr()
@@ -225,8 +233,7 @@ def test_a_table_says_what_others_used_meanwhile_where_it_is_much_and_known(caps
 
 
 def test_one_token_each_has_no_time_between_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    timing = Timing(num_input_tokens=8, num_output_tokens=1, ttft_s=0.5, itl_s=[], e2e_s=0.5)
-    measured = measured_of([Burst([timing], 0.5)])
+    measured = measured_of([Burst([timing(8, 0.5)], 0.5)])
     assert measured.overall.itl_ms is None
     asked = workload(output_len=Range(1, 1))
     latency = LatencyReport(ENVIRONMENT, asked, [Level(1, measured)])
@@ -234,7 +241,7 @@ def test_one_token_each_has_no_time_between_tokens(tmp_path: Path, capsys: pytes
     plot_latency(latency, tmp_path / "latency.png")
     throughput = ThroughputReport(ENVIRONMENT, asked, measured)
     show_throughput(throughput, to_stderr=True)
-    plot_throughput(throughput, [timing], tmp_path / "throughput.png")
+    plot_throughput(throughput, [timing(8, 0.5)], tmp_path / "throughput.png")
     assert png_size(tmp_path / "latency.png") == png_size(tmp_path / "throughput.png") == SIZE_PIXELS
     out, err = capsys.readouterr()
     assert "500.0 │       - │" in out

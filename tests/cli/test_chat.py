@@ -26,11 +26,11 @@ from aioengine.cli.conversation import (
     KNOBS,
     Ask,
     Conversation,
-    Ending,
     Leave,
-    Message,
     Save,
+    SavedMessage,
     Say,
+    TurnEnd,
 )
 from aioengine.cli.terminal import Interrupts, Screen
 from aioengine.models.folder import DEMO_MODEL
@@ -55,7 +55,7 @@ def said(conversation: Conversation, line: str) -> str:
 def test_a_line_is_a_question_and_the_answer_joins_the_conversation() -> None:
     conversation = Conversation(system="Be kind.")
     assert conversation.take("  Hello!\n") == Ask()
-    assert conversation.answered("Hi.", Ending.WHOLE) == ""
+    assert conversation.answered("Hi.", TurnEnd.WHOLE) == ""
     assert conversation.take("Bye.") == Ask()
     assert conversation.prompt() == [
         {"role": "system", "content": "Be kind."},
@@ -69,21 +69,21 @@ def test_an_empty_line_is_nothing_and_two_slashes_are_a_message_with_one() -> No
     conversation = Conversation()
     assert conversation.take("  ") is None
     assert conversation.take("//etc") == Ask()
-    assert conversation.messages == [Message("user", "/etc")]
+    assert conversation.messages == [SavedMessage("user", "/etc")]
 
 
-@pytest.mark.parametrize("ending", list(Ending))
-def test_an_answer_that_was_cut_is_kept_and_marked(ending: Ending) -> None:
+@pytest.mark.parametrize("end", list(TurnEnd))
+def test_an_answer_that_was_cut_is_kept_and_marked(end: TurnEnd) -> None:
     conversation = Conversation()
     conversation.take("A story, please.")
-    assert conversation.answered("Once upon", ending) == ending.value
-    assert conversation.messages[-1] == Message("assistant", "Once upon", cut=ending is not Ending.WHOLE)
+    assert conversation.answered("Once upon", end) == end.value
+    assert conversation.messages[-1] == SavedMessage("assistant", "Once upon", cut=end is not TurnEnd.WHOLE)
 
 
 def test_a_question_that_was_stopped_before_a_word_came_is_taken_back() -> None:
     conversation = Conversation()
     conversation.take("A story, please.")
-    assert "taken back" in conversation.answered("", Ending.STOPPED)
+    assert "taken back" in conversation.answered("", TurnEnd.STOPPED)
     assert conversation.messages == []
 
 
@@ -92,7 +92,7 @@ def test_a_conversation_that_is_too_long_says_what_to_do_and_takes_the_question_
     conversation.take("long")
     assert "shorten it" in conversation.failed(PromptTooLong(3000, 1023))
     conversation.take("short")
-    conversation.answered("Yes.", Ending.WHOLE)
+    conversation.answered("Yes.", TurnEnd.WHOLE)
     conversation.take("more")
     said = conversation.failed(PromptTooLong(1030, 1023))
     assert "1030 tokens" in said
@@ -105,7 +105,7 @@ def test_the_system_message_is_set_replaced_and_taken_away() -> None:
     conversation = Conversation()
     assert said(conversation, "/system") == "there is no system message"
     assert said(conversation, "/system You are  Ruby.") == "the system message is set"
-    assert conversation.messages == [Message("system", "You are  Ruby.")]
+    assert conversation.messages == [SavedMessage("system", "You are  Ruby.")]
     assert said(conversation, "/system") == "the system message is taken away"
     assert conversation.messages == []
 
@@ -113,9 +113,9 @@ def test_the_system_message_is_set_replaced_and_taken_away() -> None:
 def test_reset_forgets_the_turns_alone() -> None:
     conversation = Conversation(system="Be kind.", sampling={"seed": 1})
     conversation.take("Hello!")
-    conversation.answered("Hi.", Ending.WHOLE)
+    conversation.answered("Hi.", TurnEnd.WHOLE)
     assert said(conversation, "/reset") == "2 messages forgotten; the system message stays"
-    assert conversation.messages == [Message("system", "Be kind.")]
+    assert conversation.messages == [SavedMessage("system", "Be kind.")]
     assert conversation.sampling == {"seed": 1}
 
 
@@ -156,7 +156,7 @@ def test_what_is_wrong_is_one_clear_line_and_changes_nothing(line: str, says: st
 def test_saving_writes_the_messages_as_json_and_says_whether_it_may_overwrite() -> None:
     conversation = Conversation(system="Be kind.")
     conversation.take("Grüße 🙂")
-    conversation.answered("Hi", Ending.STOPPED)
+    conversation.answered("Hi", TurnEnd.STOPPED)
     save = conversation.take("/save my file.json")
     assert isinstance(save, Save)
     assert (save.path, save.num_messages, save.may_overwrite) == ("my file.json", 3, False)
@@ -245,7 +245,7 @@ async def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on(capsys: pyte
     assert first.cut
     assert first.content
     assert REPLY.startswith(first.content)
-    assert second == Message("assistant", REPLY)
+    assert second == SavedMessage("assistant", REPLY)
     out, err = capsys.readouterr()
     assert out == f"{first.content}\n{REPLY}\n"
     assert "stopped" in err

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from aioengine.cli.keys import keys
+from aioengine.cli.engine import keys
 from aioengine.cli.main import cli
 from aioengine.errors import ConfigError
 from aioengine.transport.security import ClientKeys, ServerKeys

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 from msgspec import Meta
 
-from aioengine.cli.options import given, options_of
+from aioengine.cli.command import given, options_of
 from aioengine.config import EngineConfig
 from aioengine.sampling_params import SamplingParams
 

@@ -14,8 +14,8 @@ import sys
 import pytest
 
 from aioengine import Engine, EngineConfig, SamplingParams
+from aioengine.cli.command import given
 from aioengine.cli.generate import as_messages, generate, show
-from aioengine.cli.options import given
 from aioengine.models.folder import DEMO_MODEL
 
 DEADLINE_S = 90

@@ -46,14 +46,14 @@ class LoopThread:
     def __init__(self, owner: str, start: Callable[[], Coroutine[Any, Any, Engine]]) -> None:
         self._owner = owner
         self._pid = os.getpid()
-        self._calls: set[_Call[Any]] = set()
+        self._calls: set[_BlockingCall[Any]] = set()
         self.is_open = True
         self._refuse_running_loop()
         self._loop = _make_loop()
         # Tasks to be started: anyio starts them from within a task alone, and not from a callback.
         self._inbox: deque[Callable[[], Coroutine[Any, Any, None]]] = deque()
         self._changed = asyncio.Event()
-        self._starting = _Call(start)
+        self._starting = _BlockingCall(start)
         self._thread = threading.Thread(target=self._run, name="aioengine-loop", daemon=True)
         try:
             self._thread.start()
@@ -102,7 +102,7 @@ class LoopThread:
         """
         engine = self.engine
         self._refuse_running_loop()
-        call = _Call(lambda: work(engine))
+        call = _BlockingCall(lambda: work(engine))
         self._calls.add(call)
         try:
             if not self.is_open:  # else the thread ends all calls before its own end, this one, too
@@ -198,7 +198,7 @@ class LoopThread:
             )
 
 
-class _Call(Generic[T]):
+class _BlockingCall(Generic[T]):
     """A coroutine that runs on the loop, and its outcome for the one thread that waits for it."""
 
     result: T

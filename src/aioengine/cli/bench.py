@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 import msgspec
 
+from aioengine.cli.command import Command, given, options_of, run
 from aioengine.cli.figures import (
+    Environment,
     LatencyReport,
     Level,
     ThroughputReport,
@@ -18,37 +19,34 @@ from aioengine.cli.figures import (
     environment_of,
     measured_of,
 )
-from aioengine.cli.load import Burst, Job, Jobs, Range, send, send_beside_others
-from aioengine.cli.loop import run
-from aioengine.cli.options import given, options_of
-from aioengine.cli.plot import check_matplotlib, plot_latency, plot_throughput
-from aioengine.cli.tables import progress_bar, show_latency, show_throughput
+from aioengine.cli.load import Burst, Job, Jobs, Range, send
+from aioengine.cli.shown import (
+    check_matplotlib,
+    plot_latency,
+    plot_throughput,
+    progress_bar,
+    show_latency,
+    show_throughput,
+)
 from aioengine.config import EngineConfig
 from aioengine.engine import Engine
 from aioengine.sampling_params import SamplingParams
-
-Command = Callable[..., Any]
 
 FEWEST_REQUESTS = 8
 """At a concurrency, unless told otherwise; twice the concurrency where that is more."""
 
 WARM_UP_TOKENS = 8
-"""Of each request before a measurement: what is done once for a batch of this size is done then."""
+"""Of each request before a measurement: what an engine does once for a batch of this size is done then."""
 
 WARM_UP_REQUESTS = 32
 """At most: larger batches bring little that is new."""
 
 
 def _read_range(_: click.Context, __: click.Parameter, value: str) -> Range:
-    """``64``, or ``32:128`` for a uniform draw."""
-    low, colon, high = value.partition(":")
     try:
-        drawn = Range(int(low), int(high) if colon else int(low))
-    except ValueError:
-        raise click.BadParameter(f"{value!r}: a number or a range like 32:128 is needed") from None
-    if not 1 <= drawn.low <= drawn.high:
-        raise click.BadParameter(f"{value!r}: at least 1 is needed, and the lower end first")
-    return drawn
+        return Range.parse(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
 
 
 def _read_concurrencies(_: click.Context, __: click.Parameter, value: str) -> list[int]:
@@ -68,13 +66,15 @@ class Output(msgspec.Struct, frozen=True):
     json: str | None
     plot: Path | None
 
-    def check(self) -> None:
+    @classmethod
+    def checked(cls, json: str | None, plot: Path | None) -> Output:
         """Refuse what could not be written, before anything is measured."""
-        if self.plot is not None:
+        if plot is not None:
             check_matplotlib()
-        for path in (self.json if self.json != "-" else None, self.plot):
+        for path in (json if json != "-" else None, plot):
             if path is not None and not Path(path).absolute().parent.is_dir():
                 raise click.UsageError(f"{path}: there is no folder {Path(path).parent}")
+        return cls(json, plot)
 
     @property
     def takes_stdout(self) -> bool:
@@ -150,10 +150,15 @@ def latency(
     A closed loop: at each concurrency so many clients each send a request, read it to its end, and send the next.
     Every request runs to its full length, past any end-of-sequence token.
     """
-    output = Output(json_path, plot)
-    output.check()
     counts = {level: num_requests or max(FEWEST_REQUESTS, 2 * level) for level in concurrency}
-    run(_latency(counts, output, _workload(flags), given(EngineConfig, flags)))
+    output, workload = Output.checked(json_path, plot), _workload(flags)
+    environment, bursts = run(_measure(counts, workload, given(EngineConfig, flags)))
+    levels = [Level(concurrency, measured_of(repeats)) for concurrency, repeats in bursts.items()]
+    report = LatencyReport(environment, workload, levels)
+    show_latency(report, to_stderr=output.takes_stdout)
+    output.write_json(report)
+    if output.plot is not None:
+        plot_latency(report, output.plot)
 
 
 @bench.command()
@@ -164,9 +169,14 @@ def throughput(num_prompts: int, json_path: str | None, plot: Path | None, **fla
 
     Every request runs to its full length, past any end-of-sequence token.
     """
-    output = Output(json_path, plot)
-    output.check()
-    run(_throughput(num_prompts, output, _workload(flags), given(EngineConfig, flags)))
+    output, workload = Output.checked(json_path, plot), _workload(flags)
+    environment, bursts = run(_measure({num_prompts: num_prompts}, workload, given(EngineConfig, flags)))
+    report = ThroughputReport(environment, workload, measured_of(bursts[num_prompts]))
+    show_throughput(report, to_stderr=output.takes_stdout)
+    output.write_json(report)
+    if output.plot is not None:
+        timings = [timing for burst in bursts[num_prompts] for timing in burst.timings]
+        plot_throughput(report, timings, output.plot)
 
 
 def _workload(flags: dict[str, Any]) -> Workload:
@@ -175,56 +185,27 @@ def _workload(flags: dict[str, Any]) -> Workload:
     return workload
 
 
-async def _latency(counts: dict[int, int], output: Output, workload: Workload, config: dict[str, Any]) -> None:
+async def _measure(
+    counts: dict[int, int], workload: Workload, config: dict[str, Any]
+) -> tuple[Environment, dict[int, list[Burst]]]:
+    """What runs, and the bursts by concurrency, one a repeat: ``counts`` has the number of requests in one."""
     bursts: dict[int, list[Burst]] = {concurrency: [] for concurrency in counts}
     async with Engine(**config) as engine:
         jobs = make_jobs(engine, workload)
         with progress_bar(workload.repeats * sum(counts.values())) as on_done:
             # A machine that drifts shows in the repeats of each level, not as a slope over the levels.
-            for repeat in range(workload.repeats):
-                for concurrency, count in counts.items():
-                    title = f"{concurrency} in flight"
-                    if repeat == 0:
-                        await _warm_up(engine, jobs.make(concurrency), workload)
-                    burst = await send_beside_others(
-                        engine,
-                        jobs.make(count),
-                        concurrency=concurrency,
-                        temperature=workload.temperature,
-                        on_done=partial(on_done, title),
-                    )
-                    bursts[concurrency].append(burst)
-        environment = environment_of(engine)
-    levels = [Level(concurrency, measured_of(repeats)) for concurrency, repeats in bursts.items()]
-    report = LatencyReport(environment, workload, levels)
-    show_latency(report, to_stderr=output.takes_stdout)
-    output.write_json(report)
-    if output.plot is not None:
-        plot_latency(report, output.plot)
-
-
-async def _throughput(num_prompts: int, output: Output, workload: Workload, config: dict[str, Any]) -> None:
-    bursts: list[Burst] = []
-    async with Engine(**config) as engine:
-        jobs = make_jobs(engine, workload)
-        with progress_bar(workload.repeats * num_prompts) as on_done:
-            await _warm_up(engine, jobs.make(num_prompts), workload)
-            for repeat in range(workload.repeats):
-                title = f"repeat {repeat + 1}"
-                burst = await send_beside_others(
+            for concurrency, count in [*counts.items()] * workload.repeats:
+                if not bursts[concurrency]:
+                    await _warm_up(engine, jobs.make(concurrency), workload)
+                burst = await send(
                     engine,
-                    jobs.make(num_prompts),
-                    concurrency=num_prompts,
+                    jobs.make(count),
+                    concurrency=concurrency,
                     temperature=workload.temperature,
-                    on_done=partial(on_done, title),
+                    on_done=on_done,
                 )
-                bursts.append(burst)
-        environment = environment_of(engine)
-    report = ThroughputReport(environment, workload, measured_of(bursts))
-    show_throughput(report, to_stderr=output.takes_stdout)
-    output.write_json(report)
-    if output.plot is not None:
-        plot_throughput(report, [timing for burst in bursts for timing in burst.timings], output.plot)
+                bursts[concurrency].append(burst)
+        return environment_of(engine), bursts
 
 
 def make_jobs(engine: Engine, workload: Workload) -> Jobs:

@@ -11,10 +11,9 @@ import anyio.to_thread
 import click
 
 from aioengine import Engine, Stream
-from aioengine.cli.conversation import COMMAND_NAMES, Ask, Conversation, Effect, Ending, Leave, Save
+from aioengine.cli.command import given, options_of, run
+from aioengine.cli.conversation import COMMAND_NAMES, Ask, Conversation, Effect, Leave, Save, TurnEnd
 from aioengine.cli.generate import refuse_what_no_text_shows
-from aioengine.cli.loop import run
-from aioengine.cli.options import given, options_of
 from aioengine.cli.terminal import Interrupts, Lines, PipedLines, Screen, TypedLines
 from aioengine.config import EngineConfig
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead
@@ -53,10 +52,12 @@ async def _chat(conversation: Conversation, history: Path | None, config: dict[s
     screen = Screen(is_terminal=is_terminal)
     async with Engine(**config) as engine:
         screen.note(engine.describe())
-        lines: Lines = PipedLines()
+        lines: Lines
         if is_terminal:
             screen.note(GREETING)
             lines = TypedLines(COMMAND_NAMES, history, lambda: screen.note("Ctrl-D or /exit leaves"))
+        else:
+            lines = PipedLines()
         with Interrupts() as interrupts:
             await ChatShell(engine, conversation, lines, screen, interrupts).talk()
     if interrupts.signal is signal.SIGINT:
@@ -99,7 +100,7 @@ class ChatShell:
             self._screen.note(effect.text)
 
     async def _answer(self) -> None:
-        """Stream the answer; whatever ends it, the conversation and the user know how it ended."""
+        """Stream the answer; however it ends, the conversation and the user are told."""
         stream: Stream | None = None
         texts: list[str] = []
         try:
@@ -115,23 +116,23 @@ class ChatShell:
             self._screen.note(self._conversation.failed(error))
             return
         self._end_line(texts)
-        ending = Ending.STOPPED if scope.cancelled_caught or stream is None else self._ending(stream)
-        note = self._conversation.answered("".join(texts), ending)
+        end = TurnEnd.STOPPED if scope.cancelled_caught or stream is None else self._end_of(stream)
+        note = self._conversation.answered("".join(texts), end)
         if note:
             self._screen.note(f"[{note}]")
 
     def _end_line(self, texts: list[str]) -> None:
-        """A model that says nothing has said it on a line of its own; who reads a pipe counts lines."""
+        """End the line, of an empty answer, too: programs that read answers from a pipe count lines."""
         if not "".join(texts).endswith("\n"):
             self._screen.write("\n")
 
-    def _ending(self, stream: Stream) -> Ending:
+    def _end_of(self, stream: Stream) -> TurnEnd:
         result = stream.result
         answer = result.outputs[0]
         if answer.finish_reason != "length":
-            return Ending.WHOLE
+            return TurnEnd.WHOLE
         num_tokens = len(result.prompt_token_ids) + len(answer.token_ids)
-        return Ending.FULL if num_tokens >= self._engine.info.max_model_len else Ending.MAX_TOKENS
+        return TurnEnd.FULL if num_tokens >= self._engine.info.max_model_len else TurnEnd.MAX_TOKENS
 
 
 def _save(effect: Save) -> str:

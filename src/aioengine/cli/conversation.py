@@ -28,8 +28,8 @@ HELP = f"""\
 Ctrl-C stops an answer that is being written."""
 
 
-class Message(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One line of the conversation, as it is saved.
+class SavedMessage(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A message of the conversation, as it is saved.
 
     Attributes:
         cut: an answer that did not end by itself.
@@ -45,7 +45,7 @@ class Ask(msgspec.Struct, frozen=True):
 
 
 class Say(msgspec.Struct, frozen=True):
-    """To be done: tell the user, who is not the model's."""
+    """To be done: tell the user something; the model does not see it."""
 
     text: str
 
@@ -70,8 +70,8 @@ class Leave(msgspec.Struct, frozen=True):
 Effect = Ask | Say | Save | Leave
 
 
-class Ending(enum.Enum):
-    """How an answer ended; the value is what the user hears of it."""
+class TurnEnd(enum.Enum):
+    """How an answer ended; the value is what the user is told of it."""
 
     WHOLE = ""
     STOPPED = "stopped; what came so far stays in the conversation"
@@ -92,12 +92,12 @@ class Conversation:
     def __init__(self, *, system: str | None = None, sampling: dict[str, Any] | None = None) -> None:
         self.sampling = dict(sampling or {})
         self._system = system
-        self._turns: list[Message] = []
+        self._turns: list[SavedMessage] = []
 
     @property
-    def messages(self) -> list[Message]:
+    def messages(self) -> list[SavedMessage]:
         """The system message, if there is one, then questions and answers in turn."""
-        return [*([Message("system", self._system)] if self._system is not None else []), *self._turns]
+        return [*([SavedMessage("system", self._system)] if self._system is not None else []), *self._turns]
 
     def prompt(self) -> list[dict[str, Any]]:
         """The messages for the engine."""
@@ -109,7 +109,7 @@ class Conversation:
         if not line:
             return None
         if not line.startswith("/") or line.startswith("//"):
-            self._turns.append(Message("user", line.removeprefix("/")))
+            self._turns.append(SavedMessage("user", line.removeprefix("/")))
             return Ask()
         name, *rest = line.removeprefix("/").split(maxsplit=1) or [""]
         argument = rest[0] if rest else ""
@@ -120,13 +120,13 @@ class Conversation:
             return Say(f"there is no command /{name}; /help lists them")
         return command(self, argument)
 
-    def answered(self, text: str, ending: Ending) -> str:
-        """Add the answer to the last question; returns what the user should hear of how it ended."""
-        if ending is Ending.STOPPED and not text:
+    def answered(self, text: str, end: TurnEnd) -> str:
+        """Add the answer to the last question; returns what to tell the user of how it ended."""
+        if end is TurnEnd.STOPPED and not text:
             self._turns.pop()
             return "stopped before a word came; your message is taken back"
-        self._turns.append(Message("assistant", text, cut=ending is not Ending.WHOLE))
-        return ending.value
+        self._turns.append(SavedMessage("assistant", text, cut=end is not TurnEnd.WHOLE))
+        return end.value
 
     def failed(self, error: AioEngineError) -> str:
         """Take the last question back, since there is no answer; returns one line on it for the user."""

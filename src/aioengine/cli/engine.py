@@ -1,20 +1,22 @@
-"""`aioengine engine`: an engine in a process of its own, for other processes to connect to."""
+"""`aioengine engine`: an engine in a process of its own, for other processes; `aioengine keys`: keys for both sides."""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
 
-from aioengine.cli.loop import run
-from aioengine.cli.options import given, options_of
+from aioengine.cli.command import given, options_of, run
 from aioengine.config import EngineConfig
-from aioengine.transport.security import ClientKeys, ServerKeys
+from aioengine.transport.security import CLIENTS, PUBLIC, SECRET, SERVER, ClientKeys, ServerKeys, make_keys
 from aioengine.transport.server import EngineServer
 from aioengine.transport.serving import Endpoint, serve_engine
+
+DEFAULT_CLIENT = "client"
 
 
 @click.command()
@@ -45,5 +47,27 @@ def engine(
 
 
 def _say_where(server: EngineServer) -> None:
-    """On stdout, for whoever started this and waits for the line."""
+    """On stdout, for the program that started this and waits for the line."""
     click.echo(f"serving at {server.address}")
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--client", "clients", multiple=True, metavar="NAME", help=f"For whom; repeatable. [{DEFAULT_CLIENT}]")
+def keys(folder: Path, clients: tuple[str, ...]) -> None:
+    """Make keys for serving beyond this machine, in FOLDER: the server's, and one for each client.
+
+    Run again with another --client to admit one more. No key is ever overwritten.
+    """
+    names = clients or (DEFAULT_CLIENT,)
+    for path in make_keys(folder, names):
+        click.echo(f"wrote {path}{' (secret)' if path.name.endswith(SECRET) else ''}")
+    click.echo()
+    click.echo(f"Where the engine runs: keep {folder / f'{SERVER}{SECRET}'} and {folder / CLIENTS}/*{PUBLIC}.")
+    for name in dict.fromkeys(names):
+        secret = Path(CLIENTS, f"{name}{SECRET}")
+        click.echo(
+            f"Where {name} runs: copy {SERVER}{PUBLIC} and {secret} of this folder, with the same names, into one"
+        )
+        click.echo(f"  that only its user can enter (mkdir -m 700); then delete {folder / secret} here.")
+    click.echo("An engine that runs admits new clients when it is started again.")

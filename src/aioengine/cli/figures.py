@@ -9,20 +9,10 @@ import platform
 from typing import Literal
 
 import msgspec
-import numpy as np
 
 import aioengine
-from aioengine.cli.load import Burst, Range
+from aioengine.cli.load import Burst, Range, Summary, Timing, summary_of
 from aioengine.engine import Engine
-
-
-class Summary(msgspec.Struct, frozen=True):
-    """Milliseconds, over the samples of all requests; percentiles are interpolated linearly."""
-
-    mean: float
-    p50: float
-    p90: float
-    p99: float
 
 
 class Figures(msgspec.Struct, frozen=True):
@@ -32,8 +22,8 @@ class Figures(msgspec.Struct, frozen=True):
         ttft_ms: time to the first token.
         itl_ms: time between tokens; None where each request had but one.
         e2e_ms: time to the last token.
-        other_cores: how many of the cores that this process may use others used meanwhile, on average; None where
-            the system does not say.
+        other_cores: how many of the cores that this process may use other programs used meanwhile, on average; None
+            where the system does not say.
     """
 
     num_requests: int
@@ -156,7 +146,9 @@ def _figures_of(bursts: list[Burst]) -> Figures:
     num_input = sum(timing.num_input_tokens for timing in timings)
     num_output = sum(timing.num_output_tokens for timing in timings)
     others_s = [burst.other_cpu_s for burst in bursts]
-    itl_s = [gap for timing in timings for gap in timing.itl_s]
+    ttft_ms, itl_ms, e2e_ms = (summary_of(samples) for samples in samples_of(timings).values())
+    assert ttft_ms is not None
+    assert e2e_ms is not None
     return Figures(
         num_requests=len(timings),
         num_input_tokens=num_input,
@@ -165,14 +157,17 @@ def _figures_of(bursts: list[Burst]) -> Figures:
         requests_per_s=len(timings) / duration_s,
         output_tokens_per_s=num_output / duration_s,
         total_tokens_per_s=(num_input + num_output) / duration_s,
-        ttft_ms=_summary_of([timing.ttft_s for timing in timings]),
-        itl_ms=_summary_of(itl_s) if itl_s else None,
-        e2e_ms=_summary_of([timing.e2e_s for timing in timings]),
+        ttft_ms=ttft_ms,
+        itl_ms=itl_ms,
+        e2e_ms=e2e_ms,
         other_cores=None if None in others_s else sum(filter(None, others_s)) / duration_s,
     )
 
 
-def _summary_of(samples_s: list[float]) -> Summary:
-    samples_ms = np.array(samples_s) * 1e3
-    p50, p90, p99 = np.percentile(samples_ms, [50, 90, 99]).tolist()
-    return Summary(mean=float(samples_ms.mean()), p50=p50, p90=p90, p99=p99)
+def samples_of(timings: list[Timing]) -> dict[str, list[float]]:
+    """Seconds, by the names of the fields of `Figures`."""
+    return {
+        "ttft_ms": [timing.reads.ttft_s for timing in timings],
+        "itl_ms": [gap for timing in timings for gap in timing.reads.itl_s.tolist()],
+        "e2e_ms": [timing.reads.e2e_s for timing in timings],
+    }

@@ -12,8 +12,7 @@ import click
 import msgspec
 
 from aioengine import Engine, Stream
-from aioengine.cli.loop import run
-from aioengine.cli.options import given, options_of
+from aioengine.cli.command import given, options_of, run
 from aioengine.config import EngineConfig
 from aioengine.outputs import CompletionOutput, RequestOutput
 from aioengine.sampling_params import SamplingParams

@@ -6,16 +6,18 @@ Times are of ``time.perf_counter``, in seconds.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import time
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import anyio
 import anyio.to_thread
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from aioengine.engine import Engine
 from aioengine.sampling_params import SamplingParams
@@ -26,6 +28,22 @@ class Range(msgspec.Struct, frozen=True):
 
     low: int
     high: int
+
+    @classmethod
+    def parse(cls, text: str) -> Range:
+        """Read ``64``, or ``32:128``.
+
+        Raises:
+            ValueError: says what is wrong with it.
+        """
+        low, colon, high = text.partition(":")
+        try:
+            drawn = cls(int(low), int(high) if colon else int(low))
+        except ValueError:
+            raise ValueError(f"{text!r}: a number or a range like 32:128 is needed") from None
+        if not 1 <= drawn.low <= drawn.high:
+            raise ValueError(f"{text!r}: at least 1 is needed, and the lower end first")
+        return drawn
 
     def __str__(self) -> str:
         return str(self.low) if self.low == self.high else f"{self.low}:{self.high}"
@@ -38,20 +56,51 @@ class Job(msgspec.Struct, frozen=True):
     num_output_tokens: int
 
 
-class Timing(msgspec.Struct, frozen=True):
-    """How one request went.
+@dataclasses.dataclass(slots=True, eq=False)
+class Reads:
+    """When the output of one request was read.
 
     Attributes:
-        ttft_s: from sending it until its first token could be read.
-        itl_s: between tokens; where several were read at once, each has an equal part of the time.
-        e2e_s: from sending it until its last token could be read.
+        sent_at: latencies count from then.
+        read_at: of each read that brought output.
+        sizes: how much each of those brought, in tokens.
     """
 
+    sent_at: float
+    read_at: array[float] = dataclasses.field(default_factory=lambda: array("d"))
+    sizes: array[int] = dataclasses.field(default_factory=lambda: array("L"))
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to the first token."""
+        return self.read_at[0] - self.sent_at
+
+    @property
+    def e2e_s(self) -> float:
+        """Time to the last token."""
+        return self.read_at[-1] - self.sent_at
+
+    @property
+    def gaps_s(self) -> NDArray[np.float64]:
+        """[reads - 1], between two reads, whole, however many tokens came with the second one."""
+        return np.diff(np.frombuffer(self.read_at))
+
+    @property
+    def itl_s(self) -> NDArray[np.float64]:
+        """[tokens after the first read], between tokens: those that were read at once share the gap equally."""
+        sizes = np.array(self.sizes[1:], np.int64)
+        return np.repeat(self.gaps_s / sizes, sizes)
+
+
+class Timing(msgspec.Struct, frozen=True):
+    """One request that has ended."""
+
     num_input_tokens: int
-    num_output_tokens: int
-    ttft_s: float
-    itl_s: list[float]
-    e2e_s: float
+    reads: Reads
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(self.reads.sizes)
 
 
 class Burst(msgspec.Struct, frozen=True):
@@ -64,6 +113,25 @@ class Burst(msgspec.Struct, frozen=True):
     timings: list[Timing]
     duration_s: float
     other_cpu_s: float | None = None
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """Milliseconds, over the samples of all requests; percentiles are interpolated linearly."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+
+def summary_of(samples_s: Iterable[float] | NDArray[np.float64]) -> Summary | None:
+    """Of seconds; None: there are none."""
+    samples_ms = np.fromiter(samples_s, np.float64) * 1e3
+    if not len(samples_ms):
+        return None
+    p50, p90, p99 = np.percentile(samples_ms, [50, 90, 99]).tolist()
+    return Summary(mean=float(samples_ms.mean()), p50=p50, p90=p90, p99=p99, max=float(samples_ms.max()))
 
 
 class Jobs:
@@ -109,28 +177,20 @@ def other_cpu_s(stat: Path = Path("/proc/stat")) -> float | None:
     return None
 
 
-async def send_beside_others(engine: Engine, jobs: Iterable[Job], **options: Any) -> Burst:
-    """As `send`, with what other programs used meanwhile."""
-    before = await anyio.to_thread.run_sync(other_cpu_s)
-    burst = await send(engine, jobs, **options)
-    after = await anyio.to_thread.run_sync(other_cpu_s)
-    if before is None or after is None:
-        return burst
-    return msgspec.structs.replace(burst, other_cpu_s=max(0.0, after - before))
-
-
 async def send(
     engine: Engine,
     jobs: Iterable[Job],
     *,
     concurrency: int,
     temperature: float = 0.0,
-    on_done: Callable[[], object] = lambda: None,
+    on_done: Callable[[int], object] = lambda _: None,
 ) -> Burst:
-    """Send all jobs, each when one of ``concurrency`` places is free, and time them. Cancelling aborts what runs.
+    """Send all jobs, each when fewer than ``concurrency`` are in flight, and time them. Cancelling aborts what runs.
 
+    Args:
+        on_done: called with ``concurrency`` each time that a request has ended.
     Raises:
-        what the engine raised, of the request that heard it first.
+        what the engine raised, of the request that failed first.
     """
     waiting = iter(jobs)
     timings: list[Timing] = []
@@ -138,41 +198,30 @@ async def send(
     async def take_jobs() -> None:
         for job in waiting:
             timings.append(await _time(engine, job, temperature))
-            on_done()
+            on_done(concurrency)
 
-    started = time.perf_counter()
+    before = await anyio.to_thread.run_sync(other_cpu_s)
+    began_at = time.perf_counter()
     try:
         async with anyio.create_task_group() as group:
             for _ in range(concurrency):
                 group.start_soon(take_jobs)
     except BaseExceptionGroup as errors:
         raise next(_leaves(errors)) from None
-    return Burst(timings, time.perf_counter() - started)
+    duration_s = time.perf_counter() - began_at
+    after = await anyio.to_thread.run_sync(other_cpu_s)
+    return Burst(timings, duration_s, None if before is None or after is None else max(0.0, after - before))
 
 
 async def _time(engine: Engine, job: Job, temperature: float) -> Timing:
     params = SamplingParams(temperature=temperature, max_tokens=job.num_output_tokens, ignore_eos=True)
-    sent = last = time.perf_counter()
-    ttft_s: float | None = None
-    itl_s: list[float] = []
+    reads = Reads(time.perf_counter())
     async with engine.stream(job.prompt, params) as stream:
         async for delta in stream:
-            now = time.perf_counter()
-            count = len(delta.token_ids)
-            if ttft_s is not None and count:
-                itl_s += [(now - last) / count] * count
-            elif count:
-                ttft_s = now - sent
-            last = now
-        output = stream.result
-    assert ttft_s is not None, "a request that ends without an error has a token"
-    return Timing(
-        num_input_tokens=len(output.prompt_token_ids),
-        num_output_tokens=len(output.outputs[0].token_ids),
-        ttft_s=ttft_s,
-        itl_s=itl_s,
-        e2e_s=last - sent,
-    )
+            if delta.token_ids:
+                reads.read_at.append(time.perf_counter())
+                reads.sizes.append(len(delta.token_ids))
+    return Timing(len(stream.result.prompt_token_ids), reads)
 
 
 def _leaves(errors: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:

@@ -11,10 +11,9 @@ import click
 import aioengine
 from aioengine.cli.bench import bench
 from aioengine.cli.chat import chat
-from aioengine.cli.engine import engine
-from aioengine.cli.exit_codes import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, exit_code_of
+from aioengine.cli.command import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, exit_code_of
+from aioengine.cli.engine import engine, keys
 from aioengine.cli.generate import generate
-from aioengine.cli.keys import keys
 from aioengine.cli.serve import serve_command
 from aioengine.config import limit_spinning
 from aioengine.errors import AioEngineError
@@ -26,12 +25,8 @@ def cli() -> None:
     """An LLM inference engine that lives inside an asyncio program."""
 
 
-cli.add_command(generate)
-cli.add_command(chat)
-cli.add_command(bench)
-cli.add_command(engine)
-cli.add_command(serve_command)
-cli.add_command(keys)
+for command in (generate, chat, bench, engine, serve_command, keys):
+    cli.add_command(command)
 
 
 def main() -> None:
@@ -52,7 +47,7 @@ def main() -> None:
     except KeyboardInterrupt:
         click.echo(err=True)
         status = EXIT_INTERRUPTED
-    except BrokenPipeError:  # the reader of a pipe has gone, as `| head` does; nothing is left to say, nor anyone to
+    except BrokenPipeError:  # the reader of a pipe has gone, as `| head` does; no output can be read any more
         _drop_stdout()
         status = EXIT_FAILURE
     except OSError as error:

@@ -18,9 +18,7 @@ from click.core import ParameterSource
 from msgspec.structs import replace
 
 from aioengine import Engine
-from aioengine.cli.exit_codes import exit_code_of
-from aioengine.cli.loop import run
-from aioengine.cli.options import given, options_of
+from aioengine.cli.command import exit_code_of, given, options_of, run
 from aioengine.config import EngineConfig
 from aioengine.errors import AioEngineError, ConfigError, EngineDead
 from aioengine.server.config import HttpLimits, ServerConfig
@@ -108,18 +106,18 @@ def serve_command(
     from aioengine.server.access_log import logging_off_loop
 
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # below that it tells of its own steps
-    ending = Ending()
+    stop = SignalStop()
     with logging_off_loop("json" if log_format == "json" else "text"):
         try:
             with HttpListener(where) as listener:
                 server_config = _protected(server_config, listener)
                 _allow_files(limits.max_connections + SPARE_FILES)
-                run(_serve(start, listener, server_config, limits, drain_timeout_s, ending))
+                run(_serve(start, listener, server_config, limits, drain_timeout_s, stop))
         except AioEngineError as error:
             if log_format == "text":
                 raise
-            return _end_in_json(error, ending)
-    return ending.exit_code
+            return _end_in_json(error, stop)
+    return stop.exit_code
 
 
 def _check_place(uds: str | None) -> None:
@@ -131,7 +129,7 @@ def _check_place(uds: str | None) -> None:
 
 
 def _protected(config: ServerConfig, listener: HttpListener) -> ServerConfig:
-    """The config with what it leaves open for this place, and a line in the log about who is let in."""
+    """The config with what it leaves open for this place, and a line in the log on whether keys are asked for."""
     if config.api_keys:
         logger.info("asking for an API key")
     elif not listener.is_local:
@@ -141,19 +139,19 @@ def _protected(config: ServerConfig, listener: HttpListener) -> ServerConfig:
         if config.allowed_hosts is None and listener.where.uds is None:
             # Any page in a browser here could reach us, by a name of its own that it lets point to this machine.
             config = replace(config, allowed_hosts=tuple(dict.fromkeys((*LOCAL_HOSTS, listener.where.host))))
-            logger.debug("answering those who call this server %s", " or ".join(config.allowed_hosts or ()))
+            logger.debug("answering requests that call this server %s", " or ".join(config.allowed_hosts or ()))
     return config
 
 
-def _end_in_json(error: AioEngineError, ending: Ending) -> int:
-    """The exit code of an error, which is told in the log: a line that is no JSON would break who reads it."""
-    if not (ending.has_served and isinstance(error, EngineDead)):  # whose death is in the log already
+def _end_in_json(error: AioEngineError, stop: SignalStop) -> int:
+    """The exit code of an error, which is told in the log: a line that is no JSON would break its readers."""
+    if not (stop.has_served and isinstance(error, EngineDead)):  # whose death is in the log already
         logger.error("%s", error)
     return exit_code_of(error)
 
 
-class Ending(StopRequest):
-    """Why the process is to end, as its exit code; and whether it has come to serve."""
+class SignalStop(StopRequest):
+    """Why the process is to end, as its exit code; and whether the server has come to serve."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +183,8 @@ def _engine_to_start(
 def _server_config(config: dict[str, Any]) -> ServerConfig:
     variable = os.environ.get(API_KEY_VARIABLE)
     keys = [] if variable is None else [key.strip() for key in variable.split(",") if key.strip()]
-    if variable is not None and not keys:  # what should have filled it has failed, and nobody would be asked for a key
+    # What should have filled it has failed, and no client would be asked for a key.
+    if variable is not None and not keys:
         raise ConfigError(f"{API_KEY_VARIABLE} is set, and holds no key: give one, or unset it to ask for none")
     return ServerConfig(**{**config, "api_keys": (*config.get("api_keys", ()), *keys)})
 
@@ -196,68 +195,53 @@ async def _serve(
     config: ServerConfig,
     limits: HttpLimits,
     drain_timeout_s: float,
-    ending: Ending,
+    stop: SignalStop,
 ) -> None:
-    with asked_by_signals(ending.on_signal):
+    with asked_by_signals(stop.on_signal):
         engine: Engine | None = None
         with anyio.CancelScope() as starting:
-            ending.on_asked = starting.cancel
+            stop.on_asked = starting.cancel
             engine = await start()
         if engine is None:
             logger.info("told to stop while the engine was starting")
             return
         async with engine:
-            await _serve_engine(engine, listener, config, limits, drain_timeout_s, ending)
+            from aioengine.server import create_app
+
+            app = create_app(engine, config)
+            api: Api = app.state.api
+
+            def say_where(url: str) -> None:
+                stop.has_served = True
+                click.echo(f"serving {api.models.names[0]} at {url}")
+
+            def on_drain() -> None:
+                api.is_draining = True
+
+            prepare_interpreter()
+            await serve(
+                app,
+                engine=engine,
+                listener=listener,
+                stop=stop,
+                drain_timeout_s=drain_timeout_s,
+                limits=limits,
+                on_serving=say_where,
+                on_drain=on_drain,
+            )
 
 
-async def _serve_engine(
-    engine: Engine,
-    listener: HttpListener,
-    config: ServerConfig,
-    limits: HttpLimits,
-    drain_timeout_s: float,
-    ending: Ending,
-) -> None:
-    from aioengine.server import create_app
+def prepare_interpreter() -> None:
+    """Settings of a process that serves, once its engine is loaded: threads that switch sooner, and no old garbage.
 
-    app = create_app(engine, config)
-    api: Api = app.state.api
-
-    def say_where(url: str) -> None:
-        ending.has_served = True
-        click.echo(f"serving {api.models.names[0]} at {url}")
-
-    def on_drain() -> None:
-        api.is_draining = True
-
-    _share_the_interpreter()
-    _spare_the_collector()
-    await serve(
-        app,
-        engine=engine,
-        listener=listener,
-        stop=ending,
-        drain_timeout_s=drain_timeout_s,
-        limits=limits,
-        on_serving=say_where,
-        on_drain=on_drain,
-    )
-
-
-def _share_the_interpreter() -> None:
-    """Let threads that run Python (templates, tokenizations, a device's dispatch) give it up sooner than by default.
-
-    Beside one such thread the loop was late by 1.1 ms instead of 5.1, beside two by 1.2 instead of 16, at a hundredth
-    of the thread's own speed and at none of the engine's.
+    Beside a thread that runs Python (templates, tokenizations, a device's dispatch) the loop was late by 1.1 ms instead
+    of 5.1, beside two by 1.2 instead of 16, at a hundredth of the thread's own speed and at none of the engine's.
+    What was loaded stays, and no full collection looks through it again: 345,000 objects held the loop for 0.1 s.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-
-
-def _spare_the_collector() -> None:
-    """What was loaded stays, and no full collection looks through it again: 345,000 objects held the loop for 0.1 s."""
     gc.collect()
     gc.freeze()
-    # At the exit libraries look for what they have made, and print a page where it is still there.
+    # At the exit libraries look for objects that they have made, and print a page on those that are still there.
     atexit.register(gc.unfreeze)
 
 

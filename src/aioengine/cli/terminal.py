@@ -1,4 +1,4 @@
-"""Where a conversation's lines come from and its words go: a terminal, or pipes; and who hears a signal."""
+"""Where a conversation's lines come from and its words go, a terminal or pipes; and what a signal stops."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import sys
 import termios
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import anyio
 import click
@@ -25,15 +24,7 @@ READ_BYTES = 65536
 _CONTROL_CHARACTERS = {
     code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if code not in (9, 10)
 }
-"""What a model says must not move the cursor, or worse."""
-
-
-class Lines(Protocol):
-    """Where the user's lines come from."""
-
-    async def read(self) -> str | None:
-        """The next line; None at the end."""
-        ...
+"""A model's text must not move the cursor, or worse."""
 
 
 class Screen:
@@ -133,6 +124,9 @@ class TypedLines:
                 return None
 
 
+Lines = PipedLines | TypedLines
+
+
 def _keys() -> KeyBindings:
     from prompt_toolkit.key_binding import KeyBindings
 
@@ -150,7 +144,7 @@ def _keys() -> KeyBindings:
 
 
 class Interrupts:
-    """Who hears a signal: SIGINT stops the block in `stoppable`, or else everything; SIGTERM stops everything.
+    """What a signal stops: SIGINT the block in `stoppable`, or else everything; SIGTERM everything.
 
     A context manager over everything, to be entered on the loop: ``with Interrupts() as interrupts: ...``.
 
@@ -172,10 +166,8 @@ class Interrupts:
         self._everything.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool:
-        is_stopped = bool(self._everything.__exit__(kind, error, traceback))
+    def __exit__(self, *error: Any) -> bool:
+        is_stopped = bool(self._everything.__exit__(*error))
         loop = asyncio.get_running_loop()
         loop.remove_signal_handler(signal.SIGTERM)
         loop.remove_signal_handler(signal.SIGINT)

@@ -304,7 +304,7 @@ def run(main: Coroutine[Any, Any, T], *, seed: int) -> T:
 
 
 class _WaitingSelector(selectors.BaseSelector):
-    """A selector whose ``select`` is somebody else's; the rest goes to the real one."""
+    """A selector whose ``select`` is the loop's `_wait`; the rest goes to the real one."""
 
     def __init__(self, real: selectors.BaseSelector, wait: Callable[[float | None], _Events]) -> None:
         self._real = real

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -69,7 +69,7 @@ class _Row(msgspec.Struct):
     blocks: list[int]
 
 
-class _Work(NamedTuple):
+class _RowWork(NamedTuple):
     """What a plan computes of one row: its tokens from ``start`` up to ``end``."""
 
     number: int
@@ -84,20 +84,17 @@ class _NoTokenLeft(ValueError):
 
 
 class _Profile(msgspec.Struct):
-    """A Chrome trace in the making, of the next ``num_left`` steps that are launched."""
+    """A recording of the steps that are launched from now on, ``max_steps`` of them at most."""
 
-    num_left: int
-    events: list[dict[str, Any]] = []
-
-    def add(self, plan: StepPlan, begin_s: float, end_s: float) -> None:
-        name = f"step {plan.step} ({len(plan.rows)} rows, {int(plan.num_tokens.sum())} tokens)"
-        times = {"ts": begin_s * 1e6, "dur": (end_s - begin_s) * 1e6}
-        self.events.append({"ph": "X", "cat": "user_annotation", "name": name, "pid": 0, "tid": 0, **times})
+    max_steps: int
+    steps: list[FakeStep] = []
 
     def write(self, path: Path) -> None:
+        """Write a Chrome trace of the steps that have ended."""
         part = path.with_name(f"{path.name}.part")
+        events = [step.span() for step in self.steps if step.is_done]
         try:
-            part.write_text(json.dumps({"traceEvents": self.events}))
+            part.write_text(json.dumps({"traceEvents": events}))
             part.replace(path)
         finally:
             with contextlib.suppress(OSError):
@@ -107,12 +104,9 @@ class _Profile(msgspec.Struct):
 class FakeStep:
     """A launched step of a `FakeExecutor`."""
 
-    def __init__(
-        self, executor: FakeExecutor, plan: StepPlan, outcome: StepResult | Exception, profile: _Profile | None
-    ) -> None:
+    def __init__(self, executor: FakeExecutor, plan: StepPlan, outcome: StepResult | Exception) -> None:
         self.step = plan.step
         self._plan = plan
-        self._profile = profile
         self._executor = executor
         self._outcome = outcome
         self._done = asyncio.Event()
@@ -126,8 +120,6 @@ class FakeStep:
     def complete(self) -> None:
         """Let `finish` return."""
         self._ended_at_s = _loop_time()
-        if self._profile is not None:
-            self._profile.add(self._plan, self._launched_at_s, self._ended_at_s)
         self._done.set()
 
     async def wait(self) -> None:
@@ -139,6 +131,13 @@ class FakeStep:
         if not self._done.is_set():
             self._outcome = cause
             self._done.set()
+
+    def span(self) -> dict[str, Any]:
+        """The step's event in a Chrome trace, from its launch to its end."""
+        plan, begin_s = self._plan, self._launched_at_s
+        name = f"step {plan.step} ({len(plan.rows)} rows, {int(plan.num_tokens.sum())} tokens)"
+        times = {"ts": begin_s * 1e6, "dur": (self._ended_at_s - begin_s) * 1e6}
+        return {"ph": "X", "cat": "user_annotation", "name": name, "pid": 0, "tid": 0, **times}
 
     async def finish(self) -> StepResult:
         await self._done.wait()
@@ -236,8 +235,10 @@ class FakeExecutor:
         self.events.append(("launch", plan.step))
         self.plans.append(plan)
         self.stats.num_steps += 1
-        step = FakeStep(self, plan, self._run(plan), self._profile_of_next_step())
+        step = FakeStep(self, plan, self._run(plan))
         self.unfinished.append(step)
+        if self._profile is not None and len(self._profile.steps) < self._profile.max_steps:
+            self._profile.steps.append(step)
         if self.is_closed:
             step.complete()
         elif not self.is_manual:
@@ -271,88 +272,72 @@ class FakeExecutor:
     # Plans are computed when they are launched: what a control call changes at once is behind all that were launched
     # before it, and all that is left is to wait for those.
 
+    @contextlib.asynccontextmanager
+    async def _control(self, call: str, argument: object) -> AsyncIterator[None]:
+        """Note the call; after the block, wait for the launched steps."""
+        self._check_open()
+        self.events.append((call, argument))
+        yield
+        for step in list(self.unfinished):
+            await step.wait()
+        self._check_open()
+
     async def sleep(self, level: Literal[1, 2]) -> None:
-        self._begin("sleep", level)
-        if level == 2:
-            self._weights.discard()
-        self._kv[:] = -1
-        self._asleep = frozenset(("weights", "kv_cache"))
-        await self._steps_end()
+        async with self._control("sleep", level):
+            if level == 2:
+                self._weights.discard()
+            self._kv[:] = -1
+            self._asleep = frozenset(("weights", "kv_cache"))
 
     async def wake_up(self, parts: frozenset[Part]) -> None:
-        self._begin("wake_up", parts)
-        if "weights" in parts:
-            await self._weights.restore()
-        self._asleep -= parts
-        await self._steps_end()
+        async with self._control("wake_up", parts):
+            if "weights" in parts:
+                await self._weights.restore()
+            self._asleep -= parts
 
     async def update_weights(self, folder: Path) -> None:
-        self._begin("update_weights", folder)
-        await self._weights.update(folder)
-        await self._steps_end()
+        async with self._control("update_weights", folder):
+            await self._weights.update(folder)
 
     async def stage_weights(self, piece: WeightPiece) -> None:
-        self._begin("stage_weights", piece.name)
-        self._weights.staging.add(piece)
-        await self._steps_end()
+        async with self._control("stage_weights", piece.name):
+            self._weights.staging.add(piece)
 
     async def commit_weights(self, transfer: str) -> None:
-        self._begin("commit_weights", transfer)
-        self._weights.commit(transfer)
-        await self._steps_end()
+        async with self._control("commit_weights", transfer):
+            self._weights.commit(transfer)
 
     async def drop_weights(self, transfer: str) -> None:
-        self._begin("drop_weights", transfer)
-        self._weights.staging.drop(transfer)
-        await self._steps_end()
+        async with self._control("drop_weights", transfer):
+            self._weights.staging.drop(transfer)
 
     async def save_sharded_state(self, folder: Path, max_shard_bytes: int) -> list[str]:
-        self._begin("save_sharded_state", folder)
-        if max_shard_bytes < 1:
-            raise InvalidRequest(f"max_shard_bytes={max_shard_bytes} must be at least 1", param="max_shard_bytes")
-        names = await self._weights.save(folder)
-        await self._steps_end()
-        return names
+        async with self._control("save_sharded_state", folder):
+            if max_shard_bytes < 1:
+                raise InvalidRequest(f"max_shard_bytes={max_shard_bytes} must be at least 1", param="max_shard_bytes")
+            return await self._weights.save(folder)
 
     async def collective_rpc(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        self._begin("collective_rpc", name)
-        function = registered(name)
-        await self._steps_end()
+        async with self._control("collective_rpc", name):
+            function = registered(name)
         model = None if self._weights.are_discarded else self
         config = EngineConfig(max_model_len=self.info.max_model_len, block_size=self.info.block_size)
         return [function(Worker(rank=0, world_size=1, model=model, config=config), *args, **kwargs)]
 
     async def apply_model(self, function: Callable[[Any], T]) -> list[T]:
-        self._begin("apply_model", function)
-        await self._steps_end()
+        async with self._control("apply_model", function):
+            pass
         if self._weights.are_discarded:
             raise weights_asleep("apply_model")
         return [function(self)]
 
     async def execute_dummy_batch(self) -> None:
-        self._begin("execute_dummy_batch", None)
-        if "weights" in self._asleep:
-            raise weights_asleep("execute_dummy_batch")
-        await self._steps_end()
-
-    def _begin(self, call: str, argument: object) -> None:
-        self._check_open()
-        self.events.append((call, argument))
-
-    async def _steps_end(self) -> None:
-        """Wait for the launched steps."""
-        for step in list(self.unfinished):
-            await step.wait()
-        self._check_open()
+        async with self._control("execute_dummy_batch", None):
+            if "weights" in self._asleep:
+                raise weights_asleep("execute_dummy_batch")
 
     def _sample_hash(self, token_ids: list[int], sampling: RowSampling) -> int:
         return sample_hash(token_ids, sampling, vocab_size=self.info.vocab_size, weights_version=self._weights.version)
-
-    def _profile_of_next_step(self) -> _Profile | None:
-        if self._profile is None or self._profile.num_left == 0:
-            return None
-        self._profile.num_left -= 1
-        return self._profile
 
     def _check_open(self) -> None:
         if self.is_closed:
@@ -435,16 +420,16 @@ class FakeExecutor:
             device_time_s=self.step_time_s,
         )
 
-    def _works(self, plan: StepPlan) -> list[_Work]:
+    def _works(self, plan: StepPlan) -> list[_RowWork]:
         columns = (plan.rows, plan.starts, plan.num_tokens, plan.wants)
         works = [
-            _Work(number, self._rows[number], start, start + num_tokens, want == Want.LOGITS)
+            _RowWork(number, self._rows[number], start, start + num_tokens, want == Want.LOGITS)
             for number, start, num_tokens, want in zip(*(column.tolist() for column in columns), strict=True)
         ]
         assert len({work.number for work in works}) == len(works), "a row stands twice in a plan"
         return works
 
-    def _write(self, work: _Work) -> None:
+    def _write(self, work: _RowWork) -> None:
         size, tokens, blocks = self.info.block_size, work.row.tokens, work.row.blocks
         assert work.end > work.start, "a row computes at least one token"
         assert work.end <= len(tokens), "a token is computed before it is known"
@@ -452,12 +437,12 @@ class FakeExecutor:
         for position in range(work.start, work.end):
             self._kv[blocks[position // size], position % size] = tokens[position]
 
-    def _read(self, work: _Work) -> list[int]:
+    def _read(self, work: _RowWork) -> list[int]:
         """What the KV holds of a row up to the end of what is computed."""
         held: list[int] = self._kv[work.row.blocks].reshape(-1)[: work.end].tolist()
         return held
 
-    def _sample(self, work: _Work, error: Exception | None) -> tuple[list[int], Exception | None]:
+    def _sample(self, work: _RowWork, error: Exception | None) -> tuple[list[int], Exception | None]:
         """The row's next tokens, one for each choice that is wanted, the first of which joins its history.
 
         None, where ``error`` or its rules let the row fail, and why.
@@ -493,7 +478,7 @@ class FakeExecutor:
                 return candidate
         raise _NoTokenLeft("no token may be sampled: allowed_token_ids, bad_words and min_tokens leave none")
 
-    def _prompt_logprobs(self, works: list[_Work]) -> PromptLogprobs | None:
+    def _prompt_logprobs(self, works: list[_RowWork]) -> PromptLogprobs | None:
         """Of the prompt tokens behind those that are computed, for the rows that ask."""
         lines, widths = [], []
         for index, work in enumerate(works):
@@ -515,7 +500,7 @@ class FakeExecutor:
             top_logprobs=top_logprobs,
         )
 
-    def _prompt_lines(self, work: _Work) -> list[tuple[int, int, int]]:
+    def _prompt_lines(self, work: _RowWork) -> list[tuple[int, int, int]]:
         """(position, token, how far its id is behind the likeliest one's), which all tokens before it decide."""
         last = min(work.end, work.row.added.num_prompt_tokens - 1)
         held = np.array(self._read(work), np.int32)

@@ -1,22 +1,51 @@
-"""Command-line flags made from config structs: one definition, several faces.
+"""What all commands share: flags made from config structs, the event loop, and what an exit code says.
 
 A field ``max_num_seqs: Annotated[int, Meta(ge=1, description="…")] = 256`` becomes ``--max-num-seqs INTEGER``, with the
 description as its help and the struct's own check behind it. A tuple's flag may be given more than once, for one item
-each, and so may a dict's: ``--logit-bias 50256=-100``. Fields that hold what no text can say have no flag.
+each, and so may a dict's: ``--logit-bias 50256=-100``. Fields of types that have no form as text have no flag.
 """
 
 from __future__ import annotations
 
+import asyncio
+import signal
+import sys
 import types
-from collections.abc import Callable
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from collections.abc import Callable, Coroutine
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import click
 import msgspec
 
+from aioengine.errors import AioEngineError, ConfigError, InvalidRequest
 from aioengine.validation import check_field, field_types
 
+T = TypeVar("T")
+
+EXIT_FAILURE = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+
 Command = Callable[..., Any]
+
+
+def exit_code_of(error: AioEngineError) -> int:
+    """2 for wrong arguments, 1 for what failed though they were right."""
+    return EXIT_USAGE if isinstance(error, InvalidRequest | ConfigError) else EXIT_FAILURE
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """Run a command to its end, on uvloop where there is one: a command owns its process, and may choose the loop.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C; ``main`` was cancelled and has cleaned up.
+    """
+    if sys.platform == "win32":
+        return asyncio.run(main)
+    import uvloop
+
+    result: T = uvloop.run(main)
+    return result
 
 
 def options_of(struct_type: type[msgspec.Struct], *, absent: str = "{}") -> Callable[[Command], Command]:
@@ -32,7 +61,7 @@ def options_of(struct_type: type[msgspec.Struct], *, absent: str = "{}") -> Call
         fields = {field.name: field for field in msgspec.structs.fields(struct_type)}
         for name, hint in reversed(field_types(struct_type).items()):
             kind, description = _unwrap(hint)
-            if _can_be_said(kind):
+            if _has_text_form(kind):
                 default = fields[name].default
                 if default not in (None, (), msgspec.NODEFAULT):
                     description += f" [default: {absent.format(default)}]"
@@ -95,8 +124,8 @@ def _form(kinds: list[Any]) -> str:
     return "=".join(click.types.convert_type(kind).name.upper() for kind in kinds)
 
 
-def _can_be_said(kind: Any) -> bool:
-    return kind is not Any and all(_can_be_said(_unwrap(argument)[0]) for argument in get_args(kind))
+def _has_text_form(kind: Any) -> bool:
+    return kind is not Any and all(_has_text_form(_unwrap(argument)[0]) for argument in get_args(kind))
 
 
 def _unwrap(hint: Any) -> tuple[Any, str]:
