@@ -41,7 +41,7 @@ from aioengine.scheduler.plan import (
     Want,
     int32,
 )
-from aioengine.testing.fake_logprobs import likeliest, logprobs_of, step_logprobs
+from aioengine.testing.fake_logprobs import prompt_logprobs, step_logprobs
 from aioengine.testing.fake_weights import FakeWeights
 
 T = TypeVar("T")
@@ -347,8 +347,9 @@ class FakeExecutor:
         self.is_closed = True
         self._profile = None
         self._rows.clear()
+        self._lost = DeviceLost("the executor was closed")
         for step in self.unfinished:
-            step.lose(DeviceLost("the executor was closed"))
+            step.lose(self._lost)
 
     def _complete_later(self, step: FakeStep) -> None:
         loop = asyncio.get_running_loop()
@@ -359,13 +360,10 @@ class FakeExecutor:
             loop.call_soon(step.complete)
 
     def _run(self, plan: StepPlan) -> StepResult | Exception:
-        if self.is_closed:
-            return DeviceLost("the executor was closed")
         if self._lost is not None:
             return self._lost
         self.apply(plan)
-        failure = self._failures.pop(plan.step, None)
-        if failure is None:
+        if (failure := self._failures.pop(plan.step, None)) is None:
             return self._compute(plan)
         if isinstance(failure, DeviceLost):
             self._lost = failure
@@ -439,8 +437,7 @@ class FakeExecutor:
 
     def _read(self, work: _RowWork) -> list[int]:
         """What the KV holds of a row up to the end of what is computed."""
-        held: list[int] = self._kv[work.row.blocks].reshape(-1)[: work.end].tolist()
-        return held
+        return list(map(int, self._kv[work.row.blocks].reshape(-1)[: work.end]))
 
     def _sample(self, work: _RowWork, error: Exception | None) -> tuple[list[int], Exception | None]:
         """The row's next tokens, one for each choice that is wanted, the first of which joins its history.
@@ -463,8 +460,7 @@ class FakeExecutor:
     def _choose_all(self, held: list[int], added: RowAdded) -> list[int]:
         """A token for each choice at output position 0, and for the row's own one later."""
         sampling, output = added.sampling, held[added.num_prompt_tokens :]
-        num_choices = 1 if output else sampling.num_choices
-        choices = range(sampling.choice, sampling.choice + num_choices)
+        choices = range(sampling.choice, sampling.choice + (1 if output else sampling.num_choices))
         return [self._choose(held, output, msgspec.structs.replace(sampling, choice=choice)) for choice in choices]
 
     def _choose(self, held: list[int], output: list[int], sampling: RowSampling) -> int:
@@ -480,40 +476,14 @@ class FakeExecutor:
 
     def _prompt_logprobs(self, works: list[_RowWork]) -> PromptLogprobs | None:
         """Of the prompt tokens behind those that are computed, for the rows that ask."""
-        lines, widths = [], []
+        asked = []
         for index, work in enumerate(works):
-            asked = work.row.added.sampling.prompt_logprobs
-            if asked >= 0 and work.start + 1 < work.row.added.num_prompt_tokens:
-                lines += [(index, *line) for line in self._prompt_lines(work)]
-                widths.append(asked)
-        if not lines:
-            return None
-        indices, positions, tokens, distances = (int32(column) for column in zip(*lines, strict=True))
-        vocab_size = self.info.vocab_size
-        top_ids, top_logprobs = likeliest((tokens - distances) % vocab_size, max(widths), vocab_size)
-        return PromptLogprobs(
-            index=indices,
-            positions=positions,
-            logprobs=logprobs_of(distances),
-            ranks=distances + np.int32(1),
-            top_ids=top_ids,
-            top_logprobs=top_logprobs,
-        )
-
-    def _prompt_lines(self, work: _RowWork) -> list[tuple[int, int, int]]:
-        """(position, token, how far its id is behind the likeliest one's), which all tokens before it decide."""
-        last = min(work.end, work.row.added.num_prompt_tokens - 1)
-        held = np.array(self._read(work), np.int32)
-        checksum = zlib.crc32(held[: work.start].tobytes())
-        lines = []
-        for position in range(work.start + 1, last + 1):
-            checksum = zlib.crc32(held[position - 1].tobytes(), checksum)
-            lines.append((position, work.row.tokens[position], checksum % _NUM_PROMPT_RANKS))
-        return lines
-
-
-_NUM_PROMPT_RANKS = 4
-"""The unlikeliest rank that a prompt token has."""
+            width, num_prompt_tokens = work.row.added.sampling.prompt_logprobs, work.row.added.num_prompt_tokens
+            if width >= 0 and work.start + 1 < num_prompt_tokens:
+                last = min(work.end, num_prompt_tokens - 1)
+                known = [*self._read(work)[:last], work.row.tokens[last]]
+                asked.append((index, known, work.start + 1, width))
+        return prompt_logprobs(asked, self.info.vocab_size) if asked else None
 
 
 def _loop_time() -> float:

@@ -1,4 +1,4 @@
-"""Weights that are a number: what was taken, as far as anybody can tell."""
+"""Weights that are a number: a version that says which contents were taken."""
 
 from __future__ import annotations
 
