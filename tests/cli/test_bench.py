@@ -59,7 +59,7 @@ def slow_device() -> FakeExecutor:
 
 
 @pytest.mark.usefixtures("loop_clock")
-@pytest.mark.virtual_clock(seeds=3)
+@pytest.mark.virtual_clock
 async def test_the_times_of_a_request_are_those_of_its_steps() -> None:
     async with Engine(executor=slow_device()) as engine:
         burst = await send(engine, [Job([1, 2, 3], 5)], concurrency=1)
@@ -72,7 +72,7 @@ async def test_the_times_of_a_request_are_those_of_its_steps() -> None:
 
 
 @pytest.mark.usefixtures("loop_clock")
-@pytest.mark.virtual_clock(seeds=3)
+@pytest.mark.virtual_clock
 async def test_the_next_request_is_sent_when_one_ends_and_no_earlier() -> None:
     done: list[float] = []
     async with Engine(executor=slow_device()) as engine:
@@ -85,7 +85,7 @@ async def test_the_next_request_is_sent_when_one_ends_and_no_earlier() -> None:
     assert [timing.reads.ttft_s for timing in burst.timings] == pytest.approx([STEP_TIME_S] * 6)
 
 
-@pytest.mark.virtual_clock(seeds=3)
+@pytest.mark.virtual_clock
 async def test_the_engines_error_comes_out_as_itself() -> None:
     executor = slow_device()
     executor.make_step_fail(2, RuntimeError("out of luck"))

@@ -226,7 +226,7 @@ async def test_answers_go_to_stdout_one_a_line_and_notes_to_stderr(capsys: pytes
     assert [message.content for message in conversation.messages] == ["Hello!", REPLY, "And you?", REPLY]
 
 
-@pytest.mark.virtual_clock(seeds=3)
+@pytest.mark.virtual_clock
 async def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     interrupts = Interrupts()
     say = talker(REPLY)

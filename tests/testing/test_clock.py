@@ -23,7 +23,6 @@ from aioengine.testing.clock import Deadlock, VirtualClockLoop, run
 pytest_plugins = ["pytester"]
 
 CONFTEST = Path(__file__).parents[1] / "conftest.py"
-FIFTY_SEEDS = pytest.mark.virtual_clock(seeds=50)
 
 
 def run_on(loop_factory: Callable[[], VirtualClockLoop], main: Callable[[], Awaitable[Any]]) -> Any:
@@ -337,7 +336,7 @@ def test_a_task_passes_no_callback_that_was_queued_before_or_after_it() -> None:
 # anyio
 
 
-@FIFTY_SEEDS
+@pytest.mark.virtual_clock
 async def test_task_groups_wait_for_their_children() -> None:
     done: set[int] = set()
 
@@ -354,7 +353,7 @@ async def test_task_groups_wait_for_their_children() -> None:
     assert anyio.current_time() == 2.0
 
 
-@FIFTY_SEEDS
+@pytest.mark.virtual_clock
 async def test_an_error_cancels_the_siblings_and_their_shielded_cleanup_completes() -> None:
     cleaned: set[int] = set()
 
@@ -383,7 +382,7 @@ async def test_an_error_cancels_the_siblings_and_their_shielded_cleanup_complete
     assert anyio.current_time() == 11.0
 
 
-@FIFTY_SEEDS
+@pytest.mark.virtual_clock
 async def test_cancel_scopes_reach_tasks_that_have_not_started() -> None:
     ended: list[int] = []
 
@@ -400,7 +399,7 @@ async def test_cancel_scopes_reach_tasks_that_have_not_started() -> None:
     assert sorted(ended) == list(range(6))
 
 
-@FIFTY_SEEDS
+@pytest.mark.virtual_clock
 async def test_nested_deadlines_fire_each_in_its_scope() -> None:
     with anyio.move_on_after(5) as outer:
         with anyio.move_on_after(2) as inner:
@@ -412,7 +411,7 @@ async def test_nested_deadlines_fire_each_in_its_scope() -> None:
     assert (outer.cancelled_caught, anyio.current_time()) == (True, 5.0)
 
 
-@FIFTY_SEEDS
+@pytest.mark.virtual_clock
 async def test_events_locks_and_semaphores_wake_all_who_wait() -> None:
     event, lock, semaphore = anyio.Event(), anyio.Lock(), anyio.Semaphore(2)
     inside = 0
@@ -436,7 +435,7 @@ async def test_events_locks_and_semaphores_wake_all_who_wait() -> None:
     assert (most_inside, anyio.current_time()) == (2, 9.0)
 
 
-@FIFTY_SEEDS
+@pytest.mark.virtual_clock
 async def test_memory_streams_lose_nothing_and_keep_each_senders_order() -> None:
     send, receive = anyio.create_memory_object_stream[tuple[int, int]](2)
     received: list[tuple[int, int]] = []
