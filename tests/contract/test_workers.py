@@ -35,13 +35,6 @@ async def test_it_tells_what_it_can_do(engine: Engine) -> None:
     assert await engine.supported_tasks() == ("generate",)
 
 
-async def test_it_tells_the_memory_of_a_part(engine: Engine, reference: Engine) -> None:
-    for part in ("weights", "kv_cache"):
-        assert await engine.memory_use(part) == await reference.memory_use(part)  # type: ignore[arg-type]
-    errors = [described(await error_of(each.memory_use("engine"))) for each in (engine, reference)]  # type: ignore[arg-type]
-    assert errors[0] == errors[1] == (InvalidRequest, "part='engine': 'weights' or 'kv_cache' is needed", "part")
-
-
 # Functions
 
 

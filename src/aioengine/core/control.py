@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import msgspec
 from msgspec.structs import force_setattr
 
-from aioengine.core.executor_protocol import Executor, Part, WeightPiece
+from aioengine.core.executor_protocol import Executor, WeightPiece
 from aioengine.errors import InternalError, InvalidRequest
 from aioengine.validation import shorten
 
@@ -230,19 +230,6 @@ class ExecuteDummyBatch(Control, frozen=True):
         return executor.execute_dummy_batch()
 
 
-class MemoryUse(Control, frozen=True):
-    """→ bytes that a part of the engine has of the device's memory; 0 while it is asleep."""
-
-    part: Part
-
-    def __post_init__(self) -> None:
-        if self.part not in get_args(Part):
-            raise InvalidRequest(f"part={shorten(self.part)}: 'weights' or 'kv_cache' is needed", param="part")
-
-    def ask(self, executor: Executor) -> Coroutine[Any, Any, int]:
-        return executor.memory_use(self.part)
-
-
 class GetStats(Control, frozen=True):
     """→ `SchedulerStats`: the sequences of all front ends together, and the KV blocks."""
 
@@ -271,7 +258,6 @@ AnyControl = (
     | CollectiveRpc
     | ExecuteDummyBatch
     | GetStats
-    | MemoryUse
 )
 
 

@@ -245,10 +245,6 @@ class Executor(Protocol):
         """
         ...
 
-    async def memory_use(self, part: Part) -> int:
-        """Behind the launched steps, the bytes that ``part`` has of the device's memory; 0 while it is asleep."""
-        ...
-
     async def aclose(self) -> None:
         """Stop after the step that runs, and free the weights, the KV cache and the thread. Idempotent.
 

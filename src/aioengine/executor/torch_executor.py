@@ -163,12 +163,6 @@ class TorchExecutor:
     async def execute_dummy_batch(self) -> None:
         await self._do(self._device.execute_dummy_batch)
 
-    async def memory_use(self, part: Part) -> int:
-        info = self.info
-        return await self._do(
-            self._device.memory_use, part, info.weight_bytes if part == "weights" else info.kv_cache_bytes
-        )
-
     async def _do(self, job: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await self._thread.submit(partial(_job, partial(job, *args, **kwargs))).wait()
 
@@ -301,9 +295,6 @@ class Device:
         if "kv_cache" in parts:
             self._make_cache()
             self._asleep -= {"kv_cache"}
-
-    def memory_use(self, part: Part, num_bytes: int) -> int:
-        return 0 if part in self._asleep else num_bytes
 
     def _make_cache(self) -> None:
         try:

@@ -19,7 +19,6 @@ from aioengine.core.control import (
     DropWeights,
     ExecuteDummyBatch,
     IsSleeping,
-    MemoryUse,
     Pause,
     PauseMode,
     ResetPrefixCache,
@@ -34,7 +33,7 @@ from aioengine.core.control import (
     WakeTag,
     WakeUp,
 )
-from aioengine.core.executor_protocol import ExecutorInfo, Part, WeightDtype
+from aioengine.core.executor_protocol import ExecutorInfo, WeightDtype
 from aioengine.core.health import Health
 from aioengine.errors import EngineClosed, InvalidRequest
 from aioengine.frontend.prompt import ChatMessage
@@ -202,15 +201,6 @@ class EngineControl:
             InvalidRequest: the engine sleeps.
         """
         await self._call(ExecuteDummyBatch())
-
-    async def memory_use(self, part: Part) -> int:
-        """The bytes that "weights" or "kv_cache" have of the device's memory; 0 while they are asleep.
-
-        Raises:
-            InvalidRequest: there is no such part.
-        """
-        num_bytes: int = await self._call(MemoryUse(part))
-        return num_bytes
 
     # Text
 

@@ -336,11 +336,6 @@ class FakeExecutor:
             if "weights" in self._asleep:
                 raise weights_asleep("execute_dummy_batch")
 
-    async def memory_use(self, part: Part) -> int:
-        async with self._control("memory_use", part):
-            num_bytes = self.info.weight_bytes if part == "weights" else self.info.kv_cache_bytes
-            return 0 if part in self._asleep else num_bytes
-
     def _sample_hash(self, token_ids: list[int], sampling: RowSampling) -> int:
         return sample_hash(token_ids, sampling, vocab_size=self.info.vocab_size, weights_version=self._weights.version)
 
