@@ -21,6 +21,7 @@ named ``aioengine…``: the loop still owns others). A failing test is spared: w
 """
 
 import asyncio
+import logging
 import os
 import signal
 import sys
@@ -138,6 +139,15 @@ def no_blocking_call_on_a_loop() -> Iterator[BlockBuster]:
     blockbuster.activate()
     yield blockbuster
     blockbuster.deactivate()
+
+
+@pytest.fixture
+def quiet_log() -> Iterator[None]:
+    """What a test breaks on purpose need not be printed."""
+    logger = logging.getLogger("aioengine")
+    logger.propagate = False
+    yield
+    logger.propagate = True
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,6 @@ after the other, and ``reference`` the same in process. `make_engine` makes one 
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
@@ -14,7 +13,8 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from contract.ways import BOTH_LOOPS, WAYS, Opener, Quiet, has_load, until
+from contract.ways import BOTH_LOOPS, WAYS, Opener, has_load
+from waiting import Tasks, until
 
 from aioengine import Engine
 
@@ -94,32 +94,9 @@ async def make_local() -> AsyncIterator[MakeEngine]:
     await made.aclose()
 
 
-@pytest.fixture
-def quiet_log() -> Iterator[None]:
-    with Quiet():
-        yield
-
-
-class Tasks:
-    """Tasks of a test, by hand: their results and errors are looked at one by one."""
-
-    def __init__(self) -> None:
-        self._tasks: list[asyncio.Task[Any]] = []
-
-    def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.append(task)
-        return task
-
-    async def end(self, *tasks: asyncio.Task[Any]) -> list[Any]:
-        """Wait for these (or all) and return each one's result or error."""
-        return await asyncio.gather(*(tasks or self._tasks), return_exceptions=True)
-
-
 @pytest_asyncio.fixture(loop_scope="module")
 async def tasks() -> AsyncIterator[Tasks]:
     made = Tasks()
     yield made
-    for task in made._tasks:
-        task.cancel()
+    made.cancel()
     await made.end()

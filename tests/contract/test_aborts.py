@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from contract.fakes import MAX_IN_FLIGHT
-from contract.ways import BOTH_LOOPS, has_load, reasons_of, told, until, until_async
+from contract.ways import BOTH_LOOPS, has_load, reasons_of, told, until_async
+from waiting import until
 
 from aioengine import Engine, EngineOverloaded
 

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 from contract.conftest import MakeEngine
-from contract.ways import error_of, has_load, until
+from contract.ways import error_of, has_load
 from turn_probe import LONGEST_S, PIECES_A_TURN, TurnProbe, few_a_turn
+from waiting import until
 
 from aioengine import Engine, EngineClosed, InvalidRequest
 

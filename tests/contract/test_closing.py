@@ -10,7 +10,8 @@ from typing import Any
 
 import anyio
 import pytest
-from contract.ways import DEADLINE_S, error_of, has_load, until
+from contract.ways import DEADLINE_S, error_of, has_load
+from waiting import until
 
 from aioengine import Engine, EngineClosed, EngineDead
 
@@ -100,15 +101,6 @@ async def test_one_that_is_stalled_closes_once_its_drain_is_given_up(make_engine
         with anyio.fail_after(DEADLINE_S):
             await engine.aclose()
     assert not engine._runtime.is_open
-
-
-async def test_one_that_was_started_and_closed_is_not_entered(make_engine: Any) -> None:
-    engine = await make_engine()
-    await engine.aclose()
-    for _ in range(2):
-        with pytest.raises(EngineClosed, match="an engine starts once; make a new one"):
-            async with engine:
-                pytest.fail("it was entered")
 
 
 @pytest.mark.parametrize("drain", [False, True])

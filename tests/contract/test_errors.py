@@ -9,8 +9,9 @@ from typing import Any
 
 import anyio
 import pytest
-from contract.ways import BOTH_LOOPS, DEADLINE_S, described, error_of, has_load, reasons_of, told, until
+from contract.ways import BOTH_LOOPS, DEADLINE_S, described, error_of, has_load, reasons_of, told
 from hostile_errors import HOSTILE
+from waiting import until
 
 from aioengine import (
     ConfigError,
@@ -100,6 +101,7 @@ async def test_a_bad_call_on_the_whole_engine_is_refused_in_the_same_words(engin
         assert errors[0] == errors[1]
         assert errors[0][0] is InvalidRequest
     assert not await engine.is_sleeping()
+    assert reasons_of(await engine.generate(PROMPT, max_tokens=2)) == ["length"], "it is not paused"
 
 
 async def test_a_prompt_that_is_too_long_says_how_long_it_may_be(engine: Engine) -> None:
@@ -267,6 +269,7 @@ async def everything_of(engine: Engine) -> list[Exception]:
         lambda: engine.info,
         lambda: engine.metrics,
         lambda: engine.stream(PROMPT),
+        lambda: engine.add_observer(object()),
         lambda: engine.profile("trace.json"),
     ):
         with pytest.raises((EngineClosed, EngineDead)) as ended:

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from contract.ways import BOTH_LOOPS, Opener, has_load, reasons_of, told, until
+from contract.ways import BOTH_LOOPS, Opener, has_load, reasons_of, told
+from waiting import until
 
 from aioengine import ConfigError, Engine, EngineClosed, EngineDead, EngineOverloaded, InvalidRequest
 

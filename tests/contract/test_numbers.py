@@ -8,28 +8,16 @@ import math
 from typing import Any
 
 import pytest
-from contract.ways import BOTH_LOOPS, has_load, reasons_of, until
+from contract.ways import BOTH_LOOPS, has_load
+from engine.oracle import Witness
+from waiting import until
 
-from aioengine import Engine, RequestMetrics, StepRecord
+from aioengine import Engine
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PROMPT = list(range(100, 149))
 WORD = "xylophone"
-
-
-class Witness:
-    """An observer that keeps all that it is told."""
-
-    def __init__(self) -> None:
-        self.steps: list[StepRecord] = []
-        self.requests: list[tuple[RequestMetrics, tuple[str, ...]]] = []
-
-    def on_step(self, record: StepRecord) -> None:
-        self.steps.append(record)
-
-    def on_request(self, metrics: RequestMetrics, finish_reasons: tuple[str, ...]) -> None:
-        self.requests.append((metrics, finish_reasons))
 
 
 @BOTH_LOOPS
@@ -102,7 +90,7 @@ async def test_observers_see_each_step_and_each_end(engine: Engine) -> None:
     stop()
     engine.add_observer(late)()
     await engine.generate(PROMPT, max_tokens=3)
-    assert [reasons for _, reasons in witness.requests] == [("length", "length")]
+    assert witness.reasons == [("length", "length")]
     assert not late.steps
     steps = [record.step for record in witness.steps]
     assert steps == list(range(steps[0], steps[0] + len(steps)))
@@ -117,17 +105,6 @@ async def test_observers_see_each_step_and_each_end(engine: Engine) -> None:
         assert record.loop_lag_s is None or record.loop_lag_s >= 0
         assert 0 <= record.free_blocks <= record.num_blocks
     assert all(gap_s >= 0 for gap_s in gaps)
-
-
-async def test_an_observer_that_fails_harms_nobody(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
-    class Failing(Witness):
-        def on_step(self, record: StepRecord) -> None:
-            raise ValueError("of its own")
-
-    stop = engine.add_observer(Failing())
-    assert reasons_of(await engine.generate(PROMPT, max_tokens=3)) == ["length"]
-    stop()
-    assert "an observer failed" in caplog.text
 
 
 async def test_a_live_engine_says_so(engine: Engine, tasks: Any) -> None:

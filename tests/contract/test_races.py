@@ -8,7 +8,8 @@ from typing import Any
 import anyio
 import numpy as np
 import pytest
-from contract.ways import error_of, ids_of, until
+from contract.ways import error_of, ids_of
+from waiting import until
 
 from aioengine import Engine, InvalidRequest
 

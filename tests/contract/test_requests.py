@@ -144,8 +144,11 @@ async def test_defaults_of_the_model_hold_for_what_is_not_given(engine: Engine, 
 
 
 async def test_without_a_seed_each_request_is_another(engine: Engine) -> None:
-    outputs = await asyncio.gather(*(engine.generate(PROMPT, max_tokens=8) for _ in range(4)))
-    assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 4
+    seeds = (None, None, None, 1, 2, 1)
+    outputs = await asyncio.gather(*(engine.generate(PROMPT, max_tokens=8, seed=seed) for seed in seeds))
+    ids = [tuple(output.outputs[0].token_ids) for output in outputs]
+    assert len({*ids}) == 5
+    assert ids[3] == ids[5]
 
 
 async def test_greedy_choices_are_all_alike_and_computed_once(engine: Engine) -> None:
@@ -186,7 +189,7 @@ async def test_a_cache_salt_keeps_prefixes_apart_and_what_was_cached_is_told(eng
         assert output.metrics.num_cached_tokens == output.num_cached_tokens
         return output.num_cached_tokens
 
-    assert [await num_cached(salt) for salt in ("one", "one", "another", "another", None, None)] == [0, 48] * 3
+    assert [await num_cached(salt) for salt in ("one", "another", None, "one", None, "another")] == [0] * 3 + [48] * 3
 
 
 # Streams
@@ -245,6 +248,6 @@ async def test_a_stream_tells_a_watcher_of_news(engine: Engine) -> None:
 
 async def test_a_request_has_the_name_that_it_was_given(engine: Engine) -> None:
     output = await engine.generate(TEXT, max_tokens=1, request_id="🦊 mine")
-    assert output.request_id == "🦊 mine"
+    assert output.request_id == engine.stream(TEXT, request_id="🦊 mine").request_id == "🦊 mine"
     first, second = [await engine.generate(TEXT, max_tokens=1) for _ in range(2)]
     assert first.request_id != second.request_id

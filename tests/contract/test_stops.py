@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from contract.ways import BOTH_LOOPS, told, until
+from contract.ways import BOTH_LOOPS, told
+from waiting import until
 
 from aioengine import Engine
 

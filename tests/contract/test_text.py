@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from contract.ways import BOTH_LOOPS, described, error_of, has_load, told, until
+from contract.ways import BOTH_LOOPS, described, error_of, has_load, told
+from waiting import until
 
 from aioengine import CompletionDelta, Engine, EngineClosed, EngineDead, EngineOverloaded, Stream
 
@@ -144,6 +145,8 @@ async def test_an_engine_that_drains_or_is_closed_says_so_before_a_request(full:
         full.check_accepting()
     for work in (full.tokenize(TEXT), full.detokenize([5])):
         assert isinstance(await error_of(work), EngineClosed)
+    with pytest.raises(EngineClosed):
+        full.token_bytes([5])
 
 
 async def test_a_dead_engine_says_so_before_a_request(make_engine: Any, quiet_log: None) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import uvloop
-from contract.ways import WAYS, Opener, error_of, has_load, reasons_of, until
+from contract.ways import WAYS, Opener, error_of, has_load, reasons_of
+from waiting import until
 
 from aioengine import Engine, EngineClosed
 

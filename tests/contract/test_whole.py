@@ -6,7 +6,8 @@ import asyncio
 from typing import Any
 
 import pytest
-from contract.ways import BOTH_LOOPS, described, error_of, has_load, ids_of, reasons_of, told, until
+from contract.ways import BOTH_LOOPS, described, error_of, has_load, ids_of, reasons_of, told
+from waiting import until
 
 from aioengine import Engine, EngineClosed
 
@@ -97,12 +98,14 @@ async def test_a_drain_serves_all_that_came_before_and_refuses_what_comes_after(
 
 
 async def test_a_drain_sets_a_paused_engine_going(engine: Engine, tasks: Any) -> None:
+    held = [tasks.start(engine.generate(PROMPT, seed=13, max_tokens=30))]
+    await until(has_load(engine, running=1))
     await engine.pause()
-    waiting = tasks.start(engine.generate(PROMPT, seed=13, max_tokens=3))
+    held.append(tasks.start(engine.generate(PROMPT, seed=13, max_tokens=3)))
     await until(has_load(engine, waiting=1))
     await engine.drain()
-    assert waiting.done()
-    assert reasons_of(await waiting) == ["length"]
+    assert all(task.done() for task in held)
+    assert [reasons_of(await task) for task in held] == [["length"]] * 2
     await engine.resume()
 
 
@@ -110,14 +113,16 @@ async def test_a_drain_sets_a_paused_engine_going(engine: Engine, tasks: Any) ->
 
 
 async def test_a_forgotten_prefix_is_computed_anew(engine: Engine) -> None:
-    async def num_cached() -> int:
-        return (await engine.generate(PROMPT, max_tokens=2, cache_salt="forget me")).num_cached_tokens
+    async def ask() -> Any:
+        return await engine.generate(PROMPT, seed=15, max_tokens=2, cache_salt="forget me")
 
     await engine.reset_prefix_cache()
-    assert [await num_cached(), await num_cached()] == [0, 48]
+    assert [(await ask()).num_cached_tokens for _ in range(2)] == [0, 48]
+    before = await ask()
     assert await engine.reset_prefix_cache() == 3
     assert await engine.reset_prefix_cache() == 0
-    assert await num_cached() == 0
+    again = await ask()
+    assert (again.num_cached_tokens, told(again)) == (0, told(before))
 
 
 @pytest.mark.parametrize("times", [1, 4])

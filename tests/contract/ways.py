@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -112,13 +111,6 @@ class Opener:
             await self._closers.pop()()
 
 
-async def until(is_so: Callable[[], Any]) -> None:
-    """Let others run until it is so."""
-    with anyio.fail_after(DEADLINE_S):
-        while not is_so():  # noqa: ASYNC110 - no event tells
-            await asyncio.sleep(0)
-
-
 async def until_async(is_so: Callable[[], Awaitable[Any]]) -> None:
     """Ask until it is so."""
     with anyio.fail_after(DEADLINE_S):
@@ -161,14 +153,3 @@ async def error_of(work: Awaitable[Any]) -> Exception:
 def described(error: Exception) -> tuple[type, str, Any]:
     """What a caller sees of an error."""
     return type(error), str(error), getattr(error, "param", None)
-
-
-class Quiet:
-    """What a test breaks on purpose need not be printed."""
-
-    def __enter__(self) -> None:
-        self._logger = logging.getLogger("aioengine")
-        self._logger.propagate = False
-
-    def __exit__(self, *error: object) -> None:
-        self._logger.propagate = True

@@ -8,11 +8,12 @@ import copy
 import functools
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
+from waiting import Tasks
 
 from aioengine import Engine
 from aioengine.core.engine_core import EngineCore
@@ -143,15 +144,6 @@ def each_tokenizer_is_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def quiet_log() -> Any:
-    """What a test breaks on purpose need not be printed."""
-    logger = logging.getLogger("aioengine")
-    logger.propagate = False
-    yield
-    logger.propagate = True
-
-
-@pytest.fixture
 def make_executor() -> Callable[..., FakeExecutor]:
     """Make a fake device of the demo model's vocabulary; ``depth`` is ``max_in_flight``.
 
@@ -199,22 +191,6 @@ def serve(make_executor: Callable[..., FakeExecutor]) -> Serve:
         assert executor.is_closed
 
     return start
-
-
-class Tasks:
-    """Tasks of a test, by hand: their results and errors are looked at one by one."""
-
-    def __init__(self) -> None:
-        self._tasks: list[asyncio.Task[Any]] = []
-
-    def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.append(task)
-        return task
-
-    async def end(self, *tasks: asyncio.Task[Any]) -> list[Any]:
-        """Wait for these (or all) and return each one's result or error."""
-        return await asyncio.gather(*(tasks or self._tasks), return_exceptions=True)
 
 
 @pytest.fixture

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from aioengine import (
     EngineClosed,
     EngineDead,
     EngineOverloaded,
-    InvalidRequest,
     PromptTooLong,
     RequestOutput,
     StepFailed,
@@ -47,15 +45,6 @@ async def is_still(served: Any) -> bool:
     num_plans = len(served.executor.plans)
     await asyncio.sleep(LONG_S)
     return len(served.executor.plans) == num_plans and not served.executor.unfinished
-
-
-@pytest.fixture
-def quiet_log() -> Iterator[None]:
-    """What a test breaks on purpose need not be printed."""
-    logger = logging.getLogger("aioengine")
-    logger.propagate = False
-    yield
-    logger.propagate = True
 
 
 # Drain
@@ -150,18 +139,6 @@ async def test_a_drain_that_the_engines_end_cuts_short_says_so(
         assert {type(outcome) for outcome in await tasks.end(*drains, *started)} == {error}
 
 
-@pytest.mark.virtual_clock(seeds=1)
-async def test_a_drain_sets_a_paused_engine_going(serve: Any, tasks: Any, depth: int) -> None:
-    async with serve(depth=depth) as served:
-        started = start(served, tasks, 2)
-        await asyncio.sleep(0.035)
-        await served.engine.pause()
-        started += start(served, tasks, 2, first=2)
-        await served.turn()
-        await served.engine.drain()
-        assert reasons(await tasks.end(*started)) == ["length"] * 4
-
-
 # Abort
 
 
@@ -186,15 +163,6 @@ async def test_abort_all_ends_everyone_wherever_they_are(serve: Any, tasks: Any,
         assert any(outcome.outputs[0].token_ids for outcome in outcomes)
         assert witness.reasons == [("abort",)] * 7
         assert (await served.engine.generate(PROMPT, max_tokens=3)).outputs[0].finish_reason == "length"
-
-
-async def test_abort_all_of_an_engine_without_requests_does_nothing(serve: Any) -> None:
-    engine = Engine()
-    engine.abort_all()
-    async with serve() as served:
-        served.engine.abort_all()
-        await served.engine.aclose()
-        served.engine.abort_all()
 
 
 # Pause and resume
@@ -285,14 +253,6 @@ async def test_a_pause_that_is_given_up_pauses_all_the_same(serve: Any, tasks: A
         assert reasons([o for o in await tasks.end() if isinstance(o, RequestOutput)]) == ["length"] * 4
 
 
-async def test_a_mode_that_there_is_not_is_refused(serve: Any) -> None:
-    async with serve() as served:
-        with pytest.raises(InvalidRequest, match="'keep'") as error:
-            await served.engine.pause("gently")
-        assert error.value.param == "mode"
-        assert (await served.engine.generate(PROMPT, max_tokens=2)).finished, "it is not paused"
-
-
 @pytest.mark.virtual_clock(seeds=1)
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 @pytest.mark.parametrize("drain", [False, True])
@@ -321,20 +281,6 @@ async def test_closing_ends_a_pause_that_waits(serve: Any, tasks: Any, depth: in
 
 
 # The prefix cache
-
-
-@pytest.mark.virtual_clock(seeds=1)
-async def test_forgotten_prefixes_are_computed_again(serve: Any, depth: int) -> None:
-    async with serve(depth=depth, block_size=4) as served:
-        assert await served.engine.reset_prefix_cache() == 0
-        for num_cached in (0, 16):
-            output = await served.engine.generate(PROMPT, seed=1, max_tokens=5)
-            assert output.num_cached_tokens == num_cached
-        assert await served.engine.reset_prefix_cache() == 6, "24 of the 25 tokens are computed"
-        assert await served.engine.reset_prefix_cache() == 0
-        again = await served.engine.generate(PROMPT, seed=1, max_tokens=5)
-        assert again.num_cached_tokens == 0
-        assert tokens_of(again) == tokens_of(output)
 
 
 @pytest.mark.virtual_clock(seeds=1)
@@ -379,16 +325,6 @@ async def test_nobody_waits_for_ever_for_a_prefix_that_was_forgotten(serve: Any,
             await served.turn()
         for seed, outcome in enumerate(await tasks.end(*started)):
             assert tokens_of(outcome) == [continuation(PROMPT, 20, seed=seed)]
-
-
-@pytest.mark.virtual_clock(seeds=1)
-async def test_salts_keep_prefixes_apart(serve: Any, depth: int) -> None:
-    async with serve(depth=depth, block_size=4) as served:
-        cached = [
-            (await served.engine.generate(PROMPT, seed=1, max_tokens=1, cache_salt=salt)).num_cached_tokens
-            for salt in (None, "a", "b", "a", None, "b")
-        ]
-        assert cached == [0, 0, 0, 16, 16, 16]
 
 
 # In any order, and from many tasks

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,20 +14,13 @@ from aioengine import EngineClosed, EngineDead, InternalError, RequestOutput, St
 from aioengine.core.executor_protocol import DeviceLost
 from aioengine.executor import in_process
 
+pytestmark = pytest.mark.usefixtures("quiet_log")
+
 SECRET_IDS = [1234, 1567, 1890] * 6
 
 
 def upside_down() -> Exception:
     return ArithmeticError("the matrix is upside down")
-
-
-@pytest.fixture(autouse=True)
-def quiet_log() -> Any:
-    """What these tests break on purpose need not be printed."""
-    logger = logging.getLogger("aioengine")
-    logger.propagate = False
-    yield
-    logger.propagate = True
 
 
 def num_alive_blocks(served: Any) -> int:

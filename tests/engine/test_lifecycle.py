@@ -16,6 +16,7 @@ from typing import Any
 import anyio
 import pytest
 import uvloop
+from waiting import until
 
 from aioengine import (
     ConfigError,
@@ -43,15 +44,6 @@ fake = functools.partial(FakeExecutor, vocab_size=2048)
 
 def num_open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
-
-
-async def poll(is_so: Callable[[], Any]) -> None:
-    """Let others run, threads too, until it is so."""
-    for _ in range(1_000_000):
-        if is_so():
-            return
-        await asyncio.sleep(0)
-    raise AssertionError("it never came to be so")
 
 
 def engine_threads() -> list[str]:
@@ -120,20 +112,6 @@ async def test_start_and_aclose_may_be_called_from_different_tasks(make_executor
     assert output.finished
 
 
-@BOTH_LOOPS
-async def test_closing_again_and_again_is_harmless(make_executor: Any) -> None:
-    engine = await Engine.start(executor=make_executor())
-    await asyncio.gather(*(engine.aclose(drain=bool(number % 2)) for number in range(6)))
-    await engine.aclose()
-    await engine.aclose(drain=True)
-
-
-async def test_closing_what_never_started_is_harmless() -> None:
-    engine = Engine()
-    await engine.aclose()
-    assert "new" in repr(engine)
-
-
 async def test_an_engine_that_was_started_may_be_entered_once(make_executor: Any) -> None:
     async with await Engine.start(executor=make_executor()) as engine:
         assert (await engine.generate([5, 6], max_tokens=3)).finished
@@ -149,8 +127,9 @@ async def test_an_engine_starts_once(make_executor: Any) -> None:
     assert "open" in repr(engine)
     await engine.aclose()
     assert "closed" in repr(engine)
-    with pytest.raises(EngineClosed, match="starts once"):
-        await engine.__aenter__()
+    for _ in range(2):
+        with pytest.raises(EngineClosed, match="an engine starts once; make a new one"):
+            await engine.__aenter__()
 
 
 async def test_an_engine_that_does_not_run_says_so(make_executor: Any) -> None:
@@ -159,12 +138,15 @@ async def test_an_engine_that_does_not_run_says_so(make_executor: Any) -> None:
         lambda: engine.stream(PROMPT),
         lambda: engine.info,
         lambda: engine.describe(),
+        lambda: engine.check_accepting(),
     ]
     for call in calls:
         with pytest.raises(EngineClosed, match="not been started"):
             call()
     engine.abort("nobody")
+    engine.abort_all()
     async with engine:
+        engine.abort_all()
         assert engine.info.device == "fake"
         assert "KV cache" in engine.describe()
     for call in calls:
@@ -199,7 +181,7 @@ async def test_a_closed_engine_is_garbage_with_all_that_it_held(make_executor: A
         executor = make_executor(depth=depth, is_manual=True)
         engine = await Engine.start(executor=executor)
         async with engine.stream(PROMPT) as stream:
-            await poll(lambda: len(executor.unfinished) == depth)
+            await until(lambda: len(executor.unfinished) == depth)
             await engine.aclose()
         return [weakref.ref(part) for part in (engine, executor, engine._runtime, engine._runtime.core, stream)]
 
@@ -375,7 +357,7 @@ async def test_a_start_given_up_by_a_timeout_leaves_nothing_behind(gate: Gate, t
 
 
 async def give_up_when_reached(gate: Gate, scope: anyio.CancelScope) -> None:
-    await poll(gate.is_reached.is_set)
+    await until(gate.is_reached.is_set)
     scope.cancel()
     for _ in range(3):
         await asyncio.sleep(0)
@@ -421,13 +403,13 @@ async def test_closing_while_it_starts_ends_the_start(make_executor: Any, tasks:
     executor = make_executor()
     engine = Engine(executor=executor)
     starting = tasks.start(engine.__aenter__())
-    await poll(gate.is_reached.is_set)
+    await until(gate.is_reached.is_set)
     waiting = tasks.start(engine.generate(PROMPT))
     with pytest.raises(EngineClosed, match="starting"):
         _ = engine.info
     await asyncio.sleep(0)
     closing = tasks.start(engine.aclose(drain=drain))
-    await poll(lambda: engine.health().status == "DEAD")
+    await until(lambda: engine.health().status == "DEAD")
     with pytest.raises(EngineClosed, match="closed"):
         engine.stream(PROMPT)
     gate.open.set()
@@ -483,7 +465,7 @@ async def test_a_request_that_is_made_while_the_engine_starts_is_served_when_it_
     with pytest.raises(EngineClosed, match="not been started"):
         await engine.generate(PROMPT)
     tasks.start(engine.__aenter__())
-    await poll(gate.is_reached.is_set)
+    await until(gate.is_reached.is_set)
     assert engine.health().status == "STARTING"
 
     async def read(stream: Stream) -> str:
@@ -513,7 +495,7 @@ async def test_a_request_that_is_made_while_the_engine_starts_is_served_when_it_
     assert not ids.done()
     assert engine.health().status == "STARTING"
     gate.open.set()
-    await poll(lambda: all(task.done() for task in (ids, chat, text, bad, one, other)))
+    await until(lambda: all(task.done() for task in (ids, chat, text, bad, one, other)))
     assert engine.health().status == "ALIVE"
     assert ids.result().prompt_token_ids == PROMPT
     assert ids.result().outputs == (await engine.generate(PROMPT, **asked)).outputs
@@ -533,7 +515,7 @@ async def test_requests_that_would_not_wait_are_bounded_while_the_engine_starts(
 ) -> None:
     engine = Engine(executor=make_executor(), max_waiting=2)
     tasks.start(engine.__aenter__())
-    await poll(gate.is_reached.is_set)
+    await until(gate.is_reached.is_set)
     waiting = [tasks.start(engine.generate(PROMPT, max_tokens=2, on_full="raise")) for _ in range(2)]
     await asyncio.sleep(0)
     with pytest.raises(EngineOverloaded, match="wait for the engine to start"):
@@ -543,7 +525,7 @@ async def test_requests_that_would_not_wait_are_bounded_while_the_engine_starts(
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     gate.open.set()
-    await poll(lambda: waiting[1].done() and patient.done())
+    await until(lambda: waiting[1].done() and patient.done())
     assert waiting[1].result().finished
     assert patient.result().finished
     await engine.aclose()
@@ -557,7 +539,7 @@ async def test_requests_that_wait_for_a_start_hear_why_it_never_came(
     executor = make_executor()
     engine = Engine(model, executor=executor)
     starting = tasks.start(engine.__aenter__())
-    await poll(gate.is_reached.is_set)
+    await until(gate.is_reached.is_set)
     waiting = [tasks.start(engine.generate(PROMPT)), tasks.start(engine.wait_started())]
     await asyncio.sleep(0)
     if end == "cancellation":
@@ -580,14 +562,14 @@ async def test_cancelling_a_start_twice_leaves_the_closing_to_the_engine(
 ) -> None:
     executor = make_executor()
     starting = tasks.start(Engine.start(executor=executor))
-    await poll(gate.is_reached.is_set)
+    await until(gate.is_reached.is_set)
     starting.cancel()
     await asyncio.sleep(0)
     starting.cancel()
     assert isinstance((await tasks.end(starting))[0], asyncio.CancelledError)
     assert engine_threads()
     gate.open.set()
-    await poll(lambda: not engine_threads())
+    await until(lambda: not engine_threads())
     assert executor.is_closed
 
 
@@ -746,7 +728,7 @@ def test_an_engine_that_is_garbage_stops_and_says_so(new_loop: Any) -> None:
         await engine.generate("fox " * 50, max_tokens=2)
         with pytest.warns(ResourceWarning, match="never closed"):
             del engine
-        await poll(lambda: not engine_threads() and executor.is_closed)
+        await until(lambda: not engine_threads() and executor.is_closed)
 
     run(new_loop, main())
 
@@ -758,7 +740,7 @@ def test_an_engine_that_is_used_is_not_garbage(new_loop: Any) -> None:
         stream = (await Engine.start(executor=executor)).stream(PROMPT, max_tokens=1)
         async with stream:
             gc.collect()
-            await poll(lambda: executor.unfinished)
+            await until(lambda: executor.unfinished)
             executor.complete()
             assert (await stream.finish()).finished
         await stream._engine.aclose()
@@ -791,7 +773,7 @@ def test_requests_in_flight_when_the_loop_ends_are_cancelled_with_it(new_loop: A
         executor = fake(is_manual=True)
         engine = await Engine.start(executor=executor)
         task = asyncio.get_running_loop().create_task(engine.generate(PROMPT))
-        await poll(lambda: executor.plans)
+        await until(lambda: executor.plans)
         return engine, executor, task
 
     with pytest.warns(ResourceWarning, match="loop ended"):
@@ -847,7 +829,7 @@ def test_a_loop_closed_without_any_clean_up_leaves_no_thread_and_frees_the_devic
         if is_busy:
             for prompt in (PROMPT, "fox " * 50):
                 asyncio.get_running_loop().create_task(engine.generate(prompt))
-            await poll(lambda: len(engine._runtime.core.scheduler.sequences()) == 2)
+            await until(lambda: len(engine._runtime.core.scheduler.sequences()) == 2)
         return engine, weakref.ref(executor)
 
     engine, executor = loop.run_until_complete(start())
@@ -875,9 +857,9 @@ async def test_a_tokenizer_that_loads_for_ever_is_given_up(
     with pytest.raises(ModelLoadError, match=r"no progress for 0.05 s \(load_timeout_s\)"):
         await Engine.start(executor=make_executor(), load_timeout_s=0.05)
     starting = tasks.start(Engine.start(executor=make_executor()))
-    await poll(lambda: engine_threads().count("aioengine-load") == 2)
+    await until(lambda: engine_threads().count("aioengine-load") == 2)
     starting.cancel()
     assert isinstance((await tasks.end(starting))[0], asyncio.CancelledError)
     assert set(engine_threads()) == {"aioengine-load"}
     is_over.set()
-    await poll(lambda: not engine_threads())
+    await until(lambda: not engine_threads())

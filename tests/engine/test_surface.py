@@ -91,43 +91,6 @@ async def test_a_model_without_a_tokenizer_takes_and_gives_ids(serve: Any, tmp_p
         assert all(entry.decoded_token is None for line in output.outputs[0].logprobs for entry in line.values())
 
 
-async def test_ids_come_back_as_they_were_given_and_are_made_up_otherwise(serve: Any) -> None:
-    async with serve() as served:
-        named = await served.engine.generate(IDS, request_id="mine", max_tokens=1)
-        others = [await served.engine.generate(IDS, max_tokens=1) for _ in range(2)]
-
-        assert named.request_id == "mine"
-        assert others[0].request_id != others[1].request_id
-        assert served.engine.stream(IDS, request_id="mine").request_id == "mine"
-
-
-async def test_the_same_seed_gives_the_same_tokens_and_no_seed_gives_others(serve: Any) -> None:
-    async with serve() as served:
-
-        async def ids(**sampling: Any) -> list[int]:
-            return (await served.engine.generate(IDS, max_tokens=8, **sampling)).outputs[0].token_ids
-
-        assert await ids(seed=1) == await ids(seed=1)
-        assert await ids(seed=1) != await ids(seed=2)
-        assert await ids() != await ids()
-
-
-async def test_params_and_keywords_are_two_ways_to_say_the_same(serve: Any) -> None:
-    async with serve() as served:
-        by_params = await served.engine.generate(IDS, SamplingParams(max_tokens=6, seed=3))
-        by_keywords = await served.engine.generate(IDS, max_tokens=6, seed=3)
-
-        assert by_params.outputs == by_keywords.outputs
-
-
-async def test_a_cached_prefix_is_counted(serve: Any) -> None:
-    async with serve(block_size=4) as served:
-        first = await served.engine.generate(list(range(10, 20)), max_tokens=1)
-        second = await served.engine.generate(list(range(10, 20)), max_tokens=1)
-
-        assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 8)
-
-
 async def test_the_models_generation_config_has_the_defaults_of_keywords(serve: Any) -> None:
     async with serve(is_manual=True) as served:
         stream = served.engine.stream
@@ -136,15 +99,6 @@ async def test_the_models_generation_config_has_the_defaults_of_keywords(serve: 
             rows = [added.sampling for added in served.executor.plans[0].added]
 
         assert [(row.temperature, row.top_p) for row in rows] == [(0.7, 0.9), (0.7, 0.5), (1.0, 1.0)]
-
-
-async def test_many_run_side_by_side_and_each_gets_its_own(serve: Any, depth: int) -> None:
-    async with serve(depth=depth) as served:
-        prompts = [[i, i + 1, i + 2] for i in range(3, 40)]
-        together = await asyncio.gather(*(served.engine.generate(p, seed=1, max_tokens=9) for p in prompts))
-        alone = [await served.engine.generate(p, seed=1, max_tokens=9) for p in prompts]
-
-        assert [output.outputs for output in together] == [output.outputs for output in alone]
 
 
 async def test_a_prompt_is_what_it_was_at_the_call(serve: Any, tasks: Any) -> None:

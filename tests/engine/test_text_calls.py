@@ -14,8 +14,7 @@ from tokenizers import Regex
 from tokenizers import Tokenizer as Backend
 from tokenizers.pre_tokenizers import Split
 
-from aioengine import CompletionDelta, EngineClosed, EngineDead, EngineOverloaded, InvalidRequest, StepFailed, Stream
-from aioengine.core.executor_protocol import DeviceLost
+from aioengine import CompletionDelta, EngineClosed, EngineOverloaded, InvalidRequest, StepFailed, Stream
 from aioengine.text.chat_input import MAX_BYTES
 from aioengine.text.token_table import TokenTables, WindowTable
 
@@ -82,36 +81,6 @@ async def test_asking_takes_no_place_and_passes_nobody(serve: Any, tasks: Any, d
         while not all(task.done() for task in started):
             await served.rest()
             await served.turn()
-
-
-async def test_an_engine_that_drains_or_is_closed_or_was_not_started_says_so(serve: Any, tasks: Any) -> None:
-    async with serve(is_manual=True) as served:
-        running = tasks.start(served.engine.generate(PROMPT, max_tokens=2))
-        await served.until(lambda: served.core.stats().running == 1)
-        draining = tasks.start(served.engine.drain())
-        await served.until(lambda: served.runtime.admission.is_refusing)
-        with pytest.raises(EngineClosed, match="draining"):
-            served.engine.check_accepting()
-        await served.rest()
-        await tasks.end(running, draining)
-        await served.engine.resume()
-        served.engine.check_accepting()
-        await served.engine.aclose()
-        with pytest.raises(EngineClosed, match="is closed"):
-            served.engine.check_accepting()
-    from aioengine import Engine
-
-    with pytest.raises(EngineClosed, match="has not been started"):
-        Engine().check_accepting()
-
-
-async def test_a_dead_engine_says_so(serve: Any, quiet_log: None) -> None:
-    async with serve() as served:
-        served.executor.make_step_fail(0, DeviceLost("lost"))
-        with pytest.raises(EngineDead):
-            await served.engine.generate(PROMPT, max_tokens=2)
-        with pytest.raises(EngineDead):
-            served.engine.check_accepting()
 
 
 @pytest.mark.parametrize("num_sequences", [0, -1, True, 1.0, "1", None])
@@ -301,13 +270,6 @@ async def test_special_tokens_are_shown_if_the_caller_says_so(serve: Any) -> Non
         assert text == (await served.engine.generate(CHAT, max_tokens=1)).prompt
 
 
-async def test_more_than_the_model_takes_is_counted(serve: Any) -> None:
-    async with serve(max_model_len=64) as served:
-        ids = await served.engine.tokenize(LONG[:200_000])
-        assert len(ids) > 20_000
-        assert await served.engine.detokenize(ids) == LONG[:200_000]
-
-
 @pytest.mark.parametrize(
     ("call", "param"),
     [
@@ -349,17 +311,6 @@ async def test_a_model_without_a_tokenizer_says_so(serve: Any, tmp_path: Any) ->
             with pytest.raises(InvalidRequest, match="no tokenizer"):
                 await work
         with pytest.raises(InvalidRequest, match="no tokenizer"):
-            served.engine.token_bytes([5])
-
-
-async def test_a_closed_engine_has_no_texts(serve: Any) -> None:
-    async with serve() as served:
-        await served.engine.aclose()
-        with pytest.raises(EngineClosed):
-            await served.engine.tokenize(TEXT)
-        with pytest.raises(EngineClosed):
-            await served.engine.detokenize([5])
-        with pytest.raises(EngineClosed):
             served.engine.token_bytes([5])
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import anyio
 import pytest
+from waiting import until
 
 from aioengine.errors import EngineClosed
 from aioengine.text.worker import ChatWorker, TextWorker
@@ -26,11 +27,6 @@ def waiting(gate: threading.Event, started: threading.Event) -> Callable[[], str
         return "done"
 
     return work
-
-
-async def until(event: threading.Event) -> None:
-    while not event.is_set():  # noqa: ASYNC110 - it is set in a thread
-        await asyncio.sleep(0)
 
 
 @BOTH_LOOPS
@@ -71,7 +67,7 @@ async def test_the_loop_goes_on_while_long_work_runs() -> None:
     worker, gate, started = TextWorker(), threading.Event(), threading.Event()
     async with anyio.create_task_group() as group:
         group.start_soon(worker.run, waiting(gate, started), None)
-        await until(started)
+        await until(started.is_set)
         gate.set()
     await worker.aclose()
 
@@ -82,7 +78,7 @@ async def test_a_cancelled_wait_leaves_the_worker_usable() -> None:
     async with anyio.create_task_group() as group:
         group.start_soon(worker.run, waiting(gate, started), None)
         group.start_soon(worker.run, dropped.set, None)
-        await until(started)
+        await until(started.is_set)
         group.cancel_scope.cancel()
     gate.set()
     assert await worker.run(str, LONG, 5) == "5"
@@ -100,7 +96,7 @@ async def test_closing_waits_for_work_that_is_wanted() -> None:
 
     async with anyio.create_task_group() as group:
         group.start_soon(keep)
-        await until(started)
+        await until(started.is_set)
         group.start_soon(worker.aclose)
         await asyncio.sleep(0)
         assert len(text_threads()) == 1
@@ -113,7 +109,7 @@ async def test_a_cancelled_close_still_ends_the_thread() -> None:
     worker, gate, started = TextWorker(), threading.Event(), threading.Event()
     async with anyio.create_task_group() as group:
         group.start_soon(worker.run, waiting(gate, started), None)
-        await until(started)
+        await until(started.is_set)
         with anyio.CancelScope() as scope:
             scope.cancel()
             await worker.aclose()
@@ -143,7 +139,7 @@ async def test_chats_share_one_thread_but_for_one_that_is_overdue() -> None:
         return threading.current_thread()
 
     long = worker.begin(overdue)
-    await until(started)
+    await until(started.is_set)
     [other] = {await worker.run(threading.current_thread, None) for _ in range(3)}
     assert other not in used
     gate.set()
@@ -158,7 +154,7 @@ async def test_a_chat_that_nothing_can_stop_holds_nobody(monkeypatch: pytest.Mon
     monkeypatch.setattr(ChatWorker, "CLOSE_GRACE_S", 0.01)
     worker, gate, started, dropped = ChatWorker(), threading.Event(), threading.Event(), threading.Event()
     callers = [worker.begin(work) for work in (waiting(gate, started), dropped.set)]
-    await until(started)
+    await until(started.is_set)
     assert all(thread.daemon for thread in text_threads())
     await worker.aclose()
     errors = await asyncio.gather(*callers, return_exceptions=True)
@@ -172,7 +168,7 @@ async def test_a_chat_that_nothing_can_stop_holds_nobody(monkeypatch: pytest.Mon
 async def test_a_chat_that_ends_while_closing_is_heard() -> None:
     worker, gate, started = ChatWorker(), threading.Event(), threading.Event()
     caller = worker.begin(waiting(gate, started))
-    await until(started)
+    await until(started.is_set)
     gate.set()
     await worker.aclose()
     assert await caller == "done"

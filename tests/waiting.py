@@ -1,0 +1,36 @@
+"""Tasks of a test, and waiting for what they and others bring about."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import anyio
+
+
+async def until(is_so: Callable[[], Any], *, timeout_s: float = 20.0) -> None:
+    """Let others run, other tasks and threads, until it is so. By far the most of these waits take milliseconds."""
+    with anyio.fail_after(timeout_s):
+        while not is_so():  # noqa: ASYNC110 - no event tells
+            await asyncio.sleep(0)
+
+
+class Tasks:
+    """Tasks by hand: their results and errors are looked at one by one."""
+
+    def __init__(self) -> None:
+        self._tasks: list[asyncio.Task[Any]] = []
+
+    def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.append(task)
+        return task
+
+    async def end(self, *tasks: asyncio.Task[Any]) -> list[Any]:
+        """Wait for these (or all) and return each one's result or error."""
+        return await asyncio.gather(*(tasks or self._tasks), return_exceptions=True)
+
+    def cancel(self) -> None:
+        for task in self._tasks:
+            task.cancel()
