@@ -316,7 +316,8 @@ async def served(
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)  # those of its connections begin so
     listener.setblocking(False)
     serve = _aiohttp if face == "aiohttp" else functools.partial(_asgi, face)
-    async with Engine(model, executor=executor, **(engine or {})) as made, serve(made, config, listener) as behind:
+    options = engine or {}
+    async with Engine(model, seed=1, executor=executor, **options) as made, serve(made, config, listener) as behind:
         target = Target(face, made, executor, listener.getsockname()[1], behind)
         yield target
         await target.idle()

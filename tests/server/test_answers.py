@@ -319,7 +319,7 @@ async def test_any_text_comes_through_whole(face: Face) -> None:
     script: list[int] = []
     executor = FakeExecutor(vocab_size=2048, max_model_len=1024, num_blocks=256, sampler=saying(script))
     async with (
-        Engine(executor=executor) as engine,
+        Engine(seed=1, executor=executor) as engine,
         serving(engine, face) as served,
         openai_client(served.url) as client,
         plain_client(served.url) as http,

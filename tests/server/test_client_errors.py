@@ -104,7 +104,7 @@ async def test_a_key_is_needed_where_there_are_keys(face: Face) -> None:
             assert caught.value.code == "invalid_api_key"
         for key in config.api_keys:
             async with openai_client(served.url, api_key=key) as client:
-                answer = await client.chat.completions.create(model="demo", messages=HELLO, max_tokens=2)
+                answer = await client.chat.completions.create(model="demo", messages=HELLO, max_tokens=2, seed=1)
                 assert answer.usage is not None
                 assert answer.usage.completion_tokens == 2
 
@@ -157,7 +157,7 @@ async def test_a_full_server_is_come_back_to_when_it_said(face: Face) -> None:
             executor.is_manual = False
             executor.complete()
             await until(lambda: engine.stats().running == 0)
-            answer = await patient.completions.create(model="demo", prompt="c", max_tokens=1)
+            answer = await patient.completions.create(model="demo", prompt="c", max_tokens=1, seed=1)
             assert answer.choices[0].finish_reason == "length"
 
 
@@ -171,7 +171,7 @@ async def test_a_full_engine_says_so_before_it_reads_the_prompt(face: Face) -> N
     ):
 
         async def ask() -> None:
-            await client.chat.completions.create(model="demo", messages=HELLO, max_tokens=1)
+            await client.chat.completions.create(model="demo", messages=HELLO, max_tokens=1, seed=1)
 
         tasks.start_soon(ask)
         await until(lambda: engine.stats().running == 1)
@@ -234,7 +234,7 @@ async def test_a_failed_step_is_an_error_of_the_server(face: Face) -> None:
     ):
         executor.make_step_fail(1, RuntimeError("secret of the device"))
         with pytest.raises(openai.InternalServerError) as caught:
-            await client.completions.create(model="demo", prompt="a", max_tokens=2)
+            await client.completions.create(model="demo", prompt="a", max_tokens=2, seed=1)
         assert (caught.value.status_code, caught.value.code) == (500, "step_failed")
         assert "secret" not in caught.value.response.text
         answer = await client.completions.create(model="demo", prompt="a", max_tokens=2, seed=1)

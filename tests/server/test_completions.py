@@ -242,7 +242,7 @@ async def test_events_say_nothing_of_usage_unasked(http: httpx.AsyncClient) -> N
 
 
 async def test_a_chats_events_begin_with_the_role_and_end_with_the_reason(http: httpx.AsyncClient) -> None:
-    answer = await http.post("/v1/chat/completions", json={"messages": HELLO, "n": 2, "stream": True})
+    answer = await http.post("/v1/chat/completions", json={"messages": HELLO, "n": 2, "seed": 1, "stream": True})
     events = events_of(answer.content)
     first, second, *others = [event["choices"][0] for event in events]
     role = {"role": "assistant", "content": "", "refusal": None}
@@ -262,7 +262,7 @@ async def test_usage_goes_along_with_an_echo_as_well(http: httpx.AsyncClient) ->
     options = {"include_usage": True, "continuous_usage_stats": True}
     answer = await http.post(
         "/v1/completions",
-        json={"prompt": FOX, "max_tokens": 3, "echo": True, "stream": True, "stream_options": options},
+        json={"prompt": FOX, "max_tokens": 3, "seed": 1, "echo": True, "stream": True, "stream_options": options},
     )
     counts = [event["usage"]["completion_tokens"] for event in events_of(answer.content)]
     assert counts[0] == 0

@@ -34,7 +34,7 @@ TEXT = {"prompt": [1, 2, 3], "max_tokens": 3, "ignore_eos": True}
 
 
 def long_engine() -> Engine:
-    return Engine(executor=FakeExecutor(vocab_size=2048, max_model_len=4096, num_blocks=1024))
+    return Engine(seed=1, executor=FakeExecutor(vocab_size=2048, max_model_len=4096, num_blocks=1024))
 
 
 # A merged delta with log-probabilities
@@ -209,7 +209,7 @@ async def test_a_client_that_leaves_a_stream_response_at_the_door_gives_its_turn
 
 
 async def test_an_engine_that_nobody_started_says_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
-    engine = Engine(executor=FakeExecutor(vocab_size=2048))
+    engine = Engine(seed=1, executor=FakeExecutor(vocab_size=2048))
     host = Starlette()
     host.mount("/ai", create_app(engine))
     async with hosted(host) as client:

@@ -42,11 +42,11 @@ PROMPT = [1, 2, 3]
 
 def slow_engine(**config: int) -> Engine:
     """Its steps end by the test's hand."""
-    return Engine(executor=FakeExecutor(vocab_size=2048, is_manual=True), **config)
+    return Engine(seed=1, executor=FakeExecutor(vocab_size=2048, is_manual=True), **config)
 
 
 def quick_engine(**config: int) -> Engine:
-    return Engine(executor=FakeExecutor(vocab_size=2048), **config)
+    return Engine(seed=1, executor=FakeExecutor(vocab_size=2048), **config)
 
 
 async def until(is_so: Callable[[], bool]) -> None:
@@ -350,7 +350,7 @@ from aioengine.server import start_server
 from aioengine.testing import FakeExecutor
 
 async def main():
-    async with Engine(executor=FakeExecutor(vocab_size=2048)) as engine:
+    async with Engine(seed=1, executor=FakeExecutor(vocab_size=2048)) as engine:
         url = (await start_server(engine, port=0)).url
         gc.collect()  # nobody else holds the server, and it serves on
         async with httpx.AsyncClient(base_url=url) as client:

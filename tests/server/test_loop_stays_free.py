@@ -265,7 +265,19 @@ async def elsewhere() -> AsyncIterator[Elsewhere]:
         yield client
 
 
-@pytest.mark.parametrize("name", CASES)
+EACH_TIME = (
+    "20 MB of text", "20 MB of fields", "64 bombs of 64 MB", "2,048 messages", "as many tool calls as may be",
+    "128 long prompts of ids", "1 MB to /tokenize", "65,536 ids to /detokenize", "echo of all with 20 logprobs",
+    "128 choices with 20 logprobs, streamed",
+)  # fmt: skip
+"""One of a kind; the others are for the night."""
+
+
+def _marked(names: Iterable[str], each_time: Sequence[str]) -> list[Any]:
+    return [pytest.param(name, marks=() if name in each_time else pytest.mark.nightly) for name in names]
+
+
+@pytest.mark.parametrize("name", _marked(CASES, EACH_TIME))
 async def test_the_loop_stays_free(
     name: str, elsewhere: Elsewhere, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
@@ -286,7 +298,7 @@ BOMBS = {
 }
 
 
-@pytest.mark.parametrize("bomb", BOMBS)
+@pytest.mark.parametrize("bomb", _marked(BOMBS, ("quadratic",)))
 async def test_a_template_that_takes_long_holds_up_nobody(
     bomb: str, elsewhere: Elsewhere, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:

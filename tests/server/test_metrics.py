@@ -123,7 +123,7 @@ def value(exposition: Exposition, name: str, **labels: str) -> float:
 
 @pytest.fixture
 async def engine() -> AsyncIterator[Engine]:
-    async with Engine(executor=FakeExecutor(vocab_size=500)) as engine:
+    async with Engine(seed=1, executor=FakeExecutor(vocab_size=500)) as engine:
         yield engine
 
 
@@ -185,7 +185,7 @@ async def process_samples(exposition: Exposition) -> dict[str, float]:
 
 async def test_who_waits_is_told_apart_by_what_for() -> None:
     executor = FakeExecutor(vocab_size=500)
-    async with Engine(executor=executor, max_num_seqs=1) as engine:
+    async with Engine(seed=1, executor=executor, max_num_seqs=1) as engine:
         exposition = Exposition(engine, HttpMetrics(ROUTES), "vllm:", "fox")
 
         def waiting() -> tuple[float, ...]:
@@ -344,7 +344,7 @@ async def test_nothing_goes_into_the_registry_of_the_host(exposition: Exposition
 
 
 async def test_an_engine_that_was_not_started_leaves_http_alone(http_metrics: HttpMetrics) -> None:
-    exposition = Exposition(Engine(executor=FakeExecutor()), http_metrics, "vllm:", "fox")
+    exposition = Exposition(Engine(seed=1, executor=FakeExecutor()), http_metrics, "vllm:", "fox")
     served(http_metrics, status=503, outcome="shed")
     assert value(exposition, "aioengine:engine_up") == 0
     assert value(exposition, "aioengine:http_requests_total", status="503", path="/v1/completions", method="POST") == 1
@@ -352,7 +352,7 @@ async def test_an_engine_that_was_not_started_leaves_http_alone(http_metrics: Ht
 
 
 async def test_an_engine_that_starts_later_is_seen_and_one_that_closes_is_down(http_metrics: HttpMetrics) -> None:
-    engine = Engine(executor=FakeExecutor(vocab_size=500))
+    engine = Engine(seed=1, executor=FakeExecutor(vocab_size=500))
     exposition = Exposition(engine, http_metrics, "vllm:", "fox")
     exposition.watch()
     await exposition.render(None)
@@ -368,7 +368,7 @@ async def test_an_engine_that_starts_later_is_seen_and_one_that_closes_is_down(h
 
 async def test_a_dead_engine_is_down(http_metrics: HttpMetrics) -> None:
     executor = FakeExecutor(vocab_size=500, is_manual=True)
-    async with Engine(executor=executor) as engine:
+    async with Engine(seed=1, executor=executor) as engine:
         exposition = Exposition(engine, http_metrics, "vllm:", "fox")
         assert value(exposition, "aioengine:engine_up") == 1
         request = asyncio.gather(engine.generate([1, 2, 3], max_tokens=5), return_exceptions=True)

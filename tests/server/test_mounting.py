@@ -29,7 +29,7 @@ POSTS = ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize", 
 
 
 def new_engine() -> Engine:
-    return Engine(executor=FakeExecutor(vocab_size=2048, max_model_len=256))
+    return Engine(seed=1, executor=FakeExecutor(vocab_size=2048, max_model_len=256))
 
 
 async def starlette_own(request: Request) -> PlainTextResponse:

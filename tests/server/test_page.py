@@ -28,6 +28,9 @@ from server.page_browser import CHROMIUM, Served, Tab, Talker, app_that_says, br
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
+in_depth = pytest.mark.nightly
+"""What a browser takes long for. A conversation, an error, a stop and a plot are looked at each time."""
+
 KEY = "a key of the tests"
 PLOTS = [
     "Requests",
@@ -52,7 +55,7 @@ async def browser() -> AsyncIterator[Browser]:
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def engine() -> AsyncIterator[Engine]:
     """With the bundled model."""
-    engine = await Engine.start(kv_cache_memory_bytes=2**24)
+    engine = await Engine.start(seed=1, kv_cache_memory_bytes=2**24)
     yield engine
     await engine.aclose()
 
@@ -73,6 +76,7 @@ async def test_a_conversation_is_answered_and_remembered(browser: Browser, engin
         await expect(tab.notes.last).to_contain_text(re.compile(r"^\d+ tokens · .*first after \d+ ms$"))
 
 
+@in_depth
 async def test_examples_are_there_at_first_and_the_bundled_model_can_answer_them(
     browser: Browser, engine: Engine
 ) -> None:
@@ -97,6 +101,7 @@ async def test_examples_are_there_at_first_and_the_bundled_model_can_answer_them
         assert [len(asked["messages"]) for asked in tab.asked()] == [1, 1, 1, 1]
 
 
+@in_depth
 async def test_an_example_is_sent_by_the_keyboard_and_leaves_what_is_being_written(
     browser: Browser, engine: Engine
 ) -> None:
@@ -113,6 +118,7 @@ async def test_an_example_is_sent_by_the_keyboard_and_leaves_what_is_being_writt
         await expect(tab.message).to_have_value("My cat")
 
 
+@in_depth
 async def test_another_model_has_examples_of_any_models(browser: Browser) -> None:
     async def pieces() -> AsyncIterator[bytes]:
         yield b"data: [DONE]\n\n"
@@ -121,6 +127,7 @@ async def test_another_model_has_examples_of_any_models(browser: Browser) -> Non
         await expect(tab.examples.first).to_have_text("What can you help me with?")
 
 
+@in_depth
 async def test_an_answer_appears_as_it_is_made(browser: Browser) -> None:
     device = Talker("Once upon a time there was a fox.", hold_after="Once upon a time")
     async with Engine(executor=device) as engine, page_of(browser, create_app(engine)) as tab:
@@ -134,7 +141,7 @@ async def test_an_answer_appears_as_it_is_made(browser: Browser) -> None:
         await expect(tab.stop).to_be_hidden()
 
 
-@pytest.mark.parametrize("how", ["button", "escape"])
+@pytest.mark.parametrize("how", ["button", pytest.param("escape", marks=in_depth)])
 async def test_stopping_keeps_what_came_and_frees_the_engine(browser: Browser, how: str) -> None:
     device = Talker(" and on", is_endless=True, step_time_s=0.005)
     async with Engine(executor=device) as engine, page_of(browser, create_app(engine)) as tab:
@@ -152,6 +159,7 @@ async def test_stopping_keeps_what_came_and_frees_the_engine(browser: Browser, h
         await tab.stop.click()
 
 
+@in_depth
 async def test_a_new_conversation_forgets_the_old_one_and_stops_its_answer(browser: Browser) -> None:
     device = Talker(" and on", is_endless=True, step_time_s=0.005)
     async with Engine(executor=device) as engine, page_of(browser, create_app(engine)) as tab:
@@ -168,6 +176,7 @@ async def test_a_new_conversation_forgets_the_old_one_and_stops_its_answer(brows
         await tab.stop.click()
 
 
+@in_depth
 async def test_settings_are_sent_and_those_left_alone_are_not(browser: Browser) -> None:
     async with Engine(executor=Talker("Yes.")) as engine, page_of(browser, create_app(engine)) as tab:
         await tab.ask("One")
@@ -192,6 +201,7 @@ async def test_settings_are_sent_and_those_left_alone_are_not(browser: Browser) 
         assert second.items() >= {"temperature": 0.5, "top_p": 0.9, "max_tokens": 1, "seed": 7}.items()
 
 
+@in_depth
 async def test_what_is_no_number_is_not_sent(browser: Browser) -> None:
     async with Engine(executor=Talker("Yes.")) as engine, page_of(browser, create_app(engine)) as tab:
         await tab.set("Seed", "seven")
@@ -202,6 +212,7 @@ async def test_what_is_no_number_is_not_sent(browser: Browser) -> None:
         assert tab.asked() == []
 
 
+@in_depth
 async def test_shift_enter_makes_a_line_and_enter_sends(browser: Browser) -> None:
     async with Engine(executor=Talker("Yes.")) as engine, page_of(browser, create_app(engine)) as tab:
         await expect(tab.message).to_be_focused()
@@ -215,6 +226,7 @@ async def test_shift_enter_makes_a_line_and_enter_sends(browser: Browser) -> Non
         assert tab.asked()[0]["messages"] == [{"role": "user", "content": "One\nTwo"}]
 
 
+@in_depth
 async def test_html_is_text_whoever_wrote_it(browser: Browser) -> None:
     html = '<img src=x onerror="document.title=1"><b>bold</b>'
     async with Engine(executor=Talker(html)) as engine, page_of(browser, create_app(engine)) as tab:
@@ -224,6 +236,7 @@ async def test_html_is_text_whoever_wrote_it(browser: Browser) -> None:
         await expect(tab.page.locator("#log img, #log b")).to_have_count(0)
 
 
+@in_depth
 async def test_the_end_stays_in_sight_unless_somebody_reads_further_up(browser: Browser) -> None:
     lines = [f"Line {number}.\n" for number in range(90)]
     device = Talker("".join(lines), hold_after="".join(lines[:60]))
@@ -243,6 +256,7 @@ async def test_the_end_stays_in_sight_unless_somebody_reads_further_up(browser: 
 # ---------------------------------------------------------------------------------------------- what goes wrong
 
 
+@in_depth
 async def test_a_busy_server_is_said_to_be_and_can_be_asked_again(browser: Browser) -> None:
     device = Talker(" and on", is_endless=True, step_time_s=0.005)
     only_one = ServerConfig(max_concurrent_requests=1)
@@ -278,6 +292,7 @@ async def test_a_bad_setting_is_named_and_the_next_question_starts_afresh(browse
         assert tab.asked()[1]["messages"] == [{"role": "user", "content": "Two"}]
 
 
+@in_depth
 async def test_an_answer_that_fails_half_way_says_so(browser: Browser) -> None:
     device = Talker("Once upon a time there was a fox.", hold_after="Once upon a time")
     async with Engine(executor=device) as engine, page_of(browser, create_app(engine)) as tab:
@@ -291,6 +306,7 @@ async def test_an_answer_that_fails_half_way_says_so(browser: Browser) -> None:
         await expect(tab.send).to_be_visible()
 
 
+@in_depth
 async def test_a_server_that_has_gone_is_missed(browser: Browser, engine: Engine) -> None:
     served = Served(create_app(engine))
     async with served, tab_at(browser, f"{served.origin}/", complaints=FAILED_TO_LOAD) as tab:
@@ -301,6 +317,7 @@ async def test_a_server_that_has_gone_is_missed(browser: Browser, engine: Engine
         await expect(tab.page.get_by_role("status")).to_contain_text("The server does not answer")
 
 
+@in_depth
 async def test_a_full_context_is_said_to_be_and_the_message_can_go_to_a_new_conversation(browser: Browser) -> None:
     device = Talker("Yes.", max_model_len=100)
     async with (
@@ -328,6 +345,7 @@ async def test_a_full_context_is_said_to_be_and_the_message_can_go_to_a_new_conv
         assert tab.asked()[-1]["messages"] == [{"role": "user", "content": ("Two " + long).strip()}]
 
 
+@in_depth
 async def test_in_a_full_conversation_a_shorter_message_may_still_fit(browser: Browser) -> None:
     reply = "Yes.\n" * 60
     async with (
@@ -347,6 +365,7 @@ async def test_in_a_full_conversation_a_shorter_message_may_still_fit(browser: B
         assert contents == ["One", reply.strip(), "Two"]
 
 
+@in_depth
 @pytest.mark.parametrize(
     ("config", "title"),
     [
@@ -376,6 +395,7 @@ async def test_a_refused_message_is_back_in_the_box_and_not_in_what_is_sent_next
         assert tab.asked()[-1]["messages"] == [{"role": "user", "content": "Please."}]
 
 
+@in_depth
 async def test_a_refused_message_does_not_push_away_what_is_being_written(browser: Browser) -> None:
     async with (
         Engine(executor=Talker("Yes.")) as engine,
@@ -399,6 +419,7 @@ async def test_a_refused_message_does_not_push_away_what_is_being_written(browse
         await expect(tab.questions).to_have_text(["One"])
 
 
+@in_depth
 async def test_a_page_whose_key_is_no_longer_good_says_how_to_give_one(browser: Browser, engine: Engine) -> None:
     served = create_app(engine)
 
@@ -430,6 +451,7 @@ window.fetch = async (...request) => {
 """
 
 
+@in_depth
 @pytest.mark.parametrize("line_end", ["\n", "\r\n", "\r"])
 @pytest.mark.parametrize("script", ["", IN_SINGLE_BYTES], ids=["at_once", "byte_by_byte"])
 async def test_events_may_come_in_any_pieces(browser: Browser, line_end: str, script: str) -> None:
@@ -446,6 +468,7 @@ async def test_events_may_come_in_any_pieces(browser: Browser, line_end: str, sc
         await expect(tab.failure).to_have_count(0)
 
 
+@in_depth
 @pytest.mark.parametrize(
     ("last", "message"),
     [
@@ -491,6 +514,7 @@ async def test_plots_draw_what_the_engine_did(browser: Browser, engine: Engine) 
         await expect(tab.plot("KV cache in use").locator("text").first).to_contain_text("%")
 
 
+@in_depth
 async def test_numbers_are_those_between_two_polls_whatever_their_prefix(browser: Browser, engine: Engine) -> None:
     polls = [0]
 
@@ -521,6 +545,7 @@ loop_lag_seconds_bucket{{le="+Inf"}} {many}
         await expect(tab.plot("Inter-token latency")).to_contain_text("p50 –")
 
 
+@in_depth
 async def test_the_pointer_on_a_plot_shows_the_numbers_of_that_time(browser: Browser, engine: Engine) -> None:
     async with page_of(browser, create_app(engine)) as tab:
         plot = tab.plot("Requests")
@@ -532,6 +557,7 @@ async def test_the_pointer_on_a_plot_shows_the_numbers_of_that_time(browser: Bro
         await expect(plot).to_contain_text("running 0")
 
 
+@in_depth
 async def test_a_hidden_page_asks_for_no_numbers(browser: Browser, engine: Engine) -> None:
     async with page_of(browser, create_app(engine)) as tab:
 
@@ -553,6 +579,7 @@ async def test_a_hidden_page_asks_for_no_numbers(browser: Browser, engine: Engin
 # ---------------------------------------------------------------------------------------------- where it is opened
 
 
+@in_depth
 async def test_it_works_below_a_prefix_and_asks_for_nothing_above_it(browser: Browser, engine: Engine) -> None:
     app = Starlette(routes=[Mount("/ai", create_app(engine))])
     async with Served(app) as served, tab_at(browser, f"{served.origin}/ai/") as tab:
@@ -562,6 +589,7 @@ async def test_it_works_below_a_prefix_and_asks_for_nothing_above_it(browser: Br
         await expect(tab.plot("Requests")).to_contain_text("running 0")
 
 
+@in_depth
 async def test_a_browser_opens_it_with_an_api_key_as_the_password(browser: Browser, engine: Engine) -> None:
     login = {"username": "anybody", "password": KEY}
     async with page_of(
@@ -573,6 +601,7 @@ async def test_a_browser_opens_it_with_an_api_key_as_the_password(browser: Brows
         await expect(tab.plot("Requests")).to_contain_text("running 0")
 
 
+@in_depth
 async def test_dark_and_light_are_the_readers_choice(browser: Browser, engine: Engine) -> None:
     brightness = "Number(getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0])"
     ink = "Number(getComputedStyle(document.body).color.match(/\\d+/)[0])"
@@ -591,6 +620,7 @@ async def overflow(tab: Tab) -> int:
     return width
 
 
+@in_depth
 async def test_a_phone_shows_all_of_it_without_scrolling_sideways(browser: Browser) -> None:
     reply = "https://example.com/" + "a" * 200
     async with (

@@ -49,7 +49,7 @@ class House:
     async def host(self, begun: asyncio.Future[int]) -> None:
         """Serve until cancelled."""
         executor = FakeExecutor(vocab_size=2048, max_model_len=30_000, num_blocks=8192, step_time_s=0.001)
-        async with Engine(executor=executor) as self.engine, serving_app(self._app()) as url:
+        async with Engine(seed=1, executor=executor) as self.engine, serving_app(self._app()) as url:
             begun.set_result(int(url.rpartition(":")[2]))
             await asyncio.Event().wait()
 

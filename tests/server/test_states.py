@@ -56,7 +56,7 @@ def check_503(answer: httpx.Response, code: str) -> None:
 
 @both_faces
 async def test_an_engine_is_served_before_it_is_started_and_after_it_is_closed(face: Face) -> None:
-    engine = Engine(executor=FakeExecutor(vocab_size=2048))
+    engine = Engine(seed=1, executor=FakeExecutor(vocab_size=2048))
     async with serving_app(app_of(engine, face)) as url, plain_client(url) as http:
         await check_unavailable(http)
         metrics = await http.get("/metrics")
@@ -94,7 +94,7 @@ async def start(engine: Engine) -> None:
 
 @both_faces
 async def test_what_is_asked_while_the_engine_starts_is_answered_when_it_has(face: Face, gate: threading.Event) -> None:
-    engine = Engine(executor=FakeExecutor(vocab_size=2048))
+    engine = Engine(seed=1, executor=FakeExecutor(vocab_size=2048))
     async with serving_app(app_of(engine, face)) as url, plain_client(url) as http, anyio.create_task_group() as tasks:
         answers: dict[tuple[str, bool], httpx.Response] = {}
 
@@ -127,7 +127,7 @@ def strip_labels(metrics: str) -> str:
 async def test_what_waits_for_a_start_is_bounded_in_number_and_time(
     face: Face, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine(executor=FakeExecutor(vocab_size=2048))
+    engine = Engine(seed=1, executor=FakeExecutor(vocab_size=2048))
     app = app_of(engine, face, ServerConfig(max_concurrent_requests=1))
     async with serving_app(app) as url, plain_client(url) as http, anyio.create_task_group() as tasks:
         tasks.start_soon(engine.__aenter__)
@@ -139,7 +139,7 @@ async def test_what_waits_for_a_start_is_bounded_in_number_and_time(
         await until(lambda: engine.health().status == "ALIVE")
         await engine.aclose()
     gate.clear()
-    engine = Engine(executor=FakeExecutor(vocab_size=2048))
+    engine = Engine(seed=1, executor=FakeExecutor(vocab_size=2048))
     monkeypatch.setattr(api, "START_TIMEOUT_S", 0.001)
     async with serving_app(app_of(engine, face)) as url, plain_client(url) as http, anyio.create_task_group() as tasks:
         tasks.start_soon(engine.__aenter__)
@@ -177,7 +177,7 @@ async def test_who_waits_for_a_start_that_fails_hears_that_it_did(
 
 
 async def test_a_server_may_begin_before_its_engine_has(gate: threading.Event) -> None:
-    engine = Engine(executor=FakeExecutor(vocab_size=2048))
+    engine = Engine(seed=1, executor=FakeExecutor(vocab_size=2048))
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(engine.__aenter__)
         await until(lambda: engine._runtime is not None)
