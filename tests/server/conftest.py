@@ -4,7 +4,7 @@ The server runs on the test's own loop. A test of a module whose loop is the mod
 (``pytestmark = pytest.mark.asyncio(loop_scope="module")``) takes these:
 
 - ``engine``: the bundled model, started once a module.
-- ``served``: it, served: the test runs once for each face.
+- ``served``: it, served by Starlette; `on_both_faces` runs a test once for each face.
 - ``client``, ``http``: the official client, and a plain one, to ``served``; what they leave running fails the test.
 
 `serving` serves an engine of the test's own, such as a `fake_engine`, and `serving_app` any app.
@@ -31,12 +31,16 @@ from openai import AsyncOpenAI
 
 from aioengine import Engine
 from aioengine.server import ServerConfig, aiohttp_routes, create_app
+from aioengine.server.record import RequestRecord
 from aioengine.testing import FakeExecutor
 
 Face = Literal["starlette", "aiohttp"]
 FACES: tuple[Face, ...] = ("starlette", "aiohttp")
 
 both_faces = pytest.mark.parametrize("face", FACES)
+on_both_faces = pytest.mark.parametrize("served", FACES, indirect=True, scope="module")
+each_face = pytest.mark.parametrize("face", ["uvicorn", "serve", "aiohttp"])
+"""Of the servers that `hostile.served` makes."""
 
 
 class Served(NamedTuple):
@@ -168,6 +172,21 @@ async def fake_engine(
         yield engine, executor
 
 
+def record_of(**fields: Any) -> RequestRecord:
+    """A completion's record, as far as its fields are given: one that has ended, after a quarter of a second."""
+    known: dict[str, Any] = {
+        "request_id": "req-1",
+        "method": "POST",
+        "path": "/v1/completions",
+        "route": "/v1/completions",
+        "client": "127.0.0.1",
+        "started_at": 10.0,
+        "ended_at": 10.25,
+        "status": 200,
+    }
+    return RequestRecord(**{**known, **fields})
+
+
 def events_of(body: bytes) -> list[Any]:
     """A stream's events (HTML standard, section 9.2.6), decoded; the last one is ``[DONE]``, and not among them."""
     text = body.decode()
@@ -191,9 +210,9 @@ async def engine() -> AsyncIterator[Engine]:
         yield engine
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=FACES)
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def served(engine: Engine, request: pytest.FixtureRequest) -> AsyncIterator[Served]:
-    async with serving(engine, request.param) as served:
+    async with serving(engine, getattr(request, "param", "starlette")) as served:
         yield served
 
 

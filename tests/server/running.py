@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -76,12 +76,6 @@ async def running(where: ServerAddress | None = None, **options: Any) -> AsyncIt
         server.stop.ask()
         with anyio.fail_after(20):
             await server.has_ended.wait()
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    with anyio.fail_after(20):
-        while not is_so():  # noqa: ASYNC110
-            await anyio.sleep(0.001)
 
 
 @asynccontextmanager

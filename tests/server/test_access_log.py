@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from server.conftest import record_of
 
 from aioengine.metrics import RequestMetrics
 from aioengine.server.access_log import (
@@ -25,7 +26,6 @@ from aioengine.server.access_log import (
     logging_off_loop,
     request_id_of,
 )
-from aioengine.server.record import RequestRecord
 
 
 class Kept(logging.Handler):
@@ -80,20 +80,6 @@ def plain(message: str, *args: Any, name: str = "test", exc_info: Any = None) ->
     return logging.LogRecord(name, logging.INFO, __file__, 1, message, args, exc_info)
 
 
-def ended(**fields: Any) -> RequestRecord:
-    known: dict[str, Any] = {
-        "request_id": "req-1",
-        "method": "POST",
-        "path": "/v1/completions",
-        "route": "/v1/completions",
-        "client": "127.0.0.1",
-        "started_at": 10.0,
-        "ended_at": 10.25,
-        "status": 200,
-    }
-    return RequestRecord(**{**known, **fields})
-
-
 def raised(error: BaseException) -> BaseException:
     """The error with a traceback."""
     try:
@@ -128,7 +114,7 @@ def test_a_request_without_an_id_gets_one_of_its_own() -> None:
 
 def test_a_request_is_one_record_with_all_it_is_known_by(kept: list[logging.LogRecord]) -> None:
     log_request(
-        ended(
+        record_of(
             model="fox",
             prompt_tokens=7,
             completion_tokens=12,
@@ -160,7 +146,7 @@ def test_a_request_is_one_record_with_all_it_is_known_by(kept: list[logging.LogR
 
 
 def test_a_client_that_left_before_any_answer_has_no_status(kept: list[logging.LogRecord]) -> None:
-    log_request(ended(status=0, outcome="client_gone", client=""))
+    log_request(record_of(status=0, outcome="client_gone", client=""))
     assert kept[0].getMessage() == "- POST /v1/completions - client_gone, in 0.250 s [req-1]"
     assert kept[0].levelno == logging.INFO
 
@@ -168,9 +154,11 @@ def test_a_client_that_left_before_any_answer_has_no_status(kept: list[logging.L
 def test_a_refusal_says_which_field_was_wrong_and_how_and_no_more(kept: list[logging.LogRecord]) -> None:
     wrong = raised(ValueError("temperature=secret: no number"))
     log_request(
-        ended(status=400, outcome="refused", error=wrong, error_code="invalid_value", error_param="messages[0].content")
+        record_of(
+            status=400, outcome="refused", error=wrong, error_code="invalid_value", error_param="messages[0].content"
+        )
     )
-    log_request(ended(status=401, outcome="refused", error_code="invalid_api_key"))
+    log_request(record_of(status=401, outcome="refused", error_code="invalid_api_key"))
     first, second = kept
     assert " 400 refused (messages[0].content: invalid_value), in " in first.getMessage()
     assert " 401 refused (invalid_api_key), in " in second.getMessage()
@@ -184,19 +172,19 @@ def test_a_refusal_says_which_field_was_wrong_and_how_and_no_more(kept: list[log
 def test_an_unknown_fields_name_is_the_clients_and_is_shown_only_if_it_is_one(
     param: str, kept: list[logging.LogRecord]
 ) -> None:
-    log_request(ended(status=400, outcome="refused", error_code="unknown_parameter", error_param=param))
+    log_request(record_of(status=400, outcome="refused", error_code="unknown_parameter", error_param=param))
     assert " 400 refused (unknown_parameter), in " in kept[0].getMessage()
     assert kept[0].error_param is None  # type: ignore[attr-defined]
 
 
 def test_a_probe_that_is_told_what_is_wrong_is_no_error_of_its_own(kept: list[logging.LogRecord]) -> None:
-    log_request(ended(path="/health", status=503, outcome="error"))
+    log_request(record_of(path="/health", status=503, outcome="error"))
     assert kept[0].levelno == logging.INFO
     assert " /health 503 error, in " in kept[0].getMessage()
 
 
 def test_where_no_token_came_none_was_first(kept: list[logging.LogRecord]) -> None:
-    log_request(ended(prompt_tokens=7, completion_tokens=0, time_to_first_token_s=0.5, finish_reasons=("abort",)))
+    log_request(record_of(prompt_tokens=7, completion_tokens=0, time_to_first_token_s=0.5, finish_reasons=("abort",)))
     assert kept[0].getMessage().endswith("ok, in 0.250 s, 7+0 tokens, abort [req-1]")
     assert kept[0].time_to_first_token_s is None  # type: ignore[attr-defined]
 
@@ -205,7 +193,7 @@ def test_where_no_token_came_none_was_first(kept: list[logging.LogRecord]) -> No
 def test_failures_of_the_server_are_errors_with_their_traceback(
     status: int, outcome: Any, kept: list[logging.LogRecord]
 ) -> None:
-    log_request(ended(status=status, outcome=outcome, error=raised(ZeroDivisionError("how could it"))))
+    log_request(record_of(status=status, outcome=outcome, error=raised(ZeroDivisionError("how could it"))))
     (record,) = kept
     assert record.levelno == logging.ERROR
     assert record.exc_info is not None
@@ -218,7 +206,7 @@ def test_failures_of_the_server_are_errors_with_their_traceback(
 def test_what_is_no_failure_of_the_server_has_no_traceback(
     status: int, outcome: Any, kept: list[logging.LogRecord]
 ) -> None:
-    log_request(ended(status=status, outcome=outcome, error=raised(ValueError("a prompt"))))
+    log_request(record_of(status=status, outcome=outcome, error=raised(ValueError("a prompt"))))
     (record,) = kept
     assert record.levelno == logging.INFO
     assert record.exc_info is None
@@ -227,7 +215,7 @@ def test_what_is_no_failure_of_the_server_has_no_traceback(
 
 def test_a_log_that_nobody_wants_costs_nothing(kept: list[logging.LogRecord]) -> None:
     logging.getLogger("aioengine.server").setLevel(logging.WARNING)
-    log_request(ended(request_id=None))  # would not survive being described
+    log_request(record_of(request_id=None))  # would not survive being described
     assert kept == []
 
 
@@ -238,7 +226,7 @@ FORGERIES = ["\n", "\r", "\r\n", "\x0b", "\x0c", "\x1c", "\x85", "\u2028", "\u20
 @pytest.mark.parametrize("formatter", [TextFormatter(), JsonFormatter()], ids=["text", "json"])
 def test_no_client_can_forge_a_line(forged: str, formatter: logging.Formatter, kept: list[logging.LogRecord]) -> None:
     said = f"/x{forged}2026-01-01 00:00:00.000 ERROR aioengine: all keys are public"
-    log_request(ended(path=said, request_id=said, client=said, method=said, model=said))
+    log_request(record_of(path=said, request_id=said, client=said, method=said, model=said))
     text = formatter.format(kept[0])
     assert len(text.splitlines()) == 1
     assert forged not in text
@@ -261,12 +249,12 @@ def test_further_lines_of_a_message_are_set_in() -> None:
 
 
 def test_a_path_with_spaces_cannot_pretend_to_be_the_words_after_it(kept: list[logging.LogRecord]) -> None:
-    log_request(ended(path="/x 200 ok, in 0.001 s", status=404, outcome="refused"))
+    log_request(record_of(path="/x 200 ok, in 0.001 s", status=404, outcome="refused"))
     assert kept[0].getMessage().startswith("127.0.0.1 POST /x%20200%20ok,%20in%200.001%20s 404 refused, ")
 
 
 def test_long_paths_are_cut(kept: list[logging.LogRecord]) -> None:
-    log_request(ended(path="/" + "x" * 100_000))
+    log_request(record_of(path="/" + "x" * 100_000))
     assert len(kept[0].getMessage()) < 400
 
 
@@ -274,7 +262,7 @@ def test_long_paths_are_cut(kept: list[logging.LogRecord]) -> None:
 
 
 def test_json_has_what_is_known_and_leaves_out_what_is_not(kept: list[logging.LogRecord]) -> None:
-    log_request(ended(completion_tokens=3, prompt_tokens=2, finish_reasons=("stop",)))
+    log_request(record_of(completion_tokens=3, prompt_tokens=2, finish_reasons=("stop",)))
     shown = json.loads(JsonFormatter().format(kept[0]))
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", shown.pop("time"))
     assert shown.pop("message").endswith("[req-1]")
@@ -353,7 +341,7 @@ async def test_a_pipe_that_nobody_reads_does_not_hold_the_loop() -> None:
     logger.setLevel(logging.INFO)
     try:
         for _ in range(2_000):  # a pipe takes 64 KiB, and these are more: were they written here, this would never end
-            log_request(ended())
+            log_request(record_of())
         assert handler._records.qsize() > 0
     finally:
         logger.setLevel(level)
@@ -433,7 +421,7 @@ def test_the_command_line_logs_everything_through_one_handler_and_leaves_none(lo
     root, stream = logging.getLogger(), io.StringIO()
     before = root.level, list(root.handlers)
     with logging_off_loop(log_format, stream=stream):
-        log_request(ended())
+        log_request(record_of())
         logging.getLogger("elsewhere").warning("careful")
     assert (root.level, root.handlers) == before
     first, second = stream.getvalue().splitlines()

@@ -15,6 +15,7 @@ from server.conftest import (
     all_ended,
     both_faces,
     fake_engine,
+    on_both_faces,
     openai_client,
     plain_client,
     serving,
@@ -45,6 +46,7 @@ def finished(engine: Engine) -> dict[str, int]:
     return {reason: count for reason, count in engine.stats().finished.items() if count}
 
 
+@on_both_faces
 @pytest.mark.parametrize(
     ("asked", "param", "code"),
     [
@@ -77,6 +79,8 @@ async def test_a_model_that_is_not_here_is_not_found(client: AsyncOpenAI) -> Non
         with pytest.raises(openai.NotFoundError) as caught:
             await call
         assert (caught.value.param, caught.value.code) == ("model", "model_not_found")
+        assert "'gpt-9'" in caught.value.message
+        assert "there is 'demo'" in caught.value.message
 
 
 async def test_what_is_not_served_is_not_found(client: AsyncOpenAI) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from server.conftest import Face, both_faces, fake_engine, plain_client, serving
+from server.conftest import Face, both_faces, fake_engine, on_both_faces, plain_client, serving
 
 from aioengine.server import ServerConfig
 
@@ -84,6 +84,7 @@ async def test_a_clients_own_message_comes_back(http: httpx.AsyncClient, client:
     assert answer.status_code == 200, answer.text
 
 
+@on_both_faces
 async def test_an_answers_own_message_comes_back(http: httpx.AsyncClient) -> None:
     messages = [HELLO]
     for _ in range(2):
@@ -149,6 +150,7 @@ def by_hundreds(data: bytes) -> list[bytes]:
 JSON = {"content-type": "application/json"}
 
 
+@on_both_faces
 @pytest.mark.parametrize(
     ("encoding", "compress"),
     [("gzip", gzip.compress), ("deflate", zlib.compress), ("GZIP", gzip.compress), ("identity", bytes)],

@@ -13,6 +13,7 @@ import aiohttp
 import httpx
 import openai
 import pytest
+from server.conftest import each_face
 from server.hostile import GONE, Client, Face, Leaving, Target, Tasks, chat, completion, request_of, served
 
 from aioengine.server.aiohttp_adapter import AiohttpExchange
@@ -20,8 +21,6 @@ from aioengine.server.asgi import AsgiExchange
 from aioengine.server.record import RequestRecord
 from aioengine.stream import Stream
 
-FACES: tuple[Face, ...] = ("uvicorn", "serve", "aiohttp")
-each_face = pytest.mark.parametrize("face", FACES)
 each_way = pytest.mark.parametrize("way", ["close", "reset", "half"])
 
 LEAVER, STAYER = 7, 8
@@ -247,7 +246,7 @@ async def test_a_cancelled_openai_call_aborts_the_engines_request(face: Face, is
 
 
 @each_face
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.nightly)])
 async def test_a_storm_of_clients_that_leave_leaves_nothing(face: Face, seed: int) -> None:
     rng = random.Random(seed)
     async with served(face, step_time_s=0.001, max_model_len=512, engine={"max_num_seqs": 16}) as target:

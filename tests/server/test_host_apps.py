@@ -17,7 +17,7 @@ import pytest
 from aiohttp import web
 from fastapi import FastAPI
 from pydantic import BaseModel
-from server.conftest import plain_client, serving_app
+from server.conftest import plain_client, serving_app, until
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -47,14 +47,6 @@ def slow_engine(**config: int) -> Engine:
 
 def quick_engine(**config: int) -> Engine:
     return Engine(seed=1, executor=FakeExecutor(vocab_size=2048), **config)
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    for _ in range(1_000_000):
-        if is_so():
-            return
-        await asyncio.sleep(0)
-    raise AssertionError("it never came to be so")
 
 
 def num_live(engine: Engine) -> int:

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from server.running import GET, leave, listener_at, running, until
+from server.conftest import until
+from server.running import GET, leave, listener_at, running
 from server.small_app import SmallApp, SmallEngine
 from turn_probe import few_a_turn
 

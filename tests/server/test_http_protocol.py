@@ -11,6 +11,7 @@ from typing import Any
 
 import anyio
 import pytest
+from server.conftest import until
 from server.small_app import SmallApp, SmallEngine
 from uvicorn.config import Config
 
@@ -79,12 +80,6 @@ async def served(**limits: Any) -> AsyncIterator[Served]:
         accepting.close()
         server.state.abort()
         await until(lambda: server.state.is_idle and not server.state.tasks)
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    with anyio.fail_after(20):
-        while not is_so():  # noqa: ASYNC110
-            await anyio.sleep(0.001)
 
 
 class Client:

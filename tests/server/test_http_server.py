@@ -14,7 +14,8 @@ from typing import Any
 import anyio
 import httpx
 import pytest
-from server.running import GET, Running, leave, listener_at, raw_client, running, until
+from server.conftest import until
+from server.running import GET, Running, leave, listener_at, raw_client, running
 from server.small_app import SmallApp, SmallEngine
 
 from aioengine.errors import ConfigError, EngineDead

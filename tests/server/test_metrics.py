@@ -4,7 +4,8 @@ import asyncio
 import re
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import prometheus_client
@@ -13,12 +14,12 @@ from prometheus_client.core import Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
+from server.conftest import record_of, until
 
 from aioengine import Engine
 from aioengine.core.executor_protocol import DeviceLost
 from aioengine.errors import EngineDead
 from aioengine.server.metrics import OPENMETRICS, SERIES, TEXT, Exposition, HttpMetrics, describe_series, encode
-from aioengine.server.record import RequestRecord
 from aioengine.testing import FakeExecutor
 
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models/{id}", "/health", "/metrics")
@@ -78,22 +79,9 @@ TTFT_BOUNDS = "0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1.0 2.5 5.
 TPOT_BOUNDS = "0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1.0 2.5 5.0 7.5 10.0 20.0 40.0 80.0"
 
 
-def ended(**fields: Any) -> RequestRecord:
-    known: dict[str, Any] = {
-        "request_id": "req-1",
-        "method": "POST",
-        "path": "/v1/completions",
-        "route": "/v1/completions",
-        "started_at": 10.0,
-        "ended_at": 10.25,
-        "status": 200,
-    }
-    return RequestRecord(**{**known, **fields})
-
-
 def served(http_metrics: HttpMetrics, **fields: Any) -> None:
     http_metrics.began()
-    http_metrics.ended(ended(**fields))
+    http_metrics.ended(record_of(**fields))
 
 
 def parsed(body: bytes) -> dict[str, Metric]:
@@ -202,14 +190,6 @@ async def test_who_waits_is_told_apart_by_what_for() -> None:
                 await until(lambda: waiting() == (3, 2, 1))
             executor.is_manual = False
             executor.complete()
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    for _ in range(100_000):
-        if is_so():
-            return
-        await asyncio.sleep(0)
-    raise AssertionError("it never came to be so")
 
 
 async def test_vllms_dashboards_find_what_they_ask_for(
@@ -463,6 +443,13 @@ async def test_routes_that_come_later_are_written_too(exposition: Exposition, ht
     assert value(exposition, "aioengine:http_requests_total", path="/v1/models/{id}") == 1
     assert value(exposition, "aioengine:http_request_duration_seconds_count", path="/v1/models/{id}") == 1
     assert value(exposition, "aioengine:http_request_duration_seconds_count", path="/v1/completions") == 1
+
+
+def test_every_series_is_in_the_table_of_the_docs_as_it_is() -> None:
+    page = Path(__file__).parents[2] / "docs" / "metrics.md"
+    assert [line for line in page.read_text().splitlines() if line.startswith("| `")] == [
+        f"| `{name}` | {kind} | {documentation} | {note} |" for name, kind, documentation, note in describe_series()
+    ]
 
 
 def test_the_mapping_can_be_printed() -> None:

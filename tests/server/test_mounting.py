@@ -11,7 +11,17 @@ import pytest
 from aiohttp import web
 from fastapi import FastAPI
 from openai import AsyncOpenAI
-from server.conftest import Face, both_faces, events_of, fake_engine, openai_client, plain_client, serving, serving_app
+from server.conftest import (
+    Face,
+    both_faces,
+    events_of,
+    fake_engine,
+    on_both_faces,
+    openai_client,
+    plain_client,
+    serving,
+    serving_app,
+)
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
@@ -185,6 +195,7 @@ async def test_an_engine_that_runs_already_is_left_running() -> None:
         assert engine.health().status == "ALIVE"
 
 
+@on_both_faces
 @pytest.mark.parametrize(
     "path",
     ["/v1", "/v1/", "/v1/completions//", "/v2/models", "/V1/models", "/nothing", "/models", "/v1/health",
@@ -228,6 +239,7 @@ async def test_a_base_url_that_is_wrong_hears_the_path_that_was_meant(
     assert f"did you mean {near}?" in error["message"]
 
 
+@on_both_faces
 async def test_a_slash_at_the_end_says_nothing(client: AsyncOpenAI, http: httpx.AsyncClient) -> None:
     for path in GETS:
         answer = await http.get(path.removesuffix("/") + "/")
@@ -255,21 +267,24 @@ async def test_a_mount_may_add_a_slash_and_leave_the_root_path_out() -> None:
             await check_everything(client, http)
 
 
+@on_both_faces
 async def test_a_path_may_be_written_with_percents(http: httpx.AsyncClient) -> None:
     assert (await http.get("/v1/%6dodels")).status_code == 200
     assert (await http.get("/v1/models/d%65mo?a=b")).json()["id"] == "demo"
 
 
+@on_both_faces
 @pytest.mark.parametrize("path", [*GETS, *POSTS])
 async def test_another_method_hears_which_ones_there_are(http: httpx.AsyncClient, path: str) -> None:
     allowed = "GET" if path in GETS else "POST"
-    for method in {"GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"} - {allowed}:
+    for method in {"GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "PROPFIND"} - {allowed}:
         answer = await http.request(method, path)
         assert answer.status_code == 405, method
         assert allowed in answer.headers["allow"]
         assert answer.json()["error"]["code"] == "method_not_allowed"
 
 
+@on_both_faces
 @pytest.mark.parametrize("path", [*GETS, *POSTS, "/nothing"])
 async def test_a_head_has_the_status_and_no_body(http: httpx.AsyncClient, path: str) -> None:
     # On one connection: a body that is sent nevertheless would be taken for the next answer.

@@ -9,13 +9,11 @@ import re
 from typing import Any
 
 import pytest
+from server.conftest import each_face
 from server.hostile import CUT, GONE, Answer, Client, Face, Target, Tasks, completion, heard_errors, request_of, served
 
 from aioengine.server import ServerConfig
 from aioengine.server.api import MAX_BODIES_AT_ONCE, WHOLE_BYTES
-
-FACES: tuple[Face, ...] = ("uvicorn", "serve", "aiohttp")
-each_face = pytest.mark.parametrize("face", FACES)
 
 SMALL_BUFFER = 4096
 LONG: dict[str, Any] = {"n": 16, "temperature": 1.0, "max_tokens": 400}
@@ -292,7 +290,9 @@ async def test_who_asks_before_sending_its_body_is_told_to(face: Face) -> None:
             assert (await client.answer()).status == 200
 
 
-@each_face
+@pytest.mark.parametrize(
+    "face", ["serve", *(pytest.param(face, marks=pytest.mark.nightly) for face in ("uvicorn", "aiohttp"))]
+)
 async def test_hundreds_of_large_bodies_at_once_are_held_to_a_bound(face: Face) -> None:
     config = ServerConfig(max_body_bytes=2**15, max_concurrent_requests=1000)
     whole = request_of("POST", "/tokenize", {"prompt": "x" * (2**15 - 20)})

@@ -8,7 +8,7 @@ import anyio
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from server.conftest import Face, both_faces, events_of, fake_engine, plain_client, serving, until
+from server.conftest import Face, both_faces, events_of, fake_engine, on_both_faces, plain_client, serving, until
 from tokenizers import Regex
 from tokenizers.pre_tokenizers import Split
 
@@ -190,6 +190,7 @@ async def test_the_load_is_what_is_being_served(face: Face) -> None:
         executor.complete()
 
 
+@on_both_faces
 async def test_metrics_are_prometheus_text_and_count_what_was_done(http: httpx.AsyncClient) -> None:
     async def value(name: str) -> float:
         answer = await http.get("/metrics")
@@ -209,12 +210,14 @@ async def test_metrics_are_prometheus_text_and_count_what_was_done(http: httpx.A
     assert await value("vllm:num_requests_running") == 0
 
 
+@on_both_faces
 async def test_the_page_is_there(http: httpx.AsyncClient) -> None:
     answer = await http.get("/")
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/html")
 
 
+@on_both_faces
 @pytest.mark.parametrize("given", ["a", "0123456789abcdef", "!#$%&'*+-.^_`|~:/?@", "x" * 128])
 async def test_a_request_id_is_kept(http: httpx.AsyncClient, given: str) -> None:
     for path in ("/version", "/nothing", "/health", "/"):
@@ -222,6 +225,7 @@ async def test_a_request_id_is_kept(http: httpx.AsyncClient, given: str) -> None
         assert answer.headers["x-request-id"] == given
 
 
+@on_both_faces
 @pytest.mark.parametrize("given", [b"", b"x" * 129, b"a b", b"\xc3\xa9", b"\xff"])
 async def test_an_id_that_is_none_is_made_anew(http: httpx.AsyncClient, given: bytes) -> None:
     made = set()

@@ -12,6 +12,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, StatusCode, TraceFlags
+from server.conftest import record_of
 
 from aioengine.errors import StepFailed
 from aioengine.metrics import RequestMetrics
@@ -42,16 +43,11 @@ def tracing(provider: TracerProvider) -> Tracing:
     return Tracing(provider)
 
 
+CHAT = "/v1/chat/completions"
+
+
 def begun(**fields: Any) -> RequestRecord:
-    known: dict[str, Any] = {
-        "request_id": "req-1",
-        "method": "POST",
-        "path": "/v1/chat/completions",
-        "route": "/v1/chat/completions",
-        "client": "127.0.0.1",
-        "started_at": 10.0,
-    }
-    return RequestRecord(**{**known, **fields})
+    return record_of(**{"path": CHAT, "route": CHAT, "status": 0, "ended_at": None, **fields})
 
 
 def traced(
