@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import re
-from collections.abc import Mapping
+import signal
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal, TypedDict
 
 import msgspec
@@ -287,3 +290,17 @@ def limit_spinning() -> None:
     """
     if not any(name in os.environ for name in OPENMP_WAITING):
         os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
+
+
+@contextlib.contextmanager
+def asked_by_signals(ask: Callable[[signal.Signals], None]) -> Iterator[None]:
+    """Call ``ask`` on the running loop for each SIGTERM and SIGINT within the block, for a process of one's own."""
+    loop = asyncio.get_running_loop()
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    for number in numbers:
+        loop.add_signal_handler(number, ask, number)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)

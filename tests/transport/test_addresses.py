@@ -297,7 +297,7 @@ def test_nobody_serves_where_nothing_is(folder: Path) -> None:
 def test_a_server_in_a_folder_that_others_write_to_is_not_trusted(folder: Path, mode: int) -> None:
     with listen(folder / "engine"):
         folder.chmod(mode)
-        with pytest.raises(ConfigError, match="anybody may serve there"):
+        with pytest.raises(ConfigError, match="any user may serve there"):
             check_connect(f"ipc://{folder}/engine", has_keys=False)
 
 
@@ -305,7 +305,7 @@ def test_a_server_of_another_user_is_trusted_by_root_only(folder: Path, monkeypa
     owner = folder.stat().st_uid
     with listen(folder / "engine"):
         monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
-        with pytest.raises(ConfigError, match="anybody may serve there"):
+        with pytest.raises(ConfigError, match="any user may serve there"):
             check_connect(f"ipc://{folder}/engine", has_keys=False)
         monkeypatch.setattr(os, "geteuid", lambda: 0)
         check_connect(f"ipc://{folder}/engine", has_keys=False)

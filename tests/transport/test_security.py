@@ -127,7 +127,7 @@ def test_a_server_needs_its_secret_and_public_keys_of_clients_and_no_more(folder
     assert ServerKeys.load(folder) == before
     (folder / "clients/alice.key").unlink()
     (folder / "clients/bob.key").unlink()
-    with pytest.raises(ConfigError, match=r"nobody could connect; make one with `aioengine keys .* --client NAME`"):
+    with pytest.raises(ConfigError, match=r"no client could connect; make one with `aioengine keys .* --client NAME`"):
         ServerKeys.load(folder)
 
 

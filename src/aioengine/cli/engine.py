@@ -38,12 +38,17 @@ def engine(
         sys.path.insert(0, os.getcwd())  # an installed command does not look there by itself
     config = EngineConfig(**given(EngineConfig, flags))
     server_keys = ServerKeys.load(keys) if keys is not None else None
-    hosts = []
+    endpoints = []
     if join is not None:
-        hosts = [Endpoint(join, is_local=False, keys=ClientKeys.load(join_keys) if join_keys is not None else None)]
+        client_keys = ClientKeys.load(join_keys) if join_keys is not None else None
+        endpoints = [Endpoint(join, is_local=False, keys=client_keys)]
     elif join_keys is not None:
         raise click.UsageError("--join-keys is for --join: give both, or neither")
-    run(serve_engine(hosts, address=address, config=config, keys=server_keys, plugins=plugins, on_serving=_say_where))
+    run(
+        serve_engine(
+            endpoints, address=address, config=config, keys=server_keys, plugins=plugins, on_serving=_say_where
+        )
+    )
 
 
 def _say_where(server: EngineServer) -> None:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import ipaddress
 import os
 import socket
 import ssl
-import stat
 from typing import Self
 
 import msgspec
 
 from aioengine.errors import ConfigError
+from aioengine.transport.addresses import MAX_SOCKET_PATH_BYTES, check_free, remove_stale
 
 BACKLOG = 2048
-MAX_SOCKET_PATH_BYTES = 107
-"""``sun_path`` of unix(7) without its terminator."""
 
 
 class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,7 +110,7 @@ class HttpListener:
 
     def _bind_unix(self, path: str) -> None:
         _check_path(path)
-        _remove_stale(path)
+        remove_stale(path)
         made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sockets = [made]
         # Linux gives the file the socket's own mode as it makes it: there is no moment in which it has another.
@@ -163,24 +160,7 @@ def _check_path(path: str) -> None:
     if not os.access(folder, os.W_OK | os.X_OK):
         why = "you may not write to it" if os.path.isdir(folder) else "it is not there"
         raise ConfigError(f"cannot serve at unix:{path}: no file can be made in {folder}: {why}")
-    if os.path.lexists(path):
-        if not stat.S_ISSOCK(os.lstat(path).st_mode):
-            raise ConfigError(f"{path} exists and is not a socket; it is not overwritten: choose another path")
-        if not _is_stale(path):
-            raise ConfigError(f"unix:{path} is in use: another process serves there; end it or choose another path")
-
-
-def _remove_stale(path: str) -> None:
-    if os.path.lexists(path) and _is_stale(path):
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-
-
-def _is_stale(path: str) -> bool:
-    """Whether no process listens on a socket: what one that was killed leaves."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)  # with a full backlog it would wait; then a process listens
-        return probe.connect_ex(path) in (errno.ECONNREFUSED, errno.ENOENT)
+    check_free(path, f"unix:{path}")
 
 
 def _ssl_context(where: ServerAddress) -> ssl.SSLContext | None:

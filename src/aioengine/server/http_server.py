@@ -7,12 +7,10 @@ and waits for idle connections. What is imported with this module is light; uvic
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import signal
 import socket
 import warnings
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable
 from email.utils import formatdate
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -62,20 +60,6 @@ class StopRequest:
     def ask(self) -> None:
         self.num_asked += 1
         self.on_asked()
-
-
-@contextlib.contextmanager
-def asked_by_signals(ask: Callable[[signal.Signals], None]) -> Iterator[None]:
-    """Call ``ask`` on the running loop for each SIGTERM and SIGINT within the block, for a process of one's own."""
-    loop = asyncio.get_running_loop()
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    for number in numbers:
-        loop.add_signal_handler(number, ask, number)
-    try:
-        yield
-    finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)
 
 
 async def serve(

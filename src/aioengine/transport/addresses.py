@@ -146,7 +146,7 @@ def _parse(address: str, *, has_keys: bool) -> Address:
 
 def _parse_ipc(address: str, path: str) -> Address:
     if path.startswith("@"):
-        raise ConfigError(f"{address!r}: anybody can connect to an abstract socket; use ipc:///absolute/path")
+        raise ConfigError(f"{address!r}: any user can connect to an abstract socket; use ipc:///absolute/path")
     if not path.startswith("/") or path.endswith(("/", "/.", "/..")):
         raise ConfigError(f"{address!r}: the absolute path of a socket is needed: ipc:///absolute/path")
     if not path.isprintable():
@@ -251,9 +251,9 @@ def _check_served(address: Address) -> None:
         raise NoServer(f"no engine serves at {address}: {error.strerror}") from None
     if not stat.S_ISSOCK(status.st_mode):
         raise ConfigError(f"no engine serves at {address}: it is not a socket")
-    # Where others may write, what answers may be theirs. Root may use anybody's engine.
+    # Where others may write, what answers may be theirs. Root may use any user's engine.
     if folder_status.st_mode & 0o022 or os.geteuid() not in (0, folder_status.st_uid):
-        raise ConfigError(f"{address}: its folder is not yours alone to write to, so that anybody may serve there")
+        raise ConfigError(f"{address}: its folder is not yours alone to write to, so that any user may serve there")
     if is_stale(path):
         raise NoServer(f"no engine serves at {address} any more: the socket is what is left of a server that died")
 
@@ -265,7 +265,7 @@ def check_free(path: str, address: str) -> None:
     """Raise ConfigError if a file that is no socket lies at ``path``, or a server listens there."""
     if os.path.lexists(path):
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
-            raise ConfigError(f"{path!r} exists and is not a socket; it is not overwritten: choose another path")
+            raise ConfigError(f"{path} exists and is not a socket; it is not overwritten: choose another path")
         if not is_stale(path):
             raise ConfigError(f"{address} is in use: another process serves there; end it or choose another path")
 

@@ -136,7 +136,7 @@ class InChild:
         self._exits: deque[tuple[int, str]] = deque()
 
     async def find_model(self) -> ModelFolder:
-        # Noted where it is made: who is cancelled here has one all the same.
+        # Noted where it is made, so that a start that is cancelled here removes it.
         await self._around.worker.run(self._make_folder, None)
         self._begin(self._folders[0])
         config = self._config
@@ -256,8 +256,8 @@ class InChild:
     def _make_init(self, index: int, folder: PrivateFolder) -> Init:
         """What the process is told now that it is here.
 
-        Nobody else shall come, and should this process be killed while the model loads, no file is to be left: the
-        folder goes. The other serves in one of its own, whose name nobody knows before it is there.
+        No other process is to connect, and should this one be killed while the model loads, no file is to be left: the
+        folder goes. The engine serves in one of its own, whose name is known when it is there.
         """
         folder.remove()
         return Init(

@@ -1,7 +1,7 @@
 """ZMQ sockets on an event loop: one owner each, never blocking, drained in batches with a turn for the loop between.
 
 ZMQ's own asyncio sockets do not yield while messages are ready, so that a full socket starves the loop. Its file
-descriptor tells of changes, not of states: whoever sends may take the news of a message that has come. A `Channel`
+descriptor tells of changes, not of states: a send may take the news of a message that has come. A `Channel`
 looks at the socket's state after each send and before each wait.
 """
 
@@ -224,7 +224,7 @@ class Monitor:
 
     Attributes:
         has_connected: a peer has been there, and was admitted.
-        is_refused: this side was not admitted, or nobody listens; for sockets that connect.
+        is_refused: this side was not admitted, or no server listens; for sockets that connect.
     """
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
@@ -270,8 +270,8 @@ class Monitor:
     def close(self) -> None:
         """Idempotent; to be called before the watched socket is closed."""
         if not self._channel.socket.closed:
-            # In this order: ZMQ's thread tells its news under a lock that the first call needs, and with nobody left to
-            # tell it to it would wait for ever, and this loop for it.
+            # In this order: ZMQ's thread tells its news under a lock that the first call needs, and without a receiver
+            # it would wait for ever, and this loop for it.
             if not self._watched.closed:
                 self._watched.disable_monitor()
             self._channel.close()

@@ -53,7 +53,7 @@ def die_with_parent(parent_pid: int | None = None) -> None:
 def log_to_parent() -> None:
     """Send what this process logs to its stderr, in lines that the supervisor gives to the parent's own logger.
 
-    This package logs at the level of the parent's, everybody else from WARNING on.
+    This package logs at the level of the parent's, all others from WARNING on.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_EachLine("%(message)s"))
@@ -105,12 +105,12 @@ def main() -> int:
     from aioengine.transport.serving import Endpoint, serve_engine
 
     limit_spinning()
-    hosts = [Endpoint(arguments.handshake, token=os.environ.pop(TOKEN, ""))]
+    endpoints = [Endpoint(arguments.handshake, token=os.environ.pop(TOKEN, ""))]
     if arguments.shared:
         keys = ClientKeys.load(arguments.keys) if arguments.keys else None
-        hosts.append(Endpoint(arguments.shared, is_local=False, keys=keys))
+        endpoints.append(Endpoint(arguments.shared, is_local=False, keys=keys))
     try:
-        uvloop.run(serve_engine(hosts, index=arguments.index))
+        uvloop.run(serve_engine(endpoints, index=arguments.index))
     except AioEngineError as error:
         logger.error("%s: %s", type(error).__name__, error)
         return 1

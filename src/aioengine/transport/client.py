@@ -213,7 +213,7 @@ class RemoteCore:
         self.check_accepting()
         raw, frames = wire.pack_control(control)
         if isinstance(control, UNBLOCKING_CALLS):
-            result = await self._call(raw, frames)  # whoever holds all turns may wait for just this
+            result = await self._call(raw, frames)  # the holders of all turns may wait for just this
         else:
             async with self._call_turns:
                 self.check_accepting()
@@ -275,7 +275,7 @@ class RemoteCore:
         return self.death.anew()
 
     def die(self, death: EngineDead) -> None:
-        """The engine, or the way to it, is gone: everyone hears it, now and once."""
+        """The engine, or the way to it, is gone: every sequence and call hears it, now and once."""
         if not self.is_stopped:
             self.death = death
             logger.error("%s", death)
@@ -292,7 +292,7 @@ class RemoteCore:
                 tasks.start_soon(self._watch_beats)
                 of_requests, of_outputs = self._link.monitors
                 tasks.start_soon(self._watch_connection, of_outputs, 0.0)
-                # Who ends in order closes both, and what it said last may be on its way by the other.
+                # An engine that ends in order closes both; what it said last may be on its way by the other.
                 tasks.start_soon(self._watch_connection, of_requests, LAST_WORDS_S)
                 await self._over.wait()
                 tasks.cancel_scope.cancel()
@@ -476,7 +476,7 @@ class RemoteCore:
                 told = _death_of(fault) if is_end else error
                 self._endings.add(sequence.order, self._release(sequence), told)  # type: ignore[arg-type]
                 if isinstance(error, EngineClosed | EngineDead):
-                    # Its last words follow; whoever has heard of the end finds it so here already.
+                    # Its last words follow; a listener that hears of the end finds it so here already.
                     self.die(_death_of(failed.fault))
         if self._endings:
             self._endings.tell_some()

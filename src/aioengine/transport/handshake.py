@@ -1,8 +1,8 @@
-"""Starting engines that run in processes of their own: HELLO → INIT → READY, as two pure machines and their drivers.
+"""Starting engines that run in processes of their own: HELLO → INIT → READY, as two pure machines and a driver.
 
-An engine says HELLO to whoever started it, is told in INIT where to serve and how it is configured, loads its model,
-and says READY with what it offers, or what went wrong. It may shake hands with two: the one beside it, which started
-it, and one that several engines share, on this machine or another, and that waits for a number of each.
+An engine says HELLO to its parent, is told in INIT where to serve and how it is configured, loads its model, and says
+READY with what it offers, or what went wrong. It may shake hands with two: its parent, beside it, and a front end that
+several engines share, on this machine or another, which waits for a number of them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Hello(WireMessage, frozen=True, tag=1):
     version: int
     index: int
     token: str
-    """Proves that it was started by whom it speaks to; empty for a front end that anybody with its keys may join."""
+    """Proves that the receiver started it; empty for a front end that engines join by their keys."""
     pid: int
     is_local: bool
     """Whether it runs on the same machine."""
@@ -199,8 +199,8 @@ class Welcome:
     @property
     def deadline(self) -> float:
         """When to call `on_time` at the latest."""
-        is_anyone_new = any(engine.state is HandshakeState.NEW for engine in self.engines)
-        return self._hello_by if is_anyone_new else self._ready_by
+        is_one_new = any(engine.state is HandshakeState.NEW for engine in self.engines)
+        return self._hello_by if is_one_new else self._ready_by
 
     def on_message(self, peer: bytes, frames: list[Any]) -> list[tuple[bytes, WireMessage]]:
         """Take a message; returns what is to be sent, and to whom. What does not belong here is refused and counted."""
@@ -227,41 +227,36 @@ class Welcome:
         if now >= self.deadline and not self.is_done:
             late = [engine for engine in self.engines if engine.state is not HandshakeState.READY]
             silent = [engine for engine in late if engine.state is HandshakeState.NEW]
-            who = ", ".join(f"{e.index} ({'local' if e.is_local else 'remote'})" for e in silent or late)
+            which = ", ".join(f"{e.index} ({'local' if e.is_local else 'remote'})" for e in silent or late)
             what = "did not say HELLO" if silent else f"was not ready within {self._start_timeout_s:g} s"
-            self._fail(EngineDead(f"engine {who} {what}"))
+            self._fail(EngineDead(f"engine {which} {what}"))
 
     def _on_stranger(self, peer: bytes, frames: list[Any]) -> list[tuple[bytes, WireMessage]]:
         reader: Reader[FromEngine] = Reader(FromEngine)
         body, _ = reader.read(frames)
         if not isinstance(body, Hello):
-            raise WireError(f"a {type(body).__name__} from nobody")
-        refusal = self._why_not(body)
-        if refusal is not None:
-            self.num_refused += 1
-            return [(peer, TurnedAway(PROTOCOL_VERSION, refusal))]
+            raise WireError(f"a {type(body).__name__} before a HELLO")
         engine = self._place_for(body)
-        if engine is None:
+        if isinstance(engine, str):
             self.num_refused += 1
-            where = "local" if body.is_local else "remote"
-            return [(peer, TurnedAway(PROTOCOL_VERSION, f"no {where} engine {body.index} is waited for"))]
+            return [(peer, TurnedAway(PROTOCOL_VERSION, engine))]
         engine.advance(HandshakeStep.HELLO)
         engine.peer, engine.reader, engine.pid = peer, reader, body.pid
         return [(peer, self._make_init(engine.index))]
 
-    def _why_not(self, hello: Hello) -> str | None:
+    def _place_for(self, hello: Hello) -> EngineRecord | str:
+        """The engine that says it, or why it is turned away.
+
+        A local engine has its index; a remote one takes the next place, or the one it asks for.
+        """
         if hello.version != PROTOCOL_VERSION:
             return f"version {PROTOCOL_VERSION} is spoken here, not {hello.version}"
         if hello.is_local and not hmac.compare_digest(hello.token.encode(), self._token.encode()):
             return "the token is another one"
-        return None
-
-    def _place_for(self, hello: Hello) -> EngineRecord | None:
-        """A local engine has its index; a remote one takes the next place, or the one it asks for."""
         free = [e for e in self.engines if e.state is HandshakeState.NEW and e.is_local == hello.is_local]
         if hello.index >= 0:
             free = [engine for engine in free if engine.index == hello.index]
-        return free[0] if free else None
+        return free[0] if free else f"no {'local' if hello.is_local else 'remote'} engine {hello.index} is waited for"
 
     def _on_engine(self, engine: EngineRecord, body: FromEngine) -> None:
         match body:
@@ -294,7 +289,7 @@ async def welcome(
     """Drive a `Welcome` over a ROUTER socket until all engines are ready.
 
     Args:
-        exits: (index, description) of local engines that have ended; whoever appends to it wakes ``channel``.
+        exits: (index, description) of local engines that have ended; ``channel`` is woken after an append.
         on_change: called after each message.
     Raises:
         ConfigError, ModelLoadError, EngineDead: one of them cannot start, or did not in time.
@@ -331,7 +326,7 @@ class Joining:
     """
 
     def __init__(self, num_handshakes: int) -> None:
-        assert num_handshakes >= 1, "nobody to shake hands with"
+        assert num_handshakes >= 1, "a handshake is needed"
         self._inits: list[Init | None] = [None] * num_handshakes
 
     def on_init(self, handshake: int, body: ToEngine) -> None:
@@ -356,7 +351,7 @@ class Joining:
     def merged(self) -> Init:
         """What all said together."""
         inits = [init for init in self._inits if init is not None]
-        assert len(inits) == len(self._inits), "somebody has not answered yet"
+        assert len(inits) == len(self._inits), "an answer is missing"
         first, last = inits[0], inits[-1]
         return Init(
             version=PROTOCOL_VERSION,

@@ -9,21 +9,10 @@ import zmq
 
 from aioengine.errors import ConfigError, EngineDead, WireError
 from aioengine.text.worker import TextWorker
+from aioengine.transport import wire
 from aioengine.transport.addresses import Address, NoServer, check_connect
 from aioengine.transport.channel import Channel, Context, Monitor, end_context, make_context
 from aioengine.transport.security import ClientKeys
-from aioengine.transport.wire import (
-    MAX_FRAME_BYTES,
-    PROTOCOL_VERSION,
-    Attach,
-    Attached,
-    Detach,
-    FromEngine,
-    Reader,
-    Refused,
-    WireMessage,
-    Writer,
-)
 
 LINGER_S = 0.2
 """For a farewell to reach the engine, which would notice without it, too."""
@@ -43,7 +32,7 @@ class Link:
     def __init__(self, worker: TextWorker) -> None:
         self._worker = worker
         self._context: Context | None = None
-        self._writer = Writer()
+        self._writer = wire.Writer()
         self.monitors: list[Monitor] = []
         self._channels: list[Channel] = []
 
@@ -55,7 +44,7 @@ class Link:
     def requests(self) -> Channel:
         return self._channels[0]
 
-    async def open(self, address: str, keys: ClientKeys | None, *, name: str, timeout_s: float) -> Attached:
+    async def open(self, address: str, keys: ClientKeys | None, *, name: str, timeout_s: float) -> wire.Attached:
         """Reach a server and attach to it.
 
         Raises:
@@ -76,7 +65,7 @@ class Link:
             return attached
         raise EngineDead(f"no engine answers at {address} within {timeout_s:g} s; is an engine of this version there?")
 
-    def send(self, body: WireMessage, arrays: Any = ()) -> None:
+    def send(self, body: wire.WireMessage, arrays: Any = ()) -> None:
         """Send a message, now or as soon as the socket takes it. What may lie there is bounded by what is live."""
         self.requests.send(self._writer.write(body, arrays))
 
@@ -86,7 +75,7 @@ class Link:
             return
         is_cut = any(monitor.is_gone for monitor in self.monitors)
         if self._channels and not self._channels[0].socket.closed and not is_cut:
-            self.send(Detach())
+            self.send(wire.Detach())
         self._close_sockets(0.0 if is_cut else LINGER_S)
         await end_context(self._context, self._worker)
 
@@ -102,21 +91,21 @@ class Link:
         for channel in self._channels:
             channel.close(linger_s)
 
-    async def _attach(self, where: Address, keys: ClientKeys | None, name: str) -> Attached:
+    async def _attach(self, where: Address, keys: ClientKeys | None, name: str) -> wire.Attached:
         socket = self._make_socket(zmq.DEALER, where)
         if keys is not None and where.scheme == "tcp":
             keys.apply_client(socket)
         channel, monitor = self._connect(socket, str(where))
-        self.send(Attach(PROTOCOL_VERSION, name))
+        self.send(wire.Attach(wire.PROTOCOL_VERSION, name))
         of_keys = "" if where.scheme == "ipc" else ", or it needs keys" if keys is None else ", or not with these keys"
         body = await _first_of(channel, monitor, f"no engine serves at {where}{of_keys}")
-        if isinstance(body, Refused):
+        if isinstance(body, wire.Refused):
             raise EngineDead(f"the engine at {where} does not serve this front end: {body.reason}")
-        if not isinstance(body, Attached):
+        if not isinstance(body, wire.Attached):
             raise EngineDead(f"what answers at {where} is no engine of this version")
         return body
 
-    async def _connect_outputs(self, where: Address, keys: ClientKeys | None, attached: Attached) -> None:
+    async def _connect_outputs(self, where: Address, keys: ClientKeys | None, attached: wire.Attached) -> None:
         socket = self._make_socket(zmq.PULL, where)
         if keys is not None and where.scheme == "tcp":
             keys.apply_client(socket)
@@ -143,12 +132,12 @@ class Link:
     def _make_socket(self, kind: int, where: Address) -> zmq.Socket[bytes]:
         assert self._context is not None, "open comes first"
         socket = self._context.socket(kind)
-        socket.maxmsgsize = MAX_FRAME_BYTES
+        socket.maxmsgsize = wire.MAX_FRAME_BYTES
         socket.ipv6 = where.is_ipv6
         return socket
 
 
-async def _first_of(channel: Channel, monitor: Monitor, refusal: str) -> WireMessage:
+async def _first_of(channel: Channel, monitor: Monitor, refusal: str) -> wire.WireMessage:
     """The first message, unless the connection is refused before."""
     messages: list[list[bytes]] = []
     async with anyio.create_task_group() as tasks:
@@ -158,7 +147,7 @@ async def _first_of(channel: Channel, monitor: Monitor, refusal: str) -> WireMes
     if not messages:
         raise EngineDead(refusal)
     try:
-        reader: Reader[Any] = Reader(FromEngine)
+        reader: wire.Reader[Any] = wire.Reader(wire.FromEngine)
         body, _ = reader.read(messages[0])
     except WireError as error:
         raise EngineDead(f"what answers is no engine of this version: {error}") from None

@@ -27,7 +27,6 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import IO
 
 import msgspec
@@ -205,7 +204,7 @@ class Child:
         return self._pidfd < 0 or self._popen.returncode is not None or not is_unreaped(self._pidfd)
 
     def _kill_group(self) -> None:
-        # While it is not reaped its pid, which is the group's number, is nobody else's.
+        # While it is not reaped its pid, which is the group's number, is no other process's.
         if not self._is_reaped:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -250,8 +249,8 @@ def _signal_name(number: int) -> str:
 class ChildOutput:
     """The reading end of a pipe that a child writes to.
 
-    Each line goes to the ``aioengine`` logger. Who writes faster than they can be logged waits at the full pipe, and of
-    many short lines that come at once all but the first are only counted.
+    Each line goes to the ``aioengine`` logger. A child that writes faster than they can be logged waits at the full
+    pipe, and of many short lines that come at once all but the first are only counted.
 
     Args:
         name: of the child, put before each line.
@@ -280,7 +279,7 @@ class ChildOutput:
         return tuple(self._tail)[first:]
 
     def finish(self) -> None:
-        """Read what the pipe holds now, and close it. Whoever still writes, a child's own child, is not waited for."""
+        """Read what the pipe holds now, and close it. A child's own child that still writes is not waited for."""
         if self._pipe.closed:
             return
         left = int.from_bytes(fcntl.ioctl(self._pipe.fileno(), termios.FIONREAD, bytes(4)), "little")
@@ -307,7 +306,7 @@ class ChildOutput:
             self._feed(data)
 
     def _read(self, num_bytes: int) -> bytes | None:
-        """None: there is nothing now; empty: nobody writes any more."""
+        """None: there is nothing now; empty: no process writes any more."""
         try:
             return os.read(self._pipe.fileno(), num_bytes)
         except BlockingIOError:
@@ -360,7 +359,7 @@ class ProcessTree:
     """The descendants of some processes of one family; used by one thread at a time.
 
     Args:
-        family: a name that is in the environment of the family's processes, and nobody else's.
+        family: a name that is in the environment of the family's processes, and of no others.
         roots: pid → pidfd of the processes to start from, which are not members themselves. The pidfds are this
             object's from now on.
     """
@@ -387,12 +386,10 @@ class ProcessTree:
             children[_parent_of(pid)].append(pid)
         for pid in pids:
             if self._is_of_family(pid):
-                self._hold(pid, self._is_of_family)
+                self._hold(pid)
         queue = [*self._roots, *self._members]
         for parent in queue:  # it grows
-            for pid in children[parent]:
-                if self._hold(pid, partial(self._is_child_of, parent)):
-                    queue.append(pid)
+            queue += [pid for pid in children[parent] if self._hold(pid, parent)]
         return len(self._members)
 
     def kill(self, deadline: float) -> bool:
@@ -417,8 +414,8 @@ class ProcessTree:
         os.close(self._members.pop(pid))
         return True
 
-    def _hold(self, pid: int, is_member: Callable[[int], bool]) -> bool:
-        """Hold a process that lives and is a member. → whether it is held now and was not before."""
+    def _hold(self, pid: int, parent: int | None = None) -> bool:
+        """Hold a process that lives, of this family, or a child of ``parent``. → whether it is newly held."""
         if pid in self._roots or pid in self._members or pid == os.getpid():
             return False
         try:
@@ -426,7 +423,8 @@ class ProcessTree:
         except OSError:  # it has ended
             return False
         # First what is read about the pid, then whether the pid is still the one's that is held: see above.
-        if not is_member(pid) or not is_unreaped(pidfd) or wait_for_exit(pidfd, deadline=0):
+        is_member = self._is_of_family(pid) if parent is None else self._is_child_of(parent, pid)
+        if not is_member or not is_unreaped(pidfd) or wait_for_exit(pidfd, deadline=0):
             os.close(pidfd)
             return False
         self._members[pid] = pidfd
@@ -454,7 +452,7 @@ def wait_for_exit(pidfd: int, deadline: float) -> bool:
 
 
 def is_unreaped(pidfd: int) -> bool:
-    """Whether the pid is still this process's: it lives, or nobody has asked for its exit status yet."""
+    """Whether the pid is still this process's: it lives, or its parent has not asked for its exit status yet."""
     return _send(pidfd, 0)
 
 

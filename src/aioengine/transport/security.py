@@ -1,13 +1,13 @@
-"""Who may connect: CURVE keys in files (RFC 26), and the decision that ZMQ asks for at each connection (ZAP, RFC 27).
+"""Which peers may connect: CURVE keys in files (RFC 26), and the decision at each connection (ZAP, RFC 27).
 
 The keys of an engine are a folder, made by `aioengine keys`::
 
     FOLDER/server.key                  public: every client's machine needs it
     FOLDER/server.key_secret           the server's machine only
-    FOLDER/clients/NAME.key            public: whoever has one here may connect
+    FOLDER/clients/NAME.key            public: clients with one here may connect
     FOLDER/clients/NAME.key_secret     that client's machine only
 
-`Gate` holds no socket: whoever owns the one at ``inproc://zeromq.zap.01`` gives it each request and sends its answer.
+`Gate` holds no socket: the owner of the one at ``inproc://zeromq.zap.01`` gives it each request and sends its answer.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ServerKeys(msgspec.Struct, frozen=True, kw_only=True):
     """What a server needs.
 
     Attributes:
-        clients: the public keys of those who may connect, by name, each 32 bytes, as ZAP shows them.
+        clients: the public keys of the clients that may connect, by name, each 32 bytes, as ZAP shows them.
     """
 
     pair: KeyPair
@@ -75,7 +75,7 @@ class ServerKeys(msgspec.Struct, frozen=True, kw_only=True):
         clients = {path.stem: _read_public(path) for path in sorted((root / CLIENTS).glob(f"*{PUBLIC}"))}
         if not clients:
             raise ConfigError(
-                f"{root / CLIENTS} has no client's key, so that nobody could connect; make one with "
+                f"{root / CLIENTS} has no client's key, so that no client could connect; make one with "
                 f"`aioengine keys {root} --client NAME`, or copy a client's NAME{PUBLIC} there"
             )
         _check_not_writable(root / CLIENTS)
@@ -244,7 +244,7 @@ def _public_of(secret: bytes) -> bytes | None:
 
 
 def _check_not_writable(path: Path) -> None:
-    """Whoever can write there can admit himself, or stand in for the server."""
+    """Raise ConfigError if others can write there: they could admit themselves, or stand in for the server."""
     try:
         mode = stat.S_IMODE(path.stat().st_mode)
     except FileNotFoundError:
@@ -261,7 +261,7 @@ class _Credential(NamedTuple):
 
 
 class Gate:
-    """Decides who may connect to the sockets of a context (ZAP, https://rfc.zeromq.org/spec/27/).
+    """Decides which peers may connect to the sockets of a context (ZAP, https://rfc.zeromq.org/spec/27/).
 
     A credential is tied to a domain, the ``zap_domain`` of the socket that is connected to. Where nothing was allowed
     nothing is admitted, and NULL never is. A credential for one connection is spent when ZMQ is told to admit it, also
@@ -292,7 +292,7 @@ class Gate:
             self._allow(domain, b"CURVE", (public_key,), is_once=False)
 
     def forget(self, domain: str) -> None:
-        """Admit nobody to a domain any more; who is connected stays."""
+        """Admit no peer to a domain any more; those that are connected stay."""
         self._credentials.pop(domain.encode(), None)
 
     def decide(self, frames: Sequence[bytes]) -> list[bytes]:
@@ -359,4 +359,4 @@ def _curve_user(shown: Sequence[bytes]) -> bytes | None:
 
 
 _MECHANISMS: dict[bytes, Callable[[Sequence[bytes]], bytes | None]] = {b"PLAIN": _plain_user, b"CURVE": _curve_user}
-"""What each makes of the frames that were shown: who it is, or None where they are malformed."""
+"""The user id that each makes of the frames that were shown; None where they are malformed."""

@@ -28,34 +28,11 @@ from aioengine.core.engine_core import EngineCore
 from aioengine.errors import AioEngineError, ConfigError, EngineClosed, EngineDead, InvalidRequest, WireError
 from aioengine.metrics import RequestMetrics, StepRecord
 from aioengine.text.worker import TextWorker
+from aioengine.transport import wire
 from aioengine.transport.addresses import check_bind
 from aioengine.transport.channel import Channel, Monitor, bind, end_context, make_context
-from aioengine.transport.requests import Requests
 from aioengine.transport.security import ZAP_ENDPOINT, Gate, ServerKeys, enforce
-from aioengine.transport.session import CutOff, Session
-from aioengine.transport.wire import (
-    MAX_FRAME_BYTES,
-    PROTOCOL_VERSION,
-    Acknowledge,
-    AddRequest,
-    Allow,
-    Arrays,
-    Attach,
-    Attached,
-    CallControl,
-    CancelCall,
-    Detach,
-    Finish,
-    FromFrontEnd,
-    OutOfTurn,
-    Reader,
-    Refused,
-    Returned,
-    TooLarge,
-    WireMessage,
-    Writer,
-    unpack_control,
-)
+from aioengine.transport.session import CutOff, Requests, Session
 from aioengine.transport.wire_errors import to_fault
 from aioengine.turns import turns_here
 
@@ -84,7 +61,7 @@ class EngineServer:
         core: not running yet; `serve` runs it.
         address: where to be reached: ``ipc:///path`` or ``tcp://host:port``; port 0 is any.
         model_path: the model's folder, which front ends look for a tokenizer in.
-        keys: who may come, for addresses that others can reach.
+        keys: of the clients that may connect, for addresses that other machines can reach.
     Attributes:
         address: as it is reached, once `open` has returned.
         num_refused: frames that were malformed, foreign or out of turn, by why.
@@ -99,7 +76,7 @@ class EngineServer:
         self._keys = keys
         self._gate = Gate()
         self._sessions: dict[bytes, Session] = {}
-        self._readers: dict[bytes, Reader[FromFrontEnd]] = {}
+        self._readers: dict[bytes, wire.Reader[wire.FromFrontEnd]] = {}
         self._gone: dict[bytes, None] = {}
         """Peers whose sessions are over, the latest ones."""
         self._num_sessions = 0
@@ -190,7 +167,7 @@ class EngineServer:
             self._send_all(lambda session, beat=beat: session.beat(beat))  # type: ignore[misc]
             await anyio.sleep(interval_s)
 
-    async def _watch(self, peer: bytes, session: Session) -> None:
+    async def _watch(self, session: Session) -> None:
         """Follow a front end's connection, and end its session when that ends."""
         monitor = session.monitor
         with anyio.move_on_after(CONNECT_TIMEOUT_S):
@@ -200,20 +177,19 @@ class EngineServer:
         while session.is_connected and not (monitor.is_gone or session.is_over):
             await monitor.look()
         why = "its connection is gone" if session.is_connected else "it did not connect to its outputs"
-        if not session.is_over:  # else the peer may have another one by now
-            self._end_session(peer, why, is_there=False)
+        self._end_session(session, why, is_there=False)
 
-    async def _call(self, session: Session, peer: bytes, call_id: int, control: AnyControl) -> None:
-        """Perform a control call and send what it brought, to the one who called."""
+    async def _call(self, session: Session, call_id: int, control: AnyControl) -> None:
+        """Perform a control call and send its caller what it brought."""
         with session.calls[call_id]:
             try:
-                returned = Returned(call_id, await self.core.call(control))
+                returned = wire.Returned(call_id, await self.core.call(control))
                 session.note_transfer(control)
-            except Exception as error:  # whatever it was, its caller hears it, and nobody else
-                returned = Returned(call_id, fault=to_fault(error))
+            except Exception as error:  # whatever it was, its caller alone hears it
+                returned = wire.Returned(call_id, fault=to_fault(error))
             finally:
                 del session.calls[call_id]
-            self._guarded(peer, session, lambda session: _send_returned(session, returned))
+            self._guarded(session, lambda session: _send_returned(session, returned))
 
     # Messages
 
@@ -227,47 +203,47 @@ class EngineServer:
             body, arrays = reader.read(frames)
             if session is None:
                 self._attach(user, peer, reader, body)
-            elif isinstance(body, AddRequest):
+            elif isinstance(body, wire.AddRequest):
                 await self._requests.add(session, body, arrays[0])
             else:
-                self._act(session, peer, body, arrays)
-        except OutOfTurn as error:
+                self._act(session, body, arrays)
+        except wire.OutOfTurn as error:
             self._refuse(peer, "out of turn", error)
             if error.is_gap and session is not None:
-                self._end_session(peer, f"messages of it were lost: {error}")
+                self._end_session(session, f"messages of it were lost: {error}")
         except WireError as error:
             self._refuse(peer, "malformed", error)
 
-    def _act(self, session: Session, peer: bytes, body: FromFrontEnd, arrays: Arrays) -> None:
+    def _act(self, session: Session, body: wire.FromFrontEnd, arrays: wire.Arrays) -> None:
         match body:
-            case Finish():
+            case wire.Finish():
                 self._requests.finish(session, body)
-            case Allow():
+            case wire.Allow():
                 follower = session.followers.get(body.number)
                 if follower is not None:
                     follower.allow(body.num_allowed)
-            case Acknowledge():
+            case wire.Acknowledge():
                 session.acknowledge(body.number)
-            case CallControl():
-                self._begin_call(session, peer, body, arrays)
-            case CancelCall():
+            case wire.CallControl():
+                self._begin_call(session, body, arrays)
+            case wire.CancelCall():
                 if body.call_id in session.calls:
                     session.calls[body.call_id].cancel()
-            case Detach():
-                self._end_session(peer, "it has left", is_there=False)
+            case wire.Detach():
+                self._end_session(session, "it has left", is_there=False)
             case _:
                 raise WireError(f"a {type(body).__name__} in the middle of a session")
 
-    def _begin_call(self, session: Session, peer: bytes, call: CallControl, arrays: Arrays) -> None:
+    def _begin_call(self, session: Session, call: wire.CallControl, arrays: wire.Arrays) -> None:
         try:
-            control = unpack_control(call.control, arrays)
+            control = wire.unpack_control(call.control, arrays)
             self._check_call(session, call.call_id, control)
         except InvalidRequest as refusal:
-            refused = Returned(call.call_id, fault=to_fault(refusal))
-            self._guarded(peer, session, lambda session: session.send(refused))
+            refused = wire.Returned(call.call_id, fault=to_fault(refusal))
+            self._guarded(session, lambda session: session.send(refused))
             return
         session.calls[call.call_id] = anyio.CancelScope()
-        self._tasks.start_soon(self._call, session, peer, call.call_id, control)
+        self._tasks.start_soon(self._call, session, call.call_id, control)
 
     def _check_call(self, session: Session, call_id: int, control: AnyControl) -> None:
         if call_id in session.calls:
@@ -287,37 +263,36 @@ class EngineServer:
 
     # Sessions
 
-    def _reader_of(self, peer: bytes) -> Reader[FromFrontEnd]:
+    def _reader_of(self, peer: bytes) -> wire.Reader[wire.FromFrontEnd]:
         """Of a peer that is not attached; forgotten peers begin anew, and have nothing to lose."""
         reader = self._readers.get(peer)
         if reader is None:
             if len(self._readers) >= MAX_READERS:
                 del self._readers[next(iter(self._readers))]
-            reader = self._readers[peer] = Reader(FromFrontEnd)
+            reader = self._readers[peer] = wire.Reader(wire.FromFrontEnd)
         return reader
 
-    def _attach(self, user: bytes, peer: bytes, reader: Reader[FromFrontEnd], body: FromFrontEnd) -> None:
+    def _attach(
+        self, user: bytes, peer: bytes, reader: wire.Reader[wire.FromFrontEnd], body: wire.FromFrontEnd
+    ) -> None:
         del self._readers[peer]  # whatever comes of it, the next one begins anew
-        if not isinstance(body, Attach):
+        if not isinstance(body, wire.Attach):
             raise WireError(f"a {type(body).__name__} from a front end that is not attached")
-        if body.version != PROTOCOL_VERSION:
-            self._reply(
-                peer, Refused(PROTOCOL_VERSION, f"this engine speaks version {PROTOCOL_VERSION} of its protocol")
-            )
-        elif len(self._sessions) >= MAX_SESSIONS:
-            self._reply(peer, Refused(PROTOCOL_VERSION, f"{MAX_SESSIONS} front ends are attached already"))
+        try:
+            if body.version != wire.PROTOCOL_VERSION:
+                raise ConfigError(f"this engine speaks version {wire.PROTOCOL_VERSION} of its protocol")
+            if len(self._sessions) >= MAX_SESSIONS:
+                raise ConfigError(f"{MAX_SESSIONS} front ends are attached already")
+            session = self._open_session(user, peer, reader, body.name)
+        except ConfigError as error:
+            logger.warning("a front end is refused: %s", error)
+            self._reply(peer, wire.Refused(wire.PROTOCOL_VERSION, str(error)))
         else:
-            try:
-                session = self._open_session(user, peer, reader, body.name)
-            except (zmq.ZMQError, ConfigError) as error:  # such as no file descriptors left: those who are here go on
-                logger.warning("a front end cannot be served: %s", error)
-                self._reply(peer, Refused(PROTOCOL_VERSION, f"another front end cannot be served now: {error}"))
-                return
             self._sessions[peer] = session
-            self._tasks.start_soon(self._watch, peer, session)
+            self._tasks.start_soon(self._watch, session)
             logger.info("front end %d (%r) is attached", session.index, session.name)
 
-    def _open_session(self, user: bytes, peer: bytes, reader: Reader[FromFrontEnd], name: str) -> Session:
+    def _open_session(self, user: bytes, peer: bytes, reader: wire.Reader[wire.FromFrontEnd], name: str) -> Session:
         index, core = self._num_sessions, self.core
         self._num_sessions += 1
         domain, password = f"outputs-{index}", secrets.token_hex(16)
@@ -330,22 +305,22 @@ class EngineServer:
             enforce(socket, domain)
             self._gate.allow_once(domain, domain, password)
         monitor = None
+        beside = self._address.beside(f".{index}.out")
         try:
             monitor = Monitor(socket)
-            beside = self._address.beside(f".{index}.out")
             bound = bind(socket, beside)
-        except (zmq.ZMQError, ConfigError):
+        except (zmq.ZMQError, ConfigError) as error:  # no file descriptors are left: the attached ones go on
             if monitor is not None:
                 monitor.close()
             socket.close()
             self._gate.forget(domain)
-            raise
+            raise ConfigError(f"another front end cannot be served now: {error}") from error
         if beside.scheme == "ipc":
             self._files.add(beside.path)
         self._reply(
             peer,
-            Attached(
-                version=PROTOCOL_VERSION,
+            wire.Attached(
+                version=wire.PROTOCOL_VERSION,
                 client_index=index,
                 output_address=bound,
                 username=domain,
@@ -360,14 +335,14 @@ class EngineServer:
                 stats=core.stats(),
             ),
         )
-        return Session(index, name, reader, Channel(socket), monitor, self._mark)
+        return Session(peer, index, name, reader, Channel(socket), monitor, self._mark)
 
-    def _end_session(self, peer: bytes, why: str, *, is_there: bool = True) -> None:
+    def _end_session(self, session: Session, why: str, *, is_there: bool = True) -> None:
         """Let go of a front end, with last words if it is there; what it has running ends. Idempotent."""
-        session = self._sessions.pop(peer, None)
-        if session is None:
+        if session.is_over:
             return
-        self._gone[peer] = None
+        del self._sessions[session.peer]
+        self._gone[session.peer] = None
         if len(self._gone) > MAX_READERS:
             del self._gone[next(iter(self._gone))]
         logger.info("front end %d (%r) is let go: %s", session.index, session.name, why)
@@ -376,7 +351,7 @@ class EngineServer:
         self._tasks.start_soon(self._tidy, session)
 
     def _end_sessions(self) -> None:
-        """The core has ended, and everyone's sequences with it: hand out what is left, and last words."""
+        """The core has ended, and all sequences with it: hand out what is left, and last words."""
         end: AioEngineError = self.core.copy_death() if self.core.death is not None else EngineClosed("it was closed")
         for session in self._sessions.values():
             with contextlib.suppress(CutOff):  # it hears the end next
@@ -422,19 +397,19 @@ class EngineServer:
         """As an `Observer`: requests end in the processes where they were made."""
 
     def _send_all(self, send: Callable[[Session], None]) -> None:
-        for peer, session in list(self._sessions.items()):
-            self._guarded(peer, session, send)
+        for session in list(self._sessions.values()):
+            self._guarded(session, send)
 
-    def _guarded(self, peer: bytes, session: Session, send: Callable[[Session], None]) -> None:
+    def _guarded(self, session: Session, send: Callable[[Session], None]) -> None:
         """Send to a front end, and cut it off if it does not read."""
         try:
             send(session)
         except CutOff as error:
             logger.warning("front end %d (%r) is cut off: %s", session.index, session.name, error)
-            self._end_session(peer, str(error))
+            self._end_session(session, str(error))
 
-    def _reply(self, peer: bytes, body: WireMessage) -> None:
-        self._frontend.send([peer, *Writer().write(body)])
+    def _reply(self, peer: bytes, body: wire.WireMessage) -> None:
+        self._frontend.send([peer, *wire.Writer().write(body)])
 
     def _make_channel(self, socket: zmq.Socket[bytes], *, tells_users: bool = False) -> Channel:
         channel = Channel(socket, tells_users=tells_users)
@@ -443,21 +418,21 @@ class EngineServer:
 
     def _make_socket(self, kind: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
-        socket.maxmsgsize = MAX_FRAME_BYTES
+        socket.maxmsgsize = wire.MAX_FRAME_BYTES
         socket.ipv6 = self._address.is_ipv6
         if self._address.scheme == "tcp":
             socket.heartbeat_ivl, socket.heartbeat_timeout = TCP_HEARTBEAT_MS, TCP_TIMEOUT_MS
         return socket
 
 
-def _send_returned(session: Session, returned: Returned) -> None:
+def _send_returned(session: Session, returned: wire.Returned) -> None:
     try:
         session.send(returned)
-    except TooLarge as too_large:
-        session.send(Returned(returned.call_id, fault=to_fault(too_large)))
+    except wire.TooLarge as too_large:
+        session.send(wire.Returned(returned.call_id, fault=to_fault(too_large)))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         refusal = InvalidRequest(f"what the call returned is no plain data, and cannot be sent: {error}")
-        session.send(Returned(returned.call_id, fault=to_fault(refusal)))
+        session.send(wire.Returned(returned.call_id, fault=to_fault(refusal)))
 
 
 def _remove(path: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -13,7 +12,7 @@ from typing import NamedTuple
 import anyio
 import zmq
 
-from aioengine.config import EngineConfig
+from aioengine.config import EngineConfig, asked_by_signals
 from aioengine.core.controls import TASKS
 from aioengine.core.executor_protocol import Executor
 from aioengine.core.protocol import CLOSE_DEADLINE_S, CoreHooks
@@ -41,7 +40,7 @@ from aioengine.transport.wire_errors import to_fault
 logger = logging.getLogger("aioengine")
 
 LINGER_S = 1.0
-"""For last words to reach whoever started this engine."""
+"""For last words to reach the process that started this engine."""
 
 ENGINE_SOCKET = "engine.sock"
 
@@ -49,7 +48,7 @@ LOADING_EVERY_BYTES = 16 * 2**20
 
 
 class Endpoint(NamedTuple):
-    """Somebody to shake hands with.
+    """A process to shake hands with.
 
     Attributes:
         token: what it expects; empty where keys are the proof.
@@ -63,7 +62,7 @@ class Endpoint(NamedTuple):
 
 
 async def serve_engine(
-    hosts: Sequence[Endpoint],
+    endpoints: Sequence[Endpoint],
     *,
     index: int = -1,
     address: str | None = None,
@@ -75,19 +74,19 @@ async def serve_engine(
     """Load a model and serve it until SIGTERM or SIGINT, cancellation, or the engine's death.
 
     Args:
-        hosts: whom to shake hands with; nobody for an engine that is started by hand.
+        endpoints: to shake hands with; none for an engine that is started by hand.
         index: which engine to say HELLO as; -1: any.
-        address: where to serve; absent: where the hosts say.
-        config: absent: what the hosts say.
-        keys: who may come, for addresses that others can reach.
+        address: where to serve; absent: where the endpoints say.
+        config: absent: what the endpoints say.
+        keys: of the clients that may connect, for addresses that other machines can reach.
         plugins: modules to import first.
         on_serving: called once it serves.
     Raises:
-        ConfigError, ModelLoadError, EngineDead: it cannot start, or has died; the hosts have heard of it.
+        ConfigError, ModelLoadError, EngineDead: it cannot start, or has died; the endpoints have heard of it.
     """
-    with _ended_by_signals() as scope:
+    with anyio.CancelScope() as scope, asked_by_signals(lambda _: scope.cancel()):
         worker, dump_worker = TextWorker(), TextWorker()
-        shakers = _Handshakes(hosts, worker)
+        shakers = _Handshakes(endpoints, worker)
         try:
             init = await shakers.greet(index)
             settled = _settle(init, address, config, plugins)
@@ -122,12 +121,12 @@ class _Settled(NamedTuple):
 
 
 def _settle(init: Init | None, address: str | None, config: EngineConfig | None, plugins: Sequence[str]) -> _Settled:
-    """What this side was told and what the hosts say, together."""
+    """What this side was told and what the endpoints say, together."""
     if init is not None:
         address, config = address or init.address, config or init.config
         plugins = (*plugins, *init.plugins)
     if config is None or (init is None and address is None):
-        raise ConfigError("nobody said where to serve, or what: give an address and a model")
+        raise ConfigError("it is not said where to serve, or what: give an address and a model")
     return _Settled(address, config, tuple(plugins), init.executor if init is not None else None)
 
 
@@ -150,7 +149,7 @@ async def _serve(
         await backend.open(shakers.on_progress)
         address = settled.address
         if address is None:
-            # Noted where it is made: who is cancelled here has one all the same.
+            # Noted where it is made, so that a start that is cancelled here removes it.
             await worker.run(lambda: folders.append(PrivateFolder()), None)
             address = str(folders[0].address(ENGINE_SOCKET))
         server = EngineServer(backend.core, address, model_path=files.path, keys=keys)
@@ -184,7 +183,7 @@ def _make_executor(settled: _Settled) -> Executor:
 def _import(module: str) -> object:
     try:
         return importlib.import_module(module)
-    except Exception as error:  # a module of somebody's own may raise anything
+    except Exception as error:  # a module of the user's own may raise anything
         raise ConfigError(
             f"{module} cannot be imported in the engine's process: {type(error).__name__}: {error}"
         ) from error
@@ -193,8 +192,8 @@ def _import(module: str) -> object:
 class _Handshakes:
     """This engine's conversations with those it shakes hands with."""
 
-    def __init__(self, hosts: Sequence[Endpoint], worker: TextWorker) -> None:
-        self._hosts = hosts
+    def __init__(self, endpoints: Sequence[Endpoint], worker: TextWorker) -> None:
+        self._endpoints = endpoints
         self._worker = worker
         self._context: Context | None = None
         self._channels: list[Channel] = []
@@ -202,24 +201,24 @@ class _Handshakes:
         self._told_bytes = 0
 
     async def greet(self, index: int) -> Init | None:
-        """Say HELLO to all, and wait for what they say together; None if there is nobody.
+        """Say HELLO to all, and wait for what they say together; None without endpoints.
 
         Raises:
             EngineDead: one of them is not there, turned this engine away, or did not answer in time.
         """
-        if not self._hosts:
+        if not self._endpoints:
             return None
-        machine = Joining(len(self._hosts))
-        for host in self._hosts:
-            await self._connect(host)
-        for place, host in enumerate(self._hosts):
-            self._send(place, Hello(PROTOCOL_VERSION, index, host.token, os.getpid(), host.is_local))
+        machine = Joining(len(self._endpoints))
+        for endpoint in self._endpoints:
+            await self._connect(endpoint)
+        for place, endpoint in enumerate(self._endpoints):
+            self._send(place, Hello(PROTOCOL_VERSION, index, endpoint.token, os.getpid(), endpoint.is_local))
         with anyio.move_on_after(HELLO_TIMEOUT_S):
             # One after the other: all are needed, and a group of tasks would wrap the error that says why one is not.
-            for place in range(len(self._hosts)):
+            for place in range(len(self._endpoints)):
                 await self._wait_for_init(place, machine)
         if not machine.is_done:
-            addresses = ", ".join(host.address for host in self._hosts)
+            addresses = ", ".join(endpoint.address for endpoint in self._endpoints)
             raise EngineDead(f"no answer to HELLO from {addresses} within {HELLO_TIMEOUT_S:g} s")
         return machine.merged()
 
@@ -241,14 +240,15 @@ class _Handshakes:
             channel.close(LINGER_S)
         await end_context(self._context, self._worker)
 
-    async def _connect(self, host: Endpoint) -> None:
-        where = await self._worker.run(lambda: check_connect(host.address, has_keys=host.keys is not None), None)
+    async def _connect(self, endpoint: Endpoint) -> None:
+        has_keys = endpoint.keys is not None
+        where = await self._worker.run(lambda: check_connect(endpoint.address, has_keys=has_keys), None)
         if self._context is None:
             self._context = make_context()
         socket = self._context.socket(zmq.DEALER)
         socket.ipv6 = where.is_ipv6
-        if host.keys is not None and where.scheme == "tcp":
-            host.keys.apply_client(socket)
+        if endpoint.keys is not None and where.scheme == "tcp":
+            endpoint.keys.apply_client(socket)
         self._channels.append(Channel(socket))
         self._writers.append(Writer())
         socket.connect(str(where))
@@ -261,19 +261,3 @@ class _Handshakes:
         for frames in await self._channels[place].receive():
             body, _ = reader.read(frames)
             machine.on_init(place, body)
-
-
-@contextmanager
-def _ended_by_signals() -> Iterator[anyio.CancelScope]:
-    """Cancel what is in the block at SIGTERM or SIGINT: this process is the engine's own."""
-    import asyncio
-
-    loop = asyncio.get_running_loop()
-    with anyio.CancelScope() as scope:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, scope.cancel)
-        try:
-            yield scope
-        finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.remove_signal_handler(number)

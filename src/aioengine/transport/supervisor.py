@@ -117,7 +117,7 @@ class Supervisor:
                 self._closed.set()
 
     def abandon(self) -> None:
-        """Kill all children and what descends from them, without anyone waiting on a loop.
+        """Kill all children and what descends from them, without a wait on a loop.
 
         From any thread and at any moment, finalizers included, whether the loop runs or is closed; once. On a running
         loop it returns at once and a thread does the rest, else within `KILL_DEADLINE_S`.

@@ -53,7 +53,7 @@ LOGPROBS: Layout = ("<i4", "<f4", "<i4", "<i4", "<i4", "<f4", "<i4")
 """Indices of the tokens [t] that the first t entries are about, which are followed by those about prompts; of each
 entry the log-probability, the rank, and how many others it has [n]; of the others ids, log-probabilities, ranks [m]."""
 
-Int32 = Annotated[int, Meta(ge=0, lt=2**31)]
+Number = Annotated[int, Meta(ge=0, lt=2**31)]
 
 
 class WireMessage(msgspec.Struct, frozen=True, array_like=True):
@@ -78,7 +78,7 @@ class Attach(WireMessage, frozen=True, tag=1):
 class AddRequest(WireMessage, frozen=True, tag=2):
     """A request; its choices are ``number`` and those that follow. Frame: the prompt's token ids."""
 
-    number: Int32
+    number: Number
     """Chosen by the front end, rising; of this session only."""
     params: msgspec.Raw
     """A `SamplingParams`, read by itself, so that a bad one fails its request and not the message."""
@@ -222,9 +222,9 @@ class StepOutputsMessage(WireMessage, frozen=True, tag=3):
         WireError: there are more or fewer sequences than tokens.
     """
 
-    numbers: list[Int32] = []
+    numbers: list[Number] = []
     """The sequence of each token."""
-    token_ids: list[Int32] = []
+    token_ids: list[Number] = []
     started: list[Started] = []
     first: list[First] = []
     prompts: list[PromptLogprobsMessage] = []
