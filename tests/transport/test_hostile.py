@@ -86,7 +86,7 @@ class TestBeforeAttaching:
     async def test_a_frame_that_is_too_large_ends_the_connection(
         self, address: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(server_module, "MAX_FRAME_BYTES", 2**20)
+        monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 2**20)
         async with besieged(address) as siege:
             peer = siege.peer()
             await peer.join()

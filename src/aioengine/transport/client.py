@@ -16,10 +16,9 @@ import anyio
 import msgspec
 
 from aioengine.config import EngineConfig
-from aioengine.core.control import UNBLOCKING_CALLS, WAKE_TAGS, AnyControl, GetStats, Resume, Sleep, WakeUp
+from aioengine.core.control import WAKE_TAGS, AnyControl, GetStats, Resume, Sleep, WakeUp
 from aioengine.core.engine_core import PUBLISH_SLICE
-from aioengine.core.executor_protocol import ExecutorInfo
-from aioengine.core.health import Health, dead, judge
+from aioengine.core.health import Beat, Health, dead, judge
 from aioengine.core.listener import UNLIMITED, Conditions, Endings, Listener
 from aioengine.core.observers import Observers, UserCode
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead, WireError, describe
@@ -29,14 +28,11 @@ from aioengine.scheduler.scheduler import SchedulerStats
 from aioengine.scheduler.sequence import Request, Sequence, make_choices
 from aioengine.transport import wire
 from aioengine.transport.channel import Monitor
-from aioengine.transport.link import Link
-from aioengine.transport.wire_errors import Fault, to_error
+from aioengine.transport.link import ControlCalls, Link, death_of
+from aioengine.transport.wire_errors import to_error
 from aioengine.turns import turns_here
 
 logger = logging.getLogger("aioengine")
-
-MAX_CALLS = 32
-"""Control calls under way; further ones wait for their turn."""
 
 ACKNOWLEDGE_EVERY = 32
 """Messages; one acknowledgement costs the engine as much as reading a request."""
@@ -88,9 +84,10 @@ class RemoteCore:
         self.death: EngineDead | None = None
         self.is_stopped = False
         self.num_refused = 0
-        self._info = attached.info
+        self.info = attached.info
+        self.is_sleeping = attached.first_beat.is_sleeping
         self._link = link
-        self._on_room = on_capacity
+        self._on_capacity = on_capacity
         self._is_far = is_far
         self._describe_cut = describe_cut
         self._live: dict[int, Sequence] = {}
@@ -99,12 +96,9 @@ class RemoteCore:
         self._endings = Endings(self.user_code, self._look)
         self._next_number = 0
         self._conditions = Conditions()
-        self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._next_call = 0
-        self._call_turns = anyio.Semaphore(MAX_CALLS, fast_acquire=True)
+        self._calls = ControlCalls(link)
         self._stats = attached.stats
         self._beat = attached.first_beat
-        self._is_sleeping = attached.first_beat.is_sleeping
         self._heard_at = self._listened_until = clock()
         self._reader: wire.Reader[Any] = wire.Reader(wire.FromEngine)
         self._num_unacknowledged = self._unacknowledged_bytes = 0
@@ -114,20 +108,12 @@ class RemoteCore:
     # What callers do
 
     @property
-    def info(self) -> ExecutorInfo:
-        return self._info
-
-    @property
     def num_unstarted(self) -> int:
         return len(self._unstarted)
 
     @property
     def is_drained(self) -> bool:
         return not (self._live or self._endings)
-
-    @property
-    def is_sleeping(self) -> bool:
-        return self._is_sleeping
 
     def make_sequence(self, request: Request) -> Sequence:
         """As `EngineCore.make_sequence`; prefixes are hashed by the engine.
@@ -148,7 +134,7 @@ class RemoteCore:
         self.check_accepting()
         sequence.arrived_at = self.clock() if arrived_at is None else arrived_at
         request = sequence.request
-        family = list(zip((sequence, *sequence.children), listeners, strict=True))
+        choices = list(zip((sequence, *sequence.children), listeners, strict=True))
         self._link.send(
             wire.AddRequest(
                 number=self._next_number,
@@ -159,11 +145,11 @@ class RemoteCore:
                 bad_words=request.bad_words,
                 priority=request.priority,
                 cache_salt=request.cache_salt,
-                num_allowed=_allowed(family[0][1]),
+                num_allowed=_allowed(choices[0][1]),
             ),
             (request.prompt_token_ids,),
         )
-        for member, listener in family:  # what could not be sent is not waited for
+        for member, listener in choices:  # what could not be sent is not waited for
             member.order = self._next_number
             member.listener = listener
             self._live[member.order] = member
@@ -174,9 +160,9 @@ class RemoteCore:
         if self.is_stopped or sequence.order not in self._live:
             self._endings.tell(sequence.order)
             return
-        family = [member for member in (sequence, *sequence.children) if member.order in self._live]
-        self._link.send(wire.Finish([member.order for member in family], reason, stop_reason))
-        for member in family:
+        choices = [member for member in (sequence, *sequence.children) if member.order in self._live]
+        self._link.send(wire.Finish([member.order for member in choices], reason, stop_reason))
+        for member in choices:
             member.finish_reason, member.stop_reason = reason, stop_reason
             self._release(member).on_end()
         self._look()
@@ -211,34 +197,16 @@ class RemoteCore:
             Exception: what went wrong there.
         """
         self.check_accepting()
-        raw, frames = wire.pack_control(control)
-        if isinstance(control, UNBLOCKING_CALLS):
-            result = await self._call(raw, frames)  # the holders of all turns may wait for just this
-        else:
-            async with self._call_turns:
-                self.check_accepting()
-                result = await self._call(raw, frames)
+        result = await self._calls.call(control)
         if isinstance(control, Sleep):
-            self._is_sleeping = True
+            self.is_sleeping = True
         elif isinstance(control, WakeUp) and set(control.tags) >= set(WAKE_TAGS):
-            self._is_sleeping = False
+            self.is_sleeping = False
         return msgspec.convert(result, SchedulerStats) if isinstance(control, GetStats) else result
-
-    async def _call(self, raw: Any, frames: Any) -> Any:
-        returned: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        call_id = self._send_call(raw, frames, returned)
-        try:
-            return await returned
-        except asyncio.CancelledError:
-            if not self.is_stopped:
-                self._link.send(wire.CancelCall(call_id))
-            raise
-        finally:
-            self._calls.pop(call_id, None)
 
     def resume(self) -> None:
         if not self.is_stopped:
-            self._send_call(*wire.pack_control(Resume()), None)
+            self._calls.send(Resume())
 
     def when(self, is_so: Callable[[], bool]) -> asyncio.Future[None]:
         future = self._conditions.add(is_so)
@@ -364,20 +332,13 @@ class RemoteCore:
         if isinstance(body, wire.StepOutputsMessage):
             await self._on_outputs(body, arrays)
         elif isinstance(body, wire.Returned):
-            self._on_returned(body)
+            self._calls.on_returned(body)
         elif isinstance(body, wire.Beating):
             self._beat = body.beat
-            self._is_sleeping = body.beat.is_sleeping
-            free_blocks = body.beat.free_blocks  # what ends between two steps makes no record
-            self._stats = msgspec.structs.replace(
-                self._stats,
-                running=body.beat.running,
-                waiting=body.beat.waiting - body.beat.blocked,
-                blocked=body.beat.blocked,
-                free_blocks=free_blocks if free_blocks >= 0 else self._stats.free_blocks,
-            )
+            self.is_sleeping = body.beat.is_sleeping
+            self._note_numbers(body.beat)  # what ends between two steps makes no record
         elif isinstance(body, wire.Shutdown):
-            self.die(_death_of(body.fault))
+            self.die(death_of(body.fault))
 
     def _acknowledge(self, frames: list[bytes]) -> None:
         self._num_unacknowledged += 1
@@ -386,26 +347,16 @@ class RemoteCore:
             self._num_unacknowledged = self._unacknowledged_bytes = 0
             self._link.send(wire.Acknowledge(self._reader.due - 1))
 
-    def _on_returned(self, body: wire.Returned) -> None:
-        returned = self._calls.pop(body.call_id, None)
-        if returned is None or returned.done():
-            return
-        if body.fault is None:
-            returned.set_result(body.result)
-        else:
-            error = to_error(body.fault)
-            returned.set_exception(_death_of(body.fault) if isinstance(error, EngineClosed) else error)
-
     # What sequences bring
 
     async def _on_outputs(self, body: wire.StepOutputsMessage, arrays: wire.Arrays) -> None:
         now = self.clock()
         for started in body.started:
-            self._on_started(started.number, started.num_cached_tokens, now)
+            self._on_started(started, now)
         for first in body.first:
             sequence = self._live.get(first.number)
             if sequence is not None:
-                sequence.children = ()  # its family is on its own from now on
+                sequence.children = ()  # its other choices are on their own from now on
                 sequence.first_token_at = now
                 sequence.admitted_at = now - first.prefill_time_s
         logprobs = wire.LogprobColumns(arrays) if body.has_logprobs else None
@@ -424,16 +375,14 @@ class RemoteCore:
         if body.record is not None:
             self._on_record(body.record)
 
-    def _on_started(self, number: int, num_cached_tokens: int, now: float) -> None:
-        sequence = self._live.get(number)
+    def _on_started(self, started: wire.Started, now: float) -> None:
+        sequence = self._live.get(started.number)
         if sequence is not None:
-            sequence.num_cached_tokens = num_cached_tokens
+            sequence.num_cached_tokens = started.num_cached_tokens
             sequence.admitted_at = now
             sequence.has_run = True
             sequence.listener.on_started()
-        if number in self._unstarted:
-            self._unstarted.discard(number)
-            self._on_room()
+        self._waits_no_more(started.number)
 
     def _on_tokens(
         self,
@@ -473,23 +422,25 @@ class RemoteCore:
                     fault = msgspec.structs.replace(fault, dump=body.failed[failed.dump_of].fault.dump)
                 error = to_error(fault)
                 is_end = isinstance(error, EngineClosed) or not isinstance(error, AioEngineError)
-                told = _death_of(fault) if is_end else error
+                told = death_of(fault) if is_end else error
                 self._endings.add(sequence.order, self._release(sequence), told)  # type: ignore[arg-type]
                 if isinstance(error, EngineClosed | EngineDead):
                     # Its last words follow; a listener that hears of the end finds it so here already.
-                    self.die(_death_of(failed.fault))
+                    self.die(death_of(failed.fault))
         if self._endings:
             self._endings.tell_some()
 
-    def _on_record(self, record: StepRecord) -> None:
+    def _note_numbers(self, news: Beat | StepRecord) -> None:
         self._stats = msgspec.structs.replace(
             self._stats,
-            running=record.running,
-            waiting=record.waiting - record.blocked,
-            blocked=record.blocked,
-            free_blocks=record.free_blocks,
-            num_blocks=record.num_blocks,
+            running=news.running,
+            waiting=news.waiting - news.blocked,
+            blocked=news.blocked,
+            free_blocks=news.free_blocks if news.free_blocks >= 0 else self._stats.free_blocks,
         )
+
+    def _on_record(self, record: StepRecord) -> None:
+        self._note_numbers(record)
         self._beat = msgspec.structs.replace(
             self._beat, step=record.step + 1, step_age_s=0.0, running=record.running, waiting=record.waiting
         )
@@ -497,23 +448,19 @@ class RemoteCore:
 
     # Odds and ends
 
-    def _send_call(self, raw: Any, frames: Any, returned: asyncio.Future[Any] | None) -> int:
-        call_id = self._next_call
-        self._next_call += 1
-        if returned is not None:
-            self._calls[call_id] = returned
-        self._link.send(wire.CallControl(call_id, raw, bool(frames)), frames)
-        return call_id
-
     def _release(self, sequence: Sequence) -> Listener:
         """Its listener, which hears its end now and nothing more."""
         del self._live[sequence.order]
         listener: Listener = sequence.listener
         sequence.listener = None
-        if sequence.order in self._unstarted:
-            self._unstarted.discard(sequence.order)
-            self._on_room()
+        self._waits_no_more(sequence.order)
         return listener
+
+    def _waits_no_more(self, order: int) -> None:
+        """A sequence has started, or ended without that."""
+        if order in self._unstarted:
+            self._unstarted.discard(order)
+            self._on_capacity()
 
     def _look(self) -> None:
         if self._conditions:
@@ -525,23 +472,12 @@ class RemoteCore:
         for sequence in list(self._live.values()):
             self._endings.add(sequence.order, self._release(sequence), error())
         self._endings.tell_some()
-        for returned in self._calls.values():
-            if not returned.done():
-                returned.set_exception(error())
-        self._calls.clear()
+        self._calls.end_all(error)
         self._conditions.end_all()
 
 
 def _allowed(listener: Listener) -> int:
     return -1 if listener.num_allowed == UNLIMITED else listener.num_allowed
-
-
-def _death_of(fault: Fault) -> EngineDead:
-    """What an engine's end is for those on this side: they have not closed it."""
-    error = to_error(fault)
-    if isinstance(error, EngineDead):
-        return error
-    return EngineDead(f"the engine has ended: {error}")
 
 
 def _closed() -> EngineClosed:

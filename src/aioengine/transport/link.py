@@ -1,21 +1,31 @@
-"""A front end's connection to an engine server: requests go out by one socket, outputs come in by another."""
+"""A front end's connection to an engine server, and the control calls that it makes there.
+
+Requests go out by one socket, outputs come in by another.
+"""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import anyio
 import zmq
 
-from aioengine.errors import ConfigError, EngineDead, WireError
+from aioengine.core.control import UNBLOCKING_CALLS, AnyControl
+from aioengine.errors import AioEngineError, ConfigError, EngineClosed, EngineDead, WireError
 from aioengine.text.worker import TextWorker
 from aioengine.transport import wire
 from aioengine.transport.addresses import Address, NoServer, check_connect
 from aioengine.transport.channel import Channel, Context, Monitor, end_context, make_context
 from aioengine.transport.security import ClientKeys
+from aioengine.transport.wire_errors import Fault, to_error
 
 LINGER_S = 0.2
 """For a farewell to reach the engine, which would notice without it, too."""
+
+MAX_CALLS = 32
+"""Control calls under way; further ones wait for their turn."""
 
 NEVER_MS = 24 * 3600 * 1000
 """Longer than a link lives after it was cut."""
@@ -135,6 +145,80 @@ class Link:
         socket.maxmsgsize = wire.MAX_FRAME_BYTES
         socket.ipv6 = where.is_ipv6
         return socket
+
+
+class ControlCalls:
+    """Control calls that a front end has made, each until the engine answers it."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._returned: dict[int, asyncio.Future[Any]] = {}
+        self._num_sent = 0
+        self._turns = anyio.Semaphore(MAX_CALLS, fast_acquire=True)
+        self._end: Callable[[], AioEngineError] | None = None
+        """The error of calls that come after the engine's end."""
+
+    async def call(self, control: AnyControl) -> Any:
+        """Have the engine perform a control call; it is on its way before the first wait. Cancelling stops it there.
+
+        Raises:
+            InvalidRequest: it cannot be sent, or cannot be done now.
+            EngineDead, EngineClosed: the engine, or this connection, came to an end.
+            Exception: what went wrong there.
+        """
+        if isinstance(control, UNBLOCKING_CALLS):
+            return await self._call(control)  # the holders of all turns may wait for just this
+        async with self._turns:
+            return await self._call(control)
+
+    async def _call(self, control: AnyControl) -> Any:
+        if self._end is not None:
+            raise self._end()
+        returned: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        call_id = self.send(control)
+        self._returned[call_id] = returned
+        try:
+            return await returned
+        except asyncio.CancelledError:
+            if self._end is None:
+                self._link.send(wire.CancelCall(call_id))
+            raise
+        finally:
+            self._returned.pop(call_id, None)
+
+    def send(self, control: AnyControl) -> int:
+        """Send a call whose answer is not awaited. → its id."""
+        raw, frames = wire.pack_control(control)
+        self._num_sent += 1
+        self._link.send(wire.CallControl(self._num_sent, raw, bool(frames)), frames)
+        return self._num_sent
+
+    def on_returned(self, body: wire.Returned) -> None:
+        """The engine has answered a call."""
+        returned = self._returned.pop(body.call_id, None)
+        if returned is None or returned.done():
+            return
+        if body.fault is None:
+            returned.set_result(body.result)
+        else:
+            error = to_error(body.fault)
+            returned.set_exception(death_of(body.fault) if isinstance(error, EngineClosed) else error)
+
+    def end_all(self, error: Callable[[], AioEngineError]) -> None:
+        """The engine has ended: calls under way, and those that wait for their turn, raise ``error``."""
+        self._end = error
+        for returned in self._returned.values():
+            if not returned.done():
+                returned.set_exception(error())
+        self._returned.clear()
+
+
+def death_of(fault: Fault) -> EngineDead:
+    """What an engine's end is for those on this side: they have not closed it."""
+    error = to_error(fault)
+    if isinstance(error, EngineDead):
+        return error
+    return EngineDead(f"the engine has ended: {error}")
 
 
 async def _first_of(channel: Channel, monitor: Monitor, refusal: str) -> wire.WireMessage:

@@ -283,7 +283,10 @@ class EngineServer:
                 raise ConfigError(f"this engine speaks version {wire.PROTOCOL_VERSION} of its protocol")
             if len(self._sessions) >= MAX_SESSIONS:
                 raise ConfigError(f"{MAX_SESSIONS} front ends are attached already")
-            session = self._open_session(user, peer, reader, body.name)
+            try:
+                session = self._open_session(user, peer, reader, body.name)
+            except (zmq.ZMQError, ConfigError) as error:  # no file descriptors are left: the attached ones go on
+                raise ConfigError(f"another front end cannot be served now: {error}") from error
         except ConfigError as error:
             logger.warning("a front end is refused: %s", error)
             self._reply(peer, wire.Refused(wire.PROTOCOL_VERSION, str(error)))
@@ -309,12 +312,12 @@ class EngineServer:
         try:
             monitor = Monitor(socket)
             bound = bind(socket, beside)
-        except (zmq.ZMQError, ConfigError) as error:  # no file descriptors are left: the attached ones go on
+        except (zmq.ZMQError, ConfigError):
             if monitor is not None:
                 monitor.close()
             socket.close()
             self._gate.forget(domain)
-            raise ConfigError(f"another front end cannot be served now: {error}") from error
+            raise
         if beside.scheme == "ipc":
             self._files.add(beside.path)
         self._reply(
