@@ -474,15 +474,15 @@ async def test_a_refused_client_that_neither_reads_nor_leaves_is_cut_off() -> No
 def holding(server: Served) -> Iterator[None]:
     """All that comes is held, and given at the end."""
     turns, state = turns_here(), server.state
-    give = state._give
+    give = state._hand_out
     turns._is_begun, turns._ends_at = True, float("-inf")
-    state._give = lambda: None  # type: ignore[method-assign]
+    state._hand_out = lambda: None  # type: ignore[method-assign]
     try:
         yield
     finally:
         turns._is_begun = False
-        state._give = give  # type: ignore[method-assign]
-        if state._held:
+        state._hand_out = give  # type: ignore[method-assign]
+        if state._deferred:
             asyncio.get_running_loop().call_soon(give)
 
 
@@ -498,7 +498,7 @@ def loop_errors() -> Iterator[list[dict[str, Any]]]:
 
 
 def num_held(server: Served) -> int:
-    return len(server.state._held)
+    return len(server.state._deferred)
 
 
 @both_loops
@@ -618,7 +618,7 @@ async def test_what_was_held_of_a_connection_that_is_lost_is_dropped() -> None:
                 with holding(server):
                     client.send(GET)
                     await until(lambda: num_held(server) == 1)
-                    (protocol,) = {each for each, _ in server.state._held}
+                    (protocol,) = {each for each, _ in server.state._deferred}
                     protocol.data_received(GET)
                     protocol.transport.abort()
                     await until(lambda: len(server.state.all()) == 1)
@@ -664,7 +664,7 @@ async def test_what_is_held_is_given_also_where_no_turn_has_time_left() -> None:
         with holding(server):
             client.send(GET)
             await until(lambda: num_held(server) == 1)
-            del server.state._give
-            asyncio.get_running_loop().call_soon(server.state._give)
-            await server.state.given()
+            del server.state._hand_out
+            asyncio.get_running_loop().call_soon(server.state._hand_out)
+            await server.state.wait_for_deferred()
         assert (await client.answer())[0] == 200

@@ -59,7 +59,7 @@ class House:
 
     @property
     def is_decoding(self) -> bool:
-        return self.api._decoding.get().locked()
+        return self.api._bodies._decoding.get().locked()
 
 
 def _application(routes: list[web.RouteDef]) -> web.Application:

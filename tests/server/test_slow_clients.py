@@ -13,7 +13,8 @@ from server.conftest import each_face
 from server.hostile import CUT, GONE, Answer, Client, Face, Target, Tasks, completion, heard_errors, request_of, served
 
 from aioengine.server import ServerConfig
-from aioengine.server.api import MAX_BODIES_AT_ONCE, WHOLE_BYTES
+from aioengine.server.api import WHOLE_BYTES
+from aioengine.server.body import MAX_BODIES_AT_ONCE
 
 SMALL_BUFFER = 4096
 LONG: dict[str, Any] = {"n": 16, "temperature": 1.0, "max_tokens": 400}

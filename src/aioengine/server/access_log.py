@@ -131,7 +131,7 @@ class TextFormatter(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def format(self, record: logging.LogRecord) -> str:
-        # What a message or a traceback quotes may be anybody's text.
+        # What a message or a traceback quotes may hold line ends and control characters.
         first, *more = super().format(record).split("\n")
         return "\n".join([_escape(first), *(f"    {_escape(line)}" for line in more)])
 

@@ -181,7 +181,10 @@ class AiohttpExchange:
 
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
         self.response = web.StreamResponse(status=status, headers=headers)
-        await self._prepare(self.response)
+        try:
+            await self.response.prepare(self._request)
+        except ConnectionError as error:
+            raise ClientGone from error
 
     async def write(self, data: bytes) -> None:
         assert self.response is not None, "it has not been started"
@@ -206,9 +209,3 @@ class AiohttpExchange:
     def cut(self) -> None:
         if self._request.transport is not None:
             self._request.transport.abort()
-
-    async def _prepare(self, response: web.StreamResponse) -> None:
-        try:
-            await response.prepare(self._request)
-        except ConnectionError as error:
-            raise ClientGone from error

@@ -18,16 +18,7 @@ from aioengine.server.access_log import log_request, logger, request_id_of
 from aioengine.server.body import BodyReader
 from aioengine.server.completions import Completions
 from aioengine.server.config import ServerConfig
-from aioengine.server.decoding import (
-    SMALL_BODY_BYTES,
-    TEXTS_A_MESSAGE,
-    IgnoredFields,
-    decode,
-    decode_in_turns,
-    read_messages,
-    read_text,
-    read_tokens,
-)
+from aioengine.server.decoding import read_messages, read_text, read_tokens
 from aioengine.server.errors import (
     JSON_HEADERS,
     ApiError,
@@ -41,7 +32,6 @@ from aioengine.server.exchange import (
     ClientCut,
     ClientGone,
     Exchange,
-    PerLoop,
     Response,
     run_while_connected,
     write_in_pieces,
@@ -78,10 +68,6 @@ MAX_DETOKENIZED = 2**16
 IDS_A_SLICE = 20_000
 WHOLE_BYTES = 2**16
 """Of an answer that is given to the connection at once, where it stays until the client reads."""
-TINY_BODY_BYTES = 2**12
-"""A body up to here is decoded in the turn in which it has come."""
-MAX_BODIES_AT_ONCE = 64
-"""Bodies of the largest size that may be on their way in at once."""
 ID_PREFIXES = ("chatcmpl-", "cmpl-")
 BUNDLED = "demo"
 """The bundled model's own name, by which the page knows it under whatever name it is served."""
@@ -213,10 +199,7 @@ class Api:
         self._exposition: Exposition | None = None
         self._tracing = Tracing()
         self._keys = ApiKeys(self.config.api_keys)
-        self._ignored = IgnoredFields(self.config.unknown_fields)
-        self._bodies = BodyReader(timeout_s=self.config.body_timeout_s, max_bodies=MAX_BODIES_AT_ONCE)
-        self._decoding = PerLoop(asyncio.Lock)
-        """For large bodies: one of them a turn of the loop."""
+        self._bodies = BodyReader(self.config)
         self._completions = Completions(self._find_engine, self.config, self.models.choose)
         self._num_open = 0
         self._has_warned = False
@@ -374,25 +357,8 @@ class Api:
             raise unavailable("the engine could not be started") from error
 
     async def _read(self, exchange: Exchange, kind: type[T]) -> T:
-        """The request's body, decoded.
-
-        Raises:
-            ApiError: it is too large, too slow, or no such thing.
-        """
-        media_type = exchange.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if media_type != "application/json":
-            # A page of any origin can make a browser send other types here without asking first.
-            given = f", and was sent as {media_type[:100]}" if media_type else ""
-            message = f"the body must be JSON{given}: with curl, add -H 'Content-Type: application/json'"
-            raise ApiError(415, "unsupported_media_type", message)
-        body = await self._bodies.read(exchange, self.config.body_limit(self.engine.info.max_model_len))
-        max_texts = TEXTS_A_MESSAGE * self.config.max_messages
-        if len(body) > TINY_BODY_BYTES:  # many such may have come to their ends together
-            await turns_here().take()
-        if len(body) <= SMALL_BODY_BYTES:
-            return decode(body, kind, max_texts=max_texts, ignored=self._ignored)
-        async with self._decoding.get():  # many that came together would hold the loop together
-            return await decode_in_turns(body, kind, max_texts=max_texts, ignored=self._ignored)
+        """The request's body, decoded; see `BodyReader.read`."""
+        return await self._bodies.read(exchange, kind, self.config.body_limit(self.engine.info.max_model_len))
 
     # Generating
 

@@ -1,15 +1,26 @@
-"""Reading a request's body: within a size and a time, and never in one piece that would hold the loop."""
+"""From an exchange to a decoded body: within a size and a time, and never in one piece that would hold the loop."""
 
 from __future__ import annotations
 
 import asyncio
 import zlib
+from typing import TypeVar
 
 import anyio
 
+from aioengine.server.config import ServerConfig
+from aioengine.server.decoding import SMALL_BODY_BYTES, TEXTS_A_MESSAGE, IgnoredFields, decode, decode_in_turns
 from aioengine.server.errors import ApiError, overloaded
 from aioengine.server.exchange import Exchange, PerLoop
+from aioengine.server.schema import Body
+from aioengine.turns import turns_here
 
+T = TypeVar("T", bound=Body)
+
+TINY_BODY_BYTES = 2**12
+"""A body up to here is decoded in the turn in which it has come."""
+MAX_BODIES_AT_ONCE = 64
+"""Bodies of the largest size that may be on their way in at once."""
 PIECE_BYTES = 2**16
 """Of a compressed body, inflated between two turns for others: 0.2 ms."""
 LINGER_S = 2.0
@@ -18,22 +29,41 @@ MAX_LINGER_BYTES = 2**26
 
 
 class BodyReader:
-    """Reads bodies, and bounds what all of them hold together.
+    """Reads bodies and decodes them, and bounds what all of them hold together."""
 
-    Args:
-        timeout_s: for one body to come.
-        max_bodies: so many of the largest size may be on their way at once.
-    """
-
-    def __init__(self, *, timeout_s: float, max_bodies: int) -> None:
-        self._timeout_s = timeout_s
-        self._max_bodies = max_bodies
+    def __init__(self, config: ServerConfig) -> None:
+        self._timeout_s = config.body_timeout_s
+        self._max_texts = TEXTS_A_MESSAGE * config.max_messages
+        self._ignored = IgnoredFields(config.unknown_fields)
+        self._decoding = PerLoop(asyncio.Lock)
+        """For large bodies: one of them a turn of the loop."""
         self._inflating = PerLoop(asyncio.Lock)
         """For compressed bodies: one piece of one of them a turn of the loop."""
         self._num_bytes = 0
         """Held by bodies that have not come to their end yet."""
 
-    async def read(self, exchange: Exchange, max_bytes: int) -> bytes:
+    async def read(self, exchange: Exchange, kind: type[T], max_bytes: int) -> T:
+        """The body as a ``kind``.
+
+        Raises:
+            ApiError: it is not JSON (415), see `_read_whole`, or no such thing (400).
+            ClientGone: it did not come to its end.
+        """
+        media_type = exchange.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media_type != "application/json":
+            # A page of any origin can make a browser send other types here without asking first.
+            given = f", and was sent as {media_type[:100]}" if media_type else ""
+            message = f"the body must be JSON{given}: with curl, add -H 'Content-Type: application/json'"
+            raise ApiError(415, "unsupported_media_type", message)
+        body = await self._read_whole(exchange, max_bytes)
+        if len(body) > TINY_BODY_BYTES:  # many such may have come to their ends together
+            await turns_here().take()
+        if len(body) <= SMALL_BODY_BYTES:
+            return decode(body, kind, max_texts=self._max_texts, ignored=self._ignored)
+        async with self._decoding.get():  # many that came together would hold the loop together
+            return await decode_in_turns(body, kind, max_texts=self._max_texts, ignored=self._ignored)
+
+    async def _read_whole(self, exchange: Exchange, max_bytes: int) -> bytes:
         """The whole body, of at most ``max_bytes``, inflated where it is compressed.
 
         Raises:
@@ -60,7 +90,7 @@ class BodyReader:
                     if num_bytes > max_bytes:
                         pieces.clear()
                         await self._refuse(exchange, _too_large(max_bytes))
-                    if self._num_bytes > self._max_bodies * max_bytes:
+                    if self._num_bytes > MAX_BODIES_AT_ONCE * max_bytes:
                         message = "too many large requests are being sent at once; try again later"
                         raise overloaded(message, 1, connection="close")
         except TimeoutError:

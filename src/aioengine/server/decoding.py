@@ -249,8 +249,8 @@ def _plain_message(place: int, message: ChatMessage) -> dict[str, Any]:
     for name in ChatMessage.TEMPLATE_TEXTS:
         if (value := getattr(message, name)) is not None:
             plain[name] = value
-    for name in ChatMessage.NEUTRAL:
-        if is_given(getattr(message, name)):
+    for name, value in (("audio", message.audio), ("function_call", message.function_call)):
+        if is_given(value):
             raise unsupported(f"messages[{place}].{name}")
     if is_given(message.tool_calls):
         plain["tool_calls"] = _decode_part(message.tool_calls, list[dict[str, Any]], f"messages[{place}].tool_calls")

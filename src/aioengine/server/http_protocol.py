@@ -46,8 +46,8 @@ CLOSE_TIMEOUT_S = 10.0
 """For a client to read what is left for it on a connection that is closing."""
 
 
-GIVEN_A_TURN = 32
-"""Pieces that were held and are parsed in one turn of the loop: half of its budget, and requests take the rest."""
+PIECES_A_TURN = 32
+"""Deferred pieces that are parsed in one turn of the loop: half of its budget, and requests take the rest."""
 
 
 class _StopParsing(Exception):
@@ -59,7 +59,7 @@ class _StopParsing(Exception):
 
 
 class SharedState(ServerState):
-    """What the connections of one server share.
+    """What the connections of one server share: limits, and the queue of pieces that came in a turn without time left.
 
     Attributes:
         limits: for all of them.
@@ -82,9 +82,9 @@ class SharedState(ServerState):
         self.lingering: set[HttpProtocol] = set()
         self.on_left = on_left
         self.on_refused = on_refused
-        self._held: deque[tuple[HttpProtocol, bytes]] = deque()
-        """What has come of connections amid many others, in the order of its coming."""
-        self._num_given = 0
+        self._deferred: deque[tuple[HttpProtocol, bytes]] = deque()
+        """Pieces that came while the turn of the loop had no time left, in the order of their coming."""
+        self._num_handed_out = 0
 
     @property
     def is_idle(self) -> bool:
@@ -95,31 +95,31 @@ class SharedState(ServerState):
         """Every connection that is not gone."""
         return cast(set[HttpProtocol], self.connections) | self.lingering
 
-    def holds(self, protocol: HttpProtocol, data: bytes) -> bool:
-        """Whether the data waits for a later turn of the loop, in which the protocol is given it again."""
-        if not self._held:
+    def defer_if_busy(self, protocol: HttpProtocol, data: bytes) -> bool:
+        """Whether the piece waits for a later turn of the loop, which hands it to `HttpProtocol.resume`."""
+        if not self._deferred:
             if not turns_here().is_busy:
                 return False
-            asyncio.get_running_loop().call_soon(self._give)
-        self._held.append((protocol, data))
+            asyncio.get_running_loop().call_soon(self._hand_out)
+        self._deferred.append((protocol, data))
         return True
 
-    async def given(self) -> None:
-        """Wait until all that is held now was handed out."""
-        last = self._num_given + len(self._held)
-        while self._num_given < last:  # noqa: ASYNC110
+    async def wait_for_deferred(self) -> None:
+        """Wait until all pieces that are deferred now were handed out."""
+        last = self._num_handed_out + len(self._deferred)
+        while self._num_handed_out < last:  # noqa: ASYNC110
             await asyncio.sleep(0)
 
-    def _give(self) -> None:
-        """Hand out what was held, as much as this turn has time for, and one piece at least."""
+    def _hand_out(self) -> None:
+        """Hand out deferred pieces, as many as this turn has time for, and one at least."""
         turns = turns_here()
         loop = asyncio.get_running_loop()
         try:
-            for number in range(min(len(self._held), GIVEN_A_TURN)):
+            for number in range(min(len(self._deferred), PIECES_A_TURN)):
                 if turns.is_spent and number > 0:
                     break
-                protocol, data = self._held.popleft()
-                self._num_given += 1
+                protocol, data = self._deferred.popleft()
+                self._num_handed_out += 1
                 try:
                     protocol.resume(data)
                 except Exception as error:
@@ -127,8 +127,8 @@ class SharedState(ServerState):
                     loop.call_exception_handler({"message": message, "exception": error, "protocol": protocol})
                     protocol.transport.abort()
         finally:
-            if self._held:
-                loop.call_soon(self._give)
+            if self._deferred:
+                loop.call_soon(self._hand_out)
 
     def sweep(self, now: float) -> None:
         """Cut connections whose closing takes too long; to be called each second or so."""
@@ -169,12 +169,12 @@ class HttpProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         """Of a head that is not complete, without the piece that it began in."""
         self._piece_bytes = 0
-        self._num_held = 0
-        """Pieces that wait for a later turn of the loop. While there are any, no timer ends the connection."""
+        self._num_deferred = 0
+        """Pieces of this connection that are deferred. While there are any, no timer ends the connection."""
         self._is_shutdown_due = False
-        """Once they were read."""
-        self._is_deaf = False
-        """What still comes is not read."""
+        """Once the deferred pieces were read."""
+        self._is_discarding = False
+        """What still comes is counted and thrown away."""
         self._discarded_bytes = 0
         self._closing_since: float | None = None
 
@@ -189,10 +189,10 @@ class HttpProtocol(HttpToolsProtocol):
             self._start_head_timer(self._head_timeout_s)
 
     def data_received(self, data: bytes) -> None:
-        if self._is_deaf:
+        if self._is_discarding:
             self._discard(len(data))
-        elif self._state.holds(self, data):
-            self._num_held += 1
+        elif self._state.defer_if_busy(self, data):
+            self._num_deferred += 1
             self._unset_keepalive_if_required()
             self.transport.pause_reading()
         else:
@@ -218,15 +218,15 @@ class HttpProtocol(HttpToolsProtocol):
                 self._start_head_timer(self._head_timeout_s)
 
     def resume(self, data: bytes) -> None:
-        """Take what was held, and read on once it was all."""
-        self._num_held -= 1
+        """Read a deferred piece, and go on reading from the socket once it was the last one."""
+        self._num_deferred -= 1
         if self.parser is None or self.transport.is_closing():  # it was lost meanwhile, or is to be
             return
-        if self._is_deaf:
+        if self._is_discarding:
             self._discard(len(data))
         else:
             self._read(data)
-        if self._num_held > 0 or self.transport.is_closing():
+        if self._num_deferred > 0 or self.transport.is_closing():
             return
         if not self.flow.read_paused:
             self.transport.resume_reading()
@@ -249,7 +249,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._state.on_left()
 
     def timeout_keep_alive_handler(self) -> None:
-        if self._num_held == 0:
+        if self._num_deferred == 0:
             super().timeout_keep_alive_handler()
 
     # What the parser calls
@@ -296,12 +296,12 @@ class HttpProtocol(HttpToolsProtocol):
 
     def shutdown(self) -> None:
         """End after the last request that has begun to come."""
-        if self._num_held > 0:
-            self._is_shutdown_due = True  # there may be one in what is held
+        if self._num_deferred > 0:
+            self._is_shutdown_due = True  # there may be one in what is deferred
         elif not self._is_idle:
             self._make_last()
         elif self._is_in_head or self.cycle is None:
-            if not self._is_deaf:
+            if not self._is_discarding:
                 self._stop_head_timer()
                 self._start_head_timer(self._head_timeout_s)
         else:
@@ -338,7 +338,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _on_no_head(self) -> None:
         self._head_timer = None
-        if self._num_held > 0:  # the rest may have come: what is read next starts another timer if it has not
+        if self._num_deferred > 0:  # the rest may have come: what is read next starts another timer if it has not
             return
         if self._is_in_head:
             self._refuse(ApiError(408, "timeout", "the request's headers did not come in time (header_timeout_s)"))
@@ -355,13 +355,13 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _on_upgrade(self) -> None:
         """The request is answered as if it had not asked; what follows is not HTTP/1.1 any more."""
-        self._is_deaf = True
+        self._is_discarding = True
         if not self._is_idle:
             self._make_last()
 
     def _refuse(self, error: ApiError | None) -> None:
         """Read nothing more; answer what was asked before, or else the error, and close."""
-        self._is_deaf = True
+        self._is_discarding = True
         self._stop_head_timer()
         if self.transport.is_closing():
             return

@@ -170,7 +170,7 @@ class Server:
         for _ in range(TURNS_TO_TAKE_IN):
             await asyncio.sleep(0)
         state = self._state
-        await state.given()
+        await state.wait_for_deferred()
         await asyncio.sleep(0)  # in which the app takes its first step with the last of it
         on_drain()
         state.drain()

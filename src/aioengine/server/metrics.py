@@ -403,7 +403,7 @@ class ProcessMetrics:
 # Writing it
 
 
-class Family(msgspec.Struct, frozen=True):
+class MetricFamily(msgspec.Struct, frozen=True):
     """A metric under the name and labels that it is exported by, and its numbers as they were on the loop."""
 
     name: str
@@ -421,14 +421,14 @@ class Family(msgspec.Struct, frozen=True):
 class _Collected:
     """What the encoders take for a registry."""
 
-    def __init__(self, families: Sequence[Family]) -> None:
+    def __init__(self, families: Sequence[MetricFamily]) -> None:
         self._families = families
 
     def collect(self) -> Iterator[PrometheusMetric]:
         return (family.for_prometheus() for family in self._families)
 
 
-def encode(families: Sequence[Family], content_type: str) -> bytes:
+def encode(families: Sequence[MetricFamily], content_type: str) -> bytes:
     """The families as text; takes milliseconds."""
     is_text = content_type == TEXT
     encoder = prometheus_client.exposition if is_text else prometheus_client.openmetrics.exposition
@@ -479,25 +479,25 @@ class Exposition:
         families = self.families()
         return await to_thread.run_sync(self._write, families, content_type, limiter=self._threads.get()), content_type
 
-    def families(self) -> list[Family]:
+    def families(self) -> list[MetricFamily]:
         """All but the process's, as they are now: 0.5 ms."""
         self.watch()
         engine = self._state.read(self.engine)
         owners: dict[Owner, object] = {"requests": self._totals, "state": self._state, "http": self._http}
         return self._families(owners if engine is None else {"engine": engine, **owners})
 
-    def _write(self, families: list[Family], content_type: str) -> bytes:
+    def _write(self, families: list[MetricFamily], content_type: str) -> bytes:
         self._process.read()
         return encode([*families, *self._families({"process": self._process})], content_type)
 
-    def _families(self, owners: Mapping[Owner, object]) -> list[Family]:
+    def _families(self, owners: Mapping[Owner, object]) -> list[MetricFamily]:
         return [self._family(series, owners[series.owner]) for series in SERIES if series.owner in owners]
 
-    def _family(self, series: Series, owner: object) -> Family:
+    def _family(self, series: Series, owner: object) -> MetricFamily:
         metric = series.metric_of(owner)
         # HTTP's own and the process's are no model's, though requests' parameters are.
         labels = {} if series.owner in ("http", "process") and series.prefix != "vllm" else self._labels
-        return Family(series.full_name(self._prefix), metric, labels, list(metric.samples()))
+        return MetricFamily(series.full_name(self._prefix), metric, labels, list(metric.samples()))
 
 
 def describe_series(prefix: str = "vllm:") -> list[tuple[str, str, str, str]]:

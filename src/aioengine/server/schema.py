@@ -62,22 +62,15 @@ class Generation(Body, kw_only=True):
     """What completions and chats have in common. None is absent: the model's default, then the API's."""
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **dict.fromkeys((
+            "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs",
+            "kv_transfer_params", "min_thinking_tokens", "prompt_logprobs", "truncate_prompt_tokens",
+        ), ()),
+        **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids", "use_beam_search"), (False,)),
         "best_of": (1,),
-        "guided_json": (),
-        "guided_regex": (),
-        "guided_choice": (),
-        "guided_grammar": (),
-        "kv_transfer_params": (),
         "length_penalty": (1, 1.0),
         "logits_processors": ([],),
-        "min_thinking_tokens": (),
-        "prompt_logprobs": (),
-        "return_token_ids": (False,),
-        "return_tokens_as_token_ids": (False,),
-        "structured_outputs": (),
-        "truncate_prompt_tokens": (),
-        "use_beam_search": (False,),
-    }
+    }  # fmt: skip
     HINTS: ClassVar[tuple[str, ...]] = (
         "metadata", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_options",
         "prompt_cache_retention", "reasoning_effort", "safety_identifier", "service_tier", "store", "user", "verbosity",
@@ -190,18 +183,14 @@ class ChatRequest(Generation, kw_only=True):
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
         **Generation.NEUTRAL,
-        "add_special_tokens": (False,),
-        "audio": (),
-        "chat_template": (),
+        **dict.fromkeys(("audio", "chat_template", "moderation", "web_search_options"), ()),
+        **dict.fromkeys(("add_special_tokens", "echo"), (False,)),
         "documents": ([],),
-        "echo": (False,),
         "function_call": ("none", "auto"),
         "mm_processor_kwargs": ({},),
         "modalities": (["text"],),
-        "moderation": (),
         "response_format": ({"type": "text"},),
         "tool_choice": ("none", "auto", {"type": "auto"}),
-        "web_search_options": (),
     }
     LEFT_OUT: ClassVar[tuple[str, ...]] = ("tools", "functions")
 
@@ -254,8 +243,6 @@ class ChatMessage(msgspec.Struct):
     """
 
     TEMPLATE_TEXTS: ClassVar[tuple[str, ...]] = ("name", "tool_call_id", "reasoning_content", "refusal")
-    NEUTRAL: ClassVar[tuple[str, ...]] = ("audio", "function_call")
-    """Must be null."""
 
     role: str
     content: str | list[TextPart] | None = None
