@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from aioengine.kernels.attention.gpu_paged import choose_num_splits
-from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow
+from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow, param_of
+from aioengine.sampling_params import FILTERS, PENALTIES
 from benchmarks.gpu.sizes import KernelSizes
 
 FP8 = torch.float8_e4m3fn
@@ -60,17 +61,15 @@ class Inputs:
         order = torch.randperm(rows * each, device=self.device, generator=self._generator)
         return order.to(torch.int32).view(rows, each)
 
-    def samples(self, count: int, **words: float) -> Tensor:
-        """SampleRows of lines 0 up to ``count``, each a row's, and first."""
+    def samples(self, count: int, **params: float) -> Tensor:
+        """Samples of the rows of logits 0 up to ``count``, each a row's, and first."""
         samples = torch.zeros(count, SAMPLE_WORDS, dtype=torch.int32)
         samples[:, SampleRow.LOGITS_ROW] = samples[:, SampleRow.ROW] = torch.arange(count)
         samples[:, SampleRow.END], samples[:, SampleRow.OUTPUT_POSITION] = self.sizes.context, self.sizes.context // 2
         samples[:, SampleRow.FLAGS], samples[:, SampleRow.MASK] = int(SampleFlag.FIRST | SampleFlag.LOGPROBS), -1
         samples[:, SampleRow.SEED_LOW] = torch.arange(count)
-        floats = samples.view(torch.float32)
-        floats[:, SampleRow.TOP_P] = floats[:, SampleRow.REPETITION] = 1.0
-        for name, value in words.items():
-            (samples if name == "TOP_K" else floats)[:, SampleRow[name]] = value
+        for name, value in {**FILTERS, **PENALTIES, **params}.items():
+            param_of(samples, name).fill_(value)
         return samples.to(self.device)
 
     def empty_ints(self, *shape: int) -> Tensor:
@@ -243,7 +242,7 @@ def _edits(i: Inputs) -> Iterator[Case]:
 def _penalties(i: Inputs) -> Iterator[Case]:
     s = i.sizes
     logits, history = i.normal(s.decode, s.vocab, dtype=torch.float32), i.below(s.vocab, s.decode, s.context + 64)
-    samples = i.samples(s.decode, REPETITION=1.1, FREQUENCY=0.1, PRESENCE=0.1)
+    samples = i.samples(s.decode, repetition_penalty=1.1, frequency_penalty=0.1, presence_penalty=0.1)
     counters = torch.zeros(s.decode, s.vocab, dtype=torch.int32, device=i.device)
     size = f"{s.decode} rows of {s.context} tokens"
     num_tokens = s.decode * s.context
@@ -260,18 +259,18 @@ def _draws(i: Inputs) -> Iterator[Case]:
     s = i.sizes
     settings: list[tuple[str, dict[str, float], bool, bool]] = [
         ("greedy", {}, False, True),
-        ("temperature", {"TEMPERATURE": 0.8}, False, False),
-        ("min-p 0.05", {"TEMPERATURE": 0.8, "MIN_P": 0.05}, True, False),
-        ("top-k 50", {"TEMPERATURE": 0.8, "TOP_K": 50}, True, False),
-        ("top-p 0.9", {"TEMPERATURE": 0.8, "TOP_P": 0.9}, True, False),
-        ("top-k 50 and top-p 0.9", {"TEMPERATURE": 0.8, "TOP_K": 50, "TOP_P": 0.9}, True, False),
+        ("temperature", {"temperature": 0.8}, False, False),
+        ("min-p 0.05", {"temperature": 0.8, "min_p": 0.05}, True, False),
+        ("top-k 50", {"temperature": 0.8, "top_k": 50}, True, False),
+        ("top-p 0.9", {"temperature": 0.8, "top_p": 0.9}, True, False),
+        ("top-k 50 and top-p 0.9", {"temperature": 0.8, "top_k": 50, "top_p": 0.9}, True, False),
     ]
     for batch in (1, s.decode):
         # As spread as a model's: filters keep tens of tokens.
         logits = i.normal(batch, s.vocab, dtype=torch.float32) * 2.5
         ids, status = i.empty_ints(batch), i.empty_ints(batch)
-        for name, words, has_filters, is_greedy in settings:
-            samples = i.samples(batch, **words)
+        for name, params, has_filters, is_greedy in settings:
+            samples = i.samples(batch, **params)
             yield Case(
                 operation="draw",
                 size=f"[{batch}, {s.vocab}], {name}",

@@ -14,6 +14,7 @@ from aioengine.validation import (
     Neutral,
     check_fields,
     check_known_fields,
+    field_types,
     is_utf8,
     shorten,
     without_neutral,
@@ -116,22 +117,80 @@ class _ParamsMeta(msgspec.StructMeta):
         return super().__call__(**given)
 
 
+FILTER = {"role": "filter"}
+PENALTY = {"role": "penalty"}
+
+
+class RowParams(msgspec.Struct, frozen=True, kw_only=True):
+    """The sampling parameters that are a number of each row on the device: the one table of them.
+
+    `SamplingParams` and a plan's `RowSampling` have these fields. The executor's columns and the words of the kernels'
+    samples are made from their order and types (float: float32, int: int32); so are the fields of HTTP's bodies and the
+    command line's flags. A ``FILTER`` keeps some of the tokens for a draw; a ``PENALTY`` changes the logits of tokens
+    that prompt or output have. The default of both is off.
+    """
+
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0, description="0 is greedy; higher is more random (0 to 2)")] = 1.0
+    top_p: Annotated[
+        float,
+        Meta(gt=0.0, le=1.0, description="keep the likeliest tokens that hold this much probability", extra=FILTER),
+    ] = 1.0
+    top_k: Annotated[
+        int, Meta(ge=-1, le=MAX_INT, description="keep this many likeliest tokens; 0 or -1: all", extra=FILTER)
+    ] = 0
+    min_p: Annotated[
+        float,
+        Meta(
+            ge=0.0,
+            le=1.0,
+            description="drop tokens below this fraction of the likeliest one's probability",
+            extra=FILTER,
+        ),
+    ] = 0.0
+    presence_penalty: Annotated[
+        float,
+        Meta(
+            ge=-2.0, le=2.0, description="taken from the logits of tokens that the output has (-2 to 2)", extra=PENALTY
+        ),
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float, Meta(ge=-2.0, le=2.0, description="the same, for each time that they are in it (-2 to 2)", extra=PENALTY)
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float,
+        Meta(gt=0.0, le=100.0, description="makes tokens of prompt and output less likely; 1 is off", extra=PENALTY),
+    ] = 1.0
+    """Divides a positive logit, multiplies a negative one (Keskar et al., 2019, arXiv:1909.05858)."""
+
+
+def _with_role(role: dict[str, str]) -> dict[str, float]:
+    """The fields of `RowParams` that have a role, with the value at which they are off."""
+    fields = {field.name: field.default for field in msgspec.structs.fields(RowParams)}
+    hints = field_types(RowParams)
+    return {name: off for name, off in fields.items() if any(meta.extra is role for meta in hints[name].__metadata__)}
+
+
+ROW_PARAMS: dict[str, type[int] | type[float]] = {
+    name: hint.__origin__ for name, hint in field_types(RowParams).items()
+}
+"""The fields of `RowParams`, in order, with their types."""
+FILTERS = _with_role(FILTER)
+PENALTIES = _with_role(PENALTY)
+
+
+def is_any_on(params: RowParams, values_off: Mapping[str, float]) -> bool:
+    """Whether one of these `FILTERS` or `PENALTIES` is on."""
+    return any(getattr(params, name) != off for name, off in values_off.items())
+
+
 class SamplingParams(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, metaclass=_ParamsMeta
+    RowParams, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, metaclass=_ParamsMeta
 ):
     """What one request asks of the sampler. The rules and names are vLLM's where the field has no others.
 
     A value out of range is an `InvalidRequest` that names the field, raised when the struct is made.
     """
 
-    temperature: Annotated[float, Meta(ge=0.0, le=2.0, description="0 is greedy; higher is more random (0 to 2)")] = 1.0
-    top_p: Annotated[
-        float, Meta(gt=0.0, le=1.0, description="keep the likeliest tokens that hold this much probability")
-    ] = 1.0
-    top_k: Annotated[int, Meta(ge=-1, le=MAX_INT, description="keep this many likeliest tokens; 0 or -1: all")] = 0
-    min_p: Annotated[
-        float, Meta(ge=0.0, le=1.0, description="drop tokens below this fraction of the likeliest one's probability")
-    ] = 0.0
     seed: Annotated[int, Meta(description="the same seed gives the same tokens; drawn at random if absent")] | None = (
         None
     )
@@ -152,15 +211,6 @@ class SamplingParams(
         Meta(max_length=MAX_STOP_TOKEN_IDS, description="token ids that end the output and are its last token"),
     ] = ()
     n: Annotated[int, Meta(ge=1, le=MAX_INT, description="choices to generate for the prompt")] = 1
-    presence_penalty: Annotated[
-        float, Meta(ge=-2.0, le=2.0, description="taken from the logits of tokens that the output has (-2 to 2)")
-    ] = 0.0
-    frequency_penalty: Annotated[
-        float, Meta(ge=-2.0, le=2.0, description="the same, for each time that they are in it (-2 to 2)")
-    ] = 0.0
-    repetition_penalty: Annotated[
-        float, Meta(gt=0.0, le=100.0, description="makes tokens of prompt and output less likely; 1 is off")
-    ] = 1.0
     logit_bias: (
         Annotated[
             dict[TokenId, float],

@@ -14,12 +14,13 @@ from aioengine.executor.gpu_batch import NUM_TOP_SIZES, PADDING_SAMPLE, GpuBatch
 from aioengine.executor.gpu_result import make_result
 from aioengine.executor.graphs import MAX_SIZE, DecodeGraphs, GraphKey, default_sizes
 from aioengine.executor.step_words import SECTIONS, WORDS_A_ROW, ExtraWords, FixedWords, Span, TableSpans
-from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow, Status
+from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow, Status, param_of
 from aioengine.kernels.torch import operations
 from aioengine.sampler.on_device import Features
 from aioengine.sampler.outputs import Outputs, OutputSizes
 from aioengine.sampler.rows import RowRules
 from aioengine.sampler.rule_table import ALWAYS, RuleSizes, RuleTable, RuleTensors, pack_bits
+from aioengine.sampling_params import ROW_PARAMS
 from aioengine.scheduler.plan import RowSampling, StepPlan
 from doubles.fake_accelerator import FakeAccelerator
 
@@ -308,9 +309,14 @@ def test_a_line_says_how_its_row_is_sampled() -> None:
     }
     assert {sample: line[sample] for sample in expected} == expected
     assert line[SampleRow.SEED_LOW : SampleRow.SEED_HIGH + 1].copy().view(np.int64)[0] == seed
-    assert (line[SampleRow.TOP_K], line[SampleRow.MASK]) == (4, -1)
-    floats = line.view(np.float32)[SampleRow.TEMPERATURE :]
-    np.testing.assert_allclose(floats, np.array([0.7, 0.6, 0.1, 1.1, 0.2, -0.3], np.float32))
+    assert line[SampleRow.MASK] == -1
+    params = {name: float(param_of(torch.from_numpy(line), name)) for name in ROW_PARAMS}
+    assert params == pytest.approx(
+        {
+            **{"temperature": 0.7, "top_k": 4, "top_p": 0.6, "min_p": 0.1},
+            **{"repetition_penalty": 1.1, "frequency_penalty": 0.2, "presence_penalty": -0.3},
+        }
+    )
 
 
 def test_choices_that_begin_have_a_sample_each_of_one_row_of_logits() -> None:

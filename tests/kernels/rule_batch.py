@@ -5,28 +5,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from sampler.batch import Asking, rows_of
 from torch import Tensor
 
-from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow
+from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow, param_of
 from aioengine.sampler.rows import RuledRows
+from aioengine.sampling_params import FILTERS, PENALTIES
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
 FOREVER = 2**31 - 1
-FLOATS = (
-    SampleRow.TEMPERATURE,
-    SampleRow.TOP_P,
-    SampleRow.MIN_P,
-    SampleRow.REPETITION,
-    SampleRow.FREQUENCY,
-    SampleRow.PRESENCE,
-)
-NEUTRAL = {SampleRow.TOP_P: 1.0, SampleRow.REPETITION: 1.0, SampleRow.MASK: -1, SampleRow.FLAGS: SampleFlag.FIRST}
-PADDING = {SampleRow.LOGITS_ROW: -1, SampleRow.ROW: -1, SampleRow.REPETITION: 2.0, SampleRow.FLAGS: 3}
+NEUTRAL = {**FILTERS, **PENALTIES, SampleRow.MASK: -1, SampleRow.FLAGS: SampleFlag.FIRST}
+PADDING = {SampleRow.LOGITS_ROW: -1, SampleRow.ROW: -1, "repetition_penalty": 2.0, SampleRow.FLAGS: 3}
 
 
 def run(operation: Callable[..., None], *arguments: Tensor | None) -> None:
@@ -38,12 +31,15 @@ def run(operation: Callable[..., None], *arguments: Tensor | None) -> None:
             given.copy_(made)
 
 
-def make_samples(*samples: dict[SampleRow, float]) -> Tensor:
-    """int32 [s, 16]; words that are not given change nothing."""
+def make_samples(*samples: dict[Any, float]) -> Tensor:
+    """int32 [s, SAMPLE_WORDS], by `SampleRow` or the name of a parameter; words that are not given change nothing."""
     made = torch.zeros(len(samples), SAMPLE_WORDS, dtype=torch.int32)
-    for logits_row, words in zip(made, samples, strict=True):
+    for sample, words in zip(made, samples, strict=True):
         for word, value in (NEUTRAL | words).items():
-            (logits_row.view(torch.float32) if word in FLOATS else logits_row)[word] = value
+            if isinstance(word, str):
+                param_of(sample, word).fill_(value)
+            else:
+                sample[word] = value
     return made
 
 
@@ -60,7 +56,7 @@ def random_places(seed: int, num_rows: int = 6, num_logits_rows: int = 4, longes
     random = np.random.default_rng(seed)
     rows, logits_rows = random.permutation(num_rows)[:num_logits_rows], random.permutation(num_logits_rows)
     sample_of_row = torch.full((num_rows,), -1, dtype=torch.int32)
-    samples: list[dict[SampleRow, float]] = []
+    samples: list[dict[Any, float]] = []
     for row, logits_row in zip(rows.tolist(), logits_rows.tolist(), strict=True):
         sample_of_row[row] = len(samples)
         end = int(random.integers(1, longest + 1))
@@ -72,7 +68,7 @@ def random_places(seed: int, num_rows: int = 6, num_logits_rows: int = 4, longes
         }
         samples.append(words)
         if random.random() < 0.3:
-            samples.append(words | {SampleRow.FLAGS: SampleFlag.LOGPROBS, SampleRow.REPETITION: 3.0})
+            samples.append(words | {SampleRow.FLAGS: SampleFlag.LOGPROBS, "repetition_penalty": 3.0})
     samples.append(PADDING)
     history = torch.from_numpy(random.integers(0, vocab + 3, (num_rows, longest + 1)).astype(np.int32))
     return Places(make_samples(*samples), sample_of_row, history)
@@ -91,7 +87,7 @@ def places_of(requests: Sequence[Asking], seed: int = 0) -> OnCpu:
     assert ruled is not None
     assert ruled.places.tolist() == list(range(len(requests)))
     sample_of_row = torch.full((len(ruled.history),), -1, dtype=torch.int32)
-    samples: list[dict[SampleRow, float]] = []
+    samples: list[dict[Any, float]] = []
     for logits_row, request in enumerate(requests):
         row = int(ruled.history_rows[logits_row])
         sample_of_row[row] = logits_row
@@ -101,9 +97,9 @@ def places_of(requests: Sequence[Asking], seed: int = 0) -> OnCpu:
                 SampleRow.ROW: row,
                 SampleRow.END: int(ruled.num_tokens[logits_row]),
                 SampleRow.OUTPUT_POSITION: len(request.output),
-                SampleRow.REPETITION: request.sampling.repetition_penalty,
-                SampleRow.FREQUENCY: request.sampling.frequency_penalty,
-                SampleRow.PRESENCE: request.sampling.presence_penalty,
+                "repetition_penalty": request.sampling.repetition_penalty,
+                "frequency_penalty": request.sampling.frequency_penalty,
+                "presence_penalty": request.sampling.presence_penalty,
             }
         )
     return OnCpu(Places(make_samples(*samples), sample_of_row, torch.from_numpy(ruled.history.copy())), ruled)

@@ -7,14 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sampler.batch import DEFAULTS, chi_square_is_plausible, expected_probabilities, make_rows, random_logits
+from sampler.batch import chi_square_is_plausible, expected_probabilities, make_rows, random_logits
 from torch import Tensor
 
 from aioengine.errors import InternalError
-from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleRow, Status
+from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleRow, Status, param_of
 from aioengine.kernels.torch import sampling as reference_sampling
 from aioengine.sampler import SamplingRows, sample
 from aioengine.sampler.noise import NOISE_SPAN
+from aioengine.sampling_params import FILTERS
 
 draw_file = pytest.importorskip("aioengine.kernels.sampling.draw")
 noise = pytest.importorskip("aioengine.kernels.sampling.noise")
@@ -30,17 +31,13 @@ def samples_of(rows: SamplingRows, logits_rows: Any = None, masks: Any = -1) -> 
     """Int32 [n, 16]."""
     count = len(rows.choice)
     samples = torch.zeros(count, SAMPLE_WORDS, dtype=torch.int32)
-    floats = samples.view(torch.float32)
     samples[:, SampleRow.LOGITS_ROW] = torch.arange(count) if logits_rows is None else torch.tensor(logits_rows)
     samples[:, SampleRow.MASK] = torch.tensor(masks)
     samples[:, SampleRow.OUTPUT_POSITION] = torch.from_numpy(rows.positions)
     samples[:, SampleRow.CHOICE] = torch.from_numpy(rows.choice)
     samples[:, SampleRow.SEED_LOW : SampleRow.SEED_HIGH + 1] = torch.from_numpy(rows.seed.view(np.int32).reshape(-1, 2))
-    samples[:, SampleRow.TOP_K] = torch.from_numpy(rows.top_k)
-    floats[:, SampleRow.TEMPERATURE] = torch.from_numpy(rows.temperature)
-    floats[:, SampleRow.TOP_P] = torch.from_numpy(rows.top_p)
-    floats[:, SampleRow.MIN_P] = torch.from_numpy(rows.min_p)
-    floats[:, SampleRow.REPETITION] = 1.0
+    for name, column in rows.params.items():
+        param_of(samples, name).copy_(torch.from_numpy(column))
     return samples
 
 
@@ -48,10 +45,7 @@ def draw_with(
     operations: Any, logits: Tensor, samples: Tensor, masks: Tensor | None = None, is_greedy: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Tokens and status, int32 [s]; ``operations`` has a ``draw``."""
-    top_k, floats = samples[:, SampleRow.TOP_K], samples.view(torch.float32)
-    has_filters = bool(
-        (top_k > 0).any() or (floats[:, SampleRow.TOP_P] < 1).any() or (floats[:, SampleRow.MIN_P] > 0).any()
-    )
+    has_filters = any((param_of(samples, name) != off).any() for name, off in FILTERS.items())
     token_ids = torch.full((len(samples),), POISON, dtype=torch.int32, device=DEVICE)
     status = token_ids.clone()
     given = logits.to(DEVICE, copy=True)
@@ -79,7 +73,7 @@ def check(
 
 def scores(logits: Tensor, sample: Tensor) -> Tensor:
     """Float64 [V]."""
-    temperature = float(sample.view(torch.float32)[SampleRow.TEMPERATURE])
+    temperature = float(param_of(sample, "temperature"))
     if temperature == 0:
         return logits[sample[SampleRow.LOGITS_ROW]].double()
     return (
@@ -179,13 +173,8 @@ def test_thresholds_are_exact(top_k: int, top_p: float) -> None:
     rows = make_rows(3, temperature=2.0, top_k=[top_k, 0, top_k], top_p=[1, top_p, top_p])
     samples = samples_of(rows).to(DEVICE)
     floors = thresholds.find_floors(logits.to(DEVICE), samples, None).floors.cpu()
-    temperature, top_k_of, top_p_of = (
-        torch.full((3,), 2.0),
-        samples[:, SampleRow.TOP_K].cpu(),
-        torch.from_numpy(rows.top_p),
-    )
-    top = logits.amax(dim=1)
-    expected = reference_sampling.threshold(logits, top, temperature, top_k_of, top_p_of, torch.zeros(3))[:, 0]
+    top, temperature = logits.amax(dim=1), torch.full((3,), 2.0)
+    expected = reference_sampling.threshold(logits, top, temperature, samples.cpu())[:, 0]
     assert floors.tolist() == expected.maximum(top - temperature * NOISE_SPAN).tolist()
 
 
@@ -294,4 +283,3 @@ def test_what_the_kernels_would_misread_is_refused(wrong: dict[str, Tensor]) -> 
 
 def test_constants_are_the_samplers() -> None:
     assert noise.NOISE_SPAN.value == NOISE_SPAN
-    assert set(DEFAULTS) >= {"temperature", "top_k", "top_p", "min_p", "seed", "choice", "positions"}

@@ -12,7 +12,7 @@ from kernels.rule_batch import FOREVER, PADDING, Places, assert_same, make_sampl
 from torch import Tensor
 
 from aioengine.errors import InternalError
-from aioengine.kernels.sampling.sample_rows import SampleFlag, SampleRow
+from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow
 from aioengine.kernels.torch import rules as reference_rules
 
 edits = pytest.importorskip("aioengine.kernels.sampling.edits")
@@ -91,7 +91,7 @@ def test_nothing_to_edit_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(edits, "_edit_logits_kernel", None)
     ids = torch.empty(0, dtype=torch.int32)
     for num_logits_rows, num_samples, num_edits in ((2, 2, 0), (0, 2, 3), (2, 0, 3)):
-        logits, samples = torch.zeros(num_logits_rows, 5), torch.zeros(num_samples, 16, dtype=torch.int32)
+        logits, samples = torch.zeros(num_logits_rows, 5), torch.zeros(num_samples, SAMPLE_WORDS, dtype=torch.int32)
         lists = [torch.zeros(num_edits, dtype=torch.int32) for _ in range(3)]
         run(edits.edit_logits, logits, samples, ids, *lists[:2], torch.zeros(num_edits), lists[2])
 

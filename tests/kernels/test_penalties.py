@@ -12,10 +12,11 @@ from sampler.batch import Asking, asking
 from torch import Tensor
 
 from aioengine.errors import InternalError
-from aioengine.kernels.sampling.sample_rows import SampleFlag, SampleRow
+from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow, param_of
 from aioengine.kernels.torch import rules as reference_rules
 from aioengine.sampler import Scratch
 from aioengine.sampler.penalties import apply_penalties
+from aioengine.sampling_params import PENALTIES
 
 penalties = pytest.importorskip("aioengine.kernels.sampling.penalties")
 
@@ -78,8 +79,8 @@ def test_any_samples_in_any_order_with_padding(module: Any, seed: int) -> None:
     places = random_places(seed, vocab=50)
     random = np.random.default_rng(seed)
     for sample in places.samples[:-1]:
-        sample.view(torch.float32)[SampleRow.REPETITION :] = torch.tensor(random.choice([0.0, 1.0, 0.5], 3)).float()
-        sample.view(torch.float32)[SampleRow.REPETITION] += 0.5
+        for name in PENALTIES:
+            param_of(sample, name).fill_(random.choice([0.0, 1.0, 0.5]) + 0.5 * (name == "repetition_penalty"))
     raw = strange_logits(4, 50, seed=seed)
     made, expected = raw.clone(), raw.clone()
     counters = torch.zeros(len(places.samples), 50, dtype=torch.int32)
@@ -98,9 +99,9 @@ def test_where_in_the_history_a_token_is_does_not_matter(module: Any) -> None:
         {
             SampleRow.END: 180,
             SampleRow.OUTPUT_POSITION: 80,
-            SampleRow.REPETITION: 1.7,
-            SampleRow.FREQUENCY: 0.3,
-            SampleRow.PRESENCE: 0.1,
+            "repetition_penalty": 1.7,
+            "frequency_penalty": 0.3,
+            "presence_penalty": 0.1,
         }
     )
     results = []
@@ -120,8 +121,8 @@ def test_samples_without_penalties_and_padding_read_and_write_nothing(module: An
     samples = make_samples(
         nowhere,
         PADDING
-        | {SampleRow.END: 9, SampleRow.OUTPUT_POSITION: 12, SampleRow.REPETITION: 1.0, SampleRow.FREQUENCY: 0.5},
-        nowhere | {SampleRow.FLAGS: SampleFlag.LOGPROBS, SampleRow.REPETITION: 2.0},
+        | {SampleRow.END: 9, SampleRow.OUTPUT_POSITION: 12, "repetition_penalty": 1.0, "frequency_penalty": 0.5},
+        nowhere | {SampleRow.FLAGS: SampleFlag.LOGPROBS, "repetition_penalty": 2.0},
     )
     logits, history = torch.full((1, 5), torch.nan), torch.zeros(1, 20, dtype=torch.int32)
     counters = torch.zeros(3, 5, dtype=torch.int32)
@@ -151,7 +152,7 @@ def test_no_samples_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (0, torch.zeros(2, 5, dtype=torch.float16)),
         (0, torch.zeros(5, 2).T),
-        (1, torch.zeros(2, 16)),
+        (1, torch.zeros(2, SAMPLE_WORDS)),
         (2, torch.zeros(9, dtype=torch.int32)),
         (2, torch.zeros(2, 9, dtype=torch.int64)),
         (3, torch.zeros(2, 6, dtype=torch.int32)),

@@ -11,14 +11,10 @@ import torch
 
 from aioengine.executor.input_batch import InputBatch
 from aioengine.sampler import Sampled, SamplingRows, Scratch, sample
+from aioengine.sampling_params import ROW_PARAMS, RowParams
 from aioengine.scheduler.plan import EMPTY, LogitsRow, RowAdded, RowSampling, StepPlan, Want, int32
 
-COLUMN_DTYPES = {"temperature": np.float32, "top_p": np.float32, "min_p": np.float32, "seed": np.int64}
 DEFAULTS = {
-    "temperature": 1.0,
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": 0.0,
     "seed": 0,
     "choice": 0,
     "logprobs": -1,
@@ -28,16 +24,22 @@ DEFAULTS = {
 
 def make_rows(n: int, **columns: Any) -> SamplingRows:
     """Columns of n rows without rules; a scalar holds for all of them."""
-    arrays = {
-        name: np.broadcast_to(np.asarray(columns.pop(name, value)), n).astype(COLUMN_DTYPES.get(name, np.int32))
-        for name, value in DEFAULTS.items()
+
+    def column(name: str, value: float, dtype: type[np.generic]) -> Any:
+        return np.broadcast_to(np.asarray(columns.pop(name, value)), n).astype(dtype)
+
+    params = {
+        name: column(name, getattr(RowParams(), name), np.float32 if kind is float else np.int32)
+        for name, kind in ROW_PARAMS.items()
     }
+    others = {name: column(name, value, np.int64 if name == "seed" else np.int32) for name, value in DEFAULTS.items()}
     assert not columns, f"no such columns: {columns}"
-    return SamplingRows(**arrays)
+    return SamplingRows(params=params, **others)
 
 
 def row_of(rows: SamplingRows, index: int) -> SamplingRows:
-    return SamplingRows(**{name: getattr(rows, name)[index : index + 1] for name in DEFAULTS})
+    params = {name: column[index : index + 1] for name, column in rows.params.items()}
+    return SamplingRows(params=params, **{name: getattr(rows, name)[index : index + 1] for name in DEFAULTS})
 
 
 @dataclass

@@ -7,7 +7,6 @@ import pytest
 import torch
 import transformers
 from sampler.batch import (
-    DEFAULTS,
     chi_square_is_plausible,
     expected_probabilities,
     make_rows,
@@ -18,6 +17,7 @@ from sampler.batch import (
 from aioengine.sampler import Scratch, sample
 from aioengine.sampler.blocks import block, largest, likeliest
 from aioengine.sampler.filters import apply_top_p, filter_threshold
+from aioengine.sampling_params import RowParams
 
 
 def draws(logits: torch.Tensor, n: int, **columns: Any) -> np.ndarray:
@@ -89,7 +89,7 @@ def test_rows_with_and_without_filters_share_a_batch() -> None:
     settings = [{"temperature": 0.0}, *FILTERS.values()]
     n = 3000
     columns = {
-        name: np.repeat([setting.get(name, DEFAULTS[name]) for setting in settings], n)
+        name: np.repeat([setting.get(name, getattr(RowParams(), name)) for setting in settings], n)
         for name in ("temperature", "top_k", "top_p", "min_p")
     }
     rows = make_rows(n * len(settings), positions=np.tile(np.arange(n), len(settings)), seed=9, **columns)
@@ -218,7 +218,7 @@ def test_a_filter_keeps_the_tokens_that_it_keeps_in_transformers(name: str, voca
     warped = make_warper()(torch.zeros(20, 1), transformers.TemperatureLogitsWarper(temperature)(None, logits))
     rows = make_rows(20, temperature=temperature, **filters)
     threshold = filter_threshold(
-        block(logits), rows, np.arange(20), torch.from_numpy(rows.temperature), logits.amax(dim=-1)
+        block(logits), rows, np.arange(20), torch.from_numpy(rows.params["temperature"]), logits.amax(dim=-1)
     )
     assert threshold is not None
     for row, is_other in zip(logits, (logits >= threshold[:, None]) != (warped > -torch.inf), strict=True):

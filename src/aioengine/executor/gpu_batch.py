@@ -19,6 +19,7 @@ from aioengine.sampler import PromptTokens, RowRules, spans
 from aioengine.sampler.on_device import Features
 from aioengine.sampler.outputs import OutputSizes
 from aioengine.sampler.rule_table import RuleSizes, RuleTable, pack_bits
+from aioengine.sampling_params import FILTERS, PENALTIES, is_any_on
 from aioengine.scheduler.plan import Int32, RowAdded, StepPlan, Want
 
 NUM_TOP_SIZES = (0, 5, 20)
@@ -111,7 +112,7 @@ class GpuBatch:
         self.columns = RowColumns(max_num_seqs)
         self.rules = RuleTable(vocab_size)
         self._num_blocks = np.zeros(max_num_seqs, np.int32)
-        self._words = np.zeros((max_num_seqs, SAMPLE_WORDS), np.int32)
+        self._words = self.columns.words
         self._has_filters = np.zeros(max_num_seqs, np.bool_)
         self._is_penalised = np.zeros(max_num_seqs, np.bool_)
         self._has_edits = np.zeros(max_num_seqs, np.bool_)
@@ -172,31 +173,15 @@ class GpuBatch:
         row, sampling = added.row, added.sampling
         self.columns.add(added)
         rules = self.columns.rules[row]
-        is_drawn = sampling.temperature > 0
-        self._has_filters[row] = is_drawn and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
-        self._is_penalised[row] = (
-            sampling.repetition_penalty != 1 or sampling.frequency_penalty != 0 or sampling.presence_penalty != 0
-        )
+        self._has_filters[row] = sampling.temperature > 0 and is_any_on(sampling, FILTERS)
+        self._is_penalised[row] = is_any_on(sampling, PENALTIES)
         if rules.logits_processors:
             self._processed.add(row)
         if rules.logits_processors or sampling.prompt_logprobs >= 0:
             self._known[row] = added.token_ids.tolist()
-        self._has_edits[row] = self.rules.add(row, rules, int(self.columns.sampling["min_tokens"][row]))
-        words = self._words[row]
-        words[:] = 0
-        words[SampleRow.ROW], words[SampleRow.CHOICE] = row, sampling.choice
-        words[SampleRow.SEED_LOW : SampleRow.SEED_HIGH + 1] = np.array([sampling.seed], np.int64).view(np.int32)
-        words[SampleRow.MASK] = self._take_mask(row, rules, masks)
-        floats = words.view(np.float32)
-        floats[SampleRow.TEMPERATURE], floats[SampleRow.TOP_P] = sampling.temperature, 1.0
-        if is_drawn:
-            words[SampleRow.TOP_K], floats[SampleRow.TOP_P], floats[SampleRow.MIN_P] = (
-                sampling.top_k,
-                sampling.top_p,
-                sampling.min_p,
-            )
-        floats[SampleRow.REPETITION] = sampling.repetition_penalty
-        floats[SampleRow.FREQUENCY], floats[SampleRow.PRESENCE] = sampling.frequency_penalty, sampling.presence_penalty
+        self._has_edits[row] = self.rules.add(row, rules, int(self.columns.min_tokens[row]))
+        self._words[row, SampleRow.ROW] = row
+        self._words[row, SampleRow.MASK] = self._take_mask(row, rules, masks)
 
     def _take_mask(self, row: int, rules: RowRules, masks: TableSpans) -> int:
         """A row of the bitmasks for the only ids that are allowed; -1 if all are, or a processor may say otherwise."""
@@ -258,10 +243,8 @@ class GpuBatch:
             features=features,
             sampled=sampled,
             row_of_sample=sampled[logits_row_of_sample],
-            wants_logprobs=(self.columns.sampling["logprobs"][rows] >= 0)[logits_row_of_sample],
-            is_ruled=(self.columns.has_rules[rows] | (positions < self.columns.sampling["min_tokens"][rows]))[
-                logits_row_of_sample
-            ],
+            wants_logprobs=(self.columns.logprobs[rows] >= 0)[logits_row_of_sample],
+            is_ruled=(self.columns.has_rules[rows] | (positions < self.columns.min_tokens[rows]))[logits_row_of_sample],
             sizes=OutputSizes(len(logits_row_of_sample), features.num_top),
             is_plain=num_tokens == num_rows and num_choices is None and features.num_top in (-1, *NUM_TOP_SIZES),
             extra=extra,
@@ -273,12 +256,12 @@ class GpuBatch:
         return step, size
 
     def _features(self, rows: Int32, positions: Int32) -> Features:
-        columns = self.columns.sampling
-        has_edits = (self._has_edits[rows] | (positions < columns["min_tokens"][rows])).any()
-        most = int(columns["logprobs"][rows].max(initial=-1))
+        columns = self.columns
+        has_edits = (self._has_edits[rows] | (positions < columns.min_tokens[rows])).any()
+        most = int(columns.logprobs[rows].max(initial=-1))
         return Features(
             has_filters=bool(self._has_filters[rows].any()),
-            is_greedy=not columns["temperature"][rows].any(),
+            is_greedy=not columns.params["temperature"][rows].any(),
             has_masks=bool(self._has_mask[rows].any()),
             is_penalised=bool(self._is_penalised[rows].any()),
             rules=self.rules.sizes if has_edits else RuleSizes(),

@@ -23,7 +23,7 @@ from aioengine.executor.launched import Forward, LaunchedStep, PinnedBuffers, Up
 from aioengine.executor.step_words import WORDS_A_ROW, ExtraWords, FixedWords, Span
 from aioengine.kernels.attention.gpu_paged import GpuPagedAttention, StepTensors
 from aioengine.kernels.operations import Operations
-from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow
+from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow, param_of
 from aioengine.models.decoder import Decoder
 from aioengine.models.fused import FusedDecoder
 from aioengine.sampler.on_device import DeviceSampler, Features, SampleTensors
@@ -157,7 +157,8 @@ class GpuRunner:
         samples = torch.zeros(num_logits_rows, SAMPLE_WORDS, dtype=torch.int32, device=device)
         samples[:, SampleRow.LOGITS_ROW] = torch.arange(num_logits_rows, dtype=torch.int32, device=device)
         samples[:, SampleRow.FLAGS] = int(SampleFlag.LOGPROBS)
-        samples.view(torch.float32)[:, SampleRow.TEMPERATURE : SampleRow.TOP_P + 1] = 0.9
+        for name in ("temperature", "top_p"):
+            param_of(samples, name).fill_(0.9)
         num_top = min(NUM_TOP_SIZES[-1], self._vocab_size)
         sizes = OutputSizes(num_logits_rows, num_top, num_prompt=num_tokens, num_prompt_top=num_top)
         out = Outputs.of(torch.zeros(sizes.num_words, dtype=torch.int32, device=device), sizes)

@@ -8,8 +8,8 @@ import numpy as np
 from torch import Tensor
 
 from aioengine.executor.gpu_batch import GpuBatch, GpuStep
-from aioengine.executor.row_columns import RULED_COLUMNS
 from aioengine.sampler import RuledRows, keep_allowed, run_processors
+from aioengine.sampling_params import PENALTIES
 
 
 class HostLogitsProcessors:
@@ -38,9 +38,10 @@ class HostLogitsProcessors:
             history_rows=np.arange(len(rows), dtype=np.int32),
             num_tokens=num_tokens,
             num_prompt_tokens=num_prompt_tokens,
-            is_before_min=num_tokens - num_prompt_tokens < columns.sampling["min_tokens"][rows],
+            is_before_min=num_tokens - num_prompt_tokens < columns.min_tokens[rows],
             rules=[columns.rules[row] for row in rows.tolist()],
-            **{name: columns.sampling[name][rows] for name in RULED_COLUMNS},
+            choice=columns.choice[rows],
+            params={name: columns.params[name][rows] for name in PENALTIES},
         )
 
         def change(logits: Tensor) -> None:

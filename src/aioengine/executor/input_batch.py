@@ -12,9 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from aioengine.executor.row_columns import RULED_COLUMNS, SAMPLING_COLUMNS, RowColumns
+from aioengine.executor.row_columns import RowColumns
 from aioengine.kernels.attention.metadata import AttentionMetadata
 from aioengine.sampler import PromptTokens, RuledRows, SamplingRows, spans
+from aioengine.sampling_params import PENALTIES
 from aioengine.scheduler.plan import Int32, RowAdded, StepPlan, Want
 
 
@@ -111,12 +112,14 @@ class InputBatch:
 
     def _sampling_rows(self, rows: Int32, num_tokens: Int32) -> SamplingRows:
         of = self._columns
-        columns = {name: of.sampling[name][rows] for name in SAMPLING_COLUMNS}
         positions = num_tokens - of.num_prompt_tokens[rows]
-        is_before_min = positions < of.sampling["min_tokens"][rows]
+        is_before_min = positions < of.min_tokens[rows]
         ruled = (of.has_rules[rows] | is_before_min).nonzero()[0]
         return SamplingRows(
-            **columns,
+            params={name: column[rows] for name, column in of.params.items()},
+            seed=of.seed[rows],
+            choice=of.choice[rows],
+            logprobs=of.logprobs[rows],
             positions=positions,
             num_choices=of.num_choices(rows, positions),
             ruled=self._ruled_rows(ruled, rows[ruled], num_tokens[ruled], is_before_min[ruled]) if len(ruled) else None,
@@ -134,7 +137,8 @@ class InputBatch:
             num_prompt_tokens=self._columns.num_prompt_tokens[rows],
             is_before_min=is_before_min,
             rules=[self._columns.rules[row] for row in rows.tolist()],
-            **{name: self._columns.sampling[name][rows] for name in RULED_COLUMNS},
+            choice=self._columns.choice[rows],
+            params={name: self._columns.params[name][rows] for name in PENALTIES},
         )
 
     def append(self, plan: StepPlan, inputs: StepInputs, token_ids: Int32) -> None:

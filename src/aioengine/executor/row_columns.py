@@ -8,29 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from aioengine.kernels.sampling.sample_rows import PARAM_WORDS, SAMPLE_WORDS, SampleRow
 from aioengine.sampler import NO_RULES, PromptTokens, RowRules, has_rules, spans
+from aioengine.sampling_params import ROW_PARAMS
 from aioengine.scheduler.plan import Int32, RowAdded, StepPlan
-
-SAMPLING_COLUMNS: dict[str, type[np.generic]] = {
-    "temperature": np.float32,
-    "top_k": np.int32,
-    "top_p": np.float32,
-    "min_p": np.float32,
-    "seed": np.int64,
-    "choice": np.int32,
-    "logprobs": np.int32,
-}
-"""What a row's `RowSampling` says that all rows need, as `SamplingRows` has it."""
-
-RULED_COLUMNS: dict[str, type[np.generic]] = {
-    "choice": np.int32,
-    "repetition_penalty": np.float32,
-    "frequency_penalty": np.float32,
-    "presence_penalty": np.float32,
-}
-"""What those with rules need beside it, as `RuledRows` has it."""
-
-COLUMN_DTYPES = {**SAMPLING_COLUMNS, **RULED_COLUMNS, "min_tokens": np.int32, "prompt_logprobs": np.int32}
 
 NO_IDS = np.zeros(0, np.int64)
 
@@ -40,16 +21,24 @@ class RowColumns:
 
     Attributes:
         num_prompt_tokens: int32 [rows].
-        sampling: a column a field of `RowSampling`.
+        words: int32 [rows, SAMPLE_WORDS], as the sampling kernels take a sample's; the rest are their business.
+        params: of each of `RowParams` float32 or int32 [rows]; views of ``words``, as seed and choice are.
+        seed: int64 [rows].
+        choice, logprobs, min_tokens, prompt_logprobs: int32 [rows], as in `RowSampling`.
         has_rules: bool [rows], whether the logits are changed at each step.
         rules: of each row.
     """
 
     def __init__(self, max_num_seqs: int) -> None:
         self.num_prompt_tokens = np.zeros(max_num_seqs, np.int32)
-        self.sampling: dict[str, NDArray[Any]] = {
-            name: np.zeros(max_num_seqs, dtype) for name, dtype in COLUMN_DTYPES.items()
+        self.words = np.zeros((max_num_seqs, SAMPLE_WORDS), np.int32)
+        self.params: dict[str, NDArray[Any]] = {
+            name: self.words.view(np.float32 if ROW_PARAMS[name] is float else np.int32)[:, word]
+            for name, word in PARAM_WORDS.items()
         }
+        self.seed: NDArray[np.int64] = self.words[:, SampleRow.SEED_LOW : SampleRow.SEED_HIGH + 1].view(np.int64)[:, 0]
+        self.choice = self.words[:, SampleRow.CHOICE]
+        self.logprobs, self.min_tokens, self.prompt_logprobs = np.zeros((3, max_num_seqs), np.int32)
         self.has_rules = np.zeros(max_num_seqs, np.bool_)
         self.rules = [NO_RULES] * max_num_seqs
         self._families: dict[int, int] = {}
@@ -64,10 +53,11 @@ class RowColumns:
     def add(self, added: RowAdded) -> None:
         row, sampling = added.row, added.sampling
         self.num_prompt_tokens[row] = added.num_prompt_tokens
-        for name, column in self.sampling.items():
+        for name, column in self.params.items():
             column[row] = getattr(sampling, name)
-        if not sampling.stop_ids:
-            self.sampling["min_tokens"][row] = 0  # nothing to mask until then
+        self.seed[row], self.choice[row] = sampling.seed, sampling.choice
+        self.logprobs[row], self.prompt_logprobs[row] = sampling.logprobs, sampling.prompt_logprobs
+        self.min_tokens[row] = sampling.min_tokens if sampling.stop_ids else 0  # else nothing to mask until then
         self.has_rules[row] = has_rules(sampling)
         self.rules[row] = RowRules.of(sampling) if sampling.stop_ids or self.has_rules[row] else NO_RULES
         if sampling.num_choices > 1:
@@ -103,7 +93,7 @@ class RowColumns:
             offsets: int32 [b + 1], where each row's tokens begin in the step.
             token_ids: of rows at positions, int64 [m] from [m] each.
         """
-        num_top = self.sampling["prompt_logprobs"][plan.rows]
+        num_top = self.prompt_logprobs[plan.rows]
         asking = (num_top >= 0).nonzero()[0]
         if not len(asking):
             return None

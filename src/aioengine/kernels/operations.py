@@ -170,7 +170,8 @@ class Operations(Protocol):
         """Put the tokens of the samples that have `SampleFlag.FIRST` at the ends of their rows' histories, in place.
 
         Args:
-            history: int32 [rows, any]; samples: int32 [s, 16] (`kernels.sampling.sample_rows`); token_ids: int32 [s].
+            history: int32 [rows, any]. token_ids: int32 [s].
+            samples: int32 [s, SAMPLE_WORDS], as in `aioengine.kernels.sampling.sample_rows`.
         """
         ...
 
@@ -200,7 +201,7 @@ class Operations(Protocol):
         Several edits may meet on one logit: they add up, and one mask is enough.
 
         Args:
-            logits: float32 [n, V]; samples: int32 [s, 16].
+            logits: float32 [n, V]; samples: int32 [s, SAMPLE_WORDS].
             sample_of_row: int32 [rows], the first sample of each row; -1: it does not sample in this step.
             edit_rows, edit_tokens: int32 [e]; row -1 is padding; edits of rows that do not sample are passed over.
             edit_values: float32 [e].
@@ -259,7 +260,7 @@ class Operations(Protocol):
 
         Args:
             logits: float32 [n, V]; only read.
-            samples: int32 [s, 16].
+            samples: int32 [s, SAMPLE_WORDS].
             masks: int32 [m, ⌈V / 32⌉]: bit ``t % 32`` of word ``t // 32`` says that token t is allowed; None: no sample
                 has one.
             token_ids, status: int32 [s], written; padding becomes 0 and `Status.SAMPLED`.

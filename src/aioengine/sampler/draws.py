@@ -43,7 +43,7 @@ def draw(
     members, line = distinct(drawn)  # a row of which several tokens are drawn is looked at once
     index = row_index(members)
     logits = logits.rows(index)
-    temperature = torch.from_numpy(rows.temperature[members])
+    temperature = torch.from_numpy(rows.params["temperature"][members])
     # Clamped so that a +inf leads to no NaN.
     top = top[index].clamp(torch.finfo(torch.float32).min, torch.finfo(torch.float32).max)
     threshold = filter_threshold(logits, rows, members, temperature, top)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from aioengine.sampler.blocks import BLOCK, BlockedLogits, largest, row_index
 from aioengine.sampler.rows import SamplingRows
+from aioengine.sampling_params import FILTERS
 from aioengine.scheduler.plan import Int32
 
 TOP_P_TIERS = (128, 2048)
@@ -23,9 +24,9 @@ def filter_threshold(
     logits: BlockedLogits, rows: SamplingRows, chunk: NDArray[np.int64], temperature: Tensor, top: Tensor
 ) -> Tensor | None:
     """float32 [n]: the lowest logit that each row's filters keep; None where no row has one."""
-    min_p, top_k, top_p = rows.min_p[chunk], rows.top_k[chunk], rows.top_p[chunk]
-    if not ((min_p > 0) | (top_k > 0) | (top_p < 1)).any():
+    if not any((rows.params[name][chunk] != off).any() for name, off in FILTERS.items()):
         return None
+    min_p, top_k, top_p = (rows.params[name][chunk] for name in ("min_p", "top_k", "top_p"))
     threshold = top + temperature * torch.from_numpy(min_p).log()
     threshold = apply_top_k(logits, top_k, threshold)
     return apply_top_p(logits, top_p, temperature, top, threshold)

@@ -47,7 +47,7 @@ class SampleTensors(NamedTuple):
     """A step's samples on the device.
 
     Attributes:
-        samples: int32 [s, 16]. sample_of_row: int32 [rows].
+        samples: int32 [s, SAMPLE_WORDS]. sample_of_row: int32 [rows].
     """
 
     samples: Tensor

@@ -23,8 +23,8 @@ def apply_penalties(logits: Tensor, ruled: RuledRows, scratch: Scratch) -> None:
     Args:
         logits: float32 [n, vocab], contiguous.
     """
-    repeated = np.flatnonzero(ruled.repetition_penalty != 1)
-    counted = np.flatnonzero((ruled.frequency_penalty != 0) | (ruled.presence_penalty != 0))
+    repeated = np.flatnonzero(ruled.params["repetition_penalty"] != 1)
+    counted = np.flatnonzero((ruled.params["frequency_penalty"] != 0) | (ruled.params["presence_penalty"] != 0))
     for chunk in chunks(repeated, ruled, logits.shape[1]):
         penalise_repetition(logits, ruled, chunk)
     for chunk in chunks(counted, ruled, logits.shape[1]):
@@ -77,7 +77,7 @@ def penalise_repetition(logits: Tensor, ruled: RuledRows, members: Int64) -> Non
     vocab = logits.shape[1]
     known = Known.of(ruled, members, np.zeros(len(members), np.int32), vocab)
     index = known.flat_index(ruled.places[members], vocab)
-    penalty = known.each(ruled.repetition_penalty[members])
+    penalty = known.each(ruled.params["repetition_penalty"][members])
     flat = logits.view(-1)
     before = flat.index_select(0, index)
     flat[index] = torch.where(before > 0, before / penalty, before * penalty)
@@ -97,5 +97,5 @@ def penalise_counts(logits: Tensor, ruled: RuledRows, members: Int64, scratch: S
     index = known.flat_index(ruled.places[members], vocab)
     flat = logits.view(-1)
     changed = flat.index_select(0, index)
-    changed.sub_(known.each(ruled.frequency_penalty[members]).mul_(counts))
-    flat[index] = changed.sub_(known.each(ruled.presence_penalty[members]))
+    changed.sub_(known.each(ruled.params["frequency_penalty"][members]).mul_(counts))
+    flat[index] = changed.sub_(known.each(ruled.params["presence_penalty"][members]))

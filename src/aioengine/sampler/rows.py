@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from aioengine.sampling_params import PENALTIES, is_any_on
 from aioengine.scheduler.plan import Float32, Int32, LogitsProcessor, RowSampling
 
 Int64 = NDArray[np.int64]
@@ -96,9 +98,7 @@ def has_rules(sampling: RowSampling) -> bool:
         or sampling.bad_words
         or sampling.logit_bias
         or sampling.logits_processors
-        or sampling.repetition_penalty != 1.0
-        or sampling.frequency_penalty != 0.0
-        or sampling.presence_penalty != 0.0
+        or is_any_on(sampling, PENALTIES)
     )
 
 
@@ -113,7 +113,7 @@ class RuledRows:
         history_rows, num_tokens, num_prompt_tokens: int32 [m].
         choice: int32 [m].
         is_before_min: bool [m], ``stop_ids`` are to be masked.
-        repetition_penalty, frequency_penalty, presence_penalty: float32 [m].
+        params: of each of `PENALTIES` float32 [m].
         rules: m of them.
     """
 
@@ -124,9 +124,7 @@ class RuledRows:
     num_prompt_tokens: Int32
     choice: Int32
     is_before_min: NDArray[np.bool_]
-    repetition_penalty: Float32
-    frequency_penalty: Float32
-    presence_penalty: Float32
+    params: Mapping[str, NDArray[Any]]
     rules: Sequence[RowRules]
 
 
@@ -135,8 +133,8 @@ class SamplingRows:
     """What the sampler must know of each row, as columns; the fields are those of `RowSampling`.
 
     Attributes:
-        temperature, top_p, min_p: float32 [n].
-        top_k, choice, logprobs: int32 [n].
+        params: of each of `RowParams` float32 or int32 [n].
+        choice, logprobs: int32 [n].
         seed: int64 [n].
         positions: int32 [n], output position of the token to sample; the first one's is 0.
         num_choices: int32 [n], how many tokens to sample at this position; None where it is one for each row.
@@ -144,10 +142,7 @@ class SamplingRows:
         logprob_token_ids: int64 [any], one array a row; None where all are empty.
     """
 
-    temperature: Float32
-    top_k: Int32
-    top_p: Float32
-    min_p: Float32
+    params: Mapping[str, NDArray[Any]]
     seed: Int64
     choice: Int32
     logprobs: Int32

@@ -127,7 +127,7 @@ def hopeless_rows(top: Tensor, ruled: RuledRows | None) -> dict[int, Exception]:
 
 def one_sample_each(rows: SamplingRows) -> SampleRows:
     num_rows = len(rows.choice)
-    return SampleRows(np.arange(num_rows), rows.choice, rows.temperature, np.ones(num_rows, np.int32))
+    return SampleRows(np.arange(num_rows), rows.choice, rows.params["temperature"], np.ones(num_rows, np.int32))
 
 
 def make_samples(rows: SamplingRows, failed: list[int]) -> SampleRows:
@@ -138,7 +138,7 @@ def make_samples(rows: SamplingRows, failed: list[int]) -> SampleRows:
     row_of_sample = np.repeat(np.arange(num_rows), counts)
     nth_of_row = spans(np.zeros_like(counts), counts)
     choice = (rows.choice[row_of_sample] + nth_of_row).astype(np.int32)
-    return SampleRows(row_of_sample, choice, rows.temperature[row_of_sample], counts)
+    return SampleRows(row_of_sample, choice, rows.params["temperature"][row_of_sample], counts)
 
 
 def first_tokens(token_ids: Int32, samples: SampleRows) -> Int32:

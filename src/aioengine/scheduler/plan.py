@@ -15,6 +15,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from aioengine.sampling_params import RowParams
+
 Int32 = NDArray[np.int32]
 Int8 = NDArray[np.int8]
 Float32 = NDArray[np.float32]
@@ -64,7 +66,7 @@ class LogitsRow(msgspec.Struct, frozen=True, eq=False, gc=False):
     choice: int
 
 
-class RowSampling(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class RowSampling(RowParams, frozen=True, kw_only=True, gc=False):
     """What the sampler has to know about a row; already validated.
 
     A draw depends on (``seed``, ``choice``, output position) only, where the first output token has position 0.
@@ -73,11 +75,6 @@ class RowSampling(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     the filters.
     """
 
-    temperature: float = 1.0
-    top_k: int = 0
-    """0: off."""
-    top_p: float = 1.0
-    min_p: float = 0.0
     seed: int = 0
     choice: int = 0
     num_choices: int = 1
@@ -86,12 +83,6 @@ class RowSampling(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     min_tokens: int = 0
     """``stop_ids`` cannot be sampled at output positions below this."""
     stop_ids: tuple[int, ...] = ()
-    presence_penalty: float = 0.0
-    """Taken from the logit of each token that the output has (output tokens only, as with ``frequency_penalty``)."""
-    frequency_penalty: float = 0.0
-    """The same, once for each time that it is there."""
-    repetition_penalty: float = 1.0
-    """Of each token in prompt or output: divides a positive logit, multiplies a negative one (Keskar et al., 2019)."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token id, what is added to its logit) each."""
     allowed_token_ids: tuple[int, ...] = ()

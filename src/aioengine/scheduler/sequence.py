@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aioengine.outputs import FinishReason
-from aioengine.sampling_params import SamplingParams
+from aioengine.sampling_params import ROW_PARAMS, SamplingParams
 from aioengine.scheduler.plan import Int32, RowAdded, RowSampling, int32
 
 
@@ -289,17 +289,12 @@ def _row_sampling(request: Request, eos_token_ids: tuple[int, ...]) -> RowSampli
     params = request.params
     stop_ids = (*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids)
     has_logprobs = params.logprobs is not None or params.logprob_token_ids is not None
+    numbers: dict[str, Any] = {name: getattr(params, name) for name in ROW_PARAMS}
     return RowSampling(
-        temperature=params.temperature,
-        top_k=max(params.top_k, 0),
-        top_p=params.top_p,
-        min_p=params.min_p,
+        **{**numbers, "top_k": max(params.top_k, 0)},  # -1 is off, too
         seed=request.seed,
         min_tokens=params.min_tokens,
         stop_ids=stop_ids if params.min_tokens else (),
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        repetition_penalty=params.repetition_penalty,
         logit_bias=tuple(params.logit_bias.items()) if params.logit_bias else (),
         allowed_token_ids=params.allowed_token_ids or (),
         bad_words=request.bad_words,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
-from aioengine.sampling_params import SamplingParams
+from aioengine.sampling_params import ROW_PARAMS, SamplingParams
 from aioengine.server.errors import ApiError, invalid_value, unsupported
 
 if TYPE_CHECKING:
@@ -58,7 +58,19 @@ class StreamOptions(msgspec.Struct):
     include_obfuscation: bool | None = None
 
 
-class Generation(Body, kw_only=True):
+if TYPE_CHECKING:
+    RowFields = Body
+else:
+    RowFields = msgspec.defstruct(
+        "RowFields",
+        [(name, (float if kind is float else Integer) | None, None) for name, kind in ROW_PARAMS.items()],
+        bases=(Body,),
+        kw_only=True,
+    )
+    """A body with a field for each of `aioengine.sampling_params.RowParams`."""
+
+
+class Generation(RowFields, kw_only=True):
     """What completions and chats have in common. None is absent: the model's default, then the API's."""
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -79,10 +91,6 @@ class Generation(Body, kw_only=True):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Integer | None = None
-    min_p: float | None = None
     seed: Integer | None = None
     n: Integer | None = None
     max_tokens: Integer | None = None
@@ -90,9 +98,6 @@ class Generation(Body, kw_only=True):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: str | list[str] | None = None

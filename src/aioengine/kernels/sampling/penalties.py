@@ -17,7 +17,7 @@ from torch import Tensor
 
 from aioengine.errors import InternalError
 from aioengine.kernels.launch_checks import check_logits, check_samples, check_tensor
-from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow
+from aioengine.kernels.sampling.sample_rows import PARAM_WORDS, SAMPLE_WORDS, SampleFlag, SampleRow
 
 BLOCK = 512
 """Positions that a program works on at once: four a thread, so that their latencies overlap."""
@@ -35,9 +35,9 @@ _ROW = tl.constexpr(int(SampleRow.ROW))
 _END = tl.constexpr(int(SampleRow.END))
 _OUTPUT_POSITION = tl.constexpr(int(SampleRow.OUTPUT_POSITION))
 _FLAGS = tl.constexpr(int(SampleRow.FLAGS))
-_REPETITION = tl.constexpr(int(SampleRow.REPETITION))
-_FREQUENCY = tl.constexpr(int(SampleRow.FREQUENCY))
-_PRESENCE = tl.constexpr(int(SampleRow.PRESENCE))
+_REPETITION = tl.constexpr(PARAM_WORDS["repetition_penalty"])
+_FREQUENCY = tl.constexpr(PARAM_WORDS["frequency_penalty"])
+_PRESENCE = tl.constexpr(PARAM_WORDS["presence_penalty"])
 _FIRST = tl.constexpr(int(SampleFlag.FIRST))
 
 # A counter: bit 0 says that the prompt has the token, the bits above it how often the output has it. "Or" and additions

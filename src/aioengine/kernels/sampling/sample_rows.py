@@ -8,9 +8,14 @@ from __future__ import annotations
 
 from enum import IntEnum, IntFlag
 
+import torch
+from torch import Tensor
+
+from aioengine.sampling_params import ROW_PARAMS
+
 
 class SampleRow(IntEnum):
-    """The words of a sample: int32, from `TEMPERATURE` on float32."""
+    """The words of a sample that say which it is: int32."""
 
     LOGITS_ROW = 0
     """Which row of the step's logits; -1: padding, to be passed over."""
@@ -25,23 +30,20 @@ class SampleRow(IntEnum):
     CHOICE = 5
     SEED_LOW = 6
     SEED_HIGH = 7
-    TOP_K = 8
-    """0: off."""
-    MASK = 9
+    MASK = 8
     """Which bitmask of allowed tokens; -1: none."""
-    TEMPERATURE = 10
-    """0: greedy."""
-    TOP_P = 11
-    """1: off."""
-    MIN_P = 12
-    """0: off."""
-    REPETITION = 13
-    """1: off."""
-    FREQUENCY = 14
-    PRESENCE = 15
 
 
-SAMPLE_WORDS = len(SampleRow)
+PARAM_WORDS = {name: len(SampleRow) + place for place, name in enumerate(ROW_PARAMS)}
+"""The words behind those, one for each of `RowParams`."""
+
+SAMPLE_WORDS = len(SampleRow) + len(PARAM_WORDS)
+
+
+def param_of(samples: Tensor, name: str) -> Tensor:
+    """One of `RowParams` of each sample: float32 or int32 [s], a view of int32 [s, SAMPLE_WORDS]."""
+    words = samples[..., PARAM_WORDS[name]]
+    return words.view(torch.float32) if ROW_PARAMS[name] is float else words
 
 
 class SampleFlag(IntFlag):

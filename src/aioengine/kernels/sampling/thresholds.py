@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from aioengine.kernels.sampling.noise import NOISE_SPAN
-from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleRow
+from aioengine.kernels.sampling.sample_rows import PARAM_WORDS, SAMPLE_WORDS, SampleRow
 
 BLOCK = 128
 """Logits that share a maximum: 1,000 blocks of 128,000, of which a program holds the maxima in registers."""
@@ -56,10 +56,10 @@ FLOOR_WARPS = 8
 SAMPLE_STRIDE = tl.constexpr(SAMPLE_WORDS)
 LOGITS_ROW = tl.constexpr(int(SampleRow.LOGITS_ROW))
 MASK = tl.constexpr(int(SampleRow.MASK))
-TEMPERATURE = tl.constexpr(int(SampleRow.TEMPERATURE))
-_TOP_K = tl.constexpr(int(SampleRow.TOP_K))
-_TOP_P = tl.constexpr(int(SampleRow.TOP_P))
-_MIN_P = tl.constexpr(int(SampleRow.MIN_P))
+TEMPERATURE = tl.constexpr(PARAM_WORDS["temperature"])
+_TOP_K = tl.constexpr(PARAM_WORDS["top_k"])
+_TOP_P = tl.constexpr(PARAM_WORDS["top_p"])
+_MIN_P = tl.constexpr(PARAM_WORDS["min_p"])
 
 INFINITY = tl.constexpr(float("inf"))
 MAX_FLOAT = tl.constexpr(torch.finfo(torch.float32).max)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
-from aioengine.kernels.sampling.sample_rows import SampleFlag, SampleRow
+from aioengine.kernels.sampling.sample_rows import SampleFlag, SampleRow, param_of
 
 
 def edit_logits(
@@ -70,35 +68,24 @@ def ends_of_bad_words(
 
 
 def penalise(logits: Tensor, samples: Tensor, history: Tensor, counters: Tensor) -> None:
+    """Of samples without penalties nothing is read."""
     vocab = logits.shape[1]
-    for sample, logits_row, tokens, num_outputs in _penalised(samples, history, vocab):
-        repetition, frequency, presence = samples[
-            sample, [SampleRow.REPETITION, SampleRow.FREQUENCY, SampleRow.PRESENCE]
-        ].view(torch.float32)
-        of_logits_row = logits[logits_row]
-        is_known = (tokens >= 0) & (tokens < vocab)
-        known = tokens[is_known]
+    penalties = [param_of(samples, f"{name}_penalty") for name in ("repetition", "frequency", "presence")]
+    is_first = (samples[:, SampleRow.LOGITS_ROW] >= 0) & (samples[:, SampleRow.FLAGS] & SampleFlag.FIRST != 0)
+    is_penalised = is_first & ((penalties[0] != 1) | (penalties[1] != 0) | (penalties[2] != 0))
+    for sample in is_penalised.nonzero()[:, 0].tolist():
+        repetition, frequency, presence = (column[sample] for column in penalties)
+        end, num_outputs = samples[sample, [SampleRow.END, SampleRow.OUTPUT_POSITION]].tolist()
+        first = 0 if repetition != 1 else end - num_outputs
+        tokens = history[samples[sample, SampleRow.ROW], first:end].long()
+        of_logits_row = logits[samples[sample, SampleRow.LOGITS_ROW]]
+        known = tokens[(tokens >= 0) & (tokens < vocab)]
         output = tokens[len(tokens) - num_outputs :]
         counts = torch.bincount(output[(output >= 0) & (output < vocab)], minlength=vocab)
         before = of_logits_row[known]
         of_logits_row[known] = torch.where(before > 0, before / repetition, before * repetition)
         lowered = of_logits_row - frequency * counts - presence
         of_logits_row.copy_(torch.where(counts > 0, lowered, of_logits_row))
-
-
-def _penalised(samples: Tensor, history: Tensor, vocab: int) -> Iterator[tuple[int, int, Tensor, int]]:
-    """Of the samples that have penalties: sample, row of logits, the tokens that count (int64 [any]), and how many of
-    them, the last ones, are output."""
-    penalties = samples[:, [SampleRow.REPETITION, SampleRow.FREQUENCY, SampleRow.PRESENCE]].view(torch.float32).tolist()
-    for sample, (words, (repetition, frequency, presence)) in enumerate(zip(samples.tolist(), penalties, strict=True)):
-        if words[SampleRow.LOGITS_ROW] < 0 or not words[SampleRow.FLAGS] & SampleFlag.FIRST:
-            continue
-        if repetition == 1 and frequency == 0 and presence == 0:
-            continue
-        end, num_outputs = words[SampleRow.END], words[SampleRow.OUTPUT_POSITION]
-        first = 0 if repetition != 1 else end - num_outputs
-        tokens = history[words[SampleRow.ROW], first:end].long()
-        yield sample, words[SampleRow.LOGITS_ROW], tokens, num_outputs
 
 
 def top_logprobs(logits: Tensor, samples: Tensor, log_mass: Tensor, ids: Tensor, logprobs: Tensor) -> None:

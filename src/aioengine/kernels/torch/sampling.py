@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aioengine.kernels.sampling.sample_rows import SampleRow, Status
+from aioengine.kernels.sampling.sample_rows import SampleRow, Status, param_of
 
 MAX_FLOAT = torch.finfo(torch.float32).max
 
@@ -30,17 +30,13 @@ def draw(
     if is_greedy:
         scores = x
     else:
-        temperature, top_p, min_p = (
-            samples[:, SampleRow.TEMPERATURE : SampleRow.MIN_P + 1].view(torch.float32).unbind(dim=1)
-        )
+        temperature = param_of(samples, "temperature")
         # Finite, so that a +inf leads to no NaN.
         finite_top = top.clamp(-MAX_FLOAT, MAX_FLOAT)
         divisor = torch.where(temperature > 0, temperature, 1.0)
         scores = ((x - finite_top[:, None]) / divisor[:, None]).add_(gumbel(samples, x.shape[1]))
         if has_filters:
-            scores.masked_fill_(
-                x < threshold(x, finite_top, divisor, samples[:, SampleRow.TOP_K], top_p, min_p), -torch.inf
-            )
+            scores.masked_fill_(x < threshold(x, finite_top, divisor, samples), -torch.inf)
         scores = torch.where((temperature > 0)[:, None], scores, x)
     token_ids.copy_(scores.argmax(dim=1))  # the first of several
     status.fill_(Status.SAMPLED)
@@ -56,12 +52,15 @@ def is_allowed(masks: Tensor, vocab: int) -> Tensor:
     return (masks[:, :, None] >> lanes & 1).bool().flatten(1)[:, :vocab]
 
 
-def threshold(x: Tensor, top: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+def threshold(x: Tensor, top: Tensor, temperature: Tensor, samples: Tensor) -> Tensor:
     """Float32 [s, 1], the lowest logit kept by min-p, then top-k, then top-p on what is left, renormalised.
 
     Args:
-        x: float32 [s, V]; the others [s].
+        x: float32 [s, V].
+        top, temperature: float32 [s].
+        samples: int32 [s, SAMPLE_WORDS].
     """
+    top_k, top_p, min_p = (param_of(samples, name) for name in ("top_k", "top_p", "min_p"))
     values = x.sort(dim=1, descending=True).values
     lowest = (top + temperature * min_p.log())[:, None]
     last = x.shape[1] - 1
