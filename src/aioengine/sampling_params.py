@@ -147,10 +147,6 @@ class RowParams(msgspec.Struct, frozen=True, kw_only=True):
             extra=FILTER,
         ),
     ] = 0.0
-    epsilon_cutoff: Annotated[
-        float, Meta(ge=0.0, lt=1.0, description="drop tokens of less than this probability", extra=FILTER)
-    ] = 0.0
-    """Before the other filters (Hewitt et al., 2022, arXiv:2210.15191); the likeliest token stays."""
     presence_penalty: Annotated[
         float,
         Meta(
@@ -337,7 +333,6 @@ class SamplingKeywords(TypedDict, total=False):
     top_p: float
     top_k: int
     min_p: float
-    epsilon_cutoff: float
     seed: int | None
     max_tokens: int | None
     min_tokens: int

@@ -28,12 +28,6 @@ def filter_threshold(
         return None
     min_p, top_k, top_p = (rows.params[name][chunk] for name in ("min_p", "top_k", "top_p"))
     threshold = top + temperature * torch.from_numpy(min_p).log()
-    epsilon = torch.from_numpy(rows.params["epsilon_cutoff"][chunk])
-    if epsilon.any():
-        mass = kept_mass(
-            logits.values.flatten(1), threshold.new_full((1, 1), -torch.inf), top[:, None], temperature[:, None]
-        )
-        threshold = torch.maximum(threshold, top + temperature * (epsilon * mass.sum(dim=-1)).log().clamp(max=0))
     threshold = apply_top_k(logits, top_k, threshold)
     return apply_top_p(logits, top_p, temperature, top, threshold)
 

@@ -60,7 +60,6 @@ TEMPERATURE = tl.constexpr(PARAM_WORDS["temperature"])
 _TOP_K = tl.constexpr(PARAM_WORDS["top_k"])
 _TOP_P = tl.constexpr(PARAM_WORDS["top_p"])
 _MIN_P = tl.constexpr(PARAM_WORDS["min_p"])
-_EPSILON = tl.constexpr(PARAM_WORDS["epsilon_cutoff"])
 
 INFINITY = tl.constexpr(float("inf"))
 MAX_FLOAT = tl.constexpr(torch.finfo(torch.float32).max)
@@ -111,15 +110,14 @@ def load_logits(logits, masks, logits_row, mask, words, is_read, vocab, HAS_MASK
 
 @triton.jit
 def _filters(word, vocab):
-    """Temperature, top-k (0: off), top-p, min-p and epsilon of a sample, and whether it is drawn with any filter."""
+    """Temperature, top-k (0: off), top-p and min-p of a sample, and whether it is drawn with any filter."""
     temperature = load_float(word + TEMPERATURE)
     top_k = tl.load(word + _TOP_K)
     top_k = tl.where((top_k > 0) & (top_k < vocab), top_k, 0)
     top_p = load_float(word + _TOP_P)
     min_p = load_float(word + _MIN_P)
-    epsilon = load_float(word + _EPSILON)
-    is_filtered = (temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0) | (epsilon > 0))
-    return temperature, top_k, top_p, min_p, epsilon, is_filtered & (tl.load(word + LOGITS_ROW) >= 0)
+    is_filtered = (temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))
+    return temperature, top_k, top_p, min_p, is_filtered & (tl.load(word + LOGITS_ROW) >= 0)
 
 
 # These begin anywhere, as in `draw`: views, and workspaces that share an allocation. They are read by single words, as
@@ -134,7 +132,7 @@ def _scan_kernel(
     BLOCKS: tl.constexpr = WORDS // WORDS_OF_BLOCK
     sample, part = tl.program_id(0), tl.program_id(1)
     word = samples + sample.to(tl.int64) * SAMPLE_STRIDE
-    temperature, top_k, top_p, min_p, epsilon, is_filtered = _filters(word, vocab)
+    temperature, top_k, top_p, min_p, is_filtered = _filters(word, vocab)
     if not is_filtered:
         return
     words = part * WORDS + tl.arange(0, WORDS)
@@ -147,7 +145,7 @@ def _scan_kernel(
     blocks = part * BLOCKS + tl.arange(0, BLOCKS)
     out = sample.to(tl.int64) * num_blocks + blocks
     tl.store(maxima + out, tl.where(is_nan_in_block, float("nan"), of_block), mask=blocks < num_blocks)
-    if ((top_p < 1) & (top_k == 0) & (min_p <= 0)) | (epsilon > 0):
+    if (top_p < 1) & (top_k == 0) & (min_p <= 0):
         # Finite, so that a word of -inf weighs nothing; one with +inf weighs +inf, and is looked at by nobody.
         cold = inverse(temperature)
         mass = tl.sum(tl.exp((x - clamp(of_word)[:, None]) * cold), axis=1)
@@ -293,7 +291,7 @@ def _floor_kernel(
 ):
     sample = tl.program_id(0).to(tl.int64)
     word = samples + sample * SAMPLE_STRIDE
-    temperature, top_k, top_p, min_p, epsilon, is_filtered = _filters(word, vocab)
+    temperature, top_k, top_p, min_p, is_filtered = _filters(word, vocab)
     if not is_filtered:
         tl.store(floors + sample, -INFINITY)
         tl.store(tops + sample, -INFINITY)
@@ -308,14 +306,10 @@ def _floor_kernel(
         return
     logits_row, mask = tl.load(word + LOGITS_ROW), tl.load(word + MASK)
     cold = inverse(temperature)
-    is_weighed = ((top_p < 1) & (top_k == 0) & (min_p <= 0)) | (epsilon > 0)
-    num_weighed = tl.where(is_weighed, num_blocks, 0)
+    num_weighed = tl.where((top_p < 1) & (top_k == 0) & (min_p <= 0), num_blocks, 0)
     mass_of_block = tl.load(masses + sample * num_blocks + blocks, mask=blocks < num_weighed, other=0.0)
     total = tl.sum(mass_of_block * tl.exp((highest - top) * cold), axis=0)
     threshold = tl.where(min_p > 0, top + temperature * tl.log(tl.where(min_p > 0, min_p, 1.0)), -INFINITY)
-    if epsilon > 0:
-        threshold = tl.maximum(threshold, top + temperature * tl.minimum(tl.log(epsilon * total), 0.0))
-        total = 0.0  # of what is left top-p has to sum up itself
     low = tl.maximum(_key_of(threshold).to(tl.int64) - 1, _KEY_OF_MINUS_INFINITY)
     high = _key_of(top).to(tl.int64)
     for nth_filter in range(2):

@@ -63,9 +63,6 @@ def threshold(x: Tensor, top: Tensor, temperature: Tensor, samples: Tensor) -> T
     top_k, top_p, min_p = (param_of(samples, name) for name in ("top_k", "top_p", "min_p"))
     values = x.sort(dim=1, descending=True).values
     lowest = (top + temperature * min_p.log())[:, None]
-    total = ((x - top[:, None]) / temperature[:, None]).exp_().sum(dim=1)
-    cut = (param_of(samples, "epsilon_cutoff") * total).log().clamp(max=0)
-    lowest = lowest.maximum((top + temperature * cut)[:, None])
     last = x.shape[1] - 1
     kth = values.gather(1, (top_k[:, None].long() - 1).clamp(0, last))
     lowest = torch.where((top_k > 0)[:, None], lowest.maximum(kth), lowest)
