@@ -171,7 +171,7 @@ def test_an_operation_of_python_is_one_launch_with_the_arguments_of_the_capture(
     target = torch.zeros(2, 4, dtype=torch.int32)
     operations = as_launches(reference)
     assert operations.prefill_tile(8, 2, 64) == reference.prefill_tile(8, 2, 64)
-    assert not hasattr(operations, "TUNABLE")
+    assert not hasattr(operations, "COMPILER")
 
     def work() -> None:
         operations.put_spans(target, spans, words)  # a loop over spans, of which there are none yet

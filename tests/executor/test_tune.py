@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from executor.gpu import start_gpu
@@ -16,7 +19,7 @@ from executor.gpu import start_gpu
 import aioengine
 from aioengine.executor import tune
 from aioengine.executor.accelerator import Work
-from aioengine.executor.tune import cache_folder, tune_attention
+from aioengine.executor.tune import cache_folder, choice_file, keep_choice, read_choices, tune_attention
 from aioengine.kernels.attention.choices import (
     ATTENTION_KERNELS,
     DECODE,
@@ -24,13 +27,12 @@ from aioengine.kernels.attention.choices import (
     PREFILL,
     TUNED,
     AttentionShape,
-    Tunable,
+    Choice,
     candidates,
     choice_of,
     default_choice,
 )
 from aioengine.kernels.attention.kv_cache import KVCacheShape
-from aioengine.kernels.attention.tuning import Choice
 from aioengine.kernels.operations import Operations
 from aioengine.kernels.torch import operations as reference
 from aioengine.models.families import DecoderConfig
@@ -78,7 +80,7 @@ class TimedGpu(FakeAccelerator):
         self.operations: Any = SimpleNamespace(
             **{name: getattr(reference, name) for name in vars(Operations) if name[0] != "_"}
         )
-        self.operations.TUNABLE = Tunable(kernels=ATTENTION_KERNELS, compiler="3.9.0")
+        self.operations.COMPILER = "3.9.0"
         self.operations.attend_decode = self._attend_decode
         self.operations.attend_prefill = self._attend_prefill
 
@@ -144,7 +146,7 @@ def test_the_next_start_reads_the_file_and_leaves_the_gpu_alone(tmp_path: Path) 
     assert (gpu.timed, gpu.num_enqueued, gpu.num_releases) == ([], 0, 0)
     assert chosen(DECODE) == CANDIDATES[DECODE][-1]
     (file,) = (tmp_path / "new").iterdir()
-    assert len(json.loads(file.read_text())["choices"]) == len(ATTENTION_KERNELS)
+    assert len(json.loads(file.read_text())) == len(ATTENTION_KERNELS)
 
 
 def test_another_gpus_choices_mean_nothing(tmp_path: Path) -> None:
@@ -180,10 +182,95 @@ def test_candidates_that_cannot_be_launched_are_passed_over(tmp_path: Path) -> N
     def script(kernel: str, choice: Choice) -> float:
         if choice.num_stages > 2:
             raise RuntimeError("out of shared memory")
-        return 1.0
+        return 1.0 if choice.num_warps == 4 else float("nan")
 
     TimedGpu(script).tune(tmp_path, deadline_s=1e9)
     assert chosen(DECODE) == next(choice for choice in CANDIDATES[DECODE] if choice.num_stages == 2)
+
+
+def test_where_nothing_can_be_launched_it_is_as_by_default_and_not_kept(tmp_path: Path) -> None:
+    TimedGpu(lambda kernel, choice: float("inf")).tune(tmp_path, deadline_s=1e9)
+    assert all(chosen(kernel) == default_choice(kernel, SHAPE) for kernel in ATTENTION_KERNELS)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_time_that_passes_between_two_kernels_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = TimedGpu(last_is_fastest)
+
+    def slowly(*arguments: Any) -> tuple[Choice, ...]:
+        gpu.now += 1000.0
+        return candidates(*arguments)
+
+    monkeypatch.setattr(tune, "candidates", slowly)
+    gpu.tune(None, deadline_s=NUM_CANDIDATES + 0.5)
+    assert len(gpu.timed) == NUM_CANDIDATES
+
+
+def test_a_stored_choice_that_is_no_candidate_any_more_is_measured_anew(tmp_path: Path) -> None:
+    TimedGpu(last_is_fastest).tune(tmp_path, deadline_s=1e9)
+    (file,) = tmp_path.iterdir()
+    before = file.read_bytes()
+    name, choice = next(iter(read_choices(file).items()))
+    keep_choice(file, name, Choice(num_warps=32, num_stages=choice.num_stages, constants=choice.constants))
+    restart()
+    gpu = TimedGpu(last_is_fastest)
+    gpu.tune(tmp_path, deadline_s=1e9)
+    assert {kernel for kernel, _ in gpu.timed} == {json.loads(name)[0]}
+    assert read_choices(file) == json_choices(before)
+
+
+def json_choices(content: bytes) -> dict[str, Choice]:
+    return msgspec.json.decode(content, type=dict[str, Choice])
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda content: b"",
+    "cut": lambda content: content[: len(content) // 2],
+    "not JSON": lambda content: b"\xff\x00" * 100,
+    "another shape": lambda content: b"[1, 2]",
+    "a field of another type": lambda content: content.replace(b'"num_warps": 8', b'"num_warps": "8"'),
+    "an unknown field": lambda content: content.replace(b'"num_warps": 8', b'"num_ctas": 8'),
+    "deep": lambda content: b'{"other": ' + b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_ignored_and_written_anew(tmp_path: Path, damage: str) -> None:
+    file = tmp_path / "not made yet" / "choices.json"
+    choice = Choice(num_warps=8)
+    keep_choice(file, "decode", choice)
+    before = file.read_bytes()
+    file.write_bytes(DAMAGES[damage](before))
+    assert file.read_bytes() != before
+    assert read_choices(file) == {}
+    keep_choice(file, "decode", choice)
+    assert file.read_bytes() == before
+
+
+RACER = """
+import sys
+from pathlib import Path
+from aioengine.executor.tune import keep_choice
+from aioengine.kernels.attention.choices import Choice
+for i in range(40):
+    keep_choice(Path(sys.argv[1]), f"{sys.argv[2]}, {i}", Choice(num_warps=8))
+"""
+
+
+def test_processes_that_write_at_once_leave_a_whole_file(tmp_path: Path) -> None:
+    file = tmp_path / "choices.json"
+    racers = [subprocess.Popen([sys.executable, "-c", RACER, str(file), str(i)]) for i in range(3)]
+    while any(racer.poll() is None for racer in racers):
+        if file.exists():
+            json.loads(file.read_text())
+    assert [racer.returncode for racer in racers] == [0, 0, 0]
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]
+    assert 40 <= len(read_choices(file)) <= 120
+
+
+def test_a_file_is_one_gpus_and_one_versions(tmp_path: Path) -> None:
+    file = choice_file(tmp_path, gpu="NVIDIA H200/../x", compiler="3.6.0+git", package="0.6.0")
+    assert file == tmp_path / "NVIDIA-H200-..-x-triton-3.6.0-git-0.6.0.json"
 
 
 def test_where_there_is_no_memory_launches_are_as_by_default(tmp_path: Path) -> None:

@@ -23,11 +23,11 @@ from aioengine.kernels.attention.choices import (
     DECODE_IN_SPLITS,
     PREFILL,
     AttentionShape,
+    Choice,
     candidates,
     default_choice,
     trying,
 )
-from aioengine.kernels.attention.tuning import Choice
 from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn

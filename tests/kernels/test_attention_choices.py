@@ -16,17 +16,18 @@ from aioengine.kernels.attention.choices import (
     ATTENTION_KERNELS,
     DECODE,
     DECODE_IN_SPLITS,
+    MAX_CANDIDATES,
     PREFILL,
     PREFILL_ROWS,
     TUNED,
     AttentionShape,
+    Choice,
     candidates,
     choice_of,
     default_choice,
     trying,
 )
 from aioengine.kernels.attention.paged_prefill import prefill_tile
-from aioengine.kernels.attention.tuning import MAX_CANDIDATES, Choice
 from aioengine.kernels.torch import attention as reference_attention
 
 FP16 = torch.float16

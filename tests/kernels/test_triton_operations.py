@@ -31,7 +31,7 @@ def test_they_give_nothing_else(module: ModuleType) -> None:
 
 
 def test_the_interpreter_has_nothing_to_choose() -> None:
-    assert (triton_operations.TUNABLE is None) == bool(os.environ.get("TRITON_INTERPRET"))
+    assert (triton_operations.COMPILER is None) == bool(os.environ.get("TRITON_INTERPRET"))
 
 
 def test_every_launch_says_whether_products_and_sums_may_be_fused() -> None:

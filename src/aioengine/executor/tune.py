@@ -6,31 +6,36 @@ A start never fails by it: what cannot be measured is launched by default, and a
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import os
+import re
+import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 from torch import Tensor
 
 import aioengine
 from aioengine.executor.accelerator import Accelerator, Work
 from aioengine.kernels.attention.choices import (
+    ATTENTION_KERNELS,
     DECODE,
     DECODE_IN_SPLITS,
     PREFILL,
     TUNED,
     AttentionShape,
-    Tunable,
+    Choice,
     candidates,
     trying,
 )
 from aioengine.kernels.attention.gpu_paged import choose_num_splits
 from aioengine.kernels.attention.kv_cache import KVCacheShape
-from aioengine.kernels.attention.tuning import Choice, Key, Tuner, choice_file
 from aioengine.kernels.operations import Operations
 from aioengine.models.families import DecoderConfig
 
@@ -59,6 +64,12 @@ def cache_folder() -> Path | None:
     return base / "aioengine"
 
 
+def choice_file(folder: Path, *, gpu: str, compiler: str, package: str) -> Path:
+    """Where the choices for a GPU, a Triton and a version of this package lie: none of them says much of another."""
+    plain = [re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-.") for name in (gpu, compiler, package)]
+    return folder / f"{plain[0]}-triton-{plain[1]}-{plain[2]}.json"
+
+
 def tune_attention(
     accelerator: Accelerator,
     operations: Operations,
@@ -74,69 +85,131 @@ def tune_attention(
     Nothing is done where the operations have nothing to choose, and where the process has chosen before.
 
     Args:
-        folder: for the file of choices; None: none is kept.
+        folder: for the file of choices; None: none is kept. One that is damaged is replaced by the next choice.
         deadline_s: of measuring in all; the candidate that is being measured then is measured to its end.
     """
-    tunable: Tunable | None = getattr(operations, "TUNABLE", None)
-    if tunable is None:
+    compiler: str | None = getattr(operations, "COMPILER", None)
+    if compiler is None:
         return
+    path = None
+    if folder is not None:
+        path = choice_file(folder, gpu=accelerator.name, compiler=compiler, package=aioengine.__version__)
     try:
-        _tune(accelerator, operations, model, cache, folder, tunable, deadline_s, clock)
+        Tuning(accelerator, operations, model, cache, path, deadline_s, clock).run()
     except Exception as error:
         logger.debug("launch parameters of attention are the default ones: %s", error, exc_info=True)
 
 
-def _tune(
-    accelerator: Accelerator,
-    operations: Operations,
-    model: DecoderConfig,
-    cache: KVCacheShape,
-    folder: Path | None,
-    tunable: Tunable,
-    deadline_s: float,
-    clock: Callable[[], float],
-) -> None:
-    shape = AttentionShape(
-        head_dim=model.head_dim,
-        group=model.num_heads // model.num_kv_heads,
-        num_kv_heads=model.num_kv_heads,
-        element_size=model.dtype.itemsize,
-        cache_element_size=cache.dtype.itemsize,
-        block_size=cache.block_size,
-    )
+@dataclass(slots=True)
+class Tuning:
+    """Choosing for one shape; the fields are the arguments of `tune_attention`."""
+
+    accelerator: Accelerator
+    operations: Operations
+    model: DecoderConfig
+    cache: KVCacheShape
+    path: Path | None
+    left_s: float
+    clock: Callable[[], float]
     rehearsal: Rehearsal | None = None
 
-    def measure(kernel: str, key: Key, choice: Choice) -> float:
-        nonlocal rehearsal
-        if rehearsal is None:
-            rehearsal = Rehearsal(accelerator, operations, model, cache)
-        return accelerator.seconds_of(partial(_run_as, choice, rehearsal.work(kernel)))
+    def run(self) -> None:
+        model = self.model
+        shape = AttentionShape(
+            head_dim=model.head_dim,
+            group=model.num_heads // model.num_kv_heads,
+            num_kv_heads=model.num_kv_heads,
+            element_size=model.dtype.itemsize,
+            cache_element_size=self.cache.dtype.itemsize,
+            block_size=self.cache.block_size,
+        )
+        stored = {} if self.path is None else read_choices(self.path)
+        began = self.clock()
+        try:
+            for kernel in ATTENTION_KERNELS:
+                where = kernel, self.accelerator.device.index, shape
+                if where not in TUNED:
+                    name = msgspec.json.encode([kernel, *shape]).decode()
+                    found = candidates(kernel, shape, self.accelerator.capability)
+                    choice = stored.get(name)
+                    # Those of another revision of the same version may have been others.
+                    TUNED.setdefault(where, choice if choice in found else self._fastest(kernel, name, found))
+        finally:
+            if self.rehearsal is not None:
+                self.rehearsal = None
+                self.accelerator.release()
+                logger.info("launches of attention were measured in %.1f s", self.clock() - began)
 
-    path = None
-    if folder is not None:
-        path = choice_file(folder, gpu=accelerator.name, triton=tunable.compiler, package=aioengine.__version__)
-    tuner = Tuner(path, deadline_s, measure=measure, clock=clock)
-    began = clock()
+    def _fastest(self, kernel: str, name: str, found: tuple[Choice, ...]) -> Choice:
+        """The fastest candidate; of those measured until the deadline; the first, the default, if none could be.
+
+        It is kept for the next start if all of them were measured.
+        """
+        seconds: dict[Choice, float] = {}
+        for choice in found if len(found) > 1 else ():
+            if self.left_s <= 0:
+                break
+            begin = self.clock()
+            try:
+                measured = self._measure(kernel, choice)
+            except Exception as error:  # whatever a compiler makes of it: too little shared memory, a bug of its own
+                logger.debug("%s: %s cannot be measured: %s", name, choice, error)
+                measured = math.inf
+            seconds[choice] = measured if measured > 0 else math.inf  # NaN, too
+            self.left_s -= self.clock() - begin
+        best = min(seconds, key=seconds.__getitem__, default=found[0])
+        if math.isinf(seconds.get(best, math.inf)):
+            return found[0]
+        if len(seconds) == len(found) and self.path is not None:
+            keep_choice(self.path, name, best)
+        return best
+
+    def _measure(self, kernel: str, choice: Choice) -> float:
+        if self.rehearsal is None:
+            self.rehearsal = Rehearsal(self.accelerator, self.operations, self.model, self.cache)
+        work = self.rehearsal.work(kernel)
+
+        def run() -> None:
+            with trying(choice):
+                work()
+
+        return self.accelerator.seconds_of(run)
+
+
+def read_choices(path: Path) -> dict[str, Choice]:
+    """By kernel and shape, as JSON; none of a file that is not there or damaged."""
     try:
-        for kernel in tunable.kernels:
-            place = kernel, accelerator.device.index, shape
-            if place not in TUNED:
-                picked = tuner.pick(kernel, shape, candidates(kernel, shape, accelerator.capability))
-                TUNED.setdefault(place, picked)
-    finally:
-        if rehearsal is not None:
-            rehearsal = None
-            accelerator.release()
-            logger.info("launches of attention were measured in %.1f s", clock() - began)
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Choice])
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:  # msgspec's are ValueErrors
+        logger.debug("the choices in %s are ignored: %s", path, error)
+        return {}
 
 
-def _run_as(choice: Choice, work: Work) -> None:
-    with trying(choice):
-        work()
+def keep_choice(path: Path, name: str, choice: Choice) -> None:
+    """Put a choice into the file, beside those that other processes have put there meanwhile.
+
+    Of two that write at once the later may lose the other's choice, which is then measured again by the next start: no
+    harm that a lock would be worth. A file that cannot be written is none.
+    """
+    content = msgspec.json.format(msgspec.json.encode({**read_choices(path), name: choice})) + b"\n"
+    draft = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, draft = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(draft, path)
+    except OSError as error:
+        logger.debug("the choice for %s is not kept: %s", name, error)
+        if draft is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(draft)
 
 
 class Rehearsal:
-    """Attention over a cache that is nobody's, as steps ask for it.
+    """Attention over a cache that no row has, as steps ask for it.
 
     The cache has `MAX_CACHE_BYTES`, or less where less is free; contexts are shorter then, or rows fewer.
     """
@@ -194,7 +267,7 @@ class Rehearsal:
         if is_split:
             chosen = choose_num_splits(len(tables), c.num_kv_heads, context, self._num_multiprocessors)
             num_splits = max(chosen, 2)
-        decodes = self._lines([[row, row, context] for row in range(len(tables))])
+        decodes = self._ints([[row, row, context] for row in range(len(tables))])
         q = self._queries(len(tables))
         out = torch.empty_like(q)
 
@@ -211,7 +284,7 @@ class Rehearsal:
         c, operations = self._model, self._operations
         tables, length = self._rows(1, PROMPT)
         tile = operations.prefill_tile(c.num_heads, c.num_kv_heads, c.head_dim)
-        tiles = self._lines([[0, first, min(tile, length - first), first] for first in range(0, length, tile)])
+        tiles = self._ints([[0, first, min(tile, length - first), first] for first in range(0, length, tile)])
         q = self._queries(length)
         out = torch.empty_like(q)
 
@@ -233,5 +306,5 @@ class Rehearsal:
         c = self._model
         return torch.zeros(num_tokens, c.num_heads, c.head_dim, dtype=c.dtype, device=self._device)
 
-    def _lines(self, lines: list[list[int]]) -> Tensor:
-        return torch.tensor(lines, dtype=torch.int32, device=self._device)
+    def _ints(self, rows: list[list[int]]) -> Tensor:
+        return torch.tensor(rows, dtype=torch.int32, device=self._device)

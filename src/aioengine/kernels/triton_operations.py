@@ -8,7 +8,6 @@ from __future__ import annotations
 import triton
 from triton import knobs
 
-from aioengine.kernels.attention.choices import ATTENTION_KERNELS, Tunable
 from aioengine.kernels.attention.paged_decode import attend_decode
 from aioengine.kernels.attention.paged_prefill import attend_prefill, prefill_tile
 from aioengine.kernels.layers.gated_activation import gated_activation
@@ -25,5 +24,5 @@ from aioengine.kernels.sampling.look_up import look_up
 from aioengine.kernels.sampling.penalties import penalise
 from aioengine.kernels.sampling.top_logprobs import top_logprobs
 
-TUNABLE = Tunable(kernels=ATTENTION_KERNELS, compiler=triton.__version__) if not knobs.runtime.interpret else None
-"""What launches of attention are worth measuring: none in the interpreter."""
+COMPILER = None if knobs.runtime.interpret else triton.__version__
+"""What launches of attention are measured with; None: there is nothing to measure, in the interpreter."""

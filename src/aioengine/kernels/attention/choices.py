@@ -9,17 +9,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
-from aioengine.kernels.attention.tuning import Choice
-
 DECODE, DECODE_IN_SPLITS, PREFILL = "attend_decode", "attend_decode, in splits", "attend_prefill"
 ATTENTION_KERNELS = (DECODE, DECODE_IN_SPLITS, PREFILL)
+
+MAX_CANDIDATES = 8
+"""Each is compiled, for 0.1 to 2 s; more than these belong into a benchmark."""
 
 PREFILL_ROWS = 128
 """Of a tile of `Operations.attend_prefill`, query tokens times heads: no choice has more in a program, and programs of
@@ -48,21 +49,21 @@ class AttentionShape(NamedTuple):
         return cls(head_dim, group, num_kv_heads, q.element_size(), k_cache.element_size(), block_size)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tunable:
-    """What an operations module offers, as its ``TUNABLE``, if launches of its attention heed the choices here.
+class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to launch a kernel.
 
     Attributes:
-        kernels: of `ATTENTION_KERNELS`.
-        compiler: the version of Triton; what was measured with another means nothing.
+        num_warps, num_stages: as Triton means them.
+        constants: the kernel's constants that may be chosen, such as (("N", 64),), by name.
     """
 
-    kernels: tuple[str, ...]
-    compiler: str
+    num_warps: int = 4
+    num_stages: int = 2
+    constants: tuple[tuple[str, int], ...] = ()
 
 
 TUNED: dict[tuple[str, int | None, AttentionShape], Choice] = {}
-"""By kernel, GPU and shape. Whoever adds leaves what is there: an engine that runs has compiled that."""
+"""By kernel, GPU and shape. What is there stays: an engine that runs has compiled it."""
 
 
 class _Trial(threading.local):

@@ -25,9 +25,9 @@ from aioengine.kernels.attention.choices import (
     DECODE,
     DECODE_IN_SPLITS,
     AttentionShape,
+    Choice,
     choice_of,
 )
-from aioengine.kernels.attention.tuning import Choice
 from aioengine.kernels.launch_checks import FLOATS, check_tensor
 
 LOG2_E = 1.4426950408889634

@@ -25,6 +25,7 @@ from aioengine.kernels.attention.choices import (
     PREFILL,
     PREFILL_ROWS,
     AttentionShape,
+    Choice,
     choice_of,
 )
 from aioengine.kernels.attention.paged_decode import (
@@ -35,7 +36,6 @@ from aioengine.kernels.attention.paged_decode import (
     load_blocks,
     score_factors,
 )
-from aioengine.kernels.attention.tuning import Choice
 from aioengine.kernels.launch_checks import check_tensor
 
 
