@@ -45,7 +45,7 @@ MAX_SHARED = {
 }
 """Bytes of a block, by capability; "CUDA C++ Programming Guide", technical specifications."""
 ALLOWED_SPILLS: dict[str, int] = {}
-"""Bytes of stack, by kernel; 0 for those that are not here. Whoever adds one says why it is not worth avoiding."""
+"""Bytes of stack, by kernel; 0 for those that are not here. With each goes why it is not worth avoiding."""
 TIMEOUT_S = 300.0
 """Of one case: a compiler that loops would otherwise hold CI until its own limit."""
 LOCAL_ACCESS = re.compile(r"\b(LDL|STL)\b")
@@ -183,7 +183,7 @@ class Worker:
 
     def __init__(self, cache: Path, folder: Path) -> None:
         self._environ = {**os.environ, "TRITON_CACHE_DIR": str(cache), "TMPDIR": str(folder)}
-        # Whoever tests kernels has it set, and nothing would be compiled.
+        # Set where kernels are tested; nothing would be compiled.
         self._environ.pop("TRITON_INTERPRET", None)
         self._process: subprocess.Popen[str] | None = None
         self._lock = threading.Lock()
@@ -239,7 +239,7 @@ class Worker:
         return _failed(self.cases[index], capability, error)
 
     def kill(self) -> None:
-        """For good, from any thread: whoever waits for it is told that it ended."""
+        """For good, from any thread: a call that waits for it is told that it ended."""
         with self._lock:
             self._is_over = True
             process = self._process

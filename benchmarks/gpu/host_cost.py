@@ -58,7 +58,7 @@ class NoDevice:
     def __init__(self) -> None:
         self._event = NoEvent()
 
-    def enqueue(self, work: Any) -> None:
+    def enqueue(self, work: Any, *args: Any) -> None:
         pass
 
     def enqueue_after(self, event: Any) -> None:

@@ -23,7 +23,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         key: its name in the results.
-        part: who measures it: a key of `benchmarks.gpu.parts.PARTS`.
+        part: what measures it: a key of `benchmarks.gpu.parts.PARTS`.
         workload, aim: as people read them.
         judged: whether it is the value or its ratio to the bound that is compared with ``target``.
         comparison: how; "": there is no aim, only a figure.

@@ -4,7 +4,7 @@
 
 Steps of a known length follow each other; for each, a coroutine waits for its end. The ways:
 
-- **thread**: the product's: its `Waiter`, a thread in a blocking call without the GIL, then its `Waker`, an eventfd
+- **thread**: the product's: `CompletionThread`, in a blocking call without the GIL, then `Waker`, an eventfd
 - **thread, soon**: the same, but then ``call_soon_threadsafe``
 - **reader**: a file descriptor that the step's end makes readable, kept by the loop's selector from step to step. On
   CUDA a host function on the stream does that: libc's ``fflush`` on a stdio stream with one write buffered, whose file
@@ -42,8 +42,7 @@ from typing import Any
 
 import uvloop
 
-from aioengine.executor.completion_thread import DeferredResult, Pending, Waiter
-from aioengine.executor.waker import Waker
+from aioengine.executor.completion_thread import CompletionThread, DeferredResult, Pending, Waker
 from benchmarks.gpu import command
 from benchmarks.gpu.waiting_steps import CudaSteps, Fd, Steps, TimerSteps
 
@@ -72,7 +71,7 @@ class Thread:
         loop = asyncio.get_running_loop()
         self._waker = Waker(loop)
         wake = loop.call_soon_threadsafe if is_soon else self._waker.call
-        self._waiter = Waiter(lambda pending: wake(pending.wake))
+        self._waiter = CompletionThread(lambda pending: wake(pending.wake))
         self._step = _Step(steps)
 
     async def wait(self) -> None:

@@ -87,7 +87,7 @@ class TimerSteps:
 # A process in place of the driver's thread: it sleeps until the step's end, then writes, and needs no GIL of ours.
 RELAY = """
 import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive the one who started it
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive the parent process
 timer, event = map(int, sys.argv[1:])
 while True:
     os.read(timer, 8)

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aioengine.executor.accelerator import DeviceEvent, DeviceMemory, HostWords, Work
+from aioengine.executor.accelerator import DeviceEvent, DeviceMemory, HostWords, Ts, Work
 from doubles.fake_graph import FakeGraph
 
 GIB = 2**30
 
 
 class FakeEvent:
-    """A point in the stream of a `FakeAccelerator`, which runs its work no earlier than somebody waits for it.
+    """A point in the stream of a `FakeAccelerator`, which runs its work no earlier than when it is waited for.
 
     Attributes:
         has_ended: the device has come to it.
@@ -54,9 +54,9 @@ class FakeAccelerator:
     """An `Accelerator` whose work runs on the host's tensors, lazily.
 
     Nothing runs when it is enqueued. Work runs, in order, when a thread waits for an event behind it; a copy runs when
-    its own event is waited for, or when later work has to wait for it, and no earlier. So whoever reuses memory too
-    soon, or forgets to wait, gets wrong results every time, and not once in a thousand. An exception that the work
-    raises loses the device: it is raised by all further waits, and by whoever asks for an event that never came.
+    its own event is waited for, or when later work has to wait for it, and no earlier. Memory that is reused
+    too soon, or a wait that is forgotten, gives wrong results every time, and not once in a thousand. An exception that
+    the work raises loses the device: all further waits raise it, and so does asking for an event that never came.
 
     Args:
         total_bytes, free_bytes: of memory, as it says.
@@ -111,9 +111,9 @@ class FakeAccelerator:
         if self._error is not None:
             raise self._error
 
-    def enqueue(self, work: Work) -> None:
+    def enqueue(self, work: Callable[[*Ts], None], *args: *Ts) -> None:
         self.num_enqueued += 1
-        self._stream.append(work)
+        self._stream.append(lambda: work(*args))
 
     def enqueue_after(self, event: DeviceEvent) -> None:
         assert isinstance(event, FakeEvent)
@@ -135,7 +135,7 @@ class FakeAccelerator:
         return done
 
     def host_words(self, num_words: int) -> HostWords:
-        return HostWords(torch.full((num_words,), 0x7F7F7F7F, dtype=torch.int32))  # what nobody wrote is no token id
+        return HostWords(torch.full((num_words,), 0x7F7F7F7F, dtype=torch.int32))  # what was not written is no token id
 
     def capture(self, work: Work) -> FakeGraph:
         graph = FakeGraph(self.enqueue)
@@ -151,8 +151,8 @@ class FakeAccelerator:
     def memory(self) -> DeviceMemory:
         return self._memory
 
-    def peak_of(self, work: Work) -> int:
-        self.enqueue(work)
+    def peak_of(self, work: Callable[[*Ts], None], *args: *Ts) -> int:
+        self.enqueue(work, *args)
         self.synchronize()
         return 0
 

@@ -118,7 +118,7 @@ class OutputOnly(theirs.LogitsProcessor):
 
 
 class Squeezed(theirs.LogitsProcessor):
-    """A rule that nobody has built in: of what a logit has above ``limit`` a third stays."""
+    """A rule that is not built in: of what a logit has above ``limit`` a third stays."""
 
     limit = 2.0
 

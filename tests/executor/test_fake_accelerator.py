@@ -47,21 +47,21 @@ def test_a_copy_reads_its_source_when_it_is_waited_for_whatever_became_of_that(d
     device.enqueue(partial(source.fill_, 2))
     device.record().wait()
     copied.wait()
-    assert target.array.tolist() == [2, 2, 2, 0x7F7F7F7F], "nobody let the later work wait"
+    assert target.array.tolist() == [2, 2, 2, 0x7F7F7F7F], "the later work was not made to wait"
     copied = device.copy_out(source, target, 4)
     device.enqueue_after(copied)
     device.enqueue(partial(source.fill_, 3))
     device.record().wait()
     assert copied.is_done()
     assert target.array.tolist() == [2] * 4
-    device.enqueue_after(copied)  # what is done holds nobody up
+    device.enqueue_after(copied)  # what is done holds nothing up
     device.synchronize()
 
 
 def test_words_are_the_devices_until_the_copys_end(device: FakeAccelerator) -> None:
     target = device.host_words(2)
     assert len(target) == 2
-    assert target.array.tolist() == [0x7F7F7F7F] * 2, "what nobody wrote is no token"
+    assert target.array.tolist() == [0x7F7F7F7F] * 2, "what was not written is no token"
     copied = device.copy_out(torch.ones(2, dtype=torch.int32), target, 2)
     with pytest.raises(InternalError, match="under way"):
         target.array  # noqa: B018 - looking is what is refused
@@ -127,7 +127,7 @@ def test_a_graph_reads_the_memory_of_its_capture_which_is_as_the_work_before_has
     device.enqueue(table.grow)
     graph.replay()
     device.synchronize()
-    assert table.out.tolist() == [2, 2], "somebody has the old memory still"
+    assert table.out.tolist() == [2, 2], "the old memory is still in use"
 
 
 @pytest.mark.parametrize("how", ["given back", "moved", "grown"])

@@ -11,13 +11,13 @@ from executor.plans import PlanWriter
 
 from aioengine.executor import graphs as graphs_module
 from aioengine.executor.gpu_batch import NUM_TOP_SIZES, PADDING_SAMPLE, GpuBatch, GpuStep
-from aioengine.executor.gpu_result import make_result
 from aioengine.executor.graphs import MAX_SIZE, DecodeGraphs, GraphKey, default_sizes
+from aioengine.executor.launched import make_result
 from aioengine.executor.step_words import SECTIONS, WORDS_A_ROW, ExtraWords, FixedWords, Span, TableSpans
 from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow, Status, param_of
 from aioengine.kernels.torch import operations
 from aioengine.sampler.on_device import Features
-from aioengine.sampler.outputs import Outputs, OutputSizes
+from aioengine.sampler.outputs import DeviceOutputs, OutputSizes
 from aioengine.sampler.rows import RowRules
 from aioengine.sampler.rule_table import ALWAYS, RuleSizes, RuleTable, RuleTensors, pack_bits
 from aioengine.sampling_params import ROW_PARAMS
@@ -104,7 +104,7 @@ def test_spans_name_the_words_that_were_added() -> None:
 def test_outputs_cover_all_words_and_share_none() -> None:
     sizes = OutputSizes(num_samples=3, num_top=2, num_extra=4, num_prompt=2, num_prompt_top=1)
     words = np.zeros(sizes.num_words + 5, np.int32)
-    out = Outputs.of(words[: sizes.num_words], sizes)
+    out = DeviceOutputs.of(words[: sizes.num_words], sizes)
     sections = [out.token_ids, out.status, *out.sampled, *out.extra, *out.prompt]
     for number, section in enumerate(sections):
         assert not section.any()
@@ -113,7 +113,7 @@ def test_outputs_cover_all_words_and_share_none() -> None:
     assert sum(section.size for section in sections) <= sizes.num_words < sum(section.size + 4 for section in sections)
     assert int((words != 0).sum()) == sum(section.size for section in sections)
     assert not words[sizes.num_words :].any()
-    on_device = Outputs.of(torch.from_numpy(words), sizes)
+    on_device = DeviceOutputs.of(torch.from_numpy(words), sizes)
     for section, other in zip(
         sections, [*on_device[:2], *on_device.sampled, *on_device.extra, *on_device.prompt], strict=True
     ):
@@ -426,7 +426,7 @@ def test_bits_say_which_tokens_are_allowed() -> None:
 def result_of(tables: Tables, plan: StepPlan, status: dict[int, Status], failed: dict[int, Exception]) -> Any:
     step, _ = tables.step(plan)
     words = np.full(step.sizes.num_words, POISON, np.int32)
-    out = Outputs.of(words, step.sizes)
+    out = DeviceOutputs.of(words, step.sizes)
     out.token_ids[:] = np.arange(100, 100 + len(out.token_ids))
     out.status[:] = [status.get(sample, Status.SAMPLED) for sample in range(len(out.status))]
     out.sampled.logprobs[:] = -np.arange(len(out.sampled.logprobs))
@@ -444,7 +444,7 @@ def test_a_result_has_the_tokens_of_the_rows_that_sampled() -> None:
     assert result.token_ids.dtype == result.offsets.dtype == np.int32
     assert result.logprobs.index.tolist() == [4]
     assert (result.device_time_s, result.ended_at_s, result.failures) == (0.5, 7.0, ())
-    # A padded step: what stands for the padding is nobody's.
+    # A padded step: what stands for the padding is no row's.
     result = result_of(tables, tables.writer.plan({0: None, 1: None, 3: None}), {}, {})
     assert result.offsets.tolist() == [0, 1, 2, 3]
     assert result.logprobs.index.tolist() == [2]
@@ -520,7 +520,7 @@ def test_a_graph_stands_in_for_one_that_does_less_and_for_no_other() -> None:
         return work
 
     def run(size: int, features: Features) -> str:
-        graphs.run(GraphKey(size, features), lambda: work_of(size, features), captures_first=True)
+        graphs.run(GraphKey(size, features), lambda key: work_of(*key), captures_first=True)
         accelerator.synchronize()
         return works[int(ran)]
 
@@ -552,7 +552,7 @@ def test_a_step_is_captured_when_it_comes_a_second_time_and_the_least_used_graph
     keys = [GraphKey(size, Features()) for size in (1, 2, 4)]
 
     def run(key: GraphKey) -> int:
-        graphs.run(key, lambda: lambda: None)
+        graphs.run(key, lambda _: lambda: None)
         return len(accelerator.graphs)
 
     assert [run(keys[0]), run(keys[0]), run(keys[0])] == [0, 1, 1]
@@ -575,7 +575,7 @@ def test_what_cannot_be_captured_runs_without_and_is_not_tried_again(caplog: pyt
     graphs = DecodeGraphs(accelerator, (1,))
     ran: list[int] = []
     for number in range(4):
-        graphs.run(GraphKey(1, Features()), lambda number=number: lambda: ran.append(number))  # type: ignore[misc]
+        graphs.run(GraphKey(1, Features()), lambda _, number=number: lambda: ran.append(number))  # type: ignore[misc]
     accelerator.synchronize()
     assert ran == [0, 1, 2, 3]
     assert len(tried) == 1

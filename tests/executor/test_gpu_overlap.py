@@ -417,7 +417,7 @@ async def test_no_graph_outlives_what_it_was_captured_over(folder: Path, checkpo
         assert any(graph.num_replays for graph in accelerator.graphs)
 
         def change() -> None:
-            runner.settle()
+            runner.synchronize()
             if what == "cache":
                 runner.drop_cache()
                 runner.make_cache()

@@ -18,8 +18,8 @@ import torch
 from aioengine.core.executor_protocol import DeviceLost
 from aioengine.executor import completion_thread as waiter
 from aioengine.executor import device_thread as device
+from aioengine.executor.completion_thread import Waker
 from aioengine.executor.device_thread import DeferredResult, DeviceThread
-from aioengine.executor.waker import Waker
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""Whatever is chosen for a launch of attention, its result is the oracle's; and who has chosen what for whom."""
+"""Whatever is chosen for a launch of attention, its result is the oracle's; and for which launches it is chosen."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def compile_kernels(folder: Path, *arguments: str) -> tuple[int, list[dict[str, 
     ended = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu.compile", "--jobs", "2", "--json", str(file), *arguments],
         cwd=REPOSITORY,
-        env={**os.environ, "TRITON_INTERPRET": "1"},  # to be ignored, whoever set it
+        env={**os.environ, "TRITON_INTERPRET": "1"},  # to be ignored
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from aioengine.errors import InternalError
+from aioengine.kernels.attention.backend import AttentionMetadata
 from aioengine.kernels.attention.kv_cache import KVCache, KVCacheShape
-from aioengine.kernels.attention.metadata import AttentionMetadata
 from aioengine.kernels.attention.torch_paged import (
     QUERY_TILE,
     TorchPagedAttention,

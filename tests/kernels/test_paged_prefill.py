@@ -42,7 +42,7 @@ def case_of(
     seed: int, chunks: list[tuple[int, int]], window: int | None = None, *, heads: int = 2, **sizes: Any
 ) -> tuple[PagedCase, Tensor]:
     """Rows with chunks of their prompts: position of the first token, number of tokens. Tiles in any order, with one of
-    padding; two tokens before the rows', and one after, are nobody's."""
+    padding; two tokens before the rows', and one after, are no row's."""
     spans = [(0 if window is None else max(first + 1 - window, 0), first + count) for first, count in chunks]
     num_tokens = sum(count for _, count in chunks)
     case = paged_case(seed, spans, num_tokens=num_tokens + 3, heads=heads, **sizes)

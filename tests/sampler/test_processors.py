@@ -1,4 +1,4 @@
-"""Processors of logits: what they are given, what they may do, and that they harm nobody else."""
+"""Processors of logits: what they are given, what they may do, and that they harm no other row."""
 
 import math
 import re

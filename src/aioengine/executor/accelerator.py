@@ -1,14 +1,13 @@
 """What the executor asks of a GPU: work in order on a stream, copies beside it, events, graphs, memory.
 
-`aioengine.executor.cuda` is the real one. All of its device work goes through `Accelerator.enqueue` and its like, so
-that a fake one can run it late, as a GPU does (`aioengine.testing.FakeAccelerator`): what is true of a GPU alone, that
-the host is ahead of it, can be tested without one.
+`aioengine.executor.cuda` is the real one. All device work goes through `Accelerator.enqueue` and its like, so that a
+fake one can run it late, as a GPU does: that the host is ahead of the device can be tested without a GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVarTuple
 
 import numpy as np
 import torch
@@ -16,6 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from aioengine.errors import InternalError
+
+Ts = TypeVarTuple("Ts")
 
 Work = Callable[[], None]
 """Launches operations on tensors of the device. Called once, at some time; it must not read what the device has
@@ -51,7 +52,7 @@ class DeviceMemory(NamedTuple):
 
     Attributes:
         total: of the device.
-        free: that nobody has, in this process or another.
+        free: that no process has.
         allocated: by this process's tensors.
     """
 
@@ -109,8 +110,8 @@ class Accelerator(Protocol):
     num_multiprocessors: int
     capability: int
 
-    def enqueue(self, work: Work) -> None:
-        """Run behind what was enqueued before."""
+    def enqueue(self, work: Callable[[*Ts], None], *args: *Ts) -> None:
+        """Run it with these arguments, behind what was enqueued before."""
         ...
 
     def enqueue_after(self, event: DeviceEvent) -> None:
@@ -146,8 +147,12 @@ class Accelerator(Protocol):
 
     def memory(self) -> DeviceMemory: ...
 
-    def peak_of(self, work: Work) -> int:
-        """Run ``work`` and wait for it: the most bytes that tensors took beyond those that were there before."""
+    def peak_of(self, work: Callable[[*Ts], None], *args: *Ts) -> int:
+        """Run ``work`` with these arguments, and wait for it.
+
+        Returns:
+            the most bytes that tensors took, beyond those that were there before.
+        """
         ...
 
     def seconds_of(self, work: Work) -> float:

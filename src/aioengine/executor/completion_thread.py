@@ -1,16 +1,19 @@
-"""What a job brings, and the thread that waits for what comes later than the job's end.
+"""What a job brings, the thread that waits for what comes later than the job's end, and how threads wake the loop.
 
 On a GPU a job only launches its work. It returns a `DeferredResult`, the device thread goes on with the next plan, and
 the waiter thread blocks until the device gets there: one wake of the loop a step, and no look at the clock. Other ways
-of waiting are measured beside it in ``benchmarks/gpu/waiting.md``; each would be another `Waiter`.
+of waiting are measured beside it in ``benchmarks/gpu/waiting.md``; each would be another `CompletionThread`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import os
 import queue
 import threading
 import traceback
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -41,7 +44,7 @@ class DeferredResult(ABC, Generic[T_co]):
 
 
 class Pending(Generic[T]):
-    """What a job will bring. Made on the loop; a thread sets the outcome, and then wakes who waits on the loop.
+    """What a job will bring. Made on the loop; a thread sets the outcome, and then wakes the loop.
 
     Attributes:
         is_launched: the job has run, and has returned a `DeferredResult`, which is or was to be waited for.
@@ -71,7 +74,7 @@ class Pending(Generic[T]):
         assert self._job is not None
         try:
             result = self._job()
-        except BaseException as error:  # whatever it was, the one who waits must hear it, and the thread go on
+        except BaseException as error:  # of any kind: what waits on the loop must hear it, and the thread go on
             _forget_locals(error)
             self._job = None
             self._end(None, error)
@@ -102,7 +105,7 @@ class Pending(Generic[T]):
             self.is_done = True
 
 
-class Waiter:
+class CompletionThread:
     """Waits for launched jobs, in order, in a daemon thread that the first of them starts.
 
     For the device thread alone, which must call `end`.
@@ -165,3 +168,63 @@ def _forget_locals(error: BaseException) -> None:
     """Free what the failed job's functions held, or an error that someone keeps would keep the model alive."""
     for link in linked(error):
         traceback.clear_frames(TRACEBACK.__get__(link))
+
+
+class Waker:
+    """Calls back on a loop, from other threads, in order. To be made on that loop, which it knows weakly.
+
+    By a file descriptor that the loop keeps reading. ``call_soon_threadsafe`` does the same and takes a quarter longer
+    until the waiting coroutine goes on, and twice as long on a uvloop with other things to do (see
+    ``benchmarks/gpu/waiting.md``): asyncio sends a byte through a socket and reads until that is empty, and uvloop
+    goes round once more before it calls.
+
+    Where the loop or the system has no such descriptors it uses ``call_soon_threadsafe``.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = weakref.ref(loop)
+        self._callbacks: deque[Callable[[], object]] = deque()
+        self._fd = -1
+        if hasattr(os, "eventfd"):
+            self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            try:
+                # In an empty context: the loop would keep alive all that the caller's refers to.
+                contextvars.Context().run(loop.add_reader, self._fd, self._on_readable)
+            except NotImplementedError:
+                self._close()
+
+    def call(self, callback: Callable[[], object]) -> None:
+        """Call back on the loop soon; ``callback`` must not raise. Not to be used once `release` may have been called.
+
+        Raises:
+            RuntimeError: the loop is closed or gone.
+        """
+        loop = self._loop()
+        if loop is None or loop.is_closed():
+            raise RuntimeError("the loop is gone")
+        if self._fd < 0:
+            loop.call_soon_threadsafe(callback)
+        else:
+            self._callbacks.append(callback)  # first, or a loop that is quick would not find it
+            os.eventfd_write(self._fd, 1)
+
+    def release(self) -> None:
+        """On the loop: read no more, and give the descriptor back. Idempotent."""
+        loop = self._loop()
+        if self._fd >= 0 and loop is not None:
+            loop.remove_reader(self._fd)
+            self._close()
+
+    def _on_readable(self) -> None:
+        os.eventfd_read(self._fd)
+        while self._callbacks:
+            self._callbacks.popleft()()
+
+    def _close(self) -> None:
+        fd, self._fd = self._fd, -1
+        os.close(fd)
+
+    def __del__(self) -> None:
+        # A loop that was closed before `release` has let go of the descriptor and of this; an open one holds both.
+        if self._fd >= 0:
+            self._close()

@@ -12,13 +12,14 @@ import contextlib
 import gc
 import statistics
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from aioengine.errors import ConfigError
-from aioengine.executor.accelerator import DeviceEvent, DeviceMemory, Graph, HostWords, Work
+from aioengine.executor.accelerator import DeviceEvent, DeviceMemory, Graph, HostWords, Ts, Work
 
 MIN_CAPABILITY = 80
 """bfloat16 and asynchronous copies begin with Ampere."""
@@ -97,8 +98,8 @@ class CudaAccelerator:
         """Those that share the pool."""
         torch.cuda.set_stream(self._compute)  # of this thread
 
-    def enqueue(self, work: Work) -> None:
-        work()
+    def enqueue(self, work: Callable[[*Ts], None], *args: *Ts) -> None:
+        work(*args)
 
     def enqueue_after(self, event: DeviceEvent) -> None:
         assert isinstance(event, CudaEvent)
@@ -150,11 +151,11 @@ class CudaAccelerator:
         free, total = torch.cuda.mem_get_info(self.device)
         return DeviceMemory(total=total, free=free, allocated=torch.cuda.memory_allocated(self.device))
 
-    def peak_of(self, work: Work) -> int:
+    def peak_of(self, work: Callable[[*Ts], None], *args: *Ts) -> int:
         self.release()
         before = torch.cuda.memory_reserved(self.device)  # which counts what lies between tensors, too
         torch.cuda.reset_peak_memory_stats(self.device)
-        work()
+        work(*args)
         self.synchronize()
         peak = torch.cuda.max_memory_reserved(self.device) - before
         self.release()
@@ -185,8 +186,8 @@ class CudaAccelerator:
 
     def close(self) -> None:
         gc.collect()  # a cycle may hold a tensor
-        # cuBLAS's workspaces, some MiB a stream, are not freed by torch; captured graphs go on using theirs, the app's
-        # too, which nobody else knows of.
+        # cuBLAS's workspaces, some MiB a stream, are not freed by torch; captured graphs go on using theirs, and the
+        # app's graphs are known to the app alone.
         if not any(isinstance(thing, torch.cuda.CUDAGraph) for thing in gc.get_objects()):
             torch._C._cuda_clearCublasWorkspaces()
         self.release()

@@ -1,8 +1,8 @@
 """The device thread: one resident thread that owns the device and runs jobs in order.
 
 Its results come back through a `Waker`; those of jobs that only launch work on the device, from the waiter thread
-beside it. The thread knows neither the `DeviceThread` that started it nor that one's owner: when nobody refers to them
-any more, or their loop is closed, it drops what it holds and ends, and the waiter thread before it.
+beside it. The thread knows neither the `DeviceThread` that started it nor that one's owner: when no reference to them
+is left, or their loop is closed, it drops what it holds and ends, and the waiter thread before it.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar, TypeVarTuple, overload
 
 import torch
 
 from aioengine.core.executor_protocol import DeviceLost
-from aioengine.executor.completion_thread import DeferredResult, Pending, Waiter
-from aioengine.executor.waker import Waker
+from aioengine.executor.completion_thread import CompletionThread, DeferredResult, Pending, Waker
 
 __all__ = ["THREAD_NAME", "DeferredResult", "DeviceThread", "Pending"]
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 logger = logging.getLogger("aioengine")
 
 THREAD_NAME = "aioengine-device"
 
 LOOP_CHECK_INTERVAL_S = 0.5
-"""How often an idle thread looks whether its loop still lives: nobody tells it when a loop is closed."""
+"""How often an idle thread looks whether its loop still lives: no event tells of a loop that is closed."""
 
 EXIT_DEADLINE_S = 10.0
 """How long the interpreter's exit waits for a running job, and for what was launched: a thread that is killed inside
@@ -58,7 +58,7 @@ class DeviceThread:
     """
 
     def __init__(self, *, num_threads: int | None = None, on_end: Callable[[], None] = lambda: None) -> None:
-        self._work = _Work(asyncio.get_running_loop(), num_threads, on_end)
+        self._work = _ThreadState(asyncio.get_running_loop(), num_threads, on_end)
         self._ended = self._work.ended
         weakref.finalize(self, self._work.stop)
         try:
@@ -73,14 +73,14 @@ class DeviceThread:
         return self._work.should_stop
 
     @overload
-    def submit(self, job: Callable[[], DeferredResult[T]]) -> Pending[T]: ...
+    def submit(self, job: Callable[[*Ts], DeferredResult[T]], *args: *Ts) -> Pending[T]: ...
 
     @overload
-    def submit(self, job: Callable[[], T | DeferredResult[T]]) -> Pending[T]: ...
+    def submit(self, job: Callable[[*Ts], T | DeferredResult[T]], *args: *Ts) -> Pending[T]: ...
 
-    def submit(self, job: Callable[[], T | DeferredResult[T]]) -> Pending[T]:
-        """Queue a job without waiting. Once the thread is told to stop, a job fails with `DeviceLost`."""
-        pending: Pending[T] = Pending(job)
+    def submit(self, job: Callable[[*Ts], T | DeferredResult[T]], *args: *Ts) -> Pending[T]:
+        """Queue a job with its arguments, without waiting. Once the thread is to stop, it fails with `DeviceLost`."""
+        pending: Pending[T] = Pending(lambda: job(*args))
         if self._work.is_stopping:
             pending.fail(_closed())
         else:
@@ -103,7 +103,7 @@ class DeviceThread:
             await asyncio.sleep(0)
 
 
-class _Work:
+class _ThreadState:
     """What the thread and its `DeviceThread` share."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, num_threads: int | None, on_end: Callable[[], None]) -> None:
@@ -138,7 +138,7 @@ class _Work:
         return None
 
     def call_on_loop(self, callback: Callable[[], object]) -> None:
-        """Call back on the loop, or stop if there is none any more: nobody is left to hear of it."""
+        """Call back on the loop, or stop if there is none any more."""
         try:
             self.waker.call(callback)
         except RuntimeError:
@@ -163,9 +163,9 @@ class _Work:
         self.ended.set()
 
 
-def _run(work: _Work) -> None:
+def _run(work: _ThreadState) -> None:
     """The thread's whole life."""
-    waiter = Waiter(work.wake)
+    waiter = CompletionThread(work.wake)
     if work.num_threads is not None:
         torch.set_num_threads(work.num_threads)
     with torch.inference_mode():
@@ -185,8 +185,8 @@ def _run(work: _Work) -> None:
         work.call_on_loop(work.end)
 
 
-def _drain(work: _Work, waiter: Waiter) -> None:
-    """See all that was launched end. If that takes too long, let nobody else wait for it."""
+def _drain(work: _ThreadState, waiter: CompletionThread) -> None:
+    """Wait for the end of all that was launched. If that takes too long, fail what waits for it, and wait alone."""
     if waiter.end(DRAIN_DEADLINE_S):
         return
     logger.error(
@@ -207,7 +207,7 @@ def _hung() -> DeviceLost:
     return DeviceLost("the device was closed, and has not finished its work")
 
 
-_running: weakref.WeakSet[_Work] = weakref.WeakSet()
+_running: weakref.WeakSet[_ThreadState] = weakref.WeakSet()
 
 
 def _stop_all_at_exit() -> None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from aioengine.executor.row_columns import RowColumns
 from aioengine.executor.step_words import ExtraWords, FixedWords, Span, TableSpans
 from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow
-from aioengine.sampler import PromptTokens, RowRules, spans
+from aioengine.sampler import PromptTokens, RowRules, RuledRows, spans
 from aioengine.sampler.on_device import Features
 from aioengine.sampler.outputs import OutputSizes
 from aioengine.sampler.rule_table import RuleSizes, RuleTable, pack_bits
@@ -380,6 +380,13 @@ class GpuBatch:
             fixed.sample_of_row[:] = -1
             fixed.sample_of_row[rows] = first_samples
 
-    def known(self, row: int) -> list[int]:
-        """A row's tokens, of one with logits processors, as far as they were learned."""
-        return self._known[row]
+    def processed_rows(self, step: GpuStep) -> RuledRows:
+        """The rows of a step that have logits processors, once the tokens of all steps before are known."""
+        indices = step.sampled[step.processed]
+        rows = step.plan.rows[indices]
+        num_tokens = step.plan.starts[indices] + step.plan.num_tokens[indices]
+        history = np.zeros((len(rows), int(num_tokens.max())), np.int32)
+        for i, (row, count) in enumerate(zip(rows.tolist(), num_tokens.tolist(), strict=True)):
+            history[i, :count] = self._known[row][:count]
+        each = np.arange(len(rows), dtype=np.int32)
+        return self.columns.ruled_rows(np.array(step.processed, np.int64), rows, num_tokens, history, each)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from aioengine.core.executor_protocol import DeviceLost, ExecutorStats
 from aioengine.executor.accelerator import Accelerator, DeviceEvent, Work
 from aioengine.executor.gpu_batch import NUM_TOP_SIZES, Deltas, GpuBatch, GpuStep
 from aioengine.executor.graphs import DecodeGraphs, GraphKey
-from aioengine.executor.host_rules import HostLogitsProcessors
 from aioengine.executor.launched import Forward, LaunchedStep, PinnedBuffers, Uploaded
 from aioengine.executor.step_words import WORDS_A_ROW, ExtraWords, FixedWords, Span
 from aioengine.kernels.attention.gpu_paged import GpuPagedAttention, StepTensors
@@ -26,8 +24,9 @@ from aioengine.kernels.operations import Operations
 from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow, param_of
 from aioengine.models.decoder import Decoder
 from aioengine.models.fused import FusedDecoder
+from aioengine.sampler import keep_allowed, run_processors
 from aioengine.sampler.on_device import DeviceSampler, Features, SampleTensors
-from aioengine.sampler.outputs import Outputs, OutputSizes, Scored
+from aioengine.sampler.outputs import DeviceOutputs, OutputSizes, Scored
 from aioengine.sampler.rule_table import RuleSizes
 from aioengine.scheduler.plan import StepPlan
 
@@ -98,7 +97,6 @@ class GpuRunner:
         )
         self._sampler = DeviceSampler(operations, self._history, c.vocab_size)
         self._staging = deque(PinnedBuffers(accelerator, max_num_seqs) for _ in range(max_in_flight))
-        self._host_rules = HostLogitsProcessors(self._batch)
         self._learning: deque[LaunchedStep] = deque()
         self._make_attention = make_attention
         self._last_copy: DeviceEvent | None = None
@@ -130,18 +128,18 @@ class GpuRunner:
 
     def drop_cache(self) -> None:
         """Give up the KV cache and the graphs over it. The rows stay."""
-        self.settle()
+        self.synchronize()
         self.graphs.clear()
         self._attention = None
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for all that was launched."""
         self._accelerator.synchronize()
 
     def dummy_step(self) -> None:
         """Compute one token that no row has, which leaves no trace; waits for it."""
-        self._accelerator.enqueue(partial(self.profile_run, 1, 1))
-        self.settle()
+        self._accelerator.enqueue(self.profile_run, 1, 1)
+        self.synchronize()
 
     def profile_run(self, num_tokens: int, num_logits_rows: int) -> None:
         """Run the largest step, without rows, to measure its peak of memory.
@@ -161,7 +159,7 @@ class GpuRunner:
             param_of(samples, name).fill_(0.9)
         num_top = min(NUM_TOP_SIZES[-1], self._vocab_size)
         sizes = OutputSizes(num_logits_rows, num_top, num_prompt=num_tokens, num_prompt_top=num_top)
-        out = Outputs.of(torch.zeros(sizes.num_words, dtype=torch.int32, device=device), sizes)
+        out = DeviceOutputs.of(torch.zeros(sizes.num_words, dtype=torch.int32, device=device), sizes)
         scored = out.sampled
         self._operations.top_logprobs(logits, samples, scored.log_mass, scored.top_ids, scored.top_logprobs)
         raw = logits.clone()  # as for rows with rules and log-probabilities
@@ -181,12 +179,12 @@ class GpuRunner:
         self._accelerator.enqueue(self._rehearse_prefill)
         for features in (*START_FEATURES, *WARM_FEATURES):
             features = features._replace(num_top=min(features.num_top, self._vocab_size))
-            self._accelerator.enqueue(partial(self._sampler.make_room, features.rules, 1))
-            self._accelerator.enqueue(self._decode_work(1, features))
-        self._accelerator.enqueue(self._decode_work(len(self._history), Features()))  # contexts in one part
+            self._accelerator.enqueue(self._sampler.make_room, features.rules, 1)
+            self._accelerator.enqueue(self._decode_work(GraphKey(1, features)))
+        self._accelerator.enqueue(self._decode_work(GraphKey(len(self._history), Features())))  # contexts in one part
         self._captures_all = captures_all
         self._capture_all(on_capture)
-        self.settle()
+        self.synchronize()
 
     def _capture_all(self, on_capture: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Capture the graphs of plain decode steps, the largest first, since the others then fit into its memory."""
@@ -196,9 +194,9 @@ class GpuRunner:
         keys = [GraphKey(size, features) for size in self.graphs.sizes[::-1] for features in START_FEATURES]
         for done, key in enumerate(keys):
             on_capture(done, len(keys))
-            self.graphs.run(key, partial(self._decode_work, *key), captures_first=True)
+            self.graphs.run(key, self._decode_work, captures_first=True)
         on_capture(len(keys), len(keys))
-        self.settle()
+        self.synchronize()
 
     def _pad_all(self) -> None:
         """Make the fixed words those of a step of padding."""
@@ -262,7 +260,7 @@ class GpuRunner:
             staging.make_room(step.sizes.num_words)
             done = self._accelerator.copy_out(out, staging.out, step.sizes.num_words)
         except Exception:
-            self._settle_failed(step)
+            self._end_failed(step)
             raise
         staging.lend(done)
         self._last_copy = done
@@ -271,15 +269,15 @@ class GpuRunner:
             self._learning.append(launched)
         return launched
 
-    def _settle_failed(self, step: GpuStep) -> None:
-        """Wait for what was launched of a step that nobody waits for: the next one takes its memory.
+    def _end_failed(self, step: GpuStep) -> None:
+        """Wait for what was launched of a step that brings no result: the next step takes its memory.
 
         Its rows have their blocks all the same, or steps behind it would write into those of the rows' last tenants;
         and a token, whatever it is, or the host would count one too few.
         """
         try:
             self._accelerator.enqueue(self._grow_rows)
-            self.settle()
+            self.synchronize()
             self._learn(len(self._learning))
         except Exception as error:
             raise DeviceLost(f"the GPU failed: {error}") from error
@@ -304,14 +302,14 @@ class GpuRunner:
         """Bring the words to the device, and change the rows there."""
         room = self._batch.rules.sizes, self._batch.num_masks
         if not self._sampler.has_room(*room):
-            self._accelerator.enqueue(partial(self._sampler.make_room, *room))
+            self._accelerator.enqueue(self._sampler.make_room, *room)
             self.graphs.clear_ruled()
         uploaded = Uploaded(step.extra.num_words)
         if step.extra.num_words:
             staging.write_extra(step.extra)
-        self._accelerator.enqueue(partial(self._copy_in, staging.fixed.tensor, staging.extra.tensor, uploaded))
+        self._accelerator.enqueue(self._copy_in, staging.fixed.tensor, staging.extra.tensor, uploaded)
         if step.extra.num_words:
-            self._accelerator.enqueue(partial(self._change_rows, step.deltas, uploaded))
+            self._accelerator.enqueue(self._change_rows, step.deltas, uploaded)
         return uploaded
 
     def _copy_in(self, fixed: Tensor, extra: Tensor, uploaded: Uploaded) -> None:
@@ -343,25 +341,40 @@ class GpuRunner:
         if size is not None:
             if self._last_copy is not None:
                 self._accelerator.enqueue_after(self._last_copy)  # it reads where this step is going to write
-            self.graphs.run(GraphKey(size, step.features), lambda: self._decode_work(size, step.features))
+            self.graphs.run(GraphKey(size, step.features), self._decode_work)
             return self._out
         # Memory of its own: the last graph's words may be on their way to the host still.
         out = torch.empty(max(step.sizes.num_words, 1), dtype=torch.int32, device=self._accelerator.device)
         forward = Forward()
-        self._accelerator.enqueue(partial(self._forward, step, uploaded, forward))
+        self._accelerator.enqueue(self._forward, step, uploaded, forward)
         process = None
         if step.processed:
             self._learn(len(self._learning))
-            process = self._host_rules.prepare(step, failures)
-        self._accelerator.enqueue(partial(self._sample, step, uploaded, forward, out, process))
+            process = self._processing(step, failures)
+        self._accelerator.enqueue(self._sample, step, uploaded, forward, out, process)
         return out
 
-    def _decode_work(self, size: int, features: Features) -> Work:
+    def _processing(self, step: GpuStep, failures: dict[int, Exception]) -> Callable[[Tensor], None]:
+        """A step's logits processors, which are the host's and must see the tokens so far.
+
+        Args:
+            failures: by row of logits, what goes wrong with its processors.
+        """
+        ruled = self._batch.processed_rows(step)
+
+        def process(logits: Tensor) -> None:
+            keep_allowed(logits, ruled)
+            failures.update(run_processors(logits, ruled))
+
+        return process
+
+    def _decode_work(self, key: GraphKey) -> Work:
         """A step of single tokens as work of sizes alone, over the fixed words, that can be captured."""
+        size, features = key
         fused, attention = self._fused, self._attention
         assert fused is not None
         assert attention is not None
-        fixed, out = self._fixed, Outputs.of(self._out, OutputSizes(size, features.num_top))
+        fixed, out = self._fixed, DeviceOutputs.of(self._out, OutputSizes(size, features.num_top))
         at = SampleTensors(fixed.samples[:size], fixed.sample_of_row)
         num_splits = attention.num_splits(size, self._max_model_len)
 
@@ -416,7 +429,7 @@ class GpuRunner:
         out: Tensor,
         process: Callable[[Tensor], None] | None,
     ) -> None:
-        outputs = Outputs.of(out, step.sizes)
+        outputs = DeviceOutputs.of(out, step.sizes)
         if forward.logits is not None:
             samples = (
                 uploaded.get(step.samples).view(-1, SAMPLE_WORDS) if step.samples is not None else self._fixed.samples
@@ -429,7 +442,7 @@ class GpuRunner:
             assert forward.hidden is not None
             self._score_prompt(forward.hidden, uploaded.get(step.prompt).view(2, -1), outputs.prompt)
 
-    def _score_extra(self, logits: Tensor, pairs: Tensor, out: Outputs[Tensor]) -> None:
+    def _score_extra(self, logits: Tensor, pairs: Tensor, out: DeviceOutputs[Tensor]) -> None:
         samples, logits_rows, token_ids = pairs
         log_mass = out.sampled.log_mass.index_select(0, samples)
         self._operations.look_up(logits, logits_rows, token_ids, log_mass, out.extra.logprobs, out.extra.ranks)

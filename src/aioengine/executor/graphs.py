@@ -62,7 +62,7 @@ class DecodeGraphs:
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def run(self, key: GraphKey, make_work: Callable[[], Work], *, captures_first: bool = False) -> None:
+    def run(self, key: GraphKey, make_work: Callable[[GraphKey], Work], *, captures_first: bool = False) -> None:
         """Enqueue a step: its graph; or its work, which is captured when it comes a second time.
 
         Args:
@@ -74,7 +74,7 @@ class DecodeGraphs:
                 self._graphs[fitting] = graph  # the last in order is the latest used
                 graph.replay()
                 return
-        work = make_work()
+        work = make_work(key)
         self._accelerator.enqueue(work)  # also the rehearsal that a capture needs
         if captures_first or key in self._seen:
             self._capture(key, work)

@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from aioengine.executor.row_columns import RowColumns
-from aioengine.kernels.attention.metadata import AttentionMetadata
-from aioengine.sampler import PromptTokens, RuledRows, SamplingRows, spans
-from aioengine.sampling_params import PENALTIES
+from aioengine.kernels.attention.backend import AttentionMetadata
+from aioengine.sampler import PromptTokens, SamplingRows, spans
 from aioengine.scheduler.plan import Int32, RowAdded, StepPlan, Want
 
 
@@ -45,7 +44,7 @@ class InputBatch:
     """The rows of an executor, up to ``max_num_seqs`` of them."""
 
     def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
-        # Zeros that nobody has written cost no memory, so that room for the longest sequences is free.
+        # Zeros cost no memory until they are written, so that room for the longest sequences is free.
         self._history = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
         self._block_tables = np.zeros((max_num_seqs, -(-max_model_len // block_size)), np.int32)
         self._num_blocks = np.zeros(max_num_seqs, np.int32)
@@ -113,8 +112,7 @@ class InputBatch:
     def _sampling_rows(self, rows: Int32, num_tokens: Int32) -> SamplingRows:
         of = self._columns
         positions = num_tokens - of.num_prompt_tokens[rows]
-        is_before_min = positions < of.min_tokens[rows]
-        ruled = (of.has_rules[rows] | is_before_min).nonzero()[0]
+        ruled = (of.has_rules[rows] | (positions < of.min_tokens[rows])).nonzero()[0]
         return SamplingRows(
             params={name: column[rows] for name, column in of.params.items()},
             seed=of.seed[rows],
@@ -122,23 +120,10 @@ class InputBatch:
             logprobs=of.logprobs[rows],
             positions=positions,
             num_choices=of.num_choices(rows, positions),
-            ruled=self._ruled_rows(ruled, rows[ruled], num_tokens[ruled], is_before_min[ruled]) if len(ruled) else None,
+            ruled=of.ruled_rows(ruled, rows[ruled], num_tokens[ruled], self._history, rows[ruled])
+            if len(ruled)
+            else None,
             logprob_token_ids=of.logprob_token_ids(rows),
-        )
-
-    def _ruled_rows(
-        self, places: NDArray[np.int64], rows: Int32, num_tokens: Int32, is_before_min: NDArray[np.bool_]
-    ) -> RuledRows:
-        return RuledRows(
-            places=places,
-            history=self._history,
-            history_rows=rows,
-            num_tokens=num_tokens,
-            num_prompt_tokens=self._columns.num_prompt_tokens[rows],
-            is_before_min=is_before_min,
-            rules=[self._columns.rules[row] for row in rows.tolist()],
-            choice=self._columns.choice[rows],
-            params={name: self._columns.params[name][rows] for name in PENALTIES},
         )
 
     def append(self, plan: StepPlan, inputs: StepInputs, token_ids: Int32) -> None:

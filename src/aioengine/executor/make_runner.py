@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -121,9 +120,9 @@ def make_gpu_runner(
         max_in_flight=config.max_in_flight or GPU_MAX_IN_FLIGHT,
         graph_sizes=sizes,
     )
-    peak_bytes = accelerator.peak_of(partial(runner.profile_run, config.max_num_batched_tokens, config.max_num_seqs))
+    peak_bytes = accelerator.peak_of(runner.profile_run, config.max_num_batched_tokens, config.max_num_seqs)
     if sizes:  # graphs have memory of their own
-        peak_bytes += accelerator.peak_of(partial(runner.profile_run, sizes[-1], sizes[-1]))
+        peak_bytes += accelerator.peak_of(runner.profile_run, sizes[-1], sizes[-1])
         peak_bytes += GRAPH_BYTES * len(START_FEATURES) * len(sizes)
     num_blocks = num_gpu_kv_blocks(
         config,

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aioengine.kernels.sampling.sample_rows import PARAM_WORDS, SAMPLE_WORDS, SampleRow
-from aioengine.sampler import NO_RULES, PromptTokens, RowRules, has_rules, spans
-from aioengine.sampling_params import ROW_PARAMS
+from aioengine.sampler import NO_RULES, PromptTokens, RowRules, RuledRows, has_rules, spans
+from aioengine.sampling_params import PENALTIES, ROW_PARAMS
 from aioengine.scheduler.plan import Int32, RowAdded, StepPlan
 
 NO_IDS = np.zeros(0, np.int64)
@@ -83,6 +83,28 @@ class RowColumns:
         if not self._logprob_token_ids:
             return None
         return [self._logprob_token_ids.get(row, NO_IDS) for row in rows.tolist()]
+
+    def ruled_rows(
+        self,
+        places: NDArray[np.int64],
+        rows: Int32,
+        num_tokens: Int32,
+        history: NDArray[np.int32],
+        history_rows: NDArray[np.int32],
+    ) -> RuledRows:
+        """What rules need of some of a step's rows; the arguments are as in `RuledRows`."""
+        num_prompt_tokens = self.num_prompt_tokens[rows]
+        return RuledRows(
+            places=places,
+            history=history,
+            history_rows=history_rows,
+            num_tokens=num_tokens,
+            num_prompt_tokens=num_prompt_tokens,
+            choice=self.choice[rows],
+            is_before_min=num_tokens - num_prompt_tokens < self.min_tokens[rows],
+            params={name: self.params[name][rows] for name in PENALTIES},
+            rules=[self.rules[row] for row in rows.tolist()],
+        )
 
     def prompt_tokens(
         self, plan: StepPlan, offsets: Int32, token_ids: Callable[[Int32, NDArray[np.int64]], NDArray[np.int64]]

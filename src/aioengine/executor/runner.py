@@ -59,7 +59,7 @@ class StepRunner(Protocol):
         """Compute one token that no row has, which leaves no trace."""
         ...
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for what was launched."""
         ...
 
@@ -114,7 +114,7 @@ class Runner:
         self.attention = None
         self._scratch = Scratch()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         pass
 
     def dummy_step(self) -> None:

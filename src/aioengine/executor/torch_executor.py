@@ -7,9 +7,8 @@ import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar, TypeVarTuple
 
 import anyio
 import torch
@@ -35,6 +34,7 @@ from aioengine.executor.memory import return_freed_memory
 from aioengine.executor.profiler import Recording
 from aioengine.executor.runner import StepRunner
 from aioengine.executor.weights import Load, Weights
+from aioengine.models.decoder import Decoder
 from aioengine.models.folder import ModelFolder
 from aioengine.models.loader import ON_CPU, LoadStopped, Placement, load_decoder
 from aioengine.progress import LOADING, OnProgress
@@ -43,7 +43,7 @@ from aioengine.scheduler.plan import StepPlan, StepResult
 logger = logging.getLogger("aioengine")
 
 T = TypeVar("T")
-P = ParamSpec("P")
+Ts = TypeVarTuple("Ts")
 
 
 CANCEL_DEADLINE_S = 60.0
@@ -73,7 +73,10 @@ class TorchExecutor:
         Raises:
             ModelLoadError, ConfigError: as `load_decoder`; ConfigError also when the KV cache is too small.
         """
-        load = partial(load_decoder, folder, config)
+
+        def load(*, placement: Placement, on_progress: OnProgress, should_stop: Callable[[], bool]) -> Decoder:
+            return load_decoder(folder, config, placement=placement, on_progress=on_progress, should_stop=should_stop)
+
         return await cls.start_with(load, config, folder=folder, on_progress=on_progress)
 
     @classmethod
@@ -93,21 +96,26 @@ class TorchExecutor:
                 saved elsewhere; None: ``load`` is called again, and they cannot be saved.
             find_gpu: makes the GPU in the device thread; absent: the one that ``config.device`` names.
         """
-        device = Device(config, find_gpu or partial(_find_gpu, config.device))
+        device = Device(config, find_gpu or (lambda: _find_gpu(config.device)))
         stats = ExecutorStats()
         thread = DeviceThread(num_threads=config.num_threads, on_end=device.free)
-        make = partial(
-            Weights,
-            load,
-            folder,
-            is_in_folder=config.load_format != "dummy",
-            on_progress=_on_loop(on_progress),
-            should_stop=thread.should_stop,
-        )
+        report = _on_loop(on_progress)
+
+        def make_weights(placement: Placement) -> Weights:
+            return Weights(
+                load,
+                folder,
+                is_in_folder=config.load_format != "dummy",
+                on_progress=report,
+                should_stop=thread.should_stop,
+                placement=placement,
+            )
+
+        def on_capture(done: int, total: int) -> None:
+            report(done, total, "capturing CUDA graphs")
+
         try:
-            told = _on_loop(on_progress)
-            on_capture = partial(_tell_captured, told)
-            info = await thread.submit(partial(device.load, make, stats, on_capture)).wait()
+            info = await thread.submit(device.load, make_weights, stats, on_capture).wait()
         except BaseException:
             with anyio.CancelScope(shield=True), anyio.move_on_after(CANCEL_DEADLINE_S):
                 await thread.aclose()
@@ -115,18 +123,18 @@ class TorchExecutor:
         return cls(thread, device, info, stats)
 
     def launch(self, plan: StepPlan) -> TorchStep:
-        return TorchStep(self._thread.submit(partial(self._device.step, plan)))
+        return TorchStep(self._thread.submit(self._device.step, plan))
 
     async def start_profile(self, *, max_steps: int) -> None:
         recording = Recording(max_steps)
         try:
-            await self._thread.submit(partial(self._device.start_profile, recording)).wait()
+            await self._thread.submit(self._device.start_profile, recording).wait()
         except asyncio.CancelledError:
-            self._thread.submit(partial(self._device.drop_profile, recording))
+            self._thread.submit(self._device.drop_profile, recording)
             raise
 
     async def stop_profile(self, path: Path) -> None:
-        await self._thread.submit(partial(self._device.stop_profile, path)).wait()
+        await self._thread.submit(self._device.stop_profile, path).wait()
 
     async def sleep(self, level: Literal[1, 2]) -> None:
         await self._do(self._device.sleep, level)
@@ -142,7 +150,7 @@ class TorchExecutor:
             await self._do(self._device.stage_weights, piece)
         except asyncio.CancelledError:
             # The caller may write to the piece's memory from now on, which the thread may be reading.
-            self._thread.submit(partial(self._device.drop_weights, piece.transfer))
+            self._thread.submit(self._device.drop_weights, piece.transfer)
             raise
 
     async def commit_weights(self, transfer: str) -> None:
@@ -163,8 +171,8 @@ class TorchExecutor:
     async def execute_dummy_batch(self) -> None:
         await self._do(self._device.execute_dummy_batch)
 
-    async def _do(self, job: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        return await self._thread.submit(partial(_job, partial(job, *args, **kwargs))).wait()
+    async def _do(self, job: Callable[[*Ts], T], *args: *Ts) -> T:
+        return await self._thread.submit(_run_foreign, job, *args).wait()
 
     async def aclose(self) -> None:
         await self._thread.aclose()
@@ -212,17 +220,17 @@ class Device:
         self._recording: Recording | None = None
 
     def load(
-        self, make_weights: Callable[..., Weights], stats: ExecutorStats, on_capture: Callable[[int, int], None]
+        self, make_weights: Callable[[Placement], Weights], stats: ExecutorStats, on_capture: Callable[[int, int], None]
     ) -> ExecutorInfo:
         """Load the decoder and make room for its KV cache."""
         config = self._config
         self._gpu = gpu = self._find_gpu()
         if gpu is None:
-            weights = make_weights(placement=ON_CPU)
+            weights = make_weights(ON_CPU)
             assert weights.decoder is not None
             made = make_cpu_runner(weights.decoder, config, stats)
         else:
-            weights = make_weights(placement=Placement(gpu.accelerator.device, is_bound=False))
+            weights = make_weights(Placement(gpu.accelerator.device, is_bound=False))
             assert weights.decoder is not None
             made = make_gpu_runner(gpu, weights.decoder, config, stats, on_capture)
         self._held = Held(weights, made.runner)
@@ -259,19 +267,19 @@ class Device:
         recording, self._recording = self._recording, None
         if recording is None:
             raise not_recording()
-        self.held.runner.settle()
+        self.held.runner.synchronize()
         recording.stop()
         recording.write(path)
 
     def drop_profile(self, recording: Recording) -> None:
-        """End a recording that nobody will stop, if it has begun."""
+        """End a recording that no call will stop, if it has begun."""
         if self._recording is recording:
             self._recording = None
             recording.stop()
 
     def sleep(self, level: Literal[1, 2]) -> None:
         held = self.held
-        held.runner.settle()
+        held.runner.synchronize()
         if level == 2:
             held.weights.discard()  # first, since it may refuse
             held.runner.use(None)
@@ -318,7 +326,7 @@ class Device:
 
     def _replace(self, change: Callable[[Weights], None]) -> None:
         held = self.held
-        held.runner.settle()
+        held.runner.synchronize()
         before = held.weights.decoder
         change(held.weights)
         # Values that are new where the old ones were: the runner need not know, and its graphs stay good.
@@ -337,14 +345,14 @@ class Device:
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """A registered function's result, by rank."""
-        self.held.runner.settle()
+        self.held.runner.synchronize()
         worker = Worker(rank=0, world_size=1, model=self.held.weights.decoder, config=self._config)
         return [function(worker, *args, **kwargs)]
 
     def apply(self, function: Callable[[Any], T]) -> list[T]:
         if self.held.weights.decoder is None:
             raise weights_asleep("apply_model")
-        self.held.runner.settle()
+        self.held.runner.synchronize()
         return [function(self.held.weights.decoder)]
 
     def execute_dummy_batch(self) -> None:
@@ -376,10 +384,10 @@ class Device:
                 gpu.accelerator.close()
 
 
-def _job(job: Callable[[], T]) -> T:
-    """What is asked beside steps, where some of it calls foreign code and some takes long."""
+def _run_foreign(job: Callable[[*Ts], T], *args: *Ts) -> T:
+    """Run a job beside the steps, which may call foreign code, and may be told to stop."""
     try:
-        return job()
+        return job(*args)
     except LoadStopped as error:
         raise DeviceLost("the device was closed") from error
     except Exception:
@@ -424,10 +432,6 @@ def is_large_step(weight_bytes: int, num_layers: int, num_tokens: int, context_b
     return weight_bytes * (1 + num_tokens / 16) + 4 * context_bytes > num_layers * LARGE_LAYER_BYTES
 
 
-def _tell_captured(on_progress: OnProgress, done: int, total: int) -> None:
-    on_progress(done, total, "capturing CUDA graphs")
-
-
 def _on_loop(on_progress: OnProgress | None) -> OnProgress:
     """What the device thread calls to have ``on_progress`` called on this loop."""
     loop = asyncio.get_running_loop()
@@ -435,6 +439,6 @@ def _on_loop(on_progress: OnProgress | None) -> OnProgress:
     def report(done: int, total: int, what: str = LOADING) -> None:
         if on_progress is not None:
             of_what = (what,) if what else ()
-            loop.call_soon_threadsafe(partial(on_progress, done, total, *of_what))
+            loop.call_soon_threadsafe(on_progress, done, total, *of_what)
 
     return report

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -68,9 +68,9 @@ class Weights:
         decoder = load(placement=placement, on_progress=on_progress, should_stop=should_stop)
         self.config = decoder.config
         self.decoder: Decoder | None = decoder
-        self._load: Load = load
-        if folder is not None and is_in_folder:
-            self._load = partial(load_weights, folder.path.absolute(), self.config)
+        self._load = load
+        self._source = folder.path.absolute() if folder is not None and is_in_folder else None
+        """The folder that the weights were last taken from; None: ``load`` made them."""
 
     @cached_property
     def _places(self) -> dict[str, CheckpointTensor]:
@@ -135,7 +135,7 @@ class Weights:
                 self._is_away = False
             return
         self._is_away = False
-        self.decoder = self._load(placement=self._placement, on_progress=_tell_nobody, should_stop=self._should_stop)
+        self.decoder = self._read(self._source, self._placement)
         self.is_torn = False
 
     def update(self, folder: Path) -> None:
@@ -144,17 +144,22 @@ class Weights:
         Raises:
             ModelLoadError: as `load_weights`; the old ones stay.
         """
-        load = partial(load_weights, folder.absolute(), self.config)
+        source = folder.absolute()
         if self.decoder is None:
-            check_weights(folder, self.config)
+            check_weights(source, self.config)
         elif self.is_elsewhere:
             # Whole and checked before the first is replaced: the device has no room for both, beside its KV cache.
-            read = load(placement=ON_HOST, on_progress=_tell_nobody, should_stop=self._should_stop)
+            read = self._read(source, ON_HOST)
             self._fill(zip(self.decoder.parameters(), read.parameters(), strict=True))
         else:
-            self.decoder = load(placement=self._placement, on_progress=_tell_nobody, should_stop=self._should_stop)
-        self._load = load
+            self.decoder = self._read(source, self._placement)
+        self._source = source
         self._came_as_tensors = self.is_torn = False
+
+    def _read(self, source: Path | None, placement: Placement) -> Decoder:
+        if source is None:
+            return self._load(placement=placement, on_progress=_ignore_progress, should_stop=self._should_stop)
+        return load_weights(source, self.config, placement=placement, should_stop=self._should_stop)
 
     @property
     def staging(self) -> WeightTransfer:
@@ -244,5 +249,5 @@ def _tensor(staged: StagedTensor) -> Tensor:
     return torch.from_numpy(staged.data).view(FILE_DTYPES[staged.dtype]).view(staged.shape)
 
 
-def _tell_nobody(done: int, total: int, what: str = "") -> None:
+def _ignore_progress(done: int, total: int, what: str = "") -> None:
     pass

@@ -63,7 +63,7 @@ def save_checkpoint(
     try:
         names = _write_weights(decoder, part, max_shard_bytes, should_stop)
         _write_small_files(decoder, source, part)
-        for name in names:  # safetensors makes files that nobody else may read
+        for name in names:  # safetensors makes files that only their owner may read
             (part / name).chmod(stat.S_IMODE((part / "config.json").stat().st_mode))
         if is_there:
             _put_into(part, folder, names)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from aioengine.kernels.operations import Operations
 from aioengine.kernels.sampling.sample_rows import SampleFlag, SampleRow
-from aioengine.sampler.outputs import Outputs
+from aioengine.sampler.outputs import DeviceOutputs
 from aioengine.sampler.rule_table import RuleSizes, RuleTensors
 
 
@@ -99,7 +99,7 @@ class DeviceSampler:
         logits: Tensor,
         at: SampleTensors,
         features: Features,
-        out: Outputs[Tensor],
+        out: DeviceOutputs[Tensor],
         process: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
         """Choose the samples' tokens, score them, and put them behind their rows' histories.

@@ -65,12 +65,12 @@ class OutputSizes(NamedTuple):
         return sum(map(aligned, self.sections))
 
 
-class Outputs(NamedTuple, Generic[Words]):
+class DeviceOutputs(NamedTuple, Generic[Words]):
     """Views of the words.
 
     Attributes:
         token_ids, status: int32 [samples]; the second as in `aioengine.kernels.sampling.sample_rows.Status`.
-        sampled, extra, prompt: empty where nobody asked.
+        sampled, extra, prompt: empty where no row asked.
     """
 
     token_ids: Words
@@ -80,7 +80,7 @@ class Outputs(NamedTuple, Generic[Words]):
     prompt: Scored[Words]
 
     @classmethod
-    def of(cls, words: Words, sizes: OutputSizes) -> Outputs[Words]:
+    def of(cls, words: Words, sizes: OutputSizes) -> DeviceOutputs[Words]:
         views: list[Words] = []
         first = 0
         for length in sizes.sections:

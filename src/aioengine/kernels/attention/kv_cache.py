@@ -61,9 +61,9 @@ class KVCache:
 
 
 def _lazy_zeros(shape: KVCacheShape, num_blocks: int) -> Tensor:
-    # Pages of the cache's own, which the system hands out as zeros when they are first written, and has back as soon as
-    # nobody refers to them. torch.zeros writes them all; calloc does so, too, with memory that it had before, and keeps
-    # what was freed.
+    # Pages of the cache's own, which the system hands out as zeros when they are first written, and has back with the
+    # last reference. torch.zeros writes them all; calloc does so, too, with memory that it had before, and keeps what
+    # was freed.
     size = (num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
     num_bytes = math.prod(size) * shape.dtype.itemsize
     pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

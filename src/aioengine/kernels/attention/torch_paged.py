@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from aioengine.kernels.attention.backend import AttentionMetadata
 from aioengine.kernels.attention.kv_cache import KVCache
-from aioengine.kernels.attention.metadata import AttentionMetadata
 
 WORKSPACE_BYTES = 2 * 2**20
 """Keys gathered at once, and as many values: few enough to be still in the cache when they are multiplied."""

@@ -42,7 +42,7 @@ def _rank_kernel(logits, logits_rows, token_ids, ranks, vocab, TILE: tl.constexp
         tokens = tile * TILE + tl.arange(0, TILE)
         others = tl.load(of_logits_row + tokens, mask=tokens < vocab, other=float("-inf"))
         num_higher = tl.sum((others > value).to(tl.int32), axis=0)
-        # Integers: the sum does not depend on who comes first. A likely token has nothing above it in most tiles.
+        # Integers: the sum does not depend on their order. A likely token has nothing above it in most tiles.
         tl.atomic_add(ranks + pair, num_higher, mask=num_higher > 0, sem="relaxed")
 
 

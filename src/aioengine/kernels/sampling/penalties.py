@@ -104,8 +104,8 @@ def _count_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=_VIEWS)
 def _apply_kernel(logits, samples, history, counters, vocab, history_width, BLOCK: tl.constexpr):
-    # Of all the positions that hold a token, in whichever programs, one gets its counter and changes its logit: nobody
-    # else reads or writes that. The others get 0, which is also what the next step needs to be there.
+    # Of all positions that hold a token, in whichever programs, one gets its counter and changes its logit; no other
+    # reads or writes that. The others get 0, which is also what the next step needs to be there.
     sample, part, num_parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     logits_row, first, _, end, repetition, frequency, presence = _span(samples, sample)
     counters_of_sample = counters + sample.to(tl.int64) * vocab

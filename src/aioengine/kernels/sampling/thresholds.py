@@ -146,7 +146,7 @@ def _scan_kernel(
     out = sample.to(tl.int64) * num_blocks + blocks
     tl.store(maxima + out, tl.where(is_nan_in_block, float("nan"), of_block), mask=blocks < num_blocks)
     if (top_p < 1) & (top_k == 0) & (min_p <= 0):
-        # Finite, so that a word of -inf weighs nothing; one with +inf weighs +inf, and is looked at by nobody.
+        # Finite, so that a word of -inf weighs nothing; one with +inf weighs +inf, and is not looked at.
         cold = inverse(temperature)
         mass = tl.sum(tl.exp((x - clamp(of_word)[:, None]) * cold), axis=1)
         below = tl.reshape(of_word, [BLOCKS, WORDS_OF_BLOCK]) - clamp(of_block)[:, None]

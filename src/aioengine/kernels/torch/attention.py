@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from aioengine.errors import InternalError
-from aioengine.kernels.attention.metadata import AttentionMetadata
+from aioengine.kernels.attention.backend import AttentionMetadata
 
 
 def attend_decode(
