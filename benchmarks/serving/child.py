@@ -46,9 +46,10 @@ async def serve_engine(args: argparse.Namespace) -> None:
 
     from aioengine import Engine
     from aioengine.cli.serve import prepare_interpreter
+    from aioengine.config import asked_by_signals
     from aioengine.server import ServerConfig, create_app
     from aioengine.server.http_listener import HttpListener, ServerAddress
-    from aioengine.server.http_server import StopRequest, asked_by_signals, serve
+    from aioengine.server.http_server import StopRequest, serve
 
     with tempfile.TemporaryDirectory(prefix="aio-serve-") as folder:
         board = Board(Path(folder) / "board")
