@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -95,9 +97,23 @@ def test_a_module_imports_from_its_own_room_and_from_floors_below(path: Path) ->
         assert room != "scheduler" or top in SCHEDULER_MAY_IMPORT, f"scheduler never imports {top}"
 
 
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    imported = {name_of(path): set(filter(is_module, imports_of(path))) for path in modules()}
+    below = {name: names for name, names in imported.items() if name != "aioengine"}
+    while leaves := {name for name, names in below.items() if not names & below.keys()}:
+        below = {name: names for name, names in below.items() if name not in leaves}
+    assert not below, "these import each other, or what does"
+
+
 def name_of(path: Path) -> str:
     parts = path.relative_to(ROOT.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def test_a_class_name_stands_for_one_class() -> None:
+    nodes = [node for path in modules() for node in ast.walk(ast.parse(path.read_text()))]
+    names = [node.name for node in nodes if isinstance(node, ast.ClassDef)]
+    assert {name: count for name, count in Counter(names).items() if count > 1} == {}
 
 
 def test_every_room_has_a_floor_and_is_there() -> None:
@@ -113,6 +129,17 @@ def test_a_module_imported_by_name_from_its_package_is_seen(tmp_path: Path) -> N
     assert set(imports_of(source)) == {
         "aioengine.engine", "aioengine.executor.torch_executor", "aioengine.executor.cuda",
     }  # fmt: skip
+
+
+def test_no_comment_speaks_of_things_as_of_people() -> None:
+    riddle = re.compile(r"\b(nobody|somebody|whoever|who)\b", re.I)
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in modules()
+        for number, line in enumerate(path.read_text().split("\n"), 1)
+        if riddle.search(line)
+    ]
+    assert found == []
 
 
 def test_importing_the_package_loads_no_torch_and_no_transformers() -> None:
