@@ -337,10 +337,12 @@ class Runtime:
         tokenizer = getattr(self, "tokenizer", None)
         if tokenizer is not None:
             tokenizer.template_lanes.close()
-            tokenizer.template_lanes = Lanes(self._given_config.chat_template_timeout_s)  # the caller may go on with it
         async with contextlib.AsyncExitStack() as parts:  # closes the last one first, and each, whatever others raise
             for part in (self._chat_worker, self._large_worker, self.worker, self._backend):
                 parts.push_async_callback(part.aclose)
+        if tokenizer is not None:
+            # The caller may go on with it. Not before: chats that wait for their thread are to find closed lanes.
+            tokenizer.template_lanes = Lanes(self._given_config.chat_template_timeout_s)
 
     # Requests
 
