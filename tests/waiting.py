@@ -16,6 +16,26 @@ async def until(is_so: Callable[[], Any], *, timeout_s: float = 20.0) -> None:
             await asyncio.sleep(0)
 
 
+class Ticker:
+    """Counts the turns of the loop that another task gets: ``async with Ticker() as ticker``."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    async def __aenter__(self) -> Ticker:
+        self._task = asyncio.get_running_loop().create_task(self._tick())
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._task.cancel()
+        await asyncio.wait({self._task})
+
+    async def _tick(self) -> None:
+        while True:
+            self.count += 1
+            await asyncio.sleep(0)
+
+
 class Tasks:
     """Tasks by hand: their results and errors are looked at one by one."""
 

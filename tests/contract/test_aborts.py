@@ -59,6 +59,7 @@ async def test_all_of_a_name_end_and_all_choices_of_each(engine: Engine, tasks: 
     engine.abort("same")
     assert [reasons_of(output) for output in await tasks.end(*same)] == [["abort"] * 2] * 3
     assert reasons_of(await other) == ["length"]
+    assert reasons_of(await engine.generate(PROMPT, max_tokens=2, request_id="same")) == ["length"]
 
 
 async def test_all_requests_end_at_once(engine: Engine, tasks: Any) -> None:

@@ -78,7 +78,7 @@ async def test_a_bad_request_is_refused_in_the_same_words(engine: Engine, refere
 
 @pytest.mark.parametrize("name", ["max_unread_tokens", "stream_interval"])
 async def test_a_bad_stream_is_refused_in_the_same_words(engine: Engine, reference: Engine, name: str) -> None:
-    for bad in (0, "many", 1.5):
+    for bad in (0, -1, True, 1.0, 1.5, "2", "many"):
         errors = []
         for each in (engine, reference):
             with pytest.raises(InvalidRequest) as refused:

@@ -78,6 +78,10 @@ class Served:
             seeds.append({tenants[row] for row in plan.rows.tolist()})
         return seeds[start:]
 
+    def first_runs(self) -> list[int]:
+        """Seeds in the order in which their requests first got a row."""
+        return list(dict.fromkeys(added.sampling.seed for plan in self.executor.plans for added in plan.added))
+
     def has_run(self, seed: int) -> bool:
         return any(seed in seeds for seeds in self.seeds_of_plans())
 
@@ -114,6 +118,13 @@ class Served:
             return not (self.core._in_flight or self.core.scheduler.has_work)
 
         await self.until(is_at_rest)
+
+    async def rest_until_done(self, tasks: list[asyncio.Task[Any]]) -> None:
+        """End the steps of a manual device until these tasks are done, and the engine has nothing to do."""
+        await self.rest()
+        while not all(task.done() for task in tasks):
+            await self.rest()
+            await self.turn()
 
     def complete_all(self) -> None:
         """End all steps of a manual device that are launched now."""

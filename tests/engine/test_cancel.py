@@ -197,23 +197,6 @@ async def test_leaving_a_stream_for_any_reason_aborts_it(
     assert_gone(served, num_plans)
 
 
-async def test_abort_ends_all_requests_of_an_id_and_no_others(serve: Any, tasks: Any, depth: int) -> None:
-    async with serve(depth=depth, is_manual=True) as served:
-        same = [tasks.start(served.engine.generate(PROMPT, request_id="same", max_tokens=5)) for _ in range(3)]
-        other = tasks.start(served.engine.generate([1, 2, 3], request_id="other", max_tokens=5))
-        await served.until(lambda: served.executor.plans)
-        served.engine.abort("same")
-        outputs = await tasks.end(*same)
-        await served.rest()
-
-        assert [output.outputs[0].finish_reason for output in outputs] == ["abort"] * 3
-        assert (await other).outputs[0].finish_reason == "length"
-        again = tasks.start(served.engine.generate(PROMPT, request_id="same", max_tokens=2))
-        await served.turn()
-        await served.rest()
-        assert (await again).outputs[0].finish_reason == "length"
-
-
 async def test_aborting_what_is_unknown_or_over_does_nothing(serve: Any) -> None:
     async with serve() as served:
         served.engine.abort("nobody")

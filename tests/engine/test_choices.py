@@ -311,9 +311,7 @@ async def test_a_family_takes_a_place_for_each_choice(serve: Any, tasks: Any, de
         assert isinstance(refused, EngineOverloaded), "full"
         with pytest.raises(InvalidRequest, match="max_waiting"):
             await served.engine.generate(PROMPT, n=5)
-        while not all(task.done() for task in (running, waiting, single)):
-            await served.rest()
-            await served.turn()
+        await served.rest_until_done([running, waiting, single])
         assert tokens_of(await waiting) == expected(PROMPT, 3, 3, seed=3)
 
 

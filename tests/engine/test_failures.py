@@ -105,23 +105,6 @@ async def test_steps_in_flight_that_depend_on_a_failed_one_bring_nothing_and_oth
 
 
 @pytest.mark.virtual_clock
-async def test_tokens_from_before_the_failure_are_read_before_it_is_heard(serve: Any, depth: int) -> None:
-    async with serve(depth=depth) as served:
-        served.executor.make_step_fail(3, upside_down())
-        async with served.engine.stream([10] * 20, max_tokens=30) as stream:
-            await asyncio.sleep(5)
-            delta = await anext(stream)
-            assert len(delta.token_ids) == 3
-            assert delta.finish_reason is None, "it has not ended as it should"
-            with pytest.raises(StepFailed):
-                await anext(stream)
-            with pytest.raises(StopAsyncIteration):
-                await anext(stream)
-            assert stream.result.outputs[0].token_ids == delta.token_ids
-            assert stream.result.outputs[0].finish_reason == "error"
-
-
-@pytest.mark.virtual_clock
 async def test_those_who_wait_for_the_prefix_of_a_failed_request_compute_it_themselves(
     serve: Any, tasks: Any, depth: int
 ) -> None:

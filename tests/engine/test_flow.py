@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from engine.oracle import continuation, tokens_of
 
-from aioengine import CompletionDelta, InvalidRequest, Stream
+from aioengine import CompletionDelta, Stream
 
 PROMPT = list(range(10, 17))
 LONG_S = 10.0
@@ -90,14 +90,6 @@ async def test_a_reader_that_keeps_up_does_not_notice_a_limit(serve: Any, depth:
         deltas = await read_all(served.engine.stream(PROMPT, seed=3, max_tokens=20, max_unread_tokens=2))
         assert [len(delta.token_ids) for delta in deltas] == [1] * 20
         assert asyncio.get_running_loop().time() - started_at == pytest.approx(20 * 0.01)
-
-
-@pytest.mark.virtual_clock(seeds=1)
-async def test_without_a_limit_what_is_unread_is_computed_and_merged(serve: Any, depth: int) -> None:
-    async with serve(depth=depth) as served, served.engine.stream(PROMPT, seed=3, max_tokens=50) as stream:
-        await asyncio.sleep(LONG_S)
-        assert num_computed(stream) == [50]
-        assert [len(delta.token_ids) for delta in [delta async for delta in stream]] == [50]
 
 
 @pytest.mark.virtual_clock(seeds=1)
@@ -202,19 +194,6 @@ async def test_a_stalled_request_that_is_ended_has_what_it_brought_and_holds_not
         assert 4 <= len(output.token_ids) <= (8 if moment == "just read" else 4) + depth
         assert output.token_ids == continuation(PROMPT, len(output.token_ids), seed=3)
         served.assert_nothing_is_held()
-
-
-@pytest.mark.virtual_clock(seeds=1)
-async def test_an_aborted_request_can_still_be_read(serve: Any, depth: int) -> None:
-    async with (
-        serve(depth=depth) as served,
-        served.engine.stream(PROMPT, seed=3, max_tokens=40, max_unread_tokens=4) as stream,
-    ):
-        await asyncio.sleep(LONG_S)
-        stream.abort()
-        [delta] = [delta async for delta in stream]
-        assert delta.finish_reason == "abort"
-        assert 4 <= len(delta.token_ids) <= 4 + depth
 
 
 @pytest.mark.virtual_clock(seeds=1)
@@ -357,15 +336,6 @@ async def test_each_choice_has_an_interval_of_its_own(serve: Any, depth: int) ->
             mine = [delta for delta in deltas if delta.index == index]
             assert [len(delta.token_ids) for delta in mine] == [1, 4, 4, 1]
             assert as_ids(mine) == continuation(PROMPT, 10, seed=3, choice=index)
-
-
-@pytest.mark.parametrize("name", ["max_unread_tokens", "stream_interval"])
-@pytest.mark.parametrize("value", [0, -1, True, 1.0, "2"])
-async def test_a_limit_or_interval_that_is_none_is_refused(serve: Any, name: str, value: Any) -> None:
-    async with serve() as served:
-        with pytest.raises(InvalidRequest, match=name) as error:
-            served.engine.stream(PROMPT, **{name: value})
-        assert error.value.param == name
 
 
 # Many readers

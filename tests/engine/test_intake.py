@@ -25,14 +25,6 @@ async def fill(served: Any, tasks: Any, count: int, **sampling: Any) -> list[asy
     return started
 
 
-def first_plans(served: Any) -> list[int]:
-    """Seeds in the order in which they began to run."""
-    order: dict[int, None] = {}
-    for plan in served.executor.plans:
-        order.update(dict.fromkeys(added.sampling.seed for added in plan.added))
-    return list(order)
-
-
 @pytest.mark.virtual_clock
 async def test_beyond_max_waiting_raise_is_refused_and_wait_waits(serve: Any, tasks: Any, depth: int) -> None:
     async with serve(depth=depth, is_manual=True, config=ONE_AT_A_TIME) as served:
@@ -45,10 +37,7 @@ async def test_beyond_max_waiting_raise_is_refused_and_wait_waits(serve: Any, ta
         assert error.value.retry_after_s > 0
         assert served.core.stats().waiting == 1
         assert len(served.runtime.admission._waiting) == 2
-        await served.rest()
-        while not all(task.done() for task in started):
-            await served.rest()
-            await served.turn()
+        await served.rest_until_done(started)
         assert [output.outputs[0].finish_reason for output in await tasks.end()] == ["length"] * 4
 
 
@@ -58,7 +47,7 @@ async def test_waiters_run_in_the_order_in_which_they_came(serve: Any, tasks: An
     async with serve(depth=depth, config=config) as served:
         await fill(served, tasks, 12, max_tokens=3)
         await tasks.end()
-        assert first_plans(served) == list(range(12))
+        assert served.first_runs() == list(range(12))
 
 
 @pytest.mark.virtual_clock
@@ -116,9 +105,7 @@ async def test_a_place_that_is_freed_goes_to_the_next_in_line(serve: Any, tasks:
         await served.until(lambda: len(queue) == 1)
         assert [stream.request_id for stream in queue] == ["3"]
         await served.until(lambda: served.core.stats().waiting == 1)
-        while not all(task.done() for task in started):
-            await served.rest()
-            await served.turn()
+        await served.rest_until_done(started)
 
 
 @pytest.mark.virtual_clock
@@ -131,7 +118,7 @@ async def test_a_waiter_that_is_cancelled_is_passed_over(serve: Any, tasks: Any,
         assert [isinstance(outcome, asyncio.CancelledError) for outcome in outcomes] == [
             number in (2, 3) for number in range(6)
         ]
-        assert first_plans(served) == [0, 1, 4, 5]
+        assert served.first_runs() == [0, 1, 4, 5]
 
 
 @pytest.mark.virtual_clock
@@ -159,10 +146,8 @@ async def test_a_waiter_that_is_aborted_ends_without_waiting_for_a_place(serve: 
         assert output.outputs[0].finish_reason == "abort"
         assert output.outputs[0].token_ids == []
         assert len(served.runtime.admission._waiting) == 1, "nobody else was let in for it"
-        while not all(task.done() for task in started):
-            await served.rest()
-            await served.turn()
-        assert first_plans(served) == [0, 1, 2]
+        await served.rest_until_done(started)
+        assert served.first_runs() == [0, 1, 2]
 
 
 async def test_a_bad_prompt_gives_its_place_back(serve: Any, tasks: Any) -> None:

@@ -167,13 +167,6 @@ async def test_two_engines_side_by_side_do_not_mix(make_executor: Any, depth: in
         assert (await other.generate(PROMPT, max_tokens=2)).finished
 
 
-@BOTH_LOOPS
-async def test_one_engine_after_another(make_executor: Any) -> None:
-    for _ in range(3):
-        async with Engine(executor=make_executor()) as engine:
-            assert (await engine.generate(PROMPT, max_tokens=2)).finished
-
-
 async def test_a_closed_engine_is_garbage_with_all_that_it_held(make_executor: Any, depth: int) -> None:
     """Closed while steps are in flight, so that what it had launched is never finished."""
 

@@ -13,14 +13,6 @@ PROMPT = list(range(10, 22))
 ONE_ROW = {"max_num_seqs": 1}
 
 
-def first_runs(served: Any) -> list[int]:
-    """Seeds in the order in which they first got a row."""
-    order: dict[int, None] = {}
-    for plan in served.executor.plans:
-        order.update(dict.fromkeys(added.sampling.seed for added in plan.added))
-    return list(order)
-
-
 def num_seats(served: Any, seed: int) -> int:
     """How often a request got a row."""
     return sum(added.sampling.seed == seed for plan in served.executor.plans for added in plan.added)
@@ -55,7 +47,7 @@ async def test_the_smaller_number_goes_first_and_equal_ones_as_they_came(
         priorities = [-9, 3, 1, 2, 1, 3, -1, 2]
         started = await start(served, tasks, priorities, max_tokens=9)
         await assert_all_are_whole(started, 9)
-        order = first_runs(served)
+        order = served.first_runs()
         assert order[0] == 0
         if max_waiting == 100:
             assert order[1:] == [6, 2, 4, 3, 7, 1, 5]
@@ -71,7 +63,7 @@ async def test_equal_priorities_are_first_come_first_served(serve: Any, tasks: A
     async with serve(depth=depth, config={**ONE_ROW, "max_waiting": 3}) as served:
         started = await start(served, tasks, [7] * 10)
         await assert_all_are_whole(started)
-        assert first_runs(served) == list(range(10))
+        assert served.first_runs() == list(range(10))
         assert served.core.stats().preemptions == 0
 
 
@@ -82,7 +74,7 @@ async def test_a_stream_has_a_priority_like_any_other_request(serve: Any, tasks:
         async with served.engine.stream(PROMPT, seed=2, priority=-1, max_tokens=3) as stream:
             await stream.finish()
         await tasks.end(*started)
-        assert first_runs(served) == [0, 2, 1]
+        assert served.first_runs() == [0, 2, 1]
 
 
 @pytest.mark.virtual_clock(seeds=1)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from waiting import Ticker
 
 from aioengine import EngineConfig, SamplingParams
 from aioengine.core.engine_core import PUBLISH_SLICE, EngineCore
@@ -126,26 +127,16 @@ async def test_nothing_is_computed_past_the_length_and_one_step_less_than_depth_
 @pytest.mark.virtual_clock
 async def test_publishing_lets_others_run_between_its_slices(make_executor: Any, tasks: Any, depth: int) -> None:
     """200 sequences in each step; a ticker moves between the slices in which their listeners hear of it."""
-    num_ticks = 0
     ticks_by_token: list[int] = []
-
-    async def tick() -> None:
-        nonlocal num_ticks
-        while True:
-            num_ticks += 1
-            await asyncio.sleep(0)
-
     executor = make_executor(depth=depth, num_blocks=256, is_manual=True)
-    async with running(executor, tasks) as core:
+    async with running(executor, tasks) as core, Ticker() as ticker:
         recorders = [add(core, seed=seed, num_tokens=2) for seed in range(200)]
         for recorder in recorders:
-            recorder.on_token = lambda *_: ticks_by_token.append(num_ticks)
-        ticker = tasks.start(tick())
+            recorder.on_token = lambda *_: ticks_by_token.append(ticker.count)
         while len(ticks_by_token) < 400:
             for step in executor.unfinished:
                 step.complete()
             await asyncio.sleep(0)
-        ticker.cancel()
 
     for tokens_of_step in (ticks_by_token[:200], ticks_by_token[200:]):
         slices = [tokens_of_step[start : start + PUBLISH_SLICE] for start in range(0, 200, PUBLISH_SLICE)]
@@ -156,26 +147,17 @@ async def test_publishing_lets_others_run_between_its_slices(make_executor: Any,
 
 @pytest.mark.virtual_clock
 async def test_readers_get_turns_while_two_hundred_stream(serve: Any, tasks: Any, depth: int) -> None:
-    num_ticks = 0
-
-    async def tick() -> None:
-        nonlocal num_ticks
-        while True:
-            num_ticks += 1
-            await asyncio.sleep(0)
-
     async def read(number: int) -> int:
         async with served.engine.stream([number + 3] * 5, max_tokens=4) as stream:
             return sum([len(delta.token_ids) async for delta in stream])
 
     # Time cannot move with such a ticker: the device takes none.
     async with serve(depth=depth, num_blocks=256, step_time_s=0.0) as served:
-        ticker = tasks.start(tick())
-        counts = await asyncio.gather(*(read(number) for number in range(200)))
-        ticker.cancel()
+        async with Ticker() as ticker:
+            counts = await asyncio.gather(*(read(number) for number in range(200)))
         assert counts == [4] * 200
         # 4 steps and 7 slices each.
-        assert num_ticks > 4 * 6
+        assert ticker.count > 4 * 6
 
 
 class DoneAtOnce(FakeExecutor):
@@ -190,21 +172,11 @@ class DoneAtOnce(FakeExecutor):
 
 @pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
 async def test_a_device_that_is_always_done_does_not_hold_the_loop(tasks: Any, depth: int) -> None:
-    num_ticks = 0
-
-    async def tick() -> None:
-        nonlocal num_ticks
-        while True:
-            num_ticks += 1
-            await asyncio.sleep(0)
-
     executor = DoneAtOnce(max_in_flight=depth, is_manual=True)
-    async with running(executor, tasks) as core:
-        ticker = tasks.start(tick())
+    async with Ticker() as ticker, running(executor, tasks) as core:
         recorder = add(core, num_tokens=200)
-    ticker.cancel()
     assert len(recorder.token_ids) == 200
-    assert num_ticks >= 200, "a turn each step"
+    assert ticker.count >= 200, "a turn each step"
 
 
 @pytest.mark.virtual_clock

@@ -13,6 +13,7 @@ import pytest
 from tokenizers import Regex
 from tokenizers import Tokenizer as Backend
 from tokenizers.pre_tokenizers import Split
+from waiting import Ticker
 
 from aioengine import CompletionDelta, EngineClosed, EngineOverloaded, InvalidRequest, StepFailed, Stream
 from aioengine.text.chat_input import MAX_BYTES
@@ -59,9 +60,7 @@ async def test_who_asks_hears_what_a_request_would_hear(serve: Any, tasks: Any, 
             check()
         assert refused.value.retry_after_s > 0
         assert raised_by(check) == await refusal_of_a_request(served)
-        while not all(task.done() for task in started):
-            await served.rest()
-            await served.turn()
+        await served.rest_until_done(started)
         check(2)
 
 
@@ -78,9 +77,7 @@ async def test_asking_takes_no_place_and_passes_nobody(serve: Any, tasks: Any, d
         assert served.runtime.admission.num_free == 1
         with pytest.raises(EngineOverloaded):
             served.engine.check_accepting()
-        while not all(task.done() for task in started):
-            await served.rest()
-            await served.turn()
+        await served.rest_until_done(started)
 
 
 @pytest.mark.parametrize("num_sequences", [0, -1, True, 1.0, "1", None])
@@ -203,15 +200,6 @@ async def test_one_reader_reads_many_streams_by_what_they_say(serve: Any) -> Non
             if streams[i].is_ended:
                 open_ones.discard(i)
         assert texts == {(i, c.index): c.text for i, output in expected.items() for c in output.outputs}
-
-
-async def test_a_stream_is_entered_before_anything_is_taken(serve: Any) -> None:
-    async with serve() as served:
-        stream = served.engine.stream(PROMPT, max_tokens=2)
-        with pytest.raises(RuntimeError, match="enter the stream first"):
-            stream.take()
-        with pytest.raises(RuntimeError, match="enter the stream first"):
-            assert stream.is_ended
 
 
 async def test_an_aborted_stream_has_ended_when_its_end_was_taken(serve: Any) -> None:
@@ -381,24 +369,14 @@ async def test_what_is_short_is_done_at_once_and_what_is_long_in_a_thread(serve:
 
 
 @pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
-async def test_the_loop_goes_on_while_megabytes_are_turned_into_ids_and_back(serve: Any, tasks: Any) -> None:
+async def test_the_loop_goes_on_while_megabytes_are_turned_into_ids_and_back(serve: Any) -> None:
     async with serve() as served:
-        is_working, num_turns = True, 0
-
-        async def tick() -> None:
-            nonlocal num_turns
-            while is_working:
-                num_turns += 1
-                await asyncio.sleep(0)
-
-        ticking = tasks.start(tick())
-        ids = await served.engine.tokenize(LONG)
-        assert num_turns > 100
-        num_turns = 0
-        assert await served.engine.detokenize(ids) == LONG
-        assert num_turns > 20
-        is_working = False
-        await ticking
+        async with Ticker() as ticker:
+            ids = await served.engine.tokenize(LONG)
+        assert ticker.count > 100
+        async with Ticker() as ticker:
+            assert await served.engine.detokenize(ids) == LONG
+        assert ticker.count > 20
 
 
 async def test_short_texts_and_requests_pass_a_huge_one(serve: Any, tasks: Any) -> None:
@@ -543,9 +521,12 @@ async def test_a_template_that_loops_holds_up_no_other_prompt(serve: Any, tasks:
         ] * 3
 
 
-async def test_closing_ends_templates_that_loop(serve: Any, tasks: Any) -> None:
+@pytest.mark.parametrize("is_queued", [False, True], ids=["all run", "two wait for the first"])
+async def test_closing_ends_templates_that_loop(serve: Any, tasks: Any, is_queued: bool) -> None:
     async with serve(config={"chat_template_timeout_s": 3600}) as served:
         served.tokenizer.chat_template = LOOPS
+        if is_queued:
+            served.tokenizer.template_lanes.cpu_clock = lambda: 0.0  # by which none is overdue
         loops = [tasks.start(served.engine.generate(CHAT)) for _ in range(3)]
         await asyncio.sleep(0.1)
         began = time.monotonic()

@@ -130,6 +130,8 @@ def without_decoder() -> Tokenizer:
 _REPLACE = decoders.Replace("▁", " ")
 _BYTES = decoders.ByteFallback()
 
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, 6))]
+
 KINDS: dict[str, Callable[[], Tokenizer]] = {
     "byte level": byte_level,
     "qwen": qwens,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from text.conftest import byte_fallback, byte_level, end_of_word, unigram
+from text.conftest import SEEDS, byte_fallback, byte_level, end_of_word, unigram
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders
 
@@ -43,7 +43,7 @@ def test_joined_they_are_the_text(backend: Backend, text: str) -> None:
             assert b"".join(parts).decode(errors="replace") == backend.decode(ids, skip_special_tokens=skip)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_of_any_ids_at_all_they_are_what_the_text_shows(backend: Backend, seed: int) -> None:
     rng = random.Random(seed)
     num_ids = backend.get_vocab_size()

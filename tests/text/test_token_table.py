@@ -5,7 +5,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from text.conftest import texts_of
+from text.conftest import SEEDS, texts_of
 from tokenizers import Tokenizer, decoders, models
 
 from aioengine.errors import ModelLoadError
@@ -29,7 +29,7 @@ def assert_shows(expected: str, texts: list[str], ids: list[int]) -> None:
 
 
 @pytest.mark.parametrize("skip", [True, False])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_random_ids_decode_as_the_backend_decodes_them(backend: Tokenizer, skip: bool, seed: int) -> None:
     rng = random.Random(seed)
     table = build_token_tables(backend)[not skip]
@@ -78,7 +78,7 @@ def joined(backend: Tokenizer, contents: dict[int, str], ids: list[int]) -> str:
     return text + backend.decode(ids, skip_special_tokens=False)[num_decoded:]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_special_tokens_are_joined_and_nothing_else_changes(backend: Tokenizer, seed: int) -> None:
     rng = random.Random(seed)
     table = build_token_tables(backend).with_special
