@@ -23,13 +23,13 @@ from aioengine.executor.in_process import InProcess
 from aioengine.frontend.admission import OnFull
 from aioengine.frontend.engine_control import EngineControl
 from aioengine.frontend.prompt import (
+    Call,
     ChatMessage,
+    Checked,
     Prompt,
     PromptDict,
-    check_call,
     check_params,
     keep_prompt,
-    make_id,
     open_prompt,
     take_prompt,
     take_template,
@@ -37,7 +37,7 @@ from aioengine.frontend.prompt import (
 from aioengine.frontend.runtime import Runtime
 from aioengine.outputs import RequestOutput
 from aioengine.sampling_params import SamplingKeywords, SamplingParams, make_params
-from aioengine.stream import Call, Checked, Stream, await_only
+from aioengine.stream import Stream, await_only
 from aioengine.validation import shorten
 
 __all__ = ["ChatMessage", "Engine", "Prompt", "Stream"]
@@ -213,13 +213,13 @@ class Engine(EngineControl):
         stream = self._make_stream(
             prompt,
             params,
-            request_id,
-            sampling_params=sampling_params,
+            sampling_params,
+            sampling,
+            chat_template_kwargs,
+            request_id=request_id,
             priority=priority,
             cache_salt=cache_salt,
             on_full=on_full,
-            chat_template_kwargs=chat_template_kwargs,
-            sampling=sampling,
             may_wait=True,
         )
         async with stream:
@@ -256,37 +256,9 @@ class Engine(EngineControl):
         return self._make_stream(
             prompt,
             params,
-            request_id,
-            sampling_params=sampling_params,
-            priority=priority,
-            cache_salt=cache_salt,
-            on_full=on_full,
-            chat_template_kwargs=chat_template_kwargs,
-            max_unread_tokens=max_unread_tokens,
-            stream_interval=stream_interval,
-            sampling=sampling,
-        )
-
-    def _make_stream(
-        self,
-        prompt: Any,
-        params: SamplingParams | None,
-        request_id: str | None,
-        *,
-        sampling_params: SamplingParams | None,
-        priority: int,
-        cache_salt: str | None,
-        on_full: OnFull,
-        chat_template_kwargs: Mapping[str, Any] | None,
-        sampling: SamplingKeywords,
-        max_unread_tokens: int | None = None,
-        stream_interval: int | None = None,
-        may_wait: bool = False,
-    ) -> Stream:
-        """As `stream`. With ``may_wait`` it is checked on entering if this turn of the loop has no time left."""
-        runtime = self._here_or_starting()
-        prompt, cache_salt = open_prompt(prompt, cache_salt)
-        priority, max_unread_tokens, stream_interval = check_call(
+            sampling_params,
+            sampling,
+            chat_template_kwargs,
             request_id=request_id,
             priority=priority,
             cache_salt=cache_salt,
@@ -294,14 +266,28 @@ class Engine(EngineControl):
             max_unread_tokens=max_unread_tokens,
             stream_interval=stream_interval,
         )
-        call = Call(
-            request_id=make_id() if request_id is None else request_id,
-            priority=priority,
-            cache_salt=cache_salt or "",
-            on_full=on_full,
-            max_unread_tokens=max_unread_tokens,
-            stream_interval=stream_interval,
-        )
+
+    def _make_stream(
+        self,
+        prompt: Any,
+        params: SamplingParams | None,
+        sampling_params: SamplingParams | None,
+        sampling: SamplingKeywords,
+        template: Any,
+        *,
+        cache_salt: str | None,
+        may_wait: bool = False,
+        **call: Any,
+    ) -> Stream:
+        """As `stream`. With ``may_wait`` it is checked on entering if this turn of the loop has no time left.
+
+        Args:
+            template: the ``chat_template_kwargs``.
+            call: the other fields of `Call`.
+        """
+        runtime = self._here_or_starting()
+        prompt, cache_salt = open_prompt(prompt, cache_salt)
+        checked_call = Call(cache_salt=cache_salt, **call)
         seed = None
         if self._seeds is not None and all(getattr(given, "seed", None) is None for given in (params, sampling_params)):
             seed = self._seeds.getrandbits(56) if sampling.get("seed") is None else None
@@ -314,12 +300,11 @@ class Engine(EngineControl):
             taken = take_prompt(prompt, runtime)
             return Checked(taken, checked, take_template(template, taken))
 
-        template: Any = chat_template_kwargs
         is_later = runtime.is_starting or (may_wait and runtime.turns.is_busy)
         if is_later:  # the caller may go on with what it gave
             prompt = keep_prompt(prompt)
             template = dict(template) if isinstance(template, dict) else template
-        return Stream(self, runtime, call, check, is_later=is_later)
+        return Stream(self, runtime, checked_call, check, is_later=is_later)
 
     async def wait_started(self) -> None:
         """Wait while another task starts the engine; returns at once where it runs. Cancelling stops the wait alone.

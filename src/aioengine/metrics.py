@@ -124,11 +124,9 @@ class Observer(Protocol):
 
     def on_step(self, record: StepRecord) -> None:
         """A step's result has been applied."""
-        ...
 
     def on_request(self, metrics: RequestMetrics, finish_reasons: tuple[str, ...]) -> None:
         """A request has ended, with one reason for each choice; "error" for all of one that failed."""
-        ...
 
 
 class Sample(msgspec.Struct, frozen=True, gc=False):

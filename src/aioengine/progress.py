@@ -13,7 +13,6 @@ class OnProgress(Protocol):
 
     def __call__(self, done: int, total: int, what: str = ..., /) -> None:
         """Of ``what``, in words, ``done`` of ``total`` are done; without it, bytes of the weights."""
-        ...
 
 
 LOADING = ""

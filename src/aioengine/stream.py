@@ -8,37 +8,18 @@ import inspect
 import sys
 from collections.abc import Callable, Coroutine, Generator
 from types import CoroutineType, TracebackType
-from typing import Any, NamedTuple, NoReturn, ParamSpec, Self, TypeVar
+from typing import Any, NoReturn, ParamSpec, Self, TypeVar
 
 import msgspec
 
 from aioengine.frontend.admission import OnFull
-from aioengine.frontend.prompt import Prompt, num_chars, prepare
+from aioengine.frontend.prompt import Call, Checked, num_chars, prepare
 from aioengine.frontend.request_state import Arrival, RequestState
 from aioengine.frontend.runtime import Runtime
 from aioengine.outputs import CompletionDelta, RequestOutput
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.plan import int32
 from aioengine.scheduler.sequence import Request
-
-
-class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """Those arguments of `Engine.stream` that are checked without a model."""
-
-    request_id: str
-    priority: int
-    cache_salt: str
-    on_full: OnFull
-    max_unread_tokens: int | None
-    stream_interval: int | None
-
-
-class Checked(NamedTuple):
-    """Its other arguments, checked against the model."""
-
-    prompt: Prompt
-    params: SamplingParams
-    template_kwargs: dict[str, Any]
 
 
 class Stream:
@@ -136,7 +117,7 @@ class Stream:
                 params,
                 request_id=self.request_id,
                 priority=call.priority,
-                cache_salt=call.cache_salt,
+                cache_salt=call.cache_salt or "",
                 template_kwargs=template_kwargs,
             )
             stream_interval = call.stream_interval or runtime.config.stream_interval

@@ -34,9 +34,7 @@ class InFlight(NamedTuple):
 
 
 class CoreState:
-    """An engine core but for its loop: the sequences from `add` to their ends, and what holds them back.
-
-    All of it but `at_device` is synchronous, so that a cancelled caller needs no await to clean up.
+    """A `Core` but for its loop: the sequences from `add` to their ends, and what holds them back.
 
     Args:
         as `EngineCore`.
@@ -93,10 +91,6 @@ class CoreState:
         """What the executor was asked beside steps and has not answered, oldest first: (what, when)."""
 
     def make_sequence(self, request: Request) -> Sequence:
-        """Turn a request into a sequence, its prompt hashed; pure, so that a long one may be made in a thread.
-
-        Its other choices are its children, but for greedy ones: those are all alike, and are computed once.
-        """
         hashes = None
         if self.config.enable_prefix_caching:
             hashes = hash_prompt(request.prompt_token_ids, self.kv.block_size, root_of(request.cache_salt))
@@ -104,14 +98,6 @@ class CoreState:
         return make_choices(request, num_choices, eos_token_ids=self.eos_token_ids, block_hashes=hashes)
 
     def add(self, sequence: Sequence, listeners: Iterable[Listener], *, arrived_at: float | None = None) -> None:
-        """Accept a sequence and its children: from now on each one's listener hears of one end or one error.
-
-        Args:
-            listeners: the sequence's, then those of its children.
-            arrived_at: when the request was made, by ``clock``; absent: now.
-        Raises:
-            EngineDead, EngineClosed: it is not accepted.
-        """
         self.check_accepting()
         sequence.arrived_at = self.clock() if arrived_at is None else arrived_at
         choices = (sequence, *sequence.children)
@@ -125,18 +111,12 @@ class CoreState:
         self._has_news.set()
 
     def check_accepting(self) -> None:
-        """Raise what `add` would: EngineDead or EngineClosed."""
         if self.death is not None:
             raise self.copy_death()
         if self.is_stopped:
             raise EngineClosed("the engine is closed")
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """End a sequence now (abort, stop string); idempotent. It is in no later plan.
-
-        Its blocks are free at once for plans launched from now on, which the device runs after those in flight.
-        Children that were to begin with what it computes end with it.
-        """
         choices = (sequence, *sequence.children)
         if not self.is_stopped and self.scheduler.finish(sequence, reason, stop_reason):
             for member in choices:
@@ -148,11 +128,9 @@ class CoreState:
             self._endings.tell(sequence.order)
 
     def block(self, sequence: Sequence) -> None:
-        """Its reader is behind: schedule no more of it until `unblock`. Tokens in flight still come."""
         self.scheduler.block(sequence, Reason.BACKPRESSURE)
 
     def unblock(self, sequence: Sequence) -> None:
-        """Its reader has caught up; idempotent."""
         if sequence.reasons & Reason.BACKPRESSURE:
             self.scheduler.unblock(sequence, Reason.BACKPRESSURE)
             self._has_news.set()
@@ -193,14 +171,9 @@ class CoreState:
         self._has_news.set()
 
     def resume(self) -> None:
-        """Go on after a pause; idempotent. A sleeping engine sleeps on."""
         self.let_go("pause")
 
     def abort_all(self) -> None:
-        """End all accepted sequences with what they have: they are in no later plan.
-
-        Their listeners hear of it in this turn of the loop and the next ones, or from `finish` before that.
-        """
         for sequence in list(self._live.values()):
             choices = (sequence, *sequence.children)
             if not self.is_stopped and self.scheduler.finish(sequence, "abort"):
@@ -222,7 +195,6 @@ class CoreState:
         return not (self._holders or self._freezers) or (is_still and not self._in_flight)
 
     def when(self, is_so: Callable[[], bool]) -> asyncio.Future[None]:
-        """A future that is done once ``is_so``, checked between two steps; or when this core stops."""
         future = self._conditions.add(is_so)
         if self.is_stopped:
             self._conditions.end_all()
@@ -230,7 +202,6 @@ class CoreState:
         return future
 
     def recheck(self) -> None:
-        """Check the awaited conditions again."""
         if self._conditions:
             self._has_news.set()
 
@@ -240,16 +211,13 @@ class CoreState:
 
     @property
     def num_unstarted(self) -> int:
-        """Sequences that were added and never had a row."""
         return self.scheduler.num_unstarted
 
     @property
     def is_drained(self) -> bool:
-        """Whether all accepted sequences have ended, and their listeners know."""
         return not (self._live or self._endings)
 
     def last_token_at(self, sequence: Sequence) -> float:
-        """When its newest token was applied, by ``clock``; NaN before the first."""
         has_row = sequence.row >= 0
         return float(self.scheduler.table.token_at[sequence.row]) if has_row else sequence.last_token_at
 
@@ -274,7 +242,6 @@ class CoreState:
         )
 
     def health(self) -> Health:
-        """Whether the loop and the device make progress."""
         if self.death is not None:
             return dead(str(self.death), self.beat())
         if self.is_stopped:
@@ -282,7 +249,6 @@ class CoreState:
         return judge(self.beat(), stall_after_s=self.config.stall_after_s)
 
     def copy_death(self) -> EngineDead:
-        """The error of a dead engine, made anew for each request: a shared one would collect all their tracebacks."""
         assert self.death is not None
         return self.death.anew()
 

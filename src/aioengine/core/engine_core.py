@@ -40,7 +40,7 @@ LOGPROBS_A_TOKEN = 8
 
 
 class EngineCore(CoreState):
-    """Requests in, tokens out, over one executor; lives on the loop that calls `run`.
+    """A `Core` over one executor: requests in, tokens out; lives on the loop that calls `run`.
 
     Args:
         executor: started; the caller closes it after `run` has ended.
@@ -85,15 +85,6 @@ class EngineCore(CoreState):
         """Called when a step's tokens have all been handed out."""
 
     async def call(self, control: AnyControl) -> Any:
-        """Perform a control call and return what its class says; up to its first wait it is performed at once.
-
-        Cancelling stops it where it is: a pause or sleep holds back what comes until `resume` or `WakeUp`; what the
-        device has begun it carries out; what waits for the device is not done.
-
-        Raises:
-            InvalidRequest: it cannot be done now, or was asked for badly.
-            EngineClosed, EngineDead: the engine came to an end.
-        """
         return await self._controls.perform(control)
 
     # The loop

@@ -90,7 +90,6 @@ class PendingStep(Protocol):
     @property
     def is_done(self) -> bool:
         """Whether `finish` would return at once."""
-        ...
 
     async def finish(self) -> StepResult:
         """Wait for the step's result; to be called once, and for steps in the order of their launch.
@@ -103,7 +102,6 @@ class PendingStep(Protocol):
                 and later plans may be launched; rows that depend on its tokens bring meaningless ones. What fails one
                 row alone is in ``StepResult.failures``.
         """
-        ...
 
 
 class Executor(Protocol):
@@ -120,7 +118,6 @@ class Executor(Protocol):
 
         Plans run in the order of their launch, each on top of the state that the one before left.
         """
-        ...
 
     async def start_profile(self, *, max_steps: int) -> None:
         """Record what the device does in the next ``max_steps`` steps (1 or more) that are launched.
@@ -133,7 +130,6 @@ class Executor(Protocol):
                 elsewhere in this process.
             DeviceLost: the executor is closed.
         """
-        ...
 
     async def stop_profile(self, path: Path) -> None:
         """Stop recording, behind the steps that are launched, and write a Chrome trace (JSON) to ``path``.
@@ -147,7 +143,6 @@ class Executor(Protocol):
             OSError: the file cannot be written.
             DeviceLost: the executor is closed.
         """
-        ...
 
     async def sleep(self, level: Literal[1, 2]) -> None:
         """Behind the launched steps, free the KV cache and (2) the weights, or (1) move those to the host's memory.
@@ -160,7 +155,6 @@ class Executor(Protocol):
             InvalidRequest: level 2, and the weights cannot be read again: they came as tensors (`commit_weights`); or
                 level 1, and the host has no memory for them. Nothing has changed.
         """
-        ...
 
     async def wake_up(self, parts: frozenset[Part]) -> None:
         """Bring back what `sleep` took, of these; the KV cache comes back empty. Idempotent.
@@ -170,7 +164,6 @@ class Executor(Protocol):
                 and this may be tried again.
             ConfigError: the same of the KV cache; the weights are back.
         """
-        ...
 
     async def update_weights(self, folder: Path) -> None:
         """Behind the launched steps, take the weights of another checkpoint of the same shapes; all or nothing.
@@ -182,7 +175,6 @@ class Executor(Protocol):
         Raises:
             ModelLoadError: they do not fit, or cannot be read.
         """
-        ...
 
     async def stage_weights(self, piece: WeightPiece) -> None:
         """Keep a copy of a piece of a tensor until `commit_weights` or `drop_weights`. Pieces may come in any order.
@@ -192,7 +184,6 @@ class Executor(Protocol):
         Raises:
             InvalidRequest: there is no such tensor, or the piece does not fit it.
         """
-        ...
 
     async def commit_weights(self, transfer: str) -> None:
         """Behind the launched steps, put all tensors staged for ``transfer`` in their places; all or nothing.
@@ -202,11 +193,9 @@ class Executor(Protocol):
         Raises:
             InvalidRequest: nothing is staged, a tensor is not whole, or the weights are asleep at level 2.
         """
-        ...
 
     async def drop_weights(self, transfer: str) -> None:
         """Forget what was staged for ``transfer``. Idempotent."""
-        ...
 
     async def save_sharded_state(self, folder: Path, max_shard_bytes: int) -> list[str]:
         """Write a checkpoint of the weights as they are, with config and tokenizer, which `Engine` can load again.
@@ -217,7 +206,6 @@ class Executor(Protocol):
             InvalidRequest: the weights are asleep at level 2.
             OSError: it cannot be written.
         """
-        ...
 
     async def collective_rpc(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Call the registered function on each rank, between two steps; returns what each returned.
@@ -226,7 +214,6 @@ class Executor(Protocol):
             InvalidRequest: no function of that name is registered in this process.
             Exception: what the function raised.
         """
-        ...
 
     async def apply_model(self, function: Callable[[Any], T]) -> list[T]:
         """Call ``function`` with each rank's model, between two steps; returns what each returned.
@@ -235,7 +222,6 @@ class Executor(Protocol):
             InvalidRequest: the weights are asleep at level 2.
             Exception: what the function raised.
         """
-        ...
 
     async def execute_dummy_batch(self) -> None:
         """Behind the launched steps, compute one token that changes no row and no KV.
@@ -243,14 +229,12 @@ class Executor(Protocol):
         Raises:
             InvalidRequest: the weights are asleep.
         """
-        ...
 
     async def aclose(self) -> None:
         """Stop after the step that runs, and free the weights, the KV cache and the thread. Idempotent.
 
         Launched steps that have not run raise `DeviceLost` from `finish`.
         """
-        ...
 
 
 def already_recording() -> InvalidRequest:

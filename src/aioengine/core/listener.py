@@ -41,27 +41,21 @@ class Listener(Protocol):
     @property
     def num_allowed(self) -> int:
         """Output tokens that may be computed for now, from the first on; `UNLIMITED` without a bound on unread ones."""
-        ...
 
     def on_started(self) -> None:
         """The sequence has taken its first row. Not called for one that ends without a row."""
-        ...
 
     def on_token(self, token_id: int, logprobs: SampledLogprobs | None) -> None:
         """A token was sampled; if it is the last one, the sequence's ``finish_reason`` is set."""
-        ...
 
     def on_prompt_logprobs(self, position: int, logprobs: list[SampledLogprobs]) -> None:
         """About the prompt's tokens from ``position`` on; after a preemption some may come again, and alike."""
-        ...
 
     def on_end(self) -> None:
         """The sequence has ended: see its ``finish_reason`` and ``stop_reason``."""
-        ...
 
     def on_error(self, error: AioEngineError) -> None:
         """The sequence has ended by an error, which is this listener's alone."""
-        ...
 
 
 class Endings:

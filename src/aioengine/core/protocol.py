@@ -32,7 +32,10 @@ CLOSE_DEADLINE_S = 60.0
 
 
 class Core(Protocol):
-    """An engine core: `EngineCore` in this process, `RemoteCore` for one in another."""
+    """An engine core: `EngineCore` in this process, `RemoteCore` for one in another.
+
+    All but `call` and `run` is synchronous, so that a cancelled caller needs no await to clean up.
+    """
 
     config: EngineConfig
     eos_token_ids: tuple[int, ...]
@@ -47,75 +50,86 @@ class Core(Protocol):
     @property
     def num_unstarted(self) -> int:
         """Sequences that were added here and never had a row."""
-        ...
 
     @property
     def is_drained(self) -> bool:
-        """Whether all that was added here has ended."""
-        ...
+        """Whether all sequences that were added here have ended, and their listeners know."""
 
     @property
     def is_sleeping(self) -> bool: ...
 
     def make_sequence(self, request: Request) -> Sequence:
-        """Turn a request into a sequence with its children; pure, so that a long one may be made in a thread."""
-        ...
+        """Turn a request into a sequence, its prompt hashed; pure, so that a long one may be made in a thread.
+
+        Its other choices are its children, but for greedy ones: those are all alike, and are computed once.
+        """
 
     def check_accepting(self) -> None:
         """Raise what `add` would: EngineDead or EngineClosed."""
-        ...
 
     def add(self, sequence: Sequence, listeners: Iterable[Listener], *, arrived_at: float | None = None) -> None:
-        """Accept a sequence and its children: from now on each one's listener hears of one end or one error."""
-        ...
+        """Accept a sequence and its children: from now on each one's listener hears of one end or one error.
+
+        Args:
+            listeners: the sequence's, then those of its children.
+            arrived_at: when the request was made, by ``clock``; absent: now.
+        Raises:
+            EngineDead, EngineClosed: it is not accepted.
+        """
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """End a sequence now (abort, stop string); idempotent. Its listener hears the end before this returns."""
-        ...
+        """End a sequence now (abort, stop string); idempotent. Its listener hears the end before this returns.
+
+        It is in no later plan. Its blocks are free at once for plans launched from now on, which the device runs after
+        those in flight. Children that were to begin with what it computes end with it.
+        """
 
     def abort_all(self) -> None:
-        """End all that was added here, with what it has; each listener hears of it as soon as the loop has time."""
-        ...
+        """End all sequences that were added here, with what they have: they are in no later plan.
+
+        Their listeners hear of it in this turn of the loop and the next ones, or from `finish` before that.
+        """
 
     def block(self, sequence: Sequence) -> None:
-        """Its reader is behind: compute no more than its listener's ``num_allowed`` tokens of it."""
-        ...
+        """Its reader is behind: compute no more than its listener's ``num_allowed``; tokens in flight still come."""
 
     def unblock(self, sequence: Sequence) -> None:
         """Its reader has caught up, and ``num_allowed`` has grown; idempotent."""
-        ...
 
     async def call(self, control: AnyControl) -> Any:
-        """Perform a control call."""
-        ...
+        """Perform a control call and return what its class says; up to its first wait it is performed at once.
+
+        Cancelling stops it where it is: a pause or sleep holds sequences back until `resume` or `WakeUp`; what the
+        device has begun it carries out; what waits for the device is not done.
+
+        Raises:
+            InvalidRequest: it cannot be done now, or was asked for badly.
+            EngineClosed, EngineDead: the engine came to an end.
+            Exception: what went wrong at the device.
+        """
 
     def resume(self) -> None:
-        """Go on after a pause; idempotent."""
-        ...
+        """Go on after a pause; idempotent. A sleeping engine sleeps on."""
 
     def when(self, is_so: Callable[[], bool]) -> asyncio.Future[None]:
-        """A future that is done once ``is_so``; or when this core stops."""
-        ...
+        """A future that is done once ``is_so``, checked between two steps; or when this core stops."""
 
     def recheck(self) -> None:
         """Check the awaited conditions again, soon."""
-        ...
 
     def last_token_at(self, sequence: Sequence) -> float:
         """When its newest token came, by ``clock``; NaN before the first."""
-        ...
 
     def stats(self) -> SchedulerStats: ...
 
-    def health(self) -> Health: ...
+    def health(self) -> Health:
+        """Whether the loop and the device make progress."""
 
     def copy_death(self) -> EngineDead:
-        """The error of a dead engine, made anew for each request."""
-        ...
+        """The error of a dead engine, made anew for each request: a shared one would collect all their tracebacks."""
 
     async def run(self) -> None:
         """Serve until cancelled, or until the engine breaks; every sequence has heard its end then."""
-        ...
 
 
 class CoreHooks(NamedTuple):
@@ -140,7 +154,6 @@ class Backend(Protocol):
     @property
     def core(self) -> Core:
         """The core, once `open` has returned."""
-        ...
 
     async def find_model(self) -> ModelFolder:
         """Find the model's small files: what the caller's side needs for its tokenizer. Called first, once.
@@ -148,7 +161,6 @@ class Backend(Protocol):
         Raises:
             ModelLoadError, ConfigError, EngineDead: there is none.
         """
-        ...
 
     async def open(self, on_progress: OnProgress | None = None) -> None:
         """Load the model, or reach an engine that has; then there is a ``core``, which ``core.run`` serves.
@@ -158,19 +170,15 @@ class Backend(Protocol):
         Raises:
             ModelLoadError, ConfigError, EngineDead: it cannot be.
         """
-        ...
 
     async def apply_model(self, function: Callable[[Any], T]) -> list[T]:
         """As `Engine.apply_model`."""
-        ...
 
     async def aclose(self) -> None:
         """Close all that was opened, in any state. Idempotent."""
-        ...
 
     def abandon(self) -> None:
         """End what would outlive the loop, which is gone: nothing can be awaited. From any thread, at any moment."""
-        ...
 
 
 def check_limits(params: SamplingParams, config: EngineConfig, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:

@@ -6,11 +6,12 @@ import contextlib
 import functools
 import os
 from collections.abc import Mapping
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, NamedTuple, get_args
 
 import msgspec
 import numpy as np
 from msgspec import Meta
+from msgspec.structs import force_setattr
 
 from aioengine.core.protocol import MAX_ID_CHARS, MAX_PRIORITY, MAX_SALT_CHARS, check_limits
 from aioengine.errors import InvalidRequest, PromptTooLong
@@ -32,6 +33,55 @@ PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 MAX_NORMALIZED_CHARS = 4
 """A normalizer makes one character of so many at most: of Unicode's compositions none takes more."""
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """Those arguments of `Engine.stream` that are checked without a model; numpy's integers are as good as Python's.
+
+    Raises:
+        InvalidRequest: names the argument.
+    """
+
+    request_id: str
+    """One is made up in the place of None."""
+    priority: int
+    cache_salt: str | None
+    on_full: OnFull
+    max_unread_tokens: int | None = None
+    stream_interval: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, limit in (("request_id", MAX_ID_CHARS), ("cache_salt", MAX_SALT_CHARS)):
+            text: Any = getattr(self, name)
+            if text is not None and not (isinstance(text, str) and 0 < len(text) <= limit):
+                raise InvalidRequest(f"{name}: a str of 1 to {limit} characters is needed", param=name)
+            if text is not None and not is_utf8(text):
+                raise InvalidRequest(f"{name} has a lone surrogate, which has no UTF-8 form; remove it", param=name)
+        priority = _as_int(self.priority)
+        if priority is None or abs(priority) > MAX_PRIORITY:
+            raise InvalidRequest(
+                f"priority={shorten(self.priority)}: an int of at most {MAX_PRIORITY} is needed; smaller goes first",
+                param="priority",
+            )
+        if not isinstance(self.on_full, str) or self.on_full not in get_args(OnFull):
+            raise InvalidRequest(f"on_full={shorten(self.on_full)}: 'wait' or 'raise' is needed", param="on_full")
+        for name in ("max_unread_tokens", "stream_interval"):
+            value = getattr(self, name)
+            count = _as_int(value)
+            if value is not None and (count is None or count < 1):
+                raise InvalidRequest(f"{name}={shorten(value)}: an int of at least 1 is needed", param=name)
+            force_setattr(self, name, count)
+        force_setattr(self, "priority", priority)
+        request_id: str | None = self.request_id
+        force_setattr(self, "request_id", request_id or make_id())
+
+
+class Checked(NamedTuple):
+    """Its other arguments, checked against the model."""
+
+    prompt: Prompt
+    params: SamplingParams
+    template_kwargs: dict[str, Any]
 
 
 # At the call
@@ -118,41 +168,6 @@ def check_params(params: SamplingParams, runtime: Runtime) -> None:
     for name in ("stop", "bad_words"):
         if getattr(params, name) and runtime.tokenizer is None:
             raise InvalidRequest(f"{name} needs a tokenizer, and this model has none", param=name)
-
-
-def check_call(
-    *,
-    request_id: str | None,
-    priority: int,
-    cache_salt: str | None,
-    on_full: str,
-    max_unread_tokens: int | None,
-    stream_interval: int | None,
-) -> tuple[int, int | None, int | None]:
-    """Check what is not sampling; numpy's integers are as good as Python's.
-
-    Returns:
-        priority, max_unread_tokens and stream_interval, as Python's own.
-    Raises:
-        InvalidRequest: names the argument.
-    """
-    if request_id is not None and not (isinstance(request_id, str) and 0 < len(request_id) <= MAX_ID_CHARS):
-        raise InvalidRequest(f"request_id: a str of 1 to {MAX_ID_CHARS} characters is needed", param="request_id")
-    if request_id is not None and not is_utf8(request_id):
-        raise InvalidRequest("request_id has a lone surrogate, which has no UTF-8 form; remove it", param="request_id")
-    rank = _as_int(priority)
-    if rank is None or abs(rank) > MAX_PRIORITY:
-        raise InvalidRequest(
-            f"priority={shorten(priority)}: an int of at most {MAX_PRIORITY} is needed; smaller goes first",
-            param="priority",
-        )
-    if cache_salt is not None and not (isinstance(cache_salt, str) and 0 < len(cache_salt) <= MAX_SALT_CHARS):
-        raise InvalidRequest(f"cache_salt: a str of 1 to {MAX_SALT_CHARS} characters is needed", param="cache_salt")
-    if cache_salt is not None and not is_utf8(cache_salt):
-        raise InvalidRequest("cache_salt has a lone surrogate, which has no UTF-8 form; remove it", param="cache_salt")
-    if not isinstance(on_full, str) or on_full not in get_args(OnFull):
-        raise InvalidRequest(f"on_full={shorten(on_full)}: 'wait' or 'raise' is needed", param="on_full")
-    return rank, _count("max_unread_tokens", max_unread_tokens), _count("stream_interval", stream_interval)
 
 
 def make_id() -> str:
@@ -286,12 +301,3 @@ def _as_int(value: Any) -> int | None:
     if isinstance(value, np.integer):
         return int(value)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _count(name: str, value: Any) -> int | None:
-    if value is None:
-        return None
-    count = _as_int(value)
-    if count is None or count < 1:
-        raise InvalidRequest(f"{name}={shorten(value)}: an int of at least 1 is needed", param=name)
-    return count
