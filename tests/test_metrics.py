@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aioengine.core.observers import StatsLog
 from aioengine.metrics import (
     Counter,
     Distribution,
@@ -21,7 +22,6 @@ from aioengine.metrics import (
     Observer,
     RequestMetrics,
     Sample,
-    StatsLog,
     StepRecord,
 )
 

@@ -1,4 +1,4 @@
-"""What an engine counts and times, in vLLM's names, and the two ways to read it: plain numbers and a log line.
+"""What an engine counts and times, in vLLM's names.
 
 The engine core makes one `StepRecord` a step and one `RequestMetrics` a request, and hands them to its observers.
 `EngineMetrics` is the observer that every engine has: objects of its own, so several engines of one process share
@@ -461,58 +461,4 @@ class EngineMetrics:
             step_time_s=Distribution.of(self.step_time_seconds),
             device_time_s=Distribution.of(self.device_time_seconds),
             loop_lag_s=Distribution.of(self.loop_lag_seconds),
-        )
-
-
-class StatsLog:
-    """One line about an engine every so many seconds. It reads no clock and writes nothing: `poll` gives the line.
-
-    Args:
-        metrics: of the engine.
-        interval_s: the least time between two lines.
-        now_s: when the first interval begins, by any clock that only goes forward.
-    """
-
-    __slots__ = ("_due_s", "_interval_s", "_lag_counts", "_last_s", "_metrics", "_totals")
-
-    def __init__(self, metrics: EngineMetrics, *, interval_s: float, now_s: float) -> None:
-        self._metrics = metrics
-        self._interval_s = interval_s
-        self._begin(now_s)
-
-    def poll(self, now_s: float) -> str | None:
-        """The line about the time since the last one, if it is due; None costs a comparison."""
-        if now_s < self._due_s:
-            return None
-        line = self._line(now_s - self._last_s)
-        self._begin(now_s)
-        return line
-
-    def _begin(self, now_s: float) -> None:
-        self._last_s = now_s
-        self._due_s = now_s + self._interval_s
-        self._totals = self._read_totals()
-        self._lag_counts = self._metrics.loop_lag_seconds.counts.copy()
-
-    def _read_totals(self) -> tuple[int, ...]:
-        m = self._metrics
-        counters = (
-            m.prompt_tokens, m.generation_tokens, m.prefix_cache_queries, m.prefix_cache_hits, m.num_preemptions
-        )  # fmt: skip
-        return tuple(counter.value for counter in counters)
-
-    def _line(self, seconds: float) -> str:
-        m = self._metrics
-        changes = [new - old for new, old in zip(self._read_totals(), self._totals, strict=True)]
-        prompt_tokens, generation_tokens, queries, hits, preemptions = changes
-        per_s = 1.0 / seconds if seconds > 0 else 0.0
-        lag_s = m.loop_lag_seconds.quantile(0.99, since=self._lag_counts)
-        hit_rate = f"{100 * hits / queries:.1f} %" if queries else "-"
-        lag = f"{1000 * lag_s:.1f} ms" if lag_s is not None else "-"
-        return (
-            f"in {seconds:.1f} s: prompt {prompt_tokens * per_s:,.1f} tokens/s, "
-            f"generation {generation_tokens * per_s:,.1f} tokens/s; "
-            f"running {m.num_requests_running.value:.0f}, waiting {m.num_requests_waiting.value:.0f}, "
-            f"KV cache {100 * m.kv_cache_usage_perc.value:.1f} %, prefix cache hits {hit_rate}, "
-            f"preemptions {preemptions}, loop lag p99 {lag}"
         )
