@@ -78,7 +78,7 @@ NEUTRAL_CONFIG = {
     "enable_log_requests": Neutral((None, False), "give log_requests=True"),
     "max_log_len": Neutral(None),
 }
-"""Engine arguments of vLLM's at which one asks for nothing."""
+"""vLLM's engine arguments that this engine has not, with the values at which they have no effect."""
 
 SPIN_COUNT = 10_000
 """Some 0.2 ms: longer than the host's part of any operation, and much shorter than a scheduler's time slice. With 1,000
@@ -228,7 +228,7 @@ class ConfigKeywords(TypedDict, total=False):
 
 
 def make_config(model: str | None, given: Mapping[str, Any]) -> EngineConfig:
-    """The config of keywords, among which may be vLLM's, where they ask for nothing (`NEUTRAL_CONFIG`).
+    """The config of keywords, vLLM's included where they have no effect (`NEUTRAL_CONFIG`).
 
     Raises:
         ConfigError: a keyword is unknown, or its value is bad.
@@ -285,8 +285,8 @@ class ProcessOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 def limit_spinning() -> None:
     """Have torch's threads sleep soon when they wait for each other, unless the environment says how they wait.
 
-    By libgomp's default they spin for 300,000 turns, some 5 ms: where another program holds a core, the thread that is
-    waited for stands still for all of that. For processes that are the engine's own, before torch is imported.
+    By libgomp's default they spin for 300,000 turns, some 5 ms: with another program on a core, the thread that they
+    wait for gets no core for so long. For processes that are the engine's own, before torch is imported.
     """
     if not any(name in os.environ for name in OPENMP_WAITING):
         os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)

@@ -12,7 +12,7 @@ class OnProgress(Protocol):
     """Is told how far something is, from any thread."""
 
     def __call__(self, done: int, total: int, what: str = ..., /) -> None:
-        """Of ``what``, in words, ``done`` of ``total`` are done; without it, bytes of the weights."""
+        """``done`` of ``total`` are done; of ``what``, in words, or of the bytes of the weights."""
 
 
 LOADING = ""

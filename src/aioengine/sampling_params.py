@@ -70,7 +70,7 @@ NEUTRAL_PARAMS = {
     "extra_args": Neutral((None, {}), "write a function for logits_processors, and bind what it needs"),
     "skip_clone": Neutral((None, False, True)),
 }
-"""Parameters of vLLM's `SamplingParams` at which one asks for nothing."""
+"""Parameters of vLLM's `SamplingParams` that this engine has not, with the values at which they have no effect."""
 
 NEUTRAL_ARGUMENTS = {
     "max_completion_tokens": Neutral((None,), "give max_tokens"),
@@ -98,7 +98,7 @@ NEUTRAL_ARGUMENTS = {
     "add_generation_prompt": Neutral((None,), "give it in chat_template_kwargs"),
     "continue_final_message": Neutral((None, False), "give it in chat_template_kwargs"),
 }
-"""Other arguments of vLLM's ``generate`` and ``chat`` at which one asks for nothing."""
+"""Other arguments of vLLM's ``generate`` and ``chat``, with the values at which they have no effect."""
 
 
 def _invalid(name: str, message: str) -> InvalidRequest:
@@ -106,7 +106,7 @@ def _invalid(name: str, message: str) -> InvalidRequest:
 
 
 class _ParamsMeta(msgspec.StructMeta):
-    """Keywords that the struct has not are refused by an `InvalidRequest`, or taken where they ask for nothing."""
+    """Keywords that the struct has not are refused by an `InvalidRequest`, or dropped where they have no effect."""
 
     def __call__(self, *args: Any, **given: Any) -> Any:
         if args:
@@ -318,12 +318,12 @@ class SamplingParams(
 
     @property
     def num_sequences(self) -> int:
-        """How many are computed: all greedy choices are the same one."""
+        """How many sequences are computed: all greedy choices are one."""
         return 1 if self.is_greedy else self.n
 
 
 _PLAIN_PARAMS = frozenset(SamplingParams.__struct_fields__) - NEUTRAL_PARAMS.keys()
-"""Fields whose every value is the struct's to judge."""
+"""Fields that `without_neutral` need not look at."""
 
 
 class SamplingKeywords(TypedDict, total=False):

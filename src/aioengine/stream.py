@@ -96,7 +96,7 @@ class Stream:
             if state.is_aborted:
                 self._end_unbegun(runtime.arrive())
                 return
-        prompt, params, template_kwargs = self._checked
+        prompt, params, _ = self._checked
         arrival = runtime.arrive()
         num_sequences = params.num_sequences
         is_admitted = await runtime.admission.acquire(
@@ -109,17 +109,8 @@ class Stream:
         try:
             runtime.core.check_accepting()
             size = num_chars(prompt, params)
-            self._prompt_text, sequence = await runtime.worker_for(size).run(
-                prepare,
-                size,
-                runtime,
-                prompt,
-                params,
-                request_id=self.request_id,
-                priority=call.priority,
-                cache_salt=call.cache_salt or "",
-                template_kwargs=template_kwargs,
-            )
+            worker = runtime.worker_for(size)
+            self._prompt_text, sequence = await worker.run(prepare, size, runtime, call, self._checked)
             stream_interval = call.stream_interval or runtime.config.stream_interval
             runtime.begin(state, sequence, arrival, stream_interval=stream_interval, max_unread=call.max_unread_tokens)
             runtime.log.begun(sequence.request, self._prompt_text)

@@ -20,8 +20,8 @@ class Turns:
     """Spreads pieces of work, each bounded, over the turns of the running loop.
 
     A turn is what the loop runs between two looks at its sockets. Its budget begins when it is first asked for, and
-    runs by the clock, so that all counts that runs meanwhile. One piece alone never waits; of a thousand that come
-    together each is begun in order of arrival, in the first turn that has something left.
+    runs by the clock, so that other callbacks' time counts, too. One piece alone never waits; of a thousand that come
+    together each begins in order of arrival, in the first turn that has time left.
 
     Args:
         budget_s: of each turn.
@@ -33,11 +33,11 @@ class Turns:
         self._clock = clock
         self._ends_at = 0.0
         self._is_begun = False
-        """The turn's budget runs, and `_begin` is the next turn's first callback but for those that wait already."""
+        """The turn's budget runs, and `_begin` is scheduled for the next turn."""
         self._waiting: OrderedDict[object, asyncio.Future[None]] = OrderedDict()
         """By arrival. While one waits there is always a next `_begin`."""
         self._num_passed = 0
-        """Of those that were woken for the last turn, how many found something left."""
+        """How many of those that were woken for the last turn found time left."""
 
     @property
     def is_spent(self) -> bool:

@@ -24,7 +24,7 @@ MAX_NAME_CHARS = 100
 
 
 class _Rule(NamedTuple):
-    """What can be said of a field before it is converted.
+    """What a field's annotation says, read once.
 
     Attributes:
         default: an object that needs no check.
@@ -105,7 +105,7 @@ class Neutral(NamedTuple):
     """A name of vLLM's that this engine has not, or not in that form.
 
     Attributes:
-        values: those that ask for nothing, and so change nothing; None: all values.
+        values: those that have no effect; None: all values.
         instead: what to do where another value was meant; empty for a name that the struct itself has.
     """
 
@@ -116,10 +116,10 @@ class Neutral(NamedTuple):
 def without_neutral(
     table: Mapping[str, Neutral], given: Mapping[str, Any], error: Callable[[str, str], Exception]
 ) -> dict[str, Any]:
-    """The keywords in ``given`` without those of ``table`` that ask for nothing. An Enum's member goes by its name.
+    """The keywords in ``given`` without those of ``table`` that have no effect. An Enum's member goes by its name.
 
     Raises:
-        what ``error`` makes from (name, message), for a value of a name of ``table`` that asks for something.
+        what ``error`` makes from (name, message), for a value of a name of ``table`` that would have an effect.
     """
     rest = {}
     for name, value in given.items():

@@ -32,7 +32,7 @@ PromptDict = Mapping[str, Any]
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 MAX_NORMALIZED_CHARS = 4
-"""A normalizer makes one character of so many at most: of Unicode's compositions none takes more."""
+"""That a normalizer may make one of: none of Unicode's compositions takes more."""
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,7 +119,7 @@ def open_prompt(prompt: Any, cache_salt: str | None) -> tuple[Any, str | None]:
 
 
 def take_prompt(prompt: Any, runtime: Runtime) -> Prompt:
-    """The prompt as it is now: while the request waits, the caller may go on with the list and all that is in it.
+    """A copy of the prompt, so that the caller may change the list, and all that is in it, while the request waits.
 
     Raises:
         InvalidRequest, PromptTooLong: this model cannot take it, whatever is in it.
@@ -143,7 +143,7 @@ def take_prompt(prompt: Any, runtime: Runtime) -> Prompt:
 
 
 def keep_prompt(prompt: Any) -> Any:
-    """The prompt as it is now, to be taken later: lists, messages, arrays and tensors are copied."""
+    """A copy of a prompt that is checked later: of lists, messages, arrays and tensors."""
     if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], dict):
         return copy_messages(prompt)
     copy = getattr(prompt, "clone", None) or getattr(prompt, "copy", None)
@@ -154,7 +154,7 @@ def keep_prompt(prompt: Any) -> Any:
 
 
 def take_template(chat_template_kwargs: Any, prompt: Prompt) -> dict[str, Any]:
-    """The variables for the chat template, as they are now; see `take_template_kwargs`."""
+    """A copy of the variables for the chat template; see `take_template_kwargs`."""
     return take_template_kwargs(chat_template_kwargs, is_chat=_is_chat(prompt))
 
 
@@ -175,7 +175,7 @@ def make_id() -> str:
 
 
 def num_chars(prompt: Prompt, params: SamplingParams) -> int | None:
-    """How much there is to prepare; None for chats, whose templates are programs that may take long over little."""
+    """Characters to tokenize; None for chats, whose templates are programs that may take long over little."""
     if _is_chat(prompt):
         return None
     return len(prompt) + 2 * sum(len(word) for word in params.bad_words)  # each word is encoded in two forms
@@ -184,24 +184,14 @@ def num_chars(prompt: Prompt, params: SamplingParams) -> int | None:
 # On the way to the core
 
 
-def prepare(
-    runtime: Runtime,
-    prompt: Prompt,
-    params: SamplingParams,
-    *,
-    request_id: str,
-    priority: int,
-    cache_salt: str,
-    template_kwargs: dict[str, Any],
-) -> tuple[str | None, Sequence]:
+def prepare(runtime: Runtime, call: Call, checked: Checked) -> tuple[str | None, Sequence]:
     """Turn a prompt into a sequence; pure and thread-safe, so that long prompts are prepared off the loop.
 
-    Args:
-        template_kwargs: as `take_template_kwargs` gives them; the other arguments as in `Engine.stream`.
     Returns:
         the text that was tokenized, None for token ids; and the sequence.
     """
-    text, ids = _tokenize(runtime, prompt, template_kwargs)
+    text, ids = _tokenize(runtime, checked.prompt, checked.template_kwargs)
+    params = checked.params
     limit = runtime.info.max_model_len - 1  # room for one output token
     if len(ids) > limit:
         raise PromptTooLong(len(ids), limit)
@@ -209,14 +199,14 @@ def prepare(
     token_ids.flags.writeable = False
     room = limit + 1 - len(ids)
     request = Request(
-        request_id=request_id,
+        request_id=call.request_id,
         prompt_token_ids=token_ids,
         params=params,
         seed=int.from_bytes(os.urandom(7)) if params.seed is None else params.seed,
         max_total_tokens=len(ids) + (room if params.max_tokens is None else min(params.max_tokens, room)),
         bad_words=runtime.require_tokenizer().encode_bad_words(params.bad_words) if params.bad_words else (),
-        priority=priority,
-        cache_salt=cache_salt,
+        priority=call.priority,
+        cache_salt=call.cache_salt or "",
     )
     return text, runtime.core.make_sequence(request)
 

@@ -82,7 +82,7 @@ class Completion:
         self.error: AioEngineError | None = None
         self.is_ended = False
         self.is_listed = False
-        """It stands in the request's line of choices with news; the request puts this back."""
+        """It is in the request's queue of choices with something to `take`; the request sets and clears this."""
         self._request = request
         self._core = core
         self._detokenizer = detokenizer
@@ -91,9 +91,9 @@ class Completion:
         self._stream_interval = stream_interval
         self._max_unread = max_unread
         self._allow_at = max_unread if max_unread == UNLIMITED else 0
-        """Tokens read at which the core hears that more may come."""
+        """Number of tokens read at which the core is allowed more."""
         self._tell_at = 1
-        """Tokens at which the request, or the core, must hear of it: one comparison for all others."""
+        """Number of tokens at which the request or the core is told: other tokens cost one comparison."""
         self._cumulative_logprob = 0.0
         self._texts: list[str] = []
         self._num_read_ids = 0
@@ -238,12 +238,12 @@ class Arrival(NamedTuple):
 
 
 class RequestState:
-    """What a request brings, choice by choice, to one reader.
+    """A request, whose choices one reader takes piece by piece.
 
-    A choice with news stands in line once, however much is new of it, and waits its turn behind the others. When one
-    choice fails the request fails: the others are ended, and the reader hears of that once all else is read.
+    A choice with something to take is in the queue once, however much there is, behind the others. When one choice
+    fails the request fails: the others are ended, and the reader hears of it once all else is read.
 
-    It is there from the stream's first moment on; `begin` gives it its sequences, once the core has them.
+    Made with its stream; `begin` gives it its sequences, once the core has them.
 
     Attributes:
         request_id: the caller's name for it.
@@ -264,7 +264,7 @@ class RequestState:
         self._watcher: Callable[[], None] | None = None
 
     def begin(self, completions: list[Completion], core: Core, arrival: Arrival, log: RequestLog) -> None:
-        """The core has its sequences.
+        """The core has accepted its sequences.
 
         Args:
             completions: of its choices, by index.
@@ -331,7 +331,7 @@ class RequestState:
         self._num_open -= 1
         if completion.error is not None and self.error is None:
             self.error = completion.error
-            self.abort()  # the others come back to here, and the last of them may be the end already
+            self.abort()  # the others end in here, too, and the last of them may have been counted already
         if not self._num_open and math.isnan(self._ended_at):
             self._ended_at = self._core.clock()
             metrics, reasons = self.metrics(), self._finish_reasons()
@@ -375,7 +375,7 @@ class RequestState:
         return bool(self._ready or self._repeats)
 
     def take(self) -> CompletionDelta | None:
-        """What is new of the choice that has waited longest; None if there is nothing."""
+        """What is new of the first choice in the queue; None if there is nothing."""
         if self._repeats:
             return self._repeats.popleft()
         while self._ready:
@@ -384,7 +384,7 @@ class RequestState:
             if completion.error is not None and not completion.has_unread:
                 continue
             delta = completion.take(completion.sequence.sampling.choice)
-            # Greedy choices are one sequence, read once for each.
+            # Greedy choices are one sequence, whose delta is repeated for each.
             num_repeats = self._num_choices - len(self.completions)
             self._repeats.extend(msgspec.structs.replace(delta, index=1 + i) for i in range(num_repeats))
             return delta
@@ -397,7 +397,7 @@ class RequestState:
         return [self.completions[0].output(index) for index in range(self._num_choices)]
 
     def metrics(self) -> RequestMetrics:
-        """Where the time has gone so far."""
+        """Its times and counts so far."""
         first, arrived_at = self._sequences[0], self._arrival.clock_s
         last_token_at = [self._core.last_token_at(sequence) for sequence in self._sequences]
         ended = [(s.first_token_at, at) for s, at in zip(self._sequences, last_token_at, strict=True) if at == at]

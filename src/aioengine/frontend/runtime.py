@@ -100,8 +100,7 @@ class Runtime:
         """Set when the engine serves, or when its start has failed and everything is closed again."""
         self._start_error: Exception | None = None
         self._start_traceback: TracebackType | None = None
-        self._num_expectant = 0
-        """Requests that wait for the start."""
+        self._num_waiting_for_start = 0
         self._is_serving = False
         self._is_closing = False
         self._is_stoppable = False
@@ -147,17 +146,17 @@ class Runtime:
             EngineClosed: it was closed meanwhile.
             ConfigError, ModelLoadError: it cannot start, as that other task hears, too.
         """
-        if on_full == "raise" and self._num_expectant >= self._given_config.max_waiting:
+        if on_full == "raise" and self._num_waiting_for_start >= self._given_config.max_waiting:
             raise EngineOverloaded(
-                f"{self._num_expectant} requests wait for the engine to start (max_waiting); try again later, or wait "
-                "with on_full='wait'",
+                f"{self._num_waiting_for_start} requests wait for the engine to start (max_waiting); try again later, "
+                "or wait with on_full='wait'",
                 retry_after_s=1.0,
             )
-        self._num_expectant += 1
+        self._num_waiting_for_start += 1
         try:
             await self._started.wait()
         finally:
-            self._num_expectant -= 1
+            self._num_waiting_for_start -= 1
         self._check_started()
 
     def _check_started(self) -> None:
