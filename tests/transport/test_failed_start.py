@@ -122,8 +122,8 @@ async def test_whatever_cannot_be_had_ends_the_start_and_leaves_nothing(
 async def test_an_engine_whose_device_does_not_close_ends_all_the_same(
     monkeypatch: pytest.MonkeyPatch, runtime: Path
 ) -> None:
-    clinging = serving._Settled(None, EngineConfig(), (), "transport.life_scripts.devices:clinging")
-    monkeypatch.setattr(serving, "_settle", lambda *_: clinging)
+    clinging = serving._Options(None, EngineConfig(), (), "transport.life_scripts.devices:clinging")
+    monkeypatch.setattr(serving, "_resolve_options", lambda *_: clinging)
     monkeypatch.setattr(serving, "CLOSE_DEADLINE_S", 0.1)
     with anyio.fail_after(DEADLINE_S), anyio.CancelScope() as scope:
         await serving.serve_engine([], on_serving=lambda _: scope.cancel())

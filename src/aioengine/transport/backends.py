@@ -51,7 +51,7 @@ class Connected:
     Args:
         address, keys, client, timeout_s: as for `Engine.connect`.
         model: where to find the tokenizer; None: where the engine says.
-        around: of the caller's side.
+        hooks: of the caller's side.
     """
 
     core: RemoteCore
@@ -59,7 +59,7 @@ class Connected:
     def __init__(
         self,
         address: str,
-        around: CoreHooks,
+        hooks: CoreHooks,
         *,
         model: str | None,
         keys: str | None,
@@ -67,24 +67,24 @@ class Connected:
         timeout_s: float,
     ) -> None:
         self._address = address
-        self._around = around
+        self._hooks = hooks
         self._model = model
         self._keys_folder = keys
         self._client = client
         self._timeout_s = timeout_s
-        self._link = Link(around.worker)
+        self._link = Link(hooks.worker)
 
     async def find_model(self) -> ModelFolder:
         folder = self._keys_folder
         keys = (
             None
             if folder is None
-            else await self._around.worker.run(lambda: ClientKeys.load(folder, self._client), None)
+            else await self._hooks.worker.run(lambda: ClientKeys.load(folder, self._client), None)
         )
         self._attached = attached = await self._link.open(
             self._address, keys, name="a connected front end", timeout_s=self._timeout_s
         )
-        return await _find_tokenizer(attached, self._model, self._around)
+        return await _find_tokenizer(attached, self._model, self._hooks)
 
     async def open(self, on_progress: OnProgress | None = None) -> None:
         self.core = RemoteCore(
@@ -92,7 +92,7 @@ class Connected:
             self._attached,
             config=read_config(self._attached.config),
             clock=clock_of(asyncio.get_running_loop()),
-            on_capacity=self._around.on_capacity,
+            on_capacity=self._hooks.on_capacity,
             is_far=self._address.startswith("tcp:"),
             describe_cut=self._describe_cut,
             logs_stats=False,
@@ -117,32 +117,32 @@ class InChild:
     Args:
         config: the engine's.
         options: the process's.
-        around: of the caller's side.
+        hooks: of the caller's side.
     """
 
     core: RemoteCore
 
-    def __init__(self, config: EngineConfig, options: ProcessOptions, around: CoreHooks) -> None:
+    def __init__(self, config: EngineConfig, options: ProcessOptions, hooks: CoreHooks) -> None:
         self._config = config
         self._options = options
-        self._around = around
+        self._hooks = hooks
         self._token = secrets.token_hex(16)
         self._supervisor = Supervisor(terminate_s=options.stop_timeout_s)
         self._folders: list[PrivateFolder] = []
         """None yet, or one."""
         self._served_at: str | None = None
-        self._link = Link(around.worker)
+        self._link = Link(hooks.worker)
         self._context: Context | None = None
         self._exits: deque[tuple[int, str]] = deque()
 
     async def find_model(self) -> ModelFolder:
         # Noted where it is made, so that a start that is cancelled here removes it.
-        await self._around.worker.run(self._make_folder, None)
+        await self._hooks.worker.run(self._make_folder, None)
         self._begin(self._folders[0])
         config = self._config
         # The process looks for the weights itself; here the small files are enough.
         resolve = functools.partial(ModelFolder.resolve, config.model, revision=config.revision, with_weights=False)
-        return await find(resolve, config, self._around.worker)
+        return await find(resolve, config, self._hooks.worker)
 
     async def open(self, on_progress: OnProgress | None = None) -> None:
         clock = clock_of(asyncio.get_running_loop())
@@ -170,13 +170,13 @@ class InChild:
             attached,
             config=self._config,
             clock=clock,
-            on_capacity=self._around.on_capacity,
+            on_capacity=self._hooks.on_capacity,
             is_far=False,
             describe_cut=self._describe_cut,
             logs_stats=True,
         )
         # From now on this process may be killed and leaves no file.
-        await self._around.worker.run(remove_private, None, ready.address)
+        await self._hooks.worker.run(remove_private, None, ready.address)
         # The process may end without its connection noticing, as when something it has started holds that open.
         self._child.add_exit_callback(lambda child: self.core.die(EngineDead(_tell_exit(child))))
 
@@ -194,8 +194,8 @@ class InChild:
                 if hasattr(self, "_handshake"):
                     self._handshake.close()
                 try:
-                    await end_context(self._context, self._around.worker)
-                    await self._around.worker.run(self._remove_files, None)
+                    await end_context(self._context, self._hooks.worker)
+                    await self._hooks.worker.run(self._remove_files, None)
                 except asyncio.CancelledError:  # the deadline, where something else holds the worker
                     self.abandon()
                     raise
@@ -289,14 +289,14 @@ def _tell_exit(child: Child) -> str:
     return child.describe_exit()
 
 
-async def _find_tokenizer(attached: Attached, model: str | None, around: CoreHooks) -> ModelFolder:
+async def _find_tokenizer(attached: Attached, model: str | None, hooks: CoreHooks) -> ModelFolder:
     """The small files of an engine's model, from where its machine has them if that is this one."""
     path = Path(attached.model_path)
-    if model is None and await around.worker.run(path.exists, None):
-        return await around.worker.run(ModelFolder.read, None, path)
+    if model is None and await hooks.worker.run(path.exists, None):
+        return await hooks.worker.run(ModelFolder.read, None, path)
     config = read_config(attached.config) if model is None else EngineConfig(model=model)
     resolve = functools.partial(ModelFolder.resolve, config.model, revision=config.revision, with_weights=False)
-    return await find(resolve, config, around.worker)
+    return await find(resolve, config, hooks.worker)
 
 
 def _no_functions() -> InvalidRequest:

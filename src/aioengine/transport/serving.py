@@ -89,8 +89,8 @@ async def serve_engine(
         shakers = _Handshakes(endpoints, worker)
         try:
             init = await shakers.greet(index)
-            settled = _settle(init, address, config, plugins)
-            await _serve(settled, keys, shakers, worker, dump_worker, on_serving)
+            options = _resolve_options(init, address, config, plugins)
+            await _serve(options, keys, shakers, worker, dump_worker, on_serving)
         except Exception as error:
             shakers.tell(Failing(to_fault(error)))
             raise
@@ -112,7 +112,7 @@ def _closing() -> Iterator[None]:
         logger.error("closing took more than %g s; what hangs is left behind", CLOSE_DEADLINE_S)
 
 
-class _Settled(NamedTuple):
+class _Options(NamedTuple):
     address: str | None
     """None: in a folder of this process's own."""
     config: EngineConfig
@@ -120,34 +120,36 @@ class _Settled(NamedTuple):
     executor: str | None
 
 
-def _settle(init: Init | None, address: str | None, config: EngineConfig | None, plugins: Sequence[str]) -> _Settled:
+def _resolve_options(
+    init: Init | None, address: str | None, config: EngineConfig | None, plugins: Sequence[str]
+) -> _Options:
     """What this side was told and what the endpoints say, together."""
     if init is not None:
         address, config = address or init.address, config or init.config
         plugins = (*plugins, *init.plugins)
     if config is None or (init is None and address is None):
         raise ConfigError("it is not said where to serve, or what: give an address and a model")
-    return _Settled(address, config, tuple(plugins), init.executor if init is not None else None)
+    return _Options(address, config, tuple(plugins), init.executor if init is not None else None)
 
 
 async def _serve(
-    settled: _Settled,
+    options: _Options,
     keys: ServerKeys | None,
     shakers: _Handshakes,
     worker: TextWorker,
     dump_worker: TextWorker,
     on_serving: Callable[[EngineServer], None],
 ) -> None:
-    around = CoreHooks(worker, dump_worker, on_capacity=lambda: None, num_waiting_for_admission=lambda: 0)
-    for plugin in settled.plugins:
+    hooks = CoreHooks(worker, dump_worker, on_capacity=lambda: None, num_waiting_for_admission=lambda: 0)
+    for plugin in options.plugins:
         await worker.run(_import, None, plugin)  # which may take long, and this process be told to end meanwhile
-    executor = _make_executor(settled) if settled.executor is not None else None
-    backend = InProcess(settled.config, executor, around)
+    executor = _make_executor(options) if options.executor is not None else None
+    backend = InProcess(options.config, executor, hooks)
     folders: list[PrivateFolder] = []
     try:
         files = await backend.find_model()
         await backend.open(shakers.on_progress)
-        address = settled.address
+        address = options.address
         if address is None:
             # Noted where it is made, so that a start that is cancelled here removes it.
             await worker.run(lambda: folders.append(PrivateFolder()), None)
@@ -170,13 +172,13 @@ async def _serve(
         raise EngineDead(str(backend.core.death), dump=backend.core.death.dump)
 
 
-def _make_executor(settled: _Settled) -> Executor:
-    assert settled.executor is not None
-    module, _, name = settled.executor.partition(":")
+def _make_executor(options: _Options) -> Executor:
+    assert options.executor is not None
+    module, _, name = options.executor.partition(":")
     make = getattr(_import(module), name, None)
     if not callable(make):
-        raise ConfigError(f"{settled.executor}: {module} has no function {name}")
-    executor: Executor = make(settled.config)
+        raise ConfigError(f"{options.executor}: {module} has no function {name}")
+    executor: Executor = make(options.config)
     return executor
 
 
