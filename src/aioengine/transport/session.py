@@ -323,14 +323,14 @@ class Requests:
                 self._core.finish(follower.sequence, body.reason, body.stop_reason)
 
     def _begin(self, session: Session, sequence: Sequence, numbers: range, num_allowed: int) -> None:
-        family = (sequence, *sequence.children)
+        choices = (sequence, *sequence.children)
         allowed = UNLIMITED if num_allowed < 0 else num_allowed
         followers = [
             Follower(session, number, member, self._core, allowed)
-            for number, member in zip(numbers, family, strict=True)
+            for number, member in zip(numbers, choices, strict=True)
         ]
         self._core.add(sequence, followers)
-        session.num_unstarted += len(family)
+        session.num_unstarted += len(choices)
         session.followers.update(zip(numbers, followers, strict=True))
 
     def _check(self, session: Session, body: wire.AddRequest, prompt: Int32, numbers: range) -> None:
