@@ -27,7 +27,7 @@ from aioengine.transport.wire import PROTOCOL_VERSION, Refused
 
 pack = msgspec.msgpack.encode
 
-both_ways = pytest.mark.parametrize("scheme", ["ipc", "tcp"])
+both_ways = pytest.mark.parametrize("scheme", ["ipc", pytest.param("tcp", marks=pytest.mark.nightly)])
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from aioengine.transport import session as session_module
 from aioengine.transport import wire
 from aioengine.transport.wire import PROTOCOL_VERSION, Attached, Refused, Writer
 
-both_ways = pytest.mark.parametrize("scheme", ["ipc", "tcp"])
+both_ways = pytest.mark.parametrize("scheme", ["ipc", pytest.param("tcp", marks=pytest.mark.nightly)])
 
 
 @pytest.fixture

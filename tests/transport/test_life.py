@@ -27,6 +27,11 @@ SIGNALS = {name: signal.Signals[name] for name in ("SIGTERM", "SIGINT", "SIGKILL
 
 # The child
 
+EACH_STAGE = [
+    pytest.param(stage, marks=pytest.mark.nightly) if stage in ("loading", "idle", "asleep") else stage
+    for stage in STAGES
+]
+
 KILLED = r"EngineDead: .*engine 0 \(pid \d+\) was killed by SIGKILL.*"
 TOLD_TO_END = r"EngineDead: the engine has ended: .*closed.*"
 EXITED = r"EngineDead: .*engine 0 \(pid \d+\) exited with code 0.*"
@@ -66,7 +71,7 @@ WHAT_CALLERS_HEAR = {
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", EACH_STAGE)
 async def test_an_engine_whose_process_gets(stage: str, number: str, runtime: Path) -> None:
     lines = Lines()
     life = Life(stage, says=lines.add, has_deadline=number == "SIGSTOP")
@@ -115,7 +120,7 @@ MAY_LEAVE_A_FOLDER = {(stage, number) for stage in ("spawned", "loading", "ready
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", EACH_STAGE)
 def test_a_script_with_an_engine_gets(stage: str, number: str, runtime: Path) -> None:
     script = Script("transport.life_scripts.family", stage)
     child_pid = int(script.hears(r"child (\d+)")[1])
@@ -148,7 +153,9 @@ def check_files(cell: tuple[str, str], runtime: Path) -> None:
     assert os.listdir(runtime) == []
 
 
-@pytest.mark.parametrize("stage", ["loading", "ready", "busy", "closing"])
+@pytest.mark.parametrize(
+    "stage", ["ready", "busy", *(pytest.param(s, marks=pytest.mark.nightly) for s in ("loading", "closing"))]
+)
 def test_a_script_is_killed_while_its_child_is_stopped(stage: str, runtime: Path) -> None:
     script = Script("transport.life_scripts.family", stage)
     child_pid = int(script.hears(r"child (\d+)")[1])
@@ -179,8 +186,8 @@ async def test_what_a_killed_script_has_left_goes_with_the_next_engine(runtime: 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV"])
 async def test_every_caller_hears_soon_that_the_process_was_killed(name: str) -> None:
-    took_ms = []
-    for _ in range(3):
+    took_ms: list[float] = []
+    while not took_ms or (min(took_ms) >= 1000 and len(took_ms) < 3):  # again where the machine was busy
         ends: list[float] = []
         num_streaming = 0
 

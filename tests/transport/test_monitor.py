@@ -211,3 +211,26 @@ class TestMonitor:
             tasks.start_soon(call_soon, guarded.monitor.close)
             with anyio.fail_after(10):
                 await guarded.monitor.look()
+
+
+async def test_zmq_is_told_to_stop_while_somebody_can_still_hear_its_news(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = context.socket(zmq.PUSH)
+    monitor = Monitor(watched)
+    news = monitor._channel.socket
+    was_heard: list[bool] = []
+    stop = type(watched).disable_monitor
+
+    def note(socket: Any) -> None:
+        was_heard.append(not news.closed)
+        stop(socket)
+
+    monkeypatch.setattr(type(watched), "disable_monitor", note)
+
+    monitor.close()
+    monitor.close()
+
+    assert was_heard == [True]
+    assert news.closed
+    watched.close()

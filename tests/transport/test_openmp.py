@@ -61,8 +61,10 @@ def spin_counts(program: str, **own: str) -> list[int]:
 
 @pytest.mark.parametrize(
     ("program", "own", "expected"),
-    [(COMMAND_LINE, {"GOMP_SPINCOUNT": "77"}, 77), (CHILD, {"OMP_WAIT_POLICY": "passive"}, 0)],
-    ids=["the command line", "a child"],
+    [
+        pytest.param(COMMAND_LINE, {"GOMP_SPINCOUNT": "77"}, 77, id="the command line"),
+        pytest.param(CHILD, {"OMP_WAIT_POLICY": "passive"}, 0, id="a child", marks=pytest.mark.nightly),
+    ],
 )
 def test_threads_spin_briefly_in_a_process_of_our_own_unless_the_user_says_how_they_wait(
     program: str, own: dict[str, str], expected: int
