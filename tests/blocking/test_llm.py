@@ -83,19 +83,6 @@ def test_a_chat_is_one_conversation_or_several(open_llm: Open) -> None:
     assert "Hello" in (alone.prompt or "")
 
 
-def test_a_chat_takes_variables_for_its_template(open_llm: Open) -> None:
-    [output] = open_llm().chat(
-        [*CHAT, {"role": "assistant", "content": "A fox and"}],
-        max_tokens=1,
-        chat_template_kwargs={"continue_final_message": True},
-    )
-    assert output.prompt is not None
-    assert output.prompt.endswith("A fox and")
-    with pytest.raises(InvalidRequest) as caught:
-        open_llm().chat(CHAT, chat_template_kwargs={"tools": []})
-    assert caught.value.param == "chat_template_kwargs"
-
-
 def test_a_chat_goes_on_with_its_last_message(open_llm: Open) -> None:
     chat = [*CHAT, {"role": "assistant", "content": "A fox and"}]
     llm = open_llm()
@@ -108,6 +95,9 @@ def test_a_chat_goes_on_with_its_last_message(open_llm: Open) -> None:
         llm.chat(chat, add_generation_prompt=True, continue_final_message=True)
     with pytest.raises(InvalidRequest, match="a mapping"):
         llm.chat(chat, continue_final_message=True, chat_template_kwargs=7)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest) as caught:
+        llm.chat(CHAT, chat_template_kwargs={"tools": []})
+    assert caught.value.param == "chat_template_kwargs"
 
 
 def test_a_script_of_vllms_runs_as_it_stands(device: Any) -> None:

@@ -61,29 +61,12 @@ def test_outputs_are_those_of_this_process(llm: LLM) -> None:
         assert token_ids(llm.generate(PROMPTS, SEEDED)) == token_ids(here.generate(PROMPTS, SEEDED))
 
 
-def test_a_sleep_and_a_wake_up_change_nothing(llm: LLM) -> None:
-    before = token_ids(llm.generate(PROMPTS, SEEDED))
-    for level in (0, 1, 2):
-        llm.sleep(level)
-        llm.wake_up()
-        assert token_ids(llm.generate(PROMPTS, SEEDED)) == before
-
-
 def test_steps_bring_all_that_was_asked(engine: LLMEngine) -> None:
     for number, prompt in enumerate(PROMPTS):
         engine.add_request(str(number), prompt, SamplingParams(max_tokens=10, n=2, seed=number))
     finished = {output.request_id: output for output in run_to_the_end(engine) if output.finished}
     assert sorted(finished) == sorted(map(str, range(len(PROMPTS))))
     assert all(len(choice.token_ids) == 10 for output in finished.values() for choice in output.outputs)
-
-
-def test_an_aborted_request_brings_nothing_more(engine: LLMEngine) -> None:
-    engine.add_request("long", PROMPTS[0], SamplingParams(max_tokens=4000, ignore_eos=True, seed=7))
-    engine.add_request("short", PROMPTS[1], SamplingParams(max_tokens=5))
-    engine.step()
-    engine.abort_request("long")
-    assert {output.request_id for output in run_to_the_end(engine)} <= {"short"}
-    assert engine.get_num_unfinished_requests() == 0
 
 
 def test_sleep_wake_up_and_the_numbers_are_the_engines(engine: LLMEngine) -> None:
