@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from cli.conftest import CallMain
 
 from aioengine import Engine, PromptTooLong
 from aioengine.cli.chat import ChatShell
@@ -424,15 +425,13 @@ def test_through_a_pipe_each_line_is_a_message_and_ctrl_c_between_them_ends_it()
     assert "Traceback" not in err
 
 
-def test_what_cannot_work_is_said_before_a_model_is_loaded(tmp_path: Path) -> None:
+def test_what_cannot_work_is_said_before_a_model_is_loaded(call_main: CallMain, tmp_path: Path) -> None:
     for args, says in (
         (["--n", "2"], "leave --n out"),
         (["--temperature", "3"], "temperature=3.0"),
         (["--history", str(tmp_path / "no" / "where")], "there is no folder"),
     ):
-        done = subprocess.run(
-            [*COMMAND, *args], input="", capture_output=True, text=True, timeout=DEADLINE_S, check=False
-        )
-        assert done.returncode == 2, done.stderr
-        assert says in done.stderr
-        assert "KV cache" not in done.stderr
+        code, _, stderr = call_main("chat", *args)
+        assert code == 2, stderr
+        assert says in stderr
+        assert "KV cache" not in stderr

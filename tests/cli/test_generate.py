@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from cli.conftest import CallMain
 
 import aioengine
 
@@ -26,13 +28,26 @@ def run(*args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_it_tells_a_story_and_says_on_stderr_how_large_the_kv_cache_is() -> None:
-    done = run("generate", "Once upon a time", "--seed", "1", "--max-tokens", "40")
+def test_the_same_seed_tells_the_same_story_as_text_and_in_json_with_what_no_text_would_show() -> None:
+    arguments = ("generate", "Once upon a time", "--seed", "1", "--max-tokens", "40")
+    done = run(*arguments)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("Once upon a time")
     assert len(done.stdout) > len("Once upon a time") + 40
     assert "KV cache" in done.stderr
     assert "blocks of 16 tokens" in done.stderr
+    output = json.loads(run(*arguments, "--logprobs", "2", "--json").stdout)
+    assert done.stdout == f"Once upon a time{output['outputs'][0]['text']}\n"
+    assert len(output["outputs"][0]["logprobs"]) == output["metrics"]["num_generation_tokens"] == 40
+
+
+def test_choices_are_shown_one_after_the_other_each_under_its_number() -> None:
+    done = run("generate", "Once upon a time", "--n", "3", "--seed", "1", "--max-tokens", "20", "--stats")
+    assert done.returncode == 0, done.stderr
+    pattern = "".join(rf"--- choice {number} of 3\n(Once upon a time.*)\n" for number in (1, 2, 3))
+    shown = re.fullmatch(pattern, done.stdout)
+    assert shown is not None, done.stdout
+    assert len(set(shown.groups())) == 3
+    assert "output tokens: 60, ended by length × 3" in done.stderr
 
 
 def test_a_start_imports_no_large_package_but_torch() -> None:
@@ -47,11 +62,6 @@ def test_a_start_imports_no_large_package_but_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def test_the_same_seed_tells_the_same_story() -> None:
-    first, second = (run("generate", "Once", "--seed", "7", "--max-tokens", "30").stdout for _ in range(2))
-    assert first == second
 
 
 def test_a_prompt_can_come_from_stdin_and_a_chat_answers_without_echo() -> None:
@@ -97,12 +107,14 @@ def test_ctrl_c_ends_it_quietly_with_the_shells_code() -> None:
     ],
     ids=lambda value: value[-1] if isinstance(value, tuple) else None,
 )
-def test_an_error_is_one_readable_line_and_a_code(args: tuple[str, ...], code: int, says: str) -> None:
-    done = run(*args)
-    assert done.returncode == code, done.stderr
-    assert says in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not done.stdout
+def test_an_error_is_one_readable_line_and_a_code(
+    call_main: CallMain, args: tuple[str, ...], code: int, says: str
+) -> None:
+    ended, stdout, stderr = call_main(*args)
+    assert ended == code, stderr
+    assert says in stderr
+    assert "Traceback" not in stderr
+    assert not stdout
 
 
 def test_a_closed_pipe_is_no_accident() -> None:
@@ -133,32 +145,25 @@ def test_an_emoji_goes_in_and_out_whatever_the_locale_is() -> None:
     assert b"hi" in done.stdout
 
 
-def test_the_version_is_the_packages() -> None:
-    assert aioengine.__version__ in run("--version").stdout
+def test_the_version_is_the_packages(call_main: CallMain) -> None:
+    assert aioengine.__version__ in call_main("--version")[1]
 
 
-def test_a_local_folder_without_a_tokenizer_says_what_to_do(tmp_path: Path) -> None:
+def test_a_local_folder_without_a_tokenizer_says_what_to_do(call_main: CallMain, tmp_path: Path) -> None:
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
         "num_attention_heads": 2, "num_hidden_layers": 1, "num_key_value_heads": 1, "vocab_size": 64,
         "max_position_embeddings": 64, "torch_dtype": "float32",
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    done = run("generate", "hello", "--model", str(tmp_path), "--load-format", "dummy")
-    assert done.returncode == 2, done.stderr
-    assert "no tokenizer; give the prompt as token ids" in done.stderr
-
-
-def test_the_whole_output_comes_as_json_where_no_text_would_show_it() -> None:
-    done = run("generate", "Once upon a time", "--max-tokens", "3", "--seed", "1", "--logprobs", "2", "--json")
-    output = json.loads(done.stdout)
-    assert len(output["outputs"][0]["logprobs"]) == 3
-    assert output["metrics"]["num_generation_tokens"] == 3
+    code, _, stderr = call_main("generate", "hello", "--model", str(tmp_path), "--load-format", "dummy")
+    assert code == 2, stderr
+    assert "no tokenizer; give the prompt as token ids" in stderr
 
 
 @pytest.mark.parametrize("flags", [["--logprobs", "2"], ["--prompt-logprobs", "1"], ["--no-detokenize"]], ids=" ".join)
-def test_what_a_text_cannot_show_is_refused_before_the_model_is_loaded(flags: list[str]) -> None:
-    done = run("generate", "Once", *flags)
-    assert done.returncode == 2
-    assert "--json" in done.stderr
-    assert "weights" not in done.stderr
+def test_what_a_text_cannot_show_is_refused_before_the_model_is_loaded(call_main: CallMain, flags: list[str]) -> None:
+    code, _, stderr = call_main("generate", "Once", *flags)
+    assert code == 2
+    assert "--json" in stderr
+    assert "weights" not in stderr
