@@ -14,10 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import anyio
@@ -201,6 +204,14 @@ def events_of(body: bytes) -> list[Any]:
         datas.append(value)
     assert datas.pop() == "[DONE]"
     return [json.loads(data) for data in datas]
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder of its own, since the paths of sockets are short."""
+    made = Path(tempfile.mkdtemp(prefix="serving-", dir="/tmp"))
+    yield made
+    shutil.rmtree(made)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -192,44 +192,6 @@ async def test_a_full_engine_says_so_before_it_reads_the_prompt(face: Face) -> N
 
 
 @both_faces
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_request_that_is_cancelled_is_aborted(face: Face, stream: bool) -> None:
-    async with (
-        fake_engine(is_manual=True) as (engine, executor),
-        serving(engine, face) as served,
-        openai_client(served.url) as client,
-        anyio.create_task_group() as tasks,
-    ):
-
-        async def ask() -> None:
-            answer: Any = await client.completions.create(model="demo", prompt="a", max_tokens=9, stream=stream)
-            async for _ in answer:
-                pass
-
-        tasks.start_soon(ask)
-        await until(lambda: engine.stats().running == 1)
-        tasks.cancel_scope.cancel()
-        with anyio.CancelScope(shield=True):
-            await until(lambda: finished(engine) == {"abort": 1})
-            executor.complete()
-            await until(lambda: engine.stats().running == 0)
-            assert len(executor.plans) <= 2
-
-
-@both_faces
-async def test_a_client_that_waits_no_longer_is_gone_for_the_engine(face: Face) -> None:
-    async with (
-        fake_engine(is_manual=True) as (engine, executor),
-        serving(engine, face) as served,
-        openai_client(served.url, timeout=0.2) as client,
-    ):
-        with pytest.raises(openai.APITimeoutError):
-            await client.chat.completions.create(model="demo", messages=HELLO)
-        await until(lambda: finished(engine) == {"abort": 1})
-        executor.complete()
-
-
-@both_faces
 async def test_a_failed_step_is_an_error_of_the_server(face: Face) -> None:
     async with (
         fake_engine() as (engine, executor),

@@ -240,6 +240,7 @@ async def test_a_cancelled_openai_call_aborts_the_engines_request(face: Face, is
         calling.cancel()
         await assert_aborted_at_once(target)
         await target.until_told(GONE, 1)
+        assert target.engine.stats().finished["abort"] == 1
 
 
 # Hundreds

@@ -308,13 +308,6 @@ def test_a_server_that_runs_no_asyncio_is_told_so() -> None:
         app(scope, never, send).send(None)  # type: ignore[attr-defined]
 
 
-def test_an_app_that_is_served_alone_starts_its_engine_and_closes_it() -> None:
-    engine = quick_engine()
-    with TestClient(create_app(engine)) as client:
-        assert client.get("/health").json()["status"] == "ALIVE"
-    assert engine.health().status == "DEAD"
-
-
 # A server beside other things
 
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import socket
 import ssl
 import stat
 import subprocess
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -25,14 +22,6 @@ from aioengine.server.http_listener import HttpListener, ServerAddress
 from aioengine.server.http_server import StopRequest, serve
 
 both_loops = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """A folder of its own, since the paths of sockets are short."""
-    made = Path(tempfile.mkdtemp(prefix="serving-", dir="/tmp"))
-    yield made
-    shutil.rmtree(made)
 
 
 @pytest.fixture(scope="module")

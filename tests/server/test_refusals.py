@@ -12,7 +12,6 @@ from server.conftest import Served, all_ended, fake_engine, plain_client, servin
 
 from aioengine import Engine
 from aioengine.server import ServerConfig
-from aioengine.server.schema import ChatRequest, CompletionRequest
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -119,20 +118,6 @@ async def test_a_chat_names_its_own_fields(limited_http: httpx.AsyncClient) -> N
     check(answer, 400, "top_logprobs", "invalid_value")
     answer = await limited_http.post(COMPLETION, json=text(logprobs=6))
     check(answer, 400, "logprobs", "invalid_value")
-
-
-@pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
-async def test_what_comes_later_is_refused_now(limited_http: httpx.AsyncClient, kind: Any) -> None:
-    path, body = (CHAT, chat()) if kind is ChatRequest else (COMPLETION, text())
-    for name in kind.NEUTRAL:
-        message = check(
-            await limited_http.post(path, json={**body, name: "something"}), 400, name, "unsupported_parameter"
-        )
-        assert "not supported" in message
-    wanted: dict[str, Any] = {"tool_choice": "required", "response_format": {"type": "json_object"}}
-    for name in wanted.keys() & kind.NEUTRAL.keys():
-        answer = await limited_http.post(path, json={**body, name: wanted[name]})
-        check(answer, 400, name, "unsupported_parameter")
 
 
 async def test_unknown_fields_and_types_are_refused(limited_http: httpx.AsyncClient) -> None:

@@ -112,7 +112,7 @@ async def test_health_is_open(locked: httpx.AsyncClient) -> None:
         b"Bearer FIRST-SECRET-KEY", b"Token first-secret-key", b"Basic", b"Basic !!!", b"Basic Zmlyc3Q=",
         b"Basic " + base64.b64encode(b"first-secret-key"), b"Basic " + base64.b64encode(b"first-secret-key:"),
         b"Bearer " + b"x" * 5000, b"Bearer \xff\xfe", b"Bearer first-secret-key, Bearer first-secret-key",
-        b"Bearer " + "schlüssel-12 mit:allem".encode("latin-1"),
+        b"Bearer " + "schlüssel-12 mit:allem".encode("latin-1"), b"Basic Og==", b"Bearer first-secret-key x",
     ],
     ids=lambda header: repr(header[:30]),
 )  # fmt: skip
