@@ -19,12 +19,11 @@ import anyio
 import numpy as np
 import pytest
 from executor.plans import PlanWriter, choices_by_row, tokens_by_row
+from nightly import nightly
 
 from aioengine.core.executor_protocol import DeviceLost, Executor, PendingStep
 from aioengine.errors import InvalidRequest
 from aioengine.scheduler.plan import LogitsRow, StepPlan, StepResult
-
-DEPTHS = [1, 2, 4]
 
 
 @dataclass
@@ -43,6 +42,20 @@ class Opened:
 
     async def run(self, plan: StepPlan) -> StepResult:
         return await self.executor.launch(plan).finish()
+
+    async def step(self, writer: PlanWriter, num_tokens: dict[int, int | None] | None = None) -> dict[int, int]:
+        """Plan a step as `PlanWriter.plan` does, run and read it: {row: sampled token}, one each."""
+        plan = writer.plan(num_tokens)
+        result = await self.run(plan)
+        writer.read(plan, result)
+        return tokens_by_row(plan, result)
+
+    async def fail(self, plan: StepPlan) -> None:
+        """Run a plan whose step fails by an error that is not `DeviceLost`."""
+        self.make_step_fail(plan.step)
+        with pytest.raises(Exception) as failure:
+            await self.run(plan)
+        assert not isinstance(failure.value, DeviceLost)
 
 
 DRAWN: dict[str, Any] = {"temperature": 1.0, "seed": 5}
@@ -109,7 +122,7 @@ class ExecutorContract(abc.ABC):
     async def start(self, max_in_flight: int) -> Opened:
         """A fresh executor; always the same model, so that equal sequences bring equal tokens."""
 
-    @pytest.fixture(params=DEPTHS)
+    @pytest.fixture(params=[1, *nightly(2), 4])
     async def opened(self, request: pytest.FixtureRequest) -> AsyncIterator[Opened]:
         async with self.open(request.param) as opened:
             yield opened
@@ -130,10 +143,7 @@ class ExecutorContract(abc.ABC):
     ) -> list[int]:
         """One sequence alone, a step at a time, each finished before the next."""
         writer.add(row, prompt, **sampling)
-        tokens = []
-        for _ in range(num_tokens):
-            plan = writer.plan({row: None})
-            tokens.append(writer.read(plan, await opened.run(plan))[row])
+        tokens = [(await opened.step(writer, {row: None}))[row] for _ in range(num_tokens)]
         writer.remove(row)
         return tokens
 
@@ -141,7 +151,7 @@ class ExecutorContract(abc.ABC):
 
     async def test_it_says_what_it_offers(self, opened: Opened) -> None:
         info = opened.executor.info
-        assert info.max_in_flight in DEPTHS
+        assert info.max_in_flight in (1, 2, 4)
         assert info.num_blocks >= 64
         assert info.block_size >= 1
         assert info.max_model_len >= 64
@@ -166,21 +176,17 @@ class ExecutorContract(abc.ABC):
         prompt = self.prompt(opened, 9)
         writer = opened.writer()
         free = await self.generate(opened, writer, 0, prompt, 4)
-        writer.add(1, prompt, min_tokens=3, stop_ids=(free[0],))
-        plan = writer.plan({1: None})
-        held = writer.read(plan, await opened.run(plan))[1]
-        assert held != free[0]
-        writer.remove(1)
-        writer.add(2, prompt, min_tokens=0, stop_ids=(free[0],))
-        plan = writer.plan({2: None})
-        assert writer.read(plan, await opened.run(plan))[2] == free[0]
+        for min_tokens, num_prompt_tokens in ((3, 9), (3, 7), (0, 9), (2, 7)):  # some are output from before
+            writer.add(1, prompt, min_tokens=min_tokens, stop_ids=(free[0],), num_prompt_tokens=num_prompt_tokens)
+            token = (await opened.step(writer, {1: None}))[1]
+            assert (token != free[0]) == (min_tokens == 3)
+            writer.remove(1)
 
     async def test_rows_bring_a_token_where_they_want_one_and_none_elsewhere(self, opened: Opened) -> None:
         writer = opened.writer()
         for row, length in enumerate([5, 40, 1, 33]):
             writer.add(row, self.prompt(opened, length, salt=row))
-        plan = writer.plan({3: 10, 0: None, 1: 39, 2: None})
-        tokens = tokens_by_row(plan, await opened.run(plan))
+        tokens = await opened.step(writer, {3: 10, 0: None, 1: 39, 2: None})
         assert tokens.keys() == {0, 2}
         assert all(0 <= token < opened.executor.info.vocab_size for token in tokens.values())
 
@@ -189,10 +195,8 @@ class ExecutorContract(abc.ABC):
         expected = await self.generate(opened, writer, 0, prompt, 1)
         writer.add(1, prompt)
         for count in (1, 17, 3, 23):
-            plan = writer.plan({1: count})
-            assert tokens_by_row(plan, await opened.run(plan)) == {}
-        plan = writer.plan()
-        assert tokens_by_row(plan, await opened.run(plan)) == {1: expected[0]}
+            assert await opened.step(writer, {1: count}) == {}
+        assert await opened.step(writer) == {1: expected[0]}
 
     async def test_a_sequence_does_not_notice_its_company(self, opened: Opened) -> None:
         writer = opened.writer()
@@ -202,8 +206,7 @@ class ExecutorContract(abc.ABC):
         for row, prompt in prompts.items():  # a new one with each step, while the others go on
             writer.add(row, prompt)
             for _ in range(2):
-                plan = writer.plan()
-                for of_row, token in writer.read(plan, await opened.run(plan)).items():
+                for of_row, token in (await opened.step(writer)).items():
                     brought[of_row].append(token)
         for row, tokens in brought.items():
             assert tokens == expected[row][: len(tokens)]
@@ -214,15 +217,13 @@ class ExecutorContract(abc.ABC):
         tokens = await self.generate(opened, writer, 0, prompt, 8)
         writer.add(2, prompt + tokens[:3], num_prompt_tokens=len(prompt))
         for expected in tokens[3:]:
-            plan = writer.plan()
-            assert writer.read(plan, await opened.run(plan)) == {2: expected}
+            assert await opened.step(writer) == {2: expected}
 
     async def test_a_sequence_may_grow_to_the_longest(self, opened: Opened) -> None:
         writer, limit = opened.writer(), opened.executor.info.max_model_len
         writer.add(0, self.prompt(opened, limit - 3))
         for _ in range(3):
-            plan = writer.plan()
-            writer.read(plan, await opened.run(plan))
+            await opened.step(writer)
         assert writer.rows[0].num_known == limit
 
     async def test_rows_and_blocks_are_used_again(self, opened: Opened) -> None:
@@ -240,16 +241,14 @@ class ExecutorContract(abc.ABC):
         await opened.run(writer.plan())
         writer.remove(0)
         writer.add(0, self.prompt(opened, 6, salt=2))
-        plan = writer.plan()
-        assert tokens_by_row(plan, await opened.run(plan)) == {0: expected[0]}
+        assert await opened.step(writer) == {0: expected[0]}
 
     async def test_a_plan_may_have_deltas_and_no_rows(self, opened: Opened) -> None:
         writer = opened.writer()
         writer.add(0, self.prompt(opened, 6))
         await opened.run(writer.plan())
         writer.remove(0)
-        plan = writer.plan({})
-        assert tokens_by_row(plan, await opened.run(plan)) == {}
+        assert await opened.step(writer, {}) == {}
 
     async def test_logprobs_come_for_the_rows_that_ask(self, opened: Opened) -> None:
         writer = opened.writer()
@@ -327,7 +326,8 @@ class ExecutorContract(abc.ABC):
         writer, times = opened.writer(), [time.monotonic()]
         writer.add(0, self.prompt(opened, 12))
         for _ in range(3):
-            times.append((await opened.run(writer.plan())).ended_at_s)
+            result = await opened.run(writer.plan())
+            times += [result.ended_at_s - result.device_time_s, result.ended_at_s]
         times.append(time.monotonic())
         assert times == sorted(times)
 
@@ -371,8 +371,7 @@ class ExecutorContract(abc.ABC):
         for row, processors in enumerate([(), (force_second_token,), (), (force_second_token,)]):
             writer.add(row, prompt, logits_processors=processors)
         for _ in range(2):
-            plan = writer.plan()
-            tokens = writer.read(plan, await opened.run(plan))
+            tokens = await opened.step(writer)
         assert tokens == {0: free[1], 1: other, 2: free[1], 3: other}
         assert seen == [[(prompt, [], 0)] * 2, [(prompt, free[:1], 0)] * 2]
 
@@ -424,11 +423,10 @@ class ExecutorContract(abc.ABC):
         writer.read(plan, result)
         assert result.logprobs is not None
         assert result.logprobs.index.tolist() == [1, 2, 3, 4, 5], "a line for each choice"
-        plan = writer.plan({1: None})
-        assert tokens_by_row(plan, await opened.run(plan)) == {1: expected[0][1]}, "it goes on with the first"
+        assert await opened.step(writer, {1: None}) == {1: expected[0][1]}, "it goes on with the first"
         assert opened.executor.stats.num_sampled_tokens == num_sampled + 3 + 6 + 1
 
-    @pytest.mark.parametrize("length", [3, 16, 17, 31, 40])
+    @pytest.mark.parametrize("length", [3, 16, *nightly(17, 31, 40)])
     async def test_choices_that_share_the_prompts_blocks_go_on_as_if_alone(self, opened: Opened, length: int) -> None:
         """The first has written behind the prompt by then, as many tokens as there are steps in flight."""
         num_choices, num_tokens = self.max_rows, 12
@@ -457,16 +455,20 @@ class ExecutorContract(abc.ABC):
         for choice, tokens in enumerate(brought):
             assert tokens[:num_tokens] == expected[choice]
 
+    async def second_choice(self, opened: Opened, writer: PlanWriter, prompt: list[int]) -> int:
+        """Begin two choices of a prompt in row 0, in its first step; returns the first token of the second."""
+        writer.add(0, prompt, **DRAWN, num_choices=2)
+        plan = writer.plan()
+        result = await opened.run(plan)
+        writer.read(plan, result)
+        return choices_by_row(plan, result)[0][1]
+
     async def test_a_block_is_copied_before_another_row_that_has_got_it_writes(self, opened: Opened) -> None:
         writer, prompt = opened.writer(), self.prompt(opened, 22)
         expected = await self.choices_alone(opened, writer, prompt, 2, 6)
         other = self.prompt(opened, 30, salt=4)
         of_other = await self.generate(opened, writer, 0, other, 1)
-        writer.add(0, prompt, **DRAWN, num_choices=2)
-        plan = writer.plan()
-        result = await opened.run(plan)
-        writer.read(plan, result)
-        writer.fork(0, 1, choices_by_row(plan, result)[0][1], **DRAWN, choice=1)
+        writer.fork(0, 1, await self.second_choice(opened, writer, prompt), **DRAWN, choice=1)
         writer.remove(0, is_reused_next=True)
         writer.add(0, other)
         plan = writer.plan()
@@ -477,14 +479,11 @@ class ExecutorContract(abc.ABC):
     async def test_a_block_is_copied_behind_the_steps_in_flight_that_write_where_it_goes(self, opened: Opened) -> None:
         writer, prompt = opened.writer(), self.prompt(opened, 22)
         expected = await self.choices_alone(opened, writer, prompt, 2, 3)
-        writer.add(0, prompt, **DRAWN, num_choices=2)
-        plan = writer.plan()
-        result = await opened.run(plan)
-        writer.read(plan, result)
+        second = await self.second_choice(opened, writer, prompt)
         writer.add(1, self.prompt(opened, 1, salt=1))
         plans = [writer.plan()]
         state = writer.remove(1, is_reused_next=True)
-        writer.fork(0, 1, choices_by_row(plan, result)[0][1], **DRAWN, choice=1)
+        writer.fork(0, 1, second, **DRAWN, choice=1)
         plans += [writer.plan({1: None}), writer.plan({1: None})]
         assert plans[1].copied_to.tolist() == state.block_ids, "the copy goes where the row was"
         results = await self.run_all(opened, plans)
@@ -494,18 +493,10 @@ class ExecutorContract(abc.ABC):
     async def test_the_copies_of_a_failed_step_hold(self, opened: Opened) -> None:
         writer, prompt = opened.writer(), self.prompt(opened, 22)
         expected = await self.choices_alone(opened, writer, prompt, 2, 3)
-        writer.add(0, prompt, **DRAWN, num_choices=2)
-        plan = writer.plan()
-        result = await opened.run(plan)
-        writer.read(plan, result)
-        writer.fork(0, 1, choices_by_row(plan, result)[0][1], **DRAWN, choice=1)
-        plan = writer.plan({0: None})
-        opened.make_step_fail(plan.step)
-        with pytest.raises(Exception):  # noqa: B017 - the executor's own
-            await opened.run(plan)
+        writer.fork(0, 1, await self.second_choice(opened, writer, prompt), **DRAWN, choice=1)
+        await opened.fail(writer.plan({0: None}))
         for token in expected[1][1:]:
-            plan = writer.plan({1: None})
-            assert writer.read(plan, await opened.run(plan)) == {1: token}
+            assert await opened.step(writer, {1: None}) == {1: token}
 
     # Several steps in flight
 
@@ -513,17 +504,9 @@ class ExecutorContract(abc.ABC):
         writer, prompt = opened.writer(), self.prompt(opened, 9)
         expected = await self.generate(opened, writer, 0, prompt, 12)
         writer.add(0, prompt)
-        in_flight: list[tuple[StepPlan, PendingStep]] = []
-        tokens = []
-        for _ in range(12):
-            plan = writer.plan()
-            in_flight.append((plan, opened.executor.launch(plan)))
-            if len(in_flight) == opened.executor.info.max_in_flight:
-                plan, step = in_flight.pop(0)
-                tokens.append(writer.read(plan, await step.finish())[0])
-        for plan, step in in_flight:
-            tokens.append(writer.read(plan, await step.finish())[0])
-        assert tokens == expected
+        plans = [writer.plan() for _ in range(12)]
+        results = await self.run_all(opened, plans)
+        assert [tokens_by_row(*pair)[0] for pair in zip(plans, results, strict=True)] == expected
 
     async def test_a_row_that_leaves_while_its_step_is_in_flight_harms_nobody(self, opened: Opened) -> None:
         writer = opened.writer()
@@ -576,11 +559,7 @@ class ExecutorContract(abc.ABC):
         writer, prompt = opened.writer(), self.prompt(opened, 11)
         expected = await self.generate(opened, writer, 0, prompt, 3)
         writer.add(0, prompt)
-        plan = writer.plan()
-        opened.make_step_fail(plan.step)
-        with pytest.raises(Exception) as failure:
-            await opened.run(plan)
-        assert not isinstance(failure.value, DeviceLost)
+        await opened.fail(writer.plan())
         writer.remove(0)
         assert await self.generate(opened, writer, 0, prompt, 3) == expected
 
@@ -592,15 +571,10 @@ class ExecutorContract(abc.ABC):
         writer.remove(0)
         writer.add(0, prompt)
         writer.add(1, self.prompt(opened, 4))
-        plan = writer.plan({1: None})
-        opened.make_step_fail(plan.step)
-        with pytest.raises(Exception):  # noqa: B017 - the executor's own
-            await opened.run(plan)
+        await opened.fail(writer.plan({1: None}))
         writer.remove(1)
-        plan = writer.plan({0: None})
-        assert writer.read(plan, await opened.run(plan)) == {0: expected[0]}
-        plan = writer.plan()
-        assert writer.read(plan, await opened.run(plan)) == {0: expected[1]}
+        assert await opened.step(writer, {0: None}) == {0: expected[0]}
+        assert await opened.step(writer) == {0: expected[1]}
 
     async def test_a_failed_step_leaves_other_rows_of_steps_in_flight_alone(self, opened: Opened) -> None:
         if opened.executor.info.max_in_flight == 1:

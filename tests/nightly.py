@@ -1,0 +1,19 @@
+"""Parametrisations of which `make check` takes a few values and `make nightly` all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+
+def nightly(*values: Any) -> list[Any]:
+    """The values as parameters of nightly tests: ``parametrize("depth", [1, *nightly(2), 4])``; a tuple is several."""
+    return [
+        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.nightly) for value in values
+    ]
+
+
+def seeds(count: int) -> list[Any]:
+    """Seeds of a randomised test: two, and ``count`` with the nightly ones."""
+    return [0, 1, *nightly(*range(2, count))]
