@@ -13,7 +13,8 @@ from typing import Any, Literal
 import anyio
 import numpy as np
 import pytest
-from executor.plans import PlanWriter
+from executor.plans import PROMPT, PlanWriter, greedy_tokens
+from nightly import nightly
 
 from aioengine.core.control import StageWeights
 from aioengine.core.executor_protocol import DeviceLost, Executor
@@ -22,7 +23,6 @@ from aioengine.errors import InvalidRequest, ModelLoadError
 from aioengine.executor.weight_transfer import MAX_TRANSFERS
 
 BOTH = frozenset(("weights", "kv_cache"))
-NUM_TOKENS = 6
 EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
 
 
@@ -56,17 +56,15 @@ class Controlled:
     def writer(self) -> PlanWriter:
         return PlanWriter(self.executor.info.num_blocks, self.executor.info.block_size)
 
-    async def tokens(self, num_tokens: int = NUM_TOKENS, writer: PlanWriter | None = None) -> list[int]:
-        """Those of a short greedy sequence, which leaves its row."""
-        writer = writer or self.writer()
-        writer.add(0, [(7 * i) % 90 for i in range(21)])
-        tokens = []
-        for _ in range(num_tokens):
-            plan = writer.plan({0: None})
-            tokens.append(writer.read(plan, await self.executor.launch(plan).finish())[0])
-        writer.remove(0)
-        await self.executor.launch(writer.plan({})).finish()
-        return tokens
+    async def tokens(self, num_tokens: int = 6) -> list[int]:
+        return await greedy_tokens(self.executor, num_tokens)
+
+    async def step(self, writer: PlanWriter) -> int:
+        """The next token of the sequence in row 0; a writer without one gets that of `tokens`."""
+        if not writer.rows:
+            writer.add(0, list(PROMPT))
+        plan = writer.plan()
+        return writer.read(plan, await self.executor.launch(plan).finish())[0]
 
     def values(self, name: str, seed: int = 1) -> bytes:
         """A tensor of float32 for this name."""
@@ -96,7 +94,7 @@ class ControlContract(abc.ABC):
         finally:
             await controlled.executor.aclose()
 
-    @pytest.fixture(params=[1, 2])
+    @pytest.fixture(params=[*nightly(1), 2])
     async def opened(self, request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Controlled]:
         async with self.open(tmp_path, request.param) as controlled:
             yield controlled
@@ -133,28 +131,20 @@ class ControlContract(abc.ABC):
     async def test_a_sleep_knows_the_rows_and_forgets_their_kv(self, opened: Controlled, computes_again: bool) -> None:
         expected = await opened.tokens(4)
         writer = opened.writer()
-        writer.add(0, [(7 * i) % 90 for i in range(21)])
-        plan = writer.plan()
-        writer.read(plan, await opened.executor.launch(plan).finish())
+        await opened.step(writer)
         await opened.executor.sleep(1)
         await opened.executor.wake_up(BOTH)
         if computes_again:
             writer.rows[0].num_computed = 0
-        tokens = []
-        for _ in range(3):
-            plan = writer.plan()
-            tokens.append(writer.read(plan, await opened.executor.launch(plan).finish())[0])
+        tokens = [await opened.step(writer) for _ in range(3)]
         assert (tokens == expected[1:]) == computes_again
 
     async def test_waking_who_is_awake_forgets_nothing(self, opened: Controlled) -> None:
         expected = await opened.tokens(2)
         writer = opened.writer()
-        writer.add(0, [(7 * i) % 90 for i in range(21)])
-        plan = writer.plan()
-        writer.read(plan, await opened.executor.launch(plan).finish())
+        await opened.step(writer)
         await opened.executor.wake_up(BOTH)
-        plan = writer.plan()
-        assert writer.read(plan, await opened.executor.launch(plan).finish()) == {0: expected[1]}
+        assert await opened.step(writer) == expected[1]
 
     # Weights from a folder
 
@@ -170,7 +160,7 @@ class ControlContract(abc.ABC):
     async def test_a_launched_step_has_the_weights_of_its_launch(self, opened: Controlled) -> None:
         expected = await opened.tokens(1)
         writer = opened.writer()
-        writer.add(0, [(7 * i) % 90 for i in range(21)])
+        writer.add(0, list(PROMPT))
         plan = writer.plan()
         step = opened.executor.launch(plan)
         await opened.executor.update_weights(opened.other)
@@ -399,12 +389,9 @@ class ControlContract(abc.ABC):
 
     async def test_a_batch_that_is_nobodys_leaves_no_trace(self, opened: Controlled) -> None:
         expected = await opened.tokens(3)
-        writer = opened.writer()
-        writer.add(0, [(7 * i) % 90 for i in range(21)])
-        tokens = []
+        writer, tokens = opened.writer(), []
         for _ in range(3):
-            plan = writer.plan()
-            tokens.append(writer.read(plan, await opened.executor.launch(plan).finish())[0])
+            tokens.append(await opened.step(writer))
             before = opened.executor.stats.num_computed_tokens
             await opened.executor.execute_dummy_batch()
             assert opened.executor.stats.num_computed_tokens == before

@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from aioengine.core.executor_protocol import Executor
 from aioengine.scheduler.plan import RowAdded, RowSampling, StepPlan, StepResult, Want, int32
 
 
@@ -178,3 +179,19 @@ def tokens_by_row(plan: StepPlan, result: StepResult) -> dict[int, int]:
     tokens = choices_by_row(plan, result)
     assert all(len(of_row) == 1 for of_row in tokens.values())
     return {row: of_row[0] for row, of_row in tokens.items()}
+
+
+PROMPT = tuple((7 * i) % 90 + 3 for i in range(21))
+
+
+async def greedy_tokens(executor: Executor, num_tokens: int = 6, prompt: tuple[int, ...] = PROMPT) -> list[int]:
+    """Those of one sequence, which leaves its row."""
+    writer = PlanWriter(executor.info.num_blocks, executor.info.block_size)
+    writer.add(0, list(prompt))
+    tokens = []
+    for _ in range(num_tokens):
+        plan = writer.plan({0: None})
+        tokens.append(writer.read(plan, await executor.launch(plan).finish())[0])
+    writer.remove(0)
+    await executor.launch(writer.plan({})).finish()
+    return tokens

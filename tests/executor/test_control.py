@@ -16,13 +16,24 @@ import pytest
 import torch
 import transformers
 from executor.control_contract import BOTH, ControlContract, Controlled
-from executor.plans import PlanWriter
+from executor.plans import PROMPT, PlanWriter, greedy_tokens
+from executor.weight_changes import (
+    FAMILIES,
+    QUERY,
+    Checkpoint,
+    changed_checkpoint,
+    cut_short,
+    drawn,
+    fail_when_loaded,
+    send,
+    without_a_tensor,
+)
 from hostile_errors import HOSTILE
+from nightly import nightly
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from aioengine.config import EngineConfig
-from aioengine.core.control import StageWeights
 from aioengine.core.executor_protocol import DeviceLost
 from aioengine.errors import InvalidRequest, ModelLoadError
 from aioengine.executor import weights as weights_module
@@ -34,14 +45,8 @@ from aioengine.models.decoder import Decoder
 from aioengine.models.folder import ModelFolder
 from aioengine.models.loader import LoadStopped, load_weights
 
-Checkpoint = Callable[..., Path]
-NUM_TOKENS = 8
-PROMPT = [(7 * i) % 90 + 3 for i in range(21)]
-FILE_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-QUERY = "model.layers.1.self_attn.q_proj.weight"
 
-
-@pytest.fixture(params=["packed", "plain"])
+@pytest.fixture(params=["packed", *nightly("plain")])
 def packing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Whether linear maps, small as they are, have their weights repacked. bfloat16 always has."""
     monkeypatch.setattr(decoder_module, "MIN_PACKED_FLOAT32", 0 if request.param == "packed" else 2**40)
@@ -58,19 +63,6 @@ async def started(folder: Path, **fields: Any) -> AsyncIterator[TorchExecutor]:
         yield executor
     finally:
         await executor.aclose()
-
-
-async def tokens(executor: TorchExecutor) -> list[int]:
-    """Those of a short greedy sequence, which leaves its row."""
-    writer = PlanWriter(executor.info.num_blocks, executor.info.block_size)
-    writer.add(0, PROMPT)
-    sampled = []
-    for _ in range(NUM_TOKENS):
-        plan = writer.plan({0: None})
-        sampled.append(writer.read(plan, await executor.launch(plan).finish())[0])
-    writer.remove(0)
-    await executor.launch(writer.plan({})).finish()
-    return sampled
 
 
 async def tensors(executor: TorchExecutor) -> dict[str, Tensor]:
@@ -92,33 +84,7 @@ async def assert_same(executor: TorchExecutor, folder: Path, **fields: Any) -> N
         assert ours.keys() == theirs.keys()
         for name, tensor in theirs.items():
             assert torch.equal(ours[name], tensor), name
-        assert await tokens(executor) == await tokens(expected)
-
-
-async def send(executor: TorchExecutor, sent: dict[str, Tensor], transfer: str = "t", pieces: int = 1) -> None:
-    for name, tensor in sent.items():
-        data = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
-        size = -(-len(data) // pieces)
-        for offset in range(0, len(data), size):
-            await executor.stage_weights(
-                StageWeights(
-                    transfer=transfer,
-                    name=name,
-                    dtype=FILE_DTYPES[tensor.dtype],  # type: ignore[arg-type]
-                    shape=tuple(tensor.shape),
-                    offset=offset,
-                    data=data[offset : offset + size],
-                )
-            )
-
-
-def changed_checkpoint(folder: Path, target: Path, changes: dict[str, Tensor]) -> Path:
-    """A copy of a checkpoint of one file, with some other tensors."""
-    shutil.copytree(folder, target)
-    held = load_file(folder / SINGLE_FILE)
-    dtype = next(iter(held.values())).dtype
-    save_file({**held, **{name: tensor.to(dtype) for name, tensor in changes.items()}}, target / SINGLE_FILE)
-    return target
+        assert await greedy_tokens(executor) == await greedy_tokens(expected)
 
 
 class TestContract(ControlContract):
@@ -139,17 +105,19 @@ class TestContract(ControlContract):
         return Controlled(executor, self.checkpoint("llama2", seed=1), shapes)
 
 
+@pytest.mark.nightly
+@pytest.mark.asyncio(loop_factories=["uvloop"])
 class TestContractOnUvloop(TestContract):
-    pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
+    """On the other loop."""
 
 
-FAMILIES = [("llama2", torch.float32), ("qwen2", torch.float32), ("qwen3", torch.float32), ("qwen3", torch.bfloat16)]
+ALL_FAMILIES = [*FAMILIES, ("qwen2", torch.float32)]
 
 
 # From a folder
 
 
-@pytest.mark.parametrize(("family", "dtype"), FAMILIES)
+@pytest.mark.parametrize(("family", "dtype"), ALL_FAMILIES)
 async def test_the_weights_of_a_folder_are_those_of_an_executor_started_there(
     checkpoint: Checkpoint, packing: str, family: str, dtype: torch.dtype
 ) -> None:
@@ -179,44 +147,30 @@ async def test_a_folder_needs_no_config(checkpoint: Checkpoint, tmp_path: Path) 
         await assert_same(executor, other)
 
 
-def without_a_tensor(folder: Path) -> None:
-    held = load_file(folder / SINGLE_FILE)
-    del held[QUERY]
-    save_file(held, folder / SINGLE_FILE)
-
-
 def with_another_shape(folder: Path) -> None:
     held = load_file(folder / SINGLE_FILE)
     save_file({**held, QUERY: held[QUERY][:-1].clone()}, folder / SINGLE_FILE)
 
 
-def cut_short(folder: Path) -> None:
-    os.truncate(folder / SINGLE_FILE, (folder / SINGLE_FILE).stat().st_size - 1)
+def with_config(**fields: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **fields}))
+
+    return change
 
 
-def with_another_rotation(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 5000.0}
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-def with_shorter_texts(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 128}))
-
-
-def with_another_epsilon(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
+with_shorter_texts = with_config(max_position_embeddings=128)
+OTHER_ROTATION = {"rope_type": "default", "rope_theta": 5000.0}
 
 
 MISFITS: list[tuple[Callable[[Path], None], str]] = [
     (without_a_tensor, "lacks tensor"),
     (with_another_shape, "has shape"),
     (cut_short, "cut short"),
-    (with_another_rotation, "another model than the one that runs: inv_freq"),
+    (with_config(rope_parameters=OTHER_ROTATION), "another model than the one that runs: inv_freq"),
     (with_shorter_texts, "max_model_len=256"),
-    (with_another_epsilon, "rms_norm_eps 0.001 instead of"),
+    (with_config(rms_norm_eps=1e-3), "rms_norm_eps 0.001 instead of"),
 ]
 
 
@@ -245,7 +199,7 @@ async def test_a_loading_that_fails_halfway_changes_nothing(
 ) -> None:
     async with started(checkpoint("qwen3")) as executor:
         with monkeypatch.context() as patch:
-            patch.setattr(weights_module, "load_weights", fail_when_bound)
+            patch.setattr(weights_module, "load_weights", fail_when_loaded)
             with pytest.raises(MemoryError):
                 await executor.update_weights(checkpoint("qwen3", seed=1))
         await assert_same(executor, checkpoint("qwen3"))
@@ -254,20 +208,11 @@ async def test_a_loading_that_fails_halfway_changes_nothing(
         await assert_same(executor, checkpoint("qwen3"))
 
 
-def fail_when_bound(folder: Path, config: Any, **_: Any) -> Decoder:
-    load_weights(folder, config)
-    raise MemoryError
-
-
 # As tensors
 
 
-def drawn(shape: tuple[int, ...], seed: int = 3) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.2
-
-
-@pytest.mark.parametrize("pieces", [1, 5])
-@pytest.mark.parametrize(("family", "dtype"), FAMILIES)
+@pytest.mark.parametrize("pieces", [5, *nightly(1)])
+@pytest.mark.parametrize(("family", "dtype"), ALL_FAMILIES)
 async def test_any_tensors_make_the_checkpoint_that_has_them(
     checkpoint: Checkpoint, tmp_path: Path, packing: str, family: str, dtype: torch.dtype, pieces: int
 ) -> None:
@@ -291,8 +236,8 @@ async def test_any_tensors_make_the_checkpoint_that_has_them(
             await assert_same(executor, changed_checkpoint(folder, tmp_path / str(number), so_far))
 
 
-@pytest.mark.parametrize("sent_as", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("family", "dtype"), FAMILIES)
+@pytest.mark.parametrize("sent_as", [torch.bfloat16, *nightly(torch.float32, torch.float16)])
+@pytest.mark.parametrize(("family", "dtype"), ALL_FAMILIES)
 async def test_all_tensors_make_the_checkpoint_that_has_them_in_whatever_dtype_they_come(
     checkpoint: Checkpoint, tmp_path: Path, family: str, dtype: torch.dtype, sent_as: torch.dtype
 ) -> None:
@@ -441,9 +386,11 @@ KEPT_BY_GLIBC = 64 * 2**20
 """Of a thread's memory, however much of it is free."""
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the kernel's count of pages")
-@pytest.mark.parametrize(("dtype", "num_layers", "tied"), [("float32", 5, False), ("bfloat16", 10, True)])
-async def test_a_sleep_gives_the_memory_back(tmp_path: Path, dtype: str, num_layers: int, tied: bool) -> None:
+reads_proc = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the kernel's count of pages")
+
+
+def save_large_config(folder: Path, num_layers: int = 3, tied: bool = False) -> None:
+    """Of a model with more weights than 4 times `KEPT_BY_GLIBC`."""
     config = transformers.LlamaConfig(
         vocab_size=8192,
         hidden_size=1024,
@@ -454,7 +401,13 @@ async def test_a_sleep_gives_the_memory_back(tmp_path: Path, dtype: str, num_lay
         tie_word_embeddings=tied,
         architectures=["LlamaForCausalLM"],
     )
-    config.save_pretrained(tmp_path)
+    config.save_pretrained(folder)
+
+
+@reads_proc
+@pytest.mark.parametrize(("dtype", "num_layers", "tied"), [("float32", 3, False), *nightly(("bfloat16", 8, True))])
+async def test_a_sleep_gives_the_memory_back(tmp_path: Path, dtype: str, num_layers: int, tied: bool) -> None:
+    save_large_config(tmp_path, num_layers, tied)
     fields = {"dtype": dtype, "load_format": "dummy", "kv_cache_memory_bytes": 192 * 2**20, "max_model_len": 256}
     async with started(tmp_path, **fields, block_size=128, max_num_seqs=64) as executor:
         attention = executor._device.held.runner.attention
@@ -469,7 +422,7 @@ async def test_a_sleep_gives_the_memory_back(tmp_path: Path, dtype: str, num_lay
         await executor.sleep(1)
         light = resident_bytes()
         assert awake - light > 0.9 * info.kv_cache_bytes
-        for _ in range(3):
+        for _ in range(2):
             await executor.sleep(2)
             assert light - resident_bytes() > info.weight_bytes - KEPT_BY_GLIBC
             await executor.wake_up(BOTH)
@@ -477,17 +430,9 @@ async def test_a_sleep_gives_the_memory_back(tmp_path: Path, dtype: str, num_lay
             assert resident_bytes() - light < KEPT_BY_GLIBC
 
 
+@reads_proc
 async def test_other_weights_take_no_more_memory(tmp_path: Path) -> None:
-    config = transformers.LlamaConfig(
-        vocab_size=8192,
-        hidden_size=1024,
-        intermediate_size=4096,
-        num_hidden_layers=5,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        architectures=["LlamaForCausalLM"],
-    )
-    config.save_pretrained(tmp_path)
+    save_large_config(tmp_path)
     fields = {"dtype": "float32", "load_format": "dummy", "max_model_len": 256}
     async with started(tmp_path, **fields, kv_cache_memory_bytes=192 * 2**20) as executor:
         await executor.save_sharded_state(tmp_path / "saved", 2**26)
@@ -503,8 +448,8 @@ async def test_other_weights_take_no_more_memory(tmp_path: Path) -> None:
 # Saving
 
 
-@pytest.mark.parametrize("max_shard_bytes", [2**30, 100_000])
-@pytest.mark.parametrize(("family", "dtype"), FAMILIES)
+@pytest.mark.parametrize("max_shard_bytes", [100_000, *nightly(2**30)])
+@pytest.mark.parametrize(("family", "dtype"), ALL_FAMILIES)
 async def test_what_was_saved_is_what_runs_for_us_and_for_transformers(
     checkpoint: Checkpoint, packing: str, tmp_path: Path, family: str, dtype: torch.dtype, max_shard_bytes: int
 ) -> None:
@@ -518,7 +463,7 @@ async def test_what_was_saved_is_what_runs_for_us_and_for_transformers(
         assert (len(names) > 1) == (max_shard_bytes < 2**30)
         await assert_same(executor, saved)
         await assert_same(executor, changed_checkpoint(folder, tmp_path / "expected", sent))
-        expected = await tokens(executor)
+        expected = await greedy_tokens(executor)
     assert sorted(names) == names == sorted(path.name for path in saved.glob("*.safetensors"))
     small = {path.name for path in folder.iterdir()} - {SINGLE_FILE}
     assert {path.name for path in saved.iterdir()} - {INDEX_FILE, *names} == small >= {"tokenizer.json"}
@@ -535,7 +480,7 @@ def of_transformers(folder: Path) -> list[int]:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     model.generation_config.eos_token_id = None
     with torch.inference_mode():
-        output = model.generate(torch.tensor([PROMPT]), max_new_tokens=NUM_TOKENS, do_sample=False)
+        output = model.generate(torch.tensor([PROMPT]), max_new_tokens=6, do_sample=False)
     generated: list[int] = output[0, len(PROMPT) :].tolist()
     return generated
 
@@ -566,8 +511,9 @@ async def test_a_model_that_runs_in_another_dtype_is_saved_in_that(
     assert written == {**config, key: "bfloat16"}
 
 
-@pytest.mark.parametrize("first", [2**30, 100_000])
-@pytest.mark.parametrize("second", [2**30, 60_000])
+@pytest.mark.parametrize(
+    ("first", "second"), [(2**30, 60_000), (100_000, 2**30), *nightly((100_000, 60_000), (2**30, 2**30))]
+)
 async def test_a_checkpoint_that_is_there_is_replaced(
     checkpoint: Checkpoint, tmp_path: Path, first: int, second: int
 ) -> None:
@@ -658,19 +604,19 @@ async def test_a_function_cannot_end_the_loop(checkpoint: Checkpoint, error: typ
     async with started(checkpoint("llama2")) as executor:
         with pytest.raises(RuntimeError, match=error.__name__):
             await executor.apply_model(leave)
-        assert len(await tokens(executor)) == NUM_TOKENS
+        assert len(await greedy_tokens(executor)) == 6
 
 
-@pytest.mark.parametrize("what", HOSTILE)
-async def test_a_function_may_raise_what_breaks_those_who_look_at_it(checkpoint: Checkpoint, what: str) -> None:
+async def test_a_function_may_raise_what_breaks_those_who_look_at_it(checkpoint: Checkpoint) -> None:
     async with started(checkpoint("llama2")) as executor:
-        with anyio.fail_after(20):
-            try:
-                await executor.apply_model(lambda decoder: HOSTILE[what]())
-                pytest.fail("it raised nothing")
-            except Exception as error:
-                del error
-            assert len(await tokens(executor)) == NUM_TOKENS
+        for what, raise_it in HOSTILE.items():
+            with anyio.fail_after(20):
+                try:
+                    await executor.apply_model(lambda decoder, raise_it=raise_it: raise_it())
+                    pytest.fail(f"{what}: it raised nothing")
+                except Exception as error:
+                    del error
+                assert len(await greedy_tokens(executor)) == 6, what
 
 
 async def test_functions_are_called_in_the_device_thread(checkpoint: Checkpoint) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from executor.gpu import InjectedFailure, gpu_config, let_steps_fail, start_gpu
 from executor.plan_storm import RandomPlans, check_equal, follow
-from executor.plans import PlanWriter, tokens_by_row
+from executor.plans import PlanWriter, greedy_tokens, tokens_by_row
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from aioengine.core.control import StageWeights
@@ -565,13 +565,4 @@ async def test_sleep_and_weights_in_any_order_bring_what_they_bring_on_the_cpu(c
 
 
 async def tokens_of(executor: TorchExecutor) -> list[int]:
-    """What a sequence brings; the last one leaves its row first."""
-    writer = PlanWriter(executor.info.num_blocks, executor.info.block_size)
-    writer.add(0, prompt_of(9))
-    tokens = []
-    for _ in range(4):
-        plan = writer.plan()
-        tokens.append(writer.read(plan, await executor.launch(plan).finish())[0])
-    writer.remove(0)
-    await executor.launch(writer.plan({})).finish()
-    return tokens
+    return await greedy_tokens(executor, 4, tuple(prompt_of(9)))

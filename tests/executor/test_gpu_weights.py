@@ -1,6 +1,5 @@
 """The weights on a GPU: replaced where they lie, under the graphs that read them; moved away and back, all or none."""
 
-import os
 import shutil
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -10,29 +9,33 @@ from typing import Any, Literal
 import pytest
 import torch
 from executor.gpu import start_gpu
-from executor.plans import PlanWriter
-from safetensors.torch import load_file, save_file
+from executor.plans import PROMPT, PlanWriter, greedy_tokens
+from executor.weight_changes import (
+    FAMILIES,
+    QUERY,
+    Checkpoint,
+    changed_checkpoint,
+    cut_short,
+    drawn,
+    fail_when_loaded,
+    send,
+    without_a_tensor,
+)
+from nightly import nightly
+from safetensors.torch import load_file
 from torch import Tensor
 
-from aioengine.core.control import StageWeights
 from aioengine.core.executor_protocol import DeviceLost, Part
 from aioengine.errors import ConfigError, InvalidRequest, ModelLoadError
 from aioengine.executor import weights as weights_module
 from aioengine.executor.torch_executor import TorchExecutor
 from aioengine.models.checkpoint import EMBEDDING, HEAD, SINGLE_FILE
-from aioengine.models.decoder import Decoder
-from aioengine.models.loader import Placement, load_weights
+from aioengine.models.loader import Placement
 from doubles.fake_accelerator import FakeAccelerator
 
-Checkpoint = Callable[..., Path]
 BOTH: frozenset[Part] = frozenset(("weights", "kv_cache"))
-NUM_TOKENS = 6
-FILE_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-QUERY = "model.layers.1.self_attn.q_proj.weight"
 GATE = "model.layers.0.mlp.gate_proj.weight"
 QUERY_NORM = "model.layers.1.self_attn.q_norm.weight"
-FAMILIES = [("llama2", torch.float32), ("qwen3", torch.float32), ("qwen3", torch.bfloat16)]
-"""The second and third with a tied head."""
 
 
 class Started:
@@ -47,16 +50,8 @@ class Started:
         self.accelerator = accelerator
 
     async def tokens(self) -> list[int]:
-        """Those of a short greedy sequence, which leaves its row. All but the first are of decode steps."""
-        writer = PlanWriter(self.executor.info.num_blocks, self.executor.info.block_size)
-        writer.add(0, [(7 * i) % 90 + 3 for i in range(21)])
-        sampled = []
-        for _ in range(NUM_TOKENS):
-            plan = writer.plan({0: None})
-            sampled.append(writer.read(plan, await self.executor.launch(plan).finish())[0])
-        writer.remove(0)
-        await self.executor.launch(writer.plan({})).finish()
-        return sampled
+        """Those of a short greedy sequence. All but the first are of decode steps."""
+        return await greedy_tokens(self.executor)
 
     async def addresses(self) -> dict[str, int]:
         (held,) = await self.executor.apply_model(
@@ -85,15 +80,6 @@ class Started:
     def num_replays(self) -> int:
         return sum(graph.num_replays for graph in self.accelerator.graphs)
 
-    async def send(self, sent: dict[str, Tensor]) -> None:
-        for name, tensor in sent.items():
-            data = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
-            dtype: Any = FILE_DTYPES[tensor.dtype]
-            shape = tuple(tensor.shape)
-            await self.executor.stage_weights(
-                StageWeights(transfer="t", name=name, dtype=dtype, shape=shape, offset=0, data=data)
-            )
-
 
 @asynccontextmanager
 async def started(folder: Path, **fields: Any) -> AsyncIterator[Started]:
@@ -108,19 +94,6 @@ async def started(folder: Path, **fields: Any) -> AsyncIterator[Started]:
 async def tokens_of(folder: Path, **fields: Any) -> list[int]:
     async with started(folder, **fields) as other:
         return await other.tokens()
-
-
-def drawn(shape: tuple[int, ...], seed: int = 3) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.2
-
-
-def changed_checkpoint(folder: Path, target: Path, changes: dict[str, Tensor]) -> Path:
-    """A copy of a checkpoint of one file, with some other tensors."""
-    shutil.copytree(folder, target)
-    held = load_file(folder / SINGLE_FILE)
-    dtype = next(iter(held.values())).dtype
-    save_file({**held, **{name: tensor.to(dtype) for name, tensor in changes.items()}}, target / SINGLE_FILE)
-    return target
 
 
 @contextmanager
@@ -168,7 +141,11 @@ async def test_the_weights_of_a_folder_come_in_the_models_dtype(checkpoint: Chec
 
 @pytest.mark.parametrize(
     ("family", "dtype", "sent_as"),
-    [(family, dtype, dtype) for family, dtype in FAMILIES] + [("qwen3", torch.bfloat16, torch.float32)],
+    [
+        ("llama2", torch.float32, torch.float32),
+        ("qwen3", torch.bfloat16, torch.float32),
+        *nightly(("qwen3", torch.float32, torch.float32), ("qwen3", torch.bfloat16, torch.bfloat16)),
+    ],
 )
 async def test_tensors_come_to_where_the_old_ones_were(
     checkpoint: Checkpoint, tmp_path: Path, family: str, dtype: torch.dtype, sent_as: torch.dtype
@@ -180,7 +157,7 @@ async def test_tensors_come_to_where_the_old_ones_were(
     expected = changed_checkpoint(folder, tmp_path / "expected", sent)
     async with started(folder) as gpu:
         before = await gpu.tokens()
-        await gpu.send(sent)
+        await send(gpu.executor, sent)
         async with gpu.keeping_graphs():
             await gpu.executor.commit_weights("t")
             after = await gpu.tokens()
@@ -193,7 +170,7 @@ async def test_a_tied_head_goes_where_the_embedding_is(checkpoint: Checkpoint, t
     expected = changed_checkpoint(folder, tmp_path / "expected", {EMBEDDING: sent})
     async with started(folder) as gpu:
         await gpu.tokens()
-        await gpu.send({HEAD: sent})
+        await send(gpu.executor, {HEAD: sent})
         async with gpu.keeping_graphs():
             await gpu.executor.commit_weights("t")
             assert await gpu.tokens() == await tokens_of(expected)
@@ -206,8 +183,8 @@ async def test_a_step_on_its_way_has_the_weights_of_its_launch(
     async with started(checkpoint("llama2")) as gpu:
         expected = await gpu.tokens()
         writer = PlanWriter(gpu.executor.info.num_blocks, gpu.executor.info.block_size)
-        writer.add(0, [(7 * i) % 90 + 3 for i in range(21)])
-        await gpu.send({EMBEDDING: drawn((384, 64))})
+        writer.add(0, list(PROMPT))
+        await send(gpu.executor, {EMBEDDING: drawn((384, 64))})
         synchronize = gpu.accelerator.synchronize
 
         def go_on_and_synchronize() -> None:
@@ -220,16 +197,6 @@ async def test_a_step_on_its_way_has_the_weights_of_its_launch(
         step = gpu.executor.launch(plan)
         await gpu.executor.commit_weights("t")
         assert writer.read(plan, await step.finish()) == {0: expected[0]}
-
-
-def cut_short(folder: Path) -> None:
-    os.truncate(folder / SINGLE_FILE, (folder / SINGLE_FILE).stat().st_size - 1)
-
-
-def without_a_tensor(folder: Path) -> None:
-    held = load_file(folder / SINGLE_FILE)
-    del held[QUERY]
-    save_file(held, folder / SINGLE_FILE)
 
 
 @pytest.mark.parametrize("level", [0, 1, 2], ids=["awake", "in a light sleep", "in a deep sleep"])
@@ -252,11 +219,7 @@ async def test_a_damaged_checkpoint_changes_nothing(
 async def test_a_reading_that_fails_late_changes_nothing(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail_when_read(*arguments: Any, **options: Any) -> Decoder:
-        load_weights(*arguments, **options)
-        raise MemoryError
-
-    monkeypatch.setattr(weights_module, "load_weights", fail_when_read)
+    monkeypatch.setattr(weights_module, "load_weights", fail_when_loaded)
     async with started(checkpoint("llama2")) as gpu:
         before = await gpu.tokens()
         async with gpu.keeping_graphs():
@@ -279,7 +242,7 @@ async def test_a_commit_that_the_host_has_no_memory_for_changes_nothing(
     monkeypatch.setattr(weights_module, "_tensor", fail_later)
     async with started(checkpoint("llama2")) as gpu:
         before = await gpu.tokens()
-        await gpu.send({QUERY: drawn((64, 64)), EMBEDDING: drawn((384, 64))})
+        await send(gpu.executor, {QUERY: drawn((64, 64)), EMBEDDING: drawn((384, 64))})
         async with gpu.keeping_graphs():
             with pytest.raises(MemoryError):
                 await gpu.executor.commit_weights("t")
@@ -322,7 +285,7 @@ async def test_what_comes_in_a_light_sleep_comes_into_the_memory_of_the_host(
         if comes_as == "folder":
             await gpu.executor.update_weights(other)
         else:
-            await gpu.send(load_file(other / SINGLE_FILE))
+            await send(gpu.executor, load_file(other / SINGLE_FILE))
             await gpu.executor.commit_weights("t")
         assert await gpu.addresses() == asleep
         await gpu.executor.wake_up(BOTH)

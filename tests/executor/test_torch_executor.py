@@ -110,8 +110,10 @@ class TestContract(ExecutorContract):
         return Opened(executor, model.failing.add)
 
 
+@pytest.mark.nightly
+@pytest.mark.asyncio(loop_factories=["uvloop"])
 class TestContractOnUvloop(TestContract):
-    pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
+    """On the other loop; what touches it, device_thread.py and waker.py, has tests of its own on both."""
 
 
 @pytest.fixture
