@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -17,3 +18,9 @@ def nightly(*values: Any) -> list[Any]:
 def seeds(count: int) -> list[Any]:
     """Seeds of a randomised test: two, and ``count`` with the nightly ones."""
     return [0, 1, *nightly(*range(2, count))]
+
+
+def few(values: Iterable[Any], of: Iterable[Any]) -> list[Any]:
+    """These of all values as they are, and the others as `nightly` ones."""
+    taken = list(values)
+    return [*taken, *nightly(*(value for value in of if value not in taken))]

@@ -1,64 +1,102 @@
-"""What transformers says about the tiny checkpoints: greedy tokens and log-probabilities, in float32."""
+"""Ways to serve requests, and what transformers says about the tiny checkpoints, in float32."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pytest
+import msgspec
 import torch
 import transformers
-from checkpoints import NUM_SPECIAL, PAD, cached_checkpoints
+from checkpoints import NUM_SPECIAL, PAD, make_checkpoint
+from nightly import few
+from tokenizers import Tokenizer, decoders, models
 from transformers.generation import logits_process as theirs
+
+from aioengine import Engine
+from aioengine.core.engine_core import EngineCore
 
 MAX_MODEL_LEN = 256
 VOCAB_SIZE = 384
 SEED = 20261120
 
 
-class Case(NamedTuple):
-    """One prompt and what has to follow it."""
+class Setting(msgspec.Struct, frozen=True):
+    """A way to serve requests.
 
-    prompt: list[int]
-    max_tokens: int
-    token_ids: list[int]
-    logprobs: torch.Tensor
-    """float32 [max_tokens, vocab]: of each position's next token."""
+    Attributes:
+        one_by_one: each request alone, after the other; otherwise all at once.
+        budget: tokens a step; a small odd one cuts prefills anywhere.
+        kv_sequences: KV for this many sequences of the greatest length.
+        repeats: how often all are served: the second time the prefix cache knows them.
+        aborts: requests that are cancelled at random moments run beside them.
+    """
 
-
-class Reference(NamedTuple):
-    folder: Path
-    cases: list[Case]
-
-
-def make_prompts() -> list[tuple[list[int], int]]:
-    """(prompt, max_tokens) of odd lengths around block and chunk boundaries; three share 37 tokens, two are equal."""
-    rng = random.Random(SEED)
-
-    def ids(count: int) -> list[int]:
-        return [rng.randrange(NUM_SPECIAL, VOCAB_SIZE) for _ in range(count)]
-
-    shared = ids(37)
-    prompts = [ids(n) for n in (1, 7, 16, 31, 123)] + [shared + ids(n) for n in (3, 11, 60)]
-    prompts.append(list(prompts[4]))
-    return [(prompt, rng.randint(24, 56)) for prompt in prompts]
+    one_by_one: bool = False
+    budget: int = 512
+    kv_sequences: float = 8
+    repeats: int = 1
+    aborts: bool = False
 
 
-def greedy(model: transformers.PreTrainedModel, prompt: list[int], max_tokens: int) -> Case:
-    """One sequence, one token at a time, with transformers' own cache."""
-    ids, cache, chosen, lines = torch.tensor([prompt]), None, [], []
-    with torch.inference_mode():
-        for _ in range(max_tokens):
-            out = model(ids, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
-            line = out.logits[0, -1].float().log_softmax(-1)
-            chosen.append(int(line.argmax()))
-            lines.append(line)
-            ids = torch.tensor([[chosen[-1]]])
-    return Case(prompt, max_tokens, chosen, torch.stack(lines))
+SETTINGS = {
+    "alone": Setting(one_by_one=True),
+    "batched": Setting(),
+    "chunked": Setting(budget=23),
+    "prefix hits": Setting(repeats=2, kv_sequences=40),
+    "preempted": Setting(kv_sequences=1.3, repeats=2),
+    "all at once": Setting(budget=23, kv_sequences=1.3, repeats=2, aborts=True),
+}
+
+
+RUNS = few(
+    (("qwen3", name, 2) for name in SETTINGS),
+    of=[
+        *(("qwen3", name, depth) for name in SETTINGS for depth in (1, 2)),
+        *((family, name, 2) for family in ("llama3", "mistral") for name in ("alone", "all at once")),
+        *(("qwen3", name, 4) for name in ("alone", "all at once")),
+    ],
+)
+"""(family, setting, depth) of `Runs`."""
+
+
+def starting(folder: Path, depth: int = 2, **fields: Any) -> Engine:
+    """An engine of a checkpoint, not yet started."""
+    defaults = {"kv_cache_memory_bytes": 2**24, "max_model_len": MAX_MODEL_LEN, "num_threads": 1}
+    return Engine(str(folder), max_in_flight=depth, show_progress=False, **{**defaults, **fields})
+
+
+@asynccontextmanager
+async def serving(folder: Path, setting: Setting, depth: int) -> AsyncIterator[tuple[Engine, EngineCore]]:
+    """An engine as the setting has it; at the end, that the setting did what it is there for, and left nothing."""
+    kv_bytes = int(setting.kv_sequences * MAX_MODEL_LEN * bytes_a_token(folder))
+    fields = {"max_num_seqs": 16, "max_num_batched_tokens": setting.budget, "kv_cache_memory_bytes": kv_bytes}
+    async with starting(folder, depth, **fields) as engine:
+        assert engine._runtime is not None
+        core = engine._runtime.core
+        yield engine, core
+        stats = core.stats()
+        if setting.kv_sequences < 2:
+            assert stats.preemptions > 0, "nothing was preempted: the KV cache is too large for this test"
+        if setting.repeats > 1:
+            assert stats.prefix_cache_hits > 0, "no prefix was found again"
+        assert stats.running == stats.waiting == stats.blocked == 0
+        assert stats.free_blocks == stats.num_blocks
+        core.scheduler.check_integrity()
+
+
+def bytes_a_token(folder: Path) -> int:
+    config = msgspec.json.decode((folder / "config.json").read_bytes())
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return 2 * int(config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim) * 4
+
+
+def random_ids(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(NUM_SPECIAL, VOCAB_SIZE) for _ in range(count)]
 
 
 class Oracle:
@@ -123,28 +161,73 @@ class Counted(theirs.LogitsProcessor):
         return scores
 
 
-def save_character_tokenizer(folder: Path) -> None:
-    """Save a tokenizer in which each id is a character: 3 a space, and then one each, so that any ids can be said."""
-    from tokenizers import Tokenizer, decoders, models
+class Checkpoint(NamedTuple):
+    """Attributes:
+    cases: requests to serve, and what transformers makes of them.
+    """
 
+    folder: Path
+    oracle: Oracle
+    cases: Any
+
+
+class Runs:
+    """What the engine made of all cases, by (family, setting, depth); each checkpoint and each run is made once.
+
+    Args:
+        make_cases: of a checkpoint.
+        serve: all cases in a setting; made into a round.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        make_cases: Callable[[Oracle], Any],
+        serve: Callable[[Engine, Any, Setting, random.Random], Awaitable[Any]],
+    ) -> None:
+        self._root = root
+        self._make_cases = make_cases
+        self._serve = serve
+        self._checkpoints: dict[str, Checkpoint] = {}
+        self._logits: dict[tuple[str | int, ...], torch.Tensor] = {}
+        self._rounds: dict[tuple[str, str, int], list[Any]] = {}
+
+    def checkpoint(self, family: str) -> Checkpoint:
+        if family not in self._checkpoints:
+            folder = make_checkpoint(self._root / family, family)
+            save_tokenizer(folder, {token_id: character_of(token_id) for token_id in range(NUM_SPECIAL, VOCAB_SIZE)})
+            oracle = Oracle(folder)
+            self._checkpoints[family] = Checkpoint(folder, oracle, self._make_cases(oracle))
+        return self._checkpoints[family]
+
+    def logits(self, family: str, prompt: list[int], token_ids: list[int]) -> torch.Tensor:
+        """float32 [tokens, vocab]: those that each of the output tokens is drawn from, by transformers."""
+        key = (family, *prompt, *token_ids)
+        if key not in self._logits:
+            logits = self.checkpoint(family).oracle.logits([*prompt, *token_ids])
+            self._logits[key] = logits[len(prompt) - 1 : -1]
+        return self._logits[key]
+
+    async def rounds(self, family: str, name: str, depth: int) -> list[Any]:
+        """What comes each time that the setting serves all cases."""
+        key = (family, name, depth)
+        if key not in self._rounds:
+            folder, _, cases = self.checkpoint(family)
+            setting, rng = SETTINGS[name], random.Random(SEED)
+            async with serving(folder, setting, depth) as (engine, _):
+                self._rounds[key] = [await self._serve(engine, cases, setting, rng) for _ in range(setting.repeats)]
+        return self._rounds[key]
+
+
+def save_tokenizer(folder: Path, tokens: dict[int, str], *, of_words: bool = False) -> None:
+    """Save a tokenizer of these tokens behind the special ones; ``of_words``, its decoder puts a space between them."""
     specials = ["<pad>", "<s>", "</s>"]
-    characters = [" ", *(character_of(token_id) for token_id in range(NUM_SPECIAL + 1, VOCAB_SIZE))]
-    vocab = {token: token_id for token_id, token in enumerate([*specials, *characters])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens(specials)
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
-    ).save_pretrained(folder)
-
-
-def save_word_tokenizer(folder: Path) -> None:
-    """Save a tokenizer in which each id is a word, and whose decoder puts a space before all but the first."""
-    from tokenizers import Tokenizer, models
-
-    specials = ["<pad>", "<s>", "</s>"]
-    words = [*specials, *(f"w{token_id}" for token_id in range(NUM_SPECIAL, VOCAB_SIZE))]
-    tokenizer = Tokenizer(models.WordLevel({word: token_id for token_id, word in enumerate(words)}, unk_token="<pad>"))
+    vocab = {token: token_id for token_id, token in enumerate([*specials, *tokens.values()])}
+    if of_words:
+        tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
+    else:
+        tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+        tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(specials)
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
@@ -152,21 +235,5 @@ def save_word_tokenizer(folder: Path) -> None:
 
 
 def character_of(token_id: int) -> str:
-    """What `save_character_tokenizer` makes of an id above that of the space."""
-    return chr(0x4E00 + token_id)
-
-
-@pytest.fixture(scope="session")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
-    """Family → its checkpoint and what transformers makes of the prompts; each is made once."""
-    checkpoint = cached_checkpoints(tmp_path_factory.mktemp("equality"))
-    made: dict[str, Reference] = {}
-
-    def make(family: str) -> Reference:
-        if family not in made:
-            folder = checkpoint(family)
-            model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-            made[family] = Reference(folder, [greedy(model, *prompt) for prompt in make_prompts()])
-        return made[family]
-
-    return make
+    """An id as a character, so that any ids can be said; the first that is not special is a space."""
+    return " " if token_id == NUM_SPECIAL else chr(0x4E00 + token_id)

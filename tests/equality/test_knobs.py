@@ -12,6 +12,7 @@ import asyncio
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,17 +21,21 @@ import torch
 import transformers
 from checkpoints import EOS, NUM_SPECIAL, make_checkpoint
 from equality.conftest import (
+    RUNS,
     SEED,
+    SETTINGS,
     VOCAB_SIZE,
     Counted,
     Generated,
     Oracle,
-    Reference,
+    Runs,
+    Setting,
     character_of,
-    save_character_tokenizer,
-    save_word_tokenizer,
+    random_ids,
+    save_tokenizer,
+    serving,
+    starting,
 )
-from equality.test_equality import Setting, check_setting, serving
 from transformers.generation import logits_process as theirs
 
 from aioengine import Engine, LogitsRow, RequestOutput
@@ -44,21 +49,6 @@ RANK_TOLERANCE = 1e-4
 """Logits nearer than this may change places by rounding alone."""
 MIN_MARGIN = 1e-3
 """So far must each token lead in transformers' eyes, lest rounding decides."""
-
-SETTINGS = {
-    "alone": Setting(one_by_one=True),
-    "batched": Setting(),
-    "chunked": Setting(budget=23),
-    "prefix hits": Setting(repeats=2, kv_sequences=40),
-    "preempted": Setting(kv_sequences=1.3, repeats=2),
-    "all at once": Setting(budget=23, kv_sequences=1.3, repeats=3),
-}
-RUNS = [
-    *(("qwen3", name, depth) for name in SETTINGS for depth in (1, 2)),
-    *((family, name, 2) for family in ("llama3", "mistral") for name in ("alone", "all at once")),
-]
-"""(family, setting, depth)"""
-
 
 # What is asked, and what has to come
 
@@ -82,7 +72,7 @@ class Rules:
         self._shared = self.ids(37)
 
     def ids(self, count: int) -> list[int]:
-        return [self._rng.randrange(NUM_SPECIAL, VOCAB_SIZE) for _ in range(count)]
+        return random_ids(self._rng, count)
 
     def prompt(self, count: int) -> list[int]:
         """One of that length; they begin alike."""
@@ -188,7 +178,7 @@ def forbid(words: list[list[int]], prompt: list[int]) -> theirs.LogitsProcessor:
     return OutputOnly(theirs.NoBadWordsLogitsProcessor(spellings), len(prompt))
 
 
-def make_rules(oracle: Oracle) -> Rules:
+def make_cases(oracle: Oracle) -> dict[str, Case]:
     rules = Rules(oracle)
     for penalty, length in ((1.7, 33), (0.8, 16)):
         params = {"repetition_penalty": penalty}
@@ -209,7 +199,7 @@ def make_rules(oracle: Oracle) -> Rules:
     add_processors(rules)
     add_scored(rules)
     add_repetition_below_zero(rules)
-    return rules
+    return rules.cases
 
 
 def add_repetition_below_zero(rules: Rules) -> None:
@@ -379,76 +369,31 @@ def add_scored(rules: Rules) -> None:
 # Serving them
 
 
-class Checkpoint(NamedTuple):
-    folder: Path
-    rules: Rules
-
-
-class Runs:
-    """What the engine made of all cases, by (family, setting, depth); each run is made once."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._checkpoints: dict[str, Checkpoint] = {}
-        self._logprobs: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
-        self._rounds: dict[tuple[str, str, int], list[dict[str, RequestOutput]]] = {}
-
-    def rules(self, family: str) -> Rules:
-        return self.checkpoint(family).rules
-
-    def checkpoint(self, family: str) -> Checkpoint:
-        if family not in self._checkpoints:
-            folder = make_checkpoint(self._root / family, family)
-            save_character_tokenizer(folder)
-            self._checkpoints[family] = Checkpoint(folder, make_rules(Oracle(folder)))
-        return self._checkpoints[family]
-
-    def logprobs(self, family: str, token_ids: tuple[int, ...]) -> torch.Tensor:
-        """float32 [tokens, vocab]: after each token, the next one's, by transformers."""
-        key = (family, token_ids)
-        if key not in self._logprobs:
-            self._logprobs[key] = self.rules(family).oracle.logits(list(token_ids)).log_softmax(-1)
-        return self._logprobs[key]
-
-    async def rounds(self, family: str, name: str, depth: int) -> list[dict[str, RequestOutput]]:
-        """The outputs by the case's name, of each time that the setting serves all of them."""
-        key = (family, name, depth)
-        if key not in self._rounds:
-            checkpoint, setting = self.checkpoint(family), SETTINGS[name]
-            async with serving(Reference(checkpoint.folder, []), setting, depth) as (engine, core):
-                rng = random.Random(SEED)
-                rounds = [await serve(engine, checkpoint.rules, setting, rng) for _ in range(setting.repeats)]
-                check_setting(setting, core)
-            self._rounds[key] = rounds
-        return self._rounds[key]
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return Runs(tmp_path_factory.mktemp("knobs"))
+    return Runs(tmp_path_factory.mktemp("knobs"), make_cases, serve)
 
 
-async def serve(engine: Engine, rules: Rules, setting: Setting, rng: random.Random) -> dict[str, RequestOutput]:
+async def serve(
+    engine: Engine, cases: dict[str, Case], setting: Setting, rng: random.Random
+) -> dict[str, RequestOutput]:
     """Serve all cases: alone, one after the other; or all at once among others, in any order."""
     asked = {
-        name: {"prompt": case.prompt, "temperature": 0.0, "logprobs": 2, **case.params}
-        for name, case in rules.cases.items()
+        name: {"prompt": case.prompt, "temperature": 0.0, "logprobs": 2, **case.params} for name, case in cases.items()
     }
     if setting.one_by_one:
         return {name: await engine.generate(**request) for name, request in asked.items()}
-    everything = [*asked.items(), *((None, request) for request in make_others(rules, rng))]
+    everything = [*asked.items(), *((None, request) for request in make_others(list(cases.values()), rng))]
     rng.shuffle(everything)
     async with asyncio.TaskGroup() as group:
         tasks = [(name, group.create_task(engine.generate(**request))) for name, request in everything]
     return {name: task.result() for name, task in tasks if name is not None}
 
 
-def make_others(rules: Rules, rng: random.Random) -> list[dict[str, Any]]:
+def make_others(cases: list[Case], rng: random.Random) -> list[dict[str, Any]]:
     """Requests of all kinds that run beside the cases, some with a case's prompt."""
 
-    def ids(count: int) -> list[int]:
-        return [rng.randrange(NUM_SPECIAL, VOCAB_SIZE) for _ in range(count)]
-
+    ids = partial(random_ids, rng)
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "min_p": 0.02},
@@ -459,7 +404,6 @@ def make_others(rules: Rules, rng: random.Random) -> list[dict[str, Any]]:
         {"prompt_logprobs": 2},
         {"bad_words": written([ids(2), ids(3), ids(1)]), "min_tokens": 4, "stop_token_ids": ids(60)},
     ]
-    cases = list(rules.cases.values())
     return [
         {
             "prompt": rng.choice(cases).prompt if rng.random() < 0.3 else ids(rng.randint(1, 60)),
@@ -478,7 +422,7 @@ def make_others(rules: Rules, rng: random.Random) -> list[dict[str, Any]]:
 async def test_greedy_tokens_under_each_rule_are_those_of_transformers(
     runs: Runs, family: str, setting: str, depth: int
 ) -> None:
-    rounds, cases = await runs.rounds(family, setting, depth), runs.rules(family).cases
+    rounds, cases = await runs.rounds(family, setting, depth), runs.checkpoint(family).cases
     wanted = {name: case.wanted.token_ids for name, case in cases.items() if case.wanted is not None}
     for outputs in rounds:
         assert {name: outputs[name].outputs[0].token_ids for name in wanted} == wanted
@@ -487,7 +431,7 @@ async def test_greedy_tokens_under_each_rule_are_those_of_transformers(
 @pytest.mark.parametrize(("family", "setting", "depth"), RUNS)
 async def test_sampled_tokens_are_the_same_in_every_setting(runs: Runs, family: str, setting: str, depth: int) -> None:
     [alone] = await runs.rounds(family, "alone", 2)
-    sampled = [name for name, case in runs.rules(family).cases.items() if case.wanted is None]
+    sampled = [name for name, case in runs.checkpoint(family).cases.items() if case.wanted is None]
     for outputs in await runs.rounds(family, setting, depth):
         for name in sampled:
             assert outputs[name].outputs[0].token_ids == alone[name].outputs[0].token_ids
@@ -498,10 +442,10 @@ async def test_logprobs_and_ranks_are_those_of_the_models_logits_before_any_rule
     runs: Runs, family: str, setting: str, depth: int
 ) -> None:
     for outputs in await runs.rounds(family, setting, depth):
-        for name, case in runs.rules(family).cases.items():
+        for name, case in runs.checkpoint(family).cases.items():
             completion = outputs[name].outputs[0]
             assert completion.logprobs is not None
-            logprobs = runs.logprobs(family, (*case.prompt, *completion.token_ids))[len(case.prompt) - 1 : -1]
+            logprobs = runs.logits(family, case.prompt, completion.token_ids).log_softmax(-1)
             asked = case.params.get("logprob_token_ids", ())
             check_lines(completion.logprobs, completion.token_ids, logprobs, asked=asked, num_top=2)
             total = float(logprobs.gather(1, torch.tensor(completion.token_ids)[:, None]).sum())
@@ -512,7 +456,7 @@ async def test_logprobs_and_ranks_are_those_of_the_models_logits_before_any_rule
 async def test_prompt_logprobs_are_whole_and_those_of_transformers_however_warm_the_cache(
     runs: Runs, family: str, setting: str, depth: int
 ) -> None:
-    scored = {name: case for name, case in runs.rules(family).cases.items() if "prompt_logprobs" in case.params}
+    scored = {name: case for name, case in runs.checkpoint(family).cases.items() if "prompt_logprobs" in case.params}
     assert len(scored) == 4
     for outputs in await runs.rounds(family, setting, depth):
         for name, case in scored.items():
@@ -522,7 +466,9 @@ async def test_prompt_logprobs_are_whole_and_those_of_transformers_however_warm_
             assert lines[0] is None
             assert outputs[name].num_cached_tokens == 0, "the cache has no logits"
             known = [line for line in lines if line is not None]
-            check_lines(known, case.prompt[1:], runs.logprobs(family, tuple(case.prompt))[:-1], num_top=4)
+            check_lines(
+                known, case.prompt[1:], runs.logits(family, case.prompt[:1], case.prompt[1:]).log_softmax(-1), num_top=4
+            )
             assert all(len(line) in (4, 5) for line in known)
 
 
@@ -530,7 +476,7 @@ async def test_prompt_logprobs_are_whole_and_those_of_transformers_however_warm_
 async def test_the_setting_did_to_the_cases_what_it_is_there_for(
     runs: Runs, family: str, setting: str, depth: int
 ) -> None:
-    rounds, cases = await runs.rounds(family, setting, depth), runs.rules(family).cases
+    rounds, cases = await runs.rounds(family, setting, depth), runs.checkpoint(family).cases
     if SETTINGS[setting].kv_sequences < 2:
         preempted = {
             name
@@ -552,8 +498,8 @@ async def test_the_setting_did_to_the_cases_what_it_is_there_for(
 
 async def test_what_a_scored_prompt_computes_is_there_for_those_after_it(runs: Runs) -> None:
     checkpoint = runs.checkpoint("qwen3")
-    prompt = checkpoint.rules.cases["scored"].prompt
-    async with serving(Reference(checkpoint.folder, []), SETTINGS["alone"], 1) as (engine, core):
+    prompt = checkpoint.cases["scored"].prompt
+    async with serving(checkpoint.folder, SETTINGS["alone"], 1) as (engine, core):
         for asked, computed in (
             ({"prompt_logprobs": 0}, len(prompt)),
             ({}, len(prompt) - 48),
@@ -640,10 +586,6 @@ def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Said(folder, tokenizer, [*ids, *naive, *fox[:-1]], eos)
 
 
-def say_with(said: Said) -> Engine:
-    return Engine(str(said.folder), num_threads=1, kv_cache_memory_bytes=2**24, show_progress=False)
-
-
 async def test_the_text_is_the_tokenizers_decode_of_the_whole_output(said: Said) -> None:
     options: list[dict[str, bool]] = [
         {},
@@ -652,7 +594,7 @@ async def test_the_text_is_the_tokenizers_decode_of_the_whole_output(said: Said)
     ]
     lengths = [*range(1, len(said.token_ids), 3), len(said.token_ids)]
     asked = list(itertools.product(lengths, options))
-    async with say_with(said) as engine:
+    async with starting(said.folder, max_model_len=None) as engine:
         outputs = await asyncio.gather(
             *(engine.generate([5], **said.params(num_tokens=length), **shown) for length, shown in asked)
         )
@@ -664,7 +606,7 @@ async def test_the_text_is_the_tokenizers_decode_of_the_whole_output(said: Said)
 
 
 async def test_without_detokenizing_there_are_tokens_and_no_text(said: Said) -> None:
-    async with say_with(said) as engine:
+    async with starting(said.folder, max_model_len=None) as engine:
         output = await engine.generate([5], **said.params(detokenize=False, logprobs=1))
     [completion] = output.outputs
     assert (completion.text, completion.token_ids) == ("", said.token_ids)
@@ -679,7 +621,7 @@ async def test_the_text_ends_before_the_stop_or_behind_it(said: Said, is_include
     def text_of(num_tokens: int) -> str:
         return said.decode(said.token_ids[:num_tokens], skip_special_tokens=is_skipped)
 
-    async with say_with(said) as engine:
+    async with starting(said.folder, max_model_len=None) as engine:
         whole = text_of(len(said.token_ids))
         for stop in ("n a ti", "\N{FOX FACE}", "ve a \N{REPLACEMENT CHARACTER}", "there"):
             output = await engine.generate([5], **said.params(stop=[stop, "never said"]), **shown)
@@ -700,10 +642,10 @@ async def test_the_text_ends_before_the_stop_or_behind_it(said: Said, is_include
 
 async def test_special_tokens_side_by_side_are_joined_on_demand(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "qwen3")
-    save_word_tokenizer(folder)
+    save_tokenizer(folder, {token_id: f"w{token_id}" for token_id in range(NUM_SPECIAL, VOCAB_SIZE)}, of_words=True)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     said = Said(folder, tokenizer, [5, 1, 0, 7, EOS, EOS, EOS, 9, 8, 1, 1], EOS)
-    async with say_with(said) as engine:
+    async with starting(said.folder, max_model_len=None) as engine:
         texts = [
             (
                 await engine.generate(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import NUM_SPECIAL
-from equality.conftest import MAX_MODEL_LEN, VOCAB_SIZE, Reference
+from checkpoints import NUM_SPECIAL, make_checkpoint
+from equality.conftest import MAX_MODEL_LEN, VOCAB_SIZE, starting
+from nightly import nightly
 
 from aioengine import Engine, InvalidRequest
 
@@ -60,24 +61,18 @@ async def request(engine: Engine, rng: random.Random, shared: list[int], ends: C
         ends[f"invalid {error.param}"] += 1
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize("depth", [1, 2])
-async def test_a_thousand_requests_end_once_each_and_leave_nothing(
-    reference: Callable[[str], Reference], depth: int, seed: int
-) -> None:
+@pytest.mark.parametrize(("depth", "seed"), [(2, 1), *nightly((1, 1), (1, 2), (2, 2))])
+async def test_a_thousand_requests_end_once_each_and_leave_nothing(tmp_path: Path, depth: int, seed: int) -> None:
     rng = random.Random(seed)
     shared = [rng.randrange(NUM_SPECIAL, VOCAB_SIZE) for _ in range(40)]
     ends: Counter[str] = Counter()
-    async with Engine(
-        str(reference("qwen3").folder),
-        max_model_len=MAX_MODEL_LEN,
+    async with starting(
+        make_checkpoint(tmp_path, "qwen3"),
+        depth,
         max_num_seqs=32,
         max_num_batched_tokens=160,
         max_waiting=40,
         kv_cache_memory_bytes=4 * MAX_MODEL_LEN * 2 * 3 * 2 * 32 * 4,
-        max_in_flight=depth,
-        num_threads=1,
-        show_progress=False,
     ) as engine:
         tasks: list[asyncio.Task[None]] = []
         async with asyncio.TaskGroup() as group:
