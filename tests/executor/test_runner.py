@@ -1,7 +1,7 @@
 """The runner over random plans against the model's forward pass over each whole sequence."""
 
+import itertools
 import random
-import time
 import weakref
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 from executor.plans import PlannedRow, PlanWriter, tokens_by_row
 from executor.tiny_decoder import VOCAB_SIZE, TinyConfig, TinyDecoder
+from nightly import few, seeds
 
 from aioengine.core.executor_protocol import DeviceLost, ExecutorStats
 from aioengine.executor.input_batch import InputBatch
@@ -102,8 +103,9 @@ def expected_logprobs(decoder: TinyDecoder, row: PlannedRow) -> torch.Tensor:
     return torch.log_softmax(decoder.logits_of(known)[-1], dim=-1)
 
 
-@pytest.mark.parametrize("block_size", [1, 4, 16])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    ("seed", "block_size"), few([(0, 1), (1, 4), (2, 16)], of=itertools.product(range(5), (1, 4, 16)))
+)
 def test_any_way_through_a_sequence_brings_what_one_forward_pass_brings(seed: int, block_size: int) -> None:
     sequences = Sequences(seed, block_size=block_size)
     for _ in range(60):
@@ -147,33 +149,7 @@ def test_a_draw_depends_on_seed_choice_and_position_and_not_on_the_way_there() -
     assert generate(0, 12, [], seed=11, choice=1) != whole
 
 
-def test_min_tokens_counts_from_the_end_of_the_prompt() -> None:
-    decoder = TinyDecoder()
-    likeliest = int(decoder.logits_of([4, 5, 6])[-1].argmax())
-    for num_prompt_tokens, is_masked in ((3, True), (2, True), (1, False)):
-        runner, _ = make_runner(decoder)
-        writer = PlanWriter(128, 4)
-        writer.add(0, [4, 5, 6], num_prompt_tokens=num_prompt_tokens, min_tokens=2, stop_ids=(likeliest,))
-        plan = writer.plan()
-        assert (tokens_by_row(plan, runner.step(plan))[0] != likeliest) == is_masked
-
-
-def test_a_plan_that_cannot_be_applied_ends_it_all() -> None:
-    runner, stats = make_runner(TinyDecoder())
-    writer = PlanWriter(128, 4)
-    writer.add(0, [1, 2, 3])
-    good = writer.plan()
-    writer.add(8, [1])
-    bad = writer.plan({8: None})
-    runner.step(good)
-    for plan in (bad, writer.plan({0: None})):
-        with pytest.raises(DeviceLost, match="could not be applied"):
-            runner.step(plan)
-    assert stats.num_steps == 3
-
-
-@pytest.mark.parametrize("stage", ["forward", "logits"])
-def test_a_step_that_fails_leaves_the_rows_in_order(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_without_memory_for_logits_leaves_the_rows_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = TinyDecoder()
     runner, _ = make_runner(decoder)
     writer = PlanWriter(128, 4)
@@ -184,7 +160,7 @@ def test_a_step_that_fails_leaves_the_rows_in_order(stage: str, monkeypatch: pyt
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(decoder, "before_forward" if stage == "forward" else "logits", fail)
+        patch.setattr(decoder, "logits", fail)
         with pytest.raises(RuntimeError, match="out of memory"):
             runner.step(writer.plan({0: None}))
     writer.remove(0)
@@ -256,123 +232,10 @@ def make_plan(**fields: Any) -> StepPlan:
     return StepPlan(**{"step": 1, "added": (), **arrays, **fields})
 
 
-def added_row(row: int, token_ids: list[int], num_prompt_tokens: int, blocks: list[int], **sampling: Any) -> RowAdded:
-    return RowAdded(
-        row=row,
-        token_ids=int32(token_ids),
-        num_prompt_tokens=num_prompt_tokens,
-        block_ids=int32(blocks),
-        sampling=RowSampling(**{"temperature": 0.0, **sampling}),
-    )
-
-
-def computing(*lines: tuple[int, int, int, Want]) -> dict[str, Any]:
-    """Fields of a plan that computes (row, start, num_tokens, want) each."""
-    rows, starts, counts, wants = zip(*lines, strict=True)
-    return {
-        "rows": int32(rows),
-        "epochs": int32(rows),
-        "starts": int32(starts),
-        "num_tokens": int32(counts),
-        "wants": np.array(wants, np.int8),
-    }
-
-
-def test_a_family_samples_its_first_tokens_together_and_parts_by_copied_blocks() -> None:
-    decoder = TinyDecoder(seed=2)
-    runner, stats = make_runner(decoder)
-    prompt = [5, 6, 7, 8, 9, 10]
-    sampling: dict[str, Any] = {"temperature": 1.5, "seed": 3}
-    first = runner.step(
-        make_plan(
-            added=(added_row(2, prompt, 6, [10, 11], num_choices=3, **sampling), added_row(4, [1], 1, [20])),
-            **computing((4, 0, 1, Want.LOGITS), (2, 0, 6, Want.LOGITS)),
-        )
-    )
-    assert first.offsets.tolist() == [0, 1, 4]
-    assert first.offsets.dtype == "int32"
-    assert stats.num_sampled_tokens == 4
-    family = first.token_ids[1:].tolist()
-    assert len(set(family)) > 1
-    # The first child goes on in its row; the others share the full block and have a copy of the other one.
-    second = runner.step(
-        make_plan(
-            step=2,
-            copied_from=int32([11, 11]),
-            copied_to=int32([12, 13]),
-            added=tuple(
-                added_row(row, [*prompt, family[choice]], 6, [10, 11 + choice], choice=choice, **sampling)
-                for row, choice in ((3, 2), (5, 1))
-            ),
-            **computing((2, 6, 1, Want.LOGITS), (3, 6, 1, Want.LOGITS), (5, 6, 1, Want.LOGITS)),
-        )
-    )
-    of_choice = {0: second.token_ids[0], 2: second.token_ids[1], 1: second.token_ids[2]}
-    for choice, token in of_choice.items():
-        alone, _ = make_runner(decoder)
-        expected = []
-        for known in (prompt, [*prompt, family[choice]]):
-            plan = make_plan(
-                removed=int32([0] if expected else []),
-                added=(added_row(0, known, 6, [0, 1], choice=choice, **sampling),),
-                **computing((0, 0, len(known), Want.LOGITS)),
-            )
-            expected.append(int(alone.step(plan).token_ids[0]))
-        assert [family[choice], token] == expected, f"choice {choice}"
-
-
 def test_a_copy_that_fails_ends_it_all() -> None:
     runner, _ = make_runner(TinyDecoder())
     with pytest.raises(DeviceLost, match="could not be applied"):
         runner.step(make_plan(copied_from=int32([0]), copied_to=int32([10**6])))
-
-
-RULED: tuple[dict[str, Any], ...] = (
-    {"repetition_penalty": 1.8},
-    {"frequency_penalty": 1.5, "presence_penalty": 0.5},
-    {"logit_bias": tuple((token, 4.0) for token in range(8)), "bad_words": ((3,), (1, 2), (5, 6, 7))},
-    {"allowed_token_ids": tuple(range(20, 40)), "min_tokens": 6, "stop_ids": (22, 25, 30)},
-    {},
-)
-
-
-def generate(runner: Runner, writer: PlanWriter, num_tokens: int, chunk: int | None = None) -> dict[int, list[int]]:
-    """The next tokens of all rows, prompts computed in chunks."""
-    tokens: dict[int, list[int]] = {row: [] for row in writer.rows}
-    while any(len(of_row) < num_tokens for of_row in tokens.values()):
-        counts: dict[int, int | None] = {}
-        for row, state in writer.rows.items():
-            left = state.num_known - state.num_computed
-            counts[row] = left if chunk is None else min(left, chunk)
-        plan = writer.plan({row: count for row, count in counts.items() if len(tokens[row]) < num_tokens})
-        for row, token in writer.read(plan, runner.step(plan)).items():
-            tokens[row].append(token)
-    return tokens
-
-
-def test_rules_see_the_same_tokens_in_any_batch_in_any_chunks_and_after_a_preemption() -> None:
-    decoder = TinyDecoder(seed=4)
-    prompt, num_tokens = [3, 1, 2, 5, 6, 9, 9], 24
-    alone = []
-    for seed, rules in enumerate(RULED):
-        runner, _ = make_runner(decoder)
-        writer = PlanWriter(128, 4)
-        writer.add(0, prompt, temperature=1.0, seed=seed, **rules)
-        alone.append(generate(runner, writer, num_tokens)[0])
-    assert all(of_row != alone[-1] for of_row in alone[:-1])
-    for chunk, num_before in ((None, 0), (2, 5), (3, 11)):
-        runner, _ = make_runner(decoder)
-        writer = PlanWriter(128, 4)
-        for turn in range(2):  # the second time in rows that others have left
-            for row, (seed, rules) in enumerate(enumerate(RULED)):
-                place = (row + turn) % len(RULED)
-                resumed = alone[row][:num_before]
-                writer.add(place, prompt + resumed, num_prompt_tokens=7, temperature=1.0, seed=seed, **rules)
-            together = generate(runner, writer, num_tokens - num_before, chunk)
-            for row, expected in enumerate(alone):
-                assert together[(row + turn) % len(RULED)] == expected[num_before:], f"row {row}, chunk {chunk}"
-            for place in range(len(RULED)):
-                writer.remove(place)
 
 
 def test_a_row_forgets_the_request_that_left_it() -> None:
@@ -401,7 +264,7 @@ def test_a_row_forgets_the_request_that_left_it() -> None:
     assert result.prompt_logprobs is None
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(6))
 def test_prompts_bring_the_logprobs_of_each_token_that_follows_a_computed_one(seed: int) -> None:
     draw = random.Random(seed)
     decoder = TinyDecoder(seed=seed)
@@ -452,25 +315,6 @@ def test_prompts_bring_the_logprobs_of_each_token_that_follows_a_computed_one(se
     for row, state in writer.rows.items():
         num_lines = 0 if wanted[row] < 0 else state.num_prompt_tokens
         assert seen[row] == list(range(1, num_lines)), f"row {row}"
-
-
-def test_prompt_logprobs_come_from_steps_that_sample_nothing() -> None:
-    runner, _ = make_runner(TinyDecoder())
-    writer = PlanWriter(128, 4)
-    writer.add(0, [4] * 9, prompt_logprobs=1)
-    result = runner.step(writer.plan({0: 5}))
-    assert result.token_ids.tolist() == []
-    assert result.prompt_logprobs is not None
-    assert result.prompt_logprobs.positions.tolist() == [1, 2, 3, 4, 5]
-
-
-def test_a_result_says_when_its_step_ended() -> None:
-    runner, _ = make_runner(TinyDecoder())
-    writer = PlanWriter(128, 4)
-    writer.add(0, [4] * 9)
-    before = time.monotonic()
-    result = runner.step(writer.plan())
-    assert before <= result.ended_at_s - result.device_time_s <= result.ended_at_s <= time.monotonic()
 
 
 def test_the_config_of_the_stand_in_has_windows_that_matter() -> None:

@@ -330,6 +330,7 @@ async def test_a_plan_that_does_not_fit_the_rows_loses_the_device(model: Model) 
         with pytest.raises(DeviceLost, match="could not be applied") as lost:
             await executor.launch(plan).finish()
         assert isinstance(lost.value.__cause__, IndexError)
+    assert executor.stats.num_steps == 2
     await executor.aclose()
 
 
