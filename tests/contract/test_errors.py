@@ -9,7 +9,7 @@ from typing import Any
 
 import anyio
 import pytest
-from contract.ways import BOTH_LOOPS, DEADLINE_S, described, error_of, has_load, reasons_of, told
+from contract.ways import BOTH_LOOPS, DEADLINE_S, described, error_of, has_load, reasons_of, same_error, told
 from hostile_errors import HOSTILE
 from waiting import until
 
@@ -27,6 +27,9 @@ from aioengine import (
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PROMPT = list(range(100, 140))
+TEXT = "Once upon a time"
+CHAT = [{"role": "user", "content": "Who lives here?"}]
+CONTINUED = {"continue_final_message": True}
 
 BAD_CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
     "empty text": ("", {}),
@@ -71,9 +74,8 @@ BAD_CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
 @pytest.mark.parametrize("bad", BAD_CALLS)
 async def test_a_bad_request_is_refused_in_the_same_words(engine: Engine, reference: Engine, bad: str) -> None:
     prompt, options = BAD_CALLS[bad]
-    errors = [described(await error_of(each.generate(prompt, **options))) for each in (engine, reference)]
-    assert errors[0] == errors[1]
-    assert issubclass(errors[0][0], InvalidRequest)
+    kind, *_ = await same_error(engine, reference, lambda each: each.generate(prompt, **options))
+    assert issubclass(kind, InvalidRequest)
 
 
 @pytest.mark.parametrize("name", ["max_unread_tokens", "stream_interval"])
@@ -88,18 +90,24 @@ async def test_a_bad_stream_is_refused_in_the_same_words(engine: Engine, referen
         assert errors[0][2] == name
 
 
-async def test_a_bad_call_on_the_whole_engine_is_refused_in_the_same_words(engine: Engine, reference: Engine) -> None:
+async def test_any_other_bad_call_is_refused_in_the_same_words(engine: Engine, reference: Engine) -> None:
     calls: list[Callable[[Any], Any]] = [
         lambda each: each.pause("gently"),
         lambda each: each.sleep(3),
         lambda each: each.sleep(True),
         lambda each: each.sleep(1, mode="never"),
         lambda each: each.wake_up(["everything"]),
+        lambda each: each.tokenize(5),
+        lambda each: each.tokenize([]),
+        lambda each: each.tokenize("\ud800"),
+        lambda each: each.tokenize(TEXT, chat_template_kwargs={"a": 1}),
+        lambda each: each.generate(CHAT, chat_template_kwargs={"tools": []}),
+        lambda each: each.generate([{"role": "user", "tool_calls": []}], chat_template_kwargs=CONTINUED),
+        lambda each: each.detokenize([5, 2048]),
+        lambda each: each.detokenize("five"),
     ]
     for call in calls:
-        errors = [described(await error_of(call(each))) for each in (engine, reference)]
-        assert errors[0] == errors[1]
-        assert errors[0][0] is InvalidRequest
+        assert (await same_error(engine, reference, call))[0] is InvalidRequest
     assert not await engine.is_sleeping()
     assert reasons_of(await engine.generate(PROMPT, max_tokens=2)) == ["length"], "it is not paused"
 

@@ -89,15 +89,6 @@ async def test_a_deeper_sleep_that_is_refused_leaves_it_as_deep_as_it_was(make_e
     assert await say(engine) == before
 
 
-async def test_a_sleep_that_is_refused_leaves_it_awake(make_engine: Any) -> None:
-    engine = await make_engine()
-    await engine.update_weights(tensors={"model.norm.weight": np.ones(4, np.float32)})
-    before = await say(engine)
-    assert isinstance(await error_of(engine.sleep(2)), InvalidRequest)
-    assert not await engine.is_sleeping()
-    assert await say(engine) == before
-
-
 async def test_resuming_and_waking_up_pass_all_who_wait_for_them(make_engine: Any, tasks: Any) -> None:
     engine = await make_engine("make_slow")
     async with engine.stream(PROMPT, max_tokens=500, ignore_eos=True, max_unread_tokens=1):  # nobody reads

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from contract.fakes import VOCAB_SIZE
-from contract.ways import BOTH_LOOPS, ids_of, reasons_of, told
+from contract.ways import BOTH_LOOPS, ids_of, reasons_of, same_output, told
 
 from aioengine import Engine, SamplingParams
 
@@ -59,9 +59,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", CASES)
 async def test_a_request_brings_what_it_brings_in_process(engine: Engine, reference: Engine, case: str) -> None:
     sampling = {"seed": 11, "max_tokens": 24, **CASES[case]}
-    output = await engine.generate(PROMPT, **sampling)
-    assert told(output) == told(await reference.generate(PROMPT, **sampling))
-    assert output.finished
+    assert (await same_output(engine, reference, PROMPT, **sampling)).finished
 
 
 @BOTH_LOOPS
@@ -69,8 +67,7 @@ async def test_a_request_brings_what_it_brings_in_process(engine: Engine, refere
 async def test_a_prompt_of_any_kind_brings_what_it_brings_in_process(
     engine: Engine, reference: Engine, prompt: Any
 ) -> None:
-    output = await engine.generate(prompt, seed=12, max_tokens=9)
-    assert told(output) == told(await reference.generate(prompt, seed=12, max_tokens=9))
+    output = await same_output(engine, reference, prompt, seed=12, max_tokens=9)
     assert output.prompt_token_ids
     assert (output.prompt is None) is (prompt is PROMPT)
 
@@ -164,9 +161,7 @@ async def test_greedy_choices_are_all_alike_and_computed_once(engine: Engine) ->
 
 async def test_a_long_prompt_is_computed_in_pieces_and_brings_the_same(engine: Engine, reference: Engine) -> None:
     prompt = [5 + place * place % (VOCAB_SIZE - 5) for place in range(500)]
-    sampling: dict[str, Any] = {"seed": 19, "prompt_logprobs": 2, "max_tokens": 12}
-    output = await engine.generate(prompt, **sampling)
-    assert told(output) == told(await reference.generate(prompt, **sampling))
+    output = await same_output(engine, reference, prompt, seed=19, prompt_logprobs=2, max_tokens=12)
     assert reasons_of(output) == ["length"]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from contract.ways import BOTH_LOOPS, told
+from contract.ways import BOTH_LOOPS, same_output
 from waiting import until
 
 from aioengine import Engine
@@ -33,8 +33,7 @@ async def test_a_stop_string_ends_text_and_tokens_where_it_does_in_process(
         "include_stop_str_in_output": is_included,
         "logprobs": 1,
     }
-    output = await engine.generate(TEXT, **sampling)
-    assert told(output) == told(await reference.generate(TEXT, **sampling))
+    output = await same_output(engine, reference, TEXT, **sampling)
     [completion] = output.outputs
     assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
     assert completion.text.endswith(stop) is is_included
@@ -42,18 +41,14 @@ async def test_a_stop_string_ends_text_and_tokens_where_it_does_in_process(
 
 async def test_a_stop_string_does_not_count_before_min_tokens(engine: Engine, reference: Engine) -> None:
     stop = (await said(reference, 32))[2:4]
-    sampling: dict[str, Any] = {"seed": 32, "max_tokens": 40, "stop": stop, "min_tokens": 10}
-    output = await engine.generate(TEXT, **sampling)
-    assert told(output) == told(await reference.generate(TEXT, **sampling))
+    output = await same_output(engine, reference, TEXT, seed=32, max_tokens=40, stop=stop, min_tokens=10)
     assert len(output.outputs[0].token_ids) >= 10
 
 
 async def test_each_choice_stops_where_its_own_text_does(engine: Engine, reference: Engine) -> None:
     whole = await reference.generate(TEXT, seed=33, n=3, max_tokens=40)
     stops = [completion.text[30:34] for completion in whole.outputs[:2]]
-    sampling: dict[str, Any] = {"seed": 33, "n": 3, "max_tokens": 40, "stop": stops}
-    output = await engine.generate(TEXT, **sampling)
-    assert told(output) == told(await reference.generate(TEXT, **sampling))
+    await same_output(engine, reference, TEXT, seed=33, n=3, max_tokens=40, stop=stops)
 
 
 async def test_the_deltas_of_a_stream_hold_back_what_may_be_a_stop_string(engine: Engine, reference: Engine) -> None:
@@ -81,8 +76,7 @@ async def test_a_stream_that_nobody_reads_stops_where_it_should_and_is_computed_
 async def test_a_stop_token_is_the_last_token_and_no_part_of_the_text(engine: Engine, reference: Engine) -> None:
     whole = (await reference.generate(TEXT, seed=38, max_tokens=40)).outputs[0].token_ids
     stop = whole[9]
-    output = await engine.generate(TEXT, seed=38, max_tokens=40, stop_token_ids=[stop])
-    assert told(output) == told(await reference.generate(TEXT, seed=38, max_tokens=40, stop_token_ids=[stop]))
+    output = await same_output(engine, reference, TEXT, seed=38, max_tokens=40, stop_token_ids=[stop])
     [completion] = output.outputs
     assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
     assert completion.token_ids == whole[: whole.index(stop) + 1]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from contract.ways import BOTH_LOOPS, described, error_of, has_load, told
+from contract.ways import BOTH_LOOPS, error_of, has_load, same_output, told
 from waiting import until
 
 from aioengine import CompletionDelta, Engine, EngineClosed, EngineDead, EngineOverloaded, Stream
@@ -48,31 +48,9 @@ async def test_a_prompt_has_the_ids_that_it_was_told_to_have(engine: Engine) -> 
 
 
 async def test_variables_for_the_template_bring_what_they_bring_in_process(engine: Engine, reference: Engine) -> None:
-    sampling = {"seed": 2, "max_tokens": 8}
-    output = await engine.generate(BEGUN, chat_template_kwargs=CONTINUED, **sampling)
-    assert told(output) == told(await reference.generate(BEGUN, chat_template_kwargs=CONTINUED, **sampling))
+    output = await same_output(engine, reference, BEGUN, chat_template_kwargs=CONTINUED, seed=2, max_tokens=8)
     assert output.prompt is not None
     assert output.prompt.endswith("A fox and")
-
-
-BAD_CALLS: dict[str, Any] = {
-    "no text": lambda engine: engine.tokenize(5),
-    "no messages": lambda engine: engine.tokenize([]),
-    "a lone surrogate": lambda engine: engine.tokenize("\ud800"),
-    "variables without a chat": lambda engine: engine.tokenize(TEXT, chat_template_kwargs={"a": 1}),
-    "reserved variables": lambda engine: engine.generate(CHAT, chat_template_kwargs={"tools": []}),
-    "no message to continue": lambda engine: engine.generate(
-        [{"role": "user", "tool_calls": []}], chat_template_kwargs=CONTINUED
-    ),
-    "an id that the model lacks": lambda engine: engine.detokenize([5, 2048]),
-    "no ids": lambda engine: engine.detokenize("five"),
-}
-
-
-@pytest.mark.parametrize("call", BAD_CALLS)
-async def test_bad_values_are_refused_alike(engine: Engine, reference: Engine, call: str) -> None:
-    error = await error_of(BAD_CALLS[call](engine))
-    assert described(error) == described(await error_of(BAD_CALLS[call](reference)))
 
 
 async def test_the_bytes_of_an_outputs_tokens_are_its_text(engine: Engine, reference: Engine) -> None:

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from contract.ways import BOTH_LOOPS, described, error_of, has_load, ids_of, reasons_of, told
+from contract.ways import BOTH_LOOPS, has_load, ids_of, reasons_of, same_error, told
 from waiting import until
 
 from aioengine import Engine, EngineClosed
@@ -229,8 +229,7 @@ async def test_a_request_that_waits_for_the_waking_can_be_aborted(engine: Engine
 async def test_what_a_sleeping_engine_cannot_do_it_says(engine: Engine, reference: Engine) -> None:
     for each in (engine, reference):
         await each.sleep(2)
-    errors = [described(await error_of(each.execute_dummy_batch())) for each in (engine, reference)]
-    assert errors[0] == errors[1]
+    await same_error(engine, reference, lambda each: each.execute_dummy_batch())
     for each in (engine, reference):
         await each.wake_up()
         await each.execute_dummy_batch()

@@ -150,6 +150,20 @@ async def error_of(work: Awaitable[Any]) -> Exception:
     raise AssertionError("it raised nothing")
 
 
+async def same_output(engine: Engine, reference: Engine, prompt: Any, **sampling: Any) -> Any:
+    """What a request brings, which is the same of both."""
+    output = await engine.generate(prompt, **sampling)
+    assert told(output) == told(await reference.generate(prompt, **sampling))
+    return output
+
+
+async def same_error(engine: Engine, reference: Engine, call: Callable[[Engine], Awaitable[Any]]) -> Any:
+    """`described`, which is the same of both."""
+    here, there = [described(await error_of(call(each))) for each in (engine, reference)]
+    assert here == there
+    return here
+
+
 def described(error: Exception) -> tuple[type, str, Any]:
     """What a caller sees of an error."""
     return type(error), str(error), getattr(error, "param", None)
