@@ -22,6 +22,12 @@ from aioengine import Engine, EngineClosed, InvalidRequest
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
+
+@pytest.fixture(scope="module", params=["in_process", "served", pytest.param("child", marks=pytest.mark.nightly)])
+def way(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 JAPANESE = "昔々あるところに小さな狐と賢い兎が住んでいて毎朝川のほとりで話をしました。"
 ROOMY = {"max_model_len": 8192, "max_waiting": 4096, "max_num_seqs": 64, "kv_cache_memory_bytes": 1024}
 NESTED = [[[["a"] * 4] * 4] * 16] * 16
@@ -40,9 +46,6 @@ def begun(engine: Engine, calls: list[tuple[Any, dict[str, Any]]]) -> list[async
     return [loop.create_task(engine.generate(prompt, **params)) for prompt, params in calls]
 
 
-@pytest.mark.parametrize(
-    "way", ["in_process", "served", pytest.param("child", marks=pytest.mark.nightly)], indirect=True
-)
 @pytest.mark.parametrize("name", BURSTS)
 async def test_no_turn_is_long_however_many_come_and_end(
     name: str, make_engine: MakeEngine, record_property: Callable[[str, object], None]
