@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import os
 import secrets
 import sys
@@ -22,6 +21,7 @@ from aioengine.errors import AioEngineError, ConfigError, EngineDead, InvalidReq
 from aioengine.executor.in_process import clock_of, find
 from aioengine.models.folder import ModelFolder
 from aioengine.progress import OnProgress
+from aioengine.text.worker import TextWorker
 from aioengine.transport.addresses import START_DESCRIPTORS, PrivateFolder, check_descriptors, remove_private
 from aioengine.transport.channel import Channel, Context, bind, end_context, make_context
 from aioengine.transport.child import TOKEN
@@ -31,7 +31,7 @@ from aioengine.transport.link import Link
 from aioengine.transport.process import Child, ChildSpec
 from aioengine.transport.security import ClientKeys
 from aioengine.transport.supervisor import Supervisor
-from aioengine.transport.wire import PROTOCOL_VERSION, Attached, read_config
+from aioengine.transport.wire import PROTOCOL_VERSION, Attached
 
 T = TypeVar("T")
 
@@ -75,12 +75,9 @@ class Connected:
         self._link = Link(hooks.worker)
 
     async def find_model(self) -> ModelFolder:
-        folder = self._keys_folder
-        keys = (
-            None
-            if folder is None
-            else await self._hooks.worker.run(lambda: ClientKeys.load(folder, self._client), None)
-        )
+        keys, folder = None, self._keys_folder
+        if folder is not None:
+            keys = await self._hooks.worker.run(lambda: ClientKeys.load(folder, self._client), None)
         self._attached = attached = await self._link.open(
             self._address, keys, name="a connected front end", timeout_s=self._timeout_s
         )
@@ -90,7 +87,7 @@ class Connected:
         self.core = RemoteCore(
             self._link,
             self._attached,
-            config=read_config(self._attached.config),
+            config=_read_config(self._attached.config),
             clock=clock_of(asyncio.get_running_loop()),
             on_capacity=self._hooks.on_capacity,
             is_far=self._address.startswith("tcp:"),
@@ -139,10 +136,7 @@ class InChild:
         # Noted where it is made, so that a start that is cancelled here removes it.
         await self._hooks.worker.run(self._make_folder, None)
         self._begin(self._folders[0])
-        config = self._config
-        # The process looks for the weights itself; here the small files are enough.
-        resolve = functools.partial(ModelFolder.resolve, config.model, revision=config.revision, with_weights=False)
-        return await find(resolve, config, self._hooks.worker)
+        return await _find_small_files(self._config, self._hooks.worker)
 
     async def open(self, on_progress: OnProgress | None = None) -> None:
         clock = clock_of(asyncio.get_running_loop())
@@ -178,7 +172,7 @@ class InChild:
         # From now on this process may be killed and leaves no file.
         await self._hooks.worker.run(remove_private, None, ready.address)
         # The process may end without its connection noticing, as when something it has started holds that open.
-        self._child.add_exit_callback(lambda child: self.core.die(EngineDead(_tell_exit(child))))
+        self._child.add_exit_callback(lambda child: self.core.die(EngineDead(child.describe_exit())))
 
     async def apply_model(self, function: Callable[[Any], T]) -> list[T]:
         raise _no_functions()
@@ -247,10 +241,10 @@ class InChild:
                 await self._child.wait()
             if self._child.returncode is None:
                 raise
-            raise EngineDead(_tell_exit(self._child)) from error
+            raise EngineDead(self._child.describe_exit()) from error
 
     def _on_early_exit(self, child: Child) -> None:
-        self._exits.append((0, _tell_exit(child)))
+        self._exits.append((0, child.describe_exit()))
         self._handshake.wake()
 
     def _make_init(self, index: int, folder: PrivateFolder) -> Init:
@@ -274,7 +268,7 @@ class InChild:
         with anyio.move_on_after(EXIT_NEWS_S):
             await self._child.wait()
         if self._child.returncode is not None:
-            return _tell_exit(self._child)
+            return self._child.describe_exit()
         return f"the connection to its process (pid {self._child.pid}) was cut, and that is still there"
 
 
@@ -285,8 +279,14 @@ def _importing_like_here() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([*filter(None, [known]), *beside])} if beside else {}
 
 
-def _tell_exit(child: Child) -> str:
-    return child.describe_exit()
+def _read_config(fields: dict[str, Any]) -> EngineConfig:
+    """An engine's config, of a version that may have settings which this one does not know.
+
+    Raises:
+        ConfigError: a value is bad.
+    """
+    known = EngineConfig.__struct_fields__
+    return EngineConfig(**{name: value for name, value in fields.items() if name in known})
 
 
 async def _find_tokenizer(attached: Attached, model: str | None, hooks: CoreHooks) -> ModelFolder:
@@ -294,9 +294,17 @@ async def _find_tokenizer(attached: Attached, model: str | None, hooks: CoreHook
     path = Path(attached.model_path)
     if model is None and await hooks.worker.run(path.exists, None):
         return await hooks.worker.run(ModelFolder.read, None, path)
-    config = read_config(attached.config) if model is None else EngineConfig(model=model)
-    resolve = functools.partial(ModelFolder.resolve, config.model, revision=config.revision, with_weights=False)
-    return await find(resolve, config, hooks.worker)
+    config = _read_config(attached.config) if model is None else EngineConfig(model=model)
+    return await _find_small_files(config, hooks.worker)
+
+
+async def _find_small_files(config: EngineConfig, worker: TextWorker) -> ModelFolder:
+    """What a tokenizer is made of; the engine's process looks for the weights itself."""
+
+    def resolve() -> ModelFolder:
+        return ModelFolder.resolve(config.model, revision=config.revision, with_weights=False)
+
+    return await find(resolve, config, worker)
 
 
 def _no_functions() -> InvalidRequest:

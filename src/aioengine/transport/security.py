@@ -18,7 +18,6 @@ import os
 import re
 import secrets
 import stat
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -166,19 +165,17 @@ def _make_private(folder: Path) -> None:
 
 
 def _make_pair(folder: Path, name: str) -> list[Path]:
-    # Made in a folder of their own, since the library overwrites, and leaves the modes to the umask.
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as new:
-        zmq.auth.create_certificates(new, name)
-        return [
-            _write_new(folder / f"{name}{ending}", Path(new, f"{name}{ending}").read_bytes(), mode)
-            for ending, mode in ((SECRET, 0o600), (PUBLIC, 0o644))
-        ]
+    public, secret = (key.decode() for key in zmq.curve_keypair())
+    own, shared = folder / f"{name}{SECRET}", folder / f"{name}{PUBLIC}"
+    certificate = f'metadata\ncurve\n    public-key = "{public}"\n'  # as zmq.auth reads it
+    _write_new(own, f'{certificate}    secret-key = "{secret}"\n', 0o600)
+    _write_new(shared, certificate, 0o644)
+    return [own, shared]
 
 
-def _write_new(path: Path, content: bytes, mode: int) -> Path:
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+def _write_new(path: Path, content: str, mode: int) -> None:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
         file.write(content)
-    return path
 
 
 def _client_name(root: Path, name: str | None) -> str:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import anyio
+import msgspec
 import zmq
 
 from aioengine.config import EngineConfig, asked_by_signals
@@ -112,39 +113,35 @@ def _closing() -> Iterator[None]:
         logger.error("closing took more than %g s; what hangs is left behind", CLOSE_DEADLINE_S)
 
 
-class _Options(NamedTuple):
-    address: str | None
-    """None: in a folder of this process's own."""
-    config: EngineConfig
-    plugins: tuple[str, ...]
-    executor: str | None
-
-
 def _resolve_options(
     init: Init | None, address: str | None, config: EngineConfig | None, plugins: Sequence[str]
-) -> _Options:
-    """What this side was told and what the endpoints say, together."""
-    if init is not None:
-        address, config = address or init.address, config or init.config
-        plugins = (*plugins, *init.plugins)
-    if config is None or (init is None and address is None):
-        raise ConfigError("it is not said where to serve, or what: give an address and a model")
-    return _Options(address, config, tuple(plugins), init.executor if init is not None else None)
+) -> Init:
+    """What this side was told and what the endpoints say, together. An address of None: in a folder of its own."""
+    if init is None:
+        if address is None:
+            raise ConfigError("it is not said where to serve: give an address")
+        init = Init(version=PROTOCOL_VERSION, index=0, num_engines=1)
+    return msgspec.structs.replace(
+        init, address=address or init.address, config=config or init.config, plugins=(*plugins, *init.plugins)
+    )
 
 
 async def _serve(
-    options: _Options,
+    options: Init,
     keys: ServerKeys | None,
     shakers: _Handshakes,
     worker: TextWorker,
     dump_worker: TextWorker,
     on_serving: Callable[[EngineServer], None],
 ) -> None:
+    config = options.config
+    if config is None:
+        raise ConfigError("it is not said what to serve: give a model")
     hooks = CoreHooks(worker, dump_worker, on_capacity=lambda: None, num_waiting_for_admission=lambda: 0)
     for plugin in options.plugins:
         await worker.run(_import, None, plugin)  # which may take long, and this process be told to end meanwhile
-    executor = _make_executor(options) if options.executor is not None else None
-    backend = InProcess(options.config, executor, hooks)
+    executor = _make_executor(options.executor, config) if options.executor is not None else None
+    backend = InProcess(config, executor, hooks)
     folders: list[PrivateFolder] = []
     try:
         files = await backend.find_model()
@@ -172,13 +169,13 @@ async def _serve(
         raise EngineDead(str(backend.core.death), dump=backend.core.death.dump)
 
 
-def _make_executor(options: _Options) -> Executor:
-    assert options.executor is not None
-    module, _, name = options.executor.partition(":")
-    make = getattr(_import(module), name, None)
+def _make_executor(name: str, config: EngineConfig) -> Executor:
+    """What ``module:function`` makes."""
+    module, _, function = name.partition(":")
+    make = getattr(_import(module), function, None)
     if not callable(make):
-        raise ConfigError(f"{options.executor}: {module} has no function {name}")
-    executor: Executor = make(options.config)
+        raise ConfigError(f"{name}: {module} has no function {function}")
+    executor: Executor = make(config)
     return executor
 
 

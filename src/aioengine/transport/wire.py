@@ -22,7 +22,6 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from aioengine.config import EngineConfig
 from aioengine.core.control import AnyControl, StageWeights
 from aioengine.core.executor_protocol import ExecutorInfo
 from aioengine.core.health import Beat
@@ -46,6 +45,7 @@ MAX_FRAMES = 16
 
 Buffer = bytes | bytearray | memoryview
 Arrays = tuple[NDArray[Any], ...]
+_DTYPES = {name: np.dtype(name) for name in ("<i4", "<f4", "<f8", "<u1")}  # making one costs as much as a frame
 Layout = tuple[str, ...]
 """The numpy dtype of each frame."""
 
@@ -155,7 +155,7 @@ class Attached(WireMessage, frozen=True, tag=1):
     """With ``password`` the credentials of the output socket, good for one connection."""
     password: str
     config: dict[str, Any]
-    """An `EngineConfig`; see `read_config`."""
+    """An `EngineConfig`, of a version that may have other settings."""
     info: ExecutorInfo
     eos_token_ids: tuple[int, ...]
     model_path: str
@@ -265,16 +265,6 @@ FromEngine = Attached | Refused | StepOutputsMessage | Returned | Beating | Shut
 
 
 # What is read by itself
-
-
-def read_config(fields: dict[str, Any]) -> EngineConfig:
-    """An engine's config, of a version that may have settings which this one does not know.
-
-    Raises:
-        ConfigError: a value is bad.
-    """
-    known = EngineConfig.__struct_fields__
-    return EngineConfig(**{name: value for name, value in fields.items() if name in known})
 
 
 def _encode_array(value: Any) -> memoryview:
@@ -486,18 +476,14 @@ class Reader(Generic[Body]):
         return body, arrays
 
 
-_DTYPES = {name: np.dtype(name) for name in ("<i4", "<f4", "<f8", "<u1")}
-"""Of all layouts; making one anew costs as much as viewing a frame."""
-
-
 def _check_sizes(frames: Sequence[Buffer]) -> None:
     if not 1 <= len(frames) <= MAX_FRAMES:
         raise WireError(f"{len(frames)} frames; 1 to {MAX_FRAMES} make a message")
     if len(frames[0]) > MAX_HEADER_BYTES:
         raise WireError(f"a header of {len(frames[0])} bytes; {MAX_HEADER_BYTES} are allowed")
-    for frame in frames[1:]:
-        if len(frame) > MAX_FRAME_BYTES:
-            raise WireError(f"a frame of {len(frame)} bytes; {MAX_FRAME_BYTES} are allowed")
+    largest = max(map(len, frames[1:]), default=0)
+    if largest > MAX_FRAME_BYTES:
+        raise WireError(f"a frame of {largest} bytes; {MAX_FRAME_BYTES} are allowed")
 
 
 def _view(frames: Sequence[Buffer], layout: Layout) -> Arrays:
