@@ -248,8 +248,8 @@ class Engine(EngineControl):
 
         Args:
             max_unread_tokens: with so many of a choice unread it is not computed any further until they are read; it
-                then holds no running place and is the first to lose its memory. What is being computed at that moment
-                still comes: at most a token for each step in flight. Absent: what is unread is merged.
+                then holds no row and is the first to lose its memory. Tokens in flight at that moment still come: at
+                most one a step in flight. Absent: unread deltas are merged.
             stream_interval: tokens of a choice between two deltas, the first and the last delta aside; absent: the
                 engine's.
         """
@@ -348,9 +348,9 @@ class Engine(EngineControl):
     async def drain(self) -> None:
         """Take no new requests, and wait until all that were made before have ended; `resume` takes new ones again.
 
-        Those that wait for a place are served, too, and what was paused or asleep goes on. A reader that has stalled at
-        its ``max_unread_tokens`` is waited for: bound that with a timeout of your own, and `abort_all`. A `pause`
-        meanwhile holds it up. Returns early when it is resumed. Idempotent. Cancelling stops the wait alone.
+        Requests that wait for admission are served, too, and a paused or sleeping engine goes on. A reader that has
+        stalled at its ``max_unread_tokens`` is waited for: bound that with a timeout of your own, and `abort_all`. A
+        `pause` meanwhile holds it up. Returns early when it is resumed. Idempotent. Cancelling stops the wait alone.
 
         Raises:
             EngineDead, EngineClosed: it came to an end before they did.

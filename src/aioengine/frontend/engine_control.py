@@ -12,27 +12,8 @@ from typing import Any, TypeVar
 import anyio
 import numpy as np
 
-from aioengine.core.control import (
-    AnyControl,
-    CollectiveRpc,
-    CommitWeights,
-    DropWeights,
-    ExecuteDummyBatch,
-    IsSleeping,
-    Pause,
-    PauseMode,
-    ResetPrefixCache,
-    SaveShardedState,
-    Sleep,
-    SleepLevel,
-    StageWeights,
-    StartProfile,
-    StopProfile,
-    SupportedTasks,
-    UpdateWeights,
-    WakeTag,
-    WakeUp,
-)
+from aioengine.core import control as c
+from aioengine.core.control import AnyControl, PauseMode, SleepLevel, WakeTag
 from aioengine.core.executor_protocol import ExecutorInfo, WeightDtype
 from aioengine.core.health import Health
 from aioengine.errors import EngineClosed, InvalidRequest
@@ -75,7 +56,7 @@ class EngineControl:
         Raises:
             InvalidRequest: there is no such mode.
         """
-        await self._call(Pause(mode))
+        await self._call(c.Pause(mode))
 
     async def resume(self) -> None:
         """Go on after `pause`, and take requests again after `drain`. Idempotent."""
@@ -89,7 +70,7 @@ class EngineControl:
         Returns:
             how many KV blocks had been kept for a prefix.
         """
-        num_blocks: int = await self._call(ResetPrefixCache(bool(reset_running)))
+        num_blocks: int = await self._call(c.ResetPrefixCache(bool(reset_running)))
         return num_blocks
 
     async def sleep(self, level: SleepLevel = 1, *, mode: PauseMode = "abort") -> None:
@@ -105,7 +86,7 @@ class EngineControl:
             InvalidRequest: a value is bad; or level 2, and the weights came as tensors, so that nothing could bring
                 them back; or level 1 on a GPU, and the host has no memory for them: nothing is asleep then.
         """
-        await self._call(Sleep(level, mode))
+        await self._call(c.Sleep(level, mode))
 
     async def wake_up(self, tags: Iterable[WakeTag] | None = None) -> None:
         """Bring back what `sleep` took, and go on. Idempotent.
@@ -118,16 +99,16 @@ class EngineControl:
             ModelLoadError: the weights cannot be read any more, or a GPU has no memory for them now; it sleeps on.
             ConfigError: a GPU has no memory for the KV cache now; that sleeps on. Both may be tried again.
         """
-        await self._call(WakeUp(tags))
+        await self._call(c.WakeUp(tags))
 
     async def is_sleeping(self) -> bool:
         """Whether anything that `sleep` took is not back yet."""
-        is_sleeping: bool = await self._call(IsSleeping())
+        is_sleeping: bool = await self._call(c.IsSleeping())
         return is_sleeping
 
     async def supported_tasks(self) -> tuple[str, ...]:
         """What this engine can do with its model, such as "generate"."""
-        return tuple(await self._call(SupportedTasks()))
+        return tuple(await self._call(c.SupportedTasks()))
 
     # Weights and workers
 
@@ -144,7 +125,7 @@ class EngineControl:
         Raises:
             OSError: it cannot be written.
         """
-        return list(await self._call(SaveShardedState(folder, max_shard_bytes)))
+        return list(await self._call(c.SaveShardedState(folder, max_shard_bytes)))
 
     async def update_weights(
         self, folder: str | os.PathLike[str] | None = None, *, tensors: Mapping[str, Any] | None = None
@@ -166,7 +147,7 @@ class EngineControl:
         if (folder is None) == (tensors is None):
             raise InvalidRequest("give either a folder or tensors", param="folder")
         if folder is not None:
-            await runtime.call(UpdateWeights(folder))
+            await runtime.call(c.UpdateWeights(folder))
         elif tensors is not None:
             async with runtime.weights_turn:  # one at a time: the engine holds what has come of each
                 await _send_weights(runtime, tensors)
@@ -184,7 +165,7 @@ class EngineControl:
             InvalidRequest: no function has this name; in another process: an argument or a result is no plain data.
             Exception: what the function raised; from another process Python's own types only, else RuntimeError.
         """
-        return list(await self._call(CollectiveRpc(name, args, kwargs)))
+        return list(await self._call(c.CollectiveRpc(name, args, kwargs)))
 
     async def apply_model(self, function: Callable[[Any], T]) -> list[T]:
         """Call ``function`` with the model of each rank, in the device thread between two steps; in process only.
@@ -200,7 +181,7 @@ class EngineControl:
         Raises:
             InvalidRequest: the engine sleeps.
         """
-        await self._call(ExecuteDummyBatch())
+        await self._call(c.ExecuteDummyBatch())
 
     # Text
 
@@ -350,7 +331,7 @@ class EngineControl:
             OSError: on leaving the block: the file cannot be written. The recording is then lost.
             EngineClosed: the engine is not running, or was closed in the block.
         """
-        begin, end = StartProfile(max_steps), StopProfile(path)
+        begin, end = c.StartProfile(max_steps), c.StopProfile(path)
         return Profile(self._here(), begin, end)
 
     async def start_profile(self, *, max_steps: int = 100) -> None:
@@ -359,7 +340,7 @@ class EngineControl:
         Raises:
             InvalidRequest: a value is bad, or torch's profiler is in use.
         """
-        await self._call(StartProfile(max_steps))
+        await self._call(c.StartProfile(max_steps))
 
     async def stop_profile(self, path: str | os.PathLike[str]) -> None:
         """End a recording, and write it to a file of the engine's machine.
@@ -368,7 +349,7 @@ class EngineControl:
             InvalidRequest: there is no recording.
             OSError: the file cannot be written. The recording is then lost.
         """
-        await self._call(StopProfile(path))
+        await self._call(c.StopProfile(path))
 
     @property
     def info(self) -> ExecutorInfo:
@@ -406,7 +387,7 @@ class EngineControl:
 class Profile:
     """A recording of the device. Made by `Engine.profile`; it begins where the ``async with`` block does."""
 
-    def __init__(self, runtime: Runtime, begin: StartProfile, end: StopProfile) -> None:
+    def __init__(self, runtime: Runtime, begin: c.StartProfile, end: c.StopProfile) -> None:
         self._runtime = runtime
         self._begin = begin
         self._end = end
@@ -440,11 +421,11 @@ async def _send_weights(runtime: Runtime, tensors: Mapping[str, Any]) -> None:
             dtype, shape, data = _bytes_of(name, tensor)
             for offset in range(0, max(len(data), 1), PIECE_BYTES):
                 piece = data[offset : offset + PIECE_BYTES]
-                await runtime.call(StageWeights(transfer, name, dtype, shape, offset, piece))
-        await runtime.call(CommitWeights(transfer))
+                await runtime.call(c.StageWeights(transfer, name, dtype, shape, offset, piece))
+        await runtime.call(c.CommitWeights(transfer))
     except BaseException:
         with anyio.CancelScope(shield=True), anyio.move_on_after(5), contextlib.suppress(Exception):
-            await runtime.call(DropWeights(transfer))  # an engine that has gone has dropped everything
+            await runtime.call(c.DropWeights(transfer))  # an engine that has gone has dropped everything
         raise
 
 
