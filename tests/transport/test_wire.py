@@ -202,6 +202,23 @@ class TestWhatIsReadByItself:
         assert wire.unpack_control(raw, arrays) == control
 
     @pytest.mark.parametrize(
+        ("call", "param"),
+        [
+            (("StartProfile", 0), "max_steps"),
+            (("StopProfile", "/"), "path"),
+            (("SaveShardedState", "folder", 0), "max_shard_bytes"),
+            (("UpdateWeights", "nul\0"), "folder"),
+        ],
+    )
+    def test_a_control_call_checks_itself_on_either_side(self, call: tuple[Any, ...], param: str) -> None:
+        with pytest.raises(InvalidRequest) as here:
+            getattr(c, call[0])(*call[1:])
+        with pytest.raises(InvalidRequest) as there:
+            wire.unpack_control(msgspec.Raw(pack(call)), ())
+        assert (str(here.value), here.value.param) == (str(there.value), there.value.param)
+        assert here.value.param == param
+
+    @pytest.mark.parametrize(
         "raw",
         [
             pack(["Explode"]),
