@@ -131,19 +131,6 @@ def test_a_template_that_fails_is_an_invalid_request(template: str) -> None:
         render(template)
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ messages.__class__.__mro__ }}{{ ''.__class__.__base__.__subclasses__() }}",
-        "{{ messages.append(1) }}",
-        "{{ raise_exception.__globals__['json'] }}",
-    ],
-)
-def test_a_template_cannot_leave_its_sandbox(template: str) -> None:
-    with pytest.raises(InvalidRequest):
-        render(template)
-
-
 def test_a_template_cannot_change_the_callers_messages() -> None:
     messages = [dict(USER)]
     with pytest.raises(InvalidRequest):

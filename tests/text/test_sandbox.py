@@ -97,6 +97,9 @@ def test_a_template_that_asks_for_all_memory_gets_none(template: str) -> None:
 @pytest.mark.parametrize(
     "template",
     [
+        "{{ messages.__class__.__mro__ }}{{ ''.__class__.__base__.__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ raise_exception.__globals__['json'] }}",
         "{{ namespace(__class__=1) }}",
         "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
         "{{ self._TemplateReference__context.environment }}",

@@ -1,25 +1,18 @@
-"""The bytes of tokens, joined, are the UTF-8 of their text; also where a token is half a character."""
+"""The bytes of tokens, also where one is half a character; `test_token_table` joins those of any ids to their text."""
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from text.conftest import SEEDS, byte_fallback, byte_level, end_of_word, unigram
+from text.conftest import byte_fallback, byte_level, end_of_word, unigram
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders
 
 from aioengine.errors import InvalidRequest
 from aioengine.text.calls import token_bytes
 from aioengine.text.loading import LoadedTokenizer
-from aioengine.text.token_table import TokenTable, build_token_tables
 from aioengine.text.tokenizer import Tokenizer
-
-CHARS = "abc .'\n🙂👩‍👧日本é▁\x00\ufffd"
-TEXTS = st.text(alphabet=st.sampled_from(CHARS) | st.characters(exclude_categories=["Cs"]), max_size=60)
 
 
 def parts_of(tokenizer: Tokenizer, ids: Any, **options: Any) -> list[bytes]:
@@ -29,33 +22,6 @@ def parts_of(tokenizer: Tokenizer, ids: Any, **options: Any) -> list[bytes]:
 
 def made(backend: Backend) -> Tokenizer:
     return Tokenizer(LoadedTokenizer(backend=backend))
-
-
-@settings(max_examples=40, deadline=None)
-@given(text=TEXTS)
-def test_joined_they_are_the_text(backend: Backend, text: str) -> None:
-    ids = backend.encode(text).ids
-    for skip, table in zip((True, False), build_token_tables(backend), strict=True):
-        if isinstance(table, TokenTable):
-            parts = table.to_bytes(ids, is_start=True)
-            assert len(parts) == len(ids)
-            # One of the decoders makes half characters of whole ones.
-            assert b"".join(parts).decode(errors="replace") == backend.decode(ids, skip_special_tokens=skip)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_of_any_ids_at_all_they_are_what_the_text_shows(backend: Backend, seed: int) -> None:
-    rng = random.Random(seed)
-    num_ids = backend.get_vocab_size()
-    for skip, table in zip((True, False), build_token_tables(backend), strict=True):
-        if not isinstance(table, TokenTable):
-            continue
-        for _ in range(100):
-            ids = rng.choices(range(num_ids + 5), k=rng.choice([1, 2, 8, 90]))
-            if table.byte_runs:  # a run that is no text shows one U+FFFD a byte, whatever could be read of it
-                ids = [i for i in ids if i >= num_ids or not isinstance(table.pieces[i], bytes)]
-            shown = b"".join(table.to_bytes(ids, is_start=True)).decode(errors="replace")
-            assert shown == backend.decode(ids, skip_special_tokens=skip), ids
 
 
 @pytest.mark.parametrize("make", [byte_level, byte_fallback], ids=["byte level", "byte fallback"])

@@ -18,6 +18,12 @@ CHARS = "abc .'\n🙂👩‍👧日本é▁\x00\ufffd"
 def assert_same_text(backend: Tokenizer, table: TokenTable | WindowTable, ids: list[int], skip: bool) -> None:
     expected = backend.decode(ids, skip_special_tokens=skip)
     assert_shows(expected, texts_of(make_detokenizer(table), ids), ids)
+    if isinstance(table, TokenTable):
+        parts = table.to_bytes(ids, is_start=True)
+        assert len(parts) == len(ids)
+        text = b"".join(parts).decode(errors="replace")
+        # A run of bytes that is no text shows one U+FFFD a byte, whatever could be read of it.
+        assert text == expected or (table.byte_runs and text.count("\ufffd") < expected.count("\ufffd")), ids
 
 
 def assert_shows(expected: str, texts: list[str], ids: list[int]) -> None:

@@ -327,34 +327,6 @@ def test_a_bad_word_with_a_lone_surrogate_is_the_callers_fault() -> None:
     assert raised.value.param == "bad_words"
 
 
-def test_a_python_tokenizer_has_bad_words_and_special_tokens_too(tmp_path: Path) -> None:
-    from transformers import ByT5Tokenizer
-
-    ByT5Tokenizer().save_pretrained(str(tmp_path))
-    tokenizer = Tokenizer.load(tmp_path)
-    assert tokenizer.encode_bad_words(["ab"]) == ((100, 101), (35, 100, 101))
-    contents = tokenizer.joined_special_tokens
-    assert {"</s>", "<pad>"} <= set(contents.values())
-    detokenizer = make_detokenizer(tokenizer.token_table(skip_special_tokens=False), joined=contents)
-    ends = [tokenizer.eos_token_id] * 3
-    assert "".join(texts_of(detokenizer, [100, *ends, 101])) == "a</s></s></s>b"
-
-
-def test_threads_encode_bad_words_alike() -> None:
-    tokenizer = tokenizer_of(byte_level())
-    words = [f"fox {number} dog" for number in range(200)]
-    expected = tokenizer.encode_bad_words(words)
-    results: list[bool] = []
-    threads = [
-        threading.Thread(target=lambda: results.append(tokenizer.encode_bad_words(words) == expected)) for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == [True] * 4
-
-
 def test_a_chat_has_one_bos(folder: Path) -> None:
     ids = Tokenizer.load(folder).encode_chat(MESSAGES)
     assert ids.count(0) == 1
@@ -365,10 +337,13 @@ def test_several_threads_may_use_one_tokenizer(folder: Path) -> None:
     tokenizer = Tokenizer.load(folder)
     text = "The quick brown fox 😀 " * 500
     ids = tokenizer.encode(text)
+    words = [f"fox {number} dog" for number in range(200)]
+    bad_words = tokenizer.encode_bad_words(words)
     results: list[bool] = []
 
     def encode() -> None:
         results.append(all(tokenizer.encode(text) == ids for _ in range(5)))
+        results.append(tokenizer.encode_bad_words(words) == bad_words)
 
     threads = [threading.Thread(target=encode) for _ in range(3)]
     for thread in threads:
@@ -377,7 +352,7 @@ def test_several_threads_may_use_one_tokenizer(folder: Path) -> None:
         assert tokenizer.decode(ids) == text
     for thread in threads:
         thread.join()
-    assert results == [True] * 3
+    assert results == [True] * 6
 
 
 def test_a_tokenizer_that_is_a_python_class_works_too(tmp_path: Path) -> None:
@@ -396,6 +371,11 @@ def test_a_tokenizer_that_is_a_python_class_works_too(tmp_path: Path) -> None:
     texts = texts_of(make_detokenizer(table), ids)
     assert "".join(texts) == text
     assert texts[0] == "N"
+    assert tokenizer.encode_bad_words(["ab"]) == ((100, 101), (35, 100, 101))
+    contents = tokenizer.joined_special_tokens
+    assert {"</s>", "<pad>"} <= set(contents.values())
+    detokenizer = make_detokenizer(tokenizer.token_table(skip_special_tokens=False), joined=contents)
+    assert "".join(texts_of(detokenizer, [100, *[tokenizer.eos_token_id] * 3, 101])) == "a</s></s></s>b"
 
 
 def test_a_folder_without_a_tokenizer_says_what_to_do(tmp_path: Path) -> None:
@@ -548,6 +528,6 @@ def test_a_decoder_that_fails_is_an_error_of_the_request(folder: Path) -> None:
         make_detokenizer(tokenizer.token_table()).feed_one(1)
 
 
-def test_interrupts_pass(folder: Path) -> None:
+def test_interrupts_pass() -> None:
     with pytest.raises(KeyboardInterrupt), failures_as(InvalidRequest):
         raise KeyboardInterrupt
