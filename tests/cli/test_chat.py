@@ -237,7 +237,7 @@ async def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on(capsys: pyte
         nonlocal calls
         calls += 1
         if calls == 6:
-            interrupts.hear(signal.SIGINT)
+            interrupts.receive(signal.SIGINT)
         return say(token_ids, sampling)
 
     executor = FakeExecutor(vocab_size=2048, sampler=sample, step_time_s=0.02)

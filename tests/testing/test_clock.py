@@ -132,7 +132,7 @@ def test_bytes_that_are_there_come_before_the_next_timer() -> None:
 def test_bytes_on_their_way_are_waited_for_before_time_jumps() -> None:
     async def main() -> tuple[bytes, float]:
         selector = asyncio.get_running_loop()._io  # type: ignore[attr-defined]
-        really_select = selector.select
+        really_select = selector.really_select
 
         def arrange_late_arrival(there: socket.socket) -> None:
             def select(timeout: float) -> Any:
@@ -140,7 +140,7 @@ def test_bytes_on_their_way_are_waited_for_before_time_jumps() -> None:
                     there.sendall(b"late")
                 return really_select(timeout)
 
-            selector.select = select
+            selector.really_select = select
 
         return await receive_while(arrange_late_arrival)
 

@@ -257,7 +257,7 @@ class _Requests:
     async def _fail(self, stream: Stream, error: AioEngineError) -> None:
         if not self._is_wanted(stream):
             return
-        if isinstance(error, EngineDead | EngineClosed):  # of all requests, and heard once
+        if isinstance(error, EngineDead | EngineClosed):  # of all requests, and raised once
             for request_id in [*self._streams, *self._untold]:
                 await self.forget(request_id)
         else:

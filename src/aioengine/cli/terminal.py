@@ -161,8 +161,8 @@ class Interrupts:
     def __enter__(self) -> Self:
         self._before = signal.getsignal(signal.SIGINT)
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGINT, self.hear, signal.SIGINT)
-        loop.add_signal_handler(signal.SIGTERM, self.hear, signal.SIGTERM)
+        loop.add_signal_handler(signal.SIGINT, self.receive, signal.SIGINT)
+        loop.add_signal_handler(signal.SIGTERM, self.receive, signal.SIGTERM)
         self._everything.__enter__()
         return self
 
@@ -184,7 +184,7 @@ class Interrupts:
             finally:
                 self._stoppable = None
 
-    def hear(self, received: signal.Signals) -> None:
+    def receive(self, received: signal.Signals) -> None:
         """Do what a signal asks for, on the loop."""
         if received is signal.SIGINT and self._stoppable is not None:
             self._stoppable.cancel()

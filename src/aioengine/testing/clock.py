@@ -60,7 +60,7 @@ import threading
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Executor
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
@@ -155,8 +155,8 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         self._outside_patience_s = outside_patience_s
         self._max_rounds_at_one_time = max_rounds_at_one_time
         self._num_rounds_at_one_time = 0
-        self._io = selectors.DefaultSelector()
-        super().__init__(_WaitingSelector(self._io, self._wait))
+        self._io = _WaitingSelector(self._wait)
+        super().__init__(self._io)
         self._num_own_fds = len(self._io.get_map())
 
     def __repr__(self) -> str:
@@ -204,25 +204,25 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         """What asyncio's loop gets for ``selector.select(timeout)``; 0 means that callbacks are ready."""
         if timeout == 0:
             self._shuffle_ready_tasks()
-            events = self._io.select(0)
+            events = self._io.really_select(0)
             self._count_round(bool(events))
             return events
         # The work is listed before the look at the selector: if the last of it ends in between, its wake-up is there.
         outside = self._outside()
-        events = self._io.select(0)
+        events = self._io.really_select(0)
         if events:
             return events
         if outside:
             return self._wait_for_outside(outside)
         if self._io_patience_s and len(self._io.get_map()) > self._num_own_fds:
-            events = self._io.select(self._io_patience_s)
+            events = self._io.really_select(self._io_patience_s)
             if events:
                 return events
         self._jump()
         return []
 
     def _wait_for_outside(self, outside: list[str]) -> _Events:
-        events = self._io.select(self._outside_patience_s)
+        events = self._io.really_select(self._outside_patience_s)
         if not events:
             raise Deadlock(
                 f"waited {self._outside_patience_s} s of real time for work outside the loop ({', '.join(outside)})",
@@ -303,30 +303,18 @@ def run(main: Coroutine[Any, Any, T], *, seed: int) -> T:
         return runner.run(main)
 
 
-class _WaitingSelector(selectors.BaseSelector):
-    """A selector whose ``select`` is the loop's `_wait`; the rest goes to the real one."""
+class _WaitingSelector(selectors.DefaultSelector):
+    """A selector whose ``select`` is the loop's `VirtualClockLoop._wait`."""
 
-    def __init__(self, real: selectors.BaseSelector, wait: Callable[[float | None], _Events]) -> None:
-        self._real = real
+    def __init__(self, wait: Callable[[float | None], _Events]) -> None:
+        super().__init__()
         self._wait = wait
-
-    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-        return self._real.register(fileobj, events, data)
-
-    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
-        return self._real.unregister(fileobj)
-
-    def modify(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-        return self._real.modify(fileobj, events, data)
 
     def select(self, timeout: float | None = None) -> _Events:
         return self._wait(timeout)
 
-    def close(self) -> None:
-        self._real.close()
-
-    def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
-        return self._real.get_map()
+    def really_select(self, timeout: float) -> _Events:
+        return super().select(timeout)
 
 
 def _anyio_workers(loop: asyncio.AbstractEventLoop) -> list[WorkerThread]:
