@@ -24,8 +24,8 @@ from click.testing import CliRunner
 from aioengine import Engine, StepFailed
 from aioengine.cli import load
 from aioengine.cli.bench import bench, make_jobs
-from aioengine.cli.figures import Environment, LatencyReport, Level, ThroughputReport, Workload, measured_of
-from aioengine.cli.load import Burst, Job, Jobs, Range, Reads, Timing, other_cpu_s, send
+from aioengine.cli.figures import Environment, LatencyReport, Level, ThroughputReport, measured_of
+from aioengine.cli.load import Burst, Job, Jobs, Range, Reads, Timing, Workload, other_cpu_s, send
 from aioengine.cli.shown import SIZE_PIXELS, plot_latency, plot_throughput, show_latency, show_throughput
 from aioengine.testing import FakeExecutor
 
@@ -95,7 +95,7 @@ async def test_the_engines_error_comes_out_as_itself() -> None:
 
 
 def jobs(input_len: Range, output_len: Range, seed: int) -> Jobs:
-    return Jobs(text=None, input_len=input_len, output_len=output_len, vocab_size=2048, seed=seed)
+    return Jobs(workload(input_len, output_len, seed), vocab_size=2048)
 
 
 def test_the_same_seed_makes_the_same_jobs_and_each_batch_has_lengths_alike_and_tokens_of_its_own() -> None:
@@ -110,8 +110,8 @@ def test_the_same_seed_makes_the_same_jobs_and_each_batch_has_lengths_alike_and_
     assert all(one.prompt != other.prompt for one, other in zip(first, second, strict=True) if len(one.prompt) > 2)
 
 
-def workload(input_len: Range = EIGHT, output_len: Range = EIGHT) -> Workload:
-    return Workload(prompt=None, input_len=input_len, output_len=output_len, temperature=0.0, seed=0, repeats=1)
+def workload(input_len: Range = EIGHT, output_len: Range = EIGHT, seed: int = 0) -> Workload:
+    return Workload(prompt=None, input_len=input_len, output_len=output_len, temperature=0.0, seed=seed, repeats=1)
 
 
 def timing(num_input_tokens: int, *read_at: float) -> Timing:

@@ -10,16 +10,8 @@ import click
 import msgspec
 
 from aioengine.cli.command import Command, given, options_of, run
-from aioengine.cli.figures import (
-    Environment,
-    LatencyReport,
-    Level,
-    ThroughputReport,
-    Workload,
-    environment_of,
-    measured_of,
-)
-from aioengine.cli.load import Burst, Job, Jobs, Range, send
+from aioengine.cli.figures import Environment, LatencyReport, Level, ThroughputReport, environment_of, measured_of
+from aioengine.cli.load import Burst, Job, Jobs, Range, Workload, send
 from aioengine.cli.shown import (
     check_matplotlib,
     plot_latency,
@@ -221,13 +213,7 @@ def make_jobs(engine: Engine, workload: Workload) -> Jobs:
             f"{longest_input} tokens in and {workload.output_len.high} out are more than the {limit} that this model "
             "allows: lower --input-len or --output-len"
         )
-    return Jobs(
-        text=workload.prompt,
-        input_len=workload.input_len,
-        output_len=workload.output_len,
-        vocab_size=engine.info.vocab_size,
-        seed=workload.seed,
-    )
+    return Jobs(workload, engine.info.vocab_size)
 
 
 async def _warm_up(engine: Engine, jobs: list[Job], workload: Workload) -> None:

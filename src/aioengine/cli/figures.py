@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 import aioengine
-from aioengine.cli.load import Burst, Range, Summary, Timing, summary_of
+from aioengine.cli.load import Burst, Summary, Timing, Workload, summary_of
 from aioengine.engine import Engine
 
 
@@ -79,26 +79,6 @@ class Environment(msgspec.Struct, frozen=True):
             f"{self.model} in {self.dtype} on {self.device}, {threads} on {self.num_cores} cores ({self.machine})\n"
             f"aioengine {self.aioengine}, torch {self.torch}, Python {self.python}; {self.time}"
         )
-
-
-class Workload(msgspec.Struct, frozen=True):
-    """What was asked.
-
-    Attributes:
-        prompt: the prompt of all requests; None: random token ids, ``input_len`` of them.
-    """
-
-    prompt: str | None
-    input_len: Range
-    output_len: Range
-    temperature: float
-    seed: int
-    repeats: int
-
-    def __str__(self) -> str:
-        prompt = f"{self.input_len} random tokens" if self.prompt is None else repr(self.prompt)
-        sampling = "greedy" if self.temperature == 0 else f"temperature {self.temperature}"
-        return f"{prompt} in, {self.output_len} tokens out, {sampling}, seed {self.seed}"
 
 
 class LatencyReport(msgspec.Struct, frozen=True):

@@ -49,6 +49,26 @@ class Range(msgspec.Struct, frozen=True):
         return str(self.low) if self.low == self.high else f"{self.low}:{self.high}"
 
 
+class Workload(msgspec.Struct, frozen=True):
+    """What a benchmark asks of an engine.
+
+    Attributes:
+        prompt: the prompt of all requests; None: random token ids, ``input_len`` of them.
+    """
+
+    prompt: str | None
+    input_len: Range
+    output_len: Range
+    temperature: float
+    seed: int
+    repeats: int
+
+    def __str__(self) -> str:
+        prompt = f"{self.input_len} random tokens" if self.prompt is None else repr(self.prompt)
+        sampling = "greedy" if self.temperature == 0 else f"temperature {self.temperature}"
+        return f"{prompt} in, {self.output_len} tokens out, {sampling}, seed {self.seed}"
+
+
 class Job(msgspec.Struct, frozen=True):
     """One request: exactly ``num_output_tokens`` are generated, past any EOS."""
 
@@ -135,27 +155,22 @@ def summary_of(samples_s: Iterable[float] | NDArray[np.float64]) -> Summary | No
 
 
 class Jobs:
-    """Makes jobs: the lengths repeat with each batch, token ids never do, so that no prefix is cached by chance.
+    """Makes jobs: the lengths repeat with each batch, token ids never do, so that no prefix is cached by chance."""
 
-    Args:
-        text: the prompt of all jobs; None: random token ids.
-    """
-
-    def __init__(self, *, text: str | None, input_len: Range, output_len: Range, vocab_size: int, seed: int) -> None:
-        self._text = text
-        self._lens = (input_len, output_len)
+    def __init__(self, workload: Workload, vocab_size: int) -> None:
+        self._workload = workload
         self._vocab_size = vocab_size
-        self._seed = seed
-        self._ids = np.random.default_rng([seed, 1])
+        self._ids = np.random.default_rng([workload.seed, 1])
 
     def make(self, count: int) -> list[Job]:
-        draws = np.random.default_rng([self._seed, 2])
-        nums = [draws.integers(length.low, length.high, count, endpoint=True).tolist() for length in self._lens]
+        draws = np.random.default_rng([self._workload.seed, 2])
+        lens = (self._workload.input_len, self._workload.output_len)
+        nums = [draws.integers(length.low, length.high, count, endpoint=True).tolist() for length in lens]
         return [Job(self._prompt(num_input), num_output) for num_input, num_output in zip(*nums, strict=True)]
 
     def _prompt(self, num_tokens: int) -> str | list[int]:
-        if self._text is not None:
-            return self._text
+        if self._workload.prompt is not None:
+            return self._workload.prompt
         ids: list[int] = self._ids.integers(0, self._vocab_size, num_tokens).tolist()
         return ids
 

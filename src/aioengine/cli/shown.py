@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from aioengine.cli.figures import Environment, Figures, LatencyReport, Level, ThroughputReport, Workload, samples_of
-from aioengine.cli.load import Summary, Timing
+from aioengine.cli.figures import Environment, Figures, LatencyReport, Level, ThroughputReport, samples_of
+from aioengine.cli.load import Summary, Timing, Workload
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
