@@ -38,6 +38,11 @@ def in_thread(work: Callable[[], Any]) -> Any:
     return outcome[0]
 
 
+def two_seeds_of(count: int) -> list[Any]:
+    """The others are nightly."""
+    return [0, 1, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(2, count))]
+
+
 def loop_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "aioengine-loop"]
 
@@ -135,7 +140,7 @@ def test_closing_ends_the_calls_of_other_threads(patient_device: Any) -> None:
     assert not loop_threads()
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", two_seeds_of(10))
 def test_a_call_that_races_with_the_end_brings_its_outcome(device_type: Any, seed: int) -> None:
     llm = LLM(executor=device_type())
     outcomes: list[Any] = []
@@ -192,7 +197,7 @@ def test_ctrl_c_ends_the_main_threads_call_and_no_other(open_llm: Any, patient_d
     assert llm.stats().running == llm.stats().waiting == 0
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", two_seeds_of(5))
 def test_ctrl_c_at_any_moment_ends_a_call_or_comes_after_it(open_llm: Any, device: Any, seed: int) -> None:
     llm = open_llm(device)
     draw = random.Random(seed)

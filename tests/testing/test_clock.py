@@ -98,16 +98,6 @@ def test_timers_fire_where_the_time_is_so_large_that_a_nanosecond_is_lost_in_rou
     assert run(main(), seed=0) == 1e9 + 0.5
 
 
-def test_a_timeout_fires_at_its_deadline() -> None:
-    async def main() -> float:
-        with anyio.move_on_after(2.5) as scope:
-            await anyio.sleep_forever()
-        assert scope.cancelled_caught
-        return anyio.current_time()
-
-    assert run(main(), seed=0) == 2.5
-
-
 # Sockets
 
 
