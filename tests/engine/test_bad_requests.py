@@ -388,7 +388,7 @@ async def test_messages_are_those_of_the_call_whatever_becomes_of_them(serve: An
     async with serve() as served:
         part = {"type": "text", "text": "a fox"}
         messages = [{"role": "user", "content": [part]}]
-        expected = served.tokenizer.encode_chat([{"role": "user", "content": "a fox"}])
+        expected = await served.engine.tokenize([{"role": "user", "content": "a fox"}])
         stream = served.engine.stream(messages, max_tokens=1)
         part["text"] = "an owl"
         messages[0]["content"].append({"type": "text", "text": "and more"})
@@ -420,6 +420,6 @@ async def test_an_object_in_a_message_is_the_templates_business(serve: Any) -> N
             raise AssertionError("copied")
 
     async with serve() as served:
-        expected = served.tokenizer.encode_chat([{"role": "user", "content": "a fox"}])
+        expected = await served.engine.tokenize([{"role": "user", "content": "a fox"}])
         output = await served.engine.generate([{"role": "user", "content": "a fox", "odd": [Odd()]}], max_tokens=1)
         assert output.prompt_token_ids == expected

@@ -3,11 +3,13 @@
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from aioengine.text.detokenizer import Detokenizer
+from aioengine.text.tokenizer import Tokenizer as Ours
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. It isn't sleeping, is it? No!",
@@ -26,6 +28,11 @@ CHAT_TEMPLATE = (
 def texts_of(detokenizer: Detokenizer, token_ids: Iterable[int]) -> list[str]:
     """What each id settles, and what the end does."""
     return [*map(detokenizer.feed_one, token_ids), detokenizer.flush()]
+
+
+def chat_ids(tokenizer: Ours, messages: Any, **kwargs: Any) -> list[int]:
+    """The ids of a chat; its template writes all special tokens."""
+    return tokenizer.encode(tokenizer.render_chat(messages, **kwargs), add_special_tokens=False)
 
 
 def byte_level(decoder: decoders.Decoder | None = None) -> Tokenizer:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from text.conftest import chat_ids
 
 from aioengine.errors import InvalidRequest
 from aioengine.text.chat_input import check_messages
@@ -119,7 +120,7 @@ def test_malformed_messages_are_the_callers_fault(messages: Any, problem: str) -
 
 def test_what_the_template_refuses_is_the_callers_fault(folder: Path) -> None:
     with pytest.raises(InvalidRequest, match="no such role") as raised:
-        Tokenizer.load(folder).encode_chat([{"role": "forbidden", "content": "hi"}])
+        chat_ids(Tokenizer.load(folder), [{"role": "forbidden", "content": "hi"}])
     assert raised.value.param == "prompt"
 
 

@@ -1,5 +1,6 @@
 """A folder's tokenizer: the same ids as AutoTokenizer's, and errors that say what to do."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from text.conftest import byte_fallback, byte_level, texts_of, unigram, without_decoder, word_piece
+from text.conftest import byte_fallback, byte_level, chat_ids, texts_of, unigram, without_decoder, word_piece
 from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as Backend
 
@@ -62,7 +63,7 @@ def assert_like_auto_tokenizer(folder: Path) -> None:
     assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(ids, clean_up_tokenization_spaces=False)
     for has_prompt in (True, False):
         expected = theirs.apply_chat_template(MESSAGES, add_generation_prompt=has_prompt, return_dict=False)
-        assert ours.encode_chat(MESSAGES, add_generation_prompt=has_prompt) == expected
+        assert chat_ids(ours, MESSAGES, add_generation_prompt=has_prompt) == expected
     assert (ours.eos_token_id, ours.bos_token_id) == (theirs.eos_token_id, theirs.bos_token_id)
 
 
@@ -236,7 +237,7 @@ def test_a_tokenizer_says_what_it_is(folder: Path) -> None:
     backend = Backend.from_file(str(folder / "tokenizer.json"))
     assert tokenizer.vocab_size == max(backend.get_vocab().values()) + 1
     special = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|ünknown end|>"]
-    assert tokenizer.special_ids == {backend.token_to_id(token) for token in special}
+    assert tokenizer.special_tokens.keys() == {backend.token_to_id(token) for token in special}
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1)
 
 
@@ -310,8 +311,8 @@ def test_each_bad_word_is_there_once_and_no_special_token_with_it() -> None:
     tokenizer = tokenizer_of(byte_level())
     once = tokenizer.encode_bad_words(["fox", "dog"])
     assert tokenizer.encode_bad_words(["fox", " fox", "dog", "dog"]) == once
-    assert not tokenizer.special_ids.intersection(*once)
-    assert tokenizer.encode("fox")[0] in tokenizer.special_ids
+    assert not tokenizer.special_tokens.keys() & {*itertools.chain(*once)}
+    assert tokenizer.encode("fox")[0] in tokenizer.special_tokens
     assert tokenizer.encode_bad_words([]) == ()
 
 
@@ -328,7 +329,7 @@ def test_a_bad_word_with_a_lone_surrogate_is_the_callers_fault() -> None:
 
 
 def test_a_chat_has_one_bos(folder: Path) -> None:
-    ids = Tokenizer.load(folder).encode_chat(MESSAGES)
+    ids = chat_ids(Tokenizer.load(folder), MESSAGES)
     assert ids.count(0) == 1
     assert ids[0] == 0
 
@@ -365,7 +366,7 @@ def test_a_tokenizer_that_is_a_python_class_works_too(tmp_path: Path) -> None:
     assert ids == theirs(text)["input_ids"]
     assert tokenizer.decode([*ids, 10**6]) == text
     assert tokenizer.eos_token_id == ids[-1]
-    assert ids[-1] in tokenizer.special_ids
+    assert ids[-1] in tokenizer.special_tokens
     table = tokenizer.token_table()
     assert isinstance(table, WindowTable)
     texts = texts_of(make_detokenizer(table), ids)
@@ -425,7 +426,7 @@ def test_a_prompt_that_is_no_text_is_the_callers_fault(folder: Path) -> None:
 def test_without_a_template_a_chat_says_what_to_do(folder: Path) -> None:
     rewrite(folder / "tokenizer_config.json", chat_template=...)
     with pytest.raises(InvalidRequest, match=r"chat_template\.jinja") as raised:
-        Tokenizer.load(folder).encode_chat(MESSAGES)
+        chat_ids(Tokenizer.load(folder), MESSAGES)
     assert raised.value.param == "prompt"
 
 

@@ -184,15 +184,6 @@ class Tokenizer:
             lanes=self.template_lanes,
         )
 
-    def encode_chat(self, messages: object, *, add_generation_prompt: bool = True) -> list[int]:
-        """Return the ids of `render_chat`'s text. The template writes the BOS where the model wants one; none is added.
-
-        Raises:
-            InvalidRequest: as `render_chat` and `encode`.
-        """
-        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt)
-        return self.encode(text, add_special_tokens=False)
-
     def token_table(self, *, skip_special_tokens: bool = True) -> TokenTable | WindowTable:
         """Return what a detokenizer needs to give the texts of `decode`; made at loading, free here."""
         return self._tables.without_special if skip_special_tokens else self._tables.with_special
@@ -212,24 +203,20 @@ class Tokenizer:
         }  # fmt: skip
 
     @cached_property
-    def special_ids(self) -> frozenset[int]:
-        """The ids that decoding skips by default."""
-        return frozenset(self._special_contents)
-
-    @cached_property
     def joined_special_tokens(self) -> dict[int, str]:
         """The special tokens' contents by id, for a detokenizer that puts nothing between them.
 
         Empty where that changes nothing, because the decoder puts nothing there either.
         """
         table = self._tables.with_special
-        contents = self._special_contents
+        contents = self.special_tokens
         if isinstance(table, TokenTable) and all(table.pieces[i] == text for i, text in contents.items()):
             return {}
         return contents
 
     @cached_property
-    def _special_contents(self) -> dict[int, str]:
+    def special_tokens(self) -> dict[int, str]:
+        """Contents of the tokens that decoding skips by default, by id."""
         if self._backend is None:
             ids = self._slow.all_special_ids
             return dict(zip(ids, self._slow.convert_ids_to_tokens(ids), strict=True))
