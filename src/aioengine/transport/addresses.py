@@ -46,7 +46,7 @@ _EVERY_INTERFACE = ("*", "0.0.0.0", "::")
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?")
 _BESIDE = re.compile(r"\.[0-9]+\.[a-z]+")
 _FOLDER_PREFIX = "aioengine_"
-"""Not ``aioengine-``: earlier versions lock a file in folders of that name, and a sweep would take them for abandoned."""
+"""Not ``aioengine-``: earlier versions lock a file in folders of that name, and a sweep takes them for abandoned."""
 
 
 class NoServer(ConfigError):
