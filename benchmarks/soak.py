@@ -315,7 +315,7 @@ class Soak:
         """Wait until nothing is to do, and see that everything is back."""
         self._moments.hurry()
         for _ in range(MAX_SETTLING_TURNS):
-            if self._core.is_idle and len(asyncio.all_tasks()) <= self._num_tasks:
+            if self._core.is_drained and len(asyncio.all_tasks()) <= self._num_tasks:
                 break
             await asyncio.sleep(0)
         await self._engine.pause("keep")  # the device is idle, too
@@ -565,7 +565,7 @@ class Soak:
             with self._moments.restless():
                 await self._engine.drain()
             stats = self._core.stats()
-            self._expect(self._core.is_idle, "requests are alive after drain()")
+            self._expect(self._core.is_drained, "requests are alive after drain()")
             self._expect(stats.free_blocks == stats.num_blocks, "blocks are in use after drain()")
         finally:
             await self._engine.resume()
