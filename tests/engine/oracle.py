@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from aioengine import CompletionDelta
 from aioengine.metrics import RequestMetrics, StepRecord
 from aioengine.scheduler.plan import RowSampling
 from aioengine.testing import sample_hash
@@ -40,3 +41,8 @@ class Witness:
 def tokens_of(output: Any) -> list[list[int]]:
     """A request's tokens, choice by choice."""
     return [completion.token_ids for completion in output.outputs]
+
+
+def as_ids(deltas: list[CompletionDelta]) -> list[int]:
+    """All tokens of a stream's deltas."""
+    return [token_id for delta in deltas for token_id in delta.token_ids]

@@ -300,21 +300,6 @@ async def test_running_requests_go_on_and_leave_no_prefix_from_before(
 
 
 @pytest.mark.virtual_clock(seeds=1)
-async def test_what_was_begun_before_is_no_prefix_for_anybody_after(serve: Any, tasks: Any, depth: int) -> None:
-    config = {"max_num_batched_tokens": 8, "max_num_seqs": 8}
-    async with serve(depth=depth, block_size=4, config=config) as served:
-        started = start(served, tasks, 1, n=2)
-        await served.until(lambda: served.core.observers.metrics.generation_tokens.value > 2)
-        started += start(served, tasks, 1, first=1, cache_salt="in the middle of the prompt")
-        await served.until(lambda: served.has_run(1))
-        await served.engine.reset_prefix_cache()
-        await tasks.end(*started)
-        for salt in (None, "in the middle of the prompt"):
-            output = await served.engine.generate(PROMPT, max_tokens=1, cache_salt=salt)
-            assert output.num_cached_tokens == 0
-
-
-@pytest.mark.virtual_clock(seeds=1)
 async def test_nobody_waits_for_ever_for_a_prefix_that_was_forgotten(serve: Any, tasks: Any, depth: int) -> None:
     config = {"max_num_batched_tokens": 8, "max_num_seqs": 8}
     async with serve(depth=depth, block_size=4, config=config) as served:

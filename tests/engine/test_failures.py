@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from aioengine import EngineClosed, EngineDead, InternalError, RequestOutput, StepFailed
+from aioengine import EngineClosed, EngineDead, InternalError, StepFailed
 from aioengine.core.executor_protocol import DeviceLost
 from aioengine.executor import in_process
 
@@ -57,28 +57,6 @@ async def test_a_failed_step_fails_its_requests_and_the_others_go_on(serve: Any,
 
 
 @pytest.mark.virtual_clock
-async def test_only_the_requests_of_the_failed_step_fail(serve: Any, tasks: Any, depth: int) -> None:
-    async with serve(depth=depth) as served:
-        served.executor.make_step_fail(5, upside_down())
-        started = []
-        for number in range(12):
-            started.append(tasks.start(served.engine.generate([7 + number] * 9, seed=number, max_tokens=4)))
-            await asyncio.sleep(0.013)
-        outcomes = await tasks.end(*started)
-
-        failed = {number for number, outcome in enumerate(outcomes) if isinstance(outcome, StepFailed)}
-        assert failed <= served.seeds_of_plans()[5]
-        # Who had all its tokens from earlier steps is well, though its row stood in this one.
-        assert all(number + 4 < max(failed) + 4 for number in served.seeds_of_plans()[5] - failed)
-        assert all(outcome.outputs[0].finish_reason == "length" for outcome in outcomes if is_output(outcome))
-        assert sum(map(is_output, outcomes)) == 12 - len(failed)
-
-
-def is_output(outcome: Any) -> bool:
-    return isinstance(outcome, RequestOutput)
-
-
-@pytest.mark.virtual_clock
 @pytest.mark.parametrize("depth", [2, 4], ids=lambda depth: f"depth{depth}", indirect=True)
 async def test_steps_in_flight_that_depend_on_a_failed_one_bring_nothing_and_others_are_kept(
     serve: Any, tasks: Any, depth: int
@@ -102,44 +80,6 @@ async def test_steps_in_flight_that_depend_on_a_failed_one_bring_nothing_and_oth
         assert isinstance(failure, StepFailed)
         assert len((await second).outputs[0].token_ids) == 9
         assert num_alive_blocks(served) == 0
-
-
-@pytest.mark.virtual_clock
-async def test_those_who_wait_for_the_prefix_of_a_failed_request_compute_it_themselves(
-    serve: Any, tasks: Any, depth: int
-) -> None:
-    async with serve(depth=depth, is_manual=True, block_size=4) as served:
-        served.executor.make_step_fail(0, upside_down())
-        prompt = list(range(10, 40))
-        started = [tasks.start(served.engine.generate(prompt, seed=i, max_tokens=3)) for i in range(4)]
-        await served.until(lambda: served.core.stats().blocked == 3)
-        [owner] = served.seeds_of_plans()[0]
-        await served.rest()
-        outcomes = await tasks.end(*started)
-
-        assert isinstance(outcomes.pop(owner), StepFailed)
-        assert [len(outcome.outputs[0].token_ids) for outcome in outcomes] == [3] * 3
-        assert sorted(outcome.num_cached_tokens for outcome in outcomes) == [0, 28, 28]
-
-
-@pytest.mark.virtual_clock
-async def test_those_who_wait_for_the_prefix_of_an_aborted_request_take_over(
-    serve: Any, tasks: Any, depth: int
-) -> None:
-    async with serve(depth=depth, is_manual=True, block_size=4) as served:
-        prompt = list(range(10, 40))
-        started = [
-            tasks.start(served.engine.generate(prompt, seed=i, max_tokens=3, request_id=f"{i}")) for i in range(4)
-        ]
-        await served.until(lambda: served.core.stats().blocked == 3)
-        [owner] = served.seeds_of_plans()[0]
-        gone = {owner, (owner + 1) % 4}
-        for number in gone:
-            served.engine.abort(f"{number}")
-        await served.rest()
-        outcomes = await tasks.end(*started)
-        for number, outcome in enumerate(outcomes):
-            assert outcome.outputs[0].finish_reason == ("abort" if number in gone else "length")
 
 
 @pytest.mark.virtual_clock

@@ -9,17 +9,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from engine.oracle import continuation, tokens_of
+from engine.oracle import as_ids, continuation, tokens_of
 
 from aioengine import CompletionDelta, Stream
 
 PROMPT = list(range(10, 17))
 LONG_S = 10.0
 """A thousand steps."""
-
-
-def as_ids(deltas: list[CompletionDelta]) -> list[int]:
-    return [token for delta in deltas for token in delta.token_ids]
 
 
 async def read_all(stream: Stream) -> list[CompletionDelta]:
@@ -104,28 +100,6 @@ async def test_a_stalled_request_holds_no_row(serve: Any, depth: int) -> None:
         others = await asyncio.gather(*(served.engine.generate(PROMPT, seed=seed, max_tokens=20) for seed in range(4)))
         assert [tokens_of(other) for other in others] == [[continuation(PROMPT, 20, seed=seed)] for seed in range(4)]
         assert as_ids([delta async for delta in stream]) == continuation(PROMPT, 40, seed=3)
-
-
-@pytest.mark.virtual_clock(seeds=1)
-@pytest.mark.parametrize("enable_prefix_caching", [True, False], ids=["cached", "uncached"])
-async def test_a_stalled_request_is_the_first_to_lose_its_memory_and_goes_on_as_if_it_had_not(
-    serve: Any, depth: int, enable_prefix_caching: bool
-) -> None:
-    """It came first, so that by age alone it would be the last."""
-    config = {"enable_prefix_caching": enable_prefix_caching}
-    async with (
-        serve(depth=depth, num_blocks=16, block_size=4, max_model_len=64, config=config) as served,
-        served.engine.stream(PROMPT * 3, seed=3, max_tokens=40, max_unread_tokens=4) as stream,
-    ):
-        await asyncio.sleep(LONG_S)
-        held = served.core.stats()
-        assert held.num_blocks - held.free_blocks >= 6, "it keeps its memory as long as nobody needs it"
-        others = [served.engine.generate([50 + i] * 9, seed=i, max_tokens=20) for i in range(2)]
-        outputs = await asyncio.gather(*others)
-        assert stream.result.metrics.num_preemptions == 1
-        assert [output.metrics.num_preemptions for output in outputs] == [0, 0]
-        assert as_ids([delta async for delta in stream]) == continuation(PROMPT * 3, 40, seed=3)
-        assert stream.result.metrics.num_preemptions == 1
 
 
 @pytest.mark.virtual_clock(seeds=1)

@@ -105,22 +105,6 @@ async def test_a_higher_one_takes_the_row_of_a_lower_one_at_once(serve: Any, tas
 
 
 @pytest.mark.virtual_clock(seeds=1)
-async def test_a_higher_one_takes_the_blocks_of_a_lower_one(serve: Any, tasks: Any, depth: int) -> None:
-    """The rows are enough; the blocks are for one."""
-    config = {"enable_prefix_caching": False}
-    async with serve(depth=depth, num_blocks=8, block_size=4, max_model_len=32, config=config) as served:
-        [low] = await start(served, tasks, [5], max_tokens=20)
-        await asyncio.sleep(0.1)
-        high = await served.engine.generate(PROMPT, seed=9, priority=1, max_tokens=20)
-        assert not low.done()
-        assert high.metrics.num_preemptions == 0
-        assert tokens_of(high) == [continuation(PROMPT, 20, seed=9)]
-        await assert_all_are_whole([low], 20)
-        assert (await low).metrics.num_preemptions == 1
-        assert num_seats(served, 0) == 2
-
-
-@pytest.mark.virtual_clock(seeds=1)
 async def test_equal_ones_never_give_way_for_rows(serve: Any, tasks: Any, depth: int) -> None:
     async with serve(depth=depth, config={"max_num_seqs": 2}) as served:
         started = await start(served, tasks, [1, 1, 1, 2, 1], max_tokens=20)
@@ -137,22 +121,6 @@ async def test_the_lowest_gives_way_and_of_those_the_last_that_came(serve: Any, 
         await high
         await assert_all_are_whole(started, 40)
         assert [(await task).metrics.num_preemptions for task in started] == [0, 0, 1, 0]
-
-
-@pytest.mark.virtual_clock(seeds=1)
-async def test_nobody_gives_way_to_one_who_has_no_room_even_so(serve: Any, tasks: Any, depth: int) -> None:
-    """The high one that runs keeps more blocks than leave room for the other high one."""
-    config = {"enable_prefix_caching": False, "max_num_seqs": 3}
-    async with serve(depth=depth, num_blocks=12, block_size=4, max_model_len=48, config=config) as served:
-        keeper = tasks.start(served.engine.generate(list(range(10, 42)), seed=0, priority=0, max_tokens=4))
-        low = tasks.start(served.engine.generate([9] * 3, seed=1, priority=5, max_tokens=12))
-        await asyncio.sleep(0.005)
-        big = tasks.start(served.engine.generate(list(range(50, 80)), seed=2, priority=1, max_tokens=4))
-        await served.until(keeper.done)
-        assert (await low).metrics.num_preemptions <= 1
-        assert tokens_of(await low) == [continuation([9] * 3, 12, seed=1)]
-        assert tokens_of(await big) == [continuation(list(range(50, 80)), 4, seed=2)]
-        assert (await keeper).metrics.num_preemptions == 0
 
 
 @pytest.mark.virtual_clock(seeds=1)

@@ -133,16 +133,6 @@ async def test_a_storm_of_all_kinds_of_requests(serve: Any, tasks: Any, depth: i
 
 
 @pytest.mark.virtual_clock
-async def test_requests_that_were_preempted_bring_the_same_tokens(serve: Any, depth: int) -> None:
-    wishes = [{"prompt": [i + 3] * 20, "seed": i, "max_tokens": 60, "logprobs": 1} for i in range(12)]
-    async with serve(depth=depth, num_blocks=16, block_size=8, max_model_len=96) as served:
-        outputs = await asyncio.gather(*(served.engine.generate(**wish) for wish in wishes))
-        assert served.core.stats().preemptions > 3
-        for wish, output in zip(wishes, outputs, strict=True):
-            assert output.outputs == (await served.engine.generate(**wish)).outputs
-
-
-@pytest.mark.virtual_clock
 @pytest.mark.parametrize("end", ["step fails", "device is lost", "closed", "drained"])
 async def test_a_storm_that_is_cut_off_ends_for_everyone(serve: Any, tasks: Any, depth: int, end: str) -> None:
     rng = random.Random(f"{asyncio.get_running_loop().seed} {depth}")

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from engine.oracle import as_ids
 
 from aioengine import CompletionDelta, RequestOutput, SamplingParams, Stream
 
@@ -24,10 +25,6 @@ async def read(stream: Stream) -> list[CompletionDelta]:
 
 def as_text(deltas: list[CompletionDelta]) -> str:
     return "".join(delta.text for delta in deltas)
-
-
-def as_ids(deltas: list[CompletionDelta]) -> list[int]:
-    return [token_id for delta in deltas for token_id in delta.token_ids]
 
 
 # Prompts and results
@@ -327,23 +324,6 @@ async def test_a_stop_token_ends_a_text_and_is_none_of_it(serve: Any, depth: int
         assert output.outputs[0].token_ids == ids[:3]
         assert output.text == served.tokenizer.decode(ids[:2])
         assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", 70)
-
-
-async def test_a_stop_token_at_the_last_place_is_a_stop(serve: Any, depth: int) -> None:
-    async with serve(depth=depth) as served:
-        served.say(PROMPT, [50, 60, 70, 80])
-        output = await served.engine.generate(PROMPT, max_tokens=3, stop_token_ids=[70])
-        assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", 70)
-
-
-async def test_min_tokens_reaches_the_sampler_with_all_that_may_not_come_before(serve: Any) -> None:
-    async with serve(is_manual=True) as served:
-        minding = served.engine.stream(IDS, min_tokens=4, stop_token_ids=[70])
-        async with minding, served.engine.stream(IDS, min_tokens=3, stop_token_ids=[70], ignore_eos=True):
-            await served.until(lambda: served.executor.plans)
-            rows = [added.sampling for added in served.executor.plans[0].added]
-
-        assert [(row.min_tokens, sorted(row.stop_ids)) for row in rows] == [(4, [0, 2, 70]), (3, [70])]
 
 
 # Stop strings
