@@ -20,6 +20,8 @@ from aioengine import AioEngineError, ConfigError, Engine, EngineDead, ProcessOp
 from aioengine.config import EngineConfig
 from aioengine.transport import addresses, serving
 from aioengine.transport.addresses import PrivateFolder
+from aioengine.transport.handshake import Init
+from aioengine.transport.wire import PROTOCOL_VERSION
 
 pytestmark = pytest.mark.usefixtures("no_stray_process", "runtime", "quiet_log")
 
@@ -122,7 +124,10 @@ async def test_whatever_cannot_be_had_ends_the_start_and_leaves_nothing(
 async def test_an_engine_whose_device_does_not_close_ends_all_the_same(
     monkeypatch: pytest.MonkeyPatch, runtime: Path
 ) -> None:
-    clinging = serving._Options(None, EngineConfig(), (), "transport.life_scripts.devices:clinging")
+    clinging = Init(
+        version=PROTOCOL_VERSION, index=0, num_engines=1, config=EngineConfig(),
+        executor="transport.life_scripts.devices:clinging",
+    )  # fmt: skip
     monkeypatch.setattr(serving, "_resolve_options", lambda *_: clinging)
     monkeypatch.setattr(serving, "CLOSE_DEADLINE_S", 0.1)
     with anyio.fail_after(DEADLINE_S), anyio.CancelScope() as scope:
