@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import anyio
 import pytest
 import torch
+from nightly import nightly
 
 from aioengine.core.executor_protocol import DeviceLost
 from aioengine.executor import completion_thread as waiter
@@ -55,21 +56,37 @@ async def reached(event: threading.Event) -> None:
             await asyncio.sleep(0)
 
 
+Wrap = Callable[[Callable[[], Any]], Callable[[], Any]]
+with_and_without_launching = pytest.mark.parametrize(
+    "wrap",
+    [lambda work: work, lambda work: lambda: Launched(work, is_over=True)],
+    ids=["computing", "launching"],
+)
+"""What makes a job of some work: one that does it, or one that launches it."""
+
+
 @both_loops
-async def test_results_come_in_order_from_one_thread_under_inference_mode() -> None:
+async def test_jobs_and_results_come_in_order_each_from_one_thread_under_inference_mode() -> None:
     thread = DeviceThread()
+    ran: list[tuple[int, str, bool]] = []
     seen: list[tuple[int, str, bool]] = []
 
-    def bring(number: int) -> int:
-        seen.append((number, threading.current_thread().name, torch.is_inference_mode_enabled()))
+    def note(number: int, where: list[tuple[int, str, bool]]) -> int:
+        where.append((number, threading.current_thread().name, torch.is_inference_mode_enabled()))
         return number
 
-    launched = [Launched(lambda n=n: bring(n)) for n in range(50)]
-    pendings = [thread.submit(lambda later=later: later) for later in launched]
+    def job(number: int) -> Launched:
+        note(number, ran)
+        return launched[number]
+
+    launched = [Launched(lambda n=n: note(n, seen)) for n in range(50)]
+    pendings = [thread.submit(lambda n=n: job(n)) for n in range(50)]
     for later in reversed(launched):  # the order in which they are over is of no account
         later.over.set()
     assert [await pending.wait() for pending in pendings] == list(range(50))
+    assert ran == [(number, device.THREAD_NAME, True) for number in range(50)]
     assert seen == [(number, waiter.THREAD_NAME, True) for number in range(50)]
+    assert not torch.is_inference_mode_enabled()
     await thread.aclose()
     assert not waiter_threads()
 
@@ -121,17 +138,17 @@ async def test_only_what_is_derived_from_later_is_waited_for() -> None:
     await thread.aclose()
 
 
-async def test_what_a_wait_raises_comes_to_who_waits_and_the_next_is_waited_for() -> None:
+@with_and_without_launching
+async def test_what_a_job_raises_comes_to_its_caller_and_the_next_one_runs(wrap: Wrap) -> None:
     thread = DeviceThread()
-    failing = thread.submit(lambda: Launched(lambda: 1 // 0, is_over=True))
-    fine = thread.submit(lambda: Launched(lambda: 2, is_over=True))
-    exiting = thread.submit(lambda: Launched(lambda: exec("raise SystemExit(3)"), is_over=True))
+    failing, fine = thread.submit(wrap(lambda: 1 // 0)), thread.submit(wrap(lambda: 2))
+    exiting = thread.submit(wrap(lambda: exec("raise SystemExit(3)")))
     assert await fine.wait() == 2
     with pytest.raises(ZeroDivisionError):
         await failing.wait()
     with pytest.raises(SystemExit):
         await exiting.wait()
-    assert await thread.submit(lambda: Launched(lambda: 3, is_over=True)).wait() == 3
+    assert await thread.submit(wrap(lambda: 3)).wait() == 3
     await thread.aclose()
 
 
@@ -168,13 +185,15 @@ async def test_an_error_that_someone_keeps_keeps_nothing_alive() -> None:
     await thread.aclose()
 
 
-async def test_idle_threads_hold_neither_a_result_nor_what_brought_it() -> None:
+@with_and_without_launching
+async def test_idle_threads_hold_neither_a_result_nor_what_brought_it(wrap: Wrap) -> None:
     thread = DeviceThread()
-    later = Launched(Large, is_over=True)
-    pending = thread.submit(lambda made=later: made)
+    job = wrap(Large)
+    made = job()
+    pending = thread.submit(lambda made=made: made)
     result = await pending.wait()
-    references = [weakref.ref(result), weakref.ref(later)]
-    del result, later, pending
+    references = [weakref.ref(result), weakref.ref(made)]
+    del result, made, pending
     with anyio.fail_after(TIMEOUT_S):  # the threads let go of it soon after they have told of it
         while any(reference() is not None for reference in references):
             await asyncio.sleep(0)
@@ -203,7 +222,11 @@ async def test_closing_lets_what_is_launched_end_and_loses_what_is_queued() -> N
     events: list[object] = []
     may_go_on = threading.Event()
     laters = [Launched(lambda n=n: events.append(n) or n) for n in range(3)]
-    thread = DeviceThread(on_end=lambda: events.append(("end", threading.current_thread().name)))
+
+    def on_end() -> None:
+        events.append(("end", threading.current_thread().name, queued.is_done))
+
+    thread = DeviceThread(on_end=on_end)
     launched = [thread.submit(lambda later=later: later) for later in laters]
     running = thread.submit(lambda: may_go_on.wait(TIMEOUT_S))
     queued = thread.submit(lambda: Launched(lambda: events.append("queued"), is_over=True))
@@ -219,7 +242,7 @@ async def test_closing_lets_what_is_launched_end_and_loses_what_is_queued() -> N
         for later in laters:
             later.over.set()
     assert [await pending.wait() for pending in launched] == [0, 1, 2]
-    assert events == [0, 1, 2, ("end", device.THREAD_NAME)]
+    assert events == [0, 1, 2, ("end", device.THREAD_NAME, True)]
     assert not waiter_threads()
 
 
@@ -286,6 +309,19 @@ async def test_closing_that_is_cancelled_still_ends_the_threads_after_the_device
     assert await pending.wait() == 1
     await reached(ended)
     await thread.aclose()
+    with pytest.raises(DeviceLost):
+        await thread.submit(lambda: 1).wait()
+
+
+async def test_a_last_act_that_fails_does_not_keep_the_closing_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    uncaught: list[BaseException | None] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: uncaught.append(args.exc_value))
+
+    def on_end() -> None:
+        raise RuntimeError("cannot free")
+
+    await DeviceThread(on_end=on_end).aclose()
+    assert [str(error) for error in uncaught] == ["cannot free"]
 
 
 def test_threads_end_when_their_loop_is_gone_with_work_outstanding() -> None:
@@ -341,7 +377,7 @@ async def test_where_no_thread_can_be_had_the_device_thread_waits_itself(monkeyp
     await thread.aclose()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *nightly(1, 2)])
 @both_loops
 async def test_steps_two_deep_that_end_at_any_time_all_come_in_order(seed: int) -> None:
     rng = random.Random(seed)
@@ -373,17 +409,45 @@ async def test_steps_two_deep_that_end_at_any_time_all_come_in_order(seed: int) 
     assert in_flight[0][0].is_done
 
 
-def test_many_lives_leave_no_thread() -> None:
-    before = threading.active_count()
+async def test_long_jobs_can_ask_whether_to_stop() -> None:
+    thread = DeviceThread()
+    should_stop = thread.should_stop
+    assert not should_stop()
 
-    async def live() -> None:
-        thread = DeviceThread()
-        await thread.submit(lambda: Launched(lambda: None, is_over=True)).wait()
-        await thread.aclose()
-        assert threading.active_count() == before
+    def work() -> str:
+        while not should_stop():
+            pass
+        return "stopped"
 
-    for _ in range(20):
-        asyncio.run(live())
+    job = thread.submit(work)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(thread.aclose)
+    try:
+        assert await job.wait() == "stopped"
+    except DeviceLost:
+        pass  # the thread was told to end before it took the job up
+
+
+def test_a_long_job_is_told_when_its_loop_is_gone() -> None:
+    ended = threading.Event()
+
+    async def main() -> threading.Thread:
+        thread = DeviceThread(on_end=ended.set)
+        should_stop = thread.should_stop
+
+        def work() -> None:
+            while not should_stop():
+                pass
+
+        thread.submit(work)
+        kept.append(thread)
+        return thread._work.thread
+
+    kept: list[DeviceThread] = []
+    worker = asyncio.run(main())
+    worker.join(5)
+    assert not worker.is_alive()
+    assert ended.is_set()
 
 
 def run_program(program: str) -> tuple[bytes, bytes]:
@@ -392,11 +456,11 @@ def run_program(program: str) -> tuple[bytes, bytes]:
 
 
 def test_a_program_that_ends_waits_for_what_it_has_launched() -> None:
-    assert run_program(PROGRAM.format(exit_deadline_s=10.0, work_s=0.3)) == (b"over\nwaited\nfreed\n", b"")
+    assert run_program(PROGRAM.format(num_jobs=3, exit_deadline_s=10.0, work_s=0.3)) == (b"over\nwaited\nfreed\n", b"")
 
 
 def test_a_program_ends_though_its_device_hangs() -> None:
-    assert run_program(PROGRAM.format(exit_deadline_s=0.1, work_s=3600)) == (b"over\n", b"")
+    assert run_program(PROGRAM.format(num_jobs=0, exit_deadline_s=0.1, work_s=3600)) == (b"over\n", b"")
 
 
 PROGRAM = """
@@ -410,10 +474,17 @@ class Work(device.DeferredResult[None]):
         time.sleep({work_s})
         os.write(1, b"waited\\n")
 
+def compute():
+    import torch
+    for _ in range(200):
+        torch.ones(300, 300) @ torch.ones(300, 300)
+
 async def main():
     thread = device.DeviceThread(on_end=lambda: os.write(1, b"freed\\n"))
     thread.submit(Work)
     await thread.submit(lambda: None).wait()
+    for _ in range({num_jobs}):
+        thread.submit(compute)
     return thread
 
 kept = asyncio.run(main())

@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -637,28 +636,3 @@ async def test_two_executors_live_side_by_side(model: Model) -> None:
     assert other.is_freed
     assert not model.is_freed
     await executors[0].aclose()
-
-
-def test_a_program_that_ends_without_closing_ends_in_peace() -> None:
-    process = subprocess.run([sys.executable, "-c", UNCLOSED], capture_output=True, timeout=60, check=True)
-    assert (process.stdout, process.stderr) == (b"over\n", b"")
-
-
-UNCLOSED = """
-import asyncio
-from aioengine.executor.device_thread import DeviceThread
-
-def work():
-    import torch
-    for _ in range(200):
-        torch.ones(300, 300) @ torch.ones(300, 300)
-
-async def main():
-    thread = DeviceThread(num_threads=1)
-    for _ in range(3):
-        thread.submit(work)
-    return thread
-
-kept = asyncio.run(main())
-print("over")
-"""
