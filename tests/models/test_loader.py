@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -221,111 +221,10 @@ def test_a_tied_head_may_be_the_one_that_was_saved(copied: Copied) -> None:
     assert_same(load(folder), expected)
 
 
-def test_a_tied_head_that_differs_is_refused(copied: Copied) -> None:
-    folder = copied("qwen3")
-    edit(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}))
-    refused(folder, "lm_head.weight", "tie_word_embeddings")
-
-
-def test_a_head_that_is_missing_hints_at_tying(copied: Copied) -> None:
-    folder = copied()
-    edit(folder, lambda tensors: tensors.pop("lm_head.weight"))
-    refused(folder, "lacks tensor lm_head.weight", "tie_word_embeddings")
-
-
 def test_a_tied_head_is_copied_only_to_be_packed(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = load(checkpoint("qwen3"))
     monkeypatch.setattr(decoder_module, "MIN_PACKED_FLOAT32", 0)
     assert load(checkpoint("qwen3")).weight_bytes - plain.weight_bytes == plain.embedding.nbytes
-
-
-# What is refused
-
-
-def test_a_folder_without_weights_is_named(copied: Copied) -> None:
-    folder = copied()
-    (folder / SINGLE_FILE).unlink()
-    refused(folder, str(folder), SINGLE_FILE, INDEX_FILE)
-
-
-def test_weights_of_another_format_are_named(copied: Copied) -> None:
-    folder = copied()
-    (folder / SINGLE_FILE).rename(folder / "pytorch_model.bin")
-    refused(folder, "pytorch_model.bin", "safetensors")
-
-
-@pytest.mark.parametrize("num_bytes", [0, 4, 100, -1, -1000])
-def test_a_file_cut_short_is_named(copied: Copied, num_bytes: int) -> None:
-    path = copied() / SINGLE_FILE
-    path.write_bytes(path.read_bytes()[:num_bytes])
-    refused(path.parent, str(path), "damaged")
-
-
-def test_a_file_that_is_something_else_is_named(copied: Copied) -> None:
-    path = copied() / SINGLE_FILE
-    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0000\nsize 123\n")
-    refused(path.parent, str(path), "damaged")
-
-
-def test_a_shard_cut_short_is_named(copied: Copied) -> None:
-    folder = copied(shards=3)
-    path = max(folder.glob("*.safetensors"))
-    path.write_bytes(path.read_bytes()[:-8])
-    refused(folder, str(path), "damaged")
-
-
-def test_a_missing_shard_is_named(copied: Copied) -> None:
-    folder = copied(shards=3)
-    path = max(folder.glob("*.safetensors"))
-    path.unlink()
-    refused(folder, f"{path} is missing")
-
-
-def test_a_shard_that_lacks_what_the_index_says_is_named(copied: Copied) -> None:
-    folder = copied(shards=3)
-    shard = json.loads((folder / INDEX_FILE).read_text())["weight_map"][QUERY]
-    edit(folder, lambda tensors: tensors.pop(QUERY), shard)
-    refused(folder, QUERY, shard, INDEX_FILE)
-
-
-def test_a_tensor_in_two_shards_is_named(copied: Copied) -> None:
-    folder = copied(shards=3)
-    shard = json.loads((folder / INDEX_FILE).read_text())["weight_map"][QUERY]
-    other = next(path.name for path in folder.glob("*.safetensors") if path.name != shard)
-    edit(folder, lambda tensors: tensors.update({QUERY: torch.zeros(64, 64)}), other)
-    refused(folder, QUERY, shard, other)
-
-
-@pytest.mark.parametrize("weight_map", [None, {}, [], {"a": 3}, {"a": "../secret.safetensors"}, {"a": "/etc/passwd"}])
-def test_an_index_that_makes_no_sense_is_named(copied: Copied, weight_map: Any) -> None:
-    folder = copied(shards=3)
-    edit_json(folder / INDEX_FILE, weight_map=weight_map)
-    refused(folder, INDEX_FILE, "weight_map")
-
-
-def test_an_index_that_is_not_json_is_named(copied: Copied) -> None:
-    folder = copied(shards=3)
-    (folder / INDEX_FILE).write_text("{")
-    refused(folder, INDEX_FILE, "not JSON")
-
-
-def test_a_missing_tensor_is_named(copied: Copied) -> None:
-    folder = copied()
-    edit(folder, lambda tensors: tensors.pop(QUERY))
-    refused(folder, f"lacks tensor {QUERY}")
-
-
-def test_missing_tensors_are_counted(copied: Copied) -> None:
-    folder = copied()
-    edit_json(folder / "config.json", num_hidden_layers=4)
-    refused(folder, "lacks tensor model.layers.3.", "and 8 more")
-
-
-@pytest.mark.parametrize("name", ["model.layers.0.self_attn.q_proj.bias", "model.layers.3.mlp.up_proj.weight", "other"])
-def test_an_unexpected_tensor_is_named(copied: Copied, name: str) -> None:
-    folder = copied()
-    edit(folder, lambda tensors: tensors.update({name: torch.zeros(64)}))
-    refused(folder, f"unexpected tensor {name}")
 
 
 def test_an_untied_models_checkpoint_loads_beside_frequencies_of_the_rotation(copied: Copied) -> None:
@@ -334,24 +233,111 @@ def test_an_untied_models_checkpoint_loads_beside_frequencies_of_the_rotation(co
     load(folder)
 
 
-def test_a_wrong_shape_is_named_with_the_right_one(copied: Copied) -> None:
-    folder = copied()
-    edit(folder, lambda tensors: tensors.update({QUERY: torch.zeros(32, 64)}))
-    refused(folder, QUERY, SINGLE_FILE, "[32, 64]", "[64, 64]")
+# What is refused
 
 
-def test_a_norm_that_would_broadcast_is_refused(copied: Copied) -> None:
-    folder = copied("qwen3")
-    name = "model.layers.0.self_attn.q_norm.weight"
-    edit(folder, lambda tensors: tensors.update({name: torch.ones(1)}))
-    refused(folder, name, "[1]", "[32]")
+class Damage(NamedTuple):
+    """Attributes:
+    do: to a copy of the checkpoint.
+    named: texts of the error, with ``{folder}``, and ``{file}`` for its last file of weights before the damage.
+    """
+
+    do: Callable[[Path], object]
+    named: tuple[str, ...]
+    family: str = "llama2"
+    shards: int = 1
+    load_format: str = "auto"
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float64])
-def test_a_dtype_that_is_not_supported_is_named(copied: Copied, dtype: torch.dtype) -> None:
-    folder = copied()
-    edit(folder, lambda tensors: tensors.update({QUERY: torch.zeros(64, 64).to(dtype)}))
-    refused(folder, QUERY, SINGLE_FILE, "not supported", "Quantised checkpoints are not supported yet")
+def last_file(folder: Path) -> Path:
+    return max(folder.glob("*.safetensors"))
+
+
+def cut(num_bytes: int) -> Callable[[Path], object]:
+    return lambda folder: last_file(folder).write_bytes(last_file(folder).read_bytes()[:num_bytes])
+
+
+def with_tensor(name: str, make: Callable[..., Tensor]) -> Callable[[Path], object]:
+    """With another tensor of this name, made of the embedding."""
+    return lambda folder: edit(folder, lambda held: held.update({name: make(held["model.embed_tokens.weight"])}))
+
+
+def without_tensor(name: str) -> Callable[[Path], object]:
+    return lambda folder: edit(folder, lambda held: held.pop(name))
+
+
+def with_config(**fields: Any) -> Callable[[Path], object]:
+    return lambda folder: edit_json(folder / "config.json", **fields)
+
+
+def with_index(weight_map: Any) -> Callable[[Path], object]:
+    return lambda folder: edit_json(folder / INDEX_FILE, weight_map=weight_map)
+
+
+QUERY_NORM, HEAD = "model.layers.0.self_attn.q_norm.weight", "lm_head.weight"
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0000\nsize 123\n"
+UNEXPECTED = ("model.layers.0.self_attn.q_proj.bias", "model.layers.3.mlp.up_proj.weight", "other")
+NO_MAPS: tuple[Any, ...] = (None, {}, [], {"a": 3}, {"a": "../secret.safetensors"}, {"a": "/etc/passwd"})
+DAMAGES: dict[str, Damage] = {
+    "no weights": Damage(lambda folder: (folder / SINGLE_FILE).unlink(), ("{folder}", SINGLE_FILE, INDEX_FILE)),
+    "another format": Damage(
+        lambda folder: (folder / SINGLE_FILE).rename(folder / "pytorch_model.bin"), ("pytorch_model.bin", "safetensors")
+    ),
+    **{f"cut to {size} bytes": Damage(cut(size), ("{file}", "damaged")) for size in (0, 4, 100, -1, -1000)},
+    "something else": Damage(lambda folder: (folder / SINGLE_FILE).write_text(POINTER), ("{file}", "damaged")),
+    "a shard cut short": Damage(cut(-8), ("{file}", "damaged"), shards=3),
+    "a missing shard": Damage(lambda folder: last_file(folder).unlink(), ("{file} is missing",), shards=3),
+    **{f"an index of {m!r}": Damage(with_index(m), (INDEX_FILE, "weight_map"), shards=3) for m in NO_MAPS},
+    "an index that is not JSON": Damage(
+        lambda folder: (folder / INDEX_FILE).write_text("{"), (INDEX_FILE, "not JSON"), shards=3
+    ),
+    "a missing tensor": Damage(without_tensor(QUERY), (f"lacks tensor {QUERY}",)),
+    "missing tensors": Damage(with_config(num_hidden_layers=4), ("lacks tensor model.layers.3.", "and 8 more")),
+    "a missing head": Damage(without_tensor(HEAD), (f"lacks tensor {HEAD}", "tie_word_embeddings")),
+    "a tied head that differs": Damage(
+        with_tensor(HEAD, lambda embedding: embedding + 1), (HEAD, "tie_word_embeddings"), family="qwen3"
+    ),
+    **{
+        f"unexpected {name}": Damage(with_tensor(name, lambda _: torch.zeros(64)), (f"unexpected tensor {name}",))
+        for name in UNEXPECTED
+    },
+    "another shape": Damage(
+        with_tensor(QUERY, lambda _: torch.zeros(32, 64)), (QUERY, SINGLE_FILE, "[32, 64]", "[64, 64]")
+    ),
+    "a norm that would broadcast": Damage(
+        with_tensor(QUERY_NORM, lambda _: torch.ones(1)), (QUERY_NORM, "[1]", "[32]"), family="qwen3"
+    ),
+    **{
+        str(dtype): Damage(
+            with_tensor(QUERY, lambda _, dtype=dtype: torch.zeros(64, 64).to(dtype)),
+            (QUERY, SINGLE_FILE, "not supported", "Quantised checkpoints are not supported yet"),
+        )
+        for dtype in (torch.int8, torch.float8_e4m3fn, torch.float64)
+    },
+    "more than there is memory": Damage(
+        with_config(vocab_size=2**24, hidden_size=2**20), ("no memory",), load_format="dummy"
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_what_is_wrong_is_named(copied: Copied, damage: Damage) -> None:
+    folder = copied(damage.family, shards=damage.shards)
+    file = last_file(folder)
+    damage.do(folder)
+    refused(folder, *(text.format(folder=folder, file=file) for text in damage.named), load_format=damage.load_format)
+
+
+@pytest.mark.parametrize("is_twice", [False, True])
+def test_a_shard_that_is_not_as_the_index_says_is_named(copied: Copied, is_twice: bool) -> None:
+    folder = copied(shards=3)
+    shard = json.loads((folder / INDEX_FILE).read_text())["weight_map"][QUERY]
+    other = next(path.name for path in folder.glob("*.safetensors") if path.name != shard)
+    if is_twice:
+        edit(folder, lambda tensors: tensors.update({QUERY: torch.zeros(64, 64)}), other)
+    else:
+        edit(folder, lambda tensors: tensors.pop(QUERY), shard)
+    refused(folder, QUERY, shard, other if is_twice else INDEX_FILE)
 
 
 def test_config_json_is_looked_at_before_the_files(copied: Copied) -> None:
@@ -359,9 +345,3 @@ def test_config_json_is_looked_at_before_the_files(copied: Copied) -> None:
     edit_json(folder / "config.json", architectures=["FalconForCausalLM"])
     (folder / SINGLE_FILE).unlink()
     refused(folder, "FalconForCausalLM")
-
-
-def test_weights_that_do_not_fit_in_memory_say_so(copied: Copied) -> None:
-    folder = copied()
-    edit_json(folder / "config.json", vocab_size=2**24, hidden_size=2**20)
-    refused(folder, "no memory", load_format="dummy")
