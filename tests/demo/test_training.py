@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,48 +30,41 @@ SMOKE_HELD_OUT_LOSS = 5.6086
 UNTRAINED_LOSS = 7.6  # ln 2048
 
 
-@pytest.fixture(scope="module")
-def smoke(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    out = tmp_path_factory.mktemp("smoke")
+TINY = replace(
+    SMOKE,
+    num_held_out=2,
+    num_tokenizer_documents=60,
+    hidden_size=32,
+    intermediate_size=32,
+    num_layers=1,
+    stages=tuple(replace(stage, num_documents=60, steps=2) for stage in SMOKE.stages),
+)
+
+
+@pytest.mark.nightly
+def test_the_smoke_run_reproduces_corpus_and_loss(tmp_path: Path) -> None:
     num_threads = torch.get_num_threads()
     try:
-        assert train.main(["--smoke", "--out", str(out)]) == 0
+        assert train.main(["--smoke", "--out", str(tmp_path)]) == 0
     finally:
         torch.set_num_threads(num_threads)
-    return out, json.loads((out / "training.json").read_text())
-
-
-def test_the_smoke_run_reproduces_corpus_and_loss(smoke: tuple[Path, dict[str, Any]]) -> None:
-    _, report = smoke
+    report = json.loads((tmp_path / "training.json").read_text())
     assert report["data_hash"] == SMOKE_DATA_HASH
     assert abs(report["held_out_loss"] - SMOKE_HELD_OUT_LOSS) < LOSS_TOLERANCE
     assert report["held_out_loss"] < UNTRAINED_LOSS - 1
 
 
-def test_the_smoke_run_writes_a_folder_that_transformers_loads(smoke: tuple[Path, dict[str, Any]]) -> None:
-    out, report = smoke
-    model = AutoModelForCausalLM.from_pretrained(out)
-    assert model.dtype == torch.bfloat16
-    assert sum(p.numel() for p in model.parameters()) == report["parameters"]
-    assert len(AutoTokenizer.from_pretrained(out)) == model.config.vocab_size
-    assert not list(out.glob("*.tmp"))
-
-
-def test_a_stage_can_be_run_by_itself_on_what_the_one_before_left(tmp_path: Path) -> None:
-    tiny = replace(
-        SMOKE,
-        num_held_out=2,
-        num_tokenizer_documents=60,
-        hidden_size=32,
-        intermediate_size=32,
-        num_layers=1,
-        stages=tuple(replace(stage, num_documents=60, steps=2) for stage in SMOKE.stages),
-    )
-    at_once = train.train(tiny, tmp_path / "at_once")
-    train.train(replace(tiny, stages=tiny.stages[:1]), tmp_path / "in_two")
-    assert train.train(tiny, tmp_path / "in_two", from_stage=1) == at_once
+def test_a_training_in_stages_writes_the_folder_of_one_at_once_which_transformers_loads(tmp_path: Path) -> None:
+    at_once = train.train(TINY, tmp_path / "at_once")
+    train.train(replace(TINY, stages=TINY.stages[:1]), tmp_path / "in_two")
+    assert train.train(TINY, tmp_path / "in_two", from_stage=1) == at_once
     first, second = (tmp_path / name / "model.safetensors" for name in ("at_once", "in_two"))
     assert first.read_bytes() == second.read_bytes()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "at_once")
+    assert model.dtype == torch.bfloat16
+    assert sum(p.numel() for p in model.parameters()) == at_once["parameters"]
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "at_once")) == model.config.vocab_size
+    assert not list(tmp_path.rglob("*.tmp"))
 
 
 def test_the_shipped_model_was_made_by_the_recipe_in_the_code() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from nightly import few
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -161,9 +162,9 @@ def test_transformers_reads_the_same_of_few_fields(tmp_path: Path, architecture:
 
 
 @pytest.mark.filterwarnings("ignore")  # of transformers, about such values
-@pytest.mark.parametrize(("architecture", "family"), ARCHITECTURES.items(), ids=ARCHITECTURES)
-def test_what_transformers_refuses_is_refused(tmp_path: Path, architecture: str, family: Family) -> None:
-    content = {"architectures": [architecture], "model_type": family.model_type, **FEW_FIELDS}
+@pytest.mark.parametrize("architecture", few(["LlamaForCausalLM", "Qwen2ForCausalLM"], of=ARCHITECTURES))
+def test_what_transformers_refuses_is_refused(tmp_path: Path, architecture: str) -> None:
+    content = {"architectures": [architecture], "model_type": ARCHITECTURES[architecture].model_type, **FEW_FIELDS}
     for field in sorted(
         {*ConfigFields.__struct_fields__, *OLD_SPELLING, "rope_scaling", *UNREAD_FIELDS} - {"auto_map"}
     ):
