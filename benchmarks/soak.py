@@ -325,14 +325,14 @@ class Soak:
         self._check_integrity()
         self._expect(
             inner.free_blocks == inner.num_blocks,
-            f"{inner.num_blocks - inner.free_blocks} blocks are held by nobody after {self._num_started} requests",
+            f"{inner.num_blocks - inner.free_blocks} blocks are in use after {self._num_started} requests",
         )
         rests = {
             "running": inner.running,
             "waiting": inner.waiting,
             "blocked": inner.blocked,
             "unstarted": core.scheduler.num_unstarted,
-            "alive in the core": len(core._live) + len(core._held),
+            "alive in the core": len(core._live) + bool(core._endings),
             "registered by id": len(runtime._requests),
             "in the intake": runtime.admission.num_preparing + len(runtime.admission._waiting),
             "computing a prefix": len(core.kv.cache.pending),
