@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import subprocess
 import sys
 import threading
 import time
@@ -349,7 +350,7 @@ async def test_a_pipe_that_nobody_reads_does_not_hold_the_loop() -> None:
         logger.removeHandler(handler)
         os.close(reading)  # the write fails, and the thread goes on to its end
         await asyncio.to_thread(handler.close)
-    assert not handler.listener._thread.is_alive()
+    assert not handler.writer._thread.is_alive()
     with pytest.raises(BrokenPipeError):
         pipe.close()
 
@@ -358,8 +359,8 @@ def test_closing_gives_a_stuck_stream_up(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(OffLoopHandler, "CLOSE_TIMEOUT_S", 0.01)
     with stuck_handler(max_queued=10) as (handler, _):
         handler.close()
-        assert handler.listener._thread.is_alive()
-        assert handler.listener._thread.daemon, "it must not hold the interpreter's exit"
+        assert handler.writer._thread.is_alive()
+        assert handler.writer._thread.daemon, "it must not hold the interpreter's exit"
 
 
 def test_what_comes_after_closing_is_dropped() -> None:
@@ -367,7 +368,7 @@ def test_what_comes_after_closing_is_dropped() -> None:
     handler.close()
     handler.handle(plain("too late"))
     assert handler.num_dropped == 1
-    assert not handler.listener._thread.is_alive()
+    assert not handler.writer._thread.is_alive()
 
 
 def test_a_message_is_as_it_was_when_it_was_logged() -> None:
@@ -447,3 +448,24 @@ def test_stderr_is_where_it_goes_by_default(capsys: pytest.CaptureFixture[str]) 
         handler.handle(plain("to stderr"))
     sys.stderr.flush()
     assert "to stderr" in capsys.readouterr().err
+
+
+STUCK_AT_EXIT = """
+import logging, os
+from aioengine.server.access_log import OffLoopHandler
+
+reading, writing = os.pipe()  # which nobody reads
+OffLoopHandler.CLOSE_TIMEOUT_S = 0.01
+logger = logging.getLogger("aioengine.server")
+with OffLoopHandler(stream=os.fdopen(writing, "w")) as handler:
+    logger.addHandler(handler)
+    for _ in range(2_000):
+        logger.warning("x" * 100)
+os._exit(3) if not handler.writer._thread.is_alive() else logging.shutdown()
+os._exit(0)
+"""
+
+
+def test_a_stream_that_nobody_reads_does_not_hold_the_programs_exit() -> None:
+    done = subprocess.run([sys.executable, "-c", STUCK_AT_EXIT], timeout=30, check=False)
+    assert done.returncode == 0

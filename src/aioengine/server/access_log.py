@@ -201,11 +201,9 @@ class OffLoopHandler(QueueHandler):
         self.num_dropped = 0
         """Records dropped so far."""
         self._num_tracebacks_queued = 0
-        self.writer = _StreamWriter(stream, self)
-        self.writer.setFormatter(formatter or TextFormatter())
-        # Its thread is a daemon: one that hangs in a write must not hold the interpreter's exit.
-        self.listener = QueueListener(self._records, self.writer)
-        self.listener.start()
+        self.setFormatter(formatter or TextFormatter())
+        self.writer = _Writer(self._records, self, sys.stderr if stream is None else stream)
+        self.writer.start()
 
     def __enter__(self) -> Self:
         return self
@@ -216,6 +214,15 @@ class OffLoopHandler(QueueHandler):
     def createLock(self) -> None:  # noqa: N802 - logging's name
         """None: the queue is safe by itself, and the loop waits for no lock."""
         self.lock = None
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        """As any handler does it, but without a lock, which Python 3.13 takes for granted."""
+        passed: object = self.filter(record)
+        if isinstance(passed, logging.LogRecord):  # a filter may give another record, since Python 3.12
+            record = passed
+        if passed:
+            self.emit(record)
+        return bool(passed)
 
     @property
     def has_room(self) -> bool:
@@ -252,40 +259,49 @@ class OffLoopHandler(QueueHandler):
         """
         if not self._is_closed:
             self._is_closed = True
-            self.listener.enqueue_sentinel()
-            if self.listener._thread is not None:  # its own `stop` would wait for ever
-                self.listener._thread.join(self.CLOSE_TIMEOUT_S)
+            self.writer.end(self.CLOSE_TIMEOUT_S)
         super().close()
 
 
-class _StreamWriter(logging.StreamHandler[TextIO]):
-    """Writes the records of an `OffLoopHandler`, in its thread, and tells of those that were dropped."""
+class _Writer(QueueListener):
+    """The thread of an `OffLoopHandler`. It is no handler itself: logging's own, which end with the interpreter, would
+    wait there for a write that hangs.
+    """
 
-    def __init__(self, stream: TextIO | None, source: OffLoopHandler) -> None:
-        super().__init__(stream)
+    def __init__(self, records: queue.SimpleQueue[logging.LogRecord | None], source: OffLoopHandler, stream: TextIO):
+        super().__init__(records)
         self._source = source
+        self._stream = stream
         self.num_told = 0
         """Dropped records that were told of."""
         self.num_tracebacks = 0
         """Records with one that were taken from the queue."""
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def end(self, timeout_s: float) -> None:
+        """As `stop`, which would wait for ever."""
+        self.enqueue_sentinel()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def handle(self, record: logging.LogRecord) -> None:
         self.num_tracebacks += bool(record.exc_info)
-        super().emit(record)
+        self._write(record)
         count = self._source.num_dropped - self.num_told
         if count and self._source.has_room:
             self.num_told += count
             message = "%d log records were dropped: they came faster than they could be written"
-            super().emit(logging.LogRecord(LOGGER_NAME, logging.WARNING, __file__, 0, message, (count,), None))
+            self._write(logging.LogRecord(LOGGER_NAME, logging.WARNING, __file__, 0, message, (count,), None))
 
-    def format(self, record: logging.LogRecord) -> str:
-        encoding = getattr(self.stream, "encoding", None) or "utf-8"  # which may be ASCII
-        return super().format(record).encode(encoding, "backslashreplace").decode(encoding)
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
-        # A stream that is closed, or that is not read any more, leaves nowhere to say so.
-        if not isinstance(sys.exc_info()[1], OSError | ValueError):
-            super().handleError(record)
+    def _write(self, record: logging.LogRecord) -> None:
+        try:
+            encoding = getattr(self._stream, "encoding", None) or "utf-8"  # which may be ASCII
+            line = f"{self._source.format(record)}\n"
+            self._stream.write(line.encode(encoding, "backslashreplace").decode(encoding))
+            self._stream.flush()
+        except (OSError, ValueError):
+            pass  # the stream is closed, or not read any more: there is nowhere left to say so
+        except Exception:
+            self._source.handleError(record)
 
 
 @contextmanager
