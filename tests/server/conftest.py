@@ -18,12 +18,11 @@ import shutil
 import socket
 import ssl
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import anyio
 import httpx
 import openai
 import pytest
@@ -31,6 +30,7 @@ import pytest_asyncio
 import uvicorn
 from aiohttp import web
 from openai import AsyncOpenAI
+from waiting import until
 
 from aioengine import Engine
 from aioengine.server import ServerConfig, aiohttp_routes, create_app
@@ -128,13 +128,6 @@ async def _serving_aiohttp(app: web.Application) -> AsyncIterator[int]:
         yield runner.addresses[0][1]
     finally:
         await runner.cleanup()
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    """Wait for what another task on this loop brings about."""
-    with anyio.fail_after(20):
-        while not is_so():  # noqa: ASYNC110
-            await anyio.sleep(0.001)
 
 
 @asynccontextmanager

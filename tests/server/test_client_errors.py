@@ -19,8 +19,8 @@ from server.conftest import (
     openai_client,
     plain_client,
     serving,
-    until,
 )
+from waiting import until
 
 from aioengine import Engine
 from aioengine.core.executor_protocol import DeviceLost

@@ -13,13 +13,14 @@ from typing import Any
 import anyio
 import httpx
 import pytest
-from server.conftest import both_faces, events_of, fake_engine, plain_client, serving, serving_app, until
+from server.conftest import both_faces, events_of, fake_engine, plain_client, serving, serving_app
 from server.hostile import request_of
 from starlette.applications import Starlette
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
+from waiting import until
 
 from aioengine import Engine, Logprob
 from aioengine.outputs import CompletionDelta

@@ -17,12 +17,13 @@ import pytest
 from aiohttp import web
 from fastapi import FastAPI
 from pydantic import BaseModel
-from server.conftest import plain_client, serving_app, until
+from server.conftest import plain_client, serving_app
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.testclient import TestClient
+from waiting import until
 
 from aioengine import AioEngineError, CompletionDelta, Engine, EngineClosed, Health, RequestOutput, StepFailed, Stream
 from aioengine.server import (

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from server.conftest import until
 from server.running import GET, leave, listener_at, running
 from server.small_app import SmallApp, SmallEngine
 from turn_probe import few_a_turn
+from waiting import until
 
 from aioengine.errors import ConfigError
 from aioengine.server.http_listener import HttpListener, ServerAddress

@@ -11,9 +11,9 @@ from typing import Any
 
 import anyio
 import pytest
-from server.conftest import until
 from server.small_app import SmallApp, SmallEngine
 from uvicorn.config import Config
+from waiting import until
 
 from aioengine.server.config import HttpLimits
 from aioengine.server.errors import ApiError

@@ -11,9 +11,9 @@ from typing import Any
 import anyio
 import httpx
 import pytest
-from server.conftest import until
 from server.running import GET, Running, leave, listener_at, raw_client, running
 from server.small_app import SmallApp, SmallEngine
+from waiting import until
 
 from aioengine.errors import ConfigError, EngineDead
 from aioengine.server import http_server

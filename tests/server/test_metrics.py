@@ -14,7 +14,8 @@ from prometheus_client.core import Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
-from server.conftest import record_of, until
+from server.conftest import record_of
+from waiting import until
 
 from aioengine import Engine
 from aioengine.core.executor_protocol import DeviceLost

@@ -10,7 +10,8 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from server.conftest import on_both_faces, until
+from server.conftest import on_both_faces
+from waiting import until
 
 from aioengine import Engine
 from aioengine.outputs import CompletionOutput, RequestOutput

@@ -22,9 +22,10 @@ from aioengine.server.page import PAGE
 
 pytest.importorskip("playwright.async_api", reason="the page is tested with playwright")
 
-from contract.ways import has_load, until
+from contract.ways import has_load
 from playwright.async_api import Browser, Route, expect
 from server.page_browser import CHROMIUM, Served, Tab, Talker, app_that_says, browser_process, event, page_of, tab_at
+from waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

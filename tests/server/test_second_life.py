@@ -11,8 +11,9 @@ from typing import Any
 import anyio
 import pytest
 from aiohttp import web
-from server.conftest import Face, both_faces, serving_app, until
+from server.conftest import Face, both_faces, serving_app
 from server.hostile import Client, completion, request_of
+from waiting import until
 
 from aioengine import Engine
 from aioengine.server import ServerConfig, aiohttp_routes, create_app

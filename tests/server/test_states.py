@@ -13,7 +13,8 @@ from typing import Any
 import anyio
 import httpx
 import pytest
-from server.conftest import Face, app_of, both_faces, fake_engine, plain_client, serving, serving_app, until
+from server.conftest import Face, app_of, both_faces, fake_engine, plain_client, serving, serving_app
+from waiting import until
 
 from aioengine import Engine, ModelLoadError
 from aioengine.models.folder import ModelFolder
@@ -133,7 +134,7 @@ async def test_what_waits_for_a_start_is_bounded_in_number_and_time(
         tasks.start_soon(engine.__aenter__)
         await until(lambda: engine._runtime is not None)
         tasks.start_soon(partial(http.post, "/v1/completions", json=POSTS["/v1/completions"]))
-        await until(lambda: engine._runtime._num_expectant == 1)
+        await until(lambda: engine._runtime._num_waiting_for_start == 1)
         check_503(await http.post("/tokenize", json=POSTS["/tokenize"]), "overloaded")
         gate.set()
         await until(lambda: engine.health().status == "ALIVE")
@@ -167,7 +168,7 @@ async def test_who_waits_for_a_start_that_fails_hears_that_it_did(
         await until(lambda: engine._runtime is not None)
         for path in POSTS:
             tasks.start_soon(ask, path)
-        await until(lambda: engine._runtime._num_expectant == len(POSTS))
+        await until(lambda: engine._runtime._num_waiting_for_start == len(POSTS))
         gate.set()
         await until(lambda: len(answers) == len(POSTS))
         for answer in answers:

@@ -8,9 +8,10 @@ import anyio
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from server.conftest import Face, both_faces, events_of, fake_engine, on_both_faces, plain_client, serving, until
+from server.conftest import Face, both_faces, events_of, fake_engine, on_both_faces, plain_client, serving
 from tokenizers import Regex
 from tokenizers.pre_tokenizers import Split
+from waiting import until
 
 import aioengine
 from aioengine import Engine
