@@ -2,7 +2,6 @@
 
 import os
 import stat
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -421,30 +420,6 @@ def plain(username: bytes, password: bytes) -> Callable[[zmq.Socket[bytes]], Non
 
 def no_mechanism(socket: zmq.Socket[bytes]) -> None:
     pass
-
-
-@pytest.mark.parametrize("scheme", ["ipc", "tcp"])
-def test_only_who_has_the_secret_is_served_and_only_once(guarded: Guarded, scheme: str) -> None:
-    with tempfile.TemporaryDirectory(prefix="aio", dir="/tmp") as folder:
-        guarded.served.plain_server = True
-        enforce(guarded.served, "out.7")
-        guarded.gate.allow_once("out.7", "out", "secret")
-        guarded.serve(f"ipc://{folder}/out" if scheme == "ipc" else "tcp://127.0.0.1:*")
-
-        _, event = guarded.connect(plain(b"out", b"guess"))
-        assert event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
-        _, event = guarded.connect(no_mechanism)
-        assert event != zmq.EVENT_HANDSHAKE_SUCCEEDED
-        assert guarded.served.poll(0, zmq.POLLOUT) == 0, "nobody is connected"
-
-        pull, event = guarded.connect(plain(b"out", b"secret"))
-        assert event == zmq.EVENT_HANDSHAKE_SUCCEEDED
-        second, event = guarded.connect(plain(b"out", b"secret"))
-        assert event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
-        assert guarded.numbers_at(pull) == list(range(10))
-        assert second.poll(0) == 0
-        assert (guarded.gate.num_admitted, guarded.gate.num_refused) == (1, 2)
-        guarded.close()
 
 
 def test_only_who_has_a_known_key_and_the_servers_is_served(guarded: Guarded, folder: Path) -> None:

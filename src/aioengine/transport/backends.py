@@ -125,8 +125,8 @@ class InChild:
         self._hooks = hooks
         self._token = secrets.token_hex(16)
         self._supervisor = Supervisor(terminate_s=options.stop_timeout_s)
-        self._folders: list[PrivateFolder] = []
-        """None yet, or one."""
+        self._folder: PrivateFolder | None = None
+        self._handshake: Channel | None = None
         self._served_at: str | None = None
         self._link = Link(hooks.worker)
         self._context: Context | None = None
@@ -135,12 +135,15 @@ class InChild:
     async def find_model(self) -> ModelFolder:
         # Noted where it is made, so that a start that is cancelled here removes it.
         await self._hooks.worker.run(self._make_folder, None)
-        self._begin(self._folders[0])
+        assert self._folder is not None
+        self._begin(self._folder)
         return await _find_small_files(self._config, self._hooks.worker)
 
     async def open(self, on_progress: OnProgress | None = None) -> None:
         clock = clock_of(asyncio.get_running_loop())
-        (folder,) = self._folders
+        folder, channel = self._folder, self._handshake
+        assert folder is not None, "find_model comes first"
+        assert channel is not None, "find_model comes first"
         machine = Welcome(
             num_local=1,
             make_init=lambda index: self._make_init(index, folder),
@@ -154,7 +157,7 @@ class InChild:
             if on_progress is not None and total:
                 on_progress(done, total)
 
-        await welcome(self._handshake, machine, clock, exits=self._exits, on_change=on_change)
+        await welcome(channel, machine, clock, exits=self._exits, on_change=on_change)
         ready = machine.engines[0].ready
         assert ready is not None
         self._served_at = ready.address
@@ -185,7 +188,7 @@ class InChild:
             try:
                 await self._supervisor.aclose()
             finally:
-                if hasattr(self, "_handshake"):
+                if self._handshake is not None:
                     self._handshake.close()
                 try:
                     await end_context(self._context, self._hooks.worker)
@@ -196,7 +199,7 @@ class InChild:
 
     def abandon(self) -> None:
         self._supervisor.abandon()
-        if hasattr(self, "_handshake"):
+        if self._handshake is not None:
             self._handshake.close()
         if self._context is not None:
             self._context.destroy(linger=0)
@@ -205,11 +208,11 @@ class InChild:
 
     def _make_folder(self) -> None:
         check_descriptors(START_DESCRIPTORS)
-        self._folders.append(PrivateFolder())
+        self._folder = PrivateFolder()
 
     def _remove_files(self) -> None:
-        for folder in self._folders:
-            folder.remove()
+        if self._folder is not None:
+            self._folder.remove()
         if self._served_at is not None:
             remove_private(self._served_at)
 
@@ -221,7 +224,7 @@ class InChild:
         except zmq.ZMQError as error:
             raise ConfigError(f"no socket can be had for the start of the engine's process: {error.strerror}") from None
         address = bind(socket, folder.address(START_SOCKET))
-        self._handshake = Channel(socket)
+        self._handshake = channel = Channel(socket)
         spec = ChildSpec(
             name="engine 0",
             module=CHILD_MODULE,
@@ -230,7 +233,12 @@ class InChild:
             visible_devices=self._options.visible_devices,
         )
         (self._child,) = self._supervisor.start([spec])
-        self._child.add_exit_callback(self._on_early_exit)
+
+        def on_early_exit(child: Child) -> None:
+            self._exits.append((0, child.describe_exit()))
+            channel.wake()
+
+        self._child.add_exit_callback(on_early_exit)
 
     async def _attach(self, address: str) -> Attached:
         """Attach to the process, unless it ends meanwhile: then that is the error."""
@@ -242,10 +250,6 @@ class InChild:
             if self._child.returncode is None:
                 raise
             raise EngineDead(self._child.describe_exit()) from error
-
-    def _on_early_exit(self, child: Child) -> None:
-        self._exits.append((0, child.describe_exit()))
-        self._handshake.wake()
 
     def _make_init(self, index: int, folder: PrivateFolder) -> Init:
         """What the process is told now that it is here.
