@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from aioengine import EngineClosed, EngineOverloaded, InvalidRequest
+from aioengine import EngineOverloaded, InvalidRequest
 
 PROMPT = list(range(100, 120))
 ONE_AT_A_TIME = {"max_waiting": 1, "max_num_seqs": 1}
@@ -39,15 +39,6 @@ async def test_beyond_max_waiting_raise_is_refused_and_wait_waits(serve: Any, ta
         assert len(served.runtime.admission._waiting) == 2
         await served.rest_until_done(started)
         assert [output.outputs[0].finish_reason for output in await tasks.end()] == ["length"] * 4
-
-
-@pytest.mark.virtual_clock
-async def test_waiters_run_in_the_order_in_which_they_came(serve: Any, tasks: Any, depth: int) -> None:
-    config = {"max_waiting": 2, "max_num_seqs": 1}
-    async with serve(depth=depth, config=config) as served:
-        await fill(served, tasks, 12, max_tokens=3)
-        await tasks.end()
-        assert served.first_runs() == list(range(12))
 
 
 @pytest.mark.virtual_clock
@@ -156,22 +147,6 @@ async def test_a_bad_prompt_gives_its_place_back(serve: Any, tasks: Any) -> None
             with pytest.raises(InvalidRequest):
                 await served.engine.generate(prompt, on_full="raise")
         assert served.runtime.admission.num_free == 1
-
-
-@pytest.mark.virtual_clock
-@pytest.mark.parametrize("drain", [False, True])
-async def test_closing_refuses_those_who_wait_for_a_place_and_draining_serves_them(
-    serve: Any, tasks: Any, depth: int, drain: bool
-) -> None:
-    async with serve(depth=depth, config=ONE_AT_A_TIME) as served:
-        started = await fill(served, tasks, 5, max_tokens=40)
-        assert len(served.runtime.admission._waiting) == 3
-        await served.engine.aclose(drain=drain)
-        for outcome in await tasks.end(*started):
-            if drain:
-                assert len(outcome.outputs[0].token_ids) == 40
-            else:
-                assert isinstance(outcome, EngineClosed)
 
 
 @pytest.mark.virtual_clock
