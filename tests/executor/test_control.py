@@ -40,7 +40,7 @@ from aioengine.executor import weights as weights_module
 from aioengine.executor.torch_executor import TorchExecutor
 from aioengine.models import decoder as decoder_module
 from aioengine.models import saver
-from aioengine.models.checkpoint import EMBEDDING, HEAD, INDEX_FILE, SINGLE_FILE, checkpoint_places
+from aioengine.models.checkpoint import EMBEDDING, HEAD, INDEX_FILE, SINGLE_FILE, checkpoint_tensors
 from aioengine.models.decoder import Decoder
 from aioengine.models.folder import ModelFolder
 from aioengine.models.loader import LoadStopped, load_weights
@@ -69,7 +69,7 @@ async def tensors(executor: TorchExecutor) -> dict[str, Tensor]:
     """The weights, as a checkpoint names them."""
 
     def read(decoder: Decoder) -> dict[str, Tensor]:
-        places = checkpoint_places(decoder.config)
+        places = checkpoint_tensors(decoder.config)
         return {name: place.read(decoder.dense(place.parameter)).clone() for name, place in places.items()}
 
     (held,) = await executor.apply_model(read)

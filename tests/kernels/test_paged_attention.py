@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from aioengine.errors import InternalError
-from aioengine.kernels.attention.backend import AttentionMetadata
 from aioengine.kernels.attention.kv_cache import KVCache, KVCacheShape
 from aioengine.kernels.attention.torch_paged import (
     QUERY_TILE,
+    AttentionMetadata,
     TorchPagedAttention,
     decode_groups,
     dot_in_float32,
@@ -21,6 +21,33 @@ from aioengine.kernels.torch import attention as reference
 from aioengine.scheduler.plan import EMPTY, int32
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+def paged_attention(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: AttentionMetadata, *, window: int | None = None
+) -> torch.Tensor:
+    """Each query token attends to its sequence's cached keys, in float64; the caches hold this step's tokens already.
+
+    [tokens, heads, head_dim], as ``q``.
+    """
+    keys, values = (cache.double().view(-1, *cache.shape[2:]) for cache in (k_cache, v_cache))
+    out = torch.empty_like(q)
+    for row, end in enumerate(meta.context_lens.tolist()):
+        tokens = slice(*meta.query_offsets[row : row + 2].tolist())
+        slots = meta.slots(torch.tensor([row]), torch.arange(end)[None])[0]
+        seen = reference.attend(q[tokens], keys[slots], values[slots], q.shape[2] ** -0.5, window, 0.0)
+        out[tokens] = seen.to(q.dtype)
+    return out
+
+
+def write_kv(
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: AttentionMetadata
+) -> None:
+    """Put this step's k and v, each [tokens, kv_heads, head_dim], into their slots of the caches."""
+    for token, slot in enumerate(meta.slot_mapping.tolist()):
+        block, offset = divmod(slot, meta.block_size)
+        k_cache[block, offset] = k[token]
+        v_cache[block, offset] = v[token]
 
 
 def make_meta(
@@ -81,8 +108,8 @@ class Case:
 
     def oracle(self, window: int | None = None) -> torch.Tensor:
         k_cache, v_cache = self.cache.k[0].clone(), self.cache.v[0].clone()
-        reference.write_kv(self.k, self.v, k_cache, v_cache, self.meta)
-        return reference.paged_attention(self.q, k_cache, v_cache, self.meta, window=window)
+        write_kv(self.k, self.v, k_cache, v_cache, self.meta)
+        return paged_attention(self.q, k_cache, v_cache, self.meta, window=window)
 
     def computed(self, window: int | None = None) -> torch.Tensor:
         step = TorchPagedAttention(self.cache).begin_step(self.meta)
@@ -141,7 +168,7 @@ def test_the_oracle_refuses_heads_that_do_not_divide() -> None:
 def test_this_steps_keys_and_values_are_in_their_slots_and_nowhere_else(dtype: torch.dtype) -> None:
     case = Case([(5, 3), (9, 1)], dtype=dtype)
     k_cache, v_cache = case.cache.k[0].clone(), case.cache.v[0].clone()
-    reference.write_kv(case.k, case.v, k_cache, v_cache, case.meta)
+    write_kv(case.k, case.v, k_cache, v_cache, case.meta)
     case.computed()
     torch.testing.assert_close(case.cache.k[0], k_cache, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(case.cache.v[0], v_cache, rtol=0, atol=0, equal_nan=True)

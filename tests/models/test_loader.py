@@ -20,7 +20,7 @@ from aioengine.errors import ModelLoadError
 from aioengine.models import decoder as decoder_module
 from aioengine.models.decoder import Decoder
 from aioengine.models.folder import ModelFolder
-from aioengine.models.loader import INDEX_FILE, SINGLE_FILE, LoadStopped, checkpoint_slots, load_decoder
+from aioengine.models.loader import INDEX_FILE, SINGLE_FILE, LoadStopped, load_decoder, parameter_views
 from tests.checkpoints import FAMILIES
 
 Checkpoint = Callable[..., Path]
@@ -93,7 +93,7 @@ def assert_same(left: Decoder, right: Decoder) -> None:
 @pytest.mark.parametrize("family", ["llama2", "qwen2", "qwen3"])
 def test_each_slot_holds_the_files_tensor(checkpoint: Checkpoint, family: str) -> None:
     folder = checkpoint(family)
-    slots, tensors = checkpoint_slots(load(folder)), load_file(folder / SINGLE_FILE)
+    slots, tensors = parameter_views(load(folder)), load_file(folder / SINGLE_FILE)
     assert slots.keys() == tensors.keys()
     for name, slot in slots.items():
         assert torch.equal(slot.target, tensors[name].expand_as(slot.target)), name
@@ -104,7 +104,7 @@ def test_slots_cover_each_parameter_exactly_once(checkpoint: Checkpoint) -> None
     with torch.no_grad():
         for parameter in decoder.parameters():
             parameter.zero_()
-        for slot in checkpoint_slots(decoder).values():
+        for slot in parameter_views(decoder).values():
             slot.target.add_(1)
     assert all((parameter == 1).all() for parameter in decoder.parameters())
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from aioengine.executor.row_columns import RowColumns
-from aioengine.kernels.attention.backend import AttentionMetadata
+from aioengine.kernels.attention.torch_paged import AttentionMetadata
 from aioengine.sampler import PromptTokens, SamplingRows, spans
 from aioengine.scheduler.plan import Int32, RowAdded, StepPlan, Want
 

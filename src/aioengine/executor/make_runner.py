@@ -20,7 +20,6 @@ from aioengine.executor.input_batch import InputBatch
 from aioengine.executor.memory import available_memory, num_gpu_kv_blocks, num_kv_blocks
 from aioengine.executor.runner import Runner, StepRunner
 from aioengine.executor.tune import cache_folder, tune_attention
-from aioengine.kernels.attention.backend import AttentionBackend
 from aioengine.kernels.attention.gpu_paged import GpuPagedAttention
 from aioengine.kernels.attention.kv_cache import KVCache, KVCacheShape
 from aioengine.kernels.attention.torch_paged import TorchPagedAttention
@@ -74,7 +73,7 @@ def make_cpu_runner(decoder: Decoder, config: EngineConfig, stats: ExecutorStats
         max_num_seqs=config.max_num_seqs, max_model_len=model.max_model_len, block_size=config.block_size
     )
 
-    def make_attention() -> AttentionBackend:
+    def make_attention() -> TorchPagedAttention:
         return TorchPagedAttention(KVCache.allocate(shape, num_blocks))
 
     runner = Runner(decoder, make_attention(), batch, stats, make_attention)

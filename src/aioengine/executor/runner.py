@@ -18,7 +18,7 @@ from torch import Tensor
 from aioengine.core.executor_protocol import DeviceLost, ExecutorStats
 from aioengine.executor.completion_thread import DeferredResult
 from aioengine.executor.input_batch import InputBatch, StepInputs
-from aioengine.kernels.attention.backend import AttentionBackend
+from aioengine.kernels.attention.torch_paged import TorchPagedAttention
 from aioengine.models.decoder import Decoder
 from aioengine.sampler import Scratch, prompt_logprobs, sample
 from aioengine.scheduler.plan import EMPTY, RowFailure, StepPlan, StepResult, int32
@@ -78,13 +78,13 @@ class Runner:
     def __init__(
         self,
         decoder: Decoder,
-        attention: AttentionBackend,
+        attention: TorchPagedAttention,
         batch: InputBatch,
         stats: ExecutorStats,
-        make_attention: Callable[[], AttentionBackend] | None = None,
+        make_attention: Callable[[], TorchPagedAttention] | None = None,
     ) -> None:
         self.decoder: Decoder | None = decoder
-        self.attention: AttentionBackend | None = attention
+        self.attention: TorchPagedAttention | None = attention
         self._make_attention = make_attention
         self._batch = batch
         self._stats = stats
@@ -122,7 +122,7 @@ class Runner:
         token = torch.zeros(1, dtype=torch.int64)
         self.decoder.logits(self.decoder(token, token, dummy_attention))
 
-    def _apply(self, plan: StepPlan, attention: AttentionBackend) -> None:
+    def _apply(self, plan: StepPlan, attention: TorchPagedAttention) -> None:
         if self._broken_by is None:
             try:
                 # Beside the rows' state, which the rest of the plan changes: their order is of no account.
@@ -133,7 +133,7 @@ class Runner:
                 self._broken_by = error
         raise DeviceLost(f"a plan could not be applied: {self._broken_by}") from self._broken_by
 
-    def _compute(self, plan: StepPlan, decoder: Decoder, attention: AttentionBackend) -> StepResult:
+    def _compute(self, plan: StepPlan, decoder: Decoder, attention: TorchPagedAttention) -> StepResult:
         result = StepResult(step=plan.step, offsets=int32([0] * (len(plan.rows) + 1)), token_ids=EMPTY)
         if not len(plan.rows):
             return result

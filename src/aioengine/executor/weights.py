@@ -13,7 +13,7 @@ from torch import Tensor
 from aioengine.core.executor_protocol import weights_asleep, weights_came_as_tensors
 from aioengine.errors import InvalidRequest, ModelLoadError
 from aioengine.executor.weight_transfer import StagedTensor, WeightTransfer
-from aioengine.models.checkpoint import EMBEDDING, FILE_DTYPES, HEAD, CheckpointTensor, checkpoint_places
+from aioengine.models.checkpoint import EMBEDDING, FILE_DTYPES, HEAD, CheckpointTensor, checkpoint_tensors
 from aioengine.models.decoder import Decoder
 from aioengine.models.folder import ModelFolder
 from aioengine.models.loader import ON_CPU, Placement, check_weights, load_weights
@@ -73,12 +73,12 @@ class Weights:
         """The folder that the weights were last taken from; None: ``load`` made them."""
 
     @cached_property
-    def _places(self) -> dict[str, CheckpointTensor]:
-        return checkpoint_places(self.config)
+    def _entries(self) -> dict[str, CheckpointTensor]:
+        return checkpoint_tensors(self.config)
 
     @cached_property
     def _staging(self) -> WeightTransfer:
-        shapes = {name: place.shape for name, place in self._places.items()}
+        shapes = {name: entry.shape for name, entry in self._entries.items()}
         if self.config.tie_word_embeddings:
             shapes[HEAD] = shapes[EMBEDDING]  # of two that are one, some tools send the other, or both
         return WeightTransfer(shapes)
@@ -166,7 +166,7 @@ class Weights:
         return self._staging
 
     def commit(self, transfer: str) -> None:
-        """Put what was staged in its place. From the moment in which it fits, the transfer is over.
+        """Put what was staged in its entry. From the moment in which it fits, the transfer is over.
 
         Raises:
             InvalidRequest: as `WeightTransfer.whole`, the weights are thrown away, or a tied head and the embedding
@@ -186,7 +186,7 @@ class Weights:
             self._came_as_tensors = True
 
     def _fill(self, changes: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Put values of the host into their places, of the same shape and dtype: it takes no memory of the device's.
+        """Put values of the host into their entries, of the same shape and dtype: it takes no memory of the device's.
 
         For a device that has nothing left to do. Only its loss can end this midway.
         """
@@ -210,11 +210,11 @@ class Weights:
             )
 
     def _changes(self, decoder: Decoder, staged: dict[str, StagedTensor]) -> list[tuple[Tensor, Tensor]]:
-        """Each place and its values, as they go there; takes the tensors out of ``staged`` as it goes."""
+        """Each entry and its values, as they go there; takes the tensors out of ``staged`` as it goes."""
         changes = []
         for name in list(staged):
-            place = self._places[name]
-            target = place.of(decoder.get_parameter(place.parameter))
+            entry = self._entries[name]
+            target = entry.of(decoder.get_parameter(entry.parameter))
             values = _tensor(staged.pop(name)).to(target.dtype)
             changes.append((target, values.expand(target.shape).contiguous()))
         return changes
@@ -223,11 +223,11 @@ class Weights:
         """Each parameter that changes, with its new values; takes the tensors out of ``staged`` as it goes."""
         names_of: dict[str, list[str]] = {}
         for name in staged:
-            names_of.setdefault(self._places[name].parameter, []).append(name)
+            names_of.setdefault(self._entries[name].parameter, []).append(name)
         for parameter, names in names_of.items():
             values = decoder.dense(parameter).clone()
             for name in names:
-                self._places[name].of(values).copy_(_tensor(staged.pop(name)))
+                self._entries[name].of(values).copy_(_tensor(staged.pop(name)))
             yield parameter, values
 
     def save(self, folder: Path, max_shard_bytes: int) -> list[str]:

@@ -19,11 +19,11 @@ HEAD = "lm_head.weight"
 
 
 class CheckpointTensor(msgspec.Struct, frozen=True):
-    """Where a checkpoint's tensor goes: lines of a parameter, which it fills, or broadcasts into.
+    """Where a checkpoint's tensor goes: rows of a parameter, which it fills, or broadcasts into.
 
     Attributes:
         parameter: its name in the decoder.
-        first, count: which lines of it.
+        first, count: which rows of it.
         shape: of the tensor in a checkpoint.
     """
 
@@ -37,49 +37,49 @@ class CheckpointTensor(msgspec.Struct, frozen=True):
         return torch.Size(self.shape).numel()
 
     def of(self, parameter: Tensor) -> Tensor:
-        """The lines, as a view of the dense parameter."""
+        """The rows, as a view of the dense parameter."""
         return parameter.narrow(0, self.first, self.count)
 
     def read(self, parameter: Tensor) -> Tensor:
         """The tensor as a checkpoint holds it, as a view."""
-        lines = self.of(parameter)
-        return lines if len(self.shape) == lines.dim() else lines[0]
+        rows = self.of(parameter)
+        return rows if len(self.shape) == rows.dim() else rows[0]
 
 
 class ParameterView(msgspec.Struct, frozen=True):
-    """A place in a decoder: a view of a parameter, which a tensor of this shape fills or broadcasts into."""
+    """A view of a decoder's parameter, which a tensor of this shape fills or broadcasts into."""
 
     shape: tuple[int, ...]
     target: Tensor
 
 
-def checkpoint_slots(decoder: Decoder) -> dict[str, ParameterView]:
+def parameter_views(decoder: Decoder) -> dict[str, ParameterView]:
     """For each tensor that a checkpoint of this decoder holds, by its name there, where it goes.
 
     Of a decoder whose parameters are not packed.
     """
     return {
-        name: ParameterView(place.shape, place.of(decoder.get_parameter(place.parameter)))
-        for name, place in checkpoint_places(decoder.config).items()
+        name: ParameterView(tensor.shape, tensor.of(decoder.get_parameter(tensor.parameter)))
+        for name, tensor in checkpoint_tensors(decoder.config).items()
     }
 
 
-def checkpoint_places(config: DecoderConfig) -> dict[str, CheckpointTensor]:
-    """As `checkpoint_slots`, of any decoder with this config. A head that is tied has no place: it is the embedding."""
+def checkpoint_tensors(config: DecoderConfig) -> dict[str, CheckpointTensor]:
+    """As `parameter_views`, of any decoder with this config. A tied head is the embedding, and no tensor of its own."""
     vocab_size, hidden_size = config.vocab_size, config.hidden_size
-    places = {
+    tensors = {
         EMBEDDING: CheckpointTensor("embedding", 0, vocab_size, (vocab_size, hidden_size)),
         "model.norm.weight": CheckpointTensor("norm.weight", 0, hidden_size, (hidden_size,)),
     }
     if not config.tie_word_embeddings:
-        places[HEAD] = CheckpointTensor("head.weight", 0, vocab_size, (vocab_size, hidden_size))
+        tensors[HEAD] = CheckpointTensor("head.weight", 0, vocab_size, (vocab_size, hidden_size))
     for index in range(config.num_layers):
-        for name, place in _layer_places(config, f"layers.{index}"):
-            places[f"model.layers.{index}.{name}"] = place
-    return places
+        for name, tensor in _layer_tensors(config, f"layers.{index}"):
+            tensors[f"model.layers.{index}.{name}"] = tensor
+    return tensors
 
 
-def _layer_places(c: DecoderConfig, layer: str) -> Iterator[tuple[str, CheckpointTensor]]:
+def _layer_tensors(c: DecoderConfig, layer: str) -> Iterator[tuple[str, CheckpointTensor]]:
     q, kv, mlp, hidden = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.intermediate_size, c.hidden_size
     yield "input_layernorm.weight", CheckpointTensor(f"{layer}.input_norm.weight", 0, hidden, (hidden,))
     yield "post_attention_layernorm.weight", CheckpointTensor(f"{layer}.mlp_norm.weight", 0, hidden, (hidden,))
@@ -97,7 +97,7 @@ def _layer_places(c: DecoderConfig, layer: str) -> Iterator[tuple[str, Checkpoin
 def _stacked(
     linear: str, parts: dict[str, int], in_features: int, bias: bool
 ) -> Iterator[tuple[str, CheckpointTensor]]:
-    """The places of matrices (and biases) that lie one above the other, each with so many outputs."""
+    """Matrices (and biases) that lie one above the other, each with so many outputs."""
     first = 0
     for name, count in parts.items():
         yield f"{name}.weight", CheckpointTensor(f"{linear}.weight", first, count, (count, in_features))

@@ -24,8 +24,8 @@ from aioengine.models.checkpoint import (
     SINGLE_FILE,
     CheckpointTensor,
     ParameterView,
-    checkpoint_places,
-    checkpoint_slots,
+    checkpoint_tensors,
+    parameter_views,
 )
 from aioengine.models.decoder import Decoder
 from aioengine.models.families import DecoderConfig, read_decoder_config
@@ -130,7 +130,7 @@ def load_weights(
 def check_weights(folder: Path, config: DecoderConfig) -> None:
     """Raise what `load_weights` would, but for what only the tensors' values can tell."""
     check_config(folder, config)
-    match(read_catalogue(folder), checkpoint_places(config), tied=config.tie_word_embeddings)
+    match(read_catalogue(folder), checkpoint_tensors(config), tied=config.tie_word_embeddings)
 
 
 def check_config(folder: Path, config: DecoderConfig) -> None:
@@ -170,9 +170,9 @@ def _read(
     should_stop: Callable[[], bool],
 ) -> Decoder:
     """A decoder with the values of the files, not bound yet."""
-    wanted = match(stored, checkpoint_places(config), tied=config.tie_word_embeddings)
+    wanted = match(stored, checkpoint_tensors(config), tied=config.tie_word_embeddings)
     decoder = _allocate(config, placement)
-    _stream(wanted, checkpoint_slots(decoder), on_progress, should_stop)
+    _stream(wanted, parameter_views(decoder), on_progress, should_stop)
     if config.tie_word_embeddings and HEAD in stored and HEAD not in (t.name for t in wanted):
         _check_tied_head(stored[HEAD], decoder.embedding)
     return decoder
@@ -230,20 +230,20 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 class Transfer(msgspec.Struct, frozen=True):
-    """A tensor to be copied: from where, and into the slot of which name."""
+    """A tensor to be copied: from where, and into the parameter's view of which name."""
 
     name: str
-    slot: str
+    target: str
     stored: Stored
 
 
-def match(stored: dict[str, Stored], places: dict[str, CheckpointTensor], *, tied: bool) -> list[Transfer]:
+def match(stored: dict[str, Stored], entries: dict[str, CheckpointTensor], *, tied: bool) -> list[Transfer]:
     """Pair what the files hold with what the decoder needs, file by file.
 
     Raises:
         ModelLoadError: a tensor is missing, unexpected, of the wrong shape, or of a dtype that is not supported.
     """
-    names = {name: name for name in places}
+    names = {name: name for name in entries}
     if tied and EMBEDDING not in stored and HEAD in stored:
         names[EMBEDDING] = HEAD  # of two that are one, some tools save the other
     expected = set(names.values())
@@ -255,9 +255,9 @@ def match(stored: dict[str, Stored], places: dict[str, CheckpointTensor], *, tie
             more = f" and {len(found) - 1} more" if len(found) > 1 else ""
             hint = "; config.json may need tie_word_embeddings" if found == [HEAD] else ""
             raise ModelLoadError(f"the checkpoint {problem} tensor {found[0]}{more}, by what config.json says{hint}")
-    transfers = [Transfer(name, slot, stored[name]) for slot, name in names.items()]
+    transfers = [Transfer(name, target, stored[name]) for target, name in names.items()]
     for transfer in transfers:
-        _check_tensor(transfer.name, transfer.stored, places[transfer.slot].shape)
+        _check_tensor(transfer.name, transfer.stored, entries[transfer.target].shape)
     return sorted(transfers, key=lambda transfer: transfer.stored.path)
 
 
@@ -309,7 +309,7 @@ def _make_ready(decoder: Decoder, placement: Placement, should_stop: Callable[[]
 
 def _stream(
     transfers: list[Transfer],
-    slots: dict[str, ParameterView],
+    views: dict[str, ParameterView],
     on_progress: Callable[[int, int], None] | None,
     should_stop: Callable[[], bool],
 ) -> None:
@@ -319,7 +319,7 @@ def _stream(
             for transfer in transfers:
                 if transfer.stored.path == path:
                     stop_if(should_stop)
-                    slots[transfer.slot].target.copy_(file.get_tensor(transfer.name))
+                    views[transfer.target].target.copy_(file.get_tensor(transfer.name))
                     progress.add(transfer.stored.num_bytes)
 
 
@@ -340,13 +340,13 @@ def _fill_with_noise(
     # Made where they go: 8 billion of them take a CPU a minute, and a GPU some ms.
     generator = torch.Generator(decoder.embedding.device).manual_seed(DUMMY_SEED)
     progress = _Progress(decoder.weight_bytes, on_progress)
-    for slot in checkpoint_slots(decoder).values():
+    for view in parameter_views(decoder).values():
         stop_if(should_stop)
-        if slot.shape == slot.target.shape and len(slot.shape) > 1:
-            slot.target.uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)
+        if view.shape == view.target.shape and len(view.shape) > 1:
+            view.target.uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)
         else:
-            slot.target.fill_(1.0)
-        progress.add(slot.target.nbytes)
+            view.target.fill_(1.0)
+        progress.add(view.target.nbytes)
 
 
 def stop_if(should_stop: Callable[[], bool]) -> None:

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from aioengine.errors import InvalidRequest
-from aioengine.models.checkpoint import INDEX_FILE, SINGLE_FILE, CheckpointTensor, checkpoint_places
+from aioengine.models.checkpoint import INDEX_FILE, SINGLE_FILE, CheckpointTensor, checkpoint_tensors
 from aioengine.models.decoder import Decoder
 from aioengine.models.folder import SMALL_FILES, ModelFolder
 from aioengine.models.loader import stop_if
@@ -75,28 +75,28 @@ def save_checkpoint(
 
 
 def _write_weights(decoder: Decoder, part: Path, max_shard_bytes: int, should_stop: Callable[[], bool]) -> list[str]:
-    places = checkpoint_places(decoder.config)
-    shards = list(_shards(places, decoder.config.dtype.itemsize, max_shard_bytes))
+    entries = checkpoint_tensors(decoder.config)
+    shards = list(_shards(entries, decoder.config.dtype.itemsize, max_shard_bytes))
     names = [SHARD.format(number, len(shards)) for number in range(1, len(shards) + 1)]
     if len(shards) == 1:
         names = [SINGLE_FILE]
     for name, shard in zip(names, shards, strict=True):
         stop_if(should_stop)
-        _write_file(dict(_tensors(decoder, {tensor: places[tensor] for tensor in shard})), part / name)
+        _write_file(dict(_tensors(decoder, {tensor: entries[tensor] for tensor in shard})), part / name)
     if len(shards) > 1:
         shard_of = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-        size = sum(place.num_elements for place in places.values()) * decoder.config.dtype.itemsize
+        size = sum(entry.num_elements for entry in entries.values()) * decoder.config.dtype.itemsize
         index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(shard_of.items()))}
         (part / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
     return names
 
 
-def _shards(places: dict[str, CheckpointTensor], item_bytes: int, max_shard_bytes: int) -> Iterator[list[str]]:
+def _shards(entries: dict[str, CheckpointTensor], item_bytes: int, max_shard_bytes: int) -> Iterator[list[str]]:
     """The names of each file's tensors."""
     shard: list[str] = []
     num_bytes = 0
-    for name, place in places.items():
-        size = place.num_elements * item_bytes
+    for name, entry in entries.items():
+        size = entry.num_elements * item_bytes
         if shard and num_bytes + size > max_shard_bytes:
             yield shard
             shard, num_bytes = [], 0
@@ -105,13 +105,13 @@ def _shards(places: dict[str, CheckpointTensor], item_bytes: int, max_shard_byte
     yield shard
 
 
-def _tensors(decoder: Decoder, places: dict[str, CheckpointTensor]) -> Iterator[tuple[str, Tensor]]:
-    """What a checkpoint holds at these places. Neighbours that share a parameter share its dense values."""
+def _tensors(decoder: Decoder, entries: dict[str, CheckpointTensor]) -> Iterator[tuple[str, Tensor]]:
+    """What a checkpoint holds by these entries. Neighbours that share a parameter share its dense values."""
     parameter, dense = "", torch.empty(0)
-    for name, place in places.items():
-        if place.parameter != parameter:
-            parameter, dense = place.parameter, decoder.dense(place.parameter)
-        yield name, place.read(dense)
+    for name, entry in entries.items():
+        if entry.parameter != parameter:
+            parameter, dense = entry.parameter, decoder.dense(entry.parameter)
+        yield name, entry.read(dense)
 
 
 def _write_file(tensors: dict[str, Tensor], path: Path) -> None:

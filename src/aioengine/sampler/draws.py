@@ -40,7 +40,7 @@ def draw(
     logits: BlockedLogits, top: Tensor, rows: SamplingRows, drawn: Int64, choice: Int32, scratch: Scratch
 ) -> Tensor:
     """As `draw_tokens`, at once."""
-    members, line = distinct(drawn)  # a row of which several tokens are drawn is looked at once
+    members, member = distinct(drawn)  # a row of which several tokens are drawn is looked at once
     index = row_index(members)
     logits = logits.rows(index)
     temperature = torch.from_numpy(rows.params["temperature"][members])
@@ -52,8 +52,8 @@ def draw(
     if threshold is not None:
         floor = torch.maximum(floor, threshold)
     has_chance = logits.maxima >= floor[:, None]
-    of_draw, in_block = (has_chance if line is None else has_chance[line]).nonzero(as_tuple=True)
-    of_row = of_draw if line is None else line[of_draw]
+    of_draw, in_block = (has_chance if member is None else has_chance[member]).nonzero(as_tuple=True)
+    of_row = of_draw if member is None else member[of_draw]
     scores = scratch.blocks("scores", len(of_draw), torch.float32)
     torch.index_select(logits.values.flatten(0, 1), 0, of_row * has_chance.shape[1] + in_block, out=scores)
     is_dropped = scores < threshold[of_row, None] if threshold is not None else None

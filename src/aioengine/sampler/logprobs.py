@@ -40,7 +40,7 @@ class Likeliest(NamedTuple):
     ids: Int32
     logprobs: Float32
 
-    def lines(self, index: Tensor | None) -> Likeliest:
+    def entries(self, index: Tensor | None) -> Likeliest:
         """Those of the rows ``index``, int64 [m]; None: all."""
         return self if index is None else Likeliest(*(column[index.numpy()] for column in self))
 
@@ -110,19 +110,19 @@ def step_logprobs(
     index = (rows.logprobs[row_of_token] >= 0).nonzero()[0]
     if not len(index):
         return None
-    row_of_line = row_of_token[index]
-    asked, line = distinct(row_of_line)
+    row_of_entry = row_of_token[index]
+    asked, member = distinct(row_of_entry)
     of_rows = likeliest_tokens(logits, asked, vocab, int(rows.logprobs[asked].max()))
-    of_lines = of_rows.lines(line)
-    values, ranks = look_up(logits, row_of_line, token_ids[torch.from_numpy(index)])
+    of_entries = of_rows.entries(member)
+    values, ranks = look_up(logits, row_of_entry, token_ids[torch.from_numpy(index)])
     result = StepLogprobs(
         index=index.astype(np.int32),
-        logprobs=values - of_lines.log_mass,
+        logprobs=values - of_entries.log_mass,
         ranks=ranks,
-        top_ids=of_lines.ids,
-        top_logprobs=of_lines.logprobs,
+        top_ids=of_entries.ids,
+        top_logprobs=of_entries.logprobs,
     )
-    return add_extra(result, logits, vocab, rows, asked, line, of_rows.log_mass)
+    return add_extra(result, logits, vocab, rows, asked, member, of_rows.log_mass)
 
 
 def add_extra(
@@ -131,11 +131,15 @@ def add_extra(
     vocab: int,
     rows: SamplingRows,
     asked: Int64,
-    line: Tensor | None,
+    member: Tensor | None,
     log_mass: Float32,
 ) -> StepLogprobs:
-    """With the tokens that rows report always. ``log_mass`` is of the rows ``asked``, ``line`` which of those a line is
-    of, int64 [m]; None: one line each, in order."""
+    """With the tokens that rows report always.
+
+    Args:
+        asked: int64 [n], the rows that want log-probabilities; log_mass: float32 [n], of those.
+        member: int64 [m], which of those rows each entry of ``result`` is of; None: one entry each, in order.
+    """
     if rows.logprob_token_ids is None:
         return result
     of_rows = [rows.logprob_token_ids[row] for row in asked.tolist()]
@@ -145,20 +149,20 @@ def add_extra(
     values, ranks = look_up_many(logits, asked, of_rows)
     logprobs = values - np.repeat(log_mass, counts)
     starts = np.cumsum(counts) - counts
-    if line is not None:
-        starts, counts = starts[line.numpy()], counts[line.numpy()]
-    lines = spans(starts, counts)
+    if member is not None:
+        starts, counts = starts[member.numpy()], counts[member.numpy()]
+    entries = spans(starts, counts)
     return msgspec.structs.replace(
         result,
         extra_offsets=int32(np.concatenate(([0], np.cumsum(counts)))),
-        extra_ids=int32(ids[lines]),
-        extra_logprobs=logprobs[lines],
-        extra_ranks=ranks[lines],
+        extra_ids=int32(ids[entries]),
+        extra_logprobs=logprobs[entries],
+        extra_ranks=ranks[entries],
     )
 
 
 def prompt_logprobs(
-    logits_of: Callable[[Tensor], Tensor], hidden: Tensor, lines: PromptTokens, vocab: int
+    logits_of: Callable[[Tensor], Tensor], hidden: Tensor, wanted: PromptTokens, vocab: int
 ) -> PromptLogprobs:
     """Log-probabilities of prompt tokens, a bounded number at once.
 
@@ -166,19 +170,19 @@ def prompt_logprobs(
         logits_of: [m, hidden_size] → float32 [m, vocab].
         hidden: [tokens, hidden_size], of the step's tokens.
     """
-    lines_a_chunk = max(1, PROMPT_CHUNK_ELEMENTS // vocab)
+    tokens_a_chunk = max(1, PROMPT_CHUNK_ELEMENTS // vocab)
     parts = []
-    for start in range(0, len(lines.token_ids), lines_a_chunk):
-        chunk = slice(start, start + lines_a_chunk)
-        logits = block(logits_of(hidden[torch.from_numpy(lines.predicted_at[chunk])]))
+    for start in range(0, len(wanted.token_ids), tokens_a_chunk):
+        chunk = slice(start, start + tokens_a_chunk)
+        logits = block(logits_of(hidden[torch.from_numpy(wanted.predicted_at[chunk])]))
         each = np.arange(len(logits.maxima))
-        top = likeliest_tokens(logits, each, vocab, lines.num_top)
-        values, ranks = look_up(logits, each, torch.from_numpy(lines.token_ids[chunk]))
+        top = likeliest_tokens(logits, each, vocab, wanted.num_top)
+        values, ranks = look_up(logits, each, torch.from_numpy(wanted.token_ids[chunk]))
         parts.append((values - top.log_mass, ranks, top.ids, top.logprobs))
     logprobs, ranks, top_ids, top_logprobs = (np.concatenate(columns) for columns in zip(*parts, strict=True))
     return PromptLogprobs(
-        index=lines.index,
-        positions=lines.positions,
+        index=wanted.index,
+        positions=wanted.positions,
         logprobs=logprobs,
         ranks=ranks,
         top_ids=top_ids,

@@ -53,10 +53,10 @@ class Known(NamedTuple):
     @classmethod
     def of(cls, ruled: RuledRows, members: Int64, starts: Int32, vocab: int) -> Known:
         """The tokens of ``members`` from ``starts`` on; those that the model does not have are passed over."""
-        lines = zip(
+        spans = zip(
             ruled.history_rows[members].tolist(), starts.tolist(), ruled.num_tokens[members].tolist(), strict=True
         )
-        parts = [ruled.history[row, start:end] for row, start, end in lines]
+        parts = [ruled.history[row, start:end] for row, start, end in spans]
         token_ids = np.concatenate(parts).astype(np.int64)
         if not len(token_ids) or token_ids.max() < vocab:
             return cls(token_ids, ruled.num_tokens[members] - starts)

@@ -50,8 +50,10 @@ class KVCache:
         )
 
     def copy_blocks(self, copied_from: NDArray[np.int32], copied_to: NDArray[np.int32]) -> None:
-        """As `AttentionBackend.copy_blocks`.
+        """Copy all KV of block ``copied_from[i]`` to ``copied_to[i]``, in every layer.
 
+        Args:
+            copied_from, copied_to: int32 [c] each; no block is in both, and none twice in the second.
         Raises:
             IndexError: there is no such block.
         """

@@ -86,11 +86,11 @@ def _decode_kernel(
     N: tl.constexpr,
     D: tl.constexpr,
 ):
-    kv_head, line, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    kv_head, entry, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_splits = tl.num_programs(2)
-    row = tl.load(decodes_ptr + 3 * line)
-    token = tl.load(decodes_ptr + 3 * line + 1).to(tl.int64)
-    context = tl.load(decodes_ptr + 3 * line + 2)
+    row = tl.load(decodes_ptr + 3 * entry)
+    token = tl.load(decodes_ptr + 3 * entry + 1).to(tl.int64)
+    context = tl.load(decodes_ptr + 3 * entry + 2)
 
     heads = tl.arange(0, M)
     dims = tl.arange(0, D)
@@ -142,7 +142,7 @@ def _decode_kernel(
 
     result = total * (v_scale / mass)[:, None]
     if IS_SPLIT:
-        part = ((line * KV_HEADS + kv_head) * GROUP + heads).to(tl.int64) * num_splits + split
+        part = ((entry * KV_HEADS + kv_head) * GROUP + heads).to(tl.int64) * num_splits + split
         tl.store(parts_ptr + part[:, None] * HEAD_DIM + dims[None, :], result, is_query)
         tl.store(part_masses_ptr + part, highest + tl.log2(mass), heads < GROUP)
     else:
@@ -164,10 +164,10 @@ def _combine_kernel(
     PARTS: tl.constexpr,
 ):
     """Σ mass · part / Σ mass over a head's splits that are not empty: ``N`` is that of the `_decode_kernel`."""
-    head, line = tl.program_id(0), tl.program_id(1)
-    row = tl.load(decodes_ptr + 3 * line)
-    token = tl.load(decodes_ptr + 3 * line + 1).to(tl.int64)
-    context = tl.load(decodes_ptr + 3 * line + 2)
+    head, entry = tl.program_id(0), tl.program_id(1)
+    row = tl.load(decodes_ptr + 3 * entry)
+    token = tl.load(decodes_ptr + 3 * entry + 1).to(tl.int64)
+    context = tl.load(decodes_ptr + 3 * entry + 2)
     dims = tl.arange(0, D)
     is_dim = dims < HEAD_DIM
     out_offsets = (token * HEADS + head) * HEAD_DIM + dims
@@ -176,7 +176,7 @@ def _combine_kernel(
         return
     num_tiles = tl.cdiv(context, N) - tl.maximum(context - window, 0) // N
     num_filled = tl.cdiv(num_tiles, tl.cdiv(num_tiles, num_splits))
-    first_part = (line * HEADS + head).to(tl.int64) * num_splits
+    first_part = (entry * HEADS + head).to(tl.int64) * num_splits
     highest = -float("inf")
     mass = 0.0
     total = tl.zeros([D], tl.float32)
@@ -220,19 +220,19 @@ def attend_decode(
     check_tensor("attend_decode: decodes", decodes, (None, 3), torch.int32, q.device)
     if num_splits < 1:
         raise InternalError(f"attend_decode: num_splits is {num_splits}; 1 or more is needed")
-    num_lines, (_, num_heads, head_dim), num_kv_heads = len(decodes), q.shape, k_cache.shape[2]
-    if not num_lines:
+    num_entries, (_, num_heads, head_dim), num_kv_heads = len(decodes), q.shape, k_cache.shape[2]
+    if not num_entries:
         return
     num_splits, choice = _choose(num_splits, max_context, q.device, AttentionShape.of(q, k_cache))
     is_split, constants = num_splits > 1, dict(choice.constants)
     parts = part_masses = None
     if is_split:
-        num_parts = num_lines * num_heads * num_splits
+        num_parts = num_entries * num_heads * num_splits
         parts = torch.empty(num_parts * head_dim, dtype=torch.float32, device=q.device)
         part_masses = torch.empty(num_parts, dtype=torch.float32, device=q.device)
     window = NO_WINDOW if window is None else min(window, NO_WINDOW)
     group = num_heads // num_kv_heads
-    _decode_kernel[(num_kv_heads, num_lines, num_splits)](
+    _decode_kernel[(num_kv_heads, num_entries, num_splits)](
         q,
         k_cache,
         v_cache,

@@ -134,11 +134,11 @@ def _prefill_kernel(
     kv_head = program % KV_HEADS
     part = program // KV_HEADS % PARTS
     # From the last: later tiles of a prompt see more keys.
-    line = (tl.num_programs(0) - 1 - program) // (KV_HEADS * PARTS)
-    row = tl.load(tiles_ptr + 4 * line)
-    first_token = tl.load(tiles_ptr + 4 * line + 1).to(tl.int64)
-    num_tokens = tl.load(tiles_ptr + 4 * line + 2)
-    first_position = tl.load(tiles_ptr + 4 * line + 3)
+    entry = (tl.num_programs(0) - 1 - program) // (KV_HEADS * PARTS)
+    row = tl.load(tiles_ptr + 4 * entry)
+    first_token = tl.load(tiles_ptr + 4 * entry + 1).to(tl.int64)
+    num_tokens = tl.load(tiles_ptr + 4 * entry + 2)
+    first_position = tl.load(tiles_ptr + 4 * entry + 3)
     if (row < 0) | (part * M >= num_tokens * GROUP):
         return
 

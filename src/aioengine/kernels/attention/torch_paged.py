@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from aioengine.kernels.attention.backend import AttentionMetadata
 from aioengine.kernels.attention.kv_cache import KVCache
 
 WORKSPACE_BYTES = 2 * 2**20
@@ -29,8 +28,44 @@ QUERY_TILE = 512
 """Query tokens that share a mask: bounds the mask's memory, and skips the keys that lie behind the tile."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionMetadata:
+    """Built once a step, read by every layer. Row ``i`` brings the query tokens ``query_offsets[i:i + 2]``.
+
+    A token at position ``p`` of row ``i`` lives in slot ``block_tables[i, p // block_size] * block_size +
+    p % block_size`` of a cache that is seen as [blocks * block_size, kv_heads, head_dim].
+
+    Attributes:
+        query_offsets: int32 [rows + 1], on the host.
+        starts: int32 [rows], position of the row's first query token, on the host.
+        context_lens: int32 [rows], tokens that the row has with this step's, on the host.
+        block_tables: int64 [rows, blocks of the longest row]; what lies behind a row's last block is meaningless.
+        slot_mapping: int64 [tokens], the slot that each query token's k and v go to.
+        block_size: tokens in one block.
+    """
+
+    query_offsets: NDArray[np.int32]
+    starts: NDArray[np.int32]
+    context_lens: NDArray[np.int32]
+    block_tables: Tensor
+    slot_mapping: Tensor
+    block_size: int
+
+    def slots(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """The slots of positions.
+
+        Args:
+            rows: int64 [n].
+            positions: int64 [n, m], each below its row's context length.
+        Returns:
+            int64 [n, m].
+        """
+        blocks = self.block_tables[rows].gather(1, positions // self.block_size)
+        return blocks * self.block_size + positions % self.block_size
+
+
 class TorchPagedAttention:
-    """An `AttentionBackend` over a `KVCache`."""
+    """Attention over a `KVCache`, with workspaces that steps use again."""
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
@@ -38,9 +73,11 @@ class TorchPagedAttention:
         self._values = Workspace()
 
     def begin_step(self, meta: AttentionMetadata) -> TorchStepAttention:
+        """Prepare what all layers of a step share. The result is valid until the next call."""
         return TorchStepAttention(self._cache, meta, self._keys, self._values)
 
     def copy_blocks(self, copied_from: NDArray[np.int32], copied_to: NDArray[np.int32]) -> None:
+        """As `KVCache.copy_blocks`."""
         self._cache.copy_blocks(copied_from, copied_to)
 
 
@@ -51,10 +88,10 @@ class Workspace:
         self._buffer: Tensor | None = None
 
     def gather(self, source: Tensor, indices: Tensor) -> Tensor:
-        """The lines ``source[indices]``, valid until the next call.
+        """The rows ``source[indices]``, valid until the next call.
 
         Args:
-            source: [lines, width], contiguous.
+            source: [any, width], contiguous.
             indices: int64 [n].
         Returns:
             [n, width].
@@ -72,14 +109,14 @@ class DecodeGroup:
 
     Attributes:
         tokens: int64 [rows], where their query tokens are in the step.
-        lines: int64 [rows * kv_heads * length], what to gather from a cache seen as [slots * kv_heads, head_dim]. Lanes
-            behind a row's end repeat its first key, which is finite if the row is: garbage there would poison the sum
-            through 0 * NaN.
+        cache_rows: int64 [rows * kv_heads * length], what to gather from a cache seen as [slots * kv_heads, head_dim].
+            Lanes behind a row's end repeat its first key, which is finite if the row is: garbage there would poison the
+            sum through 0 * NaN.
         mask: float32 [rows, 1, 1, length], 0 or -inf.
     """
 
     tokens: Tensor
-    lines: Tensor
+    cache_rows: Tensor
     mask: Tensor
 
 
@@ -102,7 +139,7 @@ class PrefillRow:
 
 
 class TorchStepAttention:
-    """A `StepAttention`. What depends on the window only is prepared when the first layer with that window asks."""
+    """An `aioengine.models.decoder.Attend`. What follows from a window is prepared at the first layer that has it."""
 
     def __init__(self, cache: KVCache, meta: AttentionMetadata, keys: Workspace, values: Workspace) -> None:
         self._cache = cache
@@ -126,8 +163,8 @@ class TorchStepAttention:
             tokens = slice(row.first_token, row.end_token)
             row_k, row_v = k[tokens], v[tokens]
             if row.key_slots is not None:
-                row_k = self._keys.gather(_lines_by_slot(k_cache), row.key_slots).view(-1, *k.shape[1:])
-                row_v = self._values.gather(_lines_by_slot(v_cache), row.key_slots).view(-1, *v.shape[1:])
+                row_k = self._keys.gather(_wide_slots(k_cache), row.key_slots).view(-1, *k.shape[1:])
+                row_v = self._values.gather(_wide_slots(v_cache), row.key_slots).view(-1, *v.shape[1:])
             attend_prefill(row, q[tokens], row_k, row_v, window, out[tokens])
         return out
 
@@ -143,8 +180,8 @@ class TorchStepAttention:
     def _attend_decodes(self, group: DecodeGroup, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         num_rows, num_heads, head_dim = q.shape
         num_kv_heads, length = k_cache.shape[2], group.mask.shape[-1]
-        keys = self._keys.gather(k_cache.view(-1, head_dim), group.lines).view(-1, length, head_dim)
-        values = self._values.gather(v_cache.view(-1, head_dim), group.lines).view(-1, length, head_dim)
+        keys = self._keys.gather(k_cache.view(-1, head_dim), group.cache_rows).view(-1, length, head_dim)
+        values = self._values.gather(v_cache.view(-1, head_dim), group.cache_rows).view(-1, length, head_dim)
         # The query heads of a KV head lie side by side, so they are that head's queries: [rows * kv_heads, ...].
         queries = q.reshape(num_rows * num_kv_heads, num_heads // num_kv_heads, head_dim)
         scores = dot_in_float32(queries, keys).view(num_rows, num_kv_heads, -1, length)
@@ -252,10 +289,10 @@ def _decode_group(
     positions = first + torch.arange(length)
     is_seen = positions < end
     slots = meta.slots(torch.from_numpy(rows), torch.where(is_seen, positions, first))
-    lines = slots[:, None, :] * num_kv_heads + torch.arange(num_kv_heads)[:, None]
+    cache_rows = slots[:, None, :] * num_kv_heads + torch.arange(num_kv_heads)[:, None]
     mask = torch.zeros(is_seen.shape).masked_fill_(~is_seen, -torch.inf)
     tokens = torch.from_numpy(meta.query_offsets[rows].astype(np.int64))
-    return DecodeGroup(tokens, lines.reshape(-1), mask[:, None, None, :])
+    return DecodeGroup(tokens, cache_rows.reshape(-1), mask[:, None, None, :])
 
 
 def prefill_rows(meta: AttentionMetadata, window: int | None) -> list[PrefillRow]:
@@ -277,6 +314,6 @@ def _slots_view(cache: Tensor) -> Tensor:
     return cache.view(-1, *cache.shape[2:])
 
 
-def _lines_by_slot(cache: Tensor) -> Tensor:
+def _wide_slots(cache: Tensor) -> Tensor:
     """[slots, kv_heads * head_dim]"""
     return cache.view(-1, cache.shape[2] * cache.shape[3])
