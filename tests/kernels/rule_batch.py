@@ -85,7 +85,7 @@ def places_of(requests: Sequence[Asking], seed: int = 0) -> OnCpu:
     """One row of logits a request, in order. All of them must have rules."""
     ruled = rows_of(requests, seed).ruled
     assert ruled is not None
-    assert ruled.places.tolist() == list(range(len(requests)))
+    assert ruled.logits_rows.tolist() == list(range(len(requests)))
     sample_of_row = torch.full((len(ruled.history),), -1, dtype=torch.int32)
     samples: list[dict[Any, float]] = []
     for logits_row, request in enumerate(requests):

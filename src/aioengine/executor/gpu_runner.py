@@ -17,7 +17,7 @@ from aioengine.core.executor_protocol import DeviceLost, ExecutorStats
 from aioengine.executor.accelerator import Accelerator, DeviceEvent, Work
 from aioengine.executor.gpu_batch import NUM_TOP_SIZES, Deltas, GpuBatch, GpuStep
 from aioengine.executor.graphs import DecodeGraphs, GraphKey
-from aioengine.executor.launched import Forward, LaunchedStep, PinnedBuffers, Uploaded
+from aioengine.executor.launched import LaunchedStep, OnDevice, PinnedBuffers
 from aioengine.executor.step_words import WORDS_A_ROW, ExtraWords, FixedWords, Span
 from aioengine.kernels.attention.gpu_paged import GpuPagedAttention, StepTensors
 from aioengine.kernels.operations import Operations
@@ -250,13 +250,13 @@ class GpuRunner:
             self._learn(sum(launched.is_done for launched in self._learning))  # before its memory is used again
             step, size = self._write(plan, staging)
             started = self._accelerator.record()
-            uploaded = self._upload(step, staging)
+            on_device = self._upload(step, staging)
         except Exception as error:
             self._broken_by = error
             raise DeviceLost(f"a plan could not be applied: {error}") from error
         failures: dict[int, Exception] = {}
         try:
-            out = self._compute(step, size, uploaded, failures)
+            out = self._compute(step, size, on_device, failures)
             staging.make_room(step.sizes.num_words)
             done = self._accelerator.copy_out(out, staging.out, step.sizes.num_words)
         except Exception:
@@ -264,7 +264,7 @@ class GpuRunner:
             raise
         staging.lend(done)
         self._last_copy = done
-        launched = LaunchedStep(step, staging.out, (started, done), failures, (out, uploaded))
+        launched = LaunchedStep(step, staging.out, (started, done), failures, (out, on_device))
         if step.learning:
             self._learning.append(launched)
         return launched
@@ -298,43 +298,43 @@ class GpuRunner:
         step.deltas = deltas
         return step, size
 
-    def _upload(self, step: GpuStep, staging: PinnedBuffers) -> Uploaded:
+    def _upload(self, step: GpuStep, staging: PinnedBuffers) -> OnDevice:
         """Bring the words to the device, and change the rows there."""
         room = self._batch.rules.sizes, self._batch.num_masks
         if not self._sampler.has_room(*room):
             self._accelerator.enqueue(self._sampler.make_room, *room)
             self.graphs.clear_ruled()
-        uploaded = Uploaded(step.extra.num_words)
+        on_device = OnDevice(step.extra.num_words)
         if step.extra.num_words:
             staging.write_extra(step.extra)
-        self._accelerator.enqueue(self._copy_in, staging.fixed.tensor, staging.extra.tensor, uploaded)
+        self._accelerator.enqueue(self._copy_in, staging.fixed.tensor, staging.extra.tensor, on_device)
         if step.extra.num_words:
-            self._accelerator.enqueue(self._change_rows, step.deltas, uploaded)
-        return uploaded
+            self._accelerator.enqueue(self._change_rows, step.deltas, on_device)
+        return on_device
 
-    def _copy_in(self, fixed: Tensor, extra: Tensor, uploaded: Uploaded) -> None:
+    def _copy_in(self, fixed: Tensor, extra: Tensor, on_device: OnDevice) -> None:
         self._words.copy_(fixed, non_blocking=True)
-        if uploaded.num_words:
-            words = torch.empty(uploaded.num_words, dtype=torch.int32, device=self._words.device)
-            uploaded.words = words.copy_(extra[: uploaded.num_words], non_blocking=True)
+        if on_device.num_words:
+            words = torch.empty(on_device.num_words, dtype=torch.int32, device=self._words.device)
+            on_device.words = words.copy_(extra[: on_device.num_words], non_blocking=True)
 
-    def _change_rows(self, deltas: Deltas, uploaded: Uploaded) -> None:
+    def _change_rows(self, deltas: Deltas, on_device: OnDevice) -> None:
         put = self._operations.put_spans
         tables = ((deltas.tokens, self._history), (deltas.blocks, self._block_tables), (deltas.masks, self._masks))
         if deltas.copies is not None:
             assert self._attention is not None
-            self._attention.copy_blocks(*uploaded.get(deltas.copies).chunk(2))
+            self._attention.copy_blocks(*on_device.get(deltas.copies).chunk(2))
         for spans, table in tables:
             if spans is not None:
-                put(table, uploaded.get(spans).view(-1, 4), uploaded.get(Span(0, uploaded.num_words)))
+                put(table, on_device.get(spans).view(-1, 4), on_device.get(Span(0, on_device.num_words)))
         if deltas.rules is not None:
-            self._sampler.put_tables(uploaded.get(deltas.rules))
+            self._sampler.put_tables(on_device.get(deltas.rules))
 
     @property
     def _masks(self) -> Tensor:
         return self._sampler.masks
 
-    def _compute(self, step: GpuStep, size: int | None, uploaded: Uploaded, failures: dict[int, Exception]) -> Tensor:
+    def _compute(self, step: GpuStep, size: int | None, on_device: OnDevice, failures: dict[int, Exception]) -> Tensor:
         """Enqueue the step; returns where its words will be."""
         self._stats.num_computed_tokens += step.num_tokens
         self._stats.num_sampled_tokens += len(step.row_of_sample)
@@ -345,13 +345,12 @@ class GpuRunner:
             return self._out
         # Memory of its own: the last graph's words may be on their way to the host still.
         out = torch.empty(max(step.sizes.num_words, 1), dtype=torch.int32, device=self._accelerator.device)
-        forward = Forward()
-        self._accelerator.enqueue(self._forward, step, uploaded, forward)
+        self._accelerator.enqueue(self._forward, step, on_device)
         process = None
         if step.processed:
             self._learn(len(self._learning))
             process = self._processing(step, failures)
-        self._accelerator.enqueue(self._sample, step, uploaded, forward, out, process)
+        self._accelerator.enqueue(self._sample, step, on_device, out, process)
         return out
 
     def _processing(self, step: GpuStep, failures: dict[int, Exception]) -> Callable[[Tensor], None]:
@@ -396,7 +395,7 @@ class GpuRunner:
 
         return work
 
-    def _forward(self, step: GpuStep, uploaded: Uploaded, forward: Forward) -> None:
+    def _forward(self, step: GpuStep, on_device: OnDevice) -> None:
         assert self._fused is not None
         assert self._attention is not None
         self._grow_rows()
@@ -410,37 +409,37 @@ class GpuRunner:
             positions=positions,
             slots=slots,
             decodes=fixed.decodes[: step.num_decodes] if step.num_decodes else None,
-            tiles=uploaded.get(step.tiles).view(-1, 4) if step.tiles is not None else None,
+            tiles=on_device.get(step.tiles).view(-1, 4) if step.tiles is not None else None,
             num_splits=attention.num_splits(step.num_decodes, step.max_context) if step.num_decodes else 1,
             max_context=step.max_context,
         )
-        forward.hidden = self._fused.forward(token_ids, positions, attention.begin(where))
+        on_device.hidden = self._fused.forward(token_ids, positions, attention.begin(where))
         if len(step.sampled):
-            tokens = uploaded.get(step.logits_tokens) if step.logits_tokens is not None else None
-            forward.logits = self._fused.logits(
-                forward.hidden if tokens is None else forward.hidden.index_select(0, tokens)
+            tokens = on_device.get(step.logits_tokens) if step.logits_tokens is not None else None
+            on_device.logits = self._fused.logits(
+                on_device.hidden if tokens is None else on_device.hidden.index_select(0, tokens)
             )
 
     def _sample(
         self,
         step: GpuStep,
-        uploaded: Uploaded,
-        forward: Forward,
+        on_device: OnDevice,
         out: Tensor,
         process: Callable[[Tensor], None] | None,
     ) -> None:
         outputs = DeviceOutputs.of(out, step.sizes)
-        if forward.logits is not None:
+        if on_device.logits is not None:
             samples = (
-                uploaded.get(step.samples).view(-1, SAMPLE_WORDS) if step.samples is not None else self._fixed.samples
+                on_device.get(step.samples).view(-1, SAMPLE_WORDS) if step.samples is not None else self._fixed.samples
             )
             at = SampleTensors(samples[: len(step.row_of_sample)], self._fixed.sample_of_row)
-            raw = self._sampler.sample(forward.logits, at, step.features, outputs, process)
+            raw = self._sampler.sample(on_device.logits, at, step.features, outputs, process)
             if step.extra_pairs is not None:
-                self._score_extra(raw, uploaded.get(step.extra_pairs).view(3, -1), outputs)
+                self._score_extra(raw, on_device.get(step.extra_pairs).view(3, -1), outputs)
         if step.prompt is not None:
-            assert forward.hidden is not None
-            self._score_prompt(forward.hidden, uploaded.get(step.prompt).view(2, -1), outputs.prompt)
+            assert on_device.hidden is not None
+            self._score_prompt(on_device.hidden, on_device.get(step.prompt).view(2, -1), outputs.prompt)
+        on_device.hidden = on_device.logits = None  # the words are kept until the step is done; these need not be
 
     def _score_extra(self, logits: Tensor, pairs: Tensor, out: DeviceOutputs[Tensor]) -> None:
         samples, logits_rows, token_ids = pairs

@@ -21,24 +21,24 @@ from aioengine.sampler.outputs import DeviceOutputs, Scored
 from aioengine.scheduler.plan import PromptLogprobs, RowFailure, StepLogprobs, StepResult, int32
 
 
-class Uploaded:
-    """A step's extra words on the device, once they are there."""
+class OnDevice:
+    """What of a step is on the device, each once its work has run.
+
+    Attributes:
+        num_words: of the extra words.
+        words: int32 [num_words], those.
+        hidden: [T, hidden_size], of the forward pass. logits: float32 [n, vocab].
+    """
 
     def __init__(self, num_words: int) -> None:
         self.num_words = num_words
         self.words: Tensor | None = None
+        self.hidden: Tensor | None = None
+        self.logits: Tensor | None = None
 
     def get(self, span: Span) -> Tensor:
         assert self.words is not None
         return span.of(self.words)
-
-
-class Forward:
-    """What a forward pass brings, once it has run: [T, hidden], and float32 [n, vocab]."""
-
-    def __init__(self) -> None:
-        self.hidden: Tensor | None = None
-        self.logits: Tensor | None = None
 
 
 class PinnedBuffers:

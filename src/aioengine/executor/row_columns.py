@@ -41,13 +41,13 @@ class RowColumns:
         self.logprobs, self.min_tokens, self.prompt_logprobs = np.zeros((3, max_num_seqs), np.int32)
         self.has_rules = np.zeros(max_num_seqs, np.bool_)
         self.rules = [NO_RULES] * max_num_seqs
-        self._families: dict[int, int] = {}
+        self._num_choices: dict[int, int] = {}
         self._logprob_token_ids: dict[int, NDArray[np.int64]] = {}
 
     def remove(self, rows: Int32) -> None:
         for row in rows.tolist():
             self.rules[row] = NO_RULES  # they may hold functions of the request's
-            self._families.pop(row, None)
+            self._num_choices.pop(row, None)
             self._logprob_token_ids.pop(row, None)
 
     def add(self, added: RowAdded) -> None:
@@ -61,21 +61,21 @@ class RowColumns:
         self.has_rules[row] = has_rules(sampling)
         self.rules[row] = RowRules.of(sampling) if sampling.stop_ids or self.has_rules[row] else NO_RULES
         if sampling.num_choices > 1:
-            self._families[row] = sampling.num_choices
+            self._num_choices[row] = sampling.num_choices
         if sampling.logprob_token_ids:
             self._logprob_token_ids[row] = np.array(sampling.logprob_token_ids, np.int64)
 
     def num_choices(self, rows: Int32, positions: Int32) -> Int32 | None:
         """How many tokens each row brings at these output positions; None where it is one.
 
-        Families that have begun are one no more.
+        A row brings several at position 0 alone, and is not asked again from then on.
         """
-        if not self._families:
+        if not self._num_choices:
             return None
-        counts = [self._families.get(row, 1) for row in rows.tolist()]
+        counts = [self._num_choices.get(row, 1) for row in rows.tolist()]
         num_choices = np.where(positions == 0, counts, 1).astype(np.int32)
         for row in rows[positions > 0].tolist():
-            self._families.pop(row, None)
+            self._num_choices.pop(row, None)
         return num_choices if (num_choices > 1).any() else None
 
     def logprob_token_ids(self, rows: Int32) -> list[NDArray[np.int64]] | None:
@@ -86,7 +86,7 @@ class RowColumns:
 
     def ruled_rows(
         self,
-        places: NDArray[np.int64],
+        logits_rows: NDArray[np.int64],
         rows: Int32,
         num_tokens: Int32,
         history: NDArray[np.int32],
@@ -95,7 +95,7 @@ class RowColumns:
         """What rules need of some of a step's rows; the arguments are as in `RuledRows`."""
         num_prompt_tokens = self.num_prompt_tokens[rows]
         return RuledRows(
-            places=places,
+            logits_rows=logits_rows,
             history=history,
             history_rows=history_rows,
             num_tokens=num_tokens,

@@ -76,7 +76,7 @@ def penalise_repetition(logits: Tensor, ruled: RuledRows, members: Int64) -> Non
     """Divide positive logits of the tokens in prompt and output, multiply the others."""
     vocab = logits.shape[1]
     known = Known.of(ruled, members, np.zeros(len(members), np.int32), vocab)
-    index = known.flat_index(ruled.places[members], vocab)
+    index = known.flat_index(ruled.logits_rows[members], vocab)
     penalty = known.each(ruled.params["repetition_penalty"][members])
     flat = logits.view(-1)
     before = flat.index_select(0, index)
@@ -94,7 +94,7 @@ def penalise_counts(logits: Tensor, ruled: RuledRows, members: Int64, scratch: S
     counters.index_fill_(0, counter, 0.0)  # only those that are used: the others may be anything
     counters.index_add_(0, counter, torch.ones(len(counter)))
     counts = counters.index_select(0, counter)
-    index = known.flat_index(ruled.places[members], vocab)
+    index = known.flat_index(ruled.logits_rows[members], vocab)
     flat = logits.view(-1)
     changed = flat.index_select(0, index)
     changed.sub_(known.each(ruled.params["frequency_penalty"][members]).mul_(counts))

@@ -21,33 +21,33 @@ def run_processors(logits: Tensor, ruled: RuledRows) -> dict[int, Exception]:
     Rows whose first (second, …) processor is the same object are given to it together.
 
     Returns:
-        What went wrong, by place; such a row's further processors are not called.
+        What went wrong, by row of logits; such a row's further processors are not called.
     """
     failures: dict[int, Exception] = {}
     for nth in range(max(len(rules.logits_processors) for rules in ruled.rules)):
         sharing: dict[int, tuple[LogitsProcessor, list[int]]] = {}
         for i, rules in enumerate(ruled.rules):
-            if nth < len(rules.logits_processors) and int(ruled.places[i]) not in failures:
+            if nth < len(rules.logits_processors) and int(ruled.logits_rows[i]) not in failures:
                 processor = rules.logits_processors[nth]
                 sharing.setdefault(id(processor), (processor, []))[1].append(i)
         for processor, members in sharing.values():
             error = run(processor, logits, ruled, np.array(members))
             if error is not None:
-                failures.update(dict.fromkeys(ruled.places[members].tolist(), error))
+                failures.update(dict.fromkeys(ruled.logits_rows[members].tolist(), error))
     return failures
 
 
 def run(processor: LogitsProcessor, logits: Tensor, ruled: RuledRows, members: Int64) -> Exception | None:
     """Give a processor the logits of the rows ``members`` of ``ruled``; returns what went wrong."""
-    places = ruled.places[members]
+    logits_rows = ruled.logits_rows[members]
     # A copy, whatever the rows are: a processor may keep it, or break it.
-    given = logits.index_select(0, torch.from_numpy(places).to(logits.device))
+    given = logits.index_select(0, torch.from_numpy(logits_rows).to(logits.device))
     shape = given.shape
     try:
         returned = processor(given, [logits_row(ruled, i) for i in members.tolist()])
         changed = given if returned is None else returned
         check(changed, shape, logits)
-        put_rows(logits, places.tolist(), changed.detach())
+        put_rows(logits, logits_rows.tolist(), changed.detach())
     except BaseException as error:  # SystemExit too: one request's code must not end the others' step
         return forget_frames(error)
     return None

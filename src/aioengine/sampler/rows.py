@@ -107,7 +107,7 @@ class RuledRows:
     """The rows of a step whose logits have to be changed before a token is drawn.
 
     Attributes:
-        places: int64 [m], which of the step's rows, ascending.
+        logits_rows: int64 [m], the rows of the step's logits, ascending.
         history: int32 [any, tokens], of which ``history[history_rows[i]]`` begins with the row's ``num_tokens[i]``
             tokens, ``num_prompt_tokens[i]`` of them the prompt.
         history_rows, num_tokens, num_prompt_tokens: int32 [m].
@@ -117,7 +117,7 @@ class RuledRows:
         rules: m of them.
     """
 
-    places: Int64
+    logits_rows: Int64
     history: Int32
     history_rows: Int32
     num_tokens: Int32
@@ -158,7 +158,7 @@ class PromptTokens:
 
     Attributes:
         index: int32 [m], which of the plan's rows each belongs to, ascending.
-        positions: int32 [m], its place in the prompt.
+        positions: int32 [m], its logits_row in the prompt.
         token_ids: int64 [m], what it is.
         predicted_at: int64 [m], where in the step's tokens the one before it is.
         num_top: likeliest tokens to report for each.

@@ -25,8 +25,8 @@ def apply_rules(logits: Tensor, ruled: RuledRows, scratch: Scratch) -> dict[int,
     Args:
         logits: float32 [n, vocab], contiguous.
     Returns:
-        By place, what a row's own processor raised, or what was wrong with its answer. The logits of those rows are
-        meaningless; no other row's are.
+        By row of logits, what a row's own processor raised, or what was wrong with its answer. The logits of those rows
+        are meaningless; no other row's are.
     """
     keep_allowed(logits, ruled)
     mask(logits, ruled)
@@ -39,41 +39,43 @@ def apply_rules(logits: Tensor, ruled: RuledRows, scratch: Scratch) -> dict[int,
 def keep_allowed(logits: Tensor, ruled: RuledRows) -> None:
     """Put all tokens but the allowed ones at -inf."""
     limited = [
-        (place, rules.allowed_ids)
-        for place, rules in zip(ruled.places.tolist(), ruled.rules, strict=True)
+        (logits_row, rules.allowed_ids)
+        for logits_row, rules in zip(ruled.logits_rows.tolist(), ruled.rules, strict=True)
         if rules.allowed_ids is not None
     ]
     if not limited:
         return
-    places, ids = zip(*limited, strict=True)
-    index, _ = flat_index(places, ids, logits.shape[1])
+    logits_rows, ids = zip(*limited, strict=True)
+    index, _ = flat_index(logits_rows, ids, logits.shape[1])
     flat, index = logits.view(-1), index.to(logits.device)
     kept = flat.index_select(0, index)
-    for place in places:  # in a sixth of the time of `index_fill_`
-        logits[place].fill_(-torch.inf)
+    for logits_row in logits_rows:  # in a sixth of the time of `index_fill_`
+        logits[logits_row].fill_(-torch.inf)
     flat[index] = kept
 
 
 def mask(logits: Tensor, ruled: RuledRows) -> None:
     """Put bad words, and ``stop_ids`` where it is too early for them, at -inf."""
-    places, ids = [], []
-    for place, rules, is_early in zip(ruled.places.tolist(), ruled.rules, ruled.is_before_min.tolist(), strict=True):
+    logits_rows, ids = [], []
+    for logits_row, rules, is_early in zip(
+        ruled.logits_rows.tolist(), ruled.rules, ruled.is_before_min.tolist(), strict=True
+    ):
         if len(rules.bad_ids):
-            places.append(place)
+            logits_rows.append(logits_row)
             ids.append(rules.bad_ids)
         if is_early:
-            places.append(place)
+            logits_rows.append(logits_row)
             ids.append(rules.stop_ids)
-    for place, last_ids in ends_of_bad_words(ruled):
-        places.append(place)
+    for logits_row, last_ids in ends_of_bad_words(ruled):
+        logits_rows.append(logits_row)
         ids.append(last_ids)
-    if places:
-        index, _ = flat_index(places, ids, logits.shape[1])
+    if logits_rows:
+        index, _ = flat_index(logits_rows, ids, logits.shape[1])
         logits.view(-1).index_fill_(0, index, -torch.inf)
 
 
 def ends_of_bad_words(ruled: RuledRows) -> list[tuple[int, Int64]]:
-    """(place, last ids) of the bad words of which the row's output ends with all other tokens."""
+    """(row of logits, last ids) of the bad words of which the row's output ends with all other tokens."""
     having = [i for i, rules in enumerate(ruled.rules) if rules.bad_sequences is not None]
     if not having:
         return []
@@ -90,7 +92,7 @@ def ends_of_bad_words(ruled: RuledRows) -> list[tuple[int, Int64]]:
     num_words = [len(sequences.last_ids) for sequences in words]
     of_row = np.split(is_begun, np.cumsum(num_words)[:-1])
     return [
-        (int(ruled.places[i]), sequences.last_ids[begun])
+        (int(ruled.logits_rows[i]), sequences.last_ids[begun])
         for i, sequences, begun in zip(having, words, of_row, strict=True)
         if begun.any()
     ]
@@ -98,27 +100,29 @@ def ends_of_bad_words(ruled: RuledRows) -> list[tuple[int, Int64]]:
 
 def add_biases(logits: Tensor, ruled: RuledRows) -> None:
     biased = [
-        (place, rules) for place, rules in zip(ruled.places.tolist(), ruled.rules, strict=True) if len(rules.bias_ids)
+        (logits_row, rules)
+        for logits_row, rules in zip(ruled.logits_rows.tolist(), ruled.rules, strict=True)
+        if len(rules.bias_ids)
     ]
     if not biased:
         return
     index, is_known = flat_index(
-        [place for place, _ in biased], [rules.bias_ids for _, rules in biased], logits.shape[1]
+        [logits_row for logits_row, _ in biased], [rules.bias_ids for _, rules in biased], logits.shape[1]
     )
     biases = np.concatenate([rules.biases for _, rules in biased])
     logits.view(-1).index_add_(0, index, torch.from_numpy(biases if is_known is None else biases[is_known]))
 
 
 def flat_index(
-    places: Sequence[int], ids: Sequence[Int64], vocab: int
+    logits_rows: Sequence[int], ids: Sequence[Int64], vocab: int
 ) -> tuple[Tensor, np.ndarray[tuple[int], np.dtype[np.bool_]] | None]:
-    """Where ``ids[i]`` of row ``places[i]`` lie in logits [n, vocab] seen flat.
+    """Where ``ids[i]`` of row ``logits_rows[i]`` lie in logits [n, vocab] seen flat.
 
     Returns:
         int64 [all of them that the model has]; and which those are, bool [all]: None if it has all.
     """
     joined = np.concatenate(ids)
-    index = np.repeat(np.array(places, np.int64) * vocab, [len(of_row) for of_row in ids]) + joined
+    index = np.repeat(np.array(logits_rows, np.int64) * vocab, [len(of_row) for of_row in ids]) + joined
     is_known = joined < vocab
     if is_known.all():
         return torch.from_numpy(index), None

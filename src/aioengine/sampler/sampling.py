@@ -99,8 +99,8 @@ class RawLogits(NamedTuple):
 
     @classmethod
     def copy(cls, logits: Tensor, rows: SamplingRows, ruled: RuledRows) -> RawLogits | None:
-        places = ruled.places[rows.logprobs[ruled.places] >= 0]
-        return cls(places, logits.index_select(0, torch.from_numpy(places))) if len(places) else None
+        logits_rows = ruled.logits_rows[rows.logprobs[ruled.logits_rows] >= 0]
+        return cls(logits_rows, logits.index_select(0, torch.from_numpy(logits_rows))) if len(logits_rows) else None
 
     def put_back(self, blocked: BlockedLogits) -> None:
         put_rows(blocked.values.flatten(1)[:, : self.values.shape[1]], self.rows.tolist(), self.values)
@@ -109,7 +109,7 @@ class RawLogits(NamedTuple):
 
 def hopeless_rows(top: Tensor, ruled: RuledRows | None) -> dict[int, Exception]:
     """Why no token can be sampled, for the rows whose highest logit, of ``top``, is NaN or -inf."""
-    rules = {} if ruled is None else dict(zip(ruled.places.tolist(), ruled.rules, strict=True))
+    rules = {} if ruled is None else dict(zip(ruled.logits_rows.tolist(), ruled.rules, strict=True))
     failures: dict[int, Exception] = {}
     for row in np.flatnonzero(~(top.numpy() > -np.inf)).tolist():
         has_processors = row in rules and bool(rules[row].logits_processors)
