@@ -75,6 +75,12 @@ class Controlled:
         described = {"transfer": "t", "name": tensor, "dtype": "F32", "shape": self.shapes[tensor], "offset": 0}
         return StageWeights(**{**described, "data": data, **fields})
 
+    async def put(self, *names: str) -> None:
+        """Let tensors take the place of those of these names, the same ones each time."""
+        for name in names:
+            await self.stage(name)
+        await self.executor.commit_weights("t")
+
     async def stage(self, name: str, *, seed: int = 1, transfer: str = "t") -> None:
         await self.executor.stage_weights(self.piece(name, self.values(name, seed), transfer=transfer))
 
@@ -216,13 +222,10 @@ class ControlContract(abc.ABC):
             assert await another.tokens() == after
 
     async def test_tensors_that_do_not_come_stay(self, opened: Controlled, tmp_path: Path) -> None:
-        for name in (EMBEDDING, NORM):
-            await opened.stage(name)
-            await opened.executor.commit_weights("t")
+        await opened.put(EMBEDDING)
+        await opened.put(NORM)
         async with self.open(tmp_path) as another:
-            for name in (NORM, EMBEDDING):
-                await another.stage(name)
-            await another.executor.commit_weights("t")
+            await another.put(NORM, EMBEDDING)
             assert await another.tokens() == await opened.tokens()
 
     async def test_the_callers_buffer_may_be_used_again(self, opened: Controlled, tmp_path: Path) -> None:
@@ -231,8 +234,7 @@ class ControlContract(abc.ABC):
         data[:] = bytes(len(data))
         await opened.executor.commit_weights("t")
         async with self.open(tmp_path) as another:
-            await another.stage(EMBEDDING)
-            await another.executor.commit_weights("t")
+            await another.put(EMBEDDING)
             assert await another.tokens() == await opened.tokens()
 
     async def test_a_piece_that_does_not_fit_is_refused_and_changes_nothing(self, opened: Controlled) -> None:
@@ -273,8 +275,7 @@ class ControlContract(abc.ABC):
         with pytest.raises(InvalidRequest, match="nothing is staged"):
             await opened.executor.commit_weights("t")
         assert await opened.tokens() == before
-        await opened.stage(EMBEDDING)
-        await opened.executor.commit_weights("t")
+        await opened.put(EMBEDDING)
         with pytest.raises(InvalidRequest, match="nothing is staged"):
             await opened.executor.commit_weights("t")
 
@@ -287,13 +288,11 @@ class ControlContract(abc.ABC):
         await opened.stage(EMBEDDING, transfer="one more")
         await opened.executor.commit_weights("one more")
         async with self.open(tmp_path) as another:
-            await another.stage(EMBEDDING)
-            await another.executor.commit_weights("t")
+            await another.put(EMBEDDING)
             assert await another.tokens() == await opened.tokens()
 
     async def test_weights_that_came_as_tensors_are_not_thrown_away(self, opened: Controlled, tmp_path: Path) -> None:
-        await opened.stage(EMBEDDING)
-        await opened.executor.commit_weights("t")
+        await opened.put(EMBEDDING)
         expected = await opened.tokens()
         with pytest.raises(InvalidRequest, match="level 1, or write them with save_sharded_state"):
             await opened.executor.sleep(2)
@@ -321,15 +320,13 @@ class ControlContract(abc.ABC):
         await opened.executor.commit_weights("t")
         await opened.executor.wake_up(BOTH)
         after = await opened.tokens()
-        await opened.stage(EMBEDDING)
-        await opened.executor.commit_weights("t")
+        await opened.put(EMBEDDING)
         assert await opened.tokens() == after
 
     # Saving
 
     async def test_what_was_saved_is_loaded_again(self, opened: Controlled, tmp_path: Path) -> None:
-        await opened.stage(EMBEDDING)
-        await opened.executor.commit_weights("t")
+        await opened.put(EMBEDDING)
         expected = await opened.tokens()
         for folder in (tmp_path / "saved", tmp_path / "saved", tmp_path):
             names = await opened.executor.save_sharded_state(folder, 2**30)

@@ -293,15 +293,6 @@ async def test_what_comes_in_a_light_sleep_comes_into_the_memory_of_the_host(
         assert await gpu.tokens() == await tokens_of(other)
 
 
-async def test_what_comes_in_a_deep_sleep_is_read_after_it(checkpoint: Checkpoint) -> None:
-    other = checkpoint("llama2", seed=1)
-    async with started(checkpoint("llama2")) as gpu:
-        await gpu.executor.sleep(2)
-        await gpu.executor.update_weights(other)
-        await gpu.executor.wake_up(BOTH)
-        assert await gpu.tokens() == await tokens_of(other)
-
-
 async def test_with_the_weights_awake_and_the_cache_asleep_they_are_replaced_in_place(checkpoint: Checkpoint) -> None:
     other = checkpoint("llama2", seed=1)
     async with started(checkpoint("llama2")) as gpu:

@@ -124,6 +124,15 @@ async def model() -> AsyncIterator[Model]:
         await executor.aclose()
 
 
+@pytest.fixture
+async def executor(model: Model) -> AsyncIterator[TorchExecutor]:
+    """Of ``model``, with a step in flight at most."""
+    executor = await model.start()
+    yield executor
+    model.gate.set()
+    await executor.aclose()
+
+
 # Start
 
 
@@ -308,8 +317,7 @@ async def test_launching_does_not_wait(model: Model) -> None:
     await executor.aclose()
 
 
-async def test_a_cancelled_wait_may_be_taken_up_again(model: Model) -> None:
-    executor = await model.start()
+async def test_a_cancelled_wait_may_be_taken_up_again(model: Model, executor: TorchExecutor) -> None:
     model.gate.clear()
     plan = a_plan()
     step = executor.launch(plan)
@@ -318,11 +326,9 @@ async def test_a_cancelled_wait_may_be_taken_up_again(model: Model) -> None:
     assert scope.cancelled_caught
     model.gate.set()
     assert tokens_by_row(plan, await step.finish()).keys() == {0}
-    await executor.aclose()
 
 
-async def test_a_plan_that_does_not_fit_the_rows_loses_the_device(model: Model) -> None:
-    executor = await model.start()
+async def test_a_plan_that_does_not_fit_the_rows_loses_the_device(executor: TorchExecutor) -> None:
     writer = PlanWriter(64, 4)
     writer.add(17, [1, 2, 3])
     for plan in (writer.plan(), a_plan()):
@@ -330,7 +336,6 @@ async def test_a_plan_that_does_not_fit_the_rows_loses_the_device(model: Model) 
             await executor.launch(plan).finish()
         assert isinstance(lost.value.__cause__, IndexError)
     assert executor.stats.num_steps == 2
-    await executor.aclose()
 
 
 async def test_the_error_of_a_failed_step_is_the_one_that_was_raised(model: Model) -> None:
@@ -345,8 +350,9 @@ async def test_the_error_of_a_failed_step_is_the_one_that_was_raised(model: Mode
 # Profiles
 
 
-async def test_a_profile_shows_the_operations_of_each_step_and_those_inside_them(model: Model, tmp_path: Path) -> None:
-    executor = await model.start()
+async def test_a_profile_shows_the_operations_of_each_step_and_those_inside_them(
+    model: Model, executor: TorchExecutor, tmp_path: Path
+) -> None:
     writer = PlanWriter(64, 4)
     await executor.launch(a_plan(writer)).finish()
     await executor.start_profile(max_steps=100)
@@ -362,7 +368,6 @@ async def test_a_profile_shows_the_operations_of_each_step_and_those_inside_them
     assert sum(len(inside(step, operations)) for step in steps) == len(operations)
     matmul = next(operation for operation in operations if operation["name"] == "aten::matmul")
     assert "aten::mm" in [operation["name"] for operation in inside(matmul, operations)]
-    await executor.aclose()
 
 
 def inside(outer: dict[str, Any], spans: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -406,8 +411,9 @@ async def test_nothing_is_recorded_after_the_last_step_of_a_profile(model: Model
 
 
 @pytest.mark.parametrize("max_steps", [1, 100])
-async def test_a_failed_step_is_in_the_profile(model: Model, tmp_path: Path, max_steps: int) -> None:
-    executor = await model.start()
+async def test_a_failed_step_is_in_the_profile(
+    model: Model, executor: TorchExecutor, tmp_path: Path, max_steps: int
+) -> None:
     model.failing = {1}
     writer = PlanWriter(64, 4)
     await executor.start_profile(max_steps=max_steps)
@@ -417,11 +423,11 @@ async def test_a_failed_step_is_in_the_profile(model: Model, tmp_path: Path, max
     await executor.stop_profile(tmp_path / "trace.json")
     expected = ["step 1 (1 rows, 3 tokens)", "step 2 (0 rows, 0 tokens)"]
     assert step_names(tmp_path / "trace.json") == expected[:max_steps]
-    await executor.aclose()
 
 
-async def test_a_cancelled_start_of_a_profile_records_nothing(model: Model, tmp_path: Path) -> None:
-    executor = await model.start()
+async def test_a_cancelled_start_of_a_profile_records_nothing(
+    model: Model, executor: TorchExecutor, tmp_path: Path
+) -> None:
     model.gate.clear()
     step = executor.launch(a_plan())
     with anyio.move_on_after(0.001) as scope:
@@ -434,11 +440,11 @@ async def test_a_cancelled_start_of_a_profile_records_nothing(model: Model, tmp_
         scope.cancel()
         await executor.start_profile(max_steps=100)
     await executor.stop_profile(tmp_path / "trace.json")  # the one before is none of the cancelled one's business
-    await executor.aclose()
 
 
-async def test_a_cancelled_stop_of_a_profile_stops_and_writes_it_all_the_same(model: Model, tmp_path: Path) -> None:
-    executor = await model.start()
+async def test_a_cancelled_stop_of_a_profile_stops_and_writes_it_all_the_same(
+    executor: TorchExecutor, tmp_path: Path
+) -> None:
     await executor.start_profile(max_steps=100)
     with anyio.CancelScope() as scope:
         scope.cancel()
@@ -446,16 +452,14 @@ async def test_a_cancelled_stop_of_a_profile_stops_and_writes_it_all_the_same(mo
     await executor.start_profile(max_steps=100)
     await executor.stop_profile(tmp_path / "second.json")
     assert sorted(os.listdir(tmp_path)) == ["first.json", "second.json"]
-    await executor.aclose()
 
 
 async def test_where_torch_fails_to_write_a_profile_it_is_an_error_and_leaves_nothing(
-    model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    executor: TorchExecutor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def export(_: object, path: str) -> None:  # what it does on a full disk, with a line on stderr
         Path(f"{path}.tmp").write_text("half of it")
 
-    executor = await model.start()
     (tmp_path / "trace.json").write_text("older")
     await executor.start_profile(max_steps=100)
     monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", export)
@@ -463,7 +467,6 @@ async def test_where_torch_fails_to_write_a_profile_it_is_an_error_and_leaves_no
         await executor.stop_profile(tmp_path / "trace.json")
     assert os.listdir(tmp_path) == ["trace.json"]
     assert (tmp_path / "trace.json").read_text() == "older"
-    await executor.aclose()
 
 
 async def test_one_profile_is_recorded_in_a_process_at_a_time(model: Model, tmp_path: Path) -> None:
@@ -480,8 +483,7 @@ async def test_one_profile_is_recorded_in_a_process_at_a_time(model: Model, tmp_
     assert [len(step_names(tmp_path / name)) for name in ("0.json", "1.json")] == [1, 0]
 
 
-async def test_a_profile_of_the_apps_own_is_left_alone(model: Model, tmp_path: Path) -> None:
-    executor = await model.start()
+async def test_a_profile_of_the_apps_own_is_left_alone(executor: TorchExecutor, tmp_path: Path) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as own:
         with pytest.raises(InvalidRequest, match="in use"):
             await executor.start_profile(max_steps=1)
@@ -489,7 +491,6 @@ async def test_a_profile_of_the_apps_own_is_left_alone(model: Model, tmp_path: P
     assert "aten::sum" in [average.key for average in own.key_averages()]
     await executor.start_profile(max_steps=1)
     await executor.stop_profile(tmp_path / "trace.json")
-    await executor.aclose()
 
 
 async def test_closing_while_a_profile_is_recorded_leaves_nothing(model: Model, tmp_path: Path) -> None:

@@ -1,13 +1,9 @@
-"""`benchmarks/gpu/waiting.py` runs to its end, and what it takes for granted is so. Its figures are not judged here."""
+"""`benchmarks/gpu/waiting.py` runs to its end. Its figures are not judged here."""
 
-import ctypes
-import importlib.util
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -35,32 +31,3 @@ def test_it_fills_its_tables(tmp_path: Path) -> None:
             assert 0 < row["p50_us"][0] <= row["p90_us"][0] <= row["p99_us"][0]
         assert 0 < row["loop_cpu_percent"][0] <= 110
         assert row["process_cpu_percent"][0] > 0
-
-
-def load_steps() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("waiting_steps", ROOT / "benchmarks" / "gpu" / "waiting_steps.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_an_event_file_is_readable_once_a_thread_without_python_has_called_its_function() -> None:
-    file = load_steps().EventFile()
-    for _ in range(3):
-        file.arm()
-        with pytest.raises(BlockingIOError):
-            os.read(file.fd, 8)
-        call_in_a_thread_of_c(file.function, file.argument)
-        assert os.read(file.fd, 8) == (1).to_bytes(8, sys.byteorder)
-    libc = ctypes.CDLL(None)
-    libc.fclose(file.argument)
-
-
-def call_in_a_thread_of_c(function: ctypes.c_void_p, argument: ctypes.c_void_p) -> None:
-    """As CUDA's driver calls a host function."""
-    libc = ctypes.CDLL(None)
-    thread = ctypes.c_ulong()
-    assert libc.pthread_create(ctypes.byref(thread), None, function, argument) == 0
-    assert libc.pthread_join(thread, None) == 0
