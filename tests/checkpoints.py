@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 
@@ -106,6 +107,12 @@ def cached_checkpoints(root: Path) -> Callable[..., Path]:
         return made[key]
 
     return checkpoint
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`make_checkpoint` without its folder; the same arguments give the same folder, for all tests."""
+    return cached_checkpoints(tmp_path_factory.mktemp("checkpoints"))
 
 
 def _with_random_weights(model: Any, seed: int, dtype: torch.dtype) -> Any:
