@@ -114,7 +114,7 @@ async def test_random_plans_bring_what_they_bring_on_the_cpu(folder: Path, seed:
 async def test_a_block_that_a_row_got_in_a_step_that_did_not_compute_is_where_its_later_steps_write(
     folder: Path, is_failed: bool, graphs: str
 ) -> None:
-    """Else they would write where the row's last tenant had its blocks, which are somebody else's by now."""
+    """Else they would write where the row's last sequence had its blocks, which another one has by now."""
     async with started(folder, max_in_flight=4, cuda_graphs=graphs) as (executor, writer):
         failing = let_steps_fail(executor)
         prompt = prompt_of(11, salt=3)
@@ -198,7 +198,7 @@ async def test_a_step_without_memory_for_its_result_fails_alone(folder: Path, mo
 
 
 async def test_a_launch_that_fails_since_the_device_is_lost_says_so(folder: Path) -> None:
-    """With nothing in flight nobody else could say it, and each request to come would fail on its own."""
+    """With nothing in flight no other step would raise it, and each request to come would fail on its own."""
     accelerator = FakeAccelerator()
     async with started(folder, accelerator) as (executor, writer):
         failing = let_steps_fail(executor)
