@@ -255,16 +255,17 @@ class StoppingDetokenizer:
         if self.stop_string is not None:
             return ""
         self._num_tokens += 1
-        return self._searched(self._detokenizer.feed_one(token_id))
+        text = self._detokenizer.feed_one(token_id)
+        if text and self._num_tokens > self._min_tokens:
+            text = self._search.feed(text)
+            self.stop_string = self._search.found
+        return text
 
     def flush(self) -> str:
         if self.stop_string is not None:
             return ""
-        return self._searched(self._detokenizer.flush()) + self._search.flush()
-
-    def _searched(self, text: str) -> str:
-        if not text or self._num_tokens <= self._min_tokens:
-            return text
-        text = self._search.feed(text)
-        self.stop_string = self._search.found
-        return text
+        text = self._detokenizer.flush()
+        if text and self._num_tokens > self._min_tokens:
+            text = self._search.feed(text)
+            self.stop_string = self._search.found
+        return text + self._search.flush()
