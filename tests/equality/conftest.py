@@ -54,7 +54,7 @@ SETTINGS = {
 
 
 RUNS = few(
-    (("qwen3", name, 2) for name in SETTINGS),
+    (("qwen3", name, 2) for name in ("alone", "prefix hits", "preempted", "all at once")),
     of=[
         *(("qwen3", name, depth) for name in SETTINGS for depth in (1, 2)),
         *((family, name, 2) for family in ("llama3", "mistral") for name in ("alone", "all at once")),
