@@ -33,7 +33,7 @@ FLOORS = """
     kernels
     outputs
     config metrics sampling_params
-    plain_struct validation turns progress
+    own_process plain_struct progress turns validation
     errors
 """.strip().splitlines()
 """From the top down. Rooms on one floor do not know each other."""

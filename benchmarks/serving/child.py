@@ -46,7 +46,7 @@ async def serve_engine(args: argparse.Namespace) -> None:
 
     from aioengine import Engine
     from aioengine.cli.serve import prepare_interpreter
-    from aioengine.config import asked_by_signals
+    from aioengine.own_process import asked_by_signals
     from aioengine.server import ServerConfig, create_app
     from aioengine.server.http_listener import HttpListener, ServerAddress
     from aioengine.server.http_server import StopRequest, serve

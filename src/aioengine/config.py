@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import os
 import re
-import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypedDict
 
 import msgspec
@@ -79,13 +75,6 @@ NEUTRAL_CONFIG = {
     "max_log_len": Neutral(None),
 }
 """vLLM's engine arguments that this engine has not, with the values at which they have no effect."""
-
-SPIN_COUNT = 10_000
-"""Some 0.2 ms: longer than the host's part of any operation, and much shorter than a scheduler's time slice. With 1,000
-one stream of a 0.6B model is a tenth slower on an idle machine (benchmarks/README.md)."""
-
-OPENMP_WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
-"""How threads of torch's OpenMP runtime, libgomp on Linux, wait for each other; read when torch is imported."""
 
 DEVICE = re.compile(r"auto|cpu|cuda(:(0|[1-9][0-9]?))?")
 
@@ -280,27 +269,3 @@ class ProcessOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def __post_init__(self) -> None:
         check_fields(self, lambda _, message: ConfigError(message))
-
-
-def limit_spinning() -> None:
-    """Have torch's threads sleep soon when they wait for each other, unless the environment says how they wait.
-
-    By libgomp's default they spin for 300,000 turns, some 5 ms: with another program on a core, the thread that they
-    wait for gets no core for so long. For processes that are the engine's own, before torch is imported.
-    """
-    if not any(name in os.environ for name in OPENMP_WAITING):
-        os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
-
-
-@contextlib.contextmanager
-def asked_by_signals(ask: Callable[[signal.Signals], None]) -> Iterator[None]:
-    """Call ``ask`` on the running loop for each SIGTERM and SIGINT within the block, for a process of one's own."""
-    loop = asyncio.get_running_loop()
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    for number in numbers:
-        loop.add_signal_handler(number, ask, number)
-    try:
-        yield
-    finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)

@@ -15,8 +15,8 @@ from aioengine.cli.command import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, ex
 from aioengine.cli.engine import engine, keys
 from aioengine.cli.generate import generate
 from aioengine.cli.serve import serve_command
-from aioengine.config import limit_spinning
 from aioengine.errors import AioEngineError
+from aioengine.own_process import limit_spinning
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})

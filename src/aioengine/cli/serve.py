@@ -19,8 +19,9 @@ from msgspec.structs import replace
 
 from aioengine import Engine
 from aioengine.cli.command import exit_code_of, given, options_of, run
-from aioengine.config import EngineConfig, asked_by_signals
+from aioengine.config import EngineConfig
 from aioengine.errors import AioEngineError, ConfigError, EngineDead
+from aioengine.own_process import asked_by_signals
 from aioengine.server.config import HttpLimits, ServerConfig
 from aioengine.server.http_listener import HttpListener, ServerAddress
 from aioengine.server.http_server import StopRequest, serve

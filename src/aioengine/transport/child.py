@@ -99,8 +99,8 @@ def main() -> int:
 
     import uvloop
 
-    from aioengine.config import limit_spinning
     from aioengine.errors import AioEngineError
+    from aioengine.own_process import limit_spinning
     from aioengine.transport.security import ClientKeys
     from aioengine.transport.serving import Endpoint, serve_engine
 

@@ -13,12 +13,13 @@ import anyio
 import msgspec
 import zmq
 
-from aioengine.config import EngineConfig, asked_by_signals
+from aioengine.config import EngineConfig
 from aioengine.core.controls import TASKS
 from aioengine.core.executor_protocol import Executor
 from aioengine.core.protocol import CLOSE_DEADLINE_S, CoreHooks
 from aioengine.errors import ConfigError, EngineDead
 from aioengine.executor.in_process import InProcess
+from aioengine.own_process import asked_by_signals
 from aioengine.progress import LOADING
 from aioengine.text.worker import TextWorker
 from aioengine.transport.addresses import PrivateFolder, check_connect
