@@ -334,7 +334,7 @@ class Soak:
             "unstarted": core.scheduler.num_unstarted,
             "alive in the core": len(core._live) + bool(core._endings),
             "registered by id": len(runtime._requests),
-            "in the intake": runtime.admission.num_preparing + len(runtime.admission._waiting),
+            "waiting for admission": runtime.admission.num_preparing + len(runtime.admission._waiting),
             "computing a prefix": len(core.kv.cache.pending),
             "running, by stats()": stats.running,
             "waiting, by stats()": stats.waiting,

@@ -98,7 +98,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ) = None
     max_num_seqs: Annotated[int, Meta(ge=1, le=65536, description="most sequences in one step")] = 256
     max_num_batched_tokens: Annotated[int, Meta(ge=1, description="most tokens in one step")] = 2048
-    max_waiting: Annotated[int, Meta(ge=1, description="most requests accepted and not yet running")] = 1024
+    max_waiting: Annotated[int, Meta(ge=1, description="most sequences (n a request) accepted and not yet running")] = (
+        1024
+    )
     block_size: Annotated[int, Meta(ge=1, le=256, description="tokens in one KV block")] = 16
     kv_cache_memory_bytes: (
         Annotated[int, Meta(ge=1, description="bytes for the KV cache; absent: by (gpu_)memory_utilization")] | None

@@ -200,14 +200,14 @@ class Engine(EngineControl):
             request_id: your name for it; it may repeat. One is made up when absent.
             priority: smaller goes first, and preempts larger ones that run; equal ones go by age.
             cache_salt: share cached prefixes only with requests of the same salt.
-            on_full: with ``max_waiting`` requests waiting already, "wait" for admission or "raise" `EngineOverloaded`.
+            on_full: with ``max_waiting`` sequences waiting already, "wait" for admission or "raise" `EngineOverloaded`.
             chat_template_kwargs: variables for the model's chat template, such as ``enable_thinking``; plain data.
                 Among them ``add_generation_prompt``: end the prompt with what begins an answer, True where no message
                 is continued; ``continue_final_message``: leave the last message open, so that the answer goes on with
                 it.
         Raises:
             InvalidRequest: a value is bad; raised before anything is queued.
-            EngineOverloaded, StepFailed, EngineDead, EngineClosed: see there.
+            EngineOverloaded, StepFailed, EngineDead, EngineClosed: see their docstrings.
         """
         check_asyncio()
         stream = self._make_stream(

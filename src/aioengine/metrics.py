@@ -350,7 +350,10 @@ class EngineMetrics:
             "num_requests_waiting_by_reason", "Sequences that wait, by what for.", "reason", ("capacity", "deferred")
         )
         self.kv_cache_usage_perc = Gauge("kv_cache_usage_perc", "Share of KV-cache blocks in use, 0 to 1.")
-        self.prefix_cache_queries = Counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self.prefix_cache_queries = Counter(
+            "prefix_cache_queries",
+            "Tokens that the prefix cache was asked for.",
+        )
         self.prefix_cache_hits = Counter("prefix_cache_hits", "Prompt tokens that the prefix cache had.")
         self.num_preemptions = Counter("num_preemptions", "Sequences that lost their blocks to others.")
         self.prompt_tokens = Counter("prompt_tokens", "Prompt tokens processed, cached ones included.")

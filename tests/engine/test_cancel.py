@@ -16,7 +16,7 @@ from aioengine import RequestOutput
 PROMPT = list(range(100, 140))
 SEED = 77
 NAME = "it"
-STAGES = ["in the intake", "preparing", "waiting", "prefilling", "decoding", "just finished"]
+STAGES = ["waiting for admission", "preparing", "waiting", "prefilling", "decoding", "just finished"]
 
 
 class Stage:
@@ -40,7 +40,7 @@ class Stage:
         served, name = self.served, self.name
         self._neighbours = asyncio.TaskGroup()
         await self._neighbours.__aenter__()
-        num_neighbours = {"in the intake": 3, "waiting": 2}.get(name, 0)
+        num_neighbours = {"waiting for admission": 3, "waiting": 2}.get(name, 0)
         for number in range(num_neighbours):
             self._neighbours.create_task(served.engine.generate([number + 1] * 20, seed=number, max_tokens=4))
             await served.until(lambda: served.executor.plans)
@@ -53,7 +53,7 @@ class Stage:
 
     async def reach(self) -> None:
         served, name = self.served, self.name
-        if name == "in the intake":
+        if name == "waiting for admission":
             await served.until(lambda: len(served.runtime.admission._queue) == 1)
         elif name == "preparing":
             for _ in range(5):  # of no time: a virtual clock stands still for the thread
@@ -86,7 +86,7 @@ in_each_stage = pytest.mark.parametrize("stage_name", STAGES)
 
 @contextlib.asynccontextmanager
 async def staged(serve: Any, depth: int, name: str) -> AsyncIterator[tuple[Any, Stage]]:
-    config = {"max_waiting": 2, "max_num_seqs": 1} if name in ("in the intake", "waiting") else {}
+    config = {"max_waiting": 2, "max_num_seqs": 1} if name in ("waiting for admission", "waiting") else {}
     async with (
         serve(depth=depth, is_manual=True, max_model_len=512, config=config) as served,
         Stage(served, name) as stage,

@@ -250,7 +250,7 @@ async def test_all_choices_end_with_what_they_have_when_the_request_is_ended(
         assert witness.reasons == [("abort",) * 4]
 
 
-# Places at the intake
+# Capacity at the admission
 
 
 @pytest.mark.virtual_clock(seeds=1)
@@ -310,7 +310,7 @@ async def test_all_places_of_a_family_are_given_back(serve: Any, tasks: Any, dep
 async def test_choices_that_end_with_their_first_token_let_others_in(
     serve: Any, tasks: Any, depth: int, how: str
 ) -> None:
-    """They never had a row, and nothing else may be going on by which the intake could notice."""
+    """They never had a row, and nothing else may be going on by which the admission could notice."""
     async with serve(depth=depth, config={"max_waiting": 4}) as served:
         if how == "eos":
             let_choices_say(served, PROMPT, {choice: [EOS] for choice in range(4)})

@@ -58,7 +58,7 @@ async def test_a_request_of_one_token_has_no_time_between_tokens(serve: Any, dep
 
 
 @pytest.mark.virtual_clock(seeds=1)
-@pytest.mark.parametrize("max_waiting", [1, 10], ids=["some at the intake", "all in the queue"])
+@pytest.mark.parametrize("max_waiting", [1, 10], ids=["some at the admission", "all in the queue"])
 async def test_the_queue_time_is_the_wait_for_those_before(
     serve: Any, tasks: Any, depth: int, max_waiting: int
 ) -> None:

@@ -1,4 +1,4 @@
-"""Who goes first: at the intake, in the queue, for rows and for blocks; and what it costs those who give way."""
+"""What goes first: at the admission, in the queue, for rows and for blocks; and what it costs those that give way."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def assert_all_are_whole(started: list[asyncio.Task[Any]], count: int = 5)
 
 
 @pytest.mark.virtual_clock(seeds=1)
-@pytest.mark.parametrize("max_waiting", [1, 2, 100], ids=["at the intake", "at both", "in the queue"])
+@pytest.mark.parametrize("max_waiting", [1, 2, 100], ids=["at the admission", "at both", "in the queue"])
 async def test_the_smaller_number_goes_first_and_equal_ones_as_they_came(
     serve: Any, tasks: Any, depth: int, max_waiting: int
 ) -> None:

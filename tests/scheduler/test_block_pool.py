@@ -94,9 +94,8 @@ def test_forgotten_blocks_are_blank(blocks: Pool) -> None:
     used = blocks.pool.allocate(2)
     blocks.set_hashes(*used)
     blocks.release(*used)
-    forgotten = blocks.pool.forget_cached()
-    assert sorted(forgotten) == sorted(used)
-    for block_id in forgotten:
+    blocks.pool.forget_cached()
+    for block_id in used:
         blocks.hashes[block_id] = None
     blocks.check()
     blocks.pool.allocate(8)

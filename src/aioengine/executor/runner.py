@@ -125,7 +125,7 @@ class Runner:
     def _apply(self, plan: StepPlan, attention: TorchPagedAttention) -> None:
         if self._broken_by is None:
             try:
-                # Beside the rows' state, which the rest of the plan changes: their order is of no account.
+                # Copies read no state of rows, which is all that the rest changes: `StepPlan`'s order matters there.
                 if len(plan.copied_from):
                     attention.copy_blocks(plan.copied_from, plan.copied_to)
                 return self._batch.apply(plan)

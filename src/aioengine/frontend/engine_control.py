@@ -259,9 +259,9 @@ class EngineControl:
     def health(self) -> Health:
         """Whether the engine is alive, stalled or dead, and why. Never raises once the engine has been started.
 
-        ALIVE: loop and device get on. STALLED: the engine is there, and either its device has been at one step for
-        longer than ``stall_after_s``, or its process does not beat (stopped, say). DEAD: it said so, its process is
-        gone, the connection to it was cut, or beats are missing from another machine.
+        STARTING: it is being loaded. ALIVE: loop and device get on. STALLED: the engine is there, and either its device
+        has been at one step for longer than ``stall_after_s``, or its process does not beat (stopped, say). DEAD: it
+        said so, its process is gone, the connection to it was cut, or beats are missing from another machine.
 
         Raises:
             EngineClosed: the engine has not been started.

@@ -235,7 +235,7 @@ class Operations(Protocol):
         Args:
             history: int32 [rows, any]; ids of V and above are passed over.
             counters: int32 [s or more, V], zeros, which it leaves as zeros.
-            SampleRows without penalties are passed over.
+            Samples without penalties are passed over.
         """
         ...
 

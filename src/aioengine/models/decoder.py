@@ -20,8 +20,8 @@ from aioengine.models.families import DecoderConfig
 Map = Callable[[Tensor], Tensor]
 Layer = Callable[[Tensor, Tensor, Tensor, "Attend"], None]
 
-# Prepacked, a float32 product with one row costs 10 µs more, and with several rows half as much; from about this many
-# weights on the second is worth more. bfloat16 always gains.
+# Prepacked, a float32 product takes 10 µs more with one row, and half the time with several; from about this many
+# weights on the gain is larger than the loss. bfloat16 always gains.
 MIN_PACKED_FLOAT32 = 1 << 17
 # The layout is chosen for about this many rows; for one row it is as fast as the one chosen for one, and a row's result
 # does not change with the number of rows beside it.

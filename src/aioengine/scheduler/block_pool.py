@@ -75,12 +75,10 @@ class BlockPool:
         references = self.references
         return [references[block_id] for block_id in block_ids].count(0)
 
-    def forget_cached(self) -> list[int]:
-        """Make all free cached blocks blank; returns them."""
-        freed = list(self._cached)
+    def forget_cached(self) -> None:
+        """Make all free cached blocks blank."""
+        self._blank.extend(self._cached)
         self._cached.clear()
-        self._blank.extend(freed)
-        return freed
 
     def check_integrity(self, owned: dict[int, int], hashes: Sequence[object]) -> None:
         """Compare the counts with the owners' references, and the order of the free blocks with their hashes.

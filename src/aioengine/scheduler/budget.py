@@ -22,12 +22,12 @@ class Claim(msgspec.Struct, frozen=True, gc=False):
     """What a sequence without a row is going to take of a step.
 
     Attributes:
-        num_tokens: as many as are left after all decodes, and the prefills of those before them.
-        place: how many of the running sequences come before them.
+        num_tokens: as many as are left after all decodes, and the prefills of those before it.
+        num_before: how many of the running sequences come before it.
     """
 
     num_tokens: int
-    place: int
+    num_before: int
 
 
 def share_budget(table: RowTable, max_tokens: int, claim: Claim | None = None) -> Work:
@@ -64,6 +64,6 @@ def _ration(num_tokens: Int32, max_tokens: int, claim: Claim | None) -> Int32:
     left = max_tokens - np.count_nonzero(is_decode)
     before = np.cumsum(prefills) - prefills
     if claim is not None:
-        before[claim.place :] += claim.num_tokens
+        before[claim.num_before :] += claim.num_tokens
     shares = np.clip(left - before, 0, prefills)
     return np.where(is_decode, 1, shares).astype(np.int32)

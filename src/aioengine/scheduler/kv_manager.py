@@ -92,8 +92,8 @@ class KVManager:
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let ``child`` begin with the blocks of its parent's prompt, which is computed.
 
-        It takes a reference to each, the partial last one included: other sequences may write behind the prompt there,
-        none writes into it. What the child computes goes to a copy, which it gets when it is admitted.
+        It takes a reference to each, the partial last one included: other sequences may write to its positions behind
+        the prompt, and to no others. What the child computes goes to a copy, which it gets when it is admitted.
         """
         num_tokens = len(parent.prompt)
         num_full = num_tokens // self.block_size
@@ -133,7 +133,7 @@ class KVManager:
             self.cache.mark_pending(hashes[full], sequence)
 
     def cancel_pending(self, sequence: Sequence) -> None:
-        """It will not compute its PENDING block, or not soon: a sequence that waits for that does."""
+        """It will not compute its PENDING block soon, if at all: one of the sequences that wait for it takes over."""
         if len(sequence.block_hashes) > sequence.num_ready_blocks and sequence.is_cacheable:
             self.cache.cancel_pending(sequence.block_hashes[sequence.num_ready_blocks], sequence)
 

@@ -1,8 +1,9 @@
 """Which sequences give way when rows or blocks run short.
 
-A blocked sequence (`Sequence.reasons`) leaves its row once nothing of it is in flight, and keeps its blocks: it is
-*parked*. When blocks run out, victims are chosen in this order: a parked sequence that is blocked, a blocked one that
-has a row still, then the last by (priority, order). A victim loses its blocks, and computes their KV again.
+A blocked sequence (`Sequence.reasons`) leaves its row once nothing of it is in flight, and keeps its blocks. A sequence
+that holds blocks without a row is *parked*. When blocks run out, victims are chosen in this order: a parked sequence
+that is blocked, a blocked one that has a row still, then the last by (priority, order). A victim loses its blocks, and
+computes their KV again.
 """
 
 from __future__ import annotations
@@ -101,8 +102,8 @@ class Preemption:
         """A sequence without a row that gives its blocks to ``newcomer``, the first in the queue, if there is one.
 
         Args:
-            is_alone: nothing runs. Then the newcomer itself may be in its own way: a tail to copy takes a block more
-                than to compute it.
+            is_alone: nothing runs. Then the newcomer may preempt itself: to copy its shared last block takes a block
+                more than to compute it anew.
         """
         return self._parked_victim(newcomer) or (newcomer if is_alone and newcomer.block_ids else None)
 

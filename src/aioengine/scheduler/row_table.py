@@ -30,7 +30,7 @@ class RowTable:
         stop_search_start: computed tokens from which on each sampled token may end it: ``last``, or 0 if it has stop
             tokens.
         token_at: when its newest token was applied, in seconds; NaN before the first.
-        running: the sequences with a row that may be scheduled, by place; launched steps hold the list, so it is
+        running: the sequences with a row that may be scheduled, by precedence; launched steps hold the list, so it is
             never changed in place.
         running_rows: their rows; never changed in place.
     """

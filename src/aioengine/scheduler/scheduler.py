@@ -20,7 +20,7 @@ from aioengine.scheduler.plan import EMPTY, Int32, StepPlan, StepResult, int32
 from aioengine.scheduler.preemption import Preemption
 from aioengine.scheduler.row_table import Bool, Rows, RowTable
 from aioengine.scheduler.sequence import Reason, Sequence, SequenceEvent, State, by_precedence
-from aioengine.scheduler.steps import StepOutput, StepsInFlight, score_prompts
+from aioengine.scheduler.steps import StepOutput, StepsInFlight, split_prompt_logprobs
 from aioengine.scheduler.waiting_queue import WaitingQueue
 
 
@@ -39,7 +39,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
 
 
 class Scheduler:
-    """By priority, then first come, first served, on one token budget; preempts the last by recomputation.
+    """Shares out rows, blocks and one token budget a step: by priority, then first come, first served.
 
     Methods that take ``now`` put it on sequences as it is, in the caller's seconds.
 
@@ -176,7 +176,7 @@ class Scheduler:
                 work = join(self.table, work, self.table.run(admitted), self.max_num_batched_tokens)
         if not len(work.rows):
             return None
-        return self._steps.launch(work, growing, grown_blocks, self.kv.take_copies(), admitted)
+        return self._steps.make_plan(work, growing, grown_blocks, self.kv.take_copies(), admitted)
 
     def apply(self, plan: StepPlan, result: StepResult, now: float = 0.0) -> StepOutput:
         """Take in the result of the oldest launched step: append tokens, end what stops, mark full blocks READY."""
@@ -187,7 +187,7 @@ class Scheduler:
         counts = result.offsets[1:] - indices
         is_alive = self.table.epoch[rows] == plan.epochs
         failed = self._end_failed(result, sequences, is_alive) if result.failures else []
-        prompt_logprobs = score_prompts(result.prompt_logprobs, sequences, is_alive)
+        prompt_logprobs = split_prompt_logprobs(result.prompt_logprobs, sequences, is_alive)
         if np.count_nonzero(is_alive) < len(rows):
             # Ended or preempted while the step ran: their results are dropped.
             rows, ends, indices, counts = rows[is_alive], ends[is_alive], indices[is_alive], counts[is_alive]
@@ -209,7 +209,9 @@ class Scheduler:
         born, born_indices = self._fork(sequences, indices, counts) if self._num_forks else ([], [])
         self._stop(rows, ends, sequences, token_ids)
         if born:
-            ids += self._begin(born, result.token_ids[born_indices].tolist(), now)
+            first_ids = result.token_ids[born_indices].tolist()
+            self._begin(born, first_ids, now)
+            ids += first_ids
             sequences = sequences + born  # not in place: launched steps hold the list
             indices = np.concatenate([indices, int32(born_indices)])
         return StepOutput(
@@ -271,7 +273,7 @@ class Scheduler:
             preemptions=self.preemption.num_preemptions,
             prefix_cache_queries=self.kv.num_queried_tokens,
             prefix_cache_hits=self.kv.num_hit_tokens,
-            steps=self._steps.num_launched,
+            steps=self._steps.num_planned,
         )
 
     def snapshot(self) -> StepPlan:
@@ -283,7 +285,7 @@ class Scheduler:
         assert not self._steps, "the device alone knows the tokens of launched steps"
         occupants = [sequence for sequence in self.table.occupants if sequence is not None]
         return StepPlan(
-            step=self._steps.num_launched,
+            step=self._steps.num_planned,
             added=tuple(sequence.introduce() for sequence in occupants),
         )
 
@@ -344,7 +346,7 @@ class Scheduler:
     def _end_failed(
         self, result: StepResult, sequences: list[Sequence], is_alive: Bool
     ) -> list[tuple[Sequence, Exception]]:
-        """End the living sequences whose rows failed, which live no more: what they computed is not to be reused."""
+        """End the living sequences whose rows failed and clear their ``is_alive``: what they computed is not reused."""
         errors = {sequences[failure.index].order: failure.error for failure in result.failures}
         indices = [failure.index for failure in result.failures if is_alive[failure.index]]
         is_alive[indices] = False
@@ -372,7 +374,7 @@ class Scheduler:
         self.table.next_block_boundary[rows[filled]] = ends[filled] // size * size + size
 
     def _fork(self, parents: list[Sequence], indices: Int32, counts: Int32) -> tuple[list[Sequence], list[int]]:
-        """Give children their share of the prompts whose first tokens have come; those, and where their tokens are."""
+        """Give children the blocks of prompts whose first tokens have come; returns them and their tokens' indices."""
         born: list[Sequence] = []
         born_indices: list[int] = []
         for index in (counts > 1).nonzero()[0].tolist():
@@ -387,8 +389,8 @@ class Scheduler:
             parent.children = ()
         return born, born_indices
 
-    def _begin(self, children: list[Sequence], token_ids: list[int], now: float) -> list[int]:
-        """Let each go on behind its first token, if that does not end it; returns the tokens."""
+    def _begin(self, children: list[Sequence], token_ids: list[int], now: float) -> None:
+        """Let each go on behind its first token, if that does not end it."""
         for child, token_id in zip(children, token_ids, strict=True):
             child.output_ids.append(token_id)
             child.first_token_at = child.last_token_at = now
@@ -397,7 +399,6 @@ class Scheduler:
                 self.finish(child, reason, stop_reason)
             else:
                 self.unblock(child, Reason.FORK)
-        return token_ids
 
     def _stop(self, rows: Rows, ends: Int32, sequences: list[Sequence], token_ids: Int32) -> None:
         """End the sequences whose newest token ends them: a few candidates by columns, then each by the rules."""

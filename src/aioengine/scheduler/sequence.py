@@ -103,7 +103,7 @@ class Sequence:
         limit: prompt and output tokens may not be more than this.
         block_ids: its block table.
         block_hashes: chained hashes of its first full blocks, made as they are needed.
-        num_ready_blocks: leading blocks whose KV is computed and whose hash is in the prefix cache.
+        num_ready_blocks: leading full blocks whose KV is computed, where prefixes are cached.
         num_computed_tokens: kept here only while it has no row.
         num_cached_tokens: prompt tokens that the prefix cache gave it, when it first ran.
         num_scored_tokens: prompt tokens whose log-probabilities have been handed out.

@@ -35,18 +35,18 @@ class StepsInFlight:
     """Steps whose results are not applied yet, the oldest first.
 
     Attributes:
-        num_launched: since the start; the number of the next step.
+        num_planned: since the start; the number of the next step.
     """
 
     def __init__(self, table: RowTable) -> None:
         self._table = table
         self._steps: deque[StepInFlight] = deque()
-        self.num_launched = 0
+        self.num_planned = 0
 
     def __len__(self) -> int:
         return len(self._steps)
 
-    def launch(
+    def make_plan(
         self,
         work: Work,
         growing: Rows,
@@ -67,7 +67,7 @@ class StepsInFlight:
         table.scheduled[rows] = work.ends
         table.expected[rows] = expected + samples
         plan = StepPlan(
-            step=self.num_launched,
+            step=self.num_planned,
             removed=table.take_removed(),
             copied_from=int32([source for source, _ in copies]) if copies else EMPTY,
             copied_to=int32([target for _, target in copies]) if copies else EMPTY,
@@ -80,7 +80,7 @@ class StepsInFlight:
             num_tokens=_frozen(work.num_tokens),
             wants=_frozen(samples.view(np.int8)),  # True is Want.LOGITS
         )
-        self.num_launched += 1
+        self.num_planned += 1
         is_all = rows is table.running_rows or np.array_equal(rows, table.running_rows)
         sequences = table.running if is_all else table.occupants_of(rows)
         self._steps.append(StepInFlight(plan, rows, work.ends, sequences))
@@ -130,10 +130,10 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True):
     failed: list[tuple[Sequence, Exception]]
 
 
-def score_prompts(
+def split_prompt_logprobs(
     logprobs: PromptLogprobs | None, sequences: list[Sequence], is_alive: Bool
 ) -> list[tuple[Sequence, PromptLogprobs]]:
-    """The lines about the prompt of each of ``sequences`` that lives, which count as handed out from now on."""
+    """Log-probabilities of prompts by living sequence, which count as handed out from now on."""
     if logprobs is None:
         return []
     indices, starts = np.unique(logprobs.index, return_index=True)

@@ -9,10 +9,10 @@ from aioengine.scheduler.sequence import Sequence
 
 
 class WaitingQueue:
-    """Sequences by their place; any of them can leave at any time.
+    """Sequences by their precedence; any of them can leave at any time.
 
-    A removed sequence stays in the heap as a place until it comes up, or until such places are the larger half: with
-    the head waiting for memory, thousands may come and be aborted behind it.
+    The precedence of a removed sequence stays in the heap until it comes up, or until such ones are the larger half:
+    with the head waiting for memory, thousands may come and be aborted behind it.
     """
 
     def __init__(self) -> None:
@@ -24,9 +24,6 @@ class WaitingQueue:
 
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._members.values())
-
-    def __contains__(self, sequence: Sequence) -> bool:
-        return sequence.order in self._members
 
     def add(self, sequence: Sequence) -> None:
         assert sequence.order not in self._members, f"{sequence} waits twice"

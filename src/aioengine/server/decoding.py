@@ -163,14 +163,12 @@ def _decoded_fields(body: bytes) -> dict[str, msgspec.Raw]:
 
 
 def has_more_texts(data: bytes, limit: int) -> bool:
-    """Whether `num_texts` is larger; most bodies have too few quotes for that, escaped ones and all."""
+    """Whether more than ``limit`` JSON texts may be in it: each has an opening quote, and that is never escaped.
+
+    Most bodies have too few quotes for that, escaped ones and all.
+    """
     num_quotes = data.count(b'"')
     return num_quotes > limit and num_quotes - data.count(b'\\"') > limit
-
-
-def num_texts(data: bytes) -> int:
-    """At most so many JSON texts are in it: each has an opening quote, and that is never escaped."""
-    return data.count(b'"') - data.count(b'\\"')
 
 
 _PLACE = re.compile(r" - at `(?:key` in `)?\$\.?(.*)`$")
