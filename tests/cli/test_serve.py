@@ -172,6 +172,7 @@ def test_at_a_unix_socket_the_drain_ends_at_its_deadline_and_the_client_hears_it
     assert os.listdir(folder) == ["log"]
 
 
+@pytest.mark.nightly
 def test_over_tls_a_second_ctrl_c_aborts_at_once(tmp_path: Path) -> None:
     make = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -keyout key.pem -out cert.pem -days 2"
     name = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
@@ -193,6 +194,7 @@ def test_over_tls_a_second_ctrl_c_aborts_at_once(tmp_path: Path) -> None:
         assert server.end() == 130
 
 
+@pytest.mark.nightly
 def test_with_the_engine_in_a_process_its_death_is_the_servers(tmp_path: Path) -> None:
     with command(tmp_path / "log", "serve", "--port", "0", "--process") as server:
         url = server.serves()

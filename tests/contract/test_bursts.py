@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from contract.conftest import MakeEngine
 from contract.ways import error_of, has_load
+from nightly import few
 from turn_probe import LONGEST_S, PIECES_A_TURN, TurnProbe, few_a_turn
 from waiting import until
 
@@ -46,7 +47,7 @@ def begun(engine: Engine, calls: list[tuple[Any, dict[str, Any]]]) -> list[async
     return [loop.create_task(engine.generate(prompt, **params)) for prompt, params in calls]
 
 
-@pytest.mark.parametrize("name", BURSTS)
+@pytest.mark.parametrize("name", few(["stop strings", "chats"], of=BURSTS))
 async def test_no_turn_is_long_however_many_come_and_end(
     name: str, make_engine: MakeEngine, record_property: Callable[[str, object], None]
 ) -> None:

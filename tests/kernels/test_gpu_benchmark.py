@@ -69,6 +69,7 @@ def test_every_operation_is_among_the_kernels(tmp_path: Path) -> None:
     assert {kernel["reason"] for kernel in kernels} == {""}
 
 
+@pytest.mark.nightly
 def test_ctrl_c_keeps_what_was_measured_and_leaves_nothing(tmp_path: Path) -> None:
     out, temporary = tmp_path / "out", tmp_path / "temporary"
     temporary.mkdir()
@@ -98,6 +99,7 @@ def test_ctrl_c_keeps_what_was_measured_and_leaves_nothing(tmp_path: Path) -> No
     assert results["failed"]["large"] == "interrupted"
 
 
+@pytest.mark.nightly
 def test_what_cannot_be_written_or_measured_is_refused_at_once(tmp_path: Path, gpu: Any) -> None:
     file, measured = tmp_path / "file", tmp_path / "measured"
     file.write_text("kept")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -174,12 +175,19 @@ def check_output(sequence: Sequence) -> None:
         assert sequence.stop_reason == stop_reason
 
 
-TestCore = CoreMachine.TestCase
-TestCore.settings = settings(
+DETERMINISTIC = settings(
     derandomize=True,
     deadline=None,
-    max_examples=200,
     stateful_step_count=50,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
 )
+
+
+class TestCore(CoreMachine.TestCase):
+    settings = settings(DETERMINISTIC, max_examples=100)
+
+
+@pytest.mark.nightly
+class TestCoreAtNight(CoreMachine.TestCase):
+    settings = settings(DETERMINISTIC, max_examples=2000)

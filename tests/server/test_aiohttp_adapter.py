@@ -181,6 +181,7 @@ async def test_one_timer_looks_for_all_and_ends_with_the_last() -> None:
         for client in clients:
             await client.post("/v1/completions", completion(max_tokens=4000))
         await target.until(lambda: target.num_registered == 20)
+        await target.until(looking)  # it is not waited for while it runs
         assert looking() == 1
         for client in clients:
             client.leave()
