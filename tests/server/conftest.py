@@ -7,7 +7,7 @@ The server runs on the test's own loop. A test of a module whose loop is the mod
 - ``served``: it, served by Starlette; `on_both_faces` runs a test once for each face.
 - ``client``, ``http``: the official client, and a plain one, to ``served``; what they leave running fails the test.
 
-`serving` serves an engine of the test's own, such as a `fake_engine`, and `serving_app` any app.
+`serving` serves an engine of the test's own, `serving_fake` a `fake_engine`, and `serving_app` any app.
 """
 
 from __future__ import annotations
@@ -166,6 +166,27 @@ async def fake_engine(
     executor = FakeExecutor(vocab_size=2048, max_model_len=max_model_len, is_manual=is_manual, step_time_s=step_time_s)
     async with Engine(seed=1, executor=executor, **config) as engine:
         yield engine, executor
+
+
+class ServedFake(NamedTuple):
+    """A fake engine that is served, and clients of it."""
+
+    engine: Engine
+    executor: FakeExecutor
+    client: AsyncOpenAI
+    http: httpx.AsyncClient
+
+
+@asynccontextmanager
+async def serving_fake(face: Face, config: ServerConfig | None = None, **options: Any) -> AsyncIterator[ServedFake]:
+    """Serve a `fake_engine` with these options: ``async with serving_fake("aiohttp") as (engine, _, _, http)``."""
+    async with (
+        fake_engine(**options) as (engine, executor),
+        serving(engine, face, config) as served,
+        openai_client(served.url) as client,
+        plain_client(served.url) as http,
+    ):
+        yield ServedFake(engine, executor, client, http)
 
 
 def record_of(**fields: Any) -> RequestRecord:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import anyio
@@ -17,8 +18,8 @@ from server.conftest import (
     fake_engine,
     on_both_faces,
     openai_client,
-    plain_client,
     serving,
+    serving_fake,
 )
 from waiting import until
 
@@ -116,11 +117,7 @@ async def test_a_key_is_needed_where_there_are_keys(face: Face) -> None:
 @both_faces
 async def test_the_served_name_is_the_one_to_ask_for(face: Face) -> None:
     config = ServerConfig(served_model_name=("tiny", "fox/demo"))
-    async with (
-        fake_engine() as (engine, _),
-        serving(engine, face, config) as served,
-        openai_client(served.url) as client,
-    ):
+    async with serving_fake(face, config) as (_, _, client, _):
         assert [model.id async for model in client.models.list()] == ["tiny", "fox/demo"]
         assert (await client.models.retrieve("fox/demo")).id == "fox/demo"
         for name in config.served_model_name:
@@ -134,16 +131,10 @@ async def test_the_served_name_is_the_one_to_ask_for(face: Face) -> None:
 async def test_a_full_server_is_come_back_to_when_it_said(face: Face) -> None:
     async with (
         all_ended(),
-        fake_engine(is_manual=True) as (engine, executor),
-        serving(engine, face, ServerConfig(max_concurrent_requests=1)) as served,
-        openai_client(served.url) as client,
+        serving_fake(face, ServerConfig(max_concurrent_requests=1), is_manual=True) as (engine, executor, client, _),
         anyio.create_task_group() as tasks,
     ):
-
-        async def occupy() -> None:
-            await client.completions.create(model="demo", prompt="a", max_tokens=1)
-
-        tasks.start_soon(occupy)
+        tasks.start_soon(partial(client.completions.create, model="demo", prompt="a", max_tokens=1))
         await until(lambda: engine.stats().running == 1)
         with pytest.raises(openai.InternalServerError) as caught:
             await client.completions.create(model="demo", prompt="b", max_tokens=1)
@@ -153,7 +144,7 @@ async def test_a_full_server_is_come_back_to_when_it_said(face: Face) -> None:
         assert caught.value.response.headers["retry-after"] == "1"
 
         inner = openai.DefaultAsyncHttpxClient(verify=NO_TLS)
-        async with Impatient(base_url=f"{served.url}/v1", api_key="x", max_retries=2, http_client=inner) as patient:
+        async with Impatient(base_url=client.base_url, api_key="x", max_retries=2, http_client=inner) as patient:
             patient.waits = []
             with pytest.raises(openai.InternalServerError):
                 await patient.completions.create(model="demo", prompt="c", max_tokens=1)
@@ -167,16 +158,12 @@ async def test_a_full_server_is_come_back_to_when_it_said(face: Face) -> None:
 
 @both_faces
 async def test_a_full_engine_says_so_before_it_reads_the_prompt(face: Face) -> None:
+    config = ServerConfig(max_concurrent_requests=99)
     async with (
-        fake_engine(is_manual=True, max_num_seqs=1, max_waiting=1) as (engine, executor),
-        serving(engine, face, ServerConfig(max_concurrent_requests=99)) as served,
-        openai_client(served.url) as client,
+        serving_fake(face, config, is_manual=True, max_num_seqs=1, max_waiting=1) as (engine, executor, client, _),
         anyio.create_task_group() as tasks,
     ):
-
-        async def ask() -> None:
-            await client.chat.completions.create(model="demo", messages=HELLO, max_tokens=1, seed=1)
-
+        ask = partial(client.chat.completions.create, model="demo", messages=HELLO, max_tokens=1, seed=1)
         tasks.start_soon(ask)
         await until(lambda: engine.stats().running == 1)
         tasks.start_soon(ask)
@@ -193,11 +180,7 @@ async def test_a_full_engine_says_so_before_it_reads_the_prompt(face: Face) -> N
 
 @both_faces
 async def test_a_failed_step_is_an_error_of_the_server(face: Face) -> None:
-    async with (
-        fake_engine() as (engine, executor),
-        serving(engine, face) as served,
-        openai_client(served.url) as client,
-    ):
+    async with serving_fake(face) as (_, executor, client, _):
         executor.make_step_fail(1, RuntimeError("secret of the device"))
         with pytest.raises(openai.InternalServerError) as caught:
             await client.completions.create(model="demo", prompt="a", max_tokens=2, seed=1)
@@ -209,24 +192,15 @@ async def test_a_failed_step_is_an_error_of_the_server(face: Face) -> None:
 
 @both_faces
 async def test_a_step_that_fails_amid_a_stream_ends_it_with_an_error(face: Face) -> None:
-    async with (
-        fake_engine() as (engine, executor),
-        serving(engine, face) as served,
-        openai_client(served.url) as client,
-    ):
+    async with serving_fake(face) as (_, executor, client, _):
         executor.make_step_fail(5, RuntimeError("secret of the device"))
         chunks = []
 
         async def read() -> None:
-            stream = await client.chat.completions.create(
-                model="demo",
-                messages=HELLO,
-                max_tokens=9,
-                logprobs=True,
-                stream=True,
-                extra_body={"ignore_eos": True},
-            )
-            async for chunk in stream:
+            options: dict[str, Any] = {"max_tokens": 9, "logprobs": True, "extra_body": {"ignore_eos": True}}
+            async for chunk in await client.chat.completions.create(
+                model="demo", messages=HELLO, stream=True, **options
+            ):
                 chunks.append(chunk)
 
         with pytest.raises(openai.APIError) as caught:
@@ -240,12 +214,7 @@ async def test_a_step_that_fails_amid_a_stream_ends_it_with_an_error(face: Face)
 
 @both_faces
 async def test_a_lost_device_ends_everything_but_what_tells_of_it(face: Face) -> None:
-    async with (
-        fake_engine() as (engine, executor),
-        serving(engine, face) as served,
-        openai_client(served.url) as client,
-        plain_client(served.url) as http,
-    ):
+    async with serving_fake(face) as (_, executor, client, http):
         executor.make_step_fail(3, DeviceLost("secret of the device"))
 
         async def read() -> None:
@@ -280,10 +249,7 @@ async def test_a_lost_device_ends_everything_but_what_tells_of_it(face: Face) ->
 @both_faces
 async def test_a_client_passes_over_what_only_says_that_the_server_is_there(face: Face) -> None:
     async with (
-        fake_engine(is_manual=True) as (engine, executor),
-        serving(engine, face, ServerConfig(keepalive_s=0.02)) as served,
-        openai_client(served.url) as client,
-        plain_client(served.url) as http,
+        serving_fake(face, ServerConfig(keepalive_s=0.02), is_manual=True) as (engine, executor, client, http),
         anyio.create_task_group() as tasks,
     ):
         texts: list[str] = []
@@ -309,11 +275,7 @@ async def test_a_client_passes_over_what_only_says_that_the_server_is_there(face
 
 @both_faces
 async def test_smaller_priorities_go_first(face: Face) -> None:
-    async with (
-        fake_engine(is_manual=True, max_num_seqs=1) as (engine, executor),
-        serving(engine, face) as served,
-        openai_client(served.url) as client,
-    ):
+    async with serving_fake(face, is_manual=True, max_num_seqs=1) as (engine, executor, client, _):
         ended: list[int] = []
 
         async def ask(priority: int) -> None:

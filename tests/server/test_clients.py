@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from server.conftest import Face, both_faces, fake_engine, on_both_faces, plain_client, serving
+from server.conftest import Face, both_faces, fake_engine, on_both_faces, plain_client, serving, serving_fake
 
 from aioengine.server import ServerConfig
 
@@ -176,11 +176,7 @@ async def test_a_body_may_be_compressed(
 @both_faces
 async def test_a_body_is_bounded_by_what_it_inflates_to(face: Face) -> None:
     config = ServerConfig(max_body_bytes=2**16)
-    async with (
-        fake_engine() as (engine, _),
-        serving(engine, face, config) as served,
-        plain_client(served.url) as http,
-    ):
+    async with serving_fake(face, config) as (*_, http):
         for encoding, compress in (("gzip", gzip.compress), ("deflate", zlib.compress)):
             for size, status in ((2**16 - 14, 200), (2**16 - 13, 413), (2**26, 413)):
                 body = compress(b'{"prompt": "%b"}' % (b"a" * size))
@@ -206,7 +202,7 @@ async def test_a_body_is_bounded_by_what_it_inflates_to(face: Face) -> None:
 async def test_a_compressed_body_that_is_refused_says_why(
     face: Face, encoding: str, body: bytes, status: int, said: str
 ) -> None:
-    async with fake_engine() as (engine, _), serving(engine, face) as served, plain_client(served.url) as http:
+    async with serving_fake(face) as (*_, http):
         answer = await http.post("/tokenize", content=body, headers={**JSON, "content-encoding": encoding})
         assert answer.status_code == status, answer.text
         assert said in answer.text

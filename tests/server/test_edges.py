@@ -13,7 +13,7 @@ from typing import Any
 import anyio
 import httpx
 import pytest
-from server.conftest import both_faces, events_of, fake_engine, plain_client, serving, serving_app
+from server.conftest import both_faces, events_of, fake_engine, plain_client, serving, serving_app, serving_fake
 from server.hostile import request_of
 from starlette.applications import Starlette
 from starlette.middleware.base import BaseHTTPMiddleware
@@ -231,11 +231,7 @@ def test_what_is_no_engine_is_refused_where_the_app_is_made(bad: Any) -> None:
 @both_faces
 async def test_a_name_that_is_not_ours_is_refused_where_ours_are_known(face: Any) -> None:
     config = ServerConfig(allowed_hosts=("localhost", "127.0.0.1", "::1"))
-    async with (
-        fake_engine() as (engine, _),
-        serving(engine, face, config) as served,
-        plain_client(served.url) as client,
-    ):
+    async with serving_fake(face, config) as (*_, client):
         for ours in ("localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]:8000"):
             assert (await client.get("/v1/models", headers={"host": ours})).status_code == 200
         for other in ("evil.example", "127.0.0.1.evil.example:80", "localhost.evil"):
@@ -245,7 +241,7 @@ async def test_a_name_that_is_not_ours_is_refused_where_ours_are_known(face: Any
 
 
 async def test_a_request_id_of_the_body_is_the_requests_id_where_no_header_has_one() -> None:
-    async with fake_engine() as (engine, _), serving(engine, "starlette") as served, plain_client(served.url) as client:
+    async with serving_fake("starlette") as (*_, client):
         alone = await client.post("/v1/completions", json=TEXT | {"request_id": "mine"})
         both = await client.post(
             "/v1/completions", json=TEXT | {"request_id": "mine"}, headers={"x-request-id": "of-the-header"}
@@ -258,11 +254,7 @@ async def test_a_request_id_of_the_body_is_the_requests_id_where_no_header_has_o
 
 async def test_too_many_prompts_for_the_engine_are_told_by_a_field_that_clients_know() -> None:
     body = TEXT | {"prompt": [[1]] * 8}
-    async with (
-        fake_engine(max_waiting=4) as (engine, _),
-        serving(engine, "starlette") as served,
-        plain_client(served.url) as client,
-    ):
+    async with serving_fake("starlette", max_waiting=4) as (*_, client):
         answer = await client.post("/v1/completions", json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n")
 
@@ -270,7 +262,7 @@ async def test_too_many_prompts_for_the_engine_are_told_by_a_field_that_clients_
 async def test_echo_alone_counts_no_tokens_in_its_events() -> None:
     body = TEXT | {"echo": True, "max_tokens": 0, "stream": True}
     options = {"include_usage": True, "continuous_usage_stats": True}
-    async with fake_engine() as (engine, _), serving(engine, "starlette") as served, plain_client(served.url) as client:
+    async with serving_fake("starlette") as (*_, client):
         answer = await client.post("/v1/completions", json=body | {"stream_options": options})
     assert [event["usage"]["completion_tokens"] for event in events_of(answer.content)] == [0, 0, 0]
 

@@ -19,8 +19,8 @@ from server.conftest import (
     on_both_faces,
     openai_client,
     plain_client,
-    serving,
     serving_app,
+    serving_fake,
 )
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -305,11 +305,7 @@ async def test_a_page_of_an_allowed_origin_may_read_answers(keys: tuple[str, ...
     config = ServerConfig(allowed_origins=("https://app.example",), api_keys=keys)
     origin = {"origin": "https://app.example"}
     key = {"authorization": f"Bearer {keys[0]}"} if keys else {}
-    async with (
-        fake_engine() as (engine, _),
-        serving(engine, "starlette", config) as served,
-        plain_client(served.url) as http,
-    ):
+    async with serving_fake("starlette", config) as (*_, http):
         asked = {
             "access-control-request-method": "POST",
             "access-control-request-headers": "authorization, content-type, x-request-id",
@@ -343,22 +339,14 @@ async def test_a_page_of_an_allowed_origin_may_read_answers(keys: tuple[str, ...
 
 
 async def test_any_origin_may_be_allowed() -> None:
-    async with (
-        fake_engine() as (engine, _),
-        serving(engine, "starlette", ServerConfig(allowed_origins=("*",))) as served,
-        plain_client(served.url) as http,
-    ):
+    async with serving_fake("starlette", ServerConfig(allowed_origins=("*",))) as (*_, http):
         answer = await http.get("/version", headers={"origin": "https://any.example"})
         assert answer.headers["access-control-allow-origin"] == "*"
 
 
 @both_faces
 async def test_without_origins_no_page_may_read_anything(face: Face) -> None:
-    async with (
-        fake_engine() as (engine, _),
-        serving(engine, face) as served,
-        plain_client(served.url) as http,
-    ):
+    async with serving_fake(face) as (*_, http):
         answer = await http.get("/version", headers={"origin": "https://any.example"})
         assert not [name for name in answer.headers if name.startswith("access-control")]
         headers = {"origin": "https://any.example", "access-control-request-method": "POST"}

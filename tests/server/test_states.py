@@ -13,7 +13,7 @@ from typing import Any
 import anyio
 import httpx
 import pytest
-from server.conftest import Face, app_of, both_faces, fake_engine, plain_client, serving, serving_app
+from server.conftest import Face, app_of, both_faces, fake_engine, plain_client, serving_app, serving_fake
 from waiting import until
 
 from aioengine import Engine, ModelLoadError
@@ -191,11 +191,7 @@ async def test_a_server_may_begin_before_its_engine_has(gate: threading.Event) -
 
 @both_faces
 async def test_a_closing_engine_ends_its_streams_with_an_error(face: Face) -> None:
-    async with (
-        fake_engine(is_manual=True) as (engine, executor),
-        serving(engine, face) as served,
-        plain_client(served.url) as http,
-    ):
+    async with serving_fake(face, is_manual=True) as (engine, executor, _, http):
         answers: dict[bool, httpx.Response] = {}
 
         async def ask(stream: bool) -> None:
@@ -215,16 +211,11 @@ async def test_a_closing_engine_ends_its_streams_with_an_error(face: Face) -> No
 
 @both_faces
 async def test_a_draining_engine_takes_nothing_new_and_ends_what_it_has(face: Face) -> None:
-    async with (
-        fake_engine(is_manual=True) as (engine, executor),
-        serving(engine, face) as served,
-        plain_client(served.url) as http,
-        anyio.create_task_group() as tasks,
-    ):
+    async with serving_fake(face, is_manual=True) as (engine, executor, _, http), anyio.create_task_group() as tasks:
         answers: list[httpx.Response] = []
 
         async def ask() -> None:
-            answers.append(await http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}))
+            answers.append(await http.post("/v1/completions", json=POSTS["/v1/completions"]))
 
         tasks.start_soon(ask)
         await until(lambda: engine.stats().running == 1)
@@ -259,16 +250,11 @@ async def test_a_draining_server_is_unhealthy_and_takes_no_work() -> None:
 
 @both_faces
 async def test_a_paused_engine_is_healthy_and_answers_later(face: Face) -> None:
-    async with (
-        fake_engine() as (engine, _),
-        serving(engine, face) as served,
-        plain_client(served.url) as http,
-        anyio.create_task_group() as tasks,
-    ):
+    async with serving_fake(face) as (engine, _, _, http), anyio.create_task_group() as tasks:
         answers: list[httpx.Response] = []
 
         async def ask() -> None:
-            answers.append(await http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}))
+            answers.append(await http.post("/v1/completions", json=POSTS["/v1/completions"]))
 
         await engine.pause()
         tasks.start_soon(ask)
@@ -284,16 +270,10 @@ async def test_a_paused_engine_is_healthy_and_answers_later(face: Face) -> None:
 @both_faces
 async def test_a_device_that_hangs_is_unhealthy(face: Face) -> None:
     async with (
-        fake_engine(is_manual=True, stall_after_s=0.05) as (engine, executor),
-        serving(engine, face) as served,
-        plain_client(served.url) as http,
+        serving_fake(face, is_manual=True, stall_after_s=0.05) as (engine, executor, _, http),
         anyio.create_task_group() as tasks,
     ):
-
-        async def ask() -> None:
-            await http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
-
-        tasks.start_soon(ask)
+        tasks.start_soon(partial(http.post, "/v1/completions", json=POSTS["/v1/completions"]))
         await until(lambda: engine.health().status == "STALLED")
         health = await http.get("/health")
         assert health.status_code == 503

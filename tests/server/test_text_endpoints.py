@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import anyio
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from server.conftest import Face, both_faces, events_of, fake_engine, on_both_faces, plain_client, serving
+from server.conftest import Face, both_faces, events_of, on_both_faces, serving_fake
 from tokenizers import Regex
 from tokenizers.pre_tokenizers import Split
 from waiting import until
@@ -114,11 +115,7 @@ def ids_to_abort(header: str, answer: str) -> list[Any]:
 @both_faces
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_request_is_aborted_by_its_id(face: Face, stream: bool) -> None:
-    async with (
-        fake_engine(is_manual=True) as (engine, executor),
-        serving(engine, face) as served,
-        plain_client(served.url) as http,
-    ):
+    async with serving_fake(face, is_manual=True) as (engine, executor, _, http):
         for path, prefix in (("/v1/completions", "cmpl-"), ("/v1/chat/completions", "chatcmpl-")):
             for name in ("header", "body"):
                 for asked in ids_to_abort("mine", f"{prefix}mine"):
@@ -169,20 +166,14 @@ async def test_health_says_that_the_engine_is_alive(http: httpx.AsyncClient) -> 
 @both_faces
 async def test_the_load_is_what_is_being_served(face: Face) -> None:
     async with (
-        fake_engine(is_manual=True, max_num_seqs=1) as (engine, executor),
-        serving(engine, face) as served,
-        plain_client(served.url) as http,
+        serving_fake(face, is_manual=True, max_num_seqs=1) as (engine, executor, _, http),
         anyio.create_task_group() as tasks,
     ):
         assert (await http.get("/load")).json() == {
             "server_load": 0, "running": 0, "waiting": 0, "kv_cache_usage": 0.0
         }  # fmt: skip
-
-        async def ask() -> None:
-            await http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
-
         for _ in range(3):
-            tasks.start_soon(ask)
+            tasks.start_soon(partial(http.post, "/v1/completions", json={"prompt": "a", "max_tokens": 1}))
         await until(lambda: engine.stats().running + engine.stats().waiting == 3)
         told = (await http.get("/load")).json()
         assert (told["server_load"], told["running"], told["waiting"]) == (3, 1, 2)
@@ -197,13 +188,8 @@ async def test_metrics_are_prometheus_text_and_count_what_was_done(http: httpx.A
         answer = await http.get("/metrics")
         assert answer.status_code == 200
         assert answer.headers["content-type"].startswith(("text/plain", "application/openmetrics-text"))
-        samples = [
-            sample.value
-            for family in text_string_to_metric_families(answer.text)
-            for sample in family.samples
-            if sample.name == name
-        ]
-        return sum(samples)
+        families = text_string_to_metric_families(answer.text)
+        return sum(sample.value for family in families for sample in family.samples if sample.name == name)
 
     before = await value("vllm:generation_tokens_total")
     await http.post("/v1/completions", json={"prompt": "a", "max_tokens": 7, "ignore_eos": True})
@@ -245,7 +231,7 @@ async def test_every_answer_has_an_id_of_its_own(http: httpx.AsyncClient) -> Non
 
 @both_faces
 async def test_a_panic_of_the_tokenizer_is_an_error_as_any_other(face: Face) -> None:
-    async with fake_engine() as (engine, _), serving(engine, face) as served, plain_client(served.url) as client:
+    async with serving_fake(face) as (engine, _, _, client):
         assert engine._runtime is not None
         tokenizer = engine._runtime.require_tokenizer()
         tokenizer._backend.pre_tokenizer = Split(Regex(r"(\w+\s*)+\d$"), "isolated")
