@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.abc
 import httpx
 import pytest
 from server.conftest import Face, app_of, both_faces, fake_engine, plain_client, serving_app, serving_fake
@@ -93,18 +94,29 @@ async def start(engine: Engine) -> None:
         await engine.__aenter__()
 
 
+@contextlib.asynccontextmanager
+async def starting(
+    face: Face, config: ServerConfig | None = None, *, model: str | None = None
+) -> AsyncIterator[tuple[Engine, httpx.AsyncClient, anyio.abc.TaskGroup]]:
+    """An engine that is served while it starts, which `gate` holds; a client of it, and tasks that end with it."""
+    engine = Engine(model, seed=1, executor=FakeExecutor(vocab_size=2048))
+    app = app_of(engine, face, config)
+    async with serving_app(app) as url, plain_client(url) as http, anyio.create_task_group() as tasks:
+        tasks.start_soon(start, engine)
+        await until(lambda: engine._runtime is not None)
+        yield engine, http, tasks
+        await engine.aclose()
+
+
 @both_faces
 async def test_what_is_asked_while_the_engine_starts_is_answered_when_it_has(face: Face, gate: threading.Event) -> None:
-    engine = Engine(seed=1, executor=FakeExecutor(vocab_size=2048))
-    async with serving_app(app_of(engine, face)) as url, plain_client(url) as http, anyio.create_task_group() as tasks:
+    async with starting(face) as (_, http, tasks):
         answers: dict[tuple[str, bool], httpx.Response] = {}
 
         async def ask(path: str, stream: bool) -> None:
             answers[path, stream] = await http.post(path, json={**POSTS[path], **({"stream": True} if stream else {})})
 
-        tasks.start_soon(engine.__aenter__)
         asked = [(path, stream) for path in POSTS for stream in (False, True) if path.startswith("/v1") or not stream]
-        await until(lambda: engine._runtime is not None)
         for path, stream in asked:
             tasks.start_soon(ask, path, stream)
         for path in ("/v1/models", "/load"):
@@ -117,7 +129,6 @@ async def test_what_is_asked_while_the_engine_starts_is_answered_when_it_has(fac
         await until(lambda: len(answers) == len(asked))
         assert {answer.status_code for answer in answers.values()} == {200}
         assert (await http.get("/health")).json()["status"] == "ALIVE"
-        await engine.aclose()
 
 
 def strip_labels(metrics: str) -> str:
@@ -128,44 +139,32 @@ def strip_labels(metrics: str) -> str:
 async def test_what_waits_for_a_start_is_bounded_in_number_and_time(
     face: Face, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine(seed=1, executor=FakeExecutor(vocab_size=2048))
-    app = app_of(engine, face, ServerConfig(max_concurrent_requests=1))
-    async with serving_app(app) as url, plain_client(url) as http, anyio.create_task_group() as tasks:
-        tasks.start_soon(engine.__aenter__)
-        await until(lambda: engine._runtime is not None)
+    async with starting(face, ServerConfig(max_concurrent_requests=1)) as (engine, http, tasks):
         tasks.start_soon(partial(http.post, "/v1/completions", json=POSTS["/v1/completions"]))
         await until(lambda: engine._runtime._num_waiting_for_start == 1)
         check_503(await http.post("/tokenize", json=POSTS["/tokenize"]), "overloaded")
         gate.set()
         await until(lambda: engine.health().status == "ALIVE")
-        await engine.aclose()
     gate.clear()
-    engine = Engine(seed=1, executor=FakeExecutor(vocab_size=2048))
     monkeypatch.setattr(api, "START_TIMEOUT_S", 0.001)
-    async with serving_app(app_of(engine, face)) as url, plain_client(url) as http, anyio.create_task_group() as tasks:
-        tasks.start_soon(engine.__aenter__)
-        await until(lambda: engine._runtime is not None)
+    async with starting(face) as (engine, http, _):
         answer = await http.post("/v1/completions", json=POSTS["/v1/completions"])
         check_503(answer, "unavailable")
         assert "still starting" in answer.json()["error"]["message"]
         gate.set()
         await until(lambda: engine.health().status == "ALIVE")
-        await engine.aclose()
 
 
 @both_faces
 async def test_who_waits_for_a_start_that_fails_hears_that_it_did(
     face: Face, gate: threading.Event, tmp_path: Path
 ) -> None:
-    engine = Engine(str(tmp_path / "absent"), executor=FakeExecutor(vocab_size=2048))
-    async with serving_app(app_of(engine, face)) as url, plain_client(url) as http, anyio.create_task_group() as tasks:
+    async with starting(face, model=str(tmp_path / "absent")) as (engine, http, tasks):
         answers: list[httpx.Response] = []
 
         async def ask(path: str) -> None:
             answers.append(await http.post(path, json=POSTS[path]))
 
-        tasks.start_soon(start, engine)
-        await until(lambda: engine._runtime is not None)
         for path in POSTS:
             tasks.start_soon(ask, path)
         await until(lambda: engine._runtime._num_waiting_for_start == len(POSTS))
