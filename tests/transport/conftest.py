@@ -36,11 +36,12 @@ def runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def quiet_log() -> Iterator[None]:
-    """What is killed on purpose need not be reported."""
-    logger = logging.getLogger("aioengine")
-    logger.propagate = False
-    logger.setLevel(logging.INFO)
-    yield
-    logger.propagate = True
-    logger.setLevel(logging.NOTSET)
+def address(tmp_path_factory: pytest.TempPathFactory, scheme: str) -> str:
+    """Of an engine that a test serves, by its parameter ``scheme``."""
+    return f"ipc://{tmp_path_factory.mktemp('s')}/engine" if scheme == "ipc" else "tcp://127.0.0.1:*"
+
+
+@pytest.fixture
+def quiet_log(quiet_log: None, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is printed; handlers that tests add hear what children say, too."""
+    caplog.set_level(logging.INFO, "aioengine")

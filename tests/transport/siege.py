@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import copy
 import functools
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import anyio
 import zmq
-from transport.wire_samples import int32
+from transport.wire_samples import Sample, frames_of, int32
+from waiting import until
 
 from aioengine import Engine
 from aioengine.config import EngineConfig
@@ -59,10 +58,11 @@ def request(number: int, prompt: Sequence[int] = (1, 2, 3), *, max_tokens: int =
     return body, (int32(*prompt),)
 
 
-async def until(is_so: Callable[[], Any]) -> None:
+async def look_until(monitor: Monitor, is_so: Callable[[], Any]) -> None:
+    """Let the monitor take in its socket's news until it is so."""
     with anyio.fail_after(PATIENCE_S):
-        while not is_so():  # noqa: ASYNC110 - ZMQ's threads and the engine set no event for this
-            await asyncio.sleep(0)
+        while not is_so():
+            await monitor.look()
 
 
 def num_fds() -> int:
@@ -110,9 +110,7 @@ class Peer:
 
     async def connect_outputs(self, attached: Attached, *, hwm: int = 1000) -> None:
         socket, monitor = self.pull(attached, attached.password.encode(), hwm=hwm)
-        with anyio.fail_after(PATIENCE_S):
-            while not monitor.has_connected:
-                await monitor.look()
+        await look_until(monitor, lambda: monitor.has_connected)
         monitor.close()
         self.outputs = Channel(socket)
 
@@ -147,6 +145,12 @@ class Peer:
         with anyio.fail_after(PATIENCE_S):
             while not is_so():
                 await self.read()
+
+    async def is_served(self, number: int) -> None:
+        """A request of this number ends with the tokens that are due."""
+        self.say(*request(number))
+        await self.read_until(lambda: number in self.ended)
+        assert self.tokens[number] == expected_tokens([1, 2, 3], 20, seed=number)
 
     @property
     def ended(self) -> dict[int, str]:
@@ -247,6 +251,15 @@ async def besieged(address: str, *, num_blocks: int = 512, **config: Any) -> Asy
 
 
 @contextlib.asynccontextmanager
+async def joined(address: str, *, hwm: int = 1000, **config: Any) -> AsyncIterator[tuple[Siege, Peer]]:
+    """`besieged`, with a peer that has a session."""
+    async with besieged(address, **config) as siege:
+        peer = siege.peer()
+        await peer.join(hwm=hwm)
+        yield siege, peer
+
+
+@contextlib.asynccontextmanager
 async def _besieged(address: str, *, num_blocks: int, **config: Any) -> AsyncIterator[Siege]:
     zmq.Frame(bytes(2**17), copy=False)  # with the first one pyzmq starts a thread that it keeps
     fds_before = num_fds()
@@ -297,5 +310,5 @@ async def _assert_nothing_is_left(server: EngineServer) -> None:
     assert core.death is None
 
 
-def address_in(folder: Path, scheme: str) -> str:
-    return f"ipc://{folder}/engine" if scheme == "ipc" else "tcp://127.0.0.1:*"
+def attach_frames(number: int = 0, version: int = wire.PROTOCOL_VERSION) -> list[bytes]:
+    return frames_of(Sample("", wire.Attach(version, "x")), number)

@@ -12,6 +12,8 @@ import anyio
 import numpy as np
 import pytest
 import zmq
+from nightly import seeds
+from waiting import Ticker
 
 from aioengine.transport.channel import RECEIVE_BATCH, ZERO_COPY_BYTES, Channel, size_of
 
@@ -20,11 +22,6 @@ on_both_loops = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
 Context = zmq.Context[zmq.Socket[bytes]]
 
 LARGE = 2 * ZERO_COPY_BYTES
-
-
-def seeds(count: int) -> list[Any]:
-    """Two of them; all in `make nightly`."""
-    return [0, 1, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(2, count))]
 
 
 @pytest.fixture
@@ -61,12 +58,6 @@ async def receive(channel: Channel, count: int) -> list[list[bytes]]:
         while len(messages) < count:
             messages += await channel.receive()
     return messages
-
-
-async def until(is_so: Callable[[], Any]) -> None:
-    with anyio.fail_after(30):
-        while not is_so():  # noqa: ASYNC110 - other threads of ZMQ's set no event
-            await asyncio.sleep(0)
 
 
 def let_sends_look() -> None:
@@ -145,22 +136,13 @@ class TestBounds:
 
     async def test_a_full_socket_does_not_starve_other_tasks(self, join: Any) -> None:
         """ZMQ's own asyncio socket gives others no turn at all while messages are ready."""
-        count, turns = 20_000, 0
+        count = 20_000
         sender, receiver = join(zmq.PUSH, zmq.PULL, hwm=0)
         for _ in range(count):
             sender.send([b"x"])
-
-        async def count_turns() -> None:
-            nonlocal turns
-            while True:
-                turns += 1
-                await asyncio.sleep(0)
-
-        async with asyncio.TaskGroup() as tasks:
-            counting = tasks.create_task(count_turns())
+        async with Ticker() as ticker:
             await receive(receiver, count)
-            counting.cancel()
-        assert turns >= count // RECEIVE_BATCH - 1
+        assert ticker.count >= count // RECEIVE_BATCH - 1
 
 
 @on_both_loops

@@ -5,20 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import anyio
 import msgspec
 import pytest
+from nightly import nightly
 from transport import wire_samples
-from transport.siege import (
-    Peer,
-    address_in,
-    besieged,
-    expected_tokens,
-    params_of,
-    request,
-    until,
-)
+from transport.siege import attach_frames, besieged, expected_tokens, joined, look_until, params_of, request
 from transport.wire_samples import DIRECTIONS, frames_of
+from waiting import until
 
 from aioengine.core import control as c
 from aioengine.transport import server as server_module
@@ -27,16 +20,7 @@ from aioengine.transport.wire import PROTOCOL_VERSION, Refused
 
 pack = msgspec.msgpack.encode
 
-both_ways = pytest.mark.parametrize("scheme", ["ipc", pytest.param("tcp", marks=pytest.mark.nightly)])
-
-
-@pytest.fixture
-def address(tmp_path_factory: pytest.TempPathFactory, scheme: str) -> str:
-    return address_in(tmp_path_factory.mktemp("s"), scheme)
-
-
-def attach_frames(number: int = 0, version: int = PROTOCOL_VERSION) -> list[bytes]:
-    return frames_of(wire_samples.Sample("", wire.Attach(version, "x")), number)
+both_ways = pytest.mark.parametrize("scheme", ["ipc", *nightly("tcp")])
 
 
 ADD = frames_of(wire_samples.FROM_FRONT_END[2])
@@ -87,13 +71,9 @@ class TestBeforeAttaching:
         self, address: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 2**20)
-        async with besieged(address) as siege:
-            peer = siege.peer()
-            await peer.join()
+        async with joined(address) as (_, peer):
             peer.say_raw([b"x" * 2**21])
-            with anyio.fail_after(30):
-                while not peer.monitor.is_gone:
-                    await peer.monitor.look()
+            await look_until(peer.monitor, lambda: peer.monitor.is_gone)
 
     async def test_many_that_are_forgotten_again(self, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(server_module, "MAX_READERS", 16)
@@ -108,33 +88,22 @@ class TestBeforeAttaching:
 @both_ways
 class TestInASession:
     async def test_a_second_attach(self, address: str) -> None:
-        async with besieged(address) as siege:
-            peer = siege.peer()
-            await peer.join()
+        async with joined(address) as (siege, peer):
             peer.say(wire.Attach(PROTOCOL_VERSION))
             await until(lambda: siege.num_refused == 1)
             assert siege.num_sessions == 1
-            await self._is_served(peer, 0)
-
-    async def _is_served(self, peer: Peer, number: int) -> None:
-        peer.say(*request(number))
-        await peer.read_until(lambda: number in peer.ended)
-        assert peer.tokens[number] == expected_tokens([1, 2, 3], 20, seed=number)
+            await peer.is_served(0)
 
     async def test_malformed_messages_between_good_ones(self, address: str) -> None:
-        async with besieged(address) as siege:
-            peer = siege.peer()
-            await peer.join()
+        async with joined(address) as (siege, peer):
             refused = [frames for name, each in STRANGE.items() if name != "a later number" for frames in each]
             for number, frames in enumerate(refused):
                 peer.say_raw(frames)
-                await self._is_served(peer, number)
+                await peer.is_served(number)
             assert siege.num_refused == len(refused)
 
     async def test_replayed_messages(self, address: str) -> None:
-        async with besieged(address) as siege:
-            peer = siege.peer()
-            await peer.join()
+        async with joined(address) as (siege, peer):
             frames = [bytes(frame) for frame in peer.writer.write(*request(0))]
             for _ in range(5):
                 peer.say_raw(frames)
@@ -142,14 +111,12 @@ class TestInASession:
             peer.say_raw(frames)
             peer.say_raw(attach_frames())
             await until(lambda: siege.server.num_refused["out of turn"] == 6)
-            await self._is_served(peer, 1)
+            await peer.is_served(1)
             assert peer.tokens[0] == expected_tokens([1, 2, 3], 20, seed=0)
 
     async def test_reordered_messages_are_lost_ones(self, address: str) -> None:
         """What is missing cannot be had again: the session ends, and says so."""
-        async with besieged(address) as siege:
-            peer = siege.peer()
-            await peer.join()
+        async with joined(address) as (siege, peer):
             peer.say(*request(0, max_tokens=1000))
             first, second = (peer.writer.write(wire.Allow(0, 5)) for _ in range(2))
             peer.say_raw(second)
@@ -185,32 +152,26 @@ class TestInASession:
         ],
     )
     async def test_a_bad_request_fails_alone(self, address: str, fields: dict[str, Any], kind: str) -> None:
-        async with besieged(address) as siege:
-            peer = siege.peer()
-            await peer.join()
+        async with joined(address) as (siege, peer):
             peer.say(*request(7, **fields))
             await peer.read_until(lambda: 7 in peer.ended)
             assert peer.ended == {7: kind}
-            await self._is_served(peer, 8)
+            await peer.is_served(8)
             assert siege.num_refused == 0
 
     @pytest.mark.parametrize("number", [-1, 2**31, 2**64 - 1])
     async def test_numbers_that_cannot_be(self, address: str, number: int) -> None:
-        async with besieged(address) as siege:
-            peer = siege.peer()
-            await peer.join()
+        async with joined(address) as (siege, peer):
             body, arrays = request(number, seed=1, params=params_of(n=2, temperature=1.0))
             frames = peer.writer.write(body, arrays)
             peer.writer.number -= 1
             peer.say_raw([bytes(frame) for frame in frames])
             await until(lambda: siege.num_refused == 1)
-            await self._is_served(peer, 0)
+            await peer.is_served(0)
 
     async def test_a_number_that_is_taken(self, address: str) -> None:
         """Another request of the same number does not disturb the one that is here."""
-        async with besieged(address) as siege:
-            peer = siege.peer()
-            await peer.join()
+        async with joined(address) as (_, peer):
             peer.say(*request(0, max_tokens=200))
             for seed in (5, 6):
                 peer.say(*request(0, seed=seed))
@@ -218,9 +179,7 @@ class TestInASession:
             assert peer.tokens[0] == expected_tokens([1, 2, 3], 200, seed=0)
 
     async def test_families_that_overlap(self, address: str) -> None:
-        async with besieged(address) as siege:
-            peer = siege.peer()
-            await peer.join()
+        async with joined(address) as (_, peer):
             peer.say(*request(1, max_tokens=200))
             peer.say(*request(0, params=params_of(n=3, temperature=1.0)))
             await peer.read_until(lambda: {0, 1, 2} <= peer.ended.keys())
@@ -239,38 +198,30 @@ class TestInASession:
                 assert peer.tokens == {0: expected_tokens([1, 2, 3], 100, seed=seed)}
 
     async def test_ends_and_allowances_of_what_is_not_there(self, address: str) -> None:
-        async with besieged(address) as siege:
-            peer = siege.peer()
-            await peer.join()
+        async with joined(address) as (_, peer):
             peer.say(wire.Finish([0, -1, 2**31, 2**63, 7] * 1000, "abort"))
             peer.say(wire.Finish([], "stop", "a word"))
             peer.say(wire.Allow(0, 5))
             peer.say(wire.Allow(2**63, -(2**63)))
-            await self._is_served(peer, 0)
+            await peer.is_served(0)
 
     async def test_part_of_a_family_may_be_ended(self, address: str) -> None:
-        async with besieged(address) as siege:
-            peer = siege.peer()
-            await peer.join()
+        async with joined(address) as (_, peer):
             for first, ended in ((0, [1]), (10, [10]), (20, [22, 20]), (30, [30, 31, 32])):
                 peer.say(*request(first, params=params_of(n=3, temperature=1.0)))
                 peer.say(wire.Finish(ended, "abort"))
                 await peer.read_until(lambda first=first: {first, first + 1, first + 2} <= peer.ended.keys())  # type: ignore[misc]
 
     async def test_what_was_not_sent_cannot_be_acknowledged(self, address: str) -> None:
-        async with besieged(address) as siege:
-            peer = siege.peer()
-            await peer.join()
+        async with joined(address) as (siege, peer):
             for number in (10**6, 2**63):
                 peer.say(wire.Acknowledge(number))
             peer.say(wire.Acknowledge(-1))
             await until(lambda: siege.num_refused == 2)
-            await self._is_served(peer, 0)
+            await peer.is_served(0)
 
     async def test_more_waiting_requests_than_are_allowed(self, address: str) -> None:
-        async with besieged(address, max_waiting=8, max_num_seqs=4) as siege:
-            peer = siege.peer()
-            await peer.join()
+        async with joined(address, max_waiting=8, max_num_seqs=4) as (_, peer):
             for number in range(100):
                 peer.say(*request(number, max_tokens=50))
             await peer.read_until(lambda: len(peer.ended) == 100)
@@ -278,12 +229,17 @@ class TestInASession:
             assert list(peer.ended.values()).count("length") >= 8
 
 
+class Odd(Exception):
+    dump = 5
+
+    def __str__(self) -> str:
+        raise RuntimeError("not even a text")
+
+
 @both_ways
 class TestControlCalls:
     async def test_an_unknown_or_failing_call_fails_its_caller_only(self, address: str) -> None:
-        async with besieged(address) as siege:
-            peer = siege.peer()
-            await peer.join()
+        async with joined(address) as (siege, peer):
             calls = [pack(["Explode"]), pack(["Pause", "never"]), b"\xc1", pack(["CollectiveRpc", "no such function"])]
             for call_id, raw in enumerate(calls):
                 if raw == b"\xc1":  # no msgpack, so no message
@@ -297,44 +253,29 @@ class TestControlCalls:
                 assert returned.fault.kind == "InvalidRequest"
             assert siege.num_refused == 1
 
-    async def test_a_call_whose_failure_is_odd(self, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        class Odd(Exception):
-            dump = 5
-
-            def __str__(self) -> str:
-                raise RuntimeError("not even a text")
-
-        async def fail(control: Any) -> Any:
-            raise Odd
-
-        async with besieged(address) as siege:
-            monkeypatch.setattr(siege.server.core, "call", fail)
-            peer = siege.peer()
-            await peer.join()
-            peer.say(wire.CallControl(1, wire.pack_control(c.IsSleeping())[0]))
-            await peer.read_until(lambda: 1 in peer.returned)
-            fault = peer.returned[1].fault
-            assert fault is not None
-            assert fault.kind == "RuntimeError"
-
     @pytest.mark.parametrize(
-        "result", [object(), 2**70, "\udcff", {1: {2: object()}}], ids=["object", "int", "text", "deep"]
+        ("outcome", "kind"),
+        [
+            (Odd(), "RuntimeError"),
+            *((result, "InvalidRequest") for result in (object(), 2**70, "\udcff", {1: {2: object()}})),
+        ],
+        ids=["odd failure", "object", "int", "text", "deep"],
     )
-    async def test_a_result_that_cannot_be_sent(
-        self, address: str, result: Any, monkeypatch: pytest.MonkeyPatch
+    async def test_an_outcome_that_cannot_be_sent(
+        self, address: str, outcome: Any, kind: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        async def succeed(control: Any) -> Any:
-            return result
+        async def call(control: Any) -> Any:
+            if isinstance(outcome, Exception):
+                raise outcome
+            return outcome
 
-        async with besieged(address) as siege:
-            monkeypatch.setattr(siege.server.core, "call", succeed)
-            peer = siege.peer()
-            await peer.join()
+        async with joined(address) as (siege, peer):
+            monkeypatch.setattr(siege.server.core, "call", call)
             peer.say(wire.CallControl(1, wire.pack_control(c.IsSleeping())[0]))
             await peer.read_until(lambda: 1 in peer.returned)
             fault = peer.returned[1].fault
             assert fault is not None
-            assert fault.kind == "InvalidRequest"
+            assert fault.kind == kind
             peer.say(wire.CallControl(2, msgspec.Raw(pack(["Explode"]))))
             await peer.read_until(lambda: 2 in peer.returned)  # no number was left out
 

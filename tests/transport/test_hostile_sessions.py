@@ -11,35 +11,27 @@ from typing import Any
 import anyio
 import msgspec
 import pytest
-from transport import wire_samples
+from nightly import nightly
 from transport.siege import (
     Peer,
     Siege,
-    address_in,
+    attach_frames,
     besieged,
     expected_tokens,
+    joined,
+    look_until,
     params_of,
     request,
-    until,
 )
 from transport.strangers import STRANGERS, say
-from transport.wire_samples import frames_of
+from waiting import until
 
 from aioengine.transport import server as server_module
 from aioengine.transport import session as session_module
 from aioengine.transport import wire
 from aioengine.transport.wire import PROTOCOL_VERSION, Attached, Refused, Writer
 
-both_ways = pytest.mark.parametrize("scheme", ["ipc", pytest.param("tcp", marks=pytest.mark.nightly)])
-
-
-@pytest.fixture
-def address(tmp_path_factory: pytest.TempPathFactory, scheme: str) -> str:
-    return address_in(tmp_path_factory.mktemp("s"), scheme)
-
-
-def attach_frames(number: int = 0, version: int = PROTOCOL_VERSION) -> list[bytes]:
-    return frames_of(wire_samples.Sample("", wire.Attach(version, "x")), number)
+both_ways = pytest.mark.parametrize("scheme", ["ipc", *nightly("tcp")])
 
 
 @both_ways
@@ -95,9 +87,7 @@ class TestAttaching:
         async with besieged(address) as siege:
             here, late = siege.peer(), siege.peer()
             await here.join()
-            with anyio.fail_after(30):
-                while not late.monitor.has_connected:
-                    await late.monitor.look()
+            await look_until(late.monitor, lambda: late.monitor.has_connected)
             limits = resource.getrlimit(resource.RLIMIT_NOFILE)
             highest = max(map(int, os.listdir("/proc/self/fd")))
             resource.setrlimit(resource.RLIMIT_NOFILE, (min(highest + 1, limits[0]), limits[1]))
@@ -118,8 +108,7 @@ class TestAttaching:
             assert isinstance(refused, Refused)
             assert "cannot be served now" in refused.reason
             await late.join()
-            here.say(*request(0))
-            await here.read_until(lambda: 0 in here.ended)
+            await here.is_served(0)
 
 
 @both_ways
@@ -152,13 +141,10 @@ class TestOutputs:
             peer = siege.peer()
             attached = await peer.attach()
             _, monitor = peer.pull(attached, b"a guess")
-            with anyio.fail_after(30):
-                while not monitor.is_refused:
-                    await monitor.look()
+            await look_until(monitor, lambda: monitor.is_refused)
             monitor.close()
             await peer.connect_outputs(attached)
-            peer.say(*request(0))
-            await peer.read_until(lambda: 0 in peer.ended)
+            await peer.is_served(0)
 
     async def test_the_secret_of_a_session_that_is_over_opens_nothing(self, address: str) -> None:
         async with besieged(address) as siege:
@@ -170,9 +156,7 @@ class TestOutputs:
             other = await siege.peer().join()
             stolen = msgspec.structs.replace(attached, output_address=other.output_address)
             _, monitor = peer.pull(stolen, stolen.password.encode())
-            with anyio.fail_after(30):
-                while not monitor.is_refused:
-                    await monitor.look()
+            await look_until(monitor, lambda: monitor.is_refused)
             monitor.close()
 
 
@@ -186,9 +170,7 @@ class TestStrangers:
             address = siege.server.address if door == "requests" else attached.output_address
             for _ in range(3):
                 await asyncio.to_thread(say, int(address.rpartition(":")[2]), *STRANGERS[stranger])
-            peer.say(*request(0))
-            await peer.read_until(lambda: 0 in peer.ended)
-            assert peer.tokens[0] == expected_tokens([1, 2, 3], 20, seed=0)
+            await peer.is_served(0)
             assert siege.num_sessions == 1
 
 
@@ -207,9 +189,7 @@ class TestVanishing:
             await until(lambda: len(siege.server.core._live) <= 1)
 
     async def test_with_its_outputs_alone(self, address: str) -> None:
-        async with besieged(address) as siege:
-            peer = siege.peer()
-            await peer.join()
+        async with joined(address) as (siege, peer):
             peer.say(*request(0, max_tokens=3000))
             await peer.read_until(lambda: 0 in peer.tokens)
             assert peer.outputs is not None
@@ -253,18 +233,14 @@ class TestOneThatDoesNotRead:
 
     async def test_is_cut_off(self, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
         small_bounds(monkeypatch)
-        async with besieged(address) as siege:
-            peer = siege.peer()
-            await peer.join(hwm=1)
+        async with joined(address, hwm=1) as (siege, peer):
             peer.say(*request(0, max_tokens=3000))
             await self._is_cut_off(siege, peer)
 
     async def test_hears_why_once_it_reads_again(self, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """Within the time that last words have; what it had left unread comes first, whole and in order."""
         small_bounds(monkeypatch)
-        async with besieged(address) as siege:
-            peer = siege.peer()
-            await peer.join()
+        async with joined(address) as (siege, peer):
             peer.say(*request(0, max_tokens=3000))
             await until(lambda: siege.num_sessions == 0)
             await peer.read_until(lambda: isinstance(peer.news[-1:] and peer.news[-1], wire.Shutdown))
@@ -276,9 +252,7 @@ class TestOneThatDoesNotRead:
 
     async def test_nor_acknowledges_what_it_reads(self, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
         small_bounds(monkeypatch)
-        async with besieged(address) as siege:
-            peer = siege.peer()
-            await peer.join()
+        async with joined(address) as (siege, peer):
             peer.say(*request(0, max_tokens=3000))
             monkeypatch.setattr(peer.reader, "due", 0)
             async with anyio.create_task_group() as tasks:
@@ -290,9 +264,7 @@ class TestOneThatDoesNotRead:
     async def test_and_acknowledges_all_the_same(self, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """It can say to have read what has left the engine, and no more: what waits there has a bound."""
         small_bounds(monkeypatch)
-        async with besieged(address) as siege:
-            peer = siege.peer()
-            await peer.join(hwm=1)
+        async with joined(address, hwm=1) as (siege, peer):
             peer.say(*request(0, max_tokens=4000))
 
             async def acknowledge() -> None:
@@ -307,9 +279,7 @@ class TestOneThatDoesNotRead:
 
     async def test_leaves_many_bytes_unread(self, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(session_module, "MAX_UNREAD_BYTES", 100_000)
-        async with besieged(address) as siege:
-            peer = siege.peer()
-            await peer.join(hwm=1)
+        async with joined(address, hwm=1) as (siege, peer):
             for number in range(8):
                 peer.say(*request(number, max_tokens=2000, params=params_of(logprobs=20)))
             await until(lambda: siege.num_sessions == 0)
@@ -320,9 +290,7 @@ class TestOneThatDoesNotRead:
         """One that is idle and does not read is told little, and stays."""
         monkeypatch.setattr(session_module, "BEHIND_MESSAGES", 20)
         monkeypatch.setattr(session_module, "MAX_UNREAD_MESSAGES", 60)
-        async with besieged(address) as siege:
-            peer = siege.peer()
-            await peer.join()
+        async with joined(address) as (siege, _):
             steps_before = len(siege.executor.plans)
             await until(lambda: len(siege.executor.plans) > steps_before + 300)
             assert siege.num_sessions == 1

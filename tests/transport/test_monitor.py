@@ -11,6 +11,7 @@ from typing import Any
 import anyio
 import pytest
 import zmq
+from transport.siege import look_until
 from transport.strangers import STRANGERS, say
 
 from aioengine.transport.channel import Channel, Monitor
@@ -98,13 +99,10 @@ class TestMonitor:
     async def test_a_good_connection_comes_and_goes(self, context: Context) -> None:
         async with guard(context) as guarded:
             peer = guarded.connect(b"secret")
-            with anyio.fail_after(10):
-                while not guarded.monitor.has_connected:
-                    await guarded.monitor.look()
-                assert not guarded.monitor.is_gone
-                peer.close()
-                while not guarded.monitor.is_gone:
-                    await guarded.monitor.look()
+            await look_until(guarded.monitor, lambda: guarded.monitor.has_connected)
+            assert not guarded.monitor.is_gone
+            peer.close()
+            await look_until(guarded.monitor, lambda: guarded.monitor.is_gone)
 
     @pytest.mark.parametrize("stranger", STRANGERS)
     async def test_strangers_neither_end_the_good_connection_nor_hide_its_end(
@@ -114,78 +112,58 @@ class TestMonitor:
         async with guard(context) as guarded:
             monitor = guarded.monitor
             peer = guarded.connect(b"secret")
-            with anyio.fail_after(20):
-                while not monitor.has_connected:
-                    await monitor.look()
-                for _ in range(2):
-                    await asyncio.to_thread(say, port_of(guarded.address), *STRANGERS[stranger])
-                    while monitor._open - monitor._maybe_good:
-                        await monitor.look()
-                    assert not monitor.is_gone
-                guarded.socket.send(b"still there", zmq.DONTWAIT)
-                assert await asyncio.to_thread(peer.recv) == b"still there"
-                peer.close()
-                while not monitor.is_gone:
-                    await monitor.look()
+            await look_until(monitor, lambda: monitor.has_connected)
+            for _ in range(2):
+                await asyncio.to_thread(say, port_of(guarded.address), *STRANGERS[stranger])
+                await look_until(monitor, lambda: not monitor._open - monitor._maybe_good)
+                assert not monitor.is_gone
+            guarded.socket.send(b"still there", zmq.DONTWAIT)
+            assert await asyncio.to_thread(peer.recv) == b"still there"
+            peer.close()
+            await look_until(monitor, lambda: monitor.is_gone)
 
     # Whoever comes first with the secret is the good one.
     @pytest.mark.parametrize("stranger", sorted(STRANGERS.keys() - {"spent secret"}))
     async def test_strangers_that_come_first_are_not_the_good_one(self, context: Context, stranger: str) -> None:
         async with guard(context) as guarded:
             monitor = guarded.monitor
-            with anyio.fail_after(20):
-                await asyncio.to_thread(say, port_of(guarded.address), *STRANGERS[stranger])
-                peer = guarded.connect(b"secret")
-                while not monitor.has_connected:
-                    await monitor.look()
-                while len(monitor._maybe_good) > 1:
-                    await monitor.look()
-                assert not monitor.is_gone
-                peer.close()
-                while not monitor.is_gone:
-                    await monitor.look()
+            await asyncio.to_thread(say, port_of(guarded.address), *STRANGERS[stranger])
+            peer = guarded.connect(b"secret")
+            await look_until(monitor, lambda: monitor.has_connected)
+            await look_until(monitor, lambda: len(monitor._maybe_good) <= 1)
+            assert not monitor.is_gone
+            peer.close()
+            await look_until(monitor, lambda: monitor.is_gone)
 
     @pytest.mark.parametrize("secret", [b"wrong", None], ids=["wrong", "none"])
     async def test_the_side_that_is_refused_knows(self, context: Context, secret: bytes | None) -> None:
         async with guard(context) as guarded:
             peer, monitor = guarded.connect_watched(secret)
-            with anyio.fail_after(10):
-                while not monitor.is_refused:
-                    await monitor.look()
+            await look_until(monitor, lambda: monitor.is_refused)
             assert not monitor.has_connected
             assert not guarded.monitor.has_connected
             monitor.close()
             peer.close()
 
-    async def test_a_side_that_finds_nobody_knows(self, context: Context) -> None:
-        with plain_sockets.create_server(("127.0.0.1", 0)) as taken:
-            port = taken.getsockname()[1]
-        peer = context.socket(zmq.DEALER)
-        peer.reconnect_ivl = -1
-        monitor = Monitor(peer)
-        peer.connect(f"tcp://127.0.0.1:{port}")
-        with anyio.fail_after(10):
-            while not monitor.is_refused:
-                await monitor.look()
-        monitor.close()
-        peer.close()
-
-    async def test_a_side_that_reaches_something_else_knows(self, context: Context) -> None:
+    @pytest.mark.parametrize("who", ["nothing", "something else"])
+    async def test_a_side_that_reaches_no_engine_knows(self, context: Context, who: str) -> None:
         with plain_sockets.create_server(("127.0.0.1", 0)) as server:
+            address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+            if who == "nothing":
+                server.close()
             peer = context.socket(zmq.DEALER)
             peer.reconnect_ivl = -1
             monitor = Monitor(peer)
-            peer.connect(f"tcp://127.0.0.1:{server.getsockname()[1]}")
+            peer.connect(address)
 
             def answer() -> None:
                 connection, _ = server.accept()
                 with connection:
                     connection.sendall(b"HTTP/1.0 400 Bad Request\r\n\r\n" * 9)
 
-            with anyio.fail_after(10):
+            if who == "something else":
                 await asyncio.to_thread(answer)
-                while not monitor.is_refused:
-                    await monitor.look()
+            await look_until(monitor, lambda: monitor.is_refused)
             assert not monitor.has_connected
             monitor.close()
             peer.close()
@@ -193,14 +171,11 @@ class TestMonitor:
     async def test_the_connecting_side_knows_of_the_end(self, context: Context) -> None:
         async with guard(context) as guarded:
             peer, monitor = guarded.connect_watched(b"secret")
-            with anyio.fail_after(10):
-                while not monitor.has_connected:
-                    await monitor.look()
-                guarded.socket.unbind(guarded.address)
-                guarded.monitor.close()
-                guarded.socket.close()
-                while not monitor.is_gone:
-                    await monitor.look()
+            await look_until(monitor, lambda: monitor.has_connected)
+            guarded.socket.unbind(guarded.address)
+            guarded.monitor.close()
+            guarded.socket.close()
+            await look_until(monitor, lambda: monitor.is_gone)
             assert not monitor.is_refused
             monitor.close()
             monitor.close()

@@ -64,10 +64,7 @@ def have_descendants(more: str = "") -> None:
 
 
 def leave_the_pipe_open() -> None:
-    sleeper = subprocess.Popen(
-        [sys.executable, "-c", "import signal; signal.pause()"],
-        start_new_session=True,
-    )
+    sleeper = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
     say(f"pids {sleeper.pid}")
     os._exit(0)
 
