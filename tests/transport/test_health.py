@@ -16,7 +16,8 @@ import anyio
 import psutil
 import pytest
 from transport.life_scripts.devices import FIFO, GO, HANG, LOSE, ToldExecutor
-from transport.life_scripts.watching import DEADLINE_S, Script, health_is, until
+from transport.life_scripts.watching import DEADLINE_S, Script, health_is
+from waiting import until
 
 from aioengine import Engine, ProcessOptions
 from aioengine.errors import EngineClosed, EngineDead, ModelLoadError

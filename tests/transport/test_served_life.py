@@ -13,7 +13,8 @@ import anyio
 import pytest
 from transport.life_scripts.devices import VOCAB_SIZE
 from transport.life_scripts.serving import Forwarder, served
-from transport.life_scripts.watching import DEADLINE_S, Script, ends_of, health_is, until
+from transport.life_scripts.watching import DEADLINE_S, Script, ends_of, health_is
+from waiting import until
 
 from aioengine import Engine
 from aioengine.errors import AioEngineError, EngineDead

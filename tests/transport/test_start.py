@@ -1,7 +1,6 @@
 """Engines that start in processes of their own: shake hands with one or two, or fail and say why. Real processes."""
 
 import contextlib
-import logging
 import os
 import re
 import shutil
@@ -13,12 +12,12 @@ from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import anyio
 import pytest
 import zmq
-from transport.life_scripts.watching import DEADLINE_S, Lines, Script
+from transport.life_scripts.watching import DEADLINE_S, Ear, Script
 
 from aioengine import Engine, ProcessOptions
 from aioengine.config import EngineConfig
@@ -225,17 +224,6 @@ async def test_one_of_two_children_that_dies_ends_the_wait(runtime: Path) -> Non
 # Last words
 
 
-@pytest.fixture
-def lines() -> Any:
-    """What this side logs, children's lines included."""
-    lines = Lines()
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.add(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("aioengine").addHandler(handler)
-    yield lines
-    logging.getLogger("aioengine").removeHandler(handler)
-
-
 @pytest.mark.parametrize(
     ("device", "error", "said"),
     [
@@ -249,17 +237,17 @@ def lines() -> Any:
     ],
 )
 async def test_a_child_that_cannot_start_says_why(
-    device: str, error: type[AioEngineError], said: str, runtime: Path, lines: Lines
+    device: str, error: type[AioEngineError], said: str, runtime: Path, ear: Ear
 ) -> None:
     took_ms: list[float] = []
     while not took_ms or (min(took_ms) >= 1000 and len(took_ms) < 3):  # again where the machine was busy
-        lines.said.clear()
+        ear.forget()
         with pytest.raises(error) as caught:
             await Engine.start(process=ProcessOptions(executor=f"{DEVICE}:{device}"))
         known = time.monotonic()
         assert type(caught.value) is error
         assert re.fullmatch(said, str(caught.value)), str(caught.value)
-        ended = [float(line.split()[-1]) for line in lines.said if re.fullmatch(r"engine 0: at [\d.]+", line)]
+        ended = [float(line.split()[-1]) for line in ear.said if re.fullmatch(r"engine 0: at [\d.]+", line)]
         took_ms += [(known - at) * 1000 for at in ended] or [0.0]  # some do not say when it was over
         assert os.listdir(runtime) == []
     print(f"{device}: everything is closed {', '.join(f'{ms:.0f}' for ms in took_ms)} ms after it was over")

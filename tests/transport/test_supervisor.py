@@ -6,19 +6,20 @@ import gc
 import logging
 import os
 import re
-import select
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import anyio
 import psutil
 import pytest
 from blockbuster import BlockBuster
+from transport.life_scripts.watching import DEADLINE_S, Ear, is_dead, until_stopped
+from waiting import until
 
 from aioengine.errors import ConfigError, EngineClosed
 from aioengine.transport.process import Child, ChildSpec
@@ -27,8 +28,6 @@ from aioengine.transport.supervisor import Supervisor
 both_loops = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
 
 HERE = str(Path(__file__).parent)
-DEADLINE_S = 20.0
-"""For what should take milliseconds: a busy machine fails no test."""
 
 
 @pytest.fixture(autouse=True)
@@ -50,46 +49,6 @@ def spawning_may_block(no_blocking_call_on_a_loop: BlockBuster) -> None:
     no_blocking_call_on_a_loop.functions["os.read"].can_block_in("aioengine/transport/process.py", "_spawn")
 
 
-class Ear(logging.Handler):
-    """Hears what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.records: list[logging.LogRecord] = []
-        self._came = asyncio.Event()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records.append(record)
-        self._came.set()
-
-    @property
-    def messages(self) -> list[str]:
-        return [record.getMessage() for record in self.records]
-
-    async def hears(self, *patterns: str) -> list[re.Match[str]]:
-        """Wait until each has been said."""
-        with anyio.fail_after(DEADLINE_S):
-            while True:
-                found = [self._match(pattern) for pattern in patterns]
-                if None not in found:
-                    return [match for match in found if match is not None]
-                self._came.clear()
-                await self._came.wait()
-
-    def _match(self, pattern: str) -> re.Match[str] | None:
-        return next((match for text in self.messages if (match := re.fullmatch(pattern, text))), None)
-
-
-@pytest.fixture
-async def ear(caplog: pytest.LogCaptureFixture) -> AsyncIterator[Ear]:
-    ear = Ear()
-    logger = logging.getLogger("aioengine")
-    caplog.set_level(logging.INFO, "aioengine")
-    logger.addHandler(ear)
-    yield ear
-    logger.removeHandler(ear)
-
-
 @contextlib.contextmanager
 def nothing_left() -> Iterator[None]:
     """No process, zombies included, and no file descriptor."""
@@ -103,20 +62,16 @@ def actor(act: str, *args: str, name: str = "engine 0") -> ChildSpec:
     return ChildSpec(name=name, module="children.actor", args=(act, *args), env={"PYTHONPATH": HERE})
 
 
-def pids_of(match: re.Match[str]) -> list[int]:
-    return [int(pid) for pid in match[1].split()]
+async def descendants(ear: Ear, orphans: list[int], *also: str) -> list[int]:
+    """The pids that engine 0 tells, which are orphans should the test fail."""
+    pids = [int(pid) for pid in (await ear.hears(r"engine 0: pids (.*)", *also))[0][1].split()]
+    orphans.extend(pids)
+    return pids
 
 
-def is_dead(pid: int) -> bool:
-    """Whether it has ended, within the deadline; an orphan's zombie is for init to reap."""
-    try:
-        pidfd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([pidfd], [], [], DEADLINE_S)[0])
-    finally:
-        os.close(pidfd)
+async def failure_of(supervisor: Supervisor) -> Child:
+    with anyio.fail_after(DEADLINE_S):
+        return await supervisor.wait_failure()
 
 
 # Start
@@ -210,11 +165,10 @@ async def test_a_killed_child_is_known_within_100_ms_and_named(ear: Ear, number:
         for _ in range(3):
             async with Supervisor([actor("serve"), actor("serve", name="engine 1")]) as supervisor:
                 await ear.hears("engine 0: ready", "engine 1: ready")
-                ear.records.clear()
+                ear.forget()
                 began = time.monotonic()
                 os.kill(supervisor.children[1].pid, number)
-                with anyio.fail_after(DEADLINE_S):
-                    dead = await supervisor.wait_failure()
+                dead = await failure_of(supervisor)
                 took_ms.append((time.monotonic() - began) * 1000)
                 assert dead is supervisor.failure is supervisor.children[1]
                 assert dead.returncode == -number
@@ -229,8 +183,7 @@ async def test_a_child_that_exits_is_known_within_100_ms(ear: Ear) -> None:
     took_ms = []
     for _ in range(3):
         async with Supervisor([actor("exit", "0")]) as supervisor:
-            with anyio.fail_after(DEADLINE_S):
-                dead = await supervisor.wait_failure()
+            dead = await failure_of(supervisor)
             known = time.monotonic()
             took_ms.append((known - float(dead.last_words[-1].split()[1])) * 1000)
             assert dead.returncode == 0
@@ -243,8 +196,7 @@ async def test_a_child_that_exits_is_known_within_100_ms(ear: Ear) -> None:
 async def test_a_traceback_is_told_by_its_last_line(ear: Ear) -> None:
     with nothing_left():
         async with Supervisor([actor("fail")]) as supervisor:
-            with anyio.fail_after(DEADLINE_S):
-                dead = await supervisor.wait_failure()
+            dead = await failure_of(supervisor)
             told = f"engine 0 (pid {dead.pid}) exited with code 3; its last words: ValueError: no such model"
             assert dead.describe_exit() == told
             assert dead.last_words[0] == "Traceback (most recent call last):"
@@ -295,8 +247,7 @@ async def test_an_expected_exit_is_no_failure(ear: Ear) -> None:
 async def test_words_that_are_still_in_the_pipe_are_read(ear: Ear) -> None:
     for _ in range(5):
         async with Supervisor([actor("die")]) as supervisor:
-            with anyio.fail_after(DEADLINE_S):
-                dead = await supervisor.wait_failure()
+            dead = await failure_of(supervisor)
             assert dead.last_words[-1] == "RuntimeError: these are my last words"
 
 
@@ -304,11 +255,9 @@ async def test_words_that_are_still_in_the_pipe_are_read(ear: Ear) -> None:
 async def test_an_exit_is_known_though_a_descendant_holds_the_pipes(ear: Ear, no_stray_process: list[int]) -> None:
     with nothing_left():
         async with Supervisor([actor("leave")]) as supervisor:
-            with anyio.fail_after(DEADLINE_S):
-                dead = await supervisor.wait_failure()
+            dead = await failure_of(supervisor)
             assert dead.returncode == 0
-            left = pids_of((await ear.hears(r"engine 0: pids (.*)"))[0])
-            no_stray_process.extend(left)
+            left = await descendants(ear, no_stray_process)
         assert all(map(is_dead, left))
 
 
@@ -336,10 +285,9 @@ async def test_a_flood_holds_neither_the_loop_nor_another_child(ear: Ear) -> Non
                 began = loop.time()
                 await asyncio.sleep(0)
                 gaps_s.append(loop.time() - began)
-                ear.records.clear()
+                ear.forget()
             os.kill(supervisor.children[1].pid, signal.SIGKILL)
-            with anyio.fail_after(DEADLINE_S):
-                assert await supervisor.wait_failure() is supervisor.children[1]
+            assert await failure_of(supervisor) is supervisor.children[1]
     gaps_s.sort()
     print(f"turns of the loop beside a flood: median {gaps_s[150] * 1e3:.2f} ms, longest {gaps_s[-1] * 1e3:.2f} ms")
     assert gaps_s[150] < 0.05
@@ -360,15 +308,14 @@ async def test_a_child_ends_on_sigterm_or_is_killed_after_the_deadline(ear: Ear,
         # The others end by SIGTERM: for a stopped one it takes SIGCONT, too.
         by = signal.SIGKILL if act == "ignore" else signal.SIGTERM
         assert supervisor.children[0].returncode == -by
-        assert any("did not end in 0.05 s: killed" in text for text in ear.messages) == (act == "ignore")
+        assert any("did not end in 0.05 s: killed" in text for text in ear.said) == (act == "ignore")
 
 
 @both_loops
 async def test_all_descendants_are_killed_on_the_way_out(ear: Ear, no_stray_process: list[int]) -> None:
     with nothing_left():
         async with Supervisor([actor("descendants", "nameless")]):
-            pids = pids_of((await ear.hears(r"engine 0: pids (.*)", "engine 0: ready"))[0])
-            no_stray_process.extend(pids)
+            pids = await descendants(ear, no_stray_process, "engine 0: ready")
             assert len(pids) == 4
             assert all(map(psutil.pid_exists, pids))
         assert all(map(is_dead, pids))
@@ -377,8 +324,7 @@ async def test_all_descendants_are_killed_on_the_way_out(ear: Ear, no_stray_proc
 async def test_descendants_of_a_killed_child_are_killed_too(ear: Ear, no_stray_process: list[int]) -> None:
     with nothing_left():
         async with Supervisor([actor("descendants")]) as supervisor:
-            pids = pids_of((await ear.hears(r"engine 0: pids (.*)", "engine 0: ready"))[0])
-            no_stray_process.extend(pids)
+            pids = await descendants(ear, no_stray_process, "engine 0: ready")
             os.kill(supervisor.children[0].pid, signal.SIGKILL)
             await supervisor.wait_failure()
         assert all(map(is_dead, pids))
@@ -403,7 +349,7 @@ async def test_an_exit_during_the_way_out_is_no_failure(ear: Ear) -> None:
             await ear.hears("engine 0: ready", "engine 1: ready")
             supervisor.children[0].add_exit_callback(lambda _: os.kill(supervisor.children[1].pid, signal.SIGKILL))
         assert supervisor.failure is None
-        assert not any("did not end" in text for text in ear.messages)
+        assert not any("did not end" in text for text in ear.said)
 
 
 @both_loops
@@ -420,7 +366,7 @@ async def test_a_way_out_that_is_torn_off_kills_at_once(ear: Ear) -> None:
             with pytest.raises(asyncio.CancelledError):
                 await closing
             assert await supervisor.children[0].wait() == -signal.SIGKILL
-            await _threads_end()
+            await until(lambda: not supervisor_threads())
 
 
 async def test_closing_twice_waits_for_the_first(ear: Ear) -> None:
@@ -431,9 +377,8 @@ async def test_closing_twice_waits_for_the_first(ear: Ear) -> None:
     assert supervisor.children[0].returncode == -signal.SIGTERM
 
 
-async def _threads_end() -> None:
-    while any(thread.name.startswith("aioengine-supervisor") for thread in threading.enumerate()):  # noqa: ASYNC110
-        await asyncio.sleep(0)
+def supervisor_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("aioengine-supervisor")]
 
 
 # Abandoned
@@ -455,8 +400,7 @@ async def test_an_abandoned_supervisor_kills_everything(ear: Ear, no_stray_proce
     with nothing_left():
         supervisor = Supervisor()
         (child,) = supervisor.start([actor("descendants")])
-        pids = pids_of((await ear.hears(r"engine 0: pids (.*)", "engine 0: ready"))[0])
-        no_stray_process.extend(pids)
+        pids = await descendants(ear, no_stray_process, "engine 0: ready")
         with anyio.fail_after(DEADLINE_S):
             if where == "on the loop":
                 supervisor.abandon()
@@ -469,7 +413,7 @@ async def test_an_abandoned_supervisor_kills_everything(ear: Ear, no_stray_proce
                 del owner
                 gc.collect()
             assert await child.wait() == -signal.SIGKILL
-            await _threads_end()
+            await until(lambda: not supervisor_threads())
         assert supervisor.failure is None
         assert all(map(is_dead, pids))
         await supervisor.aclose()
@@ -477,23 +421,18 @@ async def test_an_abandoned_supervisor_kills_everything(ear: Ear, no_stray_proce
 
 
 @pytest.mark.parametrize("is_closed", [True, False])
-def test_a_supervisor_whose_loop_is_gone_can_be_abandoned(is_closed: bool, no_stray_process: list[int]) -> None:
+def test_a_supervisor_whose_loop_is_gone_can_be_abandoned(
+    is_closed: bool, ear: Ear, no_stray_process: list[int]
+) -> None:
     with nothing_left():
         loop = asyncio.new_event_loop()
 
         async def start() -> tuple[Supervisor, list[int]]:
-            ear = Ear()
-            logging.getLogger("aioengine").addHandler(ear)
             supervisor = Supervisor()
             supervisor.start([actor("descendants")])
-            pids = pids_of((await ear.hears(r"engine 0: pids (.*)", "engine 0: ready"))[0])
-            logging.getLogger("aioengine").removeHandler(ear)
-            return supervisor, pids
+            return supervisor, await descendants(ear, no_stray_process, "engine 0: ready")
 
-        logging.getLogger("aioengine").setLevel(logging.INFO)
         supervisor, pids = loop.run_until_complete(start())
-        logging.getLogger("aioengine").setLevel(logging.NOTSET)
-        no_stray_process.extend(pids)
         if is_closed:
             loop.close()
         supervisor.abandon()
@@ -542,16 +481,10 @@ def test_children_die_with_a_parent_that_is_killed(
         assert parent.stdout.readline() == "ready\n"
         assert len(pids) == 1 + ("child of its own" in stage)
         if "stopped" in stage:
-            _until_stopped(pids[0])
+            until_stopped(pids[0])
         parent.kill()
         assert parent.wait() == -signal.SIGKILL
         assert all(map(is_dead, pids))
-
-
-def _until_stopped(pid: int) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
-        assert time.monotonic() < deadline
 
 
 def test_no_zombie_is_left_in_a_process_to_whom_orphans_come(no_stray_process: list[int]) -> None:

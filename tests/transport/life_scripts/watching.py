@@ -1,16 +1,17 @@
 """Watching processes and engines: until a line was said, until one is stopped, dead, healthy."""
 
 import asyncio
+import logging
 import os
 import re
 import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 
 import anyio
 import psutil
+from waiting import until
 
 from aioengine import Engine
 
@@ -18,24 +19,16 @@ DEADLINE_S = 60.0
 """For what should take milliseconds: a busy machine fails no test."""
 
 
-async def until(is_so: Callable[[], bool]) -> None:
-    """Let others run until it is so."""
-    with anyio.fail_after(DEADLINE_S):
-        while not is_so():  # noqa: ASYNC110
-            await asyncio.sleep(0)
-
-
 async def health_is(engine: Engine, status: str, reason: str) -> None:
     """Wait until the engine's health is this, and its reason has that in it."""
-    with anyio.fail_after(DEADLINE_S):
-        while not ((health := engine.health()).status == status and reason in health.reason):  # noqa: ASYNC110
-            await asyncio.sleep(0)
+    await until(lambda: (health := engine.health()).status == status and reason in health.reason, timeout_s=DEADLINE_S)
 
 
 class Lines:
     """What a `Life` in this process has said."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.said: list[str] = []
         self._came = asyncio.Event()
 
@@ -43,14 +36,34 @@ class Lines:
         self.said.append(line)
         self._came.set()
 
-    async def hears(self, pattern: str) -> str:
+    async def hears(self, *patterns: str) -> list[re.Match[str]]:
+        """Wait until a line of each pattern has been said."""
         with anyio.fail_after(DEADLINE_S):
             while True:
-                for line in self.said:
-                    if re.fullmatch(pattern, line):
-                        return line
+                found = [self._match(pattern) for pattern in patterns]
+                if None not in found:
+                    return [match for match in found if match is not None]
                 self._came.clear()
                 await self._came.wait()
+
+    def _match(self, pattern: str) -> re.Match[str] | None:
+        return next((match for text in self.said if (match := re.fullmatch(pattern, text))), None)
+
+
+class Ear(Lines, logging.Handler):
+    """What is logged in this process, the lines of children included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+        self.add(record.getMessage())
+
+    def forget(self) -> None:
+        self.records.clear()
+        self.said.clear()
 
 
 def is_dead(pid: int) -> bool:
