@@ -26,6 +26,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "keys"
 
 
+def load(side: str, folder: Path) -> ServerKeys | ClientKeys:
+    return ServerKeys.load(folder) if side == "server" else ClientKeys.load(folder, "alice")
+
+
 # The files
 
 
@@ -152,21 +156,20 @@ def test_a_folder_without_keys_is_said_with_the_command_that_makes_them(tmp_path
 def test_a_secret_that_others_can_read_is_refused(folder: Path, name: str, mode: int) -> None:
     (folder / name).chmod(mode)
     with pytest.raises(ConfigError, match=f"{name} is secret and can be read by others .*chmod 600 {folder / name}"):
-        ServerKeys.load(folder) if name.startswith("server") else ClientKeys.load(folder, "alice")
+        load("server" if name.startswith("server") else "client", folder)
 
 
-@pytest.mark.parametrize("name", [".", "clients", "clients/alice.key"])
-def test_a_server_refuses_keys_that_others_can_change(folder: Path, name: str) -> None:
-    (folder / name).chmod(0o772)
+@pytest.mark.parametrize(
+    ("side", "name", "mode"),
+    [
+        *(("server", name, 0o772) for name in (".", "clients", "clients/alice.key")),
+        *(("client", name, 0o727) for name in (".", "server.key")),
+    ],
+)
+def test_keys_that_others_can_change_are_refused(folder: Path, side: str, name: str, mode: int) -> None:
+    (folder / name).chmod(mode)
     with pytest.raises(ConfigError, match=r"others can write to .*chmod go-w"):
-        ServerKeys.load(folder)
-
-
-@pytest.mark.parametrize("name", [".", "server.key"])
-def test_a_client_refuses_a_servers_key_that_others_can_change(folder: Path, name: str) -> None:
-    (folder / name).chmod(0o727)
-    with pytest.raises(ConfigError, match=r"others can write to .*chmod go-w"):
-        ClientKeys.load(folder, "alice")
+        load(side, folder)
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"public-key", b'public-key = "short"\n', b"public-key = \n"])
@@ -174,9 +177,7 @@ def test_a_client_refuses_a_servers_key_that_others_can_change(folder: Path, nam
 def test_a_damaged_file_is_named(folder: Path, name: str, content: bytes) -> None:
     (folder / name).write_bytes(content)
     with pytest.raises(ConfigError, match=f"{name} .*damaged"):
-        ServerKeys.load(folder) if name in ("server.key_secret", "clients/alice.key") else ClientKeys.load(
-            folder, "alice"
-        )
+        load("server" if name in ("server.key_secret", "clients/alice.key") else "client", folder)
 
 
 @pytest.mark.parametrize("key", [b"~" * 40, b"#" * 40, b"\xff" * 40, b"a" * 39, b"a" * 45])
@@ -218,9 +219,15 @@ def status(gate: Gate, frames: list[bytes]) -> str:
     return answer[2].decode()
 
 
-def test_a_secret_admits_one_connection_ever() -> None:
+@pytest.fixture
+def gate() -> Gate:
+    """It admits one connection to "out.7" as "out" with "secret"."""
     gate = Gate()
     gate.allow_once("out.7", "out", "secret")
+    return gate
+
+
+def test_a_secret_admits_one_connection_ever(gate: Gate) -> None:
     assert gate.decide(request(b"PLAIN", b"out", b"secret")) == [b"1.0", b"id", b"200", b"OK", b"out", b""]
     for _ in range(3):
         assert status(gate, request(b"PLAIN", b"out", b"secret")) == "400"
@@ -247,9 +254,7 @@ def test_a_secret_admits_one_connection_ever() -> None:
     ],
     ids=lambda frames: b" ".join(frames[5:]).decode("latin-1"),
 )
-def test_a_wrong_guess_is_refused_and_leaves_the_right_one_good(frames: list[bytes]) -> None:
-    gate = Gate()
-    gate.allow_once("out.7", "out", "secret")
+def test_a_wrong_guess_is_refused_and_leaves_the_right_one_good(gate: Gate, frames: list[bytes]) -> None:
     assert status(gate, frames) == "400"
     assert status(gate, request(b"PLAIN", b"out", b"secret")) == "200"
     assert (gate.num_admitted, gate.num_refused) == (1, 1)
@@ -278,9 +283,7 @@ MALFORMED = [
 
 
 @pytest.mark.parametrize("frames", MALFORMED, ids=range(len(MALFORMED)))
-def test_a_malformed_request_is_answered_and_harms_nobody(frames: list[bytes]) -> None:
-    gate = Gate()
-    gate.allow_once("out.7", "out", "secret")
+def test_a_malformed_request_is_answered_and_harms_nobody(gate: Gate, frames: list[bytes]) -> None:
     gate.allow_keys("out.7", [KEY])
     assert status(gate, frames) == "500"
     assert gate.num_refused == 1
@@ -333,9 +336,7 @@ def test_as_many_connections_as_were_allowed_are_admitted() -> None:
     assert [status(gate, request(b"CURVE", KEY)) for _ in range(3)] == ["200", "200", "400"]
 
 
-def test_what_is_forgotten_admits_nobody() -> None:
-    gate = Gate()
-    gate.allow_once("out.7", "out", "secret")
+def test_what_is_forgotten_admits_nobody(gate: Gate) -> None:
     gate.allow_once("out.8", "out", "secret")
     gate.forget("out.7")
     gate.forget("never known")

@@ -116,16 +116,15 @@ class TestThereAndBack:
                 assert_same(sample, *reader.read([bytes(frame) for frame in frames]))
             assert reader.due == writer.number == len(samples)
 
+    @pytest.mark.nightly
+    def test_a_prompt_of_100_000_tokens(self) -> None:
+        prompt = np.arange(100_000, dtype=np.int32)
+        sample = wire_samples.FROM_FRONT_END[1]._replace(arrays=(prompt,))
+        assert_same(sample, *read(wire.FromFrontEnd, frames_of(sample)))
+
     @given(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=50), st.integers(-(2**63), 2**64 - 1), st.text())
     def test_any_request(self, prompt: list[int], seed: int, text: str) -> None:
-        body = wire.AddRequest(
-            number=3,
-            params=wire.pack_params(SamplingParams()),
-            seed=seed,
-            max_total_tokens=9,
-            request_id=text,
-            cache_salt=text,
-        )
+        body = msgspec.structs.replace(wire_samples.FROM_FRONT_END[1].body, seed=seed, request_id=text, cache_salt=text)
         sample = Sample("any", body, (np.array(prompt, np.int32),))
         assert_same(sample, *read(wire.FromFrontEnd, frames_of(sample)))
 
@@ -151,6 +150,29 @@ class TestThereAndBack:
         assert body.record.inter_token_latencies_s.dtype == np.float64
 
 
+BAD_PARAMS = {
+    "range": pack({"temperature": 3.0}),
+    "type": pack({"temperature": "hot"}),
+    "nan": pack({"temperature": math.nan}),
+    "unknown": pack({"warmth": 1.0}),
+    "contradiction": pack({"min_tokens": 5, "max_tokens": 2}),
+    "no function": pack({"logits_processors": [1]}),
+    "array": pack([1, 2]),
+    "nil": pack(None),
+    "deep": b"\x81\xb1logits_processors\x91" + b"\x91" * 100_000 + b"\xc0",
+    "text": b"\x81\xa4stop\xa1\xff",
+    "empty": b"",
+}
+
+
+def packed(control: c.AnyControl) -> tuple[c.AnyControl, msgspec.Raw, tuple[Any, ...]]:
+    """The call (a piece of a tensor has data here), and what travels: its message and arrays."""
+    if isinstance(control, c.StageWeights):
+        control = msgspec.structs.replace(control, data=b"abcd")
+    raw, frames = wire.pack_control(control)
+    return control, raw, tuple(np.frombuffer(frame, np.uint8) for frame in frames)
+
+
 class TestWhatIsReadByItself:
     @given(st.builds(SamplingParams, temperature=st.floats(0, 2), n=st.integers(1, 9), seed=st.integers(0, 2**63 - 1)))
     def test_sampling_parameters_there_and_back(self, params: SamplingParams) -> None:
@@ -160,46 +182,17 @@ class TestWhatIsReadByItself:
         with pytest.raises(InvalidRequest, match="logits_processors"):
             wire.pack_params(SamplingParams(logits_processors=(lambda ids, logits: logits,)))
 
-    @pytest.mark.parametrize(
-        "raw",
-        [
-            pack({"temperature": 3.0}),
-            pack({"temperature": "hot"}),
-            pack({"temperature": math.nan}),
-            pack({"warmth": 1.0}),
-            pack({"min_tokens": 5, "max_tokens": 2}),
-            pack({"logits_processors": [1]}),
-            pack([1, 2]),
-            pack(None),
-            b"\x81\xb1logits_processors\x91" + b"\x91" * 100_000 + b"\xc0",
-            b"\x81\xa4stop\xa1\xff",
-            b"",
-        ],
-        ids=[
-            "range",
-            "type",
-            "nan",
-            "unknown",
-            "contradiction",
-            "no function",
-            "array",
-            "nil",
-            "deep",
-            "text",
-            "empty",
-        ],
-    )
-    def test_bad_sampling_parameters_are_a_bad_request(self, raw: bytes) -> None:
+    @pytest.mark.parametrize("what", BAD_PARAMS)
+    def test_bad_sampling_parameters_are_a_bad_request(self, what: str) -> None:
         with pytest.raises(InvalidRequest):
-            wire.unpack_params(msgspec.Raw(raw))
+            wire.unpack_params(msgspec.Raw(BAD_PARAMS[what]))
 
     @pytest.mark.parametrize("control", CONTROLS, ids=lambda control: type(control).__name__)
-    def test_a_control_call_there_and_back(self, control: c.AnyControl) -> None:
-        if isinstance(control, c.StageWeights):
-            control = msgspec.structs.replace(control, data=b"abcd")
-        raw, frames = wire.pack_control(control)
-        arrays = tuple(np.frombuffer(frame, np.uint8) for frame in frames)
-        assert wire.unpack_control(raw, arrays) == control
+    def test_a_control_call_there_and_back_also_with_fields_of_a_later_version(self, control: c.AnyControl) -> None:
+        sent, raw, arrays = packed(control)
+        assert wire.unpack_control(raw, arrays) == sent
+        later = [*cast(list[Any], msgspec.msgpack.decode(raw)), "later", 2]
+        assert wire.unpack_control(msgspec.Raw(pack(later)), arrays) == sent
 
     @pytest.mark.parametrize(
         ("call", "param"),
@@ -472,15 +465,6 @@ class TestEvolution:
                 continue
             if len(expected.layout()) == len(sample.arrays):  # else the frames came with what is missing
                 assert plain(read(kinds, short)[0]) == plain(expected)
-
-    @pytest.mark.parametrize("control", CONTROLS, ids=lambda control: type(control).__name__)
-    def test_a_control_call_with_unknown_fields(self, control: c.AnyControl) -> None:
-        if isinstance(control, c.StageWeights):
-            control = msgspec.structs.replace(control, data=b"1234")
-        raw, frames = wire.pack_control(control)
-        later = [*cast(list[Any], msgspec.msgpack.decode(raw)), "later", 2]
-        arrays = tuple(np.frombuffer(frame, np.uint8) for frame in frames)
-        assert wire.unpack_control(msgspec.Raw(pack(later)), arrays) == control
 
 
 def _required(full: dict[str, Any], fields: Sequence[msgspec.structs.FieldInfo]) -> dict[str, Any]:

@@ -46,62 +46,27 @@ LATER_FIELDS: set[str] = set()
 """Of `EngineConfig`, since the recordings were made: the settings that an engine tells are a mapping, which grows."""
 
 INFO = ExecutorInfo(
-    num_blocks=101,
-    block_size=8,
-    max_model_len=512,
-    vocab_size=2048,
-    max_in_flight=2,
-    kv_cache_bytes=4096,
-    weight_bytes=8192,
-    device="fake",
-    dtype="bfloat16",
-)
+    num_blocks=101, block_size=8, max_model_len=512, vocab_size=2048, max_in_flight=2, kv_cache_bytes=4096,
+    weight_bytes=8192, device="fake", dtype="bfloat16",
+)  # fmt: skip
 
 BEAT = Beat(step=91, step_age_s=0.25, running=3, waiting=4, is_sleeping=True, num_refused=5)
 
 STATS = SchedulerStats(
-    running=1,
-    waiting=2,
-    blocked=3,
-    free_blocks=4,
-    num_blocks=5,
-    preemptions=6,
-    prefix_cache_queries=7,
-    prefix_cache_hits=8,
-    steps=9,
-)
+    running=1, waiting=2, blocked=3, free_blocks=4, num_blocks=5, preemptions=6, prefix_cache_queries=7,
+    prefix_cache_hits=8, steps=9,
+)  # fmt: skip
 
 FAULT = Fault(
-    "PromptTooLong",
-    "too long",
-    param="prompt",
-    retry_after_s=1.5,
-    dump="a report",
-    length=9000,
-    limit=8192,
-    is_lower_bound=True,
-    errno=2,
-    filename="/nowhere",
-)
+    "PromptTooLong", "too long", param="prompt", retry_after_s=1.5, dump="a report", length=9000, limit=8192,
+    is_lower_bound=True, errno=2, filename="/nowhere",
+)  # fmt: skip
 
 RECORD = StepRecord(
-    step=1,
-    num_tokens=2,
-    num_sampled=3,
-    num_prompt_tokens=4,
-    device_time_s=0.5,
-    step_time_s=0.75,
-    loop_lag_s=0.125,
-    inter_token_latencies_s=np.array([0.25, 0.5]),
-    times_to_first_token_s=[0.25, 0.5],
-    running=9,
-    waiting=10,
-    free_blocks=11,
-    num_blocks=12,
-    preemptions=13,
-    prefix_cache_queries=14,
-    prefix_cache_hits=15,
-)
+    step=1, num_tokens=2, num_sampled=3, num_prompt_tokens=4, device_time_s=0.5, step_time_s=0.75, loop_lag_s=0.125,
+    inter_token_latencies_s=np.array([0.25, 0.5]), times_to_first_token_s=[0.25, 0.5], running=9, waiting=10,
+    free_blocks=11, num_blocks=12, preemptions=13, prefix_cache_queries=14, prefix_cache_hits=15,
+)  # fmt: skip
 
 CONTROLS: tuple[c.AnyControl, ...] = (
     c.ResetPrefixCache(reset_running=True),
@@ -134,16 +99,9 @@ def float32(*values: float) -> np.ndarray[Any, np.dtype[np.float32]]:
 
 def _add_request(prompt: np.ndarray[Any, np.dtype[np.int32]]) -> Sample:
     body = wire.AddRequest(
-        number=21,
-        params=wire.pack_params(PARAMS),
-        seed=22,
-        max_total_tokens=23,
-        request_id="request-24",
-        bad_words=((25, 26), (27,)),
-        priority=28,
-        cache_salt="salt-29",
-        num_allowed=30,
-    )
+        number=21, params=wire.pack_params(PARAMS), seed=22, max_total_tokens=23, request_id="request-24",
+        bad_words=((25, 26), (27,)), priority=28, cache_salt="salt-29", num_allowed=30,
+    )  # fmt: skip
     return Sample(f"add_request_{len(prompt)}", body, (prompt,))
 
 
@@ -181,34 +139,19 @@ _NEWS: dict[str, Any] = {
     "record": RECORD,
 }
 _LOGPROBS = (
-    int32(0, 2),
-    float32(-0.5, -1.5, -2.5),
-    int32(1, 2, 3),
-    int32(2, 0, 1),
-    int32(7, 8, 9),
-    float32(-1.0, -2.0, -3.0),
+    int32(0, 2), float32(-0.5, -1.5, -2.5), int32(1, 2, 3), int32(2, 0, 1), int32(7, 8, 9), float32(-1.0, -2.0, -3.0),
     int32(1, 2, 5),
-)
+)  # fmt: skip
+
+ATTACHED = wire.Attached(
+    version=1, client_index=2, output_address="ipc:///tmp/out", username="outputs-2", password="secret",
+    config={name: value for name, value in msgspec.structs.asdict(CONFIG).items() if name not in LATER_FIELDS},
+    info=INFO, eos_token_ids=(3, 4), model_path="/tmp/model", supported_tasks=("generate", "embed"), first_beat=BEAT,
+    pid=77, stats=STATS,
+)  # fmt: skip
 
 FROM_ENGINE: tuple[Sample, ...] = (
-    Sample(
-        "attached",
-        wire.Attached(
-            version=1,
-            client_index=2,
-            output_address="ipc:///tmp/out",
-            username="outputs-2",
-            password="secret",
-            config={name: value for name, value in msgspec.structs.asdict(CONFIG).items() if name not in LATER_FIELDS},
-            info=INFO,
-            eos_token_ids=(3, 4),
-            model_path="/tmp/model",
-            supported_tasks=("generate", "embed"),
-            first_beat=BEAT,
-            pid=77,
-            stats=STATS,
-        ),
-    ),
+    Sample("attached", ATTACHED),
     Sample("refused", wire.Refused(version=1, reason="no room")),
     Sample("outputs_none", wire.StepOutputsMessage()),
     Sample("outputs_one", wire.StepOutputsMessage(numbers=[9], token_ids=[900])),
@@ -228,19 +171,13 @@ HANDSHAKE_FROM_ENGINE: tuple[Sample, ...] = (
     Sample("failing", handshake.Failing(fault=FAULT)),
 )
 
+INIT = handshake.Init(
+    version=1, index=2, num_engines=3, address="ipc:///tmp/engine", config=CONFIG, plugins=("one", "two"),
+    executor="module:function",
+)  # fmt: skip
+
 HANDSHAKE_TO_ENGINE: tuple[Sample, ...] = (
-    Sample(
-        "init",
-        handshake.Init(
-            version=1,
-            index=2,
-            num_engines=3,
-            address="ipc:///tmp/engine",
-            config=CONFIG,
-            plugins=("one", "two"),
-            executor="module:function",
-        ),
-    ),
+    Sample("init", INIT),
     Sample("turned_away", handshake.TurnedAway(version=1, reason="the token is another one")),
 )
 
