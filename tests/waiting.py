@@ -9,6 +9,12 @@ from typing import Any
 import anyio
 
 
+async def turns(count: int) -> None:
+    """Let other tasks run for so many turns of the loop."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
 async def until(is_so: Callable[[], Any], *, timeout_s: float = 20.0) -> None:
     """Let others run, other tasks and threads, until it is so. By far the most of these waits take milliseconds."""
     with anyio.fail_after(timeout_s):
@@ -37,7 +43,7 @@ class Ticker:
 
 
 class Tasks:
-    """Tasks by hand: their results and errors are looked at one by one."""
+    """Tasks by hand, whose results and errors are looked at one by one; leaving the context cancels and awaits all."""
 
     def __init__(self) -> None:
         self._tasks: list[asyncio.Task[Any]] = []
@@ -54,3 +60,10 @@ class Tasks:
     def cancel(self) -> None:
         for task in self._tasks:
             task.cancel()
+
+    async def __aenter__(self) -> Tasks:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self.cancel()
+        await self.end()

@@ -206,9 +206,14 @@ class Target:
     async def connect(self, *, receive_buffer: int | None = None) -> Client:
         return await Client.connect(self.port, receive_buffer=receive_buffer)
 
+    @contextlib.asynccontextmanager
+    async def client(self) -> AsyncIterator[Client]:
+        with await self.connect() as client:
+            yield client
+
     async def ask(self, path: str, body: Any = None, **headers: str) -> Answer:
         """What a client that behaves gets."""
-        with await self.connect() as client:
+        async with self.client() as client:
             await client.send(request_of("GET" if body is None else "POST", path, body, **headers))
             return await client.answer()
 
@@ -387,30 +392,6 @@ async def _aiohttp(engine: Engine, config: ServerConfig | None, listener: socket
         for task in handlers:  # one that lingers over a refused body goes on for 10 s, whatever is cleaned up
             task.cancel()
         await asyncio.gather(*handlers, return_exceptions=True)
-
-
-class Tasks:
-    """Tasks of a test, by hand; all of them have ended when it is left."""
-
-    def __init__(self) -> None:
-        self._tasks: list[asyncio.Task[Any]] = []
-
-    def start(self, work: Any) -> asyncio.Task[Any]:
-        task: asyncio.Task[Any] = asyncio.get_running_loop().create_task(work)
-        self._tasks.append(task)
-        return task
-
-    async def end(self) -> list[Any]:
-        """Each one's result or error."""
-        return await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def __aenter__(self) -> Tasks:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await self.end()
 
 
 @contextlib.contextmanager

@@ -146,10 +146,20 @@ def test_a_request_is_one_record_with_all_it_is_known_by(kept: list[logging.LogR
     )
 
 
-def test_a_client_that_left_before_any_answer_has_no_status(kept: list[logging.LogRecord]) -> None:
-    log_request(record_of(status=0, outcome="client_gone", client=""))
-    assert kept[0].getMessage() == "- POST /v1/completions - client_gone, in 0.250 s [req-1]"
-    assert kept[0].levelno == logging.INFO
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"status": 0, "outcome": "client_gone", "client": ""}, "- POST /v1/completions - client_gone"),
+        ({"path": "/health", "status": 503, "outcome": "error"}, "127.0.0.1 POST /health 503 error"),
+        ({"path": "/x 200 ok, in", "status": 404}, "127.0.0.1 POST /x%20200%20ok,%20in 404 ok"),
+    ],
+    ids=["gone before any answer", "a probe that is told what is wrong", "a path that pretends to be more"],
+)
+def test_what_is_no_error_is_a_line_of_information(
+    fields: dict[str, Any], message: str, kept: list[logging.LogRecord]
+) -> None:
+    log_request(record_of(**fields))
+    assert (kept[0].getMessage(), kept[0].levelno) == (f"{message}, in 0.250 s [req-1]", logging.INFO)
 
 
 def test_a_refusal_says_which_field_was_wrong_and_how_and_no_more(kept: list[logging.LogRecord]) -> None:
@@ -176,12 +186,6 @@ def test_an_unknown_fields_name_is_the_clients_and_is_shown_only_if_it_is_one(
     log_request(record_of(status=400, outcome="refused", error_code="unknown_parameter", error_param=param))
     assert " 400 refused (unknown_parameter), in " in kept[0].getMessage()
     assert kept[0].error_param is None  # type: ignore[attr-defined]
-
-
-def test_a_probe_that_is_told_what_is_wrong_is_no_error_of_its_own(kept: list[logging.LogRecord]) -> None:
-    log_request(record_of(path="/health", status=503, outcome="error"))
-    assert kept[0].levelno == logging.INFO
-    assert " /health 503 error, in " in kept[0].getMessage()
 
 
 def test_where_no_token_came_none_was_first(kept: list[logging.LogRecord]) -> None:
@@ -247,11 +251,6 @@ def test_further_lines_of_a_message_are_set_in() -> None:
     first, second = text.splitlines()
     assert first.endswith("INFO test: one")
     assert second == "    two\\u000d\\u001b[31mthree"
-
-
-def test_a_path_with_spaces_cannot_pretend_to_be_the_words_after_it(kept: list[logging.LogRecord]) -> None:
-    log_request(record_of(path="/x 200 ok, in 0.001 s", status=404, outcome="refused"))
-    assert kept[0].getMessage().startswith("127.0.0.1 POST /x%20200%20ok,%20in%200.001%20s 404 refused, ")
 
 
 def test_long_paths_are_cut(kept: list[logging.LogRecord]) -> None:
@@ -324,7 +323,7 @@ def test_each_flood_is_told_of_once() -> None:
         stream.gate.set()
         deadline = time.monotonic() + 30
         while handler.writer.num_told < 10:
-            assert time.monotonic() < deadline, "nobody was told"
+            assert time.monotonic() < deadline, "the flood was not told of"
             time.sleep(0)
         handler.handle(plain("one more"))
         handler.close()

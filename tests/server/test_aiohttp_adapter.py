@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 from server.conftest import app_of, fake_engine, openai_client, plain_client, serving_app
 from server.hostile import CUT, GONE, Client, Target, completion, request_of, served
+from waiting import turns
 
 from aioengine import Engine
 from aioengine.server import ServerConfig, aiohttp_routes
@@ -222,8 +223,7 @@ async def test_a_small_answer_that_is_read_in_time_comes_whole() -> None:
         with await target.connect(receive_buffer=4096) as client:
             await client.send(request_of("GET", "/metrics") * 3)
             await target.until(lambda: target.num_buffered)
-            for _ in range(1000):
-                await asyncio.sleep(0)
+            await turns(1000)
             for _ in range(3):
                 assert abs(len((await client.answer()).body) - size) < size // 10
 

@@ -14,7 +14,8 @@ import httpx
 import openai
 import pytest
 from server.conftest import each_face
-from server.hostile import GONE, Client, Face, Leaving, Target, Tasks, chat, completion, request_of, served
+from server.hostile import GONE, Client, Face, Leaving, Target, chat, completion, request_of, served
+from waiting import Tasks, turns
 
 from aioengine.server.aiohttp_adapter import AiohttpExchange
 from aioengine.server.asgi import AsgiExchange
@@ -48,8 +49,7 @@ async def assert_aborted_at_once(target: Target, num_others: int = 0) -> None:
     await target.until(lambda: target.num_registered == num_others)
     assert len(target.executor.plans) == num_plans, "the engine learned of it only after a step"
     target.complete_all()
-    for _ in range(100):
-        await asyncio.sleep(0)
+    await turns(100)
     assert target.num_plans_with(LEAVER, num_plans) == 0
 
 
@@ -271,12 +271,7 @@ def kept() -> list[Any]:
 
 async def visit(target: Target, rng: random.Random) -> None:
     """Come, begin something, and leave at a moment that nobody has chosen."""
-
-    async def turns(most: int) -> None:
-        for _ in range(rng.randrange(most)):
-            await asyncio.sleep(0)
-
-    await turns(2000)
+    await turns(rng.randrange(2000))
     with await target.connect() as client:
         is_stream, n = rng.random() < 0.5, rng.choice((1, 1, 3))
         prompt: Any = rng.choice(("Once", ["Once", "upon"], "word " * 250, [1, 2, 3]))
@@ -286,7 +281,7 @@ async def visit(target: Target, rng: random.Random) -> None:
         try:
             size = rng.choice((0, 30, len(whole) - 10, len(whole), len(whole), len(whole)))
             await client.send(whole[:size])
-            await turns(1000)
+            await turns(rng.randrange(1000))
             if size == len(whole) and is_stream and rng.random() < 0.3:
                 head = await client.read_until(b"\r\n\r\n")
                 for _ in range(rng.randrange(5) if b" 200 " in head else 0):

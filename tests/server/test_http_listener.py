@@ -9,6 +9,7 @@ import ssl
 import stat
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -116,15 +117,10 @@ async def test_a_socket_that_another_has_put_in_its_place_is_left_alone(folder: 
 def test_what_cannot_be_served_at_is_said_in_a_line(folder: Path) -> None:
     (folder / "file").write_text("precious")
     with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
         for where, says in [
-            (
-                ServerAddress(port=taken.getsockname()[1]),
-                r"cannot serve at http://127.0.0.1:\d+: Address already in use",
-            ),
-            (
-                ServerAddress(host="192.0.2.1", port=0),
-                "cannot serve at http://192.0.2.1:0: Cannot assign requested address",
-            ),
+            (ServerAddress(port=port), f"cannot serve at http://127.0.0.1:{port}: Address already in use"),
+            (ServerAddress(host="192.0.2.1", port=0), "at http://192.0.2.1:0: Cannot assign requested address"),
             (ServerAddress(uds=str(folder / "file")), "file exists and is not a socket; it is not overwritten"),
             (ServerAddress(uds=f"{folder}/none/a.sock"), "no file can be made in .*/none: it is not there"),
             (ServerAddress(uds=f"{folder}/{'a' * 100}"), "bytes; 107 are possible"),
@@ -147,17 +143,23 @@ async def test_a_port_that_is_taken_while_the_model_loads_is_said_too() -> None:
 # TLS
 
 
+def tls_at(folder: Path, key: str = "key.pem", **options: Any) -> ServerAddress:
+    """A free port with the certificate of that folder."""
+    return ServerAddress(port=0, ssl_certfile=str(folder / "cert.pem"), ssl_keyfile=str(folder / key), **options)
+
+
+def trust(folder: Path) -> ssl.SSLContext:
+    return ssl.create_default_context(cafile=str(folder / "cert.pem"))
+
+
 @both_loops
 async def test_https_is_served_with_a_certificate(certificate: Path) -> None:
     for key, password in (("key.pem", None), ("locked.pem", "open")):
-        where = ServerAddress(
-            port=0,
-            ssl_certfile=str(certificate / "cert.pem"),
-            ssl_keyfile=str(certificate / key),
-            ssl_keyfile_password=password,
-        )
-        trust = ssl.create_default_context(cafile=str(certificate / "cert.pem"))
-        async with running(where) as server, httpx.AsyncClient(base_url=server.url, verify=trust) as client:
+        where = tls_at(certificate, key, ssl_keyfile_password=password)
+        async with (
+            running(where) as server,
+            httpx.AsyncClient(base_url=server.url, verify=trust(certificate)) as client,
+        ):
             assert server.url.startswith("https://127.0.0.1:")
             assert (await client.post("/echo", content="x" * 10**6)).json()["body"] == "x" * 10**6
             assert server.app.scopes[-1]["scheme"] == "https"
@@ -165,9 +167,7 @@ async def test_https_is_served_with_a_certificate(certificate: Path) -> None:
 
 @both_loops
 async def test_plain_http_at_a_tls_port_and_rubbish_hurt_nobody(certificate: Path) -> None:
-    where = ServerAddress(port=0, ssl_certfile=str(certificate / "cert.pem"), ssl_keyfile=str(certificate / "key.pem"))
-    trust = ssl.create_default_context(cafile=str(certificate / "cert.pem"))
-    async with running(where) as server:
+    async with running(tls_at(certificate)) as server:
         port = int(server.url.rpartition(":")[2])
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(GET % b"health")
@@ -176,17 +176,15 @@ async def test_plain_http_at_a_tls_port_and_rubbish_hurt_nobody(certificate: Pat
         except ConnectionError:
             pass
         await leave(writer)
-        async with httpx.AsyncClient(base_url=server.url, verify=trust) as client:
+        async with httpx.AsyncClient(base_url=server.url, verify=trust(certificate)) as client:
             assert (await client.get("/health")).status_code == 200
 
 
 @both_loops
 async def test_over_tls_too_an_app_can_cut_a_client_that_does_not_read(certificate: Path) -> None:
-    where = ServerAddress(port=0, ssl_certfile=str(certificate / "cert.pem"), ssl_keyfile=str(certificate / "key.pem"))
-    trust = ssl.create_default_context(cafile=str(certificate / "cert.pem"))
-    async with running(where) as server:
+    async with running(tls_at(certificate)) as server:
         port = int(server.url.rpartition(":")[2])
-        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trust)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trust(certificate))
         writer.write(GET % b"flood")
         await reader.readexactly(1000)  # then asyncio stops reading by itself, with its buffer full
         server.app.scopes[0]["extensions"]["aioengine.cut"]()
@@ -198,11 +196,9 @@ async def test_over_tls_too_an_app_can_cut_a_client_that_does_not_read(certifica
 async def test_over_tls_too_what_is_held_for_later_turns_is_answered_and_by_a_server_that_drains(
     certificate: Path,
 ) -> None:
-    where = ServerAddress(port=0, ssl_certfile=str(certificate / "cert.pem"), ssl_keyfile=str(certificate / "key.pem"))
-    trust = ssl.create_default_context(cafile=str(certificate / "cert.pem"))
-    async with running(where) as server:
+    async with running(tls_at(certificate)) as server:
         port = int(server.url.rpartition(":")[2])
-        connections = [await asyncio.open_connection("127.0.0.1", port, ssl=trust) for _ in range(20)]
+        connections = [await asyncio.open_connection("127.0.0.1", port, ssl=trust(certificate)) for _ in range(20)]
         with few_a_turn():
             for is_last in (False, True):
                 for _, writer in connections:
@@ -226,10 +222,7 @@ def test_a_bad_certificate_is_said_in_a_line(certificate: Path, folder: Path) ->
     cert, key = str(certificate / "cert.pem"), str(certificate / "key.pem")
     for where, says in [
         (ServerAddress(port=0, ssl_certfile=cert, ssl_keyfile=str(other / "key.pem")), "key values mismatch"),
-        (
-            ServerAddress(port=0, ssl_certfile=cert, ssl_keyfile=str(certificate / "locked.pem")),
-            "no certificate and key",
-        ),
+        (tls_at(certificate, "locked.pem"), "no certificate and key"),
         (ServerAddress(port=0, ssl_certfile=str(folder / "rubbish.pem")), "no certificate and key that fit together"),
         (ServerAddress(port=0, ssl_certfile=str(folder / "none.pem")), "none.pem: No such file"),
         (ServerAddress(port=0, ssl_keyfile=key), "give both, or neither"),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.abc
 import httpx
 import pytest
 from server.running import GET, Running, leave, listener_at, raw_client, running
@@ -45,15 +46,21 @@ class Streamed:
             self.error = error
 
 
+async def begin_stream(server: Running, tasks: anyio.abc.TaskGroup, name: str = "one") -> Streamed:
+    """A client that has begun to hear a stream."""
+    heard = Streamed()
+    tasks.start_soon(heard.read, server, name)
+    await until(lambda: name in server.engine.running)
+    return heard
+
+
 # Draining
 
 
 @both_loops
 async def test_what_runs_ends_whole_and_nobody_else_comes() -> None:
     async with running() as server, anyio.create_task_group() as tasks:
-        heard = Streamed()
-        tasks.start_soon(heard.read, server, "one")
-        await until(lambda: "one" in server.engine.running)
+        heard = await begin_stream(server, tasks)
         server.stop.ask()
         await until(lambda: server.engine.is_draining)
         request = server.engine.running["one"]
@@ -86,8 +93,7 @@ async def test_idle_connections_hold_up_nothing() -> None:
 @both_loops
 async def test_a_connection_that_was_accepted_may_still_ask_and_hears_of_the_drain() -> None:
     async with running() as server, anyio.create_task_group() as tasks, raw_client(server) as (reader, writer):
-        tasks.start_soon(Streamed().read, server, "one")
-        await until(lambda: "one" in server.engine.running)
+        await begin_stream(server, tasks)
         server.stop.ask()
         await until(lambda: refuses(server.address))
         writer.write(GET % b"health")
@@ -122,10 +128,7 @@ async def test_a_request_whose_body_is_on_its_way_is_answered() -> None:
 @both_loops
 async def test_at_the_deadline_what_runs_is_aborted_and_its_clients_hear_it() -> None:
     async with running(drain_timeout_s=0.05) as server, anyio.create_task_group() as tasks:
-        heard = [Streamed() for _ in range(3)]
-        for number, each in enumerate(heard):
-            tasks.start_soon(each.read, server, str(number))
-        await until(lambda: len(server.engine.running) == 3)
+        heard = [await begin_stream(server, tasks, name) for name in ("one", "two", "three")]
         server.stop.ask()
         await server.has_ended.wait()
         assert server.error is None
@@ -136,9 +139,7 @@ async def test_at_the_deadline_what_runs_is_aborted_and_its_clients_hear_it() ->
 
 async def test_asked_again_it_aborts_at_once() -> None:
     async with running(drain_timeout_s=1000.0) as server, anyio.create_task_group() as tasks:
-        heard = Streamed()
-        tasks.start_soon(heard.read, server, "one")
-        await until(lambda: "one" in server.engine.running)
+        heard = await begin_stream(server, tasks)
         server.stop.ask()
         await until(lambda: refuses(server.address))
         assert server.engine.num_aborts == 0
@@ -223,9 +224,7 @@ async def test_when_the_engine_dies_its_clients_hear_an_answer_and_the_server_en
 ) -> None:
     monkeypatch.setattr(http_server, "TICK_S", 0.01)
     async with running() as server, anyio.create_task_group() as tasks:
-        heard = Streamed()
-        tasks.start_soon(heard.read, server, "one")
-        await until(lambda: "one" in server.engine.running)
+        heard = await begin_stream(server, tasks)
         server.engine.die("its last words")
         await server.has_ended.wait()
         assert isinstance(server.error, EngineDead)
@@ -236,8 +235,7 @@ async def test_when_the_engine_dies_its_clients_hear_an_answer_and_the_server_en
 async def test_an_engine_that_dies_in_the_drain_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "TICK_S", 0.01)
     async with running(drain_timeout_s=1000.0) as server, anyio.create_task_group() as tasks:
-        tasks.start_soon(Streamed().read, server, "one")
-        await until(lambda: "one" in server.engine.running)
+        await begin_stream(server, tasks)
         server.stop.ask()
         await until(lambda: server.engine.is_draining)
         server.engine.die("its last words")

@@ -126,27 +126,23 @@ def exposition(engine: Engine, http_metrics: HttpMetrics) -> Exposition:
     return Exposition(engine, http_metrics, "vllm:", "fox")
 
 
+@pytest.fixture
+async def worked(engine: Engine, exposition: Exposition, http_metrics: HttpMetrics) -> Exposition:
+    """With something in every series."""
+    await work(engine, exposition, http_metrics)
+    return exposition
+
+
 async def work(engine: Engine, exposition: Exposition, http_metrics: HttpMetrics) -> None:
-    """Something in every series."""
     exposition.watch()
     for _ in range(2):
         output = await engine.generate(list(range(1, 40)), max_tokens=8, ignore_eos=True)
-        served(
-            http_metrics,
-            n=1,
-            max_tokens=8,
-            prompt_tokens=39,
-            completion_tokens=8,
-            finish_reasons=("length",),
-            metrics=output.metrics,
-        )
+        counts: dict[str, Any] = {"n": 1, "max_tokens": 8, "prompt_tokens": 39, "completion_tokens": 8}
+        served(http_metrics, **counts, finish_reasons=("length",), metrics=output.metrics)
 
 
-async def test_every_series_of_the_mapping_is_there(
-    engine: Engine, exposition: Exposition, http_metrics: HttpMetrics
-) -> None:
-    await work(engine, exposition, http_metrics)
-    families = parsed((await exposition.render(None))[0])
+async def test_every_series_of_the_mapping_is_there(worked: Exposition) -> None:
+    families = parsed((await worked.render(None))[0])
     for series, (name, kind, documentation, _) in zip(SERIES, describe_series(), strict=True):
         family = families[series.full_name("vllm:")]
         assert family.type == kind
@@ -193,16 +189,13 @@ async def test_who_waits_is_told_apart_by_what_for() -> None:
             executor.complete()
 
 
-async def test_vllms_dashboards_find_what_they_ask_for(
-    engine: Engine, exposition: Exposition, http_metrics: HttpMetrics
-) -> None:
-    await work(engine, exposition, http_metrics)
+async def test_vllms_dashboards_find_what_they_ask_for(worked: Exposition) -> None:
     labels: dict[str, set[str]] = {}
-    for name, has in samples(exposition):
+    for name, has in samples(worked):
         labels.setdefault(name, set()).update(label for label, _ in has)
     missing = {name: asked for name, asked in DASHBOARD_SERIES.items() if not asked <= labels.get(name, set())}
     assert missing == {}
-    of_vllm = [has for name, has in samples(exposition) if name.startswith("vllm:")]
+    of_vllm = [has for name, has in samples(worked) if name.startswith("vllm:")]
     assert all({("model_name", "fox"), ("engine", "0")} <= has for has in of_vllm)
 
 
@@ -221,33 +214,29 @@ async def test_service_levels_of_vllms_dashboards_are_bounds_here(
     assert {*bounds.split(), "+Inf"} <= {sample.labels.get("le") for sample in family.samples}
 
 
-async def test_numbers_are_the_engines(engine: Engine, exposition: Exposition, http_metrics: HttpMetrics) -> None:
-    await work(engine, exposition, http_metrics)
-    assert value(exposition, "vllm:generation_tokens_total") == 16
-    assert value(exposition, "vllm:prompt_tokens_total") == 78
-    assert value(exposition, "vllm:request_success_total", finished_reason="length") == 2
-    assert value(exposition, "vllm:e2e_request_latency_seconds_count") == 2
-    assert value(exposition, "vllm:time_to_first_token_seconds_bucket", le="+Inf") == 2
-    assert value(exposition, "vllm:prefix_cache_hits_total") == 32, "two blocks of the second prompt"
-    assert value(exposition, "vllm:prompt_tokens_by_source_total", source="local_cache_hit") == 32
-    assert value(exposition, "vllm:prompt_tokens_by_source_total", source="local_compute") == 78 - 32
-    assert value(exposition, "vllm:prompt_tokens_cached_total") == 32
-    assert value(exposition, "vllm:request_prefill_kv_computed_tokens_sum") == 78 - 32
-    assert value(exposition, "vllm:request_time_per_output_token_seconds_count") == 2
-    assert value(exposition, "vllm:request_params_n_sum") == 2
-    assert value(exposition, "vllm:request_params_max_tokens_sum") == 16
-    assert value(exposition, "vllm:request_max_num_generation_tokens_sum") == 16
-    assert value(exposition, "vllm:num_requests_running") == 0
-    assert value(exposition, "aioengine:engine_up") == 1
-    assert value(exposition, "vllm:engine_sleep_state", sleep_state="awake") == 1
-    assert value(exposition, "vllm:cache_config_info", block_size="16", num_gpu_blocks="64", cache_dtype="float32") == 1
+async def test_numbers_are_the_engines(worked: Exposition) -> None:
+    assert value(worked, "vllm:generation_tokens_total") == 16
+    assert value(worked, "vllm:prompt_tokens_total") == 78
+    assert value(worked, "vllm:request_success_total", finished_reason="length") == 2
+    assert value(worked, "vllm:e2e_request_latency_seconds_count") == 2
+    assert value(worked, "vllm:time_to_first_token_seconds_bucket", le="+Inf") == 2
+    assert value(worked, "vllm:prefix_cache_hits_total") == 32, "two blocks of the second prompt"
+    assert value(worked, "vllm:prompt_tokens_by_source_total", source="local_cache_hit") == 32
+    assert value(worked, "vllm:prompt_tokens_by_source_total", source="local_compute") == 78 - 32
+    assert value(worked, "vllm:prompt_tokens_cached_total") == 32
+    assert value(worked, "vllm:request_prefill_kv_computed_tokens_sum") == 78 - 32
+    assert value(worked, "vllm:request_time_per_output_token_seconds_count") == 2
+    assert value(worked, "vllm:request_params_n_sum") == 2
+    assert value(worked, "vllm:request_params_max_tokens_sum") == 16
+    assert value(worked, "vllm:request_max_num_generation_tokens_sum") == 16
+    assert value(worked, "vllm:num_requests_running") == 0
+    assert value(worked, "aioengine:engine_up") == 1
+    assert value(worked, "vllm:engine_sleep_state", sleep_state="awake") == 1
+    assert value(worked, "vllm:cache_config_info", block_size="16", num_gpu_blocks="64", cache_dtype="float32") == 1
 
 
-async def test_prometheus_reads_what_its_own_encoder_would_write(
-    engine: Engine, exposition: Exposition, http_metrics: HttpMetrics
-) -> None:
-    await work(engine, exposition, http_metrics)
-    body, content_type = await exposition.render(None)
+async def test_prometheus_reads_what_its_own_encoder_would_write(worked: Exposition) -> None:
+    body, content_type = await worked.render(None)
     assert content_type == TEXT
 
     class Parsed:
@@ -257,15 +246,14 @@ async def test_prometheus_reads_what_its_own_encoder_would_write(
     assert sorted(generate_latest(Parsed()).decode().splitlines()) == sorted(body.decode().splitlines())
 
 
-async def test_openmetrics_says_the_same(engine: Engine, exposition: Exposition, http_metrics: HttpMetrics) -> None:
-    await work(engine, exposition, http_metrics)
-    body, content_type = await exposition.render("application/openmetrics-text; version=1.0.0")
+async def test_openmetrics_says_the_same(worked: Exposition) -> None:
+    body, content_type = await worked.render("application/openmetrics-text; version=1.0.0")
     assert content_type == OPENMETRICS
     assert body.endswith(b"\n# EOF\n")
     assert body.count(b"# EOF") == 1
     families = {family.name: family for family in parse_openmetrics(body.decode())}
     assert len(families) == len(SERIES)
-    in_text = {key: number for key, number in samples(exposition).items() if "step_age" not in key[0]}
+    in_text = {key: number for key, number in samples(worked).items() if "step_age" not in key[0]}
     found = {
         (sample.name, frozenset(sample.labels.items())): sample.value
         for family in families.values()
@@ -353,10 +341,7 @@ async def test_a_dead_engine_is_down(http_metrics: HttpMetrics) -> None:
         exposition = Exposition(engine, http_metrics, "vllm:", "fox")
         assert value(exposition, "aioengine:engine_up") == 1
         request = asyncio.gather(engine.generate([1, 2, 3], max_tokens=5), return_exceptions=True)
-        for _ in range(1000):
-            if executor.unfinished:
-                break
-            await asyncio.sleep(0)
+        await until(lambda: executor.unfinished)
         executor.unfinished[0].lose(DeviceLost("on fire"))
         (error,) = await request
         assert isinstance(error, EngineDead)

@@ -105,10 +105,9 @@ async def test_what_is_no_http_is_refused_or_cut(face: Face, kind: str) -> None:
 
 @each_face
 async def test_a_request_of_http_0_9_ends_its_connection(face: Face) -> None:
-    async with unharmed(face) as target:
-        with await target.connect() as client:
-            await client.send(b"GET /health\r\n\r\n")
-            assert len(re.findall(rb"HTTP/\d\.\d \d{3} ", await client.read_to_end())) == 1
+    async with unharmed(face) as target, target.client() as client:
+        await client.send(b"GET /health\r\n\r\n")
+        assert len(re.findall(rb"HTTP/\d\.\d \d{3} ", await client.read_to_end())) == 1
 
 
 @each_face
@@ -128,9 +127,8 @@ async def test_a_websocket_upgrade_is_answered_as_if_it_had_not_asked(face: Face
     async with unharmed(face) as target:
         headers = {"connection": "upgrade", "upgrade": "websocket", "sec_websocket_version": "13", "content_length": ""}
         for path, status in (("/v1/models", 200), ("/v1/chat/completions", 405), ("/nothing", 404)):
-            with await target.connect() as client:
-                await client.send(request_of("GET", path, sec_websocket_key="dGhlIHNhbXBsZSBub25jZQ==", **headers))
-                assert (await client.answer()).status == status
+            answer = await target.ask(path, sec_websocket_key="dGhlIHNhbXBsZSBub25jZQ==", **headers)
+            assert answer.status == status
 
 
 @each_face
@@ -155,21 +153,18 @@ async def test_a_websocket_upgrade_is_answered_as_if_it_had_not_asked(face: Face
 )
 async def test_strange_paths_are_paths(face: Face, path: str, status: int) -> None:
     async with unharmed(face) as target:
-        with await target.connect() as client:
-            await client.send(request_of("GET", path))
-            answer = await client.answer()
-            assert answer.status == status
-            if status != 200:
-                assert_refused(answer)
-                assert "x-evil" not in answer.headers
+        answer = await target.ask(path)
+        assert answer.status == status
+        if status != 200:
+            assert_refused(answer)
+            assert "x-evil" not in answer.headers
 
 
 async def test_ten_thousand_headers_harm_nobody_on_uvicorn_as_it_is() -> None:
-    async with unharmed("uvicorn") as target:
-        with await target.connect() as client:
-            lines = "".join(f"x-{number}: {number}\r\n" for number in range(10_000))
-            await client.send(f"GET /health HTTP/1.1\r\n{lines}\r\n".encode())
-            assert (await client.answer()).status == 200
+    async with unharmed("uvicorn") as target, target.client() as client:
+        lines = "".join(f"x-{number}: {number}\r\n" for number in range(10_000))
+        await client.send(f"GET /health HTTP/1.1\r\n{lines}\r\n".encode())
+        assert (await client.answer()).status == 200
 
 
 @each_face
@@ -178,9 +173,7 @@ async def test_strange_headers_are_passed_over(face: Face) -> None:
     async with unharmed(face) as target:
         for name in ("x-request-id", "authorization", "traceparent", "accept", "accept-encoding", "origin", "cookie"):
             for value in strange:
-                with await target.connect() as client:
-                    await client.send(request_of("GET", "/health", **{name: value or " "}))
-                    assert (await client.answer()).status == 200
+                assert (await target.ask("/health", **{name: value or " "})).status == 200
 
 
 # Bodies that are no JSON
@@ -224,9 +217,7 @@ async def test_what_is_no_json_is_refused(face: Face) -> None:
     async with unharmed(face) as target:
         for kind, data in NO_JSON.items():
             for path in PATHS:
-                with await target.connect() as client:
-                    await client.post(path, data)
-                    answer = await client.answer()
+                answer = await target.ask(path, data)
                 assert answer.status == 400, (kind, path, answer)
                 assert_refused(answer)
 
@@ -314,26 +305,24 @@ def with_field(path: str, name: str, value: bytes) -> bytes:
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_no_value_of_any_field_is_more_than_a_4xx(path: str) -> None:
-    async with unharmed("serve") as target:
-        with await target.connect() as client:
-            for name in fields_of(path):
-                for value in Anything.VALUES:
-                    await client.post(path, with_field(path, name, value))
-                    answer = await client.answer()
-                    if answer.status != 200:
-                        assert_refused(answer)
+    async with unharmed("serve") as target, target.client() as client:
+        for name in fields_of(path):
+            for value in Anything.VALUES:
+                await client.post(path, with_field(path, name, value))
+                answer = await client.answer()
+                if answer.status != 200:
+                    assert_refused(answer)
 
 
 @pytest.mark.parametrize("name", ["role", "content", "name", "tool_calls", "tool_call_id", "refusal", "audio", "other"])
 async def test_no_value_in_a_message_is_more_than_a_4xx(name: str) -> None:
-    async with unharmed("serve") as target:
-        with await target.connect() as client:
-            for value in Anything.VALUES:
-                message = b'{"role": "user", "content": "Hi", "%b": %b}' % (name.encode(), value)
-                await client.post(PATHS[0], with_field(PATHS[0], "messages", b"[%b]" % message))
-                answer = await client.answer()
-                if answer.status != 200:
-                    assert_refused(answer)
+    async with unharmed("serve") as target, target.client() as client:
+        for value in Anything.VALUES:
+            message = b'{"role": "user", "content": "Hi", "%b": %b}' % (name.encode(), value)
+            await client.post(PATHS[0], with_field(PATHS[0], "messages", b"[%b]" % message))
+            answer = await client.answer()
+            if answer.status != 200:
+                assert_refused(answer)
 
 
 async def test_a_lone_surrogate_is_refused_in_every_text() -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from server.conftest import each_face
-from server.hostile import CUT, GONE, Answer, Client, Face, Target, Tasks, completion, heard_errors, request_of, served
+from server.hostile import CUT, GONE, Answer, Client, Face, Target, completion, heard_errors, request_of, served
+from waiting import Tasks, turns
 
 from aioengine.server import ServerConfig
 from aioengine.server.api import WHOLE_BYTES
@@ -88,8 +89,7 @@ async def test_a_reader_that_comes_back_in_time_gets_everything_in_order(face: F
         steady = await target.ask("/v1/completions", completion(stream=True, **LONG))
         with await stalled(target, completion(stream=True, **LONG)) as client:
             await target.until(lambda: target.num_buffered > 2**16)
-            for _ in range(1000):
-                await asyncio.sleep(0)
+            await turns(1000)
             answer = await client.answer()
         assert answer.status == 200
         assert texts_of(answer.body) == texts_of(steady.body)
@@ -143,8 +143,7 @@ async def test_a_whole_answer_of_megabytes_reaches_who_reads_slowly(face: Face) 
         steady = await target.ask("/v1/completions", body)
         with await stalled(target, body) as client:
             await target.until(lambda: target.num_buffered > 0)
-            for _ in range(1000):
-                await asyncio.sleep(0)
+            await turns(1000)
             answer = await client.answer()
         assert answer.json()["choices"] == steady.json()["choices"]
 
@@ -159,8 +158,7 @@ async def test_who_asks_again_and_again_and_reads_nothing_costs_a_bounded_buffer
             await client.send(request_of("GET", "/metrics") * 15)
             # In aiohttp each answer waits until the one before has been taken.
             await target.until(lambda: target.num_buffered > (0 if face == "aiohttp" else 2**16))
-            for _ in range(2000):
-                await asyncio.sleep(0)
+            await turns(2000)
             # uvicorn as it is cannot cut: it waits on, with no more than this.
             assert target.num_buffered < (size + 1000 if face == "aiohttp" else 2**18)
             if face == "serve":
@@ -183,8 +181,7 @@ async def test_a_body_a_byte_at_a_time_is_too_slow(face: Face) -> None:
                 await client.send(whole[:500])
                 for place in range(500, len(whole)):
                     await client.send(whole[place : place + 1])
-                    for _ in range(20):
-                        await asyncio.sleep(0)
+                    await turns(20)
 
             tasks.start(drip())
             answer = await client.answer()
@@ -195,11 +192,10 @@ async def test_a_body_a_byte_at_a_time_is_too_slow(face: Face) -> None:
 
 @each_face
 async def test_a_body_that_never_begins_is_too_slow(face: Face) -> None:
-    async with served(face, ServerConfig(body_timeout_s=0.1)) as target:
-        with await target.connect() as client:
-            await client.send(request_of("POST", "/v1/completions", content_length="100"))
-            answer = await client.answer()
-            assert (answer.status, answer.error["code"]) == (408, "timeout")
+    async with served(face, ServerConfig(body_timeout_s=0.1)) as target, target.client() as client:
+        await client.send(request_of("POST", "/v1/completions", content_length="100"))
+        answer = await client.answer()
+        assert (answer.status, answer.error["code"]) == (408, "timeout")
 
 
 @each_face
@@ -239,23 +235,21 @@ async def test_chunks_without_end_are_refused_when_they_are_too_many(
 
 @each_face
 async def test_a_body_that_is_shorter_than_it_says_is_waited_for(face: Face) -> None:
-    async with served(face, ServerConfig(body_timeout_s=0.1)) as target:
-        with await target.connect() as client:
-            await client.send(request_of("POST", "/v1/completions", completion(), content_length="5000"))
-            assert (await client.answer()).status == 408
+    async with served(face, ServerConfig(body_timeout_s=0.1)) as target, target.client() as client:
+        await client.send(request_of("POST", "/v1/completions", completion(), content_length="5000"))
+        assert (await client.answer()).status == 408
 
 
 @each_face
 async def test_what_follows_a_body_that_says_to_be_shorter_is_no_part_of_it(face: Face) -> None:
-    async with served(face) as target:
-        with await target.connect() as client:
-            await client.send(request_of("POST", "/v1/completions", completion(max_tokens=1), content_length="20"))
-            if face == "serve":
-                answer = await client.answer()
-                assert (answer.status, answer.error["code"]) == (400, "invalid_json")
-            else:  # the others read ahead, too, and say what is no HTTP in their own words
-                assert b" 400 " in await client.read_until(b"\r\n")
-            assert target.executor.plans == []
+    async with served(face) as target, target.client() as client:
+        await client.send(request_of("POST", "/v1/completions", completion(max_tokens=1), content_length="20"))
+        if face == "serve":
+            answer = await client.answer()
+            assert (answer.status, answer.error["code"]) == (400, "invalid_json")
+        else:  # the others read ahead, too, and say what is no HTTP in their own words
+            assert b" 400 " in await client.read_until(b"\r\n")
+        assert target.executor.plans == []
 
 
 @each_face
@@ -272,23 +266,21 @@ async def test_who_asks_before_sending_its_body_is_not_asked_for_one_that_is_ref
     face: Face, path: str, headers: dict[str, str], status: int
 ) -> None:
     fields = {"authorization": "Bearer right-key", "expect": "100-continue", "content_length": "1000", **headers}
-    async with served(face, ServerConfig(api_keys=("right-key",))) as target:
-        with await target.connect() as client:
-            await client.send(request_of("POST", path, **fields))
-            head = await client.read_until(b"\r\n")
-            assert head.startswith(f"HTTP/1.1 {status} ".encode())
+    async with served(face, ServerConfig(api_keys=("right-key",))) as target, target.client() as client:
+        await client.send(request_of("POST", path, **fields))
+        head = await client.read_until(b"\r\n")
+        assert head.startswith(f"HTTP/1.1 {status} ".encode())
 
 
 @each_face
 async def test_who_asks_before_sending_its_body_is_told_to(face: Face) -> None:
-    async with served(face) as target:
-        with await target.connect() as client:
-            whole = request_of("POST", "/v1/completions", completion(max_tokens=2), expect="100-continue")
-            head, _, body = whole.partition(b"\r\n\r\n")
-            await client.send(head + b"\r\n\r\n")
-            assert await client.read_until(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
-            await client.send(body)
-            assert (await client.answer()).status == 200
+    async with served(face) as target, target.client() as client:
+        whole = request_of("POST", "/v1/completions", completion(max_tokens=2), expect="100-continue")
+        head, _, body = whole.partition(b"\r\n\r\n")
+        await client.send(head + b"\r\n\r\n")
+        assert await client.read_until(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        await client.send(body)
+        assert (await client.answer()).status == 200
 
 
 @pytest.mark.parametrize(

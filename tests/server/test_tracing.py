@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +18,8 @@ from aioengine.errors import StepFailed
 from aioengine.metrics import RequestMetrics
 from aioengine.server.record import RequestRecord
 from aioengine.server.tracing import Tracing
+
+Traced = Callable[..., ReadableSpan]
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 PARENT_ID = "b7ad6b7169203331"
@@ -43,19 +45,23 @@ def tracing(provider: TracerProvider) -> Tracing:
     return Tracing(provider)
 
 
+@pytest.fixture
+def traced(tracing: Tracing, exporter: InMemorySpanExporter) -> Traced:
+    """Begins and ends the span of a record with these headers, and gives it."""
+
+    def trace_one(record: RequestRecord, headers: dict[str, str] | None = None) -> ReadableSpan:
+        tracing.end(tracing.begin(record, headers or {}), record)
+        (span,) = exporter.get_finished_spans()
+        return span
+
+    return trace_one
+
+
 CHAT = "/v1/chat/completions"
 
 
 def begun(**fields: Any) -> RequestRecord:
     return record_of(**{"path": CHAT, "route": CHAT, "status": 0, "ended_at": None, **fields})
-
-
-def traced(
-    tracing: Tracing, exporter: InMemorySpanExporter, record: RequestRecord, headers: dict[str, str] | None = None
-) -> ReadableSpan:
-    tracing.end(tracing.begin(record, headers or {}), record)
-    (span,) = exporter.get_finished_spans()
-    return span
 
 
 def test_a_completion_tells_what_was_asked_what_came_and_how_long_it_took(
@@ -69,15 +75,9 @@ def test_a_completion_tells_what_was_asked_what_came_and_how_long_it_took(
     record.prompt_tokens, record.completion_tokens, record.finish_reasons = 7, 12, ("stop", "length")
     record.time_to_first_token_s = 0.05
     record.metrics = RequestMetrics(
-        arrival_time=1.0,
-        queue_time_s=0.01,
-        prefill_time_s=0.02,
-        decode_time_s=0.5,
-        inference_time_s=0.52,
-        time_to_first_token_s=0.03,
-        e2e_latency_s=0.53,
-        num_cached_tokens=4,
-    )
+        arrival_time=1.0, queue_time_s=0.01, prefill_time_s=0.02, decode_time_s=0.5, inference_time_s=0.52,
+        time_to_first_token_s=0.03, e2e_latency_s=0.53, num_cached_tokens=4,
+    )  # fmt: skip
     tracing.end(span, record)
     (ended,) = exporter.get_finished_spans()
     assert ended.name == "POST /v1/chat/completions"
@@ -121,8 +121,8 @@ def test_a_completion_tells_what_was_asked_what_came_and_how_long_it_took(
     }
 
 
-def test_a_span_is_the_child_of_the_one_that_the_client_names(tracing: Tracing, exporter: InMemorySpanExporter) -> None:
-    span = traced(tracing, exporter, begun(status=200), {"traceparent": TRACEPARENT, "tracestate": "x=1"})
+def test_a_span_is_the_child_of_the_one_that_the_client_names(traced: Traced) -> None:
+    span = traced(begun(status=200), {"traceparent": TRACEPARENT, "tracestate": "x=1"})
     assert span.parent is not None
     assert f"{span.parent.span_id:016x}" == PARENT_ID
     assert span.context is not None
@@ -156,10 +156,10 @@ def test_inside_a_server_span_that_is_not_sampled_there_is_none(
 
 
 def test_a_span_that_the_server_was_started_in_is_not_the_one_of_a_client_with_its_own(
-    provider: TracerProvider, tracing: Tracing, exporter: InMemorySpanExporter
+    provider: TracerProvider, traced: Traced
 ) -> None:
     with provider.get_tracer("main").start_as_current_span("main"):
-        span = traced(tracing, exporter, begun(), {"traceparent": TRACEPARENT})
+        span = traced(begun(), {"traceparent": TRACEPARENT})
     assert span.kind is SpanKind.SERVER
     assert span.parent is not None
     assert f"{span.parent.span_id:016x}" == PARENT_ID
@@ -168,7 +168,7 @@ def test_a_span_that_the_server_was_started_in_is_not_the_one_of_a_client_with_i
 @pytest.mark.parametrize("traceparent", [None, TRACEPARENT])
 @pytest.mark.parametrize("is_over", [False, True])
 def test_requests_are_no_part_of_what_the_server_was_started_in(
-    is_over: bool, traceparent: str | None, provider: TracerProvider, tracing: Tracing, exporter: InMemorySpanExporter
+    is_over: bool, traceparent: str | None, provider: TracerProvider, traced: Traced, exporter: InMemorySpanExporter
 ) -> None:
     headers = {} if traceparent is None else {"traceparent": traceparent}
     startup = provider.get_tracer("main").start_span("startup", context=propagate.extract(headers))
@@ -176,7 +176,7 @@ def test_requests_are_no_part_of_what_the_server_was_started_in(
         if is_over:
             startup.end()
             exporter.clear()
-        span = traced(tracing, exporter, begun(), headers)
+        span = traced(begun(), headers)
     assert span.kind is SpanKind.SERVER
     assert (span.parent and f"{span.parent.span_id:016x}") == (traceparent and PARENT_ID)
 
@@ -190,8 +190,8 @@ def test_probes_have_no_span(path: str, tracing: Tracing, exporter: InMemorySpan
 
 
 @pytest.mark.parametrize("traceparent", ["", "rubbish", "00-0-0-01", f"00-{'0' * 32}-{PARENT_ID}-01", "é" * 55])
-def test_a_bad_traceparent_makes_a_root(traceparent: str, tracing: Tracing, exporter: InMemorySpanExporter) -> None:
-    assert traced(tracing, exporter, begun(), {"traceparent": traceparent}).parent is None
+def test_a_bad_traceparent_makes_a_root(traceparent: str, traced: Traced) -> None:
+    assert traced(begun(), {"traceparent": traceparent}).parent is None
 
 
 def test_a_client_that_asks_for_no_sampling_gets_none(tracing: Tracing, exporter: InMemorySpanExporter) -> None:
@@ -226,9 +226,9 @@ def test_without_a_provider_of_the_host_there_are_no_spans() -> None:
     ],
 )
 def test_what_failed_is_an_error_without_anybodys_texts(
-    fields: dict[str, Any], told: str, error_type: str, tracing: Tracing, exporter: InMemorySpanExporter
+    fields: dict[str, Any], told: str, error_type: str, traced: Traced
 ) -> None:
-    span = traced(tracing, exporter, begun(**fields))
+    span = traced(begun(**fields))
     assert span.status.status_code is StatusCode.ERROR
     assert span.status.description == told
     assert (span.attributes or {})["error.type"] == error_type
@@ -236,15 +236,15 @@ def test_what_failed_is_an_error_without_anybodys_texts(
     assert span.events == ()
 
 
-def test_where_no_token_came_no_time_to_the_first_one_is_told(tracing: Tracing, exporter: InMemorySpanExporter) -> None:
+def test_where_no_token_came_no_time_to_the_first_one_is_told(traced: Traced) -> None:
     metrics = RequestMetrics(arrival_time=1.0, e2e_latency_s=0.5)
-    span = traced(tracing, exporter, begun(completion_tokens=0, time_to_first_token_s=0.5, metrics=metrics))
+    span = traced(begun(completion_tokens=0, time_to_first_token_s=0.5, metrics=metrics))
     assert (span.attributes or {})["gen_ai.latency.e2e"] == 0.5
     assert "gen_ai.latency.time_to_first_token" not in (span.attributes or {})
 
 
-def test_a_bad_request_is_no_error_of_the_server(tracing: Tracing, exporter: InMemorySpanExporter) -> None:
-    span = traced(tracing, exporter, begun(status=400, outcome="refused", error=ValueError("a prompt")))
+def test_a_bad_request_is_no_error_of_the_server(traced: Traced) -> None:
+    span = traced(begun(status=400, outcome="refused", error=ValueError("a prompt")))
     assert span.status.status_code is StatusCode.UNSET
     assert "a prompt" not in span.to_json()
 
@@ -257,14 +257,12 @@ def test_a_bad_request_is_no_error_of_the_server(tracing: Tracing, exporter: InM
         ({"method": "BREW", "route": "other", "path": "/"}, "HTTP"),
     ],
 )
-def test_names_are_few_whatever_clients_make_up(
-    fields: dict[str, str], name: str, tracing: Tracing, exporter: InMemorySpanExporter
-) -> None:
-    assert traced(tracing, exporter, begun(**fields)).name == name
+def test_names_are_few_whatever_clients_make_up(fields: dict[str, str], name: str, traced: Traced) -> None:
+    assert traced(begun(**fields)).name == name
 
 
-def test_long_texts_of_clients_are_cut(tracing: Tracing, exporter: InMemorySpanExporter) -> None:
-    span = traced(tracing, exporter, begun(path="/" + "x" * 10**6, model="m" * 10**6))
+def test_long_texts_of_clients_are_cut(traced: Traced) -> None:
+    span = traced(begun(path="/" + "x" * 10**6, model="m" * 10**6))
     assert len(span.to_json()) < 10_000
 
 
