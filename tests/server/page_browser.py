@@ -17,8 +17,10 @@ from starlette.requests import Request as Asked
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from aioengine import Engine
 from aioengine.models.folder import DEMO_MODEL
 from aioengine.scheduler.plan import RowSampling
+from aioengine.server import ServerConfig, create_app
 from aioengine.server.page import PAGE
 from aioengine.testing import FakeExecutor
 from aioengine.text.tokenizer import Tokenizer
@@ -208,7 +210,11 @@ def app_that_says(pieces: Callable[[], AsyncIterator[bytes]]) -> Starlette:
 
 
 @asynccontextmanager
-async def page_of(browser: Browser, app: Any, **options: Any) -> AsyncIterator[Tab]:
-    """A tab with the page of ``app``, which is served meanwhile; see `tab_at`."""
-    async with Served(app) as served, tab_at(browser, f"{served.origin}/", **options) as tab:
-        yield tab
+async def page_of(browser: Browser, app: Any, config: ServerConfig | None = None, **options: Any) -> AsyncIterator[Tab]:
+    """A tab with the page of an app, or of an engine with that device, which is served meanwhile; see `tab_at`."""
+    if isinstance(app, Talker):
+        async with Engine(executor=app) as engine, page_of(browser, create_app(engine, config), **options) as tab:
+            yield tab
+    else:
+        async with Served(app) as served, tab_at(browser, f"{served.origin}/", **options) as tab:
+            yield tab

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.testclient import TestClient
-from waiting import until
+from waiting import Tasks, until
 
 from aioengine import AioEngineError, CompletionDelta, Engine, EngineClosed, Health, RequestOutput, StepFailed, Stream
 from aioengine.server import (
@@ -121,12 +120,9 @@ async def test_a_client_that_leaves_ends_what_was_done_while_it_was_connected() 
             return JSONResponse(output.text)
 
         async with hosted(handler) as client:
-            with contextlib.suppress(httpx.ReadTimeout):
-                asking = asyncio.get_running_loop().create_task(client.get("/"))
+            async with Tasks() as tasks:
+                tasks.start(client.get("/"))
                 await until(lambda: num_live(engine) == 1)
-                asking.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asking
             await until(lambda: num_live(engine) == 0)
             await until(lambda: bool(raised))
     assert [type(error).__name__ for error in raised] == ["ClientDisconnect"]
@@ -366,8 +362,7 @@ def test_a_server_that_nobody_closed_ends_with_its_loop_and_a_word_about_it(loop
 
 
 async def test_a_server_that_is_closed_lets_what_runs_end() -> None:
-    engine = slow_engine()
-    async with engine:
+    async with slow_engine() as engine:
         server = await start_server(engine, port=0)
         async with plain_client(server.url) as client:
             loop = asyncio.get_running_loop()
@@ -388,9 +383,8 @@ async def test_a_server_that_is_closed_in_a_hurry_aborts_what_runs() -> None:
     async with slow_engine() as engine:
         server = await start_server(engine, port=0)
         async with plain_client(server.url) as client:
-            asking = asyncio.get_running_loop().create_task(
-                client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 5})
-            )
+            body = {"prompt": PROMPT, "max_tokens": 5}
+            asking = asyncio.get_running_loop().create_task(client.post("/v1/completions", json=body))
             await until(lambda: num_live(engine) == 1)
             await server.aclose(drain_timeout_s=0.0)
             assert (await asking).json()["choices"][0]["finish_reason"] == "abort"

@@ -90,8 +90,13 @@ def in_aiohttp(engine: Engine) -> Any:
     return app
 
 
-async def check_everything(client: AsyncOpenAI, http: httpx.AsyncClient) -> None:
-    """Each endpoint does its work below the mount."""
+async def check_everything(url: str) -> None:
+    """Each endpoint does its work where the API is mounted."""
+    async with openai_client(url) as client, plain_client(url) as http:
+        await check_endpoints(client, http)
+
+
+async def check_endpoints(client: AsyncOpenAI, http: httpx.AsyncClient) -> None:
     assert [model.id async for model in client.models.list()] == ["demo"]
     assert (await client.models.retrieve("demo")).id == "demo"
     answer = await client.chat.completions.create(
@@ -112,8 +117,7 @@ async def check_everything(client: AsyncOpenAI, http: httpx.AsyncClient) -> None
 async def test_a_host_keeps_its_routes_and_owns_the_engine(host: Any) -> None:
     engine = new_engine()
     async with serving_app(host(engine), has_lifespan=True) as url:
-        async with openai_client(f"{url}/ai") as client, plain_client(f"{url}/ai/") as http:
-            await check_everything(client, http)
+        await check_everything(f"{url}/ai")
         async with plain_client(url) as http:
             for path in ("/own", "/health", "/ais"):
                 assert (await http.get(path)).text == f"own {path}"
@@ -140,10 +144,10 @@ async def test_an_app_may_have_another_engine_each_time(face: Face) -> None:
     else:
         app = create_app(lambda: found[-1])
     found.append(new_engine())
-    async with serving_app(app) as url, openai_client(url) as client, plain_client(url) as http:
+    async with serving_app(app) as url, plain_client(url) as http:
         for _ in range(2):
             async with found[-1]:
-                await check_everything(client, http)
+                await check_everything(url)
                 told = (await http.get("/metrics")).text
                 lines = [line for line in told.splitlines() if line.startswith("vllm:request_success_total")]
                 assert sum(float(line.rpartition(" ")[2]) for line in lines) == 2
@@ -154,12 +158,8 @@ async def test_an_app_may_have_another_engine_each_time(face: Face) -> None:
 async def test_an_app_may_be_mounted_in_a_mounted_one() -> None:
     async with fake_engine() as (engine, _):
         app = Starlette(routes=[Mount("/a", Starlette(routes=[Mount("/v1", create_app(engine))]))])
-        async with (
-            serving_app(app) as url,
-            openai_client(f"{url}/a/v1") as client,
-            plain_client(f"{url}/a/v1") as http,
-        ):
-            await check_everything(client, http)
+        async with serving_app(app) as url:
+            await check_everything(url + "/a/v1")
 
 
 async def test_two_engines_are_mounted_side_by_side() -> None:
@@ -178,12 +178,8 @@ async def test_two_engines_are_mounted_side_by_side() -> None:
 
 async def test_served_alone_the_app_starts_and_closes_its_engine() -> None:
     engine = new_engine()
-    async with (
-        serving_app(create_app(engine), has_lifespan=True) as url,
-        openai_client(url) as client,
-        plain_client(url) as http,
-    ):
-        await check_everything(client, http)
+    async with serving_app(create_app(engine), has_lifespan=True) as url:
+        await check_everything(url)
     assert "closed" in repr(engine)
 
 
@@ -259,12 +255,8 @@ async def test_a_mount_may_add_a_slash_and_leave_the_root_path_out() -> None:
             path = scope["path"].removeprefix("/ai")
             await inner({**scope, "path": f"{path.removesuffix('/')}/", "root_path": ""}, receive, send)
 
-        async with (
-            serving_app(app) as url,
-            openai_client(f"{url}/ai") as client,
-            plain_client(f"{url}/ai") as http,
-        ):
-            await check_everything(client, http)
+        async with serving_app(app) as url:
+            await check_everything(url + "/ai")
 
 
 @on_both_faces

@@ -33,14 +33,7 @@ in_depth = pytest.mark.nightly
 """What a browser takes long for. A conversation, an error, a stop and a plot are looked at each time."""
 
 KEY = "a key of the tests"
-PLOTS = [
-    "Requests",
-    "KV cache in use",
-    "Tokens per second",
-    "Time to first token",
-    "Inter-token latency",
-    "Loop lag",
-]
+PLOTS = ["Requests", "KV cache in use", "Tokens per second", "Time to first token", "Inter-token latency", "Loop lag"]
 PHONE: dict[str, Any] = {"viewport": {"width": 360, "height": 740}, "is_mobile": True, "has_touch": True}
 FAILED_TO_LOAD = "Failed to load resource"
 
@@ -131,7 +124,7 @@ async def test_another_model_has_examples_of_any_models(browser: Browser) -> Non
 @in_depth
 async def test_an_answer_appears_as_it_is_made(browser: Browser) -> None:
     device = Talker("Once upon a time there was a fox.", hold_after="Once upon a time")
-    async with Engine(executor=device) as engine, page_of(browser, create_app(engine)) as tab:
+    async with page_of(browser, device) as tab:
         await tab.ask("A story, please")
         await expect(tab.answers).to_have_text("Once upon a time")
         await expect(tab.page.get_by_role("log")).to_have_attribute("aria-busy", "true")
@@ -163,7 +156,7 @@ async def test_stopping_keeps_what_came_and_frees_the_engine(browser: Browser, h
 @in_depth
 async def test_a_new_conversation_forgets_the_old_one_and_stops_its_answer(browser: Browser) -> None:
     device = Talker(" and on", is_endless=True, step_time_s=0.005)
-    async with Engine(executor=device) as engine, page_of(browser, create_app(engine)) as tab:
+    async with page_of(browser, device) as tab:
         await tab.ask("First")
         await expect(tab.answers).to_contain_text("and on")
         await tab.page.get_by_role("button", name="New conversation").click()
@@ -179,7 +172,7 @@ async def test_a_new_conversation_forgets_the_old_one_and_stops_its_answer(brows
 
 @in_depth
 async def test_settings_are_sent_and_those_left_alone_are_not(browser: Browser) -> None:
-    async with Engine(executor=Talker("Yes.")) as engine, page_of(browser, create_app(engine)) as tab:
+    async with page_of(browser, Talker("Yes.")) as tab:
         await tab.ask("One")
         await expect(tab.notes).to_have_count(1)
         chosen = {
@@ -204,7 +197,7 @@ async def test_settings_are_sent_and_those_left_alone_are_not(browser: Browser) 
 
 @in_depth
 async def test_what_is_no_number_is_not_sent(browser: Browser) -> None:
-    async with Engine(executor=Talker("Yes.")) as engine, page_of(browser, create_app(engine)) as tab:
+    async with page_of(browser, Talker("Yes.")) as tab:
         await tab.set("Seed", "seven")
         await tab.page.locator("summary").click()
         await tab.ask("One")
@@ -215,7 +208,7 @@ async def test_what_is_no_number_is_not_sent(browser: Browser) -> None:
 
 @in_depth
 async def test_shift_enter_makes_a_line_and_enter_sends(browser: Browser) -> None:
-    async with Engine(executor=Talker("Yes.")) as engine, page_of(browser, create_app(engine)) as tab:
+    async with page_of(browser, Talker("Yes.")) as tab:
         await expect(tab.message).to_be_focused()
         await tab.page.keyboard.type("One")
         await tab.page.keyboard.press("Shift+Enter")
@@ -230,7 +223,7 @@ async def test_shift_enter_makes_a_line_and_enter_sends(browser: Browser) -> Non
 @in_depth
 async def test_html_is_text_whoever_wrote_it(browser: Browser) -> None:
     html = '<img src=x onerror="document.title=1"><b>bold</b>'
-    async with Engine(executor=Talker(html)) as engine, page_of(browser, create_app(engine)) as tab:
+    async with page_of(browser, Talker(html)) as tab:
         await tab.ask(html)
         await expect(tab.questions).to_have_text(html)
         await expect(tab.answers).to_have_text(html)
@@ -241,7 +234,7 @@ async def test_html_is_text_whoever_wrote_it(browser: Browser) -> None:
 async def test_the_end_stays_in_sight_unless_somebody_reads_further_up(browser: Browser) -> None:
     lines = [f"Line {number}.\n" for number in range(90)]
     device = Talker("".join(lines), hold_after="".join(lines[:60]))
-    async with Engine(executor=device) as engine, page_of(browser, create_app(engine)) as tab:
+    async with page_of(browser, device) as tab:
         await tab.ask("Talk")
         await expect(tab.answers).to_contain_text("Line 59.")
         await tab.expect_end_in_sight()
@@ -279,10 +272,7 @@ async def test_a_busy_server_is_said_to_be_and_can_be_asked_again(browser: Brows
 
 
 async def test_a_bad_setting_is_named_and_the_next_question_starts_afresh(browser: Browser) -> None:
-    async with (
-        Engine(executor=Talker("Yes.")) as engine,
-        page_of(browser, create_app(engine), complaints=FAILED_TO_LOAD) as tab,
-    ):
+    async with page_of(browser, Talker("Yes."), complaints=FAILED_TO_LOAD) as tab:
         await tab.set("Temperature", "7")
         await tab.ask("One")
         await expect(tab.failure).to_contain_text("The server refuses this (400)")
@@ -296,7 +286,7 @@ async def test_a_bad_setting_is_named_and_the_next_question_starts_afresh(browse
 @in_depth
 async def test_an_answer_that_fails_half_way_says_so(browser: Browser) -> None:
     device = Talker("Once upon a time there was a fox.", hold_after="Once upon a time")
-    async with Engine(executor=device) as engine, page_of(browser, create_app(engine)) as tab:
+    async with page_of(browser, device) as tab:
         await tab.ask("A story, please")
         await expect(tab.answers).to_have_text("Once upon a time")
         device.unfinished[0].lose(RuntimeError("out of luck"))
@@ -321,10 +311,7 @@ async def test_a_server_that_has_gone_is_missed(browser: Browser, engine: Engine
 @in_depth
 async def test_a_full_context_is_said_to_be_and_the_message_can_go_to_a_new_conversation(browser: Browser) -> None:
     device = Talker("Yes.", max_model_len=100)
-    async with (
-        Engine(executor=device) as engine,
-        page_of(browser, create_app(engine), complaints=FAILED_TO_LOAD) as tab,
-    ):
+    async with page_of(browser, device, complaints=FAILED_TO_LOAD) as tab:
         long = "long " * 50
         await tab.ask("One " + long)
         await expect(tab.answers).to_have_text("Yes.")
@@ -349,10 +336,7 @@ async def test_a_full_context_is_said_to_be_and_the_message_can_go_to_a_new_conv
 @in_depth
 async def test_in_a_full_conversation_a_shorter_message_may_still_fit(browser: Browser) -> None:
     reply = "Yes.\n" * 60
-    async with (
-        Engine(executor=Talker(reply, max_model_len=1000)) as engine,
-        page_of(browser, create_app(engine), complaints=FAILED_TO_LOAD, **PHONE) as tab,
-    ):
+    async with page_of(browser, Talker(reply, max_model_len=1000), complaints=FAILED_TO_LOAD, **PHONE) as tab:
         await tab.ask("One")
         await expect(tab.notes).to_have_count(1)
         await tab.ask("long " * 1000)
@@ -379,10 +363,7 @@ async def test_a_refused_message_is_back_in_the_box_and_not_in_what_is_sent_next
     browser: Browser, config: ServerConfig, title: str
 ) -> None:
     device = Talker("Yes.", max_model_len=100)
-    async with (
-        Engine(executor=device) as engine,
-        page_of(browser, create_app(engine, config), complaints=FAILED_TO_LOAD, **PHONE) as tab,
-    ):
+    async with page_of(browser, device, config, complaints=FAILED_TO_LOAD, **PHONE) as tab:
         await tab.ask("Please be so kind. " * 100)
         await expect(tab.failure).to_contain_text(title)
         await expect(tab.failure).to_be_in_viewport(ratio=1)  # however much of the screen the message takes
@@ -398,10 +379,7 @@ async def test_a_refused_message_is_back_in_the_box_and_not_in_what_is_sent_next
 
 @in_depth
 async def test_a_refused_message_does_not_push_away_what_is_being_written(browser: Browser) -> None:
-    async with (
-        Engine(executor=Talker("Yes.")) as engine,
-        page_of(browser, create_app(engine), complaints=FAILED_TO_LOAD) as tab,
-    ):
+    async with page_of(browser, Talker("Yes."), complaints=FAILED_TO_LOAD) as tab:
 
         async def slowly(route: Route) -> None:
             await tab.message.fill("Two")
@@ -624,10 +602,7 @@ async def overflow(tab: Tab) -> int:
 @in_depth
 async def test_a_phone_shows_all_of_it_without_scrolling_sideways(browser: Browser) -> None:
     reply = "https://example.com/" + "a" * 200
-    async with (
-        Engine(executor=Talker(reply)) as engine,
-        page_of(browser, create_app(engine), complaints=FAILED_TO_LOAD, **PHONE) as tab,
-    ):
+    async with page_of(browser, Talker(reply), complaints=FAILED_TO_LOAD, **PHONE) as tab:
         assert await overflow(tab) == 0
         await expect(tab.examples).to_have_count(4)
         for example in await tab.examples.all():

@@ -59,6 +59,11 @@ def check(answer: httpx.Response, status: int, param: str | None, code: str | No
     return message
 
 
+async def refuse(http: httpx.AsyncClient, path: str, body: Any, param: str | None, code: str = "invalid_value") -> str:
+    """The message of the 400 that a body gets."""
+    return check(await http.post(path, json=body), 400, param, code)
+
+
 def chat(**fields: Any) -> dict[str, Any]:
     return {"messages": HELLO, **fields}
 
@@ -102,22 +107,32 @@ async def test_a_bad_value_is_refused_by_its_fields_name(
             assert name in message
 
 
-async def test_limits_contradict_no_minimum(limited_http: httpx.AsyncClient) -> None:
-    answer = await limited_http.post(COMPLETION, json=text(min_tokens=5, max_tokens=4))
-    check(answer, 400, "min_tokens", "invalid_value")
-
-
-async def test_a_chat_names_its_own_fields(limited_http: httpx.AsyncClient) -> None:
-    answer = await limited_http.post(CHAT, json=chat(max_completion_tokens=0))
-    check(answer, 400, "max_completion_tokens", "invalid_value")
-    answer = await limited_http.post(CHAT, json=chat(max_tokens=0))
-    check(answer, 400, "max_tokens", "invalid_value")
-    answer = await limited_http.post(CHAT, json=chat(logprobs=True, top_logprobs=6))
-    check(answer, 400, "top_logprobs", "invalid_value")
-    answer = await limited_http.post(CHAT, json=chat(logprobs=True, top_logprobs=-1))
-    check(answer, 400, "top_logprobs", "invalid_value")
-    answer = await limited_http.post(COMPLETION, json=text(logprobs=6))
-    check(answer, 400, "logprobs", "invalid_value")
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (COMPLETION, text(min_tokens=5, max_tokens=4), "min_tokens"),
+        (CHAT, chat(max_completion_tokens=0), "max_completion_tokens"),
+        (CHAT, chat(max_tokens=0), "max_tokens"),
+        (CHAT, chat(logprobs=True, top_logprobs=6), "top_logprobs"),
+        (CHAT, chat(logprobs=True, top_logprobs=-1), "top_logprobs"),
+        (COMPLETION, text(logprobs=6), "logprobs"),
+        (COMPLETION, text(prompt=[2048]), "prompt"),
+        (COMPLETION, text(prompt=[-1]), "prompt"),
+        (COMPLETION, text(prompt=[[5], [2048]]), "prompt"),
+        (COMPLETION, text(prompt=[2**40]), "prompt"),
+        (CHAT, {"messages": [{"role": "wizard", "content": "Hello!"}]}, "messages"),
+        (CHAT, {"messages": [{"role": "user"}]}, "messages"),
+        (CHAT, chat(add_generation_prompt=True, continue_final_message=True), "add_generation_prompt"),
+        (CHAT, chat(chat_template_kwargs={"documents": []}), "chat_template_kwargs"),
+        (COMPLETION, text(prompt=["a"] * 4), None),
+        (COMPLETION, text(prompt=[[5]] * 4), None),
+        (CHAT, {"messages": HELLO * 4}, None),
+    ],
+)
+async def test_a_bad_request_names_its_own_field(
+    limited_http: httpx.AsyncClient, path: str, body: dict[str, Any], param: str | None
+) -> None:
+    await refuse(limited_http, path, body, param)
 
 
 async def test_unknown_fields_and_types_are_refused(limited_http: httpx.AsyncClient) -> None:
@@ -152,27 +167,7 @@ async def test_a_prompt_that_is_too_long_is_refused(limited_http: httpx.AsyncCli
     check(answer, 400, "messages", "context_length_exceeded")
 
 
-async def test_bad_ids_are_refused(limited_http: httpx.AsyncClient) -> None:
-    for prompt in ([2048], [-1], [[5], [2048]], [2**40]):
-        check(await limited_http.post(COMPLETION, json=text(prompt=prompt)), 400, "prompt", "invalid_value")
-
-
-async def test_bad_chats_are_refused(limited_http: httpx.AsyncClient) -> None:
-    for fields in (
-        {"messages": [{"role": "wizard", "content": "Hello!"}]},
-        {"messages": [{"role": "user"}]},
-    ):
-        check(await limited_http.post(CHAT, json=fields), 400, "messages", "invalid_value")
-    both = {"add_generation_prompt": True, "continue_final_message": True}
-    check(await limited_http.post(CHAT, json=chat(**both)), 400, "add_generation_prompt", "invalid_value")
-    own: dict[str, Any] = {"chat_template_kwargs": {"documents": []}}
-    check(await limited_http.post(CHAT, json=chat(**own)), 400, "chat_template_kwargs", "invalid_value")
-
-
-async def test_too_many_prompts_messages_and_places_are_refused(limited_http: httpx.AsyncClient) -> None:
-    check(await limited_http.post(COMPLETION, json=text(prompt=["a"] * 4)), 400, None, "invalid_value")
-    check(await limited_http.post(COMPLETION, json=text(prompt=[[5]] * 4)), 400, None, "invalid_value")
-    check(await limited_http.post(CHAT, json={"messages": HELLO * 4}), 400, None, "invalid_value")
+async def test_more_places_than_may_wait_are_refused(limited_http: httpx.AsyncClient) -> None:
     answer = await limited_http.post(COMPLETION, json=text(prompt=["a"] * 3, n=6))
     assert answer.status_code == 400
     assert "max_waiting" in answer.json()["error"]["message"]
@@ -205,8 +200,8 @@ async def test_jsons_media_type_may_say_more(limited_http: httpx.AsyncClient, me
 
 async def test_the_real_models_engine_hears_nothing_of_it_either(engine: Engine, http: httpx.AsyncClient) -> None:
     before = engine.stats()
-    check(await http.post(CHAT, json=chat(n=129)), 400, "n", "invalid_value")
+    await refuse(http, CHAT, chat(n=129), "n")
     check(await http.post(COMPLETION, json=text(prompt="a " * 3000)), 400, "prompt", "context_length_exceeded")
     check(await http.post(COMPLETION, json=text(prompt=[5] * 1024)), 400, "prompt", "context_length_exceeded")
-    check(await http.post(COMPLETION, json=text(prompt=["a"] * 129)), 400, None, "invalid_value")
+    await refuse(http, COMPLETION, text(prompt=["a"] * 129), None)
     assert engine.stats() == before
