@@ -1,10 +1,10 @@
-"""Engines served on real sockets, by both faces: the ASGI app under uvicorn, and the routes of an aiohttp app.
+"""Engines served on real sockets, by both adapters: the ASGI app under uvicorn, and the routes of an aiohttp app.
 
 The server runs on the test's own loop. A test of a module whose loop is the module's
 (``pytestmark = pytest.mark.asyncio(loop_scope="module")``) takes these:
 
 - ``engine``: the bundled model, started once a module.
-- ``served``: it, served by Starlette; `on_both_faces` runs a test once for each face.
+- ``served``: it, served by Starlette; `on_both_adapters` runs a test once for each adapter.
 - ``client``, ``http``: the official client, and a plain one, to ``served``; what they leave running fails the test.
 
 `serving` serves an engine of the test's own, `serving_fake` a `fake_engine`, and `serving_app` any app.
@@ -37,12 +37,12 @@ from aioengine.server import ServerConfig, aiohttp_routes, create_app
 from aioengine.server.record import RequestRecord
 from aioengine.testing import FakeExecutor
 
-Face = Literal["starlette", "aiohttp"]
-FACES: tuple[Face, ...] = ("starlette", "aiohttp")
+Adapter = Literal["starlette", "aiohttp"]
+ADAPTERS: tuple[Adapter, ...] = ("starlette", "aiohttp")
 
-both_faces = pytest.mark.parametrize("face", FACES)
-on_both_faces = pytest.mark.parametrize("served", FACES, indirect=True, scope="module")
-each_face = pytest.mark.parametrize("face", ["uvicorn", "serve", "aiohttp"])
+both_adapters = pytest.mark.parametrize("adapter", ADAPTERS)
+on_both_adapters = pytest.mark.parametrize("served", ADAPTERS, indirect=True, scope="module")
+each_adapter = pytest.mark.parametrize("adapter", ["uvicorn", "serve", "aiohttp"])
 """Of the servers that `hostile.served` makes."""
 
 
@@ -53,23 +53,23 @@ class Served(NamedTuple):
         url: where the API is mounted, without a slash at its end.
     """
 
-    face: Face
+    adapter: Adapter
     engine: Engine
     url: str
 
 
 @asynccontextmanager
 async def serving(
-    engine: Engine, face: Face, config: ServerConfig | None = None, *, prefix: str = ""
+    engine: Engine, adapter: Adapter, config: ServerConfig | None = None, *, prefix: str = ""
 ) -> AsyncIterator[Served]:
     """Serve an engine, which others start and close, under ``prefix``."""
-    async with serving_app(app_of(engine, face, config, prefix=prefix), prefix=prefix) as url:
-        yield Served(face, engine, url)
+    async with serving_app(app_of(engine, adapter, config, prefix=prefix), prefix=prefix) as url:
+        yield Served(adapter, engine, url)
 
 
-def app_of(engine: Engine, face: Face, config: ServerConfig | None = None, *, prefix: str = "") -> Any:
+def app_of(engine: Engine, adapter: Adapter, config: ServerConfig | None = None, *, prefix: str = "") -> Any:
     """An app with nothing but the engine's API."""
-    if face == "starlette":
+    if adapter == "starlette":
         app = create_app(engine, config)
         if not prefix:
             return app
@@ -178,11 +178,13 @@ class ServedFake(NamedTuple):
 
 
 @asynccontextmanager
-async def serving_fake(face: Face, config: ServerConfig | None = None, **options: Any) -> AsyncIterator[ServedFake]:
+async def serving_fake(
+    adapter: Adapter, config: ServerConfig | None = None, **options: Any
+) -> AsyncIterator[ServedFake]:
     """Serve a `fake_engine` with these options: ``async with serving_fake("aiohttp") as (engine, _, _, http)``."""
     async with (
         fake_engine(**options) as (engine, executor),
-        serving(engine, face, config) as served,
+        serving(engine, adapter, config) as served,
         openai_client(served.url) as client,
         plain_client(served.url) as http,
     ):

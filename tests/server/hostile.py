@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from aioengine.server.api import Api
     from aioengine.testing import FakeExecutor
 
-Face = Literal["uvicorn", "serve", "aiohttp"]
+Adapter = Literal["uvicorn", "serve", "aiohttp"]
 """The ASGI app under uvicorn as it is, the same under the protocol of ``aioengine serve``, or the aiohttp routes."""
 Leaving = Literal["close", "reset", "half"]
 
@@ -191,8 +191,8 @@ class Behind(NamedTuple):
 class Target:
     """A server on the test's loop, with its engine and its fake device."""
 
-    def __init__(self, face: Face, engine: Engine, executor: FakeExecutor, port: int, behind: Behind) -> None:
-        self.face = face
+    def __init__(self, adapter: Adapter, engine: Engine, executor: FakeExecutor, port: int, behind: Behind) -> None:
+        self.adapter = adapter
         self.engine = engine
         self.executor = executor
         self.port = port
@@ -297,7 +297,7 @@ class Target:
 
 @contextlib.asynccontextmanager
 async def served(
-    face: Face,
+    adapter: Adapter,
     config: ServerConfig | None = None,
     *,
     engine: dict[str, Any] | None = None,
@@ -305,7 +305,7 @@ async def served(
     send_buffer: int | None = None,
     **device: Any,
 ) -> AsyncIterator[Target]:
-    """A server of that face with a fake device: ``async with served("aiohttp", is_manual=True) as target``.
+    """A server of that adapter with a fake device: ``async with served("aiohttp", is_manual=True) as target``.
 
     Args:
         send_buffer: the kernel's for each connection; it grows to megabytes where it is not given.
@@ -320,10 +320,10 @@ async def served(
     if send_buffer is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)  # those of its connections begin so
     listener.setblocking(False)
-    serve = _aiohttp if face == "aiohttp" else functools.partial(_asgi, face)
+    serve = _aiohttp if adapter == "aiohttp" else functools.partial(_asgi, adapter)
     options = engine or {}
     async with Engine(model, seed=1, executor=executor, **options) as made, serve(made, config, listener) as behind:
-        target = Target(face, made, executor, listener.getsockname()[1], behind)
+        target = Target(adapter, made, executor, listener.getsockname()[1], behind)
         yield target
         await target.idle()
         made.get_tokenizer()  # it is alive
@@ -331,7 +331,7 @@ async def served(
 
 @contextlib.asynccontextmanager
 async def _asgi(
-    face: Face, engine: Engine, config: ServerConfig | None, listener: socket.socket
+    adapter: Adapter, engine: Engine, config: ServerConfig | None, listener: socket.socket
 ) -> AsyncIterator[Behind]:
     """Without `uvicorn.Server`, which takes the signals of the process and ticks in a task of its own."""
     import uvicorn
@@ -345,8 +345,8 @@ async def _asgi(
     app = create_app(engine, config)
     of_uvicorn = uvicorn.Config(app, log_config=None, access_log=False, ws="none", lifespan="off")
     of_uvicorn.load()
-    state = ServerState() if face == "uvicorn" else SharedState(HttpLimits())
-    protocol: Any = HttpToolsProtocol if face == "uvicorn" else HttpProtocol
+    state = ServerState() if adapter == "uvicorn" else SharedState(HttpLimits())
+    protocol: Any = HttpToolsProtocol if adapter == "uvicorn" else HttpProtocol
     make = functools.partial(protocol, config=of_uvicorn, server_state=state, app_state={})
     server = await asyncio.get_running_loop().create_server(make, sock=listener, backlog=2048)
 

@@ -71,7 +71,7 @@ async def test_it_works_wherever_it_is_mounted() -> None:
     ["/v1/%6dodels", "/v1/models/d%65mo", "/v1/models/a%2Fb", "/v1/models/a%252Fb", "/v1/models/a%25b", "/%C3%A9",
      "/v1%2Fmodels", "//v1/models", "/ai/v1/models", "/a%20b+c", "/v1/models?a=%2F", "/%7Bpath_below%7D"],
 )  # fmt: skip
-async def test_a_path_is_read_as_on_the_other_face(path: str) -> None:
+async def test_a_path_is_read_as_on_the_other_adapter(path: str) -> None:
     answers = []
     async with fake_engine() as (engine, _):
         for app in (app_of(engine, "starlette", prefix="/ai"), app_of(engine, "aiohttp", prefix="/ai")):

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from server.conftest import FACES, Face, events_of, openai_client, plain_client, serving
+from server.conftest import ADAPTERS, Adapter, events_of, openai_client, plain_client, serving
 
 from aioengine import Engine
 from aioengine.outputs import CompletionDelta, CompletionOutput, FinishReason, Logprob, RequestOutput, TokenLogprobs
@@ -314,13 +314,13 @@ def saying(ids: list[int]) -> Callable[[list[int], Any], int]:
     return sample
 
 
-@pytest.mark.parametrize("face", FACES)
-async def test_any_text_comes_through_whole(face: Face) -> None:
+@pytest.mark.parametrize("adapter", ADAPTERS)
+async def test_any_text_comes_through_whole(adapter: Adapter) -> None:
     script: list[int] = []
     executor = FakeExecutor(vocab_size=2048, max_model_len=1024, num_blocks=256, sampler=saying(script))
     async with (
         Engine(seed=1, executor=executor) as engine,
-        serving(engine, face) as served,
+        serving(engine, adapter) as served,
         openai_client(served.url) as client,
         plain_client(served.url) as http,
     ):

@@ -12,11 +12,11 @@ import pytest
 from openai import AsyncOpenAI
 from server.conftest import (
     NO_TLS,
-    Face,
+    Adapter,
     all_ended,
-    both_faces,
+    both_adapters,
     fake_engine,
-    on_both_faces,
+    on_both_adapters,
     openai_client,
     serving,
     serving_fake,
@@ -47,7 +47,7 @@ def finished(engine: Engine) -> dict[str, int]:
     return {reason: count for reason, count in engine.stats().finished.items() if count}
 
 
-@on_both_faces
+@on_both_adapters
 @pytest.mark.parametrize(
     ("asked", "param", "code"),
     [
@@ -99,10 +99,10 @@ async def test_what_is_not_served_is_not_found(client: AsyncOpenAI) -> None:
     assert caught.value.code == "not_found"
 
 
-@both_faces
-async def test_a_key_is_needed_where_there_are_keys(face: Face) -> None:
+@both_adapters
+async def test_a_key_is_needed_where_there_are_keys(adapter: Adapter) -> None:
     config = ServerConfig(api_keys=("a-secret-key", "another-key"))
-    async with fake_engine() as (engine, _), serving(engine, face, config) as served:
+    async with fake_engine() as (engine, _), serving(engine, adapter, config) as served:
         async with openai_client(served.url, api_key="wrong-secret") as client:
             with pytest.raises(openai.AuthenticationError) as caught:
                 await client.chat.completions.create(model="demo", messages=HELLO)
@@ -114,10 +114,10 @@ async def test_a_key_is_needed_where_there_are_keys(face: Face) -> None:
                 assert answer.usage.completion_tokens == 2
 
 
-@both_faces
-async def test_the_served_name_is_the_one_to_ask_for(face: Face) -> None:
+@both_adapters
+async def test_the_served_name_is_the_one_to_ask_for(adapter: Adapter) -> None:
     config = ServerConfig(served_model_name=("tiny", "fox/demo"))
-    async with serving_fake(face, config) as (_, _, client, _):
+    async with serving_fake(adapter, config) as (_, _, client, _):
         assert [model.id async for model in client.models.list()] == ["tiny", "fox/demo"]
         assert (await client.models.retrieve("fox/demo")).id == "fox/demo"
         for name in config.served_model_name:
@@ -127,11 +127,11 @@ async def test_the_served_name_is_the_one_to_ask_for(face: Face) -> None:
             await client.completions.create(model="demo", prompt="a")
 
 
-@both_faces
-async def test_a_full_server_is_come_back_to_when_it_said(face: Face) -> None:
+@both_adapters
+async def test_a_full_server_is_come_back_to_when_it_said(adapter: Adapter) -> None:
     async with (
         all_ended(),
-        serving_fake(face, ServerConfig(max_concurrent_requests=1), is_manual=True) as (engine, executor, client, _),
+        serving_fake(adapter, ServerConfig(max_concurrent_requests=1), is_manual=True) as (engine, executor, client, _),
         anyio.create_task_group() as tasks,
     ):
         tasks.start_soon(partial(client.completions.create, model="demo", prompt="a", max_tokens=1))
@@ -156,11 +156,11 @@ async def test_a_full_server_is_come_back_to_when_it_said(face: Face) -> None:
             assert answer.choices[0].finish_reason == "length"
 
 
-@both_faces
-async def test_a_full_engine_says_so_before_it_reads_the_prompt(face: Face) -> None:
+@both_adapters
+async def test_a_full_engine_says_so_before_it_reads_the_prompt(adapter: Adapter) -> None:
     config = ServerConfig(max_concurrent_requests=99)
     async with (
-        serving_fake(face, config, is_manual=True, max_num_seqs=1, max_waiting=1) as (engine, executor, client, _),
+        serving_fake(adapter, config, is_manual=True, max_num_seqs=1, max_waiting=1) as (engine, executor, client, _),
         anyio.create_task_group() as tasks,
     ):
         ask = partial(client.chat.completions.create, model="demo", messages=HELLO, max_tokens=1, seed=1)
@@ -178,9 +178,9 @@ async def test_a_full_engine_says_so_before_it_reads_the_prompt(face: Face) -> N
         await until(lambda: finished(engine) == {"length": 2})
 
 
-@both_faces
-async def test_a_failed_step_is_an_error_of_the_server(face: Face) -> None:
-    async with serving_fake(face) as (_, executor, client, _):
+@both_adapters
+async def test_a_failed_step_is_an_error_of_the_server(adapter: Adapter) -> None:
+    async with serving_fake(adapter) as (_, executor, client, _):
         executor.make_step_fail(1, RuntimeError("secret of the device"))
         with pytest.raises(openai.InternalServerError) as caught:
             await client.completions.create(model="demo", prompt="a", max_tokens=2, seed=1)
@@ -190,9 +190,9 @@ async def test_a_failed_step_is_an_error_of_the_server(face: Face) -> None:
         assert answer.choices[0].finish_reason == "length"
 
 
-@both_faces
-async def test_a_step_that_fails_amid_a_stream_ends_it_with_an_error(face: Face) -> None:
-    async with serving_fake(face) as (_, executor, client, _):
+@both_adapters
+async def test_a_step_that_fails_amid_a_stream_ends_it_with_an_error(adapter: Adapter) -> None:
+    async with serving_fake(adapter) as (_, executor, client, _):
         executor.make_step_fail(5, RuntimeError("secret of the device"))
         chunks = []
 
@@ -212,9 +212,9 @@ async def test_a_step_that_fails_amid_a_stream_ends_it_with_an_error(face: Face)
         assert "secret" not in str(caught.value.body)
 
 
-@both_faces
-async def test_a_lost_device_ends_everything_but_what_tells_of_it(face: Face) -> None:
-    async with serving_fake(face) as (_, executor, client, http):
+@both_adapters
+async def test_a_lost_device_ends_everything_but_what_tells_of_it(adapter: Adapter) -> None:
+    async with serving_fake(adapter) as (_, executor, client, http):
         executor.make_step_fail(3, DeviceLost("secret of the device"))
 
         async def read() -> None:
@@ -246,10 +246,10 @@ async def test_a_lost_device_ends_everything_but_what_tells_of_it(face: Face) ->
         assert (await http.get("/metrics")).status_code == 200
 
 
-@both_faces
-async def test_a_client_passes_over_what_only_says_that_the_server_is_there(face: Face) -> None:
+@both_adapters
+async def test_a_client_passes_over_what_only_says_that_the_server_is_there(adapter: Adapter) -> None:
     async with (
-        serving_fake(face, ServerConfig(keepalive_s=0.02), is_manual=True) as (engine, executor, client, http),
+        serving_fake(adapter, ServerConfig(keepalive_s=0.02), is_manual=True) as (engine, executor, client, http),
         anyio.create_task_group() as tasks,
     ):
         texts: list[str] = []
@@ -273,9 +273,9 @@ async def test_a_client_passes_over_what_only_says_that_the_server_is_there(face
     assert len(texts) == 1
 
 
-@both_faces
-async def test_smaller_priorities_go_first(face: Face) -> None:
-    async with serving_fake(face, is_manual=True, max_num_seqs=1) as (engine, executor, client, _):
+@both_adapters
+async def test_smaller_priorities_go_first(adapter: Adapter) -> None:
+    async with serving_fake(adapter, is_manual=True, max_num_seqs=1) as (engine, executor, client, _):
         ended: list[int] = []
 
         async def ask(priority: int) -> None:

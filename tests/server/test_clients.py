@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from server.conftest import Face, both_faces, fake_engine, on_both_faces, plain_client, serving, serving_fake
+from server.conftest import Adapter, both_adapters, fake_engine, on_both_adapters, plain_client, serving, serving_fake
 
 from aioengine.server import ServerConfig
 
@@ -84,7 +84,7 @@ async def test_a_clients_own_message_comes_back(http: httpx.AsyncClient, client:
     assert answer.status_code == 200, answer.text
 
 
-@on_both_faces
+@on_both_adapters
 async def test_an_answers_own_message_comes_back(http: httpx.AsyncClient) -> None:
     messages = [HELLO]
     for _ in range(2):
@@ -104,18 +104,18 @@ async def test_a_template_that_cannot_take_a_tool_message_says_so(http: httpx.As
     assert "leave tool_calls and tool messages out" in error["message"]
 
 
-@both_faces
-async def test_unknown_fields_are_ignored_or_refused(face: Face, caplog: pytest.LogCaptureFixture) -> None:
+@both_adapters
+async def test_unknown_fields_are_ignored_or_refused(adapter: Adapter, caplog: pytest.LogCaptureFixture) -> None:
     body = {"prompt": "a", "max_tokens": 1.0, "zzz": 1, "temprature": 0}
     async with fake_engine() as (engine, _):
-        async with serving(engine, face) as served, plain_client(served.url) as http:
+        async with serving(engine, adapter) as served, plain_client(served.url) as http:
             for _ in range(2):
                 assert (await http.post(COMPLETION, json=body)).status_code == 200
             assert (await http.post("/tokenize", json=body)).status_code == 200
         told = [message.split("'")[1] for message in caplog.messages if "unknown field" in message]
         assert told == ["zzz", "temprature", "max_tokens"]  # of /tokenize
         config = ServerConfig(unknown_fields="refuse")
-        async with serving(engine, face, config) as served, plain_client(served.url) as http:
+        async with serving(engine, adapter, config) as served, plain_client(served.url) as http:
             error = (await http.post(COMPLETION, json=body)).json()["error"]
             assert (error["param"], error["code"]) == ("zzz", "unknown_parameter")
 
@@ -150,7 +150,7 @@ def by_hundreds(data: bytes) -> list[bytes]:
 JSON = {"content-type": "application/json"}
 
 
-@on_both_faces
+@on_both_adapters
 @pytest.mark.parametrize(
     ("encoding", "compress"),
     [("gzip", gzip.compress), ("deflate", zlib.compress), ("GZIP", gzip.compress), ("identity", bytes)],
@@ -173,10 +173,10 @@ async def test_a_body_may_be_compressed(
     assert whole.json() == in_pieces.json() == plain.json()
 
 
-@both_faces
-async def test_a_body_is_bounded_by_what_it_inflates_to(face: Face) -> None:
+@both_adapters
+async def test_a_body_is_bounded_by_what_it_inflates_to(adapter: Adapter) -> None:
     config = ServerConfig(max_body_bytes=2**16)
-    async with serving_fake(face, config) as (*_, http):
+    async with serving_fake(adapter, config) as (*_, http):
         for encoding, compress in (("gzip", gzip.compress), ("deflate", zlib.compress)):
             for size, status in ((2**16 - 14, 200), (2**16 - 13, 413), (2**26, 413)):
                 body = compress(b'{"prompt": "%b"}' % (b"a" * size))
@@ -185,7 +185,7 @@ async def test_a_body_is_bounded_by_what_it_inflates_to(face: Face) -> None:
                 assert answer.status_code == status, size
 
 
-@both_faces
+@both_adapters
 @pytest.mark.parametrize(
     ("encoding", "body", "status", "said"),
     [
@@ -200,9 +200,9 @@ async def test_a_body_is_bounded_by_what_it_inflates_to(face: Face) -> None:
     ids=["another", "twice", "cut off", "no gzip", "more", "empty", "no zlib"],
 )
 async def test_a_compressed_body_that_is_refused_says_why(
-    face: Face, encoding: str, body: bytes, status: int, said: str
+    adapter: Adapter, encoding: str, body: bytes, status: int, said: str
 ) -> None:
-    async with serving_fake(face) as (*_, http):
+    async with serving_fake(adapter) as (*_, http):
         answer = await http.post("/tokenize", content=body, headers={**JSON, "content-encoding": encoding})
         assert answer.status_code == status, answer.text
         assert said in answer.text
@@ -213,15 +213,15 @@ async def test_a_compressed_body_that_is_refused_says_why(
 # What the tokenizer is
 
 
-@both_faces
-async def test_the_tokenizer_is_told_where_that_is_allowed(face: Face) -> None:
+@both_adapters
+async def test_the_tokenizer_is_told_where_that_is_allowed(adapter: Adapter) -> None:
     async with fake_engine() as (engine, _):
-        async with serving(engine, face) as served, plain_client(served.url) as http:
+        async with serving(engine, adapter) as served, plain_client(served.url) as http:
             answer = await http.get("/tokenizer_info")
             assert answer.status_code == 404
             assert "--enable-tokenizer-info-endpoint" in answer.json()["error"]["message"]
         config = ServerConfig(enable_tokenizer_info_endpoint=True)
-        async with serving(engine, face, config) as served, plain_client(served.url) as http:
+        async with serving(engine, adapter, config) as served, plain_client(served.url) as http:
             told = (await http.get("/tokenizer_info")).json()
     assert told["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert (told["eos_token"], told["bos_token"]) == ("<|im_end|>", None)

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from openai import AsyncOpenAI
 from openai.types import Completion
-from server.conftest import events_of, on_both_faces
+from server.conftest import events_of, on_both_adapters
 
 from aioengine import Engine
 from aioengine.outputs import RequestOutput, TokenLogprobs
@@ -72,7 +72,7 @@ def texts_of(chunks: list[Completion]) -> dict[int, str]:
     return texts
 
 
-@on_both_faces
+@on_both_adapters
 async def test_a_text_is_completed_as_the_engine_completes_it(engine: Engine, client: AsyncOpenAI) -> None:
     expected = await engine.generate(FOX, seed=1, max_tokens=20)
     answer = await client.completions.create(model="demo", prompt=FOX, seed=1, max_tokens=20)
@@ -145,7 +145,7 @@ async def test_an_echo_alone_gives_the_prompt_and_its_log_probabilities(engine: 
     check_same_logprobs(answer.choices[0].logprobs, expected.prompt_logprobs or ())
 
 
-@on_both_faces
+@on_both_adapters
 async def test_a_stream_adds_up_to_the_answer(engine: Engine, client: AsyncOpenAI) -> None:
     expected = await engine.generate(FOX, seed=1, max_tokens=20)
     chunks = await read(await client.completions.create(model="demo", prompt=FOX, seed=1, max_tokens=20, stream=True))
@@ -174,7 +174,7 @@ async def test_several_prompts_stream_side_by_side(engine: Engine, client: Async
         assert last.usage.completion_tokens == 36
 
 
-@on_both_faces
+@on_both_adapters
 @pytest.mark.parametrize("max_tokens", [0, 6])
 async def test_a_streamed_echo_adds_up_to_the_whole_one(client: AsyncOpenAI, max_tokens: int) -> None:
     asked: dict[str, Any] = {
@@ -208,7 +208,7 @@ async def test_every_way_of_sampling_gets_to_the_engine(
     check_same(answer, [await engine.generate(FOX, **asked)])
 
 
-@on_both_faces
+@on_both_adapters
 async def test_events_are_one_line_of_json_each(http: httpx.AsyncClient) -> None:
     answer = await http.post(
         "/v1/completions",

@@ -1,4 +1,4 @@
-"""The HTTP face's settings: what is refused, what is shown, and what never is."""
+"""The HTTP server's settings: what is refused, what is shown, and what never is."""
 
 from __future__ import annotations
 

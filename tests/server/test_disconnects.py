@@ -13,8 +13,8 @@ import aiohttp
 import httpx
 import openai
 import pytest
-from server.conftest import each_face
-from server.hostile import GONE, Client, Face, Leaving, Target, chat, completion, request_of, served
+from server.conftest import each_adapter
+from server.hostile import GONE, Adapter, Client, Leaving, Target, chat, completion, request_of, served
 from waiting import Tasks, turns
 
 from aioengine.server.aiohttp_adapter import AiohttpExchange
@@ -56,21 +56,23 @@ async def assert_aborted_at_once(target: Target, num_others: int = 0) -> None:
 # One client, at each moment
 
 
-@each_face
+@each_adapter
 @each_way
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_who_leaves_before_the_first_token_is_in_no_later_step(face: Face, way: Leaving, is_stream: bool) -> None:
-    async with served(face, is_manual=True) as target:
+async def test_who_leaves_before_the_first_token_is_in_no_later_step(
+    adapter: Adapter, way: Leaving, is_stream: bool
+) -> None:
+    async with served(adapter, is_manual=True) as target:
         with await begun(target, completion(LEAVER, stream=is_stream)) as client:
             client.leave(way)
             await assert_aborted_at_once(target)
         await target.until_told(GONE, 1)
 
 
-@each_face
+@each_adapter
 @each_way
-async def test_who_leaves_in_the_middle_of_a_stream_is_in_no_later_step(face: Face, way: Leaving) -> None:
-    async with served(face, is_manual=True) as target:
+async def test_who_leaves_in_the_middle_of_a_stream_is_in_no_later_step(adapter: Adapter, way: Leaving) -> None:
+    async with served(adapter, is_manual=True) as target:
         with await begun(target, chat(LEAVER, stream=True), "/v1/chat/completions") as client:
             await step(target, 5)
             await client.read_until(b'"content":')
@@ -79,9 +81,9 @@ async def test_who_leaves_in_the_middle_of_a_stream_is_in_no_later_step(face: Fa
         await target.until_told(GONE, 1)
 
 
-@each_face
-async def test_who_leaves_between_two_steps_is_in_no_later_one(face: Face) -> None:
-    async with served(face, step_time_s=0.002) as target:
+@each_adapter
+async def test_who_leaves_between_two_steps_is_in_no_later_one(adapter: Adapter) -> None:
+    async with served(adapter, step_time_s=0.002) as target:
         with await target.connect() as client, await target.connect() as other:
             await client.post("/v1/completions", completion(LEAVER, stream=True, max_tokens=200))
             await other.post("/v1/completions", completion(STAYER, max_tokens=200))
@@ -94,10 +96,10 @@ async def test_who_leaves_between_two_steps_is_in_no_later_one(face: Face) -> No
             assert target.num_plans_with(LEAVER, num_plans) <= 2
 
 
-@each_face
+@each_adapter
 @each_way
-async def test_who_leaves_amid_all_choices_of_several_prompts_frees_them_all(face: Face, way: Leaving) -> None:
-    async with served(face, is_manual=True) as target:
+async def test_who_leaves_amid_all_choices_of_several_prompts_frees_them_all(adapter: Adapter, way: Leaving) -> None:
+    async with served(adapter, is_manual=True) as target:
         body = completion(LEAVER, prompt=["Once", "upon", "a time"], n=4, temperature=1.0)
         with await begun(target, body) as client:
             await step(target, 3)
@@ -108,9 +110,9 @@ async def test_who_leaves_amid_all_choices_of_several_prompts_frees_them_all(fac
         await target.until_told(GONE, 1)
 
 
-@each_face
-async def test_who_leaves_while_its_request_waits_behind_others_is_never_computed(face: Face) -> None:
-    async with served(face, is_manual=True, engine={"max_num_seqs": 1}) as target:
+@each_adapter
+async def test_who_leaves_while_its_request_waits_behind_others_is_never_computed(adapter: Adapter) -> None:
+    async with served(adapter, is_manual=True, engine={"max_num_seqs": 1}) as target:
         with await begun(target, completion(STAYER, max_tokens=10)) as other, await target.connect() as client:
             await client.post("/v1/completions", completion(LEAVER))
             await target.until(lambda: target.runtime.core.stats().waiting == 1)
@@ -122,12 +124,12 @@ async def test_who_leaves_while_its_request_waits_behind_others_is_never_compute
         await target.until_told(GONE, 1)
 
 
-@each_face
+@each_adapter
 @pytest.mark.parametrize("work", ["encode", "render_chat"])
 async def test_who_leaves_while_its_prompt_is_prepared_is_never_computed(
-    face: Face, work: str, monkeypatch: pytest.MonkeyPatch
+    adapter: Adapter, work: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with served(face, is_manual=True) as target:
+    async with served(adapter, is_manual=True) as target:
         tokenizer = target.runtime.require_tokenizer()
         gate, has_begun, really = threading.Event(), threading.Event(), getattr(tokenizer, work)
 
@@ -152,10 +154,10 @@ async def test_who_leaves_while_its_prompt_is_prepared_is_never_computed(
         await target.until_told(GONE, 1)
 
 
-@each_face
+@each_adapter
 @each_way
-async def test_who_leaves_amid_its_body_is_counted_and_reaches_no_engine(face: Face, way: Leaving) -> None:
-    async with served(face) as target:
+async def test_who_leaves_amid_its_body_is_counted_and_reaches_no_engine(adapter: Adapter, way: Leaving) -> None:
+    async with served(adapter) as target:
         with await target.connect() as client:
             whole = request_of("POST", "/v1/completions", completion(LEAVER))
             await client.send(whole[:-20])
@@ -166,9 +168,9 @@ async def test_who_leaves_amid_its_body_is_counted_and_reaches_no_engine(face: F
         assert target.executor.plans == []
 
 
-@each_face
-async def test_others_streams_do_not_notice_who_leaves(face: Face) -> None:
-    async with served(face, step_time_s=0.001) as target:
+@each_adapter
+async def test_others_streams_do_not_notice_who_leaves(adapter: Adapter) -> None:
+    async with served(adapter, step_time_s=0.001) as target:
         undisturbed = await target.ask("/v1/completions", completion(STAYER, stream=True, max_tokens=150))
         with await target.connect() as other:
             await other.post("/v1/completions", completion(STAYER, stream=True, max_tokens=150))
@@ -194,9 +196,9 @@ def texts_of(events: bytes) -> str:
 # Client libraries that give up
 
 
-@each_face
-async def test_a_cancelled_httpx_request_aborts_the_engines(face: Face) -> None:
-    async with served(face, is_manual=True) as target, Tasks() as tasks, httpx.AsyncClient() as client:
+@each_adapter
+async def test_a_cancelled_httpx_request_aborts_the_engines(adapter: Adapter) -> None:
+    async with served(adapter, is_manual=True) as target, Tasks() as tasks, httpx.AsyncClient() as client:
         url = f"http://127.0.0.1:{target.port}/v1/completions"
         asking = tasks.start(client.post(url, json=completion(LEAVER)))
         await target.until(lambda: target.num_plans_with(LEAVER))
@@ -205,9 +207,9 @@ async def test_a_cancelled_httpx_request_aborts_the_engines(face: Face) -> None:
         await target.until_told(GONE, 1)
 
 
-@each_face
-async def test_an_aiohttp_client_that_times_out_aborts_the_engines_request(face: Face) -> None:
-    async with served(face, is_manual=True) as target, aiohttp.ClientSession() as session:
+@each_adapter
+async def test_an_aiohttp_client_that_times_out_aborts_the_engines_request(adapter: Adapter) -> None:
+    async with served(adapter, is_manual=True) as target, aiohttp.ClientSession() as session:
         url = f"http://127.0.0.1:{target.port}/v1/completions"
         timeout = aiohttp.ClientTimeout(total=0.05)
         with pytest.raises(TimeoutError):
@@ -216,11 +218,11 @@ async def test_an_aiohttp_client_that_times_out_aborts_the_engines_request(face:
         await target.until_told(GONE, 1)
 
 
-@each_face
+@each_adapter
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_a_cancelled_openai_call_aborts_the_engines_request(face: Face, is_stream: bool) -> None:
+async def test_a_cancelled_openai_call_aborts_the_engines_request(adapter: Adapter, is_stream: bool) -> None:
     async with (
-        served(face, is_manual=True) as target,
+        served(adapter, is_manual=True) as target,
         Tasks() as tasks,
         openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{target.port}/v1", api_key="none", max_retries=0) as client,
     ):
@@ -246,11 +248,11 @@ async def test_a_cancelled_openai_call_aborts_the_engines_request(face: Face, is
 # Hundreds
 
 
-@each_face
+@each_adapter
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.nightly)])
-async def test_a_storm_of_clients_that_leave_leaves_nothing(face: Face, seed: int) -> None:
+async def test_a_storm_of_clients_that_leave_leaves_nothing(adapter: Adapter, seed: int) -> None:
     rng = random.Random(seed)
-    async with served(face, step_time_s=0.001, max_model_len=512, engine={"max_num_seqs": 16}) as target:
+    async with served(adapter, step_time_s=0.001, max_model_len=512, engine={"max_num_seqs": 16}) as target:
         async with Tasks() as tasks:
             storm = [tasks.start(visit(target, random.Random(rng.random()))) for _ in range(200)]
             await target.until(lambda: all(visitor.done() for visitor in storm))

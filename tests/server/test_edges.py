@@ -1,4 +1,4 @@
-"""Corners of the face that a client or a host app comes to by bad luck."""
+"""Corners of the HTTP server that a client or a host app comes to by bad luck."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import anyio
 import httpx
 import pytest
-from server.conftest import both_faces, events_of, fake_engine, plain_client, serving, serving_app, serving_fake
+from server.conftest import both_adapters, events_of, fake_engine, plain_client, serving, serving_app, serving_fake
 from server.hostile import request_of
 from starlette.applications import Starlette
 from starlette.middleware.base import BaseHTTPMiddleware
@@ -228,10 +228,10 @@ def test_what_is_no_engine_is_refused_where_the_app_is_made(bad: Any) -> None:
         create_app(bad)
 
 
-@both_faces
-async def test_a_name_that_is_not_ours_is_refused_where_ours_are_known(face: Any) -> None:
+@both_adapters
+async def test_a_name_that_is_not_ours_is_refused_where_ours_are_known(adapter: Any) -> None:
     config = ServerConfig(allowed_hosts=("localhost", "127.0.0.1", "::1"))
-    async with serving_fake(face, config) as (*_, client):
+    async with serving_fake(adapter, config) as (*_, client):
         for ours in ("localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]:8000"):
             assert (await client.get("/v1/models", headers={"host": ours})).status_code == 200
         for other in ("evil.example", "127.0.0.1.evil.example:80", "localhost.evil"):

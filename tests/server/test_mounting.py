@@ -12,11 +12,11 @@ from aiohttp import web
 from fastapi import FastAPI
 from openai import AsyncOpenAI
 from server.conftest import (
-    Face,
-    both_faces,
+    Adapter,
+    both_adapters,
     events_of,
     fake_engine,
-    on_both_faces,
+    on_both_adapters,
     openai_client,
     plain_client,
     serving_app,
@@ -135,10 +135,10 @@ async def test_the_mounts_own_name_leads_to_the_page(host: Any) -> None:
         assert answer.headers["content-type"].startswith("text/html")
 
 
-@both_faces
-async def test_an_app_may_have_another_engine_each_time(face: Face) -> None:
+@both_adapters
+async def test_an_app_may_have_another_engine_each_time(adapter: Adapter) -> None:
     found: list[Engine] = []
-    if face == "aiohttp":
+    if adapter == "aiohttp":
         app: Any = web.Application()
         app.add_routes(aiohttp_routes(lambda: found[-1]))
     else:
@@ -191,7 +191,7 @@ async def test_an_engine_that_runs_already_is_left_running() -> None:
         assert engine.health().status == "ALIVE"
 
 
-@on_both_faces
+@on_both_adapters
 @pytest.mark.parametrize(
     "path",
     ["/v1", "/v1/", "/v1/completions//", "/v2/models", "/V1/models", "/nothing", "/models", "/v1/health",
@@ -235,7 +235,7 @@ async def test_a_base_url_that_is_wrong_hears_the_path_that_was_meant(
     assert f"did you mean {near}?" in error["message"]
 
 
-@on_both_faces
+@on_both_adapters
 async def test_a_slash_at_the_end_says_nothing(client: AsyncOpenAI, http: httpx.AsyncClient) -> None:
     for path in GETS:
         answer = await http.get(path.removesuffix("/") + "/")
@@ -259,13 +259,13 @@ async def test_a_mount_may_add_a_slash_and_leave_the_root_path_out() -> None:
             await check_everything(url + "/ai")
 
 
-@on_both_faces
+@on_both_adapters
 async def test_a_path_may_be_written_with_percents(http: httpx.AsyncClient) -> None:
     assert (await http.get("/v1/%6dodels")).status_code == 200
     assert (await http.get("/v1/models/d%65mo?a=b")).json()["id"] == "demo"
 
 
-@on_both_faces
+@on_both_adapters
 @pytest.mark.parametrize("path", [*GETS, *POSTS])
 async def test_another_method_hears_which_ones_there_are(http: httpx.AsyncClient, path: str) -> None:
     allowed = "GET" if path in GETS else "POST"
@@ -276,7 +276,7 @@ async def test_another_method_hears_which_ones_there_are(http: httpx.AsyncClient
         assert answer.json()["error"]["code"] == "method_not_allowed"
 
 
-@on_both_faces
+@on_both_adapters
 @pytest.mark.parametrize("path", [*GETS, *POSTS, "/nothing"])
 async def test_a_head_has_the_status_and_no_body(http: httpx.AsyncClient, path: str) -> None:
     # On one connection: a body that is sent nevertheless would be taken for the next answer.
@@ -336,9 +336,9 @@ async def test_any_origin_may_be_allowed() -> None:
         assert answer.headers["access-control-allow-origin"] == "*"
 
 
-@both_faces
-async def test_without_origins_no_page_may_read_anything(face: Face) -> None:
-    async with serving_fake(face) as (*_, http):
+@both_adapters
+async def test_without_origins_no_page_may_read_anything(adapter: Adapter) -> None:
+    async with serving_fake(adapter) as (*_, http):
         answer = await http.get("/version", headers={"origin": "https://any.example"})
         assert not [name for name in answer.headers if name.startswith("access-control")]
         headers = {"origin": "https://any.example", "access-control-request-method": "POST"}

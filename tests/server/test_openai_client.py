@@ -10,7 +10,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from server.conftest import on_both_faces
+from server.conftest import on_both_adapters
 from waiting import until
 
 from aioengine import Engine
@@ -74,7 +74,7 @@ def texts_of(chunks: list[ChatCompletionChunk]) -> dict[int, str]:
     return texts
 
 
-@on_both_faces
+@on_both_adapters
 async def test_a_chat_is_answered_as_the_engine_answers_it(engine: Engine, client: AsyncOpenAI) -> None:
     expected = await engine.generate(HELLO, seed=1, max_tokens=40)
     answer = await client.chat.completions.create(model="demo", messages=HELLO, seed=1, max_completion_tokens=40)
@@ -262,7 +262,7 @@ async def test_what_says_nothing_is_taken(engine: Engine, client: AsyncOpenAI) -
     check_same(answer, expected)
 
 
-@on_both_faces
+@on_both_adapters
 async def test_a_stream_adds_up_to_the_answer(engine: Engine, client: AsyncOpenAI) -> None:
     expected = await engine.generate(HELLO, seed=4)
     stream = await client.chat.completions.create(model="demo", messages=HELLO, seed=4, stream=True)
@@ -279,7 +279,7 @@ async def test_a_stream_adds_up_to_the_answer(engine: Engine, client: AsyncOpenA
     assert all(chunk.usage is None for chunk in chunks)
 
 
-@on_both_faces
+@on_both_adapters
 async def test_a_streams_choices_come_by_their_numbers(engine: Engine, client: AsyncOpenAI) -> None:
     expected = await engine.generate(STORY, seed=4, n=3, max_tokens=25, temperature=1.0)
     chunks = await read(

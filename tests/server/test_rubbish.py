@@ -15,8 +15,8 @@ import anyio
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from server.conftest import each_face
-from server.hostile import Answer, Face, Target, chat, completion, heard_errors, request_of, served
+from server.conftest import each_adapter
+from server.hostile import Adapter, Answer, Target, chat, completion, heard_errors, request_of, served
 
 from aioengine.server.schema import ChatRequest, CompletionRequest
 
@@ -32,10 +32,10 @@ PATIENCE_S = 20.0
 
 
 @contextlib.asynccontextmanager
-async def unharmed(face: Face) -> AsyncIterator[Target]:
+async def unharmed(adapter: Adapter) -> AsyncIterator[Target]:
     """A server that at the end still serves, and has logged no traceback."""
     with heard_errors(without=["aiohttp.server"]) as errors:  # logs what is no HTTP, at length
-        async with served(face) as target:
+        async with served(adapter) as target:
             with anyio.fail_after(PATIENCE_S):
                 yield target
                 assert (await target.ask("/v1/completions", completion(max_tokens=1))).status == 200
@@ -85,10 +85,10 @@ NO_HTTP = {
 }
 
 
-@each_face
+@each_adapter
 @pytest.mark.parametrize("kind", NO_HTTP)
-async def test_what_is_no_http_is_refused_or_cut(face: Face, kind: str) -> None:
-    async with unharmed(face) as target:
+async def test_what_is_no_http_is_refused_or_cut(adapter: Adapter, kind: str) -> None:
+    async with unharmed(adapter) as target:
         for data in NO_HTTP[kind]:
             with await target.connect() as client:
                 with contextlib.suppress(ConnectionError):
@@ -103,16 +103,16 @@ async def test_what_is_no_http_is_refused_or_cut(face: Face, kind: str) -> None:
 # HTTP that is unusual
 
 
-@each_face
-async def test_a_request_of_http_0_9_ends_its_connection(face: Face) -> None:
-    async with unharmed(face) as target, target.client() as client:
+@each_adapter
+async def test_a_request_of_http_0_9_ends_its_connection(adapter: Adapter) -> None:
+    async with unharmed(adapter) as target, target.client() as client:
         await client.send(b"GET /health\r\n\r\n")
         assert len(re.findall(rb"HTTP/\d\.\d \d{3} ", await client.read_to_end())) == 1
 
 
-@each_face
-async def test_requests_that_come_at_once_are_answered_in_order(face: Face) -> None:
-    async with unharmed(face) as target:
+@each_adapter
+async def test_requests_that_come_at_once_are_answered_in_order(adapter: Adapter) -> None:
+    async with unharmed(adapter) as target:
         with await target.connect() as client:
             asked = [request_of("POST", "/tokenize", {"prompt": "x " * count}) for count in range(1, 9)]
             await client.send(b"".join(asked))
@@ -122,16 +122,16 @@ async def test_requests_that_come_at_once_are_answered_in_order(face: Face) -> N
         assert counts == sorted(set(counts))
 
 
-@each_face
-async def test_a_websocket_upgrade_is_answered_as_if_it_had_not_asked(face: Face) -> None:
-    async with unharmed(face) as target:
+@each_adapter
+async def test_a_websocket_upgrade_is_answered_as_if_it_had_not_asked(adapter: Adapter) -> None:
+    async with unharmed(adapter) as target:
         headers = {"connection": "upgrade", "upgrade": "websocket", "sec_websocket_version": "13", "content_length": ""}
         for path, status in (("/v1/models", 200), ("/v1/chat/completions", 405), ("/nothing", 404)):
             answer = await target.ask(path, sec_websocket_key="dGhlIHNhbXBsZSBub25jZQ==", **headers)
             assert answer.status == status
 
 
-@each_face
+@each_adapter
 @pytest.mark.parametrize(
     ("path", "status"),
     [
@@ -151,8 +151,8 @@ async def test_a_websocket_upgrade_is_answered_as_if_it_had_not_asked(face: Face
         ("/health#fragment", 200),
     ],
 )
-async def test_strange_paths_are_paths(face: Face, path: str, status: int) -> None:
-    async with unharmed(face) as target:
+async def test_strange_paths_are_paths(adapter: Adapter, path: str, status: int) -> None:
+    async with unharmed(adapter) as target:
         answer = await target.ask(path)
         assert answer.status == status
         if status != 200:
@@ -167,10 +167,10 @@ async def test_ten_thousand_headers_harm_nobody_on_uvicorn_as_it_is() -> None:
         assert (await client.answer()).status == 200
 
 
-@each_face
-async def test_strange_headers_are_passed_over(face: Face) -> None:
+@each_adapter
+async def test_strange_headers_are_passed_over(adapter: Adapter) -> None:
     strange = ("é", "\xff" * 100, "x" * 5000, "", "[]", '"', "a,b", "Bearer")
-    async with unharmed(face) as target:
+    async with unharmed(adapter) as target:
         for name in ("x-request-id", "authorization", "traceparent", "accept", "accept-encoding", "origin", "cookie"):
             for value in strange:
                 assert (await target.ask("/health", **{name: value or " "})).status == 200
@@ -212,9 +212,9 @@ NO_JSON = {
 }
 
 
-@each_face
-async def test_what_is_no_json_is_refused(face: Face) -> None:
-    async with unharmed(face) as target:
+@each_adapter
+async def test_what_is_no_json_is_refused(adapter: Adapter) -> None:
+    async with unharmed(adapter) as target:
         for kind, data in NO_JSON.items():
             for path in PATHS:
                 answer = await target.ask(path, data)
@@ -222,9 +222,9 @@ async def test_what_is_no_json_is_refused(face: Face) -> None:
                 assert_refused(answer)
 
 
-@each_face
-async def test_other_content_types_are_refused_unread(face: Face) -> None:
-    async with unharmed(face) as target:
+@each_adapter
+async def test_other_content_types_are_refused_unread(adapter: Adapter) -> None:
+    async with unharmed(adapter) as target:
         form, several = "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"
         for kind in ("text/plain", form, several, "json", "a", "é", "/", ""):
             for path in PATHS:

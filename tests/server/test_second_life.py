@@ -11,7 +11,7 @@ from typing import Any
 import anyio
 import pytest
 from aiohttp import web
-from server.conftest import Face, both_faces, serving_app
+from server.conftest import Adapter, both_adapters, serving_app
 from server.hostile import Client, completion, request_of
 from waiting import until
 
@@ -29,11 +29,11 @@ ENDLESS = {"max_tokens": 25_000}
 class House:
     """An app, and the engine that it finds now."""
 
-    def __init__(self, face: Face) -> None:
+    def __init__(self, adapter: Adapter) -> None:
         config = ServerConfig(max_concurrent_requests=100)
         self.engine: Engine | None = None
         self.api: Api
-        if face == "aiohttp":
+        if adapter == "aiohttp":
             # What lives twice are the routes: an application of aiohttp's is bound to one loop.
             routes = aiohttp_routes(self._find, config)
             self.api = inspect.getclosurevars(routes[0].handler).nonlocals["api"]
@@ -117,9 +117,9 @@ async def check_all_is_well(house: House, port: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the event loop ended before the engine was closed")
-@both_faces
-def test_an_app_lives_again_after_a_loop_that_ended_in_the_middle_of_things(face: Face) -> None:
-    house = House(face)
+@both_adapters
+def test_an_app_lives_again_after_a_loop_that_ended_in_the_middle_of_things(adapter: Adapter) -> None:
+    house = House(adapter)
     with contextlib.ExitStack() as open_clients:
 
         async def first(port: int) -> None:

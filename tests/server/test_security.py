@@ -1,4 +1,4 @@
-"""API keys cover every path but ``/health``, on both faces, before anything else is looked at."""
+"""API keys cover every path but ``/health``, on both adapters, before anything else is looked at."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
-from server.conftest import FACES, Face, all_ended, app_of, both_faces, fake_engine, plain_client, serving_app
+from server.conftest import ADAPTERS, Adapter, all_ended, app_of, both_adapters, fake_engine, plain_client, serving_app
 
 from aioengine.errors import ConfigError
 from aioengine.server import ServerConfig
@@ -42,7 +42,7 @@ OTHERS = [
 ]  # fmt: skip
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=FACES)
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=ADAPTERS)
 async def url(request: pytest.FixtureRequest) -> AsyncIterator[str]:
     config = ServerConfig(api_keys=KEYS)
     async with (
@@ -132,11 +132,11 @@ async def test_a_key_in_the_query_is_none(locked: httpx.AsyncClient) -> None:
     assert answer.status_code == 401
 
 
-@both_faces
-async def test_without_keys_everybody_is_let_in(face: Face) -> None:
+@both_adapters
+async def test_without_keys_everybody_is_let_in(adapter: Adapter) -> None:
     async with (
         fake_engine() as (engine, _),
-        serving_app(app_of(engine, face)) as url,
+        serving_app(app_of(engine, adapter)) as url,
         plain_client(url) as client,
     ):
         assert (await client.get("/version")).status_code == 200

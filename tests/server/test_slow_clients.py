@@ -9,8 +9,8 @@ import re
 from typing import Any
 
 import pytest
-from server.conftest import each_face
-from server.hostile import CUT, GONE, Answer, Client, Face, Target, completion, heard_errors, request_of, served
+from server.conftest import each_adapter
+from server.hostile import CUT, GONE, Adapter, Answer, Client, Target, completion, heard_errors, request_of, served
 from waiting import Tasks, turns
 
 from aioengine.server import ServerConfig
@@ -45,9 +45,9 @@ def texts_of(events: bytes) -> dict[int, str]:
 # Readers that stop
 
 
-@each_face
-async def test_a_reader_that_stops_costs_a_bounded_buffer_and_is_cut_off(face: Face) -> None:
-    async with served(face, ServerConfig(write_timeout_s=0.3), send_buffer=SMALL_BUFFER, **LONG_TEXTS) as target:
+@each_adapter
+async def test_a_reader_that_stops_costs_a_bounded_buffer_and_is_cut_off(adapter: Adapter) -> None:
+    async with served(adapter, ServerConfig(write_timeout_s=0.3), send_buffer=SMALL_BUFFER, **LONG_TEXTS) as target:
         with await stalled(target, completion(stream=True, **LONG)) as client:
             most = 0
 
@@ -61,7 +61,7 @@ async def test_a_reader_that_stops_costs_a_bounded_buffer_and_is_cut_off(face: F
                 await target.until_told(CUT, 1)
             assert 0 < most < 2**18, most
             assert await target.metric(GONE) == 0
-            if face == "uvicorn":
+            if adapter == "uvicorn":
                 # Nothing of uvicorn's can end a connection whose client does not read: what is buffered stays, with
                 # an error in its log, until the client reads it or leaves.
                 assert [record.getMessage() for record in errors] == [
@@ -74,18 +74,18 @@ async def test_a_reader_that_stops_costs_a_bounded_buffer_and_is_cut_off(face: F
                 assert len(await client.read_to_end()) < 2**18
 
 
-@each_face
-async def test_others_get_on_beside_a_reader_that_stops(face: Face) -> None:
-    async with served(face, ServerConfig(write_timeout_s=30.0), send_buffer=SMALL_BUFFER, **LONG_TEXTS) as target:
+@each_adapter
+async def test_others_get_on_beside_a_reader_that_stops(adapter: Adapter) -> None:
+    async with served(adapter, ServerConfig(write_timeout_s=30.0), send_buffer=SMALL_BUFFER, **LONG_TEXTS) as target:
         alone = await target.ask("/v1/completions", completion(8, stream=True, max_tokens=200))
         with await stalled(target, completion(stream=True, **LONG)):
             beside = await target.ask("/v1/completions", completion(8, stream=True, max_tokens=200))
         assert texts_of(beside.body) == texts_of(alone.body)
 
 
-@each_face
-async def test_a_reader_that_comes_back_in_time_gets_everything_in_order(face: Face) -> None:
-    async with served(face, ServerConfig(write_timeout_s=30.0), send_buffer=SMALL_BUFFER, **LONG_TEXTS) as target:
+@each_adapter
+async def test_a_reader_that_comes_back_in_time_gets_everything_in_order(adapter: Adapter) -> None:
+    async with served(adapter, ServerConfig(write_timeout_s=30.0), send_buffer=SMALL_BUFFER, **LONG_TEXTS) as target:
         steady = await target.ask("/v1/completions", completion(stream=True, **LONG))
         with await stalled(target, completion(stream=True, **LONG)) as client:
             await target.until(lambda: target.num_buffered > 2**16)
@@ -97,11 +97,11 @@ async def test_a_reader_that_comes_back_in_time_gets_everything_in_order(face: F
         assert await target.metric(CUT) == 0
 
 
-@each_face
-async def test_who_stops_reading_at_the_very_end_is_cut_off_too(face: Face) -> None:
+@each_adapter
+async def test_who_stops_reading_at_the_very_end_is_cut_off_too(adapter: Adapter) -> None:
     # Of one of these the last piece is what fills the buffer: all is written, and the end waits.
     sizes = range(90_000, 130_001, 10_000)
-    async with served(face, ServerConfig(write_timeout_s=0.3), send_buffer=SMALL_BUFFER) as target:
+    async with served(adapter, ServerConfig(write_timeout_s=0.3), send_buffer=SMALL_BUFFER) as target:
         (word,) = target.runtime.require_tokenizer().encode(" and", add_special_tokens=False)
         clients = [await target.connect(receive_buffer=SMALL_BUFFER) for _ in sizes]
         with heard_errors():
@@ -113,9 +113,9 @@ async def test_who_stops_reading_at_the_very_end_is_cut_off_too(face: Face) -> N
             client.leave("reset")
 
 
-@each_face
-async def test_a_whole_answer_of_megabytes_that_nobody_reads_is_not_kept(face: Face) -> None:
-    async with served(face, ServerConfig(write_timeout_s=0.3), send_buffer=SMALL_BUFFER, **LONG_TEXTS) as target:
+@each_adapter
+async def test_a_whole_answer_of_megabytes_that_nobody_reads_is_not_kept(adapter: Adapter) -> None:
+    async with served(adapter, ServerConfig(write_timeout_s=0.3), send_buffer=SMALL_BUFFER, **LONG_TEXTS) as target:
         body = completion(n=64, temperature=1.0, max_tokens=200, logprobs=10)
         with await stalled(target, body) as client, heard_errors():
             most = 0
@@ -128,7 +128,7 @@ async def test_a_whole_answer_of_megabytes_that_nobody_reads_is_not_kept(face: F
             await target.until(is_cut)
             assert 0 < most <= 4 * WHOLE_BYTES
             assert target.num_buffered <= 4 * WHOLE_BYTES
-            if face != "uvicorn":
+            if adapter != "uvicorn":
                 await target.until(lambda: not target.num_buffered)
                 head = await client.read_until(b"\r\n\r\n")
                 (length,) = re.findall(rb"(?i)content-length: (\d+)", head)
@@ -136,9 +136,9 @@ async def test_a_whole_answer_of_megabytes_that_nobody_reads_is_not_kept(face: F
                 assert len(await client.read_to_end()) < 2**18
 
 
-@each_face
-async def test_a_whole_answer_of_megabytes_reaches_who_reads_slowly(face: Face) -> None:
-    async with served(face, ServerConfig(write_timeout_s=30.0), send_buffer=SMALL_BUFFER, **LONG_TEXTS) as target:
+@each_adapter
+async def test_a_whole_answer_of_megabytes_reaches_who_reads_slowly(adapter: Adapter) -> None:
+    async with served(adapter, ServerConfig(write_timeout_s=30.0), send_buffer=SMALL_BUFFER, **LONG_TEXTS) as target:
         body = completion(n=16, temperature=1.0, max_tokens=450, logprobs=2)
         steady = await target.ask("/v1/completions", body)
         with await stalled(target, body) as client:
@@ -148,22 +148,22 @@ async def test_a_whole_answer_of_megabytes_reaches_who_reads_slowly(face: Face) 
         assert answer.json()["choices"] == steady.json()["choices"]
 
 
-@each_face
-async def test_who_asks_again_and_again_and_reads_nothing_costs_a_bounded_buffer(face: Face) -> None:
-    async with served(face, ServerConfig(write_timeout_s=0.3), send_buffer=SMALL_BUFFER) as target:
+@each_adapter
+async def test_who_asks_again_and_again_and_reads_nothing_costs_a_bounded_buffer(adapter: Adapter) -> None:
+    async with served(adapter, ServerConfig(write_timeout_s=0.3), send_buffer=SMALL_BUFFER) as target:
         http = target.behind.api._metrics_of_http
         size = len((await target.ask("/metrics")).body)
         assert 2**18 // 16 < size <= WHOLE_BYTES, "the answers are to fill the buffer, and each to be given at once"
         with await target.connect(receive_buffer=SMALL_BUFFER) as client:
             await client.send(request_of("GET", "/metrics") * 15)
             # In aiohttp each answer waits until the one before has been taken.
-            await target.until(lambda: target.num_buffered > (0 if face == "aiohttp" else 2**16))
+            await target.until(lambda: target.num_buffered > (0 if adapter == "aiohttp" else 2**16))
             await turns(2000)
             # uvicorn as it is cannot cut: it waits on, with no more than this.
-            assert target.num_buffered < (size + 1000 if face == "aiohttp" else 2**18)
-            if face == "serve":
+            assert target.num_buffered < (size + 1000 if adapter == "aiohttp" else 2**18)
+            if adapter == "serve":
                 await target.until(lambda: http.cut.value == 1)
-            if face != "uvicorn":  # aiohttp writes by itself, where nobody counts
+            if adapter != "uvicorn":  # aiohttp writes by itself, and no metric counts it
                 await target.until(lambda: not target.behind.transports())
             assert http.gone.value == 0
 
@@ -171,9 +171,9 @@ async def test_who_asks_again_and_again_and_reads_nothing_costs_a_bounded_buffer
 # Writers that do not come to an end
 
 
-@each_face
-async def test_a_body_a_byte_at_a_time_is_too_slow(face: Face) -> None:
-    async with served(face, ServerConfig(body_timeout_s=0.2)) as target, Tasks() as tasks:
+@each_adapter
+async def test_a_body_a_byte_at_a_time_is_too_slow(adapter: Adapter) -> None:
+    async with served(adapter, ServerConfig(body_timeout_s=0.2)) as target, Tasks() as tasks:
         with await target.connect() as client:
             whole = request_of("POST", "/v1/completions", completion(prompt="x" * 100_000))
 
@@ -190,20 +190,20 @@ async def test_a_body_a_byte_at_a_time_is_too_slow(face: Face) -> None:
         assert target.executor.plans == []
 
 
-@each_face
-async def test_a_body_that_never_begins_is_too_slow(face: Face) -> None:
-    async with served(face, ServerConfig(body_timeout_s=0.1)) as target, target.client() as client:
+@each_adapter
+async def test_a_body_that_never_begins_is_too_slow(adapter: Adapter) -> None:
+    async with served(adapter, ServerConfig(body_timeout_s=0.1)) as target, target.client() as client:
         await client.send(request_of("POST", "/v1/completions", content_length="100"))
         answer = await client.answer()
         assert (answer.status, answer.error["code"]) == (408, "timeout")
 
 
-@each_face
+@each_adapter
 async def test_a_body_that_announces_gigabytes_is_refused_by_its_announcement(
-    face: Face, monkeypatch: pytest.MonkeyPatch
+    adapter: Adapter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("aioengine.server.body.LINGER_S", 0.05)
-    async with served(face) as target:
+    async with served(adapter) as target:
         for length in ("10000000000", "9" * 19):
             with await target.connect() as client:
                 await client.send(request_of("POST", "/v1/completions", content_length=length) + b'{"prompt": "')
@@ -211,12 +211,12 @@ async def test_a_body_that_announces_gigabytes_is_refused_by_its_announcement(
                 assert (answer.status, answer.error["code"]) == (413, "request_too_large")
 
 
-@each_face
+@each_adapter
 async def test_chunks_without_end_are_refused_when_they_are_too_many(
-    face: Face, monkeypatch: pytest.MonkeyPatch
+    adapter: Adapter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("aioengine.server.body.LINGER_S", 0.05)
-    async with served(face, ServerConfig(max_body_bytes=100_000)) as target, Tasks() as tasks:
+    async with served(adapter, ServerConfig(max_body_bytes=100_000)) as target, Tasks() as tasks:
         with await target.connect() as client:
             await client.send(
                 request_of("POST", "/v1/completions", content_length="", transfer_encoding="chunked", x="y")
@@ -233,18 +233,18 @@ async def test_chunks_without_end_are_refused_when_they_are_too_many(
         await target.until(lambda: not target.behind.api._bodies._num_bytes)
 
 
-@each_face
-async def test_a_body_that_is_shorter_than_it_says_is_waited_for(face: Face) -> None:
-    async with served(face, ServerConfig(body_timeout_s=0.1)) as target, target.client() as client:
+@each_adapter
+async def test_a_body_that_is_shorter_than_it_says_is_waited_for(adapter: Adapter) -> None:
+    async with served(adapter, ServerConfig(body_timeout_s=0.1)) as target, target.client() as client:
         await client.send(request_of("POST", "/v1/completions", completion(), content_length="5000"))
         assert (await client.answer()).status == 408
 
 
-@each_face
-async def test_what_follows_a_body_that_says_to_be_shorter_is_no_part_of_it(face: Face) -> None:
-    async with served(face) as target, target.client() as client:
+@each_adapter
+async def test_what_follows_a_body_that_says_to_be_shorter_is_no_part_of_it(adapter: Adapter) -> None:
+    async with served(adapter) as target, target.client() as client:
         await client.send(request_of("POST", "/v1/completions", completion(max_tokens=1), content_length="20"))
-        if face == "serve":
+        if adapter == "serve":
             answer = await client.answer()
             assert (answer.status, answer.error["code"]) == (400, "invalid_json")
         else:  # the others read ahead, too, and say what is no HTTP in their own words
@@ -252,7 +252,7 @@ async def test_what_follows_a_body_that_says_to_be_shorter_is_no_part_of_it(face
         assert target.executor.plans == []
 
 
-@each_face
+@each_adapter
 @pytest.mark.parametrize(
     ("path", "headers", "status"),
     [
@@ -263,18 +263,18 @@ async def test_what_follows_a_body_that_says_to_be_shorter_is_no_part_of_it(face
     ],
 )
 async def test_who_asks_before_sending_its_body_is_not_asked_for_one_that_is_refused(
-    face: Face, path: str, headers: dict[str, str], status: int
+    adapter: Adapter, path: str, headers: dict[str, str], status: int
 ) -> None:
     fields = {"authorization": "Bearer right-key", "expect": "100-continue", "content_length": "1000", **headers}
-    async with served(face, ServerConfig(api_keys=("right-key",))) as target, target.client() as client:
+    async with served(adapter, ServerConfig(api_keys=("right-key",))) as target, target.client() as client:
         await client.send(request_of("POST", path, **fields))
         head = await client.read_until(b"\r\n")
         assert head.startswith(f"HTTP/1.1 {status} ".encode())
 
 
-@each_face
-async def test_who_asks_before_sending_its_body_is_told_to(face: Face) -> None:
-    async with served(face) as target, target.client() as client:
+@each_adapter
+async def test_who_asks_before_sending_its_body_is_told_to(adapter: Adapter) -> None:
+    async with served(adapter) as target, target.client() as client:
         whole = request_of("POST", "/v1/completions", completion(max_tokens=2), expect="100-continue")
         head, _, body = whole.partition(b"\r\n\r\n")
         await client.send(head + b"\r\n\r\n")
@@ -284,13 +284,13 @@ async def test_who_asks_before_sending_its_body_is_told_to(face: Face) -> None:
 
 
 @pytest.mark.parametrize(
-    "face", ["serve", *(pytest.param(face, marks=pytest.mark.nightly) for face in ("uvicorn", "aiohttp"))]
+    "adapter", ["serve", *(pytest.param(adapter, marks=pytest.mark.nightly) for adapter in ("uvicorn", "aiohttp"))]
 )
-async def test_hundreds_of_large_bodies_at_once_are_held_to_a_bound(face: Face) -> None:
+async def test_hundreds_of_large_bodies_at_once_are_held_to_a_bound(adapter: Adapter) -> None:
     config = ServerConfig(max_body_bytes=2**15, max_concurrent_requests=1000)
     whole = request_of("POST", "/tokenize", {"prompt": "x" * (2**15 - 20)})
     num_clients, num_held_back = 500, 10
-    async with served(face, config) as target, Tasks() as tasks:
+    async with served(adapter, config) as target, Tasks() as tasks:
         bodies, http = target.behind.api._bodies, target.behind.api._metrics_of_http
         others_have_come = asyncio.Event()
         most = 0

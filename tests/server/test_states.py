@@ -14,7 +14,7 @@ import anyio
 import anyio.abc
 import httpx
 import pytest
-from server.conftest import Face, app_of, both_faces, fake_engine, plain_client, serving_app, serving_fake
+from server.conftest import Adapter, app_of, both_adapters, fake_engine, plain_client, serving_app, serving_fake
 from waiting import until
 
 from aioengine import Engine, ModelLoadError
@@ -56,10 +56,10 @@ def check_503(answer: httpx.Response, code: str) -> None:
         assert int(answer.headers["retry-after"]) >= 1
 
 
-@both_faces
-async def test_an_engine_is_served_before_it_is_started_and_after_it_is_closed(face: Face) -> None:
+@both_adapters
+async def test_an_engine_is_served_before_it_is_started_and_after_it_is_closed(adapter: Adapter) -> None:
     engine = Engine(seed=1, executor=FakeExecutor(vocab_size=2048))
-    async with serving_app(app_of(engine, face)) as url, plain_client(url) as http:
+    async with serving_app(app_of(engine, adapter)) as url, plain_client(url) as http:
         await check_unavailable(http)
         metrics = await http.get("/metrics")
         assert metrics.status_code == 200
@@ -96,11 +96,11 @@ async def start(engine: Engine) -> None:
 
 @contextlib.asynccontextmanager
 async def starting(
-    face: Face, config: ServerConfig | None = None, *, model: str | None = None
+    adapter: Adapter, config: ServerConfig | None = None, *, model: str | None = None
 ) -> AsyncIterator[tuple[Engine, httpx.AsyncClient, anyio.abc.TaskGroup]]:
     """An engine that is served while it starts, which `gate` holds; a client of it, and tasks that end with it."""
     engine = Engine(model, seed=1, executor=FakeExecutor(vocab_size=2048))
-    app = app_of(engine, face, config)
+    app = app_of(engine, adapter, config)
     async with serving_app(app) as url, plain_client(url) as http, anyio.create_task_group() as tasks:
         tasks.start_soon(start, engine)
         await until(lambda: engine._runtime is not None)
@@ -108,9 +108,11 @@ async def starting(
         await engine.aclose()
 
 
-@both_faces
-async def test_what_is_asked_while_the_engine_starts_is_answered_when_it_has(face: Face, gate: threading.Event) -> None:
-    async with starting(face) as (_, http, tasks):
+@both_adapters
+async def test_what_is_asked_while_the_engine_starts_is_answered_when_it_has(
+    adapter: Adapter, gate: threading.Event
+) -> None:
+    async with starting(adapter) as (_, http, tasks):
         answers: dict[tuple[str, bool], httpx.Response] = {}
 
         async def ask(path: str, stream: bool) -> None:
@@ -135,11 +137,11 @@ def strip_labels(metrics: str) -> str:
     return re.sub(r"\{[^}]*\}", "", metrics)
 
 
-@both_faces
+@both_adapters
 async def test_what_waits_for_a_start_is_bounded_in_number_and_time(
-    face: Face, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+    adapter: Adapter, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with starting(face, ServerConfig(max_concurrent_requests=1)) as (engine, http, tasks):
+    async with starting(adapter, ServerConfig(max_concurrent_requests=1)) as (engine, http, tasks):
         tasks.start_soon(partial(http.post, "/v1/completions", json=POSTS["/v1/completions"]))
         await until(lambda: engine._runtime._num_waiting_for_start == 1)
         check_503(await http.post("/tokenize", json=POSTS["/tokenize"]), "overloaded")
@@ -147,7 +149,7 @@ async def test_what_waits_for_a_start_is_bounded_in_number_and_time(
         await until(lambda: engine.health().status == "ALIVE")
     gate.clear()
     monkeypatch.setattr(api, "START_TIMEOUT_S", 0.001)
-    async with starting(face) as (engine, http, _):
+    async with starting(adapter) as (engine, http, _):
         answer = await http.post("/v1/completions", json=POSTS["/v1/completions"])
         check_503(answer, "unavailable")
         assert "still starting" in answer.json()["error"]["message"]
@@ -155,11 +157,11 @@ async def test_what_waits_for_a_start_is_bounded_in_number_and_time(
         await until(lambda: engine.health().status == "ALIVE")
 
 
-@both_faces
+@both_adapters
 async def test_who_waits_for_a_start_that_fails_hears_that_it_did(
-    face: Face, gate: threading.Event, tmp_path: Path
+    adapter: Adapter, gate: threading.Event, tmp_path: Path
 ) -> None:
-    async with starting(face, model=str(tmp_path / "absent")) as (engine, http, tasks):
+    async with starting(adapter, model=str(tmp_path / "absent")) as (engine, http, tasks):
         answers: list[httpx.Response] = []
 
         async def ask(path: str) -> None:
@@ -188,9 +190,9 @@ async def test_a_server_may_begin_before_its_engine_has(gate: threading.Event) -
         await engine.aclose()
 
 
-@both_faces
-async def test_a_closing_engine_ends_its_streams_with_an_error(face: Face) -> None:
-    async with serving_fake(face, is_manual=True) as (engine, executor, _, http):
+@both_adapters
+async def test_a_closing_engine_ends_its_streams_with_an_error(adapter: Adapter) -> None:
+    async with serving_fake(adapter, is_manual=True) as (engine, executor, _, http):
         answers: dict[bool, httpx.Response] = {}
 
         async def ask(stream: bool) -> None:
@@ -208,9 +210,9 @@ async def test_a_closing_engine_ends_its_streams_with_an_error(face: Face) -> No
         assert answers[True].text.endswith("data: [DONE]\n\n")
 
 
-@both_faces
-async def test_a_draining_engine_takes_nothing_new_and_ends_what_it_has(face: Face) -> None:
-    async with serving_fake(face, is_manual=True) as (engine, executor, _, http), anyio.create_task_group() as tasks:
+@both_adapters
+async def test_a_draining_engine_takes_nothing_new_and_ends_what_it_has(adapter: Adapter) -> None:
+    async with serving_fake(adapter, is_manual=True) as (engine, executor, _, http), anyio.create_task_group() as tasks:
         answers: list[httpx.Response] = []
 
         async def ask() -> None:
@@ -247,9 +249,9 @@ async def test_a_draining_server_is_unhealthy_and_takes_no_work() -> None:
             assert (await http.post("/abort", json={"request_id": "a"})).status_code == 200
 
 
-@both_faces
-async def test_a_paused_engine_is_healthy_and_answers_later(face: Face) -> None:
-    async with serving_fake(face) as (engine, _, _, http), anyio.create_task_group() as tasks:
+@both_adapters
+async def test_a_paused_engine_is_healthy_and_answers_later(adapter: Adapter) -> None:
+    async with serving_fake(adapter) as (engine, _, _, http), anyio.create_task_group() as tasks:
         answers: list[httpx.Response] = []
 
         async def ask() -> None:
@@ -266,10 +268,10 @@ async def test_a_paused_engine_is_healthy_and_answers_later(face: Face) -> None:
         assert answers[0].status_code == 200
 
 
-@both_faces
-async def test_a_device_that_hangs_is_unhealthy(face: Face) -> None:
+@both_adapters
+async def test_a_device_that_hangs_is_unhealthy(adapter: Adapter) -> None:
     async with (
-        serving_fake(face, is_manual=True, stall_after_s=0.05) as (engine, executor, _, http),
+        serving_fake(adapter, is_manual=True, stall_after_s=0.05) as (engine, executor, _, http),
         anyio.create_task_group() as tasks,
     ):
         tasks.start_soon(partial(http.post, "/v1/completions", json=POSTS["/v1/completions"]))

@@ -9,7 +9,7 @@ import anyio
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from server.conftest import Face, both_faces, events_of, on_both_faces, serving_fake
+from server.conftest import Adapter, both_adapters, events_of, on_both_adapters, serving_fake
 from tokenizers import Regex
 from tokenizers.pre_tokenizers import Split
 from waiting import until
@@ -112,10 +112,10 @@ def ids_to_abort(header: str, answer: str) -> list[Any]:
     ]  # fmt: skip
 
 
-@both_faces
+@both_adapters
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_request_is_aborted_by_its_id(face: Face, stream: bool) -> None:
-    async with serving_fake(face, is_manual=True) as (engine, executor, _, http):
+async def test_a_request_is_aborted_by_its_id(adapter: Adapter, stream: bool) -> None:
+    async with serving_fake(adapter, is_manual=True) as (engine, executor, _, http):
         for path, prefix in (("/v1/completions", "cmpl-"), ("/v1/chat/completions", "chatcmpl-")):
             for name in ("header", "body"):
                 for asked in ids_to_abort("mine", f"{prefix}mine"):
@@ -163,10 +163,10 @@ async def test_health_says_that_the_engine_is_alive(http: httpx.AsyncClient) -> 
     assert told["is_draining"] is told["is_paused"] is told["is_sleeping"] is False
 
 
-@both_faces
-async def test_the_load_is_what_is_being_served(face: Face) -> None:
+@both_adapters
+async def test_the_load_is_what_is_being_served(adapter: Adapter) -> None:
     async with (
-        serving_fake(face, is_manual=True, max_num_seqs=1) as (engine, executor, _, http),
+        serving_fake(adapter, is_manual=True, max_num_seqs=1) as (engine, executor, _, http),
         anyio.create_task_group() as tasks,
     ):
         assert (await http.get("/load")).json() == {
@@ -182,7 +182,7 @@ async def test_the_load_is_what_is_being_served(face: Face) -> None:
         executor.complete()
 
 
-@on_both_faces
+@on_both_adapters
 async def test_metrics_are_prometheus_text_and_count_what_was_done(http: httpx.AsyncClient) -> None:
     async def value(name: str) -> float:
         answer = await http.get("/metrics")
@@ -197,14 +197,14 @@ async def test_metrics_are_prometheus_text_and_count_what_was_done(http: httpx.A
     assert await value("vllm:num_requests_running") == 0
 
 
-@on_both_faces
+@on_both_adapters
 async def test_the_page_is_there(http: httpx.AsyncClient) -> None:
     answer = await http.get("/")
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/html")
 
 
-@on_both_faces
+@on_both_adapters
 @pytest.mark.parametrize("given", ["a", "0123456789abcdef", "!#$%&'*+-.^_`|~:/?@", "x" * 128])
 async def test_a_request_id_is_kept(http: httpx.AsyncClient, given: str) -> None:
     for path in ("/version", "/nothing", "/health", "/"):
@@ -212,7 +212,7 @@ async def test_a_request_id_is_kept(http: httpx.AsyncClient, given: str) -> None
         assert answer.headers["x-request-id"] == given
 
 
-@on_both_faces
+@on_both_adapters
 @pytest.mark.parametrize("given", [b"", b"x" * 129, b"a b", b"\xc3\xa9", b"\xff"])
 async def test_an_id_that_is_none_is_made_anew(http: httpx.AsyncClient, given: bytes) -> None:
     made = set()
@@ -229,9 +229,9 @@ async def test_every_answer_has_an_id_of_its_own(http: httpx.AsyncClient) -> Non
     assert len(set(ids)) == 5
 
 
-@both_faces
-async def test_a_panic_of_the_tokenizer_is_an_error_as_any_other(face: Face) -> None:
-    async with serving_fake(face) as (engine, _, _, client):
+@both_adapters
+async def test_a_panic_of_the_tokenizer_is_an_error_as_any_other(adapter: Adapter) -> None:
+    async with serving_fake(adapter) as (engine, _, _, client):
         assert engine._runtime is not None
         tokenizer = engine._runtime.require_tokenizer()
         tokenizer._backend.pre_tokenizer = Split(Regex(r"(\w+\s*)+\d$"), "isolated")
