@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
-import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -36,6 +36,16 @@ def press_ctrl_c() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
+@contextlib.contextmanager
+def on_ctrl_c(handler: Callable[..., Any]) -> Iterator[None]:
+    """Ctrl-C calls ``handler(number, frame)`` in the block."""
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 class Device(FakeExecutor):
     """A fake device of the demo model's vocabulary, that calls back before it samples, and never ends an output."""
 
@@ -48,6 +58,10 @@ class Device(FakeExecutor):
         self.num_sampled += 1
         self.on_sample()
         return 3 + sample_hash(token_ids, sampling, vocab_size=VOCAB_SIZE - 3)  # above the special tokens
+
+    def interrupt_at(self, num_sampled: int) -> None:
+        """Ctrl-C is pressed when so many tokens are sampled."""
+        self.on_sample = lambda: press_ctrl_c() if self.num_sampled == num_sampled else None
 
     def seeds(self) -> list[int]:
         """Of all requests that came to the device, in that order."""
@@ -85,15 +99,6 @@ def _opening(kind: type[F]) -> Iterator[Callable[..., F]]:
     yield open_one
     for one in opened:
         one.close()
-
-
-@pytest.fixture
-def quiet_log() -> Iterator[None]:
-    """What a test breaks on purpose need not be printed."""
-    logger = logging.getLogger("aioengine")
-    logger.propagate = False
-    yield
-    logger.propagate = True
 
 
 @pytest.fixture

@@ -51,14 +51,8 @@ def test_outputs_come_in_the_order_of_the_prompts(open_llm: Open) -> None:
 @pytest.mark.parametrize(
     "prompts",
     [
-        "Once upon a time",
-        IDS,
-        tuple(IDS),
-        np.array(IDS),
-        [np.int64(5), np.int64(6)],
-        {"prompt": "Once upon a time"},
-        {"prompt_token_ids": IDS},
-        CHAT,
+        *("Once upon a time", IDS, tuple(IDS), np.array(IDS), [np.int64(5), np.int64(6)]),
+        *({"prompt": "Once upon a time"}, {"prompt_token_ids": IDS}, CHAT),
     ],
     ids=repr,
 )
@@ -202,14 +196,8 @@ def test_a_text_that_is_too_long_fails_them_all(open_llm: Open) -> None:
 
 
 def test_ctrl_c_aborts_them_all_and_the_next_call_works(open_llm: Open, patient_device: Any) -> None:
-    device = patient_device
-    llm = open_llm(device, max_num_seqs=4, max_waiting=4)
-
-    def interrupt_once() -> None:
-        if device.num_sampled == 30:
-            press_ctrl_c()
-
-    device.on_sample = interrupt_once
+    llm = open_llm(patient_device, max_num_seqs=4, max_waiting=4)
+    patient_device.interrupt_at(30)
     with pytest.raises(KeyboardInterrupt):
         llm.generate([IDS] * 50, max_tokens=ENDLESS)
     assert llm.stats().running == llm.stats().waiting == 0
@@ -219,7 +207,6 @@ def test_ctrl_c_aborts_them_all_and_the_next_call_works(open_llm: Open, patient_
 def test_a_second_ctrl_c_does_not_wait_for_the_end_of_the_first(
     open_llm: Open, patient_device: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device = patient_device
     finish = Stream.finish
     goes_on = asyncio.Event()
     is_hanging = True
@@ -237,13 +224,8 @@ def test_a_second_ctrl_c_does_not_wait_for_the_end_of_the_first(
         goes_on.set()
 
     monkeypatch.setattr(Stream, "finish", hang_when_cancelled)
-
-    def interrupt_once() -> None:
-        if device.num_sampled == 3:
-            press_ctrl_c()
-
-    device.on_sample = interrupt_once
-    llm = open_llm(device)
+    patient_device.interrupt_at(3)
+    llm = open_llm(patient_device)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(IDS, max_tokens=ENDLESS)
     is_hanging = False
@@ -264,13 +246,16 @@ def test_a_sleeping_engine_says_so_instead_of_waiting_for_ever(open_llm: Open) -
 # What is shown
 
 
-def test_no_bar_is_shown_where_nobody_looks(open_llm: Open, capsys: pytest.CaptureFixture[str]) -> None:
-    open_llm().generate([IDS] * 3, max_tokens=2)
+def test_the_bar_tells_requests_and_tokens_and_is_shown_where_it_is_asked_for(
+    open_llm: Open, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llm = open_llm()
+    llm.generate([IDS] * 3, max_tokens=2)
     assert capsys.readouterr() == ("", "")
-
-
-def test_the_bar_tells_requests_and_tokens(open_llm: Open, capsys: pytest.CaptureFixture[str]) -> None:
-    open_llm().generate([IDS] * 3, max_tokens=2, show_progress=True)
+    with pytest.raises(InvalidRequest):
+        llm.generate([99999], show_progress=True)
+    assert capsys.readouterr().err == ""
+    llm.generate([IDS] * 3, max_tokens=2, show_progress=True)
     shown = capsys.readouterr()
     assert shown.out == ""
     assert "3/3" in shown.err
@@ -302,12 +287,6 @@ def test_a_bar_of_an_interrupted_call_ends_as_it_was(
     with pytest.raises(StepFailed):
         open_llm(device).generate([IDS] * 3, max_tokens=200, show_progress=True)
     assert "0/3" in capsys.readouterr().err
-
-
-def test_a_call_that_is_refused_shows_no_bar(open_llm: Open, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(InvalidRequest):
-        open_llm().generate([99999], show_progress=True)
-    assert capsys.readouterr().err == ""
 
 
 def test_several_threads_show_a_bar_each_and_none_on_a_terminal_by_themselves(

@@ -7,7 +7,6 @@ import asyncio
 import dataclasses
 import itertools
 import json
-import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from blocking.conftest import ENDLESS, press_ctrl_c
+from blocking.conftest import ENDLESS, on_ctrl_c, press_ctrl_c
 
 from aioengine import (
     LLM,
@@ -42,6 +41,12 @@ Open = Callable[..., LLMEngine]
 
 def params(seed: int = 0, max_tokens: int = 5, **options: Any) -> SamplingParams:
     return SamplingParams(seed=seed, max_tokens=max_tokens, **options)
+
+
+def add(engine: LLMEngine, count: int, max_tokens: int = 5) -> None:
+    """Add requests "0", "1", … with those seeds."""
+    for number in range(count):
+        engine.add_request(str(number), IDS, params(number, max_tokens))
 
 
 def run_to_end(engine: LLMEngine) -> dict[str, list[RequestOutput]]:
@@ -107,8 +112,7 @@ def test_all_choices_of_a_request_are_in_its_outputs(open_engine: Open, temperat
 
 def test_more_requests_than_the_engine_takes_all_end(open_engine: Open) -> None:
     engine = open_engine(max_num_seqs=2, max_waiting=2)
-    for number in range(50):
-        engine.add_request(str(number), IDS, params(number))
+    add(engine, 50)
     assert engine.get_num_unfinished_requests() == 50
     outputs = run_to_end(engine)
     assert all(len(outputs[str(number)][-1].outputs[0].token_ids) == 5 for number in range(50))
@@ -139,8 +143,7 @@ def test_a_prompt_that_waits_outside_stays_as_it_was_given(open_engine: Open) ->
 def test_a_text_that_waits_outside_and_is_too_long_fails_in_a_step(open_engine: Open) -> None:
     engine = open_engine(max_num_seqs=1, max_waiting=1)
     engine.sleep(0, mode="keep")
-    for number in range(3):
-        engine.add_request(str(number), IDS, params())
+    add(engine, 3)
     engine.add_request("long", "dog " * 300, params())
     engine.wake_up()
     ended, failed = set(), []
@@ -158,8 +161,7 @@ def test_a_text_that_waits_outside_and_is_too_long_fails_in_a_step(open_engine: 
 
 def test_an_id_names_one_unfinished_request(open_engine: Open) -> None:
     engine = open_engine(max_num_seqs=1, max_waiting=1)
-    for number in range(4):
-        engine.add_request(str(number), IDS, params())
+    add(engine, 4)
     for number in range(4):  # running, waiting, and outside
         with pytest.raises(InvalidRequest, match="unfinished request") as caught:
             engine.add_request(str(number), IDS, params())
@@ -236,8 +238,7 @@ def test_all_requests_of_a_failed_step_raise_one_after_the_other(open_engine: Op
     engine = open_engine(device, max_num_seqs=4, max_waiting=4)
     engine.sleep(0, mode="keep")
     device.make_step_fail(4, RuntimeError("broken step"))
-    for number in range(3):
-        engine.add_request(str(number), IDS, params(number, 20))
+    add(engine, 3, 20)
     engine.wake_up()
     notes = []
     while engine.has_unfinished_requests():
@@ -254,8 +255,7 @@ def test_a_dead_engine_is_heard_once(open_engine: Open, device: Any) -> None:
     engine = open_engine(device, max_num_seqs=2, max_waiting=2)
     engine.sleep(0, mode="keep")
     device.make_step_fail(4, DeviceLost("unplugged"))
-    for number in range(8):
-        engine.add_request(str(number), IDS, params(number, 20))
+    add(engine, 8, 20)
     engine.wake_up()
     with pytest.raises(EngineDead):
         run_to_end(engine)
@@ -284,12 +284,10 @@ def test_ctrl_c_in_a_step_loses_nothing(open_engine: Open, device: Any) -> None:
             frame = frame.f_back
 
     engine.sleep(0, mode="keep")
-    for number in range(10):
-        engine.add_request(str(number), IDS, params(number, 9))
+    add(engine, 10, 9)
     ended: dict[str, int] = {}
     num_interrupts = 0
-    before = signal.signal(signal.SIGINT, raise_in_a_wait)
-    try:
+    with on_ctrl_c(raise_in_a_wait):
         device.on_sample = interrupt_sometimes
         try:
             engine.wake_up()
@@ -303,8 +301,6 @@ def test_ctrl_c_in_a_step_loses_nothing(open_engine: Open, device: Any) -> None:
                         ended[output.request_id] = len(output.outputs[0].token_ids)
             except KeyboardInterrupt:
                 num_interrupts += 1
-    finally:
-        signal.signal(signal.SIGINT, before)
     assert ended == {str(number): 9 for number in range(10)}
     assert num_interrupts
     assert engine.stats().running == engine.stats().waiting == 0

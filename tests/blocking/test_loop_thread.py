@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import queue
@@ -10,12 +11,13 @@ import random
 import signal
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from blocking.conftest import ENDLESS, press_ctrl_c
+from blocking.conftest import ENDLESS, on_ctrl_c, press_ctrl_c
+from nightly import seeds
 
 from aioengine import LLM, ConfigError, EngineClosed, InvalidRequest, LLMEngine, ModelLoadError
 
@@ -38,17 +40,20 @@ def in_thread(work: Callable[[], Any]) -> Any:
     return outcome[0]
 
 
-def two_seeds_of(count: int) -> list[Any]:
-    """The others are nightly."""
-    return [0, 1, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(2, count))]
-
-
 def loop_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "aioengine-loop"]
 
 
 def num_open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
+
+
+@contextlib.contextmanager
+def no_file_left_open() -> Iterator[None]:
+    LLM().close()  # what is imported once may leave files open
+    before = num_open_files()
+    yield
+    assert num_open_files() == before
 
 
 # Loops and threads
@@ -140,7 +145,7 @@ def test_closing_ends_the_calls_of_other_threads(patient_device: Any) -> None:
     assert not loop_threads()
 
 
-@pytest.mark.parametrize("seed", two_seeds_of(10))
+@pytest.mark.parametrize("seed", seeds(10))
 def test_a_call_that_races_with_the_end_brings_its_outcome(device_type: Any, seed: int) -> None:
     llm = LLM(executor=device_type())
     outcomes: list[Any] = []
@@ -197,7 +202,7 @@ def test_ctrl_c_ends_the_main_threads_call_and_no_other(open_llm: Any, patient_d
     assert llm.stats().running == llm.stats().waiting == 0
 
 
-@pytest.mark.parametrize("seed", two_seeds_of(5))
+@pytest.mark.parametrize("seed", seeds(5))
 def test_ctrl_c_at_any_moment_ends_a_call_or_comes_after_it(open_llm: Any, device: Any, seed: int) -> None:
     llm = open_llm(device)
     draw = random.Random(seed)
@@ -230,12 +235,9 @@ def test_ctrl_c_at_any_moment_ends_a_call_or_comes_after_it(open_llm: Any, devic
 
 def test_a_signal_handler_of_the_callers_own_stays_and_is_called(open_llm: Any, device: Any) -> None:
     heard: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
-    try:
+    with on_ctrl_c(lambda number, _: heard.append(number)):
         device.on_sample = press_ctrl_c
         assert len(open_llm(device).generate(IDS, max_tokens=2)) == 1
-    finally:
-        signal.signal(signal.SIGINT, before)
     assert set(heard) == {signal.SIGINT}
 
 
@@ -243,14 +245,10 @@ def test_what_a_signal_handler_raises_ends_the_call(open_llm: Any, patient_devic
     def refuse(number: int, frame: Any) -> None:
         raise TimeoutError("the worker's time is over")
 
-    before = signal.signal(signal.SIGINT, refuse)
     llm = open_llm(patient_device)
-    patient_device.on_sample = lambda: press_ctrl_c() if patient_device.num_sampled == 1 else None
-    try:
-        with pytest.raises(TimeoutError, match="the worker's time"):
-            llm.generate(IDS, max_tokens=ENDLESS)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    patient_device.interrupt_at(1)
+    with on_ctrl_c(refuse), pytest.raises(TimeoutError, match="the worker's time"):
+        llm.generate(IDS, max_tokens=ENDLESS)
     assert llm.stats().running == 0
 
 
@@ -258,16 +256,11 @@ def test_what_a_signal_handler_raises_ends_the_call(open_llm: Any, patient_devic
 
 
 def test_what_cannot_start_leaves_nothing(tmp_path: Any) -> None:
-    LLM().close()  # what is imported once may leave files open
-    before = num_open_files()
-    for config, error in (
-        ({"max_num_seqs": 0}, ConfigError),
-        ({"max_num_seq": 1}, ConfigError),
-        ({"model": str(tmp_path)}, ModelLoadError),
-    ):
-        with pytest.raises(error):
-            LLM(**config)
-    assert num_open_files() == before
+    refused = [({"max_num_seqs": 0}, ConfigError), ({"max_num_seq": 1}, ConfigError)]
+    with no_file_left_open():
+        for config, error in (*refused, ({"model": str(tmp_path)}, ModelLoadError)):
+            with pytest.raises(error):
+                LLM(**config)
     assert not loop_threads()
 
 
@@ -275,26 +268,22 @@ def test_without_a_thread_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> No
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    LLM().close()
-    before = num_open_files()
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    with pytest.raises(RuntimeError, match="start new thread"):
-        LLM()
-    assert num_open_files() == before
+    with no_file_left_open():
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="start new thread"):
+            LLM()
 
 
 # The end
 
 
 def test_closing_leaves_nothing(device: Any) -> None:
-    LLM().close()
-    before = num_open_files()
-    with LLM() as llm:
-        llm.generate("Once upon a time", max_tokens=2)
-    llm.close()
-    with pytest.raises(EngineClosed, match="this LLM is closed"):
-        llm.generate("Once upon a time")
-    assert num_open_files() == before
+    with no_file_left_open():
+        with LLM() as llm:
+            llm.generate("Once upon a time", max_tokens=2)
+        llm.close()
+        with pytest.raises(EngineClosed, match="this LLM is closed"):
+            llm.generate("Once upon a time")
 
 
 def test_one_that_is_dropped_closes_itself_without_a_word(device_type: Any, recwarn: Any) -> None:

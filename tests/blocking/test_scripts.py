@@ -22,6 +22,20 @@ def fake():
     return FakeExecutor(vocab_size=2048)
 """
 
+SAY_AND_LOAD = """
+import threading
+from aioengine import LLM
+from aioengine.text.tokenizer import Tokenizer
+
+load = Tokenizer.load
+
+def say_and_load(folder):
+    {say}
+    return load(folder)
+
+Tokenizer.load = say_and_load
+"""
+
 # Development mode shows what is closed too late, and by whom nothing was awaited; and on a busy machine that a turn of
 # the loop took long, which is no fault of the script's.
 PYTHON = [sys.executable, "-X", "dev", "-W", "error", "-u", "-c"]
@@ -115,23 +129,15 @@ is_running.wait()
 
 
 def test_a_script_that_ends_while_a_daemon_thread_loads() -> None:
-    done = run("""
-import threading
-from aioengine import LLM
-from aioengine.text.tokenizer import Tokenizer
-
-load = Tokenizer.load
+    done = run(
+        SAY_AND_LOAD.format(say="is_loading.set()")
+        + """
 is_loading = threading.Event()
-
-def say_and_load(folder):
-    is_loading.set()
-    return load(folder)
-
-Tokenizer.load = say_and_load
 threading.excepthook = lambda args: None
 threading.Thread(target=LLM, daemon=True).start()
 is_loading.wait()
-""")
+"""
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -201,16 +207,14 @@ def started() -> Iterator[list[subprocess.Popen[str]]]:
         process.communicate()
 
 
-def start(script: str, started: list[subprocess.Popen[str]]) -> subprocess.Popen[str]:
-    started.append(
-        subprocess.Popen([*PYTHON, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1)
-    )
-    return started[-1]
-
-
-def read_line(process: subprocess.Popen[str]) -> str:
+def interrupt(script: str, word: str, started: list[subprocess.Popen[str]]) -> tuple[subprocess.Popen[str], str, str]:
+    """Press Ctrl-C once the script has said the word. → the ended process, what else it printed, and its errors."""
+    process = subprocess.Popen([*PYTHON, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1)
+    started.append(process)
     assert process.stdout is not None
-    return process.stdout.readline().strip()
+    assert process.stdout.readline().strip() == word
+    process.send_signal(signal.SIGINT)
+    return process, *process.communicate(timeout=TIMEOUT_S)
 
 
 # Says from within a step that the call is under way, so that a signal that is sent then meets it there.
@@ -228,18 +232,8 @@ params = SamplingParams(max_tokens=300, ignore_eos=True, logits_processors=[say_
 """
 
 
-def test_ctrl_c_ends_a_script_like_any_other(started: list[subprocess.Popen[str]]) -> None:
-    process = start(ENDLESS + "llm = LLM()\nwhile True:\n    llm.generate(['Once upon a time'] * 50, params)", started)
-    assert read_line(process) == "running"
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == -signal.SIGINT
-    assert errors.splitlines()[-1] == "KeyboardInterrupt"
-    assert errors.count("Traceback") == 1
-
-
 def test_a_script_may_catch_ctrl_c_and_go_on(started: list[subprocess.Popen[str]]) -> None:
-    process = start(
+    process, output, errors = interrupt(
         ENDLESS
         + """
 llm = LLM()
@@ -250,35 +244,23 @@ except KeyboardInterrupt:
     print(llm.stats().running, llm.stats().waiting)
 print(len(llm.generate("The dog", max_tokens=3)))
 """,
+        "running",
         started,
     )
-    assert read_line(process) == "running"
-    process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=TIMEOUT_S)
     assert (process.returncode, output, without_slow_turns(errors)) == (0, "0 0\n1\n", "")
 
 
-def test_ctrl_c_while_the_model_is_loaded(started: list[subprocess.Popen[str]]) -> None:
-    process = start(
-        """
-from aioengine import LLM
-from aioengine.text.tokenizer import Tokenizer
+ENDED_BY_CTRL_C = {
+    "running": ENDLESS + "llm = LLM()\nwhile True:\n    llm.generate(['Once upon a time'] * 50, params)",
+    "loading": SAY_AND_LOAD.format(say='print("loading")') + "while True:\n    LLM().close()",
+}
 
-load = Tokenizer.load
 
-def say_and_load(folder):
-    print("loading")
-    return load(folder)
-
-Tokenizer.load = say_and_load
-while True:
-    LLM().close()
-""",
-        started,
-    )
-    assert read_line(process) == "loading"
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=TIMEOUT_S)
+@pytest.mark.parametrize("word", ENDED_BY_CTRL_C)
+def test_ctrl_c_ends_a_script_like_any_other_also_while_the_model_is_loaded(
+    word: str, started: list[subprocess.Popen[str]]
+) -> None:
+    process, _, errors = interrupt(ENDED_BY_CTRL_C[word], word, started)
     assert process.returncode == -signal.SIGINT
     assert errors.splitlines()[-1] == "KeyboardInterrupt"
     assert errors.count("Traceback") == 1
