@@ -31,6 +31,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Literal
 
+import psutil
 import pytest
 import pytest_asyncio
 import uvloop
@@ -148,6 +149,14 @@ def quiet_log() -> Iterator[None]:
     logger.propagate = False
     yield
     logger.propagate = True
+
+
+@pytest.fixture
+def no_stray_process() -> Iterator[None]:
+    """Processes that a failing test leaves are killed."""
+    yield
+    for process in psutil.Process().children(recursive=True):
+        process.kill()
 
 
 @pytest.fixture(autouse=True)

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 
 import pytest
 
 from aioengine.cli import main
+
+COMMAND = [sys.executable, "-m", "aioengine"]
+DEADLINE_S = 90
+
+
+def run(*args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """`aioengine ARGS` in a process of its own."""
+    env = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(
+        [*COMMAND, *args], input=stdin, capture_output=True, text=True, timeout=DEADLINE_S, check=False, env=env
+    )
+
 
 CallMain = Callable[..., tuple[int, str, str]]
 

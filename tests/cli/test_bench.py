@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import click
 import msgspec
 import pytest
+from cli.conftest import COMMAND, DEADLINE_S, run
 from click.testing import CliRunner
 
 from aioengine import Engine, StepFailed
@@ -29,8 +30,6 @@ from aioengine.cli.load import Burst, Job, Jobs, Range, Reads, Timing, Workload,
 from aioengine.cli.shown import SIZE_PIXELS, plot_latency, plot_throughput, show_latency, show_throughput
 from aioengine.testing import FakeExecutor
 
-COMMAND = [sys.executable, "-m", "aioengine", "bench"]
-DEADLINE_S = 90
 STEP_TIME_S = 0.02
 EIGHT = Range(8, 8)
 ENVIRONMENT = Environment(
@@ -38,11 +37,6 @@ ENVIRONMENT = Environment(
     aioengine="1", time="now",
 )  # fmt: skip
 TINY = ("--input-len", "8", "--kv-cache-memory-bytes", "20000000")
-
-
-def run(*args: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    return subprocess.run([*COMMAND, *args], capture_output=True, text=True, timeout=DEADLINE_S, check=False, env=env)
 
 
 # Measuring
@@ -155,7 +149,7 @@ def png_size(path: Path) -> tuple[int, ...]:
 def test_latency_is_a_table_on_stderr_json_on_stdout_and_a_picture(tmp_path: Path) -> None:
     picture = tmp_path / "latency.png"
     done = run(
-        "latency", *TINY, "--concurrency", "4,1", "--num-requests", "3", "--output-len", "3", "--repeats", "2",
+        "bench", "latency", *TINY, "--concurrency", "4,1", "--num-requests", "3", "--output-len", "3", "--repeats", "2",
         "--json", "-", "--plot", str(picture),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -179,7 +173,7 @@ def test_latency_is_a_table_on_stderr_json_on_stdout_and_a_picture(tmp_path: Pat
 def test_throughput_is_a_table_on_stdout_json_in_a_file_and_a_picture(tmp_path: Path) -> None:
     picture, file = tmp_path / "throughput.png", tmp_path / "figures.json"
     done = run(
-        "throughput", *TINY, "--num-prompts", "6", "--output-len", "1:4", "--repeats", "2", "--seed", "5",
+        "bench", "throughput", *TINY, "--num-prompts", "6", "--output-len", "1:4", "--repeats", "2", "--seed", "5",
         "--json", str(file), "--plot", str(picture), "--num-threads", "1", "--dtype", "float32",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -292,7 +286,7 @@ async def test_what_does_not_fit_the_model_is_said_with_the_flags_that_change_it
 def test_ctrl_c_ends_a_benchmark_and_its_bar_quietly() -> None:
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [*COMMAND, "latency", *TINY, "--concurrency", "2", "--num-requests", "5000"],
+        [*COMMAND, "bench", "latency", *TINY, "--concurrency", "2", "--num-requests", "5000"],
         stdout=subprocess.PIPE,
         stderr=theirs,
     )

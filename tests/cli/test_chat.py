@@ -10,14 +10,13 @@ import re
 import select
 import signal
 import subprocess
-import sys
 import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cli.conftest import CallMain
+from cli.conftest import COMMAND, DEADLINE_S, CallMain
 
 from aioengine import Engine, PromptTooLong
 from aioengine.cli.chat import ChatShell
@@ -39,9 +38,6 @@ from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.plan import RowSampling
 from aioengine.testing import FakeExecutor
 from aioengine.text.tokenizer import Tokenizer
-
-COMMAND = [sys.executable, "-m", "aioengine", "chat"]
-DEADLINE_S = 90
 
 
 def said(conversation: Conversation, line: str) -> str:
@@ -267,15 +263,7 @@ async def test_answers_that_are_cut_by_length_say_why(capsys: pytest.CaptureFixt
 
 @pytest.mark.virtual_clock(seeds=1)
 async def test_a_failed_step_is_one_line_and_the_next_message_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
-    say = talker(REPLY)
-    calls = 0
-
-    def sample(token_ids: list[int], sampling: RowSampling) -> int:
-        nonlocal calls
-        calls += 1
-        return say(token_ids, sampling)
-
-    executor = FakeExecutor(vocab_size=2048, sampler=sample)
+    executor = talking_device()
     executor.make_step_fail(3, RuntimeError("out of luck"))
     conversation = await talk("Hello!", "Again?", executor=executor)
     err = capsys.readouterr().err
@@ -322,7 +310,7 @@ class Terminal:
         self.modes = termios.tcgetattr(self._theirs)
         self._shown = ""
         self.process = subprocess.Popen(
-            [*COMMAND, *args],
+            [*COMMAND, "chat", *args],
             stdin=self._theirs,
             stdout=self._theirs,
             stderr=self._theirs,
@@ -408,7 +396,7 @@ def test_a_terminated_chat_leaves_the_terminal_as_it_was(open_terminal: Callable
 
 def test_through_a_pipe_each_line_is_a_message_and_ctrl_c_between_them_ends_it() -> None:
     process = subprocess.Popen(
-        [*COMMAND, "--temperature", "0"], env=environment(), text=True,
+        [*COMMAND, "chat", "--temperature", "0"], env=environment(), text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     assert process.stdin is not None

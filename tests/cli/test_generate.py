@@ -13,19 +13,9 @@ import time
 from pathlib import Path
 
 import pytest
-from cli.conftest import CallMain
+from cli.conftest import COMMAND, DEADLINE_S, CallMain, run
 
 import aioengine
-
-COMMAND = [sys.executable, "-m", "aioengine"]
-DEADLINE_S = 90
-
-
-def run(*args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(
-        [*COMMAND, *args], input=stdin, capture_output=True, text=True, timeout=DEADLINE_S, check=False, env=env
-    )
 
 
 def test_the_same_seed_tells_the_same_story_as_text_and_in_json_with_what_no_text_would_show() -> None:

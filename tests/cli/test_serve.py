@@ -14,20 +14,20 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
+from cli.conftest import COMMAND, DEADLINE_S
 from click.testing import CliRunner, Result
 
 from aioengine.cli.serve import serve_command
 from aioengine.errors import ConfigError
 from aioengine.server import ServerConfig
 
-DEADLINE_S = 90
 STORY = {"prompt": "Once upon a time", "stream": True, "ignore_eos": True, "temperature": 0}
 
 
@@ -37,14 +37,6 @@ def folder() -> Iterator[Path]:
     made = Path(tempfile.mkdtemp(prefix="serve-", dir="/tmp"))
     yield made
     shutil.rmtree(made)
-
-
-@pytest.fixture
-def no_stray_process() -> Iterator[None]:
-    """Whatever a failing test leaves is killed."""
-    yield
-    for process in psutil.Process().children(recursive=True):
-        process.kill()
 
 
 pytestmark = pytest.mark.usefixtures("no_stray_process")
@@ -57,7 +49,7 @@ class Command:
         self.log = log
         with log.open("wb") as stderr:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "aioengine", *args],
+                [*COMMAND, *args],
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,
@@ -109,6 +101,11 @@ def command(log: Path, *args: str, **environment: str) -> Iterator[Command]:
             made.process.stdout.close()
 
 
+def serve(folder: Path, *args: str, **environment: str) -> AbstractContextManager[Command]:
+    """`aioengine serve ARGS`; its log goes to the folder."""
+    return command(folder / "log", "serve", *args, **environment)
+
+
 @contextmanager
 def story(client: httpx.Client, num_tokens: int) -> Iterator[Iterator[dict[str, Any]]]:
     """A stream of so many tokens; its first piece has come."""
@@ -133,7 +130,7 @@ def refuses(port: int) -> bool:
 
 def test_over_tcp_it_answers_those_with_a_key_and_sigterm_lets_a_stream_end(tmp_path: Path) -> None:
     keys = {"AIOENGINE_API_KEY": "first-key, second-key"}
-    with command(tmp_path / "log", "serve", "--port", "0", "--log-format", "json", **keys) as server:
+    with serve(tmp_path, "--port", "0", "--log-format", "json", **keys) as server:
         url = server.serves()
         assert url.startswith("http://127.0.0.1:")
         assert httpx.get(f"{url}/v1/models").status_code == 401
@@ -158,7 +155,7 @@ def test_over_tcp_it_answers_those_with_a_key_and_sigterm_lets_a_stream_end(tmp_
 
 def test_at_a_unix_socket_the_drain_ends_at_its_deadline_and_the_client_hears_it(folder: Path) -> None:
     path = folder / "api.sock"
-    with command(folder / "log", "serve", "--uds", str(path), "--drain-timeout-s", "0.1") as server:
+    with serve(folder, "--uds", str(path), "--drain-timeout-s", "0.1") as server:
         assert server.serves() == f"unix:{path}"
         transport = httpx.HTTPTransport(uds=str(path))
         with (
@@ -179,7 +176,7 @@ def test_over_tls_a_second_ctrl_c_aborts_at_once(tmp_path: Path) -> None:
     subprocess.run([*make.split(), *name], cwd=tmp_path, check=True, capture_output=True)
     files = ["--ssl-certfile", str(tmp_path / "cert.pem"), "--ssl-keyfile", str(tmp_path / "key.pem")]
     trust = ssl.create_default_context(cafile=str(tmp_path / "cert.pem"))
-    with command(tmp_path / "log", "serve", "--port", "0", *files) as server:
+    with serve(tmp_path, "--port", "0", *files) as server:
         url = server.serves()
         assert url.startswith("https://127.0.0.1:")
         with httpx.Client(base_url=url, verify=trust, timeout=DEADLINE_S) as client, story(client, 1000) as pieces:
@@ -196,7 +193,7 @@ def test_over_tls_a_second_ctrl_c_aborts_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_with_the_engine_in_a_process_its_death_is_the_servers(tmp_path: Path) -> None:
-    with command(tmp_path / "log", "serve", "--port", "0", "--process") as server:
+    with serve(tmp_path, "--port", "0", "--process") as server:
         url = server.serves()
         (child,) = psutil.Process(server.process.pid).children()
         began = time.monotonic()
@@ -217,7 +214,7 @@ def test_an_engine_elsewhere_is_served_and_serves_on(folder: Path) -> None:
     address = f"ipc://{folder}/engine.sock"
     with command(folder / "engine.log", "engine", address) as engine:
         assert engine.says() == f"serving at {address}"
-        with command(folder / "log", "serve", "--port", "0", "--connect", address) as server:
+        with serve(folder, "--port", "0", "--connect", address) as server:
             with httpx.Client(base_url=server.serves(), timeout=DEADLINE_S) as client, story(client, 20) as pieces:
                 assert ending_of(pieces)[1] == "length"
             server.process.send_signal(signal.SIGTERM)
@@ -231,7 +228,7 @@ def test_told_to_stop_while_the_engine_starts_it_ends(folder: Path) -> None:
         silent.listen()
         silent.settimeout(DEADLINE_S)
         connect = ["--connect", f"ipc://{folder}/engine.sock"]
-        with command(folder / "log", "serve", "--port", "0", *connect) as server, silent.accept()[0]:
+        with serve(folder, "--port", "0", *connect) as server, silent.accept()[0]:
             server.process.send_signal(signal.SIGTERM)
             assert server.end() == 0
             assert "told to stop while the engine was starting" in server.stderr
@@ -305,7 +302,7 @@ def test_a_variable_for_keys_that_holds_none_serves_nobody(variable: str) -> Non
 @pytest.mark.parametrize("args", [("--api-keys", "tooshrt"), ()])
 def test_a_bad_key_is_refused_and_never_shown(tmp_path: Path, args: tuple[str, ...]) -> None:
     environment = {} if args else {"AIOENGINE_API_KEY": "tooshrt"}
-    with command(tmp_path / "log", "serve", "--port", "0", *args, **environment) as server:
+    with serve(tmp_path, "--port", "0", *args, **environment) as server:
         assert server.end() == 2
         assert server.stderr == "aioengine: api_keys: each key needs at least 8 characters\n"
 
@@ -318,14 +315,14 @@ NOBODY = ("--connect", "ipc:///nowhere/a.sock")
     [(("/nowhere/model",), 1), (NOBODY, 1), (("--max-num-batched-tokens", "1"), 2), (("--host", "192.0.2.1"), 2)],
 )
 def test_it_ends_with_the_code_that_its_help_tells(args: tuple[str, ...], code: int, tmp_path: Path) -> None:
-    with command(tmp_path / "log", "serve", "--port", "0", *args) as server:
+    with serve(tmp_path, "--port", "0", *args) as server:
         assert server.end() == code
         assert server.stderr.splitlines()[-1].startswith("aioengine: ")
 
 
 @pytest.mark.parametrize(("args", "code"), [(NOBODY, 1), (("--host", "192.0.2.1"), 2)])
 def test_in_json_its_last_words_are_json_too(args: tuple[str, ...], code: int, tmp_path: Path) -> None:
-    with command(tmp_path / "log", "serve", "--port", "0", "--log-format", "json", *args) as server:
+    with serve(tmp_path, "--port", "0", "--log-format", "json", *args) as server:
         assert server.end() == code
         last = json.loads(server.stderr.splitlines()[-1])
         assert last["level"] == "ERROR"
@@ -334,7 +331,7 @@ def test_in_json_its_last_words_are_json_too(args: tuple[str, ...], code: int, t
 
 @pytest.mark.nightly
 def test_in_json_the_engines_death_is_told_in_json_alone(tmp_path: Path) -> None:
-    with command(tmp_path / "log", "serve", "--port", "0", "--process", "--log-format", "json") as server:
+    with serve(tmp_path, "--port", "0", "--process", "--log-format", "json") as server:
         server.serves()
         (child,) = psutil.Process(server.process.pid).children()
         child.send_signal(signal.SIGKILL)
@@ -355,7 +352,7 @@ def test_in_json_the_engines_death_is_told_in_json_alone(tmp_path: Path) -> None
     ],
 )
 def test_at_this_machine_alone_and_without_keys_it_answers_to_its_own_names(
-    args: tuple[str, ...], hosts: set[str] | None, monkeypatch: pytest.MonkeyPatch
+    args: tuple[str, ...], hosts: set[str] | None, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Reached(Exception):
         pass
@@ -368,10 +365,6 @@ def test_at_this_machine_alone_and_without_keys_it_answers_to_its_own_names(
     assert isinstance(result.exception, Reached)
     (config,) = result.exception.args
     assert (config.allowed_hosts and set(config.allowed_hosts)) == hosts
-    where = Path(tempfile.mkdtemp(dir="/tmp"))
-    try:
-        on_socket = invoke("--uds", str(where / "a.sock")).exception
-    finally:
-        shutil.rmtree(where)
+    on_socket = invoke("--uds", str(folder / "a.sock")).exception
     assert isinstance(on_socket, Reached)
     assert on_socket.args[0].allowed_hosts is None

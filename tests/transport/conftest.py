@@ -7,20 +7,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 from transport.life_scripts.devices import FIFO
 from transport.life_scripts.watching import Ear
 
 TESTS = str(Path(__file__).parents[1])
-
-
-@pytest.fixture
-def no_stray_process() -> Iterator[None]:
-    """Whatever a failing test leaves is killed."""
-    yield
-    for process in psutil.Process().children(recursive=True):
-        process.kill()
 
 
 @pytest.fixture
