@@ -13,6 +13,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from aioengine._version import __version__ as __version__
+
 if TYPE_CHECKING:
     from aioengine.blocking.llm import LLM
     from aioengine.blocking.llm_engine import LLMEngine
@@ -39,7 +41,6 @@ if TYPE_CHECKING:
     from aioengine.sampling_params import SamplingParams
     from aioengine.scheduler.plan import LogitsProcessor, LogitsRow
 
-__version__ = "0.1.0"
 
 __all__ = [
     "LLM",

@@ -14,6 +14,7 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from aioengine.errors import ConfigError, ModelLoadError
+from aioengine.models import families
 from aioengine.models.families import (
     ARCHITECTURES,
     UNREAD_FIELDS,
@@ -121,14 +122,16 @@ def without_absent(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_both_ways(path: Path, content: dict[str, Any]) -> list[DecoderConfig | type[ModelLoadError]]:
-    """What is read of a config.json here, and what by way of transformers, which one of `UNREAD_FIELDS` makes do it."""
+    """What is read of a config.json here, and what by way of transformers."""
+    (path / "config.json").write_text(json.dumps(content))
     results: list[DecoderConfig | type[ModelLoadError]] = []
-    for extra in ({}, {"auto_map": {}}):
-        (path / "config.json").write_text(json.dumps({**content, **extra}))
-        try:
-            results.append(read_decoder_config(ModelFolder.read(path)))
-        except ModelLoadError:
-            results.append(ModelLoadError)
+    for read in (known_fields, lambda *_: None):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(families, "known_fields", read)
+            try:
+                results.append(read_decoder_config(ModelFolder.read(path)))
+            except ModelLoadError:
+                results.append(ModelLoadError)
     return results
 
 
@@ -153,6 +156,29 @@ def test_transformers_reads_the_same(checkpoint: Checkpoint, tmp_path: Path, cha
 
 
 @pytest.mark.parametrize(("architecture", "family"), ARCHITECTURES.items(), ids=ARCHITECTURES)
+def test_what_is_not_read_here_is_left_to_transformers(architecture: str, family: Family) -> None:
+    content = {"architectures": [architecture], "model_type": family.model_type, **FEW_FIELDS}
+    assert known_fields(content, family) is not None
+    for field in UNREAD_FIELDS:
+        assert known_fields({**content, field: 0.5}, family) is None, field
+    assert known_fields({**content, "hidden_size": 33 * content["num_attention_heads"] + 1}, family) is None
+    assert known_fields({**content, "model_type": "gpt2"}, family) is None
+
+
+@pytest.mark.parametrize(("architecture", "family"), ARCHITECTURES.items(), ids=ARCHITECTURES)
+def test_null_in_a_field_of_other_families_is_not_looked_at(tmp_path: Path, architecture: str, family: Family) -> None:
+    others = {"attention_bias", "mlp_bias", "use_sliding_window", "max_window_layers"}
+    others -= {family.qkv_bias, family.output_bias, family.mlp_bias}
+    others -= {"use_sliding_window", "max_window_layers"} if family.windows == "layer_types" else set()
+    content = {"architectures": [architecture], "model_type": family.model_type, **FEW_FIELDS}
+    (plain, _), (with_null, _) = (
+        read_both_ways(tmp_path, {**content, **extra}) for extra in ({}, dict.fromkeys(others))
+    )
+    assert isinstance(plain, DecoderConfig)
+    assert plain == with_null
+
+
+@pytest.mark.parametrize(("architecture", "family"), ARCHITECTURES.items(), ids=ARCHITECTURES)
 def test_transformers_reads_the_same_of_few_fields(tmp_path: Path, architecture: str, family: Family) -> None:
     content = {"architectures": [architecture], "model_type": family.model_type, **FEW_FIELDS}
     assert known_fields(content, family) is not None
@@ -165,9 +191,7 @@ def test_transformers_reads_the_same_of_few_fields(tmp_path: Path, architecture:
 @pytest.mark.parametrize("architecture", few(["LlamaForCausalLM", "Qwen2ForCausalLM"], of=ARCHITECTURES))
 def test_what_transformers_refuses_is_refused(tmp_path: Path, architecture: str) -> None:
     content = {"architectures": [architecture], "model_type": ARCHITECTURES[architecture].model_type, **FEW_FIELDS}
-    for field in sorted(
-        {*ConfigFields.__struct_fields__, *OLD_SPELLING, "rope_scaling", *UNREAD_FIELDS} - {"auto_map"}
-    ):
+    for field in sorted({*ConfigFields.__struct_fields__, *OLD_SPELLING, "rope_scaling", *UNREAD_FIELDS}):
         for value in (..., *HOSTILE_VALUES):
             here, by_transformers = read_both_ways(tmp_path, without_absent({**content, field: value}))
             assert here == by_transformers, (field, value)

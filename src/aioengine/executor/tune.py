@@ -21,7 +21,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-import aioengine
+from aioengine._version import __version__
 from aioengine.executor.accelerator import Accelerator, Work
 from aioengine.kernels.attention.choices import (
     ATTENTION_KERNELS,
@@ -93,7 +93,7 @@ def tune_attention(
         return
     path = None
     if folder is not None:
-        path = choice_file(folder, gpu=accelerator.name, compiler=compiler, package=aioengine.__version__)
+        path = choice_file(folder, gpu=accelerator.name, compiler=compiler, package=__version__)
     try:
         Tuning(accelerator, operations, model, cache, path, deadline_s, clock).run()
     except Exception as error:

@@ -81,6 +81,10 @@ class ConfigFields(msgspec.Struct, frozen=True):
     dtype: str | None = None
 
 
+MAY_BE_NULL = {field.name for field in msgspec.structs.fields(ConfigFields) if isinstance(field.default, int)}
+"""Flags and numbers that transformers leaves null in a config of a family that does not read them."""
+
+
 class Family(msgspec.Struct, frozen=True, kw_only=True):
     """In what an architecture differs from the plain decoder. A string is the config's field that says it.
 
@@ -262,7 +266,10 @@ def _fields_by_transformers(folder: ModelFolder) -> ConfigFields:
 
     try:
         config = transformers.AutoConfig.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
-        return msgspec.convert({"sliding_window": None, **config.to_dict()}, type=ConfigFields)
+        given = {
+            name: value for name, value in config.to_dict().items() if value is not None or name not in MAY_BE_NULL
+        }
+        return msgspec.convert({"sliding_window": None, **given}, type=ConfigFields)
     # Its validation raises whatever it likes: ValueError, KeyError, TypeError, errors of its own.
     except Exception as error:
         where, problem = folder.path / "config.json", str(error)[:MAX_SHOWN_CHARS]

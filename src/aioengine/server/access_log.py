@@ -95,7 +95,7 @@ def log_request(record: RequestRecord) -> None:
 
 
 def _line(fields: Mapping[str, Any]) -> str:
-    path = fields["path"].replace(" ", "%20")  # a path with spaces could profile_run to be the words after it
+    path = fields["path"].replace(" ", "%20")  # a path with spaces could pretend to be the words after it
     why = ": ".join(fields[name] for name in ("error_param", "error_code") if fields[name] is not None)
     outcome = f"{fields['outcome']} ({why})" if why else fields["outcome"]
     said = [
