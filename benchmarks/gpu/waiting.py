@@ -63,7 +63,7 @@ MIN_STEPS = 2
 
 
 class Thread:
-    """The product's waiter thread."""
+    """The product's completion thread."""
 
     fd: Fd = "none"
 

@@ -316,6 +316,21 @@ def test_a_stream_that_nobody_reads_drops_what_is_too_much_and_says_so() -> None
                                 "could be written")  # fmt: skip
 
 
+def test_what_no_record_comes_after_is_told_of_at_the_end() -> None:
+    with stuck_handler(max_queued=1) as (handler, stream):
+        for _ in range(20):
+            handler.handle(plain("again"))
+        dropped = handler.num_dropped
+        assert dropped
+        stream.gate.set()
+        handler.close()
+        assert (
+            stream.getvalue()
+            .splitlines()[-1]
+            .endswith(f"{dropped} log records were dropped: they came faster than they could be written")
+        )
+
+
 def test_each_flood_is_told_of_once() -> None:
     with stuck_handler(max_queued=10) as (handler, stream):
         for _ in range(20):

@@ -1,8 +1,8 @@
 """What a job brings, the thread that waits for what comes later than the job's end, and how threads wake the loop.
 
 On a GPU a job only launches its work. It returns a `DeferredResult`, the device thread goes on with the next plan, and
-the waiter thread blocks until the device gets there: one wake of the loop a step, and no look at the clock. Other ways
-of waiting are measured beside it in ``benchmarks/gpu/waiting.md``; each would be another `CompletionThread`.
+the completion thread blocks until the device gets there: one wake of the loop a step, and no look at the clock. Other
+ways of waiting are measured beside it in ``benchmarks/gpu/waiting.md``; each would be another `CompletionThread`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from aioengine.errors import TRACEBACK, linked
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
-THREAD_NAME = "aioengine-waiter"
+THREAD_NAME = "aioengine-completion"
 
 
 class DeferredResult(ABC, Generic[T_co]):
@@ -39,7 +39,7 @@ class DeferredResult(ABC, Generic[T_co]):
     def wait(self) -> T_co:
         """Block until the device is done, without the GIL; return the job's result, or raise what became of it.
 
-        Called once, in the waiter thread, under ``torch.inference_mode``, after those of all earlier jobs.
+        Called once, in the completion thread, under ``torch.inference_mode``, after those of all earlier jobs.
         """
 
 
@@ -70,7 +70,7 @@ class Pending(Generic[T]):
         return self._result  # type: ignore[return-value]  # a job that raised nothing brought a T
 
     def run(self) -> None:
-        """Run the job, in the device thread; once it is launched, wait for its end, in the waiter thread."""
+        """Run the job, in the device thread; once it is launched, wait for its end, in the completion thread."""
         assert self._job is not None
         try:
             result = self._job()

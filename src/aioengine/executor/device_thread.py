@@ -1,8 +1,8 @@
 """The device thread: one resident thread that owns the device and runs jobs in order.
 
-Its results come back through a `Waker`; those of jobs that only launch work on the device, from the waiter thread
+Its results come back through a `Waker`; those of jobs that only launch work on the device, from the completion thread
 beside it. The thread knows neither the `DeviceThread` that started it nor that one's owner: when no reference to them
-is left, or their loop is closed, it drops what it holds and ends, and the waiter thread before it.
+is left, or their loop is closed, it drops what it holds and ends, and the completion thread before it.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ most, and a device that hangs must not hang the program."""
 class DeviceThread:
     """Runs jobs in order, each under ``torch.inference_mode``, in one thread.
 
-    A job that returns a `DeferredResult` has launched its work: the next job runs at once, and the waiter thread, which
-    the first such job starts, brings the result. An ordinary job's may come before those of what was launched earlier.
+    A job that returns a `DeferredResult` has launched its work: the next job runs at once, and the completion thread,
+    which the first such job starts, brings the result. An ordinary job's may come before those of earlier launches.
 
     To be made and used on one event loop. What must live as long as the thread belongs to the jobs, and is let go by
     ``on_end``.

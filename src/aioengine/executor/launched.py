@@ -67,7 +67,7 @@ class PinnedBuffers:
 
 
 class LaunchedStep(DeferredResult[StepResult]):
-    """A step on its way: what a job of the device thread leaves to the waiter.
+    """A step on its way: what a job of the device thread leaves to the completion thread.
 
     Args:
         keep: what the device still needs.

@@ -286,8 +286,18 @@ class _Writer(QueueListener):
     def handle(self, record: logging.LogRecord) -> None:
         self.num_tracebacks += bool(record.exc_info)
         self._write(record)
+        if self._source.has_room:
+            self._tell_dropped()
+
+    def dequeue(self, block: bool) -> Any:
+        record: object = super().dequeue(block)
+        if record is None:  # the end
+            self._tell_dropped()
+        return record
+
+    def _tell_dropped(self) -> None:
         count = self._source.num_dropped - self.num_told
-        if count and self._source.has_room:
+        if count:
             self.num_told += count
             message = "%d log records were dropped: they came faster than they could be written"
             self._write(logging.LogRecord(LOGGER_NAME, logging.WARNING, __file__, 0, message, (count,), None))

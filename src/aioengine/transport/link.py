@@ -6,10 +6,11 @@ Requests go out by one socket, outputs come in by another.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import anyio
+import msgspec
 import zmq
 
 from aioengine.core.control import UNBLOCKING_CALLS, AnyControl
@@ -166,16 +167,17 @@ class ControlCalls:
             EngineDead, EngineClosed: the engine, or this connection, came to an end.
             Exception: what went wrong there.
         """
+        packed = wire.pack_control(control)  # at once: a bad argument is refused now, and none is read later
         if isinstance(control, UNBLOCKING_CALLS):
-            return await self._call(control)  # the holders of all turns may wait for just this
+            return await self._call(*packed)  # the holders of all turns may wait for just this
         async with self._turns:
-            return await self._call(control)
+            return await self._call(*packed)
 
-    async def _call(self, control: AnyControl) -> Any:
+    async def _call(self, raw: msgspec.Raw, frames: Sequence[Any]) -> Any:
         if self._end is not None:
             raise self._end()
         returned: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        call_id = self.send(control)
+        call_id = self._send(raw, frames)
         self._returned[call_id] = returned
         try:
             return await returned
@@ -188,7 +190,9 @@ class ControlCalls:
 
     def send(self, control: AnyControl) -> int:
         """Send a call whose answer is not awaited. → its id."""
-        raw, frames = wire.pack_control(control)
+        return self._send(*wire.pack_control(control))
+
+    def _send(self, raw: msgspec.Raw, frames: Sequence[Any]) -> int:
         self._num_sent += 1
         self._link.send(wire.CallControl(self._num_sent, raw, bool(frames)), frames)
         return self._num_sent
