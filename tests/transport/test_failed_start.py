@@ -15,6 +15,7 @@ import anyio
 import psutil
 import pytest
 import zmq
+from nightly import nightly
 
 from aioengine import AioEngineError, ConfigError, Engine, EngineDead, ProcessOptions
 from aioengine.config import EngineConfig
@@ -41,7 +42,8 @@ def open_files() -> set[str]:
 # File descriptors
 
 
-def check_starts(counts: list[int]) -> None:
+@pytest.mark.parametrize("counts", [[0, 1, 3, 10, 30, 47, 64], *nightly([*range(80)])], ids=["some", "all"])
+def test_a_start_with_few_file_descriptors_works_or_says_so_at_once(counts: list[int]) -> None:
     script = [sys.executable, "-m", "transport.life_scripts.few_descriptors", *map(str, counts)]
     lines = subprocess.run(script, check=True, stdout=subprocess.PIPE, text=True, timeout=600).stdout.splitlines()
     assert [int(line.split("\t")[0]) for line in lines] == [200, *counts]
@@ -53,15 +55,6 @@ def check_starts(counts: list[int]) -> None:
     assert lines[1].split("\t")[3].endswith("raise the limit (ulimit -n)")
     assert lines[0].endswith("served")
     assert lines[-1].endswith("served")
-
-
-def test_a_start_with_few_file_descriptors_works_or_says_so_at_once() -> None:
-    check_starts([0, 1, 3, 10, 30, 47, 64])
-
-
-@pytest.mark.nightly
-def test_a_start_with_any_number_of_file_descriptors_works_or_says_so_at_once() -> None:
-    check_starts(list(range(80)))
 
 
 # System calls

@@ -59,6 +59,14 @@ class Peer:
         return answers[0][1] if answers else None
 
 
+def peer_at(machine: Welcome, *said: WireMessage) -> Peer:
+    """One that has said so."""
+    peer = Peer(machine)
+    for body in said:
+        peer.says(body)
+    return peer
+
+
 def make_welcome(num_local: int = 1, num_remote: int = 0, **options: Any) -> Welcome:
     return Welcome(
         num_local=num_local,
@@ -93,9 +101,7 @@ SAY: dict[HandshakeStep, WireMessage] = {
 @pytest.mark.parametrize("state", HandshakeState)
 def test_an_engine_changes_state_as_the_table_says_or_is_refused(state: HandshakeState, event: HandshakeStep) -> None:
     machine = make_welcome()
-    peer = Peer(machine)
-    for body in BRING_TO[state]:
-        peer.says(body)
+    peer = peer_at(machine, *BRING_TO[state])
     assert machine.engines[0].state is state
     assert machine.num_refused == 0
     peer.says(SAY[event])
@@ -189,9 +195,7 @@ def test_who_does_not_belong_here_is_turned_away_and_counted(who: Hello, reason:
 @pytest.mark.parametrize("index", [0, -1])
 def test_a_place_that_is_taken_stays_taken(index: int) -> None:
     machine = make_welcome(1, 1)
-    first, remote = Peer(machine), Peer(machine)
-    first.says(hello(0, pid=1))
-    remote.says(hello(-1, is_local=False))
+    first, remote = peer_at(machine, hello(0, pid=1)), peer_at(machine, hello(-1, is_local=False))
     for is_local in (True, False):
         where = "local" if is_local else "remote"
         answer = Peer(machine).says(hello(index, is_local=is_local, pid=2))
@@ -234,9 +238,7 @@ def test_who_says_no_hello_is_named() -> None:
 
 def test_who_is_late_is_named() -> None:
     machine = make_welcome(2)
-    peers = [Peer(machine), Peer(machine)]
-    for index, peer in enumerate(peers):
-        peer.says(hello(index))
+    peers = [peer_at(machine, hello(index)) for index in range(2)]
     assert machine.deadline == 160.0  # once all have said HELLO
     peers[0].says(READY)
     machine.on_time(159.9)
@@ -251,9 +253,7 @@ def test_a_short_time_to_start_is_one_to_say_hello_too() -> None:
 
 def test_a_deadline_that_was_met_means_nothing() -> None:
     machine = make_welcome()
-    peer = Peer(machine)
-    peer.says(hello(0))
-    peer.says(READY)
+    peer_at(machine, hello(0), READY)
     machine.on_time(1e9)
     assert machine.failure is None
 
@@ -273,9 +273,7 @@ def test_a_deadline_that_was_met_means_nothing() -> None:
 )
 def test_a_failing_engine_is_the_failure_of_all(error: Exception, comes_out: Exception) -> None:
     machine = make_welcome(2)
-    peer = Peer(machine)
-    peer.says(hello(1))
-    peer.says(Failing(to_fault(error)))
+    peer_at(machine, hello(1), Failing(to_fault(error)))
     assert states(machine) == "new failed"
     assert type(machine.failure) is type(comes_out)
     assert str(machine.failure) == str(comes_out)
@@ -287,9 +285,7 @@ def test_a_failing_engine_is_the_failure_of_all(error: Exception, comes_out: Exc
 @pytest.mark.parametrize("said", [[], [hello(0)], [hello(0), READY]], ids=["new", "connected", "ready"])
 def test_an_exit_is_a_failure_in_any_state(said: list[WireMessage]) -> None:
     machine = make_welcome(1, 1)
-    peer = Peer(machine)
-    for body in said:
-        peer.says(body)
+    peer_at(machine, *said)
     machine.on_exit(0, "engine 0 (pid 7) was killed by SIGKILL")
     assert states(machine) == "failed new"
     assert isinstance(machine.failure, EngineDead)
@@ -303,10 +299,8 @@ def test_an_exit_is_a_failure_in_any_state(said: list[WireMessage]) -> None:
 def test_one_handshake_is_merged_as_it_is() -> None:
     joining = Joining(1)
     assert not joining.is_done
-    init = Init(
-        version=PROTOCOL_VERSION, index=2, num_engines=3, address="ipc:///a",
-        config=EngineConfig(max_num_seqs=7), plugins=("a", "b"), executor="m:f",
-    )  # fmt: skip
+    config = EngineConfig(max_num_seqs=7)
+    init = Init(PROTOCOL_VERSION, 2, 3, address="ipc:///a", config=config, plugins=("a", "b"), executor="m:f")
     joining.on_init(0, init)
     assert joining.is_done
     assert joining.merged() == init

@@ -13,6 +13,7 @@ from pathlib import Path
 import anyio
 import psutil
 import pytest
+from nightly import few, nightly
 from transport.life_scripts.life import STAGES, Life
 from transport.life_scripts.watching import DEADLINE_S, Lines, Script, ends_of, health_is, is_dead, until_stopped
 
@@ -27,10 +28,7 @@ SIGNALS = {name: signal.Signals[name] for name in ("SIGTERM", "SIGINT", "SIGKILL
 
 # The child
 
-EACH_STAGE = [
-    pytest.param(stage, marks=pytest.mark.nightly) if stage in ("loading", "idle", "asleep") else stage
-    for stage in STAGES
-]
+EACH_STAGE = few(["spawned", "ready", "busy", "closing"], of=STAGES)
 
 KILLED = r"EngineDead: .*engine 0 \(pid \d+\) was killed by SIGKILL.*"
 TOLD_TO_END = r"EngineDead: the engine has ended: .*closed.*"
@@ -119,12 +117,18 @@ MAY_LEAVE_A_FOLDER = {(stage, number) for stage in ("spawned", "loading", "ready
 """A parent that nothing could run in any more, before it had attached: the next engine of this user removes it."""
 
 
-@pytest.mark.parametrize("number", SIGNALS)
-@pytest.mark.parametrize("stage", EACH_STAGE)
-def test_a_script_with_an_engine_gets(stage: str, number: str, runtime: Path) -> None:
+def family_at(stage: str) -> tuple[Script, int]:
+    """A script whose engine has come to the stage, and the pid of its child."""
     script = Script("transport.life_scripts.family", stage)
     child_pid = int(script.hears(r"child (\d+)")[1])
     script.hears(f"at {stage}")
+    return script, child_pid
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("stage", EACH_STAGE)
+def test_a_script_with_an_engine_gets(stage: str, number: str, runtime: Path) -> None:
+    script, child_pid = family_at(stage)
     script.process.send_signal(SIGNALS[number])
     if number == "SIGSTOP":
         until_stopped(script.process.pid)
@@ -153,13 +157,9 @@ def check_files(cell: tuple[str, str], runtime: Path) -> None:
     assert os.listdir(runtime) == []
 
 
-@pytest.mark.parametrize(
-    "stage", ["ready", "busy", *(pytest.param(s, marks=pytest.mark.nightly) for s in ("loading", "closing"))]
-)
+@pytest.mark.parametrize("stage", ["ready", "busy", *nightly("loading", "closing")])
 def test_a_script_is_killed_while_its_child_is_stopped(stage: str, runtime: Path) -> None:
-    script = Script("transport.life_scripts.family", stage)
-    child_pid = int(script.hears(r"child (\d+)")[1])
-    script.hears(f"at {stage}")
+    script, child_pid = family_at(stage)
     os.kill(child_pid, signal.SIGSTOP)
     until_stopped(child_pid)
     script.process.kill()
@@ -169,12 +169,11 @@ def test_a_script_is_killed_while_its_child_is_stopped(stage: str, runtime: Path
 
 
 async def test_what_a_killed_script_has_left_goes_with_the_next_engine(runtime: Path) -> None:
-    script = Script("transport.life_scripts.family", "ready")
-    script.hears("at ready")
+    script, child_pid = family_at("ready")
     script.process.kill()
     script.end()
     (folder,) = os.listdir(runtime)
-    assert is_dead(int(script.hears(r"child (\d+)")[1]))
+    assert is_dead(child_pid)
     assert "engine.sock" in os.listdir(runtime / folder)
     async with Engine(process=ProcessOptions(executor="transport.life_scripts.devices:told")):
         assert os.listdir(runtime) == []

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from nightly import nightly
 
 FUZZER = Path(__file__).parents[2] / "benchmarks" / "wire_fuzz.py"
 
@@ -13,7 +14,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, FUZZER, *arguments], capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("seed", [1, *nightly(2)])
 def test_broken_messages_do_no_harm(seed: int) -> None:
     done = run("--frames", "20000", "--seed", str(seed), "--live-share", "0.2")
     assert done.returncode == 0, done.stdout + done.stderr
