@@ -13,18 +13,15 @@ from unittest import mock
 
 import anyio
 import zmq
+from transport.life_scripts.serving import served
 from transport.wire_samples import Sample, frames_of, int32
 from waiting import until
 
 from aioengine import Engine
-from aioengine.config import EngineConfig
-from aioengine.core.protocol import CoreHooks
-from aioengine.executor.in_process import InProcess
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.plan import RowSampling
 from aioengine.testing import FakeExecutor, sample_hash
 from aioengine.text.tokenizer import Tokenizer
-from aioengine.text.worker import TextWorker
 from aioengine.transport import wire
 from aioengine.transport.channel import Channel, Monitor
 from aioengine.transport.link import NEVER_MS
@@ -264,35 +261,25 @@ async def _besieged(address: str, *, num_blocks: int, **config: Any) -> AsyncIte
     zmq.Frame(bytes(2**17), copy=False)  # with the first one pyzmq starts a thread that it keeps
     fds_before = num_fds()
     executor = FakeExecutor(vocab_size=VOCAB_SIZE, num_blocks=num_blocks, max_model_len=4096)
-    worker = TextWorker()
-    around = CoreHooks(worker, worker, on_capacity=lambda: None, num_waiting_for_admission=lambda: 0)
-    backend = InProcess(EngineConfig(**{"heartbeat_interval_s": 0.05, **config}), executor, around)
-    files = await backend.find_model()
-    await backend.open()
-    server = EngineServer(backend.core, address, model_path=files.path)
-    await server.open()
-    siege = Siege(server, executor)
-    try:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(server.serve)
-            siege.good = await Engine.connect(server.address)
-            tasks.start_soon(siege.generate_always)
-            await until(lambda: siege.num_good)
-            yield siege
-            await siege.is_unharmed()
+    async with served(address, executor, **{"heartbeat_interval_s": 0.05, **config}) as server:
+        siege = Siege(server, executor)
+        try:
+            async with anyio.create_task_group() as tasks:
+                siege.good = await Engine.connect(server.address)
+                tasks.start_soon(siege.generate_always)
+                await until(lambda: siege.num_good)
+                yield siege
+                await siege.is_unharmed()
+                siege.let_all_go()
+                await until(lambda: siege.num_sessions == 0)
+                await siege.is_unharmed()
+                siege.is_over = True
+                await until(lambda: siege.has_stopped)
+                await _assert_nothing_is_left(server)
+                await siege.good.aclose()
+                await until(lambda: not server._sessions)
+        finally:
             siege.let_all_go()
-            await until(lambda: siege.num_sessions == 0)
-            await siege.is_unharmed()
-            siege.is_over = True
-            await until(lambda: siege.has_stopped)
-            await _assert_nothing_is_left(server)
-            await siege.good.aclose()
-            await until(lambda: not server._sessions)
-            tasks.cancel_scope.cancel()
-    finally:
-        siege.let_all_go()
-    await backend.aclose()
-    await worker.aclose()
     await until(lambda: num_fds() <= fds_before)
 
 

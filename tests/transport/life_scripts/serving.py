@@ -13,11 +13,14 @@ from aioengine.core.executor_protocol import Executor
 from aioengine.core.protocol import CoreHooks
 from aioengine.executor.in_process import InProcess
 from aioengine.text.worker import TextWorker
+from aioengine.transport.security import ServerKeys
 from aioengine.transport.server import EngineServer
 
 
 @contextlib.asynccontextmanager
-async def served(address: str, executor: Executor, **config: float) -> AsyncIterator[EngineServer]:
+async def served(
+    address: str, executor: Executor, *, keys: ServerKeys | None = None, **config: float
+) -> AsyncIterator[EngineServer]:
     """A server that runs; `EngineServer.address` is where."""
     worker, dump_worker = TextWorker(), TextWorker()
     around = CoreHooks(worker, dump_worker, on_capacity=lambda: None, num_waiting_for_admission=lambda: 0)
@@ -25,7 +28,7 @@ async def served(address: str, executor: Executor, **config: float) -> AsyncIter
     try:
         files = await backend.find_model()
         await backend.open()
-        server = EngineServer(backend.core, address, model_path=files.path)
+        server = EngineServer(backend.core, address, model_path=files.path, keys=keys)
         await server.open()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(server.serve)
