@@ -18,7 +18,7 @@ import shutil
 import socket
 import ssl
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -40,6 +40,7 @@ from aioengine.testing import FakeExecutor
 Adapter = Literal["starlette", "aiohttp"]
 ADAPTERS: tuple[Adapter, ...] = ("starlette", "aiohttp")
 
+both_loops = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
 both_adapters = pytest.mark.parametrize("adapter", ADAPTERS)
 on_both_adapters = pytest.mark.parametrize("served", ADAPTERS, indirect=True, scope="module")
 each_adapter = pytest.mark.parametrize("adapter", ["uvicorn", "serve", "aiohttp"])
@@ -67,7 +68,9 @@ async def serving(
         yield Served(adapter, engine, url)
 
 
-def app_of(engine: Engine, adapter: Adapter, config: ServerConfig | None = None, *, prefix: str = "") -> Any:
+def app_of(
+    engine: Engine | Callable[[], Engine], adapter: Adapter, config: ServerConfig | None = None, *, prefix: str = ""
+) -> Any:
     """An app with nothing but the engine's API."""
     if adapter == "starlette":
         app = create_app(engine, config)
@@ -220,6 +223,19 @@ def events_of(body: bytes) -> list[Any]:
         datas.append(value)
     assert datas.pop() == "[DONE]"
     return [json.loads(data) for data in datas]
+
+
+async def read(stream: AsyncIterator[Any]) -> list[Any]:
+    return [chunk async for chunk in stream]
+
+
+def texts_of(body: bytes) -> dict[int, str]:
+    """Each choice's text in the events of a completion's stream, put together."""
+    texts: dict[int, str] = {}
+    for event in events_of(body):
+        for choice in event["choices"]:
+            texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+    return texts
 
 
 @pytest.fixture

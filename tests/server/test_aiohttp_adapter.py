@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from server.conftest import app_of, fake_engine, openai_client, plain_client, serving_app
+from server.conftest import app_of, both_loops, fake_engine, openai_client, plain_client, serving_app
 from server.hostile import CUT, GONE, Client, Target, completion, request_of, served
 from waiting import turns
 
@@ -18,7 +18,6 @@ from aioengine.server import ServerConfig, aiohttp_routes
 from aioengine.server.aiohttp_adapter import DisconnectWatcher
 
 LEAVER = 7
-both_loops = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
 
 
 # Where it is mounted

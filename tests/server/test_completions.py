@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
 import pytest
 from openai import AsyncOpenAI
 from openai.types import Completion
-from server.conftest import events_of, on_both_adapters
+from server.conftest import events_of, on_both_adapters, read
 
 from aioengine import Engine
 from aioengine.outputs import RequestOutput, TokenLogprobs
@@ -57,10 +57,6 @@ def check_same_logprobs(logprobs: Any, lines: Sequence[TokenLogprobs | None], of
         for entry in line.values():
             by_text.setdefault(entry.decoded_token or "", entry.logprob)
         assert logprobs.top_logprobs[place] == pytest.approx(by_text, abs=1e-4)
-
-
-async def read(stream: AsyncIterator[Completion]) -> list[Completion]:
-    return [chunk async for chunk in stream]
 
 
 def texts_of(chunks: list[Completion]) -> dict[int, str]:

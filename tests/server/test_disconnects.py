@@ -13,7 +13,7 @@ import aiohttp
 import httpx
 import openai
 import pytest
-from server.conftest import each_adapter
+from server.conftest import each_adapter, texts_of
 from server.hostile import GONE, Adapter, Client, Leaving, Target, chat, completion, request_of, served
 from waiting import Tasks, turns
 
@@ -183,14 +183,6 @@ async def test_others_streams_do_not_notice_who_leaves(adapter: Adapter) -> None
         assert texts_of(answer.body) == texts_of(undisturbed.body)
         await target.idle()
         await target.until_told(GONE, 10)
-
-
-def texts_of(events: bytes) -> str:
-    """The text that a stream's events bring, which must have come to its end."""
-    assert events.endswith(b"data: [DONE]\n\n")
-    lines = [line.removeprefix(b"data: ") for line in events.split(b"\n\n") if line]
-    choices = [choice for line in lines[:-1] for choice in httpx.Response(200, content=line).json()["choices"]]
-    return "".join(choice["text"] for choice in choices)
 
 
 # Client libraries that give up

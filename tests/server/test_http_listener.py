@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from server.conftest import both_loops
 from server.running import GET, leave, listener_at, running
 from server.small_app import SmallApp, SmallEngine
 from turn_probe import few_a_turn
@@ -21,8 +22,6 @@ from waiting import until
 from aioengine.errors import ConfigError
 from aioengine.server.http_listener import HttpListener, ServerAddress
 from aioengine.server.http_server import StopRequest, serve
-
-both_loops = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
 
 
 @pytest.fixture(scope="module")

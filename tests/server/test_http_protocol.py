@@ -11,6 +11,7 @@ from typing import Any
 
 import anyio
 import pytest
+from server.conftest import both_loops
 from server.hostile import Answer, Client
 from server.small_app import SmallApp, SmallEngine
 from uvicorn.config import Config
@@ -28,7 +29,6 @@ from aioengine.server.http_protocol import (
 )
 from aioengine.turns import turns_here
 
-both_loops = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
 virtual_time = pytest.mark.virtual_clock(seeds=[1, 2])
 
 GET = b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n"

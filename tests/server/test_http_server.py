@@ -12,6 +12,7 @@ import anyio
 import anyio.abc
 import httpx
 import pytest
+from server.conftest import both_loops
 from server.running import GET, Running, leave, listener_at, raw_client, running
 from server.small_app import SmallApp, SmallEngine
 from waiting import until
@@ -21,8 +22,6 @@ from aioengine.server import http_server
 from aioengine.server.config import HttpLimits
 from aioengine.server.http_listener import ServerAddress
 from aioengine.server.http_server import StopRequest, serve
-
-both_loops = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
 
 
 class Streamed:

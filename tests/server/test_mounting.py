@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from openai import AsyncOpenAI
 from server.conftest import (
     Adapter,
+    app_of,
     both_adapters,
     events_of,
     fake_engine,
@@ -138,13 +139,8 @@ async def test_the_mounts_own_name_leads_to_the_page(host: Any) -> None:
 @both_adapters
 async def test_an_app_may_have_another_engine_each_time(adapter: Adapter) -> None:
     found: list[Engine] = []
-    if adapter == "aiohttp":
-        app: Any = web.Application()
-        app.add_routes(aiohttp_routes(lambda: found[-1]))
-    else:
-        app = create_app(lambda: found[-1])
     found.append(new_engine())
-    async with serving_app(app) as url, plain_client(url) as http:
+    async with serving_app(app_of(lambda: found[-1], adapter)) as url, plain_client(url) as http:
         for _ in range(2):
             async with found[-1]:
                 await check_everything(url)

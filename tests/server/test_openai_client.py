@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
 import pytest
 from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from server.conftest import on_both_adapters
+from server.conftest import on_both_adapters, read
 from waiting import until
 
 from aioengine import Engine
@@ -59,10 +58,6 @@ async def check(engine: Engine, client: AsyncOpenAI, messages: list[Any], **samp
     answer = await client.chat.completions.create(model="demo", messages=messages, extra_body=sampling)
     check_same(answer, await engine.generate(messages, **sampling))
     return answer
-
-
-async def read(stream: AsyncIterator[ChatCompletionChunk]) -> list[ChatCompletionChunk]:
-    return [chunk async for chunk in stream]
 
 
 def texts_of(chunks: list[ChatCompletionChunk]) -> dict[int, str]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import re
 from typing import Any
 
 import pytest
-from server.conftest import each_adapter
+from server.conftest import each_adapter, texts_of
 from server.hostile import CUT, GONE, Adapter, Answer, Client, Target, completion, heard_errors, request_of, served
 from waiting import Tasks, turns
 
@@ -28,18 +27,6 @@ async def stalled(target: Target, body: dict[str, Any]) -> Client:
     client = await target.connect(receive_buffer=SMALL_BUFFER)
     await client.post("/v1/completions", body)
     return client
-
-
-def texts_of(events: bytes) -> dict[int, str]:
-    """The text of each choice in a stream's events, which must have come to their end, each once."""
-    lines = [line for line in events.split(b"\n\n") if line]
-    assert lines.pop() == b"data: [DONE]"
-    texts: dict[int, str] = {}
-    for line in lines:
-        if not line.startswith(b":"):  # a comment, while there was nothing to say
-            for choice in json.loads(line.removeprefix(b"data: "))["choices"]:
-                texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
-    return texts
 
 
 # Readers that stop
