@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -22,28 +22,19 @@ Pipe = tuple[ChildOutput, int]
 
 
 @pytest.fixture
-async def make_pipe(caplog: pytest.LogCaptureFixture) -> AsyncIterator[Callable[[], Pipe]]:
-    """Make a child's output and the end that the child writes to."""
+async def pipe(caplog: pytest.LogCaptureFixture) -> AsyncIterator[Pipe]:
+    """A child's output, and the end that the child writes to."""
     caplog.set_level(logging.INFO, "aioengine")
-    pipes: list[Pipe] = []
-
-    def make() -> Pipe:
-        reading, writing = os.pipe()
-        os.set_blocking(writing, False)
-        output = ChildOutput("engine 0", os.fdopen(reading, "rb", buffering=0), asyncio.get_running_loop())
-        pipes.append((output, writing))
-        return output, writing
-
-    yield make
-    for output, writing in pipes:
-        output.close()
-        os.close(writing)
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    output = ChildOutput("engine 0", os.fdopen(reading, "rb", buffering=0), asyncio.get_running_loop())
+    yield output, writing
+    output.close()
+    os.close(writing)
 
 
-async def test_a_flood_of_lines_is_logged_a_little_at_a_time(
-    make_pipe: Callable[[], Pipe], caplog: pytest.LogCaptureFixture
-) -> None:
-    output, writing = make_pipe()
+async def test_a_flood_of_lines_is_logged_a_little_at_a_time(pipe: Pipe, caplog: pytest.LogCaptureFixture) -> None:
+    output, writing = pipe
     written = os.write(writing, b"ab\n" * 50_000)  # as much as the pipe takes
     counts = []
     for _ in range(4 * written // READ_BYTES):
@@ -55,17 +46,15 @@ async def test_a_flood_of_lines_is_logged_a_little_at_a_time(
     assert output.tail == ("ab",) * MAX_LAST_LINES
 
 
-async def test_lines_that_are_left_out_are_counted(
-    make_pipe: Callable[[], Pipe], caplog: pytest.LogCaptureFixture
-) -> None:
-    output, writing = make_pipe()
+async def test_lines_that_are_left_out_are_counted(pipe: Pipe, caplog: pytest.LogCaptureFixture) -> None:
+    output, writing = pipe
     os.write(writing, b"line\n" * 500)
     output.finish()
     assert caplog.messages[-1] == f"engine 0: … {500 - MAX_LINES_PER_READ} more lines at once"
 
 
-async def test_what_never_ends_its_line_does_not_pile_up(make_pipe: Callable[[], Pipe]) -> None:
-    output, writing = make_pipe()
+async def test_what_never_ends_its_line_does_not_pile_up(pipe: Pipe) -> None:
+    output, writing = pipe
     for _ in range(100):
         os.write(writing, b"x" * 10_000)
         await asyncio.sleep(0)
@@ -75,10 +64,8 @@ async def test_what_never_ends_its_line_does_not_pile_up(make_pipe: Callable[[],
     assert max(map(len, output.tail)) <= MAX_LINE_BYTES
 
 
-async def test_a_line_in_pieces_and_one_without_an_end_are_whole(
-    make_pipe: Callable[[], Pipe], caplog: pytest.LogCaptureFixture
-) -> None:
-    output, writing = make_pipe()
+async def test_a_line_in_pieces_and_one_without_an_end_are_whole(pipe: Pipe, caplog: pytest.LogCaptureFixture) -> None:
+    output, writing = pipe
     for piece in (b"on", b"e\ntw", b"o\n\n", b"\xff"):
         os.write(writing, piece)
         output._on_readable()
@@ -88,19 +75,15 @@ async def test_a_line_in_pieces_and_one_without_an_end_are_whole(
     assert output.tail == ("one", "two", "", "�")
 
 
-async def test_of_a_progress_bar_the_last_state_is_shown(
-    make_pipe: Callable[[], Pipe], caplog: pytest.LogCaptureFixture
-) -> None:
-    output, writing = make_pipe()
+async def test_of_a_progress_bar_the_last_state_is_shown(pipe: Pipe, caplog: pytest.LogCaptureFixture) -> None:
+    output, writing = pipe
     os.write(writing, b"\r 1%\r50%\r99%\r\n")
     output.finish()
     assert caplog.messages == ["engine 0: 99%"]
 
 
-async def test_the_levels_of_a_childs_log_lines_are_kept(
-    make_pipe: Callable[[], Pipe], caplog: pytest.LogCaptureFixture
-) -> None:
-    output, writing = make_pipe()
+async def test_the_levels_of_a_childs_log_lines_are_kept(pipe: Pipe, caplog: pytest.LogCaptureFixture) -> None:
+    output, writing = pipe
     os.write(writing, b"WARNING aioengine: hot\nERROR other.name: broken\nWARNING: no log line\nDEBUG a: unheard\n")
     output.finish()
     assert [(record.levelno, record.getMessage()) for record in caplog.records] == [

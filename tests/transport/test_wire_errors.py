@@ -76,17 +76,17 @@ class TestFaults:
         class MyError(Exception):
             pass
 
-        back = there_and_back(MyError("in my function"))
-        assert type(back) is RuntimeError
-        assert str(back) == "MyError: in my function"
+        class Mute(Exception):
+            def __str__(self) -> str:
+                raise ValueError("not even this")
 
-    def test_an_error_of_the_user_s_own_with_attributes_of_the_same_names(self) -> None:
-        class MyError(Exception):
-            def __init__(self, text: str) -> None:
-                super().__init__(text)
-                self.param, self.dump, self.retry_after_s = ["no", "text"], None, "soon"
-
-        assert str(there_and_back(MyError("odd"))) == "MyError: odd"
+        odd = MyError("in my function")
+        vars(odd).update(param=["no", "text"], dump=None, retry_after_s="soon")  # names that our errors have, too
+        for error in (MyError("in my function"), odd):
+            back = there_and_back(error)
+            assert type(back) is RuntimeError
+            assert str(back) == "MyError: in my function"
+        assert str(there_and_back(Mute())).startswith("Mute: ")
 
     def test_a_class_of_the_user_s_that_only_has_a_known_name(self) -> None:
         class FileNotFoundError(ValueError):  # noqa: A001
@@ -95,13 +95,6 @@ class TestFaults:
         back = there_and_back(FileNotFoundError("mine"))
         assert isinstance(back, Exception)
         assert "mine" in str(back)
-
-    def test_an_error_that_cannot_say_what_it_is(self) -> None:
-        class MyError(Exception):
-            def __str__(self) -> str:
-                raise ValueError("not even this")
-
-        assert str(there_and_back(MyError())).startswith("MyError: ")
 
     @pytest.mark.parametrize("arguments", [("a", "b"), (1, 2), (2**70, "x"), (2, "x", 3), (2, "x", b"/f"), ()])
     def test_an_os_error_made_of_anything(self, arguments: tuple[Any, ...]) -> None:
