@@ -99,11 +99,9 @@ async def test_several_choices_share_one_prompt(engine: Engine, client: AsyncOpe
 
 
 async def test_the_same_seed_repeats_and_another_one_does_not(client: AsyncOpenAI) -> None:
-    texts = [
-        (await client.chat.completions.create(model="demo", messages=STORY, seed=seed, max_tokens=20))
-        for seed in (7, 7, 8)
-    ]
-    first, again, other = (answer.choices[0].message.content for answer in texts)
+    asked: dict[str, Any] = {"model": "demo", "messages": STORY, "max_tokens": 20}
+    answers = [await client.chat.completions.create(**asked, seed=seed) for seed in (7, 7, 8)]
+    first, again, other = (answer.choices[0].message.content for answer in answers)
     assert first == again
     assert first != other
 
@@ -217,13 +215,8 @@ async def test_the_last_message_may_be_continued(engine: Engine, client: AsyncOp
 
 async def test_a_template_is_told_what_is_given(engine: Engine, client: AsyncOpenAI) -> None:
     expected = await engine.generate(HELLO, seed=1, max_tokens=9, chat_template_kwargs={"add_generation_prompt": False})
-    answer = await client.chat.completions.create(
-        model="demo",
-        messages=HELLO,
-        seed=1,
-        max_tokens=9,
-        extra_body={"chat_template_kwargs": {"add_generation_prompt": False, "enable_thinking": False}},
-    )
+    kwargs = {"chat_template_kwargs": {"add_generation_prompt": False, "enable_thinking": False}}
+    answer = await client.chat.completions.create(model="demo", messages=HELLO, seed=1, max_tokens=9, extra_body=kwargs)
     check_same(answer, expected)
 
 
@@ -290,12 +283,10 @@ async def test_a_streams_choices_come_by_their_numbers(engine: Engine, client: A
 
 async def test_a_streams_usage_comes_last_and_alone(engine: Engine, client: AsyncOpenAI) -> None:
     expected = await engine.generate(HELLO, seed=1, n=2)
-    chunks = await read(
-        await client.chat.completions.create(
-            model="demo", messages=HELLO, seed=1, n=2, stream=True, stream_options={"include_usage": True}
-        )
+    options: Any = {"stream": True, "stream_options": {"include_usage": True}}
+    *others, last = await read(
+        await client.chat.completions.create(model="demo", messages=HELLO, seed=1, n=2, **options)
     )
-    *others, last = chunks
     assert last.choices == []
     assert last.usage is not None
     assert last.usage.prompt_tokens == len(expected.prompt_token_ids)

@@ -9,7 +9,7 @@ import json
 import random
 import re
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import anyio
 import pytest
@@ -245,47 +245,15 @@ async def test_of_a_field_that_comes_twice_the_last_one_counts() -> None:
 # Values that are none
 
 
-class Anything:
-    """JSON of any kind, as it would be written: what Python's own encoder would not write, too."""
-
-    VALUES: ClassVar[tuple[bytes, ...]] = (
-        b'"\\ud800"',
-        b'"\\udfff and more"',
-        b'["\\ud800"]',
-        b'{"\\ud800": 1}',
-        b'"\\u0000"',
-        b'""',
-        b'"' + b"x" * 3000 + b'"',
-        b"NaN",
-        b"Infinity",
-        b"-Infinity",
-        b"1e999",
-        b"-1e999",
-        b"1" + b"0" * 400,
-        b"-1" + b"0" * 400,
-        b"18446744073709551616",
-        b"9223372036854775808",
-        b"-9223372036854775809",
-        b"1e400000000000000000000",
-        b"1e-400",
-        b"-0",
-        b"0.5",
-        b"-1",
-        b"1e3",
-        b"true",
-        b"[]",
-        b"[null]",
-        b"[[]]",
-        b'[1, "a"]',
-        b"[-1]",
-        b"[1e999]",
-        b"{}",
-        b'{"a": [1]}',
-        b'{"1": 1e999}',
-        b'{"-1": 1}',
-        b'{"99999999999999999999": 1}',
-        b'{"type": "text"}',
-    )
+ANY_JSON: tuple[bytes, ...] = (
+    b'"\\ud800"', b'"\\udfff and more"', b'["\\ud800"]', b'{"\\ud800": 1}', b'"\\u0000"', b'""',
+    b'"' + b"x" * 3000 + b'"', b"NaN", b"Infinity", b"-Infinity", b"1e999", b"-1e999", b"1" + b"0" * 400,
+    b"-1" + b"0" * 400, b"18446744073709551616", b"9223372036854775808", b"-9223372036854775809",
+    b"1e400000000000000000000", b"1e-400", b"-0", b"0.5", b"-1", b"1e3", b"true", b"[]", b"[null]", b"[[]]",
+    b'[1, "a"]', b"[-1]", b"[1e999]", b"{}", b'{"a": [1]}', b'{"1": 1e999}', b'{"-1": 1}',
+    b'{"99999999999999999999": 1}', b'{"type": "text"}',
+)  # fmt: skip
+"""JSON of any kind as it is written, and what no encoder of Python's would write."""
 
 
 def fields_of(path: str) -> Iterator[str]:
@@ -307,7 +275,7 @@ def with_field(path: str, name: str, value: bytes) -> bytes:
 async def test_no_value_of_any_field_is_more_than_a_4xx(path: str) -> None:
     async with unharmed("serve") as target, target.client() as client:
         for name in fields_of(path):
-            for value in Anything.VALUES:
+            for value in ANY_JSON:
                 await client.post(path, with_field(path, name, value))
                 answer = await client.answer()
                 if answer.status != 200:
@@ -317,7 +285,7 @@ async def test_no_value_of_any_field_is_more_than_a_4xx(path: str) -> None:
 @pytest.mark.parametrize("name", ["role", "content", "name", "tool_calls", "tool_call_id", "refusal", "audio", "other"])
 async def test_no_value_in_a_message_is_more_than_a_4xx(name: str) -> None:
     async with unharmed("serve") as target, target.client() as client:
-        for value in Anything.VALUES:
+        for value in ANY_JSON:
             message = b'{"role": "user", "content": "Hi", "%b": %b}' % (name.encode(), value)
             await client.post(PATHS[0], with_field(PATHS[0], "messages", b"[%b]" % message))
             answer = await client.answer()
