@@ -358,21 +358,6 @@ async def test_the_request_has_an_id_in_header_and_answer(client: AsyncOpenAI) -
     assert raw.headers["content-type"] == "application/json"
 
 
-async def test_an_id_of_the_clients_own_is_kept(client: AsyncOpenAI) -> None:
-    raw = await client.chat.completions.with_raw_response.create(
-        model="demo", messages=HELLO, max_tokens=2, extra_headers={"X-Request-Id": "mine-17"}
-    )
-    assert raw.headers["x-request-id"] == "mine-17"
-    assert raw.parse().id == "chatcmpl-mine-17"
-
-
-async def test_an_id_in_the_body_is_the_answers(client: AsyncOpenAI) -> None:
-    answer = await client.chat.completions.create(
-        model="demo", messages=HELLO, max_tokens=2, extra_body={"request_id": "body-17"}
-    )
-    assert answer.id == "chatcmpl-body-17"
-
-
 async def test_a_stream_that_is_left_is_aborted(engine: Engine, client: AsyncOpenAI) -> None:
     stream = await client.chat.completions.create(
         model="demo", messages=STORY, stream=True, extra_body={"ignore_eos": True}
