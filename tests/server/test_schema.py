@@ -574,3 +574,9 @@ def test_null_is_as_good_as_nothing() -> None:
     assert read_tokens(raw("[]"), 3) == []
     for name in Generation.__struct_fields__:
         assert getattr(decode(body_of(**{name: None}), Generation), name) is None
+
+
+def test_half_a_surrogate_pair_is_no_sign_that_a_body_was_cut() -> None:
+    message = refused(lambda: decode(b'{"prompt": "\\ud800"}', CompletionRequest)).message
+    assert "half a surrogate pair" in message
+    assert "has been truncated" in refused(lambda: decode(b'{"prompt": "\\ud800', CompletionRequest)).message

@@ -142,8 +142,8 @@ class Admission:
     def _check_capacity(self, num_sequences: int) -> None:
         if not self._has_capacity(num_sequences):
             raise EngineOverloaded(
-                f"{self.capacity} requests wait already (max_waiting), or too many for {num_sequences} more; try again "
-                "later, or wait with on_full='wait'",
+                f"{self.capacity} sequences wait already (max_waiting), or too many for {num_sequences} more; try "
+                "again later, or wait with on_full='wait'",
                 retry_after_s=self._estimate_wait(),
             )
 

@@ -171,6 +171,7 @@ def has_more_texts(data: bytes, limit: int) -> bool:
     return num_quotes > limit and num_quotes - data.count(b'\\"') > limit
 
 
+_HALF_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _PLACE = re.compile(r" - at `(?:key` in `)?\$\.?(.*)`$")
 
 
@@ -180,6 +181,8 @@ def _undecodable(error: Exception, body: bytes) -> ApiError:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         if not body:
             reason = "it is empty"
+        elif "truncated" in reason and _HALF_SURROGATE.search(body) and body.rstrip().endswith(b"}"):
+            reason = "a text in it holds half a surrogate pair"
         elif "truncated" in reason or (reason.endswith(f"(byte {len(body)})") and "trailing" not in reason):
             reason = f"it ends in the middle, after {len(body):,} bytes: it has been truncated"
         return ApiError(400, "invalid_json", f"the request's body is not valid JSON: {reason}")
