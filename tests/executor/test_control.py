@@ -436,13 +436,13 @@ async def test_other_weights_take_no_more_memory(tmp_path: Path) -> None:
     fields = {"dtype": "float32", "load_format": "dummy", "max_model_len": 256}
     async with started(tmp_path, **fields, kv_cache_memory_bytes=192 * 2**20) as executor:
         await executor.save_sharded_state(tmp_path / "saved", 2**26)
-        before = resident_bytes()
+        before, most = resident_bytes(), executor.info.weight_bytes // 2  # a copy that was kept would be all of them
         for _ in range(2):
             await executor.update_weights(tmp_path / "saved")
-            assert resident_bytes() - before < KEPT_BY_GLIBC
+            assert resident_bytes() - before < most
         await send(executor, {EMBEDDING: drawn((8192, 1024)), "model.layers.1.mlp.up_proj.weight": drawn((4096, 1024))})
         await executor.commit_weights("t")
-        assert resident_bytes() - before < KEPT_BY_GLIBC
+        assert resident_bytes() - before < most
 
 
 # Saving

@@ -72,9 +72,12 @@ class InputBatch:
         self._columns.add(added)
 
     def _grow(self, rows: Int32, block_ids: Int32) -> None:
-        """Append ``block_ids[i]`` to the table of ``rows[i]``; no row twice."""
-        self._block_tables[rows, self._num_blocks[rows]] = block_ids
-        self._num_blocks[rows] += 1
+        """Append ``block_ids[i]`` to the table of ``rows[i]``; a row may stand there several times."""
+        order = np.argsort(rows, kind="stable")
+        rows, block_ids = rows[order], block_ids[order]
+        nth_of_row = np.arange(len(rows)) - np.searchsorted(rows, rows)
+        self._block_tables[rows, self._num_blocks[rows] + nth_of_row] = block_ids
+        np.add.at(self._num_blocks, rows, 1)
 
     def inputs(self, plan: StepPlan) -> StepInputs:
         """What the plan's rows compute, on top of the state that the steps before have left."""

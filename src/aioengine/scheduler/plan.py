@@ -130,7 +130,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         copied_from, copied_to: int32 [c] each, all KV of block ``copied_from[i]`` is copied to ``copied_to[i]``; no
             block is in both, and none twice in the second.
         added: rows taken.
-        grown_rows, grown_blocks: int32 [g] each, row ``grown_rows[i]`` gets block ``grown_blocks[i]``; no row twice.
+        grown_rows, grown_blocks: int32 [g] each, row ``grown_rows[i]`` gets block ``grown_blocks[i]``.
         rows: int32 [b], rows with tokens in this step; no row twice.
         epochs: int32 [b], the epoch of each row's occupant; a result is matched by (row, epoch).
         starts: int32 [b], first position to compute.
