@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -109,6 +110,18 @@ async def test_a_child_that_cannot_be_started_is_named_and_those_before_it_are_e
     with nothing_left(), pytest.raises(ConfigError, match="engine 1 could not be started"):
         async with Supervisor([actor("serve"), actor("serve", "\0", name="engine 1")]):
             pytest.fail("it cannot start")
+
+
+async def test_without_children_it_closes_also_where_no_file_descriptor_is_left() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    supervisor = Supervisor()
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+        with pytest.raises(OSError, match="Too many open files"):
+            os.pipe()
+        await supervisor.aclose()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 async def test_a_closed_supervisor_starts_nothing() -> None:

@@ -147,6 +147,8 @@ class Supervisor:
             child.close_without_loop()
 
     async def _end_children(self) -> None:
+        if not self.children:  # the look for descendants takes a file descriptor, and a start may fail for want of one
+            return
         worker = ThreadPoolExecutor(1, "aioengine-supervisor")
         tree = ProcessTree(self._family, self._roots())
         try:
