@@ -146,13 +146,15 @@ def test_a_script_that_leaves_its_end_to_threads_waits_for_them() -> None:
     done = run(
         FAKE
         + """
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 def use(number):
     main.join()
     llm.chat([{"role": "user", "content": "Hello"}], max_tokens=3)
-    print(len(llm.generate(["dog " * 20, [5, 6]], max_tokens=3)))
+    num_outputs = len(llm.generate(["dog " * 20, [5, 6]], max_tokens=3))
+    sys.stdout.write(f"{num_outputs}\\n")  # print would write the line's end apart, and threads mix theirs
 
 main = threading.main_thread()
 llm = LLM(executor=fake())
