@@ -789,6 +789,9 @@ def test_an_engine_dropped_as_its_loop_ends_says_so_once(new_loop: Any) -> None:
     gc.collect()
     assert len(caught) == 1, [str(warning.message) for warning in caught]
     assert executors[0].is_closed
+    for thread in threading.enumerate():
+        if thread.name == "aioengine-load":  # it has told its outcome, and may be in its last instructions
+            thread.join(20)
     assert engine_threads() == []
 
 
