@@ -52,7 +52,7 @@ SESSION = 400
 BATCH = 50
 """Of those, sent before others get a turn."""
 
-HARMLESS = (c.IsSleeping, c.SupportedTasks, c.GetStats, c.DropWeights, c.CollectiveRpc, c.ResetPrefixCache)
+HARMLESS = (c.IsSleeping, c.SupportedTasks, c.DropWeights, c.CollectiveRpc, c.ResetPrefixCache)
 """Control calls that a front end may make without others noticing; the live server hears no others."""
 
 Frames = list[bytes]

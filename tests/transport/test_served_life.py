@@ -11,7 +11,7 @@ from pathlib import Path
 
 import anyio
 import pytest
-from transport.life_scripts.devices import VOCAB_SIZE
+from transport.life_scripts.devices import HANG, VOCAB_SIZE, ToldExecutor
 from transport.life_scripts.serving import Forwarder, served
 from transport.life_scripts.watching import DEADLINE_S, Script, ends_of, health_is
 from waiting import until
@@ -144,6 +144,21 @@ async def test_a_front_end_with_requests_gets(number: str, runtime: Path, monkey
             assert all(len(end) == 1 and re.fullmatch(told, end[0]) for end in ends.values()), ends
         assert other.health().status == "ALIVE"
     assert os.listdir(runtime) == []
+
+
+async def test_a_control_call_that_its_caller_cancels_stops_in_the_engine(runtime: Path) -> None:
+    executor = ToldExecutor()
+    executor.tell(HANG)
+    async with (
+        served(f"ipc://{runtime}/engine.sock", executor) as server,
+        aclosing(await Engine.connect(server.address)) as engine,
+    ):
+        (session,) = server._sessions.values()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(engine.execute_dummy_batch)
+            await until(lambda: session.calls)
+            tasks.cancel_scope.cancel()
+        await until(lambda: not session.calls)
 
 
 @pytest.mark.parametrize("what", ["the way of requests", "the way of outputs", "both go silent"])

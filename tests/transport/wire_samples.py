@@ -85,7 +85,6 @@ CONTROLS: tuple[c.AnyControl, ...] = (
     c.DropWeights(transfer="d"),
     c.CollectiveRpc(name="checksum", args=(1, "two", [3.5, None]), kwargs={"key": {"deep": True}}),
     c.ExecuteDummyBatch(),
-    c.GetStats(),
 )
 
 

@@ -230,10 +230,6 @@ class ExecuteDummyBatch(Control, frozen=True):
         return executor.execute_dummy_batch()
 
 
-class GetStats(Control, frozen=True):
-    """→ `SchedulerStats`: the sequences of all front ends together, and the KV blocks."""
-
-
 UNBLOCKING_CALLS = (Resume, WakeUp)
 """Calls that others may be waiting for: never made to wait behind them, however many they are."""
 
@@ -257,7 +253,6 @@ AnyControl = (
     | DropWeights
     | CollectiveRpc
     | ExecuteDummyBatch
-    | GetStats
 )
 
 

@@ -11,7 +11,6 @@ from aioengine.core import control as c
 from aioengine.core.core_state import CoreState
 from aioengine.core.executor_protocol import DeviceLost, Part
 from aioengine.errors import EngineClosed, InvalidRequest
-from aioengine.scheduler.scheduler import SchedulerStats
 
 TASKS = ("generate",)
 
@@ -33,7 +32,6 @@ class Controls:
             c.Pause: self._pause,
             c.Resume: self._resume,
             c.SupportedTasks: self._supported_tasks,
-            c.GetStats: self._get_stats,
             c.Sleep: self._sleep,
             c.WakeUp: self._wake_up,
             c.IsSleeping: self._is_sleeping,
@@ -73,9 +71,6 @@ class Controls:
 
     async def _supported_tasks(self, call: c.SupportedTasks) -> tuple[str, ...]:
         return TASKS
-
-    async def _get_stats(self, call: c.GetStats) -> SchedulerStats:
-        return self._core.stats()
 
     # Sleep
 

@@ -16,7 +16,7 @@ import anyio
 import msgspec
 
 from aioengine.config import EngineConfig
-from aioengine.core.control import WAKE_TAGS, AnyControl, GetStats, Resume, Sleep, WakeUp
+from aioengine.core.control import WAKE_TAGS, AnyControl, Resume, Sleep, WakeUp
 from aioengine.core.engine_core import PUBLISH_SLICE
 from aioengine.core.health import Beat, Health, dead, judge
 from aioengine.core.listener import UNLIMITED, Conditions, Endings, Listener
@@ -202,7 +202,7 @@ class RemoteCore:
             self.is_sleeping = True
         elif isinstance(control, WakeUp) and set(control.tags) >= set(WAKE_TAGS):
             self.is_sleeping = False
-        return msgspec.convert(result, SchedulerStats) if isinstance(control, GetStats) else result
+        return result
 
     def resume(self) -> None:
         if not self.is_stopped:
