@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import pty
-import select
 import signal
 import struct
-import subprocess
 import sys
-import time
 from array import array
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import click
 import msgspec
 import pytest
-from cli.conftest import COMMAND, DEADLINE_S, run
+from cli.conftest import Terminal, run
 from click.testing import CliRunner
 
 from aioengine import Engine, StepFailed
 from aioengine.cli import load
 from aioengine.cli.bench import bench, make_jobs
-from aioengine.cli.figures import Environment, LatencyReport, Level, ThroughputReport, measured_of
-from aioengine.cli.load import Burst, Job, Jobs, Range, Reads, Timing, Workload, other_cpu_s, send
-from aioengine.cli.shown import SIZE_PIXELS, plot_latency, plot_throughput, show_latency, show_throughput
+from aioengine.cli.figures import Environment, Report, level_of, show
+from aioengine.cli.load import Burst, Job, Jobs, Range, Reads, Workload, other_cpu_s, send
+from aioengine.cli.plots import SIZE_PIXELS, plot
 from aioengine.testing import FakeExecutor
 
 STEP_TIME_S = 0.02
@@ -42,46 +38,29 @@ TINY = ("--input-len", "8", "--kv-cache-memory-bytes", "20000000")
 # Measuring
 
 
-@pytest.fixture
-def loop_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests are timed by the loop's virtual clock."""
-    monkeypatch.setattr(load, "time", SimpleNamespace(perf_counter=lambda: asyncio.get_running_loop().time()))
-
-
-def slow_device() -> FakeExecutor:
-    return FakeExecutor(vocab_size=2048, step_time_s=STEP_TIME_S)
-
-
-@pytest.mark.usefixtures("loop_clock")
 @pytest.mark.virtual_clock
-async def test_the_times_of_a_request_are_those_of_its_steps() -> None:
-    async with Engine(executor=slow_device()) as engine:
-        burst = await send(engine, [Job([1, 2, 3], 5)], concurrency=1)
-    (timing,) = burst.timings
-    assert (timing.num_input_tokens, timing.num_output_tokens) == (3, 5)
-    assert timing.reads.ttft_s == pytest.approx(STEP_TIME_S)
-    assert timing.reads.itl_s == pytest.approx([STEP_TIME_S] * 4)
-    assert timing.reads.e2e_s == pytest.approx(5 * STEP_TIME_S)
-    assert burst.duration_s == pytest.approx(5 * STEP_TIME_S)
-
-
-@pytest.mark.usefixtures("loop_clock")
-@pytest.mark.virtual_clock
-async def test_the_next_request_is_sent_when_one_ends_and_no_earlier() -> None:
+async def test_times_are_those_of_steps_and_the_next_request_is_sent_when_one_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(load, "time", SimpleNamespace(perf_counter=loop.time))
     done: list[float] = []
-    async with Engine(executor=slow_device()) as engine:
-        started = asyncio.get_running_loop().time()
+    async with Engine(executor=FakeExecutor(vocab_size=2048, step_time_s=STEP_TIME_S)) as engine:
+        started = loop.time()
         jobs = [Job([number, 2, 3], 5) for number in range(6)]
-        burst = await send(
-            engine, jobs, concurrency=2, on_done=lambda _: done.append(asyncio.get_running_loop().time() - started)
-        )
+        burst = await send(engine, jobs, concurrency=2, on_done=lambda _: done.append(loop.time() - started))
     assert done == pytest.approx([5 * STEP_TIME_S] * 2 + [10 * STEP_TIME_S] * 2 + [15 * STEP_TIME_S] * 2)
-    assert [timing.reads.ttft_s for timing in burst.timings] == pytest.approx([STEP_TIME_S] * 6)
+    assert burst.duration_s == pytest.approx(15 * STEP_TIME_S)
+    for request in burst.requests:
+        assert (request.num_input_tokens, sum(request.sizes)) == (3, 5)
+        assert request.ttft_s == pytest.approx(STEP_TIME_S)
+        assert request.itl_s == pytest.approx([STEP_TIME_S] * 4)
+        assert request.e2e_s == pytest.approx(5 * STEP_TIME_S)
 
 
 @pytest.mark.virtual_clock
 async def test_the_engines_error_comes_out_as_itself() -> None:
-    executor = slow_device()
+    executor = FakeExecutor(vocab_size=2048)
     executor.make_step_fail(2, RuntimeError("out of luck"))
     async with Engine(executor=executor) as engine:
         with pytest.raises(StepFailed):
@@ -108,9 +87,9 @@ def workload(input_len: Range = EIGHT, output_len: Range = EIGHT, seed: int = 0)
     return Workload(prompt=None, input_len=input_len, output_len=output_len, temperature=0.0, seed=seed, repeats=1)
 
 
-def timing(num_input_tokens: int, *read_at: float) -> Timing:
-    """Of a request that was sent at 0, with a token a read."""
-    return Timing(num_input_tokens, Reads(0.0, array("d", read_at), array("L", [1] * len(read_at))))
+def request(num_input_tokens: int, *read_at: float) -> Reads:
+    """One that was sent at 0, with a token a read."""
+    return Reads(0.0, array("d", read_at), array("L", [1] * len(read_at)), num_input_tokens)
 
 
 def test_tokens_that_are_read_at_once_share_the_time_since_the_last_read() -> None:
@@ -121,19 +100,17 @@ def test_tokens_that_are_read_at_once_share_the_time_since_the_last_read() -> No
 
 
 def test_a_summary_is_over_the_samples_of_all_repeats() -> None:
-    first, second, third = (timing(10, ttft_s, ttft_s + 0.1, ttft_s + 0.4) for ttft_s in (1.0, 2.0, 3.0))
-    bursts = [Burst([first, second], 2.4), Burst([third], 3.6)]
-    measured = measured_of(bursts)
-    overall = measured.overall
+    first, second, third = (request(10, ttft_s, ttft_s + 0.1, ttft_s + 0.4) for ttft_s in (1.0, 2.0, 3.0))
+    level = level_of(2, [Burst([first, second], 2.4), Burst([third], 3.6)])
+    overall = level.overall
     assert (overall.num_requests, overall.num_input_tokens, overall.num_output_tokens) == (3, 30, 9)
-    assert overall.requests_per_s == pytest.approx(0.5)
-    assert overall.output_tokens_per_s == pytest.approx(1.5)
-    assert overall.total_tokens_per_s == pytest.approx(6.5)
+    rates = (overall.requests_per_s, overall.output_tokens_per_s, overall.total_tokens_per_s)
+    assert rates == pytest.approx((0.5, 1.5, 6.5))
     assert overall.ttft_ms.mean == overall.ttft_ms.p50 == pytest.approx(2000)
     assert overall.ttft_ms.p90 == pytest.approx(2800)
     assert overall.itl_ms is not None
     assert overall.itl_ms.p50 == pytest.approx(200)
-    assert [repeat.ttft_ms.p50 for repeat in measured.repeats] == pytest.approx([1500, 3000])
+    assert [repeat.ttft_ms.p50 for repeat in level.repeats] == pytest.approx([1500, 3000])
 
 
 # The command
@@ -155,15 +132,15 @@ def test_latency_is_a_table_on_stderr_json_on_stdout_and_a_picture(tmp_path: Pat
     assert done.returncode == 0, done.stderr
     assert "in flight" in done.stderr
     assert "warming up" not in done.stderr, "a bar is for terminals"
-    report = msgspec.json.decode(done.stdout, type=LatencyReport)
+    report = msgspec.json.decode(done.stdout, type=Report)
     assert [level.concurrency for level in report.levels] == [1, 4]
     for level in report.levels:
-        overall = level.measured.overall
+        overall = level.overall
         assert (overall.num_requests, overall.num_input_tokens, overall.num_output_tokens) == (6, 48, 18)
         assert 0 < overall.ttft_ms.p50 <= overall.ttft_ms.p90 <= overall.ttft_ms.p99
         assert overall.itl_ms is not None
         assert overall.e2e_ms.p50 > overall.ttft_ms.p50
-        assert len(level.measured.repeats) == 2
+        assert len(level.repeats) == 2
         assert overall.other_cores is not None
     assert report.environment.model == "the bundled model"
     assert (report.environment.device, report.environment.dtype) == ("cpu", "bfloat16")
@@ -177,17 +154,18 @@ def test_throughput_is_a_table_on_stdout_json_in_a_file_and_a_picture(tmp_path: 
         "--json", str(file), "--plot", str(picture), "--num-threads", "1", "--dtype", "float32",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "6 requests at once" in done.stdout
-    assert "output tokens" in done.stdout
-    report = msgspec.json.decode(file.read_text(), type=ThroughputReport)
+    assert "Throughput" in done.stdout
+    assert "output tok/s" in done.stdout
+    report = msgspec.json.decode(file.read_text(), type=Report)
     lengths = [job.num_output_tokens for job in jobs(Range(8, 8), Range(1, 4), seed=5).make(6)]
-    first, second = report.measured.repeats
+    (level,) = report.levels
+    first, second = level.repeats
+    assert (report.benchmark, level.concurrency) == ("throughput", 6)
     assert first.num_output_tokens == second.num_output_tokens == sum(lengths)
     assert first.num_input_tokens == 48
-    slowest, fastest = sorted(repeat.requests_per_s for repeat in report.measured.repeats)
-    assert slowest <= report.measured.overall.requests_per_s <= fastest
+    slowest, fastest = sorted(repeat.requests_per_s for repeat in level.repeats)
+    assert slowest <= level.overall.requests_per_s <= fastest
     assert (report.environment.dtype, report.environment.num_threads) == ("float32", 1)
-    assert set(json.loads(file.read_text())) == {"benchmark", "environment", "workload", "measured"}
     assert png_size(picture) == SIZE_PIXELS
 
 
@@ -214,34 +192,29 @@ def test_what_others_used_is_the_busy_time_of_our_cores_less_our_own(
 
 def test_a_table_says_what_others_used_meanwhile_where_it_is_much_and_known(capsys: pytest.CaptureFixture[str]) -> None:
     def shown(*others_s: float | None) -> str:
-        levels = [Level(1, measured_of([Burst([timing(8, 0.5)], 0.5, each)])) for each in others_s]
-        show_latency(LatencyReport(ENVIRONMENT, workload(), levels), to_stderr=False)
-        show_throughput(ThroughputReport(ENVIRONMENT, workload(), levels[0].measured), to_stderr=True)
-        out, err = capsys.readouterr()
-        assert ("other programs" in err) == ((others_s[0] or 0.0) >= 0.05)
-        return out
+        levels = [level_of(1, [Burst([request(8, 0.5)], 0.5, each)]) for each in others_s]
+        show(Report("latency", ENVIRONMENT, workload(), levels), to_stderr=False)
+        return capsys.readouterr().out
 
     assert "other programs used 0.8 of 2 cores meanwhile" in shown(0.6, 0.2)
     assert "other programs" not in shown(0.04, 0.05)
     assert "other programs" not in shown(None, None)
 
 
-def test_one_token_each_has_no_time_between_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    measured = measured_of([Burst([timing(8, 0.5)], 0.5)])
-    assert measured.overall.itl_ms is None
-    asked = workload(output_len=Range(1, 1))
-    latency = LatencyReport(ENVIRONMENT, asked, [Level(1, measured)])
-    show_latency(latency, to_stderr=False)
-    plot_latency(latency, tmp_path / "latency.png")
-    throughput = ThroughputReport(ENVIRONMENT, asked, measured)
-    show_throughput(throughput, to_stderr=True)
-    plot_throughput(throughput, [timing(8, 0.5)], tmp_path / "throughput.png")
-    assert png_size(tmp_path / "latency.png") == png_size(tmp_path / "throughput.png") == SIZE_PIXELS
-    out, err = capsys.readouterr()
-    assert "500.0 │       - │" in out
-    assert "8 random tokens in, 1 tokens out, greedy, seed 0" in out
-    assert "inter-token" not in err
-    assert "a model in float32 on cpu" in err
+@pytest.mark.parametrize("benchmark", ["latency", "throughput"])
+def test_one_token_each_has_no_time_between_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], benchmark: str
+) -> None:
+    level = level_of(1, [Burst([request(8, 0.5)], 0.5)])
+    assert level.overall.itl_ms is None
+    report = Report(benchmark, ENVIRONMENT, workload(output_len=Range(1, 1)), [level])
+    show(report, to_stderr=True)
+    plot(report, [request(8, 0.5)], tmp_path / "picture.png")
+    assert png_size(tmp_path / "picture.png") == SIZE_PIXELS
+    shown = capsys.readouterr().err
+    assert "500.0 │       - │" in shown
+    assert "8 random tokens in, 1 tokens out, greedy, seed 0" in shown
+    assert "a model in float32 on cpu" in shown
 
 
 @pytest.mark.parametrize(
@@ -255,22 +228,17 @@ def test_one_token_each_has_no_time_between_tokens(tmp_path: Path, capsys: pytes
         (("throughput", "--repeats", "0"), "'--repeats'"),
         (("throughput", "--json", "no/such/folder/x.json"), "there is no folder no/such/folder"),
         (("latency", "--plot", "no/such/folder/x.png"), "there is no folder no/such/folder"),
+        (("latency", "--plot", "x.png"), "pip install 'aioengine[bench]'"),
     ],
     ids=lambda value: value[-1] if isinstance(value, tuple) else None,
 )
-def test_a_bad_argument_is_refused_before_anything_starts(args: tuple[str, ...], says: str) -> None:
+def test_a_bad_argument_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...], says: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
     result = CliRunner().invoke(bench, args)
     assert result.exit_code == 2, result.output
     assert says in " ".join(result.output.split())
-
-
-def test_without_matplotlib_a_plot_is_refused_with_the_command_that_installs_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    result = CliRunner().invoke(bench, ["latency", "--plot", str(tmp_path / "x.png")])
-    assert result.exit_code == 2, result.output
-    assert "pip install 'aioengine[bench]'" in result.output
 
 
 @pytest.mark.virtual_clock(seeds=1)
@@ -283,30 +251,10 @@ async def test_what_does_not_fit_the_model_is_said_with_the_flags_that_change_it
             make_jobs(engine, workload(Range(60, 61), Range(10, 40)))
 
 
-def test_ctrl_c_ends_a_benchmark_and_its_bar_quietly() -> None:
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [*COMMAND, "bench", "latency", *TINY, "--concurrency", "2", "--num-requests", "5000"],
-        stdout=subprocess.PIPE,
-        stderr=theirs,
-    )
-    os.close(theirs)
-    shown = b""
-    deadline = time.monotonic() + DEADLINE_S
-    while b"2 in flight" not in shown:  # the bar says that it is measuring
-        assert time.monotonic() < deadline, shown
-        if select.select([ours], [], [], 1)[0]:
-            shown += os.read(ours, 65536)
-    process.send_signal(signal.SIGINT)
-    while select.select([ours], [], [], DEADLINE_S)[0]:
-        try:
-            chunk = os.read(ours, 65536)
-        except OSError:  # its other end is closed
-            break
-        shown += chunk
-    os.close(ours)
-    stdout, _ = process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == 130, shown
-    assert not stdout
-    assert b"Traceback" not in shown
-    assert b"Warning" not in shown
+def test_ctrl_c_ends_a_benchmark_and_its_bar_quietly(open_terminal: Callable[..., Terminal]) -> None:
+    terminal = open_terminal("bench", "latency", *TINY, "--concurrency", "2", "--num-requests", "5000")
+    terminal.wait_for("2 in flight")  # the bar says that it is measuring
+    terminal.process.send_signal(signal.SIGINT)
+    assert terminal.ends() == 130, terminal.shown
+    for word in ("Traceback", "Warning", "requests in flight"):
+        assert word not in terminal.shown

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 import msgspec
 
 from aioengine.cli.command import Command, given, options_of, run
-from aioengine.cli.figures import Environment, LatencyReport, Level, ThroughputReport, environment_of, measured_of
+from aioengine.cli.figures import Environment, Report, environment_of, level_of, show
 from aioengine.cli.load import Burst, Job, Jobs, Range, Workload, send
-from aioengine.cli.shown import (
-    check_matplotlib,
-    plot_latency,
-    plot_throughput,
-    progress_bar,
-    show_latency,
-    show_throughput,
-)
+from aioengine.cli.plots import plot
 from aioengine.config import EngineConfig
 from aioengine.engine import Engine
 from aioengine.sampling_params import SamplingParams
@@ -52,36 +47,21 @@ def _read_concurrencies(_: click.Context, __: click.Parameter, value: str) -> li
     return concurrencies
 
 
-class Output(msgspec.Struct, frozen=True):
-    """Where the figures go besides the table."""
-
-    json: str | None
-    plot: Path | None
-
-    @classmethod
-    def checked(cls, json: str | None, plot: Path | None) -> Output:
-        """Refuse what could not be written, before anything is measured."""
-        if plot is not None:
-            check_matplotlib()
-        for path in (json if json != "-" else None, plot):
-            if path is not None and not Path(path).absolute().parent.is_dir():
-                raise click.UsageError(f"{path}: there is no folder {Path(path).parent}")
-        return cls(json, plot)
-
-    @property
-    def takes_stdout(self) -> bool:
-        return self.json == "-"
-
-    def write_json(self, report: msgspec.Struct) -> None:
-        text = msgspec.json.format(msgspec.json.encode(report), indent=2).decode()
-        if self.json == "-":
-            click.echo(text)
-        elif self.json is not None:
-            Path(self.json).write_text(text + "\n", encoding="utf-8")
+def _check_file(_: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
+    """Refuse what could not be written, before anything is measured."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise click.UsageError(f"{path}: there is no folder {path.parent}")
+    if path is not None and option.name == "plot_path":
+        try:
+            import matplotlib  # noqa: F401 - whether it is there is the question
+        except ImportError:
+            raise click.UsageError("--plot needs matplotlib: pip install 'aioengine[bench]'") from None
+    return path
 
 
 def _shared_options(output_len: str) -> Callable[[Command], Command]:
     """What both benchmarks take."""
+    file = click.Path(dir_okay=False, writable=True, allow_dash=True, path_type=Path)
     options: list[Callable[[Command], Command]] = [
         click.option(
             "--input-len", callback=_read_range, metavar="N|LOW:HIGH", default="64", show_default=True,
@@ -99,10 +79,9 @@ def _shared_options(output_len: str) -> Callable[[Command], Command]:
             help="measure everything so often: how far apart the repeats lie is the noise",
         ),
         click.option(
-            "--json", "json_path", type=click.Path(dir_okay=False, writable=True, allow_dash=True),
-            help='write all figures as JSON; "-": to stdout',
+            "--json", "json_path", type=file, callback=_check_file, help='write all figures as JSON; "-": to stdout'
         ),
-        click.option("--plot", type=click.Path(dir_okay=False, writable=True, path_type=Path), help="draw them as PNG"),
+        click.option("--plot", "plot_path", type=file, callback=_check_file, help="draw them as PNG"),
         options_of(EngineConfig),
     ]  # fmt: skip
 
@@ -134,57 +113,53 @@ def bench() -> None:
     help=f"at each concurrency; absent: {FEWEST_REQUESTS}, or twice the concurrency if that is more",
 )
 @_shared_options(output_len="32")
-def latency(
-    concurrency: list[int], num_requests: int | None, json_path: str | None, plot: Path | None, **flags: Any
-) -> None:
+def latency(concurrency: list[int], num_requests: int | None, **flags: Any) -> None:
     """How long requests take, by how many are in flight.
 
     A closed loop: at each concurrency so many clients each send a request, read it to its end, and send the next.
     Every request runs to its full length, past any end-of-sequence token.
     """
     counts = {level: num_requests or max(FEWEST_REQUESTS, 2 * level) for level in concurrency}
-    output, workload = Output.checked(json_path, plot), _workload(flags)
-    environment, bursts = run(_measure(counts, workload, given(EngineConfig, flags)))
-    levels = [Level(concurrency, measured_of(repeats)) for concurrency, repeats in bursts.items()]
-    report = LatencyReport(environment, workload, levels)
-    show_latency(report, to_stderr=output.takes_stdout)
-    output.write_json(report)
-    if output.plot is not None:
-        plot_latency(report, output.plot)
+    _measure_and_report("latency", counts, flags)
 
 
 @bench.command()
 @click.option("--num-prompts", type=click.IntRange(1), default=128, show_default=True, help="sent all at once")
 @_shared_options(output_len="64")
-def throughput(num_prompts: int, json_path: str | None, plot: Path | None, **flags: Any) -> None:
+def throughput(num_prompts: int, **flags: Any) -> None:
     """How much an engine gets done when all requests come at once.
 
     Every request runs to its full length, past any end-of-sequence token.
     """
-    output, workload = Output.checked(json_path, plot), _workload(flags)
-    environment, bursts = run(_measure({num_prompts: num_prompts}, workload, given(EngineConfig, flags)))
-    report = ThroughputReport(environment, workload, measured_of(bursts[num_prompts]))
-    show_throughput(report, to_stderr=output.takes_stdout)
-    output.write_json(report)
-    if output.plot is not None:
-        timings = [timing for burst in bursts[num_prompts] for timing in burst.timings]
-        plot_throughput(report, timings, output.plot)
+    _measure_and_report("throughput", {num_prompts: num_prompts}, flags)
 
 
-def _workload(flags: dict[str, Any]) -> Workload:
+def _measure_and_report(
+    benchmark: Literal["latency", "throughput"], counts: dict[int, int], flags: dict[str, Any]
+) -> None:
+    """Measure ``counts``: the number of requests by concurrency; then say it in all ways that are asked for."""
     workload = Workload(**{name: flags[name] for name in Workload.__struct_fields__})
     SamplingParams(temperature=workload.temperature)  # a bad one is refused before the model is loaded
-    return workload
+    environment, bursts = run(_measure(counts, workload, given(EngineConfig, flags)))
+    report = Report(benchmark, environment, workload, [level_of(*level) for level in bursts.items()])
+    json_path, plot_path = flags["json_path"], flags["plot_path"]
+    show(report, to_stderr=str(json_path) == "-")
+    if json_path is not None:
+        with click.open_file(str(json_path), "w", encoding="utf-8") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n")
+    if plot_path is not None:
+        requests = [request for repeats in bursts.values() for burst in repeats for request in burst.requests]
+        plot(report, requests, plot_path)
 
 
 async def _measure(
     counts: dict[int, int], workload: Workload, config: dict[str, Any]
 ) -> tuple[Environment, dict[int, list[Burst]]]:
-    """What runs, and the bursts by concurrency, one a repeat: ``counts`` has the number of requests in one."""
+    """What runs, and the bursts by concurrency, one a repeat."""
     bursts: dict[int, list[Burst]] = {concurrency: [] for concurrency in counts}
     async with Engine(**config) as engine:
         jobs = make_jobs(engine, workload)
-        with progress_bar(workload.repeats * sum(counts.values())) as on_done:
+        with _progress_bar(workload.repeats * sum(counts.values())) as on_done:
             # A machine that drifts shows in the repeats of each level, not as a slope over the levels.
             for concurrency, count in [*counts.items()] * workload.repeats:
                 if not bursts[concurrency]:
@@ -218,8 +193,21 @@ def make_jobs(engine: Engine, workload: Workload) -> Jobs:
 
 async def _warm_up(engine: Engine, jobs: list[Job], workload: Workload) -> None:
     """Compute what is computed once, unmeasured."""
-    short = [
-        msgspec.structs.replace(job, num_output_tokens=min(job.num_output_tokens, WARM_UP_TOKENS))
-        for job in jobs[:WARM_UP_REQUESTS]
-    ]
+    short = [Job(job.prompt, min(job.num_output_tokens, WARM_UP_TOKENS)) for job in jobs[:WARM_UP_REQUESTS]]
     await send(engine, short, concurrency=len(short), temperature=workload.temperature)
+
+
+@contextlib.contextmanager
+def _progress_bar(total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr, if that is a terminal; yields what to call with the concurrency as each of ``total`` ends."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    # Two refreshes a second: the bar runs on the cores that are being measured.
+    with Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=2) as bar:
+        task = bar.add_task("warming up", total=total)
+        yield lambda concurrency: bar.update(task, advance=1, description=f"{concurrency} in flight")

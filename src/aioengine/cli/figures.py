@@ -1,4 +1,4 @@
-"""What a benchmark found: figures over requests, and what they were measured on."""
+"""What a benchmark found: figures over requests, what they were measured on, and the table of both."""
 
 from __future__ import annotations
 
@@ -6,13 +6,20 @@ import datetime
 import importlib.metadata
 import os
 import platform
+from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
 
 import aioengine
-from aioengine.cli.load import Burst, Summary, Timing, Workload, summary_of
+from aioengine.cli.load import Burst, Reads, Summary, Workload, summary_of
 from aioengine.engine import Engine
+
+PLAIN_WIDTH = 140
+"""Columns where there is no terminal to ask."""
+
+DISTURBING_CORES = 0.1
+"""Below this, what other programs used is not mentioned."""
 
 
 class Figures(msgspec.Struct, frozen=True):
@@ -39,18 +46,12 @@ class Figures(msgspec.Struct, frozen=True):
     other_cores: float | None = None
 
 
-class Measured(msgspec.Struct, frozen=True):
-    """Figures over all repeats together, and of each: how far those lie apart is the noise."""
-
-    overall: Figures
-    repeats: list[Figures]
-
-
 class Level(msgspec.Struct, frozen=True):
-    """What was measured with so many requests in flight."""
+    """What was measured with so many requests in flight, over all repeats and of each: those differ by the noise."""
 
     concurrency: int
-    measured: Measured
+    overall: Figures
+    repeats: list[Figures]
 
 
 class Environment(msgspec.Struct, frozen=True):
@@ -81,27 +82,18 @@ class Environment(msgspec.Struct, frozen=True):
         )
 
 
-class LatencyReport(msgspec.Struct, frozen=True):
-    """What ``aioengine bench latency`` writes as JSON."""
+class Report(msgspec.Struct, frozen=True):
+    """What ``aioengine bench`` writes as JSON."""
 
+    benchmark: Literal["latency", "throughput"]
     environment: Environment
     workload: Workload
     levels: list[Level]
-    benchmark: Literal["latency"] = "latency"
 
 
-class ThroughputReport(msgspec.Struct, frozen=True):
-    """What ``aioengine bench throughput`` writes as JSON."""
-
-    environment: Environment
-    workload: Workload
-    measured: Measured
-    benchmark: Literal["throughput"] = "throughput"
-
-
-def measured_of(bursts: list[Burst]) -> Measured:
-    """The figures of each burst, and of all together."""
-    return Measured(overall=_figures_of(bursts), repeats=[_figures_of([burst]) for burst in bursts])
+def level_of(concurrency: int, bursts: list[Burst]) -> Level:
+    """The figures of all bursts together, and of each."""
+    return Level(concurrency, _figures_of(bursts), [_figures_of([burst]) for burst in bursts])
 
 
 def environment_of(engine: Engine) -> Environment:
@@ -121,20 +113,20 @@ def environment_of(engine: Engine) -> Environment:
 
 
 def _figures_of(bursts: list[Burst]) -> Figures:
-    timings = [timing for burst in bursts for timing in burst.timings]
+    requests = [request for burst in bursts for request in burst.requests]
     duration_s = sum(burst.duration_s for burst in bursts)
-    num_input = sum(timing.num_input_tokens for timing in timings)
-    num_output = sum(timing.num_output_tokens for timing in timings)
+    num_input = sum(request.num_input_tokens for request in requests)
+    num_output = sum(sum(request.sizes) for request in requests)
     others_s = [burst.other_cpu_s for burst in bursts]
-    ttft_ms, itl_ms, e2e_ms = (summary_of(samples) for samples in samples_of(timings).values())
+    ttft_ms, itl_ms, e2e_ms = (summary_of(samples) for samples in samples_of(requests).values())
     assert ttft_ms is not None
     assert e2e_ms is not None
     return Figures(
-        num_requests=len(timings),
+        num_requests=len(requests),
         num_input_tokens=num_input,
         num_output_tokens=num_output,
         duration_s=duration_s,
-        requests_per_s=len(timings) / duration_s,
+        requests_per_s=len(requests) / duration_s,
         output_tokens_per_s=num_output / duration_s,
         total_tokens_per_s=(num_input + num_output) / duration_s,
         ttft_ms=ttft_ms,
@@ -144,10 +136,50 @@ def _figures_of(bursts: list[Burst]) -> Figures:
     )
 
 
-def samples_of(timings: list[Timing]) -> dict[str, list[float]]:
+def samples_of(requests: list[Reads]) -> dict[str, list[float]]:
     """Seconds, by the names of the fields of `Figures`."""
     return {
-        "ttft_ms": [timing.reads.ttft_s for timing in timings],
-        "itl_ms": [gap for timing in timings for gap in timing.reads.itl_s.tolist()],
-        "e2e_ms": [timing.reads.e2e_s for timing in timings],
+        "ttft_ms": [request.ttft_s for request in requests],
+        "itl_ms": [gap for request in requests for gap in request.itl_s.tolist()],
+        "e2e_ms": [request.e2e_s for request in requests],
     }
+
+
+def show(report: Report, *, to_stderr: bool) -> None:
+    """A line for each concurrency: latencies in ms, and rates; with repeats, how far apart they lie."""
+    from rich.console import Console
+    from rich.table import Table
+
+    is_latency, has_repeats = report.benchmark == "latency", report.workload.repeats > 1
+    headings = ["in flight", "requests", "TTFT p50", "p99", "ITL p50", "p99", "E2E p50", "p99", "output tok/s", "tok/s"]
+    table = Table(title="Latency in ms, by requests in flight" if is_latency else "Throughput, latency in ms")
+    for heading in headings + [f"{'E2E p50' if is_latency else 'output tok/s'}, repeats"] * has_repeats:
+        table.add_column(heading, justify="right")
+    for level in report.levels:
+        overall = level.overall
+        row = [str(level.concurrency), str(overall.num_requests)]
+        for summary in (overall.ttft_ms, overall.itl_ms, overall.e2e_ms):
+            row += ["-", "-"] if summary is None else [_number(summary.p50), _number(summary.p99)]
+        row += [_number(overall.output_tokens_per_s), _number(overall.total_tokens_per_s)]
+        noise = (repeat.e2e_ms.p50 if is_latency else repeat.output_tokens_per_s for repeat in level.repeats)
+        table.add_row(*row, *[_between(noise)] * has_repeats)
+    console = Console(stderr=to_stderr)
+    if not console.is_terminal:
+        console.width = PLAIN_WIDTH
+    console.print(table)
+    measured = [level.overall for level in report.levels]
+    others_s = sum((figures.other_cores or 0.0) * figures.duration_s for figures in measured)
+    other_cores = others_s / sum(figures.duration_s for figures in measured)
+    if other_cores >= DISTURBING_CORES:
+        said = f"other programs used {other_cores:.1f} of {report.environment.num_cores} cores meanwhile"
+        console.print(said, style="yellow", highlight=False)
+    console.print(f"{report.workload}\n{report.environment}", highlight=False, markup=False, style="dim")
+
+
+def _between(values: Iterable[float]) -> str:
+    numbers = list(values)
+    return f"{_number(min(numbers))} – {_number(max(numbers))}"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"

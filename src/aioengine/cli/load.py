@@ -1,7 +1,4 @@
-"""A load on an engine, how long each of its requests took, and what other programs did to the machine meanwhile.
-
-Times are of ``time.perf_counter``, in seconds.
-"""
+"""A load on an engine, how long each of its requests took, and what other programs did to the machine meanwhile."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import dataclasses
 import os
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import anyio
@@ -78,7 +75,7 @@ class Job(msgspec.Struct, frozen=True):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Reads:
-    """When the output of one request was read.
+    """When the output of one request was read; times are of ``time.perf_counter``, in seconds.
 
     Attributes:
         sent_at: latencies count from then.
@@ -89,6 +86,7 @@ class Reads:
     sent_at: float
     read_at: array[float] = dataclasses.field(default_factory=lambda: array("d"))
     sizes: array[int] = dataclasses.field(default_factory=lambda: array("L"))
+    num_input_tokens: int = 0
 
     @property
     def ttft_s(self) -> float:
@@ -112,17 +110,6 @@ class Reads:
         return np.repeat(self.gaps_s / sizes, sizes)
 
 
-class Timing(msgspec.Struct, frozen=True):
-    """One request that has ended."""
-
-    num_input_tokens: int
-    reads: Reads
-
-    @property
-    def num_output_tokens(self) -> int:
-        return sum(self.reads.sizes)
-
-
 class Burst(msgspec.Struct, frozen=True):
     """Requests that were sent together, from the first one's start to the last one's end.
 
@@ -130,7 +117,7 @@ class Burst(msgspec.Struct, frozen=True):
         other_cpu_s: CPU time that other programs used meanwhile; None where the system does not say.
     """
 
-    timings: list[Timing]
+    requests: list[Reads]
     duration_s: float
     other_cpu_s: float | None = None
 
@@ -208,11 +195,11 @@ async def send(
         what the engine raised, of the request that failed first.
     """
     waiting = iter(jobs)
-    timings: list[Timing] = []
+    done: list[Reads] = []
 
     async def take_jobs() -> None:
         for job in waiting:
-            timings.append(await _time(engine, job, temperature))
+            done.append(await _time(engine, job, temperature))
             on_done(concurrency)
 
     before = await anyio.to_thread.run_sync(other_cpu_s)
@@ -221,14 +208,14 @@ async def send(
         async with anyio.create_task_group() as group:
             for _ in range(concurrency):
                 group.start_soon(take_jobs)
-    except BaseExceptionGroup as errors:
-        raise next(_leaves(errors)) from None
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
     duration_s = time.perf_counter() - began_at
     after = await anyio.to_thread.run_sync(other_cpu_s)
-    return Burst(timings, duration_s, None if before is None or after is None else max(0.0, after - before))
+    return Burst(done, duration_s, None if before is None or after is None else max(0.0, after - before))
 
 
-async def _time(engine: Engine, job: Job, temperature: float) -> Timing:
+async def _time(engine: Engine, job: Job, temperature: float) -> Reads:
     params = SamplingParams(temperature=temperature, max_tokens=job.num_output_tokens, ignore_eos=True)
     reads = Reads(time.perf_counter())
     async with engine.stream(job.prompt, params) as stream:
@@ -236,12 +223,5 @@ async def _time(engine: Engine, job: Job, temperature: float) -> Timing:
             if delta.token_ids:
                 reads.read_at.append(time.perf_counter())
                 reads.sizes.append(len(delta.token_ids))
-    return Timing(len(stream.result.prompt_token_ids), reads)
-
-
-def _leaves(errors: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
-    for error in errors.exceptions:
-        if isinstance(error, BaseExceptionGroup):
-            yield from _leaves(error)
-        else:
-            yield error
+    reads.num_input_tokens = len(stream.result.prompt_token_ids)
+    return reads
