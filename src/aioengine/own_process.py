@@ -30,6 +30,7 @@ def limit_spinning() -> None:
 def asked_by_signals(ask: Callable[[signal.Signals], None]) -> Iterator[None]:
     """Call ``ask`` on the running loop for each SIGTERM and SIGINT within the block, for a process of one's own."""
     loop = asyncio.get_running_loop()
+    before = signal.getsignal(signal.SIGINT)
     numbers = (signal.SIGTERM, signal.SIGINT)
     for number in numbers:
         loop.add_signal_handler(number, ask, number)
@@ -38,3 +39,4 @@ def asked_by_signals(ask: Callable[[signal.Signals], None]) -> Iterator[None]:
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)
+        signal.signal(signal.SIGINT, before)  # that of the loop's runner

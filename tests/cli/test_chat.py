@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import pty
-import re
-import select
 import signal
 import subprocess
-import termios
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cli.conftest import COMMAND, DEADLINE_S, CallMain
+from cli.conftest import COMMAND, DEADLINE_S, ENVIRONMENT, CallMain, Terminal
 
 from aioengine import Engine, PromptTooLong
-from aioengine.cli.chat import ChatShell
-from aioengine.cli.conversation import (
-    COMMAND_NAMES,
-    HELP,
-    KNOBS,
-    Ask,
-    Conversation,
-    Leave,
-    Save,
-    SavedMessage,
-    Say,
-    TurnEnd,
-)
+from aioengine.cli.chat import talk
+from aioengine.cli.conversation import COMMAND_NAMES, HELP, KNOBS, Conversation, SavedMessage, Todo, TurnEnd
 from aioengine.cli.terminal import Interrupts, Screen
 from aioengine.models.folder import DEMO_MODEL
 from aioengine.sampling_params import SamplingParams
@@ -39,34 +21,21 @@ from aioengine.scheduler.plan import RowSampling
 from aioengine.testing import FakeExecutor
 from aioengine.text.tokenizer import Tokenizer
 
-
-def said(conversation: Conversation, line: str) -> str:
-    effect = conversation.take(line)
-    assert isinstance(effect, Say), effect
-    return effect.text
-
-
 # Commands
 
 
 def test_a_line_is_a_question_and_the_answer_joins_the_conversation() -> None:
     conversation = Conversation(system="Be kind.")
-    assert conversation.take("  Hello!\n") == Ask()
+    assert conversation.take("  Hello!\n") is Todo.ASK
     assert conversation.answered("Hi.", TurnEnd.WHOLE) == ""
-    assert conversation.take("Bye.") == Ask()
+    assert conversation.take("  ") is None
+    assert conversation.take("//etc") is Todo.ASK
     assert conversation.prompt() == [
         {"role": "system", "content": "Be kind."},
         {"role": "user", "content": "Hello!"},
         {"role": "assistant", "content": "Hi."},
-        {"role": "user", "content": "Bye."},
+        {"role": "user", "content": "/etc"},
     ]
-
-
-def test_an_empty_line_is_nothing_and_two_slashes_are_a_message_with_one() -> None:
-    conversation = Conversation()
-    assert conversation.take("  ") is None
-    assert conversation.take("//etc") == Ask()
-    assert conversation.messages == [SavedMessage("user", "/etc")]
 
 
 @pytest.mark.parametrize("end", list(TurnEnd))
@@ -77,53 +46,44 @@ def test_an_answer_that_was_cut_is_kept_and_marked(end: TurnEnd) -> None:
     assert conversation.messages[-1] == SavedMessage("assistant", "Once upon", cut=end is not TurnEnd.WHOLE)
 
 
-def test_a_question_that_was_stopped_before_a_word_came_is_taken_back() -> None:
+def test_a_question_without_an_answer_is_taken_back_and_one_that_is_too_long_says_what_to_do() -> None:
     conversation = Conversation()
     conversation.take("A story, please.")
     assert "taken back" in conversation.answered("", TurnEnd.STOPPED)
-    assert conversation.messages == []
-
-
-def test_a_conversation_that_is_too_long_says_what_to_do_and_takes_the_question_back() -> None:
-    conversation = Conversation()
     conversation.take("long")
-    assert "shorten it" in conversation.failed(PromptTooLong(3000, 1023))
+    said = conversation.failed(PromptTooLong(3000, 1023))
+    assert "shorten it" in said
+    assert "/reset" not in said
+    assert conversation.messages == []
     conversation.take("short")
     conversation.answered("Yes.", TurnEnd.WHOLE)
     conversation.take("more")
     said = conversation.failed(PromptTooLong(1030, 1023))
-    assert "1030 tokens" in said
-    assert "1023" in said
-    assert "/reset" in said
+    assert [word for word in ("1030 tokens", "1023", "/reset") if word not in said] == []
     assert [message.content for message in conversation.messages] == ["short", "Yes."]
 
 
-def test_the_system_message_is_set_replaced_and_taken_away() -> None:
-    conversation = Conversation()
-    assert said(conversation, "/system") == "there is no system message"
-    assert said(conversation, "/system You are  Ruby.") == "the system message is set"
-    assert conversation.messages == [SavedMessage("system", "You are  Ruby.")]
-    assert said(conversation, "/system") == "the system message is taken away"
-    assert conversation.messages == []
-
-
-def test_reset_forgets_the_turns_alone() -> None:
-    conversation = Conversation(system="Be kind.", sampling={"seed": 1})
+def test_the_system_message_is_set_replaced_and_taken_away_and_stays_when_the_turns_are_forgotten() -> None:
+    conversation = Conversation(sampling={"seed": 1})
+    assert conversation.take("/system") == "there is no system message"
+    assert conversation.take("/system You are  Ruby.") == "the system message is set"
     conversation.take("Hello!")
     conversation.answered("Hi.", TurnEnd.WHOLE)
-    assert said(conversation, "/reset") == "2 messages forgotten; the system message stays"
-    assert conversation.messages == [SavedMessage("system", "Be kind.")]
+    assert conversation.take("/reset") == "2 messages forgotten; the system message stays"
+    assert conversation.messages == [SavedMessage("system", "You are  Ruby.")]
     assert conversation.sampling == {"seed": 1}
+    assert conversation.take("/system") == "the system message is taken away"
+    assert conversation.messages == []
 
 
 @pytest.mark.parametrize("name", KNOBS)
 def test_each_setting_is_shown_set_and_taken_back(name: str) -> None:
     conversation = Conversation()
-    assert said(conversation, f"/{name}") == f"{name} is the default"
-    assert said(conversation, f"/{name} 1") == f"{name} is {KNOBS[name](1)}"
+    assert conversation.take(f"/{name}") == f"{name} is the default"
+    assert conversation.take(f"/{name} 1") == f"{name} is {KNOBS[name](1)}"
     assert conversation.sampling == {name: 1}
     SamplingParams(**conversation.sampling)
-    said(conversation, f"/{name} default")
+    conversation.take(f"/{name} default")
     assert conversation.sampling == {}
 
 
@@ -143,35 +103,38 @@ def test_each_setting_is_shown_set_and_taken_back(name: str) -> None:
 )
 def test_what_is_wrong_is_one_clear_line_and_changes_nothing(line: str, says: str) -> None:
     conversation = Conversation(sampling={"temperature": 0.5})
-    text = said(conversation, line)
+    text = conversation.take(line)
+    assert isinstance(text, str)
     assert says in text
     assert "\n" not in text
     assert conversation.sampling == {"temperature": 0.5}
     assert conversation.messages == []
 
 
-def test_saving_writes_the_messages_as_json_and_says_whether_it_may_overwrite() -> None:
-    conversation = Conversation(system="Be kind.")
+def test_saving_writes_the_messages_as_json_and_leaves_files_that_exist_alone_unless_told(tmp_path: Path) -> None:
+    conversation, path = Conversation(system="Be kind."), tmp_path / "my file.json"
     conversation.take("Grüße 🙂")
     conversation.answered("Hi", TurnEnd.STOPPED)
-    save = conversation.take("/save my file.json")
-    assert isinstance(save, Save)
-    assert (save.path, save.num_messages, save.may_overwrite) == ("my file.json", 3, False)
-    assert json.loads(save.text) == [
+    assert conversation.take(f"/save {path}") == f"3 messages saved in {path}"
+    saved = [
         {"role": "system", "content": "Be kind."},
         {"role": "user", "content": "Grüße 🙂"},
         {"role": "assistant", "content": "Hi", "cut": True},
     ]
-    again = conversation.take("/save! x.json")
-    assert isinstance(again, Save)
-    assert again.may_overwrite
+    assert json.loads(path.read_text()) == saved
+    conversation.take("/system")
+    assert conversation.take(f"/save {path}") == f"{path} exists and is left as it is; /save! {path} overwrites it"
+    assert json.loads(path.read_text()) == saved
+    assert conversation.take(f"/save! {path}") == f"2 messages saved in {path}"
+    assert json.loads(path.read_text()) == saved[1:]
+    assert str(conversation.take(f"/save {tmp_path}/no/where")).startswith("not saved: ")
 
 
 def test_help_names_every_command_and_exit_leaves() -> None:
     conversation = Conversation()
-    assert said(conversation, "/help") == HELP
+    assert conversation.take("/help") == HELP
     assert [name for name in COMMAND_NAMES if name not in HELP and name != "/quit"] == []
-    assert conversation.take("/exit") == conversation.take("/quit") == Leave()
+    assert conversation.take("/exit") is conversation.take("/quit") is Todo.LEAVE
 
 
 # The shell, over a device that says what it is told to
@@ -202,12 +165,12 @@ def talker(reply: str) -> Callable[[list[int], RowSampling], int]:
     return sample
 
 
-async def talk(*lines: str, executor: FakeExecutor, interrupts: Interrupts | None = None) -> Conversation:
-    conversation = Conversation()
+async def say(*lines: str, executor: FakeExecutor, interrupts: Interrupts | None = None) -> list[SavedMessage]:
+    """The messages of a conversation in which these lines are typed."""
+    conversation, screen = Conversation(), Screen(is_terminal=False)
     async with Engine(executor=executor) as engine:
-        shell = ChatShell(engine, conversation, Script(*lines), Screen(is_terminal=False), interrupts or Interrupts())
-        await shell.talk()
-    return conversation
+        await talk(engine, conversation, Script(*lines), screen, interrupts or Interrupts())  # type: ignore[arg-type]
+    return conversation.messages
 
 
 def talking_device(**options: object) -> FakeExecutor:
@@ -216,17 +179,17 @@ def talking_device(**options: object) -> FakeExecutor:
 
 @pytest.mark.virtual_clock(seeds=1)
 async def test_answers_go_to_stdout_one_a_line_and_notes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    conversation = await talk("Hello!", "/nonsense", "", "And you?", "/exit", "never", executor=talking_device())
+    messages = await say("Hello!", "/nonsense", "", "And you?", "/exit", "never", executor=talking_device())
     out, err = capsys.readouterr()
     assert out == f"{REPLY}\n{REPLY}\n"
     assert err == "there is no command /nonsense; /help lists them\n"
-    assert [message.content for message in conversation.messages] == ["Hello!", REPLY, "And you?", REPLY]
+    assert [message.content for message in messages] == ["Hello!", REPLY, "And you?", REPLY]
 
 
 @pytest.mark.virtual_clock
 async def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     interrupts = Interrupts()
-    say = talker(REPLY)
+    reply = talker(REPLY)
     calls = 0
 
     def sample(token_ids: list[int], sampling: RowSampling) -> int:
@@ -234,11 +197,11 @@ async def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on(capsys: pyte
         calls += 1
         if calls == 6:
             interrupts.receive(signal.SIGINT)
-        return say(token_ids, sampling)
+        return reply(token_ids, sampling)
 
     executor = FakeExecutor(vocab_size=2048, sampler=sample, step_time_s=0.02)
-    conversation = await talk("Hello!", "Go on.", executor=executor, interrupts=interrupts)
-    first, second = [message for message in conversation.messages if message.role == "assistant"]
+    messages = await say("Hello!", "Go on.", executor=executor, interrupts=interrupts)
+    first, second = [message for message in messages if message.role == "assistant"]
     assert first.cut
     assert first.content
     assert REPLY.startswith(first.content)
@@ -253,40 +216,24 @@ async def test_answers_that_are_cut_by_length_say_why(capsys: pytest.CaptureFixt
     question = TOKENIZER.render_chat([{"role": "user", "content": "Hi"}])
     longest = len(TOKENIZER.encode(question, add_special_tokens=False)) + 5
     executor = talking_device(max_model_len=longest)
-    conversation = await talk("/max_tokens 3", "Hi", "/max_tokens default", "/reset", "Hi", "Hi", executor=executor)
+    messages = await say("/max_tokens 3", "Hi", "/max_tokens default", "/reset", "Hi", "Hi", executor=executor)
     err = capsys.readouterr().err
     assert "[cut at max_tokens]" in err
     assert "[cut: the conversation is as long as the model allows; /reset starts a new one]" in err
-    assert f"and {longest - 1} are allowed: your last message is taken back; /reset" in err
-    assert [message.role for message in conversation.messages] == ["user", "assistant"]
+    assert f"shorten it to {longest - 1} or fewer" in err
+    assert "(your message is taken back; /reset starts a new conversation)" in err
+    assert [message.role for message in messages] == ["user", "assistant"]
 
 
 @pytest.mark.virtual_clock(seeds=1)
 async def test_a_failed_step_is_one_line_and_the_next_message_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
     executor = talking_device()
     executor.make_step_fail(3, RuntimeError("out of luck"))
-    conversation = await talk("Hello!", "Again?", executor=executor)
+    messages = await say("Hello!", "Again?", executor=executor)
     err = capsys.readouterr().err
     assert len(err.splitlines()) == 1
     assert "your message is taken back" in err
-    assert [message.content for message in conversation.messages] == ["Again?", REPLY]
-
-
-@pytest.mark.virtual_clock(seeds=1)
-async def test_saving_leaves_files_that_exist_alone_unless_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "a chat.json"
-    await talk("Hello!", f"/save {path}", "And?", f"/save {path}", executor=talking_device())
-    assert len(json.loads(path.read_text())) == 2
-    err = capsys.readouterr().err
-    assert f"2 messages saved in {path}\n" in err
-    assert f"{path} exists and is left as it is" in err
-    await talk("Hello!", "And?", f"/save! {path}", f"/save {tmp_path}/no/where", executor=talking_device())
-    assert len(json.loads(path.read_text())) == 4
-    err = capsys.readouterr().err
-    assert "overwritten" in err
-    assert "not saved: " in err
+    assert [message.content for message in messages] == ["Again?", REPLY]
 
 
 def test_control_characters_do_not_reach_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
@@ -295,67 +242,6 @@ def test_control_characters_do_not_reach_a_terminal(capsys: pytest.CaptureFixtur
 
 
 # The program
-
-
-def environment() -> dict[str, str]:
-    # A pseudo-terminal does not tell where its cursor is.
-    return {**os.environ, "HF_HUB_OFFLINE": "1", "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
-
-
-class Terminal:
-    """The command in a pseudo-terminal of its own, where Ctrl-C is a signal or a key as the program wants it."""
-
-    def __init__(self, *args: str) -> None:
-        self._ours, self._theirs = pty.openpty()
-        self.modes = termios.tcgetattr(self._theirs)
-        self._shown = ""
-        self.process = subprocess.Popen(
-            [*COMMAND, "chat", *args],
-            stdin=self._theirs,
-            stdout=self._theirs,
-            stderr=self._theirs,
-            env=environment(),
-            start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-        )
-
-    def type(self, keys: str) -> None:
-        os.write(self._ours, keys.encode())
-
-    def wait_for(self, pattern: str) -> str:
-        """Read until the pattern has come, after what was waited for before; returns the match."""
-        deadline = time.monotonic() + DEADLINE_S
-        while (found := re.search(pattern, self._shown)) is None:
-            assert time.monotonic() < deadline, f"no {pattern!r} in {self._shown!r}"
-            if select.select([self._ours], [], [], 1)[0]:
-                self._shown += os.read(self._ours, 65536).decode(errors="replace")
-        self._shown = self._shown[found.end() :]
-        return found.group()
-
-    def ends(self) -> int:
-        code = self.process.wait(DEADLINE_S)
-        assert termios.tcgetattr(self._theirs) == self.modes, "the terminal's modes are not what they were"
-        return code
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait(DEADLINE_S)
-        os.close(self._ours)
-        os.close(self._theirs)
-
-
-@pytest.fixture
-def open_terminal() -> Iterator[Callable[..., Terminal]]:
-    terminals: list[Terminal] = []
-
-    def opened(*args: str) -> Terminal:
-        terminals.append(Terminal(*args))
-        return terminals[-1]
-
-    yield opened
-    for terminal in terminals:
-        terminal.close()
-
 
 PROMPT = r">[^>\n]*\x1b\[\?25h"
 """The prompt, and then the cursor is shown."""
@@ -366,7 +252,7 @@ UNENDING = ("--seed", "1", "--ignore-eos")
 def test_in_a_terminal_ctrl_c_stops_an_answer_clears_a_line_or_tells_how_to_leave(
     open_terminal: Callable[..., Terminal],
 ) -> None:
-    terminal = open_terminal(*UNENDING)
+    terminal = open_terminal("chat", *UNENDING)
     terminal.wait_for(r"Ctrl-D leaves")
     terminal.wait_for(PROMPT)
     terminal.type(STORY)
@@ -386,7 +272,7 @@ def test_in_a_terminal_ctrl_c_stops_an_answer_clears_a_line_or_tells_how_to_leav
 
 
 def test_a_terminated_chat_leaves_the_terminal_as_it_was(open_terminal: Callable[..., Terminal]) -> None:
-    terminal = open_terminal(*UNENDING)
+    terminal = open_terminal("chat", *UNENDING)
     terminal.wait_for(PROMPT)
     terminal.type(STORY)
     terminal.wait_for(r"Once upon a time")
@@ -396,7 +282,7 @@ def test_a_terminated_chat_leaves_the_terminal_as_it_was(open_terminal: Callable
 
 def test_through_a_pipe_each_line_is_a_message_and_ctrl_c_between_them_ends_it() -> None:
     process = subprocess.Popen(
-        [*COMMAND, "chat", "--temperature", "0"], env=environment(), text=True,
+        [*COMMAND, "chat", "--temperature", "0"], env=ENVIRONMENT, text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     assert process.stdin is not None

@@ -12,11 +12,13 @@ import click
 
 from aioengine import Engine, Stream
 from aioengine.cli.command import given, options_of, run
-from aioengine.cli.conversation import COMMAND_NAMES, Ask, Conversation, Effect, Leave, Save, TurnEnd
+from aioengine.cli.conversation import COMMAND_NAMES, Conversation, Todo, TurnEnd
 from aioengine.cli.generate import refuse_what_no_text_shows
 from aioengine.cli.terminal import Interrupts, Lines, PipedLines, Screen, TypedLines
 from aioengine.config import EngineConfig
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead
+from aioengine.outputs import RequestOutput
+from aioengine.own_process import asked_by_signals
 from aioengine.sampling_params import SamplingParams
 
 GREETING = "/help lists the commands, Ctrl-D leaves"
@@ -58,93 +60,60 @@ async def _chat(conversation: Conversation, history: Path | None, config: dict[s
             lines = TypedLines(COMMAND_NAMES, history, lambda: screen.note("Ctrl-D or /exit leaves"))
         else:
             lines = PipedLines()
-        with Interrupts() as interrupts:
-            await ChatShell(engine, conversation, lines, screen, interrupts).talk()
+        interrupts = Interrupts()
+        with asked_by_signals(interrupts.receive), interrupts.everything:
+            await talk(engine, conversation, lines, screen, interrupts)
     if interrupts.signal is signal.SIGINT:
         raise KeyboardInterrupt
     if interrupts.signal is not None:
         sys.exit(128 + interrupts.signal)
 
 
-class ChatShell:
-    """Does what a conversation says is to be done."""
+async def talk(
+    engine: Engine, conversation: Conversation, lines: Lines, screen: Screen, interrupts: Interrupts
+) -> None:
+    """Do what a conversation says is to be done, until the user leaves.
 
-    def __init__(
-        self, engine: Engine, conversation: Conversation, lines: Lines, screen: Screen, interrupts: Interrupts
-    ) -> None:
-        self._engine = engine
-        self._conversation = conversation
-        self._lines = lines
-        self._screen = screen
-        self._interrupts = interrupts
-
-    async def talk(self) -> None:
-        """Until the user leaves.
-
-        Raises:
-            EngineDead, EngineClosed: there will be no more answers.
-        """
-        while (line := await self._lines.read()) is not None:
-            effect = self._conversation.take(line)
-            if isinstance(effect, Leave):
-                return
-            if effect is not None:
-                await self._do(effect)
-
-    async def _do(self, effect: Effect) -> None:
-        if isinstance(effect, Ask):
-            await self._answer()
-        elif isinstance(effect, Save):
-            self._screen.note(await anyio.to_thread.run_sync(_save, effect))
-        elif not isinstance(effect, Leave):
-            self._screen.note(effect.text)
-
-    async def _answer(self) -> None:
-        """Stream the answer; however it ends, the conversation and the user are told."""
-        stream: Stream | None = None
-        texts: list[str] = []
-        try:
-            with self._screen.writing(), self._interrupts.stoppable() as scope:
-                async with self._engine.stream(self._conversation.prompt(), **self._conversation.sampling) as stream:
-                    async for delta in stream:
-                        texts.append(delta.text)
-                        self._screen.write(delta.text)
-        except (EngineDead, EngineClosed):
-            raise
-        except AioEngineError as error:
-            self._end_line(texts)
-            self._screen.note(self._conversation.failed(error))
+    Raises:
+        EngineDead, EngineClosed: there will be no more answers.
+    """
+    while (line := await lines.read()) is not None:
+        effect = await anyio.to_thread.run_sync(conversation.take, line)
+        if effect is Todo.LEAVE:
             return
-        self._end_line(texts)
-        end = TurnEnd.STOPPED if scope.cancelled_caught or stream is None else self._end_of(stream)
-        note = self._conversation.answered("".join(texts), end)
-        if note:
-            self._screen.note(f"[{note}]")
-
-    def _end_line(self, texts: list[str]) -> None:
-        """End the line, of an empty answer, too: programs that read answers from a pipe count lines."""
-        if not "".join(texts).endswith("\n"):
-            self._screen.write("\n")
-
-    def _end_of(self, stream: Stream) -> TurnEnd:
-        result = stream.result
-        answer = result.outputs[0]
-        if answer.finish_reason != "length":
-            return TurnEnd.WHOLE
-        num_tokens = len(result.prompt_token_ids) + len(answer.token_ids)
-        return TurnEnd.FULL if num_tokens >= self._engine.info.max_model_len else TurnEnd.MAX_TOKENS
+        if effect is Todo.ASK:
+            effect = await _answer(engine, conversation, screen, interrupts)
+        if effect:
+            screen.note(effect)
 
 
-def _save(effect: Save) -> str:
-    """Write the file; returns what to tell."""
-    path = Path(effect.path).expanduser()
-    existed = path.exists()
+async def _answer(engine: Engine, conversation: Conversation, screen: Screen, interrupts: Interrupts) -> str:
+    """Stream the answer; however it ends, the conversation is told. Returns what to tell the user of that."""
+    stream: Stream | None = None
+    text, told = "", ""
     try:
-        with path.open("w" if effect.may_overwrite else "x", encoding="utf-8") as file:
-            file.write(effect.text)
-    except FileExistsError:
-        return f"{path} exists and is left as it is; /save! {effect.path} overwrites it"
-    except OSError as error:
-        return f"not saved: {error}"
-    count = f"{effect.num_messages} message{'' if effect.num_messages == 1 else 's'}"
-    return f"{count} saved in {path}{', which was overwritten' if existed else ''}"
+        with screen.writing(), interrupts.stoppable() as scope:
+            async with engine.stream(conversation.prompt(), **conversation.sampling) as stream:
+                async for delta in stream:
+                    text += delta.text
+                    screen.write(delta.text)
+    except (EngineDead, EngineClosed):
+        raise
+    except AioEngineError as error:
+        told = conversation.failed(error)
+    else:
+        is_stopped = scope.cancelled_caught or stream is None
+        end = TurnEnd.STOPPED if is_stopped else _end_of(stream.result, engine.info.max_model_len)
+        if note := conversation.answered(text, end):
+            told = f"[{note}]"
+    if not text.endswith("\n"):  # of an empty answer, too: programs that read answers from a pipe count lines
+        screen.write("\n")
+    return told
+
+
+def _end_of(result: RequestOutput, max_model_len: int) -> TurnEnd:
+    answer = result.outputs[0]
+    if answer.finish_reason != "length":
+        return TurnEnd.WHOLE
+    num_tokens = len(result.prompt_token_ids) + len(answer.token_ids)
+    return TurnEnd.FULL if num_tokens >= max_model_len else TurnEnd.MAX_TOKENS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -40,34 +41,14 @@ class SavedMessage(msgspec.Struct, frozen=True, omit_defaults=True):
     cut: bool = False
 
 
-class Ask(msgspec.Struct, frozen=True):
-    """To be done: stream the answer to `Conversation.prompt`, then call `answered` or `failed`."""
+class Todo(enum.Enum):
+    """What a line may ask for.
 
-
-class Say(msgspec.Struct, frozen=True):
-    """To be done: tell the user something; the model does not see it."""
-
-    text: str
-
-
-class Save(msgspec.Struct, frozen=True):
-    """To be done: write a file, and say so.
-
-    Attributes:
-        may_overwrite: where False, a file that exists is left alone, which is said too.
+    ASK: stream the answer to `Conversation.prompt`, then call `answered` or `failed`. LEAVE: end.
     """
 
-    path: str
-    text: str
-    num_messages: int
-    may_overwrite: bool
-
-
-class Leave(msgspec.Struct, frozen=True):
-    """To be done: end."""
-
-
-Effect = Ask | Say | Save | Leave
+    ASK = enum.auto()
+    LEAVE = enum.auto()
 
 
 class TurnEnd(enum.Enum):
@@ -103,22 +84,25 @@ class Conversation:
         """The messages for the engine."""
         return [{"role": message.role, "content": message.content} for message in self.messages]
 
-    def take(self, line: str) -> Effect | None:
-        """What a line of the user's asks for; a question is part of the conversation from now on. None: nothing."""
+    def take(self, line: str) -> Todo | str | None:
+        """Do what a line of the user's asks for; a question is part of the conversation from now on. May write a file.
+
+        Returns:
+            what is to be done, or what to tell the user; None: nothing.
+        """
         line = line.strip()
         if not line:
             return None
         if not line.startswith("/") or line.startswith("//"):
             self._turns.append(SavedMessage("user", line.removeprefix("/")))
-            return Ask()
+            return Todo.ASK
         name, *rest = line.removeprefix("/").split(maxsplit=1) or [""]
         argument = rest[0] if rest else ""
         if name in KNOBS:
             return self._set(name, argument)
-        command = _COMMANDS.get(name)
-        if command is None:
-            return Say(f"there is no command /{name}; /help lists them")
-        return command(self, argument)
+        if name in _COMMANDS:
+            return _COMMANDS[name](self, argument)
+        return f"there is no command /{name}; /help lists them"
 
     def answered(self, text: str, end: TurnEnd) -> str:
         """Add the answer to the last question; returns what to tell the user of how it ended."""
@@ -131,64 +115,65 @@ class Conversation:
     def failed(self, error: AioEngineError) -> str:
         """Take the last question back, since there is no answer; returns one line on it for the user."""
         self._turns.pop()
-        if isinstance(error, PromptTooLong):
-            count = f"at least {error.length}" if error.is_lower_bound else str(error.length)
-            if self._turns:
-                return (
-                    f"the conversation would have {count} tokens, and {error.limit} are allowed: your last message is "
-                    "taken back; /reset starts a new conversation"
-                )
-            return f"your message has {count} tokens with all around it, and {error.limit} are allowed: shorten it"
-        return f"{' '.join(str(error).split())} (your message is taken back)"
+        advice = "; /reset starts a new conversation" if isinstance(error, PromptTooLong) and self._turns else ""
+        return f"{' '.join(str(error).split())} (your message is taken back{advice})"
 
-    def _set(self, name: str, argument: str) -> Effect:
+    def _set(self, name: str, argument: str) -> str:
         if not argument:
-            return Say(f"{name} is {self.sampling.get(name, 'the default')}")
+            return f"{name} is {self.sampling.get(name, 'the default')}"
         if argument == "default":
             self.sampling.pop(name, None)
-            return Say(f"{name} is the default again")
+            return f"{name} is the default again"
         kind = KNOBS[name]
         try:
             value = kind(argument)
         except ValueError:
-            return Say(f"/{name} {argument}: {'a whole number' if kind is int else 'a number'} is needed")
+            return f"/{name} {argument}: {'a whole number' if kind is int else 'a number'} is needed"
         try:
             SamplingParams(**{**self.sampling, name: value})
         except InvalidRequest as error:
-            return Say(str(error))
+            return str(error)
         self.sampling[name] = value
-        return Say(f"{name} is {value}")
+        return f"{name} is {value}"
 
-    def _set_system(self, text: str) -> Effect:
+    def _set_system(self, text: str) -> str:
         had_one, self._system = self._system is not None, text or None
         if text:
-            return Say("the system message is set")
-        return Say("the system message is taken away" if had_one else "there is no system message")
+            return "the system message is set"
+        return "the system message is taken away" if had_one else "there is no system message"
 
-    def _reset(self, _: str) -> Effect:
+    def _reset(self, _: str) -> str:
         count = len(self._turns)
         self._turns.clear()
-        kept = "; the system message stays" if self._system is not None else ""
-        return Say(f"{count} message{'' if count == 1 else 's'} forgotten{kept}")
+        return f"{_messages(count)} forgotten{'; the system message stays' if self._system is not None else ''}"
 
-    def _save(self, path: str, *, may_overwrite: bool = False) -> Effect:
-        if not path:
-            return Say("/save needs the name of a file")
+    def _save(self, name: str, mode: str = "x") -> str:
+        if not name:
+            return "/save needs the name of a file"
+        path = Path(name).expanduser()
         text = msgspec.json.format(msgspec.json.encode(self.messages), indent=2).decode() + "\n"
-        return Save(path, text, len(self.messages), may_overwrite)
+        try:
+            with path.open(mode, encoding="utf-8") as file:
+                file.write(text)
+        except FileExistsError:
+            return f"{path} exists and is left as it is; /save! {name} overwrites it"
+        except OSError as error:
+            return f"not saved: {error}"
+        return f"{_messages(len(self.messages))} saved in {path}"
 
-    def _save_over(self, path: str) -> Effect:
-        return self._save(path, may_overwrite=True)
+
+def _messages(count: int) -> str:
+    return f"{count} message{'' if count == 1 else 's'}"
 
 
-_COMMANDS: dict[str, Callable[[Conversation, str], Effect]] = {
+_COMMANDS: dict[str, Callable[[Conversation, str], Todo | str]] = {
     "system": Conversation._set_system,
     "reset": Conversation._reset,
     "save": Conversation._save,
-    "save!": Conversation._save_over,
-    "help": lambda conversation, _: Say(HELP),
-    "exit": lambda conversation, _: Leave(),
-    "quit": lambda conversation, _: Leave(),
+    "save!": lambda conversation, name: conversation._save(name, mode="w"),
+    "help": lambda conversation, _: HELP,
+    "exit": lambda conversation, _: Todo.LEAVE,
+    "quit": lambda conversation, _: Todo.LEAVE,
 }
 
 COMMAND_NAMES = tuple(f"/{name}" for name in (*_COMMANDS, *KNOBS))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import signal
@@ -10,13 +9,13 @@ import sys
 import termios
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING
 
 import anyio
 import click
 
 if TYPE_CHECKING:
-    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+    from prompt_toolkit.key_binding import KeyPressEvent
 
 STDIN = 0
 READ_BYTES = 65536
@@ -100,8 +99,11 @@ class TypedLines:
         from prompt_toolkit import PromptSession
         from prompt_toolkit.completion import WordCompleter
         from prompt_toolkit.history import FileHistory, InMemoryHistory
+        from prompt_toolkit.key_binding import KeyBindings
         from prompt_toolkit.shortcuts import CompleteStyle
 
+        keys = KeyBindings()
+        keys.add("c-c")(_clear)
         self._on_idle_interrupt = on_idle_interrupt
         self._session: PromptSession[str] = PromptSession(
             [("bold", "> ")],
@@ -110,7 +112,7 @@ class TypedLines:
             complete_while_typing=False,
             complete_style=CompleteStyle.READLINE_LIKE,
             reserve_space_for_menu=0,
-            key_bindings=_keys(),
+            key_bindings=keys,
         )
 
     async def read(self) -> str | None:
@@ -127,52 +129,26 @@ class TypedLines:
 Lines = PipedLines | TypedLines
 
 
-def _keys() -> KeyBindings:
-    from prompt_toolkit.key_binding import KeyBindings
-
-    keys = KeyBindings()
-
-    @keys.add("c-c")
-    def _clear(event: KeyPressEvent) -> None:
-        """Ctrl-C clears the line; where there is none, the prompt ends, so that something can be said above it."""
-        if event.current_buffer.text:
-            event.current_buffer.reset()
-        else:
-            event.app.exit(exception=KeyboardInterrupt)
-
-    return keys
+def _clear(event: KeyPressEvent) -> None:
+    """Ctrl-C clears the line; where there is none, the prompt ends, so that something can be said above it."""
+    if event.current_buffer.text:
+        event.current_buffer.reset()
+    else:
+        event.app.exit(exception=KeyboardInterrupt)
 
 
 class Interrupts:
     """What a signal stops: SIGINT the block in `stoppable`, or else everything; SIGTERM everything.
 
-    A context manager over everything, to be entered on the loop: ``with Interrupts() as interrupts: ...``.
-
     Attributes:
-        signal: what has stopped everything; to be looked at after the block.
+        everything: the scope that a signal cancels.
+        signal: what has stopped everything.
     """
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
-        self._everything = anyio.CancelScope()
+        self.everything = anyio.CancelScope()
         self._stoppable: anyio.CancelScope | None = None
-        self._before: object = None
-
-    def __enter__(self) -> Self:
-        self._before = signal.getsignal(signal.SIGINT)
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGINT, self.receive, signal.SIGINT)
-        loop.add_signal_handler(signal.SIGTERM, self.receive, signal.SIGTERM)
-        self._everything.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> bool:
-        is_stopped = bool(self._everything.__exit__(*error))
-        loop = asyncio.get_running_loop()
-        loop.remove_signal_handler(signal.SIGTERM)
-        loop.remove_signal_handler(signal.SIGINT)
-        signal.signal(signal.SIGINT, self._before)  # type: ignore[arg-type]  # what was there before
-        return is_stopped
 
     @contextlib.contextmanager
     def stoppable(self) -> Iterator[anyio.CancelScope]:
@@ -190,4 +166,4 @@ class Interrupts:
             self._stoppable.cancel()
         else:
             self.signal = received
-            self._everything.cancel()
+            self.everything.cancel()
