@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import select
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cli.conftest import COMMAND, DEADLINE_S, CallMain, run
+from cli.conftest import CallMain, Terminal, run, shell
 
 import aioengine
 
@@ -63,24 +61,13 @@ def test_a_prompt_can_come_from_stdin_and_a_chat_answers_without_echo() -> None:
     assert "tokens/s" in done.stderr
 
 
-def test_ctrl_c_ends_it_quietly_with_the_shells_code() -> None:
-    process = subprocess.Popen(
-        [*COMMAND, "generate", "Once upon a time", "--ignore-eos", "--max-model-len", "1000"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    assert process.stdout is not None
-    read = b""
-    deadline = time.monotonic() + DEADLINE_S
-    while len(read) < 30:  # it is generating by now
-        assert time.monotonic() < deadline
-        if select.select([process.stdout], [], [], 1)[0]:
-            read += os.read(process.stdout.fileno(), 100)
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == 130, stderr
-    assert b"Traceback" not in stderr
-    assert b"Warning" not in stderr
+def test_ctrl_c_ends_it_quietly_with_the_shells_code(open_terminal: Callable[..., Terminal]) -> None:
+    terminal = open_terminal("generate", "Once upon a time", "--ignore-eos", "--max-model-len", "1000")
+    terminal.wait_for("Once upon a time.{20}")  # it is generating by now
+    terminal.process.send_signal(signal.SIGINT)
+    assert terminal.ends() == 130, terminal.shown
+    assert "Traceback" not in terminal.shown
+    assert "Warning" not in terminal.shown
 
 
 @pytest.mark.parametrize(
@@ -108,31 +95,23 @@ def test_an_error_is_one_readable_line_and_a_code(
 
 
 def test_a_closed_pipe_is_no_accident() -> None:
-    line = f"{sys.executable} -m aioengine generate 'Once upon a time' --ignore-eos --max-tokens 200 | head -c 5"
-    done = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    done = shell("aioengine generate 'Once upon a time' --ignore-eos --max-tokens 200 | head -c 5")
     assert done.stdout == "Once "
     assert "Traceback" not in done.stderr
     assert "Exception" not in done.stderr
 
 
 def test_what_cannot_be_written_or_read_is_one_line_too() -> None:
-    line = f"{sys.executable} -m aioengine generate x --max-tokens 3 > /dev/full"
-    done = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    done = shell("aioengine generate x --max-tokens 3 > /dev/full")
     assert (done.returncode, "No space left" in done.stderr, "Traceback" in done.stderr) == (1, True, False)
-    raw = subprocess.run(
-        [*COMMAND, "generate", "-"], input=b"abc\xff", capture_output=True, timeout=DEADLINE_S, check=False
-    )
-    assert raw.returncode == 2
-    assert b"the prompt is not UTF-8" in raw.stderr
-    assert b"Traceback" not in raw.stderr
+    done = run("generate", "-", stdin=b"abc\xff")
+    assert (done.returncode, "prompt is not UTF-8" in done.stderr, "Traceback" in done.stderr) == (2, True, False)
 
 
 def test_an_emoji_goes_in_and_out_whatever_the_locale_is() -> None:
-    env = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    command = [*COMMAND, "generate", "🙂 hi", "--max-tokens", "3"]
-    done = subprocess.run(command, capture_output=True, timeout=DEADLINE_S, check=False, env=env)
+    done = run("generate", "🙂 hi", "--max-tokens", "3", LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
     assert done.returncode == 0, done.stderr
-    assert b"hi" in done.stdout
+    assert "hi" in done.stdout
 
 
 def test_the_version_is_the_packages(call_main: CallMain) -> None:

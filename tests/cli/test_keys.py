@@ -6,28 +6,33 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from aioengine.cli.engine import keys
 from aioengine.cli.main import cli
 from aioengine.errors import ConfigError
 from aioengine.transport.security import ClientKeys, ServerKeys
 
 
 def run(*arguments: str) -> str:
-    result = CliRunner().invoke(keys, arguments, catch_exceptions=False)
+    result = CliRunner().invoke(cli, ["keys", *arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
 
 
-def test_without_a_name_there_is_one_client(tmp_path: Path) -> None:
+def test_without_a_name_there_is_one_client_no_secret_is_shown_and_no_key_is_ever_overwritten(tmp_path: Path) -> None:
     folder = tmp_path / "keys"
     output = run(str(folder))
-    assert ClientKeys.load(folder).server == ServerKeys.load(folder).pair.public
-    assert set(ServerKeys.load(folder).clients) == {"client"}
+    server, client = ServerKeys.load(folder), ClientKeys.load(folder)
+    assert client.server == server.pair.public
+    assert set(server.clients) == {"client"}
     assert f"wrote {folder}/server.key_secret (secret)\n" in output
     assert f"wrote {folder}/server.key\n" in output
     assert f"keep {folder}/server.key_secret and {folder}/clients/*.key." in output
     assert "Where client runs: copy server.key and clients/client.key_secret" in output
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert server.pair.secret.decode() not in output
+    assert client.pair.secret.decode() not in output
+    with pytest.raises(ConfigError, match="never overwritten"):
+        run(str(folder))
+    assert ClientKeys.load(folder) == client
 
 
 def test_clients_can_be_added_later(tmp_path: Path) -> None:
@@ -41,25 +46,3 @@ def test_clients_can_be_added_later(tmp_path: Path) -> None:
     assert before.clients.items() <= after.clients.items()
     assert "server.key_secret (secret)" not in output
     assert "alice" not in output
-
-
-def test_a_key_is_never_overwritten(tmp_path: Path) -> None:
-    folder = tmp_path / "keys"
-    run(str(folder))
-    before = ClientKeys.load(folder)
-    with pytest.raises(ConfigError, match="never overwritten"):
-        run(str(folder))
-    assert ClientKeys.load(folder) == before
-
-
-def test_no_secret_is_shown(tmp_path: Path) -> None:
-    output = run(str(tmp_path / "keys"))
-    server, client = ServerKeys.load(tmp_path / "keys"), ClientKeys.load(tmp_path / "keys")
-    assert server.pair.secret.decode() not in output
-    assert client.pair.secret.decode() not in output
-
-
-def test_the_command_is_part_of_the_command_line(tmp_path: Path) -> None:
-    result = CliRunner().invoke(cli, ["keys", "--help"])
-    assert result.exit_code == 0
-    assert "--client NAME" in result.output

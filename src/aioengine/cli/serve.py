@@ -10,11 +10,10 @@ import resource
 import signal
 import sys
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import anyio
 import click
-from click.core import ParameterSource
 from msgspec.structs import replace
 
 from aioengine import Engine
@@ -23,7 +22,7 @@ from aioengine.config import EngineConfig
 from aioengine.errors import AioEngineError, ConfigError, EngineDead
 from aioengine.own_process import asked_by_signals
 from aioengine.server.config import HttpLimits, ServerConfig
-from aioengine.server.http_listener import HttpListener, ServerAddress
+from aioengine.server.http_listener import KEYFILE_PASSWORD_VARIABLE, HttpListener, ServerAddress
 from aioengine.server.http_server import StopRequest, serve
 
 if TYPE_CHECKING:
@@ -40,14 +39,7 @@ SPARE_FILES = 512
 
 @click.command(name="serve")
 @click.argument("model_argument", metavar="[MODEL]", required=False)
-@click.option("--host", default="127.0.0.1", show_default=True, help="address or name to serve at")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any that is free")
-@click.option("--uds", metavar="PATH", help="serve at a Unix socket instead, which only you can use")
-@click.option("--ssl-certfile", metavar="FILE", help="serve https with this certificate (PEM, with its chain)")
-@click.option("--ssl-keyfile", metavar="FILE", help="its key (PEM); absent: it is in the certificate's file")
-@click.option(
-    "--ssl-keyfile-password", metavar="TEXT", envvar="AIOENGINE_SSL_KEYFILE_PASSWORD", help="of an encrypted key"
-)
+@options_of(ServerAddress)
 @click.option(
     "--drain-timeout-s",
     type=click.FloatRange(0),
@@ -67,14 +59,8 @@ SPARE_FILES = 512
 @options_of(EngineConfig)
 def serve_command(
     model_argument: str | None,
-    host: str,
-    port: int,
-    uds: str | None,
-    ssl_certfile: str | None,
-    ssl_keyfile: str | None,
-    ssl_keyfile_password: str | None,
     drain_timeout_s: float,
-    log_format: str,
+    log_format: Literal["text", "json"],
     process: bool,
     connect: str | None,
     keys: str | None,
@@ -89,44 +75,35 @@ def serve_command(
     Exit codes: 0 after SIGTERM, 130 after Ctrl-C, 1 when the model cannot be loaded, or the engine died or cannot be
     reached; 2 for wrong arguments, or a place that cannot be served at.
     """
-    _check_place(uds)
+    where = given(ServerAddress, flags)
+    if "uds" in where and (beside := [name for name in ("host", "port") if name in where]):
+        raise click.UsageError(f"--uds is instead of a port: leave --{beside[0]} out")
+    if password := os.environ.get(KEYFILE_PASSWORD_VARIABLE):
+        where.setdefault("ssl_keyfile_password", password)
     engine_config = given(EngineConfig, flags)
     if model_argument is not None and engine_config.setdefault("model", model_argument) != model_argument:
         raise click.UsageError("give the model once: as MODEL, or with --model")
     start = _engine_to_start(engine_config, process=process, connect=connect, keys=keys, client=client)
     server_config = _server_config(given(ServerConfig, flags))
     limits = HttpLimits(**given(HttpLimits, flags))
-    where = ServerAddress(
-        host=host,
-        port=port,
-        uds=uds,
-        ssl_certfile=ssl_certfile,
-        ssl_keyfile=ssl_keyfile,
-        ssl_keyfile_password=ssl_keyfile_password,
-    )
     from aioengine.server.access_log import logging_off_loop
 
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # below that it tells of its own steps
     stop = SignalStop()
-    with logging_off_loop("json" if log_format == "json" else "text"):
+    with logging_off_loop(log_format):
         try:
-            with HttpListener(where) as listener:
+            with HttpListener(ServerAddress(**where)) as listener:
                 server_config = _protected(server_config, listener)
                 _allow_files(limits.max_connections + SPARE_FILES)
                 run(_serve(start, listener, server_config, limits, drain_timeout_s, stop))
         except AioEngineError as error:
             if log_format == "text":
                 raise
-            return _end_in_json(error, stop)
+            # In the log: a line that is no JSON would break its readers. An engine's death while it serves is there.
+            if not (stop.has_served and isinstance(error, EngineDead)):
+                logger.error("%s", error)
+            return exit_code_of(error)
     return stop.exit_code
-
-
-def _check_place(uds: str | None) -> None:
-    """Refuse a port beside a socket, of which one would be ignored."""
-    context = click.get_current_context()
-    given_too = [name for name in ("host", "port") if context.get_parameter_source(name) != ParameterSource.DEFAULT]
-    if uds is not None and given_too:
-        raise click.UsageError(f"--uds is instead of a port: leave --{given_too[0]} out")
 
 
 def _protected(config: ServerConfig, listener: HttpListener) -> ServerConfig:
@@ -140,15 +117,7 @@ def _protected(config: ServerConfig, listener: HttpListener) -> ServerConfig:
         if config.allowed_hosts is None and listener.where.uds is None:
             # Any page in a browser here could reach us, by a name of its own that it lets point to this machine.
             config = replace(config, allowed_hosts=tuple(dict.fromkeys((*LOCAL_HOSTS, listener.where.host))))
-            logger.debug("answering requests that call this server %s", " or ".join(config.allowed_hosts or ()))
     return config
-
-
-def _end_in_json(error: AioEngineError, stop: SignalStop) -> int:
-    """The exit code of an error, which is told in the log: a line that is no JSON would break its readers."""
-    if not (stop.has_served and isinstance(error, EngineDead)):  # whose death is in the log already
-        logger.error("%s", error)
-    return exit_code_of(error)
 
 
 class SignalStop(StopRequest):

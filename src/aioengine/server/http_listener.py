@@ -7,33 +7,27 @@ import ipaddress
 import os
 import socket
 import ssl
-from typing import Self
+from typing import Annotated, Self
 
 import msgspec
+from msgspec import Meta
 
 from aioengine.errors import ConfigError
 from aioengine.transport.addresses import MAX_SOCKET_PATH_BYTES, check_free, remove_stale
 
 BACKLOG = 2048
+KEYFILE_PASSWORD_VARIABLE = "AIOENGINE_SSL_KEYFILE_PASSWORD"
 
 
 class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where to serve.
+    """Where to serve."""
 
-    Attributes:
-        host: an IP address or a name; every address that a name has is served.
-        port: 0 leaves the choice to the system.
-        uds: the path of a Unix socket, instead of host and port. It is its owner's alone (mode 0600).
-        ssl_certfile, ssl_keyfile: PEM files, for https; the key may be in the certificate's file.
-        ssl_keyfile_password: of an encrypted key.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    uds: str | None = None
-    ssl_certfile: str | None = None
-    ssl_keyfile: str | None = None
-    ssl_keyfile_password: str | None = None
+    host: Annotated[str, Meta(description="IP address, or name: it is served at each of its addresses")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="0: any that is free")] = 8000
+    uds: Annotated[str, Meta(description="serve at a Unix socket instead, which only you can use")] | None = None
+    ssl_certfile: Annotated[str, Meta(description="serve https with this certificate (PEM and chain)")] | None = None
+    ssl_keyfile: Annotated[str, Meta(description="its key (PEM); absent: it is in the same file")] | None = None
+    ssl_keyfile_password: Annotated[str, Meta(description=f"or {KEYFILE_PASSWORD_VARIABLE}")] | None = None
 
 
 class HttpListener:
