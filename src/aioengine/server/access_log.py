@@ -8,17 +8,16 @@ path) cannot begin a line of its own, nor colour a terminal.
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import queue
 import re
 import sys
-import time
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from logging.handlers import QueueHandler, QueueListener
+from datetime import UTC, datetime
 from typing import Any, Literal, Self, TextIO
-
-import msgspec
 
 from aioengine.errors import EngineClosed, EngineDead
 from aioengine.frontend.prompt import make_id
@@ -139,13 +138,10 @@ class TextFormatter(logging.Formatter):
 class JsonFormatter(logging.Formatter):
     """An object a line: time (UTC), level, logger, message, then what a request's record has; errors as ``error``."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._encoder = msgspec.json.Encoder(enc_hook=repr)
-
     def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         shown: dict[str, Any] = {
-            "time": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z",
+            "time": time.replace("+00:00", "Z"),
             "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),
@@ -156,25 +152,17 @@ class JsonFormatter(logging.Formatter):
             shown["error"] = self.formatException(record.exc_info)
         if record.stack_info:
             shown["stack"] = self.formatStack(record.stack_info)
-        try:
-            encoded = self._encoder.encode(shown)
-        except UnicodeEncodeError:  # half a surrogate pair, of another logger's message
-            encoded = self._encoder.encode({name: _writable(value) for name, value in shown.items()})
-        return _escape(encoded.decode())  # JSON leaves U+0085 and U+2028 as they are, which end lines for some readers
+        return json.dumps(shown, default=repr)  # in ASCII: no line end of Unicode's, and no half of a surrogate pair
 
 
 def _escape(line: str) -> str:
     return _UNPRINTABLE.sub(lambda match: match[0] if match[0] == "\t" else f"\\u{ord(match[0]):04x}", line)
 
 
-def _writable(value: Any) -> Any:
-    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
-
-
 # Where it goes
 
 
-class OffLoopHandler(QueueHandler):
+class OffLoopHandler(logging.Handler):
     """Writes log records in a thread: a stderr that is not read stalls that thread, and not the loop.
 
     At most ``max_queued`` records wait; with so many waiting newer ones are dropped, counted, and told of in a line
@@ -187,23 +175,25 @@ class OffLoopHandler(QueueHandler):
     """
 
     CLOSE_TIMEOUT_S = 1.0
-    MAX_TRACEBACKS = 100
-    """Of the records that wait so many may have one: it holds all that its functions held, prompts included."""
+    MAX_TRACEBACKS = 256
+    """With so many records waiting a newer one loses its traceback, which holds all that its functions held, prompts
+    included."""
 
     def __init__(
         self, formatter: logging.Formatter | None = None, stream: TextIO | None = None, *, max_queued: int = 10_000
     ) -> None:
-        self._records: queue.SimpleQueue[logging.LogRecord | None] = queue.SimpleQueue()
-        super().__init__(self._records)
+        super().__init__()
+        self.setFormatter(formatter or TextFormatter())
+        self._stream = sys.stderr if stream is None else stream
         self._max_queued = max_queued
+        self._records: queue.SimpleQueue[logging.LogRecord | None] = queue.SimpleQueue()
         self._is_closed = False
-        # Each is changed on one side only. (Two threads that log at the same moment may count one for two.)
         self.num_dropped = 0
         """Records dropped so far."""
-        self._num_tracebacks_queued = 0
-        self.setFormatter(formatter or TextFormatter())
-        self.writer = _Writer(self._records, self, sys.stderr if stream is None else stream)
-        self.writer.start()
+        self.num_told = 0
+        """Of these, those that were told of."""
+        self._thread = threading.Thread(target=self._write_all, name="aioengine-log", daemon=True)
+        self._thread.start()
 
     def __enter__(self) -> Self:
         return self
@@ -211,46 +201,21 @@ class OffLoopHandler(QueueHandler):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def createLock(self) -> None:  # noqa: N802 - logging's name
-        """None: the queue is safe by itself, and the loop waits for no lock."""
-        self.lock = None
-
-    def handle(self, record: logging.LogRecord) -> bool:
-        """As any handler does it, but without a lock, which Python 3.13 takes for granted."""
-        passed: object = self.filter(record)
-        if isinstance(passed, logging.LogRecord):  # a filter may give another record, since Python 3.12
-            record = passed
-        if passed:
-            self.emit(record)
-        return bool(passed)
-
-    @property
-    def has_room(self) -> bool:
-        """The queue is less than half full."""
-        return self._records.qsize() < self._max_queued // 2
-
     def emit(self, record: logging.LogRecord) -> None:
-        if self._is_closed or self._records.qsize() >= self._max_queued:
+        num_waiting = self._records.qsize()
+        if self._is_closed or num_waiting >= self._max_queued:
             self.num_dropped += 1
-        else:
-            super().emit(record)
-
-    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
-        """The record as it is now: what its message is made of may change until the thread gets to it."""
-        num_tracebacks = self._num_tracebacks_queued - self.writer.num_tracebacks
-        is_one_too_many = bool(record.exc_info) and num_tracebacks >= self.MAX_TRACEBACKS
-        if record.args or is_one_too_many:
-            record = copy.copy(record)  # other handlers get it as it was
-            try:
-                record.msg = record.getMessage()
-            except Exception:  # arguments that do not fit: the bug is elsewhere, and the message is still worth having
-                record.msg = f"{record.msg} {len(record.args or ())} arguments that do not fit"
-            record.args = None
-        if is_one_too_many:
+            return
+        record = copy.copy(record)  # other handlers get it as it was
+        try:
+            record.msg = record.getMessage()  # now: what it is made of may change until the thread gets to it
+        except Exception:  # arguments that do not fit: the bug is elsewhere, and the message is still worth having
+            record.msg = f"{record.msg} {len(record.args or ())} arguments that do not fit"
+        record.args = None
+        if record.exc_info and num_waiting >= self.MAX_TRACEBACKS:
             record.exc_info = record.exc_text = None
             record.msg += " (with a traceback, one too many to keep)"
-        self._num_tracebacks_queued += bool(record.exc_info)
-        return record
+        self._records.put(record)
 
     def close(self) -> None:
         """Write what waits and end the thread; idempotent. What cannot be written within a second is given up.
@@ -259,59 +224,37 @@ class OffLoopHandler(QueueHandler):
         """
         if not self._is_closed:
             self._is_closed = True
-            self.writer.end(self.CLOSE_TIMEOUT_S)
+            self._records.put(None)
+            self._thread.join(self.CLOSE_TIMEOUT_S)
         super().close()
 
+    # In the thread, which never takes the handler's lock: logging takes that at the interpreter's exit.
 
-class _Writer(QueueListener):
-    """The thread of an `OffLoopHandler`. It is no handler itself: logging's own, which end with the interpreter, would
-    wait there for a write that hangs.
-    """
-
-    def __init__(self, records: queue.SimpleQueue[logging.LogRecord | None], source: OffLoopHandler, stream: TextIO):
-        super().__init__(records)
-        self._source = source
-        self._stream = stream
-        self.num_told = 0
-        """Dropped records that were told of."""
-        self.num_tracebacks = 0
-        """Records with one that were taken from the queue."""
-
-    def end(self, timeout_s: float) -> None:
-        """As `stop`, which would wait for ever."""
-        self.enqueue_sentinel()
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-
-    def handle(self, record: logging.LogRecord) -> None:
-        self.num_tracebacks += bool(record.exc_info)
-        self._write(record)
-        if self._source.has_room:
-            self._tell_dropped()
-
-    def dequeue(self, block: bool) -> Any:
-        record: object = super().dequeue(block)
-        if record is None:  # the end
-            self._tell_dropped()
-        return record
+    def _write_all(self) -> None:
+        while (record := self._records.get()) is not None:
+            self._write(record)
+            del record  # with its traceback
+            if self._records.qsize() < self._max_queued // 2:
+                self._tell_dropped()
+        self._tell_dropped()
 
     def _tell_dropped(self) -> None:
-        count = self._source.num_dropped - self.num_told
+        count = self.num_dropped - self.num_told
         if count:
             self.num_told += count
-            message = "%d log records were dropped: they came faster than they could be written"
-            self._write(logging.LogRecord(LOGGER_NAME, logging.WARNING, __file__, 0, message, (count,), None))
+            message = f"{count} log records were dropped: they came faster than they could be written"
+            self._write(logging.LogRecord(LOGGER_NAME, logging.WARNING, __file__, 0, message, None, None))
 
     def _write(self, record: logging.LogRecord) -> None:
         try:
             encoding = getattr(self._stream, "encoding", None) or "utf-8"  # which may be ASCII
-            line = f"{self._source.format(record)}\n"
+            line = f"{self.format(record)}\n"
             self._stream.write(line.encode(encoding, "backslashreplace").decode(encoding))
             self._stream.flush()
         except (OSError, ValueError):
             pass  # the stream is closed, or not read any more: there is nowhere left to say so
         except Exception:
-            self._source.handleError(record)
+            self.handleError(record)
 
 
 @contextmanager
