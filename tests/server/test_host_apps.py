@@ -369,7 +369,7 @@ async def test_a_server_that_is_closed_lets_what_runs_end() -> None:
             asking = loop.create_task(client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 1}))
             await until(lambda: num_live(engine) == 1)
             closing = loop.create_task(server.aclose())
-            await until(lambda: server._api.is_draining)
+            await until(lambda: server._state.is_draining)
             executor = engine._runtime.core.executor  # type: ignore[union-attr]
             await until(lambda: bool(executor.unfinished))
             while executor.unfinished:

@@ -12,6 +12,7 @@ client that does not read any more, on which closing would wait.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable
 from typing import Any, cast
@@ -25,6 +26,8 @@ from aioengine.server.config import HttpLimits
 from aioengine.server.errors import ApiError, overloaded
 from aioengine.server.exchange import CUT_EXTENSION
 from aioengine.turns import turns_here
+
+logger = logging.getLogger("aioengine")
 
 MAX_PIPELINED = 16
 """Requests that a connection may send ahead of their turn; the next ones are left unread, and it closes after these."""
@@ -45,17 +48,8 @@ DRAIN_HEAD_S = 1.0
 CLOSE_TIMEOUT_S = 10.0
 """For a client to read what is left for it on a connection that is closing."""
 
-
 PIECES_A_TURN = 32
 """Deferred pieces that are parsed in one turn of the loop: half of its budget, and requests take the rest."""
-
-
-class _StopParsing(Exception):
-    """Raised within the parser, to stop it there."""
-
-    def __init__(self, error: ApiError | None) -> None:
-        super().__init__()
-        self.error = error
 
 
 class SharedState(ServerState):
@@ -66,25 +60,16 @@ class SharedState(ServerState):
         is_draining: every response is its connection's last.
         lingering: connections that were refused and are not gone yet.
         on_left: called when a connection has ended.
-        on_refused: called with the client's address and the error of each refusal.
     """
 
-    def __init__(
-        self,
-        limits: HttpLimits,
-        *,
-        on_left: Callable[[], None] = lambda: None,
-        on_refused: Callable[[str, ApiError], None] = lambda client, error: None,
-    ) -> None:
+    def __init__(self, limits: HttpLimits, *, on_left: Callable[[], None] = lambda: None) -> None:
         super().__init__()
         self.limits = limits
         self.is_draining = False
         self.lingering: set[HttpProtocol] = set()
         self.on_left = on_left
-        self.on_refused = on_refused
         self._deferred: deque[tuple[HttpProtocol, bytes]] = deque()
         """Pieces that came while the turn of the loop had no time left, in the order of their coming."""
-        self._num_handed_out = 0
 
     @property
     def is_idle(self) -> bool:
@@ -106,29 +91,26 @@ class SharedState(ServerState):
 
     async def wait_for_deferred(self) -> None:
         """Wait until all pieces that are deferred now were handed out."""
-        last = self._num_handed_out + len(self._deferred)
-        while self._num_handed_out < last:  # noqa: ASYNC110
+        last = self._deferred[-1] if self._deferred else None
+        while last in self._deferred:  # noqa: ASYNC110
             await asyncio.sleep(0)
 
     def _hand_out(self) -> None:
         """Hand out deferred pieces, as many as this turn has time for, and one at least."""
         turns = turns_here()
-        loop = asyncio.get_running_loop()
         try:
             for number in range(min(len(self._deferred), PIECES_A_TURN)):
                 if turns.is_spent and number > 0:
                     break
                 protocol, data = self._deferred.popleft()
-                self._num_handed_out += 1
                 try:
                     protocol.resume(data)
-                except Exception as error:
-                    message = "a connection failed over what it was sent"
-                    loop.call_exception_handler({"message": message, "exception": error, "protocol": protocol})
+                except Exception:
                     protocol.transport.abort()
+                    raise
         finally:
             if self._deferred:
-                loop.call_soon(self._hand_out)
+                asyncio.get_running_loop().call_soon(self._hand_out)
 
     def sweep(self, now: float) -> None:
         """Cut connections whose closing takes too long; to be called each second or so."""
@@ -171,8 +153,6 @@ class HttpProtocol(HttpToolsProtocol):
         self._piece_bytes = 0
         self._num_deferred = 0
         """Pieces of this connection that are deferred. While there are any, no timer ends the connection."""
-        self._is_shutdown_due = False
-        """Once the deferred pieces were read."""
         self._is_discarding = False
         """What still comes is counted and thrown away."""
         self._discarded_bytes = 0
@@ -186,19 +166,35 @@ class HttpProtocol(HttpToolsProtocol):
         if len(self.connections) > self._limits.max_connections:
             self._refuse(overloaded("too many connections", 1.0))
         else:
-            self._start_head_timer(self._head_timeout_s)
+            self._start_head_timer()
 
     def data_received(self, data: bytes) -> None:
-        if self._is_discarding:
-            self._discard(len(data))
-        elif self._state.defer_if_busy(self, data):
+        if not self._is_discarding and self._state.defer_if_busy(self, data):
             self._num_deferred += 1
             self._unset_keepalive_if_required()
             self.transport.pause_reading()
         else:
             self._read(data)
 
+    def resume(self, data: bytes) -> None:
+        """Read a deferred piece, and go on reading from the socket once it was the last one."""
+        self._num_deferred -= 1
+        if self.parser is None or self.transport.is_closing():  # it was lost meanwhile, or is to be
+            return
+        self._read(data)
+        if self._num_deferred > 0 or self.transport.is_closing():
+            return
+        if not self.flow.read_paused:
+            self.transport.resume_reading()
+        if self._state.is_draining:
+            self.shutdown()
+
     def _read(self, data: bytes) -> None:
+        if self._is_discarding:
+            self._discarded_bytes += len(data)
+            if self._discarded_bytes > MAX_DISCARDED_BYTES:
+                self.transport.abort()
+            return
         self._unset_keepalive_if_required()
         self._piece_bytes = len(data)
         if self._is_in_head:
@@ -206,33 +202,20 @@ class HttpProtocol(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            self._on_upgrade()
+            # The request is answered as if it had not asked; what follows is not HTTP/1.1 any more.
+            self._is_discarding = True
+            if not self._is_idle:
+                self._make_last()
         except httptools.HttpParserError as error:
-            cause = error.__context__
-            self._refuse(cause.error if isinstance(cause, _StopParsing) else _malformed())
+            cause = error.__context__  # what one of our callbacks raised
+            malformed = ApiError(400, "malformed_request", "this is no HTTP/1.1 request")
+            self._refuse(cause if isinstance(cause, ApiError) else malformed)
         else:
             if self._is_in_head and self._head_bytes > self._limits.max_header_bytes + self._limits.max_url_bytes:
                 self._refuse(_head_too_large(self._limits))
             elif self._head_timer is None and (self._is_in_head or self._is_idle):
                 # Also after newlines alone, or the rest of a body that was not read: neither is a request.
-                self._start_head_timer(self._head_timeout_s)
-
-    def resume(self, data: bytes) -> None:
-        """Read a deferred piece, and go on reading from the socket once it was the last one."""
-        self._num_deferred -= 1
-        if self.parser is None or self.transport.is_closing():  # it was lost meanwhile, or is to be
-            return
-        if self._is_discarding:
-            self._discard(len(data))
-        else:
-            self._read(data)
-        if self._num_deferred > 0 or self.transport.is_closing():
-            return
-        if not self.flow.read_paused:
-            self.transport.resume_reading()
-        if self._is_shutdown_due:
-            self._is_shutdown_due = False
-            self.shutdown()
+                self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         # uvicorn tells the newest request alone, which may stand behind the one that runs.
@@ -252,7 +235,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self._num_deferred == 0:
             super().timeout_keep_alive_handler()
 
-    # What the parser calls
+    # What the parser calls. What is raised here stops it.
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -264,12 +247,12 @@ class HttpProtocol(HttpToolsProtocol):
         self.url += url
         if len(self.url) > self._limits.max_url_bytes:
             message = f"the URL has more than {self._limits.max_url_bytes:,} bytes (max_url_bytes)"
-            raise _StopParsing(ApiError(414, "url_too_long", message))
+            raise ApiError(414, "url_too_long", message)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         # Counted here: a piece of 256 KiB may hold 60,000 of them, and take 20 ms.
         if len(self.headers) >= self._limits.max_headers:
-            raise _StopParsing(_head_too_large(self._limits))
+            raise _head_too_large(self._limits)
         name = name.lower()
         if name == b"expect" and value.lower() == b"100-continue":
             self.expect_100_continue = True
@@ -283,11 +266,11 @@ class HttpProtocol(HttpToolsProtocol):
         if self._head_bytes + self._piece_bytes > limits.max_header_bytes and _size_of(self.headers) > (
             limits.max_header_bytes
         ):
-            raise _StopParsing(_head_too_large(limits))
+            raise _head_too_large(limits)
         if len(self.pipeline) >= MAX_PIPELINED:
-            raise _StopParsing(None)
+            raise ApiError(400, "too_many_requests", "too many requests were sent ahead of their turn")
         super().on_headers_complete()
-        self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete] if self._cycles else []
+        self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
         self._cycles.append(self.cycle)
         if self._state.is_draining:
             self._make_last()
@@ -296,14 +279,14 @@ class HttpProtocol(HttpToolsProtocol):
 
     def shutdown(self) -> None:
         """End after the last request that has begun to come."""
-        if self._num_deferred > 0:
-            self._is_shutdown_due = True  # there may be one in what is deferred
-        elif not self._is_idle:
+        if self._num_deferred > 0:  # there may be one in what is deferred
+            return
+        if not self._is_idle:
             self._make_last()
         elif self._is_in_head or self.cycle is None:
             if not self._is_discarding:
                 self._stop_head_timer()
-                self._start_head_timer(self._head_timeout_s)
+                self._start_head_timer()
         else:
             self.transport.close()
 
@@ -323,12 +306,10 @@ class HttpProtocol(HttpToolsProtocol):
         """No request waits for its answer, or for the rest of it."""
         return self.cycle is None or self.cycle.response_complete
 
-    @property
-    def _head_timeout_s(self) -> float:
-        limit_s = self._limits.header_timeout_s
-        return min(DRAIN_HEAD_S, limit_s) if self._state.is_draining else limit_s
-
-    def _start_head_timer(self, timeout_s: float) -> None:
+    def _start_head_timer(self) -> None:
+        timeout_s = self._limits.header_timeout_s
+        if self._state.is_draining:
+            timeout_s = min(DRAIN_HEAD_S, timeout_s)
         self._head_timer = self.loop.call_later(timeout_s, self._on_no_head)
 
     def _stop_head_timer(self) -> None:
@@ -353,22 +334,16 @@ class HttpProtocol(HttpToolsProtocol):
         if not self.cycle.response_started:  # uvicorn says so by itself since 0.53 only
             self.cycle.default_headers = [*self.cycle.default_headers, (b"connection", b"close")]
 
-    def _on_upgrade(self) -> None:
-        """The request is answered as if it had not asked; what follows is not HTTP/1.1 any more."""
-        self._is_discarding = True
-        if not self._is_idle:
-            self._make_last()
-
-    def _refuse(self, error: ApiError | None) -> None:
+    def _refuse(self, error: ApiError) -> None:
         """Read nothing more; answer what was asked before, or else the error, and close."""
         self._is_discarding = True
         self._stop_head_timer()
         if self.transport.is_closing():
             return
-        if error is not None:
-            self._state.on_refused("" if self.client is None else self.client[0], error)
+        client = self.client[0] if self.client else ""  # a Unix socket's has no name
+        logger.info("refused %s: %d %s", client or "a client", error.status, error.message)
         if self._is_idle:
-            self._answer(error or _malformed())
+            self._answer(error)
         elif not self.cycle.more_body:  # it stands behind requests that were whole
             self._make_last()
         elif self.cycle.response_started or any(not cycle.response_complete for cycle in self._cycles[:-1]):
@@ -376,7 +351,7 @@ class HttpProtocol(HttpToolsProtocol):
         else:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-            self._answer(error or _malformed())
+            self._answer(error)
 
     def _answer(self, error: ApiError) -> None:
         body = error.body()
@@ -389,9 +364,6 @@ class HttpProtocol(HttpToolsProtocol):
         lines = [name + b": " + value + b"\r\n" for name, value in self._state.default_headers]
         lines += [f"{name}: {value}\r\n".encode() for name, value in headers.items()]
         self.transport.write(b"".join([STATUS_LINE[error.status], *lines, b"\r\n", body]))
-        self._linger()
-
-    def _linger(self) -> None:
         if len(self._state.lingering) >= MAX_LINGERING or not self.transport.can_write_eof():
             self.transport.close()
             return
@@ -400,18 +372,9 @@ class HttpProtocol(HttpToolsProtocol):
         self.transport.write_eof()
         self._head_timer = self.loop.call_later(LINGER_S, self.transport.abort)
 
-    def _discard(self, num_bytes: int) -> None:
-        self._discarded_bytes += num_bytes
-        if self._discarded_bytes > MAX_DISCARDED_BYTES:
-            self.transport.abort()
-
 
 def _size_of(headers: list[tuple[bytes, bytes]]) -> int:
     return sum(len(name) + len(value) for name, value in headers)
-
-
-def _malformed() -> ApiError:
-    return ApiError(400, "malformed_request", "this is no HTTP/1.1 request")
 
 
 def _head_too_large(limits: HttpLimits) -> ApiError:

@@ -1,7 +1,7 @@
 """Serving alone on a loop: connections, an end that loses nothing, and a server to start in one cell of a notebook.
 
 uvicorn's protocol is driven from here and its `Server` is not: that one captures signals and raises them again, polls,
-and waits for idle connections. What is imported with this module is light; uvicorn comes with `Server`.
+and waits for idle connections. What is imported with this module is light; uvicorn comes with the first server.
 """
 
 from __future__ import annotations
@@ -22,9 +22,6 @@ from aioengine.server.http_listener import BACKLOG, HttpListener, ServerAddress
 
 if TYPE_CHECKING:
     from aioengine.engine import Engine
-    from aioengine.server.api import Api
-    from aioengine.server.errors import ApiError
-    from aioengine.server.http_protocol import SharedState
 
 logger = logging.getLogger("aioengine")
 
@@ -90,174 +87,18 @@ async def serve(
         ConfigError: the place was taken meanwhile, or the app's lifespan failed to start.
         EngineDead: the engine has died; clients that waited for an answer have had `ABORT_GRACE_S` to read an error.
     """
-    server = Server(app, engine, listener, stop, limits or HttpLimits())
+    server = HttpServer(app, engine, listener, limits, stop=stop, on_drain=on_drain)
     try:
-        await server.start()
+        await server._start()
         on_serving(listener.url)
-        await server.wait_for_stop()
-        await server.drain(drain_timeout_s, on_drain)
-        server.look_at_engine()  # what has ended may have ended by its death
+        await server._until(lambda: stop.num_asked > 0)
+        await server._drain(drain_timeout_s)
+        server._look_at_engine()  # what has ended may have ended by its death
     finally:
         with anyio.CancelScope(shield=True):  # each step has a deadline of its own
-            await server.aclose()
-    if server.death is not None:
-        raise EngineDead(server.death)
-
-
-class Server:
-    """A server's parts, and the order in which they end. What wakes it: being asked, a connection's end, a tick."""
-
-    def __init__(
-        self,
-        app: Any,
-        engine: Engine,
-        listener: HttpListener,
-        stop: StopRequest,
-        limits: HttpLimits,
-        lifespan: Literal["auto", "off"] = "auto",
-    ) -> None:
-        from uvicorn.config import Config
-
-        from aioengine.server.http_protocol import HttpProtocol, SharedState
-
-        self.death: str | None = None
-        self.kept: object = None
-        """Lives for as long as this serves, since the loop holds us: for what nothing else may hold."""
-        self._engine = engine
-        self._listener = listener
-        self._stop = stop
-        self._limits = limits
-        self._loop = asyncio.get_running_loop()
-        self._changed = asyncio.Event()
-        self._state: SharedState = SharedState(limits, on_left=self._changed.set, on_refused=_log_refusal)
-        self._config = Config(
-            app,
-            http=HttpProtocol,
-            ws="none",
-            lifespan=lifespan,
-            log_config=None,
-            proxy_headers=False,
-            timeout_keep_alive=limits.keep_alive_timeout_s,  # type: ignore[arg-type]
-        )
-        self._config.load()
-        self._lifespan = self._config.lifespan_class(self._config)
-        self._is_started = False
-        self._servers: list[asyncio.Server] = []
-        self._ticker: asyncio.TimerHandle | None = None
-
-    async def start(self) -> None:
-        await self._lifespan.startup()
-        if self._lifespan.should_exit:
-            raise ConfigError("the app did not start; the log says why")
-        self._is_started = True
-        self._tick()
-        await anyio.to_thread.run_sync(self._listener.listen)
-        tls: dict[str, Any] = {}
-        if self._listener.ssl is not None:
-            tls = {"ssl": self._listener.ssl, "ssl_handshake_timeout": self._limits.header_timeout_s}
-        for each in self._listener.sockets:
-            make = self._loop.create_unix_server if each.family == socket.AF_UNIX else self._loop.create_server
-            self._servers.append(await make(self._connect, sock=each, backlog=BACKLOG, **tls))
-        self._stop.on_asked = self._changed.set
-
-    async def wait_for_stop(self) -> None:
-        """Wait until it is asked to stop, or the engine dies."""
-        await self._until(lambda: self._stop.num_asked > 0)
-
-    async def drain(self, timeout_s: float, on_drain: Callable[[], None] = lambda: None) -> None:
-        """Let what was accepted end, or abort it."""
-        # Connections that the system has accepted are taken over first: closing its socket would reset them.
-        for _ in range(TURNS_TO_TAKE_IN):
-            await asyncio.sleep(0)
-        state = self._state
-        await state.wait_for_deferred()
-        await asyncio.sleep(0)  # in which the app takes its first step with the last of it
-        on_drain()
-        state.drain()
-        await self._stop_listening()
-        if self.death is None and not state.is_idle:
-            logger.info("draining: %s, for at most %g s", _count(len(state.connections), "connection"), timeout_s)
-            with anyio.move_on_after(timeout_s):
-                await self._until(lambda: state.is_idle or self._stop.num_asked > 1)
-        if state.is_idle:
-            return
-        if self.death is None:
-            logger.warning("aborting what still runs, on %s", _count(len(state.connections), "connection"))
-        with anyio.move_on_after(ABORT_GRACE_S):
-            while not state.is_idle:
-                self._engine.abort_all()
-                self._changed.clear()
-                with anyio.move_on_after(ABORT_AGAIN_S):
-                    await self._changed.wait()
-
-    async def aclose(self) -> None:
-        """End everything at once. Idempotent."""
-        if self._ticker is not None:
-            self._ticker.cancel()
-        self._stop.on_asked = lambda: None
-        await self._stop_listening()
-        if num_cut := len(self._state.connections):
-            logger.warning("cutting off %s", _count(num_cut, "connection"))
-        self._state.abort()
-        with anyio.move_on_after(CONNECTIONS_END_S):
-            while not self._state.is_idle:
-                self._changed.clear()
-                await self._changed.wait()
-        await self._end_tasks()
-        if self._is_started:
-            with anyio.move_on_after(LIFESPAN_END_S) as deadline:
-                await self._lifespan.shutdown()
-            if deadline.cancelled_caught:
-                logger.error("the app's lifespan did not end within %g s", LIFESPAN_END_S)
-
-    async def _end_tasks(self) -> None:
-        """Wait for the app's tasks; cancel those that go on without their client."""
-        for is_last in (False, True):
-            if self._state.tasks:
-                await asyncio.wait(self._state.tasks, timeout=TASKS_END_S)
-            if not is_last:
-                for task in list(self._state.tasks):
-                    task.cancel()
-        if self._state.tasks:
-            logger.error("%s of the app did not end", _count(len(self._state.tasks), "task"))
-
-    async def _stop_listening(self) -> None:
-        for server in self._servers:
-            server.close()
-        await anyio.to_thread.run_sync(self._listener.close)
-
-    async def _until(self, is_over: Callable[[], bool]) -> None:
-        """Wait until it is so, or the engine is dead."""
-        while not is_over() and self.death is None:
-            self._changed.clear()
-            await self._changed.wait()
-
-    def _connect(self) -> asyncio.Protocol:
-        made: asyncio.Protocol = self._config.http_protocol_class(  # type: ignore[call-arg]
-            config=self._config, server_state=self._state, app_state=self._lifespan.state, _loop=self._loop
-        )
-        return made
-
-    def _tick(self) -> None:
-        self._state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
-        self._state.sweep(self._loop.time())
-        self.look_at_engine()
-        self._ticker = self._loop.call_later(TICK_S, self._tick)
-
-    def look_at_engine(self) -> None:
-        """Notice that it has died."""
-        health = self._engine.health()
-        if health.status == "DEAD" and self.death is None:
-            self.death = health.reason
-            self._changed.set()
-
-
-def _log_refusal(client: str, error: ApiError) -> None:
-    logger.info("refused %s: %d %s", client or "a client", error.status, error.message)
-
-
-def _count(number: int, name: str) -> str:
-    return f"{number} {name}{'' if number == 1 else 's'}"
+            await server._end()
+    if server._death is not None:
+        raise EngineDead(server._death)
 
 
 async def start_server(
@@ -289,15 +130,18 @@ async def start_server(
         engine.describe()  # raises where it is not running
     listener = await anyio.to_thread.run_sync(HttpListener, ServerAddress(host=host, port=port, uds=uds))
     app = create_app(engine, config)
+
+    def on_drain() -> None:
+        app.state.api.is_draining = True
+
     # The app's lifespan has nothing to start, and would be a task that the loop's end breaks off with a traceback.
-    parts = Server(app, engine, listener, StopRequest(), limits or HttpLimits(), lifespan="off")
-    server = HttpServer(app.state.api, parts, listener.url)
+    server = HttpServer(app, engine, listener, limits, on_drain=on_drain, on_end=app.state.api.close, lifespan="off")
     try:
-        await server._server.start()
-        await server._watch_loop()
+        await server._start()
+        await anext(server._loops_end)
     except BaseException:
-        with anyio.CancelScope(shield=True):  # each step has a deadline of its own
-            await server._server.aclose()
+        with anyio.CancelScope(shield=True):
+            await server._end()
         raise
     return server
 
@@ -309,12 +153,52 @@ class HttpServer:
         url: where, such as ``http://127.0.0.1:8000``.
     """
 
-    def __init__(self, api: Api, server: Server, url: str) -> None:
-        self.url = url
-        self._api = api
-        self._server = server
-        self._is_closed = False
+    # What wakes it is `_changed`: being asked to stop, a connection's end, the engine's death. While it serves the loop
+    # holds it, by its ticks.
+
+    def __init__(
+        self,
+        app: Any,
+        engine: Engine,
+        listener: HttpListener,
+        limits: HttpLimits | None,
+        *,
+        stop: StopRequest | None = None,
+        on_drain: Callable[[], None] = lambda: None,
+        on_end: Callable[[], None] = lambda: None,
+        lifespan: Literal["auto", "off"] = "auto",
+    ) -> None:
+        from uvicorn.config import Config
+
+        from aioengine.server.http_protocol import HttpProtocol, SharedState
+
+        self.url = listener.url
+        self._death: str | None = None
+        self._engine = engine
+        self._listener = listener
+        self._stop = stop or StopRequest()
+        self._on_drain = on_drain
+        self._on_end = on_end
+        self._limits = limits or HttpLimits()
+        self._loop = asyncio.get_running_loop()
         self._loops_end = self._at_loops_end()
+        self._changed = asyncio.Event()
+        self._state = SharedState(self._limits, on_left=self._changed.set)
+        self._config = Config(
+            app,
+            http=HttpProtocol,
+            ws="none",
+            lifespan=lifespan,
+            log_config=None,
+            proxy_headers=False,
+            timeout_keep_alive=self._limits.keep_alive_timeout_s,  # type: ignore[arg-type]
+        )
+        self._config.load()
+        self._lifespan = self._config.lifespan_class(self._config)
+        self._is_started = False
+        self._is_closed = False
+        self._servers: list[asyncio.Server] = []
+        self._ticker: asyncio.TimerHandle | None = None
 
     async def aclose(self, *, drain_timeout_s: float = 30.0) -> None:
         """Take no more clients, and let what was accepted end for so long; then abort it. Idempotent.
@@ -323,35 +207,7 @@ class HttpServer:
         """
         self._is_closed = True
         await self._loops_end.aclose()
-        await self._end(drain_timeout_s)
-
-    async def _end(self, drain_timeout_s: float) -> None:
-        try:
-            await self._server.drain(drain_timeout_s, self._note_draining)
-        finally:
-            with anyio.CancelScope(shield=True):  # each step has a deadline of its own
-                await self._server.aclose()
-            self._server.kept = None
-            self._api.close()
-
-    async def _watch_loop(self) -> None:
-        """From now on a loop that ends before the server is closed ends it, and says what should have been done."""
-        self._server.kept = self
-        await anext(self._loops_end)
-
-    async def _at_loops_end(self) -> AsyncGenerator[None]:
-        # A loop's runner closes the generators that are left, when it has cancelled the tasks: no task is needed, whose
-        # cancelling could not be told from another one's.
-        try:
-            yield
-        finally:
-            if not self._is_closed:
-                await self._end(drain_timeout_s=0.0)
-                message = f"{self!r} was never closed: use `async with`, or await aclose()"
-                warnings.warn(message, ResourceWarning, stacklevel=1, source=self)
-
-    def _note_draining(self) -> None:
-        self._api.is_draining = True
+        await self._drain_and_end(drain_timeout_s)
 
     async def __aenter__(self) -> Self:
         return self
@@ -361,3 +217,125 @@ class HttpServer:
 
     def __repr__(self) -> str:
         return f"<HttpServer {self.url}>"
+
+    async def _start(self) -> None:
+        await self._lifespan.startup()
+        if self._lifespan.should_exit:
+            raise ConfigError("the app did not start; the log says why")
+        self._is_started = True
+        self._tick()
+        await anyio.to_thread.run_sync(self._listener.listen)
+        tls: dict[str, Any] = {}
+        if self._listener.ssl is not None:
+            tls = {"ssl": self._listener.ssl, "ssl_handshake_timeout": self._limits.header_timeout_s}
+        for each in self._listener.sockets:
+            make = self._loop.create_unix_server if each.family == socket.AF_UNIX else self._loop.create_server
+            self._servers.append(await make(self._connect, sock=each, backlog=BACKLOG, **tls))
+        self._stop.on_asked = self._changed.set
+
+    async def _drain_and_end(self, drain_timeout_s: float) -> None:
+        try:
+            await self._drain(drain_timeout_s)
+        finally:
+            with anyio.CancelScope(shield=True):  # each step has a deadline of its own
+                await self._end()
+
+    async def _drain(self, timeout_s: float) -> None:
+        """Let what was accepted end, or abort it."""
+        # Connections that the system has accepted are taken over first: closing its socket would reset them.
+        for _ in range(TURNS_TO_TAKE_IN):
+            await asyncio.sleep(0)
+        state = self._state
+        await state.wait_for_deferred()
+        await asyncio.sleep(0)  # in which the app takes its first step with the last of it
+        self._on_drain()
+        state.drain()
+        await self._stop_listening()
+        if self._death is None and not state.is_idle:
+            logger.info("draining: %d connections, for at most %g s", len(state.connections), timeout_s)
+            with anyio.move_on_after(timeout_s):
+                await self._until(lambda: state.is_idle or self._stop.num_asked > 1)
+        if state.is_idle:
+            return
+        if self._death is None:
+            logger.warning("aborting what still runs, on %d connections", len(state.connections))
+        with anyio.move_on_after(ABORT_GRACE_S):
+            while not state.is_idle:
+                self._engine.abort_all()
+                self._changed.clear()
+                with anyio.move_on_after(ABORT_AGAIN_S):
+                    await self._changed.wait()
+
+    async def _end(self) -> None:
+        """End everything at once. Idempotent."""
+        if self._ticker is not None:
+            self._ticker.cancel()
+        self._stop.on_asked = lambda: None
+        await self._stop_listening()
+        if num_cut := len(self._state.connections):
+            logger.warning("cutting off %d connections", num_cut)
+        self._state.abort()
+        with anyio.move_on_after(CONNECTIONS_END_S):
+            while not self._state.is_idle:
+                self._changed.clear()
+                await self._changed.wait()
+        await self._end_tasks()
+        if self._is_started:
+            with anyio.move_on_after(LIFESPAN_END_S) as deadline:
+                await self._lifespan.shutdown()
+            if deadline.cancelled_caught:
+                logger.error("the app's lifespan did not end within %g s", LIFESPAN_END_S)
+        self._on_end()
+
+    async def _end_tasks(self) -> None:
+        """Wait for the app's tasks; cancel those that go on without their client."""
+        for is_last in (False, True):
+            if self._state.tasks:
+                await asyncio.wait(self._state.tasks, timeout=TASKS_END_S)
+            if not is_last:
+                for task in list(self._state.tasks):
+                    task.cancel()
+        if self._state.tasks:
+            logger.error("%d tasks of the app did not end", len(self._state.tasks))
+
+    async def _stop_listening(self) -> None:
+        for server in self._servers:
+            server.close()
+        await anyio.to_thread.run_sync(self._listener.close)
+
+    async def _until(self, is_over: Callable[[], bool]) -> None:
+        """Wait until it is so, or the engine is dead."""
+        while not is_over() and self._death is None:
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _connect(self) -> asyncio.Protocol:
+        made: asyncio.Protocol = self._config.http_protocol_class(  # type: ignore[call-arg]
+            config=self._config, server_state=self._state, app_state=self._lifespan.state, _loop=self._loop
+        )
+        return made
+
+    def _tick(self) -> None:
+        self._state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
+        self._state.sweep(self._loop.time())
+        self._look_at_engine()
+        self._ticker = self._loop.call_later(TICK_S, self._tick)
+
+    def _look_at_engine(self) -> None:
+        """Notice that it has died."""
+        health = self._engine.health()
+        if health.status == "DEAD" and self._death is None:
+            self._death = health.reason
+            self._changed.set()
+
+    async def _at_loops_end(self) -> AsyncGenerator[None]:
+        """A loop that ends before the server is closed ends it, and says what should have been done."""
+        # A loop's runner closes the generators that are left, when it has cancelled the tasks: no task is needed, whose
+        # cancelling could not be told from another one's.
+        try:
+            yield
+        finally:
+            if not self._is_closed:
+                await self._drain_and_end(0.0)
+                message = f"{self!r} was never closed: use `async with`, or await aclose()"
+                warnings.warn(message, ResourceWarning, stacklevel=1, source=self)
