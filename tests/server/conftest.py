@@ -13,6 +13,8 @@ The server runs on the test's own loop. A test of a module whose loop is the mod
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 import json
 import shutil
 import socket
@@ -30,10 +32,14 @@ import pytest_asyncio
 import uvicorn
 from aiohttp import web
 from openai import AsyncOpenAI
+from starlette.applications import Starlette
+from uvicorn.server import ServerState
 from waiting import until
 
 from aioengine import Engine
-from aioengine.server import ServerConfig, aiohttp_routes, create_app
+from aioengine.server import HttpLimits, ServerConfig, aiohttp_routes, create_app
+from aioengine.server.api import Api
+from aioengine.server.http_protocol import HttpProtocol, SharedState
 from aioengine.server.record import RequestRecord
 from aioengine.testing import FakeExecutor
 
@@ -76,14 +82,21 @@ def app_of(
         app = create_app(engine, config)
         if not prefix:
             return app
-        from starlette.applications import Starlette
-
         host = Starlette()
         host.mount(prefix, app)
         return host
     site = web.Application()
     site.add_routes(aiohttp_routes(engine, config, prefix=prefix))
     return site
+
+
+def api_of(app: Any) -> Api:
+    """The API behind an app with nothing else."""
+    if isinstance(app, web.Application):
+        *_, route = app.router.routes()
+        api: Api = inspect.getclosurevars(route.handler).nonlocals["api"]
+        return api
+    return app.state.api  # type: ignore[no-any-return]
 
 
 @asynccontextmanager
@@ -93,44 +106,96 @@ async def serving_app(app: Any, *, prefix: str = "", has_lifespan: bool = False)
     Args:
         has_lifespan: run an ASGI app's lifespan, too; an aiohttp app's ``cleanup_ctx`` always runs.
     """
-    serve = _serving_aiohttp(app) if isinstance(app, web.Application) else _serving_asgi(app, has_lifespan)
-    async with all_ended(), serve as port:
-        yield f"http://127.0.0.1:{port}{prefix}"
+    async with all_ended(), listening(app, has_lifespan=has_lifespan) as server:
+        yield f"http://127.0.0.1:{server.port}{prefix}"
+
+
+class Listening(NamedTuple):
+    """A server on the test's loop: its port, and what gives the transports of its connections."""
+
+    port: int
+    transports: Callable[[], list[asyncio.Transport]]
 
 
 @asynccontextmanager
-async def _serving_asgi(app: Any, has_lifespan: bool) -> AsyncIterator[int]:
-    """uvicorn without its own main loop, whose ticks of 0.1 s every test would wait for."""
-    config = uvicorn.Config(
-        app, http="httptools", ws="none", lifespan="on" if has_lifespan else "off", log_config=None, log_level="warning"
-    )
-    config.load()
-    server = uvicorn.Server(config)
-    server.lifespan = config.lifespan_class(config)
+async def listening(
+    app: Any, *, state: ServerState | None = None, has_lifespan: bool = False, send_buffer: int | None = None
+) -> AsyncIterator[Listening]:
+    """Serve an app of either kind on a port of its own. At the end its connections are cut.
+
+    Args:
+        state: of an ASGI app; with a `SharedState` it is served by our protocol, else by uvicorn's.
+        send_buffer: the kernel's for each connection; it grows to megabytes where it is not given.
+    """
     # The protocol is named, since asyncio looks at it before it sets TCP_NODELAY: 40 ms an answer.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
-    await server.startup(sockets=[listener])
-    try:
-        yield listener.getsockname()[1]
-    finally:
-        for listening in server.servers:
-            listening.close()
-        for connection in list(server.server_state.connections):
-            connection.shutdown()
-        await until(lambda: not server.server_state.connections and not server.server_state.tasks)
-        await server.lifespan.shutdown()
+    port = listener.getsockname()[1]
+    if send_buffer is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)  # those of its connections begin so
+    is_aiohttp = isinstance(app, web.Application)
+    serve = _aiohttp(app, listener) if is_aiohttp else _asgi(app, listener, state or ServerState(), has_lifespan)
+    async with serve as transports:
+        try:
+            yield Listening(port, transports)
+        finally:
+            for transport in transports():
+                transport.abort()
 
 
 @asynccontextmanager
-async def _serving_aiohttp(app: web.Application) -> AsyncIterator[int]:
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=5.0)
-    await runner.setup()
+async def _asgi(
+    app: Any, listener: socket.socket, state: Any, has_lifespan: bool
+) -> AsyncIterator[Callable[[], list[asyncio.Transport]]]:
+    """Without `uvicorn.Server`, which takes the signals of the process and ticks in a task of its own."""
+    is_ours = isinstance(state, SharedState)
+    config = uvicorn.Config(
+        app,
+        http=HttpProtocol if is_ours else "httptools",
+        ws="none",
+        lifespan="on" if has_lifespan else "off",
+        log_config=None,
+        access_log=False,
+        proxy_headers=not is_ours,
+        timeout_keep_alive=(state.limits if is_ours else HttpLimits()).keep_alive_timeout_s,
+    )
+    config.load()
+    lifespan = config.lifespan_class(config)
+    await lifespan.startup()
+    make = functools.partial(config.http_protocol_class, config=config, server_state=state, app_state=lifespan.state)
+    server = await asyncio.get_running_loop().create_server(make, sock=listener, backlog=2048)
+
+    def connections() -> set[Any]:
+        return state.all() if is_ours else state.connections
+
     try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield runner.addresses[0][1]
+        yield lambda: [connection.transport for connection in connections()]
     finally:
+        server.close()
+        await until(lambda: not connections() and not state.tasks)
+        await lifespan.shutdown()
+
+
+@asynccontextmanager
+async def _aiohttp(
+    app: web.Application, listener: socket.socket
+) -> AsyncIterator[Callable[[], list[asyncio.Transport]]]:
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.SockSite(runner, listener, backlog=2048).start()
+
+    def transports() -> list[asyncio.Transport]:
+        connections = runner.server.connections if runner.server is not None else []
+        return [connection.transport for connection in connections if connection.transport is not None]
+
+    try:
+        yield transports
+    finally:
+        handlers = [task for task in asyncio.all_tasks() if "RequestHandler.start" in repr(task)]
         await runner.cleanup()
+        for task in handlers:  # one that lingers over a refused body goes on for 10 s, whatever is cleaned up
+            task.cancel()
+        await asyncio.gather(*handlers, return_exceptions=True)
 
 
 @asynccontextmanager

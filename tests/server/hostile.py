@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import inspect
 import json
 import logging
 import socket
@@ -20,6 +18,8 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
+    from server.conftest import Listening
+
     from aioengine import Engine
     from aioengine.frontend.runtime import Runtime
     from aioengine.server import ServerConfig
@@ -33,6 +33,8 @@ Leaving = Literal["close", "reset", "half"]
 MAX_TURNS = 1_000_000
 GONE = "aioengine:http_clients_gone_total"
 CUT = "aioengine:http_clients_cut_total"
+READ_TIMEOUT_S = 90.0
+"""For the next bytes to come or to be taken: more than any time limit of a server's that a test waits for."""
 
 
 # A client
@@ -68,7 +70,7 @@ class Client:
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self._loop = asyncio.get_running_loop()
-        self._read = b""
+        self._read = bytearray()
 
     @classmethod
     async def connect(cls, port: int, *, receive_buffer: int | None = None) -> Client:
@@ -81,35 +83,50 @@ class Client:
         return cls(connection)
 
     async def send(self, data: bytes) -> None:
-        await self._loop.sock_sendall(self._socket, data)
+        async with asyncio.timeout(READ_TIMEOUT_S):
+            await self._loop.sock_sendall(self._socket, data)
 
     async def post(self, path: str, body: Any, **headers: str) -> None:
         """Send a request, whole."""
         await self.send(request_of("POST", path, body, **headers))
 
-    async def receive(self, max_bytes: int = 2**16) -> bytes:
-        """The next bytes; empty at the end."""
-        if self._read:
-            data, self._read = self._read, b""
-            return data
-        return await self._loop.sock_recv(self._socket, max_bytes)
+    async def _receive(self) -> None:
+        """Read what comes next.
+
+        Raises:
+            EOFError: it was the connection's end.
+            ConnectionError: the connection broke.
+        """
+        async with asyncio.timeout(READ_TIMEOUT_S):
+            piece = await self._loop.sock_recv(self._socket, 2**16)
+        if not piece:
+            raise EOFError(f"the connection ended after {bytes(self._read[-500:])!r}")
+        self._read += piece
+
+    async def read_exactly(self, num_bytes: int) -> bytes:
+        while len(self._read) < num_bytes:
+            await self._receive()
+        data = bytes(self._read[:num_bytes])
+        del self._read[:num_bytes]
+        return data
 
     async def read_until(self, mark: bytes) -> bytes:
         """All up to the mark, with it."""
-        while mark not in self._read:
-            piece = await self._loop.sock_recv(self._socket, 2**16)
-            if not piece:
-                raise EOFError(f"the connection ended before {mark!r} came: {self._read[-500:]!r}")
-            self._read += piece
-        data, _, self._read = self._read.partition(mark)
-        return data + mark
+        while (at := self._read.find(mark)) < 0:
+            await self._receive()
+        return await self.read_exactly(at + len(mark))
 
-    async def read_to_end(self) -> bytes:
-        pieces = []
-        with contextlib.suppress(ConnectionResetError):
-            while piece := await self.receive():
-                pieces.append(piece)
-        return b"".join(pieces)
+    async def read_to_end(self, *, or_reset: bool = False) -> bytes:
+        """All up to the connection's end, which is an orderly one unless a reset will do, too."""
+        try:
+            while True:
+                await self._receive()
+        except EOFError:
+            pass
+        except ConnectionResetError:
+            if not or_reset:
+                raise
+        return await self.read_exactly(len(self._read))
 
     async def answer(self) -> Answer:
         """The next response, whole; those that say "go on" are left out."""
@@ -124,21 +141,12 @@ class Client:
 
     async def _body(self, headers: dict[str, str]) -> bytes:
         if "content-length" in headers:
-            body = b""
-            while (missing := int(headers["content-length"]) - len(body)) > 0:
-                piece = await self.receive()
-                assert piece, "the body is shorter than its length"
-                body, self._read = body + piece[:missing], piece[missing:]
-            return body
+            return await self.read_exactly(int(headers["content-length"]))
         if headers.get("transfer-encoding") != "chunked":
             return await self.read_to_end()
         chunks = []
         while size := int(await self.read_until(b"\r\n"), 16):
-            chunk = b""
-            while len(chunk) < size + 2:
-                chunk += await self.receive()
-            chunk, self._read = chunk[: size + 2], chunk[size + 2 :]
-            chunks.append(chunk[:-2])
+            chunks.append((await self.read_exactly(size + 2))[:-2])
         await self.read_until(b"\r\n")
         return b"".join(chunks)
 
@@ -180,23 +188,17 @@ def chat(seed: int = 7, **fields: Any) -> dict[str, Any]:
 # A server
 
 
-class Behind(NamedTuple):
-    """What a server consists of behind its port."""
-
-    api: Api
-    transports: Callable[[], list[asyncio.Transport]]
-    """Of the connections that are there now."""
-
-
 class Target:
-    """A server on the test's loop, with its engine and its fake device."""
+    """A server on the test's loop, with its engine, its fake device and its API."""
 
-    def __init__(self, adapter: Adapter, engine: Engine, executor: FakeExecutor, port: int, behind: Behind) -> None:
+    def __init__(
+        self, adapter: Adapter, engine: Engine, executor: FakeExecutor, listening: Listening, api: Api
+    ) -> None:
         self.adapter = adapter
         self.engine = engine
         self.executor = executor
-        self.port = port
-        self.behind = behind
+        self.port, self.transports = listening
+        self.api = api
 
     @property
     def runtime(self) -> Runtime:
@@ -254,7 +256,7 @@ class Target:
     @property
     def num_buffered(self) -> int:
         """Bytes that the connections hold for clients which have not read them."""
-        return sum(transport.get_write_buffer_size() for transport in self.behind.transports())
+        return sum(transport.get_write_buffer_size() for transport in self.transports())
 
     @property
     def num_registered(self) -> int:
@@ -310,88 +312,22 @@ async def served(
     Args:
         send_buffer: the kernel's for each connection; it grows to megabytes where it is not given.
     """
+    from server.conftest import api_of, app_of, listening
+
     from aioengine import Engine
+    from aioengine.server import HttpLimits
+    from aioengine.server.http_protocol import SharedState
     from aioengine.testing import FakeExecutor
 
     executor = FakeExecutor(**{"vocab_size": 2048, "num_blocks": 512, **device})
-    # The protocol is named, since asyncio looks at it before it sets TCP_NODELAY.
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.bind(("127.0.0.1", 0))
-    if send_buffer is not None:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)  # those of its connections begin so
-    listener.setblocking(False)
-    serve = _aiohttp if adapter == "aiohttp" else functools.partial(_asgi, adapter)
-    options = engine or {}
-    async with Engine(model, seed=1, executor=executor, **options) as made, serve(made, config, listener) as behind:
-        target = Target(adapter, made, executor, listener.getsockname()[1], behind)
-        yield target
-        await target.idle()
-        made.get_tokenizer()  # it is alive
-
-
-@contextlib.asynccontextmanager
-async def _asgi(
-    adapter: Adapter, engine: Engine, config: ServerConfig | None, listener: socket.socket
-) -> AsyncIterator[Behind]:
-    """Without `uvicorn.Server`, which takes the signals of the process and ticks in a task of its own."""
-    import uvicorn
-    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-    from uvicorn.server import ServerState
-
-    from aioengine.server import create_app
-    from aioengine.server.config import HttpLimits
-    from aioengine.server.http_protocol import HttpProtocol, SharedState
-
-    app = create_app(engine, config)
-    of_uvicorn = uvicorn.Config(app, log_config=None, access_log=False, ws="none", lifespan="off")
-    of_uvicorn.load()
-    state = ServerState() if adapter == "uvicorn" else SharedState(HttpLimits())
-    protocol: Any = HttpToolsProtocol if adapter == "uvicorn" else HttpProtocol
-    make = functools.partial(protocol, config=of_uvicorn, server_state=state, app_state={})
-    server = await asyncio.get_running_loop().create_server(make, sock=listener, backlog=2048)
-
-    def transports() -> list[asyncio.Transport]:
-        connections: Any = {*state.connections, *getattr(state, "lingering", ())}
-        return [connection.transport for connection in connections]
-
-    try:
-        yield Behind(app.state.api, transports)
-    finally:
-        server.close()
-        for transport in transports():
-            transport.abort()
-        await server.wait_closed()
-        await asyncio.gather(*state.tasks, return_exceptions=True)
-        await asyncio.sleep(0)
-
-
-@contextlib.asynccontextmanager
-async def _aiohttp(engine: Engine, config: ServerConfig | None, listener: socket.socket) -> AsyncIterator[Behind]:
-    from aiohttp import web
-
-    from aioengine.server import aiohttp_routes
-
-    app = web.Application()
-    routes = aiohttp_routes(engine, config)
-    app.add_routes(routes)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.SockSite(runner, listener, backlog=2048).start()
-
-    def transports() -> list[asyncio.Transport]:
-        connections = runner.server.connections if runner.server is not None else []
-        return [connection.transport for connection in connections if connection.transport is not None]
-
-    try:
-        yield Behind(inspect.getclosurevars(routes[0].handler).nonlocals["api"], transports)
-    finally:
-        handlers = [task for task in asyncio.all_tasks() if "RequestHandler.start" in repr(task)]
-        for transport in transports():
-            transport.abort()
-        await runner.cleanup()
-        for task in handlers:  # one that lingers over a refused body goes on for 10 s, whatever is cleaned up
-            task.cancel()
-        await asyncio.gather(*handlers, return_exceptions=True)
+    async with Engine(model, seed=1, executor=executor, **(engine or {})) as made:
+        app = app_of(made, "aiohttp" if adapter == "aiohttp" else "starlette", config)
+        state = SharedState(HttpLimits()) if adapter == "serve" else None
+        async with listening(app, state=state, send_buffer=send_buffer) as server:
+            target = Target(adapter, made, executor, server, api_of(app))
+            yield target
+            await target.idle()
+            made.get_tokenizer()  # it is alive
 
 
 @contextlib.contextmanager

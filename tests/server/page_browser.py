@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-import uvicorn
 from playwright.async_api import Browser, ConsoleMessage, Locator, Page, Request, async_playwright, expect
+from server.conftest import listening
 from starlette.applications import Starlette
 from starlette.requests import Request as Asked
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
@@ -41,36 +40,11 @@ async def browser_process() -> AsyncIterator[Browser]:
             await browser.close()
 
 
-class Served:
-    """An ASGI app behind uvicorn on a port of its own: ``async with Served(app) as served``.
-
-    Attributes:
-        origin: "http://127.0.0.1:PORT".
-    """
-
-    def __init__(self, app: Any) -> None:
-        config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off")
-        config.load()
-        self._server = uvicorn.Server(config)
-        self._server.lifespan = config.lifespan_class(config)
-        self._socket = socket.socket()
-        self._is_open = True
-
-    async def __aenter__(self) -> Served:
-        self._socket.bind(("127.0.0.1", 0))
-        self.origin = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
-        # Without `Server.serve`, which takes the signals of the process and ticks in a task of its own.
-        await self._server.startup(sockets=[self._socket])
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
-
-    async def aclose(self) -> None:
-        """Take no more connections, and close those that are there. Idempotent."""
-        if self._is_open:
-            self._is_open = False
-            await self._server.shutdown(sockets=[self._socket])
+@asynccontextmanager
+async def origin_of(app: Any) -> AsyncIterator[str]:
+    """``http://127.0.0.1:PORT``, where an ASGI app is served."""
+    async with listening(app) as server:
+        yield f"http://127.0.0.1:{server.port}"
 
 
 class Tab:
@@ -216,5 +190,5 @@ async def page_of(browser: Browser, app: Any, config: ServerConfig | None = None
         async with Engine(executor=app) as engine, page_of(browser, create_app(engine, config), **options) as tab:
             yield tab
     else:
-        async with Served(app) as served, tab_at(browser, f"{served.origin}/", **options) as tab:
+        async with origin_of(app) as origin, tab_at(browser, f"{origin}/", **options) as tab:
             yield tab

@@ -211,7 +211,7 @@ async def test_a_small_answer_that_nobody_reads_is_not_kept() -> None:
         with await target.connect(receive_buffer=4096) as client:
             await client.send(request_of("GET", "/v1/models"))
             await target.until(lambda: target.num_buffered)
-            await target.until(lambda: not target.behind.transports())
+            await target.until(lambda: not target.transports())
             assert len(await client.read_to_end()) < size
 
 

@@ -119,7 +119,7 @@ async def test_who_leaves_while_its_request_is_held_is_forgotten() -> None:
                 client.leave("reset")
             answers = await asyncio.gather(*[client.answer() for client in clients[1::2]])
             assert {answer.status for answer in answers} == {200}
-            await target.until(lambda: len(target.behind.transports()) == 20)
+            await target.until(lambda: len(target.transports()) == 20)
         assert not errors
         for client in clients[1::2]:
             client.leave()

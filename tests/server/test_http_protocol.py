@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -11,14 +12,12 @@ from typing import Any
 
 import anyio
 import pytest
-from server.conftest import both_loops
+from server.conftest import both_loops, listening
 from server.hostile import Answer, Client
 from server.small_app import SmallApp, SmallEngine
-from uvicorn.config import Config
 from waiting import until
 
 from aioengine.server.config import HttpLimits
-from aioengine.server.errors import ApiError
 from aioengine.server.http_protocol import (
     CLOSE_TIMEOUT_S,
     LINGER_S,
@@ -42,13 +41,10 @@ class Served:
     def __init__(self, limits: HttpLimits) -> None:
         self.engine = SmallEngine()
         self.app = SmallApp(self.engine)
-        self.refused: list[ApiError] = []
-        self.state = SharedState(limits, on_refused=lambda _, fault: self.refused.append(fault))
+        self.statuses: list[int] = []
+        """Of the refusals, as the log tells them."""
+        self.state = SharedState(limits)
         self.port = 0
-
-    @property
-    def statuses(self) -> list[int]:
-        return [fault.status for fault in self.refused]
 
     @property
     def connection(self) -> HttpProtocol:
@@ -58,30 +54,18 @@ class Served:
 
 @asynccontextmanager
 async def served(**limits: Any) -> AsyncIterator[Served]:
-    server = Served(HttpLimits(**limits))
-    config = Config(
-        server.app,
-        http=HttpProtocol,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        proxy_headers=False,
-        timeout_keep_alive=server.state.limits.keep_alive_timeout_s,  # type: ignore[arg-type]
-    )
-    config.load()
-    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listening.bind(("127.0.0.1", 0))
-    loop = asyncio.get_running_loop()
-    accepting = await loop.create_server(
-        lambda: HttpProtocol(config=config, server_state=server.state, app_state={}), sock=listening
-    )
-    server.port = listening.getsockname()[1]
+    server, handler, logger = Served(HttpLimits(**limits)), logging.Handler(), logging.getLogger("aioengine")
+    handler.emit = lambda record: server.statuses.append(record.args[1])  # type: ignore[method-assign, index]
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
     try:
-        yield server
+        async with listening(server.app, state=server.state) as where:
+            server.port = where.port
+            yield server
     finally:
-        accepting.close()
-        server.state.abort()
-        await until(lambda: server.state.is_idle and not server.state.tasks)
+        logger.setLevel(level)
+        logger.removeHandler(handler)
 
 
 @asynccontextmanager
@@ -117,7 +101,7 @@ async def test_a_request_may_come_byte_by_byte_and_its_connection_is_used_again(
             status, headers, body = await client.answer()
             assert (status, json.loads(body)["body"]) == (200, "hello")
             assert "connection" not in headers
-        assert server.refused == []
+        assert server.statuses == []
         kept = server.connection.transport.get_extra_info("socket")
         assert kept.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
@@ -309,7 +293,7 @@ async def test_a_connection_without_a_request_is_closed(begun: bytes) -> None:
         began = asyncio.get_running_loop().time()
         assert await client.read_to_end() == b""
         assert asyncio.get_running_loop().time() - began == pytest.approx(10.0, abs=0.5)
-        assert server.refused == []
+        assert server.statuses == []
 
 
 @virtual_time

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import hashlib
 import re
 from collections.abc import AsyncIterator
@@ -24,7 +25,7 @@ pytest.importorskip("playwright.async_api", reason="the page is tested with play
 
 from contract.ways import has_load
 from playwright.async_api import Browser, Route, expect
-from server.page_browser import CHROMIUM, Served, Tab, Talker, app_that_says, browser_process, event, page_of, tab_at
+from server.page_browser import CHROMIUM, Tab, Talker, app_that_says, browser_process, event, origin_of, page_of, tab_at
 from waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -254,8 +255,8 @@ async def test_the_end_stays_in_sight_unless_somebody_reads_further_up(browser: 
 async def test_a_busy_server_is_said_to_be_and_can_be_asked_again(browser: Browser) -> None:
     device = Talker(" and on", is_endless=True, step_time_s=0.005)
     only_one = ServerConfig(max_concurrent_requests=1)
-    async with Engine(executor=device) as engine, Served(create_app(engine, only_one)) as served:
-        url = f"{served.origin}/"
+    async with Engine(executor=device) as engine, origin_of(create_app(engine, only_one)) as origin:
+        url = f"{origin}/"
         async with tab_at(browser, url) as first, tab_at(browser, url, complaints=FAILED_TO_LOAD) as tab:
             await first.ask("Talk")
             await expect(first.answers).to_contain_text("and on")
@@ -299,13 +300,14 @@ async def test_an_answer_that_fails_half_way_says_so(browser: Browser) -> None:
 
 @in_depth
 async def test_a_server_that_has_gone_is_missed(browser: Browser, engine: Engine) -> None:
-    served = Served(create_app(engine))
-    async with served, tab_at(browser, f"{served.origin}/", complaints=FAILED_TO_LOAD) as tab:
-        await expect(tab.plot("Requests")).to_contain_text("running 0")
-        await served.aclose()
-        await tab.ask("Hello?")
-        await expect(tab.failure).to_contain_text("The server does not answer")
-        await expect(tab.page.get_by_role("status")).to_contain_text("The server does not answer")
+    async with contextlib.AsyncExitStack() as server:
+        origin = await server.enter_async_context(origin_of(create_app(engine)))
+        async with tab_at(browser, f"{origin}/", complaints=FAILED_TO_LOAD) as tab:
+            await expect(tab.plot("Requests")).to_contain_text("running 0")
+            await server.aclose()
+            await tab.ask("Hello?")
+            await expect(tab.failure).to_contain_text("The server does not answer")
+            await expect(tab.page.get_by_role("status")).to_contain_text("The server does not answer")
 
 
 @in_depth
@@ -561,7 +563,7 @@ async def test_a_hidden_page_asks_for_no_numbers(browser: Browser, engine: Engin
 @in_depth
 async def test_it_works_below_a_prefix_and_asks_for_nothing_above_it(browser: Browser, engine: Engine) -> None:
     app = Starlette(routes=[Mount("/ai", create_app(engine))])
-    async with Served(app) as served, tab_at(browser, f"{served.origin}/ai/") as tab:
+    async with origin_of(app) as origin, tab_at(browser, f"{origin}/ai/") as tab:
         await tab.set("Temperature", "0")
         await tab.ask("What is 8 + 7?")
         await expect(tab.answers).to_have_text("8 + 7 = 15.")

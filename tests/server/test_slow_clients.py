@@ -110,7 +110,7 @@ async def test_a_whole_answer_of_megabytes_that_nobody_reads_is_not_kept(adapter
             def is_cut() -> Any:
                 nonlocal most
                 most = max(most, target.num_buffered)
-                return target.behind.api._metrics_of_http.cut.value == 1
+                return target.api._metrics_of_http.cut.value == 1
 
             await target.until(is_cut)
             assert 0 < most <= 4 * WHOLE_BYTES
@@ -138,7 +138,7 @@ async def test_a_whole_answer_of_megabytes_reaches_who_reads_slowly(adapter: Ada
 @each_adapter
 async def test_who_asks_again_and_again_and_reads_nothing_costs_a_bounded_buffer(adapter: Adapter) -> None:
     async with served(adapter, ServerConfig(write_timeout_s=0.3), send_buffer=SMALL_BUFFER) as target:
-        http = target.behind.api._metrics_of_http
+        http = target.api._metrics_of_http
         size = len((await target.ask("/metrics")).body)
         assert 2**18 // 16 < size <= WHOLE_BYTES, "the answers are to fill the buffer, and each to be given at once"
         with await target.connect(receive_buffer=SMALL_BUFFER) as client:
@@ -151,7 +151,7 @@ async def test_who_asks_again_and_again_and_reads_nothing_costs_a_bounded_buffer
             if adapter == "serve":
                 await target.until(lambda: http.cut.value == 1)
             if adapter != "uvicorn":  # aiohttp writes by itself, and no metric counts it
-                await target.until(lambda: not target.behind.transports())
+                await target.until(lambda: not target.transports())
             assert http.gone.value == 0
 
 
@@ -217,7 +217,7 @@ async def test_chunks_without_end_are_refused_when_they_are_too_many(
             answer = await client.answer()
             assert (answer.status, answer.error["code"]) == (413, "request_too_large")
             flooding.cancel()
-        await target.until(lambda: not target.behind.api._bodies._num_bytes)
+        await target.until(lambda: not target.api._bodies._num_bytes)
 
 
 @each_adapter
@@ -278,7 +278,7 @@ async def test_hundreds_of_large_bodies_at_once_are_held_to_a_bound(adapter: Ada
     whole = request_of("POST", "/tokenize", {"prompt": "x" * (2**15 - 20)})
     num_clients, num_held_back = 500, 10
     async with served(adapter, config) as target, Tasks() as tasks:
-        bodies, http = target.behind.api._bodies, target.behind.api._metrics_of_http
+        bodies, http = target.api._bodies, target.api._metrics_of_http
         others_have_come = asyncio.Event()
         most = 0
 
