@@ -107,7 +107,7 @@ def _activation(i: Inputs) -> Iterator[Case]:
         yield Case(
             operation="gated_activation",
             size=f"[{tokens}, 2 · {i.sizes.intermediate}]",
-            call=lambda f, x=x: f(x, "silu"),
+            call=lambda f, x=x: f(x),
             num_bytes=1.5 * x.nbytes,
         )
 
@@ -124,7 +124,7 @@ def _rotation(i: Inputs) -> Iterator[Case]:
             yield Case(
                 operation="rotate_and_write",
                 size=f"{tokens} tokens of {s.heads} + 2 · {s.kv_heads} heads of {s.head_dim}{name}",
-                call=lambda f, *, a=(qkv, positions, positions, table, qk_weight, 1e-6, *caches): f(*a, 1.0, 1.0),
+                call=lambda f, *, a=(qkv, positions, positions, table, qk_weight, 1e-6, *caches): f(*a),
                 num_bytes=2 * qkv.nbytes,
             )
 
@@ -146,9 +146,6 @@ def _decode_attention(i: Inputs) -> Iterator[Case]:
                     *a,
                     scale=s.head_dim**-0.5,
                     window=None,
-                    soft_cap=0.0,
-                    k_scale=1.0,
-                    v_scale=1.0,
                     num_splits=n,
                     max_context=c,
                 ),
@@ -175,7 +172,7 @@ def _prefill_attention(i: Inputs) -> Iterator[Case]:
     yield Case(
         operation="attend_prefill",
         size=f"one prompt of {s.prefill}",
-        call=lambda f: f(*arguments, scale=s.head_dim**-0.5, window=None, soft_cap=0.0, k_scale=1.0, v_scale=1.0),
+        call=lambda f: f(*arguments, scale=s.head_dim**-0.5, window=None),
         num_bytes=2 * q.nbytes + 2 * s.prefill * s.kv_heads * s.head_dim * q.element_size(),
         flops=2 * s.prefill**2 * s.heads * s.head_dim,
     )

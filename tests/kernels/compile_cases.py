@@ -139,14 +139,17 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def of_layers() -> Iterator[Launch]:
-    for rows, width, kind, dtype in (
-        *((1, 14336, "silu", BF16), (64, 14336, "silu", BF16), (64, 3072, "silu", BF16)),
-        *((64, 14336, "gelu_tanh", FP16), (64, 14336, "silu", FP32)),
+    for rows, width, dtype in (
+        (1, 14336, BF16),
+        (64, 14336, BF16),
+        (64, 3072, BF16),
+        (64, 14336, FP16),
+        (64, 14336, FP32),
     ):
         gate_up = floats(rows, 2 * width, dtype=dtype)
         yield Launch(
-            name=f"{rows} rows of {width}, {kind}, {name_of(dtype)}",
-            run=lambda gate_up=gate_up, kind=kind: ops.gated_activation(gate_up, kind),
+            name=f"{rows} rows of {width}, {name_of(dtype)}",
+            run=lambda gate_up=gate_up: ops.gated_activation(gate_up),
         )
     for width, dtype in ((4096, BF16), (1024, BF16), (5120, FP16), (4096, FP32)):
         x, weight = floats(64, width, dtype=dtype), floats(width, dtype=dtype)
@@ -167,7 +170,7 @@ def of_layers() -> Iterator[Launch]:
             yield Launch(
                 name=f"{heads}/{kv_heads} heads of {head_dim}{', normalised' * has_norm}, {name_of(dtype)}, "
                 f"cache {name_of(cache)}",
-                run=lambda tensors=tensors, keys=keys: ops.rotate_and_write(*tensors, 1e-5, keys, keys, 1.0, 1.0),
+                run=lambda tensors=tensors, keys=keys: ops.rotate_and_write(*tensors, 1e-5, keys, keys),
             )
 
 
@@ -213,48 +216,48 @@ def of_sampling() -> Iterator[Launch]:
 
 
 def of_decode() -> Iterator[Launch]:
-    for heads, kv_heads, head_dim, dtype, cache, is_split, soft_cap in (
-        (32, 8, 128, BF16, BF16, False, 0.0),
-        (32, 8, 128, BF16, BF16, True, 0.0),
-        (16, 8, 128, BF16, BF16, False, 0.0),
-        (32, 8, 128, BF16, FP8, False, 0.0),
-        (32, 8, 128, FP32, FP32, False, 0.0),
-        (32, 8, 64, FP16, FP16, True, 0.0),
-        (32, 32, 80, BF16, BF16, False, 0.0),
-        (32, 32, 96, BF16, BF16, False, 0.0),
-        (16, 8, 256, BF16, BF16, False, 50.0),
-        (16, 8, 256, BF16, FP8, False, 50.0),
-        (16, 8, 256, FP32, FP32, True, 50.0),
-        (32, 8, 128, FP32, FP8, False, 0.0),
-        (71, 1, 64, BF16, BF16, True, 0.0),
-        (64, 1, 256, BF16, BF16, False, 0.0),
-        (64, 1, 256, BF16, FP8, False, 0.0),
-        (128, 1, 256, BF16, BF16, True, 0.0),
-        (128, 1, 256, BF16, FP8, False, 0.0),
-        (128, 1, 128, BF16, BF16, False, 0.0),
+    for heads, kv_heads, head_dim, dtype, cache, is_split in (
+        (32, 8, 128, BF16, BF16, False),
+        (32, 8, 128, BF16, BF16, True),
+        (16, 8, 128, BF16, BF16, False),
+        (32, 8, 128, BF16, FP8, False),
+        (32, 8, 128, FP32, FP32, False),
+        (32, 8, 64, FP16, FP16, True),
+        (32, 32, 80, BF16, BF16, False),
+        (32, 32, 96, BF16, BF16, False),
+        (16, 8, 256, BF16, BF16, False),
+        (16, 8, 256, BF16, FP8, False),
+        (16, 8, 256, FP32, FP32, True),
+        (32, 8, 128, FP32, FP8, False),
+        (71, 1, 64, BF16, BF16, True),
+        (64, 1, 256, BF16, BF16, False),
+        (64, 1, 256, BF16, FP8, False),
+        (128, 1, 256, BF16, BF16, True),
+        (128, 1, 256, BF16, FP8, False),
+        (128, 1, 128, BF16, BF16, False),
     ):
         kernel = DECODE_IN_SPLITS if is_split else DECODE
-        yield from attention(kernel, heads, kv_heads, head_dim, dtype, cache, None, soft_cap)
+        yield from attention(kernel, heads, kv_heads, head_dim, dtype, cache, None)
 
 
 def of_prefill() -> Iterator[Launch]:
-    for heads, kv_heads, head_dim, dtype, cache, window, soft_cap in (
-        (32, 8, 128, BF16, BF16, None, 0.0),
-        (16, 8, 128, BF16, BF16, None, 0.0),
-        (32, 8, 128, BF16, BF16, 4096, 0.0),
-        (32, 8, 128, BF16, FP8, None, 0.0),
-        (32, 8, 128, FP32, FP32, None, 0.0),
-        (32, 8, 128, FP32, FP8, None, 0.0),
-        (71, 1, 64, BF16, BF16, None, 0.0),
-        (32, 8, 64, FP16, FP16, None, 0.0),
-        (32, 32, 80, BF16, BF16, None, 0.0),
-        (32, 32, 96, BF16, BF16, 2047, 0.0),
-        (16, 8, 256, BF16, BF16, None, 50.0),
-        (16, 8, 256, BF16, BF16, 4096, 50.0),
-        (16, 8, 256, BF16, FP8, 4096, 50.0),
-        (16, 8, 256, FP32, FP32, 4096, 50.0),
+    for heads, kv_heads, head_dim, dtype, cache, window in (
+        (32, 8, 128, BF16, BF16, None),
+        (16, 8, 128, BF16, BF16, None),
+        (32, 8, 128, BF16, BF16, 4096),
+        (32, 8, 128, BF16, FP8, None),
+        (32, 8, 128, FP32, FP32, None),
+        (32, 8, 128, FP32, FP8, None),
+        (71, 1, 64, BF16, BF16, None),
+        (32, 8, 64, FP16, FP16, None),
+        (32, 32, 80, BF16, BF16, None),
+        (32, 32, 96, BF16, BF16, 2047),
+        (16, 8, 256, BF16, BF16, None),
+        (16, 8, 256, BF16, BF16, 4096),
+        (16, 8, 256, BF16, FP8, 4096),
+        (16, 8, 256, FP32, FP32, 4096),
     ):
-        yield from attention(PREFILL, heads, kv_heads, head_dim, dtype, cache, window, soft_cap)
+        yield from attention(PREFILL, heads, kv_heads, head_dim, dtype, cache, window)
 
 
 def attention(
@@ -265,12 +268,11 @@ def attention(
     dtype: torch.dtype,
     cache: torch.dtype,
     window: int | None,
-    soft_cap: float,
 ) -> Iterator[Launch]:
     """A launch for each choice that may be made on Hopper, the default one first."""
     q, keys = floats(3, heads, head_dim, dtype=dtype), floats(64, 16, kv_heads, head_dim, dtype=cache)
     tensors = (q, keys, keys, ints(9, 513))
-    keywords = {"scale": 0.1, "window": window, "soft_cap": soft_cap, "k_scale": 1.0, "v_scale": 1.0}
+    keywords = {"scale": 0.1, "window": window}
     shape = AttentionShape.of(q, keys)
 
     def run() -> None:
@@ -282,7 +284,7 @@ def attention(
                 *tensors, ints(3, 3), torch.empty_like(q), **keywords, num_splits=num_splits, max_context=8192
             )
 
-    features = (", window" if window else "") + (", capped" if soft_cap else "")
+    features = ", window" if window else ""
     for choice in candidates(kernel, shape, 90):
         constants = "/".join(str(size) for _, size in choice.constants)
         yield Launch(

@@ -105,7 +105,7 @@ class Storm:
         x = torch.empty(num_tokens, m.hidden, dtype=BF16)
         ops.rms_norm(x, x.new_empty(m.hidden), 1e-5)
         ops.add_rms_norm(x, torch.empty_like(x), x.new_empty(m.hidden), 1e-5)
-        ops.gated_activation(x.new_empty(num_tokens, 2 * m.intermediate), "silu")
+        ops.gated_activation(x.new_empty(num_tokens, 2 * m.intermediate))
         rows = self.view(max(num_decodes + num_tiles, 1), 4)
         _, positions, slots = ops.gather_tokens(rows, self.history, self.block_tables, 16, num_tokens)
         num_rotated = m.num_heads + m.num_kv_heads
@@ -113,9 +113,9 @@ class Storm:
         rope = x.new_empty(m.max_len, 2 * m.head_dim)
         weight = x.new_empty(num_rotated, m.head_dim) if m.has_norm else None
         caches = self.caches[2], self.caches[3]
-        q = ops.rotate_and_write(qkv, positions, slots, rope, weight, 1e-5, *caches, 1.0, 1.0)
+        q = ops.rotate_and_write(qkv, positions, slots, rope, weight, 1e-5, *caches)
         rest = (q, *caches, self.block_tables)
-        keywords: dict[str, Any] = {"scale": 0.1, "window": m.window, "soft_cap": 0.0, "k_scale": 1.0, "v_scale": 1.0}
+        keywords: dict[str, Any] = {"scale": 0.1, "window": m.window}
         out = torch.empty_like(q)
         decodes = self.view(num_decodes, 3)
         ops.attend_decode(*rest, decodes, out, **keywords, num_splits=num_splits, max_context=max_context)

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
-import pytest
 import torch
+from kernels import harness
+from kernels.harness import DEVICE
 from torch import Tensor
 
-from aioengine.errors import InternalError
-
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
-FLOAT8 = torch.float8_e4m3fn
-# float32 is a few units in the last place of sums of some hundred products; the others round weights and results, too.
-TOLERANCES = {torch.float32: 5e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 NO_BLOCK = 2**31 - 1
 """In a table: far outside any cache, so that reading it ends the process."""
 
@@ -82,66 +74,5 @@ def paged_case(
 
 
 def assert_close(computed: Tensor, expected: Tensor) -> None:
-    """With NaN where there is to be NaN: on lines that are not written."""
-    tolerance = TOLERANCES[expected.dtype]
-    torch.testing.assert_close(computed, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
-
-
-def assert_refused(attend: Any, case: PagedCase, lines: Tensor, keywords: dict[str, Any]) -> None:
-    """That wrong tensors among the five first arguments and the output are refused, and by what is wrong."""
-    right = {
-        **{"q": case.q, "k_cache": case.k_cache, "v_cache": case.v_cache},
-        **{"block_tables": case.block_tables, "lines": lines, "out": case.out},
-    }
-    head_dim = case.q.shape[2]
-    wrong: list[tuple[str, Tensor, str]] = [
-        ("q", case.q.double(), "q is torch.float64"),
-        ("q", case.q[:, :1].repeat(1, 3, 1), "3 query heads cannot share 2"),
-        ("q", case.q.transpose(0, 1).contiguous().transpose(0, 1), "strides"),
-        ("q", case.q[..., :-1].contiguous(), f"heads of {head_dim - 1}"),
-        ("k_cache", case.k_cache.half(), "k_cache is torch.float16"),
-        ("k_cache", case.k_cache[..., :-8].contiguous(), "k_cache has shape"),
-        ("k_cache", case.k_cache.transpose(1, 2).contiguous().transpose(1, 2), "strides"),
-        ("v_cache", case.v_cache[:-1], "v_cache has shape"),
-        ("v_cache", case.v_cache.to(FLOAT8), "v_cache is torch.float8"),
-        ("v_cache", case.v_cache.to("meta"), "v_cache is on meta"),
-        ("block_tables", case.block_tables.long(), "block_tables is torch.int64"),
-        ("block_tables", case.block_tables[:, ::2], "strides"),
-        ("lines", lines.long(), "is torch.int64"),
-        ("lines", lines[:, :2].contiguous(), "has shape"),
-        ("out", case.out.half(), "out is torch.float16"),
-        ("out", case.out[:-1], "out has shape"),
-    ]
-    for name, tensor, message in wrong:
-        with pytest.raises(InternalError, match=message):
-            attend(*{**right, name: tensor}.values(), **keywords)
-    with pytest.raises(InternalError, match="window is 0"):
-        attend(*right.values(), **{**keywords, "window": 0})
-    assert case.out.isnan().all()
-
-
-def make_bfloat16_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter multiplies the bits of bfloat16 as if they were integers, and cuts it off instead of rounding."""
-    if DEVICE != "cpu":
-        return
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    dtypes = {tl.float32: torch.float32, tl.bfloat16: torch.bfloat16, tl.float16: torch.float16, tl.float8e4nv: FLOAT8}
-    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-
-    def convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
-        values = torch.from_numpy(np.ascontiguousarray(data).view(f"i{source.primitive_bitwidth // 8}"))
-        converted = values.view(dtypes[source]).to(dtypes[target])
-        return converted.view(words[converted.itemsize]).numpy().view(f"u{converted.itemsize}")
-
-    def multiply(builder: Any, a: Any, b: Any, total: Any, *options: Any) -> Any:
-        a, b = (convert(x.data, tl.bfloat16, tl.float32, None).view(np.float32) for x in (a, b))
-        return interpreter.TensorHandle(a @ b + total.data, tl.float32)
-
-    def dot(builder: Any, a: Any, b: Any, total: Any, *options: Any) -> Any:
-        return (multiply if a.dtype.scalar == tl.bfloat16 else as_it_was)(builder, a, b, total, *options)
-
-    as_it_was = interpreter.InterpreterBuilder.create_dot
-    monkeypatch.setattr(interpreter, "_convert_float", convert)
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+    """Of sums of some hundred products, with weights and results rounded."""
+    harness.assert_close(computed, expected, factor=2)

@@ -3,12 +3,12 @@ them."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from kernels.harness import DEVICE
 from sampler.batch import Asking, rows_of
 from torch import Tensor
 
@@ -16,7 +16,6 @@ from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, Sam
 from aioengine.sampler.rows import RuledRows
 from aioengine.sampling_params import FILTERS, PENALTIES
 
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
 FOREVER = 2**31 - 1
 NEUTRAL = {**FILTERS, **PENALTIES, SampleRow.MASK: -1, SampleRow.FLAGS: SampleFlag.FIRST}
 PADDING = {SampleRow.LOGITS_ROW: -1, SampleRow.ROW: -1, "repetition_penalty": 2.0, SampleRow.FLAGS: 3}
@@ -103,11 +102,6 @@ def places_of(requests: Sequence[Asking], seed: int = 0) -> OnCpu:
             }
         )
     return OnCpu(Places(make_samples(*samples), sample_of_row, torch.from_numpy(ruled.history.copy())), ruled)
-
-
-def assert_same(made: Tensor, expected: Tensor) -> None:
-    """To the last bit, NaN where NaN is."""
-    torch.testing.assert_close(made, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def strange_logits(*shape: int, seed: int) -> Tensor:

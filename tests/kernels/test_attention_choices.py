@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.paged_cases import DEVICE, PagedCase, assert_close, paged_case
+from kernels.harness import DEVICE, int32, quiet_numpy
+from kernels.paged_cases import PagedCase, assert_close, paged_case
 
 from aioengine.kernels.attention import paged_decode, paged_prefill
 from aioengine.kernels.attention.choices import (
@@ -32,7 +33,7 @@ from aioengine.kernels.torch import attention as reference_attention
 
 FP16 = torch.float16
 CPU = torch.device("cpu")
-KEYWORDS: dict[str, Any] = {"scale": 0.11, "window": None, "soft_cap": 0.0, "k_scale": 1.0, "v_scale": 1.0}
+KEYWORDS: dict[str, Any] = {"scale": 0.11, "window": None}
 SHAPES = [
     AttentionShape(head_dim, group, 2, element_size, cache_element_size, 16)
     for head_dim in (16, 64, 80, 128, 192, 256)
@@ -41,8 +42,7 @@ SHAPES = [
 ]
 SERVED = AttentionShape(128, 3, 1, 2, 2, 16)
 
-# numpy's, in the interpreter, where infinities are meant.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = quiet_numpy
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +76,7 @@ def case_of(num_tokens: int, context: int) -> PagedCase:
 
 
 def decode(case: PagedCase, num_splits: int, attend: Any = paged_decode.attend_decode) -> torch.Tensor:
-    decodes = torch.tensor([[0, 0, 300]], dtype=torch.int32, device=DEVICE)
+    decodes = int32([[0, 0, 300]])
     out = case.out.clone()
     attend(*case.tensors(), decodes, out, **KEYWORDS, num_splits=num_splits, max_context=300)
     return out
@@ -87,7 +87,7 @@ def prefill(case: PagedCase, attend: Any = paged_prefill.attend_prefill) -> torc
     tile = prefill_tile(3, 1, 128)
     lines = [[0, 0, tile, 10], [0, tile, 9, 10 + tile]]
     out = case.out.clone()
-    attend(*case.tensors(), torch.tensor(lines, dtype=torch.int32, device=DEVICE), out, **KEYWORDS)
+    attend(*case.tensors(), int32(lines), out, **KEYWORDS)
     return out
 
 

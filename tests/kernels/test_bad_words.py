@@ -8,17 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernels.rule_batch import FOREVER, PADDING, assert_same, make_samples, places_of, run
+from kernels.harness import BOTH, assert_same
+from kernels.rule_batch import FOREVER, PADDING, make_samples, places_of, run
 from sampler.batch import Asking, asking, random_logits
 from torch import Tensor
 
-from aioengine.errors import InternalError
 from aioengine.kernels.sampling.sample_rows import SampleFlag, SampleRow
-from aioengine.kernels.torch import rules as reference_rules
 from aioengine.sampler import rules
-
-bad_words = pytest.importorskip("aioengine.kernels.sampling.bad_words")
-edits = pytest.importorskip("aioengine.kernels.sampling.edits")
 
 
 def ints(*values: int) -> Tensor:
@@ -54,13 +50,9 @@ def random_requests(seed: int, vocab: int) -> list[Asking]:
     return requests
 
 
-@pytest.mark.parametrize(
-    ("edit", "words"),
-    [(edits, bad_words), (reference_rules, reference_rules)],
-    ids=["triton", "oracle"],
-)
+@BOTH
 @pytest.mark.parametrize(("vocab", "seed"), [(7, 0), (123, 1), (123, 2)])
-def test_masks_and_biases_are_those_of_the_cpu(edit: Any, words: Any, vocab: int, seed: int) -> None:
+def test_masks_and_biases_are_those_of_the_cpu(ops: Any, vocab: int, seed: int) -> None:
     requests = random_requests(seed, vocab)
     places, ruled = places_of(requests, seed)
     rows = ruled.history_rows.tolist()
@@ -71,7 +63,7 @@ def test_masks_and_biases_are_those_of_the_cpu(edit: Any, words: Any, vocab: int
     word_values = torch.full((len(begun),), torch.nan)
     word_rows = ints(*(row for row, _ in begun))
     run(
-        words.ends_of_bad_words,
+        ops.ends_of_bad_words,
         places.samples,
         places.sample_of_row,
         places.history,
@@ -91,14 +83,14 @@ def test_masks_and_biases_are_those_of_the_cpu(edit: Any, words: Any, vocab: int
     raw = random_logits(len(requests), vocab, seed=seed)
     made, expected = raw.clone(), raw.clone()
     where = (places.samples, places.sample_of_row, ints(*edit_rows), ints(*tokens))
-    run(edit.edit_logits, made, *where, torch.tensor(values), ints(*until))
+    run(ops.edit_logits, made, *where, torch.tensor(values), ints(*until))
     rules.mask(expected, ruled)
     rules.add_biases(expected, ruled)
     assert_same(made, expected)
 
 
-@pytest.mark.parametrize("words", [bad_words, reference_rules], ids=["triton", "oracle"])
-def test_long_words_and_many_words_are_compared_to_their_beginnings(words: Any) -> None:
+@BOTH
+def test_long_words_and_many_words_are_compared_to_their_beginnings(ops: Any) -> None:
     history = torch.arange(90, dtype=torch.int32).view(2, 45)
     samples = make_samples(
         {SampleRow.LOGITS_ROW: 0, SampleRow.ROW: 1, SampleRow.END: 40, SampleRow.OUTPUT_POSITION: 38}
@@ -108,13 +100,13 @@ def test_long_words_and_many_words_are_compared_to_their_beginnings(words: Any) 
     begins = [tuple(output), tuple(same_but_first), (46, *output), tuple(output[-1:]), (84, 85), *[(84,)] * 70]
     values = torch.full((len(begins),), torch.nan)
     rows = torch.ones(len(begins), dtype=torch.int32)
-    run(words.ends_of_bad_words, samples, ints(-1, 0), history, rows, *flat(begins), values)
+    run(ops.ends_of_bad_words, samples, ints(-1, 0), history, rows, *flat(begins), values)
     assert (values == -torch.inf).tolist() == [True, False, False, True, False, *[True] * 70]
     assert values[[1, 2, 4]].tolist() == [0, 0, 0]
 
 
-@pytest.mark.parametrize("words", [bad_words, reference_rules], ids=["triton", "oracle"])
-def test_only_first_samples_of_lines_count(words: Any) -> None:
+@BOTH
+def test_only_first_samples_of_lines_count(ops: Any) -> None:
     same = {SampleRow.END: 3, SampleRow.OUTPUT_POSITION: 3}
     samples = make_samples(
         {SampleRow.LOGITS_ROW: 0, SampleRow.FLAGS: SampleFlag.LOGPROBS, **same},
@@ -123,33 +115,5 @@ def test_only_first_samples_of_lines_count(words: Any) -> None:
     )
     history = torch.zeros(3, 4, dtype=torch.int32)
     values = torch.full((3,), torch.nan)
-    run(words.ends_of_bad_words, samples, ints(0, 1, 2), history, ints(0, 1, 2), *flat([(0,)] * 3), values)
+    run(ops.ends_of_bad_words, samples, ints(0, 1, 2), history, ints(0, 1, 2), *flat([(0,)] * 3), values)
     assert values.tolist() == [0, 0, -math.inf]
-
-
-def test_no_words_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bad_words, "_ends_of_bad_words_kernel", None)
-    history = torch.zeros(1, 1, dtype=torch.int32)
-    run(bad_words.ends_of_bad_words, make_samples({}), ints(0), history, ints(), ints(0), ints(), torch.empty(0))
-
-
-@pytest.mark.parametrize(
-    ("argument", "wrong"),
-    [
-        (0, torch.zeros(1, 15, dtype=torch.int32)),
-        (1, torch.zeros(2)),
-        (2, torch.zeros(2, 4, dtype=torch.int64)),
-        (2, torch.zeros(4, 2, dtype=torch.int32).T),
-        (3, ints(0, 0, 0)),
-        (4, ints(0, 1)),
-        (5, torch.zeros(4, dtype=torch.int32)[::2]),
-        (6, torch.zeros(2, dtype=torch.float64)),
-    ],
-)
-def test_other_tensors_are_refused(argument: int, wrong: Tensor) -> None:
-    history = torch.zeros(2, 4, dtype=torch.int32)
-    arguments = [make_samples({}), ints(0, 0), history, ints(0, 0), ints(0, 1, 2), ints(0, 0), torch.zeros(2)]
-    run(bad_words.ends_of_bad_words, *arguments)
-    arguments[argument] = wrong
-    with pytest.raises(InternalError):
-        run(bad_words.ends_of_bad_words, *arguments)

@@ -10,7 +10,6 @@ import torch
 from sampler.batch import chi_square_is_plausible, expected_probabilities, make_rows, random_logits
 from torch import Tensor
 
-from aioengine.errors import InternalError
 from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleRow, Status, param_of
 from aioengine.kernels.torch import sampling as reference_sampling
 from aioengine.sampler import SamplingRows, sample
@@ -245,40 +244,6 @@ def test_very_cold_samples() -> None:
     rows = make_rows(4, temperature=[1e-3, 1e-20, 1e-40, 1e-40], top_p=[1, 1, 1, 0.5])
     logits = random_logits(4, 123, seed=11) + 1000
     assert check(logits, samples_of(rows))[0] == logits.argmax(dim=1).tolist()
-
-
-def test_no_samples_are_no_launch() -> None:
-    samples = torch.zeros(0, SAMPLE_WORDS, dtype=torch.int32)
-    for operations in (draw_file, reference_sampling):
-        token_ids, _ = draw_with(operations, torch.zeros(2, 7), samples)
-        assert not len(token_ids)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"logits": torch.zeros(2, 7, dtype=torch.bfloat16)},
-        {"logits": torch.zeros(7, 2).t()},
-        {"logits": torch.zeros(2, 0)},
-        {"samples": torch.zeros(2, 15, dtype=torch.int32)},
-        {"samples": torch.zeros(2, 16)},
-        {"masks": torch.zeros(2, 2, dtype=torch.int32)},
-        {"token_ids": torch.zeros(2, dtype=torch.int64)},
-        {"status": torch.zeros(3, dtype=torch.int32)},
-        {"status": torch.zeros(4, dtype=torch.int32)[::2]},
-    ],
-    ids=str,
-)
-def test_what_the_kernels_would_misread_is_refused(wrong: dict[str, Tensor]) -> None:
-    given = {
-        "logits": torch.zeros(2, 7),
-        "samples": torch.zeros(2, SAMPLE_WORDS, dtype=torch.int32),
-        "masks": torch.zeros(2, 1, dtype=torch.int32),
-        "token_ids": torch.zeros(2, dtype=torch.int32),
-        "status": torch.zeros(2, dtype=torch.int32),
-    }
-    with pytest.raises(InternalError, match=next(iter(wrong))):
-        draw_file.draw(**{**given, **wrong}, has_filters=False, is_greedy=False)
 
 
 def test_constants_are_the_samplers() -> None:

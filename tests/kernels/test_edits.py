@@ -8,14 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernels.rule_batch import FOREVER, PADDING, Places, assert_same, make_samples, random_places, run, strange_logits
+from kernels.harness import BOTH, assert_same
+from kernels.rule_batch import FOREVER, PADDING, Places, make_samples, random_places, run, strange_logits
 from torch import Tensor
 
-from aioengine.errors import InternalError
-from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow
-from aioengine.kernels.torch import rules as reference_rules
-
-edits = pytest.importorskip("aioengine.kernels.sampling.edits")
+from aioengine.kernels.sampling.sample_rows import SampleFlag, SampleRow
 
 
 def random_edits(seed: int, num_edits: int, num_rows: int, vocab: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -44,22 +41,22 @@ def edited(logits: Tensor, places: Places, rows: Tensor, tokens: Tensor, values:
     return made
 
 
-@pytest.mark.parametrize("module", [edits, reference_rules], ids=["triton", "oracle"])
+@BOTH
 @pytest.mark.parametrize(("num_edits", "vocab", "seed"), [(1, 7, 0), (7, 1, 1), (123, 123, 2), (300, 50, 3)])
-def test_edits_are_what_a_loop_makes(module: Any, num_edits: int, vocab: int, seed: int) -> None:
+def test_edits_are_what_a_loop_makes(ops: Any, num_edits: int, vocab: int, seed: int) -> None:
     places = random_places(seed)
     logits = strange_logits(4, vocab, seed=seed).round()
     logits[0, :3] = torch.tensor([torch.inf, torch.nan, -torch.inf])[:vocab]
     rows, tokens, values, until = random_edits(seed, num_edits, len(places.sample_of_row), vocab)
     made = logits.clone()
-    run(module.edit_logits, made, places.samples, places.sample_of_row, rows, tokens, values, until)
+    run(ops.edit_logits, made, places.samples, places.sample_of_row, rows, tokens, values, until)
     assert_same(made, edited(logits, places, rows, tokens, values, until))
 
 
-@pytest.mark.parametrize("module", [edits, reference_rules], ids=["triton", "oracle"])
+@BOTH
 @pytest.mark.parametrize("is_mask_first", [False, True])
 @pytest.mark.parametrize("apart", [1, 200])
-def test_a_mask_wins_over_anything(module: Any, is_mask_first: bool, apart: int) -> None:
+def test_a_mask_wins_over_anything(ops: Any, is_mask_first: bool, apart: int) -> None:
     """In one program or in two, whichever comes first."""
     places = Places(make_samples({SampleRow.LOGITS_ROW: 0}), torch.tensor([0], dtype=torch.int32), torch.empty(0))
     was = torch.tensor([[1.0, torch.nan, torch.inf, -torch.inf, 3e38]])
@@ -70,12 +67,12 @@ def test_a_mask_wins_over_anything(module: Any, is_mask_first: bool, apart: int)
     values = torch.tensor([-torch.inf, 3e38] if is_mask_first else [3e38, -torch.inf]).repeat(len(rows), 1)
     lists = [x.T.contiguous().view(-1) for x in (rows, tokens, values, torch.full_like(rows, FOREVER))]
     logits = was.clone()
-    run(module.edit_logits, logits, places.samples, places.sample_of_row, *lists)
+    run(ops.edit_logits, logits, places.samples, places.sample_of_row, *lists)
     assert logits.tolist() == [[-math.inf] * 5]
 
 
-@pytest.mark.parametrize("module", [edits, reference_rules], ids=["triton", "oracle"])
-def test_only_first_samples_of_lines_count(module: Any) -> None:
+@BOTH
+def test_only_first_samples_of_lines_count(ops: Any) -> None:
     samples = make_samples(
         {SampleRow.LOGITS_ROW: 0, SampleRow.FLAGS: SampleFlag.LOGPROBS}, PADDING, {SampleRow.LOGITS_ROW: 1}
     )
@@ -83,39 +80,5 @@ def test_only_first_samples_of_lines_count(module: Any) -> None:
     rows, tokens = torch.tensor([0, 1, 2], dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
     logits = torch.zeros(2, 3)
     until = torch.full((3,), FOREVER, dtype=torch.int32)
-    run(module.edit_logits, logits, samples, sample_of_row, rows, tokens, torch.ones(3), until)
+    run(ops.edit_logits, logits, samples, sample_of_row, rows, tokens, torch.ones(3), until)
     assert logits.tolist() == [[0, 0, 0], [1, 0, 0]]
-
-
-def test_nothing_to_edit_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(edits, "_edit_logits_kernel", None)
-    ids = torch.empty(0, dtype=torch.int32)
-    for num_logits_rows, num_samples, num_edits in ((2, 2, 0), (0, 2, 3), (2, 0, 3)):
-        logits, samples = torch.zeros(num_logits_rows, 5), torch.zeros(num_samples, SAMPLE_WORDS, dtype=torch.int32)
-        lists = [torch.zeros(num_edits, dtype=torch.int32) for _ in range(3)]
-        run(edits.edit_logits, logits, samples, ids, *lists[:2], torch.zeros(num_edits), lists[2])
-
-
-@pytest.mark.parametrize(
-    ("argument", "wrong"),
-    [
-        (0, torch.zeros(2, 8, dtype=torch.float64)),
-        (0, torch.zeros(8, 2).T),
-        (0, torch.zeros(8)),
-        (0, torch.zeros(2, 0)),
-        (1, torch.zeros(3, 8, dtype=torch.int32)),
-        (2, torch.zeros(3, dtype=torch.int64)),
-        (3, torch.zeros(8, dtype=torch.int32)[::2]),
-        (4, torch.zeros(5, dtype=torch.int32)),
-        (5, torch.zeros(4, dtype=torch.float16)),
-        (5, torch.zeros(4, device="meta")),
-    ],
-)
-def test_other_tensors_are_refused(argument: int, wrong: Tensor) -> None:
-    ids = torch.zeros(4, dtype=torch.int32)
-    arguments = [torch.zeros(2, 8), make_samples({}, {}, {}), torch.zeros(3, dtype=torch.int32), ids, ids]
-    arguments += [torch.zeros(4), ids]
-    run(edits.edit_logits, *arguments)
-    arguments[argument] = wrong
-    with pytest.raises(InternalError):
-        edits.edit_logits(*arguments)

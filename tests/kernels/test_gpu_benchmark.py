@@ -5,13 +5,11 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
@@ -69,54 +67,6 @@ def test_every_operation_is_among_the_kernels(tmp_path: Path) -> None:
     assert {kernel["reason"] for kernel in kernels} == {""}
 
 
-@pytest.mark.nightly
-def test_ctrl_c_keeps_what_was_measured_and_leaves_nothing(tmp_path: Path) -> None:
-    out, temporary = tmp_path / "out", tmp_path / "temporary"
-    temporary.mkdir()
-    process = subprocess.Popen(
-        [*COMMAND, "--out", str(out)],
-        cwd=REPOSITORY,
-        env={**ENVIRONMENT, "TMPDIR": str(temporary)},
-        stderr=subprocess.PIPE,
-        text=True,
-        process_group=0,
-    )
-    assert process.stderr is not None
-    with process.stderr:
-        seen = ""
-        while "decode, batch 1:" not in seen:
-            line = process.stderr.readline()
-            assert line, seen
-            seen += line
-        os.killpg(process.pid, signal.SIGINT)
-        shown = process.stderr.read()  # to its end: the child has ended, too
-    assert process.wait(TIMEOUT_S) == 130
-    assert "interrupted; what was measured until then is in" in shown
-    assert "Traceback" not in shown
-    assert list(temporary.iterdir()) == []
-    results = json.loads((out / "results.json").read_text())
-    assert results["results"]["decode, batch 1"]["value"] > 0
-    assert results["failed"]["large"] == "interrupted"
-
-
-@pytest.mark.nightly
-def test_what_cannot_be_written_or_measured_is_refused_at_once(tmp_path: Path, gpu: Any) -> None:
-    file, measured = tmp_path / "file", tmp_path / "measured"
-    file.write_text("kept")
-    measured.mkdir()
-    gpu.report.save(results_of(gpu), measured)
-    for arguments, says in (
-        ((*COMMAND, "--out", str(file)), str(file)),
-        ((*COMMAND, "--out", str(measured)), "a GPU's results lie there"),
-        ((*COMMAND, "--timeout", "-1"), "a positive number is needed, not"),
-    ):
-        ended = run(*arguments)
-        assert ended.returncode == 2
-        assert says in ended.stderr
-    assert file.read_text() == "kept"
-    assert gpu.report.load(measured) == results_of(gpu)
-
-
 # The report
 
 
@@ -125,14 +75,6 @@ def results_of(gpu: Any, *results: Any, **fields: Any) -> Any:
         device="cuda", is_tiny=False, gpu="a GPU", driver="1", versions={"torch": "2"}, commit="abc", date="2026-01-01"
     )
     return gpu.report.Results(about=about, results={result.row: result for result in results}, **fields)
-
-
-@pytest.mark.parametrize(
-    ("commit", "is_same"), [("abc", True), ("unknown", False), ("abc, and changes that are not committed", False)]
-)
-def test_results_of_a_commit_that_says_nothing_stand_alone(gpu: Any, commit: str, is_same: bool) -> None:
-    about = msgspec.structs.replace(results_of(gpu).about, commit=commit)
-    assert about.is_same_setup(msgspec.structs.replace(about, date="2026-02-02")) is is_same
 
 
 def test_what_a_gpu_measured_is_judged_by_its_aim(gpu: Any) -> None:
@@ -153,17 +95,6 @@ def test_what_a_gpu_measured_is_judged_by_its_aim(gpu: Any) -> None:
     assert "| measured | 0 bytes |  |  | met |" in lines["memory after aclose"]
     assert "| not measured: the process ended with -9 |" in lines["256 requests, against transformers"]
     assert "| not measured: not run |" in lines["greedy equality"]
-
-
-def test_the_work_of_a_step_is_that_of_the_published_shape(gpu: Any) -> None:
-    """Llama-3.1-8B has 8.03e9 weights, 0.53e9 of them in the embedding, and 128 KiB of KV a token in bf16."""
-    model = gpu.sizes.FULL.large
-    assert model.num_matrix_weights == pytest.approx(8.03e9 - 0.525e9, rel=1e-3)
-    assert model.kv_bytes(2) == 128 * 1024
-    assert model.decode_bytes(2, 100, 2) == 2 * model.num_matrix_weights + 200 * 128 * 1024
-    # Chunk by chunk a prompt is as much work as decoding it, but for the vocabulary.
-    steps = sum(model.decode_flops(1, context + 0.5) for context in range(64))
-    assert model.prefill_flops(64) == pytest.approx(steps - 63 * 2 * model.hidden * model.vocab)
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="on a GPU the benchmark itself does this")

@@ -7,33 +7,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernels.rule_batch import PADDING, assert_same, make_samples, run, strange_logits
+from kernels.harness import BOTH, assert_same
+from kernels.rule_batch import PADDING, make_samples, run, strange_logits
 from sampler.batch import random_logits
 from torch import Tensor
 
-from aioengine.errors import InternalError
 from aioengine.kernels.sampling.sample_rows import SampleFlag, SampleRow
-from aioengine.kernels.torch import rules as reference_rules
 from aioengine.sampler import logprobs as on_cpu
 from aioengine.sampler.blocks import block
-
-look_up = pytest.importorskip("aioengine.kernels.sampling.look_up")
-top_logprobs = pytest.importorskip("aioengine.kernels.sampling.top_logprobs")
 
 # numpy says so of each NaN and infinity, where the interpreter computes with it.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 
 POISON = 12345
-TOP = pytest.mark.parametrize("module", [top_logprobs, reference_rules], ids=["triton", "oracle"])
-LOOK = pytest.mark.parametrize("module", [look_up, reference_rules], ids=["triton", "oracle"])
 ASKING = SampleFlag.FIRST | SampleFlag.LOGPROBS
 
 
-def likeliest(module: Any, logits: Tensor, samples: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+def likeliest(ops: Any, logits: Tensor, samples: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     log_mass = torch.full((len(samples),), float(POISON))
     ids = torch.full((len(samples), k), POISON, dtype=torch.int32)
     logprobs = torch.full((len(samples), k), float(POISON))
-    run(module.top_logprobs, logits, samples, log_mass, ids, logprobs)
+    run(ops.top_logprobs, logits, samples, log_mass, ids, logprobs)
     return log_mass, ids, logprobs
 
 
@@ -46,16 +40,16 @@ def one_sample_a_line(num_logits_rows: int) -> Tensor:
     )
 
 
-@TOP
+@BOTH
 @pytest.mark.parametrize(
     ("vocab", "k"),
     [(1, 0), (1, 1), (7, 5), (123, 1), (37, 37), (128, 8), (129, 9), (1000, 20), (4097, 20), (9001, 40), (9001, 0)],
 )
-def test_the_likeliest_tokens_are_those_of_a_sorted_log_softmax(module: Any, vocab: int, k: int) -> None:
+def test_the_likeliest_tokens_are_those_of_a_sorted_log_softmax(ops: Any, vocab: int, k: int) -> None:
     logits = random_logits(3, vocab, seed=vocab + k, spread=5)
     logits[1] += 300
     logits[2] = logits[2].round()  # so that there are many equal ones
-    log_mass, ids, logprobs = likeliest(module, logits, one_sample_a_line(3), k)
+    log_mass, ids, logprobs = likeliest(ops, logits, one_sample_a_line(3), k)
     expected = torch.log_softmax(logits.double(), dim=-1)
     torch.testing.assert_close(log_mass, torch.logsumexp(logits.double(), dim=-1).float(), rtol=2e-7, atol=3e-6)
     ranking = logits.sort(dim=-1, descending=True, stable=True).indices[:, :k]
@@ -67,9 +61,9 @@ def test_the_likeliest_tokens_are_those_of_a_sorted_log_softmax(module: Any, voc
     torch.testing.assert_close(logprobs[:2], torch.from_numpy(of_cpu.logprobs), rtol=1e-6, atol=1e-4)
 
 
-@TOP
+@BOTH
 @pytest.mark.parametrize(("vocab", "k", "seed"), [(300, 5, 0), (300, 20, 1), (40, 40, 2), (4200, 33, 3)])
-def test_nan_is_the_highest_and_infinities_make_what_torch_makes(module: Any, vocab: int, k: int, seed: int) -> None:
+def test_nan_is_the_highest_and_infinities_make_what_torch_makes(ops: Any, vocab: int, k: int, seed: int) -> None:
     logits = strange_logits(7, vocab, seed=seed)
     logits[0].nan_to_num_(nan=0.0)
     logits[1].nan_to_num_(nan=0.0, posinf=1.0, neginf=-torch.inf)
@@ -78,7 +72,7 @@ def test_nan_is_the_highest_and_infinities_make_what_torch_makes(module: Any, vo
     logits[3, : vocab // 2] = -torch.inf
     logits[4] = torch.where(torch.arange(vocab) % 2 == 0, 0.0, -0.0)
     logits[5, -1] = -torch.tensor(torch.nan)
-    log_mass, ids, logprobs = likeliest(module, logits, one_sample_a_line(7), k)
+    log_mass, ids, logprobs = likeliest(ops, logits, one_sample_a_line(7), k)
     values, ranking = logits.sort(dim=-1, descending=True, stable=True)
     mass = torch.logsumexp(logits, dim=-1)
     torch.testing.assert_close(log_mass, mass, rtol=1e-6, atol=1e-5, equal_nan=True)
@@ -89,8 +83,8 @@ def test_nan_is_the_highest_and_infinities_make_what_torch_makes(module: Any, vo
     torch.testing.assert_close(logprobs, torch.from_numpy(of_cpu.logprobs), rtol=1e-6, atol=2e-5, equal_nan=True)
 
 
-@TOP
-def test_samples_choose_their_lines_and_others_keep_what_they_have(module: Any) -> None:
+@BOTH
+def test_samples_choose_their_lines_and_others_keep_what_they_have(ops: Any) -> None:
     logits = random_logits(3, 200, seed=4)
     samples = make_samples(
         {SampleRow.LOGITS_ROW: 2, SampleRow.FLAGS: ASKING},
@@ -99,16 +93,16 @@ def test_samples_choose_their_lines_and_others_keep_what_they_have(module: Any) 
         {SampleRow.LOGITS_ROW: 2, SampleRow.FLAGS: SampleFlag.LOGPROBS},
         {SampleRow.LOGITS_ROW: 1, SampleRow.FLAGS: ASKING},
     )
-    results = likeliest(module, logits, samples, 4)
-    expected = likeliest(module, logits, one_sample_a_line(3), 4)
+    results = likeliest(ops, logits, samples, 4)
+    expected = likeliest(ops, logits, one_sample_a_line(3), 4)
     for made, of_lines in zip(results, expected, strict=True):
         assert_same(made[[0, 3, 4]], of_lines[[2, 2, 1]])
         assert (made[[1, 2]] == POISON).all()
 
 
-@LOOK
+@BOTH
 @pytest.mark.parametrize(("vocab", "num_pairs"), [(1, 1), (7, 123), (123, 7), (9001, 5), (300, 200)])
-def test_logprobs_and_ranks_are_those_of_the_cpu(module: Any, vocab: int, num_pairs: int) -> None:
+def test_logprobs_and_ranks_are_those_of_the_cpu(ops: Any, vocab: int, num_pairs: int) -> None:
     random = np.random.default_rng(vocab)
     logits = (
         strange_logits(4, vocab, seed=vocab) if vocab != 9001 else random_logits(4, vocab, seed=1).round(decimals=2)
@@ -119,7 +113,7 @@ def test_logprobs_and_ranks_are_those_of_the_cpu(module: Any, vocab: int, num_pa
     is_wanted = logits_rows >= 0
     log_mass = torch.logsumexp(logits, dim=-1)[logits_rows.long()]
     logprobs, ranks = torch.full((num_pairs,), float(POISON)), torch.full((num_pairs,), POISON, dtype=torch.int32)
-    run(module.look_up, logits, logits_rows, token_ids, log_mass, logprobs, ranks)
+    run(ops.look_up, logits, logits_rows, token_ids, log_mass, logprobs, ranks)
     values, expected = on_cpu.look_up(block(logits), logits_rows[is_wanted].long().numpy(), token_ids[is_wanted].long())
     assert_same(ranks[is_wanted], torch.from_numpy(expected.copy()))
     assert_same(logprobs[is_wanted], torch.from_numpy(values) - log_mass[is_wanted])
@@ -130,70 +124,3 @@ def test_logprobs_and_ranks_are_those_of_the_cpu(module: Any, vocab: int, num_pa
         if logits_row >= 0 and not logits[logits_row].isnan().any():
             above = torch.searchsorted(sorted_lines[logits_row], logits[logits_row, token], right=True)
             assert rank == 1 + vocab - int(above)
-
-
-def test_nothing_to_report_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in (
-        (top_logprobs, "_read_kernel"),
-        (top_logprobs, "_choose_kernel"),
-        (look_up, "_look_up_kernel"),
-        (look_up, "_rank_kernel"),
-    ):
-        monkeypatch.setattr(module, name, None)
-    none, no_ids = torch.empty(0), torch.empty(0, dtype=torch.int32)
-    run(look_up.look_up, torch.zeros(2, 5), no_ids, no_ids, none, none, no_ids)
-    for num_logits_rows, samples in ((2, make_samples()), (0, make_samples({}))):
-        outputs = (
-            torch.zeros(len(samples)),
-            torch.zeros(len(samples), 2, dtype=torch.int32),
-            torch.zeros(len(samples), 2),
-        )
-        run(top_logprobs.top_logprobs, torch.zeros(num_logits_rows, 5), samples, *outputs)
-
-
-@pytest.mark.parametrize(
-    ("argument", "wrong"),
-    [
-        (0, torch.zeros(2, 5, dtype=torch.bfloat16)),
-        (0, torch.zeros(5, 2).T),
-        (1, torch.zeros(2, 17, dtype=torch.int32)),
-        (2, torch.zeros(3)),
-        (3, torch.zeros(2, 3, dtype=torch.int64)),
-        (3, torch.zeros(3, 2, dtype=torch.int32).T),
-        (3, torch.zeros(2, 4, dtype=torch.int32)),
-        (4, torch.zeros(2, 3, dtype=torch.float64)),
-    ],
-)
-def test_other_tensors_are_refused_for_the_likeliest(argument: int, wrong: Tensor) -> None:
-    ids = torch.zeros(2, 3, dtype=torch.int32)
-    arguments = [torch.zeros(2, 5), make_samples({}, {}), torch.zeros(2), ids, torch.zeros(2, 3)]
-    run(top_logprobs.top_logprobs, *arguments)
-    arguments[argument] = wrong
-    with pytest.raises(InternalError):
-        run(top_logprobs.top_logprobs, *arguments)
-
-
-def test_more_tokens_than_there_are_are_refused() -> None:
-    arguments = torch.zeros(1, 5), make_samples({}), torch.zeros(1), torch.zeros(1, 6, dtype=torch.int32)
-    with pytest.raises(InternalError, match="6 tokens of 5"):
-        run(top_logprobs.top_logprobs, *arguments, torch.zeros(1, 6))
-
-
-@pytest.mark.parametrize(
-    ("argument", "wrong"),
-    [
-        (0, torch.zeros(2, 5, dtype=torch.float64)),
-        (1, torch.zeros(3, dtype=torch.int64)),
-        (2, torch.zeros(2, dtype=torch.int32)),
-        (3, torch.zeros(6)[::2]),
-        (4, torch.zeros(3, 1)),
-        (5, torch.zeros(3)),
-    ],
-)
-def test_other_tensors_are_refused_for_a_rank(argument: int, wrong: Tensor) -> None:
-    ids = torch.zeros(3, dtype=torch.int32)
-    arguments = [torch.zeros(2, 5), ids, ids, torch.zeros(3), torch.zeros(3), ids.clone()]
-    run(look_up.look_up, *arguments)
-    arguments[argument] = wrong
-    with pytest.raises(InternalError):
-        run(look_up.look_up, *arguments)

@@ -7,20 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernels.rule_batch import PADDING, assert_same, make_samples, places_of, random_places, run, strange_logits
+from kernels.harness import BOTH, assert_same
+from kernels.rule_batch import PADDING, make_samples, places_of, random_places, run, strange_logits
 from sampler.batch import Asking, asking
-from torch import Tensor
 
-from aioengine.errors import InternalError
-from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow, param_of
+from aioengine.kernels.sampling import penalties
+from aioengine.kernels.sampling.sample_rows import SampleFlag, SampleRow, param_of
 from aioengine.kernels.torch import rules as reference_rules
 from aioengine.sampler import Scratch
 from aioengine.sampler.penalties import apply_penalties
 from aioengine.sampling_params import PENALTIES
-
-penalties = pytest.importorskip("aioengine.kernels.sampling.penalties")
-
-BOTH = pytest.mark.parametrize("module", [penalties, reference_rules], ids=["triton", "oracle"])
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +55,7 @@ def random_requests(seed: int, vocab: int, longest: int) -> list[Asking]:
 
 @BOTH
 @pytest.mark.parametrize(("vocab", "longest", "seed"), [(1, 7, 0), (7, 123, 1), (123, 60, 2), (1000, 20, 3)])
-def test_penalties_are_those_of_the_cpu(module: Any, vocab: int, longest: int, seed: int) -> None:
+def test_penalties_are_those_of_the_cpu(ops: Any, vocab: int, longest: int, seed: int) -> None:
     requests = random_requests(seed, vocab, longest)
     places, ruled = places_of(requests, seed)
     raw = strange_logits(len(requests), vocab, seed=seed) * 1.1
@@ -67,7 +63,7 @@ def test_penalties_are_those_of_the_cpu(module: Any, vocab: int, longest: int, s
     apply_penalties(expected, ruled, Scratch())
     counters = torch.zeros(len(requests) + 1, vocab, dtype=torch.int32)
     made = raw.clone()
-    run(module.penalise, made, places.samples, places.history, counters)
+    run(ops.penalise, made, places.samples, places.history, counters)
     assert_same(made, expected)
     assert not counters.any()
     assert not torch.equal(torch.nan_to_num(made), torch.nan_to_num(raw))
@@ -75,7 +71,7 @@ def test_penalties_are_those_of_the_cpu(module: Any, vocab: int, longest: int, s
 
 @BOTH
 @pytest.mark.parametrize("seed", range(3))
-def test_any_samples_in_any_order_with_padding(module: Any, seed: int) -> None:
+def test_any_samples_in_any_order_with_padding(ops: Any, seed: int) -> None:
     places = random_places(seed, vocab=50)
     random = np.random.default_rng(seed)
     for sample in places.samples[:-1]:
@@ -84,14 +80,14 @@ def test_any_samples_in_any_order_with_padding(module: Any, seed: int) -> None:
     raw = strange_logits(4, 50, seed=seed)
     made, expected = raw.clone(), raw.clone()
     counters = torch.zeros(len(places.samples), 50, dtype=torch.int32)
-    run(module.penalise, made, places.samples, places.history, counters)
+    run(ops.penalise, made, places.samples, places.history, counters)
     run(reference_rules.penalise, expected, places.samples, places.history, counters)
     assert_same(made, expected)
     assert not counters.any()
 
 
 @BOTH
-def test_where_in_the_history_a_token_is_does_not_matter(module: Any) -> None:
+def test_where_in_the_history_a_token_is_does_not_matter(ops: Any) -> None:
     """Programs meet on tokens in another way for each order of the same tokens."""
     random = np.random.default_rng(1)
     prompt, output = random.integers(0, 9, 100), random.integers(0, 9, 80)
@@ -108,14 +104,14 @@ def test_where_in_the_history_a_token_is_does_not_matter(module: Any) -> None:
     for _ in range(4):
         history = np.concatenate([random.permutation(prompt), random.permutation(output)])[None].astype(np.int32)
         logits = strange_logits(1, 9, seed=3)
-        run(module.penalise, logits, samples, torch.from_numpy(history), torch.zeros(1, 9, dtype=torch.int32))
+        run(ops.penalise, logits, samples, torch.from_numpy(history), torch.zeros(1, 9, dtype=torch.int32))
         results.append(logits)
     for other in results[1:]:
         assert_same(other, results[0])
 
 
 @BOTH
-def test_samples_without_penalties_and_padding_read_and_write_nothing(module: Any) -> None:
+def test_samples_without_penalties_and_padding_read_and_write_nothing(ops: Any) -> None:
     """Their rows and rows of logits are not there at all."""
     nowhere = {SampleRow.LOGITS_ROW: 2**30, SampleRow.ROW: 2**30, SampleRow.END: 9, SampleRow.OUTPUT_POSITION: 5}
     samples = make_samples(
@@ -126,7 +122,7 @@ def test_samples_without_penalties_and_padding_read_and_write_nothing(module: An
     )
     logits, history = torch.full((1, 5), torch.nan), torch.zeros(1, 20, dtype=torch.int32)
     counters = torch.zeros(3, 5, dtype=torch.int32)
-    run(module.penalise, logits, samples, history, counters)
+    run(ops.penalise, logits, samples, history, counters)
     assert logits.isnan().all()
     assert not counters.any()
 
@@ -137,33 +133,3 @@ def test_programs_share_a_history_by_shapes_alone(monkeypatch: pytest.MonkeyPatc
     assert penalties.parts_a_sample(256, 131_072) == 8
     assert penalties.parts_a_sample(256, 700) == 2
     assert penalties.parts_a_sample(1, 0) == 1
-
-
-def test_no_samples_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_count_kernel", "_apply_kernel"):
-        monkeypatch.setattr(penalties, name, None)
-    history, counters = torch.zeros(2, 9, dtype=torch.int32), torch.zeros(3, 5, dtype=torch.int32)
-    for num_logits_rows, samples in ((2, make_samples()), (0, make_samples({}))):
-        run(penalties.penalise, torch.zeros(num_logits_rows, 5), samples, history, counters)
-
-
-@pytest.mark.parametrize(
-    ("argument", "wrong"),
-    [
-        (0, torch.zeros(2, 5, dtype=torch.float16)),
-        (0, torch.zeros(5, 2).T),
-        (1, torch.zeros(2, SAMPLE_WORDS)),
-        (2, torch.zeros(9, dtype=torch.int32)),
-        (2, torch.zeros(2, 9, dtype=torch.int64)),
-        (3, torch.zeros(2, 6, dtype=torch.int32)),
-        (3, torch.zeros(1, 5, dtype=torch.int32)),
-        (3, torch.zeros(2, 5)),
-    ],
-)
-def test_other_tensors_are_refused(argument: int, wrong: Tensor) -> None:
-    history, counters = torch.zeros(2, 9, dtype=torch.int32), torch.zeros(2, 5, dtype=torch.int32)
-    arguments = [torch.zeros(2, 5), make_samples({}, {}), history, counters]
-    run(penalties.penalise, *arguments)
-    arguments[argument] = wrong
-    with pytest.raises(InternalError):
-        run(penalties.penalise, *arguments)

@@ -6,28 +6,21 @@ import os
 from pathlib import Path
 from types import ModuleType
 
-import pytest
+from kernels.harness import BOTH, OPERATIONS
 
 from aioengine.kernels import triton_operations
 from aioengine.kernels.operations import Operations
-from aioengine.kernels.torch import operations as reference
-
-OPERATIONS = [name for name in vars(Operations) if not name.startswith("_")]
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
-@pytest.mark.parametrize("module", [triton_operations, reference], ids=["kernels", "oracles"])
-def test_each_operation_is_there_with_its_arguments(module: ModuleType, name: str) -> None:
-    wanted = list(inspect.signature(getattr(Operations, name)).parameters.values())[1:]
-    found = list(inspect.signature(getattr(module, name)).parameters.values())
-    assert [(p.name, p.kind, p.default, p.annotation) for p in found] == [
-        (p.name, p.kind, p.default, p.annotation) for p in wanted
-    ]
+@BOTH
+def test_the_operations_are_there_with_their_arguments_and_nothing_else(ops: ModuleType) -> None:
+    def described(function: object) -> list[tuple[object, ...]]:
+        parameters = inspect.signature(function).parameters.values()  # type: ignore[arg-type]
+        return [(p.name, p.kind, p.default, p.annotation) for p in parameters]
 
-
-@pytest.mark.parametrize("module", [triton_operations, reference], ids=["kernels", "oracles"])
-def test_they_give_nothing_else(module: ModuleType) -> None:
-    assert {name for name, value in vars(module).items() if inspect.isfunction(value)} == set(OPERATIONS)
+    for name in OPERATIONS:
+        assert described(getattr(ops, name)) == described(getattr(Operations, name))[1:], name
+    assert {name for name, value in vars(ops).items() if inspect.isfunction(value)} == set(OPERATIONS)
 
 
 def test_the_interpreter_has_nothing_to_choose() -> None:

@@ -68,7 +68,7 @@ class PagedAttend:
         c, k_cache, v_cache = self.config, self.k[layer], self.v[layer]
         rotate = self.operations.rotate_and_write
         table, eps = self.rope_table, c.rms_norm_eps
-        q = rotate(qkv, self.positions, self.slots, table, qk_weight, eps, k_cache, v_cache, 1.0, 1.0)
+        q = rotate(qkv, self.positions, self.slots, table, qk_weight, eps, k_cache, v_cache)
         out = torch.zeros_like(q)
         for row, start, first, count in self.rows:
             if row < 0:

@@ -274,7 +274,7 @@ class Rehearsal:
         def attend() -> None:
             operations.attend_decode(
                 q, self._caches[0], self._caches[1], tables, decodes, out,
-                scale=c.head_dim**-0.5, window=self._window, soft_cap=0.0, k_scale=1.0, v_scale=1.0,
+                scale=c.head_dim**-0.5, window=self._window,
                 num_splits=num_splits, max_context=context,
             )  # fmt: skip
 
@@ -291,7 +291,7 @@ class Rehearsal:
         def attend() -> None:
             operations.attend_prefill(
                 q, self._caches[0], self._caches[1], tables, tiles, out,
-                scale=c.head_dim**-0.5, window=self._window, soft_cap=0.0, k_scale=1.0, v_scale=1.0,
+                scale=c.head_dim**-0.5, window=self._window,
             )  # fmt: skip
 
         return attend

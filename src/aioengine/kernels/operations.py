@@ -35,12 +35,11 @@ class Operations(Protocol):
         """
         ...
 
-    def gated_activation(self, gate_up: Tensor, kind: str) -> Tensor:
-        """act(gate) · up, in float32, rounded once.
+    def gated_activation(self, gate_up: Tensor) -> Tensor:
+        """SiLU(gate) · up, in float32, rounded once.
 
         Args:
             gate_up: [T, 2 · intermediate], gate first.
-            kind: "silu", or "gelu_tanh" (Hendrycks and Gimpel, 2016, arXiv:1606.08415, by tanh).
         Returns:
             [T, intermediate].
         """
@@ -56,8 +55,6 @@ class Operations(Protocol):
         eps: float,
         k_cache: Tensor,
         v_cache: Tensor,
-        k_scale: float,
-        v_scale: float,
     ) -> Tensor:
         """Normalise each head's query and key (where there is a weight), rotate them (Su et al., 2021,
         arXiv:2104.09864, halves layout), and write keys and values to the cache.
@@ -69,8 +66,7 @@ class Operations(Protocol):
             rope_table: [positions, 2 · d], cos then sin, sin negative in its first half; rotated = x · cos +
                 roll(x, d / 2) · sin. Same dtype as ``qkv``, or float32.
             qk_weight: [h + g, d], of `rms_norm` over each head, or None.
-            k_cache, v_cache: [blocks, block_size, g, d], same dtype as ``qkv``, or float8_e4m3fn.
-            k_scale, v_scale: what float8 caches hold is the value divided by this; 1 for others.
+            k_cache, v_cache: [blocks, block_size, g, d], same dtype as ``qkv``, or float8_e4m3fn, which saturates.
         Returns:
             q: [T, h, d].
         """
@@ -87,9 +83,6 @@ class Operations(Protocol):
         *,
         scale: float,
         window: int | None,
-        soft_cap: float,
-        k_scale: float,
-        v_scale: float,
         num_splits: int,
         max_context: int,
     ) -> None:
@@ -104,7 +97,6 @@ class Operations(Protocol):
                 is padding: the token's row of ``out`` becomes 0.
             out: [T, h, d], same dtype as ``q``; the tokens of ``decodes`` are written, no others.
             window: the most positions that a query sees, itself included; None: all.
-            soft_cap: c: scores are c · tanh(score / c) (Gemma 2, arXiv:2408.00118); 0: none.
             num_splits: into how many parts, 1 or more, each context is cut; parts beyond a short context are empty.
             max_context: no context is longer; a bound for the grid, not more.
         """
@@ -121,9 +113,6 @@ class Operations(Protocol):
         *,
         scale: float,
         window: int | None,
-        soft_cap: float,
-        k_scale: float,
-        v_scale: float,
     ) -> None:
         """Attend tiles of consecutive query tokens to their rows' cached keys, causally (Dao, 2023, arXiv:2307.08691).
 

@@ -107,7 +107,7 @@ def _bind_layer(
     def run(x: Tensor, residual: Tensor, attend: FusedAttend) -> Tensor:
         attended = attend(index, qkv(x), qk_weight, window=window)
         x = add_rms_norm(output(attended), residual, mlp_norm, mlp_eps)
-        return add_rms_norm(down(gated_activation(gate_up(x), "silu")), residual, next_norm, next_eps)
+        return add_rms_norm(down(gated_activation(gate_up(x))), residual, next_norm, next_eps)
 
     return run
 

@@ -43,7 +43,6 @@ class GpuPagedAttention:
     Args:
         block_tables: int32 [rows, blocks of the longest sequence], of all rows.
         eps: of the norm of queries and keys.
-        k_scale, v_scale: of a float8 cache.
 
     Attributes:
         rope_table: [positions, 2 · head_dim], the decoder's; to be set before the first step.
@@ -59,8 +58,6 @@ class GpuPagedAttention:
         block_tables: Tensor,
         eps: float,
         num_multiprocessors: int,
-        k_scale: float = 1.0,
-        v_scale: float = 1.0,
     ) -> None:
         size = (2 * shape.num_layers, num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
         self.cache = torch.zeros(size, dtype=shape.dtype, device=block_tables.device)
@@ -68,7 +65,6 @@ class GpuPagedAttention:
         self._block_tables = block_tables
         self.rope_table: Tensor | None = None
         self._eps = eps
-        self._scales = k_scale, v_scale
         self._num_kv_heads = shape.num_kv_heads
         self._num_multiprocessors = num_multiprocessors
         self._softmax_scale = shape.head_dim**-0.5
@@ -89,22 +85,20 @@ class GpuPagedAttention:
     ) -> Tensor:
         """Rotate, write this step's keys and values, then attend: [T, h · d] from [T, (h + 2 g) · d]."""
         k_cache, v_cache = self.cache[2 * layer], self.cache[2 * layer + 1]
-        k_scale, v_scale = self._scales
         assert self.rope_table is not None
         q = self._operations.rotate_and_write(
-            qkv, step.positions, step.slots, self.rope_table, qk_weight, self._eps, k_cache, v_cache, k_scale, v_scale
+            qkv, step.positions, step.slots, self.rope_table, qk_weight, self._eps, k_cache, v_cache
         )
         out = torch.empty_like(q)
         if step.decodes is not None:
             self._operations.attend_decode(
                 q, k_cache, v_cache, self._block_tables, step.decodes, out,
-                scale=self._softmax_scale, window=window, soft_cap=0.0, k_scale=k_scale, v_scale=v_scale,
-                num_splits=step.num_splits, max_context=step.max_context,
+                scale=self._softmax_scale, window=window, num_splits=step.num_splits, max_context=step.max_context,
             )  # fmt: skip
         if step.tiles is not None:
             self._operations.attend_prefill(
                 q, k_cache, v_cache, self._block_tables, step.tiles, out,
-                scale=self._softmax_scale, window=window, soft_cap=0.0, k_scale=k_scale, v_scale=v_scale,
+                scale=self._softmax_scale, window=window,
             )  # fmt: skip
         return out.flatten(1)
 

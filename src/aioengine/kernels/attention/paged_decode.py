@@ -1,8 +1,8 @@
 """Attention of single query tokens over the paged KV cache, long contexts in splits (Kwon et al., 2023,
 arXiv:2309.06180; Dao et al., 2023, "Flash-Decoding").
 
-out = softmax(cap(q · kᵀ · scale)) · v over the keys that the query sees, in float32 and base 2, one pass over the keys
-(Milakov and Gimelshein, 2018, arXiv:1805.02867); cap(s) = c · tanh(s / c).
+out = softmax(q · kᵀ · scale) · v over the keys that the query sees, in float32 and base 2, one pass over the keys
+(Milakov and Gimelshein, 2018, arXiv:1805.02867).
 
 A program has one row, one KV head and one split of the row's context. The query heads that share the KV head are the
 rows of its matrix products, padded to 16, so that each key and value is read once for all of them. A split's span
@@ -52,13 +52,9 @@ def key_offsets(blocks, positions, STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexp
 
 
 @triton.jit
-def base_2_scores(q, k, score_scale, cap_scale, HAS_SOFT_CAP: tl.constexpr):
-    """Scores · log2(e); the two factors are those of `score_factors`."""
-    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * score_scale
-    if HAS_SOFT_CAP:
-        # tanh(x) = 1 - 2 / (e^2x + 1), which neither end of exp2 breaks.
-        scores = cap_scale - 2 * cap_scale / (tl.exp2(scores) + 1)
-    return scores
+def base_2_scores(q, k, score_scale):
+    """Scores · log2(e), which is in the scale."""
+    return tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * score_scale
 
 
 @triton.jit(do_not_specialize=["window", "table_width"], do_not_specialize_on_alignment=["table_ptr", "decodes_ptr"])
@@ -72,11 +68,8 @@ def _decode_kernel(
     parts_ptr,
     part_masses_ptr,
     score_scale,
-    cap_scale,
-    v_scale,
     window,
     table_width,
-    HAS_SOFT_CAP: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -130,7 +123,7 @@ def _decode_kernel(
         # What is not seen may hold anything, and 0 · NaN would be NaN.
         k = tl.load(k_ptr + offsets, is_loaded, 0.0)
         v = tl.load(v_ptr + offsets, is_loaded, 0.0)
-        scores = base_2_scores(q, k, score_scale, cap_scale, HAS_SOFT_CAP)
+        scores = base_2_scores(q, k, score_scale)
         scores = tl.where(is_seen[None, :], scores, float("-inf"))
         # Each tile of a split has a key that is seen: the highest score is finite.
         new_highest = tl.maximum(highest, tl.max(scores, 1))
@@ -140,7 +133,7 @@ def _decode_kernel(
         mass = mass * shrink + tl.sum(weights, 1)
         total = tl.dot(weights.to(q.dtype), v.to(q.dtype), total * shrink[:, None], input_precision="ieee")
 
-    result = total * (v_scale / mass)[:, None]
+    result = total * (1.0 / mass)[:, None]
     if IS_SPLIT:
         part = ((entry * KV_HEADS + kv_head) * GROUP + heads).to(tl.int64) * num_splits + split
         tl.store(parts_ptr + part[:, None] * HEAD_DIM + dims[None, :], result, is_query)
@@ -205,9 +198,6 @@ def attend_decode(
     *,
     scale: float,
     window: int | None,
-    soft_cap: float,
-    k_scale: float,
-    v_scale: float,
     num_splits: int,
     max_context: int,
 ) -> None:
@@ -241,11 +231,9 @@ def attend_decode(
         out,
         parts,
         part_masses,
-        *score_factors(scale * k_scale, soft_cap),
-        float(v_scale),
+        scale * LOG2_E,
         window,
         block_tables.shape[1],
-        HAS_SOFT_CAP=soft_cap > 0,
         IS_SPLIT=is_split,
         KV_HEADS=num_kv_heads,
         GROUP=group,
@@ -299,13 +287,6 @@ def _choose(num_splits: int, max_context: int, device: torch.device, shape: Atte
             return num_splits, choice
     # Contexts that are too short for parts, too, are launched as all others without: one kernel to compile.
     return 1, choice_of(DECODE, device, shape)
-
-
-def score_factors(scale: float, soft_cap: float) -> tuple[float, float]:
-    """What `base_2_scores` multiplies by: q · k, and the capped score."""
-    if soft_cap > 0:
-        return 2 * LOG2_E * scale / soft_cap, soft_cap * LOG2_E
-    return scale * LOG2_E, 0.0
 
 
 def check_paged(

@@ -1,7 +1,7 @@
 """Causal attention of tiles of consecutive query tokens over the paged KV cache (Kwon et al., 2023, arXiv:2309.06180;
 Dao, 2023, "FlashAttention-2", arXiv:2307.08691).
 
-out = softmax(cap(q · kᵀ · scale)) · v over the keys that each query sees, as in `paged_decode`.
+out = softmax(q · kᵀ · scale) · v over the keys that each query sees, as in `paged_decode`.
 
 The query tokens of a tile, times the heads that share a KV head, are the rows of the matrix products: what is read of
 the keys serves them all. A program goes over the keys from the first that any of its queries sees to the last. Most are
@@ -29,12 +29,12 @@ from aioengine.kernels.attention.choices import (
     choice_of,
 )
 from aioengine.kernels.attention.paged_decode import (
+    LOG2_E,
     NO_WINDOW,
     base_2_scores,
     check_paged,
     key_offsets,
     load_blocks,
-    score_factors,
 )
 from aioengine.kernels.launch_checks import check_tensor
 
@@ -57,12 +57,10 @@ def _attend_keys(
     end,
     window,
     score_scale,
-    cap_scale,
     head_dims,
     is_dim,
     IS_MASKED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
-    HAS_SOFT_CAP: tl.constexpr,
     STRIDE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     N: tl.constexpr,
@@ -89,7 +87,7 @@ def _attend_keys(
         # What is not seen may hold anything, and 0 · NaN would be NaN.
         k = tl.load(k_ptr + offsets, is_loaded, 0.0)
         v = tl.load(v_ptr + offsets, is_loaded, 0.0)
-        scores = base_2_scores(q, k, score_scale, cap_scale, HAS_SOFT_CAP)
+        scores = base_2_scores(q, k, score_scale)
         if IS_MASKED:
             is_seen = positions[None, :] <= query_positions[:, None]
             if HAS_WINDOW:
@@ -115,12 +113,9 @@ def _prefill_kernel(
     tiles_ptr,
     out_ptr,
     score_scale,
-    cap_scale,
-    v_scale,
     window,
     table_width,
     HAS_WINDOW: tl.constexpr,
-    HAS_SOFT_CAP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -174,16 +169,16 @@ def _prefill_kernel(
     num_before = full_tile - first_tile
     total, highest, mass = _attend_keys(
         total, highest, mass, q, query_positions, k_ptr, v_ptr, table,
-        full_tile, 0, 0, num_full, first_seen, end, window, score_scale, cap_scale, head_dims, is_dim,
-        False, HAS_WINDOW, HAS_SOFT_CAP, KV_HEADS * HEAD_DIM, BLOCK_SIZE, N,
+        full_tile, 0, 0, num_full, first_seen, end, window, score_scale, head_dims, is_dim,
+        False, HAS_WINDOW, KV_HEADS * HEAD_DIM, BLOCK_SIZE, N,
     )  # fmt: skip
     total, highest, mass = _attend_keys(
         total, highest, mass, q, query_positions, k_ptr, v_ptr, table,
         first_tile, num_before, num_full, num_before + end_tile - full_end_tile, first_seen, end, window, score_scale,
-        cap_scale, head_dims, is_dim,
-        True, HAS_WINDOW, HAS_SOFT_CAP, KV_HEADS * HEAD_DIM, BLOCK_SIZE, N,
+        head_dims, is_dim,
+        True, HAS_WINDOW, KV_HEADS * HEAD_DIM, BLOCK_SIZE, N,
     )  # fmt: skip
-    result = total * (v_scale / mass)[:, None]
+    result = total * (1.0 / mass)[:, None]
     tl.store(out_ptr + query_offsets, result.to(out_ptr.dtype.element_ty), is_query)
 
 
@@ -197,9 +192,6 @@ def attend_prefill(
     *,
     scale: float,
     window: int | None,
-    soft_cap: float,
-    k_scale: float,
-    v_scale: float,
 ) -> None:
     """As `aioengine.kernels.operations.Operations.attend_prefill`.
 
@@ -220,12 +212,10 @@ def attend_prefill(
         block_tables,
         tiles,
         out,
-        *score_factors(scale * k_scale, soft_cap),
-        float(v_scale),
+        scale * LOG2_E,
         NO_WINDOW if window is None else min(window, NO_WINDOW),
         block_tables.shape[1],
         HAS_WINDOW=window is not None,
-        HAS_SOFT_CAP=soft_cap > 0,
         **constants,
         num_warps=choice.num_warps,
         num_stages=choice.num_stages,

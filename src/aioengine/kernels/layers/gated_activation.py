@@ -1,6 +1,4 @@
-"""The gated unit of an MLP (Shazeer, 2020, arXiv:2002.05202): act(gate) · up.
-
-SiLU: act(g) = g · σ(g). GELU by tanh: act(g) = g / 2 · (1 + tanh(y)) = g · σ(2 y), with y = √(2/π) · (g + 0.044715 g³).
+"""The gated unit of an MLP (Shazeer, 2020, arXiv:2002.05202): SiLU(gate) · up, with SiLU(g) = g · σ(g).
 
 A program does a part of a row. Bound: 3 · T · intermediate values moved, at the memory's speed; with few rows the time
 of a launch (2 to 3 µs).
@@ -16,46 +14,37 @@ from torch import Tensor
 from aioengine.errors import InternalError
 from aioengine.kernels.launch_checks import FLOATS, check_tensor
 
-KINDS = ("silu", "gelu_tanh")
-
 NUM_WARPS = 4
 FEW_ROWS, FEW_ROWS_BLOCK, BLOCK = 16, 1024, 2048
 """With few rows a load of 128 bits a thread, so that more multiprocessors take part; else two, for fewer programs."""
 
 
 @triton.jit
-def _gated_activation_kernel(gate_up_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, IS_SILU: tl.constexpr):
+def _gated_activation_kernel(gate_up_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_inside = columns < WIDTH
     gates = gate_up_ptr + row * (2 * WIDTH)
     gate = tl.load(gates + columns, is_inside, 0.0).to(tl.float32)
     up = tl.load(gates + WIDTH + columns, is_inside, 0.0).to(tl.float32)
-    if IS_SILU:
-        activated = gate * tl.sigmoid(gate)
-    else:
-        # 2 √(2/π)
-        activated = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    activated = gate * tl.sigmoid(gate)
     tl.store(out_ptr + row * WIDTH + columns, (activated * up).to(out_ptr.dtype.element_ty), is_inside)
 
 
-def gated_activation(gate_up: Tensor, kind: str) -> Tensor:
+def gated_activation(gate_up: Tensor) -> Tensor:
     """As `aioengine.kernels.operations.Operations.gated_activation`.
 
     Raises:
-        InternalError: ``gate_up`` is not a contiguous table of float32, bfloat16 or float16 with an even width, or
-            there is no such kind.
+        InternalError: ``gate_up`` is not a contiguous table of float32, bfloat16 or float16 with an even width.
     """
     check_tensor("gated_activation: gate_up", gate_up, (None, None), FLOATS, gate_up.device)
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     if gate_up.shape[1] % 2:
         raise InternalError(f"gated_activation: gate_up is {gate_up.shape[1]} wide; gate and up are not equally wide")
-    if kind not in KINDS:
-        raise InternalError(f"gated_activation: no kind {kind!r}; there are {', '.join(KINDS)}")
     out = torch.empty((num_rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():
         block = FEW_ROWS_BLOCK if num_rows <= FEW_ROWS else BLOCK
         _gated_activation_kernel[(num_rows, -(-width // block))](
-            gate_up, out, WIDTH=width, BLOCK=block, IS_SILU=kind == "silu", num_warps=NUM_WARPS, enable_fp_fusion=True
+            gate_up, out, WIDTH=width, BLOCK=block, num_warps=NUM_WARPS, enable_fp_fusion=True
         )
     return out

@@ -1,8 +1,8 @@
 """What lies between the product that gives queries, keys and values and the attention to them, in one pass.
 
 For each head's query and key: x / √(mean(x²) + ε) · w, where the model has such a norm; then, with the halves a and b
-of that, (a · cos - b · sin, b · cos + a · sin) (Su et al., 2021, arXiv:2104.09864). Keys and values go to the cache,
-divided by its scale where it holds float8. All in float32, rounded once, at the end.
+of that, (a · cos - b · sin, b · cos + a · sin) (Su et al., 2021, arXiv:2104.09864). Keys and values go to the cache.
+All in float32, rounded once, at the end.
 
 A program does several heads of a token, as two tiles of half heads, so that what is rotated into each other lies in
 one thread. Bound: (h + 2 g) · d values read and written for each token, at the memory's speed; with few tokens the time
@@ -40,10 +40,9 @@ def _normalised(low, high, weights_ptr, columns, is_inside, eps, HEAD_DIM: tl.co
 
 
 @triton.jit
-def _to_cache(x, scale, TYPE: tl.constexpr):
+def _to_cache(x, TYPE: tl.constexpr):
     if tl.float8e4nv == TYPE:
         # Beyond its range float8 has nothing but NaN. What is NaN stays so: it passes neither comparison.
-        x = x / scale
         x = tl.where(x > MAX_FLOAT8, MAX_FLOAT8, tl.where(x < -MAX_FLOAT8, -MAX_FLOAT8, x))
     return x.to(TYPE)
 
@@ -60,8 +59,6 @@ def _rotate_and_write_kernel(
     k_cache_ptr,
     v_cache_ptr,
     eps,
-    k_scale,
-    v_scale,
     HAS_NORM: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -108,13 +105,13 @@ def _rotate_and_write_kernel(
         if (first + HEADS_AT_ONCE > NUM_HEADS) & (slot >= 0):
             is_key = (heads >= NUM_HEADS) & (heads < NUM_ROTATED) & is_column
             keys_ptr = k_cache_ptr + slot * (NUM_KV_HEADS * HEAD_DIM) + (offsets - NUM_HEADS * HEAD_DIM)
-            tl.store(keys_ptr, _to_cache(rotated_low, k_scale, CACHE_TYPE), is_key)
-            tl.store(keys_ptr + HALF, _to_cache(rotated_high, k_scale, CACHE_TYPE), is_key)
+            tl.store(keys_ptr, _to_cache(rotated_low, CACHE_TYPE), is_key)
+            tl.store(keys_ptr + HALF, _to_cache(rotated_high, CACHE_TYPE), is_key)
     if (first + HEADS_AT_ONCE > NUM_ROTATED) & (slot >= 0):
         is_value = (heads >= NUM_ROTATED) & is_inside
         values_ptr = v_cache_ptr + slot * (NUM_KV_HEADS * HEAD_DIM) + (offsets - NUM_ROTATED * HEAD_DIM)
-        tl.store(values_ptr, _to_cache(low, v_scale, CACHE_TYPE), is_value)
-        tl.store(values_ptr + HALF, _to_cache(high, v_scale, CACHE_TYPE), is_value)
+        tl.store(values_ptr, _to_cache(low, CACHE_TYPE), is_value)
+        tl.store(values_ptr + HALF, _to_cache(high, CACHE_TYPE), is_value)
 
 
 def rotate_and_write(
@@ -126,8 +123,6 @@ def rotate_and_write(
     eps: float,
     k_cache: Tensor,
     v_cache: Tensor,
-    k_scale: float,
-    v_scale: float,
 ) -> Tensor:
     """As `aioengine.kernels.operations.Operations.rotate_and_write`.
 
@@ -152,8 +147,6 @@ def rotate_and_write(
             k_cache,
             v_cache,
             float(eps),
-            float(k_scale),
-            float(v_scale),
             **constants,
             num_warps=NUM_WARPS,
             enable_fp_fusion=True,

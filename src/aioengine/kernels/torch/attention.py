@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aioengine.errors import InternalError
-
 
 def attend_decode(
     q: Tensor,
@@ -18,9 +16,6 @@ def attend_decode(
     *,
     scale: float,
     window: int | None,
-    soft_cap: float,
-    k_scale: float,
-    v_scale: float,
     num_splits: int,
     max_context: int,
 ) -> None:
@@ -32,8 +27,8 @@ def attend_decode(
             out[here] = 0
             continue
         first_seen = 0 if window is None else max(context - window, 0)
-        k, v = cached(k_cache, v_cache, block_tables[row], first_seen, context, k_scale, v_scale)
-        out[here] = attend(q[here], k, v, scale, window, soft_cap).to(out.dtype)
+        k, v = cached(k_cache, v_cache, block_tables[row], first_seen, context)
+        out[here] = attend(q[here], k, v, scale, window).to(out.dtype)
 
 
 def attend_prefill(
@@ -46,9 +41,6 @@ def attend_prefill(
     *,
     scale: float,
     window: int | None,
-    soft_cap: float,
-    k_scale: float,
-    v_scale: float,
 ) -> None:
     """As `aioengine.kernels.operations.Operations.attend_prefill`; waits for the device."""
     for row, first_token, num_tokens, position in tiles.tolist():
@@ -56,8 +48,8 @@ def attend_prefill(
             continue
         here = slice(first_token, first_token + num_tokens)
         first_seen = 0 if window is None else max(position + 1 - window, 0)
-        k, v = cached(k_cache, v_cache, block_tables[row], first_seen, position + num_tokens, k_scale, v_scale)
-        out[here] = attend(q[here], k, v, scale, window, soft_cap).to(out.dtype)
+        k, v = cached(k_cache, v_cache, block_tables[row], first_seen, position + num_tokens)
+        out[here] = attend(q[here], k, v, scale, window).to(out.dtype)
 
 
 def prefill_tile(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
@@ -65,9 +57,7 @@ def prefill_tile(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
     return 256
 
 
-def cached(
-    k_cache: Tensor, v_cache: Tensor, table: Tensor, begin: int, end: int, k_scale: float, v_scale: float
-) -> tuple[Tensor, Tensor]:
+def cached(k_cache: Tensor, v_cache: Tensor, table: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
     """The keys and values of a row's positions from ``begin`` to ``end``, float64 [end - begin, g, d] each.
 
     Args:
@@ -76,27 +66,20 @@ def cached(
     positions = torch.arange(begin, end, device=table.device)
     block_size = k_cache.shape[1]
     blocks, offsets = table[positions // block_size].long(), positions % block_size
-    return k_cache[blocks, offsets].double() * k_scale, v_cache[blocks, offsets].double() * v_scale
+    return k_cache[blocks, offsets].double(), v_cache[blocks, offsets].double()
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, soft_cap: float) -> Tensor:
-    """softmax(cap(q · kᵀ · scale)) · v of one sequence, causal; query head i reads KV head i // (h // g).
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    """softmax(q · kᵀ · scale) · v of one sequence, causal; query head i reads KV head i // (h // g).
 
     Args:
         q: [n, h, d], the queries at the last n of the keys' positions.
         k, v: float64 [m, g, d], at consecutive positions.
     Returns:
         float64 [n, h, d].
-    Raises:
-        InternalError: h is not a multiple of g.
     """
-    num_heads, num_kv_heads = q.shape[1], k.shape[1]
-    if num_heads % num_kv_heads:
-        raise InternalError(f"{num_heads} query heads cannot share {num_kv_heads} KV heads")
-    k, v = (x.repeat_interleave(num_heads // num_kv_heads, dim=1) for x in (k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scores = torch.einsum("nhd,shd->hns", q.double(), k) * scale
-    if soft_cap > 0:
-        scores = soft_cap * torch.tanh(scores / soft_cap)
     key_positions = torch.arange(len(k), device=q.device)
     query_positions = key_positions[len(k) - len(q) :, None]
     is_seen = key_positions <= query_positions

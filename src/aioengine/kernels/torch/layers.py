@@ -20,10 +20,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     return rms_norm(residual, weight, eps)
 
 
-def gated_activation(gate_up: Tensor, kind: str) -> Tensor:
+def gated_activation(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.float().chunk(2, dim=-1)
-    activated: Tensor = {"silu": F.silu(gate), "gelu_tanh": F.gelu(gate, approximate="tanh")}[kind]
-    return (activated * up).to(gate_up.dtype)
+    return (F.silu(gate) * up).to(gate_up.dtype)
 
 
 def rotate_and_write(
@@ -35,8 +34,6 @@ def rotate_and_write(
     eps: float,
     k_cache: Tensor,
     v_cache: Tensor,
-    k_scale: float,
-    v_scale: float,
 ) -> Tensor:
     num_kv_heads, head_dim = k_cache.shape[2:]
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
@@ -48,10 +45,10 @@ def rotate_and_write(
     rotated = qk * cos + qk.roll(head_dim // 2, dims=-1) * sin
     q, k = torch.split_with_sizes(rotated, (num_heads, num_kv_heads), 1)
     written = slots >= 0
-    for values, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
+    for values, cache in ((k, k_cache), (v, v_cache)):
         if cache.dtype == torch.float8_e4m3fn:
             # Beyond its range float8 has nothing but NaN.
-            values = (values / scale).clamp(-MAX_FLOAT8, MAX_FLOAT8)
+            values = values.clamp(-MAX_FLOAT8, MAX_FLOAT8)
         # Indexing does not know float8.
         lines = cache.view(-1, num_kv_heads, head_dim).view(_same_size(cache.dtype))
         lines[slots[written].long()] = values[written].to(cache.dtype).view(lines.dtype)

@@ -1,0 +1,89 @@
+"""What tests of kernels share: where they run, random and poisoned tensors, comparisons, the interpreter put right."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from aioengine.kernels import triton_operations
+from aioengine.kernels.operations import Operations
+from aioengine.kernels.torch import operations as reference
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
+FLOAT8 = torch.float8_e4m3fn
+POISON = 0x7F7F7F7F
+KERNELS = {
+    name
+    for file in Path(triton_operations.__file__).parent.rglob("*.py")
+    for name in re.findall(r"^def (_\w+_kernel)\(", file.read_text(), re.MULTILINE)
+}
+assert KERNELS
+OPERATIONS = [name for name in vars(Operations) if not name.startswith("_")]
+BOTH = pytest.mark.parametrize("ops", [triton_operations, reference], ids=["triton", "oracle"])
+TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+"""A unit in the last place of a value near 1, about; the first of sums of some products."""
+# numpy's, in the interpreter, where infinities and NaN are meant.
+quiet_numpy = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+def int32(values: object) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def poisoned(*shape: int) -> Tensor:
+    return torch.full(shape, POISON, dtype=torch.int32, device=DEVICE)
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, scale: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator) * scale).to(DEVICE, dtype)
+
+
+def assert_close(computed: Tensor, expected: Tensor, *, factor: float = 1.0) -> None:
+    """Within `TOLERANCES`, times a factor; with NaN where there is to be NaN, such as on lines that are not written."""
+    tolerance = factor * TOLERANCES[expected.dtype]
+    torch.testing.assert_close(computed, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def assert_same(made: Tensor, expected: Tensor) -> None:
+    """To the last bit, NaN where NaN is."""
+    torch.testing.assert_close(made, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def make_conversions_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter cuts bfloat16 off instead of rounding it, multiplies its bits as if they were integers, and loses
+    carries and NaN on the way to float8: torch does it."""
+    if DEVICE != "cpu":
+        return
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    dtypes = {tl.float32: torch.float32, tl.bfloat16: torch.bfloat16, tl.float16: torch.float16, tl.float8e4nv: FLOAT8}
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+    def convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+        values = torch.from_numpy(np.ascontiguousarray(data).view(f"i{source.primitive_bitwidth // 8}"))
+        values = values.view(dtypes[source])
+        if dtypes[target] == FLOAT8:
+            # Some versions of torch saturate. What the kernel leaves to its compiler must show.
+            values = torch.where(values.abs() > 448, torch.nan, values)
+        converted = values.to(dtypes[target])
+        return converted.view(words[converted.itemsize]).numpy().view(f"u{converted.itemsize}")
+
+    def multiply(a: Any, b: Any, total: Any) -> Any:
+        a, b = (convert(x.data, tl.bfloat16, tl.float32, None).view(np.float32) for x in (a, b))
+        return interpreter.TensorHandle(a @ b + total.data, tl.float32)
+
+    def dot(builder: Any, a: Any, b: Any, total: Any, *options: Any) -> Any:
+        return multiply(a, b, total) if a.dtype.scalar == tl.bfloat16 else as_it_was(builder, a, b, total, *options)
+
+    as_it_was = interpreter.InterpreterBuilder.create_dot
+    monkeypatch.setattr(interpreter, "_convert_float", convert)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
