@@ -158,6 +158,12 @@ def shorten(value: object, *, depth: int = 2) -> str:
     return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 3] + "..."
 
 
+def typed(value: object) -> str:
+    """The name of a value's type, with its article: "an int"."""
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeio' else 'a'} {name}"
+
+
 def _shorten_items(value: Any, depth: int) -> str:
     if isinstance(value, dict):
         pairs = (f"{shorten(key, depth=depth)}: {shorten(item, depth=depth)}" for key, item in value.items())

@@ -187,6 +187,7 @@ async def test_a_prompt_dict_may_bring_its_salt(serve: Any) -> None:
         ({"prompt": None}, "prompt", "needs a prompt"),
         ({"prompt": ""}, "prompt", "empty"),
         ({"prompt": {"prompt": "a"}}, "prompt", "prompt is a dict"),
+        ({"prompt": 7}, "prompt", "prompt is an int"),
         ({"prompt": "a", "multi_modal_data": {"image": 1}}, "prompt", "multi_modal_data"),
         ({"prompt_embeds": [0.5]}, "prompt", "prompt_embeds"),
         ({"role": "user", "content": "hi"}, "prompt", "a chat is a list of messages"),

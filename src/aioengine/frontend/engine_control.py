@@ -22,7 +22,7 @@ from aioengine.frontend.runtime import Runtime
 from aioengine.metrics import EngineMetrics, EngineStats, Observer
 from aioengine.text import calls
 from aioengine.text.tokenizer import ModelTokenizer
-from aioengine.validation import shorten
+from aioengine.validation import shorten, typed
 
 T = TypeVar("T")
 
@@ -442,9 +442,9 @@ def _bytes_of(name: object, tensor: Any) -> tuple[WeightDtype, tuple[int, ...], 
     elif isinstance(tensor, np.ndarray) and (dtype := _NUMPY_DTYPES.get(tensor.dtype.name)) is not None:
         flat_array = np.ascontiguousarray(tensor).reshape(-1)
         return dtype, tensor.shape, flat_array.view(np.uint8).data
-    kind = f"{type(tensor).__name__} of {getattr(tensor, 'dtype', 'no dtype')}"
+    kind = f"{typed(tensor)} of {getattr(tensor, 'dtype', 'no dtype')}"
     raise InvalidRequest(
-        f"tensors[{shorten(name)}] is a {kind}; a torch tensor on the CPU or a numpy array is needed, in float32, "
+        f"tensors[{shorten(name)}] is {kind}; a torch tensor on the CPU or a numpy array is needed, in float32, "
         "float16 or (torch) bfloat16",
         param="tensors",
     )

@@ -20,7 +20,7 @@ from aioengine.frontend.runtime import Runtime
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.sequence import Request, Sequence
 from aioengine.text.chat_input import copy_messages, take_template_kwargs
-from aioengine.validation import is_utf8, shorten
+from aioengine.validation import is_utf8, shorten, typed
 
 ChatMessage = dict[str, Any]
 Prompt = str | list[int] | list[ChatMessage]
@@ -128,7 +128,7 @@ def take_prompt(prompt: Any, runtime: Runtime) -> Prompt:
     prompt = _as_list(prompt, max_ids)
     if not isinstance(prompt, str | list):
         raise InvalidRequest(
-            f"prompt is a {type(prompt).__name__}; give a str, a list of token ids, or a list of chat messages",
+            f"prompt is {typed(prompt)}; give a str, a list of token ids, or a list of chat messages",
             param="prompt",
         )
     if not prompt:
@@ -279,7 +279,7 @@ def _as_list(prompt: Any, max_ids: int) -> Any:
         items = prompt.tolist() if length <= max_ids else None
     except Exception as exc:  # an array of the caller's own may raise anything, and so may a tensor without data
         raise InvalidRequest(
-            f"prompt is a {type(prompt).__name__} that cannot be read: {type(exc).__name__}", param="prompt"
+            f"prompt is {typed(prompt)} that cannot be read: {type(exc).__name__}", param="prompt"
         ) from None
     if length > max_ids:
         raise PromptTooLong(length, max_ids)
