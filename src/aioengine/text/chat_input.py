@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from aioengine.errors import InvalidRequest
-from aioengine.validation import is_utf8, shorten
+from aioengine.validation import is_utf8, shorten, typed
 
 MAX_LEVELS = 32
 """Levels of lists and dicts: below them messages share what they hold with the caller, and variables are refused."""
@@ -95,7 +95,7 @@ def check_messages(messages: object) -> list[dict[str, Any]]:
 
 def _check_message(index: int, message: object) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise _bad_message(index, f"is a {type(message).__name__}; it must be a dict with role and content")
+        raise _bad_message(index, f"is {typed(message)}; it must be a dict with role and content")
     if not isinstance(message.get("role"), str):
         raise _bad_message(index, 'has no role; it must be a string like "user"')
     checked = {str(key): value for key, value in message.items() if value is not None}
@@ -135,7 +135,7 @@ def _text_of(index: int, content: object) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, (list, tuple)):
-        raise _bad_message(index, f"has a {type(content).__name__} as content; it must be a string or text parts")
+        raise _bad_message(index, f"has {typed(content)} as content; it must be a string or text parts")
     texts = []
     for part in content:
         if not (isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)):
