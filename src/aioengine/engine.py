@@ -10,7 +10,7 @@ import random
 import warnings
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Never, Self, Unpack
 
 import anyio
 import msgspec
@@ -108,6 +108,7 @@ class Engine(EngineControl):
         keys: str | os.PathLike[str] | None = None,
         client: str | None = None,
         timeout_s: float = 30.0,
+        **config: Never,
     ) -> Self:
         """Use an engine that serves in another process (``aioengine engine``, `EngineServer`); the same object.
 
@@ -121,9 +122,11 @@ class Engine(EngineControl):
             client: whose keys of the folder to use; may be left out where there are one client's.
             timeout_s: for the engine to answer; where nothing listens at the address, that is known at once.
         Raises:
-            ConfigError: the address is not allowed, or lacks keys.
+            ConfigError: the address is not allowed, or lacks keys; or fields of `EngineConfig` were given.
             EngineDead: no answer came, or what answered is no engine of this version.
         """
+        if config:
+            raise ConfigError(f"{', '.join(config)}: the config is that engine's: give it where that is started")
         if not isinstance(address, str):
             raise ConfigError(f"address={shorten(address)}: a str is needed, such as ipc:///path or tcp://host:port")
         if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:

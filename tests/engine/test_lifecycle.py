@@ -631,6 +631,11 @@ def test_a_bad_config_names_the_field_before_anything_starts(config: dict[str, A
     assert message in str(error.value)
 
 
+async def test_who_connects_hears_where_the_config_is_given() -> None:
+    with pytest.raises(ConfigError, match="max_num_seqs, block_size: the config is that engine's: give it where"):
+        await Engine.connect("ipc:///tmp/none", max_num_seqs=3, block_size=8)  # type: ignore[arg-type]
+
+
 async def test_a_model_that_is_no_name_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="model"):
         Engine(7)  # type: ignore[arg-type]
