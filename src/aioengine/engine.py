@@ -383,7 +383,7 @@ class Engine(EngineControl):
             warnings.warn(message, ResourceWarning, stacklevel=2, source=self)
 
     def __repr__(self) -> str:
-        state = "new" if self._runtime is None else "open" if self._runtime.is_open else "closed"
+        state = "new" if self._runtime is None else self._runtime.state
         return f"<Engine {self.config.model or 'demo'!r} {state}>"
 
 

@@ -179,6 +179,7 @@ async def test_a_lost_device_is_heard_once_by_everyone_in_flight_and_by_all_who_
             assert outcome.__cause__ is loss
             assert json.loads(outcome.dump)["plan"]["step"] == 6
         assert len({id(outcome) for outcome in outcomes}) == 9
+        assert "dead" in repr(served.engine)
         await served.until(lambda: not served.runtime.is_open)
         for later in (lambda: served.engine.stream([5]), lambda: served.engine.info):
             with pytest.raises(EngineDead, match="on fire"):
@@ -191,6 +192,7 @@ async def test_a_lost_device_is_heard_once_by_everyone_in_flight_and_by_all_who_
         served.engine.abort("anything")
         await served.engine.aclose()
         assert served.executor.is_closed
+        assert "dead" in repr(served.engine)
         assert served.runtime._requests == {}
 
     async with serve(depth=depth) as served:

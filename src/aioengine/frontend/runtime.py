@@ -212,6 +212,13 @@ class Runtime:
     def is_open(self) -> bool:
         return not self._supervisor.done()
 
+    @property
+    def state(self) -> str:
+        """For a person."""
+        if self._is_serving and self.core.death is not None:
+            return "dead"
+        return "open" if self.is_open else "closed"
+
     def check_running(self) -> None:
         """Raise EngineDead or EngineClosed if no request can be taken; callable from anywhere."""
         if self._is_serving and self.core.death is not None:
