@@ -239,8 +239,8 @@ class Soak:
             assert engine._runtime is not None
             core = self._core = engine._runtime.core
             core.add = functools.partial(self._count_accepted, core.add)  # type: ignore[method-assign]
-            runtime = engine._runtime  # who is aborted at the door is answered, and never comes to the core
-            runtime.end_unbegun = functools.partial(self._count_accepted, runtime.end_unbegun)  # type: ignore[method-assign]
+            admission = engine._runtime.admission
+            admission.release = functools.partial(self._count_dismissed, admission.release)  # type: ignore[method-assign]
             engine.add_observer(self._moments)
             try:
                 async with asyncio.timeout(self.setting.deadline_s), asyncio.TaskGroup() as group:
@@ -264,6 +264,11 @@ class Soak:
         added = add(*args, **kwargs)
         self.report.num_accepted += 1
         return added
+
+    def _count_dismissed(self, release: Callable[[int], None], num_sequences: int) -> None:
+        """A request that is aborted at the door is answered, and never comes to the core."""
+        self.report.num_accepted += not num_sequences
+        release(num_sequences)
 
     async def _warm_up(self) -> None:
         """What libraries make when it is first needed, and keep, is made now: it is no growth.
@@ -333,7 +338,7 @@ class Soak:
             "blocked": inner.blocked,
             "unstarted": core.scheduler.num_unstarted,
             "alive in the core": len(core._live) + bool(core._endings),
-            "registered by id": len(runtime._requests),
+            "not left": len(runtime.admission.requests),
             "waiting for admission": runtime.admission.num_preparing + len(runtime.admission._waiting),
             "computing a prefix": len(core.kv.cache.pending),
             "running, by stats()": stats.running,
@@ -585,7 +590,7 @@ class Soak:
             "blocked": stats.blocked,
             "blocks in use": stats.num_blocks - stats.free_blocks,
             "cached prefixes": len(self._core.kv.cache.ready),
-            "registered requests": len(self._engine._runtime._requests) if self._engine._runtime else 0,
+            "registered requests": len(self._engine._runtime.admission.requests) if self._engine._runtime else 0,
         }
         for what, count in seen.items():
             self._peaks[what] = max(self._peaks[what], count)

@@ -33,6 +33,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from aioengine.core.listener import UNLIMITED
 from aioengine.core.observers import make_record
 from aioengine.frontend.request_state import Completion
 from aioengine.metrics import EngineMetrics
@@ -107,6 +108,9 @@ class Requests:
 class Discarding:
     """Stands in for a `RequestState` whose reader takes everything at once; what a stream adds is in `loop_lag.py`."""
 
+    max_unread = UNLIMITED
+    stream_interval = 1
+
     def on_news(self, completion: Completion) -> None:
         pass
 
@@ -160,13 +164,7 @@ class Workload:
     def intake(self) -> None:
         for request in self._arriving:
             sequence = Sequence(request, eos_token_ids=EOS)
-            sequence.listener = Completion(
-                sequence,
-                request=self._reader,  # type: ignore[arg-type]
-                core=None,  # type: ignore[arg-type]  # without stop strings and limits it is not asked
-                detokenizer=make_detokenizer(self._table),
-                decode=None,
-            )
+            sequence.listener = Completion(sequence, self._reader, make_detokenizer(self._table))  # type: ignore[arg-type]
             self.scheduler.add(sequence)
 
     def schedule(self) -> None:

@@ -37,7 +37,7 @@ from aioengine.frontend.prompt import (
 from aioengine.frontend.runtime import Runtime
 from aioengine.outputs import RequestOutput
 from aioengine.sampling_params import SamplingKeywords, SamplingParams, make_params
-from aioengine.stream import Stream, await_only
+from aioengine.stream import Stream
 from aioengine.validation import shorten
 
 __all__ = ["ChatMessage", "Engine", "Prompt", "Stream"]
@@ -174,7 +174,6 @@ class Engine(EngineControl):
         if self._runtime is not None:
             await self._runtime.aclose(drain=drain)
 
-    @await_only
     async def generate(
         self,
         prompt: Prompt | PromptDict,
@@ -333,12 +332,14 @@ class Engine(EngineControl):
             EngineDead: it broke.
             InvalidRequest: so many never find room.
         """
-        self._here().check_accepting(num_sequences)
+        runtime = self._here()
+        runtime.admission.check(num_sequences)
+        runtime.core.check_accepting()
 
     def abort(self, request_id: str) -> None:
         """End all requests of this id with what they have: ``finish_reason`` is "abort". Synchronous and idempotent."""
         if self._runtime is not None:
-            self._runtime.abort(request_id)
+            self._runtime.abort_named(request_id)
 
     def abort_all(self) -> None:
         """End all requests, those that wait for admission included, with what they have. Synchronous and idempotent.

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import functools
-import inspect
-import sys
-from collections.abc import Callable, Coroutine, Generator
-from types import CoroutineType, TracebackType
-from typing import Any, NoReturn, ParamSpec, Self, TypeVar
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
 
 import msgspec
 
+from aioengine.core.listener import UNLIMITED
 from aioengine.frontend.admission import OnFull
-from aioengine.frontend.prompt import Call, Checked, num_chars, prepare
-from aioengine.frontend.request_state import Arrival, RequestState
+from aioengine.frontend.prompt import Call, Checked, num_chars, prepare, unprepared
+from aioengine.frontend.request_state import RequestState
 from aioengine.frontend.runtime import Runtime
 from aioengine.outputs import CompletionDelta, RequestOutput
 from aioengine.sampling_params import SamplingParams
-from aioengine.scheduler.plan import int32
-from aioengine.scheduler.sequence import Request
 
 
 class Stream:
@@ -44,7 +39,6 @@ class Stream:
         self._asked: Checked | None = None
         if not is_later:
             self._ask()
-        self._prompt_text: str | None = None
         self._state = RequestState(call.request_id)
         self._is_entered = False
         self._is_exhausted = False
@@ -70,11 +64,11 @@ class Stream:
             raise RuntimeError("a stream is entered once; call engine.stream again")
         self._runtime.check_loop()
         self._is_entered = True
-        self._runtime.register(self._state)
+        self._runtime.admission.enter(self._state)
         try:
             await self._begin()
         except BaseException:
-            self._runtime.forget(self._state)
+            self._runtime.admission.leave(self._state)
             raise
         return self
 
@@ -82,60 +76,37 @@ class Stream:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.abort()
-        self._runtime.forget(self._state)
+        self._runtime.admission.leave(self._state)
 
     async def _begin(self) -> None:
         """Acquire capacity, prepare the prompt, hand it to the core. Nothing is awaited once the core has it."""
         runtime, call, state = self._runtime, self._call, self._state
-        is_expected = self._asked is None
-        if is_expected:
+        if self._asked is None:
             await runtime.wait_started(call.on_full)
-            with runtime.admission.expecting():
-                await runtime.turns.take()
-            self._ask()
-            if state.is_aborted:
-                self._end_unbegun(runtime.arrive())
-                return
-        prompt, params, _ = self._checked
-        arrival = runtime.arrive()
-        num_sequences = params.num_sequences
-        is_admitted = await runtime.admission.acquire(
-            state, call.on_full, priority=call.priority, num_sequences=num_sequences, is_expected=is_expected
-        )
-        if not is_admitted:
             await runtime.turns.take()
-            self._end_unbegun(arrival)
-            return
-        try:
-            runtime.core.check_accepting()
-            size = num_chars(prompt, params)
-            worker = runtime.worker_for(size)
-            self._prompt_text, sequence = await worker.run(prepare, size, runtime, call, self._checked)
-            stream_interval = call.stream_interval or runtime.config.stream_interval
-            runtime.begin(state, sequence, arrival, stream_interval=stream_interval, max_unread=call.max_unread_tokens)
-            runtime.log.begun(sequence.request, self._prompt_text)
-        finally:
-            runtime.admission.release(num_sequences)
-        if state.is_aborted:
-            state.abort()
-
-    def _end_unbegun(self, arrival: Arrival) -> None:
-        """It was aborted while it waited for capacity: nothing is computed, not even its tokens."""
-        prompt, params, _ = self._checked
-        ids = prompt if isinstance(prompt, list) and not isinstance(prompt[0], dict) else []
-        self._prompt_text = prompt if isinstance(prompt, str) else None
-        request = Request(
-            request_id=self.request_id,
-            prompt_token_ids=int32(ids),
-            params=params,
-            seed=0,
-            max_total_tokens=len(ids) + 1,
+            self._ask()
+        asked = self._checked
+        state.arrive(runtime.core, runtime.log)
+        state.stream_interval = call.stream_interval or runtime.config.stream_interval
+        state.max_unread = call.max_unread_tokens or UNLIMITED
+        num_acquired = await runtime.admission.acquire(
+            state, call.on_full, priority=call.priority, num_sequences=asked.params.num_sequences
         )
-        self._runtime.end_unbegun(self._state, request, arrival)
+        try:
+            if num_acquired:
+                runtime.core.check_accepting()
+                size = num_chars(asked.prompt, asked.params)
+                prepared = await runtime.worker_for(size).run(prepare, size, runtime, call, asked)
+                state.begin(*prepared, runtime.tokenizer)
+            else:
+                await runtime.turns.take()
+                state.end_unbegun(*unprepared(call, asked))
+        finally:
+            runtime.admission.release(num_acquired)
 
     def abort(self) -> None:
         """End the request with what it has. Synchronous and idempotent."""
-        self._runtime.abort_one(self._state)
+        self._runtime.abort(self._state)
 
     def __aiter__(self) -> Self:
         return self
@@ -219,71 +190,9 @@ class Stream:
     @property
     def result(self) -> RequestOutput:
         """The output so far."""
-        state = self._entered()
-        return RequestOutput(
-            request_id=self.request_id,
-            prompt=self._prompt_text,
-            prompt_token_ids=state.prompt_token_ids,
-            outputs=state.outputs(),
-            finished=state.is_ended,
-            num_cached_tokens=state.num_cached_tokens,
-            prompt_logprobs=list(state.prompt_logprobs) if state.prompt_logprobs is not None else None,
-            metrics=state.metrics(),
-        )
+        return self._entered().output()
 
     def _entered(self) -> RequestState:
         if not self._state.is_begun:
             raise RuntimeError("enter the stream first: `async with engine.stream(...) as stream:`")
         return self._state
-
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-class AwaitOnly:
-    """A coroutine for all that takes one (``await``, tasks, ``gather``, frameworks), which says why in ``async for``.
-
-    A coroutine's own ``async for`` names neither what was called nor what to call.
-    """
-
-    __slots__ = ("__weakref__", "_coroutine", "close", "send", "throw")
-
-    def __init__(self, coroutine: CoroutineType[Any, Any, Any]) -> None:
-        self._coroutine = coroutine
-        self.send = coroutine.send
-        self.throw = coroutine.throw
-        self.close = coroutine.close
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        return self._coroutine.__await__()
-
-    def __aiter__(self) -> NoReturn:
-        self.close()  # else it would also be told that it was never awaited
-        raise TypeError(
-            "generate gives one output: `await engine.generate(...)`. To read it as it comes: "
-            "`async with engine.stream(...) as stream:`, and in it `async for delta in stream:`"
-        )
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:  # what `inspect.iscoroutine` and asyncio look at
-        return CoroutineType
-
-    def __getattr__(self, name: str) -> Any:  # cr_frame and so on, and its names
-        return getattr(self._coroutine, name)
-
-    def __repr__(self) -> str:
-        return repr(self._coroutine)
-
-
-def await_only(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """A coroutine function that gives an `AwaitOnly`. Costs half a microsecond a call."""
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> Any:
-        return AwaitOnly(function(*args, **kwargs))  # type: ignore[arg-type]
-
-    if sys.version_info >= (3, 12):
-        return inspect.markcoroutinefunction(call)
-    call._is_coroutine = asyncio.coroutines._is_coroutine  # type: ignore[attr-defined]  # what asyncio looks for there
-    return call

@@ -134,7 +134,7 @@ class Served:
 
     def assert_nothing_is_held(self) -> None:
         """No request is registered, queued or scheduled, and all blocks are free."""
-        assert self.runtime._requests == {}
+        assert not self.runtime.admission.requests
         assert self.runtime.admission.num_preparing == 0
         assert not self.runtime.admission._waiting
         self.core.scheduler.check_integrity()

@@ -102,7 +102,7 @@ def assert_gone(served: Any, num_plans: int) -> None:
     served.core.scheduler.check_integrity()
     held = {block_id for sequence in live for block_id in sequence.block_ids}
     assert served.num_free_blocks == served.executor.info.num_blocks - len(held)
-    assert NAME not in served.runtime._requests
+    assert NAME not in {request.request_id for request in served.runtime.admission.requests}
 
 
 @pytest.mark.virtual_clock
@@ -263,7 +263,7 @@ async def test_a_request_may_be_ended_at_any_moment(serve: Any, tasks: Any, dept
             try:
                 return await served.engine.generate(seed=number, request_id=f"{number}", **arguments)
             finally:
-                assert f"{number}" not in served.runtime._requests
+                assert f"{number}" not in {request.request_id for request in served.runtime.admission.requests}
                 num_plans[number] = len(served.executor.plans)
 
         async def one(number: int, is_hit: bool) -> Any:

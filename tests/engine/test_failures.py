@@ -193,7 +193,7 @@ async def test_a_lost_device_is_heard_once_by_everyone_in_flight_and_by_all_who_
         await served.engine.aclose()
         assert served.executor.is_closed
         assert "dead" in repr(served.engine)
-        assert served.runtime._requests == {}
+        assert not served.runtime.admission.requests
 
     async with serve(depth=depth) as served:
         assert (await served.engine.generate([5], max_tokens=2)).finished

@@ -313,7 +313,7 @@ async def test_a_stream_made_before_the_close_is_refused_after_it(serve: Any, de
             with pytest.raises(EngineClosed):
                 async with stream:
                     raise AssertionError("entered")
-        assert served.runtime._requests == {}
+        assert not served.runtime.admission.requests
 
 
 class SlowToClose(FakeExecutor):

@@ -88,7 +88,7 @@ async def test_a_thousand_requests_end_once_each_and_leave_nothing(tmp_path: Pat
         stats = core.stats()
         assert stats.free_blocks == stats.num_blocks
         assert stats.running == stats.waiting == stats.blocked == 0
-        assert not engine._runtime._requests
+        assert not engine._runtime.admission.requests
     cancelled = sum(task.cancelled() for task in tasks)
     assert sum(ends.values()) + cancelled == NUM_REQUESTS
     assert {"length", "stop", "abort", "left", "invalid top_p"} <= set(ends), ends

@@ -261,7 +261,7 @@ class Target:
     @property
     def num_registered(self) -> int:
         """Requests that the engine knows, in whatever stage."""
-        return sum(map(len, self.runtime._requests.values()))
+        return len(self.runtime.admission.requests)
 
     @property
     def is_idle(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from aioengine.frontend.runtime import Runtime
+from aioengine.frontend.admission import Admission
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -59,10 +59,10 @@ async def test_longer_mixed_use_meets_each_outcome_and_upset(soak: Any, depth: i
 
 
 async def test_a_request_that_is_not_forgotten_is_seen(soak: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Runtime, "forget", lambda *_: None)
+    monkeypatch.setattr(Admission, "leave", lambda *_: None)
     setting = soak.Setting(num_requests=40, num_waves=4, num_threads=1, num_references=0, measures_lag=False)
     report = await soak.Soak(setting).run()
-    assert any("registered by id" in violation for violation in report.violations)
+    assert any("not left" in violation for violation in report.violations)
 
 
 @pytest.mark.parametrize(("lost_each", "is_bounded"), [(0.0, True), (0.0005, True), (0.002, False), (-0.01, True)])

@@ -18,7 +18,8 @@ from aioengine.errors import InvalidRequest, PromptTooLong
 from aioengine.frontend.admission import OnFull
 from aioengine.frontend.runtime import Runtime
 from aioengine.sampling_params import SamplingParams
-from aioengine.scheduler.sequence import Request, Sequence
+from aioengine.scheduler.plan import int32
+from aioengine.scheduler.sequence import Request, Sequence, make_choices
 from aioengine.text.chat_input import copy_messages, take_template_kwargs
 from aioengine.validation import is_utf8, shorten, typed
 
@@ -209,6 +210,20 @@ def prepare(runtime: Runtime, call: Call, checked: Checked) -> tuple[str | None,
         cache_salt=call.cache_salt or "",
     )
     return text, runtime.core.make_sequence(request)
+
+
+def unprepared(call: Call, checked: Checked) -> tuple[str | None, Sequence]:
+    """As `prepare`, of a request that was aborted before it: nothing is computed, not even its tokens."""
+    ids = checked.prompt if isinstance(checked.prompt, list) and not _is_chat(checked.prompt) else []
+    request = Request(
+        request_id=call.request_id,
+        prompt_token_ids=int32(ids),
+        params=checked.params,
+        seed=0,
+        max_total_tokens=len(ids) + 1,
+    )
+    text = checked.prompt if isinstance(checked.prompt, str) else None
+    return text, make_choices(request, checked.params.num_sequences, eos_token_ids=(), block_hashes=None)
 
 
 def _tokenize(runtime: Runtime, prompt: Prompt, template_kwargs: dict[str, Any]) -> tuple[str | None, list[int]]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
 
 import msgspec
 
@@ -15,12 +15,12 @@ from aioengine.core.protocol import Core
 from aioengine.core.request_log import RequestLog
 from aioengine.errors import AioEngineError, InvalidRequest
 from aioengine.metrics import RequestMetrics
-from aioengine.outputs import CompletionDelta, CompletionOutput, FinishReason, Logprob, TokenLogprobs
+from aioengine.outputs import CompletionDelta, CompletionOutput, FinishReason, Logprob, RequestOutput, TokenLogprobs
+from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.sequence import Sequence, SequenceEvent
-from aioengine.text.detokenizer import Detokenizer
-
-Decode = Callable[[int], str]
-"""One token's text."""
+from aioengine.text.detokenizer import Detokenizer, make_detokenizer
+from aioengine.text.token_table import TokenTable
+from aioengine.text.tokenizer import Tokenizer
 
 
 class Completion:
@@ -31,26 +31,20 @@ class Completion:
 
     Args:
         sequence: what to follow.
-        request: the request that this is a choice of; told when there is something to `take`.
-        core: ends the sequence at a stop string, and blocks it while its reader is behind.
+        request: the request that this is a choice of; told when there is something to `take`. Its core ends the
+            sequence at a stop string, and blocks it while its reader is behind.
         detokenizer: None: there is no text then.
-        decode: for log-probabilities; None without text.
-        stream_interval: tokens to collect before the request is told; the first token and the end are told at once.
-        max_unread: tokens that may lie unread before the sequence is blocked; those in flight come nevertheless.
     """
 
     __slots__ = (
         "_allow_at",
-        "_core",
         "_cumulative_logprob",
-        "_decode",
         "_detokenizer",
         "_has_stop_text",
-        "_max_unread",
+        "_interval",
         "_num_read_ids",
         "_num_read_texts",
         "_request",
-        "_stream_interval",
         "_tell_at",
         "_texts",
         "error",
@@ -63,17 +57,7 @@ class Completion:
         "token_ids",
     )
 
-    def __init__(
-        self,
-        sequence: Sequence,
-        *,
-        request: RequestState,
-        core: Core,
-        detokenizer: Detokenizer | None,
-        decode: Decode | None,
-        stream_interval: int = 1,
-        max_unread: int = UNLIMITED,
-    ) -> None:
+    def __init__(self, sequence: Sequence, request: RequestState, detokenizer: Detokenizer | None) -> None:
         self.sequence = sequence
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] | None = [] if sequence.sampling.logprobs >= 0 else None
@@ -84,13 +68,10 @@ class Completion:
         self.is_listed = False
         """It is in the request's queue of choices with something to `take`; the request sets and clears this."""
         self._request = request
-        self._core = core
         self._detokenizer = detokenizer
-        self._decode = decode
         self._has_stop_text = sequence.request.params.include_stop_str_in_output
-        self._stream_interval = stream_interval
-        self._max_unread = max_unread
-        self._allow_at = max_unread if max_unread == UNLIMITED else 0
+        self._interval = min(request.stream_interval, request.max_unread)
+        self._allow_at = UNLIMITED if request.max_unread == UNLIMITED else 0
         """Number of tokens read at which the core is allowed more."""
         self._tell_at = 1
         """Number of tokens at which the request or the core is told: other tokens cost one comparison."""
@@ -116,7 +97,7 @@ class Completion:
         token_ids = self.token_ids
         token_ids.append(token_id)
         if logprobs is not None and self.logprobs is not None:
-            self.logprobs.append(_with_text(token_id, logprobs, self._decode))
+            self.logprobs.append(self._request.with_texts(token_id, logprobs))
             self._cumulative_logprob += logprobs.logprob
         detokenizer = self._detokenizer
         if detokenizer is not None and (self.sequence.finish_reason != "stop" or self._has_stop_text):
@@ -125,7 +106,7 @@ class Completion:
                 self._texts.append(text)
             if detokenizer.stop_string is not None:
                 self._end("stop", detokenizer.stop_string)
-                self._core.finish(self.sequence, "stop", detokenizer.stop_string)
+                self._request.core.finish(self.sequence, "stop", detokenizer.stop_string)
                 return
         if len(token_ids) >= self._tell_at:
             self._tell()
@@ -133,9 +114,7 @@ class Completion:
     def on_prompt_logprobs(self, position: int, logprobs: list[SampledLogprobs]) -> None:
         ids = self.sequence.slice_ids(position, position + len(logprobs))
         try:
-            decoded = [
-                _with_text(token_id, of_token, self._decode) for token_id, of_token in zip(ids, logprobs, strict=True)
-            ]
+            decoded = [self._request.with_texts(*of_token) for of_token in zip(ids, logprobs, strict=True)]
         except InvalidRequest as error:
             self.on_error(error)
         else:
@@ -169,7 +148,8 @@ class Completion:
     @property
     def num_allowed(self) -> int:
         """Tokens that may be computed, all told, with what has been read."""
-        return UNLIMITED if self._max_unread == UNLIMITED else self._num_read_ids + self._max_unread
+        max_unread = self._request.max_unread
+        return UNLIMITED if max_unread == UNLIMITED else self._num_read_ids + max_unread
 
     @property
     def has_unread(self) -> bool:
@@ -181,9 +161,11 @@ class Completion:
         text = "".join(self._texts[self._num_read_texts :])
         self._num_read_ids = len(self.token_ids)
         self._num_read_texts = len(self._texts)
-        self._tell_at = self._num_read_ids + min(self._stream_interval, self._max_unread)
+        self._tell_at = self._num_read_ids + self._interval
         if self._num_read_ids >= self._allow_at:
-            self._allow()
+            # Not for each token that is read: from another process that takes a message.
+            self._allow_at = self._num_read_ids + (self._request.max_unread + 1) // 2
+            self._request.core.unblock(self.sequence)
         return CompletionDelta(
             index=index,
             text=text,
@@ -192,12 +174,6 @@ class Completion:
             finish_reason=self.finish_reason if self.error is None else None,  # the error itself comes next
             stop_reason=self.stop_reason,
         )
-
-    def lift_limit(self) -> None:
-        """Only the end will be read: compute up to there."""
-        if self._max_unread != UNLIMITED:
-            self._max_unread = self._allow_at = UNLIMITED
-            self._core.unblock(self.sequence)
 
     def output(self, index: int) -> CompletionOutput:
         """The completion as far as it has come."""
@@ -211,15 +187,10 @@ class Completion:
             stop_reason=self.stop_reason,
         )
 
-    def _allow(self) -> None:
-        """Let so many more be computed. Not for each token that is read: from another process that takes a message."""
-        self._allow_at = self._num_read_ids + (self._max_unread + 1) // 2
-        self._core.unblock(self.sequence)
-
     def _tell(self) -> None:
-        self._tell_at = self._num_read_ids + self._max_unread
+        self._tell_at = self._num_read_ids + self._request.max_unread
         if len(self.token_ids) >= self._tell_at:
-            self._core.block(self.sequence)
+            self._request.core.block(self.sequence)
         self._request.on_news(self)  # last, since what hears of it may read at once
 
     def _end(self, reason: FinishReason, stop_reason: int | str | None) -> None:
@@ -230,28 +201,30 @@ class Completion:
         self._request.on_ended(self)
 
 
-class Arrival(NamedTuple):
-    """When a request was made: in Unix seconds, and by the core's clock."""
-
-    unix_s: float
-    clock_s: float
-
-
 class RequestState:
     """A request, whose choices one reader takes piece by piece.
 
     A choice with something to take is in the queue once, however much there is, behind the others. When one choice
     fails the request fails: the others are ended, and the reader hears of it once all else is read.
 
-    Made with its stream; `begin` gives it its sequences, once the core has them.
+    Made with its stream. It arrives when the engine runs, and begins when its prompt is prepared.
 
     Attributes:
         request_id: the caller's name for it.
+        stream_interval: tokens of a choice to collect before the reader is told; the first and the end are told at
+            once.
+        max_unread: tokens of a choice that may lie unread before its sequence is blocked; those in flight come
+            nevertheless.
         is_aborted: whether it is to end with what it has, as soon as it has begun.
+        core: where its sequences run.
     """
+
+    core: Core
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
+        self.stream_interval = 1
+        self.max_unread = UNLIMITED
         self.is_aborted = False
         self.error: AioEngineError | None = None
         self.completions: list[Completion] = []
@@ -263,37 +236,51 @@ class RequestState:
         self._waits_for_end = False
         self._watcher: Callable[[], None] | None = None
 
-    def begin(self, completions: list[Completion], core: Core, arrival: Arrival, log: RequestLog) -> None:
-        """The core has accepted its sequences.
+    def arrive(self, core: Core, log: RequestLog) -> None:
+        """It was made, of a running engine: its times count from here."""
+        self.core = core
+        self._log = log
+        self._arrival_time = time.time()
+        self._arrived_at = core.clock()
+
+    def begin(self, text: str | None, sequence: Sequence, tokenizer: Tokenizer | None) -> None:
+        """Hand its sequence, and those of its other choices, to the core, and follow them.
 
         Args:
-            completions: of its choices, by index.
-            core: where they run.
-            log: hears of the request's end.
+            text: of the prompt, where it has one.
+        Raises:
+            EngineDead, EngineClosed: it has not begun.
         """
-        self._core = core
-        self._arrival = arrival
-        self._log = log
-        self._sequences = [completion.sequence for completion in completions]
-        first = self._sequences[0]
+        completions = self._follow(text, sequence, tokenizer)
+        self.core.add(sequence, completions, arrived_at=self._arrived_at)
+        self.completions = completions
+        self._log.begun(sequence.request, text)
+        if self.is_aborted:
+            self.abort()
+
+    def end_unbegun(self, text: str | None, sequence: Sequence) -> None:
+        """It was aborted before the core had it."""
+        self.completions = self._follow(text, sequence, None)
+        for completion in self.completions:
+            completion.sequence.advance(SequenceEvent.ENDED)
+            completion.sequence.finish_reason = "abort"
+            completion.on_end()
+
+    def _follow(self, text: str | None, first: Sequence, tokenizer: Tokenizer | None) -> list[Completion]:
+        """A completion of each choice, by index."""
+        params = first.request.params
+        self._prompt_text = text
+        self._sequences = [first, *first.children]
+        self._num_open = len(self._sequences)
+        self._num_choices = params.n
+        self._tokenizer = tokenizer if params.detokenize else None
         if first.sampling.prompt_logprobs >= 0:
             self.prompt_logprobs = [None] * len(first.prompt)
-        self._num_choices = first.request.params.n
-        self._num_open = len(completions)
-        self.completions = completions
+        return [Completion(choice, self, _detokenizer_for(self._tokenizer, params)) for choice in self._sequences]
 
     @property
     def is_begun(self) -> bool:
         return bool(self.completions)
-
-    @property
-    def prompt_token_ids(self) -> list[int]:
-        ids: list[int] = self._sequences[0].prompt.tolist()
-        return ids
-
-    @property
-    def num_cached_tokens(self) -> int:
-        return self._sequences[0].num_cached_tokens
 
     @property
     def is_ended(self) -> bool:
@@ -302,20 +289,12 @@ class RequestState:
     def abort(self) -> None:
         """End all choices with what they have."""
         for sequence in reversed(self._sequences):  # the first one takes unborn ones with it
-            self._core.finish(sequence, "abort")
+            self.core.finish(sequence, "abort")
 
     def fail(self, error: Callable[[], AioEngineError]) -> None:
         """End its choices by an error each, if they have not ended."""
         for completion in self.completions:
-            if not completion.is_ended:
-                completion.on_error(error())
-
-    def end_unbegun(self) -> None:
-        """It was aborted before the core had it."""
-        for sequence, completion in zip(self._sequences, self.completions, strict=True):
-            sequence.advance(SequenceEvent.ENDED)
-            sequence.finish_reason = "abort"
-            completion.on_end()
+            completion.on_error(error())
 
     # Called by the completions
 
@@ -333,9 +312,9 @@ class RequestState:
             self.error = completion.error
             self.abort()  # the others end in here, too, and the last of them may have been counted already
         if not self._num_open and math.isnan(self._ended_at):
-            self._ended_at = self._core.clock()
-            metrics, reasons = self.metrics(), self._finish_reasons()
-            self._core.observers.on_request(metrics, reasons)
+            self._ended_at = self.core.clock()
+            metrics, reasons = self._metrics(), self._finish_reasons()
+            self.core.observers.on_request(metrics, reasons)
             self._log.ended(self.request_id, reasons, metrics)
             self._wake()
             self._tell_watcher()
@@ -343,6 +322,25 @@ class RequestState:
     def on_prompt_logprobs(self, position: int, logprobs: list[TokenLogprobs]) -> None:
         assert self.prompt_logprobs is not None
         self.prompt_logprobs[position : position + len(logprobs)] = logprobs
+
+    def with_texts(self, token_id: int, sampled: SampledLogprobs) -> TokenLogprobs:
+        """Log-probabilities with their tokens' texts, which are None in a request without text."""
+        decode = self._decode if self._tokenizer is not None else lambda _: None
+        logprobs = {token_id: Logprob(sampled.logprob, sampled.rank, decode(token_id))}
+        for other_id, logprob, rank in sampled.others:
+            if other_id not in logprobs:
+                logprobs[other_id] = Logprob(logprob, rank, decode(other_id))
+        return logprobs
+
+    def _decode(self, token_id: int) -> str:
+        """A token's text alone, special or not; by table, since a request may ask for twenty with each token."""
+        assert self._tokenizer is not None
+        table = self._tokenizer.token_table(skip_special_tokens=False)
+        if isinstance(table, TokenTable) and not table.lead_strip and token_id < len(table.pieces):
+            piece = table.first_pieces.get(token_id, table.pieces[token_id])
+            if isinstance(piece, str):
+                return piece
+        return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
     # Called by the reader
 
@@ -353,9 +351,10 @@ class RequestState:
         """
         if self._waiter is not None:
             raise RuntimeError("this stream is being read by another task; a stream has one reader")
-        if for_end:
-            for completion in self.completions:
-                completion.lift_limit()
+        if for_end and self.max_unread != UNLIMITED:
+            self.max_unread = UNLIMITED
+            for sequence in self._sequences:
+                self.core.unblock(sequence)
         while not (self.is_ended or (not for_end and self.has_news)):
             self._waiter = asyncio.get_running_loop().create_future()
             self._waits_for_end = for_end
@@ -390,22 +389,31 @@ class RequestState:
             return delta
         return None
 
-    def outputs(self) -> list[CompletionOutput]:
-        """All choices as far as they have come."""
-        if len(self.completions) == self._num_choices:
-            return [completion.output(index) for index, completion in enumerate(self.completions)]
-        return [self.completions[0].output(index) for index in range(self._num_choices)]
+    def output(self) -> RequestOutput:
+        """All that has come so far, read or not."""
+        first = self._sequences[0]
+        is_repeated = len(self.completions) < self._num_choices  # greedy choices are all alike
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self._prompt_text,
+            prompt_token_ids=first.prompt.tolist(),
+            outputs=[self.completions[0 if is_repeated else i].output(i) for i in range(self._num_choices)],
+            finished=self.is_ended,
+            num_cached_tokens=first.num_cached_tokens,
+            prompt_logprobs=list(self.prompt_logprobs) if self.prompt_logprobs is not None else None,
+            metrics=self._metrics(),
+        )
 
-    def metrics(self) -> RequestMetrics:
+    def _metrics(self) -> RequestMetrics:
         """Its times and counts so far."""
-        first, arrived_at = self._sequences[0], self._arrival.clock_s
-        last_token_at = [self._core.last_token_at(sequence) for sequence in self._sequences]
+        first, arrived_at = self._sequences[0], self._arrived_at
+        last_token_at = [self.core.last_token_at(sequence) for sequence in self._sequences]
         ended = [(s.first_token_at, at) for s, at in zip(self._sequences, last_token_at, strict=True) if at == at]
         last_at = max((at for _, at in ended), default=math.nan)
         num_gaps = sum(len(s.output_ids) - 1 for s in self._sequences if s.output_ids)
         decode_s = sum(last - begun for begun, last in ended)
         return RequestMetrics(
-            arrival_time=self._arrival.unix_s,
+            arrival_time=self._arrival_time,
             queue_time_s=_known(first.admitted_at - arrived_at),
             prefill_time_s=_known(first.first_token_at - first.admitted_at),
             decode_time_s=_known(last_at - first.first_token_at),
@@ -431,19 +439,24 @@ class RequestState:
             try:
                 self._watcher()
             except BaseException as error:
-                self._core.user_code.raised(error, "a stream's watcher failed")
+                self.core.user_code.raised(error, "a stream's watcher failed")
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
 
-def _with_text(token_id: int, sampled: SampledLogprobs, decode: Decode | None) -> TokenLogprobs:
-    logprobs = {token_id: Logprob(sampled.logprob, sampled.rank, decode(token_id) if decode else None)}
-    for other_id, logprob, rank in sampled.others:
-        if other_id not in logprobs:
-            logprobs[other_id] = Logprob(logprob, rank, decode(other_id) if decode else None)
-    return logprobs
+def _detokenizer_for(tokenizer: Tokenizer | None, params: SamplingParams) -> Detokenizer | None:
+    if tokenizer is None:
+        return None
+    is_joined = not (params.skip_special_tokens or params.spaces_between_special_tokens)
+    return make_detokenizer(
+        tokenizer.token_table(skip_special_tokens=params.skip_special_tokens),
+        stop=tuple(params.stop),
+        include_stop=params.include_stop_str_in_output,
+        min_tokens=params.min_tokens,
+        joined=tokenizer.joined_special_tokens if is_joined else None,
+    )
 
 
 def _known(seconds: float) -> float | None:

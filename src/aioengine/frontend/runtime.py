@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 import warnings
 from collections.abc import Callable
 from types import TracebackType
@@ -22,7 +21,6 @@ from aioengine.config import EngineConfig
 from aioengine.core.control import AnyControl, Pause, Sleep, WakeUp
 from aioengine.core.executor_protocol import ExecutorInfo
 from aioengine.core.health import Health
-from aioengine.core.listener import UNLIMITED
 from aioengine.core.observers import UserCode
 from aioengine.core.protocol import CLOSE_DEADLINE_S, Backend, Core, CoreHooks
 from aioengine.core.request_log import RequestLog
@@ -37,19 +35,15 @@ from aioengine.errors import (
     describe,
 )
 from aioengine.frontend.admission import Admission, OnFull
-from aioengine.frontend.request_state import Arrival, Completion, RequestState
+from aioengine.frontend.request_state import RequestState
 from aioengine.metrics import EngineMetrics
 from aioengine.models.folder import ModelFolder
 from aioengine.progress import OnProgress, loading_bar
-from aioengine.sampling_params import SamplingParams
-from aioengine.scheduler.sequence import Request, Sequence, make_choices
-from aioengine.text.detokenizer import Detokenizer, make_detokenizer
 from aioengine.text.lanes import Lanes
 from aioengine.text.token_table import TokenTable
 from aioengine.text.tokenizer import Tokenizer
 from aioengine.text.worker import ChatWorker, TextWorker, run_abandonable
 from aioengine.turns import turns_here
-from aioengine.validation import shorten
 
 logger = logging.getLogger("aioengine")
 
@@ -73,7 +67,6 @@ class Runtime:
     files: ModelFolder
     tokenizer: Tokenizer | None
     core: Core
-    admission: Admission
     log: RequestLog
 
     def __init__(self, config: EngineConfig, make_backend: Callable[[CoreHooks], Backend]) -> None:
@@ -87,11 +80,12 @@ class Runtime:
         self.turns = turns_here()
         self.longest_token_chars: int | None = None
         """Characters of the longest token; None where the tokenizer does not tell."""
+        self.admission = Admission(config.max_waiting, lambda: self.core.num_unstarted, on_left=self._recheck)
         self._backend = make_backend(
             CoreHooks(
                 worker=self.worker,
                 dump_worker=self._large_worker,
-                on_capacity=lambda: self.admission.admit(),
+                on_capacity=self.admission.admit,
                 num_waiting_for_admission=lambda: self.admission.num_waiting,
             )
         )
@@ -104,7 +98,6 @@ class Runtime:
         self._is_serving = False
         self._is_closing = False
         self._is_stoppable = False
-        self._requests: dict[str, list[RequestState]] = {}
         # The one task that no task group owns: start and aclose may be called from different tasks.
         self._supervisor = self._loop.create_task(self._supervise(), name="aioengine supervisor")
 
@@ -278,9 +271,7 @@ class Runtime:
             await self._load(show)
         self.core = self._backend.core
         self.log = RequestLog(self.config)
-        self.admission = Admission(
-            self.config.max_waiting, lambda: self.core.num_unstarted, on_left=lambda: self.core.recheck()
-        )
+        self.admission.capacity = self.config.max_waiting
         logger.info("%s", self.describe())
 
     async def _load(self, show: OnProgress | None) -> None:
@@ -333,13 +324,12 @@ class Runtime:
             self._started.set()
 
     async def _close_parts(self) -> None:
-        if hasattr(self, "admission"):
-            await self.admission.close(self._end_error)
+        await self.admission.close(self._end_error)
         # The core has ended them all, unless it broke while doing so: none may wait for ever.
-        for request in self._all_requests():
+        for request in list(self.admission.requests):
             with self._user_code.called("while ending what was running"):
                 request.fail(self._end_error)
-        self._requests.clear()
+        self.admission.requests.clear()
         tokenizer = getattr(self, "tokenizer", None)
         if tokenizer is not None:
             tokenizer.template_lanes.close()
@@ -367,113 +357,32 @@ class Runtime:
         self.check_running()
         return self.worker_for(num_chars)
 
-    def check_accepting(self, num_sequences: int) -> None:
-        """As `Engine.check_accepting`, of an engine that runs."""
-        if isinstance(num_sequences, bool) or not isinstance(num_sequences, int) or num_sequences < 1:
-            raise InvalidRequest(
-                f"num_sequences={shorten(num_sequences)}: an int of at least 1 is needed", param="num_sequences"
-            )
-        if num_sequences > self.config.max_waiting:
-            raise InvalidRequest(
-                f"{num_sequences} sequences never find room where max_waiting={self.config.max_waiting} may wait",
-                param="num_sequences",
-            )
-        self.admission.check(num_sequences)
-        self.core.check_accepting()
-
-    def arrive(self) -> Arrival:
-        """The time, for a request's metrics."""
-        return Arrival(time.time(), self.core.clock())
-
-    def begin(
-        self,
-        request: RequestState,
-        sequence: Sequence,
-        arrival: Arrival,
-        *,
-        stream_interval: int,
-        max_unread: int | None,
-    ) -> None:
-        """Hand a request's sequence and its children to the core, and follow them."""
-        completions = self._make_completions(request, sequence, stream_interval, max_unread or UNLIMITED)
-        self.core.add(sequence, completions, arrived_at=arrival.clock_s)
-        request.begin(completions, self.core, arrival, self.log)
-
-    def end_unbegun(self, request: RequestState, prompt: Request, arrival: Arrival) -> None:
-        """Bring a request to its end that was aborted on its way to the core."""
-        sequence = make_choices(prompt, prompt.params.num_sequences, eos_token_ids=(), block_hashes=None)
-        request.begin(self._make_completions(request, sequence, 1, UNLIMITED), self.core, arrival, self.log)
-        request.end_unbegun()
-
-    def _make_completions(
-        self, request: RequestState, sequence: Sequence, stream_interval: int, max_unread: int
-    ) -> list[Completion]:
-        """One for the sequence and one for each of its children."""
-        params = sequence.request.params
-        has_text = params.detokenize and self.tokenizer is not None
-        return [
-            Completion(
-                choice,
-                request=request,
-                core=self.core,
-                detokenizer=self._make_detokenizer(params) if has_text else None,
-                decode=self._decode_one if has_text else None,
-                stream_interval=stream_interval,
-                max_unread=max_unread,
-            )
-            for choice in (sequence, *sequence.children)
-        ]
-
-    def _make_detokenizer(self, params: SamplingParams) -> Detokenizer:
-        tokenizer = self.require_tokenizer()
-        is_joined = not (params.skip_special_tokens or params.spaces_between_special_tokens)
-        return make_detokenizer(
-            tokenizer.token_table(skip_special_tokens=params.skip_special_tokens),
-            stop=tuple(params.stop),
-            include_stop=params.include_stop_str_in_output,
-            min_tokens=params.min_tokens,
-            joined=tokenizer.joined_special_tokens if is_joined else None,
-        )
-
-    def register(self, request: RequestState) -> None:
-        """From now on `abort` finds this request by its id."""
-        self._requests.setdefault(request.request_id, []).append(request)
-
-    def forget(self, request: RequestState) -> None:
-        requests = self._requests.get(request.request_id)
-        if requests is not None and request in requests:
-            requests.remove(request)
-            if not requests:
-                del self._requests[request.request_id]
-
-    def abort(self, request_id: str) -> None:
-        """End all requests of this id with what they have."""
-        requests = list(self._requests.get(request_id, ()))
-        if requests:
-            self.check_loop()
-        for request in requests:
-            self.abort_one(request)
-
-    def abort_one(self, request: RequestState) -> None:
+    def abort(self, request: RequestState) -> None:
         """End a request with what it has, wherever it is on its way. Idempotent."""
         request.is_aborted = True
         if request.is_begun:
             request.abort()
-        elif self._is_serving:  # else it ends when the engine has started
+        else:  # it ends when it is admitted, or would be
             self.admission.dismiss(request)
+
+    def abort_named(self, request_id: str) -> None:
+        """As `abort`, of all requests of this id."""
+        requests = [request for request in self.admission.requests if request.request_id == request_id]
+        if requests:
+            self.check_loop()
+        for request in requests:
+            self.abort(request)
 
     def abort_all(self) -> None:
         """As `abort`, of all requests; the readers of those that have begun may hear of it in later turns."""
-        if self._requests:
+        requests = list(self.admission.requests)
+        if requests:
             self.check_loop()
         if self._is_serving:
             self.core.abort_all()
-        for request in self._all_requests():
+        for request in requests:
             if not request.is_begun:
-                self.abort_one(request)
-
-    def _all_requests(self) -> list[RequestState]:
-        return [request for requests in self._requests.values() for request in requests]
+                self.abort(request)
 
     # The whole engine
 
@@ -535,7 +444,7 @@ class Runtime:
         return self.core.when(is_over)
 
     def _is_drained(self) -> bool:
-        return self.admission.is_quiet and self.core.is_drained
+        return self.core.is_drained and self.admission.is_quiet
 
     # Text
 
@@ -554,18 +463,12 @@ class Runtime:
             f"= {num_tokens:,} tokens, {num_tokens / info.max_model_len:,.1f} sequences of {info.max_model_len:,}"
         )
 
-    def _decode_one(self, token_id: int) -> str:
-        """A token's text alone, special or not; by table, since a request may ask for twenty with each token."""
-        assert self.tokenizer is not None
-        table = self.tokenizer.token_table(skip_special_tokens=False)
-        if isinstance(table, TokenTable) and not table.lead_strip and token_id < len(table.pieces):
-            piece = table.first_pieces.get(token_id, table.pieces[token_id])
-            if isinstance(piece, str):
-                return piece
-        return self.tokenizer.decode([token_id], skip_special_tokens=False)
+    def _recheck(self) -> None:
+        if self._is_serving:
+            self.core.recheck()
 
     def _end_error(self) -> AioEngineError:
-        return self.core.copy_death() if self.core.death is not None else _closed()
+        return self.core.copy_death() if self._is_serving and self.core.death is not None else _closed()
 
 
 def _closed() -> EngineClosed:
