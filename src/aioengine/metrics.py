@@ -7,10 +7,12 @@ nothing. Nothing here reads a clock, and nothing locks: all of it belongs to the
 
 from __future__ import annotations
 
+import copy
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, Protocol
+from dataclasses import dataclass
+from typing import ClassVar, Generic, Literal, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -20,6 +22,7 @@ from aioengine.plain_struct import PlainStruct
 
 Float64 = NDArray[np.float64]
 Int64 = NDArray[np.int64]
+Kind = Literal["counter", "gauge", "histogram"]
 
 # vLLM's bounds, with finer ones below: a small model's tokens come within milliseconds.
 TIME_TO_FIRST_TOKEN_S = (
@@ -137,79 +140,33 @@ class Sample(msgspec.Struct, frozen=True, gc=False):
     value: float
 
 
+@dataclass(slots=True)
 class Counter:
     """A number that only rises."""
 
-    __slots__ = ("documentation", "name", "value")
-
-    kind: Literal["counter"] = "counter"
-
-    def __init__(self, name: str, documentation: str) -> None:
-        self.name = name
-        self.documentation = documentation
-        self.value = 0
+    kind: ClassVar[Kind] = "counter"
+    documentation: str
+    name: str = ""
+    value: int = 0
 
     def inc(self, amount: int = 1) -> None:
         self.value += amount
-
-    def advance_to(self, total: int) -> None:
-        """Follow a total that is counted elsewhere."""
-        self.value = max(self.value, total)
 
     def samples(self) -> Iterator[Sample]:
         yield Sample("_total", (), self.value)
 
 
-class LabeledCounter:
-    """Counters told apart by one label. Values that are known beforehand are there from the start, at 0."""
-
-    __slots__ = ("documentation", "label", "name", "values")
-
-    kind: Literal["counter", "gauge"] = "counter"
-
-    def __init__(self, name: str, documentation: str, label: str, known: Iterable[str] = ()) -> None:
-        self.name = name
-        self.documentation = documentation
-        self.label = label
-        self.values = dict.fromkeys(known, 0)
-
-    def inc(self, label_value: str, amount: int = 1) -> None:
-        self.values[label_value] = self.values.get(label_value, 0) + amount
-
-    def samples(self) -> Iterator[Sample]:
-        for label_value, value in self.values.items():
-            yield Sample("_total", ((self.label, label_value),), value)
-
-
+@dataclass(slots=True)
 class Gauge:
     """A number that rises and falls."""
 
-    __slots__ = ("documentation", "name", "value")
-
-    kind: Literal["gauge"] = "gauge"
-
-    def __init__(self, name: str, documentation: str) -> None:
-        self.name = name
-        self.documentation = documentation
-        self.value = 0.0
-
-    def set(self, value: float) -> None:
-        self.value = value
+    kind: ClassVar[Kind] = "gauge"
+    documentation: str
+    name: str = ""
+    value: float = 0.0
 
     def samples(self) -> Iterator[Sample]:
         yield Sample("", (), self.value)
-
-
-class LabeledGauge(LabeledCounter):
-    """Gauges told apart by one label, all of them known beforehand."""
-
-    __slots__ = ()
-
-    kind = "gauge"
-
-    def samples(self) -> Iterator[Sample]:
-        for label_value, value in self.values.items():
-            yield Sample("", ((self.label, label_value),), value)
 
 
 class Histogram:
@@ -221,13 +178,11 @@ class Histogram:
 
     __slots__ = ("_bounds", "_bounds_array", "counts", "documentation", "name", "sum")
 
-    kind: Literal["histogram"] = "histogram"
+    kind: ClassVar[Kind] = "histogram"
 
-    def __init__(self, name: str, documentation: str, buckets: Sequence[float]) -> None:
-        assert list(buckets) == sorted(set(buckets)), f"the bounds of {name} do not ascend"
-        assert buckets[-1] < math.inf, f"{name} has a last bucket without a bound already"
-        self.name = name
+    def __init__(self, documentation: str, buckets: Sequence[float], name: str = "") -> None:
         self.documentation = documentation
+        self.name = name
         self._bounds = [float(bound) for bound in buckets]
         self._bounds_array = np.array(self._bounds)
         self.counts: Int64 = np.zeros(len(buckets) + 1, np.int64)
@@ -251,15 +206,6 @@ class Histogram:
     def count(self) -> int:
         return int(self.counts.sum())
 
-    @property
-    def mean(self) -> float | None:
-        count = self.count
-        return self.sum / count if count else None
-
-    def cumulative(self) -> list[tuple[float, int]]:
-        """(upper bound, values up to it) for each bucket, the last bound being infinite."""
-        return list(zip([*self._bounds, math.inf], np.cumsum(self.counts).tolist(), strict=True))
-
     def quantile(self, q: float, *, since: Int64 | None = None) -> float | None:
         """Estimate a quantile as Prometheus' ``histogram_quantile`` does; None without values.
 
@@ -275,7 +221,7 @@ class Histogram:
         if not cumulative[-1]:
             return None
         rank = q * float(cumulative[-1])
-        bucket = min(int(cumulative.searchsorted(max(rank, 1e-9))), len(counts) - 1)
+        bucket = int(cumulative.searchsorted(max(rank, 1e-9)))
         if bucket == len(self._bounds):
             return self._bounds[-1]
         below = float(cumulative[bucket - 1]) if bucket else 0.0
@@ -283,13 +229,50 @@ class Histogram:
         return lower + (self._bounds[bucket] - lower) * (rank - below) / float(counts[bucket])
 
     def samples(self) -> Iterator[Sample]:
-        for bound, count in self.cumulative():
-            yield Sample("_bucket", (("le", "+Inf" if bound == math.inf else repr(bound)),), count)
+        cumulative = np.cumsum(self.counts).tolist()
+        for bound, count in zip([*map(repr, self._bounds), "+Inf"], cumulative, strict=True):
+            yield Sample("_bucket", (("le", bound),), count)
         yield Sample("_sum", (), self.sum)
-        yield Sample("_count", (), self.count)
+        yield Sample("_count", (), cumulative[-1])
 
 
-Metric = Counter | LabeledCounter | Gauge | Histogram
+M = TypeVar("M", bound=Counter | Gauge | Histogram)
+
+
+class Labeled(Generic[M]):
+    """Metrics told apart by labels: ``requests.of("GET", "200").inc()``.
+
+    Args:
+        metric: what each of them begins as.
+        labels: their names.
+        known: values of the labels that are there from the start.
+    """
+
+    def __init__(self, metric: M, *labels: str, known: Iterable[tuple[str, ...]] = ()) -> None:
+        self.documentation = metric.documentation
+        self.name = metric.name
+        self.kind: Kind = metric.kind
+        self._metric = metric
+        self._labels = labels
+        self._metrics: dict[tuple[str, ...], M] = {}
+        for values in known:
+            self.of(*values)
+
+    def of(self, *values: str) -> M:
+        """The one whose labels have these values, which is made when it is first asked for."""
+        metric = self._metrics.get(values)
+        if metric is None:
+            metric = self._metrics[values] = copy.deepcopy(self._metric)
+        return metric
+
+    def samples(self) -> Iterator[Sample]:
+        for values, metric in self._metrics.items():
+            labels = tuple(zip(self._labels, values, strict=True))
+            for sample in metric.samples():
+                yield Sample(sample.suffix, (*labels, *sample.labels), sample.value)
+
+
+Metric = Counter | Gauge | Histogram | Labeled[Counter] | Labeled[Gauge] | Labeled[Histogram]
 
 
 class Distribution(PlainStruct, frozen=True, kw_only=True, gc=False):
@@ -302,9 +285,9 @@ class Distribution(PlainStruct, frozen=True, kw_only=True, gc=False):
 
     @classmethod
     def of(cls, histogram: Histogram) -> Distribution:
-        return cls(
-            count=histogram.count, mean=histogram.mean, p50=histogram.quantile(0.5), p99=histogram.quantile(0.99)
-        )
+        count = histogram.count
+        mean = histogram.sum / count if count else None
+        return cls(count=count, mean=mean, p50=histogram.quantile(0.5), p99=histogram.quantile(0.99))
 
 
 class EngineStats(PlainStruct, frozen=True, kw_only=True):
@@ -344,56 +327,63 @@ class EngineMetrics:
     """The observer that keeps an engine's metrics. Each is an attribute with its own name (vLLM's, without prefix)."""
 
     def __init__(self) -> None:
-        self.num_requests_running = Gauge("num_requests_running", "Sequences that are being computed.")
-        self.num_requests_waiting = Gauge("num_requests_waiting", "Sequences that wait to be computed.")
-        self.num_requests_waiting_by_reason = LabeledGauge(
-            "num_requests_waiting_by_reason", "Sequences that wait, by what for.", "reason", ("capacity", "deferred")
+        self.num_requests_running = Gauge("Sequences that are being computed.")
+        self.num_requests_waiting = Gauge("Sequences that wait to be computed, those at the engine's door included.")
+        self.num_requests_waiting_by_reason = Labeled(
+            Gauge(
+                "Sequences that wait, by what for; deferred: its reader is behind, another one computes its prefix, or "
+                "the engine is paused."
+            ),
+            "reason",
         )
-        self.kv_cache_usage_perc = Gauge("kv_cache_usage_perc", "Share of KV-cache blocks in use, 0 to 1.")
-        self.prefix_cache_queries = Counter(
-            "prefix_cache_queries",
-            "Tokens that the prefix cache was asked for.",
+        self.kv_cache_usage_perc = Gauge("Share of KV-cache blocks in use, 0 to 1.")
+        self.prefix_cache_queries = Counter("Tokens that the prefix cache was asked for.")
+        self.prefix_cache_hits = Counter("Prompt tokens that the prefix cache had.")
+        self.num_preemptions = Counter("Sequences that lost their blocks to others.")
+        self.prompt_tokens = Counter("Prompt tokens processed, cached ones included.")
+        self.prompt_tokens_by_source = Labeled(
+            Counter("Prompt tokens of requests that ended, by where they came from."),
+            "source",
+            known=[("local_compute",), ("local_cache_hit",), ("external_kv_transfer",)],
         )
-        self.prefix_cache_hits = Counter("prefix_cache_hits", "Prompt tokens that the prefix cache had.")
-        self.num_preemptions = Counter("num_preemptions", "Sequences that lost their blocks to others.")
-        self.prompt_tokens = Counter("prompt_tokens", "Prompt tokens processed, cached ones included.")
-        self.generation_tokens = Counter("generation_tokens", "Tokens generated.")
-        self.request_success = LabeledCounter(
-            "request_success", "Choices that ended, by how they did.", "finished_reason", FINISH_REASONS
+        self.prompt_tokens_cached = Counter("Prompt tokens, of requests that ended, that the prefix cache had.")
+        self.generation_tokens = Counter("Tokens generated.")
+        self.request_success = Labeled(
+            Counter("Choices that ended, by how they did."),
+            "finished_reason",
+            known=[(reason,) for reason in FINISH_REASONS],
         )
-        self.time_to_first_token_seconds = Histogram(
-            "time_to_first_token_seconds", "From the call to the first token.", TIME_TO_FIRST_TOKEN_S
+        self.iteration_tokens_total = Histogram(
+            "Tokens computed in a step; a histogram, in spite of its name.", STEP_TOKENS
         )
-        self.inter_token_latency_seconds = Histogram(
-            "inter_token_latency_seconds", "From one token of a sequence to its next.", INTER_TOKEN_LATENCY_S
+        self.request_prompt_tokens = Histogram("Prompt tokens of a request that ended.", REQUEST_TOKENS)
+        self.request_generation_tokens = Histogram(
+            "Tokens generated for a request that ended, all choices.", REQUEST_TOKENS
         )
-        self.e2e_request_latency_seconds = Histogram(
-            "e2e_request_latency_seconds", "From the call to the end.", REQUEST_TIME_S
+        self.request_prefill_kv_computed_tokens = Histogram(
+            "Prompt tokens computed, cached ones left out.", REQUEST_TOKENS
         )
-        self.request_queue_time_seconds = Histogram(
-            "request_queue_time_seconds", "From the call to the first scheduled tokens.", REQUEST_TIME_S
+        self.time_to_first_token_seconds = Histogram("From the call to the first token.", TIME_TO_FIRST_TOKEN_S)
+        self.inter_token_latency_seconds = Histogram("From one token of a sequence to its next.", INTER_TOKEN_LATENCY_S)
+        self.request_time_per_output_token_seconds = Histogram(
+            "A request's mean time from one token to its next.", INTER_TOKEN_LATENCY_S
         )
+        self.e2e_request_latency_seconds = Histogram("From the call to the end.", REQUEST_TIME_S)
+        self.request_queue_time_seconds = Histogram("From the call to the first scheduled tokens.", REQUEST_TIME_S)
         self.request_inference_time_seconds = Histogram(
-            "request_inference_time_seconds", "From the first scheduled tokens to the last token.", REQUEST_TIME_S
+            "From the first scheduled tokens to the last token.", REQUEST_TIME_S
         )
         self.request_prefill_time_seconds = Histogram(
-            "request_prefill_time_seconds", "From the first scheduled tokens to the first token.", REQUEST_TIME_S
+            "From the first scheduled tokens to the first token.", REQUEST_TIME_S
         )
-        self.request_decode_time_seconds = Histogram(
-            "request_decode_time_seconds", "From the first token to the last.", REQUEST_TIME_S
-        )
-        self.iteration_tokens_total = Histogram("iteration_tokens_total", "Tokens computed in a step.", STEP_TOKENS)
-        self.request_prompt_tokens = Histogram(
-            "request_prompt_tokens", "Prompt tokens of a request that ended.", REQUEST_TOKENS
-        )
-        self.request_generation_tokens = Histogram(
-            "request_generation_tokens", "Tokens generated for a request that ended, all choices.", REQUEST_TOKENS
-        )
-        self.step_time_seconds = Histogram("step_time_seconds", "From a step's launch until applied.", STEP_TIME_S)
-        self.device_time_seconds = Histogram("device_time_seconds", "How long a step held the device.", STEP_TIME_S)
-        self.loop_lag_seconds = Histogram(
-            "loop_lag_seconds", "From a step's end on the device until the loop noticed.", LOOP_LAG_S
-        )
+        self.request_decode_time_seconds = Histogram("From the first token to the last.", REQUEST_TIME_S)
+        self.step_time_seconds = Histogram("From a step's launch until applied.", STEP_TIME_S)
+        self.device_time_seconds = Histogram("How long a step held the device.", STEP_TIME_S)
+        self.loop_lag_seconds = Histogram("From a step's end on the device until the loop noticed.", LOOP_LAG_S)
+        for name, metric in vars(self).items():
+            metric.name = name
+        self._capacity = self.num_requests_waiting_by_reason.of("capacity")
+        self._deferred = self.num_requests_waiting_by_reason.of("deferred")
 
     def on_step(self, record: StepRecord) -> None:
         self.set_load(
@@ -403,9 +393,9 @@ class EngineMetrics:
             free_blocks=record.free_blocks,
             num_blocks=record.num_blocks,
         )
-        self.num_preemptions.advance_to(record.preemptions)
-        self.prefix_cache_queries.advance_to(record.prefix_cache_queries)
-        self.prefix_cache_hits.advance_to(record.prefix_cache_hits)
+        self.num_preemptions.value = record.preemptions
+        self.prefix_cache_queries.value = record.prefix_cache_queries
+        self.prefix_cache_hits.value = record.prefix_cache_hits
         self.prompt_tokens.inc(record.num_prompt_tokens)
         self.generation_tokens.inc(record.num_sampled)
         self.iteration_tokens_total.observe(record.num_tokens)
@@ -422,12 +412,13 @@ class EngineMetrics:
         """Set the gauges: before they are read, since what comes and goes between two steps makes no record."""
         self.num_requests_running.value = running
         self.num_requests_waiting.value = waiting
-        self.num_requests_waiting_by_reason.values = {"capacity": waiting - blocked, "deferred": blocked}
+        self._capacity.value = waiting - blocked
+        self._deferred.value = blocked
         self.kv_cache_usage_perc.value = 1.0 - free_blocks / num_blocks if num_blocks else 0.0
 
     def on_request(self, metrics: RequestMetrics, finish_reasons: tuple[str, ...]) -> None:
         for reason in finish_reasons:
-            self.request_success.inc(reason)
+            self.request_success.of(reason).inc()
         self.request_prompt_tokens.observe(metrics.num_prompt_tokens)
         self.request_generation_tokens.observe(metrics.num_generation_tokens)
         for histogram, value_s in (
@@ -436,13 +427,20 @@ class EngineMetrics:
             (self.request_inference_time_seconds, metrics.inference_time_s),
             (self.request_prefill_time_seconds, metrics.prefill_time_s),
             (self.request_decode_time_seconds, metrics.decode_time_s),
+            (self.request_time_per_output_token_seconds, metrics.mean_inter_token_latency_s),
         ):
             if value_s is not None:
                 histogram.observe(value_s)
+        if metrics.time_to_first_token_s is not None:  # else it was never computed
+            computed = metrics.num_prompt_tokens - metrics.num_cached_tokens
+            self.request_prefill_kv_computed_tokens.observe(computed)
+            self.prompt_tokens_by_source.of("local_compute").inc(computed)
+            self.prompt_tokens_by_source.of("local_cache_hit").inc(metrics.num_cached_tokens)
+            self.prompt_tokens_cached.inc(metrics.num_cached_tokens)
 
     def collect(self) -> Iterator[Metric]:
         """Every metric, for an exporter: its name, documentation, kind and ``samples()``."""
-        yield from vars(self).values()
+        yield from (metric for name, metric in vars(self).items() if not name.startswith("_"))
 
     def snapshot(self) -> EngineStats:
         queries = self.prefix_cache_queries.value
@@ -454,7 +452,7 @@ class EngineMetrics:
             preemptions=self.num_preemptions.value,
             prompt_tokens=self.prompt_tokens.value,
             generation_tokens=self.generation_tokens.value,
-            finished=dict(self.request_success.values),
+            finished={reason: self.request_success.of(reason).value for reason in FINISH_REASONS},
             time_to_first_token_s=Distribution.of(self.time_to_first_token_seconds),
             inter_token_latency_s=Distribution.of(self.inter_token_latency_seconds),
             e2e_latency_s=Distribution.of(self.e2e_request_latency_seconds),

@@ -32,7 +32,8 @@ async def test_what_was_done_is_counted_as_it_is_in_process(make_engine: Any, ma
         async with engine.stream(PROMPT, seed=10, max_tokens=100, max_unread_tokens=1) as stream:
             await anext(stream)
             await until(has_load(engine, running=0, waiting=1))
-            assert engine.metrics.num_requests_waiting_by_reason.values == {"capacity": 0, "deferred": 1}
+            by_reason = engine.metrics.num_requests_waiting_by_reason
+            assert (by_reason.of("capacity").value, by_reason.of("deferred").value) == (0, 1)
         await engine.generate(PROMPT, allowed_token_ids=[2], max_tokens=5)
         stats = engine.stats()
         assert (stats.running, stats.waiting) == (0, 0)

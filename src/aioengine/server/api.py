@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import anyio
 import msgspec
+from anyio import CapacityLimiter
 
 import aioengine
 from aioengine.engine import Engine, check_asyncio
@@ -32,11 +33,12 @@ from aioengine.server.exchange import (
     ClientCut,
     ClientGone,
     Exchange,
+    PerLoop,
     Response,
     run_while_connected,
     write_in_pieces,
 )
-from aioengine.server.metrics import Exposition, HttpMetrics
+from aioengine.server.metrics import HttpMetrics, read_families, render
 from aioengine.server.page import PAGE
 from aioengine.server.record import RequestRecord
 from aioengine.server.schema import (
@@ -195,8 +197,9 @@ class Api:
             Route("GET", "/", self._page),
         )
         self._routes: dict[str, Route] = {route.path: route for route in routes}
-        self._metrics_of_http = HttpMetrics(self._routes)
-        self._exposition: Exposition | None = None
+        self._metrics_of_http = HttpMetrics()
+        self._rendering = PerLoop(lambda: CapacityLimiter(1))
+        """A thread for metrics."""
         self._tracing = Tracing()
         self._keys = ApiKeys(self.config.api_keys)
         self._bodies = BodyReader(self.config)
@@ -255,11 +258,6 @@ class Api:
             self._metrics_of_http.ended(record)
             self._tracing.end(span, record)
             log_request(record)
-
-    def close(self) -> None:
-        """Let the engine forget this API; idempotent. For an app that ends before its engine does."""
-        if self._exposition is not None:
-            self._exposition.close()
 
     async def _answer(self, exchange: Exchange, record: RequestRecord, route: Route | None) -> Response | None:
         """The response, of whatever kind; None where it has been written already."""
@@ -334,7 +332,6 @@ class Api:
             await turns_here().take()
             if route.is_generation:
                 self.engine.check_accepting()
-                self._expose().watch()
             return await route.handler(exchange, record)
         finally:
             self._num_open -= 1
@@ -458,7 +455,10 @@ class Api:
         return _json(told, 503)
 
     async def _metrics(self, exchange: Exchange, record: RequestRecord) -> Response:
-        body, content_type = await self._expose().render(exchange.headers.get("accept"))
+        # Of a connected engine the model is known only once it is connected.
+        name = self.models.names[0]
+        families = read_families(self.engine, self._metrics_of_http, self.config.metrics_prefix, name)
+        body, content_type = await render(families, exchange.headers.get("accept"), self._rendering.get())
         return Response(200, body, {"content-type": content_type})
 
     async def _version(self, exchange: Exchange, record: RequestRecord) -> Response:
@@ -482,15 +482,6 @@ class Api:
         if self.engine.health().status == "DEAD":
             self.engine.check_accepting()  # one that was closed is not broken, and says so here
             raise EngineDead("the engine has stopped working")
-
-    def _expose(self) -> Exposition:
-        engine = self.engine
-        if self._exposition is None or self._exposition.engine is not engine:
-            self.close()
-            # Only now: a connected engine knows its model once it is connected.
-            name = self.models.names[0]
-            self._exposition = Exposition(engine, self._metrics_of_http, self.config.metrics_prefix, name)
-        return self._exposition
 
 
 def _json(value: Any, status: int = 200) -> Response:

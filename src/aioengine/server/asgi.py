@@ -48,14 +48,11 @@ def create_app(engine: Engine | Callable[[], Engine], config: ServerConfig | Non
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        try:
-            if _is_new(api.engine):
-                async with api.engine:
-                    yield
-            else:
+        if _is_new(api.engine):
+            async with api.engine:
                 yield
-        finally:
-            api.close()
+        else:
+            yield
 
     middleware = []
     if api.config.allowed_origins:

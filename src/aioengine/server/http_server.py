@@ -135,7 +135,7 @@ async def start_server(
         app.state.api.is_draining = True
 
     # The app's lifespan has nothing to start, and would be a task that the loop's end breaks off with a traceback.
-    server = HttpServer(app, engine, listener, limits, on_drain=on_drain, on_end=app.state.api.close, lifespan="off")
+    server = HttpServer(app, engine, listener, limits, on_drain=on_drain, lifespan="off")
     try:
         await server._start()
         await anext(server._loops_end)
@@ -165,7 +165,6 @@ class HttpServer:
         *,
         stop: StopRequest | None = None,
         on_drain: Callable[[], None] = lambda: None,
-        on_end: Callable[[], None] = lambda: None,
         lifespan: Literal["auto", "off"] = "auto",
     ) -> None:
         from uvicorn.config import Config
@@ -178,7 +177,6 @@ class HttpServer:
         self._listener = listener
         self._stop = stop or StopRequest()
         self._on_drain = on_drain
-        self._on_end = on_end
         self._limits = limits or HttpLimits()
         self._loop = asyncio.get_running_loop()
         self._loops_end = self._at_loops_end()
@@ -285,7 +283,6 @@ class HttpServer:
                 await self._lifespan.shutdown()
             if deadline.cancelled_caught:
                 logger.error("the app's lifespan did not end within %g s", LIFESPAN_END_S)
-        self._on_end()
 
     async def _end_tasks(self) -> None:
         """Wait for the app's tasks; cancel those that go on without their client."""
