@@ -49,9 +49,8 @@ from aioengine.core.listener import UNLIMITED
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.plan import int32
 from aioengine.scheduler.sequence import Request
-from aioengine.transport import backends
+from aioengine.transport import backends, process
 from aioengine.transport.handshake import HandshakeState, Welcome
-from aioengine.transport.supervisor import Supervisor
 
 PARTS = ("latency", "rate", "start", "death")
 PROMPT_TOKENS = 16
@@ -295,15 +294,14 @@ async def start_child(folder: Path, executor: str | None) -> Started:
     os.environ[BOARD] = str(board.path)
     noted: dict[HandshakeState, float] = {}
     spawned_at: list[float] = []
-    start = Supervisor.start
 
-    def note_start(*args: Any) -> Any:
-        children = start(*args)
+    def note_start(*args: Any, **options: Any) -> Any:
+        child = process.Child(*args, **options)
         spawned_at.append(time.monotonic())
-        return children
+        return child
 
     kind = type("", (NotedWelcome,), {"noted": noted})
-    with mock.patch.object(backends, "Welcome", kind), mock.patch.object(Supervisor, "start", note_start):
+    with mock.patch.object(backends, "Welcome", kind), mock.patch.object(backends, "Child", note_start):
         begin = time.monotonic()
         engine = await Engine.start(process=ProcessOptions(executor=executor), show_progress=False)
         serving_at = time.monotonic()

@@ -26,9 +26,8 @@ from aioengine.models.folder import DEMO_MODEL
 from aioengine.transport.channel import Channel
 from aioengine.transport.child import TOKEN
 from aioengine.transport.handshake import HandshakeState, Init, Welcome, welcome
-from aioengine.transport.process import Child, ChildSpec
+from aioengine.transport.process import Child
 from aioengine.transport.security import ZAP_ENDPOINT, Gate, ServerKeys
-from aioengine.transport.supervisor import Supervisor
 from aioengine.transport.wire import PROTOCOL_VERSION
 
 pytestmark = pytest.mark.usefixtures("no_stray_process", "runtime", "quiet_log")
@@ -48,10 +47,6 @@ class Hall:
     async def wait(self) -> None:
         with anyio.fail_after(DEADLINE_S):
             await welcome(self.channel, self.machine, time.monotonic, exits=self.exits)
-
-    def on_exit(self, child: Child) -> None:
-        self.exits.append((int(child.name.removeprefix("engine ")), child.describe_exit()))
-        self.channel.wake()
 
 
 @contextlib.asynccontextmanager
@@ -98,13 +93,24 @@ async def answer(zap: Channel, gate: Gate) -> None:
             zap.send([peer, delimiter, *gate.decide(request)])
 
 
-def child_of(host: Hall, *more: str, index: int = 0, token: str = "f00d") -> ChildSpec:
-    return ChildSpec(
-        name=f"engine {index}",
-        module="aioengine.transport.child",
-        args=("--handshake", host.address, "--index", str(index), *more),
+@contextlib.asynccontextmanager
+async def child_of(host: Hall, *more: str, index: int = 0, token: str = "f00d") -> AsyncIterator[Child]:
+    """A child that shakes hands there, and whose exit is known there."""
+
+    def on_exit() -> None:
+        host.exits.append((index, child.describe_exit()))
+        host.channel.wake()
+
+    child = Child(
+        f"engine {index}",
+        "aioengine.transport.child",
+        *("--handshake", host.address, "--index", str(index), *more),
         env={TOKEN: token},
+        terminate_s=DEADLINE_S,
+        on_exit=on_exit,
     )
+    async with aclosing(child):
+        yield child
 
 
 async def asks(address: str) -> None:
@@ -133,11 +139,11 @@ def ready_at(host: Hall) -> list[str]:
 async def test_two_children_with_one_handshake_each(runtime: Path) -> None:
     async with (
         hall(f"ipc://{runtime}/start", f"ipc://{runtime}/engine.{{}}", num_local=2) as host,
-        Supervisor() as family,
+        child_of(host, index=1) as late,
+        child_of(host, index=0) as first,
     ):
-        children = family.start([child_of(host, index=1), child_of(host, index=0)])
         await host.wait()
-        assert [engine.pid for engine in host.machine.engines] == [children[1].pid, children[0].pid]
+        assert [engine.pid for engine in host.machine.engines] == [first.pid, late.pid]
         assert ready_at(host) == [f"ipc://{runtime}/engine.0", f"ipc://{runtime}/engine.1"]
         for address in ready_at(host):
             await asks(address)
@@ -167,10 +173,8 @@ async def test_a_child_shakes_hands_with_its_parent_and_with_whom_it_shares(way:
     async with (
         hall(way.address, "ipc:///not/this/one", num_remote=1, keys=way.server_keys) as shared,
         hall(f"ipc://{runtime}/start", f"ipc://{runtime}/engine", num_local=1) as parent,
-        Supervisor() as family,
+        child_of(parent, "--shared", shared.address, *(("--keys", *way.folder) if way.folder else ())),
     ):
-        keys = ("--keys", *way.folder) if way.folder else ()
-        family.start([child_of(parent, "--shared", shared.address, *keys)])
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(shared.wait)
             tasks.start_soon(parent.wait)
@@ -198,9 +202,10 @@ async def test_two_engine_commands_join_a_front_end(way: Way, runtime: Path) -> 
 
 
 async def test_a_child_that_is_turned_away_says_so_and_ends(runtime: Path) -> None:
-    async with hall(f"ipc://{runtime}/start", f"ipc://{runtime}/engine", num_local=1) as host, Supervisor() as family:
-        (child,) = family.start([child_of(host, token="beef")])
-        child.add_exit_callback(host.on_exit)
+    async with (
+        hall(f"ipc://{runtime}/start", f"ipc://{runtime}/engine", num_local=1) as host,
+        child_of(host, token="beef") as child,
+    ):
         with pytest.raises(EngineDead, match=r"EngineDead: this engine was turned away: the token is another one"):
             await host.wait()
         assert child.returncode == 1
@@ -210,12 +215,10 @@ async def test_a_child_that_is_turned_away_says_so_and_ends(runtime: Path) -> No
 async def test_one_of_two_children_that_dies_ends_the_wait(runtime: Path) -> None:
     async with (
         hall(f"ipc://{runtime}/start", f"ipc://{runtime}/engine.{{}}", num_local=2) as host,
-        Supervisor() as family,
+        child_of(host, index=0),
+        child_of(host, index=1) as child,
     ):
-        children = family.start([child_of(host, index=index) for index in range(2)])
-        for child in children:
-            child.add_exit_callback(host.on_exit)
-        os.kill(children[1].pid, signal.SIGKILL)
+        os.kill(child.pid, signal.SIGKILL)
         with pytest.raises(EngineDead, match=r"engine 1 \(pid \d+\) was killed by SIGKILL"):
             await host.wait()
         assert host.machine.engines[1].state is HandshakeState.FAILED

@@ -28,9 +28,8 @@ from aioengine.transport.child import TOKEN
 from aioengine.transport.client import RemoteCore
 from aioengine.transport.handshake import Init, Welcome, welcome
 from aioengine.transport.link import Link
-from aioengine.transport.process import Child, ChildSpec
+from aioengine.transport.process import Child
 from aioengine.transport.security import ClientKeys
-from aioengine.transport.supervisor import Supervisor
 from aioengine.transport.wire import PROTOCOL_VERSION, Attached
 
 T = TypeVar("T")
@@ -124,7 +123,7 @@ class InChild:
         self._options = options
         self._hooks = hooks
         self._token = secrets.token_hex(16)
-        self._supervisor = Supervisor(terminate_s=options.stop_timeout_s)
+        self._child: Child | None = None
         self._folder: PrivateFolder | None = None
         self._handshake: Channel | None = None
         self._served_at: str | None = None
@@ -172,21 +171,23 @@ class InChild:
             describe_cut=self._describe_cut,
             logs_stats=True,
         )
+        if self._exits:
+            self.core.die(EngineDead(self._exits[0][1]))
         # From now on this process may be killed and leaves no file.
         await self._hooks.worker.run(remove_private, None, ready.address)
-        # The process may end without its connection noticing, as when something it has started holds that open.
-        self._child.add_exit_callback(lambda child: self.core.die(EngineDead(child.describe_exit())))
 
     async def apply_model(self, function: Callable[[Any], T]) -> list[T]:
         raise _no_functions()
 
     async def aclose(self) -> None:
-        self._supervisor.expect_exits()
+        if self._child is not None:
+            self._child.is_exit_expected = True
         try:
             await self._link.aclose()
         finally:
             try:
-                await self._supervisor.aclose()
+                if self._child is not None:
+                    await self._child.aclose()
             finally:
                 if self._handshake is not None:
                     self._handshake.close()
@@ -198,7 +199,8 @@ class InChild:
                     raise
 
     def abandon(self) -> None:
-        self._supervisor.abandon()
+        if self._child is not None:
+            self._child.abandon()
         if self._handshake is not None:
             self._handshake.close()
         if self._context is not None:
@@ -224,32 +226,41 @@ class InChild:
         except zmq.ZMQError as error:
             raise ConfigError(f"no socket can be had for the start of the engine's process: {error.strerror}") from None
         address = bind(socket, folder.address(START_SOCKET))
-        self._handshake = channel = Channel(socket)
-        spec = ChildSpec(
-            name="engine 0",
-            module=CHILD_MODULE,
-            args=("--handshake", address, "--index", "0"),
+        self._handshake = Channel(socket)
+        self._child = Child(
+            "engine 0",
+            CHILD_MODULE,
+            *("--handshake", address, "--index", "0"),
             env={TOKEN: self._token, **_importing_like_here()},
             visible_devices=self._options.visible_devices,
+            terminate_s=self._options.stop_timeout_s,
+            on_exit=self._on_exit,
         )
-        (self._child,) = self._supervisor.start([spec])
 
-        def on_early_exit(child: Child) -> None:
-            self._exits.append((0, child.describe_exit()))
-            channel.wake()
+    def _on_exit(self) -> None:
+        if self._child is not None and self._handshake is not None:
+            self._exits.append((0, self._child.describe_exit()))
+            self._handshake.wake()
+            if hasattr(self, "core"):
+                # Its connection may not tell, as when something that it has started holds that open.
+                self.core.die(EngineDead(self._exits[0][1]))
 
-        self._child.add_exit_callback(on_early_exit)
+    async def _exit_news(self) -> str | None:
+        """How the process has ended, if that is so, or becomes known now."""
+        assert self._child is not None
+        with anyio.move_on_after(EXIT_NEWS_S):
+            await self._child.wait()
+        return None if self._child.returncode is None else self._child.describe_exit()
 
     async def _attach(self, address: str) -> Attached:
         """Attach to the process, unless it ends meanwhile: then that is the error."""
         try:
             return await self._link.open(address, None, name="its parent", timeout_s=ATTACH_TIMEOUT_S)
         except AioEngineError as error:
-            with anyio.move_on_after(EXIT_NEWS_S):
-                await self._child.wait()
-            if self._child.returncode is None:
+            exit_news = await self._exit_news()
+            if exit_news is None:
                 raise
-            raise EngineDead(self._child.describe_exit()) from error
+            raise EngineDead(exit_news) from error
 
     def _make_init(self, index: int, folder: PrivateFolder) -> Init:
         """What the process is told now that it is here.
@@ -269,11 +280,7 @@ class InChild:
         )
 
     async def _describe_cut(self) -> str:
-        with anyio.move_on_after(EXIT_NEWS_S):
-            await self._child.wait()
-        if self._child.returncode is not None:
-            return self._child.describe_exit()
-        return f"the connection to its process (pid {self._child.pid}) was cut, and that is still there"
+        return await self._exit_news() or "the connection to its process was cut, and that is still there"
 
 
 def _importing_like_here() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""An engine as a child process: ``python -m aioengine.transport.child``, started by a `Supervisor`.
+"""An engine as a child process: ``python -m aioengine.transport.child``, started by `InChild`.
 
 It is bound to its parent before anything slow begins: this module imports nothing but a little of the standard library,
 and `main` the rest. What the engine is to do it hears in the handshake; the command line has only where that is, and
@@ -21,7 +21,7 @@ TOKEN = "AIOENGINE_TOKEN"
 PARENT_PID = "AIOENGINE_PARENT_PID"
 LOG_LEVEL = "AIOENGINE_LOG_LEVEL"
 FAMILY = "AIOENGINE_FAMILY"
-"""Inherited by all that descend from a child: the names of its supervisor, and of those above that one."""
+"""Inherited by all that descend from a child: the name of its family, and of those above that one."""
 
 _PR_SET_PDEATHSIG = 1
 _LOG_LINE = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) ([\w.-]+): ?(.*)", re.DOTALL)
@@ -35,7 +35,7 @@ def die_with_parent(parent_pid: int | None = None) -> None:
     process for the parent's end.
 
     Args:
-        parent_pid: by default what the supervisor has handed over in the environment; without it, as in a process
+        parent_pid: by default what the parent has handed over in the environment; without it, as in a process
             started by hand, nothing happens.
     """
     if parent_pid is None:
@@ -51,7 +51,7 @@ def die_with_parent(parent_pid: int | None = None) -> None:
 
 
 def log_to_parent() -> None:
-    """Send what this process logs to its stderr, in lines that the supervisor gives to the parent's own logger.
+    """Send what this process logs to its stderr, in lines that the parent gives to its own logger.
 
     This package logs at the level of the parent's, all others from WARNING on.
     """

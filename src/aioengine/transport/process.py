@@ -1,13 +1,11 @@
-"""A child process, seen from its parent: what it writes, its end, and all that descends from it.
+"""A child process, seen from its parent: what it writes, its end, and that of all that descends from it.
 
 A child is ``python -m module``. Its exit is awaited through a pidfd: it is known at once, and a pid that belongs to
 another process by now is never signalled. What it writes is logged; the end of its stderr is kept as its last words.
 The child's own half is `aioengine.transport.child`, which binds its life to this process's.
 
-Descendants are found in /proc. A process that forked, left its session and lost its parent has still inherited its
-environment, with the family's name in it; one that has overwritten its environment is still a member's child. Both ways
-are followed. A process is held by a pidfd from the moment it is found, and what was read about its pid counts only if
-it was not reaped until after the reading.
+What descends from it is its process group, and all that has inherited its environment, with the name of its family in
+it: a process that has left the group and lost its parent, too.
 """
 
 from __future__ import annotations
@@ -25,19 +23,21 @@ import sys
 import termios
 import threading
 import time
-from collections import defaultdict, deque
+import uuid
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import IO
 
-import msgspec
+import anyio
 
 from aioengine.errors import ConfigError
+from aioengine.text.worker import run_abandonable
 from aioengine.transport.child import FAMILY, LOG_LEVEL, PARENT_PID, read_log_line
-from aioengine.validation import check_fields
 
 logger = logging.getLogger("aioengine")
 
-VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+KILL_DEADLINE_S = 5.0
+"""How long a process may take to die of SIGKILL. One that the kernel holds for longer is given up, and this logged."""
 
 READ_BYTES = 8192
 """At once; then the loop goes on with others. With the lines below at most about 2 ms."""
@@ -45,145 +45,187 @@ READ_BYTES = 8192
 MAX_LINES_PER_READ = 100
 MAX_LINE_BYTES = 4096
 MAX_LAST_LINES = 64
-MAX_LAST_BYTES = 16_384
 
 _TRACEBACK = "Traceback (most recent call last):"
 _TELLING = re.compile(r"\b(\w*Error|ERROR|CRITICAL|Fatal \w+)\b")
 
 
-class ChildSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One child: ``python -m module *args``.
+class Child:
+    """A child process, ``python -m module *args``; made on the loop's thread, whose end is the child's.
 
-    Attributes:
+    The loop is held for the vfork and exec: 0.5 ms; 2 ms where others keep all cores busy.
+
+    Args:
         name: what errors and the log call it, such as "engine 0".
         env: added to this process's environment.
         visible_devices: CUDA_VISIBLE_DEVICES of the child; none for an empty tuple; what this process sees for None.
+        terminate_s: how long it may take to end after SIGTERM.
+        on_exit: called on the loop when it has exited.
+    Attributes:
+        pid: its number.
+        is_exit_expected: whether it was told to end, so that its exit is no failure.
 
     Raises:
-        ConfigError: a field is none of its type, or CUDA_VISIBLE_DEVICES is in ``env``.
+        ConfigError: it could not be started.
     """
 
-    name: str
-    module: str
-    args: tuple[str, ...] = ()
-    env: dict[str, str] = {}
-    visible_devices: tuple[int | str, ...] | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self, lambda _, message: ConfigError(message))
-        if VISIBLE_DEVICES in self.env:
-            raise ConfigError(f"{self.name}: say which devices it sees by visible_devices, not by {VISIBLE_DEVICES}")
-
-    def environment(self, family: str) -> dict[str, str]:
-        """The child's whole environment."""
-        environment = {
-            # What it prints is seen at once, and a crash in C says where it was; both may be asked away.
-            "PYTHONUNBUFFERED": "1",
-            "PYTHONFAULTHANDLER": "1",
-            **os.environ,
-            **self.env,
-            PARENT_PID: str(os.getpid()),
-            LOG_LEVEL: str(logger.getEffectiveLevel()),
-            # Below another supervisor's child: its family, too.
-            FAMILY: ":".join(filter(None, (os.environ.get(FAMILY), family))),
-        }
-        if self.visible_devices is not None:
-            environment[VISIBLE_DEVICES] = ",".join(map(str, self.visible_devices))
-        return environment
-
-
-class Child:
-    """A child process. Made by `Supervisor.start`.
-
-    Attributes:
-        name, pid: it.
-    """
-
-    def __init__(self, spec: ChildSpec, family: str, on_exit: Callable[[Child], None]) -> None:
-        self.name = spec.name
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        *args: str,
+        env: Mapping[str, str],
+        visible_devices: Iterable[int | str] | None = None,
+        terminate_s: float,
+        on_exit: Callable[[], None],
+    ) -> None:
+        self.name = name
+        self.is_exit_expected = False
+        self._terminate_s = terminate_s
+        self._on_exit = on_exit
+        self._family = uuid.uuid4().hex
         self._loop = asyncio.get_running_loop()
         self._exited = asyncio.Event()
-        self._callbacks = [on_exit]
+        self._is_abandoned = False
         # Held while the pid is used, since it may be reaped in any thread; reentrant, since finalizers run anywhere.
         self._lock = threading.RLock()
-        self._popen = _spawn(spec, family)
-        self.pid = self._popen.pid
         try:
-            self._pidfd = os.pidfd_open(self.pid)
-        except OSError:
-            self._popen.kill()
-            with self._popen:  # which closes its pipes and waits for it
-                raise
+            self._popen = _spawn([module, *args], _environment(env, visible_devices, self._family))
+            self._pidfd = _pidfd_of(self._popen)
+        except (OSError, ValueError) as error:  # too many processes, no descriptor; a NUL in an argument
+            raise ConfigError(f"{name} could not be started: {error}") from error
+        self.pid = self._popen.pid
         assert self._popen.stdout is not None
         assert self._popen.stderr is not None
-        self._stdout = ChildOutput(self.name, self._popen.stdout, self._loop)
-        self._stderr = ChildOutput(self.name, self._popen.stderr, self._loop)
-        self._loop.add_reader(self._pidfd, self._on_exit)
+        self._stdout = ChildOutput(name, self._popen.stdout, self._loop)
+        self._stderr = ChildOutput(name, self._popen.stderr, self._loop)
+        self._loop.add_reader(self._pidfd, self._take_exit)
 
     @property
     def returncode(self) -> int | None:
         """None while it lives; -N: killed by signal N."""
         return self._popen.returncode
 
-    @property
-    def last_words(self) -> tuple[str, ...]:
-        """The last lines of its stderr; final once it has exited."""
-        return self._stderr.tail
-
-    async def wait(self) -> int:
-        """Wait until it has exited. → its returncode. Cancelling stops the wait."""
+    async def wait(self) -> None:
+        """Wait until it has exited. Cancelling stops the wait."""
         await self._exited.wait()
-        assert self._popen.returncode is not None
-        return self._popen.returncode
-
-    def add_exit_callback(self, callback: Callable[[Child], None]) -> None:
-        """Call back on the loop when it exits; on the loop's next turn if it has."""
-        if self._exited.is_set():
-            self._loop.call_soon(callback, self)
-        else:
-            self._callbacks.append(callback)
 
     def describe_exit(self) -> str:
         """How it ended and why, in one line: "engine 0 (pid 7) was killed by SIGSEGV; its last words: …"."""
         code = self._popen.returncode
-        if code is None:
-            return f"{self.name} (pid {self.pid}) is running"
         how = f"exited with code {code}" if code >= 0 else f"was killed by {_signal_name(-code)}"
-        words = telling_line(self.last_words)
+        words = telling_line(self._stderr.tail)
         return f"{self.name} (pid {self.pid}) {how}" + (f"; its last words: {words}" if words else "")
 
-    def send_signal(self, number: int) -> None:
-        """Send a signal, to it alone; nothing happens when it has exited."""
+    async def aclose(self) -> None:
+        """SIGTERM, ``terminate_s`` to end, then SIGKILL to it and to all that descends from it. Idempotent.
+
+        Shielded from cancellation; torn off nevertheless (`asyncio.Task.cancel` knows no shield) it kills all at once.
+        """
+        self.is_exit_expected = True
+        with anyio.CancelScope(shield=True):
+            try:
+                await self._end()
+            except BaseException:
+                self.abandon()
+                raise
+
+    def abandon(self) -> None:
+        """Kill it and what descends from it, without a wait on a loop. Idempotent.
+
+        From any thread and at any moment, finalizers included, whether the loop runs or is closed. On a running loop it
+        returns at once and a thread does the rest, else within `KILL_DEADLINE_S`.
+        """
+        if self._is_abandoned:
+            return
+        self._is_abandoned = self.is_exit_expected = True
+        self._kill()
+        with self._lock:
+            pidfd = -1 if self._pidfd < 0 else os.dup(self._pidfd)
+
+        def bury() -> None:
+            if pidfd >= 0:
+                if _wait_for_exit(pidfd, time.monotonic() + KILL_DEADLINE_S):
+                    self._reap()
+                os.close(pidfd)
+            self._kill_family()
+
+        if _is_on_a_running_loop():
+            # No daemon: the interpreter's end waits for it. At that end there are no more threads.
+            with contextlib.suppress(RuntimeError):
+                threading.Thread(target=bury, name="aioengine-child").start()
+                return
+        bury()
+        if self._loop.is_closed():  # one that may run again hears of the exit
+            self._close()
+
+    async def _end(self) -> None:
+        self._send_signal(signal.SIGTERM)
+        self._send_signal(signal.SIGCONT)  # a stopped one could not act on it
+        with anyio.move_on_after(self._terminate_s):
+            await self.wait()
+        if self.returncode is None:
+            logger.warning("%s (pid %d) did not end in %g s: killed", self.name, self.pid, self._terminate_s)
+        self._kill()
+        with anyio.move_on_after(KILL_DEADLINE_S):
+            await self.wait()
+        if self.returncode is None:
+            logger.error("%s (pid %d) has not died of SIGKILL; it is left to the kernel", self.name, self.pid)
+        try:
+            await run_abandonable(self._kill_family)
+        except RuntimeError:  # the interpreter exits, and has no more threads
+            self._kill_family()
+        self._close()
+
+    def _send_signal(self, number: int) -> None:
         with self._lock, contextlib.suppress(ProcessLookupError):
             if self._pidfd >= 0:
                 signal.pidfd_send_signal(self._pidfd, number)
 
-    def kill(self) -> None:
-        """SIGKILL to it and to its process group. From any thread."""
+    def _kill(self) -> None:
         with self._lock:
-            self.send_signal(signal.SIGKILL)
+            self._send_signal(signal.SIGKILL)
             self._kill_group()
 
-    def dup_pidfd(self) -> int | None:
-        """A pidfd of it for the caller; None when it is reaped."""
+    def _kill_group(self) -> None:
+        # While it is not reaped its pid, which is the group's number, is no other process's.
+        if self._pidfd >= 0 and self._popen.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                signal.pidfd_send_signal(self._pidfd, 0)  # another part of this program may have reaped it
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def _kill_family(self) -> None:
+        """Kill what has the family's name in its environment, until nothing is found; once the child has ended."""
+        name, deadline = self._family.encode(), time.monotonic() + KILL_DEADLINE_S
+        with contextlib.suppress(OSError):  # no descriptor is left to look with
+            while pids := [pid for pid in _pids() if pid != self.pid and _has_in_environment(pid, name)]:
+                for pid in pids:
+                    _kill_kin(pid, name, deadline)
+                if time.monotonic() >= deadline:  # held by the kernel, or more of them than can be killed
+                    logger.error("not all that %s has started could be killed in time", self.name)
+                    return
+        # Orphans become children of this very process, where it is the first of a container: no zombies are left.
+        with contextlib.suppress(ChildProcessError):
+            while self.returncode is not None and time.monotonic() < deadline:
+                if os.waitid(os.P_PGID, self.pid, os.WEXITED | os.WNOHANG) is None:
+                    time.sleep(0.001)
+
+    def _reap(self) -> None:
         with self._lock:
-            return None if self._is_reaped else os.dup(self._pidfd)
+            self._kill_group()  # the last moment to reach what it has left there
+            self._popen.poll()
 
-    def reap(self, deadline: float) -> bool:
-        """Wait in this thread until it has exited (`time.monotonic`), and ask for its exit status."""
-        pidfd = self.dup_pidfd()
-        if pidfd is None:
-            return True
-        try:
-            if not wait_for_exit(pidfd, deadline):
-                return False
-        finally:
-            os.close(pidfd)
+    def _take_exit(self) -> None:
         self._reap()
-        return True
+        self._stdout.finish()
+        self._stderr.finish()
+        self._close()
+        self._exited.set()
+        logger.log(logging.DEBUG if self.is_exit_expected else logging.ERROR, "%s", self.describe_exit())
+        self._on_exit()
 
-    def close(self) -> None:
-        """Let go of it, dead or not. On the loop, or when it is closed."""
+    def _close(self) -> None:
+        """Let go of it, dead or not. On the loop, or when that is closed."""
         with self._lock:
             pidfd, self._pidfd = self._pidfd, -1
             if pidfd < 0:
@@ -194,49 +236,45 @@ class Child:
         self._stdout.close()
         self._stderr.close()
 
-    def close_without_loop(self) -> None:
-        """Let go of it if its loop is closed; one that may run again hears of the exit and does so itself."""
-        if self._loop.is_closed():
-            self.close()
 
-    @property
-    def _is_reaped(self) -> bool:
-        return self._pidfd < 0 or self._popen.returncode is not None or not is_unreaped(self._pidfd)
-
-    def _kill_group(self) -> None:
-        # While it is not reaped its pid, which is the group's number, is no other process's.
-        if not self._is_reaped:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
-
-    def _reap(self) -> None:
-        with self._lock:
-            self._kill_group()  # the last moment to reach what it has left there
-            self._popen.poll()
-
-    def _on_exit(self) -> None:
-        self._reap()
-        self._stdout.finish()
-        self._stderr.finish()
-        self.close()
-        self._exited.set()
-        callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            self._loop.call_soon(callback, self)  # one that raises is reported, and the others are called
+def _environment(env: Mapping[str, str], visible_devices: Iterable[int | str] | None, family: str) -> dict[str, str]:
+    environment = {
+        # What it prints is seen at once, and a crash in C says where it was; both may be asked away.
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+        **os.environ,
+        **env,
+        PARENT_PID: str(os.getpid()),
+        LOG_LEVEL: str(logger.getEffectiveLevel()),
+        # Below another child of ours: its family, too.
+        FAMILY: ":".join(filter(None, (os.environ.get(FAMILY), family))),
+    }
+    if visible_devices is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, visible_devices))
+    return environment
 
 
-def _spawn(spec: ChildSpec, family: str) -> subprocess.Popen[bytes]:
+def _spawn(command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-m", spec.module, *spec.args],
-        env=spec.environment(family),
+        [sys.executable, "-m", *command],
+        env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         bufsize=0,
-        # A group for each, but in this session: should this process die while a child is stopped, the kernel wakes and
-        # hangs up the group that is orphaned by that. Ctrl-C reaches only this process, which ends them in order.
+        # A group of its own, but in this session: should this process die while the child is stopped, the kernel wakes
+        # and hangs up the group that is orphaned by that. Ctrl-C reaches only this process, which ends it in order.
         process_group=0,
     )
+
+
+def _pidfd_of(popen: subprocess.Popen[bytes]) -> int:
+    try:
+        return os.pidfd_open(popen.pid)
+    except OSError:
+        popen.kill()
+        with popen:  # which closes its pipes and waits for it
+            raise
 
 
 def _signal_name(number: int) -> str:
@@ -255,6 +293,8 @@ class ChildOutput:
     Args:
         name: of the child, put before each line.
         pipe: unbuffered; closed in the end.
+    Attributes:
+        tail: the last lines.
     """
 
     def __init__(self, name: str, pipe: IO[bytes], loop: asyncio.AbstractEventLoop) -> None:
@@ -263,20 +303,9 @@ class ChildOutput:
         self._loop = loop
         self._rest = b""
         """The beginning of a line whose end has not come yet."""
-        self._tail: deque[str] = deque(maxlen=MAX_LAST_LINES)
+        self.tail: deque[str] = deque(maxlen=MAX_LAST_LINES)
         os.set_blocking(pipe.fileno(), False)
         loop.add_reader(pipe.fileno(), self._on_readable)
-
-    @property
-    def tail(self) -> tuple[str, ...]:
-        """The last lines, at most `MAX_LAST_LINES` and `MAX_LAST_BYTES`."""
-        num_bytes, first = 0, len(self._tail)
-        for line in reversed(self._tail):
-            num_bytes += len(line.encode())
-            if num_bytes > MAX_LAST_BYTES:
-                break
-            first -= 1
-        return tuple(self._tail)[first:]
 
     def finish(self) -> None:
         """Read what the pipe holds now, and close it. A child's own child that still writes is not waited for."""
@@ -322,7 +351,7 @@ class ChildOutput:
 
     def _take(self, lines: list[bytes]) -> None:
         for line in lines[-MAX_LAST_LINES:]:
-            self._tail.append(_as_text(line))
+            self.tail.append(_as_text(line))
         for line in lines[:MAX_LINES_PER_READ]:
             level, message = read_log_line(_as_text(line))
             if message.strip():
@@ -355,122 +384,43 @@ def telling_line(lines: Iterable[str]) -> str:
     return (telling or last).strip()
 
 
-class ProcessTree:
-    """The descendants of some processes of one family; used by one thread at a time.
+def _pids() -> list[int]:
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdecimal()]
 
-    Args:
-        family: a name that is in the environment of the family's processes, and of no others.
-        roots: pid → pidfd of the processes to start from, which are not members themselves. The pidfds are this
-            object's from now on.
-    """
 
-    def __init__(self, family: str, roots: Mapping[int, int]) -> None:
-        self._family = family.encode()
-        self._roots = dict(roots)
-        self._members: dict[int, int] = {}
+def _has_in_environment(pid: int, name: bytes) -> bool:
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return name in file.read()
+    except OSError:  # it is gone, or another user's
+        return False
 
-    def __del__(self) -> None:
-        self.close()
 
-    def close(self) -> None:
-        """Let go of all processes. Not while another thread uses this: leave it to the last reference then."""
-        for held in (self._members, self._roots):
-            while held:
-                os.close(held.popitem()[1])
-
-    def find(self) -> int:
-        """Hold all members that live now, also those that lose their parent later. → how many are held."""
-        pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
-        children: dict[int, list[int]] = defaultdict(list)
-        for pid in pids:
-            children[_parent_of(pid)].append(pid)
-        for pid in pids:
-            if self._is_of_family(pid):
-                self._hold(pid)
-        queue = [*self._roots, *self._members]
-        for parent in queue:  # it grows
-            queue += [pid for pid in children[parent] if self._hold(pid, parent)]
-        return len(self._members)
-
-    def kill(self, deadline: float) -> bool:
-        """Kill members until none is found any more. → False: some were left at the deadline (`time.monotonic`)."""
-        while self.find() > 0:
-            for pidfd in self._members.values():
-                _send(pidfd, signal.SIGKILL)
-            for pid in list(self._members):
-                if not self._bury(pid, deadline):
-                    return False
-            if time.monotonic() >= deadline:  # they multiply faster than they are killed
-                return False
-        return True
-
-    def _bury(self, pid: int, deadline: float) -> bool:
-        pidfd = self._members[pid]
-        if not wait_for_exit(pidfd, deadline):
-            return False
-        # Orphans become children of the nearest subreaper: of this very process, where it is the first of a container.
-        with contextlib.suppress(ChildProcessError):
-            os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)
-        os.close(self._members.pop(pid))
-        return True
-
-    def _hold(self, pid: int, parent: int | None = None) -> bool:
-        """Hold a process that lives, of this family, or a child of ``parent``. → whether it is newly held."""
-        if pid in self._roots or pid in self._members or pid == os.getpid():
-            return False
+def _kill_kin(pid: int, name: bytes, deadline: float) -> None:
+    """SIGKILL to a process if it has the name in its environment, and wait for its end."""
+    with contextlib.suppress(OSError):  # it has ended
+        pidfd = os.pidfd_open(pid)
         try:
-            pidfd = os.pidfd_open(pid)
-        except OSError:  # it has ended
-            return False
-        # First what is read about the pid, then whether the pid is still the one's that is held: see above.
-        is_member = self._is_of_family(pid) if parent is None else self._is_child_of(parent, pid)
-        if not is_member or not is_unreaped(pidfd) or wait_for_exit(pidfd, deadline=0):
+            # Asked again: were the pid another process's by now, what is held by the pidfd would have ended.
+            if _has_in_environment(pid, name):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                _wait_for_exit(pidfd, deadline)
+                # It may be a child of this process by now, see above.
+                os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)
+        finally:
             os.close(pidfd)
-            return False
-        self._members[pid] = pidfd
-        return True
-
-    def _is_of_family(self, pid: int) -> bool:
-        try:
-            with open(f"/proc/{pid}/environ", "rb") as file:
-                return self._family in file.read()
-        except OSError:  # it is gone, or another user's
-            return False
-
-    def _is_child_of(self, parent: int, pid: int) -> bool:
-        return _parent_of(pid) == parent and is_unreaped(self._held(parent))
-
-    def _held(self, pid: int) -> int:
-        return self._roots[pid] if pid in self._roots else self._members[pid]
 
 
-def wait_for_exit(pidfd: int, deadline: float) -> bool:
+def _wait_for_exit(pidfd: int, deadline: float) -> bool:
     """Whether the process has ended, waiting for it until the deadline (`time.monotonic`); it need not be reaped."""
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
 
 
-def is_unreaped(pidfd: int) -> bool:
-    """Whether the pid is still this process's: it lives, or its parent has not asked for its exit status yet."""
-    return _send(pidfd, 0)
-
-
-def _send(pidfd: int, signal_number: int) -> bool:
+def _is_on_a_running_loop() -> bool:
     try:
-        signal.pidfd_send_signal(pidfd, signal_number)
-    except ProcessLookupError:
+        asyncio.get_running_loop()
+    except RuntimeError:
         return False
-    except PermissionError:  # it has become another user's
-        return True
     return True
-
-
-def _parent_of(pid: int) -> int:
-    """0 when it is gone."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            # pid (name) state parent …; the name may hold anything.
-            return int(file.read().rpartition(b")")[2].split()[1])
-    except (OSError, IndexError):
-        return 0

@@ -44,21 +44,20 @@ def ignore_sigterm() -> None:
     serve()
 
 
-def have_descendants(more: str = "") -> None:
-    """One in the own group, one in a session of its own, one whose parent has ended; they hold the pipes open.
+def have_descendants() -> None:
+    """Two in the own group, one without its environment; one in a session of its own; one whose parent has ended.
 
-    With "nameless" also one in a session of its own with an empty environment.
+    They hold the pipes open.
     """
     sleeper = [sys.executable, "-c", "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"]
     daemon = f"import subprocess; print(subprocess.Popen({sleeper!r}, start_new_session=True).pid)"
-    pids = [subprocess.Popen(sleeper).pid, subprocess.Popen(sleeper, start_new_session=True).pid]
+    pids = [subprocess.Popen(sleeper).pid, subprocess.Popen(sleeper, env={}).pid]
+    pids.append(subprocess.Popen(sleeper, start_new_session=True).pid)
     # Without its stderr: the one between must not be waited for by whoever reads its stdout to the end.
     between = subprocess.Popen([sys.executable, "-c", daemon], stdout=subprocess.PIPE, text=True)
     assert between.stdout is not None
     pids.append(int(between.stdout.readline()))
     between.wait()
-    if more == "nameless":
-        pids.append(subprocess.Popen(sleeper, start_new_session=True, env={}).pid)
     say("pids " + " ".join(map(str, pids)))
     serve()
 

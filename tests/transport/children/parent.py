@@ -9,12 +9,12 @@ import logging
 import os
 import signal
 import sys
+from contextlib import aclosing
 
 import psutil
 
 from aioengine.transport.child import die_with_parent
-from aioengine.transport.process import ChildSpec
-from aioengine.transport.supervisor import Supervisor
+from aioengine.transport.process import Child
 
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -37,8 +37,8 @@ async def have_a_child(stage: str, module: str, *args: str) -> None:
     handler = UntilReady()
     logging.getLogger("aioengine").addHandler(handler)
     logging.getLogger("aioengine").setLevel(logging.INFO)
-    async with Supervisor([ChildSpec(name="child", module=module, args=args)]) as supervisor:
-        pid = supervisor.children[0].pid
+    async with aclosing(Child("child", module, *args, env={}, terminate_s=5.0, on_exit=lambda: None)) as child:
+        pid = child.pid
         if stage == "at once":
             os.write(1, f"pids {pid}\nready\n".encode())
             os.kill(os.getpid(), signal.SIGKILL)

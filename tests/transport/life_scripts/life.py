@@ -17,8 +17,7 @@ from aioengine import Engine, ProcessOptions
 from aioengine.errors import AioEngineError
 from aioengine.transport import backends
 from aioengine.transport.link import Link
-from aioengine.transport.process import Child, ChildSpec
-from aioengine.transport.supervisor import Supervisor
+from aioengine.transport.process import Child
 
 STAGES = ("spawned", "loading", "ready", "idle", "busy", "asleep", "closing")
 """spawned: its process has not said HELLO; ready: it has said READY, and nobody is attached to it yet."""
@@ -132,7 +131,7 @@ class Life:
         logger, listener = logging.getLogger("aioengine"), _Listener(self._on_line)
         logger.addHandler(listener)
         with (
-            mock.patch.object(Supervisor, "start", _hooked_start(self._on_child)),
+            mock.patch.object(backends, "Child", self._make_child),
             mock.patch.object(Link, "open", _hooked_open(self._before_attach)),
             mock.patch.object(backends, "ATTACH_TIMEOUT_S", min(self._start_timeout_s, 10.0)),
         ):
@@ -140,13 +139,15 @@ class Life:
         logger.removeHandler(listener)
         os.close(self._fifo)
 
-    def _on_child(self, child: Child) -> None:
+    def _make_child(self, *args: Any, **options: Any) -> Child:
+        child = Child(*args, **options)
         self.child_pid = child.pid
         self._says(f"child {child.pid}")
         if self._stage == "spawned":
-            child.send_signal(signal.SIGSTOP)
+            os.kill(child.pid, signal.SIGSTOP)
             os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
             self._reach()
+        return child
 
     async def _before_attach(self) -> None:
         if self._stage == "ready":
@@ -165,18 +166,6 @@ class _Listener(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self._on_line(record.getMessage())
-
-
-def _hooked_start(on_child: Callable[[Child], None]) -> Any:
-    start = Supervisor.start
-
-    def hooked(self: Supervisor, specs: list[ChildSpec]) -> list[Child]:
-        children = start(self, specs)
-        for child in children:
-            on_child(child)
-        return children
-
-    return hooked
 
 
 def _hooked_open(before: Callable[[], Any]) -> Any:
