@@ -43,7 +43,7 @@ from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.kv_manager import KVManager
 from aioengine.scheduler.plan import StepPlan, StepResult, Want, int32
 from aioengine.scheduler.scheduler import Scheduler
-from aioengine.scheduler.sequence import Request, Sequence
+from aioengine.scheduler.sequence import Request, make_choices
 from aioengine.scheduler.steps import StepOutput
 from aioengine.text.detokenizer import make_detokenizer
 from aioengine.text.tokenizer import Tokenizer
@@ -163,7 +163,7 @@ class Workload:
 
     def intake(self) -> None:
         for request in self._arriving:
-            sequence = Sequence(request, eos_token_ids=EOS)
+            sequence = make_choices(request, eos_token_ids=EOS)
             sequence.listener = Completion(sequence, self._reader, make_detokenizer(self._table))  # type: ignore[arg-type]
             self.scheduler.add(sequence)
 

@@ -11,7 +11,7 @@ from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.kv_manager import KVManager
 from aioengine.scheduler.plan import StepPlan, StepResult, int32
 from aioengine.scheduler.scheduler import Scheduler
-from aioengine.scheduler.sequence import Request, Sequence
+from aioengine.scheduler.sequence import Request, Sequence, make_choices
 
 PROMPT = int32([11, 12, 13, 14, 15])
 SAMPLED = int32([21, 22, 23, 2, 24])
@@ -34,7 +34,7 @@ def lines() -> Iterator[str]:
     request = Request(
         request_id="0", prompt_token_ids=PROMPT, params=params, seed=1, max_total_tokens=len(PROMPT) + MAX_TOKENS
     )
-    sequence = Sequence(request)
+    sequence = make_choices(request)
     scheduler.add(sequence)
     yield f"add         prompt {PROMPT}, at most {MAX_TOKENS} tokens more, EOS {EOS}, blocks of {BLOCK_SIZE}"
     launched: deque[StepPlan] = deque()
@@ -67,7 +67,7 @@ def describe(plan: StepPlan) -> Iterator[str]:
 
 def columns(scheduler: Scheduler, sequence: Sequence) -> str:
     if sequence.row < 0:
-        return f"            {sequence.state.value}: {sequence.finish_reason}, output_ids {sequence.output_ids}"
+        return f"            finished: {sequence.finish_reason}, output_ids {sequence.output_ids}"
     table, row = scheduler.table, sequence.row
     numbers = " ".join(
         f"{name} {getattr(table, name)[row]:2}" for name in ("computed", "scheduled", "expected", "last", "capacity")

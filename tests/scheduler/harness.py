@@ -84,7 +84,7 @@ class Core:
             priority=priority,
             cache_salt=cache_salt,
         )
-        sequence = make_choices(request, request.params.n, eos_token_ids=(EOS,), block_hashes=None)
+        sequence = make_choices(request, eos_token_ids=(EOS,))
         self.scheduler.add(sequence, reason)
         self.sequences += [sequence, *sequence.children]
         return sequence

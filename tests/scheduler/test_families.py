@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scheduler.harness import EOS, Core, expected_output
 
-from aioengine.scheduler.sequence import Reason, Sequence, State
+from aioengine.scheduler.sequence import Reason, Sequence
 
 
 def family_of(core: Core, first: Sequence) -> list[Sequence]:
@@ -77,7 +77,7 @@ def test_the_first_tokens_may_end_any_of_them() -> None:
     family = family_of(core, core.add(range(100, 110), n=4, max_tokens=3))
     core.step()
     assert [sequence.finish_reason for sequence in family] == [None, "stop", None, "stop"]
-    assert [sequence.state for sequence in family[1::2]] == [State.FINISHED] * 2
+    assert all(sequence.has_ended for sequence in family[1::2])
     core.run()
     assert [sequence.output_ids for sequence in family] == [[500] * 3, [EOS], [502] * 3, [EOS]]
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scheduler.harness import EOS, Core, expected_output
 
-from aioengine.scheduler.sequence import Reason, Sequence, State
+from aioengine.scheduler.sequence import Reason, Sequence
 from aioengine.testing.fake_executor import FakeExecutor
 
 VOCAB = 12
@@ -93,7 +93,7 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(data=st.data(), reason=st.sampled_from(["abort", "stop"]))
     def finish(self, data: st.DataObject, reason: Any) -> None:
         sequence = data.draw(st.sampled_from(self.core.sequences))
-        was_finished = sequence.state is State.FINISHED
+        was_finished = sequence.has_ended
         assert self.core.scheduler.finish(sequence, reason) is not was_finished
 
     @precondition(lambda self: self.core.scheduler.has_work)
@@ -165,7 +165,7 @@ class CoreMachine(RuleBasedStateMachine):
 def check_output(sequence: Sequence) -> None:
     """It brought what it brings alone: all of that, or the beginning if it was ended from outside."""
     token_ids, finish_reason, stop_reason = expected_output(sequence, vocab_size=VOCAB)
-    assert sequence.state is State.FINISHED
+    assert sequence.has_ended
     if sequence.finish_reason in ("abort", "error") or len(sequence.output_ids) < len(token_ids):
         assert sequence.output_ids == token_ids[: len(sequence.output_ids)]
         assert sequence.finish_reason in ("abort", "error", "stop")

@@ -8,7 +8,7 @@ import pytest
 
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.plan import int32
-from aioengine.scheduler.sequence import TRANSITIONS, Request, Sequence, SequenceEvent, State
+from aioengine.scheduler.sequence import Request, Sequence, make_choices
 
 
 def make_sequence(prompt: list[int], *, eos_token_ids: tuple[int, ...] = (), **params: Any) -> Sequence:
@@ -19,7 +19,7 @@ def make_sequence(prompt: list[int], *, eos_token_ids: tuple[int, ...] = (), **p
         seed=3,
         max_total_tokens=100,
     )
-    return Sequence(request, eos_token_ids=eos_token_ids)
+    return make_choices(request, eos_token_ids=eos_token_ids)
 
 
 @pytest.mark.parametrize("start", range(8))
@@ -53,21 +53,9 @@ def test_the_sampler_is_told_what_was_asked_for() -> None:
     assert make_sequence([1]).sampling.logprobs == -1
 
 
-@pytest.mark.parametrize("event", SequenceEvent)
-def test_what_has_ended_stays_ended(event: SequenceEvent) -> None:
-    sequence = make_sequence([1])
-    sequence.advance(SequenceEvent.ENDED)
-    with pytest.raises(KeyError):
-        sequence.advance(event)
-
-
-def test_only_one_that_runs_can_be_parked_and_only_one_that_waits_admitted() -> None:
-    assert SequenceEvent.PARKED not in TRANSITIONS[State.WAITING]
-    assert SequenceEvent.ADMITTED not in TRANSITIONS[State.RUNNING]
-    assert TRANSITIONS.keys() == set(State)
-
-
 def test_its_repr_says_where_it_is() -> None:
     sequence = make_sequence([1, 2])
     sequence.output_ids.append(3)
-    assert repr(sequence) == ("<Sequence 'r' waiting order=-1 row=-1 tokens=2+1/100 blocks=0 reasons=<Reason.NONE: 0>>")
+    assert repr(sequence) == (
+        "<Sequence 'r' order=-1 row=-1 tokens=2+1/100 blocks=0 reasons=<Reason.NONE: 0> finish_reason=None>"
+    )

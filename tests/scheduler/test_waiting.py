@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.plan import int32
-from aioengine.scheduler.sequence import Request, Sequence
+from aioengine.scheduler.sequence import Request, Sequence, make_choices
 from aioengine.scheduler.waiting_queue import WaitingQueue
 
 
@@ -15,7 +15,7 @@ def make_sequence(order: int) -> Sequence:
     request = Request(
         request_id=str(order), prompt_token_ids=int32([1]), params=SamplingParams(), seed=0, max_total_tokens=2
     )
-    sequence = Sequence(request)
+    sequence = make_choices(request)
     sequence.order = order
     return sequence
 

@@ -94,8 +94,7 @@ class CoreState:
         hashes = None
         if self.config.enable_prefix_caching:
             hashes = hash_prompt(request.prompt_token_ids, self.kv.block_size, root_of(request.cache_salt))
-        num_choices = request.params.num_sequences
-        return make_choices(request, num_choices, eos_token_ids=self.eos_token_ids, block_hashes=hashes)
+        return make_choices(request, eos_token_ids=self.eos_token_ids, block_hashes=hashes)
 
     def add(self, sequence: Sequence, listeners: Iterable[Listener], *, arrived_at: float | None = None) -> None:
         self.check_accepting()

@@ -223,7 +223,7 @@ def unprepared(call: Call, checked: Checked) -> tuple[str | None, Sequence]:
         max_total_tokens=len(ids) + 1,
     )
     text = checked.prompt if isinstance(checked.prompt, str) else None
-    return text, make_choices(request, checked.params.num_sequences, eos_token_ids=(), block_hashes=None)
+    return text, make_choices(request)
 
 
 def _tokenize(runtime: Runtime, prompt: Prompt, template_kwargs: dict[str, Any]) -> tuple[str | None, list[int]]:

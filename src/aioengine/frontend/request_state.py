@@ -17,7 +17,7 @@ from aioengine.errors import AioEngineError, InvalidRequest
 from aioengine.metrics import RequestMetrics
 from aioengine.outputs import CompletionDelta, CompletionOutput, FinishReason, Logprob, RequestOutput, TokenLogprobs
 from aioengine.sampling_params import SamplingParams
-from aioengine.scheduler.sequence import Sequence, SequenceEvent
+from aioengine.scheduler.sequence import Sequence
 from aioengine.text.detokenizer import Detokenizer, make_detokenizer
 from aioengine.text.token_table import TokenTable
 from aioengine.text.tokenizer import Tokenizer
@@ -262,7 +262,6 @@ class RequestState:
         """It was aborted before the core had it."""
         self.completions = self._follow(text, sequence, None)
         for completion in self.completions:
-            completion.sequence.advance(SequenceEvent.ENDED)
             completion.sequence.finish_reason = "abort"
             completion.on_end()
 

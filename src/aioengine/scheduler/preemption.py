@@ -13,7 +13,7 @@ from bisect import bisect
 from aioengine.scheduler.budget import Claim
 from aioengine.scheduler.kv_manager import KVManager, PrefixMatch
 from aioengine.scheduler.row_table import RowTable
-from aioengine.scheduler.sequence import Sequence, SequenceEvent, State, by_precedence
+from aioengine.scheduler.sequence import Sequence, by_precedence
 from aioengine.scheduler.waiting_queue import WaitingQueue
 
 
@@ -26,8 +26,8 @@ class Preemption:
         blocked: sequences without a row that have a reason, by order.
 
     Attributes:
-        leaving: RUNNING with a reason: they have a row until what is in flight is applied.
-        parked: WAITING, with or without a reason, and holding blocks; by order.
+        leaving: with a reason and with a row, until what is in flight is applied.
+        parked: without a row, with or without a reason, and holding blocks; by order.
         reserve: blocks that are kept back from newcomers while others run: a prompt half admitted would only be
             preempted again.
         num_preemptions: since the start.
@@ -60,26 +60,24 @@ class Preemption:
         self.parked.pop(sequence.order, None)
         self._kv.release(sequence)
 
-    def yield_to_higher(self) -> None:
-        """Preempt running sequences of lower priority than the first in the queue, if that makes room for it."""
-        head = self._waiting.peek() if self._table.running else None
-        if head is None or head.precedence[0] >= self._table.running[-1].precedence[0]:
-            return
-        match = self._kv.lookup(head)
-        lower = [sequence for sequence in self._table.running if sequence.precedence[0] > head.precedence[0]]
-        num_reachable = self._kv.pool.num_free + sum(len(s.block_ids) for s in [*lower, *self.parked.values()])
-        if match.pending is not None or match.num_missing + self.reserve > num_reachable:
-            return
-        while lower and not self._has_room(match):
-            self.preempt(lower.pop())
+    def yield_to_higher(self) -> Claim | None:
+        """Preempt running sequences of lower priority than the first in the queue, if that makes room for it.
 
-    def claim_of_higher(self) -> Claim | None:
-        """What the first in the queue is going to take of the next step, before the prompts of lower ones."""
-        head = self._waiting.peek() if self._table.running else None
-        if head is None or head.precedence[0] >= self._table.running[-1].precedence[0]:
+        Returns:
+            what that one is going to take of the next step, before the prompts of lower ones.
+        """
+        running = self._table.running
+        head = self._waiting.peek() if running else None
+        if head is None or head.precedence[0] >= running[-1].precedence[0]:
             return None
         match = self._kv.lookup(head)
-        if match.pending is not None or not self._has_room(match):
+        lower = [sequence for sequence in running if sequence.precedence[0] > head.precedence[0]]
+        num_reachable = self._kv.pool.num_free + sum(len(s.block_ids) for s in [*lower, *self.parked.values()])
+        if match.pending is not None or match.num_missing + self.reserve > num_reachable:
+            return None
+        while lower and not self._has_room(match):
+            self.preempt(lower.pop())
+        if not self._has_room(match):
             return None
         num_tokens = head.num_tokens - max(head.num_computed_tokens, len(match.block_ids) * self._kv.block_size)
         return Claim(num_tokens, bisect(self._table.running, head.precedence, key=by_precedence))
@@ -115,11 +113,9 @@ class Preemption:
     def preempt(self, sequence: Sequence) -> None:
         self.num_preemptions += 1
         sequence.num_preemptions += 1
-        if sequence.state is State.RUNNING:
-            self._table.stop([sequence])
+        if sequence.row >= 0:
             self.free_row(sequence)
             self.enqueue(sequence)
-        sequence.advance(SequenceEvent.PREEMPTED)
         self.release(sequence)
 
     def park_blocked(self) -> None:
@@ -129,6 +125,5 @@ class Preemption:
         for sequence in idle:
             sequence.num_computed_tokens = int(table.computed[sequence.row])
             self.free_row(sequence)
-            sequence.advance(SequenceEvent.PARKED)
             self._kv.cancel_pending(sequence)
             self._blocked[sequence.order] = self.parked[sequence.order] = sequence

@@ -30,33 +30,32 @@ class RowTable:
         stop_search_start: computed tokens from which on each sampled token may end it: ``last``, or 0 if it has stop
             tokens.
         token_at: when its newest token was applied, in seconds; NaN before the first.
-        running: the sequences with a row that may be scheduled, by precedence; launched steps hold the list, so it is
-            never changed in place.
-        running_rows: their rows; never changed in place.
     """
 
     def __init__(self, max_num_seqs: int, block_size: int) -> None:
         self.occupants: list[Sequence | None] = [None] * max_num_seqs
         self.free_rows = list(range(max_num_seqs - 1, -1, -1))
-        self.running: list[Sequence] = []
-        self.running_rows: Rows = np.zeros(0, np.intp)
         self._block_size = block_size
         self._removed: list[int] = []
-        self._gone_rows: list[int] = []
-        """Rows in ``running`` whose sequences were ended from outside: taken out together, at the next look at it."""
-
-        def column() -> Int32:
-            return np.zeros(max_num_seqs, np.int32)
-
-        self.epoch = column()
-        self.computed = column()
-        self.scheduled = column()
-        self.expected = column()
-        self.last = column()
-        self.capacity = column()
-        self.next_block_boundary = column()
-        self.stop_search_start = column()
+        self._running: list[Sequence] = []
+        """Launched steps hold the list, and that of the rows: neither is changed in place."""
+        self._running_rows: Rows = np.zeros(0, np.intp)
+        self._stopped_rows: list[int] = []
+        columns: list[Int32] = list(np.zeros((8, max_num_seqs), np.int32))
+        self.epoch, self.computed, self.scheduled, self.expected = columns[:4]
+        self.last, self.capacity, self.next_block_boundary, self.stop_search_start = columns[4:]
         self.token_at = np.full(max_num_seqs, np.nan)
+
+    @property
+    def running(self) -> list[Sequence]:
+        """The sequences with a row that may be scheduled, by precedence."""
+        self._drop_stopped()
+        return self._running
+
+    @property
+    def running_rows(self) -> Rows:
+        self._drop_stopped()
+        return self._running_rows
 
     def assign(self, sequence: Sequence) -> None:
         """Give a sequence a free row; it has its blocks."""
@@ -72,7 +71,8 @@ class RowTable:
         self.token_at[row] = sequence.last_token_at
 
     def free(self, sequence: Sequence) -> None:
-        """Free its row; by the new epoch, results of launched steps match no sequence."""
+        """Take it off its row; by the new epoch, results of launched steps match no sequence."""
+        self.stop(sequence)
         row = sequence.row
         sequence.row = -1
         sequence.last_token_at = float(self.token_at[row])
@@ -96,31 +96,19 @@ class RowTable:
 
     def run(self, sequences: list[Sequence]) -> Rows:
         """Put these, which are in order and have rows, among ``running``; returns their rows."""
-        self.stop_gone()  # an ended sequence has no row any more, and would be sorted in without one
         new_rows = np.array([sequence.row for sequence in sequences], np.intp)
         running = self.running + sequences
-        if self.running and self.running[-1].precedence > sequences[0].precedence:
+        if self._running and self._running[-1].precedence > sequences[0].precedence:
             running.sort(key=by_precedence)
-            self.running_rows = np.array([sequence.row for sequence in running], np.intp)
+            self._running_rows = np.array([sequence.row for sequence in running], np.intp)
         else:
-            self.running_rows = np.concatenate([self.running_rows, new_rows])
-        self.running = running
+            self._running_rows = np.concatenate([self._running_rows, new_rows])
+        self._running = running
         return new_rows
 
-    def stop(self, sequences: list[Sequence]) -> None:
-        """Take these out of ``running``, those that are in it."""
-        if sequences:
-            self._drop([sequence.row for sequence in sequences])
-
-    def stop_later(self, sequence: Sequence) -> None:
-        """Take it out of ``running`` with the next `stop_gone`; its row may be freed before."""
-        self._gone_rows.append(sequence.row)
-
-    def stop_gone(self) -> None:
-        """One pass for all that were ended since the last: a pass each would hold the loop when many end at once."""
-        if self._gone_rows:
-            self._drop(self._gone_rows)
-            self._gone_rows = []
+    def stop(self, sequence: Sequence) -> None:
+        """Take it out of ``running``, if it is in it."""
+        self._stopped_rows.append(sequence.row)
 
     def stamp(self, rows: Rows, now: float) -> tuple[Float64, Bool]:
         """Note the time of a token in each of these rows.
@@ -154,9 +142,12 @@ class RowTable:
                 assert sequence.num_ready_blocks == self.computed[row] // self._block_size
                 assert self.next_block_boundary[row] == (sequence.num_ready_blocks + 1) * self._block_size
 
-    def _drop(self, rows: list[int]) -> None:
-        stays = np.ones(len(self.occupants), np.bool_)
-        stays[rows] = False
-        stays = stays[self.running_rows]
-        self.running = list(compress(self.running, stays.tolist()))
-        self.running_rows = self.running_rows[stays]
+    def _drop_stopped(self) -> None:
+        """One pass for all since the last look: a pass each would hold the loop when many end at once."""
+        if self._stopped_rows:
+            stays = np.ones(len(self.occupants), np.bool_)
+            stays[self._stopped_rows] = False
+            stays = stays[self._running_rows]
+            self._running = list(compress(self._running, stays.tolist()))
+            self._running_rows = self._running_rows[stays]
+            self._stopped_rows.clear()

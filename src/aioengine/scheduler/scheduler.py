@@ -19,7 +19,7 @@ from aioengine.scheduler.kv_manager import KVManager
 from aioengine.scheduler.plan import EMPTY, Int32, StepPlan, StepResult, int32
 from aioengine.scheduler.preemption import Preemption
 from aioengine.scheduler.row_table import Bool, Rows, RowTable
-from aioengine.scheduler.sequence import Reason, Sequence, SequenceEvent, State, by_precedence
+from aioengine.scheduler.sequence import Reason, Sequence, by_precedence
 from aioengine.scheduler.steps import StepOutput, StepsInFlight, split_prompt_logprobs
 from aioengine.scheduler.waiting_queue import WaitingQueue
 
@@ -60,7 +60,7 @@ class Scheduler:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.waiting = WaitingQueue()
         self.blocked: dict[int, Sequence] = {}
-        """WAITING with a reason, by order."""
+        """Without a row, and with a reason; by order."""
         self.num_unstarted = 0
         """Sequences that were added and never had a row."""
         self._started: list[Sequence] = []
@@ -91,11 +91,9 @@ class Scheduler:
         Returns:
             False if it had ended already.
         """
-        if sequence.state is State.FINISHED:
+        if sequence.has_ended:
             return False
-        if sequence.state is State.RUNNING:
-            if not sequence.reasons:
-                self.table.stop_later(sequence)
+        if sequence.row >= 0:
             self.preemption.free_row(sequence)
         elif self.blocked.pop(sequence.order, None) is None:
             self.waiting.discard(sequence)
@@ -104,26 +102,25 @@ class Scheduler:
 
     def block(self, sequence: Sequence, reason: Reason) -> None:
         """Schedule no more of it until `unblock`; what is in flight still counts. It then leaves its row."""
-        if sequence.state is State.FINISHED:
+        if sequence.has_ended:
             return
         was_free = not sequence.reasons
         sequence.reasons |= reason
-        if sequence.state is State.RUNNING:
-            if was_free:
-                self.table.stop([sequence])
-                self.preemption.leaving.append(sequence)
+        if was_free and sequence.row >= 0:
+            self.table.stop(sequence)
+            self.preemption.leaving.append(sequence)
         elif was_free:
             self.waiting.discard(sequence)
             self.blocked[sequence.order] = sequence
 
     def unblock(self, sequence: Sequence, reason: Reason) -> None:
         """Take a reason away; without any it can be scheduled again."""
-        if sequence.state is State.FINISHED or not sequence.reasons & reason:
+        if sequence.has_ended or not sequence.reasons & reason:
             return
         sequence.reasons &= ~reason
         if sequence.reasons:
             return
-        if sequence.state is State.RUNNING:
+        if sequence.row >= 0:
             self.preemption.leaving.remove(sequence)
             self.table.run([sequence])
         else:
@@ -152,11 +149,9 @@ class Scheduler:
 
         After None something must be applied, unblocked, added or ended before there can be a step.
         """
-        self.table.stop_gone()
         self.preemption.park_blocked()
         self._wake_waiters()
-        self.preemption.yield_to_higher()
-        claim = self.preemption.claim_of_higher()
+        claim = self.preemption.yield_to_higher()
         work = share_budget(self.table, self.max_num_batched_tokens, claim)
         growing = out_of_blocks(self.table, work)
         is_tight = len(growing) > self.kv.pool.num_free
@@ -243,14 +238,12 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any sequence is waiting, running or blocked."""
-        self.table.stop_gone()
+        """Whether any sequence has not ended."""
         return bool(self.waiting or self.running or self.blocked or self.preemption.leaving)
 
     @property
     def num_running(self) -> int:
         """Sequences with a row."""
-        self.table.stop_gone()
         return len(self.running) + len(self.preemption.leaving)
 
     @property
@@ -260,7 +253,6 @@ class Scheduler:
 
     def sequences(self) -> list[Sequence]:
         """All sequences that have not ended."""
-        self.table.stop_gone()
         return [*self.running, *self.preemption.leaving, *self.waiting, *self.blocked.values()]
 
     def stats(self) -> SchedulerStats:
@@ -299,15 +291,14 @@ class Scheduler:
         assert len({sequence.order for sequence in live}) == len(live), "a sequence is in two places"
         with_row = [*self.running, *self.preemption.leaving]
         assert {s.order for s in with_row} == {s.order for s in self.table.occupants if s is not None}
-        assert all(sequence.state is State.RUNNING for sequence in with_row)
         assert all(sequence.reasons for sequence in [*self.preemption.leaving, *self.blocked.values()])
         assert not any(sequence.reasons for sequence in [*self.running, *self.waiting])
         assert sum(not sequence.has_run for sequence in live) == self.num_unstarted
         idle = [*self.waiting, *self.blocked.values()]
-        assert all(sequence.state is State.WAITING and sequence.row == -1 for sequence in idle)
+        assert all(not sequence.has_ended and sequence.row == -1 for sequence in idle)
         assert {s.order for s in idle if s.block_ids} == self.preemption.parked.keys()
         assert self._num_forks == sum(bool(sequence.children) for sequence in live)
-        unborn = {c.order for sequence in live for c in sequence.children if c.state is not State.FINISHED}
+        unborn = {c.order for sequence in live for c in sequence.children if not c.has_ended}
         assert unborn == {s.order for s in live if s.reasons & Reason.FORK}, (
             "a child waits for a parent that it has not"
         )
@@ -327,7 +318,7 @@ class Scheduler:
                 self.kv.cache.wait(match.pending, sequence)
                 self.block(sequence, Reason.PENDING_PREFIX)
                 continue
-            is_alone = not (self.running or admitted)
+            is_alone = not (admitted or self.running)
             if not self.kv.can_admit(match, 0 if is_alone else self.preemption.reserve):
                 victim = self.preemption.victim_for(sequence, is_alone=is_alone)
                 if victim is None:
@@ -355,10 +346,9 @@ class Scheduler:
 
     def _end_running(self, sequences: list[Sequence]) -> list[Sequence]:
         """End these by an error; returns them and the children that end with them."""
-        self.table.stop(sequences)
         ended = []
         for sequence in sequences:
-            ended += [sequence, *(child for child in sequence.children if child.state is not State.FINISHED)]
+            ended += [sequence, *(child for child in sequence.children if not child.has_ended)]
             self.preemption.free_row(sequence)
             self._end(sequence, "error", None)
         return ended
@@ -380,7 +370,7 @@ class Scheduler:
         for index in (counts > 1).nonzero()[0].tolist():
             parent = parents[index]
             for nth, child in enumerate(parent.children, 1):
-                if child.state is not State.FINISHED:
+                if not child.has_ended:
                     self.kv.fork(parent, child)
                     self.preemption.parked[child.order] = child
                     born.append(child)
@@ -405,22 +395,17 @@ class Scheduler:
         is_candidate = ends >= self.table.stop_search_start[rows]
         for eos in self.eos_token_ids:
             is_candidate |= token_ids == eos
-        ended: list[tuple[Sequence, FinishReason, int | None]] = []
         for index in is_candidate.nonzero()[0].tolist():
             sequence = sequences[index]
             reason, stop_reason = sequence.check_stop(sequence.output_ids[-1], self.eos_token_ids)
             if reason is not None:
-                ended.append((sequence, reason, stop_reason))
-        self.table.stop([sequence for sequence, _, _ in ended])
-        for sequence, reason, stop_reason in ended:
-            self.preemption.free_row(sequence)
-            self._end(sequence, reason, stop_reason)
+                self.preemption.free_row(sequence)
+                self._end(sequence, reason, stop_reason)
 
     # Rows and queues
 
     def _take_row(self, sequence: Sequence, now: float) -> None:
         """Assign a row to an admitted sequence."""
-        sequence.advance(SequenceEvent.ADMITTED)
         if not sequence.has_run:
             sequence.has_run = True
             sequence.admitted_at = now
@@ -430,7 +415,7 @@ class Scheduler:
         self.table.assign(sequence)
 
     def _end(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None) -> None:
-        sequence.advance(SequenceEvent.ENDED)
+        assert not sequence.has_ended, f"{sequence} ends twice"
         sequence.finish_reason = reason
         sequence.stop_reason = stop_reason
         if not sequence.has_run:

@@ -1,4 +1,4 @@
-"""One sequence of tokens on its way through the scheduler: states, waiting reasons, and what is rare about it.
+"""One sequence of tokens on its way through the scheduler: waiting reasons, and what is rare about it.
 
 What every step touches (lengths, limits, epochs) lives in the scheduler's columns while the sequence has a row; this
 object holds the rest, and the lengths while it has none.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -43,41 +44,6 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     cache_salt: str = ""
 
 
-class State(enum.Enum):
-    WAITING = "waiting"
-    RUNNING = "running"
-    FINISHED = "finished"
-
-    __hash__ = object.__hash__  # Enum's own is Python code; a table of transitions is looked up per sequence
-
-
-class SequenceEvent(enum.Enum):
-    ADMITTED = "admitted"
-    """It takes a row."""
-    PREEMPTED = "preempted"
-    """It loses its row and its blocks, and will compute them again."""
-    PARKED = "parked"
-    """It leaves its row and keeps its blocks, until what blocks it is over."""
-    ENDED = "ended"
-
-    __hash__ = object.__hash__
-
-
-TRANSITIONS: dict[State, dict[SequenceEvent, State]] = {
-    State.WAITING: {
-        SequenceEvent.ADMITTED: State.RUNNING,
-        SequenceEvent.PREEMPTED: State.WAITING,
-        SequenceEvent.ENDED: State.FINISHED,
-    },
-    State.RUNNING: {
-        SequenceEvent.PREEMPTED: State.WAITING,
-        SequenceEvent.PARKED: State.WAITING,
-        SequenceEvent.ENDED: State.FINISHED,
-    },
-    State.FINISHED: {},
-}
-
-
 class Reason(enum.IntFlag):
     """Why a sequence may not be scheduled; only zero is schedulable."""
 
@@ -92,106 +58,71 @@ class Reason(enum.IntFlag):
     """The prompt that it shares with the request's other choices is not computed yet."""
 
 
+@dataclass(slots=True, eq=False)
 class Sequence:
-    """One choice of a request in the core.
+    """One choice of a request in the core. It runs while it has a row, waits before, and has ended once it says why."""
 
-    Attributes:
-        order: counts the sequences in the order in which they came; unique.
-        children: the request's other choices, until the first tokens of all are sampled from this one's logits.
-        prompt: int32 [prompt tokens].
-        output_ids: the tokens sampled so far, as applied.
-        limit: prompt and output tokens may not be more than this.
-        block_ids: its block table.
-        block_hashes: chained hashes of its first full blocks, made as they are needed.
-        num_ready_blocks: leading full blocks whose KV is computed, where prefixes are cached.
-        num_computed_tokens: kept here only while it has no row.
-        num_cached_tokens: prompt tokens that the prefix cache gave it, when it first ran.
-        num_scored_tokens: prompt tokens whose log-probabilities have been handed out.
-        shares_last_block: its last block is another's, too, and not full: it takes a copy when it is admitted.
-        is_cacheable: whether its full blocks go into the prefix cache.
-        row: its row, or -1.
-        has_run: whether it ever had one.
-        arrived_at: when its request was made, by the clock of `Scheduler.add`'s caller; NaN if not told.
-        admitted_at: when it first took a row, by the ``now`` of the scheduler's methods; NaN before, as the next two.
-        first_token_at: when its first token was applied.
-        last_token_at: when its newest token was applied; kept here only while it has no row.
-        num_preemptions: how often it has lost its blocks.
-        listener: follows it; the scheduler does not look at it.
-    """
+    request: Request
+    sampling: RowSampling
+    block_hashes: list[bytes] = field(default_factory=list)
+    """Chained hashes of its first full blocks, made as they are needed."""
+    children: tuple[Sequence, ...] = ()
+    """The request's other choices, until the first tokens of all are sampled from this one's logits."""
+    prompt: Int32 = field(init=False)
+    limit: int = field(init=False)
+    """Prompt and output tokens may not be more than this."""
+    stop_token_ids: frozenset[int] = field(init=False)
+    order: int = -1
+    """Counts the sequences in the order in which they came; unique."""
+    output_ids: list[int] = field(default_factory=list)
+    """The tokens sampled so far, as applied."""
+    reasons: Reason = Reason.NONE
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    row: int = -1
+    """Its row, or -1."""
+    has_run: bool = False
+    """Whether it ever had a row."""
+    block_ids: list[int] = field(default_factory=list)
+    """Its block table."""
+    num_ready_blocks: int = 0
+    """Leading full blocks whose KV is computed, where prefixes are cached."""
+    shares_last_block: bool = False
+    """Its last block is another's, too, and not full: it takes a copy when it is admitted."""
+    is_cacheable: bool = True
+    """Whether its full blocks go into the prefix cache."""
+    num_computed_tokens: int = 0
+    """Kept here only while it has no row."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that the prefix cache gave it, when it first ran."""
+    num_scored_tokens: int = 0
+    """Prompt tokens whose log-probabilities have been handed out."""
+    num_preemptions: int = 0
+    arrived_at: float = math.nan
+    """When its request was made, by the clock of `Scheduler.add`'s caller; NaN if not told."""
+    admitted_at: float = math.nan
+    """When it first took a row, by the ``now`` of the scheduler's methods; NaN before, as the next two."""
+    first_token_at: float = math.nan
+    last_token_at: float = math.nan
+    """When its newest token was applied; kept here only while it has no row."""
+    listener: Any = None
+    """Follows it; the scheduler does not look at it."""
 
-    __slots__ = (
-        "admitted_at",
-        "arrived_at",
-        "block_hashes",
-        "block_ids",
-        "children",
-        "finish_reason",
-        "first_token_at",
-        "has_run",
-        "is_cacheable",
-        "last_token_at",
-        "limit",
-        "listener",
-        "num_cached_tokens",
-        "num_computed_tokens",
-        "num_preemptions",
-        "num_ready_blocks",
-        "num_scored_tokens",
-        "order",
-        "output_ids",
-        "prompt",
-        "reasons",
-        "request",
-        "row",
-        "sampling",
-        "shares_last_block",
-        "state",
-        "stop_reason",
-        "stop_token_ids",
-    )
-
-    def __init__(
-        self,
-        request: Request,
-        *,
-        eos_token_ids: tuple[int, ...] = (),
-        block_hashes: list[bytes] | None = None,
-        sampling: RowSampling | None = None,
-        children: tuple[Sequence, ...] = (),
-    ) -> None:
-        params = request.params
-        self.request = request
-        self.order = -1
-        self.children = children
-        self.prompt: Int32 = request.prompt_token_ids
-        self.output_ids: list[int] = []
-        self.limit = request.max_total_tokens
-        self.stop_token_ids = frozenset(params.stop_token_ids)
-        self.sampling = sampling or _row_sampling(request, eos_token_ids)
-        self.block_ids: list[int] = []
-        self.block_hashes: list[bytes] = [] if block_hashes is None else block_hashes
-        self.num_ready_blocks = 0
-        self.num_computed_tokens = 0
-        self.num_cached_tokens = 0
-        self.num_scored_tokens = 0
-        self.shares_last_block = False
-        self.is_cacheable = True
-        self.row = -1
-        self.has_run = False
-        self.arrived_at = self.admitted_at = self.first_token_at = self.last_token_at = math.nan
-        self.num_preemptions = 0
-        self.reasons = Reason.NONE
-        self.state = State.WAITING
-        self.finish_reason: FinishReason | None = None
-        self.stop_reason: int | str | None = None
-        self.listener: Any = None
+    def __post_init__(self) -> None:
+        self.prompt = self.request.prompt_token_ids
+        self.limit = self.request.max_total_tokens
+        self.stop_token_ids = frozenset(self.request.params.stop_token_ids)
 
     def __repr__(self) -> str:
         return (
-            f"<Sequence {self.request.request_id!r} {self.state.value} order={self.order} row={self.row} "
+            f"<Sequence {self.request.request_id!r} order={self.order} row={self.row} "
             f"tokens={len(self.prompt)}+{len(self.output_ids)}/{self.limit} blocks={len(self.block_ids)} "
-            f"reasons={self.reasons!r}>"
+            f"reasons={self.reasons!r} finish_reason={self.finish_reason}>"
         )
+
+    @property
+    def has_ended(self) -> bool:
+        return self.finish_reason is not None
 
     @property
     def precedence(self) -> tuple[int, int]:
@@ -253,14 +184,6 @@ class Sequence:
             return "length", None
         return None, None
 
-    def advance(self, event: SequenceEvent) -> None:
-        """Change state.
-
-        Raises:
-            KeyError: the event does not belong to this state; a bug.
-        """
-        self.state = TRANSITIONS[self.state][event]
-
 
 def by_precedence(sequence: Sequence) -> tuple[int, int]:
     """To sort by."""
@@ -268,21 +191,16 @@ def by_precedence(sequence: Sequence) -> tuple[int, int]:
 
 
 def make_choices(
-    request: Request, num_choices: int, *, eos_token_ids: tuple[int, ...], block_hashes: list[bytes] | None
+    request: Request, *, eos_token_ids: tuple[int, ...] = (), block_hashes: list[bytes] | None = None
 ) -> Sequence:
     """The first choice of a request, with the others as its children; they share ``block_hashes`` when they fork."""
     sampling = _row_sampling(request, eos_token_ids)
-    # The prompt is scored once, by the first one, and not by others that have to compute it again.
-    of_child = msgspec.structs.replace(sampling, prompt_logprobs=-1)
-    children = tuple(
-        Sequence(request, sampling=msgspec.structs.replace(of_child, choice=choice)) for choice in range(1, num_choices)
-    )
-    return Sequence(
-        request,
-        block_hashes=block_hashes,
-        sampling=msgspec.structs.replace(sampling, num_choices=num_choices),
-        children=children,
-    )
+    children = []
+    for choice in range(1, sampling.num_choices):
+        # The prompt is scored once, by the first one, and not by others that have to compute it again.
+        of_child = msgspec.structs.replace(sampling, choice=choice, num_choices=1, prompt_logprobs=-1)
+        children.append(Sequence(request, of_child))
+    return Sequence(request, sampling, block_hashes or [], tuple(children))
 
 
 def _row_sampling(request: Request, eos_token_ids: tuple[int, ...]) -> RowSampling:
@@ -293,6 +211,7 @@ def _row_sampling(request: Request, eos_token_ids: tuple[int, ...]) -> RowSampli
     return RowSampling(
         **{**numbers, "top_k": max(params.top_k, 0)},  # -1 is off, too
         seed=request.seed,
+        num_choices=params.num_sequences,
         min_tokens=params.min_tokens,
         stop_ids=stop_ids if params.min_tokens else (),
         logit_bias=tuple(params.logit_bias.items()) if params.logit_bias else (),

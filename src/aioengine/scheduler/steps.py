@@ -81,7 +81,8 @@ class StepsInFlight:
             wants=_frozen(samples.view(np.int8)),  # True is Want.LOGITS
         )
         self.num_planned += 1
-        is_all = rows is table.running_rows or np.array_equal(rows, table.running_rows)
+        running_rows = table.running_rows
+        is_all = rows is running_rows or np.array_equal(rows, running_rows)
         sequences = table.running if is_all else table.occupants_of(rows)
         self._steps.append(StepInFlight(plan, rows, work.ends, sequences))
         return plan

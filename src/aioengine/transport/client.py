@@ -122,7 +122,7 @@ class RemoteCore:
             InvalidRequest: it holds functions.
         """
         wire.pack_params(request.params)
-        return make_choices(request, request.params.num_sequences, eos_token_ids=self.eos_token_ids, block_hashes=None)
+        return make_choices(request, eos_token_ids=self.eos_token_ids)
 
     def check_accepting(self) -> None:
         if self.death is not None:
