@@ -1,11 +1,11 @@
 """Control calls: what is asked of an engine beside its requests. Each is a message, in process and over a wire alike.
 
 A message checks its arguments when it is made, so that a bad one fails its caller, on either side of a wire. What the
-device alone performs a message asks of the executor itself (`Control.ask`); `Controls` has the calls that concern the
+device alone performs a message asks of the executor itself (`Control.ask`); `CoreState` has the calls that concern the
 scheduler, too. The set is closed: nothing is ever looked up by a name that came from outside, but for the functions
 that the engine's own process has registered (`aioengine.worker_function`).
 
-A new call of the device's is written in five places: its message here (and in `AnyControl`), the method of `Executor`
+A new call of the device's is written in five places: its message here, the method of `Executor`
 that it asks, that method of `TorchExecutor` and of `FakeExecutor`, and the method of `EngineControl` that makes it.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Coroutine, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args
 
 import msgspec
 from msgspec.structs import force_setattr
@@ -26,6 +26,8 @@ from aioengine.validation import shorten
 PauseMode = Literal["abort", "wait", "keep"]
 SleepLevel = Literal[0, 1, 2]
 WakeTag = Literal["scheduling", "kv_cache", "weights"]
+
+TASKS = ("generate",)
 
 WAKE_TAGS: tuple[WakeTag, ...] = ("weights", "kv_cache", "scheduling")
 """In the order in which an engine wakes up."""
@@ -236,24 +238,10 @@ UNBLOCKING_CALLS = (Resume, WakeUp)
 FILES = (StopProfile, SaveShardedState, UpdateWeights)
 """Calls that read or write files of the engine's machine, by names that their caller chooses."""
 
-AnyControl = (
-    ResetPrefixCache
-    | Pause
-    | Resume
-    | Sleep
-    | WakeUp
-    | IsSleeping
-    | StartProfile
-    | StopProfile
-    | SupportedTasks
-    | SaveShardedState
-    | UpdateWeights
-    | StageWeights
-    | CommitWeights
-    | DropWeights
-    | CollectiveRpc
-    | ExecuteDummyBatch
-)
+if TYPE_CHECKING:
+    AnyControl = Control
+else:  # for decoders
+    AnyControl = Union[tuple(Control.__subclasses__())]  # noqa: UP007
 
 
 def _check_mode(mode: object) -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import anyio
 
 from aioengine.config import EngineConfig
-from aioengine.core.control import PauseMode, WakeTag
-from aioengine.core.executor_protocol import Executor, ExecutorInfo, PendingStep
+from aioengine.core import control as c
+from aioengine.core.executor_protocol import DeviceLost, Executor, ExecutorInfo, Part, PendingStep
 from aioengine.core.health import Beat, Health, dead, judge
 from aioengine.core.listener import Conditions, Endings, Listener
 from aioengine.core.observers import Observers, UserCode
-from aioengine.errors import EngineClosed, EngineDead
+from aioengine.errors import EngineClosed, EngineDead, InvalidRequest
 from aioengine.outputs import FinishReason
 from aioengine.scheduler.kv_manager import KVManager
 from aioengine.scheduler.plan import StepPlan
@@ -23,6 +26,9 @@ from aioengine.scheduler.scheduler import Scheduler, SchedulerStats
 from aioengine.scheduler.sequence import Reason, Request, Sequence, make_choices
 
 T = TypeVar("T")
+
+PARTS: tuple[Part, ...] = ("weights", "kv_cache")
+"""What `Sleep` takes of the device's memory at level 1 and 2."""
 
 
 class InFlight(NamedTuple):
@@ -34,10 +40,16 @@ class InFlight(NamedTuple):
 
 
 class CoreState:
-    """A `Core` but for its loop: the sequences from `add` to their ends, and what holds them back.
+    """A `Core` but for its loop: the sequences from `add` to their ends, what holds them back, and control calls.
 
     Args:
-        as `EngineCore`.
+        executor: started; the caller closes it after `EngineCore.run` has ended.
+        config: the engine's.
+        eos_token_ids: the model's.
+        on_capacity: called when a waiting sequence has begun to run or has ended.
+        num_waiting_for_admission: how many sequences wait to be added, for the record.
+        write_dump: begins to keep the report of a failed step, and returns at once.
+        clock: seconds; the one by which the executor tells when a step has ended.
     """
 
     def __init__(
@@ -45,10 +57,11 @@ class CoreState:
         executor: Executor,
         config: EngineConfig,
         *,
-        eos_token_ids: tuple[int, ...],
-        on_capacity: Callable[[], None],
-        num_waiting_for_admission: Callable[[], int],
-        clock: Callable[[], float],
+        eos_token_ids: tuple[int, ...] = (),
+        on_capacity: Callable[[], None] = lambda: None,
+        num_waiting_for_admission: Callable[[], int] = lambda: 0,
+        write_dump: Callable[[str], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         info = executor.info
         self.executor = executor
@@ -63,25 +76,22 @@ class CoreState:
         )
         self.death: EngineDead | None = None
         self.is_stopped = False
-        self.asleep: set[WakeTag] = set()
+        self.asleep: set[c.WakeTag] = set()
         """What `Sleep` has taken and `WakeUp` has not brought back."""
         self.clock = clock
         self.user_code = UserCode()
         self.observers = Observers(self.user_code, log_interval_s=config.log_stats_interval_s, now_s=clock())
-        self.num_waiting_for_admission = num_waiting_for_admission
+        self._num_waiting_for_admission = num_waiting_for_admission
         self._on_capacity = on_capacity
+        self._write_dump = write_dump
         self._live: dict[int, Sequence] = {}
         """Sequences not yet reported finished, by order; the scheduler may have finished them already."""
-        self._held: dict[int, Sequence] = {}
-        """Those of `_live` that were added while `_holders` held new sequences back, by order."""
         self._in_flight: deque[InFlight] = deque()
         self._has_news = asyncio.Event()
         """A sequence or a hold was added, ended or changed since the loop last asked the scheduler."""
         self._endings = Endings(self.user_code, self._has_news.set)
-        self._holders: set[str] = set()
-        """Reasons to hold new sequences back."""
-        self._freezers: set[str] = set()
-        """Reasons not to launch a step."""
+        self._holds: dict[str, bool] = {}
+        """What holds new sequences back, and whether no step is launched meanwhile."""
         self._conditions = Conditions()
         self._num_steps = 0
         """Steps that have ended."""
@@ -89,6 +99,23 @@ class CoreState:
         """When the device got to the oldest step in flight."""
         self._device_calls: dict[object, tuple[str, float]] = {}
         """What the executor was asked beside steps and has not answered, oldest first: (what, when)."""
+        self._device_turn = anyio.Lock(fast_acquire=True)
+        """Of calls that change the device's memory: they go one after the other."""
+        self._perform: dict[type[c.Control], Callable[[Any], Awaitable[Any]]] = {
+            c.ResetPrefixCache: self._reset_prefix_cache,
+            c.Pause: self._pause,
+            c.Resume: self._resume,
+            c.SupportedTasks: self._supported_tasks,
+            c.Sleep: self._sleep,
+            c.WakeUp: self._wake_up,
+            c.IsSleeping: self._is_sleeping,
+            c.UpdateWeights: self._change_weights,
+            c.CommitWeights: self._change_weights,
+            c.SaveShardedState: self._save_sharded_state,
+            c.ExecuteDummyBatch: self._execute_dummy_batch,
+        }
+
+    # Sequences
 
     def make_sequence(self, request: Request) -> Sequence:
         hashes = None
@@ -100,13 +127,10 @@ class CoreState:
         self.check_accepting()
         sequence.arrived_at = self.clock() if arrived_at is None else arrived_at
         choices = (sequence, *sequence.children)
-        is_held = bool(self._holders)
-        self.scheduler.add(sequence, Reason.PAUSED if is_held else Reason.NONE)
+        self.scheduler.add(sequence, Reason.PAUSED if self._holds else Reason.NONE)
         for member, listener in zip(choices, listeners, strict=True):
             member.listener = listener
             self._live[member.order] = member
-            if is_held:
-                self._held[member.order] = member
         self._has_news.set()
 
     def check_accepting(self) -> None:
@@ -126,52 +150,6 @@ class CoreState:
         elif self._endings:
             self._endings.tell(sequence.order)
 
-    def block(self, sequence: Sequence) -> None:
-        self.scheduler.block(sequence, Reason.BACKPRESSURE)
-
-    def unblock(self, sequence: Sequence) -> None:
-        if sequence.reasons & Reason.BACKPRESSURE:
-            self.scheduler.unblock(sequence, Reason.BACKPRESSURE)
-            self._has_news.set()
-
-    async def at_device(self, call: Coroutine[Any, Any, T], name: str = "") -> T:
-        """Await a call of the executor's beside steps; until it answers, `beat` tells which it is and how old."""
-        self._device_calls[call] = name or getattr(call, "__name__", "a control call"), self.clock()
-        try:
-            return await call
-        finally:
-            del self._device_calls[call]
-
-    def hold(self, holder: str, mode: PauseMode) -> None:
-        """Hold back new sequences until ``holder`` lets go. Idempotent; a later mode adds to an earlier one.
-
-        Args:
-            mode: for older sequences. "keep": they stop where they are; "wait": they go on to their ends; "abort": they
-                end with what they have.
-        """
-        self._holders.add(holder)
-        if mode == "keep":
-            self.freeze(holder)
-        elif mode == "abort":
-            self.abort_all()
-
-    def freeze(self, holder: str) -> None:
-        """Launch nothing until ``holder`` lets go."""
-        self._freezers.add(holder)
-
-    def let_go(self, holder: str) -> None:
-        """``holder`` does not hold back any more; idempotent."""
-        self._holders.discard(holder)
-        self._freezers.discard(holder)
-        if not self._holders:
-            held, self._held = self._held, {}
-            for sequence in held.values():
-                self.scheduler.unblock(sequence, Reason.PAUSED)
-        self._has_news.set()
-
-    def resume(self) -> None:
-        self.let_go("pause")
-
     def abort_all(self) -> None:
         for sequence in list(self._live.values()):
             choices = (sequence, *sequence.children)
@@ -183,15 +161,60 @@ class CoreState:
         self._on_capacity()
         self._has_news.set()
 
-    @property
-    def is_sleeping(self) -> bool:
-        return bool(self.asleep)
+    def block(self, sequence: Sequence) -> None:
+        self.scheduler.block(sequence, Reason.BACKPRESSURE)
+
+    def unblock(self, sequence: Sequence) -> None:
+        if sequence.reasons & Reason.BACKPRESSURE:
+            self.scheduler.unblock(sequence, Reason.BACKPRESSURE)
+            self._has_news.set()
+
+    def _release(self, sequence: Sequence) -> Listener:
+        """Forget a sequence that has ended; returns its listener, which is to hear the end and nothing more."""
+        del self._live[sequence.order]
+        listener: Listener = sequence.listener
+        sequence.listener = None  # launched steps hold the sequence, and must not hold the caller's side of it
+        return listener
+
+    # Holding back
+
+    def _hold(self, holder: str, mode: c.PauseMode) -> None:
+        """Hold back new sequences until ``holder`` lets go. Idempotent; a later mode adds to an earlier one.
+
+        Args:
+            mode: for older sequences. "keep": they stop where they are, since nothing is launched; "wait": they go on
+                to their ends; "abort": they end with what they have.
+        """
+        self._holds[holder] = mode == "keep" or self._holds.get(holder, False)
+        if mode == "abort":
+            self.abort_all()
+
+    def _let_go(self, holder: str) -> None:
+        """``holder`` does not hold back any more; idempotent."""
+        self._holds.pop(holder, None)
+        if not self._holds:
+            for sequence in self._live.values():
+                self.scheduler.unblock(sequence, Reason.PAUSED)
+        self._has_news.set()
+
+    def resume(self) -> None:
+        self._let_go("pause")
 
     @property
-    def is_quiet(self) -> bool:
-        """Whether no step is in flight and none can be launched; or nothing is held back any more."""
-        is_still = bool(self._freezers) or len(self._held) == len(self._live)
-        return not (self._holders or self._freezers) or (is_still and not self._in_flight)
+    def _is_frozen(self) -> bool:
+        """Whether a hold keeps all steps from being launched."""
+        return any(self._holds.values())
+
+    @property
+    def _is_quiet(self) -> bool:
+        """Whether the holds have brought the device to rest: no step is in flight, and none can be launched.
+
+        True as well when no hold is left: what awaits the rest that a pause brings ends with the pause.
+        """
+        if not self._holds:
+            return True
+        is_still = self._is_frozen or all(sequence.reasons & Reason.PAUSED for sequence in self._live.values())
+        return is_still and not self._in_flight
 
     def when(self, is_so: Callable[[], bool]) -> asyncio.Future[None]:
         future = self._conditions.add(is_so)
@@ -204,6 +227,117 @@ class CoreState:
         if self._conditions:
             self._has_news.set()
 
+    # Control calls
+
+    async def call(self, control: c.AnyControl) -> Any:
+        """As `Core.call`. What the device alone performs needs no method here (`Control.ask`)."""
+        try:
+            perform: Callable[[Any], Awaitable[Any]] = self._perform.get(type(control), self._ask_device)
+            return await perform(control)
+        except DeviceLost as lost:
+            if self.death is not None:
+                raise self.copy_death() from lost
+            raise EngineClosed("the engine is closed") from lost
+
+    async def _ask_device(self, call: c.AnyControl) -> Any:
+        name = f"collective_rpc({call.name!r})" if isinstance(call, c.CollectiveRpc) else ""
+        return await self.at_device(call.ask(self.executor), name)
+
+    async def at_device(self, call: Coroutine[Any, Any, T], name: str = "") -> T:
+        """Await a call of the executor's beside steps; until it answers, `beat` tells which it is and how old."""
+        self._device_calls[call] = name or getattr(call, "__name__", "a control call"), self.clock()
+        try:
+            return await call
+        finally:
+            del self._device_calls[call]
+
+    async def _reset_prefix_cache(self, call: c.ResetPrefixCache) -> int:
+        if call.reset_running:
+            self.scheduler.preempt_all()
+        return self.scheduler.reset_prefix_cache()
+
+    async def _pause(self, call: c.Pause) -> None:
+        self._hold("pause", call.mode)
+        await self.when(lambda: self._is_quiet)
+
+    async def _resume(self, call: c.Resume) -> None:
+        self.resume()
+
+    async def _supported_tasks(self, call: c.SupportedTasks) -> tuple[str, ...]:
+        return c.TASKS
+
+    async def _sleep(self, call: c.Sleep) -> None:
+        self.asleep.add("scheduling")
+        self._hold("sleep", call.mode)
+        await self.when(lambda: not self.asleep or self._is_quiet)
+        async with self._device_turn:
+            if self.asleep:  # else it was woken meanwhile
+                self.check_accepting()
+                self._hold("sleep", "keep")
+                await self.when(lambda: self._is_quiet)
+                self.check_accepting()
+                self._forget_kv()
+                if call.level:
+                    await self._give_memory_back(call.level)
+
+    async def _give_memory_back(self, level: Literal[1, 2]) -> None:
+        before = set(self.asleep)
+        self.asleep.update(PARTS)
+        try:
+            await self.at_device(self.executor.sleep(level))
+        except Exception:
+            self.asleep = before  # as deep as it was
+            if before == {"scheduling"}:
+                self._wake_scheduling()
+            raise
+
+    async def _wake_up(self, call: c.WakeUp) -> None:
+        if self.asleep == {"scheduling"} and "scheduling" in call.tags and not self._device_turn.locked():
+            self._wake_scheduling()  # it only waits for others to end
+            return
+        async with self._device_turn:  # behind a `Sleep` that is under way
+            parts: frozenset[Part] = frozenset(part for part in PARTS if part in call.tags and part in self.asleep)
+            if parts:
+                await self.at_device(self.executor.wake_up(parts))
+                self.asleep -= parts
+            if self.asleep <= {"scheduling"} and (parts or "scheduling" in call.tags):
+                self._wake_scheduling()
+
+    def _wake_scheduling(self) -> None:
+        self.asleep.clear()
+        self._let_go("sleep")
+
+    async def _is_sleeping(self, call: c.IsSleeping) -> bool:
+        return self.is_sleeping
+
+    async def _change_weights(self, call: c.UpdateWeights | c.CommitWeights) -> None:
+        """Change the weights while nothing runs. No KV of the old ones is used again: what runs computes its anew."""
+        async with self._device_turn:
+            self._hold("weights", "keep")
+            try:
+                await self.when(lambda: self._is_quiet)
+                self.check_accepting()
+                await self._ask_device(call)
+            finally:  # also when cancelled: the device may do it all the same
+                self._forget_kv()
+                self._let_go("weights")
+
+    async def _save_sharded_state(self, call: c.SaveShardedState) -> Any:
+        async with self._device_turn:
+            return await self._ask_device(call)
+
+    async def _execute_dummy_batch(self, call: c.ExecuteDummyBatch) -> None:
+        async with self._device_turn:
+            if self.asleep - {"scheduling"}:
+                raise InvalidRequest("a sleeping engine computes nothing: wake it up first")
+            await self._ask_device(call)
+
+    def _forget_kv(self) -> None:
+        self.scheduler.preempt_all()
+        self.scheduler.reset_prefix_cache()
+
+    # What callers ask
+
     @property
     def info(self) -> ExecutorInfo:
         return self.executor.info
@@ -215,6 +349,10 @@ class CoreState:
     @property
     def is_drained(self) -> bool:
         return not (self._live or self._endings)
+
+    @property
+    def is_sleeping(self) -> bool:
+        return bool(self.asleep)
 
     def last_token_at(self, sequence: Sequence) -> float:
         has_row = sequence.row >= 0
@@ -233,9 +371,9 @@ class CoreState:
             call=call,
             call_age_s=now - asked_at,
             running=self.scheduler.num_running,
-            waiting=self.scheduler.num_without_row + self.num_waiting_for_admission(),
+            waiting=self.scheduler.num_without_row + self._num_waiting_for_admission(),
             is_sleeping=self.is_sleeping,
-            is_paused="pause" in self._holders,
+            is_paused="pause" in self._holds,
             free_blocks=self.kv.pool.num_free,
             blocked=len(self.scheduler.blocked),
         )
@@ -250,11 +388,3 @@ class CoreState:
     def copy_death(self) -> EngineDead:
         assert self.death is not None
         return self.death.anew()
-
-    def _release(self, sequence: Sequence) -> Listener:
-        """Forget a sequence that has ended; returns its listener, which is to hear the end and nothing more."""
-        del self._live[sequence.order]
-        self._held.pop(sequence.order, None)
-        listener: Listener = sequence.listener
-        sequence.listener = None  # launched steps hold the sequence, and must not hold the caller's side of it
-        return listener

@@ -10,23 +10,17 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import msgspec
 
-from aioengine.config import EngineConfig
-from aioengine.core.control import AnyControl
-from aioengine.core.controls import Controls
 from aioengine.core.core_state import CoreState, InFlight
-from aioengine.core.executor_protocol import DeviceLost, Executor
+from aioengine.core.executor_protocol import DeviceLost
 from aioengine.core.listener import Listener, SampledLogprobs
 from aioengine.core.logprobs import OutputLogprobs, slice_prompt_logprobs
 from aioengine.core.observers import make_record
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead, StepFailed, describe, traceback_of
 from aioengine.scheduler.plan import StepPlan
-from aioengine.scheduler.scheduler import SchedulerStats
 from aioengine.scheduler.sequence import Sequence
 
 logger = logging.getLogger("aioengine")
@@ -40,52 +34,18 @@ LOGPROBS_A_TOKEN = 8
 
 
 class EngineCore(CoreState):
-    """A `Core` over one executor: requests in, tokens out; lives on the loop that calls `run`.
+    """A `Core` over one executor: requests in, tokens out; lives on the loop that calls `run`."""
 
-    Args:
-        executor: started; the caller closes it after `run` has ended.
-        config: the engine's.
-        eos_token_ids: the model's.
-        on_capacity: called when a waiting sequence has begun to run or has ended.
-        num_waiting_for_admission: how many sequences wait to be added, for the record.
-        write_dump: begins to keep the report of a failed step, and returns at once.
-        clock: seconds; the one by which the executor tells when a step has ended.
-    """
-
-    def __init__(
-        self,
-        executor: Executor,
-        config: EngineConfig,
-        *,
-        eos_token_ids: tuple[int, ...] = (),
-        on_capacity: Callable[[], None] = lambda: None,
-        num_waiting_for_admission: Callable[[], int] = lambda: 0,
-        write_dump: Callable[[str], None] = lambda _: None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(
-            executor,
-            config,
-            eos_token_ids=eos_token_ids,
-            on_capacity=on_capacity,
-            num_waiting_for_admission=num_waiting_for_admission,
-            clock=clock,
-        )
-        self._controls = Controls(self)
-        self._write_dump = write_dump
-        self._unpublished: Iterator[tuple[int, tuple[Sequence, int]]] = iter(())
-        """(index, (sequence, token)) of the last step's output: the tokens that were not handed out yet."""
-        self._unpublished_prompts: Iterator[tuple[Sequence, int, list[SampledLogprobs]]] = iter(())
-        self._logprobs: OutputLogprobs | None = None
-        """Of the tokens in `_unpublished`; None where no request asked for any."""
-        self.publish_slice = PUBLISH_SLICE
-        """Tokens handed out between the loop's turns."""
-        self.is_publishing = False
-        self.on_published: Callable[[], None] = lambda: None
-        """Called when a step's tokens have all been handed out."""
-
-    async def call(self, control: AnyControl) -> Any:
-        return await self._controls.perform(control)
+    publish_slice = PUBLISH_SLICE
+    """Tokens handed out between the loop's turns."""
+    is_publishing = False
+    on_published: Callable[[], None] | None = None
+    """Called when a step's tokens have all been handed out."""
+    _unpublished: Iterator[tuple[int, tuple[Sequence, int]]] = iter(())
+    """(index, (sequence, token)) of the last step's output: the tokens that were not handed out yet."""
+    _unpublished_prompts: Iterator[tuple[Sequence, int, list[SampledLogprobs]]] = iter(())
+    _logprobs: OutputLogprobs | None = None
+    """Of the tokens in `_unpublished`; None where no request asked for any."""
 
     # The loop
 
@@ -123,7 +83,7 @@ class EngineCore(CoreState):
 
     def _launch(self) -> None:
         """Schedule and launch as many steps as the executor takes."""
-        if self._freezers:
+        if self._is_frozen:
             return
         num_unstarted = self.scheduler.num_unstarted
         while len(self._in_flight) < self.executor.info.max_in_flight:
@@ -164,7 +124,7 @@ class EngineCore(CoreState):
             output,
             launched_at=step.launched_at,
             now=now,
-            num_waiting_for_admission=self.num_waiting_for_admission(),
+            num_waiting_for_admission=self._num_waiting_for_admission(),
         )
         self.observers.on_step(record, now)
         if output.failed:
@@ -183,7 +143,8 @@ class EngineCore(CoreState):
             await asyncio.sleep(0)
             is_more = self._publish_slice()
         self.is_publishing = False
-        self.on_published()
+        if self.on_published is not None:
+            self.on_published()
 
     def _publish_slice(self) -> bool:
         """Hand out one slice of a prompt's log-probabilities, or of tokens; returns False after the last one."""
@@ -248,8 +209,18 @@ class EngineCore(CoreState):
         return death
 
     def _describe(self, cause: BaseException, plan: StepPlan | None) -> str:
+        """The report of a failure: the error, the plan, the scheduler's counters and the config, as indented JSON.
+
+        It holds lengths, rows and sampling parameters, and no token id of any prompt or output.
+        """
         try:
-            return describe_failure(cause, plan=plan, stats=self.stats(), config=self.config)
+            report = {
+                "error": traceback_of(cause),
+                "plan": plan.describe() if plan is not None else None,
+                "stats": msgspec.structs.asdict(self.stats()),
+                "config": msgspec.structs.asdict(self.config),
+            }
+            return json.dumps(report, indent=2, default=str)
         except Exception:  # what broke may be what is described; the requests must hear of it all the same
             logger.exception("the failure cannot be described")
             return ""
@@ -272,22 +243,6 @@ class EngineCore(CoreState):
                 self.scheduler.finish(sequence, "error")
             self._on_capacity()
         self._conditions.end_all()
-
-
-def describe_failure(
-    error: BaseException, *, plan: StepPlan | None, stats: SchedulerStats, config: EngineConfig
-) -> str:
-    """The report of a failed step: the error, the plan, the scheduler's counters and the config, as indented JSON.
-
-    It holds lengths, rows and sampling parameters, and no token id of any prompt or output.
-    """
-    report = {
-        "error": traceback_of(error),
-        "plan": plan.describe() if plan is not None else None,
-        "stats": msgspec.structs.asdict(stats),
-        "config": msgspec.structs.asdict(config),
-    }
-    return json.dumps(report, indent=2, default=str)
 
 
 def _closed() -> EngineClosed:

@@ -22,8 +22,7 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
-from aioengine.core.control import FILES, UNBLOCKING_CALLS, AnyControl, DropWeights
-from aioengine.core.controls import TASKS
+from aioengine.core.control import FILES, TASKS, UNBLOCKING_CALLS, AnyControl, DropWeights
 from aioengine.core.engine_core import EngineCore
 from aioengine.errors import AioEngineError, ConfigError, EngineClosed, EngineDead, InvalidRequest, WireError
 from aioengine.metrics import RequestMetrics, StepRecord

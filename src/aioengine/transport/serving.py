@@ -14,7 +14,7 @@ import msgspec
 import zmq
 
 from aioengine.config import EngineConfig
-from aioengine.core.controls import TASKS
+from aioengine.core.control import TASKS
 from aioengine.core.executor_protocol import Executor
 from aioengine.core.protocol import CLOSE_DEADLINE_S, CoreHooks
 from aioengine.errors import ConfigError, EngineDead
