@@ -112,16 +112,6 @@ def test_a_histogram_without_values_has_no_quantiles() -> None:
     assert Distribution.of(empty) == Distribution(count=0, mean=None, p50=None, p99=None)
 
 
-def test_a_quantile_can_look_at_the_newest_values_alone() -> None:
-    observed = histogram([3.0] * 100)
-    before = observed.counts.copy()
-    assert observed.quantile(0.99, since=before) is None
-    observed.observe(0.1)
-    newest = observed.quantile(0.99, since=before)
-    assert newest is not None
-    assert newest <= 0.25
-
-
 # The whole observer
 
 
@@ -257,11 +247,10 @@ def test_a_log_line_comes_once_an_interval_and_is_about_it() -> None:
     assert log.poll(109.9) is None
     line = log.poll(110.0)
     assert line is not None
-    assert line.startswith(
+    assert line == (
         "in 10.0 s: prompt 400.0 tokens/s, generation 3.0 tokens/s; running 3, waiting 2, KV cache 60.0 %, "
-        "prefix cache hits 25.0 %, preemptions 1, loop lag p99 "
+        "prefix cache hits 25.0 %, preemptions 1"
     )
-    assert 0.2 <= float(line.removesuffix(" ms").rsplit(" ", 1)[1]) <= 0.5  # of the newest step alone
     assert log.poll(110.0) is None
     assert log.poll(119.9) is None
 
@@ -281,4 +270,4 @@ def test_an_interval_without_any_step_says_so() -> None:
     line = log.poll(1.0)
     assert line is not None
     assert "generation 0.0 tokens/s" in line
-    assert "prefix cache hits -, preemptions 0, loop lag p99 -" in line
+    assert "prefix cache hits -, preemptions 0" in line

@@ -206,17 +206,13 @@ class Histogram:
     def count(self) -> int:
         return int(self.counts.sum())
 
-    def quantile(self, q: float, *, since: Int64 | None = None) -> float | None:
-        """Estimate a quantile as Prometheus' ``histogram_quantile`` does; None without values.
+    def quantile(self, q: float) -> float | None:
+        """Estimate the quantile ``q``, 0 to 1, as Prometheus' ``histogram_quantile`` does; None without values.
 
         Within its bucket the values are taken to lie evenly, from 0 in the first one. What lies above the last bound
         is taken for that bound.
-
-        Args:
-            q: 0 to 1.
-            since: a copy of ``counts`` from before, to look only at what came after it.
         """
-        counts = self.counts if since is None else self.counts - since
+        counts = self.counts
         cumulative = np.cumsum(counts)
         if not cumulative[-1]:
             return None

@@ -86,7 +86,7 @@ class Stream:
             await runtime.turns.take()
             self._ask()
         asked = self._checked
-        state.arrive(runtime.core, runtime.log)
+        state.arrive(runtime.core)
         state.stream_interval = call.stream_interval or runtime.config.stream_interval
         state.max_unread = call.max_unread_tokens or UNLIMITED
         num_acquired = await runtime.admission.acquire(

@@ -217,11 +217,8 @@ class CoreState:
         return is_still and not self._in_flight
 
     def when(self, is_so: Callable[[], bool]) -> asyncio.Future[None]:
-        future = self._conditions.add(is_so)
-        if self.is_stopped:
-            self._conditions.end_all()
         self._has_news.set()
-        return future
+        return self._conditions.add(is_so)
 
     def recheck(self) -> None:
         if self._conditions:

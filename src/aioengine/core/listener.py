@@ -126,6 +126,7 @@ class Conditions:
 
     def __init__(self) -> None:
         self._awaited: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
+        self._is_over = False
 
     def __bool__(self) -> bool:
         return bool(self._awaited)
@@ -134,23 +135,18 @@ class Conditions:
         """A future that is done after the first `check` at which ``is_so``, or `end_all`."""
         future = asyncio.get_running_loop().create_future()
         self._awaited.append((is_so, future))
+        if self._is_over:
+            self.check()
         return future
 
     def check(self) -> None:
         """Set the futures whose conditions hold."""
-        unmet: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
         for is_so, future in self._awaited:
-            if future.done():  # its caller was cancelled
-                continue
-            if is_so():
+            if not future.done() and (self._is_over or is_so()):  # it is done if its caller was cancelled
                 future.set_result(None)
-            else:
-                unmet.append((is_so, future))
-        self._awaited = unmet
+        self._awaited = [(is_so, future) for is_so, future in self._awaited if not future.done()]
 
     def end_all(self) -> None:
-        """Nothing will change any more: set all futures, whether their conditions hold or not."""
-        awaited, self._awaited = self._awaited, []
-        for _, future in awaited:
-            if not future.done():
-                future.set_result(None)
+        """Nothing will change any more: set all futures, and later ones, whether their conditions hold or not."""
+        self._is_over = True
+        self.check()

@@ -12,53 +12,28 @@ from aioengine.scheduler.sequence import Request
 logger = logging.getLogger("aioengine")
 
 
-class RequestLog:
-    """Logs requests, as an engine's config says.
-
-    Args:
-        config: its ``log_requests`` and ``log_prompts`` count.
-        whose: put before each line.
-    """
-
-    def __init__(self, config: EngineConfig, whose: str = "") -> None:
-        self._is_on = config.log_requests
-        self._has_prompts = config.log_prompts
-        self._whose = whose
-
-    def begun(self, request: Request, prompt: str | None = None) -> None:
-        """A request has been accepted.
-
-        Args:
-            prompt: its text, where it has one.
-        """
-        if not self._is_on:
-            return
-        ids = request.prompt_token_ids
-        of_prompt = f", prompt {ids.tolist() if prompt is None else prompt!r}" if self._has_prompts else ""
-        logger.info(
-            "%srequest %r: %d prompt tokens, priority %d, %s%s",
-            self._whose,
-            request.request_id,
-            len(ids),
-            request.priority,
-            _describe(request.params),
-            of_prompt,
-        )
-
-    def ended(self, request_id: str, finish_reasons: tuple[str, ...], metrics: RequestMetrics) -> None:
-        """All its choices have ended."""
-        if self._is_on:
-            logger.info(
-                "%srequest %r ended by %s: %d tokens in %.3f s",
-                self._whose,
-                request_id,
-                ", ".join(finish_reasons),
-                metrics.num_generation_tokens,
-                metrics.e2e_latency_s or 0.0,
-            )
+def log_begin(config: EngineConfig, request: Request, prompt: str | None = None, *, whose: str = "") -> None:
+    """A request has been accepted; ``prompt`` is its text, where it has one."""
+    if not config.log_requests:
+        return
+    ids = request.prompt_token_ids
+    of_prompt = f", prompt {ids.tolist() if prompt is None else prompt!r}" if config.log_prompts else ""
+    logger.info(
+        "%srequest %r: %d prompt tokens, priority %d, %s%s",
+        whose,
+        request.request_id,
+        len(ids),
+        request.priority,
+        _describe(request.params),
+        of_prompt,
+    )
 
 
-_WITH_TEXTS = ("stop", "bad_words")
+def log_end(config: EngineConfig, request_id: str, finish_reasons: tuple[str, ...], metrics: RequestMetrics) -> None:
+    """All its choices have ended."""
+    if config.log_requests:
+        reasons, num_tokens, time_s = ", ".join(finish_reasons), metrics.num_generation_tokens, metrics.e2e_latency_s
+        logger.info("request %r ended by %s: %d tokens in %.3f s", request_id, reasons, num_tokens, time_s or 0.0)
 
 
 def _describe(params: SamplingParams) -> str:
@@ -68,6 +43,6 @@ def _describe(params: SamplingParams) -> str:
     for name in params.__struct_fields__:
         value = getattr(params, name)
         if value != getattr(default, name):
-            is_long = name in _WITH_TEXTS or isinstance(value, tuple | dict)
+            is_long = name in ("stop", "bad_words") or isinstance(value, tuple | dict)
             shown.append(f"{name}: {len(value)}" if is_long else f"{name}={value}")
     return ", ".join(shown) or "default parameters"

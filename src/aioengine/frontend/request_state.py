@@ -12,7 +12,7 @@ import msgspec
 
 from aioengine.core.listener import UNLIMITED, SampledLogprobs
 from aioengine.core.protocol import Core
-from aioengine.core.request_log import RequestLog
+from aioengine.core.request_log import log_begin, log_end
 from aioengine.errors import AioEngineError, InvalidRequest
 from aioengine.metrics import RequestMetrics
 from aioengine.outputs import CompletionDelta, CompletionOutput, FinishReason, Logprob, RequestOutput, TokenLogprobs
@@ -236,10 +236,9 @@ class RequestState:
         self._waits_for_end = False
         self._watcher: Callable[[], None] | None = None
 
-    def arrive(self, core: Core, log: RequestLog) -> None:
+    def arrive(self, core: Core) -> None:
         """It was made, of a running engine: its times count from here."""
         self.core = core
-        self._log = log
         self._arrival_time = time.time()
         self._arrived_at = core.clock()
 
@@ -254,7 +253,7 @@ class RequestState:
         completions = self._follow(text, sequence, tokenizer)
         self.core.add(sequence, completions, arrived_at=self._arrived_at)
         self.completions = completions
-        self._log.begun(sequence.request, text)
+        log_begin(self.core.config, sequence.request, text)
         if self.is_aborted:
             self.abort()
 
@@ -314,7 +313,7 @@ class RequestState:
             self._ended_at = self.core.clock()
             metrics, reasons = self._metrics(), self._finish_reasons()
             self.core.observers.on_request(metrics, reasons)
-            self._log.ended(self.request_id, reasons, metrics)
+            log_end(self.core.config, self.request_id, reasons, metrics)
             self._wake()
             self._tell_watcher()
 

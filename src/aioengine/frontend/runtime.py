@@ -23,7 +23,6 @@ from aioengine.core.executor_protocol import ExecutorInfo
 from aioengine.core.health import Health
 from aioengine.core.observers import UserCode
 from aioengine.core.protocol import CLOSE_DEADLINE_S, Backend, Core, CoreHooks
-from aioengine.core.request_log import RequestLog
 from aioengine.errors import (
     AioEngineError,
     EngineClosed,
@@ -67,7 +66,6 @@ class Runtime:
     files: ModelFolder
     tokenizer: Tokenizer | None
     core: Core
-    log: RequestLog
 
     def __init__(self, config: EngineConfig, make_backend: Callable[[CoreHooks], Backend]) -> None:
         self._given_config = config
@@ -270,7 +268,6 @@ class Runtime:
         with loading_bar(f"loading {self.files.path.name}", is_shown=self._given_config.show_progress) as show:
             await self._load(show)
         self.core = self._backend.core
-        self.log = RequestLog(self.config)
         self.admission.capacity = self.config.max_waiting
         logger.info("%s", self.describe())
 

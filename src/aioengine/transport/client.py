@@ -210,8 +210,6 @@ class RemoteCore:
 
     def when(self, is_so: Callable[[], bool]) -> asyncio.Future[None]:
         future = self._conditions.add(is_so)
-        if self.is_stopped:
-            self._conditions.end_all()
         asyncio.get_running_loop().call_soon(self._conditions.check)
         return future
 

@@ -15,7 +15,7 @@ from aioengine.core.engine_core import EngineCore
 from aioengine.core.health import Beat
 from aioengine.core.listener import UNLIMITED, SampledLogprobs
 from aioengine.core.protocol import MAX_ID_CHARS, MAX_PRIORITY, MAX_SALT_CHARS, check_limits
-from aioengine.core.request_log import RequestLog
+from aioengine.core.request_log import log_begin
 from aioengine.errors import AioEngineError, EngineOverloaded, InvalidRequest, PromptTooLong, WireError
 from aioengine.metrics import StepRecord
 from aioengine.sampling_params import MAX_BAD_WORDS, MAX_BAD_WORDS_CHARS
@@ -313,7 +313,7 @@ class Requests:
                     session.failed.append(wire.Failed(number, to_fault(error)))
             session.mark()
         else:
-            RequestLog(self._core.config, f"front end {session.index}: ").begun(request)
+            log_begin(self._core.config, request, whose=f"front end {session.index}: ")
 
     def finish(self, session: Session, body: wire.Finish) -> None:
         """End sequences; numbers of those that have ended, or never were, are passed over."""
