@@ -330,7 +330,7 @@ async def test_a_huge_chat_is_encoded_where_it_holds_up_nobody(serve: Any, tasks
     async with serve() as served:
         gate = served.hold_tokenizing()
         huge = tasks.start(served.engine.tokenize([{"role": "user", "content": LONG[:200_000]}]))
-        await served.until(lambda: served.runtime._large_worker._executor)
+        await served.until(lambda: served.runtime._large_worker._unfinished)
         assert await served.engine.detokenize([5] * 5000)
         gate.set()
         assert len((await tasks.end(huge))[0]) > 20_000

@@ -10,7 +10,7 @@ import pytest
 from waiting import until
 
 from aioengine.errors import EngineClosed
-from aioengine.text.worker import ChatWorker, TextWorker
+from aioengine.text.worker import TextWorker
 
 LONG = TextWorker.MAX_INLINE_CHARS + 1
 BOTH_LOOPS = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
@@ -107,13 +107,14 @@ async def test_closing_waits_for_work_that_is_wanted() -> None:
 
 async def test_a_cancelled_close_still_ends_the_thread() -> None:
     worker, gate, started = TextWorker(), threading.Event(), threading.Event()
-    async with anyio.create_task_group() as group:
-        group.start_soon(worker.run, waiting(gate, started), None)
-        await until(started.is_set)
-        with anyio.CancelScope() as scope:
-            scope.cancel()
-            await worker.aclose()
-        gate.set()
+    caller = worker.begin(waiting(gate, started))
+    await until(started.is_set)
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        await worker.aclose()
+    with pytest.raises(EngineClosed):
+        await caller
+    gate.set()
     for thread in text_threads():
         thread.join(10)
         assert not thread.is_alive()
@@ -128,7 +129,7 @@ async def test_a_closed_worker_says_so() -> None:
 
 
 async def test_chats_share_one_thread_but_for_one_that_is_overdue() -> None:
-    worker, gate, started = ChatWorker(), threading.Event(), threading.Event()
+    worker, gate, started = TextWorker(close_grace_s=10.0), threading.Event(), threading.Event()
     used = {await worker.run(threading.current_thread, None) for _ in range(3)}
     assert len(used) == 1
 
@@ -150,9 +151,13 @@ async def test_chats_share_one_thread_but_for_one_that_is_overdue() -> None:
     assert text_threads() == []
 
 
-async def test_a_chat_that_nothing_can_stop_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ChatWorker, "CLOSE_GRACE_S", 0.01)
-    worker, gate, started, dropped = ChatWorker(), threading.Event(), threading.Event(), threading.Event()
+async def test_a_chat_that_nothing_can_stop_holds_nobody() -> None:
+    worker, gate, started, dropped = (
+        TextWorker(close_grace_s=0.01),
+        threading.Event(),
+        threading.Event(),
+        threading.Event(),
+    )
     callers = [worker.begin(work) for work in (waiting(gate, started), dropped.set)]
     await until(started.is_set)
     assert all(thread.daemon for thread in text_threads())
@@ -166,7 +171,7 @@ async def test_a_chat_that_nothing_can_stop_holds_nobody(monkeypatch: pytest.Mon
 
 
 async def test_a_chat_that_ends_while_closing_is_heard() -> None:
-    worker, gate, started = ChatWorker(), threading.Event(), threading.Event()
+    worker, gate, started = TextWorker(close_grace_s=10.0), threading.Event(), threading.Event()
     caller = worker.begin(waiting(gate, started))
     await until(started.is_set)
     gate.set()
@@ -175,7 +180,7 @@ async def test_a_chat_that_ends_while_closing_is_heard() -> None:
 
 
 async def test_the_thread_of_a_dropped_chat_worker_ends() -> None:
-    worker = ChatWorker()
+    worker = TextWorker(close_grace_s=10.0)
     thread = await worker.run(threading.current_thread, None)
     del worker
     gc.collect()

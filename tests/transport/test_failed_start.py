@@ -17,7 +17,7 @@ import pytest
 import zmq
 from nightly import nightly
 
-from aioengine import AioEngineError, ConfigError, Engine, EngineDead, ProcessOptions
+from aioengine import AioEngineError, ConfigError, Engine, EngineClosed, EngineDead, ProcessOptions
 from aioengine.config import EngineConfig
 from aioengine.transport import addresses, serving
 from aioengine.transport.addresses import PrivateFolder
@@ -141,7 +141,8 @@ async def test_a_text_thread_that_hangs_keeps_neither_the_process_nor_its_files(
         assert not child.is_running()
         assert os.listdir(runtime) == []
         is_over.set()
-        await hanging
+        with pytest.raises(EngineClosed):
+            await hanging
 
 
 # Folders

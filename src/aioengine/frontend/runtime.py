@@ -41,7 +41,7 @@ from aioengine.progress import OnProgress, loading_bar
 from aioengine.text.lanes import Lanes
 from aioengine.text.token_table import TokenTable
 from aioengine.text.tokenizer import Tokenizer
-from aioengine.text.worker import ChatWorker, TextWorker, run_abandonable
+from aioengine.text.worker import TextWorker, run_abandonable
 from aioengine.turns import turns_here
 
 logger = logging.getLogger("aioengine")
@@ -53,6 +53,9 @@ LARGE_TEXT_CHARS = 100_000
 
 LOAD_GRACE_S = 5.0
 """How long a cancelled start waits for a tokenizer that is being loaded; of a usual one that takes less."""
+
+CHAT_CLOSE_GRACE_S = 1.0
+"""Longest wait of closing for chats that are rendered; their closed lanes stop them at the next step."""
 
 
 class Runtime:
@@ -72,7 +75,7 @@ class Runtime:
         self.worker = TextWorker()
         self._large_worker = TextWorker()
         """For huge texts and reports that are written: they take long, and hold up no other work here."""
-        self._chat_worker = ChatWorker()
+        self._chat_worker = TextWorker(close_grace_s=CHAT_CLOSE_GRACE_S)
         """For chats: a template is a program, and may take long over little."""
         self.weights_turn = anyio.Lock()
         self.turns = turns_here()

@@ -1,4 +1,4 @@
-"""How long a chat template may run and how much it may make; renderings take turns, quick ones first."""
+"""How long a chat template may run and how much it may make; overdue renderings take turns."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class TemplateStopped(Exception):
 
 
 class Lanes:
-    """Lets the quick renderings of a template run one at a time and, beside them, the overdue ones one slice at a time.
+    """The quick lane of an engine's renderings and, beside it, the overdue one, in which one runs at a time.
 
     Args:
         timeout_s: deadline of a rendering, from when it begins to run.
@@ -62,13 +62,12 @@ class Lanes:
         cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self.timeout_s = timeout_s
+        self.on_overdue = on_overdue
         self.clock = clock
         self.cpu_clock = cpu_clock
-        self.is_closed = False
-        self._on_overdue = on_overdue
-        self._quick = threading.Lock()
-        self._overdue = threading.Lock()
-        self._overdue_slots = threading.BoundedSemaphore(MAX_OVERDUE)
+        self.turn = threading.Lock()
+        self.overdue_slots = threading.BoundedSemaphore(MAX_OVERDUE)
+        self._is_closed = False
 
     @contextlib.contextmanager
     def run(self, num_chars: int) -> Iterator[None]:
@@ -81,109 +80,99 @@ class Lanes:
             EngineOverloaded: it is overdue, and too many others are.
             EngineClosed: the lanes are closed.
         """
-        while not self._quick.acquire(timeout=LOOK_S):
-            self.check_open()
-        # The deadline is set here: the wait for others does not count.
-        lane = _Lane(self, self._quick, MAX_CHARS + MAX_GROWTH * num_chars)
-        _running.lane = lane
+        self.check_open()
+        rendering = _running.rendering = _Rendering(self, MAX_CHARS + MAX_GROWTH * num_chars)
         try:
-            self.check_open()
             yield
         finally:
-            _running.lane = None
-            lane.leave()
+            _running.rendering = None
+            rendering.leave()
 
     def close(self) -> None:
-        """Stop the renderings that run or wait, at their next steps, and admit no more."""
-        self.is_closed = True
+        """Stop the renderings that run, at their next steps, and admit no more."""
+        self._is_closed = True
 
     def check_open(self) -> None:
-        if self.is_closed:
+        if self._is_closed:
             raise EngineClosed("the engine is closed")
 
-    def change(self, lane: _Lane) -> None:
-        """Move a rendering from the quick lane to the overdue one."""
-        if not self._overdue_slots.acquire(blocking=False):
-            if lane.computed_s() < REFUSED_S:
-                return
-            raise EngineOverloaded(
-                f"the chat template takes long over these messages, and over {MAX_OVERDUE} others at this moment",
-                retry_after_s=self.timeout_s / 2,
-            )
-        self._quick.release()
-        lane.lock = None
-        lane.is_overdue = True
-        self._on_overdue()
-        self.take_turn(lane)
 
-    def take_turn(self, lane: _Lane) -> None:
-        """Pause, then wait until no other overdue rendering runs."""
-        time.sleep(
-            PAUSE_S
-        )  # before the lock is released: another rendering would compete with the event loop for the GIL
-        if lane.lock is not None:
-            lane.lock = None
-            self._overdue.release()
-        while not self._overdue.acquire(timeout=min(LOOK_S, max(0.0, lane.deadline - self.clock()))):
-            self.check_open()
-            if self.clock() >= lane.deadline:
-                raise lane.late()
-        lane.lock = self._overdue
-        lane.slice_ends = self.clock() + SLICE_S
+class _Rendering:
+    """One in the lanes; used by its thread alone."""
 
-    def end_overdue(self) -> None:
-        self._overdue_slots.release()
-
-
-class _Lane:
-    """The state of one rendering, used by its thread alone."""
-
-    def __init__(self, lanes: Lanes, lock: threading.Lock, max_chars: int) -> None:
-        self.lanes = lanes
-        self.lock: threading.Lock | None = lock
-        self.is_overdue = False
+    def __init__(self, lanes: Lanes, max_chars: int) -> None:
         self.max_chars = max_chars
         self.num_made = 0
-        self.deadline = lanes.clock() + lanes.timeout_s
-        self.slice_ends = 0.0
+        self._lanes = lanes
+        self._began_at = lanes.clock()
         self._began_at_cpu = lanes.cpu_clock()
         self._num_steps = 0
+        self._is_overdue = self._has_turn = False
+        self._slice_ends = 0.0
 
     def step(self) -> None:
         self._num_steps += 1
         if self._num_steps > MAX_STEPS:
             raise TemplateStopped(f"it takes more than {MAX_STEPS} steps")
-        self.lanes.check_open()
-        now = self.lanes.clock()
-        if now > self.deadline:
-            raise self.late()
-        if self.is_overdue:
-            if now > self.slice_ends:
-                self.lanes.take_turn(self)
-        elif now > self.deadline - self.lanes.timeout_s + OVERDUE_S and self.computed_s() > OVERDUE_S:
-            self.lanes.change(self)
-
-    def computed_s(self) -> float:
-        """Seconds that this rendering has computed, without those of other threads."""
-        return self.lanes.cpu_clock() - self._began_at_cpu
-
-    def late(self) -> TemplateStopped:
-        return TemplateStopped(f"it takes longer than {self.lanes.timeout_s:g} s (chat_template_timeout_s)")
+        self._lanes.check_open()
+        now = self._lanes.clock()
+        self._check_deadline(now)
+        if self._is_overdue:
+            if now > self._slice_ends:
+                self._take_turn()
+        elif now > self._began_at + OVERDUE_S:
+            computed_s = self._lanes.cpu_clock() - self._began_at_cpu  # without those of other threads
+            if computed_s > OVERDUE_S:
+                self._become_overdue(is_long=computed_s >= REFUSED_S)
 
     def leave(self) -> None:
-        if self.lock is not None:
-            self.lock.release()
-        if self.is_overdue:
-            self.lanes.end_overdue()
+        self._give_turn()
+        if self._is_overdue:
+            self._lanes.overdue_slots.release()
+
+    def _check_deadline(self, now: float) -> None:
+        if now > self._began_at + self._lanes.timeout_s:
+            raise TemplateStopped(f"it takes longer than {self._lanes.timeout_s:g} s (chat_template_timeout_s)")
+
+    def _become_overdue(self, *, is_long: bool) -> None:
+        self._is_overdue = self._lanes.overdue_slots.acquire(blocking=False)
+        if self._is_overdue:
+            self._lanes.on_overdue()
+            self._take_turn()
+        elif is_long:
+            raise EngineOverloaded(
+                f"the chat template takes long over these messages, and over {MAX_OVERDUE} others at this moment",
+                retry_after_s=self._lanes.timeout_s / 2,
+            )
+
+    def _take_turn(self) -> None:
+        """Pause, then wait until no other overdue rendering runs."""
+        time.sleep(PAUSE_S)  # with the turn: another rendering would compete with the event loop for the GIL
+        self._give_turn()
+        while not self._lanes.turn.acquire(timeout=LOOK_S):
+            self._lanes.check_open()
+            self._check_deadline(self._lanes.clock())
+        self._has_turn = True
+        self._slice_ends = self._lanes.clock() + SLICE_S
+
+    def _give_turn(self) -> None:
+        if self._has_turn:
+            self._has_turn = False
+            self._lanes.turn.release()
 
 
-_running = threading.local()
+class _Running(threading.local):
+    """This thread's rendering; there is none while a template is compiled, which evaluates its constants, too."""
+
+    rendering: _Rendering | None = None
+
+
+_running = _Running()
 
 
 def max_chars() -> int:
     """Largest number of characters of one value in this thread's rendering."""
-    lane: _Lane | None = getattr(_running, "lane", None)
-    return MAX_CHARS if lane is None else lane.max_chars
+    return MAX_CHARS if _running.rendering is None else _running.rendering.max_chars
 
 
 def count(num_chars: int) -> None:
@@ -192,19 +181,18 @@ def count(num_chars: int) -> None:
     Raises:
         TemplateStopped: it has made too many in all.
     """
-    lane: _Lane | None = getattr(_running, "lane", None)
-    if lane is not None:
-        lane.num_made += num_chars
-        if lane.num_made > MAX_MADE * lane.max_chars:
-            raise TemplateStopped(f"it makes more than {MAX_MADE * lane.max_chars} characters in all")
+    rendering = _running.rendering
+    if rendering is not None:
+        rendering.num_made += num_chars
+        if rendering.num_made > MAX_MADE * rendering.max_chars:
+            raise TemplateStopped(f"it makes more than {MAX_MADE * rendering.max_chars} characters in all")
 
 
 def step() -> None:
-    """Count a step of this thread's rendering, where there is one: compiling a template evaluates its constants, too.
+    """Count a step of this thread's rendering.
 
     Raises:
         TemplateStopped, EngineOverloaded, EngineClosed: as `Lanes.run` says.
     """
-    lane: _Lane | None = getattr(_running, "lane", None)
-    if lane is not None:
-        lane.step()
+    if _running.rendering is not None:
+        _running.rendering.step()

@@ -10,7 +10,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import anyio
@@ -23,19 +22,27 @@ T = TypeVar("T")
 
 
 class TextWorker:
-    """Runs short text work at once and long text work in one thread, in order of arrival.
+    """Runs short text work at once and long text work in one daemon thread, in order of arrival.
 
     One thread, which the first long text starts: tokenizing scales by the library's own threads if at all, and the
-    queue is bounded by the callers that wait for their work.
+    queue is bounded by the callers that wait for their work. Work that is overdue may keep its thread (`give_way`):
+    what waits gets another one.
+
+    Args:
+        close_grace_s: the longest wait of closing, which then runs nothing that waits; None: it waits for all.
     """
 
     # Encoding takes 0.2 µs a character of English and 0.9 µs of Japanese or emoji (16,000 byte-level tokens): at most
     # a millisecond for so many characters. Handing over to the thread and back costs 0.1 ms.
     MAX_INLINE_CHARS = 1000
 
-    def __init__(self) -> None:
-        self._executor: ThreadPoolExecutor | None = None
+    def __init__(self, *, close_grace_s: float | None = None) -> None:
+        self._close_grace_s = close_grace_s
         self._is_closed = False
+        self._unfinished: set[_Call[Any]] = set()
+        self._threads = _Threads()
+        self.give_way = self._threads.give_way
+        weakref.finalize(self, self._threads.close).atexit = False
 
     async def run(self, function: Callable[P, T], /, size: int | None, *args: P.args, **kwargs: P.kwargs) -> T:
         """Call the function and return what it returns or raise what it raises.
@@ -54,83 +61,42 @@ class TextWorker:
         if size is not None and size <= self.MAX_INLINE_CHARS:
             await turns_here().take()
             return function(*args, **kwargs)
-        return await self.begin(lambda: function(*args, **kwargs))
+        with _outside_work("text"):
+            return await self.begin(lambda: function(*args, **kwargs))
 
     def begin(self, function: Callable[[], T]) -> asyncio.Future[T]:
         """Have the thread call the function; the future gets what it returns or raises. `aclose` waits for it."""
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(1, "aioengine-text")
-        try:
-            return asyncio.get_running_loop().run_in_executor(self._executor, function)
-        except RuntimeError:  # the interpreter exits, and still waits for threads that use the engine
-            call = _Call(function)
-            call.start()
-            return call.outcome
+        call = _Call(function)
+        self._unfinished.add(call)
+        call.outcome.add_done_callback(lambda _: self._unfinished.discard(call))
+        self._threads.add(call)
+        return call.outcome
 
     async def aclose(self) -> None:
-        """Wait for the work that is not cancelled, then end the thread. Closing twice is harmless.
+        """Wait for the work, or for as long as ``close_grace_s`` says, then end the thread. Closing twice is harmless.
 
-        Cancelling stops the wait: work that has not begun is dropped, and the thread ends after what it is doing.
+        What is not done then ends with `EngineClosed`, also when the wait is cancelled: work that has not begun is
+        dropped, and the thread ends after what it is doing.
         """
         self._is_closed = True
-        executor, self._executor = self._executor, None
-        if executor is None:
-            return
+        is_used = self._threads.alive or self._unfinished
+        self._end(self._threads.close(is_dropped=self._close_grace_s is not None))
         try:
-            # In a thread, since it would hold the loop. At the interpreter's exit no thread may start; all have ended.
-            with contextlib.suppress(RuntimeError):
-                await run_abandonable(executor.shutdown)
+            if is_used:
+                # In a thread, since it would hold the loop. At the interpreter's exit no thread may start.
+                with contextlib.suppress(RuntimeError):
+                    await run_abandonable(functools.partial(self._threads.join, self._close_grace_s))
         finally:
-            executor.shutdown(wait=False, cancel_futures=True)
+            self._threads.close(is_dropped=True)
+            self._end(list(self._unfinished))
+
+    def _end(self, calls: list[_Call[Any]]) -> None:
+        for call in calls:
+            call.end(None, EngineClosed("the engine is closed"))
 
 
-class ChatWorker(TextWorker):
-    """Renders chats in order of arrival in a daemon thread, for which closing does not wait long.
-
-    A rendering that is overdue keeps its thread (`give_way`), which ends after it; those that wait get another thread.
-    """
-
-    CLOSE_GRACE_S = 1.0
-    """Longest wait of closing for renderings that run; their closed lanes stop them at the next step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._threads = _ChatThreads()
-        self._begun: set[_Call[Any]] = set()
-        """Renderings whose outcome is not there yet."""
-        self.give_way = self._threads.give_way
-        weakref.finalize(self, self._threads.close).atexit = False
-
-    def begin(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        rendering = _Call(function)
-        self._begun.add(rendering)
-        rendering.outcome.add_done_callback(lambda _: self._begun.discard(rendering))
-        # A loop with a virtual clock must know of work outside of it.
-        outside_work = getattr(asyncio.get_running_loop(), "outside_work", None)
-        if outside_work is not None:
-            work = outside_work("a rendering")
-            rendering.outcome.add_done_callback(lambda _: work.done())
-        self._threads.add(rendering)
-        return rendering.outcome
-
-    async def aclose(self) -> None:
-        """End with `EngineClosed` renderings that wait, and those that still run after `CLOSE_GRACE_S`."""
-        self._is_closed = True
-        for rendering in self._threads.close():
-            rendering.end(None, EngineClosed("the engine is closed"))
-        if not self._threads.alive:
-            return
-        try:
-            with contextlib.suppress(RuntimeError):  # at the interpreter's exit no thread may start
-                await run_abandonable(functools.partial(self._threads.join, self.CLOSE_GRACE_S))
-            await asyncio.sleep(0)  # for outcomes that the threads have handed to the loop
-        finally:
-            for rendering in list(self._begun):
-                rendering.end(None, EngineClosed("the engine is closed"))
-
-
-class _ChatThreads:
-    """The resident thread, and those of overdue renderings; they do not refer to the worker, which may be dropped."""
+class _Threads:
+    """The resident thread, and those of overdue work; they do not refer to the worker, which may be dropped."""
 
     def __init__(self) -> None:
         self.alive: set[threading.Thread] = set()
@@ -139,45 +105,46 @@ class _ChatThreads:
         self._resident: threading.Thread | None = None
         self._is_closed = False
 
-    def add(self, rendering: _Call[Any]) -> None:
+    def add(self, call: _Call[Any]) -> None:
         with self._changed:
-            self._waiting.append(rendering)
+            self._waiting.append(call)
             self._changed.notify()
             self._start_resident()
 
     def give_way(self) -> None:
-        """Have another thread become the resident one, if it is this one: its rendering takes long."""
+        """Have another thread become the resident one, if it is this one: its work takes long."""
         with self._changed:
             if self._resident is threading.current_thread():
                 self._resident = None
                 self._start_resident()
 
-    def close(self) -> list[_Call[Any]]:
-        """End each thread after the rendering that it runs; return those that were not begun."""
+    def close(self, *, is_dropped: bool = False) -> list[_Call[Any]]:
+        """End the threads when nothing waits; with ``is_dropped`` nothing does any more: return what did."""
         with self._changed:
             self._is_closed = True
-            dropped = list(self._waiting)
-            self._waiting.clear()
+            dropped = list(self._waiting) if is_dropped else []
+            if is_dropped:
+                self._waiting.clear()
             self._changed.notify_all()
         return dropped
 
-    def join(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
+    def join(self, timeout_s: float | None) -> None:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         for thread in list(self.alive):
-            thread.join(max(0.0, deadline - time.monotonic()))
+            thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
     def _start_resident(self) -> None:
         if self._resident is None and self._waiting:
-            self._resident = threading.Thread(target=self._work, name="aioengine-text-chat", daemon=True)
+            self._resident = threading.Thread(target=self._work, name="aioengine-text", daemon=True)
             self.alive.add(self._resident)
             self._resident.start()
 
     def _work(self) -> None:
         here = threading.current_thread()
-        while (rendering := self._take(here)) is not None:
-            if not rendering.outcome.done():  # its caller has not cancelled it
-                rendering.run()
-            del rendering
+        while (call := self._take(here)) is not None:
+            if not call.outcome.done():  # its caller has not cancelled it
+                call.run()
+            del call
         self.alive.discard(here)
 
     def _take(self, thread: threading.Thread) -> _Call[Any] | None:
@@ -193,11 +160,10 @@ async def run_abandonable(function: Callable[[], T], *, grace_s: float = 0.0) ->
     Cancelling waits ``grace_s`` for the function, then abandons it: its thread goes on to the end by itself, and
     nothing waits for that, not even the interpreter's exit.
     """
-    # A loop with a virtual clock must know of work outside of it.
-    outside_work = getattr(asyncio.get_running_loop(), "outside_work", None)
-    with outside_work("loading") if outside_work is not None else contextlib.nullcontext():
+    with _outside_work("loading"):
         call = _Call(function)
-        thread = call.start()
+        thread = threading.Thread(target=call.run, name="aioengine-load", daemon=True)
+        thread.start()
         try:
             return await call.outcome
         finally:
@@ -206,6 +172,12 @@ async def run_abandonable(function: Callable[[], T], *, grace_s: float = 0.0) ->
             # It only unwinds now; a join would hold the loop for as long as it waits for the GIL.
             while call.ended.is_set() and thread.is_alive():  # noqa: ASYNC110 - a thread's end sets no event
                 await asyncio.sleep(0)
+
+
+def _outside_work(name: str) -> contextlib.AbstractContextManager[Any]:
+    """What tells a loop with a virtual clock of work outside of it."""
+    outside_work = getattr(asyncio.get_running_loop(), "outside_work", None)
+    return contextlib.nullcontext() if outside_work is None else outside_work(name)
 
 
 class _Call(Generic[T]):
@@ -221,12 +193,6 @@ class _Call(Generic[T]):
         self._loop = asyncio.get_running_loop()
         self.outcome: asyncio.Future[T] = self._loop.create_future()
         self.ended = asyncio.Event()
-
-    def start(self) -> threading.Thread:
-        """Run in a daemon thread of its own."""
-        thread = threading.Thread(target=self.run, name="aioengine-load", daemon=True)
-        thread.start()
-        return thread
 
     def run(self) -> None:
         result: Any = None
