@@ -182,7 +182,7 @@ async def test_the_result_midway_is_the_output_so_far(serve: Any) -> None:
                 read_ids += (await anext(stream)).token_ids
                 result = stream.result
                 assert result.outputs[0].token_ids == read_ids == ids[:count]
-                assert result.text == served.tokenizer.decode(ids[:count])
+                assert result.text == served.tokenizer.decode(ids[:count], skip_special_tokens=True)
                 assert result.outputs[0].finish_reason is None
                 assert not result.finished
 
@@ -313,7 +313,7 @@ async def test_an_ignored_eos_ends_nothing(serve: Any, depth: int) -> None:
 
         assert output.outputs[0].token_ids == ids
         assert output.outputs[0].finish_reason == "length"
-        assert output.text == served.tokenizer.decode(ids)
+        assert output.text == served.tokenizer.decode(ids, skip_special_tokens=True)
 
 
 async def test_a_stop_token_ends_a_text_and_is_none_of_it(serve: Any, depth: int) -> None:
@@ -322,7 +322,7 @@ async def test_a_stop_token_ends_a_text_and_is_none_of_it(serve: Any, depth: int
         output = await served.engine.generate(PROMPT, max_tokens=50, stop_token_ids=[70, 1999])
 
         assert output.outputs[0].token_ids == ids[:3]
-        assert output.text == served.tokenizer.decode(ids[:2])
+        assert output.text == served.tokenizer.decode(ids[:2], skip_special_tokens=True)
         assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", 70)
 
 
@@ -398,4 +398,4 @@ async def test_half_a_character_at_the_end_is_shown_as_the_decoder_shows_it(serv
         assert len(ids) > 1, "the demo's vocabulary cuts this character"
         served.say(PROMPT, ids)
         deltas = await read(served.engine.stream(PROMPT, max_tokens=len(ids) - 1))
-        assert as_text(deltas) == served.tokenizer.decode(ids[:-1])
+        assert as_text(deltas) == served.tokenizer.decode(ids[:-1], skip_special_tokens=True)

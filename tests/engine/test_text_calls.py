@@ -538,8 +538,8 @@ async def test_closing_ends_templates_that_loop(serve: Any, tasks: Any, is_queue
 async def test_a_panic_of_the_tokenizer_is_an_error_of_its_request(serve: Any, tasks: Any) -> None:
     """Of a regular expression that gives up at long texts: a BaseException, which would end its siblings."""
     async with serve() as served:
-        served.tokenizer._backend = Backend.from_str(served.tokenizer.backend.to_str())
-        served.tokenizer._backend.pre_tokenizer = Split(Regex(r"(\w+\s*)+\d$"), "isolated")
+        served.tokenizer._fast = Backend.from_str(served.tokenizer.backend.to_str())
+        served.tokenizer._fast.pre_tokenizer = Split(Regex(r"(\w+\s*)+\d$"), "isolated")
 
         async def asked(prompt: str) -> str:
             try:

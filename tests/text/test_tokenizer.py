@@ -15,9 +15,9 @@ from tokenizers import Tokenizer as Backend
 
 from aioengine.errors import InvalidRequest, ModelLoadError
 from aioengine.text.detokenizer import make_detokenizer
-from aioengine.text.loading import PLAIN_MODEL_TYPES, LoadedTokenizer, failures_as, load_tokenizer
+from aioengine.text.loading import PLAIN_MODEL_TYPES, LoadedTokenizer, failures_as, has_tokenizer, load_tokenizer
 from aioengine.text.token_table import WindowTable
-from aioengine.text.tokenizer import MAX_CHARS_HOLDING_GIL, ModelTokenizer, Tokenizer
+from aioengine.text.tokenizer import MAX_CHARS_HOLDING_GIL, Tokenizer
 
 BAD_WORD_KINDS = ["byte level", "byte fallback", "metaspace", "word piece"]
 MESSAGES = [{"role": "system", "content": " Be brief. "}, {"role": "user", "content": "Naïve café? 😀"}]
@@ -59,8 +59,8 @@ def assert_like_auto_tokenizer(folder: Path) -> None:
         assert ours.encode(text) == theirs(text)["input_ids"], text
         assert ours.encode(text, add_special_tokens=False) == theirs(text, add_special_tokens=False)["input_ids"], text
     ids = theirs(" ".join(TEXTS[:-1]))["input_ids"]
-    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(ids, clean_up_tokenization_spaces=False)
+    for options in ({}, {"skip_special_tokens": True}):
+        assert ours.decode(ids, **options) == theirs.decode(ids, clean_up_tokenization_spaces=False, **options)
     for has_prompt in (True, False):
         expected = theirs.apply_chat_template(MESSAGES, add_generation_prompt=has_prompt, return_dict=False)
         assert chat_ids(ours, MESSAGES, add_generation_prompt=has_prompt) == expected
@@ -68,7 +68,7 @@ def assert_like_auto_tokenizer(folder: Path) -> None:
 
 
 def test_a_callers_tokenizer_has_transformers_names_and_defaults(folder: Path) -> None:
-    ours, theirs = ModelTokenizer(Tokenizer.load(folder)), auto_tokenizer(folder)
+    ours, theirs = Tokenizer.load(folder), auto_tokenizer(folder)
     text = " ".join(TEXTS[:-1])
     ids = theirs.encode(text)
     assert ours.encode(text) == ids
@@ -350,7 +350,7 @@ def test_several_threads_may_use_one_tokenizer(folder: Path) -> None:
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
-        assert tokenizer.decode(ids) == text
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
     for thread in threads:
         thread.join()
     assert results == [True] * 6
@@ -364,7 +364,7 @@ def test_a_tokenizer_that_is_a_python_class_works_too(tmp_path: Path) -> None:
     text = "Naïve 😀 café"
     ids = tokenizer.encode(text)
     assert ids == theirs(text)["input_ids"]
-    assert tokenizer.decode([*ids, 10**6]) == text
+    assert tokenizer.decode([*ids, 10**6], skip_special_tokens=True) == text
     assert tokenizer.eos_token_id == ids[-1]
     assert ids[-1] in tokenizer.special_tokens
     table = tokenizer.token_table()
@@ -379,15 +379,17 @@ def test_a_tokenizer_that_is_a_python_class_works_too(tmp_path: Path) -> None:
     assert "".join(texts_of(detokenizer, [100, *[tokenizer.eos_token_id] * 3, 101])) == "a</s></s></s>b"
 
 
-def test_a_folder_without_a_tokenizer_says_what_to_do(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    assert not Tokenizer.exists(tmp_path)
-    with pytest.raises(ModelLoadError, match="prompts as token ids"):
-        Tokenizer.load(tmp_path)
-
-
-def test_a_folder_with_a_tokenizer_is_seen(folder: Path) -> None:
-    assert Tokenizer.exists(folder)
+def test_a_folder_without_a_tokenizer_or_its_vocabulary_says_what_is_missing(folder: Path) -> None:
+    assert has_tokenizer(folder)
+    (folder / "tokenizer.json").unlink()
+    for tokenizer_class in ("PreTrainedTokenizerFast", "Qwen2Tokenizer", "LlamaTokenizer"):
+        rewrite(folder / "tokenizer_config.json", tokenizer_class=tokenizer_class)
+        with pytest.raises(ModelLoadError, match=r"no vocabulary; one of these is missing: tokenizer\.json"):
+            Tokenizer.load(folder)
+    (folder / "tokenizer_config.json").unlink()
+    assert not has_tokenizer(folder)
+    with pytest.raises(ModelLoadError, match=r"has no tokenizer .* prompts as token ids"):
+        Tokenizer.load(folder)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json"])
@@ -493,7 +495,7 @@ def test_a_panic_at_one_text_is_that_texts_error(folder: Path) -> None:
     with pytest.raises(InvalidRequest, match="bad_words holds a word that cannot be encoded") as raised:
         tokenizer.encode_bad_words(["hello " * 50])
     assert raised.value.param == "bad_words"
-    assert tokenizer.decode(tokenizer.encode("a")) == "a"
+    assert tokenizer.decode(tokenizer.encode("a")) == "<s>a"
 
 
 @pytest.mark.parametrize("kind", [models.WordLevel, models.WordPiece])

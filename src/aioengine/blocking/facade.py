@@ -18,7 +18,7 @@ from aioengine.core.health import Health
 from aioengine.engine import Engine
 from aioengine.errors import EngineDead
 from aioengine.metrics import EngineStats
-from aioengine.text.tokenizer import ModelTokenizer
+from aioengine.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
@@ -78,7 +78,7 @@ class Facade:
 
     # What the engine is
 
-    def get_tokenizer(self) -> ModelTokenizer:
+    def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer, with the names and defaults of transformers'."""
         return self._host.engine.get_tokenizer()
 

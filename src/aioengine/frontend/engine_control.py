@@ -21,7 +21,7 @@ from aioengine.frontend.prompt import ChatMessage
 from aioengine.frontend.runtime import Runtime
 from aioengine.metrics import EngineMetrics, EngineStats, Observer
 from aioengine.text import calls
-from aioengine.text.tokenizer import ModelTokenizer
+from aioengine.text.tokenizer import Tokenizer
 from aioengine.validation import shorten, typed
 
 T = TypeVar("T")
@@ -270,13 +270,13 @@ class EngineControl:
             raise _not_started()
         return self._runtime.health()
 
-    def get_tokenizer(self) -> ModelTokenizer:
+    def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer, with the names and defaults of transformers'; it may be awaited, too, as in vLLM.
 
         Raises:
             InvalidRequest: the model has none.
         """
-        return ModelTokenizer(self._running().require_tokenizer())
+        return self._running().require_tokenizer()
 
     def tokenizer_info(self) -> dict[str, Any]:
         """The tokenizer's class, its named tokens, the size of its vocabulary and the chat template.

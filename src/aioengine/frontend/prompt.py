@@ -139,7 +139,8 @@ def take_prompt(prompt: Any, runtime: Runtime) -> Prompt:
         return prompt
     if isinstance(prompt[0], dict):
         runtime.require_tokenizer()
-        return copy_messages(prompt)
+        messages: list[dict[str, Any]] = copy_messages(prompt)
+        return messages
     return _check_ids(prompt, max_ids, runtime.info.vocab_size)
 
 

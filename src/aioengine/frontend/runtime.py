@@ -39,6 +39,7 @@ from aioengine.metrics import EngineMetrics
 from aioengine.models.folder import ModelFolder
 from aioengine.progress import OnProgress, loading_bar
 from aioengine.text.lanes import Lanes
+from aioengine.text.loading import has_tokenizer
 from aioengine.text.token_table import TokenTable
 from aioengine.text.tokenizer import Tokenizer
 from aioengine.text.worker import TextWorker, run_abandonable
@@ -296,7 +297,7 @@ class Runtime:
         folder = self.files.path
 
         def load() -> Tokenizer | None:
-            return Tokenizer.load(folder) if Tokenizer.exists(folder) else None
+            return Tokenizer.load(folder) if has_tokenizer(folder) else None
 
         # Not in the worker, for which closing waits: nothing can stop a library that runs for ever.
         self.tokenizer = await run_abandonable(load, grace_s=LOAD_GRACE_S)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from aioengine.errors import InvalidRequest
-from aioengine.validation import is_utf8, shorten, typed
+from aioengine.validation import shorten, typed
 
 MAX_LEVELS = 32
-"""Levels of lists and dicts: below them messages share what they hold with the caller, and variables are refused."""
+"""Levels of lists and dicts, in a message and in the variables."""
 
 MAX_ARGUMENT_VALUES = 4096
 """Values of a tool call's arguments; a text of more is not decoded, and the template gets the text."""
@@ -22,60 +23,62 @@ MAX_BYTES = 64 * 1024
 
 VALUE_BYTES = 8
 
-RESERVED = frozenset(
-    {
-        "chat_template",
-        "conversation",
-        "conversations",
-        "documents",
-        "max_length",
-        "messages",
-        "padding",
-        "return_assistant_tokens_mask",
-        "return_dict",
-        "return_tensors",
-        "sanitize_control_tokens",
-        "self",
-        "tokenize",
-        "tokenizer_kwargs",
-        "tools",
-        "truncation",
-    }
-)
+RESERVED = frozenset({
+    "chat_template", "conversation", "conversations", "documents", "max_length", "messages", "padding",
+    "return_assistant_tokens_mask", "return_dict", "return_tensors", "sanitize_control_tokens", "self", "tokenize",
+    "tokenizer_kwargs", "tools", "truncation",
+})  # fmt: skip
 """Arguments of transformers' ``apply_chat_template`` that are no variables: given otherwise, or not for a template."""
 
 
-def copy_messages(messages: Iterable[Any]) -> list[Any]:
-    """Return the messages as they are now, with copies of the lists, tuples and dicts in them.
+def copy_messages(messages: Any) -> Any:
+    """The messages as they are now, of plain data: another object is a dict of its fields, or a text with its type.
 
-    Objects of other types in a message are the caller's own.
+    Raises:
+        InvalidRequest: one is deeper than `MAX_LEVELS`.
     """
-    copies: dict[int, Any] = {}
-    return [_copy(message, copies, MAX_LEVELS) for message in messages]
+    if not isinstance(messages, list | tuple):
+        return messages
+    return [_plain(message, MAX_LEVELS, "prompt", _opened) for message in messages]
 
 
-def _copy(value: Any, copies: dict[int, Any], levels: int) -> Any:
-    """Copy lists, tuples and dicts, ``levels`` deep.
+def _plain(value: Any, levels: int, param: str, opened: Callable[[Any], Any]) -> Any:
+    """A copy made of JSON's types: a template must find no methods of other objects to call.
 
     Args:
-        copies: by the id of the original; an original that occurs twice, or in itself, is copied once.
+        levels: what is deeper, such as what holds itself, is refused.
+        param: of that error.
+        opened: makes a dict or a text of what is no plain data.
     """
-    if not isinstance(value, list | dict) and type(value) is not tuple:
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, bool):
         return value
-    if id(value) in copies or not levels:
-        return copies.get(id(value), value)
-    # By the methods of dict and list themselves: a subclass of a caller's may have others.
-    if isinstance(value, dict):
-        of_dict: dict[Any, Any] = {}
-        copies[id(value)] = of_dict
-        of_dict.update((key, _copy(item, copies, levels - 1)) for key, item in dict.items(value))
-    elif isinstance(value, list):
-        of_list: list[Any] = []
-        copies[id(value)] = of_list
-        of_list.extend(_copy(item, copies, levels - 1) for item in list.__iter__(value))
-    else:
-        copies[id(value)] = tuple(_copy(item, copies, levels - 1) for item in value)
-    return copies[id(value)]
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if not isinstance(value, dict | list | tuple):
+        return _plain(opened(value), levels, param, opened)
+    if not levels:
+        raise InvalidRequest(f"{param} is deeper than {MAX_LEVELS} levels; give it flatter", param=param)
+    if isinstance(value, dict):  # by dict's own method: a subclass of the caller's may have another
+        items = dict.items(value)
+        return {_plain(key, 0, param, opened): _plain(item, levels - 1, param, opened) for key, item in items}
+    copied = [_plain(item, levels - 1, param, opened) for item in value]
+    return copied if isinstance(value, list) else tuple(copied)
+
+
+def _opened(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if callable(getattr(value, "model_dump", None)):  # pydantic's
+        return value.model_dump()
+    return f"<{type(value).__name__}>"
 
 
 def check_messages(messages: object) -> list[dict[str, Any]]:
@@ -162,7 +165,13 @@ def take_template_kwargs(given: Any, *, is_chat: bool) -> dict[str, Any]:
         return {}
     if not isinstance(given, Mapping):
         raise _refused(f"chat_template_kwargs={shorten(given)}: a mapping of names to values is needed")
-    kwargs: dict[str, Any] = _PlainCopy().copy(dict(given), MAX_LEVELS)
+    kwargs: dict[str, Any] = _plain(dict(given), MAX_LEVELS, "chat_template_kwargs", _refuse_object)
+    try:
+        num_bytes = _num_bytes(kwargs)
+    except UnicodeEncodeError:
+        raise _refused("chat_template_kwargs has a lone surrogate, which has no UTF-8 form; remove it") from None
+    if num_bytes > MAX_BYTES:
+        raise _refused(f"chat_template_kwargs has more than {MAX_BYTES} bytes; give less")
     for name in kwargs:
         if name in RESERVED:
             raise _refused(f"chat_template_kwargs holds {name}, which is not for the template: leave it out")
@@ -186,46 +195,22 @@ def take_template_kwargs(given: Any, *, is_chat: bool) -> dict[str, Any]:
     return kwargs
 
 
-class _PlainCopy:
-    """Copies plain data and bounds it: what occurs twice counts twice, and what holds itself is too deep."""
+def _refuse_object(value: Any) -> Any:
+    raise _refused(f"chat_template_kwargs holds a {type(value).__name__}; plain data is needed, as in JSON")
 
-    def __init__(self) -> None:
-        self._num_bytes = 0
 
-    def copy(self, value: Any, levels: int) -> Any:
-        if isinstance(value, np.generic):
-            value = value.item()
-        if value is None or isinstance(value, bool | float | int):
-            self._count(VALUE_BYTES + (value.bit_length() // 8 if isinstance(value, int) else 0))
-            return value
-        if isinstance(value, str):
-            return self._copy_text(value)
-        if not isinstance(value, dict | list | tuple):
-            raise _refused(f"chat_template_kwargs holds a {type(value).__name__}; plain data is needed, as in JSON")
-        if not levels:
-            raise _refused(f"chat_template_kwargs is deeper than {MAX_LEVELS} levels; give it flatter")
-        self._count(VALUE_BYTES)
-        if isinstance(value, dict):
-            return {self._copy_name(name): self.copy(item, levels - 1) for name, item in dict.items(value)}
-        items = [self.copy(item, levels - 1) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-
-    def _copy_name(self, name: Any) -> str:
-        if not isinstance(name, str):
-            raise _refused(f"chat_template_kwargs has {shorten(name)} for a name; names are str")
-        return self._copy_text(name)
-
-    def _copy_text(self, text: str) -> str:
-        self._count(len(text))
-        if not is_utf8(text):
-            raise _refused("chat_template_kwargs has a lone surrogate, which has no UTF-8 form; remove it")
-        self._count(len(text.encode()) - len(text))
-        return str.__str__(text)
-
-    def _count(self, num_bytes: int) -> None:
-        self._num_bytes += num_bytes
-        if self._num_bytes > MAX_BYTES:
-            raise _refused(f"chat_template_kwargs has more than {MAX_BYTES} bytes; give less")
+def _num_bytes(value: Any) -> int:
+    """The size by which variables are bounded; raises UnicodeEncodeError for a lone surrogate."""
+    if isinstance(value, str):
+        return len(value.encode())
+    if isinstance(value, dict):
+        for name in value:
+            if not isinstance(name, str):
+                raise _refused(f"chat_template_kwargs has {shorten(name)} for a name; names are str")
+        return VALUE_BYTES + sum(_num_bytes(name) + _num_bytes(item) for name, item in value.items())
+    if isinstance(value, list | tuple):
+        return VALUE_BYTES + sum(map(_num_bytes, value))
+    return VALUE_BYTES + (value.bit_length() // 8 if isinstance(value, int) else 0)
 
 
 def _refused(message: str) -> InvalidRequest:

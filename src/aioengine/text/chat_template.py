@@ -5,11 +5,8 @@ A template is a program that came with the weights: `aioengine.text.sandbox` run
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
-
-import numpy as np
 
 from aioengine.errors import AioEngineError, InvalidRequest
 from aioengine.text.lanes import Lanes
@@ -37,6 +34,7 @@ def render_template(
     """Render checked messages as transformers does; the first call with a template compiles it: not on the loop.
 
     Args:
+        messages: of plain data, as are ``variables``; see `copy_messages`.
         add_generation_prompt: end with what begins an answer.
         continue_final_message: end within the last message's content, for an answer that goes on with it; or within
             the field of that name.
@@ -52,10 +50,10 @@ def render_template(
 
     try:
         compiled = compile_template(template)
-        chat = _with_reasoning(_plain(messages))
+        chat = [_with_reasoning(message) for message in messages]
         field = "content" if continue_final_message is True else continue_final_message
         ending = _mark_end(chat[-1], field, template) if field else ""
-        given = {"tools": None, "documents": None, **named_tokens, **_plain(variables or {})}
+        given = {"tools": None, "documents": None, **named_tokens, **(variables or {})}
         num_chars = sum(len(value) for message in chat for value in message.values() if isinstance(value, str))
         with (lanes or Lanes()).run(num_chars):
             text = compiled.render(messages=chat, add_generation_prompt=add_generation_prompt, **given)
@@ -73,39 +71,10 @@ def render_template(
         ) from error
 
 
-def _plain(value: Any) -> Any:
-    """Return a value made of JSON's types: a template must find no methods of other objects to call."""
-    if isinstance(value, np.generic):
-        value = value.item()
-    if value is None or type(value) in (str, int, float, bool):
-        return value
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, int):
-        return int.__int__(value)
-    if isinstance(value, float):
-        return float.__float__(value)
-    if isinstance(value, Mapping):
-        return {_plain(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        items = [_plain(item) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if callable(getattr(value, "model_dump", None)):  # pydantic's
-        return _plain(value.model_dump())
-    return f"<{type(value).__name__}>"
-
-
-def _with_reasoning(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Give each message's reasoning the names that templates read, whichever name it has."""
-    chat = []
-    for message in messages:
-        reasoning = next((message[name] for name in REASONING_FIELDS if message.get(name) is not None), None)
-        if reasoning is not None:
-            message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
-        chat.append(message)
-    return chat
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """A copy in which the reasoning has the names that templates read, whichever name it has."""
+    reasoning = next((message[name] for name in REASONING_FIELDS if message.get(name) is not None), None)
+    return {**message} if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _mark_end(message: dict[str, Any], field: str, template: str) -> str:

@@ -18,10 +18,8 @@ import msgspec
 from aioengine.errors import AioEngineError, ModelLoadError
 from aioengine.models.folder import check_files, read_json
 
-# A folder with one of these has a tokenizer; without them AutoTokenizer has nothing to load.
-TOKENIZER_FILES = (
+VOCABULARY_FILES = (
     "tokenizer.json",
-    "tokenizer_config.json",
     "tokenizer.model",
     "tekken.json",
     "tiktoken.model",
@@ -30,6 +28,8 @@ TOKENIZER_FILES = (
     "vocab.json",
     "vocab.txt",
 )
+WITHOUT_VOCABULARY = ("ByT5Tokenizer", "CanineTokenizer", "PerceiverTokenizer")
+"""Classes whose tokens are bytes or characters."""
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -83,29 +83,40 @@ class LoadedTokenizer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in TOKENIZER_FILES)
+    """Whether the folder has a tokenizer at all. A model without one takes prompts as token ids."""
+    return any((folder / name).is_file() for name in ("tokenizer_config.json", *VOCABULARY_FILES))
 
 
 def load_tokenizer(folder: Path) -> LoadedTokenizer:
     """Load the tokenizer of a local folder, as AutoTokenizer would; nothing is fetched and no code of the folder runs.
 
     Raises:
-        ModelLoadError: there is none, a file of it is damaged, or transformers cannot load it.
+        ModelLoadError: there is none, a file of it is missing or damaged, or transformers cannot load it.
     """
-    if not has_tokenizer(folder):
-        raise ModelLoadError(
-            f"{folder} has no tokenizer (looked for {', '.join(TOKENIZER_FILES)}); "
-            "add one, or give prompts as token ids"
-        )
     check_files(folder)
-    _read_json(folder / "tokenizer_config.json")
-    num_ids = _read_json(folder / "config.json").get("vocab_size")
+    settings, config = _read_json(folder / "tokenizer_config.json"), _read_json(folder / "config.json")
+    if settings.get("tokenizer_class") not in WITHOUT_VOCABULARY:
+        _check_vocabulary(folder)
     _check_template(folder / "chat_template.jinja")
     _check_normalizer(folder / "tokenizer.json")
     with failures_as(lambda problem: ModelLoadError(f"{folder}: the tokenizer could not be loaded: {problem}")):
-        loaded = _load_plain(folder) or _load_with_transformers(folder)
+        loaded = _load_plain(folder, settings, config.get("model_type")) or _load_with_transformers(folder)
+    num_ids = config.get("vocab_size")
     max_ids = min(num_ids + TOKEN_IDS_MARGIN, MAX_TOKEN_IDS) if type(num_ids) is int else MAX_TOKEN_IDS
     return msgspec.structs.replace(loaded, max_ids=max_ids)
+
+
+def _check_vocabulary(folder: Path) -> None:
+    """Refuse a folder without one: of most classes transformers would make a tokenizer that has no tokens."""
+    if any((folder / name).is_file() for name in VOCABULARY_FILES):
+        return
+    names = ", ".join(VOCABULARY_FILES)
+    if has_tokenizer(folder):
+        raise ModelLoadError(
+            f"{folder} has tokenizer_config.json and no vocabulary; one of these is missing: {names}. Add it, or "
+            "remove tokenizer_config.json and give prompts as token ids"
+        )
+    raise ModelLoadError(f"{folder} has no tokenizer (none of {names}); add one, or give prompts as token ids")
 
 
 @contextmanager
@@ -191,10 +202,12 @@ def _grown(steps: list[dict[str, Any]], text: str) -> int:
     return len(text) * factor
 
 
-def _load_plain(folder: Path) -> LoadedTokenizer | None:
-    """Load tokenizer.json as it is; None where AutoTokenizer might make something else of the folder."""
-    config = _read_json(folder / "tokenizer_config.json")
-    model_type = _read_json(folder / "config.json").get("model_type")
+def _load_plain(folder: Path, config: dict[str, Any], model_type: object) -> LoadedTokenizer | None:
+    """Load tokenizer.json as it is; None where AutoTokenizer might make something else of the folder.
+
+    Args:
+        config: tokenizer_config.json.
+    """
     is_qwens = config.get("tokenizer_class") in _QWEN_CLASSES and model_type in _QWEN_MODEL_TYPES
     is_plain = config.get("tokenizer_class") in _PLAIN_CLASSES and model_type in {None, *PLAIN_MODEL_TYPES}
     if (

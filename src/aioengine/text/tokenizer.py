@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self, overload
 
 from aioengine.errors import InvalidRequest, ModelLoadError
-from aioengine.text.chat_input import check_messages, take_template_kwargs
+from aioengine.text.chat_input import check_messages, copy_messages, take_template_kwargs
 from aioengine.text.chat_template import render_template
 from aioengine.text.lanes import Lanes
-from aioengine.text.loading import NAMED_TOKENS, LoadedTokenizer, failures_as, has_tokenizer, load_tokenizer
-from aioengine.text.token_table import (
-    TokenTable,
-    WindowTable,
-    build_slow_token_tables,
-    build_token_tables,
-    decoding,
-)
+from aioengine.text.loading import NAMED_TOKENS, LoadedTokenizer, failures_as, load_tokenizer
+from aioengine.text.token_table import TokenTable, WindowTable, build_slow_token_tables, build_token_tables, decoding
 from aioengine.validation import NOT_YET, Neutral, is_utf8, without_neutral
 
 # A longer text goes through the library's batch call, which lets go of the GIL; the single call holds it throughout,
 # and a prompt of a megabyte then stops every thread for more than a second. Up to here that is under a millisecond.
 MAX_CHARS_HOLDING_GIL = 1000
 
+_ONE_RESULT = "the result is a list of ids or a text"
 NEUTRAL_OF_TEMPLATES = {
-    **{name: Neutral((None,), NOT_YET) for name in ("tools", "documents")},
     "chat_template": Neutral((None,), "put a chat_template.jinja into the model's folder"),
-    **{name: Neutral((None, False), "the result is a list of ids or a text") for name in ("return_dict", "padding")},
     "truncation": Neutral((None, False), "cut the ids yourself"),
-    **{name: Neutral((None,), "the result is a list of ids or a text") for name in ("return_tensors", "max_length")},
+    **dict.fromkeys(("tools", "documents"), Neutral((None,), NOT_YET)),
+    **dict.fromkeys(("return_dict", "padding"), Neutral((None, False), _ONE_RESULT)),
+    **dict.fromkeys(("return_tensors", "max_length"), Neutral((None,), _ONE_RESULT)),
 }
 """Arguments of transformers' `apply_chat_template` that this one has not."""
 
@@ -39,30 +34,29 @@ TRIAL_TEXT = "Hello, 12 w\u00f6rlds! \u3042\n"
 
 
 class Tokenizer:
-    """The tokenizer of one model folder. Any thread may call it, also while others do."""
+    """The tokenizer of one model folder, with the names and defaults of transformers'.
+
+    Any thread may call it, also while others do. Its methods hold an event loop for as long as they take; for long
+    texts there are `Engine.tokenize` and `detokenize`.
+
+    Attributes:
+        backend: what is behind it: a `tokenizers.Tokenizer`, or transformers' own Python one where there is no other.
+        chat_template: the model's, a Jinja text; None without one.
+        template_lanes: in which its chats are rendered, with their deadline.
+    """
 
     def __init__(self, loaded: LoadedTokenizer) -> None:
         """Take a loaded tokenizer; use `load` instead. Takes about 2 µs a vocabulary entry."""
-        self._backend = loaded.backend
+        self._fast = loaded.backend
         self._slow = loaded.slow
         self._named_tokens = loaded.named_tokens
+        self.backend: Any = loaded.backend if loaded.backend is not None else loaded.slow
         self.chat_template = loaded.chat_template
         self.template_lanes = Lanes()
-        """In which its chats are rendered, with their deadline."""
-        if self._backend is not None:
-            self._tables = build_token_tables(self._backend, max_ids=loaded.max_ids)
+        if self._fast is not None:
+            self._tables = build_token_tables(self._fast, max_ids=loaded.max_ids)
         else:
             self._tables = build_slow_token_tables(self._slow, max_ids=loaded.max_ids)
-
-    @property
-    def backend(self) -> Any:
-        """What is behind it: a `tokenizers.Tokenizer`, or transformers' own Python one where there is no other."""
-        return self._backend if self._backend is not None else self._slow
-
-    @staticmethod
-    def exists(folder: Path) -> bool:
-        """Tell whether the folder has a tokenizer at all. A model without one takes prompts as token ids."""
-        return has_tokenizer(Path(folder))
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
@@ -83,7 +77,7 @@ class Tokenizer:
         return tokenizer
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the text's token ids, by default with those that the model's tokenizer adds, such as a BOS.
+        """The text's token ids, by default with those that the model's tokenizer adds, such as a BOS.
 
         Raises:
             InvalidRequest: the text is not a string that UTF-8 can express, or the tokenizer fails at it: it has no
@@ -106,14 +100,14 @@ class Tokenizer:
         if self._slow is not None:
             return list(self._slow.encode(text, add_special_tokens=add_special_tokens))
         if len(text) <= MAX_CHARS_HOLDING_GIL:
-            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+            encoding = self._fast.encode(text, add_special_tokens=add_special_tokens)
         else:
-            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            (encoding,) = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids  # a new list; one more copy would hold the GIL for 10 ns an id
         return ids
 
     def encode_bad_words(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        """Return the sequences of ids that would write one of the words: each once, none empty.
+        """The sequences of ids that would write one of the words: each once, none empty.
 
         A word is encoded as it begins a text and as it follows a space, since most vocabularies have other tokens for
         the two; a word that has no tokens cannot be written. Takes as long as encoding the words twice.
@@ -136,17 +130,20 @@ class Tokenizer:
         sequences.pop((), None)
         return tuple(sequences)
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of the ids. Ids that the vocabulary does not have are left out.
+    def decode(self, token_ids: int | Iterable[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of one or more ids; special tokens are in it, unlike in outputs.
+
+        Ids that the vocabulary does not have are left out.
 
         Raises:
             InvalidRequest: the tokenizer's library fails.
         """
-        if self._backend is not None:
-            return decoding(self._backend.decode)(list(token_ids), skip_special_tokens=skip_special_tokens)
+        ids = [token_ids] if isinstance(token_ids, int) else [int(token_id) for token_id in token_ids]
+        if self._fast is not None:
+            return decoding(self._fast.decode)(ids, skip_special_tokens=skip_special_tokens)
         table = self.token_table(skip_special_tokens=skip_special_tokens)
         assert isinstance(table, WindowTable)
-        return table.decode([i for i in token_ids if i < len(table.kinds)])
+        return table.decode([i for i in ids if i < len(table.kinds)])
 
     def render_chat(
         self,
@@ -157,11 +154,12 @@ class Tokenizer:
         continue_final_message: bool | str = False,
         **variables: Any,
     ) -> str:
-        """Return the prompt text that the model's chat template makes of the messages; see `check_messages`.
+        """The prompt text that the model's chat template makes of the messages; see `check_messages`.
 
         The first call of a process takes up to a second: not on the event loop.
 
         Args:
+            messages: of plain data, as `copy_messages` gives them.
             add_generation_prompt, continue_final_message, variables: as in `render_template`; `take_template_kwargs`
                 checks them.
         Raises:
@@ -183,96 +181,6 @@ class Tokenizer:
             named_tokens=self._named_tokens,
             lanes=self.template_lanes,
         )
-
-    def token_table(self, *, skip_special_tokens: bool = True) -> TokenTable | WindowTable:
-        """Return what a detokenizer needs to give the texts of `decode`; made at loading, free here."""
-        return self._tables.without_special if skip_special_tokens else self._tables.with_special
-
-    @cached_property
-    def vocab_size(self) -> int:
-        """One more than the largest token id. The model's vocabulary may be larger (padding) or have holes."""
-        table = self._tables.with_special
-        return len(table.pieces) if isinstance(table, TokenTable) else len(table.kinds)
-
-    def info(self) -> dict[str, Any]:
-        """Its class, named tokens, vocabulary size and chat template, named as in tokenizer_config.json."""
-        name = "PreTrainedTokenizerFast" if self._slow is None else type(self._slow).__name__
-        tokens = {name: self._named_tokens.get(name) for name in NAMED_TOKENS}
-        return {
-            "tokenizer_class": name, "vocab_size": self.vocab_size, "chat_template": self.chat_template, **tokens
-        }  # fmt: skip
-
-    @cached_property
-    def joined_special_tokens(self) -> dict[int, str]:
-        """The special tokens' contents by id, for a detokenizer that puts nothing between them.
-
-        Empty where that changes nothing, because the decoder puts nothing there either.
-        """
-        table = self._tables.with_special
-        contents = self.special_tokens
-        if isinstance(table, TokenTable) and all(table.pieces[i] == text for i, text in contents.items()):
-            return {}
-        return contents
-
-    @cached_property
-    def special_tokens(self) -> dict[int, str]:
-        """Contents of the tokens that decoding skips by default, by id."""
-        if self._backend is None:
-            ids = self._slow.all_special_ids
-            return dict(zip(ids, self._slow.convert_ids_to_tokens(ids), strict=True))
-        tokens = self._backend.get_added_tokens_decoder()
-        return {token_id: token.content for token_id, token in tokens.items() if token.special}
-
-    @cached_property
-    def bos_token_id(self) -> int | None:
-        return self._named_id("bos_token")
-
-    @cached_property
-    def eos_token_id(self) -> int | None:
-        """The tokenizer's EOS. The list of ids at which generation ends is in generation_config.json, if anywhere."""
-        return self._named_id("eos_token")
-
-    def _named_id(self, name: str) -> int | None:
-        token = self._named_tokens.get(name)
-        if token is None:
-            return None
-        source: Any = self._backend
-        token_id = source.token_to_id(token) if source is not None else self._slow.convert_tokens_to_ids(token)
-        return None if token_id is None else int(token_id)
-
-
-class ModelTokenizer:
-    """A tokenizer with the names and defaults of transformers', for a caller's own use. Any thread may call it.
-
-    Its methods hold the loop for as long as they take; for long texts there are `Engine.tokenize` and `detokenize`.
-
-    Attributes:
-        backend: what is behind it: a `tokenizers.Tokenizer`, or transformers' own where there is no other.
-        chat_template: the model's, a Jinja text; None without one.
-        vocab_size: one more than the largest token id.
-        bos_token_id, eos_token_id: None where there is none.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self.backend = tokenizer.backend
-        self.chat_template = tokenizer.chat_template
-        self.vocab_size = tokenizer.vocab_size
-        self.bos_token_id = tokenizer.bos_token_id
-        self.eos_token_id = tokenizer.eos_token_id
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The text's token ids.
-
-        Raises:
-            InvalidRequest: it is no text, or has no UTF-8 form.
-        """
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-
-    def decode(self, token_ids: int | Iterable[int], *, skip_special_tokens: bool = False) -> str:
-        """The text of one or more ids; special tokens are in it, unlike in outputs."""
-        ids = [token_ids] if isinstance(token_ids, int) else [int(token_id) for token_id in token_ids]
-        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     @overload
     def apply_chat_template(
@@ -301,8 +209,8 @@ class ModelTokenizer:
             NEUTRAL_OF_TEMPLATES, variables, lambda name, told: InvalidRequest(told, param=name)
         )
         kwargs = {"add_generation_prompt": add_generation_prompt, **variables}
-        text = self._tokenizer.render_chat(conversation, **take_template_kwargs(kwargs, is_chat=True))
-        return self._tokenizer.encode(text, add_special_tokens=False) if tokenize else text
+        text = self.render_chat(copy_messages(conversation), **take_template_kwargs(kwargs, is_chat=True))
+        return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def get_vocab(self) -> dict[str, int]:
         """Each token's id."""
@@ -319,6 +227,63 @@ class ModelTokenizer:
     def __await__(self) -> Generator[Any, None, Self]:
         yield from ()
         return self
+
+    def token_table(self, *, skip_special_tokens: bool = True) -> TokenTable | WindowTable:
+        """What a detokenizer needs to give the texts of `decode`; made at loading, free here."""
+        return self._tables.without_special if skip_special_tokens else self._tables.with_special
+
+    def info(self) -> dict[str, Any]:
+        """Its class, named tokens, vocabulary size and chat template, named as in tokenizer_config.json."""
+        return {
+            "tokenizer_class": "PreTrainedTokenizerFast" if self._slow is None else type(self._slow).__name__,
+            "vocab_size": self.vocab_size,
+            "chat_template": self.chat_template,
+            **{name: self._named_tokens.get(name) for name in NAMED_TOKENS},
+        }
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """One more than the largest token id. The model's vocabulary may be larger (padding) or have holes."""
+        table = self._tables.with_special
+        return len(table.pieces) if isinstance(table, TokenTable) else len(table.kinds)
+
+    @cached_property
+    def special_tokens(self) -> dict[int, str]:
+        """Contents of the tokens that decoding may skip, by id."""
+        if self._fast is None:
+            ids = self._slow.all_special_ids
+            return dict(zip(ids, self._slow.convert_ids_to_tokens(ids), strict=True))
+        tokens = self._fast.get_added_tokens_decoder()
+        return {token_id: token.content for token_id, token in tokens.items() if token.special}
+
+    @cached_property
+    def joined_special_tokens(self) -> dict[int, str]:
+        """The special tokens' contents by id, for a detokenizer that puts nothing between them.
+
+        Empty where that changes nothing, because the decoder puts nothing there either.
+        """
+        table, contents = self._tables.with_special, self.special_tokens
+        if isinstance(table, TokenTable) and all(table.pieces[i] == text for i, text in contents.items()):
+            return {}
+        return contents
+
+    @cached_property
+    def bos_token_id(self) -> int | None:
+        """None where there is none."""
+        return self._named_id("bos_token")
+
+    @cached_property
+    def eos_token_id(self) -> int | None:
+        """The tokenizer's EOS. The list of ids at which generation ends is in generation_config.json, if anywhere."""
+        return self._named_id("eos_token")
+
+    def _named_id(self, name: str) -> int | None:
+        token = self._named_tokens.get(name)
+        if token is None:
+            return None
+        to_id = self._slow.convert_tokens_to_ids if self._fast is None else self._fast.token_to_id
+        token_id = to_id(token)
+        return None if token_id is None else int(token_id)
 
 
 def _cannot_encode(problem: str) -> InvalidRequest:
