@@ -1,7 +1,6 @@
 """Token ids back into text, one token at a time.
 
-The text of a completion is the decode of its output ids alone; the prompt is never seen here. A detokenizer is fed each
-id once and returns the text that this id settles, so that all its texts together, the one from ``flush`` included,
+The text of a completion is the decode of its output ids alone, without the prompt. All texts of a detokenizer together
 are exactly what the tokenizer's decoder makes of all the ids at once. Three things stand between a token and its text:
 
 - Half a character. Byte-level vocabularies (GPT-2, Llama 3, Qwen) cut characters into tokens; the bytes wait until the
@@ -11,8 +10,8 @@ are exactly what the tokenizer's decoder makes of all the ids at once. Three thi
   is known before a token that is not a byte ends it.
 - The first token. ``Metaspace``, ``WordPiece`` and ``Strip`` treat the beginning of a text differently.
 
-Nearly every token has none of these, and for it `PieceDetokenizer` costs one list lookup. It runs on the event loop for
-every token of every sequence, which is why it is a table of ready strings and not a call into the tokenizer.
+Nearly every token has none of these, and costs one list lookup: this runs on the event loop for every token of every
+sequence.
 """
 
 from __future__ import annotations
@@ -89,10 +88,6 @@ class PieceDetokenizer:
         if self._is_settled and piece.__class__ is str:  # 30 ns less than isinstance
             return piece
         return self._feed_unsettled(token_id, piece)
-
-    def feed_special(self, token_id: int, content: str) -> str:
-        """Feed an id that shows ``content`` instead of what the table has for it; not for the first one."""
-        return self._feed_unsettled(token_id, content)
 
     def flush(self) -> str:
         pending, self._pending = self._pending, b""
@@ -181,13 +176,6 @@ class WindowDetokenizer:
             self._rebase(text)
         return new_text
 
-    def feed_special(self, token_id: int, content: str) -> str:
-        """Feed an id that shows ``content`` instead of what the decoder makes of it; not for the first one."""
-        text = self.flush()
-        self.feed_one(token_id)
-        self.flush()
-        return text + content
-
     def flush(self) -> str:
         new_text = self._table.decode(self._ids)[self._num_shown :] if self._ids else ""
         self._num_shown += len(new_text)
@@ -219,7 +207,7 @@ class JoiningDetokenizer:
 
     stop_string: None = None
 
-    def __init__(self, detokenizer: PieceDetokenizer | WindowDetokenizer, contents: Mapping[int, str]) -> None:
+    def __init__(self, detokenizer: Detokenizer, contents: Mapping[int, str]) -> None:
         self._contents = contents
         self._detokenizer = detokenizer
         self._was_special = False
@@ -227,9 +215,12 @@ class JoiningDetokenizer:
     def feed_one(self, token_id: int) -> str:
         content = self._contents.get(token_id)
         was_special, self._was_special = self._was_special, content is not None
-        if content is not None and was_special:
-            return self._detokenizer.feed_special(token_id, content)
-        return self._detokenizer.feed_one(token_id)
+        if content is None or not was_special:
+            return self._detokenizer.feed_one(token_id)
+        text = self._detokenizer.flush()
+        self._detokenizer.feed_one(token_id)  # what follows it depends on it
+        self._detokenizer.flush()
+        return text + content
 
     def flush(self) -> str:
         return self._detokenizer.flush()

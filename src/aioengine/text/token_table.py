@@ -1,4 +1,4 @@
-"""Tables of what each token id shows, and how they are made from a tokenizer's vocabulary and decoder.
+"""Tables of what each token id shows, made from a tokenizer's vocabulary and decoder.
 
 The decoders of the ``tokenizers`` library are a closed set, described by JSON. What they do to a token is either local
 (a function of the token and of its being the first one), or one of two ways to join bytes, or something rare. The local
@@ -28,9 +28,6 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9a-fA-F]{2}|\+[0-9a-fA-F])>")
 # Decoders that make of each token a text that depends on this token alone, or on its being the first one too.
 _LOCAL = {"Replace", "Strip"}
 _LOCAL_BUT_FIRST = {"Metaspace", "WordPiece"}
-
-# An ordinary token to put before another one, so that the other is not the first.
-_ANCHOR = "a"
 
 
 class TokenTable(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,8 +112,7 @@ def build_token_tables(backend: Backend, *, max_ids: int = MAX_TOKEN_IDS) -> Tok
     Takes about 2 µs a vocabulary entry: call it off the event loop.
 
     Raises:
-        ModelLoadError: the tokenizer's decoder strips the end of the text (see `_refuse_strip_at_end`), or it has an id
-            of ``max_ids`` or more.
+        ModelLoadError: the tokenizer's decoder strips the end of the text, or it has an id of ``max_ids`` or more.
     """
     num_ids = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
     _check_ids(num_ids, max_ids)
@@ -128,12 +124,13 @@ def build_token_tables(backend: Backend, *, max_ids: int = MAX_TOKEN_IDS) -> Tok
         return _without(special_ids, _positional_table(tokens, " ".join, {}))
     steps = _decoder_steps(backend.decoder)
     if steps is not None:
-        _refuse_strip_at_end(steps)
+        if any(step["type"] == "Strip" and step["stop"] for step in steps):  # it panics at a text shorter than ``stop``
+            raise ModelLoadError("the tokenizer's decoder strips the end of the text (Strip with stop > 0)")
         table = _byte_level_table(tokens, steps) or _local_table(tokens, steps)
         if table is not None:
             return _without(special_ids, table)
     byte_tokens_hold = steps is None or any(step["type"] == "ByteFallback" for step in steps)
-    return _window_tables(decoding(backend.decode), tokens, special_ids, byte_tokens_hold=byte_tokens_hold)
+    return _window_tables(backend.decode, tokens, special_ids, byte_tokens_hold=byte_tokens_hold)
 
 
 def build_slow_token_tables(tokenizer: Any, *, max_ids: int = MAX_TOKEN_IDS) -> TokenTables:
@@ -144,7 +141,7 @@ def build_slow_token_tables(tokenizer: Any, *, max_ids: int = MAX_TOKEN_IDS) -> 
     _check_ids(len(tokenizer), max_ids)
     tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
     decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
-    return _window_tables(decoding(decode), tokens, tokenizer.all_special_ids, byte_tokens_hold=True)
+    return _window_tables(decode, tokens, tokenizer.all_special_ids, byte_tokens_hold=True)
 
 
 def decoding(decode: Callable[..., str]) -> Callable[..., str]:
@@ -179,23 +176,20 @@ def _without(special_ids: list[int], table: TokenTable) -> TokenTables:
 def _window_tables(
     decode: Callable[..., str], tokens: list[str | None], special_ids: list[int], *, byte_tokens_hold: bool
 ) -> TokenTables:
-    kinds = bytearray(_window_kind(token, byte_tokens_hold) for token in tokens)
-    with_special = WindowTable(decode=partial(decode, skip_special_tokens=False), kinds=bytes(kinds))
+    def kind(token: str | None) -> int:
+        if token is None:
+            return WindowTable.DROPPED
+        return WindowTable.HOLDS if byte_tokens_hold and _BYTE_TOKEN.fullmatch(token) else WindowTable.SETTLES
+
+    def table(*, skip_special_tokens: bool) -> WindowTable:
+        run = partial(decoding(decode), skip_special_tokens=skip_special_tokens)
+        return WindowTable(decode=run, kinds=bytes(kinds))
+
+    kinds = bytearray(map(kind, tokens))
+    with_special = table(skip_special_tokens=False)
     for token_id in special_ids:
         kinds[token_id] = WindowTable.DROPPED
-    return TokenTables(WindowTable(decode=partial(decode, skip_special_tokens=True), kinds=bytes(kinds)), with_special)
-
-
-def _window_kind(token: str | None, byte_tokens_hold: bool) -> int:
-    if token is None:
-        return WindowTable.DROPPED
-    return WindowTable.HOLDS if byte_tokens_hold and _BYTE_TOKEN.fullmatch(token) else WindowTable.SETTLES
-
-
-def _refuse_strip_at_end(steps: list[dict[str, Any]]) -> None:
-    """Refuse a decoder that the library panics on (a slice out of bounds, on a text that is shorter than ``stop``)."""
-    if any(step["type"] == "Strip" and step["stop"] for step in steps):
-        raise ModelLoadError("the tokenizer's decoder strips the end of the text (Strip with stop > 0): not supported")
+    return TokenTables(table(skip_special_tokens=True), with_special)
 
 
 def _decoder_steps(decoder: Any) -> list[dict[str, Any]] | None:
@@ -269,20 +263,12 @@ def _pieces_with_bytes(tokens: list[str | None], head: Callable[[str], str]) -> 
 def _positional_table(
     tokens: list[str | None], decode: Callable[[list[str]], str], lead_strip: dict[str, Any]
 ) -> TokenTable:
-    """Build a table of two texts a token: as the first one, and as a later one."""
-    anchor_length = len(decode([_ANCHOR]))
-    pieces: list[str | bytes | None] = []
-    first_pieces = {}
-    for token_id, token in enumerate(tokens):
-        if token is None:
-            pieces.append(None)
-            continue
-        piece = decode([_ANCHOR, token])[anchor_length:]
-        first_piece = decode([token])
-        if first_piece != piece:
-            first_pieces[token_id] = first_piece
-        pieces.append(piece)
-    return TokenTable(pieces=pieces, first_pieces=first_pieces, **lead_strip)
+    """Build a table of two texts a token: as the first one, and as one after another ("a")."""
+    num_before = len(decode(["a"]))
+    pieces = [None if token is None else decode(["a", token])[num_before:] for token in tokens]
+    firsts = {token_id: decode([token]) for token_id, token in enumerate(tokens) if token is not None}
+    first_pieces = {token_id: first for token_id, first in firsts.items() if first != pieces[token_id]}
+    return TokenTable(pieces=list(pieces), first_pieces=first_pieces, **lead_strip)
 
 
 def _lead_strip(tail: list[dict[str, Any]]) -> dict[str, Any] | None:
