@@ -25,10 +25,6 @@ if TYPE_CHECKING:
 # What ``ByteFallback`` takes for a byte: six bytes in all, and Rust's number syntax between, which admits a plus sign.
 _BYTE_TOKEN = re.compile(r"<0x([0-9a-fA-F]{2}|\+[0-9a-fA-F])>")
 
-# Decoders that make of each token a text that depends on this token alone, or on its being the first one too.
-_LOCAL = {"Replace", "Strip"}
-_LOCAL_BUT_FIRST = {"Metaspace", "WordPiece"}
-
 
 class TokenTable(msgspec.Struct, frozen=True, kw_only=True):
     """What a decoder makes of each token id; built once for a tokenizer, shared by all its sequences.
@@ -120,15 +116,12 @@ def build_token_tables(backend: Backend, *, max_ids: int = MAX_TOKEN_IDS) -> Tok
     # The library skips special tokens by content, not by id.
     special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     special_ids = [token_id for token_id, token in enumerate(tokens) if token in special]
-    if backend.decoder is None:
-        return _without(special_ids, _positional_table(tokens, " ".join, {}))
-    steps = _decoder_steps(backend.decoder)
-    if steps is not None:
-        if any(step["type"] == "Strip" and step["stop"] for step in steps):  # it panics at a text shorter than ``stop``
-            raise ModelLoadError("the tokenizer's decoder strips the end of the text (Strip with stop > 0)")
-        table = _byte_level_table(tokens, steps) or _local_table(tokens, steps)
-        if table is not None:
-            return _without(special_ids, table)
+    steps = [] if backend.decoder is None else _decoder_steps(backend.decoder)
+    table = _table(tokens, backend.decoder, steps)
+    if table is not None:
+        return _without(special_ids, table)
+    if any(step["type"] == "Strip" and step["stop"] for step in steps or ()):  # it panics at a text shorter than that
+        raise ModelLoadError("the tokenizer's decoder strips the end of the text (Strip with stop > 0): not supported")
     byte_tokens_hold = steps is None or any(step["type"] == "ByteFallback" for step in steps)
     return _window_tables(backend.decode, tokens, special_ids, byte_tokens_hold=byte_tokens_hold)
 
@@ -207,110 +200,56 @@ def _flatten(step: dict[str, Any]) -> list[dict[str, Any]]:
     return [inner for part in step["decoders"] for inner in _flatten(part)]
 
 
-def _byte_level_table(tokens: list[str | None], steps: list[dict[str, Any]]) -> TokenTable | None:
-    """Build a table for decoders that join all tokens' bytes into one UTF-8 stream; None for others."""
-    types = [step["type"] for step in steps]
-    if "ByteLevel" not in types:
-        return None
-    split = types.index("ByteLevel")
-    lead_strip = _lead_strip(steps[split + 1 :])
-    if not _LOCAL.issuperset(types[:split]) or lead_strip is None:
-        return None
-    head = _token_decoder(steps[:split])
-    byte_of_char = _byte_of_char()
-
-    def piece(token: str) -> str | bytes:
-        try:
-            raw = bytes(map(byte_of_char.__getitem__, head(token)))
-        except KeyError:  # one foreign character, and the library takes the whole token as it is
-            return head(token)
-        try:
-            return raw.decode("utf-8")
-        except UnicodeDecodeError:
-            return raw
-
-    pieces = [None if token is None else piece(token) for token in tokens]
-    return TokenTable(pieces=pieces, **lead_strip)
+def _table(tokens: list[str | None], decoder: Any, steps: list[dict[str, Any]] | None) -> TokenTable | None:
+    """The table of a decoder that nearly all models have: GPT-2's, Llama 2's, Gemma's, T5's, BERT's, or none."""
+    match steps:
+        case []:
+            return _positional_table(tokens, " ".join)
+        case [{"type": "ByteLevel"}]:
+            byte_of_char = _byte_of_char()
+            return TokenTable(pieces=[token and _byte_level_piece(token, byte_of_char) for token in tokens])
+        case [
+            {"type": "Replace", "pattern": {"String": old}, "content": new}, {"type": "ByteFallback"}, {"type": "Fuse"}
+        ] if old:  # fmt: skip
+            return TokenTable(
+                pieces=[token and _piece_or_byte(token.replace(old, new)) for token in tokens], byte_runs=True
+            )
+        case [*others, {"type": "Fuse"}, {"type": "Strip", "content": char, "start": start, "stop": 0}]:
+            table = _table(tokens, decoder, [*others, {"type": "Fuse"}])
+            return table and msgspec.structs.replace(table, lead_strip=start, lead_strip_char=char)
+        case [{"type": "Metaspace" | "WordPiece"}]:
+            return _positional_table(tokens, decoder.decode)
+    return None
 
 
-def _local_table(tokens: list[str | None], steps: list[dict[str, Any]]) -> TokenTable | None:
-    """Build a table for decoders that make a text of each token, byte tokens aside; None for others."""
-    types = [step["type"] for step in steps]
-    split = next((i for i, name in enumerate(types) if name in ("ByteFallback", "Fuse")), len(steps))
-    byte_runs = "ByteFallback" in types
-    tail = steps[split + 1 :] if byte_runs else steps[split:]
-    if byte_runs and tail and tail[0]["type"] != "Fuse":
-        return None
-    lead_strip = _lead_strip(tail)
-    local = _LOCAL if byte_runs else _LOCAL | _LOCAL_BUT_FIRST
-    if not local.issuperset(types[:split]) or lead_strip is None:
-        return None
-    if byte_runs:
-        pieces = _pieces_with_bytes(tokens, _token_decoder(steps[:split]))
-        return TokenTable(pieces=pieces, byte_runs=True, **lead_strip)
-    return _positional_table(tokens, _library_decoder(steps[:split]), lead_strip)
+def _byte_level_piece(token: str, byte_of_char: dict[str, int]) -> str | bytes:
+    """The text of a token whose characters are bytes, or the bytes if they are none of their own."""
+    try:
+        raw = bytes(map(byte_of_char.__getitem__, token))
+    except KeyError:  # one foreign character, and the library takes the whole token as it is
+        return token
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return raw
 
 
-def _pieces_with_bytes(tokens: list[str | None], head: Callable[[str], str]) -> list[str | bytes | None]:
-    pieces: list[str | bytes | None] = []
-    for token in tokens:
-        text = None if token is None else head(token)
-        match = _BYTE_TOKEN.fullmatch(text) if text is not None else None
-        pieces.append(bytes((int(match[1], 16),)) if match else text)
-    return pieces
+def _piece_or_byte(token: str) -> str | bytes:
+    match = _BYTE_TOKEN.fullmatch(token)
+    return bytes((int(match[1], 16),)) if match else token
 
 
-def _positional_table(
-    tokens: list[str | None], decode: Callable[[list[str]], str], lead_strip: dict[str, Any]
-) -> TokenTable:
-    """Build a table of two texts a token: as the first one, and as one after another ("a")."""
+def _positional_table(tokens: list[str | None], decode: Callable[[list[str]], str]) -> TokenTable:
+    """A table of two texts a token: as the first one, and as one after another ("a")."""
     num_before = len(decode(["a"]))
     pieces = [None if token is None else decode(["a", token])[num_before:] for token in tokens]
     firsts = {token_id: decode([token]) for token_id, token in enumerate(tokens) if token is not None}
     first_pieces = {token_id: first for token_id, first in firsts.items() if first != pieces[token_id]}
-    return TokenTable(pieces=list(pieces), first_pieces=first_pieces, **lead_strip)
-
-
-def _lead_strip(tail: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Read what follows the joining of tokens: nothing, or one cut at the text's beginning; None for others."""
-    tail = [step for step in tail if step["type"] != "Fuse"]
-    if not tail:
-        return {}
-    if len(tail) > 1 or tail[0]["type"] != "Strip":
-        return None
-    return {"lead_strip": tail[0]["start"], "lead_strip_char": tail[0]["content"]}
-
-
-def _token_decoder(steps: list[dict[str, Any]]) -> Callable[[str], str]:
-    """Return the function that local steps are of one token."""
-    if not steps:
-        return str
-    if len(steps) == 1 and steps[0]["type"] == "Replace" and steps[0]["pattern"].get("String"):
-        # Llama 2's and Gemma's, and a second less over Gemma's 256,000 tokens than through the library.
-        old, new = steps[0]["pattern"]["String"], steps[0]["content"]
-        return lambda token: token.replace(old, new)
-    decode = _library_decoder(steps)
-    return lambda token: decode([token])
-
-
-def _library_decoder(steps: list[dict[str, Any]]) -> Callable[[list[str]], str]:
-    if not steps:
-        return "".join
-    from tokenizers import Tokenizer as Backend
-
-    # The library reads a decoder from JSON only as a part of a tokenizer.
-    shell = {
-        "version": "1.0",
-        "added_tokens": [],
-        "decoder": {"type": "Sequence", "decoders": steps},
-        "model": {"type": "WordLevel", "vocab": {}, "unk_token": ""},
-    }
-    decoder = Backend.from_str(json.dumps(shell)).decoder
-    return lambda tokens: str(decoder.decode(tokens))
+    return TokenTable(pieces=list(pieces), first_pieces=first_pieces)
 
 
 def _byte_of_char() -> dict[str, int]:
-    """Return GPT-2's map of printable characters to the bytes that they stand for.
+    """GPT-2's map of printable characters to the bytes that they stand for.
 
     Printable Latin-1 stands for itself; the 68 other bytes, in order, have the characters from U+0100 on.
     """
