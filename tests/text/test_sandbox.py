@@ -8,7 +8,6 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 import pytest
 
 from aioengine.errors import EngineClosed, EngineOverloaded, InvalidRequest
-from aioengine.text import lanes
 from aioengine.text.chat_template import render_template
 from aioengine.text.lanes import MAX_OVERDUE, Lanes
 
@@ -41,12 +40,6 @@ def render(template: str, content: str = "hi", *, lanes: Lanes | None = None) ->
 def test_a_template_that_loops_is_stopped_at_its_deadline(template: str) -> None:
     with pytest.raises(InvalidRequest, match=r"takes longer than 0.2 s \(chat_template_timeout_s\)"):
         render(template, lanes=Lanes(0.2, clock=itertools.count(step=0.001).__next__))
-
-
-def test_a_template_that_takes_too_many_steps_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "MAX_STEPS", 1000)
-    with pytest.raises(InvalidRequest, match="more than 1000 steps"):
-        render(LOOPS)
 
 
 @pytest.mark.parametrize(

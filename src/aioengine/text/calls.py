@@ -1,7 +1,6 @@
-"""Calls of `Engine` for its tokenizer alone: texts and chats to ids, ids to a text, ids to bytes.
+"""Calls of `Engine` for its tokenizer alone, their arguments checked: texts and chats to ids, ids to text or bytes.
 
-They check a caller's arguments. A worker does long ones, in slices where one call would hold the GIL, and with it the
-event loop.
+A worker does long ones, in slices where one call would hold the GIL, and with it the event loop.
 """
 
 from __future__ import annotations
@@ -109,7 +108,7 @@ def _listed(token_ids: Any) -> list[Any]:
         token_ids = token_ids.tolist()
     if not isinstance(token_ids, list | tuple):
         raise InvalidRequest(f"token_ids={shorten(token_ids)}: a list of token ids is needed", param="token_ids")
-    return token_ids if isinstance(token_ids, list) else list(token_ids)
+    return list(token_ids)
 
 
 def _slices(items: list[Any]) -> Iterator[list[Any]]:
@@ -121,17 +120,14 @@ def _slices(items: list[Any]) -> Iterator[list[Any]]:
 
 
 def _checked(token_ids: list[Any], vocab_size: int) -> list[int]:
+    has_numpy = False
     for token_id in token_ids:
-        if type(token_id) is not int or not 0 <= token_id < vocab_size:
-            return [_checked_one(token_id, vocab_size) for token_id in token_ids]
-    return token_ids
-
-
-def _checked_one(token_id: Any, vocab_size: int) -> int:
-    if isinstance(token_id, bool) or not isinstance(token_id, int | np.integer):
-        raise InvalidRequest(f"token_ids holds {shorten(token_id)}, which is no token id", param="token_ids")
-    if not 0 <= token_id < vocab_size:
-        raise InvalidRequest(
-            f"token_ids holds {shorten(token_id)}; the model has 0 to {vocab_size - 1}", param="token_ids"
-        )
-    return int(token_id)
+        if type(token_id) is int and 0 <= token_id < vocab_size:
+            continue
+        if isinstance(token_id, bool) or not isinstance(token_id, int | np.integer):
+            raise InvalidRequest(f"token_ids holds {shorten(token_id)}, which is no token id", param="token_ids")
+        if not 0 <= token_id < vocab_size:
+            told = f"token_ids holds {shorten(token_id)}; the model has 0 to {vocab_size - 1}"
+            raise InvalidRequest(told, param="token_ids")
+        has_numpy = True
+    return [int(token_id) for token_id in token_ids] if has_numpy else token_ids

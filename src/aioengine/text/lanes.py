@@ -9,9 +9,6 @@ from collections.abc import Callable, Iterator
 
 from aioengine.errors import EngineClosed, EngineOverloaded
 
-MAX_STEPS = 2**23
-"""Steps of one rendering."""
-
 MAX_CHARS = 2**22
 """Characters of a text, of all texts in a list, and of what a template writes; and `MAX_GROWTH` for each that the
 messages have."""
@@ -22,10 +19,7 @@ MAX_MADE = 64
 """All intermediate values of one rendering together may have so many times the characters of one."""
 
 OVERDUE_S = 0.02
-"""Seconds of computing after which a rendering is overdue and lets others pass; usual ones take 0.1 ms."""
-
-REFUSED_S = 0.05
-"""Seconds of computing after which a rendering is refused if `MAX_OVERDUE` others are overdue already."""
+"""Seconds of computing after which a rendering is overdue: it lets others pass; usual ones take 0.1 ms."""
 
 SLICE_S = 0.002
 """Longest time that an overdue rendering runs before others."""
@@ -34,7 +28,7 @@ PAUSE_S = 0.001
 """Pause of an overdue rendering after each slice: for the event loop, and for other overdue ones."""
 
 MAX_OVERDUE = 6
-"""Renderings that may be overdue at once, each in a thread of its own."""
+"""Renderings that may be overdue at once, each in a thread of its own; one more is refused."""
 
 LOOK_S = 0.1
 """Interval at which a rendering that waits for its turn checks whether the lanes are closed."""
@@ -106,24 +100,18 @@ class _Rendering:
         self._lanes = lanes
         self._began_at = lanes.clock()
         self._began_at_cpu = lanes.cpu_clock()
-        self._num_steps = 0
         self._is_overdue = self._has_turn = False
         self._slice_ends = 0.0
 
     def step(self) -> None:
-        self._num_steps += 1
-        if self._num_steps > MAX_STEPS:
-            raise TemplateStopped(f"it takes more than {MAX_STEPS} steps")
         self._lanes.check_open()
         now = self._lanes.clock()
         self._check_deadline(now)
         if self._is_overdue:
             if now > self._slice_ends:
                 self._take_turn()
-        elif now > self._began_at + OVERDUE_S:
-            computed_s = self._lanes.cpu_clock() - self._began_at_cpu  # without those of other threads
-            if computed_s > OVERDUE_S:
-                self._become_overdue(is_long=computed_s >= REFUSED_S)
+        elif now > self._began_at + OVERDUE_S and self._lanes.cpu_clock() - self._began_at_cpu > OVERDUE_S:
+            self._become_overdue()
 
     def leave(self) -> None:
         self._give_turn()
@@ -134,16 +122,15 @@ class _Rendering:
         if now > self._began_at + self._lanes.timeout_s:
             raise TemplateStopped(f"it takes longer than {self._lanes.timeout_s:g} s (chat_template_timeout_s)")
 
-    def _become_overdue(self, *, is_long: bool) -> None:
+    def _become_overdue(self) -> None:
         self._is_overdue = self._lanes.overdue_slots.acquire(blocking=False)
-        if self._is_overdue:
-            self._lanes.on_overdue()
-            self._take_turn()
-        elif is_long:
+        if not self._is_overdue:
             raise EngineOverloaded(
                 f"the chat template takes long over these messages, and over {MAX_OVERDUE} others at this moment",
                 retry_after_s=self._lanes.timeout_s / 2,
             )
+        self._lanes.on_overdue()
+        self._take_turn()
 
     def _take_turn(self) -> None:
         """Pause, then wait until no other overdue rendering runs."""
@@ -189,7 +176,7 @@ def count(num_chars: int) -> None:
 
 
 def step() -> None:
-    """Count a step of this thread's rendering.
+    """Look at the time of this thread's rendering.
 
     Raises:
         TemplateStopped, EngineOverloaded, EngineClosed: as `Lanes.run` says.
