@@ -106,7 +106,7 @@ def test_a_call_is_rendered_as_models_were_trained() -> None:
         ([{"role": 1, "content": "hi"}], "message 0 has no role"),
         ([{"role": "user"}], "message 0 has no content"),
         ([{"role": "user", "content": None}], "message 0 has no content"),
-        ([{"role": "user", "content": 5}], "has a int as content"),
+        ([{"role": "user", "content": 5}], "has an int as content"),
         ([{"role": "user", "content": ["hi"]}], "content part"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "content part"),
         ([{"role": "user", "content": [{"type": "text"}]}], "content part"),
