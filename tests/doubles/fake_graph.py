@@ -160,13 +160,17 @@ class FakeGraph:
 
 def as_launches(operations: Operations) -> Operations:
     """The operations, each of them one launch to a graph, as a kernel is: the oracles' loops over what the device has
-    computed run anew at each replay, with the arguments of the capture."""
+    computed run anew at each replay, with the arguments of the capture. Tiles are short, so that prompts have several.
+    """
     return cast("Operations", _Launches(operations))
 
 
 class _Launches:
     def __init__(self, operations: Operations) -> None:
         self._operations = operations
+
+    def prefill_tile(self, *sizes: int) -> int:
+        return min(self._operations.prefill_tile(*sizes), 12)
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._operations, name)

@@ -214,10 +214,11 @@ class ExecutorContract(abc.ABC):
 
     async def test_a_sequence_that_is_added_again_with_its_output_goes_on_as_before(self, opened: Opened) -> None:
         writer, prompt = opened.writer(), self.prompt(opened, 14)
-        tokens = await self.generate(opened, writer, 0, prompt, 8)
-        writer.add(2, prompt + tokens[:3], num_prompt_tokens=len(prompt))
+        tokens = await self.generate(opened, writer, 0, prompt, 8, **DRAWN)
+        writer.add(2, prompt + tokens[:3], num_prompt_tokens=len(prompt), **DRAWN)
         for expected in tokens[3:]:
             assert await opened.step(writer) == {2: expected}
+        assert await self.generate(opened, writer, 0, prompt, 8, **{**DRAWN, "seed": 6}) != tokens
 
     async def test_a_sequence_may_grow_to_the_longest(self, opened: Opened) -> None:
         writer, limit = opened.writer(), opened.executor.info.max_model_len
@@ -233,6 +234,17 @@ class ExecutorContract(abc.ABC):
         again = [await self.generate(opened, writer, 3, prompt, 4) for prompt in prompts]
         assert outputs == again
         assert len({tuple(tokens) for tokens in outputs}) > 6
+
+    @pytest.mark.parametrize("num_blocks", [2, 9])
+    async def test_rows_may_grow_by_several_blocks_in_one_plan(self, opened: Opened, num_blocks: int) -> None:
+        writer = opened.writer()
+        longest = min(num_blocks * writer.block_size + 1, opened.executor.info.max_model_len - 3)
+        prompts = {row: self.prompt(opened, length, salt=row) for row, length in enumerate([longest, 3, longest])}
+        expected = {row: await self.generate(opened, writer, 3, prompt, 3) for row, prompt in prompts.items()}
+        for row, prompt in prompts.items():
+            writer.add(row, prompt, max_blocks=1)
+        for nth in range(3):
+            assert await opened.step(writer) == {row: tokens[nth] for row, tokens in expected.items()}
 
     async def test_a_row_may_leave_and_be_taken_in_one_plan(self, opened: Opened) -> None:
         writer = opened.writer()

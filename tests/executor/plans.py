@@ -52,9 +52,21 @@ class PlanWriter:
         self._removed: list[int] = []
         self._copied: list[tuple[int, int]] = []
 
-    def add(self, row: int, token_ids: list[int], *, num_prompt_tokens: int | None = None, **sampling: Any) -> None:
-        """Let a sequence take a row with the next plan; greedy unless ``sampling`` says otherwise."""
-        blocks = [self._take() for _ in range(self._num_blocks(len(token_ids)))]
+    def add(
+        self,
+        row: int,
+        token_ids: list[int],
+        *,
+        num_prompt_tokens: int | None = None,
+        max_blocks: int | None = None,
+        **sampling: Any,
+    ) -> None:
+        """Let a sequence take a row with the next plan; greedy unless ``sampling`` says otherwise.
+
+        With no more than ``max_blocks`` at first, it grows by as many more as it needs.
+        """
+        num_blocks = self._num_blocks(len(token_ids))
+        blocks = [self._take() for _ in range(num_blocks if max_blocks is None else min(num_blocks, max_blocks))]
         num_prompt_tokens = len(token_ids) if num_prompt_tokens is None else num_prompt_tokens
         self._add(row, PlannedRow(list(token_ids), num_prompt_tokens, blocks), token_ids, sampling)
 
@@ -121,19 +133,20 @@ class PlanWriter:
             state.num_computed += count
             while len(state.block_ids) < self._num_blocks(state.num_computed):
                 state.block_ids.append(self._take())
-                grown.append((row, state.block_ids[-1]))
+                grown.append((len(state.block_ids), row, state.block_ids[-1]))
             is_last = state.num_computed == state.num_known
             lines.append((row, state.epoch, start, count, Want.LOGITS if is_last else Want.NOTHING))
             if is_last:
                 state.token_ids.append(None)
         rows, epochs, starts, counts, wants = zip(*lines, strict=True) if lines else ((),) * 5
+        grown.sort()  # one of each row after the other: their order is that within a row
         self._step += 1
         plan = StepPlan(
             step=self._step,
             removed=int32(self._removed),
             added=tuple(self._added),
-            grown_rows=int32([row for row, _ in grown]),
-            grown_blocks=int32([block for _, block in grown]),
+            grown_rows=int32([row for _, row, _ in grown]),
+            grown_blocks=int32([block for _, _, block in grown]),
             rows=int32(rows),
             epochs=int32(epochs),
             starts=int32(starts),

@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 from executor.control_contract import BOTH, ControlContract, Controlled
+from executor.gpu import start_gpu
 from executor.plans import PROMPT, PlanWriter, greedy_tokens
 from executor.weight_changes import (
     FAMILIES,
@@ -25,6 +26,7 @@ from executor.weight_changes import (
     cut_short,
     drawn,
     fail_when_loaded,
+    keeping_graphs,
     send,
     without_a_tensor,
 )
@@ -44,21 +46,25 @@ from aioengine.models.checkpoint import EMBEDDING, HEAD, INDEX_FILE, SINGLE_FILE
 from aioengine.models.decoder import Decoder
 from aioengine.models.folder import ModelFolder
 from aioengine.models.loader import LoadStopped, load_weights
+from doubles.fake_accelerator import FakeAccelerator
 
 
-@pytest.fixture(params=["packed", *nightly("plain")])
-def packing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Whether linear maps, small as they are, have their weights repacked. bfloat16 always has."""
+@pytest.fixture(params=["packed", *nightly("plain"), "gpu"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A CPU whose linear maps, small as they are, have their weights repacked (bfloat16 always has), or have not; or a
+    GPU that is always late."""
     monkeypatch.setattr(decoder_module, "MIN_PACKED_FLOAT32", 0 if request.param == "packed" else 2**40)
     return str(request.param)
 
 
 @asynccontextmanager
-async def started(folder: Path, **fields: Any) -> AsyncIterator[TorchExecutor]:
-    config = EngineConfig(
-        **{"max_num_seqs": 4, "block_size": 4, "kv_cache_memory_bytes": 2**20, "num_threads": 1, **fields}
-    )
-    executor = await TorchExecutor.start(await asyncio.to_thread(ModelFolder.read, folder), config)
+async def started(folder: Path, way: str = "cpu", **fields: Any) -> AsyncIterator[TorchExecutor]:
+    if way == "gpu":
+        executor = await start_gpu(folder, FakeAccelerator(), max_model_len=None, **fields)
+    else:
+        defaults = {"max_num_seqs": 4, "block_size": 4, "kv_cache_memory_bytes": 2**20, "num_threads": 1}
+        config = EngineConfig(**{**defaults, **fields})
+        executor = await TorchExecutor.start(await asyncio.to_thread(ModelFolder.read, folder), config)
     try:
         yield executor
     finally:
@@ -76,9 +82,9 @@ async def tensors(executor: TorchExecutor) -> dict[str, Tensor]:
     return held
 
 
-async def assert_same(executor: TorchExecutor, folder: Path, **fields: Any) -> None:
+async def assert_same(executor: TorchExecutor, folder: Path, way: str = "cpu", **fields: Any) -> None:
     """It has the weights of that folder, and computes as one that was started there."""
-    async with started(folder, **fields) as expected:
+    async with started(folder, way, **fields) as expected:
         theirs = await tensors(expected)
         ours = await tensors(executor)
         assert ours.keys() == theirs.keys()
@@ -119,24 +125,24 @@ ALL_FAMILIES = [*FAMILIES, ("qwen2", torch.float32)]
 
 @pytest.mark.parametrize(("family", "dtype"), ALL_FAMILIES)
 async def test_the_weights_of_a_folder_are_those_of_an_executor_started_there(
-    checkpoint: Checkpoint, packing: str, family: str, dtype: torch.dtype
+    checkpoint: Checkpoint, way: str, family: str, dtype: torch.dtype
 ) -> None:
     other = checkpoint(family, dtype=dtype, seed=1)
-    async with started(checkpoint(family, dtype=dtype)) as executor:
-        await executor.update_weights(other)
-        await assert_same(executor, other)
+    async with started(checkpoint(family, dtype=dtype), way) as executor:
+        async with keeping_graphs(executor):
+            await executor.update_weights(other)
+        await assert_same(executor, other, way)
         await executor.update_weights(checkpoint(family, dtype=dtype, seed=2, shards=3))
-        await assert_same(executor, checkpoint(family, dtype=dtype, seed=2))
+        await assert_same(executor, checkpoint(family, dtype=dtype, seed=2), way)
 
 
-async def test_the_weights_of_a_folder_come_in_the_models_dtype(checkpoint: Checkpoint) -> None:
+async def test_the_weights_of_a_folder_come_in_the_models_dtype(checkpoint: Checkpoint, way: str) -> None:
     wide, narrow = checkpoint("qwen3", seed=1), checkpoint("qwen3", dtype=torch.bfloat16)
-    async with started(narrow) as executor:
-        await executor.update_weights(wide)
-        await assert_same(executor, wide, dtype="bfloat16")
-    async with started(wide) as executor:
-        await executor.update_weights(narrow)
-        await assert_same(executor, narrow, dtype="float32")
+    for own, dtype, other in ((narrow, "bfloat16", wide), (wide, "float32", narrow)):
+        async with started(own, way) as executor:
+            async with keeping_graphs(executor):
+                await executor.update_weights(other)
+            await assert_same(executor, other, way, dtype=dtype)
 
 
 async def test_a_folder_needs_no_config(checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -182,30 +188,32 @@ async def test_a_checkpoint_that_does_not_fit_changes_nothing(
     damage: Callable[[Path], None],
     message: str,
     level: Literal[0, 1, 2],
+    way: str,
 ) -> None:
     misfit = Path(shutil.copytree(checkpoint("llama2", seed=1), tmp_path / "misfit"))
     damage(misfit)
-    async with started(checkpoint("llama2")) as executor:
+    async with started(checkpoint("llama2"), way) as executor:
         if level:
             await executor.sleep(level)
         with pytest.raises(ModelLoadError, match=message):
             await executor.update_weights(misfit)
         await executor.wake_up(BOTH)
-        await assert_same(executor, checkpoint("llama2"))
+        await assert_same(executor, checkpoint("llama2"), way)
 
 
 async def test_a_loading_that_fails_halfway_changes_nothing(
-    checkpoint: Checkpoint, packing: str, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Checkpoint, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with started(checkpoint("qwen3")) as executor:
-        with monkeypatch.context() as patch:
-            patch.setattr(weights_module, "load_weights", fail_when_loaded)
-            with pytest.raises(MemoryError):
-                await executor.update_weights(checkpoint("qwen3", seed=1))
-        await assert_same(executor, checkpoint("qwen3"))
+    async with started(checkpoint("qwen3"), way) as executor:
+        async with keeping_graphs(executor):
+            with monkeypatch.context() as patch:
+                patch.setattr(weights_module, "load_weights", fail_when_loaded)
+                with pytest.raises(MemoryError):
+                    await executor.update_weights(checkpoint("qwen3", seed=1))
+        await assert_same(executor, checkpoint("qwen3"), way)
         await executor.sleep(2)
         await executor.wake_up(BOTH)
-        await assert_same(executor, checkpoint("qwen3"))
+        await assert_same(executor, checkpoint("qwen3"), way)
 
 
 # As tensors
@@ -214,7 +222,7 @@ async def test_a_loading_that_fails_halfway_changes_nothing(
 @pytest.mark.parametrize("pieces", [5, *nightly(1)])
 @pytest.mark.parametrize(("family", "dtype"), ALL_FAMILIES)
 async def test_any_tensors_make_the_checkpoint_that_has_them(
-    checkpoint: Checkpoint, tmp_path: Path, packing: str, family: str, dtype: torch.dtype, pieces: int
+    checkpoint: Checkpoint, tmp_path: Path, way: str, family: str, dtype: torch.dtype, pieces: int
 ) -> None:
     folder = checkpoint(family, dtype=dtype)
     held = load_file(folder / SINGLE_FILE)
@@ -227,13 +235,14 @@ async def test_any_tensors_make_the_checkpoint_that_has_them(
         [name for name in held if name in (HEAD, "model.norm.weight")],
     ]
     so_far: dict[str, Tensor] = {}
-    async with started(folder) as executor:
+    async with started(folder, way) as executor:
         for number, chosen in enumerate(group for group in names if group):
             sent = {name: drawn(tuple(held[name].shape), seed=number) for name in chosen}
-            await send(executor, sent, pieces=pieces)
-            await executor.commit_weights("t")
+            async with keeping_graphs(executor):
+                await send(executor, sent, pieces=pieces)
+                await executor.commit_weights("t")
             so_far.update(sent)
-            await assert_same(executor, changed_checkpoint(folder, tmp_path / str(number), so_far))
+            await assert_same(executor, changed_checkpoint(folder, tmp_path / str(number), so_far), way)
 
 
 @pytest.mark.parametrize("sent_as", [torch.bfloat16, *nightly(torch.float32, torch.float16)])
@@ -249,15 +258,16 @@ async def test_all_tensors_make_the_checkpoint_that_has_them_in_whatever_dtype_t
         await assert_same(executor, changed_checkpoint(folder, tmp_path / "expected", sent))
 
 
-async def test_a_tied_head_is_the_embedding(checkpoint: Checkpoint, packing: str, tmp_path: Path) -> None:
+async def test_a_tied_head_is_the_embedding(checkpoint: Checkpoint, way: str, tmp_path: Path) -> None:
     folder = checkpoint("qwen3")
     sent = drawn((384, 64))
     expected = changed_checkpoint(folder, tmp_path / "expected", {EMBEDDING: sent})
     for names in ([HEAD], [EMBEDDING, HEAD]):
-        async with started(folder) as executor:
-            await send(executor, dict.fromkeys(names, sent))
-            await executor.commit_weights("t")
-            await assert_same(executor, expected)
+        async with started(folder, way) as executor:
+            async with keeping_graphs(executor):
+                await send(executor, dict.fromkeys(names, sent))
+                await executor.commit_weights("t")
+            await assert_same(executor, expected, way)
 
 
 async def test_a_tied_head_that_differs_is_refused(checkpoint: Checkpoint) -> None:
@@ -291,7 +301,7 @@ async def test_a_commit_that_fails_halfway_changes_nothing(
         await assert_same(executor, checkpoint("llama2"))
 
 
-async def test_what_a_commit_does_not_change_is_not_copied(checkpoint: Checkpoint, packing: str) -> None:
+async def test_what_a_commit_does_not_change_is_not_copied(checkpoint: Checkpoint) -> None:
     async with started(checkpoint("qwen3")) as executor:
         (before,) = await executor.apply_model(lambda decoder: decoder)
         await send(executor, {QUERY: drawn((128, 64))})
@@ -451,18 +461,18 @@ async def test_other_weights_take_no_more_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize("max_shard_bytes", [100_000, *nightly(2**30)])
 @pytest.mark.parametrize(("family", "dtype"), ALL_FAMILIES)
 async def test_what_was_saved_is_what_runs_for_us_and_for_transformers(
-    checkpoint: Checkpoint, packing: str, tmp_path: Path, family: str, dtype: torch.dtype, max_shard_bytes: int
+    checkpoint: Checkpoint, way: str, tmp_path: Path, family: str, dtype: torch.dtype, max_shard_bytes: int
 ) -> None:
     folder = checkpoint(family, dtype=dtype, tokenizer=True)
     sent = {QUERY: drawn(tuple(load_file(folder / SINGLE_FILE)[QUERY].shape))}
     saved = tmp_path / "saved"
-    async with started(folder) as executor:
+    async with started(folder, way) as executor:
         await send(executor, sent)
         await executor.commit_weights("t")
         names = await executor.save_sharded_state(saved, max_shard_bytes)
         assert (len(names) > 1) == (max_shard_bytes < 2**30)
-        await assert_same(executor, saved)
-        await assert_same(executor, changed_checkpoint(folder, tmp_path / "expected", sent))
+        await assert_same(executor, saved, way)
+        await assert_same(executor, changed_checkpoint(folder, tmp_path / "expected", sent), way)
         expected = await greedy_tokens(executor)
     assert sorted(names) == names == sorted(path.name for path in saved.glob("*.safetensors"))
     small = {path.name for path in folder.iterdir()} - {SINGLE_FILE}

@@ -170,7 +170,7 @@ def test_an_operation_of_python_is_one_launch_with_the_arguments_of_the_capture(
     spans, words = torch.tensor([[-1, 0, 0, 1]], dtype=torch.int32), torch.arange(4, dtype=torch.int32)
     target = torch.zeros(2, 4, dtype=torch.int32)
     operations = as_launches(reference)
-    assert operations.prefill_tile(8, 2, 64) == reference.prefill_tile(8, 2, 64)
+    assert operations.prefill_tile(8, 2, 64) == 12
     assert not hasattr(operations, "COMPILER")
 
     def work() -> None:

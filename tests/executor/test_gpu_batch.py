@@ -1,9 +1,8 @@
-"""What the host makes of plans for a GPU: words, tables, sizes; and what it reads out of the words that come back."""
+"""What the host makes of plans for a GPU, beside their results: graphs that may run them, tables, why rows fail."""
 
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -13,14 +12,13 @@ from aioengine.executor import graphs as graphs_module
 from aioengine.executor.gpu_batch import NUM_TOP_SIZES, PADDING_SAMPLE, GpuBatch, GpuStep
 from aioengine.executor.graphs import MAX_SIZE, DecodeGraphs, GraphKey, default_sizes
 from aioengine.executor.launched import make_result
-from aioengine.executor.step_words import SECTIONS, WORDS_A_ROW, ExtraWords, FixedWords, Span, TableSpans
-from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow, Status, param_of
+from aioengine.executor.step_words import WORDS_A_ROW, ExtraWords, FixedWords
+from aioengine.kernels.sampling.sample_rows import SampleRow, Status
 from aioengine.kernels.torch import operations
 from aioengine.sampler.on_device import Features
-from aioengine.sampler.outputs import DeviceOutputs, OutputSizes
+from aioengine.sampler.outputs import DeviceOutputs
 from aioengine.sampler.rows import RowRules
-from aioengine.sampler.rule_table import ALWAYS, RuleSizes, RuleTable, RuleTensors, pack_bits
-from aioengine.sampling_params import ROW_PARAMS
+from aioengine.sampler.rule_table import RuleSizes, RuleTable, RuleTensors
 from aioengine.scheduler.plan import RowSampling, StepPlan
 from doubles.fake_accelerator import FakeAccelerator
 
@@ -31,217 +29,37 @@ VOCAB_SIZE = 50
 
 
 class Tables:
-    """A batch, and the tables of the device as its words make them."""
+    """A batch, and the bitmasks of the device as its words make them."""
 
-    def __init__(self, *, sizes: tuple[int, ...] = (), tile: int = 8) -> None:
-        self.batch = GpuBatch(max_num_seqs=MAX_ROWS, vocab_size=VOCAB_SIZE, tile=tile)
-        self.history = torch.full((MAX_ROWS, 65), POISON, dtype=torch.int32)
-        self.blocks = torch.full((MAX_ROWS, 16), POISON, dtype=torch.int32)
+    def __init__(self, *, sizes: tuple[int, ...] = ()) -> None:
+        self.batch = GpuBatch(max_num_seqs=MAX_ROWS, vocab_size=VOCAB_SIZE, tile=8)
         self.masks = torch.zeros(8, 2, dtype=torch.int32)
         self.writer = PlanWriter(96, BLOCK_SIZE)
         self.size_for = DecodeGraphs(FakeAccelerator(), sizes).size_for
 
     def step(self, plan: StepPlan) -> tuple[GpuStep, int | None]:
-        """Take in a plan, over words that are rubbish; ``self.fixed`` and ``self.words`` are what it wrote."""
-        words = np.full(MAX_ROWS * WORDS_A_ROW, POISON, np.int32)
-        self.fixed = FixedWords.of(words, MAX_ROWS)
-        extra = ExtraWords()
+        """Take in a plan, over words that are rubbish; ``self.fixed`` is what it wrote."""
+        self.fixed, extra = FixedWords.of(np.full(MAX_ROWS * WORDS_A_ROW, POISON, np.int32), MAX_ROWS), ExtraWords()
         deltas = self.batch.apply(plan, self.fixed, extra)
         step, size = self.batch.step(plan, self.fixed, extra, self.size_for)
-        step.deltas = deltas
-        self.words = np.full(extra.num_words + 7, POISON, np.int32)
-        if extra.num_words:
-            extra.write(self.words)
-        assert (self.words[extra.num_words :] == POISON).all()
-        tables = ((deltas.tokens, self.history), (deltas.blocks, self.blocks), (deltas.masks, self.masks))
-        for spans, table in tables:
-            if spans is not None:
-                operations.put_spans(table, self.get(spans).view(-1, 4), torch.from_numpy(self.words))
-        fixed = self.fixed
-        operations.put_spans(self.blocks, torch.from_numpy(fixed.grown), torch.from_numpy(fixed.grown_blocks))
+        if deltas.masks is not None:
+            words = np.full(extra.num_words, POISON, np.int32)
+            extra.write(words)
+            spans = torch.from_numpy(deltas.masks.of(words)).view(-1, 4)
+            operations.put_spans(self.masks, spans, torch.from_numpy(words))
         return step, size
-
-    def get(self, span: Span) -> torch.Tensor:
-        return torch.from_numpy(span.of(self.words))
-
-    def check_blocks(self) -> None:
-        for row, state in self.writer.rows.items():
-            assert self.blocks[row, : len(state.block_ids)].tolist() == state.block_ids
-
-
-# Words
-
-
-def test_the_fixed_sections_cover_all_words_and_share_none() -> None:
-    words = np.zeros(5 * WORDS_A_ROW, np.int32)
-    fixed = FixedWords.of(words, 5)
-    for number, (section, width) in enumerate(zip(fixed, SECTIONS, strict=True), start=1):
-        assert section.shape == ((5,) if width == 1 else (5, width))
-        assert np.shares_memory(section, words)
-        assert not section.any()
-        section[...] = number
-    assert words.all()
-    on_device = FixedWords.of(torch.from_numpy(words), 5)
-    assert all((one.numpy() == other).all() for one, other in zip(on_device, fixed, strict=True))
-
-
-def test_spans_name_the_words_that_were_added() -> None:
-    extra = ExtraWords()
-    table = TableSpans(extra)
-    assert table.end() is None
-    table.add(3, 1, np.array([7, 8, 9], np.int32))
-    table.add(4, 0, np.zeros(0, np.int32))
-    span = extra.add(np.array([[1, 2], [3, 4]], np.int64).astype(np.int32))
-    table.add(5, 2, np.array([6], np.int32))
-    ends = table.end()
-    words = np.full(extra.num_words, POISON, np.int32)
-    extra.write(words)
-    assert span.of(words).tolist() == [1, 2, 3, 4]
-    assert ends is not None
-    assert ends.of(words).reshape(-1, 4).tolist() == [[3, 1, 0, 3], [5, 2, 8, 1]], "each at a multiple of 16 bytes"
-
-
-def test_outputs_cover_all_words_and_share_none() -> None:
-    sizes = OutputSizes(num_samples=3, num_top=2, num_extra=4, num_prompt=2, num_prompt_top=1)
-    words = np.zeros(sizes.num_words + 5, np.int32)
-    out = DeviceOutputs.of(words[: sizes.num_words], sizes)
-    sections = [out.token_ids, out.status, *out.sampled, *out.extra, *out.prompt]
-    for number, section in enumerate(sections):
-        assert not section.any()
-        section[...] = number + 1
-        assert not section.size or (section.ctypes.data - words.ctypes.data) % 16 == 0
-    assert sum(section.size for section in sections) <= sizes.num_words < sum(section.size + 4 for section in sections)
-    assert int((words != 0).sum()) == sum(section.size for section in sections)
-    assert not words[sizes.num_words :].any()
-    on_device = DeviceOutputs.of(torch.from_numpy(words), sizes)
-    for section, other in zip(
-        sections, [*on_device[:2], *on_device.sampled, *on_device.extra, *on_device.prompt], strict=True
-    ):
-        assert (section == other.numpy()).all()
-    assert out.sampled.top_ids.shape == out.sampled.top_logprobs.shape == (3, 2)
-    assert out.prompt.top_ids.shape == (2, 1)
-    assert OutputSizes(num_samples=4).num_words == 8
-    assert OutputSizes(num_samples=4, num_top=0).num_words == 20
-    assert OutputSizes(num_samples=0).num_words == 0
-
-
-# Rows
-
-
-def test_rows_come_with_their_tokens_and_blocks_and_grow() -> None:
-    tables = Tables()
-    writer = tables.writer
-    writer.add(4, [1, 2, 3, 4, 5])
-    writer.add(1, [9, 8, 7, 6])
-    step, _ = tables.step(writer.plan({4: 3, 1: None}))
-    assert tables.history[4, :6].tolist() == [1, 2, 3, 4, 5, POISON]
-    assert tables.history[1, :5].tolist() == [9, 8, 7, 6, POISON]
-    tables.check_blocks()
-    assert step.num_decodes == 0
-    assert step.logits_tokens is not None
-    assert tables.get(step.logits_tokens).tolist() == [6], "the last token of row 1"
-    for _ in range(12):
-        step, _ = tables.step(writer.plan())
-        tables.check_blocks()
-    assert step.extra.num_words == 0, "a steady step brings the fixed words alone"
-    writer.remove(4)
-    writer.add(4, [3] * 17)
-    tables.step(writer.plan())
-    tables.check_blocks()
-
-
-@pytest.mark.parametrize("num_blocks", [1, 3, MAX_ROWS, MAX_ROWS + 3])
-def test_a_row_may_get_several_blocks_at_once_beside_others(num_blocks: int) -> None:
-    tables = Tables()
-    tables.writer.add(2, [5])
-    tables.writer.add(0, [5] * 5)
-    plan = tables.writer.plan()
-    tables.step(plan)
-    grown = [(2, 60 + n) for n in range(num_blocks)]
-    grown.insert(num_blocks // 2, (0, 90))
-    plan = tables.writer.plan()
-    plan = msgspec.structs.replace(
-        plan,
-        grown_rows=np.array([row for row, _ in grown], np.int32),
-        grown_blocks=np.array([block for _, block in grown], np.int32),
-    )
-    first = {row: len(state.block_ids) for row, state in tables.writer.rows.items()}
-    tables.step(plan)
-    assert tables.blocks[2, first[2] : first[2] + num_blocks].tolist() == [60 + n for n in range(num_blocks)]
-    assert tables.blocks[0, first[0]] == 90
-
-
-def test_a_step_of_all_kinds_covers_each_token_once() -> None:
-    rng = np.random.default_rng(6)
-    for _ in range(40):
-        tables = Tables(tile=int(rng.integers(1, 9)))
-        writer = tables.writer
-        rows = rng.permutation(MAX_ROWS)[: rng.integers(1, MAX_ROWS + 1)].tolist()
-        for row in rows:
-            writer.add(row, rng.integers(0, VOCAB_SIZE, rng.integers(1, 30)).tolist())
-        tables.step(writer.plan({row: int(rng.integers(1, writer.rows[row].num_known + 1)) for row in rows}))
-        for row in rows:
-            state = writer.rows[row]
-            tables.history[row, len(state.token_ids) - (state.token_ids[-1] is None) :] = 0
-        chosen = rng.permutation(rows)
-        plan = writer.plan({int(row): None for row in chosen})
-        step, _ = tables.step(plan)
-        ids, positions, slots = operations.gather_tokens(
-            torch.from_numpy(tables.fixed.rows[: len(plan.rows)]),
-            tables.history, tables.blocks, BLOCK_SIZE, step.num_tokens,
-        )  # fmt: skip
-        where = [
-            (int(row), int(start) + n)
-            for row, start, count in zip(plan.rows, plan.starts, plan.num_tokens, strict=True)
-            for n in range(count)
-        ]
-        assert positions.tolist() == [position for _, position in where]
-        assert ids.tolist() == [writer.rows[row].token_ids[position] or 0 for row, position in where]
-        blocks = [writer.rows[row].block_ids[position // BLOCK_SIZE] for row, position in where]
-        assert slots.tolist() == [
-            block * BLOCK_SIZE + position % BLOCK_SIZE for block, (_, position) in zip(blocks, where, strict=True)
-        ]
-        covered = []
-        for row, index, context in tables.fixed.decodes[: step.num_decodes].tolist():
-            covered.append(index)
-            assert where[index] == (row, context - 1)
-        tiles = tables.get(step.tiles).view(-1, 4).tolist() if step.tiles is not None else []
-        for row, first, count, position in tiles:
-            assert 1 <= count <= tables.batch._tile
-            covered += range(first, first + count)
-            assert where[first : first + count] == [(row, position + n) for n in range(count)]
-        assert sorted(covered) == list(range(step.num_tokens))
-        assert step.max_context == max(position + 1 for _, position in where)
 
 
 def test_a_step_for_a_graph_is_padded_with_rows_that_do_nothing() -> None:
     tables = Tables(sizes=(1, 2, 4, 6))
-    writer = tables.writer
-    for row in (5, 0, 3, 2):
-        writer.add(row, [row, 1, 2])
-    step, size = tables.step(writer.plan())
-    assert size is None
-    assert not step.is_plain
-    writer.remove(0)
-    plan = writer.plan()
-    step, size = tables.step(plan)
+    for row in (5, 0, 3):
+        tables.writer.add(row, [row, 1])
+    assert tables.step(tables.writer.plan())[1] is None
+    step, size = tables.step(tables.writer.plan())
     assert (size, step.num_decodes, step.sizes.num_samples) == (4, 3, 4)
-    fixed = tables.fixed
-    assert fixed.rows[3].tolist() == [-1, 0, 3, 1]
-    assert fixed.decodes[3].tolist() == [-1, 3, 0]
-    assert fixed.samples[3].tolist() == PADDING_SAMPLE.tolist()
-    assert fixed.samples[:3, SampleRow.LOGITS_ROW].tolist() == [0, 1, 2]
-    assert fixed.samples[:3, SampleRow.ROW].tolist() == plan.rows.tolist()
-    assert (fixed.samples[:3, SampleRow.FLAGS] == SampleFlag.FIRST).all()
-    assert step.logits_tokens is None
-    # A row of one token that samples nothing keeps its words, and its sample is padding.
-    writer.add(1, [4, 4])
-    step, size = tables.step(writer.plan({5: None, 1: 1, 3: None}))
-    assert size == 4
-    assert tables.fixed.samples[:2, SampleRow.LOGITS_ROW].tolist() == [0, 2]
-    assert (tables.fixed.samples[2:4, SampleRow.LOGITS_ROW] == -1).all()
-    assert step.row_of_sample.tolist() == [0, 2]
-    assert tables.step(writer.plan({}))[1] is None
+    assert tables.fixed.rows[3].tolist() == [-1, 0, 3, 1]
+    assert tables.fixed.decodes[3].tolist() == [-1, 3, 0]
+    assert tables.fixed.samples[3].tolist() == PADDING_SAMPLE.tolist()
 
 
 @pytest.mark.parametrize(
@@ -258,10 +76,10 @@ def test_what_only_few_steps_need_is_in_no_graph(sampling: dict[str, Any]) -> No
     tables = Tables(sizes=(1, 2, 4, 6))
     tables.writer.add(0, [1, 2], **sampling)
     tables.writer.add(1, [3])
-    tables.step(tables.writer.plan({0: 1}))
-    step, size = tables.step(tables.writer.plan())
+    _, size = tables.step(tables.writer.plan({0: 1, 1: None}))
+    assert size == (None if "prompt_logprobs" in sampling else 2)
+    _, size = tables.step(tables.writer.plan())
     assert size == (2 if "prompt_logprobs" in sampling else None)  # the last prompt token predicts no other
-    del step
     size = tables.step(tables.writer.plan())[1]
     assert size == (2 if sampling.keys() & {"num_choices", "prompt_logprobs"} else None)
 
@@ -288,45 +106,6 @@ def test_features_are_those_of_the_rows_that_sample() -> None:
     assert features(3).rules == RuleSizes(), "min_tokens are there"
     assert features(3, 4).num_top == 20
     assert 20 in NUM_TOP_SIZES
-
-
-def test_a_sample_says_how_its_row_is_sampled() -> None:
-    tables = Tables()
-    seed = -(2**62) + 12345
-    params = {name: kind(place + 2) for place, (name, kind) in enumerate(ROW_PARAMS.items())}
-    tables.writer.add(3, [1, 2, 3], num_prompt_tokens=2, seed=seed, choice=5, logprobs=1, num_choices=1, **params)
-    tables.step(tables.writer.plan())
-    line = tables.fixed.samples[0]
-    expected = {
-        SampleRow.LOGITS_ROW: 0,
-        SampleRow.ROW: 3,
-        SampleRow.END: 3,
-        SampleRow.OUTPUT_POSITION: 1,
-        SampleRow.FLAGS: 3,
-        SampleRow.CHOICE: 5,
-    }
-    assert {sample: line[sample] for sample in expected} == expected
-    assert line[SampleRow.SEED_LOW : SampleRow.SEED_HIGH + 1].copy().view(np.int64)[0] == seed
-    assert line[SampleRow.MASK] == -1
-    assert {name: param_of(torch.from_numpy(line), name).item() for name in ROW_PARAMS} == params
-
-
-def test_choices_that_begin_have_a_sample_each_of_one_row_of_logits() -> None:
-    tables = Tables()
-    tables.writer.add(0, [1, 2], temperature=1.0, num_choices=MAX_ROWS + 2, choice=3, bad_words=((4,),))
-    tables.writer.add(1, [1], bad_words=((4,),))
-    step, size = tables.step(tables.writer.plan({1: None, 0: None}))
-    assert size is None
-    assert step.samples is not None, "more than there are rows"
-    samples = tables.get(step.samples).view(-1, SAMPLE_WORDS)
-    assert samples[:, SampleRow.LOGITS_ROW].tolist() == [0] + [1] * (MAX_ROWS + 2)
-    assert samples[:, SampleRow.CHOICE].tolist() == [0, *range(3, 3 + MAX_ROWS + 2)]
-    assert samples[:, SampleRow.FLAGS].tolist() == [1, 1] + [0] * (MAX_ROWS + 1)
-    assert step.row_of_sample.tolist() == samples[:, SampleRow.LOGITS_ROW].tolist()
-    assert tables.fixed.sample_of_row.tolist() == [1, 0, -1, -1, -1, -1]
-    step, _ = tables.step(tables.writer.plan())
-    assert step.samples is None
-    assert len(step.row_of_sample) == 2
 
 
 def test_bitmasks_are_used_again_and_only_by_one_row_at_a_time() -> None:
@@ -364,60 +143,17 @@ def test_bitmasks_are_used_again_and_only_by_one_row_at_a_time() -> None:
 # Rules
 
 
-def rules_of(**fields: Any) -> RowRules:
-    return RowRules.of(RowSampling(**fields))
-
-
-def test_tables_hold_each_rows_edits_and_padding() -> None:
-    table = RuleTable(VOCAB_SIZE)
-    assert not table.add(0, rules_of(), 0)
-    assert not table.is_changed
-    assert not table.add(1, rules_of(stop_ids=(3, 99)), 4), "only for a while"
-    assert table.add(2, rules_of(bad_words=((7,), (8, 9, 10), (60, 11), (5, 60)), logit_bias=((12, 1.5), (50, 2.0))), 0)
-    assert table.is_changed
-    tensors = RuleTensors.of(torch.from_numpy(table.words()), table.sizes)
-    assert not table.is_changed
-    assert table.sizes == RuleSizes(128, 64, 64)
-    num_words = table.sizes.num_words
-    edits = [
-        (row, token, value, until)
-        for row, token, value, until in zip(*(column.tolist() for column in tensors[:4]), strict=True)
-        if row >= 0
-    ]
-    always = int(ALWAYS)
-    assert edits[:2] == [(2, 10, 0.0, always), (2, 11, 0.0, always)], "values are the device's to find"
-    assert sorted(edits[2:]) == [(1, 3, -np.inf, 4), (2, 7, -np.inf, always), (2, 12, 1.5, always)]
-    assert all(row == -1 for row in tensors.edit_rows[2:num_words].tolist())
-    assert tensors.word_rows.tolist() == [2, 2] + [-1] * (num_words - 2)
-    assert tensors.word_offsets.tolist()[:4] == [0, 2, 3, 3]
-    assert tensors.word_ids.tolist()[:3] == [8, 9, 60]
-    table.remove(2)
-    table.remove(5)
-    words = table.words()
-    assert table.sizes == RuleSizes(64, 0, 0)
-    assert len(words) == table.sizes.total
-    table.remove(1)
-    assert len(table.words()) == RuleSizes().total == 1
-
-
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 200])
 def test_tables_grow_by_powers_of_two(count: int) -> None:
     table = RuleTable(1000)
-    table.add(0, rules_of(bad_words=tuple((n, n + 1) for n in range(count)), stop_ids=(1,)), 5)
+    table.add(0, RowRules.of(RowSampling(bad_words=tuple((n, n + 1) for n in range(count)), stop_ids=(1,))), 5)
     words = table.words()
     size = max(64, 1 << (count - 1).bit_length())
     assert table.sizes == RuleSizes(max(64, 1 << size.bit_length()), size, size)
-    tensors = RuleTensors.of(torch.from_numpy(words), table.sizes)
-    assert tensors.word_offsets.tolist() == [*range(count), *[count] * (size + 1 - count)]
-    assert int((tensors.edit_rows >= 0).sum()) == count + 1
-
-
-def test_bits_say_which_tokens_are_allowed() -> None:
-    for vocab in (1, 31, 32, 33, 97):
-        ids = np.array([0, vocab - 1, vocab, vocab + 40], np.int64)
-        bits = np.unpackbits(pack_bits(ids, vocab).view(np.uint8), bitorder="little")
-        assert len(bits) == -(-vocab // 32) * 32
-        assert np.flatnonzero(bits).tolist() == sorted({0, vocab - 1})
+    assert len(words) == table.sizes.total
+    assert int((RuleTensors.of(torch.from_numpy(words), table.sizes).edit_rows >= 0).sum()) == count + 1
+    table.remove(0)
+    assert len(table.words()) == RuleSizes().total == 1
 
 
 # Results
@@ -432,23 +168,6 @@ def result_of(tables: Tables, plan: StepPlan, status: dict[int, Status], failed:
     out.sampled.logprobs[:] = -np.arange(len(out.sampled.logprobs))
     out.extra.ranks[:] = np.arange(len(out.extra.ranks))
     return make_result(step, words, failed, seconds=0.5, ended_at_s=7.0)
-
-
-def test_a_result_has_the_tokens_of_the_rows_that_sampled() -> None:
-    tables = Tables(sizes=(1, 2, 4, 6))
-    for row in range(4):
-        tables.writer.add(row, [1, 2, 3], num_choices=3 if row == 1 else 1, temperature=1.0, logprobs=row - 2)
-    result = result_of(tables, tables.writer.plan({0: None, 1: None, 2: 2, 3: None}), {}, {})
-    assert result.offsets.tolist() == [0, 1, 4, 4, 5]
-    assert result.token_ids.tolist() == [100, 101, 102, 103, 104]
-    assert result.token_ids.dtype == result.offsets.dtype == np.int32
-    assert result.logprobs.index.tolist() == [4]
-    assert (result.device_time_s, result.ended_at_s, result.failures) == (0.5, 7.0, ())
-    # A padded step: what stands for the padding is no row's.
-    result = result_of(tables, tables.writer.plan({0: None, 1: None, 3: None}), {}, {})
-    assert result.offsets.tolist() == [0, 1, 2, 3]
-    assert result.logprobs.index.tolist() == [2]
-    assert result.logprobs.top_ids.shape == (1, 5)
 
 
 def test_rows_that_fail_bring_nothing_and_say_why() -> None:
@@ -475,18 +194,6 @@ def test_rows_that_fail_bring_nothing_and_say_why() -> None:
     assert result.token_ids.tolist() == [106]
     assert result.logprobs.index.tolist() == [0]
     assert result.logprobs.logprobs.tolist() == [-6.0]
-
-
-def test_named_tokens_stay_with_their_lines() -> None:
-    tables = Tables()
-    named: list[tuple[int, tuple[int, ...]]] = [(0, (5, 6)), (-1, (7, 8, 9)), (0, ()), (0, (99, 3, 4, 5))]
-    for row, (logprobs, ids) in enumerate(named):
-        tables.writer.add(row, [1, 2], logprobs=logprobs, logprob_token_ids=ids, num_choices=2 if row == 0 else 1)
-    result = result_of(tables, tables.writer.plan(dict.fromkeys(range(4))), {}, {})
-    assert result.logprobs.index.tolist() == [0, 1, 3, 4]
-    assert result.logprobs.extra_offsets.tolist() == [0, 2, 4, 4, 7]
-    assert result.logprobs.extra_ids.tolist() == [5, 6, 5, 6, 3, 4, 5]
-    assert result.logprobs.extra_ranks.tolist() == [0, 1, 2, 3, 7, 8, 9]
 
 
 # Sizes of graphs

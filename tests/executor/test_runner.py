@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from executor.plans import PlannedRow, PlanWriter, tokens_by_row
+from executor.plans import PlannedRow, PlanWriter
 from executor.tiny_decoder import VOCAB_SIZE, TinyConfig, TinyDecoder
-from nightly import few, seeds
+from nightly import few
 
 from aioengine.core.executor_protocol import DeviceLost, ExecutorStats
 from aioengine.executor.input_batch import InputBatch
 from aioengine.executor.runner import Runner
 from aioengine.kernels.attention.kv_cache import KVCache, KVCacheShape
 from aioengine.kernels.attention.torch_paged import TorchPagedAttention
-from aioengine.scheduler.plan import EMPTY, RowAdded, RowSampling, StepPlan, StepResult, Want, int32
+from aioengine.scheduler.plan import EMPTY, StepPlan, StepResult, int32
 
 MAX_MODEL_LEN = 64
 
@@ -54,6 +54,8 @@ class Sequences:
         self.writer = PlanWriter(num_blocks, block_size, seed)
         self.free_rows = list(range(max_rows))
         self.num_checked = 0
+        self.asked: dict[int, int] = {}
+        """By row, how many likeliest tokens are to be reported for each of its prompt's."""
 
     def step(self) -> None:
         """Change some rows, then compute a random part of what is known for some of them."""
@@ -65,9 +67,9 @@ class Sequences:
             length = draw.choice([1, 2, draw.randrange(1, MAX_MODEL_LEN - 1)])
             ids = [draw.randrange(VOCAB_SIZE) for _ in range(length)]
             row = self.free_rows.pop(draw.randrange(len(self.free_rows)))
-            self.writer.add(
-                row, ids, num_prompt_tokens=draw.randint(1, length), logprobs=draw.choice([0, 3, VOCAB_SIZE])
-            )
+            asked = {"logprobs": draw.choice([0, 3, VOCAB_SIZE]), "prompt_logprobs": draw.choice([-1, 0, 5])}
+            self.writer.add(row, ids, num_prompt_tokens=draw.randint(1, length), **asked)
+            self.asked[row] = asked["prompt_logprobs"]
         rows = [row for row in self.writer.rows if draw.random() < 0.8]
         draw.shuffle(rows)
         counts: dict[int, int | None] = {}
@@ -88,7 +90,7 @@ class Sequences:
         rows = {row: self.writer.rows[row] for row in plan.rows.tolist()}
         tokens = self.writer.read(plan, result)
         for place, (row, token) in enumerate(tokens.items()):
-            expected = expected_logprobs(self.decoder, rows[row])
+            expected = torch.log_softmax(self.decoder.logits_of(rows[row].token_ids[:-1])[-1], dim=-1)  # type: ignore[arg-type]
             assert result.logprobs is not None
             assert result.logprobs.index[place] == place
             assert result.logprobs.logprobs[place] == pytest.approx(float(expected[token]), abs=1e-4)
@@ -96,6 +98,33 @@ class Sequences:
             of_top = expected[torch.from_numpy(result.logprobs.top_ids[place].astype(np.int64))]
             np.testing.assert_allclose(result.logprobs.top_logprobs[place], of_top, atol=1e-4)
             self.num_checked += 1
+        self.check_prompts(plan, result, rows)
+
+    def check_prompts(self, plan: StepPlan, result: StepResult, rows: dict[int, PlannedRow]) -> None:
+        """Each prompt token that follows a computed one has its line, and no other has."""
+        wanted = [
+            (index, position)
+            for index, (row, start, count) in enumerate(zip(plan.rows, plan.starts, plan.num_tokens, strict=True))
+            if self.asked[row] >= 0
+            for position in range(start + 1, min(start + count + 1, rows[row].num_prompt_tokens))
+        ]
+        lines = result.prompt_logprobs
+        assert (lines is not None) == bool(wanted)
+        if lines is None:
+            return
+        assert list(zip(lines.index.tolist(), lines.positions.tolist(), strict=True)) == wanted
+        for line, (index, position) in enumerate(wanted):
+            row = int(plan.rows[index])
+            expected = self.expected_of(rows[row])[position - 1]
+            num_top = self.asked[row]
+            assert lines.logprobs[line] == pytest.approx(float(expected[rows[row].token_ids[position]]), abs=1e-4)
+            np.testing.assert_allclose(lines.top_logprobs[line][:num_top], expected.topk(num_top).values, atol=1e-4)
+            top = expected[torch.from_numpy(lines.top_ids[line][:num_top].astype(np.int64))]
+            np.testing.assert_allclose(lines.top_logprobs[line][:num_top], top, atol=1e-4)
+
+    def expected_of(self, row: PlannedRow) -> torch.Tensor:
+        known: Any = [token for token in row.token_ids if token is not None]
+        return torch.log_softmax(self.decoder.logits_of(known), dim=-1)
 
 
 def expected_logprobs(decoder: TinyDecoder, row: PlannedRow) -> torch.Tensor:
@@ -129,46 +158,6 @@ def test_logits_are_computed_for_the_rows_that_want_them_only() -> None:
     assert num_rows == [1]
 
 
-def test_a_draw_depends_on_seed_choice_and_position_and_not_on_the_way_there() -> None:
-    decoder = TinyDecoder(seed=3)
-    prompt = [5, 6, 7]
-
-    def generate(row: int, num_tokens: int, resumed: list[int], **sampling: Any) -> list[int]:
-        runner, _ = make_runner(decoder)
-        writer = PlanWriter(128, 4)
-        writer.add(row, prompt + resumed, num_prompt_tokens=len(prompt), temperature=1.0, **sampling)
-        tokens = []
-        for _ in range(num_tokens):
-            plan = writer.plan()
-            tokens.append(writer.read(plan, runner.step(plan))[row])
-        return tokens
-
-    whole = generate(0, 12, [], seed=11)
-    assert generate(5, 7, whole[:5], seed=11) == whole[5:]
-    assert generate(0, 12, [], seed=12) != whole
-    assert generate(0, 12, [], seed=11, choice=1) != whole
-
-
-def test_a_step_without_memory_for_logits_leaves_the_rows_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = TinyDecoder()
-    runner, _ = make_runner(decoder)
-    writer = PlanWriter(128, 4)
-    writer.add(0, [1, 2, 3])
-    writer.add(1, [4] * 9)
-
-    def fail(*_: Any) -> Any:
-        raise RuntimeError("out of memory")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(decoder, "logits", fail)
-        with pytest.raises(RuntimeError, match="out of memory"):
-            runner.step(writer.plan({0: None}))
-    writer.remove(0)
-    plan = writer.plan({1: None})
-    expected = int(decoder.logits_of([4] * 9)[-1].argmax())
-    assert tokens_by_row(plan, runner.step(plan)) == {1: expected}
-
-
 def test_a_model_that_breaks_into_nan_fails_its_own_row_only() -> None:
     decoder = TinyDecoder()
     decoder.embedding[90] = torch.nan
@@ -193,36 +182,6 @@ def test_a_model_that_breaks_into_nan_fails_its_own_row_only() -> None:
         plan = writer.plan()
         assert writer.read(plan, runner.step(plan)) == {0: expected}
         writer.remove(0)
-
-
-def test_a_row_may_grow_by_several_blocks_in_any_order_among_others() -> None:
-    batch = InputBatch(max_num_seqs=3, max_model_len=40, block_size=4)
-    added = tuple(
-        RowAdded(
-            row=row,
-            token_ids=int32(range(40)),
-            num_prompt_tokens=1,
-            block_ids=int32(blocks),
-            sampling=RowSampling(),
-        )
-        for row, blocks in ((0, [9]), (2, [8, 7]))
-    )
-    batch.apply(make_plan(added=added, grown_rows=int32([2, 0, 2, 0, 0]), grown_blocks=int32(range(20, 25))))
-    batch.apply(make_plan(grown_rows=int32([0]), grown_blocks=int32([25])))
-    plan = make_plan(
-        rows=int32([0, 2]),
-        epochs=int32([1, 2]),
-        starts=int32([0, 0]),
-        num_tokens=int32([20, 16]),
-        wants=np.array([Want.LOGITS, Want.NOTHING], np.int8),
-    )
-    inputs = batch.inputs(plan)
-    assert inputs.attention.slot_mapping[::4].tolist() == [4 * block for block in (9, 21, 23, 24, 25, 8, 7, 20, 22)]
-    assert inputs.attention.slot_mapping[1::4].tolist() == [4 * b + 1 for b in (9, 21, 23, 24, 25, 8, 7, 20, 22)]
-    assert inputs.positions.tolist() == [*range(20), *range(16)]
-    assert inputs.last_tokens.tolist() == [19]
-    with pytest.raises(IndexError):
-        batch.apply(make_plan(grown_rows=int32([0] * 6), grown_blocks=int32(range(30, 36))))
 
 
 def make_plan(**fields: Any) -> StepPlan:
@@ -262,59 +221,6 @@ def test_a_row_forgets_the_request_that_left_it() -> None:
     assert result.token_ids.tolist() == [int(TinyDecoder().logits_of([4] * 9)[-1].argmax())]
     assert result.logprobs is None
     assert result.prompt_logprobs is None
-
-
-@pytest.mark.parametrize("seed", seeds(6))
-def test_prompts_bring_the_logprobs_of_each_token_that_follows_a_computed_one(seed: int) -> None:
-    draw = random.Random(seed)
-    decoder = TinyDecoder(seed=seed)
-    runner, _ = make_runner(decoder)
-    writer = PlanWriter(128, 4, seed)
-    wanted = {0: 3, 1: 0, 2: -1, 3: 5, 4: 2}
-    for row, num_top in wanted.items():
-        ids = [draw.randrange(VOCAB_SIZE) for _ in range(draw.choice([1, 2, 17, 40]))]
-        num_prompt = draw.randint(1, len(ids))  # the rest is output from before a preemption
-        writer.add(row, ids, num_prompt_tokens=num_prompt, prompt_logprobs=num_top)
-    expected = {
-        row: torch.log_softmax(decoder.logits_of(state.token_ids), dim=-1)  # type: ignore[arg-type]
-        for row, state in writer.rows.items()
-    }
-    seen: dict[int, list[int]] = {row: [] for row in wanted}
-    for _ in range(60):
-        counts = {
-            row: draw.randint(1, min(9, state.num_known - state.num_computed))
-            for row, state in writer.rows.items()
-            if draw.random() < 0.7 and state.num_known < 60
-        }
-        if not counts:
-            continue
-        plan = writer.plan(counts)  # type: ignore[arg-type]
-        result = runner.step(plan)
-        writer.read(plan, result)
-        lines = result.prompt_logprobs
-        computed_prompt = [
-            row
-            for row, start in zip(plan.rows.tolist(), plan.starts.tolist(), strict=True)
-            if wanted[row] >= 0 and start < writer.rows[row].num_prompt_tokens - 1
-        ]
-        assert (lines is not None) == bool(computed_prompt)
-        if lines is None:
-            continue
-        assert (np.diff(lines.index) >= 0).all()
-        assert lines.top_ids.shape[1] == max(wanted[row] for row in plan.rows.tolist())
-        for line, (index, position) in enumerate(zip(lines.index.tolist(), lines.positions.tolist(), strict=True)):
-            row = int(plan.rows[index])
-            seen[row].append(position)
-            of_position = expected[row][position - 1]
-            token = writer.rows[row].token_ids[position]
-            assert lines.logprobs[line] == pytest.approx(float(of_position[token]), abs=1e-4)
-            num_top = wanted[row]
-            top = of_position[torch.from_numpy(lines.top_ids[line][:num_top].astype(np.int64))]
-            np.testing.assert_allclose(lines.top_logprobs[line][:num_top], top, atol=1e-4)
-            np.testing.assert_allclose(top, of_position.topk(num_top).values, atol=1e-4)
-    for row, state in writer.rows.items():
-        num_lines = 0 if wanted[row] < 0 else state.num_prompt_tokens
-        assert seen[row] == list(range(1, num_lines)), f"row {row}"
 
 
 def test_the_config_of_the_stand_in_has_windows_that_matter() -> None:

@@ -2,17 +2,20 @@
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from executor.plans import greedy_tokens
 from nightly import nightly
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from aioengine.core.control import StageWeights
 from aioengine.core.executor_protocol import Executor
+from aioengine.executor.torch_executor import TorchExecutor
 from aioengine.models.checkpoint import SINGLE_FILE
 from aioengine.models.decoder import Decoder
 from aioengine.models.loader import load_weights
@@ -62,3 +65,35 @@ def fail_when_loaded(*arguments: Any, **options: Any) -> Decoder:
     """`load_weights`, with no memory for more at its end."""
     load_weights(*arguments, **options)
     raise MemoryError
+
+
+async def addresses(executor: TorchExecutor) -> dict[str, int]:
+    """Of the parameters."""
+    (held,) = await executor.apply_model(
+        lambda decoder: {name: parameter.data_ptr() for name, parameter in decoder.named_parameters()}
+    )
+    return held
+
+
+@asynccontextmanager
+async def keeping_graphs(executor: TorchExecutor) -> AsyncIterator[None]:
+    """In here the weights of a GPU change, or stay, where they lie: its graphs are replayed behind it, and none is
+    captured or voided. Nothing is asked of a CPU."""
+    device = executor._device
+    if device._gpu is None:
+        yield
+        return
+    accelerator: Any = device._gpu.accelerator
+    runner: Any = device.held.runner
+
+    def graphs() -> tuple[int, int, int]:
+        return len(runner.graphs), len(accelerator.graphs), sum(graph.num_replays for graph in accelerator.graphs)
+
+    await greedy_tokens(executor)
+    (num_held, num_captured, num_replays), before = graphs(), await addresses(executor)
+    assert num_held > 0
+    yield
+    await greedy_tokens(executor)
+    assert await addresses(executor) == before
+    assert graphs()[:2] == (num_held, num_captured)
+    assert graphs()[2] > num_replays
