@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import zmq
 from transport.life_scripts.devices import FIFO
 from transport.life_scripts.watching import Ear
 
@@ -25,6 +26,15 @@ def runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     monkeypatch.setenv(FIFO, str(tmp_path / "fifo"))
     yield folder
     shutil.rmtree(folder)
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    """Of sockets that drop what is unsent; those that a test leaves are closed."""
+    with zmq.Context() as context:
+        context.linger = 0
+        yield context
+        context.destroy(linger=0)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import anyio
@@ -22,14 +22,6 @@ on_both_loops = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
 Context = zmq.Context[zmq.Socket[bytes]]
 
 LARGE = 2 * ZERO_COPY_BYTES
-
-
-@pytest.fixture
-def context() -> Iterator[Context]:
-    with zmq.Context() as context:
-        context.linger = 0
-        yield context
-        context.destroy(linger=0)
 
 
 @pytest.fixture

@@ -13,14 +13,14 @@ The keys of an engine are a folder, made by `aioengine keys`::
 from __future__ import annotations
 
 import hashlib
-import hmac
+import math
 import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self
 
 import msgspec
 import zmq
@@ -36,7 +36,6 @@ CLIENTS = "clients"
 PUBLIC = ".key"
 SECRET = ".key_secret"
 
-_KEY_CHARS = 40
 _KEY_BYTES = 32
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 
@@ -49,6 +48,10 @@ class KeyPair(msgspec.Struct, frozen=True, kw_only=True):
 
     def __repr__(self) -> str:
         return f"KeyPair(public={self.public!r})"
+
+    def apply(self, socket: zmq.Socket[bytes]) -> None:
+        socket.curve_publickey = self.public
+        socket.curve_secretkey = self.secret
 
 
 class ServerKeys(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,15 +80,12 @@ class ServerKeys(msgspec.Struct, frozen=True, kw_only=True):
                 f"{root / CLIENTS} has no client's key, so that no client could connect; make one with "
                 f"`aioengine keys {root} --client NAME`, or copy a client's NAME{PUBLIC} there"
             )
-        _check_not_writable(root / CLIENTS)
         return cls(pair=pair, clients={name: z85.decode(key) for name, key in clients.items()})
 
     def apply_server(self, socket: zmq.Socket[bytes], domain: str) -> None:
         """Make a socket that is not bound yet admit only whom the `Gate` of its context admits to ``domain``."""
-        assert domain, "without a domain ZMQ admits every key"
         socket.curve_server = True
-        socket.curve_publickey = self.pair.public
-        socket.curve_secretkey = self.pair.secret
+        self.pair.apply(socket)
         enforce(socket, domain)
 
 
@@ -104,15 +104,12 @@ class ClientKeys(msgspec.Struct, frozen=True, kw_only=True):
         """
         root = Path(folder)
         secret = root / CLIENTS / f"{_client_name(root, name)}{SECRET}"
-        server = _read_public(root / f"{SERVER}{PUBLIC}")
-        _check_not_writable(root)
-        return cls(server=server, pair=_read_pair(secret))
+        return cls(server=_read_public(root / f"{SERVER}{PUBLIC}"), pair=_read_pair(secret))
 
     def apply_client(self, socket: zmq.Socket[bytes]) -> None:
         """Make a socket that is not connected yet speak to this server only."""
         socket.curve_serverkey = self.server
-        socket.curve_publickey = self.pair.public
-        socket.curve_secretkey = self.pair.secret
+        self.pair.apply(socket)
 
 
 def enforce(socket: zmq.Socket[bytes], domain: str) -> None:
@@ -196,17 +193,28 @@ def _client_name(root: Path, name: str | None) -> str:
 
 def _read_pair(path: Path) -> KeyPair:
     public, secret = _read(path)
-    mode = stat.S_IMODE(path.stat().st_mode)
-    if mode & 0o077:
-        raise ConfigError(f"{path} is secret and can be read by others (mode {mode:o}); close it: chmod 600 {path}")
-    if secret is None or len(secret) != _KEY_CHARS or _public_of(secret) != public:
+    _check_mode(path, 0o077, "is secret and can be read by others", "chmod 600")
+    if secret is None or not _is_pair(public, secret):
         raise ConfigError(f"{path} is damaged: it has no pair of keys that belong together; make new ones")
     return KeyPair(public=public, secret=secret)
 
 
 def _read_public(path: Path) -> bytes:
+    public, _ = _read(path)
     _check_not_writable(path)
-    return _read(path)[0]
+    _check_not_writable(path.parent)
+    return public
+
+
+def _check_not_writable(path: Path) -> None:
+    """Others that write there could admit themselves, or stand in for the server."""
+    _check_mode(path, 0o022, "can be written to by others", "chmod go-w")
+
+
+def _check_mode(path: Path, forbidden: int, problem: str, remedy: str) -> None:
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & forbidden:
+        raise ConfigError(f"{path} {problem} (mode {mode:o}); close it: {remedy} {path}")
 
 
 def _read(path: Path) -> tuple[bytes, bytes | None]:
@@ -215,7 +223,11 @@ def _read(path: Path) -> tuple[bytes, bytes | None]:
     except (OSError, ValueError, IndexError) as error:  # the last where a line has no "="
         reason = _missing(path) if not path.exists() else getattr(error, "strerror", None) or "it is damaged"
         raise ConfigError(f"{path} cannot be read: {reason}") from None
-    if not _is_key(public):
+    try:
+        num_bytes = len(z85.decode(public))
+    except Exception:  # what it raises depends on the character: KeyError, struct.error, …
+        num_bytes = 0
+    if num_bytes != _KEY_BYTES:
         raise ConfigError(f"{path} is damaged: its public key is none; copy it again or make new ones")
     return public, secret
 
@@ -226,35 +238,11 @@ def _missing(path: Path) -> str:
     return f"make keys with `aioengine keys {path.parent}`, or name the folder that has them"
 
 
-def _is_key(key: bytes) -> bool:
+def _is_pair(public: bytes, secret: bytes) -> bool:
     try:
-        return len(key) == _KEY_CHARS and len(z85.decode(key)) == _KEY_BYTES
-    except Exception:  # what it raises depends on the character: KeyError, struct.error, …
-        return False
-
-
-def _public_of(secret: bytes) -> bytes | None:
-    try:
-        return zmq.curve_public(secret)
+        return bool(zmq.curve_public(secret) == public)
     except (ValueError, zmq.ZMQError):
-        return None
-
-
-def _check_not_writable(path: Path) -> None:
-    """Raise ConfigError if others can write there: they could admit themselves, or stand in for the server."""
-    try:
-        mode = stat.S_IMODE(path.stat().st_mode)
-    except FileNotFoundError:
-        return  # the reader says more about it
-    if mode & 0o022:
-        raise ConfigError(f"others can write to {path} (mode {mode:o}); close it: chmod go-w {path}")
-
-
-class _Credential(NamedTuple):
-    """Something that opens a domain: a digest of what must be shown, and whether it does so more than once."""
-
-    digest: bytes
-    is_once: bool
+        return False
 
 
 class Gate:
@@ -263,34 +251,31 @@ class Gate:
     A credential is tied to a domain, the ``zap_domain`` of the socket that is connected to. Where nothing was allowed
     nothing is admitted, and NULL never is. A credential for one connection is spent when ZMQ is told to admit it, also
     if the client is gone by then.
-
-    Attributes:
-        num_admitted, num_refused: requests that were answered so; malformed ones are refused ones.
     """
 
     def __init__(self) -> None:
-        self.num_admitted = 0
-        self.num_refused = 0
-        self._credentials: dict[bytes, list[_Credential]] = {}
-        # Digests have one length, and say nothing of what they were made of: comparing them leaks neither.
+        self._credentials: dict[tuple[bytes, bytes], float] = {}
+        """By domain and digest: how many connections they still admit."""
+        # Digests say nothing of what they were made of: looking for them takes no time that leaks it.
         self._salt = secrets.token_bytes(32)
 
     def allow_once(self, domain: str, username: str, password: str) -> None:
         """Admit one PLAIN connection, ever."""
-        self._allow(domain, b"PLAIN", (username.encode(), password.encode()), is_once=True)
+        self._allow(domain, 1, b"PLAIN", username.encode(), password.encode())
 
     def allow_key_once(self, domain: str, public_key: bytes) -> None:
         """Admit one CURVE connection, ever, of the client with this public key (32 bytes)."""
-        self._allow(domain, b"CURVE", (public_key,), is_once=True)
+        self._allow(domain, 1, b"CURVE", public_key)
 
     def allow_keys(self, domain: str, public_keys: Iterable[bytes]) -> None:
         """Admit any number of CURVE connections of clients with these public keys (32 bytes each)."""
         for public_key in public_keys:
-            self._allow(domain, b"CURVE", (public_key,), is_once=False)
+            self._allow(domain, math.inf, b"CURVE", public_key)
 
     def forget(self, domain: str) -> None:
         """Admit no peer to a domain any more; those that are connected stay."""
-        self._credentials.pop(domain.encode(), None)
+        for credential in [each for each in self._credentials if each[0] == domain.encode()]:
+            del self._credentials[credential]
 
     def decide(self, frames: Sequence[bytes]) -> list[bytes]:
         """Answer a request, as a REP socket receives it, without its envelope. Every request has an answer.
@@ -298,62 +283,38 @@ class Gate:
         A CURVE client's user id is its public key in Z85: ``Frame.get("User-Id")`` of what it sends, which it cannot
         forge.
         """
-        request_id = bytes(frames[1]) if len(frames) > 1 else b""
-        try:
-            version, _, domain, _, _, mechanism, *shown = (bytes(frame) for frame in frames)
-        except ValueError:
-            return self._refuse(request_id, b"500", b"malformed request")
-        if version != b"1.0":
-            return self._refuse(request_id, b"500", b"unknown version")
-        name_user = _MECHANISMS.get(mechanism)
-        if name_user is None:
-            return self._refuse(request_id, b"400", b"mechanism refused")
-        user_id = name_user(shown)
-        if user_id is None:
-            return self._refuse(request_id, b"500", b"malformed credentials")
-        if not self._admit(domain, self._digest(mechanism, shown)):
-            return self._refuse(request_id, b"400", b"credentials refused")
-        self.num_admitted += 1
-        return [b"1.0", request_id, b"200", b"OK", user_id, b""]
+        status, reason, user_id = self._judge([bytes(frame) for frame in frames])
+        return [b"1.0", bytes(frames[1]) if len(frames) > 1 else b"", status, reason, user_id, b""]
 
-    def _allow(self, domain: str, mechanism: bytes, shown: Sequence[bytes], *, is_once: bool) -> None:
-        assert domain, "a domain is needed"
-        assert _MECHANISMS[mechanism](shown) is not None, "no such credential can be shown"
-        credential = _Credential(self._digest(mechanism, shown), is_once)
-        self._credentials.setdefault(domain.encode(), []).append(credential)
+    def _judge(self, frames: list[bytes]) -> tuple[bytes, bytes, bytes]:
+        """→ status, reason, user id."""
+        match frames:
+            case [b"1.0", _, domain, _, _, b"PLAIN", user, secret] if max(len(user), len(secret)) <= 255:
+                user_id = user
+            case [b"1.0", _, domain, _, _, b"CURVE", key] if len(key) == _KEY_BYTES:
+                user_id = z85.encode(key)
+            case [b"1.0", _, _, _, _, mechanism, *_] if mechanism not in (b"PLAIN", b"CURVE"):
+                return b"400", b"mechanism refused", b""
+            case _:
+                return b"500", b"malformed request", b""
+        if not self._admit((domain, self._digest(frames[5:]))):
+            return b"400", b"credentials refused", b""
+        return b"200", b"OK", user_id
 
-    def _admit(self, domain: bytes, digest: bytes) -> bool:
-        credentials = self._credentials.get(domain, [])
-        # All are compared, so that the time does not tell which one was right.
-        matches = [credential for credential in credentials if hmac.compare_digest(credential.digest, digest)]
-        if not matches:
-            return False
-        # One that stays leaves those for one connection unspent.
-        spent = min(matches, key=lambda credential: credential.is_once)
-        if spent.is_once:
-            credentials.remove(spent)
-            if not credentials:
-                del self._credentials[domain]
-        return True
+    def _allow(self, domain: str, num_connections: float, *shown: bytes) -> None:
+        credential = domain.encode(), self._digest(shown)
+        self._credentials[credential] = self._credentials.get(credential, 0) + num_connections
 
-    def _digest(self, mechanism: bytes, shown: Sequence[bytes]) -> bytes:
+    def _admit(self, credential: tuple[bytes, bytes]) -> bool:
+        num_left = self._credentials.get(credential, 0)
+        if num_left == 1:
+            del self._credentials[credential]
+        elif num_left:
+            self._credentials[credential] = num_left - 1
+        return num_left > 0
+
+    def _digest(self, shown: Sequence[bytes]) -> bytes:
         digest = hashlib.blake2b(key=self._salt, digest_size=32)
-        for part in (mechanism, *shown):
+        for part in shown:
             digest.update(len(part).to_bytes(8, "little") + part)
         return digest.digest()
-
-    def _refuse(self, request_id: bytes, status: bytes, reason: bytes) -> list[bytes]:
-        self.num_refused += 1
-        return [b"1.0", request_id, status, reason, b"", b""]
-
-
-def _plain_user(shown: Sequence[bytes]) -> bytes | None:
-    return shown[0] if len(shown) == 2 and all(len(part) <= 255 for part in shown) else None
-
-
-def _curve_user(shown: Sequence[bytes]) -> bytes | None:
-    return bytes(z85.encode(shown[0])) if len(shown) == 1 and len(shown[0]) == _KEY_BYTES else None
-
-
-_MECHANISMS: dict[bytes, Callable[[Sequence[bytes]], bytes | None]] = {b"PLAIN": _plain_user, b"CURVE": _curve_user}
-"""The user id that each makes of the frames that were shown; None where they are malformed."""
