@@ -1,4 +1,4 @@
-"""Starting engines that run in processes of their own: HELLO → INIT → READY, as two pure machines and a driver.
+"""Starting engines that run in processes of their own: HELLO → INIT → READY, as a pure machine and its driver.
 
 An engine says HELLO to its parent, is told in INIT where to serve and how it is configured, loads its model, and says
 READY with what it offers, or what went wrong. It may shake hands with two: its parent, beside it, and a front end that
@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import hmac
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import anyio
@@ -101,21 +101,14 @@ class HandshakeState(enum.Enum):
     FAILED = "failed"
 
 
-class HandshakeStep(enum.Enum):
-    HELLO = "HELLO"
-    LOADING = "progress"
-    READY = "READY"
-    FAILED = "failure"
-
-
-TRANSITIONS: dict[HandshakeState, dict[HandshakeStep, HandshakeState]] = {
-    HandshakeState.NEW: {HandshakeStep.HELLO: HandshakeState.CONNECTED, HandshakeStep.FAILED: HandshakeState.FAILED},
+TRANSITIONS: dict[HandshakeState, dict[type[WireMessage], HandshakeState]] = {
+    HandshakeState.NEW: {Hello: HandshakeState.CONNECTED},
     HandshakeState.CONNECTED: {
-        HandshakeStep.LOADING: HandshakeState.CONNECTED,
-        HandshakeStep.READY: HandshakeState.READY,
-        HandshakeStep.FAILED: HandshakeState.FAILED,
+        Loading: HandshakeState.CONNECTED,
+        Ready: HandshakeState.READY,
+        Failing: HandshakeState.FAILED,
     },
-    HandshakeState.READY: {HandshakeStep.FAILED: HandshakeState.FAILED},
+    HandshakeState.READY: {Failing: HandshakeState.FAILED},
     HandshakeState.FAILED: {},
 }
 
@@ -137,24 +130,26 @@ class EngineRecord:
         self.state = HandshakeState.NEW
         self.peer: bytes | None = None
         self.pid = 0
-        self.reader: Reader[FromEngine] | None = None
+        self.reader: Reader[FromEngine] = Reader(FromEngine)
         self.loaded = (0, 0)
         self.ready: Ready | None = None
 
-    def advance(self, event: HandshakeStep) -> None:
-        """Change state.
+    def take(self, body: FromEngine) -> None:
+        """Take a message in.
 
         Raises:
-            WireError: the event does not belong to this state.
+            WireError: it does not belong to this state.
         """
-        state = TRANSITIONS[self.state].get(event)
+        state = TRANSITIONS[self.state].get(type(body))
         if state is None:
-            raise WireError(f"a {event.value} from an engine that is {self.state.value}")
+            raise WireError(f"a {type(body).__name__} from an engine that is {self.state.value}")
         self.state = state
-
-    def __repr__(self) -> str:
-        where = "local" if self.is_local else "remote"
-        return f"<EngineRecord {self.index} {where} {self.state.value}>"
+        if isinstance(body, Hello):
+            self.pid = body.pid
+        elif isinstance(body, Loading):
+            self.loaded = (body.done, body.total)
+        elif isinstance(body, Ready):
+            self.ready = body
 
 
 class Welcome:
@@ -164,7 +159,7 @@ class Welcome:
         num_local, num_remote: how many of each.
         make_init: what an engine of this index is told.
         token: what local engines must show; remote ones prove themselves by their keys.
-        now, hello_timeout_s, start_timeout_s: each engine says HELLO by the first, and READY by the second.
+        now, start_timeout_s: each engine is READY by then, and says HELLO within `HELLO_TIMEOUT_S`.
     Attributes:
         engines: by index.
         failure: why it is over, if it went wrong.
@@ -179,7 +174,6 @@ class Welcome:
         make_init: Callable[[int], Init],
         token: str,
         now: float,
-        hello_timeout_s: float = HELLO_TIMEOUT_S,
         start_timeout_s: float,
     ) -> None:
         self.engines = [EngineRecord(index, is_local=index < num_local) for index in range(num_local + num_remote)]
@@ -187,7 +181,7 @@ class Welcome:
         self.num_refused = 0
         self._make_init = make_init
         self._token = token
-        self._hello_by = now + min(hello_timeout_s, start_timeout_s)
+        self._hello_by = now + min(HELLO_TIMEOUT_S, start_timeout_s)
         self._ready_by = now + start_timeout_s
         self._start_timeout_s = start_timeout_s
 
@@ -208,9 +202,10 @@ class Welcome:
             engine = next((engine for engine in self.engines if engine.peer == peer), None)
             if engine is None:
                 return self._on_stranger(peer, frames)
-            assert engine.reader is not None
             body, _ = engine.reader.read(frames)
-            self._on_engine(engine, body)
+            engine.take(body)
+            if isinstance(body, Failing):
+                self._fail(to_error(body.fault))
         except WireError:
             self.num_refused += 1
         return []
@@ -219,7 +214,7 @@ class Welcome:
         """The process of a local engine has ended."""
         engine = self.engines[index]
         if engine.state is not HandshakeState.FAILED:
-            engine.advance(HandshakeStep.FAILED)
+            engine.state = HandshakeState.FAILED
             self._fail(EngineDead(description))
 
     def on_time(self, now: float) -> None:
@@ -240,8 +235,8 @@ class Welcome:
         if isinstance(engine, str):
             self.num_refused += 1
             return [(peer, TurnedAway(PROTOCOL_VERSION, engine))]
-        engine.advance(HandshakeStep.HELLO)
-        engine.peer, engine.reader, engine.pid = peer, reader, body.pid
+        engine.take(body)
+        engine.peer, engine.reader = peer, reader
         return [(peer, self._make_init(engine.index))]
 
     def _place_for(self, hello: Hello) -> EngineRecord | str:
@@ -257,20 +252,6 @@ class Welcome:
         if hello.index >= 0:
             free = [engine for engine in free if engine.index == hello.index]
         return free[0] if free else f"no {'local' if hello.is_local else 'remote'} engine {hello.index} is waited for"
-
-    def _on_engine(self, engine: EngineRecord, body: FromEngine) -> None:
-        match body:
-            case Loading():
-                engine.advance(HandshakeStep.LOADING)
-                engine.loaded = (body.done, body.total)
-            case Ready():
-                engine.advance(HandshakeStep.READY)
-                engine.ready = body
-            case Failing():
-                engine.advance(HandshakeStep.FAILED)
-                self._fail(to_error(body.fault))
-            case _:
-                raise WireError(f"a second {type(body).__name__}")
 
     def _fail(self, error: Exception) -> None:
         if self.failure is None:
@@ -315,50 +296,32 @@ async def welcome(
 # The engine's side
 
 
-class Joining:
-    """An engine's handshakes, with one or two: a pure machine.
+def check_init(body: ToEngine) -> Init:
+    """An answer to HELLO.
 
-    What the first (the one beside it) says of address and config holds; the last one, which may be shared, says which
-    engine of how many it is.
-
-    Args:
-        num_handshakes: with how many.
+    Raises:
+        EngineDead: this engine was turned away.
     """
+    if isinstance(body, TurnedAway):
+        raise EngineDead(f"this engine was turned away: {body.reason}")
+    if body.version != PROTOCOL_VERSION:
+        raise EngineDead(f"version {PROTOCOL_VERSION} is spoken here, not {body.version}")
+    return body
 
-    def __init__(self, num_handshakes: int) -> None:
-        assert num_handshakes >= 1, "a handshake is needed"
-        self._inits: list[Init | None] = [None] * num_handshakes
 
-    def on_init(self, handshake: int, body: ToEngine) -> None:
-        """Take an answer to HELLO.
+def merge_inits(inits: Sequence[Init]) -> Init:
+    """What one or two have said together.
 
-        Raises:
-            EngineDead: it was turned away.
-            WireError: it came twice.
-        """
-        if isinstance(body, TurnedAway):
-            raise EngineDead(f"this engine was turned away: {body.reason}")
-        if body.version != PROTOCOL_VERSION:
-            raise EngineDead(f"version {PROTOCOL_VERSION} is spoken here, not {body.version}")
-        if self._inits[handshake] is not None:
-            raise WireError("a second INIT")
-        self._inits[handshake] = body
-
-    @property
-    def is_done(self) -> bool:
-        return all(init is not None for init in self._inits)
-
-    def merged(self) -> Init:
-        """What all said together."""
-        inits = [init for init in self._inits if init is not None]
-        assert len(inits) == len(self._inits), "an answer is missing"
-        first, last = inits[0], inits[-1]
-        return Init(
-            version=PROTOCOL_VERSION,
-            index=last.index,
-            num_engines=last.num_engines,
-            address=next((init.address for init in inits if init.address), None),
-            config=next((init.config for init in inits if init.config is not None), None),
-            plugins=first.plugins,
-            executor=first.executor,
-        )
+    What the first (the one beside it) says of address and config holds, and code is for it alone to name; the last one,
+    which may be shared, says which engine of how many it is.
+    """
+    first, last = inits[0], inits[-1]
+    return Init(
+        version=PROTOCOL_VERSION,
+        index=last.index,
+        num_engines=last.num_engines,
+        address=first.address or last.address,
+        config=first.config or last.config,
+        plugins=first.plugins,
+        executor=first.executor,
+    )

@@ -29,10 +29,11 @@ from aioengine.transport.handshake import (
     Failing,
     Hello,
     Init,
-    Joining,
     Loading,
     Ready,
     ToEngine,
+    check_init,
+    merge_inits,
 )
 from aioengine.transport.security import ClientKeys, ServerKeys
 from aioengine.transport.server import EngineServer
@@ -196,8 +197,7 @@ class _Handshakes:
         self._endpoints = endpoints
         self._worker = worker
         self._context: Context | None = None
-        self._channels: list[Channel] = []
-        self._writers: list[Writer] = []
+        self._channels: list[tuple[Channel, Writer]] = []
         self._told_bytes = 0
 
     async def greet(self, index: int) -> Init | None:
@@ -208,24 +208,26 @@ class _Handshakes:
         """
         if not self._endpoints:
             return None
-        machine = Joining(len(self._endpoints))
         for endpoint in self._endpoints:
             await self._connect(endpoint)
-        for place, endpoint in enumerate(self._endpoints):
-            self._send(place, Hello(PROTOCOL_VERSION, index, endpoint.token, os.getpid(), endpoint.is_local))
+        for (channel, writer), endpoint in zip(self._channels, self._endpoints, strict=True):
+            hello = Hello(PROTOCOL_VERSION, index, endpoint.token, os.getpid(), endpoint.is_local)
+            channel.send(writer.write(hello))
+        inits: list[Init] = []
         with anyio.move_on_after(HELLO_TIMEOUT_S):
             # One after the other: all are needed, and a group of tasks would wrap the error that says why one is not.
-            for place in range(len(self._endpoints)):
-                await self._wait_for_init(place, machine)
-        if not machine.is_done:
-            addresses = ", ".join(endpoint.address for endpoint in self._endpoints)
-            raise EngineDead(f"no answer to HELLO from {addresses} within {HELLO_TIMEOUT_S:g} s")
-        return machine.merged()
+            for channel, _ in self._channels:
+                answer: Reader[ToEngine] = Reader(ToEngine)
+                (frames, *_) = await channel.receive()
+                inits.append(check_init(answer.read(frames)[0]))
+            return merge_inits(inits)
+        addresses = ", ".join(endpoint.address for endpoint in self._endpoints)
+        raise EngineDead(f"no answer to HELLO from {addresses} within {HELLO_TIMEOUT_S:g} s")
 
     def tell(self, body: WireMessage) -> None:
         """Say the same to all."""
-        for place in range(len(self._channels)):
-            self._send(place, body)
+        for channel, writer in self._channels:
+            channel.send(writer.write(body))
 
     def on_progress(self, done: int, total: int, what: str = LOADING) -> None:
         """Tell how far the loading is, now and then."""
@@ -236,7 +238,7 @@ class _Handshakes:
             self.tell(Loading(done, total))
 
     async def aclose(self) -> None:
-        for channel in self._channels:
+        for channel, _ in self._channels:
             channel.close(LINGER_S)
         await end_context(self._context, self._worker)
 
@@ -249,15 +251,5 @@ class _Handshakes:
         socket.ipv6 = where.is_ipv6
         if endpoint.keys is not None and where.scheme == "tcp":
             endpoint.keys.apply_client(socket)
-        self._channels.append(Channel(socket))
-        self._writers.append(Writer())
+        self._channels.append((Channel(socket), Writer()))
         socket.connect(str(where))
-
-    def _send(self, place: int, body: WireMessage) -> None:
-        self._channels[place].send(self._writers[place].write(body))
-
-    async def _wait_for_init(self, place: int, machine: Joining) -> None:
-        reader: Reader[ToEngine] = Reader(ToEngine)
-        for frames in await self._channels[place].receive():
-            body, _ = reader.read(frames)
-            machine.on_init(place, body)
