@@ -37,8 +37,8 @@ def test_a_config_shows_all_but_its_keys() -> None:
         assert "secret" not in shown
         assert "metrics_prefix" in shown
         assert "fox_" in shown
-    assert "api_keys=<2 hidden>" in repr(config)
-    assert "api_keys=()" in repr(ServerConfig())
+    assert "api_keys='2 hidden'" in repr(config)
+    assert "api_keys='0 hidden'" in repr(ServerConfig())
     assert config.api_keys == ("a-long-secret", "another-secret")
 
 

@@ -88,15 +88,14 @@ class DisconnectWatcher:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[asyncio.Future[None], BaseProtocol] = {}
-        self._is_looking = False
+        self._timer: asyncio.TimerHandle | None = None
 
     async def of(self, request: web.Request) -> None:
         """Wait until the client of ``request`` has left."""
         future: asyncio.Future[None] = self._loop.create_future()
         self._waiting[future] = request.protocol
-        if not self._is_looking:
-            self._is_looking = True
-            self._loop.call_later(self.INTERVAL_S, self._look)
+        if self._timer is None:
+            self._timer = self._loop.call_later(self.INTERVAL_S, self._look)
         try:
             await future
         finally:
@@ -107,9 +106,7 @@ class DisconnectWatcher:
             transport = protocol.transport
             if (transport is None or transport.is_closing()) and not future.done():
                 future.set_result(None)
-        self._is_looking = bool(self._waiting)
-        if self._is_looking:
-            self._loop.call_later(self.INTERVAL_S, self._look)
+        self._timer = self._loop.call_later(self.INTERVAL_S, self._look) if self._waiting else None
 
 
 async def _until_taken(request: web.Request) -> None:
@@ -187,14 +184,14 @@ class AiohttpExchange:
             raise ClientGone from error
 
     async def write(self, data: bytes) -> None:
-        assert self.response is not None, "it has not been started"
+        assert self.response is not None
         try:
             await self.response.write(data)
         except ConnectionError as error:
             raise ClientGone from error
 
     async def end(self) -> None:
-        assert self.response is not None, "it has not been started"
+        assert self.response is not None
         try:
             await self.response.write_eof()
             await _until_taken(self._request)

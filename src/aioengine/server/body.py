@@ -38,7 +38,7 @@ class BodyReader:
         self._decoding = PerLoop(asyncio.Lock)
         """For large bodies: one of them a turn of the loop."""
         self._inflating = PerLoop(asyncio.Lock)
-        """For compressed bodies: one piece of one of them a turn of the loop."""
+        """For compressed bodies: one of them at a time."""
         self._num_bytes = 0
         """Held by bodies that have not come to their end yet."""
 
@@ -78,12 +78,11 @@ class BodyReader:
         encoding = exchange.headers.get("content-encoding", "").strip().lower()
         if encoding not in ("", "identity", *ENCODINGS):
             await self._refuse(exchange, _unknown_encoding(encoding))
-        read = _Inflated(exchange, encoding, self._inflating.get()).read if encoding in ENCODINGS else exchange.read
         pieces: list[bytes] = []
         num_bytes = 0
         try:
             with anyio.fail_after(self._timeout_s):
-                while piece := await read():
+                while piece := await exchange.read():
                     pieces.append(piece)
                     num_bytes += len(piece)
                     self._num_bytes += len(piece)
@@ -93,12 +92,17 @@ class BodyReader:
                     if self._num_bytes > MAX_BODIES_AT_ONCE * max_bytes:
                         message = "too many large requests are being sent at once; try again later"
                         raise overloaded(message, 1, connection="close")
+                body = b"".join(pieces)
+                # aiohttp inflates bodies itself, unless it was told not to; nothing compressed begins as JSON does.
+                if encoding in ENCODINGS and body.lstrip()[:1] not in (b"{", b"[", b""):
+                    async with self._inflating.get():
+                        return await _inflated(body, encoding, max_bytes)
+                return body
         except TimeoutError:
             message = f"the request's body did not come within {self._timeout_s:g} s"
             raise ApiError(408, "timeout", message, headers={"connection": "close"}) from None
         finally:
             self._num_bytes -= num_bytes
-        return b"".join(pieces)
 
     async def _refuse(self, exchange: Exchange, error: ApiError) -> None:
         """Raise, but first take what still comes, for a while: a client that is cut off in sending hears no answer."""
@@ -113,49 +117,33 @@ class BodyReader:
 ENCODINGS = ("gzip", "x-gzip", "deflate")
 
 
-class _Inflated:
-    """Reads a compressed body, and inflates no more of it at once than `PIECE_BYTES`, however much there is."""
+async def _inflated(body: bytes, encoding: str, max_bytes: int) -> bytes:
+    """A compressed body, inflated `PIECE_BYTES` a turn of the loop.
 
-    def __init__(self, exchange: Exchange, encoding: str, inflating: asyncio.Lock) -> None:
-        self._exchange = exchange
-        self._encoding = encoding
-        self._inflating = inflating
-        self._inflater = zlib.decompressobj(wbits=32 + zlib.MAX_WBITS)  # its header says whether it is gzip or zlib
-        self._is_begun = self._is_plain = self._has_more = False
-
-    async def read(self) -> bytes:
-        """The next piece, inflated; empty at the end of the body.
-
-        Raises:
-            ApiError: 400; it is damaged, or ends in the middle.
-            ClientGone: it did not come to its end.
-        """
-        while True:
-            data = self._inflater.unconsumed_tail if self._has_more else await self._exchange.read()
-            if not self._is_begun:
-                self._is_begun = True
-                # aiohttp inflates bodies itself, unless it was told not to; nothing compressed begins as JSON does.
-                self._is_plain = data.lstrip()[:1] in (b"{", b"[", b"")
-            if self._is_plain:
-                return data
-            if not data and not self._has_more:
-                if not self._inflater.eof:
-                    raise self._damaged("it ends in the middle")
-                return b""
-            async with self._inflating:
-                try:
-                    piece = self._inflater.decompress(data, PIECE_BYTES)
-                except zlib.error as error:
-                    raise self._damaged(str(error)) from None
-                await asyncio.sleep(0)
-            if self._inflater.unused_data:
-                raise self._damaged("something follows its end")
-            self._has_more = len(piece) == PIECE_BYTES
-            if piece:
-                return piece
-
-    def _damaged(self, reason: str) -> ApiError:
-        return ApiError(400, "invalid_encoding", f"the body is no valid {self._encoding}: {reason}")
+    Raises:
+        ApiError: it is too large (413), or damaged (400).
+    """
+    inflater = zlib.decompressobj(wbits=32 + zlib.MAX_WBITS)  # its header says whether it is gzip or zlib
+    inflated = bytearray()
+    num_taken = 0
+    try:
+        while not inflater.eof:
+            data = inflater.unconsumed_tail
+            if not data:
+                data = body[num_taken : num_taken + PIECE_BYTES]
+                num_taken += len(data)
+            piece = inflater.decompress(data, PIECE_BYTES)
+            if not data and not piece:
+                raise zlib.error("it ends in the middle")
+            inflated += piece
+            if len(inflated) > max_bytes:
+                raise _too_large(max_bytes)
+            await asyncio.sleep(0)
+        if inflater.unused_data or num_taken < len(body):
+            raise zlib.error("something follows its end")
+    except zlib.error as error:
+        raise ApiError(400, "invalid_encoding", f"the body is no valid {encoding}: {error}") from None
+    return bytes(inflated)
 
 
 def _unknown_encoding(encoding: str) -> ApiError:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
-from msgspec.structs import force_setattr
+from msgspec.structs import asdict, force_setattr
 
 from aioengine.config import EngineConfig
 from aioengine.errors import ConfigError
@@ -95,8 +95,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __rich_repr__(self) -> list[tuple[str, Any]]:
         """What it is shown by: all but the keys, of which only the number is told."""
-        shown = {name: getattr(self, name) for name in self.__struct_fields__}
-        return list({**shown, "api_keys": _Hidden(len(self.api_keys))}.items())
+        return list({**asdict(self), "api_keys": f"{len(self.api_keys)} hidden"}.items())
 
     def body_limit(self, max_model_len: int) -> int:
         """The largest body, in bytes: what it holds is looked through on the loop, at about a millisecond a MiB."""
@@ -130,16 +129,6 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         check_fields(self, lambda _, message: ConfigError(message))
 
 
-class _Hidden:
-    """Stands for secrets where a config is shown."""
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-
-    def __repr__(self) -> str:
-        return f"<{self._number} hidden>" if self._number else "()"
-
-
 def _check_keys(keys: Any) -> None:
     """Raise ConfigError for what are no keys; by hand, since the messages of `check_fields` show the value."""
     if not isinstance(keys, tuple | list | set | frozenset) or not all(isinstance(key, str) for key in keys):
@@ -149,9 +138,6 @@ def _check_keys(keys: Any) -> None:
     if any(key != key.strip() or not key.isprintable() for key in keys):
         raise ConfigError("api_keys: no key may begin or end with a space, or have control characters")
 
-
-DEFAULT_PORTS = {"http": 80, "https": 443}
-"""Of these no browser sends one."""
 
 _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::([0-9]{1,5}))?/?")
 _NAME = re.compile(r"[a-z0-9._-]+")
@@ -168,9 +154,8 @@ def _origin(text: str) -> str:
             " https://app.example, or *"
         )
     scheme, host, port = found.groups()
-    return (
-        f"{scheme}://{host}" if port is None or int(port) == DEFAULT_PORTS.get(scheme) else f"{scheme}://{host}:{port}"
-    )
+    is_default = (scheme, port) in (("http", "80"), ("https", "443"))
+    return f"{scheme}://{host}" if port is None or is_default else f"{scheme}://{host}:{int(port)}"
 
 
 def _host(text: str) -> str:

@@ -72,20 +72,17 @@ class Exchange(Protocol):
         ...
 
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
-        """Begin a response that is written in pieces."""
-        ...
-
-    async def write(self, data: bytes) -> None:
-        """Write the next piece; waits while the client reads more slowly than it is written to.
+        """Begin a response that is written in pieces. This, `write` and `end` wait while the client reads more slowly
+        than it is written to.
 
         Raises:
             ClientGone: the client has left; where a framework does not say so, nothing happens.
         """
         ...
 
-    async def end(self) -> None:
-        """End a response that was written in pieces."""
-        ...
+    async def write(self, data: bytes) -> None: ...
+
+    async def end(self) -> None: ...
 
     async def respond(self, response: Response) -> None:
         """Give a whole response."""
@@ -168,20 +165,19 @@ class EventWriter:
         self._interval_s = min(timeout_s, idle_s)
         self._timer = self._loop.call_later(self._interval_s, self._look)
 
+    # Each waits while the client reads more slowly than it is written to.
+
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
-        """Begin the response; waits as `write` does, where the client has not read an earlier one."""
         self._begin()
         await self._exchange.start(status, headers)
         self._is_writing = False
 
     async def write(self, data: bytes) -> None:
-        """Write; waits while the client reads more slowly than it is written to."""
         self._begin()
         await self._exchange.write(data)
         self._is_writing = False
 
     async def end(self) -> None:
-        """End the response; waits as `write` does."""
         self._begin()
         await self._exchange.end()
         self._is_writing = False

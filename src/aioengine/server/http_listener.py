@@ -53,7 +53,10 @@ class HttpListener:
             else:
                 _check_path(where.uds)
         except OSError as error:
-            raise ConfigError(f"cannot serve at {self.url}: {error.strerror or error}") from None
+            raise self._not_served(error) from None
+
+    def _not_served(self, error: OSError) -> ConfigError:
+        return ConfigError(f"cannot serve at {self.url}: {error.strerror or error}")
 
     @property
     def url(self) -> str:
@@ -83,16 +86,15 @@ class HttpListener:
             for each in self.sockets:
                 each.listen(BACKLOG)
         except OSError as error:
-            raise ConfigError(f"cannot serve at {self.url}: {error.strerror or error}") from None
+            raise self._not_served(error) from None
 
     def close(self) -> None:
         """Refuse clients, and remove the socket's file. Idempotent."""
         for each in self.sockets:
             each.close()
-        if self._file is not None and self.where.uds is not None:
+        if self.where.uds is not None and self._file is not None:
             with contextlib.suppress(FileNotFoundError):
-                status = os.lstat(self.where.uds)
-                if (status.st_dev, status.st_ino) == self._file:  # not one that another server has put there
+                if _file_at(self.where.uds) == self._file:  # not one that another server has put there
                     os.unlink(self.where.uds)
             self._file = None
 
@@ -110,8 +112,13 @@ class HttpListener:
         # Linux gives the file the socket's own mode as it makes it: there is no moment in which it has another.
         os.fchmod(made.fileno(), 0o600)
         made.bind(path)
-        status = os.lstat(path)
-        self._file = (status.st_dev, status.st_ino)
+        self._file = _file_at(path)
+
+
+def _file_at(path: str) -> tuple[int, int]:
+    """Device and inode."""
+    status = os.lstat(path)
+    return status.st_dev, status.st_ino
 
 
 def _bind_tcp(host: str, port: int) -> list[socket.socket]:
@@ -124,7 +131,6 @@ def _bind_tcp(host: str, port: int) -> list[socket.socket]:
             made = socket.socket(family, kind, socket.IPPROTO_TCP)
             sockets.append(made)
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            _find_the_dead(made)
             if family == socket.AF_INET6:
                 made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             if port == 0 and len(sockets) > 1:
@@ -135,14 +141,6 @@ def _bind_tcp(host: str, port: int) -> list[socket.socket]:
             made.close()
         raise
     return sockets
-
-
-def _find_the_dead(made: socket.socket) -> None:
-    """A client that waits for its answer sends nothing: one whose machine is gone would be waited for all along."""
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # what it accepts inherits these
-    for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)):
-        if hasattr(socket, name):
-            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _check_path(path: str) -> None:
