@@ -409,11 +409,13 @@ class Elsewhere:
         self._process.stdin.close()
         await self._process.wait()
 
-    async def send(self, port: int, path: str, *, at_once: int = 1) -> list[tuple[int, str]]:
-        """Send the request in the file so many times at once; their statuses and how their bodies begin."""
+    async def send(self, port: int, request: bytes, *, at_once: int = 1) -> list[tuple[int, str]]:
+        """Send the request so many times at once; their statuses and how their bodies begin."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"port": port, "path": path, "at_once": at_once}).encode() + b"\n")
+        told = {"port": port, "num_bytes": len(request), "at_once": at_once}
+        self._process.stdin.write(json.dumps(told).encode() + b"\n" + request)
+        await self._process.stdin.drain()
         return [(status, begin) for status, begin in json.loads(await self._process.stdout.readline())]
 
 
@@ -440,10 +442,9 @@ async def _send_all(port: int, data: bytes, at_once: int) -> Sequence[Any]:
 
 
 def main() -> None:
-    for line in sys.stdin:
+    for line in sys.stdin.buffer:
         told = json.loads(line)
-        with open(told["path"], "rb") as file:
-            data = file.read()
+        data = sys.stdin.buffer.read(told["num_bytes"])
         print(json.dumps(asyncio.run(_send_all(told["port"], data, told["at_once"]))), flush=True)
 
 

@@ -45,8 +45,8 @@ def slow_engine(**config: int) -> Engine:
     return Engine(seed=1, executor=FakeExecutor(vocab_size=2048, is_manual=True), **config)
 
 
-def quick_engine(**config: int) -> Engine:
-    return Engine(seed=1, executor=FakeExecutor(vocab_size=2048), **config)
+def quick_engine() -> Engine:
+    return Engine(seed=1, executor=FakeExecutor(vocab_size=2048))
 
 
 def num_live(engine: Engine) -> int:
@@ -54,72 +54,62 @@ def num_live(engine: Engine) -> int:
     return stats.running + stats.waiting
 
 
-Handler = Callable[[Request], Awaitable[Response]]
-
-
 @asynccontextmanager
-async def hosted(handler: Handler) -> AsyncIterator[httpx.AsyncClient]:
+async def hosted(make: Callable[[Request], Awaitable[Any] | Response]) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of an app with one route, which gives the response that is made, or as JSON what is awaited."""
+
+    async def handler(request: Request) -> Response:
+        made = make(request)
+        return made if isinstance(made, Response) else JSONResponse(await made)
+
     app = Starlette(routes=[Route("/", handler)], exception_handlers=engine_errors)
     async with serving_app(app) as url, plain_client(url) as client:
         yield client
 
 
-async def test_a_stream_response_is_its_deltas_texts() -> None:
-    async with quick_engine() as engine:
-        expected = (await engine.generate(PROMPT, max_tokens=30, seed=1, ignore_eos=True)).text
+async def test_a_stream_response_is_its_deltas_texts_or_encoded_as_it_is_told() -> None:
+    asked: dict[str, Any] = {"max_tokens": 30, "seed": 1, "ignore_eos": True}
 
-        async def handler(request: Request) -> Response:
-            return StreamResponse(engine.stream(PROMPT, max_tokens=30, seed=1, ignore_eos=True))
-
-        async with hosted(handler) as client:
-            answer = await client.get("/")
-    assert answer.text == expected
-    assert answer.headers["content-type"] == "text/plain; charset=utf-8"
-    assert "content-length" not in answer.headers
-
-
-async def test_a_stream_response_encodes_as_it_is_told() -> None:
     def encode(delta: CompletionDelta) -> bytes:
         return b"%d," % len(delta.token_ids)
 
     async with quick_engine() as engine:
-
-        async def handler(request: Request) -> Response:
-            stream = engine.stream(PROMPT, max_tokens=30, ignore_eos=True)
-            return StreamResponse(stream, encode, media_type="text/csv", headers={"x-own": "1"})
-
-        async with hosted(handler) as client:
+        expected = (await engine.generate(PROMPT, **asked)).text
+        async with hosted(lambda _: StreamResponse(engine.stream(PROMPT, **asked))) as client:
             answer = await client.get("/")
-    assert sum(map(int, answer.text.strip(",").split(","))) == 30
-    assert (answer.headers["content-type"], answer.headers["x-own"]) == ("text/csv; charset=utf-8", "1")
+        assert answer.text == expected
+        assert answer.headers["content-type"] == "text/plain; charset=utf-8"
+        assert "content-length" not in answer.headers
+        told: dict[str, Any] = {"media_type": "text/csv", "headers": {"x-own": "1"}}
+        async with hosted(lambda _: StreamResponse(engine.stream(PROMPT, **asked), encode, **told)) as client:
+            answer = await client.get("/")
+        assert sum(map(int, answer.text.strip(",").split(","))) == 30
+        assert (answer.headers["content-type"], answer.headers["x-own"]) == ("text/csv; charset=utf-8", "1")
 
 
 async def test_a_client_that_leaves_ends_the_request_of_a_stream_response() -> None:
-    async with slow_engine() as engine:
-
-        async def handler(request: Request) -> Response:
-            return StreamResponse(engine.stream(PROMPT, max_tokens=30))
-
-        async with hosted(handler) as client:
-            async with client.stream("GET", "/") as answer:
-                assert answer.status_code == 200
-                await until(lambda: num_live(engine) == 1)
-            await until(lambda: num_live(engine) == 0)
+    async with (
+        slow_engine() as engine,
+        hosted(lambda _: StreamResponse(engine.stream(PROMPT, max_tokens=30))) as client,
+    ):
+        async with client.stream("GET", "/") as answer:
+            assert answer.status_code == 200
+            await until(lambda: num_live(engine) == 1)
+        await until(lambda: num_live(engine) == 0)
 
 
 async def test_a_client_that_leaves_ends_what_was_done_while_it_was_connected() -> None:
     raised: list[BaseException] = []
     async with slow_engine() as engine:
 
-        async def handler(request: Request) -> Response:
+        async def generate(request: Request) -> None:
             try:
-                output = await while_connected(request, engine.generate(PROMPT, max_tokens=30))
+                await while_connected(request, engine.generate(PROMPT, max_tokens=30))
             except Exception as error:
                 raised.append(error)
                 raise
-            return JSONResponse(output.text)
 
-        async with hosted(handler) as client:
+        async with hosted(generate) as client:
             async with Tasks() as tasks:
                 tasks.start(client.get("/"))
                 await until(lambda: num_live(engine) == 1)
@@ -131,12 +121,12 @@ async def test_a_client_that_leaves_ends_what_was_done_while_it_was_connected() 
 async def test_what_was_done_while_connected_is_given_back_and_its_errors_are_as_they_were() -> None:
     async with quick_engine() as engine:
 
-        async def handler(request: Request) -> Response:
+        async def generate(request: Request) -> int:
             tokens = int(request.query_params["tokens"])
             output = await while_connected(request, engine.generate(PROMPT, max_tokens=tokens, ignore_eos=True))
-            return JSONResponse(len(output.outputs[0].token_ids))
+            return len(output.outputs[0].token_ids)
 
-        async with hosted(handler) as client:
+        async with hosted(generate) as client:
             assert (await client.get("/", params={"tokens": 7})).json() == 7
             refused = await client.get("/", params={"tokens": 0})
     assert refused.status_code == 400
@@ -199,16 +189,16 @@ async def test_a_fastapi_endpoint_returns_what_the_engine_gave() -> None:
 
 
 async def test_an_output_as_a_dict_is_what_json_takes() -> None:
-    async def starlette_story(request: Request) -> Response:
-        return JSONResponse((await engine.generate(PROMPT, max_tokens=3, logprobs=1)).to_dict())
+    async def as_dict(request: object) -> Any:
+        return (await engine.generate(PROMPT, max_tokens=3, logprobs=1)).to_dict()
 
     async def aiohttp_story(request: web.Request) -> web.Response:
-        return web.json_response((await engine.generate(PROMPT, max_tokens=3, logprobs=1)).to_dict())
+        return web.json_response(await as_dict(request))
 
     site = web.Application()
     site.add_routes([web.get("/", aiohttp_story)])
-    for app in (Starlette(routes=[Route("/", starlette_story)]), site):
-        async with quick_engine() as engine, serving_app(app) as url, plain_client(url) as client:
+    async with quick_engine() as engine, hosted(as_dict) as http, serving_app(site) as url, plain_client(url) as other:
+        for client in (http, other):
             told = (await client.get("/")).json()
             assert (told["prompt_token_ids"], told["finished"]) == (PROMPT, True)
 
@@ -217,12 +207,12 @@ async def test_an_output_as_a_dict_is_what_json_takes() -> None:
 async def test_an_engine_without_room_is_a_503_that_says_when_to_come_again(is_stream: bool) -> None:
     async with slow_engine(max_num_seqs=1, max_num_batched_tokens=64, max_waiting=1) as engine:
 
-        async def handler(request: Request) -> Response:
+        def make(request: Request) -> Any:
             if is_stream:
                 return StreamResponse(engine.stream(PROMPT, on_full="raise"))
-            return JSONResponse((await while_connected(request, engine.generate(PROMPT, on_full="raise"))).text)
+            return while_connected(request, engine.generate(PROMPT, on_full="raise"))
 
-        async with hosted(handler) as client, engine.stream(PROMPT):
+        async with hosted(make) as client, engine.stream(PROMPT):
             await until(lambda: engine.stats().running == 1)
             async with engine.stream(PROMPT):
                 answer = await client.get("/")
@@ -248,11 +238,11 @@ async def test_a_stream_that_breaks_ends_its_response_so_that_its_client_notices
 
     async with quick_engine() as engine:
 
-        async def handler(request: Request) -> Response:
+        def make(request: Request) -> Response:
             stream = engine.stream(PROMPT, max_tokens=30, ignore_eos=True)
             return StreamResponse(stream, encode_error=encode_error if is_told else None)
 
-        async with hosted(handler) as client:
+        async with hosted(make) as client:
             if is_told:
                 assert (await client.get("/")).text.endswith("[StepFailed]")
             else:
@@ -361,33 +351,24 @@ def test_a_server_that_nobody_closed_ends_with_its_loop_and_a_word_about_it(loop
     assert "Traceback" not in done.stderr
 
 
-async def test_a_server_that_is_closed_lets_what_runs_end() -> None:
-    async with slow_engine() as engine:
+@pytest.mark.parametrize(("drain_timeout_s", "finish_reason"), [(30.0, "length"), (0.0, "abort")])
+async def test_a_server_that_is_closed_lets_what_runs_end_or_aborts_it(
+    drain_timeout_s: float, finish_reason: str
+) -> None:
+    async with slow_engine() as engine, Tasks() as tasks:
         server = await start_server(engine, port=0)
         async with plain_client(server.url) as client:
-            loop = asyncio.get_running_loop()
-            asking = loop.create_task(client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 1}))
+            asking = tasks.start(client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 1}))
             await until(lambda: num_live(engine) == 1)
-            closing = loop.create_task(server.aclose())
+            closing = tasks.start(server.aclose(drain_timeout_s=drain_timeout_s))
             await until(lambda: server._state.is_draining)
             executor = engine._runtime.core.executor  # type: ignore[union-attr]
             await until(lambda: bool(executor.unfinished))
-            while executor.unfinished:
+            while drain_timeout_s and executor.unfinished:
                 executor.unfinished[0].complete()
                 await asyncio.sleep(0)
-            assert (await asking).json()["choices"][0]["finish_reason"] == "length"
+            assert (await asking).json()["choices"][0]["finish_reason"] == finish_reason
             await closing
-
-
-async def test_a_server_that_is_closed_in_a_hurry_aborts_what_runs() -> None:
-    async with slow_engine() as engine:
-        server = await start_server(engine, port=0)
-        async with plain_client(server.url) as client:
-            body = {"prompt": PROMPT, "max_tokens": 5}
-            asking = asyncio.get_running_loop().create_task(client.post("/v1/completions", json=body))
-            await until(lambda: num_live(engine) == 1)
-            await server.aclose(drain_timeout_s=0.0)
-            assert (await asking).json()["choices"][0]["finish_reason"] == "abort"
 
 
 async def test_a_server_of_an_engine_that_has_not_been_started_or_of_a_place_that_is_taken_is_refused() -> None:
