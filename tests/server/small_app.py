@@ -48,8 +48,8 @@ class Request:
 
 
 class SmallApp:
-    """``GET /health``, ``POST /echo`` (gives the body back), ``GET /stream/NAME``, ``GET /flood``, ``GET /cut``,
-    ``POST /early`` (answers 413 and reads nothing)."""
+    """``GET /health``, ``POST /echo`` (gives the body back), ``GET /stream/NAME``, ``GET /flood``, ``POST /early``
+    (answers 413 and reads nothing)."""
 
     def __init__(self, engine: SmallEngine) -> None:
         self.engine = engine
@@ -70,10 +70,6 @@ class SmallApp:
             await respond(send, 413, {"error": "too large"})
         elif path == "/flood":
             await self._flood(send)
-        elif path == "/cut":
-            await start(send, 200)
-            await send({"type": "http.response.body", "body": b"x" * 100, "more_body": True})
-            scope["extensions"]["aioengine.cut"]()
         else:
             await respond(send, 200, {"path": path, "body": (await body_of(receive)).decode()})
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from server.hostile import GONE, Client, completion, heard_errors, request_of, served
-from turn_probe import LONGEST_S, TurnProbe, few_a_turn
+from turn_probe import LONGEST_S, TurnProbe
 
 from aioengine.server import ServerConfig
 
@@ -80,46 +80,3 @@ async def test_no_turn_is_long_however_many_leave(record_property: Callable[[str
         await target.until_told(GONE, count)
     record_property("longest_ms", round(max(probe.cpu_s) * 1e3, 1))
     assert max(probe.cpu_s) < LONGEST_S
-
-
-@pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
-async def test_what_comes_in_pieces_amid_many_others_stays_in_order() -> None:
-    """Of each connection two requests, one behind the other, in three pieces each, where few are read in a turn."""
-    async with served("serve", CONFIG, **ROOMY) as target:
-        with few_a_turn():
-            clients = [await target.connect() for _ in range(20)]
-            requests = [
-                b"".join(
-                    request_of("POST", "/tokenize", {"prompt": f"Once {number} {part} " + 500 * "upon "})
-                    for part in range(2)
-                )
-                for number in range(len(clients))
-            ]
-            for piece in range(3):
-                for client, request in zip(clients, requests, strict=True):
-                    third = len(request) // 3 + 1
-                    client._socket.send(request[piece * third : (piece + 1) * third])
-                await asyncio.sleep(0)
-            answers = [[await client.answer() for _ in range(2)] for client in clients]
-            expected = [
-                [await target.engine.tokenize(f"Once {number} {part} " + 500 * "upon ") for part in range(2)]
-                for number in range(len(clients))
-            ]
-        assert [[answer.json()["tokens"] for answer in two] for two in answers] == expected
-        for client in clients:
-            client.leave()
-
-
-async def test_who_leaves_while_its_request_is_held_is_forgotten() -> None:
-    async with served("serve", CONFIG, **ROOMY) as target:
-        with few_a_turn(), heard_errors() as errors:
-            clients = await ask_at_once(target.port, COMPLETIONS, [completion(max_tokens=1) for _ in range(40)])
-            await asyncio.sleep(0)
-            for client in clients[::2]:
-                client.leave("reset")
-            answers = await asyncio.gather(*[client.answer() for client in clients[1::2]])
-            assert {answer.status for answer in answers} == {200}
-            await target.until(lambda: len(target.transports()) == 20)
-        assert not errors
-        for client in clients[1::2]:
-            client.leave()

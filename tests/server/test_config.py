@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from aioengine.errors import ConfigError
-from aioengine.server import ServerConfig
+from aioengine.server import HttpLimits, ServerConfig
 
 
 @pytest.mark.parametrize(
@@ -91,3 +91,5 @@ def test_allowing_no_host_at_all_is_refused() -> None:
     with pytest.raises(ConfigError, match="allowed_hosts"):
         ServerConfig(allowed_hosts=())
     assert ServerConfig().allowed_hosts is None
+    with pytest.raises(ConfigError, match="max_headers"):
+        HttpLimits(max_headers=0)

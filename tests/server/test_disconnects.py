@@ -9,8 +9,6 @@ import random
 import threading
 from typing import Any
 
-import aiohttp
-import httpx
 import openai
 import pytest
 from server.conftest import each_adapter, texts_of
@@ -185,29 +183,7 @@ async def test_others_streams_do_not_notice_who_leaves(adapter: Adapter) -> None
         await target.until_told(GONE, 10)
 
 
-# Client libraries that give up
-
-
-@each_adapter
-async def test_a_cancelled_httpx_request_aborts_the_engines(adapter: Adapter) -> None:
-    async with served(adapter, is_manual=True) as target, Tasks() as tasks, httpx.AsyncClient() as client:
-        url = f"http://127.0.0.1:{target.port}/v1/completions"
-        asking = tasks.start(client.post(url, json=completion(LEAVER)))
-        await target.until(lambda: target.num_plans_with(LEAVER))
-        asking.cancel()
-        await assert_aborted_at_once(target)
-        await target.until_told(GONE, 1)
-
-
-@each_adapter
-async def test_an_aiohttp_client_that_times_out_aborts_the_engines_request(adapter: Adapter) -> None:
-    async with served(adapter, is_manual=True) as target, aiohttp.ClientSession() as session:
-        url = f"http://127.0.0.1:{target.port}/v1/completions"
-        timeout = aiohttp.ClientTimeout(total=0.05)
-        with pytest.raises(TimeoutError):
-            await session.post(url, json=completion(LEAVER), timeout=timeout)
-        await assert_aborted_at_once(target)
-        await target.until_told(GONE, 1)
+# A client library that gives up
 
 
 @each_adapter

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,7 +13,7 @@ import anyio
 import httpx
 import pytest
 from server.conftest import both_adapters, events_of, fake_engine, plain_client, serving, serving_app, serving_fake
-from server.hostile import request_of
+from server.hostile import completion, served
 from starlette.applications import Starlette
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.requests import Request
@@ -22,11 +21,9 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from waiting import until
 
-from aioengine import Engine, Logprob
-from aioengine.outputs import CompletionDelta
+from aioengine import Engine
 from aioengine.server import ServerConfig, StreamResponse, create_app, engine_errors
-from aioengine.server.answers import split_delta
-from aioengine.server.exchange import ClientGone, Exchange
+from aioengine.server.asgi import AsgiExchange
 from aioengine.server.generation import EventWriter
 from aioengine.testing import FakeExecutor
 
@@ -41,21 +38,6 @@ def long_engine() -> Engine:
 # A merged delta with log-probabilities
 
 
-@pytest.mark.parametrize("num_lines", [0, 1, 4, 5, 8, 11])
-def test_a_large_delta_comes_in_parts_that_are_all_of_it(num_lines: int) -> None:
-    ids = list(range(num_lines))
-    lines = [{token_id: Logprob(-1.0, 1, "x")} for token_id in ids]
-    delta = CompletionDelta(index=3, text="abc", token_ids=ids, logprobs=lines, finish_reason="stop", stop_reason=7)
-    *first, last = split_delta(delta, 4)
-    parts = [*first, last]
-    assert [token_id for part in parts for token_id in part.token_ids] == ids
-    assert [line for part in parts for line in part.logprobs or ()] == lines
-    assert all(len(part.token_ids) <= 4 for part in parts)
-    assert "".join(part.text for part in parts) == "abc"
-    assert [(part.finish_reason, part.stop_reason) for part in first] == [(None, None)] * len(first)
-    assert (last.finish_reason, last.stop_reason, last.index) == ("stop", 7, 3)
-
-
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 async def test_a_stream_that_was_not_read_for_long_tells_all_log_probabilities_then(path: str) -> None:
     """All of it is made before anything is read: one delta, and many events."""
@@ -65,6 +47,7 @@ async def test_a_stream_that_was_not_read_for_long_tells_all_log_probabilities_t
         async with plain_client(served.url) as client:
             answer = await client.post(path, json=body | asked)
     choices = [event["choices"][0] for event in events_of(answer.content)]
+    assert len(choices) >= 5  # no more than 500 log-probabilities are encoded in a turn
     if "chat" in path:
         told = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
     else:
@@ -136,23 +119,6 @@ async def test_a_stream_that_has_nothing_to_say_is_told_so_each_time() -> None:
     assert told[0] == pytest.approx(15.0, abs=0.01)
     assert 3 <= len(told) <= 6
     assert all(later - earlier >= 14.9 for earlier, later in itertools.pairwise(told))
-
-
-async def test_pipelined_requests_of_a_client_that_reads_nothing_give_their_places_back() -> None:
-    config = ServerConfig(write_timeout_s=0.2)
-    async with long_engine() as engine, serving(engine, "starlette", config) as served:
-        connection = socket.socket()
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.setblocking(False)
-        loop = asyncio.get_running_loop()
-        url = httpx.URL(served.url)
-        await loop.sock_connect(connection, (url.host, url.port))
-        stream = request_of("POST", "/v1/completions", TEXT | {"stream": True, "max_tokens": 4000})
-        await loop.sock_sendall(connection, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * 40 + stream)
-        await until(lambda: engine.stats().running + engine.stats().waiting > 0)
-        # uvicorn's own protocol cannot cut, but each request ends, and with it what it holds.
-        await until(lambda: engine.stats().running == engine.stats().waiting == 0)
-        connection.close()
 
 
 # Hosts
@@ -267,37 +233,11 @@ async def test_echo_alone_counts_no_tokens_in_its_events() -> None:
     assert [event["usage"]["completion_tokens"] for event in events_of(answer.content)] == [0, 0, 0]
 
 
-async def test_an_exchange_that_breaks_once_its_response_has_begun_is_cut() -> None:
-    class Breaks:
-        method, path, client = "POST", "/v1/completions", ""
-        headers = {"content-type": "application/json"}  # noqa: RUF012
-        statuses: list[int] = []  # noqa: RUF012
-        is_cut = False
-        body = [b'{"prompt":[1,2,3],"stream":true}', b""]  # noqa: RUF012
+async def test_an_exchange_that_breaks_once_its_response_has_begun_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(exchange: AsgiExchange, data: bytes) -> None:
+        raise RuntimeError("the framework broke")
 
-        async def read(self) -> bytes:
-            return self.body.pop(0)
-
-        async def gone(self) -> None:
-            await asyncio.get_running_loop().create_future()
-
-        async def start(self, status: int, headers: Any) -> None:
-            self.statuses.append(status)
-
-        async def write(self, data: bytes) -> None:
-            raise RuntimeError("the framework broke")
-
-        async def end(self) -> None:
-            raise ClientGone
-
-        async def respond(self, response: Any) -> None:
-            self.statuses.append(response.status)
-
-        def cut(self) -> None:
-            self.is_cut = True
-
-    async with fake_engine() as (engine, _):
-        exchange: Exchange = Breaks()
-        await create_app(engine).state.api.serve(exchange)
-        assert (Breaks.statuses, exchange.is_cut) == ([200], True)  # type: ignore[attr-defined]
-        await until(lambda: engine.stats().running == engine.stats().waiting == 0)
+    monkeypatch.setattr(AsgiExchange, "write", fail)
+    async with served("serve") as target, target.client() as client:
+        await client.post("/v1/completions", completion(stream=True))
+        assert (await client.read_to_end()).startswith(b"HTTP/1.1 200 ")

@@ -107,20 +107,11 @@ async def test_a_request_may_come_byte_by_byte_and_its_connection_is_used_again(
 
 
 @both_loops
-async def test_requests_sent_ahead_are_answered_in_order() -> None:
+async def test_requests_ahead_are_answered_in_order_and_too_many_are_left_unread() -> None:
     async with served() as server, client_of(server) as client:
-        await client.send(b"".join(GET.replace(b"/a", b"/%d" % number) for number in range(MAX_PIPELINED)))
-        for number in range(MAX_PIPELINED):
-            assert (await client.answer()).json()["path"] == f"/{number}"
-        assert (await ask(client)).status == 200
-
-
-@both_loops
-async def test_too_many_requests_ahead_are_left_unread_and_those_before_them_are_answered() -> None:
-    async with served() as server, client_of(server) as client:
-        await client.send(GET * 1000)
+        await client.send(b"".join(GET.replace(b"/a", b"/%d" % number) for number in range(1000)))
         answers = [await client.answer() for _ in range(MAX_PIPELINED + 1)]
-        assert [status for status, _, _ in answers] == [200] * (MAX_PIPELINED + 1)
+        assert [answer.json()["path"] for answer in answers] == [f"/{number}" for number in range(MAX_PIPELINED + 1)]
         assert [headers.get("connection") for _, headers, _ in answers] == [None] * MAX_PIPELINED + ["close"]
         assert await client.read_to_end() == b""
         assert len(server.app.scopes) == MAX_PIPELINED + 1
@@ -341,14 +332,6 @@ async def test_an_app_can_cut_a_client_that_does_not_read() -> None:
         await client.send(GET.replace(b"/a", b"/flood"))
         await until(lambda: any(each.flow.write_paused for each in server.state.all()))
         server.app.scopes[0]["extensions"]["aioengine.cut"]()
-        await until(lambda: server.state.is_idle and not server.state.tasks)
-
-
-async def test_what_was_written_before_a_cut_may_be_lost_and_nothing_comes_after_it() -> None:
-    async with served() as server, client_of(server) as client:
-        await client.send(GET.replace(b"/a", b"/cut"))
-        heard = await client.read_to_end()
-        assert len(heard) < 300
         await until(lambda: server.state.is_idle and not server.state.tasks)
 
 

@@ -256,12 +256,6 @@ async def test_a_mount_may_add_a_slash_and_leave_the_root_path_out() -> None:
 
 
 @on_both_adapters
-async def test_a_path_may_be_written_with_percents(http: httpx.AsyncClient) -> None:
-    assert (await http.get("/v1/%6dodels")).status_code == 200
-    assert (await http.get("/v1/models/d%65mo?a=b")).json()["id"] == "demo"
-
-
-@on_both_adapters
 @pytest.mark.parametrize("path", [*GETS, *POSTS])
 async def test_another_method_hears_which_ones_there_are(http: httpx.AsyncClient, path: str) -> None:
     allowed = "GET" if path in GETS else "POST"
@@ -324,12 +318,8 @@ async def test_a_page_of_an_allowed_origin_may_read_answers(keys: tuple[str, ...
         assert "access-control-allow-origin" not in preflight.headers
         answer = await http.get("/version", headers={**elsewhere, **key})
         assert "access-control-allow-origin" not in answer.headers
-
-
-async def test_any_origin_may_be_allowed() -> None:
     async with serving_fake("starlette", ServerConfig(allowed_origins=("*",))) as (*_, http):
-        answer = await http.get("/version", headers={"origin": "https://any.example"})
-        assert answer.headers["access-control-allow-origin"] == "*"
+        assert (await http.get("/version", headers=elsewhere)).headers["access-control-allow-origin"] == "*"
 
 
 @both_adapters

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import anyio
 import pytest
 from aiohttp import web
-from server.conftest import Adapter, both_adapters, serving_app
+from server.conftest import Adapter, api_of, both_adapters, serving_app
 from server.hostile import Client, completion, request_of
 from waiting import until
 
 from aioengine import Engine
 from aioengine.server import ServerConfig, aiohttp_routes, create_app
-from aioengine.server.api import Api
 from aioengine.testing import FakeExecutor
 
 LARGE = request_of("POST", "/v1/completions", completion(prompt="a " * 40_000))
@@ -32,16 +30,14 @@ class House:
     def __init__(self, adapter: Adapter) -> None:
         config = ServerConfig(max_concurrent_requests=100)
         self.engine: Engine | None = None
-        self.api: Api
         if adapter == "aiohttp":
             # What lives twice are the routes: an application of aiohttp's is bound to one loop.
             routes = aiohttp_routes(self._find, config)
-            self.api = inspect.getclosurevars(routes[0].handler).nonlocals["api"]
             self._app: Callable[[], Any] = lambda: _application(routes)
         else:
             app = create_app(self._find, config)
-            self.api = app.state.api
             self._app = lambda: app
+        self.api = api_of(self._app())
 
     def _find(self) -> Engine:
         assert self.engine is not None
