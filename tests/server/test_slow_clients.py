@@ -62,25 +62,26 @@ async def test_a_reader_that_stops_costs_a_bounded_buffer_and_is_cut_off(adapter
 
 
 @each_adapter
-async def test_others_get_on_beside_a_reader_that_stops(adapter: Adapter) -> None:
+@pytest.mark.parametrize("is_stream", [True, False])
+async def test_a_reader_that_comes_back_in_time_gets_everything_and_others_get_on_meanwhile(
+    adapter: Adapter, is_stream: bool
+) -> None:
+    body = completion(stream=True, **LONG) if is_stream else completion(**{**LONG, "max_tokens": 450, "logprobs": 2})
+    other = completion(8, stream=True, max_tokens=200)
     async with served(adapter, ServerConfig(write_timeout_s=30.0), send_buffer=SMALL_BUFFER, **LONG_TEXTS) as target:
-        alone = await target.ask("/v1/completions", completion(8, stream=True, max_tokens=200))
-        with await stalled(target, completion(stream=True, **LONG)):
-            beside = await target.ask("/v1/completions", completion(8, stream=True, max_tokens=200))
-        assert texts_of(beside.body) == texts_of(alone.body)
-
-
-@each_adapter
-async def test_a_reader_that_comes_back_in_time_gets_everything_in_order(adapter: Adapter) -> None:
-    async with served(adapter, ServerConfig(write_timeout_s=30.0), send_buffer=SMALL_BUFFER, **LONG_TEXTS) as target:
-        steady = await target.ask("/v1/completions", completion(stream=True, **LONG))
-        with await stalled(target, completion(stream=True, **LONG)) as client:
-            await target.until(lambda: target.num_buffered > 2**16)
+        steady, alone = await target.ask("/v1/completions", body), await target.ask("/v1/completions", other)
+        with await stalled(target, body) as client:
+            await target.until(lambda: target.num_buffered > (2**16 if is_stream else 0))
+            beside = await target.ask("/v1/completions", other)
             await turns(1000)
             answer = await client.answer()
         assert answer.status == 200
-        assert texts_of(answer.body) == texts_of(steady.body)
-        assert len(texts_of(answer.body)) == LONG["n"]
+        assert texts_of(beside.body) == texts_of(alone.body)
+        if is_stream:
+            assert texts_of(answer.body) == texts_of(steady.body)
+            assert len(texts_of(answer.body)) == LONG["n"]
+        else:
+            assert answer.json()["choices"] == steady.json()["choices"]
         assert await target.metric(CUT) == 0
 
 
@@ -121,18 +122,6 @@ async def test_a_whole_answer_of_megabytes_that_nobody_reads_is_not_kept(adapter
                 (length,) = re.findall(rb"(?i)content-length: (\d+)", head)
                 assert int(length) > 2**20
                 assert len(await client.read_to_end()) < 2**18
-
-
-@each_adapter
-async def test_a_whole_answer_of_megabytes_reaches_who_reads_slowly(adapter: Adapter) -> None:
-    async with served(adapter, ServerConfig(write_timeout_s=30.0), send_buffer=SMALL_BUFFER, **LONG_TEXTS) as target:
-        body = completion(n=16, temperature=1.0, max_tokens=450, logprobs=2)
-        steady = await target.ask("/v1/completions", body)
-        with await stalled(target, body) as client:
-            await target.until(lambda: target.num_buffered > 0)
-            await turns(1000)
-            answer = await client.answer()
-        assert answer.json()["choices"] == steady.json()["choices"]
 
 
 @each_adapter
@@ -178,9 +167,12 @@ async def test_a_body_a_byte_at_a_time_is_too_slow(adapter: Adapter) -> None:
 
 
 @each_adapter
-async def test_a_body_that_never_begins_is_too_slow(adapter: Adapter) -> None:
+@pytest.mark.parametrize(("body", "length"), [(None, "100"), (completion(), "5000")], ids=["none", "some"])
+async def test_a_body_that_never_begins_or_is_shorter_than_it_says_is_too_slow(
+    adapter: Adapter, body: Any, length: str
+) -> None:
     async with served(adapter, ServerConfig(body_timeout_s=0.1)) as target, target.client() as client:
-        await client.send(request_of("POST", "/v1/completions", content_length="100"))
+        await client.send(request_of("POST", "/v1/completions", body, content_length=length))
         answer = await client.answer()
         assert (answer.status, answer.error["code"]) == (408, "timeout")
 
@@ -218,13 +210,6 @@ async def test_chunks_without_end_are_refused_when_they_are_too_many(
             assert (answer.status, answer.error["code"]) == (413, "request_too_large")
             flooding.cancel()
         await target.until(lambda: not target.api._bodies._num_bytes)
-
-
-@each_adapter
-async def test_a_body_that_is_shorter_than_it_says_is_waited_for(adapter: Adapter) -> None:
-    async with served(adapter, ServerConfig(body_timeout_s=0.1)) as target, target.client() as client:
-        await client.send(request_of("POST", "/v1/completions", completion(), content_length="5000"))
-        assert (await client.answer()).status == 408
 
 
 @each_adapter

@@ -6,7 +6,6 @@ import contextlib
 import re
 import threading
 from collections.abc import AsyncIterator, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,9 @@ import anyio.abc
 import httpx
 import pytest
 from server.conftest import Adapter, app_of, both_adapters, fake_engine, plain_client, serving_app, serving_fake
-from waiting import until
+from waiting import Tasks, until
 
-from aioengine import Engine, ModelLoadError
+from aioengine import Engine
 from aioengine.models.folder import ModelFolder
 from aioengine.server import ServerConfig, api, create_app, start_server
 from aioengine.testing import FakeExecutor
@@ -89,20 +88,15 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     gate.set()
 
 
-async def start(engine: Engine) -> None:
-    with contextlib.suppress(ModelLoadError):
-        await engine.__aenter__()
-
-
 @contextlib.asynccontextmanager
 async def starting(
     adapter: Adapter, config: ServerConfig | None = None, *, model: str | None = None
-) -> AsyncIterator[tuple[Engine, httpx.AsyncClient, anyio.abc.TaskGroup]]:
+) -> AsyncIterator[tuple[Engine, httpx.AsyncClient, Tasks]]:
     """An engine that is served while it starts, which `gate` holds; a client of it, and tasks that end with it."""
     engine = Engine(model, seed=1, executor=FakeExecutor(vocab_size=2048))
     app = app_of(engine, adapter, config)
-    async with serving_app(app) as url, plain_client(url) as http, anyio.create_task_group() as tasks:
-        tasks.start_soon(start, engine)
+    async with serving_app(app) as url, plain_client(url) as http, Tasks() as tasks:
+        tasks.start(engine.__aenter__())
         await until(lambda: engine._runtime is not None)
         yield engine, http, tasks
         await engine.aclose()
@@ -113,23 +107,16 @@ async def test_what_is_asked_while_the_engine_starts_is_answered_when_it_has(
     adapter: Adapter, gate: threading.Event
 ) -> None:
     async with starting(adapter) as (_, http, tasks):
-        answers: dict[tuple[str, bool], httpx.Response] = {}
-
-        async def ask(path: str, stream: bool) -> None:
-            answers[path, stream] = await http.post(path, json={**POSTS[path], **({"stream": True} if stream else {})})
-
-        asked = [(path, stream) for path in POSTS for stream in (False, True) if path.startswith("/v1") or not stream]
-        for path, stream in asked:
-            tasks.start_soon(ask, path, stream)
+        streams = [(path, {**body, "stream": True}) for path, body in POSTS.items() if path.startswith("/v1")]
+        answers = [tasks.start(http.post(path, json=body)) for path, body in [*POSTS.items(), *streams]]
         for path in ("/v1/models", "/load"):
             check_503(await http.get(path), "unavailable")
         health = await http.get("/health")
         assert (health.status_code, health.json()["status"]) == (503, "STARTING")
         assert "aioengine:engine_up 0.0" in strip_labels((await http.get("/metrics")).text)
-        assert answers == {}
+        assert not any(answer.done() for answer in answers)
         gate.set()
-        await until(lambda: len(answers) == len(asked))
-        assert {answer.status_code for answer in answers.values()} == {200}
+        assert {(await answer).status_code for answer in answers} == {200}
         assert (await http.get("/health")).json()["status"] == "ALIVE"
 
 
@@ -142,7 +129,7 @@ async def test_what_waits_for_a_start_is_bounded_in_number_and_time(
     adapter: Adapter, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with starting(adapter, ServerConfig(max_concurrent_requests=1)) as (engine, http, tasks):
-        tasks.start_soon(partial(http.post, "/v1/completions", json=POSTS["/v1/completions"]))
+        tasks.start(http.post("/v1/completions", json=POSTS["/v1/completions"]))
         await until(lambda: engine._runtime._num_waiting_for_start == 1)
         check_503(await http.post("/tokenize", json=POSTS["/tokenize"]), "overloaded")
         gate.set()
@@ -162,17 +149,10 @@ async def test_who_waits_for_a_start_that_fails_hears_that_it_did(
     adapter: Adapter, gate: threading.Event, tmp_path: Path
 ) -> None:
     async with starting(adapter, model=str(tmp_path / "absent")) as (engine, http, tasks):
-        answers: list[httpx.Response] = []
-
-        async def ask(path: str) -> None:
-            answers.append(await http.post(path, json=POSTS[path]))
-
-        for path in POSTS:
-            tasks.start_soon(ask, path)
+        answers = [tasks.start(http.post(path, json=body)) for path, body in POSTS.items()]
         await until(lambda: engine._runtime._num_waiting_for_start == len(POSTS))
         gate.set()
-        await until(lambda: len(answers) == len(POSTS))
-        for answer in answers:
+        for answer in [await asked for asked in answers]:
             check_503(answer, "unavailable")
             assert answer.json()["error"]["message"] == "the engine could not be started"
         await check_unavailable(http)
@@ -180,8 +160,8 @@ async def test_who_waits_for_a_start_that_fails_hears_that_it_did(
 
 async def test_a_server_may_begin_before_its_engine_has(gate: threading.Event) -> None:
     engine = Engine(seed=1, executor=FakeExecutor(vocab_size=2048))
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(engine.__aenter__)
+    async with Tasks() as tasks:
+        tasks.start(engine.__aenter__())
         await until(lambda: engine._runtime is not None)
         async with await start_server(engine, port=0) as server, plain_client(server.url) as http:
             assert (await http.get("/health")).json()["status"] == "STARTING"
@@ -193,42 +173,33 @@ async def test_a_server_may_begin_before_its_engine_has(gate: threading.Event) -
 @both_adapters
 async def test_a_closing_engine_ends_its_streams_with_an_error(adapter: Adapter) -> None:
     async with serving_fake(adapter, is_manual=True) as (engine, executor, _, http):
-        answers: dict[bool, httpx.Response] = {}
-
-        async def ask(stream: bool) -> None:
-            answers[stream] = await http.post("/v1/completions", json={"prompt": "a", "stream": stream})
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(ask, False)
-            tasks.start_soon(ask, True)
+        async with Tasks() as tasks:
+            asked = [
+                tasks.start(http.post("/v1/completions", json={"prompt": "a", "stream": on})) for on in (False, True)
+            ]
             await until(lambda: engine.stats().running + engine.stats().waiting == 2)
             executor.is_manual = False
             await engine.aclose()
-        check_503(answers[False], "unavailable")
-        assert answers[True].status_code == 200
-        assert '"code":"unavailable"' in answers[True].text
-        assert answers[True].text.endswith("data: [DONE]\n\n")
+            whole, stream = await asked[0], await asked[1]
+        check_503(whole, "unavailable")
+        assert stream.status_code == 200
+        assert '"code":"unavailable"' in stream.text
+        assert stream.text.endswith("data: [DONE]\n\n")
 
 
 @both_adapters
 async def test_a_draining_engine_takes_nothing_new_and_ends_what_it_has(adapter: Adapter) -> None:
-    async with serving_fake(adapter, is_manual=True) as (engine, executor, _, http), anyio.create_task_group() as tasks:
-        answers: list[httpx.Response] = []
-
-        async def ask() -> None:
-            answers.append(await http.post("/v1/completions", json=POSTS["/v1/completions"]))
-
-        tasks.start_soon(ask)
+    async with serving_fake(adapter, is_manual=True) as (engine, executor, _, http), Tasks() as tasks:
+        asking = tasks.start(http.post("/v1/completions", json=POSTS["/v1/completions"]))
         await until(lambda: engine.stats().running == 1)
-        tasks.start_soon(engine.drain)
+        tasks.start(engine.drain())
         await anyio.lowlevel.checkpoint()
         for path in ("/v1/completions", "/v1/chat/completions"):
             check_503(await http.post(path, json=POSTS[path]), "unavailable")
         assert (await http.get("/health")).status_code == 200
         executor.is_manual = False
         executor.complete()
-        await until(lambda: bool(answers))
-        assert answers[0].status_code == 200
+        assert (await asking).status_code == 200
         await engine.resume()
         assert (await http.post("/v1/completions", json=POSTS["/v1/completions"])).status_code == 200
 
@@ -251,30 +222,24 @@ async def test_a_draining_server_is_unhealthy_and_takes_no_work() -> None:
 
 @both_adapters
 async def test_a_paused_engine_is_healthy_and_answers_later(adapter: Adapter) -> None:
-    async with serving_fake(adapter) as (engine, _, _, http), anyio.create_task_group() as tasks:
-        answers: list[httpx.Response] = []
-
-        async def ask() -> None:
-            answers.append(await http.post("/v1/completions", json=POSTS["/v1/completions"]))
-
+    async with serving_fake(adapter) as (engine, _, _, http), Tasks() as tasks:
         await engine.pause()
-        tasks.start_soon(ask)
+        asking = tasks.start(http.post("/v1/completions", json=POSTS["/v1/completions"]))
         await until(lambda: engine.stats().waiting == 1)
         health = await http.get("/health")
         assert (health.status_code, health.json()["is_paused"]) == (200, True)
-        assert answers == []
+        assert not asking.done()
         await engine.resume()
-        await until(lambda: bool(answers))
-        assert answers[0].status_code == 200
+        assert (await asking).status_code == 200
 
 
 @both_adapters
 async def test_a_device_that_hangs_is_unhealthy(adapter: Adapter) -> None:
     async with (
         serving_fake(adapter, is_manual=True, stall_after_s=0.05) as (engine, executor, _, http),
-        anyio.create_task_group() as tasks,
+        Tasks() as tasks,
     ):
-        tasks.start_soon(partial(http.post, "/v1/completions", json=POSTS["/v1/completions"]))
+        tasks.start(http.post("/v1/completions", json=POSTS["/v1/completions"]))
         await until(lambda: engine.health().status == "STALLED")
         health = await http.get("/health")
         assert health.status_code == 503
