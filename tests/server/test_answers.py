@@ -17,7 +17,7 @@ from server.conftest import ADAPTERS, Adapter, events_of, openai_client, plain_c
 
 from aioengine import Engine
 from aioengine.outputs import CompletionDelta, CompletionOutput, FinishReason, Logprob, RequestOutput, TokenLogprobs
-from aioengine.server.answers import AnswerHead, ChatAnswer, CompletionAnswer, Usage, error_event, slices
+from aioengine.server.answers import AnswerHead, ChatAnswer, CompletionAnswer, Usage, error_event
 from aioengine.server.errors import api_error_of
 from aioengine.testing import FakeExecutor
 
@@ -276,15 +276,6 @@ def test_an_error_amid_a_stream_is_an_event() -> None:
     (event,) = events_of(error_event(api_error_of(RuntimeError("a secret")).body()) + b"data: [DONE]\n\n")
     assert event["error"]["code"] == "internal_error"
     assert "secret" not in event["error"]["message"]
-
-
-@unhurried
-@given(st.integers(0, 3000), st.integers(0, 20))
-def test_slices_are_short_and_leave_nothing_out(length: int, top: int) -> None:
-    whole: list[TokenLogprobs] = [{}] * length
-    parts = list(slices(whole, top))
-    assert sum(map(len, parts)) == length
-    assert all(0 < len(part) * (top + 1) <= 500 for part in parts)
 
 
 # Any text at all, over a socket

@@ -7,13 +7,14 @@ its text and two joins: 0.5 µs of the 20 that its way to the client takes.
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
 import aioengine
-from aioengine.outputs import CompletionDelta, CompletionOutput, Logprob, RequestOutput, TokenLogprobs
+from aioengine.outputs import CompletionDelta, CompletionOutput, FinishReason, Logprob, RequestOutput, TokenLogprobs
 
 DONE = b"data: [DONE]\n\n"
 FINGERPRINT = f"aioengine-{aioengine.__version__}"
@@ -59,43 +60,19 @@ class AnswerHead(msgspec.Struct, frozen=True):
     created: int
     model: str
 
-    def fields(self, kind: str) -> dict[str, Any]:
-        return {
+    def encoded(self, kind: str) -> bytes:
+        """JSON of an object of that kind, without its end."""
+        fields = {
             "id": self.id,
             "object": kind,
             "created": self.created,
             "model": self.model,
             "system_fingerprint": FINGERPRINT,
         }
+        return _in_one_line(encode(fields)[:-1])
 
 
 MakeEcho = Callable[[int, RequestOutput, Usage | None], Awaitable[bytes]]
-
-
-class _Events:
-    """Makes one answer's events: ``data: <head, "choices":[{"index":0,> … <}]>`` and an empty line."""
-
-    def __init__(self, head: AnswerHead, kind: str, *, has_usage: bool) -> None:
-        self._head = _in_one_line(encode(head.fields(kind))[:-1])
-        self._prefixes: dict[int, bytes] = {}
-        self._end = b'}],"usage":null}\n\n' if has_usage else b"}]}\n\n"
-
-    def make(self, choice: int, content: bytes, usage: Usage | None) -> bytes:
-        """An event with one choice, of which ``content`` is what follows its index."""
-        if not content.isascii():
-            content = _in_one_line(content)
-        prefix = self._prefixes.get(choice)
-        if prefix is None:
-            prefix = b'data: %b,"choices":[{"index":%d,' % (self._head, choice)
-            self._prefixes[choice] = prefix
-        if usage is not None:
-            return b'%b%b}],"usage":%b}\n\n' % (prefix, content, encode(usage.plain()))
-        return prefix + content + self._end
-
-    def usage(self, usage: Usage) -> bytes:
-        """The event that tells of the usage alone."""
-        return b'data: %b,"choices":[],"usage":%b}\n\n' % (self._head, encode(usage.plain()))
-
 
 LINE_ENDS = tuple((end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\u2029")
 
@@ -112,14 +89,16 @@ def error_event(body: bytes) -> bytes:
     return b"data: %b\n\n" % body
 
 
-class Answer:
+class Answer(ABC):
     """One request's answer, whole or as events: what chats and completions have in common.
+
+    An event is ``data: <head, "choices":[{"index":0,> … <}]>`` and an empty line.
 
     Args:
         top_logprobs: how many likeliest tokens to tell of at each position; None without log-probabilities.
         has_usage: each event says that the usage comes later.
     Attributes:
-        max_positions: log-probabilities of so many tokens are encoded in a turn, see `split_delta`.
+        max_positions: log-probabilities of so many tokens take about a millisecond to encode, see `split_delta`.
     """
 
     WHOLE: ClassVar[str]
@@ -134,8 +113,11 @@ class Answer:
         self._head = head
         self._token_bytes = token_bytes
         self._top_logprobs = top_logprobs
-        self._events = _Events(head, self.PART, has_usage=has_usage)
-        self.max_positions = positions_a_turn(top_logprobs)
+        self.max_positions = max(1, ENTRIES_A_SLICE // ((top_logprobs or 0) + 1))
+        self._event_head = head.encoded(self.PART)
+        self._event_end = b'}],"usage":null}\n\n' if has_usage else b"}]}\n\n"
+        self._prefixes: dict[int, bytes] = {}
+        """Of each choice's events."""
 
     async def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         """The body of an answer that is given at once, when all has ended; with turns for others between its parts.
@@ -148,12 +130,12 @@ class Answer:
             for place, output in enumerate(outputs)
             for choice in output.outputs
         ]
-        head, usage = encode(self._head.fields(self.WHOLE)), encode(self.usage(outputs).plain())
-        return b'%b,"choices":[%b],"usage":%b}' % (head[:-1], b",".join(choices), usage)
+        head, usage = self._head.encoded(self.WHOLE), encode(self.usage(outputs).plain())
+        return b'%b,"choices":[%b],"usage":%b}' % (head, b",".join(choices), usage)
 
+    @abstractmethod
     async def _choice(self, number: int, output: RequestOutput, choice: CompletionOutput) -> bytes:
         """A choice of a body; ``number`` counts through all prompts."""
-        raise NotImplementedError
 
     def usage(self, outputs: Sequence[RequestOutput]) -> Usage:
         """What the client is told that it has used."""
@@ -177,18 +159,39 @@ class Answer:
         if delta.finish_reason is None and self._top_logprobs is None:
             if not delta.text:
                 return b""
-            return self._events.make(choice, text + b',"logprobs":null,"finish_reason":null', usage)
-        logprobs = b"null" if self._top_logprobs is None else self._logprobs(choice, delta.logprobs)
+            return self._event(choice, text + b',"logprobs":null,"finish_reason":null', usage)
+        logprobs = b"null" if self._top_logprobs is None else self._logprobs(choice, delta.logprobs or ())
         content = b'%b,"logprobs":%b,%b' % (text, logprobs, _ending(delta.finish_reason, delta.stop_reason))
-        return self._events.make(choice, content, usage)
+        return self._event(choice, content, usage)
 
-    def _logprobs(self, choice: int, positions: Sequence[TokenLogprobs] | None) -> bytes:
+    @abstractmethod
+    def _logprobs(self, choice: int, positions: Sequence[TokenLogprobs]) -> bytes:
         """The log-probabilities of a choice's next tokens."""
-        raise NotImplementedError
 
     def closing(self, usage: Usage | None) -> bytes:
         """Events after the last token."""
-        return (self._events.usage(usage) if usage is not None else b"") + DONE
+        if usage is None:
+            return DONE
+        return b'data: %b,"choices":[],"usage":%b}\n\n%b' % (self._event_head, encode(usage.plain()), DONE)
+
+    def _event(self, choice: int, content: bytes, usage: Usage | None) -> bytes:
+        """An event with one choice, of which ``content`` is what follows its index."""
+        if not content.isascii():
+            content = _in_one_line(content)
+        prefix = self._prefixes.get(choice)
+        if prefix is None:
+            prefix = b'data: %b,"choices":[{"index":%d,' % (self._event_head, choice)
+            self._prefixes[choice] = prefix
+        if usage is not None:
+            return b'%b%b}],"usage":%b}\n\n' % (prefix, content, encode(usage.plain()))
+        return prefix + content + self._event_end
+
+    async def _add_all(self, positions: Sequence[TokenLogprobs], add: Callable[[TokenLogprobs], None]) -> None:
+        """Add each position, with turns for others between them."""
+        for first in range(0, len(positions), self.max_positions):
+            for position in positions[first : first + self.max_positions]:
+                add(position)
+            await asyncio.sleep(0)
 
 
 class ChatAnswer(Answer):
@@ -205,11 +208,11 @@ class ChatAnswer(Answer):
 
     async def _choice(self, number: int, output: RequestOutput, choice: CompletionOutput) -> bytes:
         logprobs = b"null"
-        if self._top_logprobs is not None and choice.logprobs is not None:
+        if self._top_logprobs is not None:
             positions: list[bytes] = []
-            for part in slices(choice.logprobs, self._top_logprobs):
-                positions += self._positions(number, part)
-                await asyncio.sleep(0)
+            await self._add_all(
+                choice.logprobs or (), lambda position: positions.append(self._position(number, position))
+            )
             logprobs = _content(positions)
         message = encode({"role": "assistant", "content": choice.text, "refusal": None})
         ending = _ending(choice.finish_reason, choice.stop_reason)
@@ -217,20 +220,15 @@ class ChatAnswer(Answer):
 
     def opening(self, num_choices: int, usage: Usage | None = None) -> bytes:
         content = b'"delta":{"role":"assistant","content":"","refusal":null},"logprobs":null,"finish_reason":null'
-        return b"".join(self._events.make(choice, content, usage) for choice in range(num_choices))
+        return b"".join(self._event(choice, content, usage) for choice in range(num_choices))
 
-    def _logprobs(self, choice: int, positions: Sequence[TokenLogprobs] | None) -> bytes:
-        return b"null" if positions is None else _content(self._positions(choice, positions))
+    def _logprobs(self, choice: int, positions: Sequence[TokenLogprobs]) -> bytes:
+        return _content([self._position(choice, position) for position in positions])
 
-    def _positions(self, choice: int, positions: Sequence[TokenLogprobs]) -> list[bytes]:
-        encoded = []
-        for position in positions:
-            encoded.append(encode(self._position(position, is_start=choice not in self._begun)))
-            self._begun.add(choice)
-        return encoded
-
-    def _position(self, position: TokenLogprobs, *, is_start: bool) -> dict[str, Any]:
+    def _position(self, choice: int, position: TokenLogprobs) -> bytes:
         """The sampled token, and of the likeliest ones as many as were asked for, by rank."""
+        is_start = choice not in self._begun
+        self._begun.add(choice)
         entries = {}
         for token_id, entry in position.items():
             # One at a time: they stand in for each other, and do not follow each other.
@@ -238,7 +236,7 @@ class ChatAnswer(Answer):
             entries[token_id] = {"token": _text_of(entry), "logprob": _finite(entry.logprob), "bytes": list(data)}
         ranked = sorted((entry.rank, token_id) for token_id, entry in position.items())
         top = [entries[token_id] for rank, token_id in ranked if rank <= (self._top_logprobs or 0)]
-        return {**entries[next(iter(position))], "top_logprobs": top}
+        return encode({**entries[next(iter(position))], "top_logprobs": top})
 
 
 class CompletionAnswer(Answer):
@@ -273,15 +271,16 @@ class CompletionAnswer(Answer):
         """Characters of a choice so far, as its tokens have them."""
 
     async def _choice(self, number: int, output: RequestOutput, choice: CompletionOutput) -> bytes:
-        text = "" if self._is_echo_alone else choice.text
+        if self._is_echo_alone:
+            choice = _without_tokens(choice)
+        text = choice.text
         columns = _Columns(0)
         if self._prompt_texts is not None:
             text = self._prompt_texts[number // self._num_choices] + text
             await self._add_prompt(columns, output)
-        if not self._is_echo_alone:
-            await self._add(columns, choice.logprobs or ())
+        await self._add_all(choice.logprobs or (), columns.add)
         logprobs = b"null" if self._top_logprobs is None else columns.encoded()
-        ending = self._ending(choice.finish_reason, choice.stop_reason)
+        ending = _ending(choice.finish_reason, choice.stop_reason)
         return b'{"index":%d,"text":%b,"logprobs":%b,%b}' % (number, encode(text), logprobs, ending)
 
     def usage(self, outputs: Sequence[RequestOutput]) -> Usage:
@@ -299,7 +298,7 @@ class CompletionAnswer(Answer):
         self._offsets[choice] = columns.offset
         logprobs = b"null" if self._top_logprobs is None else columns.encoded()
         text = encode(self._prompt_texts[choice // self._num_choices])
-        return self._events.make(choice, b'"text":%b,"logprobs":%b,"finish_reason":null' % (text, logprobs), usage)
+        return self._event(choice, b'"text":%b,"logprobs":%b,"finish_reason":null' % (text, logprobs), usage)
 
     def event(self, choice: int, delta: CompletionDelta, usage: Usage | None = None) -> bytes:
         if not self._is_echo_alone:
@@ -308,12 +307,11 @@ class CompletionAnswer(Answer):
             return b""
         if usage is not None:
             usage = msgspec.structs.replace(usage, completion_tokens=0)
-        ending = self._ending(delta.finish_reason, delta.stop_reason)
-        return self._events.make(choice, b'"text":"","logprobs":null,' + ending, usage)
+        return super().event(choice, _without_tokens(delta), usage)
 
-    def _logprobs(self, choice: int, positions: Sequence[TokenLogprobs] | None) -> bytes:
+    def _logprobs(self, choice: int, positions: Sequence[TokenLogprobs]) -> bytes:
         columns = _Columns(self._offsets.get(choice, 0))
-        for position in positions or ():
+        for position in positions:
             columns.add(position)
         self._offsets[choice] = columns.offset
         return columns.encoded()
@@ -323,18 +321,16 @@ class CompletionAnswer(Answer):
             return
         (first,) = self._token_bytes(output.prompt_token_ids[:1], is_start=True, skip_special_tokens=False)
         columns.add_first(first.decode(errors="replace"))
-        await self._add(columns, [position for position in output.prompt_logprobs if position is not None])
+        await self._add_all([position for position in output.prompt_logprobs if position is not None], columns.add)
 
-    async def _add(self, columns: _Columns, positions: Sequence[TokenLogprobs]) -> None:
-        for part in slices(positions, self._top_logprobs or 0):
-            for position in part:
-                columns.add(position)
-            await asyncio.sleep(0)
 
-    def _ending(self, finish_reason: str | None, stop_reason: int | str | None) -> bytes:
-        if self._is_echo_alone and finish_reason is not None:
-            return _ending("length", None)
-        return _ending(finish_reason, stop_reason)
+C = TypeVar("C", CompletionOutput, CompletionDelta)
+
+
+def _without_tokens(choice: C) -> C:
+    """What is told of a choice of which nothing is wanted but its prompt: the engine always generates one token."""
+    reason: FinishReason = "length"
+    return msgspec.structs.replace(choice, text="", logprobs=None, finish_reason=reason, stop_reason=None)
 
 
 class _Columns:
@@ -346,14 +342,11 @@ class _Columns:
 
     def __init__(self, offset: int) -> None:
         self.offset = offset
-        self._tokens: list[bytes] = []
-        self._logprobs: list[bytes] = []
-        self._tops: list[bytes] = []
-        self._offsets: list[int] = []
+        self._rows: list[tuple[bytes, bytes, bytes, bytes]] = []
 
     def add_first(self, text: str) -> None:
         """A prompt's first token, which follows nothing."""
-        self._add(text, b"null", b"null")
+        self._add(text, None, None)
 
     def add(self, position: TokenLogprobs) -> None:
         """A sampled token, and by their texts the likeliest ones, itself among them."""
@@ -361,31 +354,15 @@ class _Columns:
         for entry in position.values():
             top.setdefault(_text_of(entry), _finite(entry.logprob))  # several half characters have the same text
         sampled = next(iter(position.values()))
-        self._add(_text_of(sampled), encode(_finite(sampled.logprob)), encode(top))
+        self._add(_text_of(sampled), _finite(sampled.logprob), top)
 
-    def _add(self, text: str, logprob: bytes, top: bytes) -> None:
-        self._tokens.append(encode(text))
-        self._logprobs.append(logprob)
-        self._tops.append(top)
-        self._offsets.append(self.offset)
+    def _add(self, text: str, logprob: float | None, top: dict[str, float] | None) -> None:
+        self._rows.append((encode(text), encode(logprob), encode(top), b"%d" % self.offset))
         self.offset += len(text)
 
     def encoded(self) -> bytes:
-        lists = (b",".join(column) for column in (self._tokens, self._logprobs, self._tops))
-        head = b'{"tokens":[%b],"token_logprobs":[%b],"top_logprobs":[%b]' % tuple(lists)
-        return b'%b,"text_offset":%b}' % (head, encode(self._offsets))
-
-
-def positions_a_turn(top_logprobs: int | None) -> int:
-    """Log-probabilities of how many tokens take about a millisecond to encode."""
-    return max(1, ENTRIES_A_SLICE // ((top_logprobs or 0) + 1))
-
-
-def slices(positions: Sequence[TokenLogprobs], top_logprobs: int) -> Iterator[Sequence[TokenLogprobs]]:
-    """Parts that each take about a millisecond to encode."""
-    size = positions_a_turn(top_logprobs)
-    for first in range(0, len(positions), size):
-        yield positions[first : first + size]
+        columns = [b",".join(column) for column in zip(*self._rows, strict=True)] or [b""] * 4
+        return b'{"tokens":[%b],"token_logprobs":[%b],"top_logprobs":[%b],"text_offset":[%b]}' % tuple(columns)
 
 
 def split_delta(delta: CompletionDelta, max_positions: int) -> Iterator[CompletionDelta]:
