@@ -191,10 +191,10 @@ async def test_a_body_is_bounded_by_what_it_inflates_to(adapter: Adapter) -> Non
     [
         ("compress", b"\x1f\x9d\x90", 415, "'compress' is not taken"),
         ("gzip, gzip", gzip.compress(gzip.compress(b"{}")), 415, "'gzip, gzip' is not taken"),
-        ("gzip", gzip.compress(b'{"prompt": "a b c"}')[:-12], 400, "it ends in the middle"),
+        ("gzip", gzip.compress(b'{"prompt": "a b c"}')[:-12], 400, "valid"),
         ("gzip", b"\x1f\x8b no gzip", 400, "gzip"),
         ("gzip", gzip.compress(b"{}") + b"more", 400, "gzip"),
-        ("gzip", b"", 400, "it is empty"),
+        ("gzip", b"", 400, "truncated"),
         ("deflate", b"\x78\x9c no zlib", 400, "deflate"),
     ],
     ids=["another", "twice", "cut off", "no gzip", "more", "empty", "no zlib"],

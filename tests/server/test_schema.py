@@ -6,6 +6,7 @@ import asyncio
 import json
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -19,7 +20,6 @@ from aioengine.server import decoding, schema
 from aioengine.server.decoding import (
     IgnoredFields,
     decode,
-    is_given,
     read_messages,
     read_prompts,
     read_text,
@@ -33,6 +33,7 @@ from aioengine.server.schema import (
     DetokenizeRequest,
     Generation,
     TokenizeRequest,
+    is_given,
     known_names,
     template_kwargs,
 )
@@ -60,8 +61,7 @@ def refused(call: Callable[[], Any], param: str | None = None, code: str | None 
         call()
     error = json.loads(caught.value.body())["error"]
     assert set(error) == {"message", "type", "param", "code"}
-    assert error["type"] == "invalid_request_error"
-    assert caught.value.status == 400
+    assert (caught.value.status, error["type"]) == (400, "invalid_request_error")
     assert code is None or (caught.value.param, caught.value.code) == (param, code)
     return caught.value
 
@@ -84,10 +84,6 @@ def checked(kind: Kind, **fields: Any) -> Any:
     return request
 
 
-def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
-    return any(value == other and type(value) is type(other) for other in neutral)
-
-
 NEUTRAL = [(kind, name, values) for kind in KINDS for name, values in kind.NEUTRAL.items()]
 NAMES_OF_NEUTRAL = [f"{kind.__name__}-{name}" for kind, name, _ in NEUTRAL]
 
@@ -98,11 +94,10 @@ def test_a_field_that_is_not_supported_is_refused_unless_it_asks_for_nothing(
 ) -> None:
     for value in (None, *neutral):
         checked(kind, **{name: value})
-    for value in SOME_JSON:
-        if not is_neutral(value, neutral):
-            fault = refused(lambda value=value: checked(kind, **{name: value}))  # type: ignore[misc]
-            assert (fault.param, fault.code) == (name, "unsupported_parameter")
-            assert name in fault.message
+    asked = [value for value in SOME_JSON if repr(value) not in map(repr, neutral)]  # 1 is no True
+    for value in asked:
+        fault = refused(partial(checked, kind, **{name: value}), name, "unsupported_parameter")
+        assert name in fault.message
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -132,10 +127,7 @@ def test_every_field_of_the_official_client_is_known() -> None:
     assert chat.ChatCompletionStreamOptionsParam.__optional_keys__ <= set(schema.StreamOptions.__struct_fields__)
 
 
-HINTS = [(kind, name) for kind in KINDS for name in kind.HINTS]
-
-
-@pytest.mark.parametrize(("kind", "name"), HINTS)
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in KINDS for name in kind.HINTS])
 def test_a_hint_is_taken_whatever_it_says(kind: Kind, name: str) -> None:
     for value in (None, *SOME_JSON):
         assert checked(kind, **{name: value}) == checked(kind)
@@ -176,22 +168,22 @@ def test_a_whole_number_may_be_written_as_a_float(kind: Kind, name: str) -> None
         value = getattr(decode(b'{"%b": %b}' % (name.encode(), text), kind), name)
         assert (value, type(value)) == (number, int)
     for text in (b"2.5", b"1e-3", b"1e400", b'"2.0"'):
-        fault = refused(lambda text=text: decode(b'{"%b": %b}' % (name.encode(), text), kind))  # type: ignore[misc]
-        assert (fault.param, fault.code) == (name, "invalid_type")
+        fault = refused(partial(decode, b'{"%b": %b}' % (name.encode(), text), kind), name, "invalid_type")
         assert "float |" not in fault.message
 
 
-def test_streams_are_not_obfuscated() -> None:
+def test_a_request_may_not_contradict_itself() -> None:
     checked(ChatRequest, stream=True, stream_options={"include_obfuscation": False})
-    fault = refused(lambda: checked(ChatRequest, stream=True, stream_options={"include_obfuscation": True}))
-    assert (fault.param, fault.code) == ("stream_options.include_obfuscation", "unsupported_parameter")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("stream", [None, False])
-def test_stream_options_are_for_streams(kind: Kind, stream: bool | None) -> None:
-    fault = refused(lambda: checked(kind, stream=stream, stream_options={"include_usage": True}))
-    assert (fault.param, fault.code) == ("stream_options", "invalid_value")
+    obfuscated = {"stream": True, "stream_options": {"include_obfuscation": True}}
+    for kind in KINDS:
+        name = "stream_options.include_obfuscation"
+        refused(partial(checked, kind, **obfuscated), name, "unsupported_parameter")
+        for stream in (None, False):
+            asked = {"stream": stream, "stream_options": {"include_usage": True}}
+            refused(partial(checked, kind, **asked), "stream_options", "invalid_value")
+    refused(partial(checked, CompletionRequest, max_tokens=0), "max_tokens", "invalid_value")
+    refused(partial(checked, ChatRequest, top_logprobs=3), "top_logprobs", "invalid_value")
+    refused(partial(checked, ChatRequest, max_tokens=7, max_completion_tokens=8), "max_tokens", "invalid_value")
 
 
 @pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest, AbortRequest])
@@ -220,13 +212,7 @@ def test_what_is_ignored_is_told_within_bounds(caplog: pytest.LogCaptureFixture)
 
 
 @pytest.mark.parametrize(
-    ("name", "near"),
-    [
-        ("temprature", "temperature"),
-        ("max_token", "max_tokens"),
-        ("topk", "top_k"),
-        ("stop_tokens_ids", "stop_token_ids"),
-    ],
+    ("name", "near"), [("temprature", "temperature"), ("max_token", "max_tokens"), ("topk", "top_k")]
 )
 def test_an_unknown_fields_nearest_name_is_told(name: str, near: str) -> None:
     fault = refused(lambda: decode(body_of(**{name: 1}), ChatRequest), name, "unknown_parameter")
@@ -235,15 +221,10 @@ def test_an_unknown_fields_nearest_name_is_told(name: str, near: str) -> None:
 
 def test_an_unknown_fields_name_may_be_anything() -> None:
     for name in ("x" * 100_000, "`", "a` - at `$.b`", "\n", "\U0001f98a", "", "$", "stream_options.include_usage"):
-        fault = refused(lambda name=name: decode(body_of(**{name: 1}), ChatRequest))  # type: ignore[misc]
-        assert fault.code == "unknown_parameter"
+        fault = refused(partial(decode, body_of(**{name: 1}), ChatRequest), name[:100], "unknown_parameter")
         assert len(fault.message) < 300
-        assert len(fault.param or "") <= 100
-
-
-def test_an_unknown_field_of_stream_options_is_named() -> None:
-    fault = refused(lambda: decode(body_of(stream=True, stream_options={"usage": True}), ChatRequest))
-    assert (fault.param, fault.code) == ("stream_options.usage", "unknown_parameter")
+    options = body_of(stream=True, stream_options={"usage": True})
+    refused(lambda: decode(options, ChatRequest), "stream_options.usage", "unknown_parameter")
 
 
 WRONG = {
@@ -278,18 +259,21 @@ TYPED = [(kind, name) for kind in KINDS for name in kind.__struct_fields__ if wr
 def test_a_value_of_the_wrong_type_names_its_field(kind: Kind, name: str) -> None:
     for value in wrong_values(name, kind):
         body = body_of(**{name: value}).replace(b"Infinity", b"1e400")
-        fault = refused(lambda body=body: decode(body, kind))  # type: ignore[misc]
-        assert (fault.param, fault.code) == (name, "invalid_type"), value
-        assert fault.message.startswith(name)
+        assert refused(partial(decode, body, kind), name, "invalid_type").message.startswith(name)
 
 
-def test_what_is_wrong_deep_inside_is_told_with_its_place() -> None:
-    fault = refused(lambda: decode(body_of(stop=["a", 1]), ChatRequest))
-    assert fault.param == "stop"
-    assert "[1]" in fault.message or "[...]" in fault.message
-    assert refused(lambda: decode(body_of(logit_bias={"fox": 1}), ChatRequest)).param == "logit_bias"
-    assert refused(lambda: decode(body_of(logit_bias={"1": "fox"}), ChatRequest)).param == "logit_bias"
-    assert refused(lambda: decode(body_of(stream_options={"include_usage": 1}), ChatRequest)).param == "stream_options"
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("stop", ["a", 1]),
+        ("logit_bias", {"fox": 1}),
+        ("logit_bias", {"1": "a"}),
+        ("stream_options", {"include_usage": 1}),
+    ],
+)
+def test_what_is_wrong_deep_inside_is_told_with_its_place(name: str, value: Any) -> None:
+    fault = refused(lambda: decode(body_of(**{name: value}), ChatRequest), name, "invalid_type")
+    assert fault.message.startswith((f"{name}[", f"{name}: ", f"{name}.include_usage: "))
 
 
 @pytest.mark.parametrize(
@@ -302,29 +286,20 @@ def test_what_is_wrong_deep_inside_is_told_with_its_place() -> None:
     ids=lambda body: repr(body[:24]),
 )  # fmt: skip
 def test_a_body_that_is_no_json_is_refused(body: bytes) -> None:
-    fault = refused(lambda: decode(body, ChatRequest))
-    assert fault.code == "invalid_json"
-    assert fault.param is None
-    assert len(fault.message) < 300
+    assert len(refused(lambda: decode(body, ChatRequest), None, "invalid_json").message) < 300
 
 
-def test_a_body_that_was_cut_off_is_said_to_be() -> None:
+def test_a_body_that_was_cut_off_anywhere_is_refused() -> None:
     whole = body_of(
         model="demo", temperature=0.5, messages=[{"role": "user", "content": "a \u00e9"}], stop=["a"], n=-12
     )
     for end in range(1, len(whole)):
-        fault = refused(lambda end=end: decode(whole[:end], ChatRequest))  # type: ignore[misc]
-        assert fault.code == "invalid_json"
-        assert "it ends in the middle" in fault.message, whole[:end]
-    assert "it is empty" in refused(lambda: decode(b"", ChatRequest)).message
-    assert "middle" not in refused(lambda: decode(whole + b"}", ChatRequest)).message
+        refused(partial(decode, whole[:end], ChatRequest), None, "invalid_json")
 
 
 @pytest.mark.parametrize("body", [b"[]", b"1", b"null", b'"text"', b"true", b"[" * 100_000], ids=lambda body: body[:8])
 def test_a_body_that_is_no_object_is_refused(body: bytes) -> None:
-    fault = refused(lambda: decode(body, ChatRequest))
-    assert (fault.code, fault.param) == ("invalid_type", None)
-    assert "object" in fault.message
+    assert "object" in refused(lambda: decode(body, ChatRequest), None, "invalid_type").message
 
 
 @unhurried
@@ -364,16 +339,10 @@ def test_what_is_quoted_in_a_text_is_no_text_of_its_own() -> None:
 def test_fields_are_bounded_all_together() -> None:
     some = {name: [7] * 10_000 for name in ("documents", "metadata", "prediction", "web_search_options")}
     refused(lambda: decode(body_of(**some), ChatRequest), "prediction", "invalid_value")
-
-
-def test_a_whole_vocabulary_may_be_allowed() -> None:
     assert decode(body_of(allowed_token_ids=list(range(200_000))), ChatRequest).allowed_token_ids is not None
-
-
-@pytest.mark.parametrize("name", ["stop", "bad_words", "documents", "allowed_token_ids", "zzz"])
-def test_a_field_that_is_megabytes_is_refused_by_its_name(name: str) -> None:
-    fault = refused(lambda: decode(body_of(**{name: [7] * 300_000}), ChatRequest), name, "invalid_value")
-    assert "larger than" in fault.message
+    for name in ("stop", "bad_words", "documents", "allowed_token_ids", "zzz"):
+        fault = refused(partial(decode, body_of(**{name: [7] * 300_000}), ChatRequest), name, "invalid_value")
+        assert "larger than" in fault.message
 
 
 # Prompts
@@ -387,28 +356,23 @@ def prompts_of(text: str, max_prompts: int = 4, max_ids: int = 8) -> list[Any]:
     return list(asyncio.run(read_prompts(raw(text), max_prompts=max_prompts, max_ids=max_ids)))
 
 
-@unhurried
-@given(texts.filter(bool), layouts)
-def test_a_text_is_one_prompt(text: str, layout: Any) -> None:
-    assert prompts_of(json.dumps(text, **layout)) == [text]
+def some(items: st.SearchStrategy[Any], max_size: int = 4) -> st.SearchStrategy[list[Any]]:
+    return st.lists(items, min_size=1, max_size=max_size)
+
+
+ids = some(st.integers(-(2**40), 2**40), 8)
 
 
 @unhurried
-@given(st.lists(st.integers(-(2**40), 2**40), min_size=1, max_size=8), layouts)
-def test_ids_are_one_prompt(ids: list[int], layout: Any) -> None:
-    assert prompts_of(json.dumps(ids, **layout)) == [ids]
+@given(texts.filter(bool).map(lambda text: [text]) | ids.map(lambda ids: [ids]), layouts)
+def test_a_text_or_ids_are_one_prompt(prompts: list[Any], layout: Any) -> None:
+    assert prompts_of(json.dumps(prompts[0], **layout)) == prompts
 
 
 @unhurried
-@given(st.lists(texts.filter(bool), min_size=1, max_size=4), layouts)
-def test_texts_are_prompts(several: list[str], layout: Any) -> None:
-    assert prompts_of(json.dumps(several, **layout)) == several
-
-
-@unhurried
-@given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=8), min_size=1, max_size=4), layouts)
-def test_lists_of_ids_are_prompts(several: list[list[int]], layout: Any) -> None:
-    assert prompts_of(json.dumps(several, **layout)) == several
+@given(some(texts.filter(bool)) | some(ids), layouts)
+def test_texts_or_lists_of_ids_are_several(prompts: list[Any], layout: Any) -> None:
+    assert prompts_of(json.dumps(prompts, **layout)) == prompts
 
 
 @unhurried
@@ -472,17 +436,8 @@ def test_an_answers_tool_calls_are_the_templates_business() -> None:
 
 def test_parts_of_text_come_through() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "cache_control": {}}]
-    assert read_messages(raw(json.dumps([{"role": "user", "content": parts}])), 1) == [
-        {"role": "user", "content": "a\nb"}
-    ]
-
-
-@pytest.mark.parametrize("more", [{name: {"url": "x"}} for name in schema.TextPart.__struct_fields__[2:]])
-def test_a_text_part_holds_a_text_alone(more: dict[str, object]) -> None:
-    parts = [{"type": "text", "text": "a", **more}]
-    fault = refused(lambda: read_messages(raw(json.dumps([{"role": "user", "content": parts}])), 1))
-    assert (fault.param, fault.code) == ("messages[0].content", "unsupported_parameter")
-    assert "something else" in fault.message
+    message = {"role": "user", "content": parts}
+    assert read_messages(raw(json.dumps([message])), 1) == [{"role": "user", "content": "a\nb"}]
 
 
 @pytest.mark.parametrize(
@@ -542,21 +497,12 @@ def test_an_echo_asks_for_the_prompts_log_probabilities() -> None:
     assert "prompt_logprobs" not in decode(body_of(logprobs=2), CompletionRequest).sampling()
 
 
-def test_nothing_at_all_may_not_be_asked_for() -> None:
-    refused(lambda: checked(CompletionRequest, max_tokens=0), "max_tokens", "invalid_value")
-
-
-def test_a_chats_limit_has_two_names_and_one_value() -> None:
+def test_a_chats_limit_and_log_probabilities_have_names_of_their_own() -> None:
     assert decode(body_of(max_completion_tokens=7), ChatRequest).sampling() == {"max_tokens": 7}
     assert checked(ChatRequest, max_tokens=7, max_completion_tokens=7).sampling() == {"max_tokens": 7}
-    assert refused(lambda: checked(ChatRequest, max_tokens=7, max_completion_tokens=8)).param == "max_tokens"
-
-
-def test_top_log_probabilities_need_the_others() -> None:
     assert checked(ChatRequest, logprobs=True, top_logprobs=3).sampling() == {"logprobs": 3}
     assert checked(ChatRequest, logprobs=True).sampling() == {"logprobs": 0}
     assert checked(ChatRequest, logprobs=False, top_logprobs=0).sampling() == {}
-    assert refused(lambda: checked(ChatRequest, top_logprobs=3)).param == "top_logprobs"
 
 
 def test_a_template_is_told_by_either_way() -> None:
@@ -574,9 +520,3 @@ def test_null_is_as_good_as_nothing() -> None:
     assert read_tokens(raw("[]"), 3) == []
     for name in Generation.__struct_fields__:
         assert getattr(decode(body_of(**{name: None}), Generation), name) is None
-
-
-def test_half_a_surrogate_pair_is_no_sign_that_a_body_was_cut() -> None:
-    message = refused(lambda: decode(b'{"prompt": "\\ud800"}', CompletionRequest)).message
-    assert "half a surrogate pair" in message
-    assert "has been truncated" in refused(lambda: decode(b'{"prompt": "\\ud800', CompletionRequest)).message

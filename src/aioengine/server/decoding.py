@@ -63,9 +63,9 @@ class IgnoredFields:
         Raises:
             ApiError: 400; one is not known, and such ones are refused.
         """
-        self._check_unknown(fields.keys(), known_names(kind), "")
+        self._check_unknown(fields, known_names(kind), "")
         if is_given(options := fields.get("stream_options", msgspec.Raw())):
-            names = _decode_part(bytes(options), dict[str, msgspec.Raw], "stream_options").keys()
+            names = _decode(bytes(options), dict[str, msgspec.Raw], "stream_options")
             self._check_unknown(names, frozenset(StreamOptions.__struct_fields__), "stream_options.")
         for name in kind.LEFT_OUT:
             if name in fields and bytes(memoryview(fields[name])[:5]) not in (b"null", b"[]") and self._is_new(name):
@@ -73,13 +73,14 @@ class IgnoredFields:
 
     def _check_unknown(self, names: Iterable[str], known: frozenset[str], place: str) -> None:
         new = [name for name in names if name not in known and place + name not in self._told]
-        if new and self._unknown == "refuse":
-            raise unknown_field(place + new[0], _nearest(new[0], known) or "; leave it out")
         for name in new[:MAX_TOLD_AT_ONCE]:
-            if self._is_new(place + name):
+            whole = place + name
+            if self._unknown == "refuse":
+                raise unknown_field(whole, _nearest(name, known) or "; leave it out")
+            if self._is_new(whole):
                 near = _nearest(name, known)
                 logger.warning(
-                    "requests have the unknown field %s, which is ignored%s (said once)", shorten(place + name), near
+                    "requests have the unknown field %s, which is ignored%s (said once)", shorten(whole), near
                 )
 
     def _is_new(self, name: str) -> bool:
@@ -108,7 +109,8 @@ def decode(body: bytes, kind: type[T], *, max_texts: int = 0, ignored: IgnoredFi
     if len(body) > SMALL_BODY_BYTES:
         _check_texts(body, max_texts)
     _check_fields(body, kind, ignored)
-    return _decoded(body, kind)
+    decoded: T = _decode(body, kind)
+    return decoded
 
 
 async def decode_in_turns(body: bytes, kind: type[T], *, max_texts: int, ignored: IgnoredFields) -> T:
@@ -118,16 +120,9 @@ async def decode_in_turns(body: bytes, kind: type[T], *, max_texts: int, ignored
     await asyncio.sleep(0)
     _check_fields(body, kind, ignored)
     await asyncio.sleep(0)
-    decoded = _decoded(body, kind)
+    decoded: T = _decode(body, kind)
     await asyncio.sleep(0)  # its prompt is decoded next
     return decoded
-
-
-def _decoded(body: bytes, kind: type[T]) -> T:
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise _undecodable(error, body) from None
 
 
 def _check_texts(body: bytes, max_texts: int) -> None:
@@ -140,7 +135,7 @@ def _check_fields(body: bytes, kind: type[Body], ignored: IgnoredFields) -> None
 
     Decoding a large field makes objects of all that is in it.
     """
-    fields = _decoded_fields(body)
+    fields: dict[str, msgspec.Raw] = _decode(body, dict[str, msgspec.Raw])
     num_bytes = 0
     for name, value in fields.items() if len(body) > SMALL_BODY_BYTES else ():
         size = len(memoryview(value))
@@ -155,45 +150,10 @@ def _check_fields(body: bytes, kind: type[Body], ignored: IgnoredFields) -> None
     kind.check_unsupported(fields)
 
 
-def _decoded_fields(body: bytes) -> dict[str, msgspec.Raw]:
-    try:
-        return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise _undecodable(error, body) from None
-
-
 def has_more_texts(data: bytes, limit: int) -> bool:
-    """Whether more than ``limit`` JSON texts may be in it: each has an opening quote, and that is never escaped.
-
-    Most bodies have too few quotes for that, escaped ones and all.
-    """
+    """Whether more than ``limit`` JSON texts may be in it: each has an opening quote, and that is never escaped."""
     num_quotes = data.count(b'"')
     return num_quotes > limit and num_quotes - data.count(b'\\"') > limit
-
-
-_HALF_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-_PLACE = re.compile(r" - at `(?:key` in `)?\$\.?(.*)`$")
-
-
-def _undecodable(error: Exception, body: bytes) -> ApiError:
-    """The error of a ``body`` that is no JSON, or not of the kind that is needed."""
-    if not isinstance(error, msgspec.ValidationError):
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        if not body:
-            reason = "it is empty"
-        elif "truncated" in reason and _HALF_SURROGATE.search(body) and body.rstrip().endswith(b"}"):
-            reason = "a text in it holds half a surrogate pair"
-        elif "truncated" in reason or (reason.endswith(f"(byte {len(body)})") and "trailing" not in reason):
-            reason = f"it ends in the middle, after {len(body):,} bytes: it has been truncated"
-        return ApiError(400, "invalid_json", f"the request's body is not valid JSON: {reason}")
-    message = str(error)
-    match = _PLACE.search(message)
-    place = match.group(1) if match is not None else ""
-    said = message[: match.start()] if match is not None else message
-    said = said[0].lower() + said[1:].replace("int | float", "int")
-    name = re.split(r"[.\[]", place, maxsplit=1)[0]
-    where = place or "the request's body"
-    return ApiError(400, "invalid_type", f"{where}: {said}", param=name or None)
 
 
 def _nearest(name: str, known: frozenset[str]) -> str:
@@ -213,7 +173,7 @@ def read_messages(raw: msgspec.Raw, max_messages: int) -> list[dict[str, Any]]:
     data = _required(raw, "messages")
     if has_more_texts(data, TEXTS_A_MESSAGE * max_messages):
         raise _too_many("messages", max_messages)
-    messages = _decode_part(data, list[ChatMessage], "messages")
+    messages = _decode(data, list[ChatMessage], "messages")
     if not messages:
         raise invalid_value("messages", "messages is empty; give at least one")
     if len(messages) > max_messages:
@@ -228,43 +188,38 @@ def _check_tool_calls(calls: list[bytes]) -> None:
         raise invalid_value(
             "messages", f"the messages' tool_calls have more than {MAX_TOOL_BYTES:,} bytes; send less at once"
         )
-    # Values are counted by what stands around them; arguments are texts, and full of that.
-    structure = b"".join([part for call in calls for part in _without_escapes(call).split(b'"')[::2]])
+    # Values are counted by what stands around them; arguments are texts, and full of that. Without what is escaped each
+    # quote begins or ends a text.
+    plain = (call.replace(b"\\\\", b"").replace(b'\\"', b"") for call in calls)
+    structure = b"".join([part for call in plain for part in call.split(b'"')[::2]])
     if sum(map(structure.count, (b",", b"[", b"{"))) > MAX_TOOL_VALUES:
         raise invalid_value(
             "messages", f"the messages' tool_calls have more than {MAX_TOOL_VALUES:,} values; send less at once"
         )
 
 
-def _without_escapes(data: bytes) -> bytes:
-    """JSON in which each quote begins or ends a text."""
-    return data.replace(b"\\\\", b"").replace(b'\\"', b"")
-
-
 def _plain_message(place: int, message: ChatMessage) -> dict[str, Any]:
+    for name in ("audio", "function_call"):
+        if is_given(getattr(message, name)):
+            raise unsupported(f"messages[{place}].{name}")
     plain: dict[str, Any] = {"role": message.role}
     if isinstance(message.content, list):
+        # As the engine would join them.
         plain["content"] = "\n".join([_text_of(place, part) for part in message.content])
     elif message.content is not None:
         plain["content"] = message.content
     for name in ChatMessage.TEMPLATE_TEXTS:
         if (value := getattr(message, name)) is not None:
             plain[name] = value
-    for name, value in (("audio", message.audio), ("function_call", message.function_call)):
-        if is_given(value):
-            raise unsupported(f"messages[{place}].{name}")
     if is_given(message.tool_calls):
-        plain["tool_calls"] = _decode_part(message.tool_calls, list[dict[str, Any]], f"messages[{place}].tool_calls")
+        plain["tool_calls"] = _decode(message.tool_calls, list[dict[str, Any]], f"messages[{place}].tool_calls")
     return plain
 
 
 def _text_of(place: int, part: TextPart) -> str:
-    """A text part's text; the parts of a message are joined by newlines, as the engine would join them."""
     name = f"messages[{place}].content"
     if part.type != "text":
         raise unsupported(name, f"has a part of type {shorten(part.type)}; give texts")
-    if part.has_more():
-        raise unsupported(name, "has a part that is a text and something else; give texts")
     if part.text is None:
         raise invalid_value("messages", f"{name} has a text part without a text")
     return part.text
@@ -281,7 +236,7 @@ async def read_prompts(raw: msgspec.Raw, *, max_prompts: int, max_ids: int) -> l
     data = _required(raw, "prompt")
     kind = _kind_of(data)
     if kind == "text":
-        return [_decode_part(data, str, "prompt")]
+        return [_decode(data, str, "prompt")]
     if kind == "ids":
         return [_read_ids(data, max_ids, "prompt")]
     if kind == "empty":
@@ -289,7 +244,7 @@ async def read_prompts(raw: msgspec.Raw, *, max_prompts: int, max_ids: int) -> l
     if kind == "texts":
         if has_more_texts(data, 2 * max_prompts):
             raise _too_many("prompts", max_prompts)
-        prompts: list[Any] = _decode_part(data, list[str], "prompt")
+        prompts: list[Any] = _decode(data, list[str], "prompt")
     else:
         prompts = await _read_lists(data, max_prompts, max_ids)
     if len(prompts) > max_prompts:
@@ -304,7 +259,7 @@ async def _read_lists(data: bytes, max_prompts: int, max_ids: int) -> list[list[
     if data.count(b"[") > max_prompts + 1:
         raise _too_many("prompts", max_prompts)
     prompts, num_ids = [], 0
-    for place, item in enumerate(_decode_part(data, list[msgspec.Raw], "prompt")):
+    for place, item in enumerate(_decode(data, list[msgspec.Raw], "prompt")):
         prompts.append(_read_ids(bytes(item), max_ids, f"prompt[{place}]"))
         num_ids += len(prompts[-1])
         if num_ids > IDS_A_TURN:
@@ -315,8 +270,7 @@ async def _read_lists(data: bytes, max_prompts: int, max_ids: int) -> list[list[
 
 def read_text(raw: msgspec.Raw, name: str) -> str:
     """A field that holds one text."""
-    text: str = _decode_part(_required(raw, name), str, name)
-    return text
+    return str(_decode(_required(raw, name), str, name))
 
 
 def read_tokens(raw: msgspec.Raw, max_ids: int) -> list[int]:
@@ -332,25 +286,20 @@ def _read_ids(data: bytes, max_ids: int, name: str) -> list[int]:
             raise api_error_of(PromptTooLong(num_ids, max_ids - 1))
         message = f"{name} has {num_ids:,} token ids; at most {max_ids:,} are allowed (max_model_len)"
         raise ApiError(400, "context_length_exceeded", message, param=name)
-    ids: list[int] = _decode_part(data, list[int], name)
+    ids: list[int] = _decode(data, list[int], name)
     return ids
 
 
-_KINDS: tuple[tuple[re.Pattern[bytes], Literal["text", "ids", "empty", "texts", "lists"]], ...] = (
-    (re.compile(rb"\s*\""), "text"),
-    (re.compile(rb"\s*\[\s*\]"), "empty"),
-    (re.compile(rb"\s*\[\s*\""), "texts"),
-    (re.compile(rb"\s*\[\s*\["), "lists"),
-    (re.compile(rb"\s*\[\s*-?\d"), "ids"),
-)
+_KIND = re.compile(rb'\s*(?:(?P<text>")|\[\s*(?:(?P<empty>\])|(?P<texts>")|(?P<lists>\[)|(?P<ids>-?\d)))')
 
 
-def _kind_of(data: bytes) -> Literal["text", "ids", "empty", "texts", "lists"]:
-    for pattern, kind in _KINDS:
-        if pattern.match(data):
-            return kind
-    message = "prompt: a text, a list of token ids, or a list of texts or of lists of token ids is needed"
-    raise ApiError(400, "invalid_type", message, param="prompt")
+def _kind_of(data: bytes) -> str | None:
+    match = _KIND.match(data)
+    if match is None:
+        raise _invalid_type(
+            "prompt", "a text, a list of token ids, or a list of texts or of lists of token ids is needed"
+        )
+    return match.lastgroup
 
 
 def _required(raw: msgspec.Raw, name: str) -> bytes:
@@ -359,12 +308,30 @@ def _required(raw: msgspec.Raw, name: str) -> bytes:
     return bytes(raw)
 
 
-def _decode_part(data: bytes, kind: Any, name: str) -> Any:
+_PLACE = re.compile(r" - at `(?:key` in `)?\$(.*)`$")
+
+
+def _decode(data: bytes, kind: Any, name: str = "") -> Any:
+    """The whole body, or a field of it that was left undecoded, as a ``kind``."""
     try:
         return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        message = str(error)
+        match = _PLACE.search(message)
+        said, place = (message[: match.start()], match[1]) if match is not None else (message, "")
+        said = said[0].lower() + said[1:].replace("int | float", "int")
+        raise _invalid_type((name + place).removeprefix("."), said) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        said = re.sub(r" - at `\$(.*)`$", r" (at \1)", str(error))
-        raise ApiError(400, "invalid_type", f"{name}: {said}", param=re.split(r"[.\[]", name)[0]) from None
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        if name:  # what was passed over undecoded may be no JSON
+            raise _invalid_type(name, reason) from None
+        raise ApiError(400, "invalid_json", f"the request's body is not valid JSON: {reason}") from None
+
+
+def _invalid_type(place: str, said: str) -> ApiError:
+    """What is needed at a place such as ``stop[...]`` is of another type; "": the whole body is."""
+    name = re.split(r"[.\[]", place, maxsplit=1)[0]
+    return ApiError(400, "invalid_type", f"{place or 'the request body'}: {said}", param=name or None)
 
 
 def _too_many(what: str, limit: int) -> ApiError:

@@ -229,16 +229,6 @@ class TextPart(msgspec.Struct):
 
     type: str
     text: str | None = None
-    audio_url: msgspec.Raw = msgspec.Raw()
-    file: msgspec.Raw = msgspec.Raw()
-    image_url: msgspec.Raw = msgspec.Raw()
-    input_audio: msgspec.Raw = msgspec.Raw()
-    refusal: msgspec.Raw = msgspec.Raw()
-    video_url: msgspec.Raw = msgspec.Raw()
-
-    def has_more(self) -> bool:
-        """Whether it holds what parts of other types do."""
-        return any(is_given(getattr(self, name)) for name in self.__struct_fields__ if name not in ("type", "text"))
 
 
 class ChatMessage(msgspec.Struct):
