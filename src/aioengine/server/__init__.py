@@ -37,13 +37,11 @@ _HOMES = {
     "http_server": ["HttpServer", "start_server"],
     "config": ["HttpLimits", "ServerConfig"],
 }
-_HOME_OF = {name: f"aioengine.server.{module}" for module, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
     """Names are imported when they are first used: an aiohttp app loads no Starlette."""
-    if name not in __all__:
-        raise AttributeError(f"module 'aioengine.server' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME_OF[name]), name)
-    globals()[name] = value
-    return value
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"aioengine.server.{module}"), name)
+    raise AttributeError(f"module 'aioengine.server' has no attribute {name!r}")

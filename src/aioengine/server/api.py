@@ -19,7 +19,7 @@ from aioengine.server.access_log import log_request, logger, request_id_of
 from aioengine.server.body import BodyReader
 from aioengine.server.completions import Completions
 from aioengine.server.config import ServerConfig
-from aioengine.server.decoding import read_messages, read_text, read_tokens
+from aioengine.server.decoding import IDS_A_TURN, read_messages, read_text, read_tokens
 from aioengine.server.errors import (
     JSON_HEADERS,
     ApiError,
@@ -67,33 +67,26 @@ START_TIMEOUT_S = 30.0
 MAX_ABORTED = 1024
 MAX_TOKEN_STRS = 8192
 MAX_DETOKENIZED = 2**16
-IDS_A_SLICE = 20_000
 WHOLE_BYTES = 2**16
 """Of an answer that is given to the connection at once, where it stays until the client reads."""
-ID_PREFIXES = ("chatcmpl-", "cmpl-")
 BUNDLED = "demo"
 """The bundled model's own name, by which the page knows it under whatever name it is served."""
 MODEL_PREFIX = "/v1/models/"
 MODEL_PATH = "/v1/models/{id}"
 
-_USE_CHATS = "use /v1/chat/completions"
-_ANOTHER_SERVER = "this server generates text; use another one for that"
 NOT_SUPPORTED = {
-    "/v1/responses": _USE_CHATS,
-    "/v1/messages": _USE_CHATS,
-    "/v1/messages/count_tokens": "use /tokenize",
-    "/api/chat": _USE_CHATS,
-    "/api/generate": "use /v1/completions",
-    "/api/tags": "use /v1/models",
-    "/generate": "use /v1/completions",
+    **dict.fromkeys(("/v1/responses", "/v1/messages", "/api/chat"), "use /v1/chat/completions"),
+    **dict.fromkeys(("/api/generate", "/generate"), "use /v1/completions"),
     **dict.fromkeys(
         (
             "/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
             "/v1/moderations", "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/speech",
             "/v1/images/generations",
         ),
-        _ANOTHER_SERVER,
+        "this server generates text; use another one for that",
     ),
+    "/v1/messages/count_tokens": "use /tokenize",
+    "/api/tags": "use /v1/models",
 }  # fmt: skip
 """Paths of other servers and of the OpenAI API, with what to do instead."""
 
@@ -103,23 +96,16 @@ class Route(NamedTuple):
 
     Attributes:
         is_work: it counts among the requests that are served at once, and is refused when there are too many.
-        is_generation: it needs capacity in the engine, which is asked for before its body is read.
     """
 
     method: str
     path: str
     handler: Handler
     is_work: bool = False
-    is_generation: bool = False
 
 
 class ServedModels:
-    """The one model that an engine has, by the names that requests may call it.
-
-    Args:
-        find_engine: gives the engine; a connected one knows its model once it is connected.
-        config: may give the model other names than its own.
-    """
+    """The one model that an engine has, by the names that requests may call it."""
 
     def __init__(self, find_engine: Callable[[], Engine], config: ServerConfig) -> None:
         self._find_engine = find_engine
@@ -137,11 +123,7 @@ class ServedModels:
         return (PurePath(model).name or "model",) if PurePath(model).is_absolute() or model[0] in ".~" else (model,)
 
     def choose(self, asked: str | None) -> str:
-        """The name to answer with for the one that was asked for, if any.
-
-        Raises:
-            ApiError: 404; it is another model.
-        """
+        """The name to answer with for the one that was asked for, if any; another model's is a 404."""
         names = self.names
         if not asked:
             return names[0]
@@ -182,8 +164,8 @@ class Api:
         self.is_draining = False
         """Set when the server begins to drain: `/health` says so, and no new work is taken."""
         routes = (
-            Route("POST", "/v1/chat/completions", self._chat, is_work=True, is_generation=True),
-            Route("POST", "/v1/completions", self._complete, is_work=True, is_generation=True),
+            Route("POST", "/v1/chat/completions", self._chat, is_work=True),
+            Route("POST", "/v1/completions", self._complete, is_work=True),
             Route("GET", "/v1/models", self._models),
             Route("GET", MODEL_PATH, self._model),
             Route("POST", "/tokenize", self._tokenize, is_work=True),
@@ -196,7 +178,7 @@ class Api:
             Route("GET", "/load", self._load),
             Route("GET", "/", self._page),
         )
-        self._routes: dict[str, Route] = {route.path: route for route in routes}
+        self._routes = {route.path: route for route in routes}
         self._metrics_of_http = HttpMetrics()
         self._rendering = PerLoop(lambda: CapacityLimiter(1))
         """A thread for metrics."""
@@ -260,7 +242,7 @@ class Api:
             log_request(record)
 
     async def _answer(self, exchange: Exchange, record: RequestRecord, route: Route | None) -> Response | None:
-        """The response, of whatever kind; None where it has been written already."""
+        """The response, also to what is refused or fails; None where it has been written already."""
         try:
             if exchange.path != "/health":
                 check_host(exchange.headers, self.config.allowed_hosts)
@@ -277,8 +259,7 @@ class Api:
             raise
         except Exception as error:
             answer = api_error_of(error)
-            record.error = error
-            record.error_code, record.error_param = answer.code, answer.param
+            record.error, record.error_code, record.error_param = error, answer.code, answer.param
             if isinstance(error, EngineClosed) and not self._has_warned and not self.is_draining:
                 self._has_warned = True
                 logger.warning("requests are answered 503: %s", error)
@@ -298,11 +279,7 @@ class Api:
         return ApiError(404, "not_found", f"there is nothing at {path[:100]!r}{hint}")
 
     async def _respond(self, exchange: Exchange, record: RequestRecord, response: Response) -> None:
-        """Give the response; a large one piece by piece, as its client takes it.
-
-        Raises:
-            ClientGone, ClientCut: it left, or did not take it in time.
-        """
+        """Give the response; a large one piece by piece, as its client takes it."""
         timeout_s = self.config.write_timeout_s
         if len(response.body) > WHOLE_BYTES and exchange.method != "HEAD":  # of which no server sends the body
             await run_while_connected(exchange, lambda cut: write_in_pieces(exchange, response, timeout_s, cut))
@@ -330,19 +307,12 @@ class Api:
             if self.engine.health().status == "STARTING":
                 await self._wait_for_start()
             await turns_here().take()
-            if route.is_generation:
-                self.engine.check_accepting()
             return await route.handler(exchange, record)
         finally:
             self._num_open -= 1
 
     async def _wait_for_start(self) -> None:
-        """Wait until the engine serves; how many may wait is how many may be served at once.
-
-        Raises:
-            ApiError: 503; that took too long, or it cannot start.
-            EngineClosed: it was closed meanwhile.
-        """
+        """Wait until the engine serves; how many may wait is how many may be served at once."""
         try:
             with anyio.fail_after(START_TIMEOUT_S):
                 await self.engine.wait_started()
@@ -354,15 +324,16 @@ class Api:
             raise unavailable("the engine could not be started") from error
 
     async def _read(self, exchange: Exchange, kind: type[T]) -> T:
-        """The request's body, decoded; see `BodyReader.read`."""
         return await self._bodies.read(exchange, kind, self.config.body_limit(self.engine.info.max_model_len))
 
     # Generating
 
     async def _chat(self, exchange: Exchange, record: RequestRecord) -> Response | None:
+        self.engine.check_accepting()  # before the body is read
         return await self._completions.chat(exchange, record, await self._read(exchange, ChatRequest))
 
     async def _complete(self, exchange: Exchange, record: RequestRecord) -> Response | None:
+        self.engine.check_accepting()
         return await self._completions.complete(exchange, record, await self._read(exchange, CompletionRequest))
 
     async def _abort(self, exchange: Exchange, record: RequestRecord) -> Response:
@@ -374,9 +345,8 @@ class Api:
             raise invalid_value("request_ids", f"request_ids has {len(ids):,}; at most {MAX_ABORTED:,} at once")
         for request_id in ids:
             await turns_here().take()
-            prefix = next((prefix for prefix in ID_PREFIXES if request_id.startswith(prefix)), "")
             self.engine.abort(request_id)
-            self.engine.abort(request_id.removeprefix(prefix))
+            self.engine.abort(request_id.removeprefix("chatcmpl-").removeprefix("cmpl-"))
         return _json({"request_ids": ids})
 
     # Text
@@ -391,11 +361,9 @@ class Api:
             prompt = read_messages(request.messages, self.config.max_messages)
         else:
             prompt = read_text(request.prompt, "prompt")
+        add, kwargs = request.add_special_tokens, template_kwargs(request)
         ids = await run_while_connected(
-            exchange,
-            lambda _: self.engine.tokenize(
-                prompt, add_special_tokens=request.add_special_tokens, chat_template_kwargs=template_kwargs(request)
-            ),
+            exchange, lambda _: self.engine.tokenize(prompt, add_special_tokens=add, chat_template_kwargs=kwargs)
         )
         answer: dict[str, Any] = {"count": len(ids), "max_model_len": self.engine.info.max_model_len}
         if request.return_token_strs:
@@ -449,10 +417,9 @@ class Api:
         }
         if health.status == "STALLED":
             told.update(reason=health.reason, step_age_s=round(health.step_age_s, 3))
-        if health.status == "ALIVE" and not self.is_draining:
-            return _json(told)
-        record.outcome = "error"
-        return _json(told, 503)
+        is_well = health.status == "ALIVE" and not self.is_draining
+        record.outcome = "ok" if is_well else "error"
+        return _json(told, 200 if is_well else 503)
 
     async def _metrics(self, exchange: Exchange, record: RequestRecord) -> Response:
         # Of a connected engine the model is known only once it is connected.
@@ -474,11 +441,7 @@ class Api:
         return PAGE
 
     def _check_alive(self) -> None:
-        """Raise where nothing can be served any more, so that a look at any of our paths tells of it.
-
-        Raises:
-            EngineClosed, EngineDead
-        """
+        """Raise where nothing can be served any more, so that a look at any of our paths tells of it."""
         if self.engine.health().status == "DEAD":
             self.engine.check_accepting()  # one that was closed is not broken, and says so here
             raise EngineDead("the engine has stopped working")
@@ -491,7 +454,7 @@ def _json(value: Any, status: int = 200) -> Response:
 async def _with_ids(fields: dict[str, Any], name: str, ids: list[int]) -> bytes:
     """JSON of the fields and a list that may be very long, with turns for others between its parts."""
     parts = []
-    for first in range(0, len(ids), IDS_A_SLICE):
-        parts.append(msgspec.json.encode(ids[first : first + IDS_A_SLICE])[1:-1])
+    for first in range(0, len(ids), IDS_A_TURN):
+        parts.append(msgspec.json.encode(ids[first : first + IDS_A_TURN])[1:-1])
         await asyncio.sleep(0)
     return b'%b,"%b":[%b]}' % (msgspec.json.encode(fields)[:-1], name.encode(), b",".join(parts))

@@ -27,9 +27,7 @@ class Completions:
     """Answers both kinds of generation.
 
     Args:
-        find_engine: where the engine is.
-        config: of the server.
-        model_name: the name to answer with for the one that was asked for.
+        model_name: gives the name to answer with for the one that was asked for.
     """
 
     def __init__(
@@ -50,7 +48,7 @@ class Completions:
         try:
             streams = await self._streams(record, request, [messages], chat_template_kwargs=template_kwargs(request))
             answer = ChatAnswer(
-                self._head("chatcmpl", record, streams),
+                _head("chatcmpl", record, streams),
                 self._engine.token_bytes,
                 top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
                 has_usage=request.has_usage,
@@ -72,7 +70,7 @@ class Completions:
         )
         streams = await self._streams(record, request, prompts)
         answer = CompletionAnswer(
-            self._head("cmpl", record, streams),
+            _head("cmpl", record, streams),
             self._engine.token_bytes,
             top_logprobs=request.logprobs,
             has_usage=request.has_usage,
@@ -96,21 +94,11 @@ class Completions:
             if "x-request-id" not in exchange.headers:
                 record.request_id = request.request_id
         record.model = self._model_name(request.model)
-        record.is_stream = bool(request.stream)
-
-    def _head(self, kind: str, record: RequestRecord, streams: list[Stream]) -> AnswerHead:
-        """With the engine's id for it, so that what an answer is called can be aborted."""
-        assert record.model is not None
-        return AnswerHead(id=f"{kind}-{streams[0].request_id}", created=int(time.time()), model=record.model)
 
     async def _streams(
         self, record: RequestRecord, request: Generation, prompts: list[Any], **options: Any
     ) -> list[Stream]:
-        """The engine's streams for the prompts, checked and not entered; with turns for others between long ones.
-
-        Raises:
-            InvalidRequest, EngineOverloaded: one is bad, or there is no room for them all.
-        """
+        """The engine's streams for the prompts, checked and not entered; with turns for others between long ones."""
         sampling = request.sampling()
         streams: list[Stream] = []
         for prompt in prompts:
@@ -129,7 +117,6 @@ class Completions:
             streams.append(stream)
         params = streams[0].params
         self._engine.check_accepting(sum(stream.params.num_sequences for stream in streams))
-        record.num_prompts = len(streams)
         record.n, record.max_tokens = params.n, params.max_tokens
         record.temperature, record.top_p, record.top_k = params.temperature, params.top_p, params.top_k
         return streams
@@ -150,3 +137,8 @@ class Completions:
                 note_outputs(record, group)
 
         return await run_while_connected(exchange, work)
+
+
+def _head(kind: str, record: RequestRecord, streams: list[Stream]) -> AnswerHead:
+    """With the engine's id for it, so that what an answer is called can be aborted."""
+    return AnswerHead(id=f"{kind}-{streams[0].request_id}", created=int(time.time()), model=record.model or "")

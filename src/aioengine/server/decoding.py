@@ -1,7 +1,8 @@
 """From a request's body to what is in it, without holding the loop: a large body is looked at before it is decoded.
 
 A JSON parser makes an object of each value, under the GIL, a thousand in a tenth of a millisecond. So prompts, messages
-and token ids stay undecoded (`msgspec.Raw`) while the rest is read, and each of them has bounds of its own.
+and token ids stay undecoded (`msgspec.Raw`) while the rest is read, and each of them has bounds of its own. What is
+wrong with any of it is an `ApiError` of status 400, which names the field where there is one.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ MAX_FIELD_BYTES = 2**16
 MAX_ALLOWED_IDS = 2**18
 """Of `allowed_token_ids`: a large vocabulary, id by id."""
 IDS_A_TURN = 20_000
-"""Token ids that are decoded between two turns for others: half a millisecond."""
+"""Token ids that are decoded, or encoded, between two turns for others: half a millisecond."""
 MAX_OTHER_TEXTS = 2**14
 """JSON texts in a body beside its prompts and messages."""
 TEXTS_A_MESSAGE = 32
@@ -58,11 +59,7 @@ class IgnoredFields:
         self._told: set[str] = set()
 
     def check(self, fields: dict[str, msgspec.Raw], kind: type[Body]) -> None:
-        """Tell of the fields that are left out.
-
-        Raises:
-            ApiError: 400; one is not known, and such ones are refused.
-        """
+        """Tell of the fields that are left out, or refuse those that are not known."""
         self._check_unknown(fields, known_names(kind), "")
         if is_given(options := fields.get("stream_options", msgspec.Raw())):
             names = _decode(bytes(options), dict[str, msgspec.Raw], "stream_options")
@@ -102,9 +99,6 @@ def decode(body: bytes, kind: type[T], *, max_texts: int = 0, ignored: IgnoredFi
 
     Args:
         max_texts: JSON texts that a large body may have in its prompt or messages.
-        ignored: is told of fields that are left out.
-    Raises:
-        ApiError: 400; names the field where there is one.
     """
     if len(body) > SMALL_BODY_BYTES:
         _check_texts(body, max_texts)
@@ -165,11 +159,7 @@ def _nearest(name: str, known: frozenset[str]) -> str:
 
 
 def read_messages(raw: msgspec.Raw, max_messages: int) -> list[dict[str, Any]]:
-    """A chat's messages as the engine takes them.
-
-    Raises:
-        ApiError: 400; says which message is wrong and how.
-    """
+    """A chat's messages as the engine takes them."""
     data = _required(raw, "messages")
     if has_more_texts(data, TEXTS_A_MESSAGE * max_messages):
         raise _too_many("messages", max_messages)
@@ -229,9 +219,7 @@ async def read_prompts(raw: msgspec.Raw, *, max_prompts: int, max_ids: int) -> l
     """A completion's prompts: a text, token ids, or a list of either; with turns for others between many ids.
 
     Args:
-        max_ids: the most token ids of one prompt; more are refused uncounted.
-    Raises:
-        ApiError: 400.
+        max_ids: the most token ids of one prompt.
     """
     data = _required(raw, "prompt")
     kind = _kind_of(data)

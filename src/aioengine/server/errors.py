@@ -38,10 +38,7 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status = status
-        self.code = code
-        self.message = message
-        self.param = param
+        self.status, self.code, self.message, self.param = status, code, message, param
         self.headers = dict(headers or {})
 
     def body(self) -> bytes:
@@ -88,9 +85,8 @@ def unavailable(message: str, **headers: str) -> ApiError:
 
 def overloaded(message: str, retry_after_s: float, **headers: str) -> ApiError:
     """503, with the seconds after which to come again."""
-    return ApiError(
-        503, "overloaded", message, headers={"retry-after": str(max(1, math.ceil(retry_after_s))), **headers}
-    )
+    told = {"retry-after": str(max(1, math.ceil(retry_after_s))), **headers}
+    return ApiError(503, "overloaded", message, headers=told)
 
 
 def invalid_value(name: str, message: str) -> ApiError:

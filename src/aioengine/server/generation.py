@@ -64,13 +64,18 @@ class StreamGroup:
             await stream.__aexit__(*raised)
 
     @property
+    def num_choices(self) -> int:
+        """Of all prompts."""
+        return len(self._streams) * self._num_choices
+
+    @property
     def is_ended(self) -> bool:
         """All has been taken."""
         return not self._num_open
 
     def watch(self) -> None:
         """Follow the streams from now on, for `wait` and `take`."""
-        self._num_open = len(self._streams) * self._num_choices
+        self._num_open = self.num_choices
         for number, stream in enumerate(self._streams):
             stream.watch(self._marker_of(number))
 
@@ -132,9 +137,9 @@ class StreamGroup:
         """All prompts' outputs as far as they have come."""
         return [stream.result for stream in self._streams[: self._num_entered]]
 
-    def output(self, number: int) -> RequestOutput:
-        """The output of the prompt of that number as far as it has come."""
-        return self._streams[number].result
+    def output_of(self, choice: int) -> RequestOutput:
+        """The output of the prompt of the choice of that number, as far as it has come."""
+        return self._streams[choice // self._num_choices].result
 
 
 class Relay:
@@ -154,15 +159,11 @@ class Relay:
 
     async def run(self, config: ServerConfig, cut: Callable[[], None]) -> None:
         """Relay to the end, or to the error that ends it: that is an event, too."""
-        self._group.watch()
+        group = self._group
+        group.watch()
         self._record.status = 200
-        writer = EventWriter(
-            self._exchange,
-            timeout_s=config.write_timeout_s,
-            on_stuck=cut,
-            idle_s=config.keepalive_s,
-            on_idle=self._group.wake,
-        )
+        timeout_s, idle_s = config.write_timeout_s, config.keepalive_s
+        writer = EventWriter(self._exchange, timeout_s=timeout_s, on_stuck=cut, idle_s=idle_s, on_idle=group.wake)
         with contextlib.closing(writer):
             await writer.start(200, {**EVENT_HEADERS, "x-request-id": self._record.request_id})
             last = await self._relay(writer)
@@ -172,8 +173,7 @@ class Relay:
     async def _relay(self, writer: EventWriter) -> bytes:
         """Write all events but the last ones, which are returned."""
         group, answer, echo = self._group, self._answer, self._answer.echo
-        num_choices = self._record.num_prompts * (self._record.n or 1)
-        if opening := answer.opening(num_choices, self._count(0)):
+        if opening := answer.opening(group.num_choices, self._count(0)):
             await writer.write(opening)
         echoed: set[int] = set()
         while not group.is_ended:
@@ -189,8 +189,7 @@ class Relay:
             for choice, delta in taken:
                 if echo is not None and choice not in echoed:
                     echoed.add(choice)
-                    output = group.output(choice // (self._record.n or 1))
-                    events.append(await echo(choice, output, self._count(0)))
+                    events.append(await echo(choice, group.output_of(choice), self._count(0)))
                 if delta.logprobs is not None and len(delta.logprobs) > answer.max_positions:
                     for part in split_delta(delta, answer.max_positions):
                         events.append(answer.event(choice, part, self._count(len(part.token_ids))))

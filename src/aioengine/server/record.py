@@ -41,11 +41,9 @@ class RequestRecord(msgspec.Struct, kw_only=True, weakref=True):
         error_code, error_param: the "code" and "param" of the body that told the client of an error; never its
             message, which may quote the client.
         model: the served name that the request chose.
-        is_stream: it is answered as server-sent events.
         n, max_tokens, temperature, top_p, top_k: as the engine takes them, where the request has them.
-        num_prompts: completions may ask for several at once.
         prompt_tokens, completion_tokens: of all prompts and choices; None for a request that generates nothing.
-        max_choice_tokens: of the longest choice; of one choice it is known without.
+        max_choice_tokens: of the longest choice.
         finish_reasons: one for each choice.
         time_to_first_token_s: as the client saw it, from `started_at`.
         metrics: the engine's own times; of the first prompt where there are several.
@@ -64,13 +62,11 @@ class RequestRecord(msgspec.Struct, kw_only=True, weakref=True):
     error_code: str | None = None
     error_param: str | None = None
     model: str | None = None
-    is_stream: bool = False
     n: int | None = None
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    num_prompts: int = 1
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     max_choice_tokens: int | None = None
@@ -80,7 +76,7 @@ class RequestRecord(msgspec.Struct, kw_only=True, weakref=True):
 
     @property
     def duration_s(self) -> float:
-        """From its start to its end; 0 before that."""
+        """From its start to its end."""
         return 0.0 if self.ended_at is None else self.ended_at - self.started_at
 
     @property

@@ -40,8 +40,6 @@ class Body(msgspec.Struct, kw_only=True):
 
         Args:
             fields: of the body, undecoded, by their names.
-        Raises:
-            ApiError: 400, naming the field.
         """
         for name, neutral in cls.NEUTRAL.items():
             if name in fields and is_given(fields[name]) and not _is_one_of(fields[name], neutral):
@@ -126,11 +124,7 @@ class Generation(RowFields, kw_only=True):
         return {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
 
     def check(self) -> None:
-        """Refuse what contradicts itself.
-
-        Raises:
-            ApiError: 400, naming the field.
-        """
+        """Refuse what contradicts itself."""
         if self.stream_options is not None:
             if not self.stream:
                 told = "stream_options is for streams: set stream to true, or leave it out"
@@ -232,10 +226,7 @@ class TextPart(msgspec.Struct):
 
 
 class ChatMessage(msgspec.Struct):
-    """A message of a chat, also as clients send an answer's message back, with keys of their own, which are ignored.
-
-    Of what is kept for templates, `tool_calls` are the template's business.
-    """
+    """A message of a chat, also as clients send an answer's message back, with keys of their own, which are ignored."""
 
     TEMPLATE_TEXTS: ClassVar[tuple[str, ...]] = ("name", "tool_call_id", "reasoning_content", "refusal")
 
