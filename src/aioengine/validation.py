@@ -7,6 +7,7 @@ import enum
 import functools
 import math
 import re
+import reprlib
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
@@ -14,7 +15,8 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 import msgspec
 import numpy as np
 
-SIZED = (str, bytes, bytearray, list, tuple, set, frozenset, dict)
+COLLECTIONS = (list, tuple, set, frozenset, dict)
+SIZED = (str, bytes, bytearray, *COLLECTIONS)
 MAX_SHOWN_CHARS = 60
 MAX_SHOWN_ITEMS = 8
 MAX_SHOWN_ITEMS_CHARS = 240
@@ -138,42 +140,37 @@ def _is_neutral(value: Any, neutral: Neutral) -> bool:
     return neutral.values is None or (is_plain and value in neutral.values)
 
 
-def shorten(value: object, *, depth: int = 2) -> str:
+class _ShortRepr(reprlib.Repr):
+    """Python's own, but that what is long is shown by its length, and whatever raises by its type."""
+
+    def repr1(self, x: Any, level: int) -> str:
+        kind = type(x).__name__
+        try:
+            if isinstance(x, int) and x.bit_length() > MAX_SHOWN_BITS:  # Python refuses to print very long ones
+                return f"<{kind} of {x.bit_length()} bits>"
+            limit = MAX_SHOWN_CHARS if isinstance(x, str | bytes | bytearray) else MAX_SHOWN_ITEMS
+            if isinstance(x, Sized) and (len(x) > limit or (level <= 0 and isinstance(x, COLLECTIONS))):
+                return f"<{kind} of {len(x)}>"
+            text = super().repr1(x, level) if isinstance(x, COLLECTIONS) else repr(x)
+        except Exception:  # a class of the caller's own may raise anything, and so does an array without a dimension
+            return f"<{kind}>"
+        limit = MAX_SHOWN_ITEMS_CHARS if isinstance(x, COLLECTIONS) else MAX_SHOWN_CHARS
+        return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def shorten(value: object) -> str:
     """A value as a message can show it: on one line, not long, whatever the value is."""
-    if isinstance(value, int) and value.bit_length() > MAX_SHOWN_BITS:  # Python refuses to print very long ones
-        return f"<{type(value).__name__} of {value.bit_length()} bits>"
-    if isinstance(value, str | bytes | bytearray) and len(value) > MAX_SHOWN_CHARS:
-        return f"<{type(value).__name__} of {len(value)}>"
-    if isinstance(value, list | tuple | set | frozenset | dict):
-        if len(value) > MAX_SHOWN_ITEMS or not depth:
-            return f"<{type(value).__name__} of {len(value)}>"
-        shown = _shorten_items(value, depth - 1)
-        return shown if len(shown) <= MAX_SHOWN_ITEMS_CHARS else f"<{type(value).__name__} of {len(value)}>"
-    try:
-        if not isinstance(value, str | bytes | bytearray) and isinstance(value, Sized) and len(value) > MAX_SHOWN_ITEMS:
-            return f"<{type(value).__name__} of {len(value)}>"
-        text = repr(value)
-    except Exception:  # a class of the caller's own may raise anything, and so does an array without a dimension
-        return f"<{type(value).__name__}>"
-    return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 3] + "..."
+    return _short_repr.repr(value)
+
+
+_short_repr = _ShortRepr()
+_short_repr.maxlevel = 2
 
 
 def typed(value: object) -> str:
     """The name of a value's type, with its article: "an int"."""
     name = type(value).__name__
     return f"{'an' if name[0].lower() in 'aeio' else 'a'} {name}"
-
-
-def _shorten_items(value: Any, depth: int) -> str:
-    if isinstance(value, dict):
-        pairs = (f"{shorten(key, depth=depth)}: {shorten(item, depth=depth)}" for key, item in value.items())
-        return f"{{{', '.join(pairs)}}}"
-    items = ", ".join(shorten(item, depth=depth) for item in value)
-    if isinstance(value, list):
-        return f"[{items}]"
-    if isinstance(value, tuple):
-        return f"({items},)" if len(value) == 1 else f"({items})"
-    return f"{{{items}}}" if value else f"{type(value).__name__}()"
 
 
 # Checking one value
@@ -311,6 +308,8 @@ def _leaves(hint: Any) -> Iterator[Any]:
 
 def _in_python(message: str, value: Any) -> str:
     """msgspec speaks of JSON; say it in Python's words: ``Expected `array`, got `null` - at `$[0]` ``."""
+    if message.startswith("Invalid enum value"):  # and all of the value, however long
+        return "none of the choices"
     for json_name, name in (("null", "None"), ("array", "list"), ("object", "dict")):
         message = re.sub(rf"(?<=[` ]){json_name}(?=[` ])", name, message)
     name = "None" if value is None else type(value).__name__
