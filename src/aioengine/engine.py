@@ -28,11 +28,10 @@ from aioengine.frontend.prompt import (
     Checked,
     Prompt,
     PromptDict,
-    check_params,
+    check_request,
     keep_prompt,
+    make_id,
     open_prompt,
-    take_prompt,
-    take_template,
 )
 from aioengine.frontend.runtime import Runtime
 from aioengine.outputs import RequestOutput
@@ -277,6 +276,7 @@ class Engine(EngineControl):
         sampling: SamplingKeywords,
         template: Any,
         *,
+        request_id: str | None,
         cache_salt: str | None,
         may_wait: bool = False,
         **call: Any,
@@ -289,7 +289,8 @@ class Engine(EngineControl):
         """
         runtime = self._here_or_starting()
         prompt, cache_salt = open_prompt(prompt, cache_salt)
-        checked_call = Call(cache_salt=cache_salt, **call)
+        name = make_id() if request_id is None else request_id
+        checked_call = Call(request_id=name, cache_salt=cache_salt, **call)
         seed = None
         if self._seeds is not None and all(getattr(given, "seed", None) is None for given in (params, sampling_params)):
             seed = self._seeds.getrandbits(56) if sampling.get("seed") is None else None
@@ -298,9 +299,7 @@ class Engine(EngineControl):
             checked = make_params(params, runtime.sampling_defaults, sampling, alias=sampling_params)
             if seed is not None:
                 checked = msgspec.structs.replace(checked, seed=seed)
-            check_params(checked, runtime)
-            taken = take_prompt(prompt, runtime)
-            return Checked(taken, checked, take_template(template, taken))
+            return check_request(runtime, prompt, checked, template)
 
         is_later = runtime.is_starting or (may_wait and runtime.turns.is_busy)
         if is_later:  # the caller may go on with what it gave

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from types import TracebackType
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
 import anyio
@@ -60,7 +60,9 @@ class EngineControl:
 
     async def resume(self) -> None:
         """Go on after `pause`, and take requests again after `drain`. Idempotent."""
-        self._here().resume()
+        runtime = self._here()
+        runtime.admission.reopen()
+        runtime.core.resume()
 
     async def reset_prefix_cache(self, *, reset_running: bool = False) -> int:
         """Forget all cached prefixes: no later request sees KV from before. Idempotent; running requests go on.
@@ -173,7 +175,7 @@ class EngineControl:
         Raises:
             InvalidRequest: the engine is another process: register a function there, and use `collective_rpc`.
         """
-        return await self._here().apply_model(function)
+        return await self._here().backend.apply_model(function)
 
     async def execute_dummy_batch(self) -> None:
         """Compute one token of no request: for ranks that must take part in what others compute.
@@ -311,7 +313,7 @@ class EngineControl:
         """
         return self._running().core.observers.add(observer)
 
-    def profile(self, path: str | os.PathLike[str], *, max_steps: int = 100) -> Profile:
+    def profile(self, path: str | os.PathLike[str], *, max_steps: int = 100) -> AbstractAsyncContextManager[None]:
         """Record what the device does: ``async with engine.profile("trace.json"): ...``.
 
         What comes out is torch's own trace, for https://ui.perfetto.dev or chrome://tracing: an event a step of the
@@ -332,7 +334,7 @@ class EngineControl:
             EngineClosed: the engine is not running, or was closed in the block.
         """
         begin, end = c.StartProfile(max_steps), c.StopProfile(path)
-        return Profile(self._here(), begin, end)
+        return _profiling(self._here(), begin, end)
 
     async def start_profile(self, *, max_steps: int = 100) -> None:
         """Begin a recording that `stop_profile` ends; `profile` does both, and tells what it costs.
@@ -384,25 +386,19 @@ class EngineControl:
         return await self._here().call(control)
 
 
-class Profile:
-    """A recording of the device. Made by `Engine.profile`; it begins where the ``async with`` block does."""
-
-    def __init__(self, runtime: Runtime, begin: c.StartProfile, end: c.StopProfile) -> None:
-        self._runtime = runtime
-        self._begin = begin
-        self._end = end
-
-    async def __aenter__(self) -> None:
-        await self._runtime.call(self._begin)
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            await self._runtime.call(self._end)
-        except EngineClosed as closed:
-            if error is None:  # else that one is the news
-                raise EngineClosed("the engine was closed while it was recorded: there is no trace") from closed
+@contextlib.asynccontextmanager
+async def _profiling(runtime: Runtime, begin: c.StartProfile, end: c.StopProfile) -> AsyncIterator[None]:
+    await runtime.call(begin)
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(EngineClosed):  # the block's own error is the news
+            await runtime.call(end)
+        raise
+    try:
+        await runtime.call(end)
+    except EngineClosed as closed:
+        raise EngineClosed("the engine was closed while it was recorded: there is no trace") from closed
 
 
 async def _send_weights(runtime: Runtime, tensors: Mapping[str, Any]) -> None:

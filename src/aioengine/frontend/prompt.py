@@ -6,12 +6,11 @@ import contextlib
 import functools
 import os
 from collections.abc import Mapping
-from typing import Annotated, Any, NamedTuple, get_args
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
 from msgspec import Meta
-from msgspec.structs import force_setattr
 
 from aioengine.core.protocol import MAX_ID_CHARS, MAX_PRIORITY, MAX_SALT_CHARS, check_limits
 from aioengine.errors import InvalidRequest, PromptTooLong
@@ -21,7 +20,7 @@ from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.plan import int32
 from aioengine.scheduler.sequence import Request, Sequence, make_choices
 from aioengine.text.chat_input import copy_messages, take_template_kwargs
-from aioengine.validation import is_utf8, shorten, typed
+from aioengine.validation import check_fields, is_utf8, shorten, typed
 
 ChatMessage = dict[str, Any]
 Prompt = str | list[int] | list[ChatMessage]
@@ -36,6 +35,10 @@ MAX_NORMALIZED_CHARS = 4
 """That a normalizer may make one of: none of Unicode's compositions takes more."""
 
 
+def _invalid(name: str, message: str) -> InvalidRequest:
+    return InvalidRequest(message, param=name)
+
+
 class Call(msgspec.Struct, frozen=True, kw_only=True):
     """Those arguments of `Engine.stream` that are checked without a model; numpy's integers are as good as Python's.
 
@@ -43,38 +46,18 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         InvalidRequest: names the argument.
     """
 
-    request_id: str
-    """One is made up in the place of None."""
-    priority: int
-    cache_salt: str | None
+    request_id: Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)]
+    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None
     on_full: OnFull
-    max_unread_tokens: int | None = None
-    stream_interval: int | None = None
+    max_unread_tokens: Annotated[int, Meta(ge=1)] | None = None
+    stream_interval: Annotated[int, Meta(ge=1)] | None = None
 
     def __post_init__(self) -> None:
-        for name, limit in (("request_id", MAX_ID_CHARS), ("cache_salt", MAX_SALT_CHARS)):
-            text: Any = getattr(self, name)
-            if text is not None and not (isinstance(text, str) and 0 < len(text) <= limit):
-                raise InvalidRequest(f"{name}: a str of 1 to {limit} characters is needed", param=name)
-            if text is not None and not is_utf8(text):
-                raise InvalidRequest(f"{name} has a lone surrogate, which has no UTF-8 form; remove it", param=name)
-        priority = _as_int(self.priority)
-        if priority is None or abs(priority) > MAX_PRIORITY:
-            raise InvalidRequest(
-                f"priority={shorten(self.priority)}: an int of at most {MAX_PRIORITY} is needed; smaller goes first",
-                param="priority",
-            )
-        if not isinstance(self.on_full, str) or self.on_full not in get_args(OnFull):
-            raise InvalidRequest(f"on_full={shorten(self.on_full)}: 'wait' or 'raise' is needed", param="on_full")
-        for name in ("max_unread_tokens", "stream_interval"):
-            value = getattr(self, name)
-            count = _as_int(value)
-            if value is not None and (count is None or count < 1):
-                raise InvalidRequest(f"{name}={shorten(value)}: an int of at least 1 is needed", param=name)
-            force_setattr(self, name, count)
-        force_setattr(self, "priority", priority)
-        request_id: str | None = self.request_id
-        force_setattr(self, "request_id", request_id or make_id())
+        check_fields(self, _invalid)
+        for name in ("request_id", "cache_salt"):
+            if not is_utf8(getattr(self, name) or ""):
+                raise _invalid(name, f"{name} has a lone surrogate, which has no UTF-8 form; remove it")
 
 
 class Checked(NamedTuple):
@@ -106,42 +89,46 @@ def open_prompt(prompt: Any, cache_salt: str | None) -> tuple[Any, str | None]:
         if key not in PROMPT_KEYS and (value or not isinstance(value, dict | list | tuple))
     ]
     if "role" in unknown:
-        raise InvalidRequest(
-            "prompt is one message; a chat is a list of messages, also of a single one", param="prompt"
-        )
+        raise _invalid("prompt", "prompt is one message; a chat is a list of messages, also of a single one")
     if unknown:
         names = ", ".join(sorted(map(shorten, unknown)))
-        raise InvalidRequest(f"prompt has {names}; a prompt dict takes {', '.join(PROMPT_KEYS)}", param="prompt")
+        raise _invalid("prompt", f"prompt has {names}; a prompt dict takes {', '.join(PROMPT_KEYS)}")
     salt = cache_salt if cache_salt is not None else given.get("cache_salt")
     for key in ("prompt_token_ids", "prompt"):
         if key in given:
             return given[key], salt
-    raise InvalidRequest("a prompt dict needs a prompt (text) or prompt_token_ids (a list of ints)", param="prompt")
+    raise _invalid("prompt", "a prompt dict needs a prompt (text) or prompt_token_ids (a list of ints)")
 
 
-def take_prompt(prompt: Any, runtime: Runtime) -> Prompt:
-    """A copy of the prompt, so that the caller may change the list, and all that is in it, while the request waits.
+def check_request(runtime: Runtime, prompt: Any, params: SamplingParams, template_kwargs: Any) -> Checked:
+    """Hold a request against the engine's limits, the model's vocabulary and its tokenizer.
+
+    The prompt and the template's variables are copied: the caller may change all that is in them while the request
+    waits.
 
     Raises:
-        InvalidRequest, PromptTooLong: this model cannot take it, whatever is in it.
+        InvalidRequest, PromptTooLong: a value does not fit, which is named; or this model cannot take the prompt.
     """
+    check_limits(params, runtime.config, runtime.info.vocab_size, runtime.core.eos_token_ids)
+    for name in ("stop", "bad_words"):
+        if getattr(params, name) and runtime.tokenizer is None:
+            raise _invalid(name, f"{name} needs a tokenizer, and this model has none")
+    taken = _take_prompt(runtime, prompt)
+    return Checked(taken, params, take_template_kwargs(template_kwargs, is_chat=_is_chat(taken)))
+
+
+def _take_prompt(runtime: Runtime, prompt: Any) -> Prompt:
     max_ids = runtime.info.max_model_len - 1
     prompt = _as_list(prompt, max_ids)
     if not isinstance(prompt, str | list):
-        raise InvalidRequest(
-            f"prompt is {typed(prompt)}; give a str, a list of token ids, or a list of chat messages",
-            param="prompt",
-        )
+        raise _invalid("prompt", f"prompt is {typed(prompt)}; give a str, a list of token ids, or a list of messages")
     if not prompt:
-        raise InvalidRequest("the prompt is empty; give at least one character, token id or message", param="prompt")
-    if isinstance(prompt, str):
-        runtime.require_tokenizer()
-        return prompt
-    if isinstance(prompt[0], dict):
-        runtime.require_tokenizer()
-        messages: list[dict[str, Any]] = copy_messages(prompt)
-        return messages
-    return _check_ids(prompt, max_ids, runtime.info.vocab_size)
+        raise _invalid("prompt", "the prompt is empty; give at least one character, token id or message")
+    if isinstance(prompt, list) and not _is_chat(prompt):
+        return _check_ids(prompt, max_ids, runtime.info.vocab_size)
+    runtime.require_tokenizer()
+    taken: Prompt = prompt if isinstance(prompt, str) else copy_messages(prompt)
+    return taken
 
 
 def keep_prompt(prompt: Any) -> Any:
@@ -153,23 +140,6 @@ def keep_prompt(prompt: Any) -> Any:
         return copy() if callable(copy) else prompt
     except Exception:  # what cannot be copied cannot be read, either, which is said when it is taken
         return prompt
-
-
-def take_template(chat_template_kwargs: Any, prompt: Prompt) -> dict[str, Any]:
-    """A copy of the variables for the chat template; see `take_template_kwargs`."""
-    return take_template_kwargs(chat_template_kwargs, is_chat=_is_chat(prompt))
-
-
-def check_params(params: SamplingParams, runtime: Runtime) -> None:
-    """Hold parameters against the engine's limits, the model's vocabulary and its tokenizer.
-
-    Raises:
-        InvalidRequest: one does not fit; names it.
-    """
-    check_limits(params, runtime.config, runtime.info.vocab_size, runtime.core.eos_token_ids)
-    for name in ("stop", "bad_words"):
-        if getattr(params, name) and runtime.tokenizer is None:
-            raise InvalidRequest(f"{name} needs a tokenizer, and this model has none", param=name)
 
 
 def make_id() -> str:
@@ -240,7 +210,7 @@ def _tokenize(runtime: Runtime, prompt: Prompt, template_kwargs: dict[str, Any])
     # A chat template writes the special tokens itself; the tokenizer would add a second BOS.
     ids = tokenizer.encode(text, add_special_tokens=isinstance(prompt, str))
     if not ids:
-        raise InvalidRequest("the prompt has no tokens; give at least one character or id", param="prompt")
+        raise _invalid("prompt", "the prompt has no tokens; give at least one character or id")
     return text, _check_ids(ids, limit, runtime.info.vocab_size)
 
 
@@ -261,14 +231,10 @@ def _check_ids(prompt: list[Any], limit: int, vocab_size: int) -> list[int]:
     except msgspec.ValidationError as exc:
         is_several = isinstance(prompt[0], str | list)
         why = "a call has one prompt: asyncio.gather several, or use LLM" if is_several else str(exc)
-        raise InvalidRequest(
-            f"prompt: a list holds token ids (int) or messages (dict): {why}", param="prompt"
-        ) from None
+        raise _invalid("prompt", f"prompt: a list holds token ids (int) or messages (dict): {why}") from None
     worst = min(ids) if min(ids) < 0 else max(ids)
     if not 0 <= worst < vocab_size:
-        raise InvalidRequest(
-            f"prompt holds token id {shorten(worst)}; the model has 0 to {vocab_size - 1}", param="prompt"
-        )
+        raise _invalid("prompt", f"prompt holds token id {shorten(worst)}; the model has 0 to {vocab_size - 1}")
     return ids
 
 
@@ -294,16 +260,7 @@ def _as_list(prompt: Any, max_ids: int) -> Any:
         length = len(prompt)
         items = prompt.tolist() if length <= max_ids else None
     except Exception as exc:  # an array of the caller's own may raise anything, and so may a tensor without data
-        raise InvalidRequest(
-            f"prompt is {typed(prompt)} that cannot be read: {type(exc).__name__}", param="prompt"
-        ) from None
+        raise _invalid("prompt", f"prompt is {typed(prompt)} that cannot be read: {type(exc).__name__}") from None
     if length > max_ids:
         raise PromptTooLong(length, max_ids)
     return items
-
-
-def _as_int(value: Any) -> int | None:
-    """Python's int of an integer; None of anything else."""
-    if isinstance(value, np.integer):
-        return int(value)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None

@@ -13,7 +13,7 @@ import logging
 import warnings
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import anyio
 
@@ -46,8 +46,6 @@ from aioengine.text.worker import TextWorker, run_abandonable
 from aioengine.turns import turns_here
 
 logger = logging.getLogger("aioengine")
-
-T = TypeVar("T")
 
 LARGE_TEXT_CHARS = 100_000
 """About 20 ms of tokenization, and a long prompt for any model."""
@@ -83,7 +81,7 @@ class Runtime:
         self.longest_token_chars: int | None = None
         """Characters of the longest token; None where the tokenizer does not tell."""
         self.admission = Admission(config.max_waiting, lambda: self.core.num_unstarted, on_left=self._recheck)
-        self._backend = make_backend(
+        self.backend = make_backend(
             CoreHooks(
                 worker=self.worker,
                 dump_worker=self._large_worker,
@@ -96,7 +94,6 @@ class Runtime:
         """Set when the engine serves, or when its start has failed and everything is closed again."""
         self._start_error: Exception | None = None
         self._start_traceback: TracebackType | None = None
-        self._num_waiting_for_start = 0
         self._is_serving = False
         self._is_closing = False
         self._is_stoppable = False
@@ -141,17 +138,14 @@ class Runtime:
             EngineClosed: it was closed meanwhile.
             ConfigError, ModelLoadError: it cannot start, as that other task hears, too.
         """
-        if on_full == "raise" and self._num_waiting_for_start >= self._given_config.max_waiting:
+        num_others = len(self.admission.requests) - 1
+        if on_full == "raise" and self.is_starting and num_others >= self.admission.capacity:
             raise EngineOverloaded(
-                f"{self._num_waiting_for_start} requests wait for the engine to start (max_waiting); try again later, "
-                "or wait with on_full='wait'",
+                f"{num_others} requests wait for the engine to start (max_waiting); try again later, or wait with "
+                "on_full='wait'",
                 retry_after_s=1.0,
             )
-        self._num_waiting_for_start += 1
-        try:
-            await self._started.wait()
-        finally:
-            self._num_waiting_for_start -= 1
+        await self._started.wait()
         self._check_started()
 
     def _check_started(self) -> None:
@@ -163,7 +157,7 @@ class Runtime:
     async def aclose(self, *, drain: bool) -> None:
         """End what is served and wait until everything is closed; as `Engine.aclose`."""
         if self._loop.is_closed():
-            self._backend.abandon()
+            self.backend.abandon()
             return
         self.check_loop()
         self._is_closing = True
@@ -193,7 +187,7 @@ class Runtime:
         try:
             self._loop.call_soon_threadsafe(self._stop)
         except RuntimeError:  # the loop is gone, and no task can close anything
-            self._backend.abandon()
+            self.backend.abandon()
 
     def _stop(self) -> None:
         """Interrupt the supervisor, which then closes everything; once, or the closing would be interrupted."""
@@ -245,7 +239,7 @@ class Runtime:
                 await self.core.run()
         except GeneratorExit:  # nothing can be awaited any more; threads see for themselves that their loop is gone
             is_loop_gone = True
-            self._backend.abandon()
+            self.backend.abandon()
             raise
         except asyncio.CancelledError:
             if not self._is_closing:
@@ -267,11 +261,11 @@ class Runtime:
         return self.core.user_code if hasattr(self, "core") else UserCode()
 
     async def _open(self) -> None:
-        self.files = await self._backend.find_model()
+        self.files = await self.backend.find_model()
         self.sampling_defaults = self.files.sampling_defaults
         with loading_bar(f"loading {self.files.path.name}", is_shown=self._given_config.show_progress) as show:
             await self._load(show)
-        self.core = self._backend.core
+        self.core = self.backend.core
         self.admission.capacity = self.config.max_waiting
         logger.info("%s", self.describe())
 
@@ -286,7 +280,7 @@ class Runtime:
                     show(done, total, *of_what)
 
             await self._load_tokenizer()
-            await self._backend.open(on_progress)
+            await self.backend.open(on_progress)
         if scope.cancelled_caught:
             raise ModelLoadError(
                 f"{self.files.path}: loading made no progress for {timeout_s:g} s (load_timeout_s); its files "
@@ -335,7 +329,7 @@ class Runtime:
         if tokenizer is not None:
             tokenizer.template_lanes.close()
         async with contextlib.AsyncExitStack() as parts:  # closes the last one first, and each, whatever others raise
-            for part in (self._chat_worker, self._large_worker, self.worker, self._backend):
+            for part in (self._chat_worker, self._large_worker, self.worker, self.backend):
                 parts.push_async_callback(part.aclose)
         if tokenizer is not None:
             # The caller may go on with it. Not before: chats that wait for their thread are to find closed lanes.
@@ -408,19 +402,12 @@ class Runtime:
             self.abort_all()  # requests on their way to the core, too
         return await self.core.call(control)
 
-    async def apply_model(self, function: Callable[[Any], T]) -> list[T]:
-        return await self._backend.apply_model(function)
-
     def health(self) -> Health:
         if self._is_serving:
             return self.core.health()
         if self.is_starting:
             return Health(status="STARTING", reason="it is still starting")
         return Health(status="DEAD", reason="it is closed")
-
-    def resume(self) -> None:
-        self.admission.reopen()
-        self.core.resume()
 
     def current_metrics(self) -> EngineMetrics:
         """The metrics, with their gauges set to this moment's load."""
