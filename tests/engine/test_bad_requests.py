@@ -13,6 +13,7 @@ import torch
 
 from aioengine import EngineOverloaded, InvalidRequest, PromptTooLong, SamplingParams
 from aioengine.frontend.prompt import prepare
+from aioengine.validation import shorten
 
 IDS = [5, 6, 7]
 
@@ -63,6 +64,8 @@ BAD_PROMPTS = [
     [5, 2048],
     [5, 2**40],
     [5, 10**30],
+    [5, 10**5000],
+    [5, -(10**5000)],
     [1.5],
     [True],
     ["text"],
@@ -98,7 +101,7 @@ async def test_a_bad_value_is_named_at_the_call(serve: Any, name: str) -> None:
             assert_nothing_was_queued(served)
 
 
-@pytest.mark.parametrize("prompt", BAD_PROMPTS, ids=ascii)
+@pytest.mark.parametrize("prompt", BAD_PROMPTS, ids=lambda prompt: ascii(shorten(prompt)))
 async def test_a_bad_prompt_is_refused_before_it_is_queued(serve: Any, prompt: Any) -> None:
     async with serve() as served:
         with pytest.raises(InvalidRequest) as error:
@@ -112,6 +115,7 @@ async def test_a_bad_prompt_is_refused_before_it_is_queued(serve: Any, prompt: A
             assert at_stream.value.param == "prompt"
 
         assert error.value.param == "prompt"
+        assert len(str(error.value)) < 300
         assert not isinstance(error.value, PromptTooLong)
         assert_nothing_was_queued(served)
 
@@ -128,12 +132,6 @@ async def test_an_array_that_holds_no_list_of_ids_is_refused(serve: Any, prompt:
         assert error.value.param == "prompt"
 
 
-async def test_an_unknown_keyword_comes_with_the_nearest_one(serve: Any) -> None:
-    async with serve() as served:
-        with pytest.raises(InvalidRequest, match="did you mean 'max_tokens'"):
-            served.engine.stream(IDS, max_toknes=3)
-
-
 async def test_a_model_without_a_tokenizer_says_what_it_cannot_take(serve: Any, tmp_path: Any) -> None:
     (tmp_path / "config.json").write_text("{}")
     async with serve(model=str(tmp_path)) as served:
@@ -145,6 +143,11 @@ async def test_a_model_without_a_tokenizer_says_what_it_cannot_take(serve: Any, 
             served.engine.stream(IDS, stop="x")
 
         assert (text.value.param, chat.value.param, stop.value.param) == ("prompt", "prompt", "stop")
+        for work in (served.engine.tokenize("hi"), served.engine.detokenize([5])):
+            with pytest.raises(InvalidRequest, match="no tokenizer"):
+                await work
+        with pytest.raises(InvalidRequest, match="no tokenizer"):
+            served.engine.token_bytes([5])
         assert_nothing_was_queued(served)
 
 
@@ -172,12 +175,6 @@ async def test_a_prompt_that_leaves_no_room_is_too_long(serve: Any, prompt: Any)
         assert error.value.param == "prompt"
         assert str(error.value.limit) in str(error.value)
         assert_nothing_was_queued(served)
-
-
-async def test_too_many_ids_are_refused_before_a_place_is_waited_for(serve: Any) -> None:
-    async with serve(max_model_len=20) as served:
-        with pytest.raises(PromptTooLong):
-            served.engine.stream([5] * 20)
 
 
 async def test_a_text_of_long_special_tokens_is_counted_by_its_tokens(serve: Any) -> None:
@@ -346,24 +343,6 @@ async def test_a_bad_value_that_is_hard_to_show_is_named_in_few_words(serve: Any
         assert_nothing_was_queued(served)
 
 
-@pytest.mark.parametrize("value", HARD_TO_SHOW.values(), ids=HARD_TO_SHOW)
-async def test_a_bad_mode_that_is_hard_to_show_is_named_in_few_words(serve: Any, value: Any) -> None:
-    async with serve() as served:
-        with pytest.raises(InvalidRequest) as error:
-            await served.engine.pause(value)
-        assert error.value.param == "mode"
-        assert len(str(error.value)) < 200
-
-
-@pytest.mark.parametrize("token_id", [10**5000, -(10**5000)], ids=["positive", "negative"])
-async def test_a_token_id_of_thousands_of_digits_is_refused(serve: Any, token_id: int) -> None:
-    async with serve() as served:
-        with pytest.raises(InvalidRequest) as error:
-            served.engine.stream([5, token_id])
-        assert error.value.param == "prompt"
-        assert len(str(error.value)) < 200
-
-
 async def test_numpys_integers_are_as_good_as_pythons(serve: Any) -> None:
     async with serve() as served:
         async with served.engine.stream(
@@ -382,20 +361,6 @@ async def test_numpys_integers_are_as_good_as_pythons(serve: Any) -> None:
 
 
 # What the caller goes on with
-
-
-async def test_messages_are_those_of_the_call_whatever_becomes_of_them(serve: Any) -> None:
-    async with serve() as served:
-        part = {"type": "text", "text": "a fox"}
-        messages = [{"role": "user", "content": [part]}]
-        expected = await served.engine.tokenize([{"role": "user", "content": "a fox"}])
-        stream = served.engine.stream(messages, max_tokens=1)
-        part["text"] = "an owl"
-        messages[0]["content"].append({"type": "text", "text": "and more"})
-        messages.clear()
-        async with stream:
-            output = await stream.finish()
-        assert output.prompt_token_ids == expected
 
 
 async def test_messages_are_copied_in_time_and_depth_that_do_not_grow_with_what_they_repeat(serve: Any) -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from engine.oracle import Witness, continuation, tokens_of
 
-from aioengine import CompletionDelta, EngineDead, EngineOverloaded, InvalidRequest, StepFailed
-from aioengine.core.executor_protocol import DeviceLost
+from aioengine import CompletionDelta, EngineOverloaded, InvalidRequest, RequestOutput, StepFailed
 from aioengine.scheduler.plan import RowSampling
 
 EOS = 0
@@ -198,58 +196,6 @@ async def test_a_stop_string_in_the_first_token_of_the_first_choice_lets_the_oth
 # Aborting
 
 
-STAGES: dict[str, Callable[[Any], Any]] = {
-    "waiting": lambda served: served.core.stats().blocked,
-    "prefilling": lambda served: served.has_run(3),
-    "at the first token": lambda served: any(s.output_ids for s in served.core.scheduler.sequences()),
-    "running": lambda served: sum(len(s.output_ids) > 2 for s in served.core.scheduler.sequences()) == 4,
-}
-
-
-@pytest.mark.virtual_clock(seeds=1)
-@pytest.mark.parametrize("way", ["aborted", "cancelled", "left"])
-@pytest.mark.parametrize("stage", STAGES)
-async def test_all_choices_end_with_what_they_have_when_the_request_is_ended(
-    serve: Any, tasks: Any, depth: int, stage: str, way: str
-) -> None:
-    prompt = list(range(10, 40))
-    config = {"max_num_batched_tokens": 8, "max_num_seqs": 8}
-    witness = Witness()
-    async with serve(depth=depth, block_size=BLOCK_SIZE, config=config) as served:
-        if stage == "waiting":
-            await served.engine.pause()
-        served.engine.add_observer(witness)
-        streams = []
-
-        async def ask() -> Any:
-            async with served.engine.stream(prompt, n=4, seed=3, request_id="family") as stream:
-                streams.append(stream)
-                if way == "left":
-                    await served.until(lambda: STAGES[stage](served))
-                    return None
-                return await stream.finish()
-
-        task = tasks.start(ask())
-        if way != "left":
-            await served.until(lambda: STAGES[stage](served))
-        if way == "aborted":
-            served.engine.abort("family")
-        elif way == "cancelled":
-            task.cancel()
-        await tasks.end(task)
-        output = streams[0].result
-        await served.engine.resume()
-        await served.rest()
-
-        assert output.finished
-        assert [completion.finish_reason for completion in output.outputs] == ["abort"] * 4
-        for choice, ids in enumerate(tokens_of(output)):
-            assert is_beginning(ids, continuation(prompt, len(ids), seed=3, choice=choice))
-        if stage in ("waiting", "prefilling"):
-            assert tokens_of(output) == [[]] * 4
-        assert witness.reasons == [("abort",) * 4]
-
-
 # Capacity at the admission
 
 
@@ -286,38 +232,33 @@ async def test_greedy_choices_take_one_place(serve: Any, depth: int) -> None:
         assert len(output.outputs) == 50
 
 
+@pytest.mark.usefixtures("quiet_log")
 @pytest.mark.virtual_clock
-@pytest.mark.parametrize("goes", ["aborted", "cancelled", "served"])
+@pytest.mark.parametrize("goes", ["served", "aborted", "cancelled", "length", "eos", "step fails", "row fails"])
 async def test_all_places_of_a_family_are_given_back(serve: Any, tasks: Any, depth: int, goes: str) -> None:
-    config = {"max_waiting": 3, "max_num_seqs": 1, "max_num_batched_tokens": 64}
-    async with serve(depth=depth, config=config) as served:
-        first = tasks.start(served.engine.generate(PROMPT, n=3, max_tokens=20, request_id="first"))
-        await served.until(lambda: served.executor.plans)
-        second = tasks.start(served.engine.generate(PROMPT, n=3, max_tokens=20))
+    """Also where its choices never had a row, with nothing else going on by which the admission could notice."""
+    config = {"max_waiting": 4, "max_num_seqs": 1 if goes in ("served", "aborted", "cancelled") else 256}
+    async with serve(depth=depth, config={**config, "max_num_batched_tokens": 256}) as served:
+        if goes == "eos":
+            let_choices_say(served, PROMPT, {choice: [EOS] for choice in range(4)})
+        elif goes == "step fails":
+            served.executor.make_step_fail(0, ArithmeticError("upside down"))
+        elif goes == "row fails":
+            served.executor.make_row_fail(0, 0, ArithmeticError("not a number"))
+        max_tokens = 1 if goes == "length" else 20
+        first = tasks.start(served.engine.generate(PROMPT, n=4, max_tokens=max_tokens, request_id="first"))
+        await served.until(lambda: served.core.stats().running)
+        second = tasks.start(served.engine.generate(PROMPT[::-1], n=4, max_tokens=2))
         await served.turn()
-        assert served.runtime.admission._waiting, "one choice runs and two wait: three more find no place"
         if goes == "aborted":
             served.engine.abort("first")
         elif goes == "cancelled":
             first.cancel()
-        output = await second
-        assert [len(ids) for ids in tokens_of(output)] == [20] * 3
-        assert served.runtime.admission.num_free == 3
-
-
-@pytest.mark.virtual_clock
-@pytest.mark.parametrize("how", ["length", "eos"])
-async def test_choices_that_end_with_their_first_token_let_others_in(
-    serve: Any, tasks: Any, depth: int, how: str
-) -> None:
-    """They never had a row, and nothing else may be going on by which the admission could notice."""
-    async with serve(depth=depth, config={"max_waiting": 4}) as served:
-        if how == "eos":
-            let_choices_say(served, PROMPT, {choice: [EOS] for choice in range(4)})
-        first = tasks.start(served.engine.generate(PROMPT, n=4, max_tokens=1 if how == "length" else 9))
-        await served.until(lambda: served.core.stats().running)
-        second = tasks.start(served.engine.generate(PROMPT[::-1], n=4, max_tokens=2))
-        assert [len((await task).outputs) for task in (first, second)] == [4, 4]
+        assert [len(ids) for ids in tokens_of(await second)] == [2] * 4
+        [outcome] = await tasks.end(first)
+        expected = {"cancelled": asyncio.CancelledError, "step fails": StepFailed, "row fails": StepFailed}
+        assert isinstance(outcome, expected.get(goes, RequestOutput))
+        assert served.runtime.admission.num_free == 4
 
 
 # Failures
@@ -393,33 +334,3 @@ async def test_a_reader_gets_what_all_choices_had_brought_before_it_hears_of_the
         assert sorted(delta.index for delta in deltas) == [0, 1, 2]
         assert [delta.token_ids for delta in sorted(deltas, key=lambda delta: delta.index)] == tokens_of(stream.result)
         assert all(delta.finish_reason in (None, "abort") for delta in deltas)
-
-
-@pytest.mark.usefixtures("quiet_log")
-@pytest.mark.virtual_clock(seeds=1)
-async def test_a_family_hears_of_a_lost_device_once(serve: Any, tasks: Any, depth: int) -> None:
-    witness = Witness()
-    async with serve(depth=depth, config={"max_num_seqs": 2}) as served:
-        served.engine.add_observer(witness)
-        served.executor.make_step_fail(3, DeviceLost("lost"))
-        [outcome] = await tasks.end(tasks.start(served.engine.generate(PROMPT, n=4, max_tokens=9)))
-        assert isinstance(outcome, EngineDead)
-        assert witness.reasons == [("error",) * 4]
-
-
-@pytest.mark.usefixtures("quiet_log")
-@pytest.mark.virtual_clock
-@pytest.mark.parametrize("what", ["step", "row"])
-async def test_a_family_that_fails_gives_all_its_places_back(serve: Any, tasks: Any, depth: int, what: str) -> None:
-    """Before its choices part, with nothing else going on."""
-    async with serve(depth=depth, config={"max_waiting": 4}) as served:
-        if what == "step":
-            served.executor.make_step_fail(0, ArithmeticError("upside down"))
-        else:
-            served.executor.make_row_fail(0, 0, ArithmeticError("not a number"))
-        first = tasks.start(served.engine.generate(PROMPT, n=4, max_tokens=9))
-        await served.until(lambda: served.core.stats().running)
-        second = tasks.start(served.engine.generate(PROMPT[::-1], n=4, max_tokens=2))
-        outcomes = await tasks.end(first, second)
-        assert isinstance(outcomes[0], StepFailed)
-        assert len(outcomes[1].outputs) == 4

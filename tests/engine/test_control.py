@@ -74,15 +74,6 @@ async def test_a_drain_serves_all_that_were_made_before_and_refuses_the_others(
 
 
 @pytest.mark.virtual_clock(seeds=1)
-async def test_an_idle_engine_is_drained_at_once(serve: Any) -> None:
-    async with serve() as served:
-        before = asyncio.get_running_loop().time()
-        await served.engine.drain()
-        await served.engine.drain()
-        assert asyncio.get_running_loop().time() == before
-
-
-@pytest.mark.virtual_clock(seeds=1)
 async def test_a_drain_that_is_given_up_goes_on_without_its_caller(serve: Any, tasks: Any, depth: int) -> None:
     async with serve(depth=depth) as served:
         started = start(served, tasks, 2)
@@ -169,30 +160,6 @@ async def test_abort_all_ends_everyone_wherever_they_are(serve: Any, tasks: Any,
 
 
 @pytest.mark.virtual_clock(seeds=1)
-@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
-async def test_a_pause_deals_with_what_is_there_holds_what_comes_and_resume_lets_all_go_on(
-    serve: Any, tasks: Any, depth: int, mode: str
-) -> None:
-    async with serve(depth=depth, block_size=4, config={"max_num_seqs": 2, "max_waiting": 4}) as served:
-        early = start(served, tasks, 4)
-        await asyncio.sleep(0.055)
-        await served.engine.pause(mode)
-        assert not served.executor.unfinished
-        late = start(served, tasks, 6, first=4)  # two more than there are places
-        assert await is_still(served)
-        await served.engine.pause("keep" if mode == "keep" else "wait")
-        assert await is_still(served)
-        assert [task.done() for task in early] == [mode != "keep"] * 4
-        assert not any(task.done() for task in late)
-        await served.engine.resume()
-        outcomes = await tasks.end(*early, *late)
-        assert reasons(outcomes) == ["abort" if mode == "abort" else "length"] * 4 + ["length"] * 6
-        for seed, outcome in enumerate(outcomes):
-            [ids] = tokens_of(outcome)
-            assert ids == continuation(PROMPT, len(ids), seed=seed)
-
-
-@pytest.mark.virtual_clock(seeds=1)
 async def test_what_is_paused_keeps_its_memory_and_is_computed_once(serve: Any, tasks: Any, depth: int) -> None:
     async with serve(depth=depth) as served:
         [task] = start(served, tasks, 1)
@@ -203,38 +170,6 @@ async def test_what_is_paused_keeps_its_memory_and_is_computed_once(serve: Any, 
         await served.engine.resume()
         await task
         assert served.executor.stats.num_computed_tokens == len(PROMPT) + 20 - 1
-
-
-@pytest.mark.virtual_clock(seeds=1)
-@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
-async def test_paused_requests_can_be_aborted_and_cancelled(serve: Any, tasks: Any, depth: int, mode: str) -> None:
-    async with serve(depth=depth, config={"max_waiting": 2}) as served:
-        start(served, tasks, 1)
-        await asyncio.sleep(0.035)
-        await served.engine.pause(mode)
-        aborted, cancelled, *others = start(served, tasks, 5, first=1)
-        await served.turn()
-        served.engine.abort("1")
-        cancelled.cancel()
-        [output] = await tasks.end(aborted)
-        assert reasons([output]) == ["abort"]
-        assert await is_still(served)
-        served.engine.abort_all()
-        assert reasons(await tasks.end(*others)) == ["abort"] * 3
-        await served.engine.resume()
-
-
-@pytest.mark.virtual_clock(seeds=1)
-async def test_a_pause_that_is_resumed_meanwhile_returns(serve: Any, tasks: Any, depth: int) -> None:
-    async with serve(depth=depth) as served:
-        started = start(served, tasks, 1, max_tokens=100)
-        await asyncio.sleep(0.035)
-        pausing = tasks.start(served.engine.pause("wait"))
-        await asyncio.sleep(0.035)
-        assert not pausing.done()
-        await served.engine.resume()
-        await pausing
-        assert not started[0].done()
 
 
 @pytest.mark.virtual_clock(seeds=1)
@@ -253,63 +188,7 @@ async def test_a_pause_that_is_given_up_pauses_all_the_same(serve: Any, tasks: A
         assert reasons([o for o in await tasks.end() if isinstance(o, RequestOutput)]) == ["length"] * 4
 
 
-@pytest.mark.virtual_clock(seeds=1)
-@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
-@pytest.mark.parametrize("drain", [False, True])
-async def test_a_paused_engine_can_be_closed(serve: Any, tasks: Any, depth: int, mode: str, drain: bool) -> None:
-    async with serve(depth=depth, config={"max_waiting": 2}) as served:
-        await served.engine.pause(mode)
-        started = start(served, tasks, 4)
-        await served.turn()
-        await served.engine.aclose(drain=drain)
-        outcomes = await tasks.end(*started)
-        if drain:
-            assert reasons(outcomes) == ["length"] * 4
-        else:
-            assert {type(outcome) for outcome in outcomes} == {EngineClosed}
-
-
-@pytest.mark.virtual_clock(seeds=1)
-async def test_closing_ends_a_pause_that_waits(serve: Any, tasks: Any, depth: int) -> None:
-    async with serve(depth=depth) as served:
-        start(served, tasks, 1, max_tokens=200)
-        await asyncio.sleep(0.035)
-        pausing = tasks.start(served.engine.pause("wait"))
-        await served.turn()
-        await served.engine.aclose()
-        await pausing
-
-
 # The prefix cache
-
-
-@pytest.mark.virtual_clock(seeds=1)
-@pytest.mark.parametrize("is_paused", [False, True])
-async def test_running_requests_go_on_and_leave_no_prefix_from_before(
-    serve: Any, tasks: Any, depth: int, is_paused: bool
-) -> None:
-    async with serve(depth=depth, block_size=4, config={"max_num_seqs": 2}) as served:
-        started = start(served, tasks, 4, n=2)
-        await asyncio.sleep(0.055)
-        if is_paused:
-            await served.engine.pause()
-        await served.engine.reset_prefix_cache()
-        await served.engine.resume()
-        for seed, outcome in enumerate(await tasks.end(*started)):
-            assert tokens_of(outcome) == [continuation(PROMPT, 20, seed=seed, choice=i) for i in range(2)]
-
-
-@pytest.mark.virtual_clock(seeds=1)
-async def test_nobody_waits_for_ever_for_a_prefix_that_was_forgotten(serve: Any, tasks: Any, depth: int) -> None:
-    config = {"max_num_batched_tokens": 8, "max_num_seqs": 8}
-    async with serve(depth=depth, block_size=4, config=config) as served:
-        started = start(served, tasks, 5)
-        for _ in range(4):
-            await served.until(lambda: served.core.stats().blocked or all(task.done() for task in started))
-            await served.engine.reset_prefix_cache()
-            await served.turn()
-        for seed, outcome in enumerate(await tasks.end(*started)):
-            assert tokens_of(outcome) == [continuation(PROMPT, 20, seed=seed)]
 
 
 # In any order, and from many tasks
@@ -357,20 +236,6 @@ async def test_any_two_calls_in_a_row_and_at_once_return_and_leave_a_working_eng
             assert set(reasons(outcomes)) <= {"length", "abort"}
             assert await tasks.end(*calls) == [None, None]
             assert (await served.engine.generate(PROMPT, max_tokens=2)).outputs[0].finish_reason == "length"
-
-
-@pytest.mark.virtual_clock
-@pytest.mark.parametrize("name", CALLS)
-async def test_the_same_call_from_many_tasks_returns_to_all_of_them(serve: Any, tasks: Any, name: str) -> None:
-    async with serve(depth=2, config={"max_num_seqs": 2, "max_waiting": 2}) as served:
-        started = start(served, tasks, 6)
-        await asyncio.sleep(0.035)
-        calls = [tasks.start(call(served.engine, name)) for _ in range(5)]
-        await asyncio.sleep(LONG_S)
-        assert [task.done() for task in calls] == [True] * 5
-        await served.engine.resume()
-        assert await tasks.end(*calls) == [None] * 5
-        await tasks.end(*started)
 
 
 @pytest.mark.usefixtures("quiet_log")

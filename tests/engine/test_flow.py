@@ -226,35 +226,6 @@ async def test_a_pause_waits_for_a_slow_reader_only_in_the_mode_that_says_so(
 
 
 @pytest.mark.virtual_clock(seeds=1)
-@pytest.mark.parametrize("num_rows", [2, 8])
-async def test_each_choice_has_a_limit_of_its_own(serve: Any, depth: int, num_rows: int) -> None:
-    async with (
-        serve(depth=depth, block_size=4, config={"max_num_seqs": num_rows}) as served,
-        served.engine.stream(PROMPT, n=4, seed=3, max_tokens=20, max_unread_tokens=3) as stream,
-    ):
-        num_read = [0] * 4
-
-        def is_within_bounds() -> None:
-            for computed, read in zip(num_computed(stream), num_read, strict=True):
-                assert computed <= read + 3 + depth
-
-        with watch(served, is_within_bounds):
-            await asyncio.sleep(LONG_S)
-            assert all(computed >= 3 for computed in num_computed(stream)), "each as far as it may"
-            before = num_computed(stream)
-            first = await anext(stream)
-            num_read[first.index] += len(first.token_ids)
-            await asyncio.sleep(LONG_S)
-            grown = [now > then for now, then in zip(num_computed(stream), before, strict=True)]
-            assert grown == [index == first.index for index in range(4)], "the one that was read goes on"
-            async for delta in stream:
-                num_read[delta.index] += len(delta.token_ids)
-                await asyncio.sleep(0.05)
-        assert tokens_of(stream.result) == [continuation(PROMPT, 20, seed=3, choice=i) for i in range(4)]
-        assert num_read == [20] * 4
-
-
-@pytest.mark.virtual_clock(seeds=1)
 async def test_greedy_choices_have_one_limit(serve: Any, depth: int) -> None:
     async with (
         serve(depth=depth) as served,
@@ -300,16 +271,6 @@ async def test_an_interval_above_the_limit_keeps_no_reader_waiting_for_ever(serv
         )
         assert as_ids(deltas) == continuation(PROMPT, 30, seed=3)
         assert all(len(delta.token_ids) <= limit + depth for delta in deltas)
-
-
-@pytest.mark.virtual_clock(seeds=1)
-async def test_each_choice_has_an_interval_of_its_own(serve: Any, depth: int) -> None:
-    async with serve(depth=depth) as served:
-        deltas = await read_all(served.engine.stream(PROMPT, n=3, seed=3, max_tokens=10, stream_interval=4))
-        for index in range(3):
-            mine = [delta for delta in deltas if delta.index == index]
-            assert [len(delta.token_ids) for delta in mine] == [1, 4, 4, 1]
-            assert as_ids(mine) == continuation(PROMPT, 10, seed=3, choice=index)
 
 
 # Many readers
@@ -374,29 +335,6 @@ async def test_fast_readers_lose_nothing_to_others_that_do_not_read(
     assert len(plans) <= len(plans_alone) + (1 + LIMIT + 2 * depth)
     # One token was read of each. Seconds apart, the slow ones read nothing more in that time.
     assert num_unread <= NUM_SLOW * (1 + LIMIT + depth)
-
-
-@pytest.mark.virtual_clock(seeds=1)
-async def test_with_rows_for_all_fast_readers_do_not_notice_the_others_at_all(
-    serve: Any, tasks: Any, depth: int
-) -> None:
-    config = {"max_num_seqs": NUM_FAST + NUM_SLOW, "enable_prefix_caching": False}
-    sizes = {"num_blocks": 1000, "block_size": 8}
-    async with serve(depth=depth, config=config, **sizes) as served:
-        alone = await run_fast_ones(served)
-    async with serve(depth=depth, config=config, **sizes) as served:
-        stalled = [
-            served.engine.stream([90] * 5, seed=1000 + seed, max_tokens=100, max_unread_tokens=LIMIT)
-            for seed in range(NUM_SLOW)
-        ]
-        for stream in stalled:
-            await stream.__aenter__()
-        await asyncio.sleep(LONG_S)
-        times, plans = await run_fast_ones(served)
-        for stream in stalled:
-            await stream.__aexit__(None, None, None)
-    assert times == pytest.approx(alone[0])
-    assert plans == alone[1]
 
 
 @pytest.mark.virtual_clock

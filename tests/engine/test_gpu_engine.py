@@ -371,34 +371,6 @@ async def test_the_loop_is_free_while_the_device_is_late(folder: Path) -> None:
 # Sleep and weights, through the engine
 
 
-async def test_sleep_and_new_weights_change_what_comes_as_they_should(checkpoint: MakeCheckpoint) -> None:
-    folders = [checkpoint("llama2", num_hidden_layers=1, seed=seed) for seed in range(2)]
-    request: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 6, "temperature": 0.0, "ignore_eos": True}
-    accelerator = FakeAccelerator()
-    async with serving(folders[0], accelerator, max_in_flight=2) as (engine, executor):
-
-        async def tokens() -> list[int]:
-            ids: list[int] = (await engine.generate(**request)).outputs[0].token_ids
-            return ids
-
-        first = await tokens()
-        for level in (1, 2):
-            num_releases = accelerator.num_releases
-            await engine.sleep(level)
-            assert accelerator.num_releases > num_releases
-            assert len(executor._device.held.runner.graphs) == 0
-            waiting = asyncio.get_running_loop().create_task(tokens())
-            await engine.wake_up()
-            assert await waiting == first
-        await engine.update_weights(folders[1])
-        second = await tokens()
-        assert second != first
-        await engine.sleep(1)
-        await engine.update_weights(folders[0])
-        await engine.wake_up()
-        assert await tokens() == first
-
-
 # What can be had
 
 

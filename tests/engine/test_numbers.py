@@ -169,18 +169,6 @@ async def test_a_failed_request_has_the_times_that_it_had(serve: Any, depth: int
 
 
 @pytest.mark.virtual_clock(seeds=1)
-async def test_a_new_engine_has_counted_nothing(serve: Any) -> None:
-    async with serve() as served:
-        stats = served.engine.stats()
-        assert (stats.running, stats.waiting, stats.kv_cache_usage) == (0, 0, 0.0)
-        assert stats.prefix_cache_hit_rate is None
-        assert (stats.preemptions, stats.prompt_tokens, stats.generation_tokens) == (0, 0, 0)
-        assert set(stats.finished.values()) == {0}
-        assert stats.step_time_s.count == 0
-        assert stats.step_time_s.mean is stats.step_time_s.p50 is stats.step_time_s.p99 is None
-
-
-@pytest.mark.virtual_clock(seeds=1)
 async def test_stats_say_what_is_going_on_now(serve: Any, tasks: Any, depth: int) -> None:
     config = {"max_num_seqs": 2, "max_waiting": 2, "enable_prefix_caching": False}
     async with serve(depth=depth, block_size=4, num_blocks=20, max_model_len=64, config=config) as served:
@@ -202,19 +190,6 @@ async def test_stats_say_what_is_going_on_now(serve: Any, tasks: Any, depth: int
             "num_requests_waiting_by_reason": [0, 0],
             "kv_cache_usage_perc": [0.0],
         }
-
-
-@pytest.mark.virtual_clock(seeds=1)
-async def test_what_is_paused_or_blocked_counts_as_waiting(serve: Any, tasks: Any, depth: int) -> None:
-    async with serve(depth=depth) as served, served.engine.stream(PROMPT, max_tokens=20, max_unread_tokens=1):
-        await asyncio.sleep(1)
-        assert (served.engine.stats().running, served.engine.stats().waiting) == (0, 1)
-        await served.engine.pause()
-        tasks.start(served.engine.generate(PROMPT, max_tokens=3, n=3))
-        await served.turn()
-        assert (served.engine.stats().running, served.engine.stats().waiting) == (0, 4)
-        await served.engine.resume()
-        await tasks.end()
 
 
 @pytest.mark.virtual_clock(seeds=1)
@@ -377,25 +352,6 @@ async def test_what_observers_raise_is_logged_and_hurts_nobody(
 
 
 @pytest.mark.virtual_clock(seeds=1)
-async def test_an_observer_is_told_from_when_it_is_added_until_it_is_removed(
-    serve: Any, tasks: Any, depth: int
-) -> None:
-    async with serve(depth=depth) as served:
-        always, sometimes = Witness(), Witness()
-        served.engine.add_observer(always)
-        task = tasks.start(served.engine.generate(PROMPT, max_tokens=20))
-        await asyncio.sleep(0.055)
-        remove = served.engine.add_observer(sometimes)
-        await asyncio.sleep(0.05)
-        for _ in range(2):
-            remove()
-        await task
-        assert [record.step for record in sometimes.steps] == [5, 6, 7, 8, 9]
-        assert sometimes.reasons == []
-        assert len(always.steps) == 20
-
-
-@pytest.mark.virtual_clock(seeds=1)
 async def test_observers_that_come_and_go_while_they_are_told_do_not_hide_anything_from_the_others(
     serve: Any, depth: int
 ) -> None:
@@ -421,21 +377,6 @@ async def test_observers_that_come_and_go_while_they_are_told_do_not_hide_anythi
         await served.engine.generate(PROMPT, max_tokens=6)
         assert [len(observer.steps) for observer in (once, inviting, last, invited)] == [1, 6, 6, 4]
         assert last.reasons == invited.reasons == [("length",)]
-
-
-async def test_an_observer_that_was_added_twice_is_told_twice_and_removed_one_by_one(serve: Any) -> None:
-    async with serve() as served:
-        witness = Witness()
-        remove, remove_other = served.engine.add_observer(witness), served.engine.add_observer(witness)
-        await served.engine.generate(PROMPT, max_tokens=1)
-        assert len(witness.steps) == 2
-        remove()
-        remove()
-        await served.engine.generate(PROMPT, max_tokens=1)
-        assert len(witness.steps) == 3
-        remove_other()
-        await served.engine.generate(PROMPT, max_tokens=1)
-        assert len(witness.steps) == 3
 
 
 # The log line

@@ -68,16 +68,6 @@ async def test_equal_priorities_are_first_come_first_served(serve: Any, tasks: A
 
 
 @pytest.mark.virtual_clock(seeds=1)
-async def test_a_stream_has_a_priority_like_any_other_request(serve: Any, tasks: Any, depth: int) -> None:
-    async with serve(depth=depth, config=ONE_ROW) as served:
-        started = await start(served, tasks, [-9, 0], max_tokens=9)
-        async with served.engine.stream(PROMPT, seed=2, priority=-1, max_tokens=3) as stream:
-            await stream.finish()
-        await tasks.end(*started)
-        assert served.first_runs() == [0, 2, 1]
-
-
-@pytest.mark.virtual_clock(seeds=1)
 async def test_all_choices_of_a_request_have_its_priority(serve: Any, tasks: Any, depth: int) -> None:
     async with serve(depth=depth, config={"max_num_seqs": 2}) as served:
         low = tasks.start(served.engine.generate(PROMPT, seed=0, n=4, priority=1, max_tokens=9))
@@ -102,14 +92,6 @@ async def test_a_higher_one_takes_the_row_of_a_lower_one_at_once(serve: Any, tas
         await assert_all_are_whole(started, 50)
         assert [(await task).metrics.num_preemptions for task in started] == [0, 1], "only the lower one gave way"
         assert [num_seats(served, seed) for seed in (0, 1, 9)] == [1, 2, 1]
-
-
-@pytest.mark.virtual_clock(seeds=1)
-async def test_equal_ones_never_give_way_for_rows(serve: Any, tasks: Any, depth: int) -> None:
-    async with serve(depth=depth, config={"max_num_seqs": 2}) as served:
-        started = await start(served, tasks, [1, 1, 1, 2, 1], max_tokens=20)
-        await assert_all_are_whole(started, 20)
-        assert served.core.stats().preemptions == 0
 
 
 @pytest.mark.virtual_clock(seeds=1)

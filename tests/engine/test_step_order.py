@@ -145,21 +145,6 @@ async def test_publishing_lets_others_run_between_its_slices(make_executor: Any,
         assert all(before[0] < after[0] for before, after in zip(slices, slices[2:], strict=False))
 
 
-@pytest.mark.virtual_clock
-async def test_readers_get_turns_while_two_hundred_stream(serve: Any, tasks: Any, depth: int) -> None:
-    async def read(number: int) -> int:
-        async with served.engine.stream([number + 3] * 5, max_tokens=4) as stream:
-            return sum([len(delta.token_ids) async for delta in stream])
-
-    # Time cannot move with such a ticker: the device takes none.
-    async with serve(depth=depth, num_blocks=256, step_time_s=0.0) as served:
-        async with Ticker() as ticker:
-            counts = await asyncio.gather(*(read(number) for number in range(200)))
-        assert counts == [4] * 200
-        # 4 steps and 7 slices each.
-        assert ticker.count > 4 * 6
-
-
 class DoneAtOnce(FakeExecutor):
     """Its steps are done when they have been launched, and `finish` returns without a pause, as a device thread's
     may that is faster than the loop."""
