@@ -86,21 +86,24 @@ _HOMES = {
     "core.health": ["Health"],
     "core.worker_functions": ["Worker", "worker_function"],
     "engine": ["Engine", "Stream"],
+    "errors": [
+        *("AioEngineError", "ConfigError", "EngineClosed", "EngineDead", "EngineOverloaded", "InternalError"),
+        *("InvalidRequest", "ModelLoadError", "PromptTooLong", "StepFailed", "WireError"),
+    ],
     "metrics": ["EngineMetrics", "EngineStats", "Observer", "RequestMetrics", "StepRecord"],
     "outputs": ["CompletionDelta", "CompletionOutput", "Logprob", "RequestOutput"],
     "sampling_params": ["SamplingParams"],
     "scheduler.plan": ["LogitsProcessor", "LogitsRow"],
 }
-_HOME_OF = {name: f"aioengine.{module}" for module, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
     """Names are imported when they are first used: programs that only look at the package pay for no numpy."""
-    if name not in __all__:
-        raise AttributeError(f"module 'aioengine' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME_OF.get(name, "aioengine.errors")), name)
-    globals()[name] = value
-    return value
+    for module, names in _HOMES.items():
+        if name in names:
+            value = globals()[name] = getattr(importlib.import_module(f"aioengine.{module}"), name)
+            return value
+    raise AttributeError(f"module 'aioengine' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
