@@ -535,7 +535,7 @@ def test_engine_args_may_be_any_object_with_the_fields(args: Any, device: Any, d
     ("args", "message"),
     [
         ({"max_num_seq": 7}, "did you mean 'max_num_seqs'"),
-        ({"enforce_eagre": True, "swop_space": 4}, "'enforce_eagre', 'swop_space'"),
+        ({"enforce_eagre": True}, "'enforce_eagre'"),
         ({"max_num_seqs": 0}, "max_num_seqs=0"),
         (7, "engine_args=7"),
         (Args, "engine_args="),

@@ -14,7 +14,8 @@ from aioengine import EngineConfig
 from aioengine.core.executor_protocol import DeviceLost
 from aioengine.core.worker_functions import Worker, worker_function
 from aioengine.scheduler.plan import RowSampling
-from aioengine.testing import FakeExecutor, sample_hash
+from aioengine.testing import sample_hash
+from doubles.weighted_executor import WeightedExecutor
 
 VOCAB_SIZE = 2048
 NUM_SPECIAL = 3
@@ -23,7 +24,7 @@ SLOW_STEP_S = 0.001
 NUM_BLOCKS = 512
 
 
-class Device(FakeExecutor):
+class Device(WeightedExecutor):
     """A fake device of the demo model's vocabulary that never ends an output by itself, and counts by seed.
 
     Its output depends on its weights, too. It does not let itself be held: other requests are known to run by what they
@@ -45,10 +46,7 @@ class Device(FakeExecutor):
 
     def _sample_next(self, token_ids: list[int], sampling: RowSampling) -> int:
         self.sampled[sampling.seed] = self.sampled.get(sampling.seed, 0) + 1
-        version = self.weights_version
-        return NUM_SPECIAL + sample_hash(
-            token_ids, sampling, vocab_size=VOCAB_SIZE - NUM_SPECIAL, weights_version=version
-        )
+        return NUM_SPECIAL + sample_hash(token_ids, sampling, vocab_size=VOCAB_SIZE - NUM_SPECIAL)
 
 
 def make(config: EngineConfig) -> Device:

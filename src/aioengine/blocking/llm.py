@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Unpack
 
 import anyio
 
@@ -22,13 +22,6 @@ REFRESH_INTERVAL_S = 0.2
 """Of the progress bar: what an eye follows."""
 
 Params = SamplingParams | Sequence[SamplingParams | None] | None
-
-
-class _Prompt(NamedTuple):
-    number: int
-    prompt: Any
-    call: dict[str, Any]
-    """The keywords of `Engine.generate`."""
 
 
 class LLM(Facade):
@@ -120,56 +113,64 @@ class LLM(Facade):
         use_tqdm: bool,
         show_progress: bool | None,
     ) -> list[RequestOutput]:
-        all_params = _for_each("sampling_params", sampling_params, len(prompts))
-        priorities = _for_each("priority", 0 if priority is None else priority, len(prompts))
-        jobs = [
-            _Prompt(number, prompt, {"params": params, "priority": rank, **call})
-            for number, (prompt, params, rank) in enumerate(zip(prompts, all_params, priorities, strict=True))
+        num_prompts = len(prompts)
+        all_params = _for_each("sampling_params", sampling_params, num_prompts)
+        priorities = _for_each("priority", 0 if priority is None else priority, num_prompts)
+        calls = [
+            {"prompt": prompt, "params": params, "priority": rank, **call}
+            for prompt, params, rank in zip(prompts, all_params, priorities, strict=True)
         ]
         outputs: dict[int, RequestOutput] = {}
 
         async def run(engine: Engine) -> None:
             await self._check_awake(engine)
-            await _run_all(engine, jobs, outputs, self._request_numbers)
+            await _run_all(engine, calls, outputs, self._request_numbers)
 
-        is_shown = False if not use_tqdm and show_progress is None else show_progress
-        with _progress_bar(outputs, len(jobs), is_shown=is_shown) as show:
-            if show is None:
-                self._host.run(run)
-            else:
-                first = self.stats().generation_tokens
+        is_shown = show_progress
+        if is_shown is None:  # a server's threads write nothing to its terminal
+            is_shown = use_tqdm and sys.stderr.isatty() and threading.current_thread() is threading.main_thread()
+        if not (is_shown and prompts):
+            self._host.run(run)
+        else:
+            first = self.stats().generation_tokens
+            with _progress_bar(num_prompts) as show:
 
                 def refresh() -> None:
-                    show(self.stats().generation_tokens - first)
+                    show(len(outputs), self.stats().generation_tokens - first)
 
                 self._host.run(run, every_s=REFRESH_INTERVAL_S, meanwhile=refresh)
-        return [outputs[job.number] for job in jobs]
+                show(num_prompts, sum(len(choice.token_ids) for one in outputs.values() for choice in one.outputs))
+        return [outputs[number] for number in range(num_prompts)]
 
 
 async def _run_all(
-    engine: Engine, jobs: list[_Prompt], outputs: dict[int, RequestOutput], numbers: Iterator[int]
+    engine: Engine, calls: list[dict[str, Any]], outputs: dict[int, RequestOutput], request_numbers: Iterator[int]
 ) -> None:
-    """Run all jobs, no more of them at a time than the engine could hold; the first error ends them all."""
-    for job in jobs:  # one that can never run must not cost the others' work
-        with _naming(job.number, len(jobs)):
-            engine.stream(job.prompt, **job.call)
+    """Generate by these keywords, no more of them at a time than the engine could hold; the first error ends them all.
+
+    Args:
+        outputs: filled by the numbers of the calls.
+    """
+    for number, call in enumerate(calls):  # one that can never run must not cost the others' work
+        with _naming(number, len(calls)):
+            engine.stream(**call)
     error: Exception | None = None
     # By priority here, too: what is not in the engine yet is not sorted by it.
-    queue = iter(sorted(jobs, key=lambda job: job.call["priority"]))
+    queue = iter(sorted(range(len(calls)), key=lambda number: calls[number]["priority"]))
 
     async def work() -> None:
         nonlocal error
-        for job in queue:
+        for number in queue:
             try:
-                with _naming(job.number, len(jobs)):
-                    outputs[job.number] = await engine.generate(job.prompt, request_id=str(next(numbers)), **job.call)
+                with _naming(number, len(calls)):
+                    outputs[number] = await engine.generate(request_id=str(next(request_numbers)), **calls[number])
             except Exception as exc:
                 error = error or exc
                 tasks.cancel_scope.cancel()
                 return
 
     async with anyio.create_task_group() as tasks:
-        for _ in range(min(len(jobs), engine.config.max_num_seqs + engine.config.max_waiting)):
+        for _ in range(min(len(calls), engine.config.max_num_seqs + engine.config.max_waiting)):
             tasks.start_soon(work)
     if error is not None:
         raise error
@@ -229,45 +230,24 @@ def _list_chats(messages: Any) -> list[Any]:
 
 
 @contextlib.contextmanager
-def _progress_bar(
-    outputs: Mapping[int, RequestOutput], num_requests: int, *, is_shown: bool | None
-) -> Iterator[Callable[[int], None] | None]:
-    """A bar of requests done and output tokens a second on stderr; its last state stays there.
-
-    Args:
-        outputs: of the requests that are done; read when the bar is shown, in the thread that shows it.
-        is_shown: None: on a terminal, in the main thread, so that a server's threads write nothing there.
-    Yields:
-        what shows the bar as it is now, given the number of tokens since the beginning; None if it is not to be shown.
-        A block that ends without an error shows it, too.
-    """
-    if is_shown is None:
-        is_shown = sys.stderr.isatty() and threading.current_thread() is threading.main_thread()
-    if not num_requests or not is_shown:
-        yield None
-        return
+def _progress_bar(num_requests: int) -> Iterator[Callable[[int, int], None]]:
+    """Yields what shows a bar of requests done and output tokens a second on stderr; its last state stays there."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]:,.0f} tokens/s"),
-        TimeElapsedColumn(),
-    )
+    name, rate = TextColumn("{task.description}"), TextColumn("{task.fields[rate]:,.0f} tokens/s")
+    columns = (name, BarColumn(), MofNCompleteColumn(), rate, TimeElapsedColumn())
     progress = Progress(*columns, console=Console(stderr=True), auto_refresh=False)
     task = progress.add_task("generating", total=num_requests, rate=0.0)
     began_at = time.monotonic()
 
-    def show(num_tokens: int) -> None:
+    def show(num_done: int, num_tokens: int) -> None:
         progress.start()
-        progress.update(task, completed=len(outputs), rate=num_tokens / max(time.monotonic() - began_at, 1e-9))
+        progress.update(task, completed=num_done, rate=num_tokens / max(time.monotonic() - began_at, 1e-9))
         progress.refresh()
 
     try:
         yield show
-        show(sum(len(choice.token_ids) for output in outputs.values() for choice in output.outputs))
     finally:
         if progress.live.is_started:
             progress.stop()

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import inspect
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, Self
 
 import msgspec
 
 from aioengine.blocking.facade import Facade
-from aioengine.config import NEUTRAL_CONFIG, EngineConfig
 from aioengine.engine import Engine, Stream
 from aioengine.errors import AioEngineError, ConfigError, EngineClosed, EngineDead, EngineOverloaded, InvalidRequest
 from aioengine.outputs import RequestOutput
 from aioengine.sampling_params import SamplingParams
-from aioengine.validation import check_known_fields, shorten
+from aioengine.validation import shorten
 
 
 class LLMEngine(Facade):
@@ -45,18 +42,10 @@ class LLMEngine(Facade):
         Attributes that are None count as absent; keywords win.
 
         Raises:
-            ConfigError: there are attributes that the engine does not know; names them.
+            ConfigError: there is an attribute that the engine does not know; names it.
         """
         given = {**_attributes(engine_args), **config}
-        given = {name: value for name, value in given.items() if value is not None}
-        known = {*EngineConfig.__struct_fields__, *inspect.signature(Engine).parameters} - {"config"}
-        unknown = [name for name in given if name not in known and name not in NEUTRAL_CONFIG]
-        if len(unknown) == 1:
-            check_known_fields(EngineConfig, unknown, lambda _, message: ConfigError(message))
-        if unknown:
-            names = ", ".join(map(shorten, sorted(unknown)))
-            raise ConfigError(f"unknown parameters {names}; known: {', '.join(sorted(known))}")
-        return cls(**given)
+        return cls(**{name: value for name, value in given.items() if value is not None})
 
     # Requests
 
@@ -140,18 +129,16 @@ class LLMEngine(Facade):
                 await self._check_awake(engine)
                 await changed.wait()
 
-        async def put_back(_: Engine) -> None:
-            self._requests.put_back(told)
-
         try:
             self._host.run(tell)
         except BaseException:
             if told:  # Ctrl-C, at the moment when there was something
-                self._host.run(put_back)
+                self._host.ask(lambda _: self._requests.put_back(told))
             raise
-        outputs = [output for output in told.values() if isinstance(output, RequestOutput)]
-        if told and not outputs:
-            raise told.popitem()[1]  # type: ignore[misc]
+        outputs = [item for item in told.values() if isinstance(item, RequestOutput)]
+        for error in told.values():
+            if isinstance(error, AioEngineError):
+                raise error
         return outputs
 
     def close(self) -> None:
@@ -286,9 +273,7 @@ def _attributes(engine_args: Any) -> dict[str, Any]:
     if isinstance(engine_args, Mapping):
         return dict(engine_args)
     if isinstance(engine_args, msgspec.Struct):
-        return {name: getattr(engine_args, name) for name in engine_args.__struct_fields__}
-    if dataclasses.is_dataclass(engine_args) and not isinstance(engine_args, type):
-        return {field.name: getattr(engine_args, field.name) for field in dataclasses.fields(engine_args)}
+        return msgspec.structs.asdict(engine_args)
     if hasattr(engine_args, "__dict__") and not isinstance(engine_args, type):
         return dict(vars(engine_args))
     raise ConfigError(

@@ -6,18 +6,9 @@ This program waits an hour, and a test of it would too::
         await asyncio.sleep(3600)
         return asyncio.get_running_loop().time()
 
-On a `VirtualClockLoop` it ends at once, at exactly 3600.0 s::
-
-    from aioengine.testing.clock import VirtualClockLoop, run
-
-    assert run(main(), seed=1) == 3600.0
-
-The loop is an ordinary selector loop, so all that takes a loop factory takes this one:
-
-- ``asyncio.Runner(loop_factory=functools.partial(VirtualClockLoop, seed=1))``
-- ``anyio.run(main, backend_options={"loop_factory": functools.partial(VirtualClockLoop, seed=1)})``
-- pytest-asyncio: return ``{"virtual-1": functools.partial(VirtualClockLoop, seed=1)}`` from the hook
-  ``pytest_asyncio_loop_factories``.
+On a `VirtualClockLoop` it ends at once, at exactly 3600.0 s: ``assert run(main(), seed=1) == 3600.0``. All that takes a
+loop factory takes ``functools.partial(VirtualClockLoop, seed=1)``: ``asyncio.Runner``, ``anyio.run`` (in its
+``backend_options``), pytest-asyncio's hook ``pytest_asyncio_loop_factories``.
 
 **Time** stands still while anything can run. When nothing can, the clock jumps to the next timer. Only ``loop.time()``
 and what is built on it (``asyncio.sleep``, ``asyncio.timeout``, anyio's deadlines) is virtual; ``time.monotonic()`` is
@@ -62,7 +53,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Executor
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, TypeVar
 
 from anyio._backends._asyncio import WorkerThread
@@ -114,9 +105,7 @@ class OutsideWork:
     def __enter__(self) -> "OutsideWork":
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.done()
 
 
@@ -158,9 +147,6 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         self._io = _WaitingSelector(self._wait)
         super().__init__(self._io)
         self._num_own_fds = len(self._io.get_map())
-
-    def __repr__(self) -> str:
-        return f"<VirtualClockLoop seed={self.seed} time={self._now} running={self.is_running()}>"
 
     def time(self) -> float:
         """Virtual time, s. A new loop stands at 0.0."""
@@ -255,7 +241,8 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         # back by a callback on this loop, so the list cannot change under us.
         workers = [
             f"{thread.name} (anyio.to_thread.run_sync)"
-            for thread in _anyio_workers(self)
+            for thread in threading.enumerate()
+            if isinstance(thread, WorkerThread) and thread.loop is self
             if not thread.stopping and thread not in thread.idle_workers
         ]
         return [work.name for work in list(self._open_work)] + workers
@@ -317,10 +304,6 @@ class _WaitingSelector(selectors.DefaultSelector):
         return super().select(timeout)
 
 
-def _anyio_workers(loop: asyncio.AbstractEventLoop) -> list[WorkerThread]:
-    return [thread for thread in threading.enumerate() if isinstance(thread, WorkerThread) and thread.loop is loop]
-
-
 def _stepped_task(handle: asyncio.Handle) -> asyncio.Task[Any] | None:
     """The task that this handle steps or wakes; None for any other callback."""
     callback = handle._callback  # type: ignore[attr-defined]  # None once cancelled
@@ -332,10 +315,7 @@ def _stepped_task(handle: asyncio.Handle) -> asyncio.Task[Any] | None:
 
 def _describe_tasks(loop: VirtualClockLoop) -> str:
     tasks = sorted(asyncio.all_tasks(loop), key=loop._age)
-    lines = [_describe_task(task) for task in tasks[:_MAX_TASKS_SHOWN]]
-    if len(tasks) > _MAX_TASKS_SHOWN:
-        lines.append(f"and {len(tasks) - _MAX_TASKS_SHOWN} more tasks")
-    return "\n".join(lines)
+    return "\n".join(_describe_task(task) for task in tasks[:_MAX_TASKS_SHOWN])
 
 
 def _describe_task(task: asyncio.Task[Any]) -> str:

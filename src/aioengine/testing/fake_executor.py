@@ -8,10 +8,9 @@ early, shared wrongly, not copied or not yet written changes the output. It refu
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import zlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -30,7 +29,6 @@ from aioengine.core.executor_protocol import (
     weights_asleep,
 )
 from aioengine.core.worker_functions import Worker, registered
-from aioengine.errors import InvalidRequest
 from aioengine.scheduler.plan import (
     PromptLogprobs,
     RowAdded,
@@ -42,7 +40,6 @@ from aioengine.scheduler.plan import (
     int32,
 )
 from aioengine.testing.fake_logprobs import prompt_logprobs, step_logprobs
-from aioengine.testing.fake_weights import FakeWeights
 
 T = TypeVar("T")
 
@@ -51,10 +48,9 @@ Sampler = Callable[[list[int], RowSampling], int]
 token."""
 
 
-def sample_hash(token_ids: list[int], sampling: RowSampling, *, vocab_size: int, weights_version: int = 0) -> int:
-    """A token that depends on every token before it, on the seed, the choice and the weights, and on nothing else."""
-    version = [weights_version & 0x7FFFFFFF] if weights_version else []
-    seeded = np.array([sampling.seed & 0x7FFFFFFF, *version, *token_ids], np.int32)
+def sample_hash(token_ids: list[int], sampling: RowSampling, *, vocab_size: int) -> int:
+    """A token that depends on every token before it, on the seed and the choice, and on nothing else."""
+    seeded = np.array([sampling.seed & 0x7FFFFFFF, *token_ids], np.int32)
     # The checksum's first value is as good as XORed to the first bytes: a small one would only be another seed.
     of_choice = sampling.choice * 0x9E3779B1 & 0xFFFFFFFF
     return zlib.crc32(seeded.tobytes(), of_choice) % vocab_size
@@ -81,24 +77,6 @@ class _RowWork(NamedTuple):
 
 class _NoTokenLeft(ValueError):
     """A row's rules leave no token to sample."""
-
-
-class _Profile(msgspec.Struct):
-    """A recording of the steps that are launched from now on, ``max_steps`` of them at most."""
-
-    max_steps: int
-    steps: list[FakeStep] = []
-
-    def write(self, path: Path) -> None:
-        """Write a Chrome trace of the steps that have ended."""
-        part = path.with_name(f"{path.name}.part")
-        events = [step.span() for step in self.steps if step.is_done]
-        try:
-            part.write_text(json.dumps({"traceEvents": events}))
-            part.replace(path)
-        finally:
-            with contextlib.suppress(OSError):
-                part.unlink()
 
 
 class FakeStep:
@@ -134,9 +112,8 @@ class FakeStep:
 
     def span(self) -> dict[str, Any]:
         """The step's event in a Chrome trace, from its launch to its end."""
-        plan, begin_s = self._plan, self._launched_at_s
-        name = f"step {plan.step} ({len(plan.rows)} rows, {int(plan.num_tokens.sum())} tokens)"
-        times = {"ts": begin_s * 1e6, "dur": (self._ended_at_s - begin_s) * 1e6}
+        name = f"step {self.step} ({len(self._plan.rows)} rows, {int(self._plan.num_tokens.sum())} tokens)"
+        times = {"ts": self._launched_at_s * 1e6, "dur": (self._ended_at_s - self._launched_at_s) * 1e6}
         return {"ph": "X", "cat": "user_annotation", "name": name, "pid": 0, "tid": 0, **times}
 
     async def finish(self) -> StepResult:
@@ -156,8 +133,8 @@ class FakeExecutor:
     that temperature, filters, penalties, ``logit_bias`` or ``logits_processors`` could change. Its log-probabilities
     are made up: the likeliest token has -0.5, and each next id 1 less.
 
-    It has no weights, but knows when they have changed: see `FakeWeights`. Functions that are called with its model get
-    the executor itself, and are called on the loop.
+    It has no weights: calls about them are noted in ``events``, and change nothing. Functions that are called with its
+    model get the executor itself, and are called on the loop.
 
     Args:
         num_blocks, block_size, max_model_len, vocab_size, max_in_flight: as in `ExecutorInfo`.
@@ -199,16 +176,17 @@ class FakeExecutor:
         self.is_closed = False
         self.is_manual = is_manual
         self.step_time_s = step_time_s
-        self._sampler = sampler or self._sample_hash
-        self._weights = FakeWeights(vocab_size)
+        self._sampler = sampler or (lambda token_ids, sampling: sample_hash(token_ids, sampling, vocab_size=vocab_size))
         self._asleep: frozenset[Part] = frozenset()
+        self._is_discarded = False
         self._rows: dict[int, _Row] = {}
         self._kv = np.full((num_blocks, block_size), -1, np.int64)
         self._failures: dict[int, Exception] = {}
         self._row_failures: dict[tuple[int, int], Exception] = {}
         self._lost: Exception | None = None
         self._busy_until = 0.0
-        self._profile: _Profile | None = None
+        self._profile: list[FakeStep] | None = None
+        self._max_profiled_steps = 0
 
     def make_step_fail(self, step: int, error: Exception) -> None:
         """When step number ``step`` is launched it writes no KV, and its `finish` raises ``error``.
@@ -237,8 +215,8 @@ class FakeExecutor:
         self.stats.num_steps += 1
         step = FakeStep(self, plan, self._run(plan))
         self.unfinished.append(step)
-        if self._profile is not None and len(self._profile.steps) < self._profile.max_steps:
-            self._profile.steps.append(step)
+        if self._profile is not None and len(self._profile) < self._max_profiled_steps:
+            self._profile.append(step)
         if self.is_closed:
             step.complete()
         elif not self.is_manual:
@@ -249,95 +227,85 @@ class FakeExecutor:
         self._check_open()
         if self._profile is not None:
             raise already_recording()
-        self._profile = _Profile(max_steps)
+        self._profile, self._max_profiled_steps = [], max_steps
 
     async def stop_profile(self, path: Path) -> None:
-        """Write a trace of the steps that were launched and have ended since the start, each from its launch on."""
+        """Write a Chrome trace of the steps that were launched and have ended since the start."""
         self._check_open()
         profile, self._profile = self._profile, None
         if profile is None:
             raise not_recording()
-        await asyncio.to_thread(profile.write, path)
-
-    @property
-    def weights_version(self) -> int:
-        """What `sample_hash` should know of the weights: 0 for those of the start."""
-        return self._weights.version
-
-    @property
-    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The tensors that `stage_weights` takes."""
-        return self._weights.shapes
+        spans = [step.span() for step in profile if step.is_done]
+        await asyncio.to_thread(path.write_text, json.dumps({"traceEvents": spans}))
 
     # Plans are computed when they are launched: what a control call changes at once is behind all that were launched
     # before it, and all that is left is to wait for those.
 
-    @contextlib.asynccontextmanager
-    async def _control(self, call: str, argument: object) -> AsyncIterator[None]:
-        """Note the call; after the block, wait for the launched steps."""
+    def _note(self, call: str, argument: object) -> None:
         self._check_open()
         self.events.append((call, argument))
-        yield
+
+    async def _launched_steps_end(self) -> None:
         for step in list(self.unfinished):
             await step.wait()
         self._check_open()
 
+    async def _control(self, call: str, argument: object) -> None:
+        self._note(call, argument)
+        await self._launched_steps_end()
+
     async def sleep(self, level: Literal[1, 2]) -> None:
-        async with self._control("sleep", level):
-            if level == 2:
-                self._weights.discard()
-            self._kv[:] = -1
-            self._asleep = frozenset(("weights", "kv_cache"))
+        self._note("sleep", level)
+        self._is_discarded = self._is_discarded or level == 2
+        self._kv[:] = -1
+        self._asleep = frozenset(("weights", "kv_cache"))
+        await self._launched_steps_end()
 
     async def wake_up(self, parts: frozenset[Part]) -> None:
-        async with self._control("wake_up", parts):
-            if "weights" in parts:
-                await self._weights.restore()
-            self._asleep -= parts
+        self._note("wake_up", parts)
+        self._asleep -= parts
+        self._is_discarded = self._is_discarded and "weights" in self._asleep
+        await self._launched_steps_end()
 
     async def update_weights(self, folder: Path) -> None:
-        async with self._control("update_weights", folder):
-            await self._weights.update(folder)
+        await self._control("update_weights", folder)
 
     async def stage_weights(self, piece: WeightPiece) -> None:
-        async with self._control("stage_weights", piece.name):
-            self._weights.staging.add(piece)
+        await self._control("stage_weights", piece.name)
 
     async def commit_weights(self, transfer: str) -> None:
-        async with self._control("commit_weights", transfer):
-            self._weights.commit(transfer)
+        await self._control("commit_weights", transfer)
 
     async def drop_weights(self, transfer: str) -> None:
-        async with self._control("drop_weights", transfer):
-            self._weights.staging.drop(transfer)
+        await self._control("drop_weights", transfer)
 
     async def save_sharded_state(self, folder: Path, max_shard_bytes: int) -> list[str]:
-        async with self._control("save_sharded_state", folder):
-            if max_shard_bytes < 1:
-                raise InvalidRequest(f"max_shard_bytes={max_shard_bytes} must be at least 1", param="max_shard_bytes")
-            return await self._weights.save(folder)
+        await self._control("save_sharded_state", folder)
+        return []
 
     async def collective_rpc(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        async with self._control("collective_rpc", name):
-            function = registered(name)
-        model = None if self._weights.are_discarded else self
+        self._note("collective_rpc", name)
+        function = registered(name)
+        await self._launched_steps_end()
         config = EngineConfig(max_model_len=self.info.max_model_len, block_size=self.info.block_size)
-        return [function(Worker(rank=0, world_size=1, model=model, config=config), *args, **kwargs)]
+        return [function(Worker(rank=0, world_size=1, model=self.model, config=config), *args, **kwargs)]
 
     async def apply_model(self, function: Callable[[Any], T]) -> list[T]:
-        async with self._control("apply_model", function):
-            pass
-        if self._weights.are_discarded:
+        await self._control("apply_model", function)
+        if self.model is None:
             raise weights_asleep("apply_model")
         return [function(self)]
 
     async def execute_dummy_batch(self) -> None:
-        async with self._control("execute_dummy_batch", None):
-            if "weights" in self._asleep:
-                raise weights_asleep("execute_dummy_batch")
+        self._note("execute_dummy_batch", None)
+        if "weights" in self._asleep:
+            raise weights_asleep("execute_dummy_batch")
+        await self._launched_steps_end()
 
-    def _sample_hash(self, token_ids: list[int], sampling: RowSampling) -> int:
-        return sample_hash(token_ids, sampling, vocab_size=self.info.vocab_size, weights_version=self._weights.version)
+    @property
+    def model(self) -> Any:
+        """What functions get that are called with the model: the executor itself; None while it sleeps at level 2."""
+        return None if self._is_discarded else self
 
     def _check_open(self) -> None:
         if self.is_closed:
