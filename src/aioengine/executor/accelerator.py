@@ -34,11 +34,9 @@ class DeviceEvent(Protocol):
         Raises:
             Exception: the device failed on the way.
         """
-        ...
 
     def seconds_since(self, earlier: DeviceEvent) -> float:
         """Device time between two events that are done."""
-        ...
 
 
 class Graph(Protocol):
@@ -112,26 +110,21 @@ class Accelerator(Protocol):
 
     def enqueue(self, work: Callable[[*Ts], None], *args: *Ts) -> None:
         """Run it with these arguments, behind what was enqueued before."""
-        ...
 
     def enqueue_after(self, event: DeviceEvent) -> None:
         """Let what is enqueued from now on begin after an event of the copy stream."""
-        ...
 
     def record(self) -> DeviceEvent:
         """An event behind what was enqueued."""
-        ...
 
     def copy_out(self, source: Tensor, target: HostWords, num_words: int) -> DeviceEvent:
         """Copy the first words behind what was enqueued, on a stream of its own; an event at its end.
 
         ``source`` must stay as it is until then. ``target`` is lent until then.
         """
-        ...
 
     def host_words(self, num_words: int) -> HostWords:
         """Memory for copies; allocating it may stop the device for a while."""
-        ...
 
     def capture(self, work: Work) -> Graph:
         """Record ``work``, without running it. The tensors that it makes live as long as the graph, in memory that
@@ -139,11 +132,9 @@ class Accelerator(Protocol):
 
         It must have run before, so that nothing is left to be compiled.
         """
-        ...
 
     def synchronize(self) -> None:
         """Block the thread until the device has nothing left to do."""
-        ...
 
     def memory(self) -> DeviceMemory: ...
 
@@ -153,7 +144,6 @@ class Accelerator(Protocol):
         Returns:
             the most bytes that tensors took, beyond those that were there before.
         """
-        ...
 
     def seconds_of(self, work: Work) -> float:
         """Run ``work`` some times and wait for it: the median of what it takes on the device, launches aside, with
@@ -162,16 +152,12 @@ class Accelerator(Protocol):
         Raises:
             Exception: it cannot be run, such as for want of shared memory.
         """
-        ...
 
     def release(self) -> None:
         """Give back to the system what tensors and graphs that are gone have left."""
-        ...
 
     def close(self) -> None:
         """As `release`, at the end, when nothing of the engine is left: slow, and it looks for what cycles hold."""
-        ...
 
     def profiler_activities(self) -> list[Any]:
         """What torch's profiler is to record beside the host."""
-        ...

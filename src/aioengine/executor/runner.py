@@ -41,27 +41,21 @@ class StepRunner(Protocol):
             Exception: the forward pass or the sampler failed. The deltas hold; rows that had a token to sample have a
                 meaningless one.
         """
-        ...
 
     def use(self, decoder: Decoder | None) -> None:
         """Compute with these weights from now on; None: no step may come."""
-        ...
 
     def make_cache(self) -> None:
         """Have a KV cache, an empty one if there was none. Needs the weights."""
-        ...
 
     def drop_cache(self) -> None:
         """Give up the KV cache, and the memory that steps use again. The rows stay."""
-        ...
 
     def dummy_step(self) -> None:
         """Compute one token that no row has, which leaves no trace."""
-        ...
 
     def synchronize(self) -> None:
         """Wait for what was launched."""
-        ...
 
 
 class Runner:

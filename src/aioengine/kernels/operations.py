@@ -4,7 +4,7 @@
 `aioengine.kernels.torch.operations` is plain torch: the oracle, which runs anywhere. Both are modules of functions with
 these names. Shapes are those of one step: T tokens, h query heads, g KV heads, d head size, n rows of logits, s samples
 (tokens to be sampled), V vocabulary. Unless said otherwise tensors are contiguous, on one device, and ``x`` stands for
-float32, bfloat16 or float16.
+float32, bfloat16 or float16. The launchers of kernels raise InternalError where tensors do not fit each other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ class Operations(Protocol):
         Returns:
             [T, hidden], same dtype.
         """
-        ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Add ``x`` to ``residual`` in place (rounded to its dtype), and return `rms_norm` of the sum.
@@ -33,7 +32,6 @@ class Operations(Protocol):
         Args:
             x, residual: [T, hidden], same dtype.
         """
-        ...
 
     def gated_activation(self, gate_up: Tensor) -> Tensor:
         """SiLU(gate) · up, in float32, rounded once.
@@ -43,7 +41,6 @@ class Operations(Protocol):
         Returns:
             [T, intermediate].
         """
-        ...
 
     def rotate_and_write(
         self,
@@ -70,7 +67,6 @@ class Operations(Protocol):
         Returns:
             q: [T, h, d].
         """
-        ...
 
     def attend_decode(
         self,
@@ -100,7 +96,6 @@ class Operations(Protocol):
             num_splits: into how many parts, 1 or more, each context is cut; parts beyond a short context are empty.
             max_context: no context is longer; a bound for the grid, not more.
         """
-        ...
 
     def attend_prefill(
         self,
@@ -121,11 +116,9 @@ class Operations(Protocol):
                 position of the first token. Row -1 is padding: nothing is done.
             The rest is as in `attend_decode`.
         """
-        ...
 
     def prefill_tile(self, num_heads: int, num_kv_heads: int, head_dim: int) -> int:
         """The most query tokens in a tile of `attend_prefill`."""
-        ...
 
     # The rows' state
 
@@ -137,7 +130,6 @@ class Operations(Protocol):
             spans: int32 [m, 4]: row, first column, first word, number of words. Row -1 is padding. None overlap.
             words: int32 [any].
         """
-        ...
 
     def gather_tokens(
         self, rows: Tensor, history: Tensor, block_tables: Tensor, block_size: int, num_tokens: int
@@ -153,7 +145,6 @@ class Operations(Protocol):
         Returns:
             token_ids, positions, slots: int32 [T] each.
         """
-        ...
 
     def append_tokens(self, history: Tensor, samples: Tensor, token_ids: Tensor) -> None:
         """Put the tokens of the samples that have `SampleFlag.FIRST` at the ends of their rows' histories, in place.
@@ -162,7 +153,6 @@ class Operations(Protocol):
             history: int32 [rows, any]. token_ids: int32 [s].
             samples: int32 [s, SAMPLE_WORDS], as in `aioengine.kernels.sampling.sample_rows`.
         """
-        ...
 
     def copy_blocks(self, caches: Tensor, copied_from: Tensor, copied_to: Tensor) -> None:
         """Copy whole blocks in each of several caches, in place.
@@ -171,7 +161,6 @@ class Operations(Protocol):
             caches: [any, blocks, block_size, g, d].
             copied_from, copied_to: int32 [c]; no block is in both, and none twice in the second; -1: nothing.
         """
-        ...
 
     # Rules: logits are changed in place. Only samples that have `SampleFlag.FIRST` count.
 
@@ -196,7 +185,6 @@ class Operations(Protocol):
             edit_values: float32 [e].
             edit_until: int32 [e]: the edit is made while the sample's output position is below this.
         """
-        ...
 
     def ends_of_bad_words(
         self,
@@ -215,7 +203,6 @@ class Operations(Protocol):
                 word but its last.
             edit_values: float32 [w], becomes -inf where it does, else 0: for `edit_logits` with the words' last tokens.
         """
-        ...
 
     def penalise(self, logits: Tensor, samples: Tensor, history: Tensor, counters: Tensor) -> None:
         """Penalties on tokens that were there already, in place: repetition (Keskar et al., 2019, arXiv:1909.05858) on
@@ -226,7 +213,6 @@ class Operations(Protocol):
             counters: int32 [s or more, V], zeros, which it leaves as zeros.
             Samples without penalties are passed over.
         """
-        ...
 
     # Sampling
 
@@ -256,7 +242,6 @@ class Operations(Protocol):
             has_filters: False: no sample has a top-k, top-p or min-p, which takes one pass over the logits.
             is_greedy: True: all temperatures are 0.
         """
-        ...
 
     # Log-probabilities, of logits as the model gave them
 
@@ -268,7 +253,6 @@ class Operations(Protocol):
             ids: int32 [s, k], the likeliest first, of equal ones the lowest id; k may be 0, and is at most V.
             logprobs: float32 [s, k].
         """
-        ...
 
     def look_up(
         self, logits: Tensor, logits_rows: Tensor, token_ids: Tensor, log_mass: Tensor, logprobs: Tensor, ranks: Tensor
@@ -280,4 +264,3 @@ class Operations(Protocol):
             log_mass: float32 [m], of each of those rows.
             logprobs: float32 [m]; ranks: int32 [m]; both are written.
         """
-        ...

@@ -201,11 +201,7 @@ def attend_decode(
     num_splits: int,
     max_context: int,
 ) -> None:
-    """As `aioengine.kernels.operations.Operations.attend_decode`.
-
-    Raises:
-        InternalError: tensors that do not fit each other; float8 caches on a GPU that cannot read them.
-    """
+    """As `Operations.attend_decode`."""
     check_paged("attend_decode", q, k_cache, v_cache, block_tables, out, window)
     check_tensor("attend_decode: decodes", decodes, (None, 3), torch.int32, q.device)
     if num_splits < 1:
@@ -247,34 +243,20 @@ def attend_decode(
         enable_fp_fusion=True,
     )
     if is_split:
-        _combine(parts, part_masses, decodes, out, window, num_splits, constants)
-
-
-def _combine(
-    parts: Tensor | None,
-    part_masses: Tensor | None,
-    decodes: Tensor,
-    out: Tensor,
-    window: int,
-    num_splits: int,
-    constants: dict[str, int],
-) -> None:
-    """Join what the splits have left in ``parts`` and ``part_masses``."""
-    _, num_heads, head_dim = out.shape
-    _combine_kernel[(num_heads, len(decodes))](
-        parts,
-        part_masses,
-        decodes,
-        out,
-        window,
-        num_splits,
-        HEADS=num_heads,
-        HEAD_DIM=head_dim,
-        D=triton.next_power_of_2(head_dim),
-        PARTS=_COMBINED_AT_ONCE,
-        **constants,
-        enable_fp_fusion=True,
-    )
+        _combine_kernel[(num_heads, num_entries)](
+            parts,
+            part_masses,
+            decodes,
+            out,
+            window,
+            num_splits,
+            HEADS=num_heads,
+            HEAD_DIM=head_dim,
+            D=triton.next_power_of_2(head_dim),
+            PARTS=_COMBINED_AT_ONCE,
+            **constants,
+            enable_fp_fusion=True,
+        )
 
 
 def _choose(num_splits: int, max_context: int, device: torch.device, shape: AttentionShape) -> tuple[int, Choice]:

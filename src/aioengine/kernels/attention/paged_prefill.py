@@ -193,11 +193,7 @@ def attend_prefill(
     scale: float,
     window: int | None,
 ) -> None:
-    """As `aioengine.kernels.operations.Operations.attend_prefill`.
-
-    Raises:
-        InternalError: as in `aioengine.kernels.attention.paged_decode.attend_decode`.
-    """
+    """As `Operations.attend_prefill`."""
     check_paged("attend_prefill", q, k_cache, v_cache, block_tables, out, window)
     check_tensor("attend_prefill: tiles", tiles, (None, 4), torch.int32, q.device)
     if not len(tiles):
@@ -224,7 +220,7 @@ def attend_prefill(
 
 
 def prefill_tile(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
-    """As `aioengine.kernels.operations.Operations.prefill_tile`."""
+    """As `Operations.prefill_tile`."""
     return max(PREFILL_ROWS * num_kv_heads // num_heads, 1)
 
 

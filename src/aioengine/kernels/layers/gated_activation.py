@@ -32,11 +32,7 @@ def _gated_activation_kernel(gate_up_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: t
 
 
 def gated_activation(gate_up: Tensor) -> Tensor:
-    """As `aioengine.kernels.operations.Operations.gated_activation`.
-
-    Raises:
-        InternalError: ``gate_up`` is not a contiguous table of float32, bfloat16 or float16 with an even width.
-    """
+    """As `Operations.gated_activation`."""
     check_tensor("gated_activation: gate_up", gate_up, (None, None), FLOATS, gate_up.device)
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     if gate_up.shape[1] % 2:

@@ -56,11 +56,7 @@ def _add_rms_norm_kernel(x_ptr, residual_ptr, weight_ptr, out_ptr, eps, WIDTH: t
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As `aioengine.kernels.operations.Operations.rms_norm`.
-
-    Raises:
-        InternalError: tensors that do not fit each other, or a row of more than `MAX_WIDTH`.
-    """
+    """As `Operations.rms_norm`."""
     out = torch.empty_like(x)
     constants = _check(x, weight)
     if len(x):
@@ -69,11 +65,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As `aioengine.kernels.operations.Operations.add_rms_norm`.
-
-    Raises:
-        InternalError: as in `rms_norm`.
-    """
+    """As `Operations.add_rms_norm`."""
     out = torch.empty_like(x)
     constants = _check(x, weight)
     check_tensor("rms_norm: residual", residual, tuple(x.shape), x.dtype, x.device)

@@ -124,14 +124,23 @@ def rotate_and_write(
     k_cache: Tensor,
     v_cache: Tensor,
 ) -> Tensor:
-    """As `aioengine.kernels.operations.Operations.rotate_and_write`.
-
-    Raises:
-        InternalError: tensors that do not fit each other.
-    """
-    num_tokens, num_heads, num_kv_heads, head_dim = _check(
-        qkv, positions, slots, rope_table, qk_weight, k_cache, v_cache
-    )
+    """As `Operations.rotate_and_write`."""
+    name, device = "rotate_and_write", qkv.device
+    check_tensor(f"{name}: qkv", qkv, (None, None), FLOATS, device)
+    check_tensor(f"{name}: k_cache", k_cache, (None,) * 4, (qkv.dtype, torch.float8_e4m3fn), device)
+    check_tensor(f"{name}: v_cache", v_cache, tuple(k_cache.shape), k_cache.dtype, device)
+    num_tokens, width = qkv.shape
+    num_kv_heads, head_dim = k_cache.shape[2:]
+    if head_dim % 2 or not 0 < head_dim <= MAX_HEAD_DIM:
+        raise InternalError(f"{name}: heads of {head_dim} values; an even number of 2 to {MAX_HEAD_DIM} can be done")
+    num_heads = width // head_dim - 2 * num_kv_heads
+    if width % head_dim or num_heads < 1:
+        raise InternalError(f"{name}: qkv is {width} wide, with {num_kv_heads} KV heads of {head_dim} values")
+    check_tensor(f"{name}: positions", positions, (num_tokens,), torch.int32, device)
+    check_tensor(f"{name}: slots", slots, (num_tokens,), torch.int32, device)
+    check_tensor(f"{name}: rope_table", rope_table, (None, 2 * head_dim), (qkv.dtype, torch.float32), device)
+    if qk_weight is not None:
+        check_tensor(f"{name}: qk_weight", qk_weight, (num_heads + num_kv_heads, head_dim), qkv.dtype, device)
     q = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     if num_tokens:
         constants = _constants(num_heads, num_kv_heads, head_dim, has_norm=qk_weight is not None)
@@ -152,35 +161,6 @@ def rotate_and_write(
             enable_fp_fusion=True,
         )
     return q
-
-
-def _check(
-    qkv: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    rope_table: Tensor,
-    qk_weight: Tensor | None,
-    k_cache: Tensor,
-    v_cache: Tensor,
-) -> tuple[int, int, int, int]:
-    """Tokens, query heads, KV heads, head size."""
-    name, device = "rotate_and_write", qkv.device
-    check_tensor(f"{name}: qkv", qkv, (None, None), FLOATS, device)
-    check_tensor(f"{name}: k_cache", k_cache, (None,) * 4, (qkv.dtype, torch.float8_e4m3fn), device)
-    check_tensor(f"{name}: v_cache", v_cache, tuple(k_cache.shape), k_cache.dtype, device)
-    num_tokens, width = qkv.shape
-    num_kv_heads, head_dim = k_cache.shape[2:]
-    if head_dim % 2 or not 0 < head_dim <= MAX_HEAD_DIM:
-        raise InternalError(f"{name}: heads of {head_dim} values; an even number of 2 to {MAX_HEAD_DIM} can be done")
-    num_heads = width // head_dim - 2 * num_kv_heads
-    if width % head_dim or num_heads < 1:
-        raise InternalError(f"{name}: qkv is {width} wide, with {num_kv_heads} KV heads of {head_dim} values")
-    check_tensor(f"{name}: positions", positions, (num_tokens,), torch.int32, device)
-    check_tensor(f"{name}: slots", slots, (num_tokens,), torch.int32, device)
-    check_tensor(f"{name}: rope_table", rope_table, (None, 2 * head_dim), (qkv.dtype, torch.float32), device)
-    if qk_weight is not None:
-        check_tensor(f"{name}: qk_weight", qk_weight, (num_heads + num_kv_heads, head_dim), qkv.dtype, device)
-    return num_tokens, num_heads, num_kv_heads, head_dim
 
 
 @cache

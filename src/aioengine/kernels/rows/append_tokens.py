@@ -10,17 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aioengine.kernels.launch_checks import check_tensor
-from aioengine.kernels.sampling import sample_rows as words
+from aioengine.kernels.launch_checks import check_samples, check_tensor
+from aioengine.kernels.sampling.constants import END, FIRST, FLAGS, LOGITS_ROW, ROW, SAMPLE_STRIDE
 
 BLOCK, NUM_WARPS = 128, 4
-
-SAMPLE_WORDS = tl.constexpr(words.SAMPLE_WORDS)
-LOGITS_ROW = tl.constexpr(int(words.SampleRow.LOGITS_ROW))
-ROW = tl.constexpr(int(words.SampleRow.ROW))
-END = tl.constexpr(int(words.SampleRow.END))
-FLAGS = tl.constexpr(int(words.SampleRow.FLAGS))
-FIRST = tl.constexpr(int(words.SampleFlag.FIRST))
 
 
 # What changes from step to step must not make it compile again, nor need the width: single words are written.
@@ -28,7 +21,7 @@ FIRST = tl.constexpr(int(words.SampleFlag.FIRST))
 def _append_tokens_kernel(history_ptr, samples_ptr, token_ids_ptr, num_samples, width, BLOCK: tl.constexpr):
     samples = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_inside = samples < num_samples
-    words_ptr = samples_ptr + samples * SAMPLE_WORDS
+    words_ptr = samples_ptr + samples * SAMPLE_STRIDE
     logits_row = tl.load(words_ptr + LOGITS_ROW, is_inside, -1)
     flags = tl.load(words_ptr + FLAGS, is_inside, 0)
     row = tl.load(words_ptr + ROW, is_inside, 0).to(tl.int64)
@@ -38,14 +31,10 @@ def _append_tokens_kernel(history_ptr, samples_ptr, token_ids_ptr, num_samples, 
 
 
 def append_tokens(history: Tensor, samples: Tensor, token_ids: Tensor) -> None:
-    """As `aioengine.kernels.operations.Operations.append_tokens`.
-
-    Raises:
-        InternalError: tensors that do not fit each other.
-    """
+    """As `Operations.append_tokens`."""
     device = history.device
     check_tensor("append_tokens: history", history, (None, None), torch.int32, device)
-    check_tensor("append_tokens: samples", samples, (None, words.SAMPLE_WORDS), torch.int32, device)
+    check_samples(samples, device)
     check_tensor("append_tokens: token_ids", token_ids, (len(samples),), torch.int32, device)
     if len(samples):
         _append_tokens_kernel[(triton.cdiv(len(samples), BLOCK),)](

@@ -36,11 +36,7 @@ def _copy_blocks_kernel(caches_ptr, from_ptr, to_ptr, num_blocks, WORDS_A_BLOCK:
 
 
 def copy_blocks(caches: Tensor, copied_from: Tensor, copied_to: Tensor) -> None:
-    """As `aioengine.kernels.operations.Operations.copy_blocks`.
-
-    Raises:
-        InternalError: tensors that do not fit each other, or more than 65535 caches.
-    """
+    """As `Operations.copy_blocks`."""
     check_tensor("copy_blocks: caches", caches, (None,) * 5, caches.dtype, caches.device)
     check_tensor("copy_blocks: copied_from", copied_from, (None,), torch.int32, caches.device)
     check_tensor("copy_blocks: copied_to", copied_to, (len(copied_from),), torch.int32, caches.device)

@@ -61,11 +61,7 @@ def _gather_tokens_kernel(
 def gather_tokens(
     rows: Tensor, history: Tensor, block_tables: Tensor, block_size: int, num_tokens: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `aioengine.kernels.operations.Operations.gather_tokens`.
-
-    Raises:
-        InternalError: tensors that do not fit each other, or sizes that cannot be.
-    """
+    """As `Operations.gather_tokens`."""
     device = history.device
     check_tensor("gather_tokens: rows", rows, (None, 4), torch.int32, device)
     check_tensor("gather_tokens: history", history, (None, None), torch.int32, device)

@@ -39,11 +39,7 @@ def _put_spans_kernel(target_ptr, spans_ptr, words_ptr, width, BLOCK: tl.constex
 
 
 def put_spans(target: Tensor, spans: Tensor, words: Tensor) -> None:
-    """As `aioengine.kernels.operations.Operations.put_spans`.
-
-    Raises:
-        InternalError: tensors that do not fit each other.
-    """
+    """As `Operations.put_spans`."""
     device = target.device
     check_tensor("put_spans: target", target, (None, None), torch.int32, device)
     check_tensor("put_spans: spans", spans, (None, 4), torch.int32, device)

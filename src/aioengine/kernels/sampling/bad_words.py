@@ -11,18 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from aioengine.kernels.launch_checks import check_samples, check_tensor
-from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow
+from aioengine.kernels.sampling.constants import END, FIRST, FLAGS, LOGITS_ROW, OUTPUT_POSITION, ROW, SAMPLE_STRIDE
 
 BLOCK = 32
 """Words of a program, one a thread. One warp, so that "is any word left" is a vote and no barrier."""
-
-_WORDS = tl.constexpr(SAMPLE_WORDS)
-_LOGITS_ROW = tl.constexpr(int(SampleRow.LOGITS_ROW))
-_ROW = tl.constexpr(int(SampleRow.ROW))
-_END = tl.constexpr(int(SampleRow.END))
-_OUTPUT_POSITION = tl.constexpr(int(SampleRow.OUTPUT_POSITION))
-_FLAGS = tl.constexpr(int(SampleRow.FLAGS))
-_FIRST = tl.constexpr(int(SampleFlag.FIRST))
 
 
 # Not specialised, as in `edits`: the number of words changes, and the lists are views.
@@ -48,15 +40,15 @@ def _ends_of_bad_words_kernel(
     begins = tl.load(word_offsets + words, mask=is_word, other=0)
     ends = tl.load(word_offsets + words + 1, mask=is_word, other=0)
     sample = tl.load(sample_of_row + rows, mask=rows >= 0, other=-1)
-    of_sample = samples + sample.to(tl.int64) * _WORDS
-    logits_row = tl.load(of_sample + _LOGITS_ROW, mask=sample >= 0, other=-1)
-    flags = tl.load(of_sample + _FLAGS, mask=sample >= 0, other=0)
-    history_row = tl.load(of_sample + _ROW, mask=sample >= 0, other=0)
-    history_end = tl.load(of_sample + _END, mask=sample >= 0, other=0)
-    num_outputs = tl.load(of_sample + _OUTPUT_POSITION, mask=sample >= 0, other=0)
+    of_sample = samples + sample.to(tl.int64) * SAMPLE_STRIDE
+    logits_row = tl.load(of_sample + LOGITS_ROW, mask=sample >= 0, other=-1)
+    flags = tl.load(of_sample + FLAGS, mask=sample >= 0, other=0)
+    history_row = tl.load(of_sample + ROW, mask=sample >= 0, other=0)
+    history_end = tl.load(of_sample + END, mask=sample >= 0, other=0)
+    num_outputs = tl.load(of_sample + OUTPUT_POSITION, mask=sample >= 0, other=0)
 
     length = ends - begins
-    is_begun = (logits_row >= 0) & ((flags & _FIRST) != 0) & (length <= num_outputs)
+    is_begun = (logits_row >= 0) & ((flags & FIRST) != 0) & (length <= num_outputs)
     tail = history + history_row.to(tl.int64) * history_width + history_end
     # From the last token backwards: nearly always that one is another already, and the program is done.
     back = 1

@@ -20,15 +20,21 @@ from torch import Tensor
 
 from aioengine.kernels.launch_checks import check_logits, check_samples, check_tensor
 from aioengine.kernels.sampling import thresholds
-from aioengine.kernels.sampling.noise import HIGHEST_NOISE, gumbel, gumbel_bound, hash_tokens, noise_keys, uniform
-from aioengine.kernels.sampling.sample_rows import SampleRow, Status
-from aioengine.kernels.sampling.thresholds import (
-    INFINITY,
+from aioengine.kernels.sampling.constants import (
+    CHOICE,
     LOGITS_ROW,
     MASK,
-    MAX_FLOAT,
+    OUTPUT_POSITION,
     SAMPLE_STRIDE,
+    SEED_HIGH,
+    SEED_LOW,
     TEMPERATURE,
+)
+from aioengine.kernels.sampling.noise import HIGHEST_NOISE, gumbel, gumbel_bound, hash_tokens, noise_keys, uniform
+from aioengine.kernels.sampling.sample_rows import Status
+from aioengine.kernels.sampling.thresholds import (
+    INFINITY,
+    MAX_FLOAT,
     WORD,
     WORDS_OF_BLOCK,
     clamp,
@@ -49,10 +55,6 @@ MAX_PARTS = 512
 
 JOIN_WARPS = 4
 
-_SEED_LOW = tl.constexpr(int(SampleRow.SEED_LOW))
-_SEED_HIGH = tl.constexpr(int(SampleRow.SEED_HIGH))
-_CHOICE = tl.constexpr(int(SampleRow.CHOICE))
-_OUTPUT_POSITION = tl.constexpr(int(SampleRow.OUTPUT_POSITION))
 _SAMPLED = tl.constexpr(int(Status.SAMPLED))
 _NOT_A_NUMBER = tl.constexpr(int(Status.NOT_A_NUMBER))
 _NOTHING_LEFT = tl.constexpr(int(Status.NOTHING_LEFT))
@@ -92,10 +94,10 @@ def _part_kernel(
     temperature = load_float(sample_word + TEMPERATURE)
     cold = inverse(temperature)
     key_low, key_high = noise_keys(
-        tl.load(sample_word + _SEED_LOW),
-        tl.load(sample_word + _SEED_HIGH),
-        tl.load(sample_word + _CHOICE),
-        tl.load(sample_word + _OUTPUT_POSITION),
+        tl.load(sample_word + SEED_LOW),
+        tl.load(sample_word + SEED_HIGH),
+        tl.load(sample_word + CHOICE),
+        tl.load(sample_word + OUTPUT_POSITION),
     )
     floor = -INFINITY
     highest = tl.full((), -INFINITY, tl.float32)

@@ -12,18 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 from aioengine.kernels.launch_checks import check_logits, check_samples, check_tensor
-from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow
+from aioengine.kernels.sampling.constants import FIRST, FLAGS, LOGITS_ROW, OUTPUT_POSITION, SAMPLE_STRIDE
 
 BLOCK = 128
 """Edits of a program, one a thread: it is all latency (four loads that depend on each other), so spread it wide."""
 
 NUM_WARPS = 4
 
-_WORDS = tl.constexpr(SAMPLE_WORDS)
-_LOGITS_ROW = tl.constexpr(int(SampleRow.LOGITS_ROW))
-_OUTPUT_POSITION = tl.constexpr(int(SampleRow.OUTPUT_POSITION))
-_FLAGS = tl.constexpr(int(SampleRow.FLAGS))
-_FIRST = tl.constexpr(int(SampleFlag.FIRST))
 _MASKED_BITS = tl.constexpr(-(2**23))
 """Those of -inf, as int32."""
 
@@ -40,10 +35,10 @@ def _locate(samples, sample_of_row, edit_rows, edit_tokens, edits, num_edits, vo
     rows = tl.load(edit_rows + edits, mask=is_edit, other=-1)
     tokens = tl.load(edit_tokens + edits, mask=is_edit, other=-1)
     sample = tl.load(sample_of_row + rows, mask=rows >= 0, other=-1)
-    words = samples + sample.to(tl.int64) * _WORDS
-    logits_row = tl.load(words + _LOGITS_ROW, mask=sample >= 0, other=-1)
-    flags = tl.load(words + _FLAGS, mask=sample >= 0, other=0)
-    is_made = (logits_row >= 0) & ((flags & _FIRST) != 0) & (tokens >= 0) & (tokens < vocab)
+    words = samples + sample.to(tl.int64) * SAMPLE_STRIDE
+    logits_row = tl.load(words + LOGITS_ROW, mask=sample >= 0, other=-1)
+    flags = tl.load(words + FLAGS, mask=sample >= 0, other=0)
+    is_made = (logits_row >= 0) & ((flags & FIRST) != 0) & (tokens >= 0) & (tokens < vocab)
     return words, logits_row.to(tl.int64) * vocab + tokens, is_made
 
 
@@ -67,7 +62,7 @@ def _edit_logits_kernel(
     words, offsets, is_made = _locate(samples, sample_of_row, edit_rows, edit_tokens, edits, num_edits, vocab)
     values = tl.load(edit_values + edits, mask=is_made, other=0.0)
     until = tl.load(edit_until + edits, mask=is_made, other=0)
-    output_position = tl.load(words + _OUTPUT_POSITION, mask=is_made, other=0)
+    output_position = tl.load(words + OUTPUT_POSITION, mask=is_made, other=0)
     is_made = is_made & (output_position < until)
     is_mask = values == float("-inf")
     # Relaxed: nothing else is read or published in this launch, and the next one sees it all.
@@ -92,10 +87,13 @@ def edit_logits(
         edit_values: float32 [e], finite or -inf. Of a logit that gets several finite ones, the last bit of the sum may
             depend on their order, which is anyone's guess: give one bias a token.
     """
-    _check(logits, samples, sample_of_row, edit_rows, edit_tokens)
-    num_edits = len(edit_rows)
-    check_tensor("edit_values", edit_values, (num_edits,), torch.float32, logits.device)
-    check_tensor("edit_until", edit_until, (num_edits,), torch.int32, logits.device)
+    device, num_edits = check_logits(logits), len(edit_rows)
+    check_samples(samples, device)
+    check_tensor("sample_of_row", sample_of_row, (None,), torch.int32, device)
+    check_tensor("edit_rows", edit_rows, (None,), torch.int32, device)
+    check_tensor("edit_tokens", edit_tokens, (num_edits,), torch.int32, device)
+    check_tensor("edit_values", edit_values, (num_edits,), torch.float32, device)
+    check_tensor("edit_until", edit_until, (num_edits,), torch.int32, device)
     if not num_edits or not len(logits) or not len(samples):
         return
     _edit_logits_kernel[(triton.cdiv(num_edits, BLOCK),)](
@@ -112,11 +110,3 @@ def edit_logits(
         num_warps=NUM_WARPS,
         enable_fp_fusion=True,
     )
-
-
-def _check(logits: Tensor, samples: Tensor, sample_of_row: Tensor, edit_rows: Tensor, edit_tokens: Tensor) -> None:
-    device = check_logits(logits)
-    check_samples(samples, device)
-    check_tensor("sample_of_row", sample_of_row, (None,), torch.int32, device)
-    check_tensor("edit_rows", edit_rows, (None,), torch.int32, device)
-    check_tensor("edit_tokens", edit_tokens, (len(edit_rows),), torch.int32, device)

@@ -17,7 +17,18 @@ from torch import Tensor
 
 from aioengine.errors import InternalError
 from aioengine.kernels.launch_checks import check_logits, check_samples, check_tensor
-from aioengine.kernels.sampling.sample_rows import PARAM_WORDS, SAMPLE_WORDS, SampleFlag, SampleRow
+from aioengine.kernels.sampling.constants import (
+    END,
+    FIRST,
+    FLAGS,
+    FREQUENCY,
+    LOGITS_ROW,
+    OUTPUT_POSITION,
+    PRESENCE,
+    REPETITION,
+    ROW,
+    SAMPLE_STRIDE,
+)
 
 BLOCK = 512
 """Positions that a program works on at once: four a thread, so that their latencies overlap."""
@@ -29,16 +40,6 @@ MANY_PROGRAMS = 1024
 
 FEW_PARTS = 8
 
-_WORDS = tl.constexpr(SAMPLE_WORDS)
-_LOGITS_ROW = tl.constexpr(int(SampleRow.LOGITS_ROW))
-_ROW = tl.constexpr(int(SampleRow.ROW))
-_END = tl.constexpr(int(SampleRow.END))
-_OUTPUT_POSITION = tl.constexpr(int(SampleRow.OUTPUT_POSITION))
-_FLAGS = tl.constexpr(int(SampleRow.FLAGS))
-_REPETITION = tl.constexpr(PARAM_WORDS["repetition_penalty"])
-_FREQUENCY = tl.constexpr(PARAM_WORDS["frequency_penalty"])
-_PRESENCE = tl.constexpr(PARAM_WORDS["presence_penalty"])
-_FIRST = tl.constexpr(int(SampleFlag.FIRST))
 
 # A counter: bit 0 says that the prompt has the token, the bits above it how often the output has it. "Or" and additions
 # of 2 leave each other's bits alone, in whatever order they come.
@@ -52,14 +53,14 @@ _VIEWS = ["samples"]
 @triton.jit
 def _span(samples, sample):
     """The positions of a sample's history that count, first to end; none if it has no penalties or is passed over."""
-    words = samples + sample.to(tl.int64) * _WORDS
-    logits_row = tl.load(words + _LOGITS_ROW)
-    end = tl.load(words + _END)
-    prompt_end = end - tl.load(words + _OUTPUT_POSITION)
-    repetition = tl.load(words + _REPETITION).to(tl.float32, bitcast=True)
-    frequency = tl.load(words + _FREQUENCY).to(tl.float32, bitcast=True)
-    presence = tl.load(words + _PRESENCE).to(tl.float32, bitcast=True)
-    is_wanted = (logits_row >= 0) & ((tl.load(words + _FLAGS) & _FIRST) != 0)
+    words = samples + sample.to(tl.int64) * SAMPLE_STRIDE
+    logits_row = tl.load(words + LOGITS_ROW)
+    end = tl.load(words + END)
+    prompt_end = end - tl.load(words + OUTPUT_POSITION)
+    repetition = tl.load(words + REPETITION).to(tl.float32, bitcast=True)
+    frequency = tl.load(words + FREQUENCY).to(tl.float32, bitcast=True)
+    presence = tl.load(words + PRESENCE).to(tl.float32, bitcast=True)
+    is_wanted = (logits_row >= 0) & ((tl.load(words + FLAGS) & FIRST) != 0)
     is_repeated = repetition != 1.0
     is_penalised = is_wanted & (is_repeated | (frequency != 0.0) | (presence != 0.0))
     # Frequency and presence alone are about the output, so that the prompt is not read.
@@ -70,7 +71,7 @@ def _span(samples, sample):
 @triton.jit
 def _tokens_at(history, samples, sample, positions, first, end, history_width, vocab):
     """The tokens at these positions, and which of them count and are in the vocabulary."""
-    row = tl.load(samples + sample.to(tl.int64) * _WORDS + _ROW)
+    row = tl.load(samples + sample.to(tl.int64) * SAMPLE_STRIDE + ROW)
     is_there = (positions >= first) & (positions < end)
     tokens = tl.load(history + row.to(tl.int64) * history_width + positions, mask=is_there, other=-1)
     return tokens, is_there & (tokens >= 0) & (tokens < vocab)
@@ -130,9 +131,11 @@ def penalise(logits: Tensor, samples: Tensor, history: Tensor, counters: Tensor)
     logit. Bound by latency for few rows (about 5 µs a launch), by the L2 cache's atomics for many: half a million
     positions (256 rows of 2,000), if it does some 100 a cycle, are 3 µs a launch.
     """
-    _check(logits, samples, history)
+    device = check_logits(logits)
+    check_samples(samples, device)
+    check_tensor("history", history, (None, None), torch.int32, device)
     num_samples, vocab = len(samples), logits.shape[1]
-    check_tensor("counters", counters, (None, vocab), torch.int32, logits.device)
+    check_tensor("counters", counters, (None, vocab), torch.int32, device)
     if len(counters) < num_samples:
         raise InternalError(f"counters are for {len(counters)} samples, and there are {num_samples}")
     if not num_samples or not len(logits):
@@ -158,9 +161,3 @@ def parts_a_sample(num_samples: int, longest: int) -> int:
     """Programs that share a sample's history, by shapes alone: how long it is only the device knows. A part that finds
     nothing ends at once."""
     return max(1, min(-(-longest // BLOCK), max(FEW_PARTS, MANY_PROGRAMS // num_samples)))
-
-
-def _check(logits: Tensor, samples: Tensor, history: Tensor) -> None:
-    device = check_logits(logits)
-    check_samples(samples, device)
-    check_tensor("history", history, (None, None), torch.int32, device)

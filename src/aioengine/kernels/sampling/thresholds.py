@@ -24,8 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from aioengine.kernels.sampling.constants import LOGITS_ROW, MASK, MIN_P, SAMPLE_STRIDE, TEMPERATURE, TOP_K, TOP_P
 from aioengine.kernels.sampling.noise import NOISE_SPAN
-from aioengine.kernels.sampling.sample_rows import PARAM_WORDS, SAMPLE_WORDS, SampleRow
 
 BLOCK = 128
 """Logits that share a maximum: 1,000 blocks of 128,000, of which a program holds the maxima in registers."""
@@ -53,13 +53,6 @@ of all. More pivots need more registers than a thread has."""
 FLOOR_WARPS = 8
 """With up to 255 registers a thread. Of 16 warps with 128 each, which a multiprocessor holds as well, they spill."""
 
-SAMPLE_STRIDE = tl.constexpr(SAMPLE_WORDS)
-LOGITS_ROW = tl.constexpr(int(SampleRow.LOGITS_ROW))
-MASK = tl.constexpr(int(SampleRow.MASK))
-TEMPERATURE = tl.constexpr(PARAM_WORDS["temperature"])
-_TOP_K = tl.constexpr(PARAM_WORDS["top_k"])
-_TOP_P = tl.constexpr(PARAM_WORDS["top_p"])
-_MIN_P = tl.constexpr(PARAM_WORDS["min_p"])
 
 INFINITY = tl.constexpr(float("inf"))
 MAX_FLOAT = tl.constexpr(torch.finfo(torch.float32).max)
@@ -112,10 +105,10 @@ def load_logits(logits, masks, logits_row, mask, words, is_read, vocab, HAS_MASK
 def _filters(word, vocab):
     """Temperature, top-k (0: off), top-p and min-p of a sample, and whether it is drawn with any filter."""
     temperature = load_float(word + TEMPERATURE)
-    top_k = tl.load(word + _TOP_K)
+    top_k = tl.load(word + TOP_K)
     top_k = tl.where((top_k > 0) & (top_k < vocab), top_k, 0)
-    top_p = load_float(word + _TOP_P)
-    min_p = load_float(word + _MIN_P)
+    top_p = load_float(word + TOP_P)
+    min_p = load_float(word + MIN_P)
     is_filtered = (temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))
     return temperature, top_k, top_p, min_p, is_filtered & (tl.load(word + LOGITS_ROW) >= 0)
 

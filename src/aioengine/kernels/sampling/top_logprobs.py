@@ -18,7 +18,7 @@ from torch import Tensor
 
 from aioengine.errors import InternalError
 from aioengine.kernels.launch_checks import check_logits, check_samples, check_tensor
-from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow
+from aioengine.kernels.sampling.constants import FLAGS, LOGITS_ROW, LOGPROBS, SAMPLE_STRIDE
 
 BLOCK = 128
 """Tokens that share a maximum: one warp reads 512 bytes."""
@@ -35,10 +35,6 @@ when it is first used: OpenAI's API admits 20 tokens, most ask for 5 or fewer.""
 ELEMENTS_A_THREAD = 16
 """Of int64, of the blocks' maxima and of the tokens of those chosen: 32 registers for each of the two."""
 
-_WORDS = tl.constexpr(SAMPLE_WORDS)
-_LOGITS_ROW = tl.constexpr(int(SampleRow.LOGITS_ROW))
-_FLAGS = tl.constexpr(int(SampleRow.FLAGS))
-_LOGPROBS = tl.constexpr(int(SampleFlag.LOGPROBS))
 
 _NONE = tl.constexpr(-(2**63))
 _ALL = tl.constexpr(2**63 - 1)
@@ -79,8 +75,8 @@ def _ranked(keys, ids):
 @triton.jit
 def _logits_row_of(samples, sample):
     """The sample's row of logits, or -1 if it wants no log-probabilities."""
-    words = samples + sample.to(tl.int64) * _WORDS
-    return tl.where((tl.load(words + _FLAGS) & _LOGPROBS) != 0, tl.load(words + _LOGITS_ROW), -1)
+    words = samples + sample.to(tl.int64) * SAMPLE_STRIDE
+    return tl.where((tl.load(words + FLAGS) & LOGPROBS) != 0, tl.load(words + LOGITS_ROW), -1)
 
 
 # Views, and workspaces that share an allocation: where they begin changes with the number of samples, and must not make

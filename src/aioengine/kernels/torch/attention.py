@@ -19,16 +19,12 @@ def attend_decode(
     num_splits: int,
     max_context: int,
 ) -> None:
-    """As `aioengine.kernels.operations.Operations.attend_decode`; waits for the device."""
+    """As `Operations.attend_decode`; waits for the device."""
     for row, token, context in decodes.tolist():
         assert row < 0 or 0 < context <= max_context
-        here = slice(token, token + 1)
-        if row < 0:
-            out[here] = 0
-            continue
-        first_seen = 0 if window is None else max(context - window, 0)
-        k, v = cached(k_cache, v_cache, block_tables[row], first_seen, context)
-        out[here] = attend(q[here], k, v, scale, window).to(out.dtype)
+        out[token] = 0  # of padding
+    tiles = decodes.new_tensor([(row, token, 1, context - 1) for row, token, context in decodes.tolist()]).view(-1, 4)
+    attend_prefill(q, k_cache, v_cache, block_tables, tiles, out, scale=scale, window=window)
 
 
 def attend_prefill(
@@ -42,7 +38,7 @@ def attend_prefill(
     scale: float,
     window: int | None,
 ) -> None:
-    """As `aioengine.kernels.operations.Operations.attend_prefill`; waits for the device."""
+    """As `Operations.attend_prefill`; waits for the device."""
     for row, first_token, num_tokens, position in tiles.tolist():
         if row < 0:
             continue
@@ -53,7 +49,7 @@ def attend_prefill(
 
 
 def prefill_tile(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
-    """As `aioengine.kernels.operations.Operations.prefill_tile`: large, as each tile is a turn of a Python loop."""
+    """As `Operations.prefill_tile`: large, as each tile is a turn of a Python loop."""
     return 256
 
 
