@@ -122,22 +122,6 @@ async def test_a_step_wakes_the_loop_once(monkeypatch: pytest.MonkeyPatch) -> No
     await thread.aclose()
 
 
-async def test_a_thread_that_launches_nothing_starts_no_other() -> None:
-    thread = DeviceThread()
-    assert await thread.submit(lambda: 1).wait() == 1
-    assert not waiter_threads()
-    await thread.aclose()
-
-
-async def test_only_what_is_derived_from_later_is_waited_for() -> None:
-    thread = DeviceThread()
-    event = threading.Event()
-    assert await thread.submit(lambda: event).wait() is event
-    inner = Launched(lambda: None)
-    assert await thread.submit(lambda: Launched(lambda: inner, is_over=True)).wait() is inner
-    await thread.aclose()
-
-
 @with_and_without_launching
 async def test_what_a_job_raises_comes_to_its_caller_and_the_next_one_runs(wrap: Wrap) -> None:
     thread = DeviceThread()
@@ -166,23 +150,6 @@ async def test_a_launch_that_fails_is_heard_before_what_was_launched_is_over() -
 
 class Large:
     """What must not stay."""
-
-
-async def test_an_error_that_someone_keeps_keeps_nothing_alive() -> None:
-    seen: list[weakref.ref[Large]] = []
-
-    def bring() -> None:
-        large = Large()
-        seen.append(weakref.ref(large))
-        raise ValueError("not this time")
-
-    thread = DeviceThread()
-    with pytest.raises(ValueError, match="not this time") as kept:
-        await thread.submit(lambda: Launched(bring, is_over=True)).wait()
-    gc.collect()
-    assert seen[0]() is None
-    assert kept.value.__traceback__ is not None
-    await thread.aclose()
 
 
 @with_and_without_launching
@@ -407,25 +374,6 @@ async def test_steps_two_deep_that_end_at_any_time_all_come_in_order(seed: int) 
     assert outcomes == list(range(499))
     await thread.aclose()
     assert in_flight[0][0].is_done
-
-
-async def test_long_jobs_can_ask_whether_to_stop() -> None:
-    thread = DeviceThread()
-    should_stop = thread.should_stop
-    assert not should_stop()
-
-    def work() -> str:
-        while not should_stop():
-            pass
-        return "stopped"
-
-    job = thread.submit(work)
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(thread.aclose)
-    try:
-        assert await job.wait() == "stopped"
-    except DeviceLost:
-        pass  # the thread was told to end before it took the job up
 
 
 def test_a_long_job_is_told_when_its_loop_is_gone() -> None:

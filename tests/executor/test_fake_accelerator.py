@@ -1,17 +1,13 @@
 """The fake GPU is late in all ways in which a GPU may be."""
 
-import threading
 from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from aioengine.errors import InternalError
-from aioengine.kernels.torch import operations as reference
 from doubles.fake_accelerator import FakeAccelerator
-from doubles.fake_graph import as_launches
 
 
 @pytest.fixture
@@ -56,24 +52,6 @@ def test_a_copy_reads_its_source_when_it_is_waited_for_whatever_became_of_that(d
     assert target.array.tolist() == [2] * 4
     device.enqueue_after(copied)  # what is done holds nothing up
     device.synchronize()
-
-
-def test_words_are_the_devices_until_the_copys_end(device: FakeAccelerator) -> None:
-    target = device.host_words(2)
-    assert len(target) == 2
-    assert target.array.tolist() == [0x7F7F7F7F] * 2, "what was not written is no token"
-    copied = device.copy_out(torch.ones(2, dtype=torch.int32), target, 2)
-    with pytest.raises(InternalError, match="under way"):
-        target.array  # noqa: B018 - looking is what is refused
-    copied.wait()
-    target.array[0] = 5
-    assert target.tensor.tolist() == [5, 1]
-    later = device.record()
-    target.lend(later)
-    with pytest.raises(InternalError, match="under way"):
-        target.array  # noqa: B018
-    device.synchronize()
-    assert target.array.tolist() == [5, 1]
 
 
 def test_a_graph_does_again_what_was_captured_and_capturing_does_nothing(device: FakeAccelerator) -> None:
@@ -150,42 +128,6 @@ def test_a_graph_over_memory_that_is_gone_loses_the_device(device: FakeAccelerat
         device.record().wait()
 
 
-def test_what_a_graph_makes_lives_as_long_as_it_and_nothing_else_does(device: FakeAccelerator) -> None:
-    sources, made = [torch.ones(3)], list[torch.Tensor]()
-    graph = device.capture(lambda: made.extend((sources[0] * 2).split(2)))
-    device.synchronize()
-    sources[0].fill_(5)
-    graph.replay()
-    device.synchronize()
-    assert [part.tolist() for part in made] == [[10, 10], [10]]
-    source, product = (StorageWeakRef(tensors.pop().untyped_storage()) for tensors in (sources, made))
-    made.clear()
-    assert (source.expired(), product.expired()) == (True, False)
-    device.graphs.clear()
-    del graph
-    assert product.expired()
-
-
-def test_an_operation_of_python_is_one_launch_with_the_arguments_of_the_capture(device: FakeAccelerator) -> None:
-    spans, words = torch.tensor([[-1, 0, 0, 1]], dtype=torch.int32), torch.arange(4, dtype=torch.int32)
-    target = torch.zeros(2, 4, dtype=torch.int32)
-    operations = as_launches(reference)
-    assert operations.prefill_tile(8, 2, 64) == 12
-    assert not hasattr(operations, "COMPILER")
-
-    def work() -> None:
-        operations.put_spans(target, spans, words)  # a loop over spans, of which there are none yet
-
-    graph = device.capture(work)
-    device.enqueue(partial(spans.copy_, torch.tensor([[1, 2, 1, 2]])))
-    graph.replay()
-    device.enqueue(partial(words.add_, 4))
-    device.enqueue(partial(spans.copy_, torch.tensor([[0, 0, 0, 2]])))
-    graph.replay()
-    device.synchronize()
-    assert target.tolist() == [[4, 5, 0, 0], [0, 0, 1, 2]]
-
-
 @pytest.mark.parametrize(
     "work",
     [
@@ -209,42 +151,6 @@ def test_work_that_waits_for_the_device_cannot_be_captured(
     with pytest.raises(InternalError, match="waits for what the device computes"):
         device.synchronize()
     assert words.tolist() == [1, 1], "what a capture wrote is undone, if it fails, too"
-
-
-def test_while_it_is_held_nobody_gets_on(device: FakeAccelerator) -> None:
-    ran: list[int] = []
-    device.enqueue(partial(ran.append, 1))
-    event = device.record()
-    device.hold()
-    assert device.is_held
-    waiting = threading.Thread(target=event.wait)
-    waiting.start()
-    device.enqueue(partial(ran.append, 2))  # what launches is not held up
-    copied = device.copy_out(torch.ones(1, dtype=torch.int32), device.host_words(1), 1)
-    waiting.join(0.05)
-    assert waiting.is_alive()
-    assert ran == []
-    device.go_on()
-    waiting.join(5)
-    assert ran == [1]
-    assert not device.is_held
-    assert not copied.is_done()
-    copied.wait()
-    assert ran == [1, 2]
-
-
-def test_work_may_run_ahead_of_the_copies(device: FakeAccelerator) -> None:
-    source, targets = torch.zeros(1, dtype=torch.int32), [device.host_words(1) for _ in range(2)]
-    device.hold()
-    late = device.copy_out(source, targets[0], 1)
-    waited_for = device.copy_out(source, targets[1], 1)
-    device.enqueue_after(waited_for)
-    device.enqueue(partial(source.fill_, 1))
-    device.run_ahead()
-    assert (late.is_done(), waited_for.is_done(), device.is_held) == (False, True, True)
-    device.go_on()
-    late.wait()
-    assert [int(target.array[0]) for target in targets] == [1, 0]
 
 
 @pytest.mark.parametrize("is_held", [True, False])
@@ -283,22 +189,3 @@ def test_work_that_fails_loses_the_device(device: FakeAccelerator) -> None:
         with pytest.raises(ZeroDivisionError, match="a kernel"):
             device.synchronize()
     assert ran == []
-
-
-def test_memory_is_what_it_was_told_and_giving_back_waits(device: FakeAccelerator) -> None:
-    device = FakeAccelerator(total_bytes=100, free_bytes=60)
-    assert device.memory() == (100, 60, 0)
-    ran: list[int] = []
-    assert device.peak_of(partial(ran.append, 1)) == 0
-    assert ran == [1]
-    device.enqueue(partial(ran.append, 2))
-    device.release()
-    assert ran == [1, 2]
-    assert device.num_releases == 1
-
-
-def test_work_runs_without_gradients(device: FakeAccelerator) -> None:
-    made: list[torch.Tensor] = []
-    device.enqueue(lambda: made.append(torch.zeros(1)))
-    device.synchronize()
-    assert made[0].is_inference()

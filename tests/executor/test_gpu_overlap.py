@@ -409,36 +409,6 @@ async def test_a_graph_is_void_once_the_rules_it_reads_have_moved(
         assert [graph.num_replays for graph in accelerator.graphs[1:]] == [2]
 
 
-@pytest.mark.parametrize("what", ["cache", "decoder", "memory of the decoder"])
-async def test_no_graph_outlives_what_it_was_captured_over(folder: Path, checkpoint: Checkpoint, what: str) -> None:
-    """Each change on its own: a sleep makes several of them at once, of which the first would hide the others."""
-    other_folder = checkpoint("llama2", num_hidden_layers=1, vocab_size=VOCAB_SIZE, seed=1)
-    accelerator = FakeAccelerator()
-    async with started(other_folder) as (executor, _):
-        expected_of_other = await tokens_of(executor)
-    async with started(folder, accelerator) as (executor, _):
-        runner, weights = runner_of(executor), executor._device.held.weights
-        expected = await tokens_of(executor)
-        assert await tokens_of(executor) == expected != expected_of_other
-        assert any(graph.num_replays for graph in accelerator.graphs)
-
-        def change() -> None:
-            runner.synchronize()
-            if what == "cache":
-                runner.drop_cache()
-                runner.make_cache()
-            elif what == "decoder":
-                runner.use(load_decoder(ModelFolder.read(other_folder), gpu_config(), placement=weights._placement))
-            else:
-                weights.move_away()
-                weights.restore()
-                runner.use(weights.decoder)
-
-        await executor._do(change)
-        for _ in range(3):
-            assert await tokens_of(executor) == (expected_of_other if what == "decoder" else expected)
-
-
 # The end
 
 

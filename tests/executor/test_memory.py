@@ -19,20 +19,18 @@ def blocks(max_model_len: int = 1000, bytes_per_block: int = 100, available_byte
     )
 
 
-def test_bytes_that_are_given_are_filled_with_blocks() -> None:
-    assert blocks(kv_cache_memory_bytes=20_099) == 200
-
-
-def test_else_a_share_of_the_free_memory_is() -> None:
-    assert blocks(memory_utilization=0.5, available_bytes=30_000) == 150
-
-
-def test_no_more_blocks_than_all_sequences_could_use() -> None:
-    assert blocks(max_num_seqs=3, max_model_len=17) == 3 * 2
-
-
-def test_exactly_one_sequence_fits() -> None:
-    assert blocks(kv_cache_memory_bytes=6300, max_model_len=1000) == 63
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"kv_cache_memory_bytes": 20_099}, 200),
+        ({"memory_utilization": 0.5, "available_bytes": 30_000}, 150),
+        ({"max_num_seqs": 3, "max_model_len": 17}, 3 * 2),
+        ({"kv_cache_memory_bytes": 6300, "max_model_len": 1000}, 63),
+    ],
+    ids=["bytes that are given", "a share of the free ones", "no more than sequences could use", "just one sequence"],
+)
+def test_memory_is_filled_with_blocks(fields: dict[str, Any], expected: int) -> None:
+    assert blocks(**fields) == expected
 
 
 def test_less_than_one_sequence_is_an_error_that_says_what_would_fit() -> None:
@@ -50,69 +48,59 @@ def test_a_cache_for_nothing_at_all_suggests_no_length() -> None:
         blocks(available_bytes=200)
 
 
-class Kernel:
-    """Files as the kernel shows them."""
-
-    def __init__(self, root: Path) -> None:
-        self.proc, self.cgroups = root / "proc", root / "cgroup"
-
-    def write(self, path: str, text: str) -> None:
-        file = self.proc.parent / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-
-    def available(self) -> int:
-        return available_memory(self.proc, self.cgroups)
+V2, V1 = "0::/\n", "5:cpu,cpuacct:/job\n4:memory:/job\n0::/\n"
 
 
-@pytest.fixture
-def kernel(tmp_path: Path) -> Kernel:
-    kernel = Kernel(tmp_path)
-    kernel.write("proc/meminfo", "MemTotal:       33554432 kB\nMemFree: 1 kB\nMemAvailable:   16777216 kB\n")
-    return kernel
-
-
-def test_without_groups_the_system_says_what_is_free(kernel: Kernel) -> None:
-    assert kernel.available() == 16 * GIB
-
-
-def test_a_group_of_version_2_leaves_its_limit_less_what_it_uses_and_cannot_drop(kernel: Kernel) -> None:
-    kernel.write("proc/self/cgroup", "0::/\n")
-    kernel.write("cgroup/memory.max", f"{4 * GIB}\n")
-    kernel.write("cgroup/memory.current", f"{3 * GIB}\n")
-    kernel.write("cgroup/memory.stat", f"anon 5\ninactive_file {GIB}\nactive_file 7\n")
-    assert kernel.available() == 2 * GIB
-
-
-def test_a_limit_of_a_group_above_counts(kernel: Kernel) -> None:
-    kernel.write("proc/self/cgroup", "0::/outer/inner\n")
-    kernel.write("cgroup/outer/inner/memory.max", "max\n")
-    kernel.write("cgroup/outer/inner/memory.current", "1\n")
-    kernel.write("cgroup/outer/memory.max", f"{2 * GIB}\n")
-    kernel.write("cgroup/outer/memory.current", f"{GIB}\n")
-    assert kernel.available() == GIB
-
-
-def test_a_group_of_version_1_counts(kernel: Kernel) -> None:
-    kernel.write("proc/self/cgroup", "5:cpu,cpuacct:/job\n4:memory:/job\n0::/\n")
-    kernel.write("cgroup/memory/job/memory.limit_in_bytes", f"{8 * GIB}\n")
-    kernel.write("cgroup/memory/job/memory.usage_in_bytes", f"{6 * GIB}\n")
-    kernel.write("cgroup/memory/job/memory.stat", f"total_inactive_file {GIB}\n")
-    assert kernel.available() == 3 * GIB
-
-
-def test_a_group_that_is_not_mounted_here_is_passed_over(kernel: Kernel) -> None:
-    kernel.write("proc/self/cgroup", "4:memory:/elsewhere\n0::/\n")
-    kernel.write("cgroup/memory/memory.limit_in_bytes", f"{2**63 - 4096}\n")
-    kernel.write("cgroup/memory/memory.usage_in_bytes", "5\n")
-    assert kernel.available() == 16 * GIB
-
-
-def test_a_group_over_its_limit_leaves_nothing(kernel: Kernel) -> None:
-    kernel.write("proc/self/cgroup", "0::/\n")
-    kernel.write("cgroup/memory.max", "100\n")
-    kernel.write("cgroup/memory.current", "200\n")
-    assert kernel.available() == 0
+@pytest.mark.parametrize(
+    ("groups", "files", "expected"),
+    [
+        pytest.param("", {}, 16 * GIB, id="no groups"),
+        pytest.param(
+            V2,
+            {"memory.max": 4 * GIB, "memory.current": 3 * GIB, "memory.stat": f"anon 5\ninactive_file {GIB}\nx 7"},
+            2 * GIB,
+            id="its limit, less what it uses and cannot drop",
+        ),
+        pytest.param(V2, {"memory.max": 100, "memory.current": 200}, 0, id="over its limit"),
+        pytest.param(
+            "0::/outer/inner\n",
+            {
+                **{"outer/inner/memory.max": "max", "outer/inner/memory.current": 1},
+                **{"outer/memory.max": 2 * GIB, "outer/memory.current": GIB},
+            },
+            GIB,
+            id="a limit of a group above",
+        ),
+        pytest.param(
+            V1,
+            {
+                **{"memory/job/memory.limit_in_bytes": 8 * GIB, "memory/job/memory.usage_in_bytes": 6 * GIB},
+                "memory/job/memory.stat": f"total_inactive_file {GIB}",
+            },
+            3 * GIB,
+            id="version 1",
+        ),
+        pytest.param(
+            "4:memory:/elsewhere\n0::/\n",
+            {"memory/memory.limit_in_bytes": 2**63 - 4096, "memory/memory.usage_in_bytes": 5},
+            16 * GIB,
+            id="not mounted here",
+        ),
+    ],
+)
+def test_the_least_that_the_system_and_each_control_group_leave_is_free(
+    tmp_path: Path, groups: str, files: dict[str, object], expected: int
+) -> None:
+    meminfo = "MemTotal:       33554432 kB\nMemFree: 1 kB\nMemAvailable:   16777216 kB\n"
+    written = {
+        "proc/meminfo": meminfo,
+        "proc/self/cgroup": groups,
+        **{f"cgroup/{name}": f for name, f in files.items()},
+    }
+    for name, content in written.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(str(content))
+    assert available_memory(tmp_path / "proc", tmp_path / "cgroup") == expected
 
 
 def test_a_system_that_says_nothing_is_half_free(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ from aioengine.errors import ConfigError, InvalidRequest
 from aioengine.executor import torch_executor
 from aioengine.executor.device_thread import THREAD_NAME
 from aioengine.executor.torch_executor import TorchExecutor, is_large_step
-from aioengine.models.folder import DEMO_MODEL, ModelFolder
 
 END_TIMEOUT_S = 5.0
 
@@ -194,81 +192,23 @@ async def test_cancelling_the_start_stops_the_loading_and_leaves_nothing() -> No
     assert not device_threads()
 
 
-async def test_the_thread_count_is_that_of_the_device_thread_alone(model: Model) -> None:
-    before = torch.get_num_threads()
-    counts: list[int] = []
-
-    def load(**kwargs: Any) -> Any:
-        counts.append(torch.get_num_threads())
-        return model.load(**kwargs)
-
-    executor = await TorchExecutor.start_with(load, make_config(num_threads=before + 1))
-    assert counts == [before + 1]
-    assert torch.get_num_threads() == before
-    await executor.aclose()
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Of a model in bfloat16: bytes of its weights (a packed copy of a tied head included), and of a token's KV."""
-
-    weight_bytes: int
-    num_layers: int
-    kv_bytes_per_token: int
-
-    def is_large(self, num_tokens: int, context_len: int) -> bool:
-        context_bytes = context_len * self.kv_bytes_per_token
-        return is_large_step(self.weight_bytes, self.num_layers, num_tokens, context_bytes)
-
-
-BUNDLED = Shape(8_000_000, num_layers=4, kv_bytes_per_token=2048)
-LLAMA_30M = Shape(63_980_544, num_layers=8, kv_bytes_per_token=8192)
-QWEN3_600M = Shape(1_503_264_768, num_layers=28, kv_bytes_per_token=114_688)
-
-
 @pytest.mark.parametrize(
-    ("shape", "num_tokens", "context_len", "expected"),
+    ("weight_bytes", "num_layers", "kv_bytes", "num_tokens", "context_len", "expected"),
     [
-        pytest.param(BUNDLED, 1, 64, False, id="bundled, decode of 1"),
-        pytest.param(BUNDLED, 32, 32 * 64, False, id="bundled, decode of 32"),
-        pytest.param(BUNDLED, 32, 32 * 900, True, id="bundled, decode of 32 with long contexts"),
-        pytest.param(BUNDLED, 64, 64, False, id="bundled, prefill of 64"),
-        pytest.param(BUNDLED, 128, 128, False, id="bundled, prefill of 2 x 64"),
-        pytest.param(BUNDLED, 512, 512, True, id="bundled, prefill of 8 x 64"),
-        pytest.param(LLAMA_30M, 1, 64, False, id="30M, decode of 1"),
-        pytest.param(LLAMA_30M, 8, 8 * 64, False, id="30M, decode of 8"),
-        pytest.param(LLAMA_30M, 64, 64 * 64, True, id="30M, decode of 64"),
-        pytest.param(LLAMA_30M, 64, 64, True, id="30M, prefill of 64"),
-        pytest.param(QWEN3_600M, 1, 64, True, id="0.6B, decode of 1"),
-        pytest.param(QWEN3_600M, 64, 64, True, id="0.6B, prefill of 64"),
+        pytest.param(8_000_000, 4, 2048, 32, 32 * 64, False, id="bundled, decode of 32"),
+        pytest.param(8_000_000, 4, 2048, 32, 32 * 900, True, id="bundled, decode of 32 with long contexts"),
+        pytest.param(8_000_000, 4, 2048, 128, 128, False, id="bundled, prefill of 2 x 64"),
+        pytest.param(8_000_000, 4, 2048, 512, 512, True, id="bundled, prefill of 8 x 64"),
+        pytest.param(63_980_544, 8, 8192, 8, 8 * 64, False, id="30M, decode of 8"),
+        pytest.param(63_980_544, 8, 8192, 64, 64, True, id="30M, prefill of 64"),
+        pytest.param(1_503_264_768, 28, 114_688, 1, 64, True, id="0.6B, decode of 1"),
     ],
 )
 def test_a_step_is_large_if_its_operations_are_long(
-    shape: Shape, num_tokens: int, context_len: int, expected: bool
+    weight_bytes: int, num_layers: int, kv_bytes: int, num_tokens: int, context_len: int, expected: bool
 ) -> None:
-    assert shape.is_large(num_tokens, context_len) is expected
-
-
-@pytest.fixture(scope="module")
-def bundled_model() -> ModelFolder:
-    return ModelFolder.read(DEMO_MODEL)
-
-
-async def test_the_bundled_models_prefill_of_64_tokens_takes_one_thread_and_one_of_512_all(
-    monkeypatch: pytest.MonkeyPatch, bundled_model: ModelFolder
-) -> None:
-    counts: list[int] = []
-    executor = await TorchExecutor.start(bundled_model, EngineConfig(kv_cache_memory_bytes=2**23, max_num_seqs=8))
-    executor._device._max_threads = 3
-    monkeypatch.setattr(torch, "set_num_threads", counts.append)
-    writer = PlanWriter(executor.info.num_blocks, executor.info.block_size)
-    writer.add(0, [5] * 64)
-    for num_rows in (1, 1, 8):  # a prefill, a decode, and the decode beside seven prefills
-        for row in range(len(writer.rows), num_rows):
-            writer.add(row, [6] * 64)
-        await executor.launch(writer.plan()).finish()
-    await executor.aclose()
-    assert counts == [1, 1, 3]
+    """In bfloat16; the weights with a packed copy of a tied head, the KV of a token."""
+    assert is_large_step(weight_bytes, num_layers, num_tokens, context_len * kv_bytes) is expected
 
 
 @pytest.mark.parametrize(("large_layer_bytes", "expected"), [(2**40, 1), (0, 3)], ids=["small step", "large step"])
@@ -288,44 +228,7 @@ async def test_a_small_step_takes_one_thread_and_a_large_one_all_unless_told_oth
     assert torch.get_num_threads() == before
 
 
-async def test_start_loads_the_folder_that_it_is_given(monkeypatch: pytest.MonkeyPatch, model: Model) -> None:
-    calls: list[tuple[Any, Any]] = []
-
-    def load_decoder(folder: Any, config: EngineConfig, **kwargs: Any) -> Any:
-        calls.append((folder, config))
-        return model.load(**kwargs)
-
-    monkeypatch.setattr(torch_executor, "load_decoder", load_decoder)
-    folder = ModelFolder(path=Path("model"), config={}, generation_config={})
-    executor = await TorchExecutor.start(folder, make_config())
-    assert calls == [(folder, make_config())]
-    await executor.aclose()
-
-
 # Steps
-
-
-async def test_launching_does_not_wait(model: Model) -> None:
-    executor = await model.start(max_in_flight=2)
-    model.gate.clear()
-    writer = PlanWriter(64, 4)
-    steps = [executor.launch(a_plan(writer)), executor.launch(writer.plan())]
-    assert [step.is_done for step in steps] == [False, False]
-    model.gate.set()
-    for number, step in enumerate(steps, 1):
-        assert (await step.finish()).step == number
-    await executor.aclose()
-
-
-async def test_a_cancelled_wait_may_be_taken_up_again(model: Model, executor: TorchExecutor) -> None:
-    model.gate.clear()
-    plan = a_plan()
-    step = executor.launch(plan)
-    with anyio.move_on_after(0.001) as scope:
-        await step.finish()
-    assert scope.cancelled_caught
-    model.gate.set()
-    assert tokens_by_row(plan, await step.finish()).keys() == {0}
 
 
 async def test_a_plan_that_does_not_fit_the_rows_loses_the_device(executor: TorchExecutor) -> None:
@@ -338,15 +241,6 @@ async def test_a_plan_that_does_not_fit_the_rows_loses_the_device(executor: Torc
     assert executor.stats.num_steps == 2
 
 
-async def test_the_error_of_a_failed_step_is_the_one_that_was_raised(model: Model) -> None:
-    executor = await model.start()
-    model.failing = {1}
-    with pytest.raises(InjectedFailure, match="pass 1"):
-        await executor.launch(a_plan()).finish()
-    assert executor.stats.num_steps == 1
-    await executor.aclose()
-
-
 # Profiles
 
 
@@ -355,8 +249,8 @@ async def test_a_profile_shows_the_operations_of_each_step_and_those_inside_them
 ) -> None:
     writer = PlanWriter(64, 4)
     await executor.launch(a_plan(writer)).finish()
-    await executor.start_profile(max_steps=100)
-    for _ in range(2):
+    await executor.start_profile(max_steps=2)
+    for _ in range(3):
         await executor.launch(writer.plan()).finish()
     await executor.stop_profile(tmp_path / "trace.json")
     steps, operations = (spans(tmp_path / "trace.json", category) for category in ("user_annotation", "cpu_op"))
@@ -393,20 +287,6 @@ async def test_steps_may_be_in_flight_when_a_profile_starts_and_stops(model: Mod
     for step in steps:
         await step.finish()
     assert step_names(tmp_path / "trace.json") == ["step 2 (1 rows, 1 tokens)", "step 3 (1 rows, 1 tokens)"]
-    await executor.aclose()
-
-
-async def test_nothing_is_recorded_after_the_last_step_of_a_profile(model: Model, tmp_path: Path) -> None:
-    executor = await model.start()
-    writer = PlanWriter(64, 4)
-    await executor.start_profile(max_steps=1)
-    await executor.launch(a_plan(writer)).finish()
-    await executor.launch(writer.plan()).finish()
-    await executor.stop_profile(tmp_path / "trace.json")
-    step, *others = spans(tmp_path / "trace.json", "user_annotation")
-    assert not others
-    operations = spans(tmp_path / "trace.json", "cpu_op")
-    assert inside(step, operations) == operations
     await executor.aclose()
 
 
@@ -514,17 +394,6 @@ async def test_closing_while_a_profile_is_recorded_leaves_nothing(model: Model, 
 # The end
 
 
-@pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
-async def test_closing_ends_the_thread_and_frees_the_model(model: Model) -> None:
-    executor = await model.start()
-    await executor.launch(a_plan()).finish()
-    assert len(device_threads()) == 1
-    await executor.aclose()
-    assert not device_threads()
-    assert model.is_freed
-    assert executor.stats.num_steps == 1
-
-
 async def test_an_error_that_someone_keeps_does_not_keep_the_model(model: Model) -> None:
     executor = await model.start()
     model.failing = {1}
@@ -539,36 +408,7 @@ async def test_an_error_that_someone_keeps_does_not_keep_the_model(model: Model)
     assert failed.value is not lost.value
 
 
-async def test_closing_lets_the_step_that_runs_end_and_loses_the_queued_ones(model: Model) -> None:
-    executor = await model.start(max_in_flight=2)
-    model.gate.clear()
-    writer = PlanWriter(64, 4)
-    plan = a_plan(writer)
-    running, queued = executor.launch(plan), executor.launch(writer.plan())
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(executor.aclose)
-        await asyncio.sleep(0)
-        model.gate.set()
-    with pytest.raises(DeviceLost):
-        await queued.finish()
-    try:  # the thread may have heard of the end before it took up the first
-        assert tokens_by_row(plan, await running.finish()).keys() == {0}
-    except DeviceLost:
-        assert model.num_passes == 0
-    assert model.is_freed
-
-
-async def test_dropping_the_executor_ends_the_thread_and_frees_the_model(model: Model) -> None:
-    executor = await model.start()
-    step = executor.launch(a_plan())
-    await step.finish()
-    del executor
-    gc.collect()
-    join_device_threads()
-    assert model.is_freed
-
-
-async def test_dropping_the_executor_loses_a_step_that_someone_waits_for(model: Model) -> None:
+async def test_dropping_the_executor_loses_a_step_that_someone_waits_for_and_frees_the_model(model: Model) -> None:
     executor = await model.start(max_in_flight=2)
     model.gate.clear()
     writer = PlanWriter(64, 4)
@@ -579,6 +419,8 @@ async def test_dropping_the_executor_loses_a_step_that_someone_waits_for(model: 
     with pytest.raises(DeviceLost):
         await second.finish()
     assert first.is_done
+    join_device_threads()
+    assert model.is_freed
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
@@ -627,13 +469,17 @@ def test_many_lives_leave_no_file_descriptor_and_no_system_thread() -> None:
     assert count() <= before
 
 
-async def test_two_executors_live_side_by_side(model: Model) -> None:
+@pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
+async def test_of_two_executors_each_ends_its_thread_and_frees_its_model(model: Model) -> None:
     other = Model()
     executors = [await model.start(), await other.start()]
     plan = a_plan()
     results = [tokens_by_row(plan, await executor.launch(plan).finish()) for executor in executors]
     assert results[0] == results[1]
     await executors[1].aclose()
+    assert len(device_threads()) == 1
     assert other.is_freed
     assert not model.is_freed
     await executors[0].aclose()
+    assert not device_threads()
+    assert model.is_freed

@@ -19,7 +19,7 @@ from executor.gpu import start_gpu
 import aioengine
 from aioengine.executor import tune
 from aioengine.executor.accelerator import Work
-from aioengine.executor.tune import cache_folder, choice_file, keep_choice, read_choices, tune_attention
+from aioengine.executor.tune import cache_folder, keep_choice, read_choices, tune_attention
 from aioengine.kernels.attention.choices import (
     ATTENTION_KERNELS,
     DECODE,
@@ -194,18 +194,6 @@ def test_where_nothing_can_be_launched_it_is_as_by_default_and_not_kept(tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_time_that_passes_between_two_kernels_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = TimedGpu(last_is_fastest)
-
-    def slowly(*arguments: Any) -> tuple[Choice, ...]:
-        gpu.now += 1000.0
-        return candidates(*arguments)
-
-    monkeypatch.setattr(tune, "candidates", slowly)
-    gpu.tune(None, deadline_s=NUM_CANDIDATES + 0.5)
-    assert len(gpu.timed) == NUM_CANDIDATES
-
-
 def test_a_stored_choice_that_is_no_candidate_any_more_is_measured_anew(tmp_path: Path) -> None:
     TimedGpu(last_is_fastest).tune(tmp_path, deadline_s=1e9)
     (file,) = tmp_path.iterdir()
@@ -252,7 +240,7 @@ import sys
 from pathlib import Path
 from aioengine.executor.tune import keep_choice
 from aioengine.kernels.attention.choices import Choice
-for i in range(40):
+for i in range(15):
     keep_choice(Path(sys.argv[1]), f"{sys.argv[2]}, {i}", Choice(num_warps=8))
 """
 
@@ -265,12 +253,7 @@ def test_processes_that_write_at_once_leave_a_whole_file(tmp_path: Path) -> None
             json.loads(file.read_text())
     assert [racer.returncode for racer in racers] == [0, 0, 0]
     assert [path.name for path in tmp_path.iterdir()] == [file.name]
-    assert 40 <= len(read_choices(file)) <= 120
-
-
-def test_a_file_is_one_gpus_and_one_versions(tmp_path: Path) -> None:
-    file = choice_file(tmp_path, gpu="NVIDIA H200/../x", compiler="3.6.0+git", package="0.6.0")
-    assert file == tmp_path / "NVIDIA-H200-..-x-triton-3.6.0-git-0.6.0.json"
+    assert 15 <= len(read_choices(file)) <= 45
 
 
 def test_where_there_is_no_memory_launches_are_as_by_default(tmp_path: Path) -> None:
@@ -331,20 +314,6 @@ def test_a_small_memory_makes_rows_few_and_contexts_short() -> None:
     assert (len(tables), keywords["max_context"]) == (3, 1000)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
-def test_the_oracles_can_compute_what_is_measured(dtype: torch.dtype) -> None:
-    cache = KVCacheShape(num_layers=1, block_size=7, num_kv_heads=2, head_dim=128, dtype=dtype)
-    model = model_of(max_model_len=40, dtype=torch.bfloat16 if dtype.itemsize == 1 else dtype, windows=(9, 9))
-    gpu = TimedGpu(lambda kernel, choice: 1.0, free_bytes=MIB)
-    gpu.computes = True
-    tune_attention(gpu, gpu.operations, model, cache, None)
-    for kernel in ATTENTION_KERNELS:
-        tensors, keywords = gpu.launched[kernel]
-        assert keywords["window"] == 9
-        assert tensors[-1].isfinite().all()
-        assert tensors[-1].any()
-
-
 @pytest.mark.parametrize("is_wanted", [True, False])
 async def test_a_start_tunes_unless_told_not_to(
     is_wanted: bool, checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -359,7 +328,9 @@ async def test_a_start_tunes_unless_told_not_to(
     assert bool(gpu.timed) == bool(TUNED) == (tmp_path / "aioengine").exists() == is_wanted
 
 
-def test_choices_are_kept_where_the_system_keeps_such(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_choices_are_kept_where_the_system_keeps_such_or_nowhere(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", "/var/cache/me")
     assert cache_folder() == Path("/var/cache/me/aioengine")
@@ -367,11 +338,8 @@ def test_choices_are_kept_where_the_system_keeps_such(monkeypatch: pytest.Monkey
         monkeypatch.setenv("XDG_CACHE_HOME", unset)
         assert cache_folder() == tmp_path / ".cache" / "aioengine"
 
-
-def test_without_a_home_none_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", no_home)
     assert cache_folder() is None

@@ -1,21 +1,18 @@
 """What Triton's compiler is asked for when operations are launched at sizes that serving has.
 
-Nothing is compiled and nothing launched: a `Recorder` stands in the compiler's place, so that no GPU is needed. Tensors
-are on the CPU, and never touched. To be imported without ``TRITON_INTERPRET``.
+Nothing is compiled and nothing launched (see `launch_storm`). To be imported without ``TRITON_INTERPRET``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
+from kernels.launch_storm import LLAMA_8B, ODD, Recorder, Storm
 
 from aioengine.kernels import triton_operations as ops
 from aioengine.kernels.attention.choices import (
@@ -28,11 +25,8 @@ from aioengine.kernels.attention.choices import (
     default_choice,
     trying,
 )
-from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
-INT32 = torch.int32
-VOCAB = 151_936
 FLOAT8_CAPABILITY = 89
 
 
@@ -59,34 +53,6 @@ class CompileCase:
     options: dict[str, Any]
     min_capability: int
     is_default: bool
-
-
-class NoDriver:
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-
-class Recorder:
-    """Stands in the compiler's place from now on, and tells ``on_asked`` what it is asked for.
-
-    Args:
-        on_asked: called with the kernel, the key of the variant, signature, constants, options, attributes.
-    """
-
-    def __init__(self, on_asked: Callable[[Any, str, Any, Any, Any, Any], None]) -> None:
-        def do_compile(
-            kernel: Any, key: Any, signature: Any, device: Any, constants: Any, options: Any, attributes: Any, *_: Any
-        ) -> None:
-            on_asked(kernel, str(key), signature, constants, options, attributes)
-
-        driver.set_active(NoDriver())
-        JITFunction._do_compile = do_compile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,99 +86,31 @@ def compile_cases() -> list[CompileCase]:
         found.setdefault((kernel.__name__, key), case)
 
     Recorder(on_asked)
-    for launch in (*of_layers(), *of_rows(), *of_sampling(), *of_decode(), *of_prefill()):
+    for launch in (*of_models(), *of_decode(), *of_prefill()):
         with trying(launch.choice) if launch.choice is not None else nullcontext():
             launch.run()
     return list(found.values())
-
-
-def ints(*shape: int) -> Tensor:
-    return torch.empty(shape, dtype=INT32)
-
-
-def floats(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
-    return torch.empty(shape, dtype=dtype)
 
 
 def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def of_layers() -> Iterator[Launch]:
-    for rows, width, dtype in (
-        (1, 14336, BF16),
-        (64, 14336, BF16),
-        (64, 3072, BF16),
-        (64, 14336, FP16),
-        (64, 14336, FP32),
-    ):
-        gate_up = floats(rows, 2 * width, dtype=dtype)
-        yield Launch(
-            name=f"{rows} rows of {width}, {name_of(dtype)}",
-            run=lambda gate_up=gate_up: ops.gated_activation(gate_up),
-        )
-    for width, dtype in ((4096, BF16), (1024, BF16), (5120, FP16), (4096, FP32)):
-        x, weight = floats(64, width, dtype=dtype), floats(width, dtype=dtype)
-        name = f"{width} wide, {name_of(dtype)}"
-        yield Launch(name=name, run=lambda x=x, weight=weight: ops.rms_norm(x, weight, 1e-5))
-        yield Launch(name=name, run=lambda x=x, weight=weight: ops.add_rms_norm(x, x, weight, 1e-5))
-    for heads, kv_heads, head_dim, has_norm in (
-        *((32, 8, 128, False), (16, 8, 128, True), (14, 2, 64, False), (8, 4, 256, True)),
-    ):
-        for dtype, cache in ((BF16, BF16), (BF16, FP8), (FP16, FP16)):
-            keys = floats(64, 16, kv_heads, head_dim, dtype=cache)
-            weight = floats(heads + kv_heads, head_dim, dtype=dtype) if has_norm else None
-            table, qkv = (
-                floats(999, 2 * head_dim, dtype=dtype),
-                floats(7, (heads + 2 * kv_heads) * head_dim, dtype=dtype),
-            )
-            tensors = (qkv, ints(7), ints(7), table, weight)
-            yield Launch(
-                name=f"{heads}/{kv_heads} heads of {head_dim}{', normalised' * has_norm}, {name_of(dtype)}, "
-                f"cache {name_of(cache)}",
-                run=lambda tensors=tensors, keys=keys: ops.rotate_and_write(*tensors, 1e-5, keys, keys),
-            )
+MODELS = {
+    "8B": LLAMA_8B,
+    "0.6B": replace(LLAMA_8B, vocab=151_936, hidden=1024, intermediate=3072, num_heads=16, has_norm=True),
+    "float16": replace(LLAMA_8B, vocab=151_936, hidden=5120, dtype=FP16, cache_dtype=FP16),
+    "float32": replace(LLAMA_8B, dtype=FP32, cache_dtype=FP32),
+    "float8 cache": replace(LLAMA_8B, num_heads=14, num_kv_heads=2, head_dim=64, cache_dtype=FP8),
+    "256 wide": replace(LLAMA_8B, num_heads=8, num_kv_heads=4, head_dim=256, has_norm=True),
+    "odd": ODD,
+}
 
 
-def of_rows() -> Iterator[Launch]:
-    history, tables = ints(9, 8193), ints(9, 513)
-    yield Launch(name="", run=lambda: ops.append_tokens(history, ints(7, SAMPLE_WORDS), ints(7)))
-    yield Launch(name="", run=lambda: ops.gather_tokens(ints(7, 4), history, tables, 16, 99))
-    yield Launch(name="", run=lambda: ops.put_spans(history, ints(7, 4), ints(99)))
-    for shape, dtype in (((16, 8, 128), BF16), ((16, 4, 128), BF16), ((7, 11, 1), FP8)):
-        caches = floats(2, 9, *shape, dtype=dtype)
-        yield Launch(
-            name=f"blocks of {caches[0, 0].nbytes} bytes",
-            run=lambda caches=caches: ops.copy_blocks(caches, ints(3), ints(3)),
-        )
-
-
-def of_sampling() -> Iterator[Launch]:
-    samples, of_row, history, logits = ints(7, SAMPLE_WORDS), ints(9), ints(9, 8193), floats(7, VOCAB)
-    edits = (ints(64), ints(64), floats(64), ints(64))
-    yield Launch(name="", run=lambda: ops.edit_logits(logits, samples, of_row, *edits))
-    words = (ints(64), ints(65), ints(99), floats(64))
-    yield Launch(name="", run=lambda: ops.ends_of_bad_words(samples, of_row, history, *words))
-    yield Launch(name="", run=lambda: ops.penalise(logits, samples, history, ints(9, VOCAB)))
-    yield Launch(name="", run=lambda: ops.look_up(logits, ints(7), ints(7), floats(7), floats(7), ints(7)))
-    for name, has_mask, has_filters, is_greedy in (
-        *(("plain", False, False, False), ("greedy", False, False, True), ("filters", False, True, False)),
-        *(("greedy, masks", True, False, True), ("masks", True, False, False), ("filters, masks", True, True, False)),
-    ):
-        masks = ints(2, -(-VOCAB // 32)) if has_mask else None
-        yield Launch(
-            name=name,
-            run=lambda masks=masks, filters=has_filters, greedy=is_greedy: ops.draw(
-                logits, samples, masks, ints(7), ints(7), has_filters=filters, is_greedy=greedy
-            ),
-        )
-    for vocab, k in ((151_936, 20), (151_936, 5), (151_936, 0), (128_256, 20), (1_000_000, 20)):
-        yield Launch(
-            name=f"{k} of {vocab}",
-            run=lambda vocab=vocab, k=k: ops.top_logprobs(
-                floats(7, vocab), samples, floats(7), ints(7, k), floats(7, k)
-            ),
-        )
+def of_models() -> Iterator[Launch]:
+    """What a start launches, of each."""
+    for name, model in MODELS.items():
+        yield Launch(name=f"start of {name}", run=Storm(model, seed=0).start)
 
 
 def of_decode() -> Iterator[Launch]:
@@ -270,7 +168,8 @@ def attention(
     window: int | None,
 ) -> Iterator[Launch]:
     """A launch for each choice that may be made on Hopper, the default one first."""
-    q, keys = floats(3, heads, head_dim, dtype=dtype), floats(64, 16, kv_heads, head_dim, dtype=cache)
+    ints = partial(torch.empty, dtype=torch.int32)
+    q, keys = torch.empty(3, heads, head_dim, dtype=dtype), torch.empty(64, 16, kv_heads, head_dim, dtype=cache)
     tensors = (q, keys, keys, ints(9, 513))
     keywords = {"scale": 0.1, "window": window}
     shape = AttentionShape.of(q, keys)

@@ -2,8 +2,8 @@
 
     python launch_storm.py
 
-To be run without ``TRITON_INTERPRET``; it takes no GPU, as nothing is compiled and nothing launched (see
-`compile_cases.Recorder`). Tensors are on the CPU, and never touched.
+To be run without ``TRITON_INTERPRET``; it takes no GPU, as nothing is compiled and nothing launched: a `Recorder` is
+in the compiler's place. Tensors are on the CPU, and never touched.
 
 Prints JSON: by model and kernel the variants after the start, how many of them the kernel's constants alone account
 for, and those that come later, each of which would hold a device for a second in the middle of serving.
@@ -14,15 +14,17 @@ from __future__ import annotations
 import json
 import random
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from compile_cases import Recorder
 from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
 from aioengine.kernels import triton_operations as ops
 from aioengine.kernels.attention.choices import DECODE_IN_SPLITS, TUNED, AttentionShape, candidates
@@ -30,6 +32,34 @@ from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS
 
 BF16, FP8, INT32, FLOAT32 = torch.bfloat16, torch.float8_e4m3fn, torch.int32, torch.float32
 NUM_ROWS = 256
+
+
+class NoDriver:
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+class Recorder:
+    """Stands in the compiler's place from now on, and tells ``on_asked`` what it is asked for.
+
+    Args:
+        on_asked: called with the kernel, the key of the variant, signature, constants, options, attributes.
+    """
+
+    def __init__(self, on_asked: Callable[[Any, str, Any, Any, Any, Any], None]) -> None:
+        def do_compile(
+            kernel: Any, key: Any, signature: Any, device: Any, constants: Any, options: Any, attributes: Any, *_: Any
+        ) -> None:
+            on_asked(kernel, str(key), signature, constants, options, attributes)
+
+        driver.set_active(NoDriver())
+        JITFunction._do_compile = do_compile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,22 +70,18 @@ class Model:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    max_len: int
-    cache_dtype: torch.dtype
-    has_norm: bool
-    window: int | None
+    has_norm: bool = False
+    window: int | None = None
+    dtype: torch.dtype = BF16
+    cache_dtype: torch.dtype = BF16
+    max_len: int = 8192
 
 
-MODELS = {
-    "8B": Model(
-        vocab=128_256, hidden=4096, intermediate=14336, num_heads=32, num_kv_heads=8, head_dim=128, max_len=8192,
-        cache_dtype=BF16, has_norm=False, window=None,
-    ),
-    "odd": Model(
-        vocab=32_003, hidden=897, intermediate=4867, num_heads=14, num_kv_heads=2, head_dim=72, max_len=4095,
-        cache_dtype=FP8, has_norm=True, window=1023,
-    ),
-}  # fmt: skip
+LLAMA_8B = Model(vocab=128_256, hidden=4096, intermediate=14336, num_heads=32, num_kv_heads=8, head_dim=128)
+ODD = Model(
+    vocab=32_003, hidden=897, intermediate=4867, num_heads=14, num_kv_heads=2, head_dim=72, max_len=4095,
+    cache_dtype=FP8, has_norm=True, window=1023,
+)  # fmt: skip
 
 
 class Asked:
@@ -81,9 +107,6 @@ class Storm:
         self.block_tables = torch.empty(NUM_ROWS, -(-m.max_len // 16), dtype=INT32)
         self.counters = torch.empty(NUM_ROWS, m.vocab, dtype=INT32)
         self.caches = torch.empty(4, 1001, 16, m.num_kv_heads, m.head_dim, dtype=m.cache_dtype)
-        # As after measurements: not the same with splits as without.
-        shape = AttentionShape.of(torch.empty(0, m.num_heads, m.head_dim, dtype=BF16), self.caches[0])
-        TUNED[DECODE_IN_SPLITS, None, shape] = candidates(DECODE_IN_SPLITS, shape, 90)[-1]
 
     def view(self, *shape: int, dtype: torch.dtype = INT32) -> Tensor:
         size = torch.Size(shape).numel()
@@ -102,7 +125,7 @@ class Storm:
 
     def forward(self, num_tokens: int, num_decodes: int, num_tiles: int, num_splits: int, max_context: int) -> None:
         m = self.model
-        x = torch.empty(num_tokens, m.hidden, dtype=BF16)
+        x = torch.empty(num_tokens, m.hidden, dtype=m.dtype)
         ops.rms_norm(x, x.new_empty(m.hidden), 1e-5)
         ops.add_rms_norm(x, torch.empty_like(x), x.new_empty(m.hidden), 1e-5)
         ops.gated_activation(x.new_empty(num_tokens, 2 * m.intermediate))
@@ -194,9 +217,12 @@ def main() -> None:
     asked = Asked()
     Recorder(asked.add)
     told = {}
-    for name, model in MODELS.items():
+    for name, model in (("8B", LLAMA_8B), ("odd", ODD)):
         asked.variants.clear()
         storm = Storm(model, seed=0)
+        # As after measurements: not the same with splits as without.
+        shape = AttentionShape.of(torch.empty(0, model.num_heads, model.head_dim, dtype=BF16), storm.caches[0])
+        TUNED[DECODE_IN_SPLITS, None, shape] = candidates(DECODE_IN_SPLITS, shape, 90)[-1]
         storm.start()
         started = {kernel: dict(variants) for kernel, variants in asked.variants.items()}
         storm.serve()

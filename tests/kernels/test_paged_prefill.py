@@ -99,20 +99,6 @@ def test_scores_may_be_large() -> None:
     assert_is_the_oracles(case, tiles, scale=300.0)
 
 
-def test_a_cache_may_have_more_than_2_31_values() -> None:
-    blocks = 2**31 // (256 * 256) + 2
-    # Only the pages that are written to are ever there.
-    cache = torch.empty((blocks, 256, 1, 256), dtype=FLOAT8, device=DEVICE)
-    values = torch.randn((3, 256), generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    cache[blocks - 1, :3, 0] = values.to(FLOAT8)
-    case, tiles = case_of(0, [(0, 3)], head_dim=256, kv_heads=1, dtype=FP16)
-    tables = int32([[blocks - 1]])
-    expected = case.out.clone()
-    reference.attend_prefill(case.q, cache, cache, tables, tiles, expected, **KEYWORDS)
-    attend_prefill(case.q, cache, cache, tables, tiles, case.out, **KEYWORDS)
-    assert_close(case.out, expected)
-
-
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "expected"), [(32, 8, 32), (16, 8, 64), (32, 32, 128), (24, 8, 42), (71, 1, 1), (200, 1, 1)]
 )

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 from sampler.batch import (
     asking,
     changed_logits,
@@ -70,47 +69,3 @@ def test_choices_are_drawn_from_the_distribution_and_independently(filters: dict
         assert chi_square_is_plausible(counts, pairs), (one, other)
     of_neighbours = np.bincount(tokens[:-1, 0] * vocab + tokens[1:, 1], minlength=vocab * vocab)
     assert chi_square_is_plausible(of_neighbours, pairs), "seeds next to each other"
-
-
-def test_the_chi_square_sees_choices_that_depend_on_each_other() -> None:
-    vocab = 12
-    probabilities = np.full(vocab, 1 / vocab)
-    one = np.random.default_rng(1).integers(0, vocab, 1500)
-    other = np.where(np.arange(1500) % 4 == 0, one, np.random.default_rng(2).integers(0, vocab, 1500))
-    counts = np.bincount(one * vocab + other, minlength=vocab * vocab)
-    assert not chi_square_is_plausible(counts, np.outer(probabilities, probabilities).ravel())
-
-
-def test_each_token_of_a_family_has_its_logprobs() -> None:
-    logits = random_logits(3, 200, seed=1)
-    requests = [
-        asking(logprobs=1),
-        asking(temperature=1.5, num_choices=6, logprobs=3, logprob_token_ids=(5, 190), presence_penalty=2.0),
-        asking(temperature=1.0, num_choices=2, logprobs=0, logprob_token_ids=(9,)),
-    ]
-    sampled = sample_for(requests, logits)
-    lines = sampled.logprobs
-    assert lines is not None
-    assert lines.index.tolist() == list(range(9))
-    expected = torch.log_softmax(logits.double(), dim=-1).numpy()
-    row_of_line = [0, 1, 1, 1, 1, 1, 1, 2, 2]
-    assert lines.extra_offsets.tolist() == [0, 0, 2, 4, 6, 8, 10, 12, 13, 14]
-    assert lines.extra_ids.tolist() == [5, 190] * 6 + [9, 9]
-    for line, (row, token) in enumerate(zip(row_of_line, sampled.token_ids.tolist(), strict=True)):
-        ranking = np.argsort(-expected[row], kind="stable").tolist()
-        assert lines.logprobs[line] == pytest.approx(expected[row, token], abs=1e-5)
-        assert lines.ranks[line] == 1 + ranking.index(token)
-        assert lines.top_ids[line].tolist() == ranking[:3]
-        span = slice(*lines.extra_offsets[line : line + 2].tolist())
-        extra = lines.extra_ids[span].tolist()
-        np.testing.assert_allclose(lines.extra_logprobs[span], expected[row, extra], atol=1e-5)
-        assert lines.extra_ranks[span].tolist() == [1 + ranking.index(token) for token in extra]
-
-
-def test_a_family_whose_row_fails_brings_no_token_at_all() -> None:
-    logits = random_logits(3, 100, seed=1)
-    logits[1] = torch.nan
-    sampled = sample_for([asking(num_choices=2, temperature=1.0)] * 3, logits)
-    assert sampled.counts.tolist() == [2, 0, 2]
-    assert sampled.next_ids[1] == 0
-    assert len(sampled.failures) == 1

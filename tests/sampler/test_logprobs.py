@@ -81,12 +81,6 @@ def test_tokens_asked_for_come_in_their_order_for_rows_that_want_logprobs() -> N
     assert lines.extra_logprobs.dtype == np.float32
 
 
-def test_nothing_extra_is_brought_where_no_row_asks() -> None:
-    lines = sample(random_logits(2, 90, seed=1), make_rows(2, logprobs=1)).logprobs
-    assert lines is not None
-    assert len(lines.extra_offsets) == len(lines.extra_ids) == 0
-
-
 def test_likeliest_tokens_are_of_the_vocabulary_though_most_of_it_is_impossible() -> None:
     logits = torch.full((1, 70), -torch.inf)
     logits[0, 5] = 1.0

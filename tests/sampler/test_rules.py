@@ -99,17 +99,6 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("vocab", VOCABS)
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_a_rule_alone_does_what_a_loop_does_and_something(rule: dict[str, Any], vocab: int) -> None:
-    output = [token % vocab for token in (6, 1, 1, 2)]
-    request = asking([4 % vocab, 5 % vocab], output, **rule)
-    logits = random_logits(1, vocab, seed=vocab)
-    assert_rules_hold(logits, [request])
-    if vocab >= 7:
-        assert not torch.equal(after_rules(logits, [request]), logits)
-
-
 def test_many_rows_with_long_histories_are_penalised_in_chunks_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     random = np.random.default_rng(5)
     requests = [
@@ -154,13 +143,6 @@ def test_of_the_penalties_only_repetition_looks_at_the_prompt() -> None:
     logits = torch.ones(1, 10)
     request = asking([1, 1], [2, 2, 3], repetition_penalty=2.0, frequency_penalty=0.25, presence_penalty=1.0)
     assert after_rules(logits, [request])[0].tolist() == [1, 0.5, -1.0, -0.75, *[1] * 6]
-
-
-def test_stop_ids_are_masked_until_min_tokens() -> None:
-    logits = torch.zeros(1, 10)
-    for num_output, expected in ((0, [4, 7]), (2, [4, 7]), (3, []), (4, [])):
-        request = asking([4], [1] * num_output, min_tokens=3, stop_ids=(7, 4, 99))
-        assert masked(after_rules(logits, [request])) == expected
 
 
 def masked(logits: torch.Tensor) -> list[int]:
@@ -224,15 +206,6 @@ def test_bad_words_are_masked_as_in_transformers() -> None:
     changed = after_rules(logits, [asking([5], row, bad_words=tuple(words)) for row in outputs.tolist()])
     torch.testing.assert_close(changed, expected, rtol=0, atol=0)
     assert len(set((changed == -torch.inf).sum(dim=-1).tolist())) > 2, "words come up in some rows and not in others"
-
-
-def test_single_tokens_are_biased_as_in_transformers() -> None:
-    biases = {3: 2.5, 40: -1.0, 99: 100.0}
-    processor = transformers.SequenceBiasLogitsProcessor({(token,): bias for token, bias in biases.items()})
-    logits = random_logits(2, 100, seed=1)
-    expected = processor(torch.zeros(2, 1, dtype=torch.long), logits.clone())
-    changed = after_rules(logits, [asking(logit_bias=as_pairs(biases))] * 2)
-    torch.testing.assert_close(changed, expected, rtol=0, atol=0)
 
 
 def test_eos_is_masked_as_in_transformers() -> None:
@@ -300,13 +273,6 @@ def test_rows_without_rules_bring_the_same_bits_beside_rows_with_them(vocab: int
             assert mixed.logprobs.logprobs[line] == alone.logprobs.logprobs[own]
             assert mixed.logprobs.ranks[line] == alone.logprobs.ranks[own]
             np.testing.assert_array_equal(mixed.logprobs.top_logprobs[line][:3], alone.logprobs.top_logprobs[own])
-
-
-def test_logits_of_rows_without_rules_are_not_touched() -> None:
-    logits = random_logits(3, 128, seed=1)
-    before = logits.clone()
-    sample(logits, rows_of([asking(), asking([1], [2], frequency_penalty=1.0), asking(temperature=1.0)]))
-    assert torch.equal(logits[[0, 2]], before[[0, 2]])
 
 
 @pytest.mark.parametrize("vocab", [128, 1000])
