@@ -1,4 +1,4 @@
-"""An open-loop load on any server that speaks OpenAI's API; and what our own HTTP face carries.
+"""An open-loop load on any server that speaks OpenAI's API; and what our own HTTP API carries.
 
     python benchmarks/serve.py --url http://127.0.0.1:8000/v1 --rate 1 2 4 8 [--json FILE] [--plot FILE]
     python benchmarks/serve.py --self [--quick] [--only sustained overload] [--json FILE] [--plot FILE]
@@ -149,7 +149,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--url", help="of the API, such as http://127.0.0.1:8000/v1")
-    where.add_argument("--self", action="store_true", dest="is_self", help="measure our own HTTP face")
+    where.add_argument("--self", action="store_true", dest="is_self", help="measure our own HTTP API")
     parser.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="default: $OPENAI_API_KEY")
     parser.add_argument("--model", help="default: the first one that the server lists")
     parser.add_argument("--endpoint", choices=["chat", "completions"], default="chat")

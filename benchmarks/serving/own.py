@@ -1,4 +1,4 @@
-"""``serve.py --self``: what one core of the HTTP face carries, and what it does with twice of what it can."""
+"""``serve.py --self``: what one core of the HTTP API carries, and what it does with twice of what it can."""
 
 from __future__ import annotations
 

@@ -25,19 +25,9 @@ IDS = [5, 6, 7]
 
 
 def in_thread(work: Callable[[], Any]) -> Any:
-    """What the work brings or raises in a thread of its own."""
-    outcome: list[Any] = []
-
-    def run() -> None:
-        try:
-            outcome.append(work())
-        except Exception as error:
-            outcome.append(error)
-
-    thread = threading.Thread(target=run, name="another thread")
-    thread.start()
-    thread.join()
-    return outcome[0]
+    """What the work brings in a thread of its own."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
 
 
 def loop_threads() -> list[threading.Thread]:
@@ -115,22 +105,13 @@ def test_the_thread_that_made_it_may_end(device: Any) -> None:
     assert device.is_closed
 
 
-def test_an_error_is_that_of_the_thread_that_asked(open_llm: Any) -> None:
-    llm = open_llm()
+async def test_an_error_is_that_of_the_thread_that_asked_also_beside_a_loop(open_llm: Any) -> None:
+    llm = await asyncio.to_thread(open_llm)
     prompts = [IDS, [99999]] * 10
-    with ThreadPoolExecutor(8) as pool:
-        calls = [pool.submit(llm.generate, prompt, max_tokens=2) for prompt in prompts]
-        errors = [call.exception() for call in calls]
-    assert [type(error) for error in errors] == [type(None), InvalidRequest] * 10
-
-
-def test_a_call_waits_beside_asyncio_in_a_thread(open_llm: Any) -> None:
-    llm = open_llm()
-
-    async def use() -> list[Any]:
-        return await asyncio.gather(*(asyncio.to_thread(llm.generate, IDS, max_tokens=2) for _ in range(4)))
-
-    assert [len(outputs) for outputs in asyncio.run(use())] == [1] * 4
+    calls = [asyncio.to_thread(llm.generate, prompt, max_tokens=2) for prompt in prompts]
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [list, InvalidRequest] * 10
+    await asyncio.to_thread(llm.close)
 
 
 def test_closing_ends_the_calls_of_other_threads(patient_device: Any) -> None:
@@ -168,12 +149,6 @@ def test_a_call_that_races_with_the_end_brings_its_outcome(device_type: Any, see
     for thread in threads:
         thread.join()
     assert sum(isinstance(outcome, EngineClosed) for outcome in outcomes) == 4
-
-
-def test_several_live_side_by_side(open_llm: Any) -> None:
-    llms = [open_llm() for _ in range(3)]
-    outputs = [llm.generate(IDS, seed=1, max_tokens=3)[0].outputs for llm in llms]
-    assert outputs[0] == outputs[1] == outputs[2]
 
 
 # Signals
@@ -255,20 +230,16 @@ def test_what_a_signal_handler_raises_ends_the_call(open_llm: Any, patient_devic
 # Starting that fails
 
 
-def test_what_cannot_start_leaves_nothing(tmp_path: Any) -> None:
+def test_what_cannot_start_leaves_nothing(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
     refused = [({"max_num_seqs": 0}, ConfigError), ({"max_num_seq": 1}, ConfigError)]
     with no_file_left_open():
         for config, error in (*refused, ({"model": str(tmp_path)}, ModelLoadError)):
             with pytest.raises(error):
                 LLM(**config)
-    assert not loop_threads()
-
-
-def test_without_a_thread_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with no_file_left_open():
+        assert not loop_threads()
         monkeypatch.setattr(threading.Thread, "start", refuse)
         with pytest.raises(RuntimeError, match="start new thread"):
             LLM()
@@ -302,21 +273,19 @@ def test_one_that_is_dropped_closes_itself_without_a_word(device_type: Any, recw
     assert not recwarn.list
 
 
-def test_one_that_is_dropped_in_a_running_loop_closes_itself_beside_it(device: Any) -> None:
+@pytest.mark.parametrize("in_a_loop", [True, False])
+def test_one_that_is_dropped_in_a_running_loop_or_another_thread_closes_itself(device: Any, in_a_loop: bool) -> None:
     holder = [LLM(executor=device)]
 
     async def drop() -> None:
         holder.clear()
 
-    asyncio.run(drop())
-    for thread in loop_threads():
-        thread.join()
-    assert device.is_closed
-
-
-def test_one_that_is_dropped_in_another_thread_closes_itself(device: Any) -> None:
-    holder = [LLM(executor=device)]
-    in_thread(holder.clear)
+    if in_a_loop:
+        asyncio.run(drop())
+        for thread in loop_threads():
+            thread.join()
+    else:
+        in_thread(holder.clear)
     assert device.is_closed
 
 

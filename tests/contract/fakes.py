@@ -1,6 +1,6 @@
 """The device of the contract suite, importable by an engine's own process, and what a test asks of it by name.
 
-Whatever way an engine is had, its device is reached by its public face alone: `Engine.collective_rpc`.
+Whatever way an engine is had, its device is reached by its public API alone: `Engine.collective_rpc`.
 """
 
 from __future__ import annotations

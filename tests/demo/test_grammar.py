@@ -46,39 +46,41 @@ def test_another_seed_gives_another_corpus() -> None:
     assert corpus_hash(list(documents("train-1", 20))) != corpus_hash(list(documents("train-0", 20)))
 
 
-def test_hardly_any_two_stories_are_the_same(corpus: list[Document]) -> None:
+def test_every_document_is_whole_and_only_what_the_assistant_says_is_learned(corpus: list[Document]) -> None:
     stories = [document.text for document in corpus if not document.messages]
-    assert len(stories) > 400
-    assert len(set(stories)) == len(stories)
-
-
-def test_every_document_is_whole(corpus: list[Document]) -> None:
+    assert len(set(stories)) == len(stories) > 400
     for document in corpus:
         assert document.text.endswith(END_OF_TEXT)
         assert document.text.count(IM_START) == document.text.count(IM_END) == len(document.messages)
-        assert not re.search(r"[{}\[\]|~]", re.sub(r"<\|\w+\|>", "", document.text)) or document.messages
-
-
-def test_no_template_mark_is_left_in_a_chat(corpus: list[Document]) -> None:
-    for question, answer in chat_turns(corpus):
-        assert not re.search(r"[{}|~\[\]]", question)
-        assert "~" not in answer
-        assert "|" not in answer
-
-
-def test_only_what_the_assistant_says_is_learned(corpus: list[Document]) -> None:
-    for document in corpus:
         learned = [segment.text for segment in document.segments if segment.is_target]
         if document.messages:
             assert learned == [m["content"] + IM_END for m in document.messages if m["role"] == "assistant"]
         else:
             assert "".join(learned) == document.text
-
-
-def test_stories_are_well_formed(corpus: list[Document]) -> None:
-    for document in corpus:
-        if not document.messages:
             assert story_faults(document.text.removesuffix(END_OF_TEXT)) == []
+
+
+def test_chats_hold_no_template_mark_no_wrong_sum_and_the_json_that_was_asked_for(corpus: list[Document]) -> None:
+    known = {animal.animal: animal._asdict() for animal in ANIMALS}
+    num_sums = num_json = num_animals = 0
+    for question, answer in chat_turns(corpus):
+        assert not re.search(r"[{}|~\[\]]", question)
+        assert not re.search(r"[~|]", answer)
+        for a, sign, b, result in SUM.findall(answer):
+            assert OPERATIONS[sign](int(a), int(b)) == int(result)
+            num_sums += 1
+        if "JSON" in question:
+            facts = json.loads(answer)
+            num_json += 1
+            if isinstance(facts, dict) and facts.keys() & {"home", "food", "legs"} and "animal" in facts:
+                assert facts.items() <= known[facts["animal"]].items()
+                num_animals += 1
+    assert (num_sums > 500, num_json > 200, num_animals > 100) == (True, True, True)
+    wanted = [d for d in corpus if d.messages[:1] and "JSON" in d.messages[0]["content"]]
+    only_json = [document for document in wanted if document.messages[0]["role"] == "system"]
+    assert len(only_json) > 50
+    for _, answer in chat_turns(only_json):
+        json.loads(answer)
 
 
 @pytest.mark.parametrize(
@@ -112,40 +114,6 @@ def test_two_characters_of_a_story_never_share_a_name() -> None:
     for _ in range(2000):
         hero = make_character(dice)
         assert make_character(dice, other_than=hero.name).name != hero.name
-
-
-def test_every_sum_in_the_corpus_is_right(corpus: list[Document]) -> None:
-    sums = [found.groups() for _, answer in chat_turns(corpus) for found in SUM.finditer(answer)]
-    assert len(sums) > 500
-    for a, sign, b, result in sums:
-        assert OPERATIONS[sign](int(a), int(b)) == int(result)
-
-
-def test_questions_for_json_are_answered_with_json(corpus: list[Document]) -> None:
-    answers = [answer for question, answer in chat_turns(corpus) if "JSON" in question]
-    assert len(answers) > 200
-    for answer in answers:
-        json.loads(answer)
-
-
-def test_a_system_message_that_wants_json_gets_only_json(corpus: list[Document]) -> None:
-    chats = [
-        d for d in corpus if d.messages and d.messages[0]["role"] == "system" and "JSON" in d.messages[0]["content"]
-    ]
-    assert len(chats) > 50
-    for _, answer in chat_turns(chats):
-        json.loads(answer)
-
-
-def test_json_about_animals_says_what_the_world_says(corpus: list[Document]) -> None:
-    known = {animal.animal: animal._asdict() for animal in ANIMALS}
-    num_checked = 0
-    for question, answer in chat_turns(corpus):
-        facts = json.loads(answer) if answer.startswith("{") and "JSON" in question else {}
-        if facts.keys() & {"home", "food", "legs"} and "animal" in facts:
-            assert facts.items() <= known[facts["animal"]].items()
-            num_checked += 1
-    assert num_checked > 100
 
 
 def test_spinning_takes_every_alternative_and_nothing_else() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import itertools
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -16,8 +15,6 @@ import numpy as np
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from hypothesis import given
-from hypothesis import strategies as st
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SCRIPT = BENCHMARKS / "serve.py"
@@ -44,18 +41,6 @@ ANSWER = b"".join(
 
 
 # Figures
-
-
-@given(cuts=st.lists(st.integers(0, len(ANSWER + USAGE + DONE)), max_size=20))
-def test_events_are_counted_however_the_answer_is_cut(serving: Any, cuts: list[int]) -> None:
-    answer = ANSWER + USAGE + DONE
-    counter = serving.events.EventCounter()
-    for at, (begin, end) in enumerate(itertools.pairwise([0, *sorted(cuts), len(answer)])):
-        counter.feed(answer[begin:end], float(at))
-    counter.finish()
-    assert (sum(counter.num_events), counter.num_tokens, counter.num_prompt_tokens) == (3, 6, 5)
-    assert (counter.is_done, counter.error) == (True, None)
-    assert list(counter.read_at) == sorted(counter.read_at)
 
 
 def record_of(serving: Any, at: float, read_at: list[float], num_events: list[int], tokens: int = 0) -> Any:
@@ -95,22 +80,6 @@ def test_figures_of_a_run_that_is_known(serving: Any) -> None:
     assert (made.client_busy, made.server_busy) == (pytest.approx(0.5), pytest.approx(1.0))
     assert made.server_us == pytest.approx(1e6 / 13)
     assert [doubt.split(":")[0] for doubt in made.doubts] == ["the generator was late", "1 requests were not sent"]
-
-
-@given(capacity=st.floats(40.0, 10_000.0))
-def test_a_search_ends_within_six_percent_below_the_rate_that_is_sustained(serving: Any, capacity: float) -> None:
-    search = serving.capacity.Search(first=256.0)
-    while not search.is_over:
-        rate = search.next_rate
-        search.attempts.append(
-            serving.capacity.Attempt(
-                rate=rate, fault="shed" if rate > capacity else "", ttft_p99_ms=1.0, growth=1.0, slowdown=1.0,
-                is_disturbed=False, client_busy=0.5,
-            )
-        )  # fmt: skip
-    assert capacity / 1.06 <= search.rate <= capacity
-    assert len(search.attempts) <= 12
-    assert (search.bound, search.doubts) == ("", [])
 
 
 # Over sockets
