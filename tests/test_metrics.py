@@ -98,11 +98,8 @@ def test_a_quantile_is_in_the_bucket_of_the_true_one(values: list[float], q: flo
 def test_a_quantile_lies_in_its_bucket_as_if_the_values_lay_evenly() -> None:
     observed = histogram([0.5, 1.5, 1.5, 3.0], (1.0, 2.0, 4.0))
     assert [observed.quantile(q) for q in (0.0, 0.25, 0.5, 0.75, 1.0)] == [0.0, 1.0, 1.5, 2.0, 4.0]
-
-
-def test_what_is_above_the_last_bound_is_taken_for_it_and_counts_in_the_mean() -> None:
-    told = Distribution.of(histogram([100.0]))
-    assert told == Distribution(count=1, mean=100.0, p50=BOUNDS[-1], p99=BOUNDS[-1])
+    # What is above the last bound is taken for it, but counts in the mean.
+    assert Distribution.of(histogram([100.0])) == Distribution(count=1, mean=100.0, p50=BOUNDS[-1], p99=BOUNDS[-1])
 
 
 def test_a_histogram_without_values_has_no_quantiles() -> None:
@@ -258,16 +255,8 @@ def test_a_log_line_comes_once_an_interval_and_is_about_it() -> None:
 def test_a_late_line_is_about_the_time_that_has_really_passed() -> None:
     metrics = EngineMetrics()
     log = StatsLog(metrics, interval_s=10.0, now_s=0.0)
-    metrics.on_step(step_record(num_sampled=100))
+    metrics.on_step(step_record(num_sampled=100, loop_lag_s=None))
     line = log.poll(50.0)
     assert line is not None
     assert line.startswith("in 50.0 s: prompt 0.0 tokens/s, generation 2.0 tokens/s; ")
-
-
-def test_an_interval_without_any_step_says_so() -> None:
-    metrics = fed()
-    log = StatsLog(metrics, interval_s=1.0, now_s=0.0)
-    line = log.poll(1.0)
-    assert line is not None
-    assert "generation 0.0 tokens/s" in line
-    assert "prefix cache hits -, preemptions 0" in line
+    assert ", prefix cache hits -, preemptions 0" in line

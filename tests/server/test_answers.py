@@ -55,28 +55,19 @@ def choices(draw: st.DrawFn, index: int) -> tuple[CompletionOutput, list[Complet
     tokens = [Token(draw(texts), draw(lines())) for _ in range(draw(st.integers(0, 6)))]
     cuts = sorted(draw(st.lists(st.integers(0, len(tokens)), max_size=3)))
     reason: FinishReason = draw(st.sampled_from(["stop", "length", "abort"]))
-    stop_reason = draw(st.none() | st.integers(0, 9) | texts.filter(bool))
-    deltas = []
-    for begin, end in zip([0, *cuts], [*cuts, len(tokens)], strict=True):
-        part = tokens[begin:end]
-        deltas.append(
-            CompletionDelta(
-                index=index,
-                text="".join(token.text for token in part),
-                token_ids=[next(iter(token.line)) for token in part],
-                logprobs=[token.line for token in part],
-            )
-        )
-    deltas[-1] = msgspec.structs.replace(deltas[-1], finish_reason=reason, stop_reason=stop_reason)
-    whole = CompletionOutput(
-        index=index,
-        text="".join(token.text for token in tokens),
-        token_ids=[next(iter(token.line)) for token in tokens],
-        logprobs=[token.line for token in tokens],
-        finish_reason=reason,
-        stop_reason=stop_reason,
-    )
-    return whole, deltas
+    end = {"finish_reason": reason, "stop_reason": draw(st.none() | st.integers(0, 9) | texts.filter(bool))}
+
+    def of(part: list[Token]) -> dict[str, Any]:
+        return {
+            "index": index,
+            "text": "".join(token.text for token in part),
+            "token_ids": [next(iter(token.line)) for token in part],
+            "logprobs": [token.line for token in part],
+        }
+
+    parts = [tokens[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(tokens)], strict=True)]
+    *deltas, last = [CompletionDelta(**of(part)) for part in parts]
+    return CompletionOutput(**of(tokens), **end), [*deltas, msgspec.structs.replace(last, **end)]
 
 
 class Run(NamedTuple):
@@ -253,22 +244,24 @@ def check_columns(logprobs: Any) -> None:
             assert top[token] == score
 
 
-def test_what_is_impossible_has_a_number_nevertheless() -> None:
-    line = {5: Logprob(-math.inf, 2048, "a"), 6: Logprob(0.0, 1, "b")}
+def answer_of(line: TokenLogprobs) -> RequestOutput:
+    """One token was sampled."""
     output = CompletionOutput(index=0, text="a", token_ids=[5], logprobs=[line], finish_reason="length")
-    request = RequestOutput(request_id="1", prompt="", prompt_token_ids=[1], outputs=[output], finished=True)
+    return RequestOutput(request_id="1", prompt="", prompt_token_ids=[1], outputs=[output], finished=True)
+
+
+def test_what_is_impossible_has_a_number_nevertheless() -> None:
+    output = answer_of({5: Logprob(-math.inf, 2048, "a"), 6: Logprob(0.0, 1, "b")})
     chat = ChatAnswer(HEAD, token_bytes, top_logprobs=1, has_usage=False)
-    (position,) = json.loads(asyncio.run(chat.whole([request])))["choices"][0]["logprobs"]["content"]
+    (position,) = json.loads(asyncio.run(chat.whole([output])))["choices"][0]["logprobs"]["content"]
     assert position["logprob"] == -9999.0
     assert [top["token"] for top in position["top_logprobs"]] == ["b"]
 
 
 def test_half_characters_have_one_entry_and_the_sampled_ones_number() -> None:
-    line = {5: Logprob(-3.0, 3, "\ufffd"), 6: Logprob(-0.5, 1, "\ufffd"), 7: Logprob(-1.0, 2, "b")}
-    output = CompletionOutput(index=0, text="", token_ids=[5], logprobs=[line], finish_reason="length")
-    request = RequestOutput(request_id="1", prompt="", prompt_token_ids=[1], outputs=[output], finished=True)
+    output = answer_of({5: Logprob(-3.0, 3, "\ufffd"), 6: Logprob(-0.5, 1, "\ufffd"), 7: Logprob(-1.0, 2, "b")})
     made = CompletionAnswer(HEAD, token_bytes, top_logprobs=2, has_usage=False, num_choices=1)
-    logprobs = json.loads(asyncio.run(made.whole([request])))["choices"][0]["logprobs"]
+    logprobs = json.loads(asyncio.run(made.whole([output])))["choices"][0]["logprobs"]
     assert logprobs["top_logprobs"] == [{"\ufffd": -3.0, "b": -1.0}]
 
 

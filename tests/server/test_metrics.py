@@ -357,7 +357,9 @@ async def test_clients_cannot_make_up_series(engine: Engine) -> None:
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as http:
         for place in range(20):
             await http.request(f"M{place}", f"/{place}")
-        lines = (await http.get("/metrics")).text.splitlines()
+        answer = await http.get("/metrics")
+        assert answer.headers["content-type"] == TEXT
+        lines = answer.text.splitlines()
     assert 'aioengine:http_requests_total{method="other",path="other",status="404"} 20.0' in lines
 
 

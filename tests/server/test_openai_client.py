@@ -1,45 +1,68 @@
-"""The official client chats over a socket, and hears what the engine itself says: text, reasons, usage, numbers."""
+"""The official client, over a socket, hears what the engine itself says: texts, reasons, usage, log-probabilities.
+
+That a stream's events add up to the whole answer, whatever is in them, is `test_answers`'.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from server.conftest import on_both_adapters, read
-from waiting import until
+from server.conftest import events_of, on_both_adapters, read
 
 from aioengine import Engine
-from aioengine.outputs import CompletionOutput, RequestOutput
+from aioengine.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
+FOX, OWL = "Once upon a time, there was a fox", "The owl said"
 HELLO: list[Any] = [{"role": "user", "content": "Hello! Who are you?"}]
 STORY: list[Any] = [{"role": "user", "content": "Tell me a short story about a fox named Ruby."}]
+CHAT: dict[str, Any] = {"model": "demo", "messages": HELLO}
+TEXT: dict[str, Any] = {"model": "demo", "prompt": FOX}
 
 
-def check_same(answer: ChatCompletion, expected: RequestOutput, *, has_stop_reason: bool = True) -> None:
-    """The answer is the engine's, choice by choice."""
-    assert [choice.index for choice in answer.choices] == list(range(len(expected.outputs)))
-    for choice, output in zip(answer.choices, expected.outputs, strict=True):
-        assert choice.message.role == "assistant"
-        assert choice.message.content == output.text
+def text_of(choice: Any) -> str:
+    """The text of a choice, or of a part of one, of either kind."""
+    if hasattr(choice, "text"):
+        return str(choice.text)
+    return (choice.message if hasattr(choice, "message") else choice.delta).content or ""
+
+
+def texts_of(chunks: list[Any]) -> dict[int, str]:
+    """Each choice's text, put together."""
+    texts: dict[int, str] = {}
+    for choice in (choice for chunk in chunks for choice in chunk.choices):
+        texts[choice.index] = texts.get(choice.index, "") + text_of(choice)
+    return texts
+
+
+def check_usage(usage: Any, expected: Sequence[RequestOutput]) -> None:
+    assert usage.prompt_tokens == sum(len(result.prompt_token_ids) for result in expected)
+    assert usage.completion_tokens == sum(len(output.token_ids) for result in expected for output in result.outputs)
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+
+
+def check_same(answer: Any, *expected: RequestOutput, echoed: str = "", has_stop_reason: bool = True) -> None:
+    """The answer is the engine's: for each prompt its choices, which begin with what is echoed."""
+    outputs = [output for result in expected for output in result.outputs]
+    assert [choice.index for choice in answer.choices] == list(range(len(outputs)))
+    for choice, output in zip(answer.choices, outputs, strict=True):
+        assert text_of(choice) == echoed + output.text
         assert choice.finish_reason == output.finish_reason
         if has_stop_reason:
             assert (choice.model_extra or {})["stop_reason"] == output.stop_reason
-    assert answer.usage is not None
-    assert answer.usage.prompt_tokens == len(expected.prompt_token_ids)
-    assert answer.usage.completion_tokens == sum(len(output.token_ids) for output in expected.outputs)
-    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    check_usage(answer.usage, expected)
 
 
-def check_same_logprobs(content: Any, output: CompletionOutput, num_top: int, engine: Engine) -> None:
-    """A choice's log-probabilities are the engine's, position by position."""
+def check_positions(content: Any, output: CompletionOutput, num_top: int, engine: Engine) -> None:
+    """A chat's log-probabilities are the engine's, position by position."""
     assert output.logprobs is not None
-    assert len(content) == len(output.logprobs)
     for position, token_id, line in zip(content, output.token_ids, output.logprobs, strict=True):
         sampled = line[token_id]
         assert position.token == sampled.decoded_token
@@ -48,119 +71,52 @@ def check_same_logprobs(content: Any, output: CompletionOutput, num_top: int, en
         assert bytes(position.bytes) == data
         likeliest = sorted((entry for entry in line.values() if entry.rank <= num_top), key=lambda entry: entry.rank)
         assert [top.token for top in position.top_logprobs] == [entry.decoded_token for entry in likeliest]
-        assert [top.logprob for top in position.top_logprobs] == pytest.approx(
-            [entry.logprob for entry in likeliest], abs=1e-4
-        )
+        expected = pytest.approx([entry.logprob for entry in likeliest], abs=1e-4)
+        assert [top.logprob for top in position.top_logprobs] == expected
 
 
-async def check(engine: Engine, client: AsyncOpenAI, messages: list[Any], **sampling: Any) -> ChatCompletion:
-    """The answer to this chat, which must be what the engine itself makes of it."""
-    answer = await client.chat.completions.create(model="demo", messages=messages, extra_body=sampling)
-    check_same(answer, await engine.generate(messages, **sampling))
-    return answer
-
-
-def texts_of(chunks: list[ChatCompletionChunk]) -> dict[int, str]:
-    """Each choice's text, put together."""
-    texts: dict[int, str] = {}
-    for chunk in chunks:
-        for choice in chunk.choices:
-            texts[choice.index] = texts.get(choice.index, "") + (choice.delta.content or "")
-    return texts
+def check_columns(logprobs: Any, lines: Sequence[TokenLogprobs | None]) -> None:
+    """A completion's log-probabilities are the engine's, in four columns; the sampled token is a line's first."""
+    offset = 0
+    columns = (logprobs.tokens, logprobs.text_offset, logprobs.token_logprobs, logprobs.top_logprobs)
+    for token, begin, logprob, top, line in zip(*columns, lines, strict=True):
+        assert begin == offset
+        offset += len(token)
+        if line is None:  # a prompt's first token follows nothing
+            assert logprob is top is None
+            continue
+        sampled = next(iter(line.values()))
+        assert token == sampled.decoded_token
+        assert logprob == pytest.approx(sampled.logprob, abs=1e-4)
+        by_text: dict[str, float] = {}
+        for entry in line.values():
+            by_text.setdefault(entry.decoded_token or "", entry.logprob)
+        assert top == pytest.approx(by_text, abs=1e-4)
 
 
 @on_both_adapters
-async def test_a_chat_is_answered_as_the_engine_answers_it(engine: Engine, client: AsyncOpenAI) -> None:
-    expected = await engine.generate(HELLO, seed=1, max_tokens=40)
-    answer = await client.chat.completions.create(model="demo", messages=HELLO, seed=1, max_completion_tokens=40)
-    check_same(answer, expected)
-    assert answer.object == "chat.completion"
-    assert answer.id.startswith("chatcmpl-")
-    assert answer.model == "demo"
-    assert abs(answer.created - time.time()) < 60
-    assert answer.choices[0].message.refusal is None
-    assert answer.choices[0].message.tool_calls is None
-    assert answer.choices[0].logprobs is None
+async def test_an_answer_is_the_engines(engine: Engine, client: AsyncOpenAI) -> None:
+    chat = await client.chat.completions.create(**CHAT, seed=1, max_completion_tokens=40)
+    check_same(chat, await engine.generate(HELLO, seed=1, max_tokens=40))
+    message = chat.choices[0].message
+    assert (message.role, message.refusal, message.tool_calls, chat.choices[0].logprobs) == ("assistant", *[None] * 3)
+    text = await client.completions.create(**TEXT, seed=1, max_tokens=20)
+    check_same(text, await engine.generate(FOX, seed=1, max_tokens=20))
+    assert text.choices[0].logprobs is None
+    for answer, kind, prefix in ((chat, "chat.completion", "chatcmpl-"), (text, "text_completion", "cmpl-")):
+        assert (answer.object, answer.model) == (kind, "demo")
+        assert answer.id.startswith(prefix)
+        assert abs(answer.created - time.time()) < 60
 
 
-async def test_without_a_limit_a_chat_goes_on_to_its_own_end(engine: Engine, client: AsyncOpenAI) -> None:
-    answer = await check(engine, client, HELLO, seed=3)
-    assert answer.choices[0].finish_reason == "stop"
-
-
-async def test_the_limit_may_have_its_old_name(engine: Engine, client: AsyncOpenAI) -> None:
-    answer = await check(engine, client, STORY, seed=3, max_tokens=5)
-    assert answer.choices[0].finish_reason == "length"
-
-
-async def test_several_choices_share_one_prompt(engine: Engine, client: AsyncOpenAI) -> None:
-    answer = await check(engine, client, STORY, seed=5, max_tokens=20, n=3, temperature=1.0)
-    assert len({choice.message.content for choice in answer.choices}) == 3
-
-
-async def test_the_same_seed_repeats_and_another_one_does_not(client: AsyncOpenAI) -> None:
-    asked: dict[str, Any] = {"model": "demo", "messages": STORY, "max_tokens": 20}
-    answers = [await client.chat.completions.create(**asked, seed=seed) for seed in (7, 7, 8)]
-    first, again, other = (answer.choices[0].message.content for answer in answers)
-    assert first == again
-    assert first != other
-
-
-@pytest.mark.parametrize("stop", [[" demo", "!"], " tiny"])
-async def test_a_stop_string_ends_the_text_before_it(engine: Engine, client: AsyncOpenAI, stop: Any) -> None:
-    answer = await check(engine, client, HELLO, temperature=0, stop=stop)
-    assert answer.choices[0].finish_reason == "stop"
-    assert (answer.choices[0].model_extra or {})["stop_reason"] in stop
-
-
-@pytest.mark.parametrize("top_logprobs", [None, 0, 1, 5, 20])
-async def test_log_probabilities_are_the_engines(engine: Engine, client: AsyncOpenAI, top_logprobs: int | None) -> None:
-    num_top = top_logprobs or 0
-    expected = await engine.generate(HELLO, seed=2, temperature=1.3, max_tokens=12, logprobs=num_top)
-    given: dict[str, Any] = {} if top_logprobs is None else {"top_logprobs": top_logprobs}
-    answer = await client.chat.completions.create(
-        model="demo", messages=HELLO, seed=2, temperature=1.3, max_completion_tokens=12, logprobs=True, **given
-    )
-    check_same(answer, expected)
-    assert answer.choices[0].logprobs is not None
-    check_same_logprobs(answer.choices[0].logprobs.content, expected.outputs[0], num_top, engine)
-
-
-@pytest.mark.parametrize("num_top", [0, 3])
-async def test_a_streams_log_probabilities_are_the_engines(engine: Engine, client: AsyncOpenAI, num_top: int) -> None:
-    expected = await engine.generate(STORY, seed=2, max_tokens=20, n=2, logprobs=num_top, temperature=1.1)
-    chunks = await read(
-        await client.chat.completions.create(
-            model="demo", messages=STORY, seed=2, max_completion_tokens=20, n=2, temperature=1.1,
-            logprobs=True, top_logprobs=num_top, stream=True,
-        )
-    )  # fmt: skip
-    for output in expected.outputs:
-        content = [
-            position
-            for chunk in chunks
-            for choice in chunk.choices
-            if choice.index == output.index and choice.logprobs is not None
-            for position in choice.logprobs.content or ()
-        ]
-        check_same_logprobs(content, output, num_top, engine)
-
-
-async def test_no_top_log_probabilities_may_be_asked_for_without_any(client: AsyncOpenAI) -> None:
-    answer = await client.chat.completions.create(
-        model="demo", messages=HELLO, max_tokens=2, logprobs=False, top_logprobs=0
-    )
-    assert answer.choices[0].logprobs is None
-
-
-async def test_a_bias_decides_the_token(engine: Engine, client: AsyncOpenAI) -> None:
-    (token_id,) = await engine.tokenize("!")
-    expected = await engine.generate(HELLO, temperature=0, max_tokens=3, logit_bias={token_id: 100.0})
-    answer = await client.chat.completions.create(
-        model="demo", messages=HELLO, temperature=0, max_completion_tokens=3, logit_bias={str(token_id): 100}
-    )
-    check_same(answer, expected)
-    assert answer.choices[0].message.content == "!!!"
+async def test_without_a_limit_a_text_has_sixteen_tokens_and_a_chat_its_own_end(
+    engine: Engine, client: AsyncOpenAI
+) -> None:
+    expected = await engine.generate(FOX, seed=1, max_tokens=16)
+    check_same(await client.completions.create(**TEXT, seed=1), expected)
+    chat = await client.chat.completions.create(**CHAT, seed=3)
+    check_same(chat, await engine.generate(HELLO, seed=3))
+    assert chat.choices[0].finish_reason == "stop"
 
 
 @pytest.mark.parametrize(
@@ -174,12 +130,15 @@ async def test_a_bias_decides_the_token(engine: Engine, client: AsyncOpenAI) -> 
         {"min_tokens": 10},
         {"stop_token_ids": list(range(3, 400))},
         {"stop": ["."], "include_stop_str_in_output": True},
+        {"stop": " a"},
         {"repetition_penalty": 1.5},
         {"presence_penalty": 1.5, "frequency_penalty": -0.5},
         {"bad_words": [" fox", " Ruby"]},
         {"allowed_token_ids": [20, 40, 60, 80]},
+        {"logit_bias": {40: 100.0}},
         {"top_p": 0.3, "temperature": 1.9},
         {"temperature": 0, "n": 2},
+        {"temperature": 1.0, "n": 3},
         {"spaces_between_special_tokens": False, "skip_special_tokens": False},
         {"cache_salt": "mine"},
         {"priority": -3},
@@ -189,49 +148,64 @@ async def test_a_bias_decides_the_token(engine: Engine, client: AsyncOpenAI) -> 
 async def test_every_way_of_sampling_gets_to_the_engine(
     engine: Engine, client: AsyncOpenAI, sampling: dict[str, Any]
 ) -> None:
-    await check(engine, client, STORY, **{"seed": 11, "max_tokens": 12, **sampling})
+    asked = {"seed": 11, "max_tokens": 12, **sampling}
+    chat = await client.chat.completions.create(model="demo", messages=STORY, extra_body=asked)
+    check_same(chat, await engine.generate(STORY, **asked))
+    check_same(await client.completions.create(**TEXT, extra_body=asked), await engine.generate(FOX, **asked))
 
 
-async def test_a_stop_token_is_told_of_by_its_id(engine: Engine, client: AsyncOpenAI) -> None:
-    plain = await engine.generate(HELLO, temperature=0)
-    token_id = plain.outputs[0].token_ids[4]
-    answer = await client.chat.completions.create(
-        model="demo", messages=HELLO, temperature=0, extra_body={"stop_token_ids": [token_id]}
-    )
-    assert (answer.choices[0].model_extra or {})["stop_reason"] == token_id
-    assert answer.choices[0].finish_reason == "stop"
+@pytest.mark.parametrize("num_top", [None, 0, 4, 20])
+async def test_log_probabilities_are_the_engines(engine: Engine, client: AsyncOpenAI, num_top: int | None) -> None:
+    asked: dict[str, Any] = {"seed": 2, "temperature": 1.3, "max_tokens": 12}
+    top: dict[str, Any] = {} if num_top is None else {"top_logprobs": num_top}
+    chat = await client.chat.completions.create(**CHAT, **asked, logprobs=True, **top)
+    expected = await engine.generate(HELLO, **asked, logprobs=num_top or 0)
+    check_same(chat, expected)
+    assert chat.choices[0].logprobs is not None
+    check_positions(chat.choices[0].logprobs.content, expected.outputs[0], num_top or 0, engine)
+    text = await client.completions.create(**TEXT, **asked, logprobs=num_top or 0)
+    expected = await engine.generate(FOX, **asked, logprobs=num_top or 0)
+    check_same(text, expected)
+    check_columns(text.choices[0].logprobs, expected.outputs[0].logprobs or ())
 
 
-async def test_the_last_message_may_be_continued(engine: Engine, client: AsyncOpenAI) -> None:
-    begun: list[Any] = [*STORY, {"role": "assistant", "content": "Once there was a"}]
-    told: dict[str, Any] = {"continue_final_message": True, "add_generation_prompt": False}
-    expected = await engine.generate(begun, seed=1, max_tokens=20, chat_template_kwargs=told)
-    for extra in (told, {"chat_template_kwargs": told}):
-        answer = await client.chat.completions.create(
-            model="demo", messages=begun, seed=1, max_tokens=20, extra_body=extra
-        )
-        check_same(answer, expected)
+# Chats
 
 
-async def test_a_template_is_told_what_is_given(engine: Engine, client: AsyncOpenAI) -> None:
-    expected = await engine.generate(HELLO, seed=1, max_tokens=9, chat_template_kwargs={"add_generation_prompt": False})
-    kwargs = {"chat_template_kwargs": {"add_generation_prompt": False, "enable_thinking": False}}
-    answer = await client.chat.completions.create(model="demo", messages=HELLO, seed=1, max_tokens=9, extra_body=kwargs)
-    check_same(answer, expected)
-
-
-async def test_content_may_be_parts_of_text(engine: Engine, client: AsyncOpenAI) -> None:
-    parts: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "Hello! Who are you?"}]}]
-    expected = await engine.generate(HELLO, seed=1, max_tokens=20)
-    answer = await client.chat.completions.create(model="demo", messages=parts, seed=1, max_tokens=20)
-    check_same(answer, expected)
+@pytest.mark.parametrize(
+    ("begun", "extra", "kwargs"),
+    [
+        (
+            [{"role": "assistant", "content": "Once there was a"}],
+            {"continue_final_message": True, "add_generation_prompt": False},
+            {"continue_final_message": True, "add_generation_prompt": False},
+        ),
+        (
+            [{"role": "assistant", "content": "Once there was a"}],
+            {"chat_template_kwargs": {"continue_final_message": True, "add_generation_prompt": False}},
+            {"continue_final_message": True, "add_generation_prompt": False},
+        ),
+        (
+            [],
+            {"chat_template_kwargs": {"add_generation_prompt": False, "enable_thinking": False}},
+            {"add_generation_prompt": False},
+        ),
+    ],
+)
+async def test_a_template_is_told_what_is_given(
+    engine: Engine, client: AsyncOpenAI, begun: list[Any], extra: dict[str, Any], kwargs: dict[str, Any]
+) -> None:
+    messages = [*STORY, *begun]
+    expected = await engine.generate(messages, seed=1, max_tokens=20, chat_template_kwargs=kwargs)
+    asked: dict[str, Any] = {"model": "demo", "messages": messages, "seed": 1, "max_tokens": 20}
+    check_same(await client.chat.completions.create(**asked, extra_body=extra), expected)
 
 
 async def test_an_answer_may_be_sent_back_as_it_came(engine: Engine, client: AsyncOpenAI) -> None:
     name: Any = {"role": "user", "content": "Hi, I am Tom."}
     first = await client.chat.completions.create(model="demo", messages=[name], temperature=0)
     said = first.choices[0].message
-    question: Any = {"role": "user", "content": "What is my name?"}
+    question: Any = {"role": "user", "content": [{"type": "text", "text": "What is my name?"}]}
     history: list[Any] = [name, {"role": "assistant", "content": said.content}, question]
     expected = await engine.generate(history, temperature=0)
     for message in (said, said.model_dump(), said.model_dump(exclude_none=True)):
@@ -240,73 +214,125 @@ async def test_an_answer_may_be_sent_back_as_it_came(engine: Engine, client: Asy
 
 
 async def test_what_says_nothing_is_taken(engine: Engine, client: AsyncOpenAI) -> None:
-    expected = await engine.generate(HELLO, seed=1, max_tokens=20)
     answer = await client.chat.completions.create(
-        model="demo", messages=HELLO, seed=1, max_tokens=20, user="somebody", tools=[], tool_choice="none", store=False,
+        **CHAT, seed=1, max_tokens=20, user="somebody", tools=[], tool_choice="none", store=False,
         parallel_tool_calls=True, response_format={"type": "text"}, service_tier="auto", modalities=["text"],
         metadata={}, safety_identifier="a", prompt_cache_key="b", stop=None, logit_bias={}, stream=False,
         extra_body={"best_of": 1, "use_beam_search": False, "length_penalty": 1.0, "add_special_tokens": False},
     )  # fmt: skip
-    check_same(answer, expected)
+    check_same(answer, await engine.generate(HELLO, seed=1, max_tokens=20))
+
+
+# Prompts
+
+
+@pytest.mark.parametrize("kind", ["texts", "ids", "lists of ids", "one text in a list"])
+async def test_prompts_are_texts_or_ids_one_or_several(engine: Engine, client: AsyncOpenAI, kind: str) -> None:
+    fox, owl = await engine.tokenize(FOX), await engine.tokenize(OWL)
+    all_prompts: dict[str, list[Any]] = {"texts": [FOX, OWL], "ids": [fox], "lists of ids": [fox, owl, fox]}
+    prompts = all_prompts.get(kind, [FOX])
+    asked: dict[str, Any] = {"seed": 3, "max_tokens": 8, "n": 2, "temperature": 1.2}
+    expected = [await engine.generate(prompt, **asked) for prompt in prompts]
+    given = prompts[0] if kind == "ids" else prompts
+    check_same(await client.completions.create(model="demo", prompt=given, **asked), *expected)
+
+
+@pytest.mark.parametrize("is_ids", [False, True], ids=["text", "ids"])
+async def test_an_echo_begins_with_the_prompt_and_its_log_probabilities(
+    engine: Engine, client: AsyncOpenAI, is_ids: bool
+) -> None:
+    prompt: Any = await engine.tokenize(FOX) if is_ids else FOX
+    expected = await engine.generate(prompt, seed=1, max_tokens=6, logprobs=2, prompt_logprobs=2)
+    asked: dict[str, Any] = {"model": "demo", "prompt": prompt, "seed": 1, "max_tokens": 6, "echo": True}
+    check_same(await client.completions.create(**asked), expected, echoed=FOX)
+    answer = await client.completions.create(**asked, logprobs=2)
+    check_same(answer, expected, echoed=FOX)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    check_columns(logprobs, [*(expected.prompt_logprobs or ()), *(expected.outputs[0].logprobs or ())])
+    assert "".join(logprobs.tokens or ()) == answer.choices[0].text
+
+
+async def test_an_echo_alone_gives_the_prompt_and_its_log_probabilities(engine: Engine, client: AsyncOpenAI) -> None:
+    expected = await engine.generate(FOX, seed=1, max_tokens=1, prompt_logprobs=1)
+    answer = await client.completions.create(model="demo", prompt=[FOX, OWL], max_tokens=0, echo=True, logprobs=1)
+    assert [(choice.text, choice.finish_reason) for choice in answer.choices] == [(FOX, "length"), (OWL, "length")]
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 0
+    check_columns(answer.choices[0].logprobs, expected.prompt_logprobs or ())
+
+
+# Streams
 
 
 @on_both_adapters
-async def test_a_stream_adds_up_to_the_answer(engine: Engine, client: AsyncOpenAI) -> None:
-    expected = await engine.generate(HELLO, seed=4)
-    stream = await client.chat.completions.create(model="demo", messages=HELLO, seed=4, stream=True)
-    chunks = await read(stream)
-    assert texts_of(chunks) == {0: expected.text}
+@pytest.mark.parametrize("n", [1, 3])
+async def test_a_chats_stream_adds_up_to_the_engines_answer(engine: Engine, client: AsyncOpenAI, n: int) -> None:
+    asked: dict[str, Any] = {"seed": 4, "n": n, "max_tokens": 25, "temperature": 1.0}
+    expected = await engine.generate(STORY, **asked, logprobs=3)
+    chunks = await read(
+        await client.chat.completions.create(
+            model="demo", messages=STORY, **asked, logprobs=True, top_logprobs=3, stream=True
+        )
+    )
     assert {(chunk.id, chunk.model, chunk.object, chunk.created) for chunk in chunks} == {
         (chunks[0].id, "demo", "chat.completion.chunk", chunks[0].created)
     }
-    assert chunks[0].choices[0].delta.role == "assistant"
-    assert chunks[0].choices[0].delta.content == ""
-    assert all(chunk.choices[0].delta.role is None for chunk in chunks[1:])
-    reasons = [chunk.choices[0].finish_reason for chunk in chunks]
-    assert reasons == [None] * (len(chunks) - 1) + [expected.outputs[0].finish_reason]
-    assert all(chunk.usage is None for chunk in chunks)
+    assert texts_of(chunks) == {output.index: output.text for output in expected.outputs}
+    assert [chunk.choices[0].delta.role for chunk in chunks].count("assistant") == n
+    for output in expected.outputs:
+        parts = [choice for chunk in chunks for choice in chunk.choices if choice.index == output.index]
+        assert (parts[0].delta.role, parts[0].delta.content) == ("assistant", "")
+        assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + [output.finish_reason]
+        content = [position for part in parts if part.logprobs for position in part.logprobs.content or ()]
+        check_positions(content, output, 3, engine)
 
 
 @on_both_adapters
-async def test_a_streams_choices_come_by_their_numbers(engine: Engine, client: AsyncOpenAI) -> None:
-    expected = await engine.generate(STORY, seed=4, n=3, max_tokens=25, temperature=1.0)
-    chunks = await read(
-        await client.chat.completions.create(
-            model="demo", messages=STORY, seed=4, n=3, max_tokens=25, temperature=1.0, stream=True
-        )
-    )
-    assert texts_of(chunks) == {output.index: output.text for output in expected.outputs}
-    assert [chunk.choices[0].delta.role for chunk in chunks].count("assistant") == 3
-    ended = {chunk.choices[0].index: chunk.choices[0].finish_reason for chunk in chunks}
-    assert ended == {output.index: output.finish_reason for output in expected.outputs}
-
-
-async def test_a_streams_usage_comes_last_and_alone(engine: Engine, client: AsyncOpenAI) -> None:
-    expected = await engine.generate(HELLO, seed=1, n=2)
+async def test_several_prompts_stream_side_by_side_and_usage_comes_last(engine: Engine, client: AsyncOpenAI) -> None:
+    asked: dict[str, Any] = {"seed": 9, "max_tokens": 9, "n": 2, "temperature": 1.0}
     options: Any = {"stream": True, "stream_options": {"include_usage": True}}
-    *others, last = await read(
-        await client.chat.completions.create(model="demo", messages=HELLO, seed=1, n=2, **options)
-    )
-    assert last.choices == []
-    assert last.usage is not None
-    assert last.usage.prompt_tokens == len(expected.prompt_token_ids)
-    assert last.usage.completion_tokens == sum(len(output.token_ids) for output in expected.outputs)
-    assert last.usage.total_tokens == last.usage.prompt_tokens + last.usage.completion_tokens
-    assert all(chunk.usage is None and chunk.choices for chunk in others)
+    expected = [await engine.generate(prompt, **asked) for prompt in (FOX, OWL)]
+    texts = {place * 2 + part.index: part.text for place, out in enumerate(expected) for part in out.outputs}
+    for prompt in ([FOX, OWL], [await engine.tokenize(FOX), await engine.tokenize(OWL)]):
+        *chunks, last = await read(await client.completions.create(model="demo", prompt=prompt, **asked, **options))
+        assert texts_of(chunks) == texts
+        assert all(chunk.usage is None and chunk.choices for chunk in chunks)
+        assert last.choices == []
+        check_usage(last.usage, expected)
 
 
-async def test_usage_may_be_told_all_along(client: AsyncOpenAI) -> None:
-    options: Any = {"include_usage": True, "continuous_usage_stats": True}
-    chunks = await read(
-        await client.chat.completions.create(model="demo", messages=HELLO, seed=1, stream=True, stream_options=options)
-    )
-    usages = [chunk.usage for chunk in chunks]
-    counts = [usage.completion_tokens for usage in usages if usage is not None]
-    assert len(counts) == len(chunks)
-    assert counts == sorted(counts)
-    assert counts[0] == 0
-    assert counts[-1] == counts[-2] > 1
-    assert len({usage.prompt_tokens for usage in usages if usage is not None}) == 1
+@on_both_adapters
+@pytest.mark.parametrize("max_tokens", [0, 6])
+async def test_a_streamed_echo_adds_up_to_the_whole_one(client: AsyncOpenAI, max_tokens: int) -> None:
+    asked: dict[str, Any] = {
+        "model": "demo", "prompt": [FOX, OWL], "seed": 4, "max_tokens": max_tokens, "echo": True, "logprobs": 2,
+    }  # fmt: skip
+    whole = await client.completions.create(**asked)
+    chunks = await read(await client.completions.create(**asked, stream=True))
+    assert texts_of(chunks) == {choice.index: choice.text for choice in whole.choices}
+    for choice in whole.choices:
+        parts = [part for chunk in chunks for part in chunk.choices if part.index == choice.index]
+        assert parts[-1].finish_reason == choice.finish_reason
+        for column in ("tokens", "text_offset", "token_logprobs", "top_logprobs"):
+            streamed = [item for part in parts if part.logprobs for item in getattr(part.logprobs, column)]
+            expected = getattr(choice.logprobs, column)
+            if column in ("token_logprobs", "top_logprobs"):
+                expected = [None if one is None else pytest.approx(one, abs=1e-4) for one in expected]
+            assert streamed == expected
+
+
+async def test_usage_may_be_told_all_along(http: httpx.AsyncClient) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    text: dict[str, Any] = {"prompt": FOX, "max_tokens": 3, "echo": True}
+    for path, body in (("/v1/chat/completions", {"messages": HELLO}), ("/v1/completions", text)):
+        answer = await http.post(path, json={**body, "seed": 1, "stream": True, "stream_options": options})
+        usages = [event["usage"] for event in events_of(answer.content)]
+        counts = [usage["completion_tokens"] for usage in usages]
+        assert counts == sorted(counts)
+        assert counts[0] == 0
+        assert counts[-1] == counts[-2] > 1
+        assert len({usage["prompt_tokens"] for usage in usages}) == 1
 
 
 async def test_usage_tells_what_the_cache_had(client: AsyncOpenAI) -> None:
@@ -324,54 +350,56 @@ async def test_usage_tells_what_the_cache_had(client: AsyncOpenAI) -> None:
 
 async def test_the_clients_stream_helper_has_the_whole_answer(engine: Engine, client: AsyncOpenAI) -> None:
     expected = await engine.generate(HELLO, seed=6, logprobs=2)
-    deltas = []
-    async with client.chat.completions.stream(
-        model="demo", messages=HELLO, seed=6, logprobs=True, top_logprobs=2,
-        stream_options={"include_usage": True},
-    ) as stream:  # fmt: skip
-        async for event in stream:
-            if event.type == "content.delta":
-                deltas.append(event.delta)
+    options: Any = {"logprobs": True, "top_logprobs": 2, "stream_options": {"include_usage": True}}
+    async with client.chat.completions.stream(**CHAT, seed=6, **options) as stream:
+        deltas = [event.delta async for event in stream if event.type == "content.delta"]
         final = await stream.get_final_completion()
     assert "".join(deltas) == expected.text
     check_same(final, expected, has_stop_reason=False)  # that is none of the client's fields
     assert final.choices[0].logprobs is not None
-    check_same_logprobs(final.choices[0].logprobs.content, expected.outputs[0], 2, engine)
+    check_positions(final.choices[0].logprobs.content, expected.outputs[0], 2, engine)
+
+
+@on_both_adapters
+async def test_events_are_one_line_of_json_each(http: httpx.AsyncClient) -> None:
+    body = {"prompt": FOX, "seed": 1, "max_tokens": 5, "stream": True}
+    answer = await http.post("/v1/completions", json={**body, "stream_options": {"include_usage": True}})
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert answer.headers["cache-control"] == "no-cache"
+    assert answer.headers["x-accel-buffering"] == "no"
+    *events, last = events_of(answer.content)
+    assert all(event["usage"] is None for event in events)
+    assert all(set(event["choices"][0]) >= {"index", "text", "logprobs", "finish_reason"} for event in events)
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 5
+    assert {event["id"] for event in [*events, last]} == {f"cmpl-{answer.headers['x-request-id']}"}
+
+
+@pytest.mark.parametrize("options", [None, {}, {"include_usage": False}])
+async def test_events_say_nothing_of_usage_unasked(http: httpx.AsyncClient, options: Any) -> None:
+    body = {"prompt": FOX, "max_tokens": 2, "stream": True, "stream_options": options}
+    answer = await http.post("/v1/completions", json=body)
+    assert all("usage" not in event for event in events_of(answer.content))
+
+
+# Beside the answer
 
 
 async def test_the_models_are_listed(engine: Engine, client: AsyncOpenAI) -> None:
-    models = [model async for model in client.models.list()]
-    assert [model.id for model in models] == ["demo"]
-    model = await client.models.retrieve("demo")
-    assert model == models[0]
-    assert model.object == "model"
-    assert model.owned_by == "aioengine"
+    (model,) = [model async for model in client.models.list()]
+    assert model == await client.models.retrieve("demo")
+    assert (model.id, model.object, model.owned_by) == ("demo", "model", "aioengine")
     assert abs(model.created - time.time()) < 600
     assert (model.model_extra or {})["max_model_len"] == engine.info.max_model_len
 
 
-async def test_the_request_has_an_id_in_header_and_answer(client: AsyncOpenAI) -> None:
-    raw = await client.chat.completions.with_raw_response.create(model="demo", messages=HELLO, max_tokens=2)
+async def test_the_request_has_an_id_in_header_answer_and_error(client: AsyncOpenAI) -> None:
+    raw = await client.chat.completions.with_raw_response.create(**CHAT, max_tokens=2)
     answer = raw.parse()
     assert answer.id == f"chatcmpl-{raw.headers['x-request-id']}"
     assert answer._request_id == raw.headers["x-request-id"]
     assert raw.headers["content-type"] == "application/json"
-
-
-async def test_a_stream_that_is_left_is_aborted(engine: Engine, client: AsyncOpenAI) -> None:
-    stream = await client.chat.completions.create(
-        model="demo", messages=STORY, stream=True, extra_body={"ignore_eos": True}
-    )
-    async with stream:
-        async for chunk in stream:
-            if chunk.choices[0].delta.content:
-                break
-    await until(lambda: engine.stats().running == 0)
-
-
-async def test_an_error_carries_the_requests_id(client: AsyncOpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        await client.chat.completions.create(
-            model="demo", messages=HELLO, temperature=9, extra_headers={"X-Request-Id": "mine-18"}
-        )
+        await client.chat.completions.create(**CHAT, temperature=9, extra_headers={"X-Request-Id": "mine-18"})
     assert caught.value.request_id == "mine-18"
