@@ -78,7 +78,7 @@ class Thread:
         pending: Pending[None] = Pending(lambda: self._step)
         pending.run()
         self._waiter.add(pending)
-        await pending.wait()
+        await pending.finish()
 
     def close(self) -> None:
         assert self._waiter.end(5)

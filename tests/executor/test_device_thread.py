@@ -83,7 +83,7 @@ async def test_jobs_and_results_come_in_order_each_from_one_thread_under_inferen
     pendings = [thread.submit(lambda n=n: job(n)) for n in range(50)]
     for later in reversed(launched):  # the order in which they are over is of no account
         later.over.set()
-    assert [await pending.wait() for pending in pendings] == list(range(50))
+    assert [await pending.finish() for pending in pendings] == list(range(50))
     assert ran == [(number, device.THREAD_NAME, True) for number in range(50)]
     assert seen == [(number, waiter.THREAD_NAME, True) for number in range(50)]
     assert not torch.is_inference_mode_enabled()
@@ -96,12 +96,12 @@ async def test_the_next_job_runs_while_what_was_launched_is_not_over() -> None:
     thread = DeviceThread()
     first, second = Launched(lambda: "first"), Launched(lambda: "second")
     pendings = [thread.submit(lambda: first), thread.submit(lambda: second)]
-    assert await thread.submit(lambda: "beside them").wait() == "beside them"
+    assert await thread.submit(lambda: "beside them").finish() == "beside them"
     assert [(pending.is_launched, pending.is_done) for pending in pendings] == [(True, False)] * 2
     second.over.set()
     assert not pendings[1].is_done
     first.over.set()
-    assert [await pending.wait() for pending in pendings] == ["first", "second"]
+    assert [await pending.finish() for pending in pendings] == ["first", "second"]
     await thread.aclose()
 
 
@@ -117,7 +117,7 @@ async def test_a_step_wakes_the_loop_once(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(Waker, "call", counted)
     thread = DeviceThread()
     for _ in range(20):
-        await thread.submit(lambda: Launched(lambda: None, is_over=True)).wait()
+        await thread.submit(lambda: Launched(lambda: None, is_over=True)).finish()
     assert callers == [waiter.THREAD_NAME] * 20
     await thread.aclose()
 
@@ -127,12 +127,12 @@ async def test_what_a_job_raises_comes_to_its_caller_and_the_next_one_runs(wrap:
     thread = DeviceThread()
     failing, fine = thread.submit(wrap(lambda: 1 // 0)), thread.submit(wrap(lambda: 2))
     exiting = thread.submit(wrap(lambda: exec("raise SystemExit(3)")))
-    assert await fine.wait() == 2
+    assert await fine.finish() == 2
     with pytest.raises(ZeroDivisionError):
-        await failing.wait()
+        await failing.finish()
     with pytest.raises(SystemExit):
-        await exiting.wait()
-    assert await thread.submit(wrap(lambda: 3)).wait() == 3
+        await exiting.finish()
+    assert await thread.submit(wrap(lambda: 3)).finish() == 3
     await thread.aclose()
 
 
@@ -141,10 +141,10 @@ async def test_a_launch_that_fails_is_heard_before_what_was_launched_is_over() -
     later = Launched(lambda: 1)
     running, failing = thread.submit(lambda: later), thread.submit(lambda: 1 // 0)
     with pytest.raises(ZeroDivisionError):
-        await failing.wait()
+        await failing.finish()
     assert not running.is_done
     later.over.set()
-    assert await running.wait() == 1
+    assert await running.finish() == 1
     await thread.aclose()
 
 
@@ -158,7 +158,7 @@ async def test_idle_threads_hold_neither_a_result_nor_what_brought_it(wrap: Wrap
     job = wrap(Large)
     made = job()
     pending = thread.submit(lambda made=made: made)
-    result = await pending.wait()
+    result = await pending.finish()
     references = [weakref.ref(result), weakref.ref(made)]
     del result, made, pending
     with anyio.fail_after(TIMEOUT_S):  # the threads let go of it soon after they have told of it
@@ -176,11 +176,11 @@ async def test_cancelling_stops_the_wait_and_one_may_wait_again() -> None:
     await reached(later.is_waited_for)
     with anyio.CancelScope() as scope:
         scope.cancel()
-        await pending.wait()
+        await pending.finish()
     assert scope.cancelled_caught
     later.over.set()
-    assert await pending.wait() == 7
-    assert await pending.wait() == 7
+    assert await pending.finish() == 7
+    assert await pending.finish() == 7
     await thread.aclose()
 
 
@@ -202,13 +202,13 @@ async def test_closing_lets_what_is_launched_end_and_loses_what_is_queued() -> N
         tasks.start_soon(thread.aclose)
         await asyncio.sleep(0)
         may_go_on.set()
-        assert await running.wait()
+        assert await running.finish()
         with pytest.raises(DeviceLost, match="closed"):  # at once, and not behind what still runs
-            await queued.wait()
+            await queued.finish()
         assert not events
         for later in laters:
             later.over.set()
-    assert [await pending.wait() for pending in launched] == [0, 1, 2]
+    assert [await pending.finish() for pending in launched] == [0, 1, 2]
     assert events == [0, 1, 2, ("end", device.THREAD_NAME, True)]
     assert not waiter_threads()
 
@@ -229,7 +229,7 @@ async def test_a_device_that_hangs_does_not_hang_the_closing(
     assert "has not finished its work after 0.01 s" in caplog.text
     for pending in pendings:
         with pytest.raises(DeviceLost, match="not finished"):
-            await pending.wait()
+            await pending.finish()
     await thread.aclose()
     assert not ended.is_set(), "memory was freed that the device works on"
     # It comes back after all: what it has is freed then, and what it brings is too late.
@@ -240,7 +240,7 @@ async def test_a_device_that_hangs_does_not_hang_the_closing(
     await reached(ended)
     assert waited == ["hung", "behind"]
     with pytest.raises(DeviceLost):
-        await pendings[0].wait()
+        await pendings[0].finish()
 
 
 async def test_closing_from_another_loop_is_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,11 +273,11 @@ async def test_closing_that_is_cancelled_still_ends_the_threads_after_the_device
     assert scope.cancelled_caught
     assert not ended.is_set()
     later.over.set()
-    assert await pending.wait() == 1
+    assert await pending.finish() == 1
     await reached(ended)
     await thread.aclose()
     with pytest.raises(DeviceLost):
-        await thread.submit(lambda: 1).wait()
+        await thread.submit(lambda: 1).finish()
 
 
 async def test_a_last_act_that_fails_does_not_keep_the_closing_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,7 +324,7 @@ async def test_threads_end_when_nobody_refers_to_them_with_work_outstanding() ->
     del thread
     gc.collect()
     later.over.set()
-    await pending.wait()
+    await pending.finish()
     await reached(ended)
     assert events == ["over", "end"]
 
@@ -340,7 +340,7 @@ async def test_where_no_thread_can_be_had_the_device_thread_waits_itself(monkeyp
     monkeypatch.setattr(threading.Thread, "start", start_others)
     thread = DeviceThread()
     names = [thread.submit(lambda: Launched(lambda: threading.current_thread().name, is_over=True)) for _ in range(3)]
-    assert [await name.wait() for name in names] == [device.THREAD_NAME] * 3
+    assert [await name.finish() for name in names] == [device.THREAD_NAME] * 3
     await thread.aclose()
 
 
@@ -367,7 +367,7 @@ async def test_steps_two_deep_that_end_at_any_time_all_come_in_order(seed: int) 
                 await asyncio.sleep(0)
             later.over.set()
             try:
-                outcomes.append(await pending.wait())
+                outcomes.append(await pending.finish())
             except ValueError as error:
                 outcomes.append(error.args[0])
     in_flight[0][1].over.set()
@@ -430,7 +430,7 @@ def compute():
 async def main():
     thread = device.DeviceThread(on_end=lambda: os.write(1, b"freed\\n"))
     thread.submit(Work)
-    await thread.submit(lambda: None).wait()
+    await thread.submit(lambda: None).finish()
     for _ in range({num_jobs}):
         thread.submit(compute)
     return thread

@@ -60,7 +60,7 @@ class Pending(Generic[T]):
         self.is_launched = False
         self.is_done = False
 
-    async def wait(self) -> T:
+    async def finish(self) -> T:
         """The job's result, or what it raised. Cancelling stops the wait, not the job: one may wait again."""
         if not self.is_done:
             self._waiter = asyncio.get_running_loop().create_future()
@@ -93,7 +93,7 @@ class Pending(Generic[T]):
         self._end(None, error)
 
     def wake(self) -> None:
-        """Let `wait` return if the outcome is there, on the loop."""
+        """Let `finish` return if the outcome is there, on the loop."""
         if self.is_done and self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -178,7 +178,7 @@ class Waker:
     ``benchmarks/gpu/waiting.md``): asyncio sends a byte through a socket and reads until that is empty, and uvloop
     goes round once more before it calls.
 
-    Where the loop or the system has no such descriptors it uses ``call_soon_threadsafe``.
+    Where the system has no such descriptors it uses ``call_soon_threadsafe``.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -187,11 +187,8 @@ class Waker:
         self._fd = -1
         if hasattr(os, "eventfd"):
             self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            try:
-                # In an empty context: the loop would keep alive all that the caller's refers to.
-                contextvars.Context().run(loop.add_reader, self._fd, self._on_readable)
-            except NotImplementedError:
-                self._close()
+            # In an empty context: the loop would keep alive all that the caller's refers to.
+            contextvars.Context().run(loop.add_reader, self._fd, self._on_readable)
 
     def call(self, callback: Callable[[], object]) -> None:
         """Call back on the loop soon; ``callback`` must not raise. Not to be used once `release` may have been called.

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
@@ -196,12 +197,8 @@ def _with_extra(
     counts = step.extra_counts[samples]
     starts = np.cumsum(step.extra_counts) - step.extra_counts
     entries = spans(starts[samples], counts)
-    return StepLogprobs(
-        index=result.index,
-        logprobs=result.logprobs,
-        ranks=result.ranks,
-        top_ids=result.top_ids,
-        top_logprobs=result.top_logprobs,
+    return msgspec.structs.replace(
+        result,
         extra_offsets=int32(np.concatenate(([0], np.cumsum(counts)))),
         extra_ids=step.extra_ids[entries],
         extra_logprobs=extra.logprobs[entries],

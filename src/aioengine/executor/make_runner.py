@@ -18,7 +18,7 @@ from aioengine.executor.gpu_runner import START_FEATURES, GpuRunner
 from aioengine.executor.graphs import GRAPH_BYTES, default_sizes
 from aioengine.executor.input_batch import InputBatch
 from aioengine.executor.memory import available_memory, num_gpu_kv_blocks, num_kv_blocks
-from aioengine.executor.runner import Runner, StepRunner
+from aioengine.executor.runner import Runner
 from aioengine.executor.tune import cache_folder, tune_attention
 from aioengine.kernels.attention.gpu_paged import GpuPagedAttention
 from aioengine.kernels.attention.kv_cache import KVCache, KVCacheShape
@@ -45,16 +45,8 @@ class Gpu:
     operations: Operations
 
 
-@dataclass(frozen=True, slots=True)
-class Made:
-    """A runner that is ready, and what is to be known of it."""
-
-    runner: StepRunner
-    info: ExecutorInfo
-
-
-def make_cpu_runner(decoder: Decoder, config: EngineConfig, stats: ExecutorStats) -> Made:
-    """A runner on the CPU.
+def make_cpu_runner(decoder: Decoder, config: EngineConfig, stats: ExecutorStats) -> tuple[Runner, ExecutorInfo]:
+    """A runner on the CPU, and what is to be known of it.
 
     Raises:
         ConfigError: the KV cache is too small, or asks for more than a CPU can do.
@@ -77,12 +69,12 @@ def make_cpu_runner(decoder: Decoder, config: EngineConfig, stats: ExecutorStats
         return TorchPagedAttention(KVCache.allocate(shape, num_blocks))
 
     runner = Runner(decoder, make_attention(), batch, stats, make_attention)
-    return Made(runner, _info(decoder, config, num_blocks, shape, "cpu", CPU_MAX_IN_FLIGHT))
+    return runner, _info(decoder, config, num_blocks, shape, "cpu", CPU_MAX_IN_FLIGHT)
 
 
 def make_gpu_runner(
     gpu: Gpu, decoder: Decoder, config: EngineConfig, stats: ExecutorStats, on_capture: Callable[[int, int], None]
-) -> Made:
+) -> tuple[GpuRunner, ExecutorInfo]:
     """A runner on a GPU, with a KV cache in the memory that the largest steps leave, and its graphs.
 
     Args:
@@ -134,7 +126,7 @@ def make_gpu_runner(
     started = time.monotonic()
     runner.warm_up(captures_all=config.cuda_graphs == "start", on_capture=on_capture)
     logger.info("%d CUDA graphs captured, in %.1f s", len(runner.graphs), time.monotonic() - started)
-    return Made(runner, _info(decoder, config, num_blocks, shape, accelerator.name, GPU_MAX_IN_FLIGHT))
+    return runner, _info(decoder, config, num_blocks, shape, accelerator.name, GPU_MAX_IN_FLIGHT)
 
 
 def _cache_shape(decoder: Decoder, block_size: int, dtype: torch.dtype) -> KVCacheShape:

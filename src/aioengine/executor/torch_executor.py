@@ -115,26 +115,26 @@ class TorchExecutor:
             report(done, total, "capturing CUDA graphs")
 
         try:
-            info = await thread.submit(device.load, make_weights, stats, on_capture).wait()
+            info = await thread.submit(device.load, make_weights, stats, on_capture).finish()
         except BaseException:
             with anyio.CancelScope(shield=True), anyio.move_on_after(CANCEL_DEADLINE_S):
                 await thread.aclose()
             raise
         return cls(thread, device, info, stats)
 
-    def launch(self, plan: StepPlan) -> TorchStep:
-        return TorchStep(self._thread.submit(self._device.step, plan))
+    def launch(self, plan: StepPlan) -> Pending[StepResult]:
+        return self._thread.submit(self._device.step, plan)
 
     async def start_profile(self, *, max_steps: int) -> None:
         recording = Recording(max_steps)
         try:
-            await self._thread.submit(self._device.start_profile, recording).wait()
+            await self._thread.submit(self._device.start_profile, recording).finish()
         except asyncio.CancelledError:
             self._thread.submit(self._device.drop_profile, recording)
             raise
 
     async def stop_profile(self, path: Path) -> None:
-        await self._thread.submit(self._device.stop_profile, path).wait()
+        await self._thread.submit(self._device.stop_profile, path).finish()
 
     async def sleep(self, level: Literal[1, 2]) -> None:
         await self._do(self._device.sleep, level)
@@ -172,24 +172,10 @@ class TorchExecutor:
         await self._do(self._device.execute_dummy_batch)
 
     async def _do(self, job: Callable[[*Ts], T], *args: *Ts) -> T:
-        return await self._thread.submit(_run_foreign, job, *args).wait()
+        return await self._thread.submit(_run_foreign, job, *args).finish()
 
     async def aclose(self) -> None:
         await self._thread.aclose()
-
-
-class TorchStep:
-    """A step launched on a `TorchExecutor`."""
-
-    def __init__(self, pending: Pending[StepResult]) -> None:
-        self._pending = pending
-
-    @property
-    def is_done(self) -> bool:
-        return self._pending.is_done
-
-    async def finish(self) -> StepResult:
-        return await self._pending.wait()
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,21 +211,20 @@ class Device:
         """Load the decoder and make room for its KV cache."""
         config = self._config
         self._gpu = gpu = self._find_gpu()
+        weights = make_weights(ON_CPU if gpu is None else Placement(gpu.accelerator.device, is_bound=False))
+        assert weights.decoder is not None
+        runner: StepRunner
         if gpu is None:
-            weights = make_weights(ON_CPU)
-            assert weights.decoder is not None
-            made = make_cpu_runner(weights.decoder, config, stats)
+            runner, info = make_cpu_runner(weights.decoder, config, stats)
         else:
-            weights = make_weights(Placement(gpu.accelerator.device, is_bound=False))
-            assert weights.decoder is not None
-            made = make_gpu_runner(gpu, weights.decoder, config, stats, on_capture)
-        self._held = Held(weights, made.runner)
+            runner, info = make_gpu_runner(gpu, weights.decoder, config, stats, on_capture)
+        self._held = Held(weights, runner)
         self._num_layers = weights.decoder.config.num_layers
-        self._kv_bytes_per_token = made.info.kv_cache_bytes // (made.info.num_blocks * made.info.block_size)
-        self._weight_bytes = made.info.weight_bytes
+        self._kv_bytes_per_token = info.kv_cache_bytes // (info.num_blocks * info.block_size)
+        self._weight_bytes = info.weight_bytes
         if config.num_threads is None and gpu is None:
             self._max_threads = torch.get_num_threads()
-        return made.info
+        return info
 
     @property
     def held(self) -> Held:

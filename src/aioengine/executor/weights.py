@@ -77,7 +77,8 @@ class Weights:
         return checkpoint_tensors(self.config)
 
     @cached_property
-    def _staging(self) -> WeightTransfer:
+    def staging(self) -> WeightTransfer:
+        """What is on its way to `commit`."""
         shapes = {name: entry.shape for name, entry in self._entries.items()}
         if self.config.tie_word_embeddings:
             shapes[HEAD] = shapes[EMBEDDING]  # of two that are one, some tools send the other, or both
@@ -161,10 +162,6 @@ class Weights:
             return self._load(placement=placement, on_progress=_ignore_progress, should_stop=self._should_stop)
         return load_weights(source, self.config, placement=placement, should_stop=self._should_stop)
 
-    @property
-    def staging(self) -> WeightTransfer:
-        return self._staging
-
     def commit(self, transfer: str) -> None:
         """Put what was staged in its entry. From the moment in which it fits, the transfer is over.
 
@@ -172,11 +169,11 @@ class Weights:
             InvalidRequest: as `WeightTransfer.whole`, the weights are thrown away, or a tied head and the embedding
                 differ.
         """
-        staged = self._staging.whole(transfer)
+        staged = self.staging.whole(transfer)
         if self.decoder is None:
             raise weights_asleep("commit_weights")
         self._resolve_tied_head(staged)
-        self._staging.drop(transfer)
+        self.staging.drop(transfer)
         if self.is_elsewhere:
             changes = self._changes(self.decoder, staged)
             self._came_as_tensors = True
