@@ -75,10 +75,6 @@ class CudaEvent:
         assert isinstance(earlier, CudaEvent)
         return float(earlier._event.elapsed_time(self._event)) / 1e3
 
-    def hold(self, stream: torch.cuda.Stream) -> None:
-        """Let the stream wait for it."""
-        stream.wait_event(self._event)
-
 
 class CudaAccelerator:
     """See `Accelerator`."""
@@ -103,7 +99,7 @@ class CudaAccelerator:
 
     def enqueue_after(self, event: DeviceEvent) -> None:
         assert isinstance(event, CudaEvent)
-        event.hold(self._compute)
+        self._compute.wait_event(event._event)
 
     def record(self) -> CudaEvent:
         return CudaEvent(self._compute)

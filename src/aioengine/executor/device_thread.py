@@ -30,6 +30,8 @@ logger = logging.getLogger("aioengine")
 
 THREAD_NAME = "aioengine-device"
 
+CLOSED = "the device was closed"
+
 LOOP_CHECK_INTERVAL_S = 0.5
 """How often an idle thread looks whether its loop still lives: no event tells of a loop that is closed."""
 
@@ -82,7 +84,7 @@ class DeviceThread:
         """Queue a job with its arguments, without waiting. Once the thread is to stop, it fails with `DeviceLost`."""
         pending: Pending[T] = Pending(lambda: job(*args))
         if self._work.is_stopping:
-            pending.fail(_closed())
+            pending.fail(DeviceLost(CLOSED))
         else:
             self._work.queue.put(pending)
         return pending
@@ -151,7 +153,7 @@ class _ThreadState:
             except queue.Empty:
                 return
             if pending is not None:
-                pending.fail(_closed())
+                pending.fail(DeviceLost(CLOSED))
                 self.wake(pending)
 
     def wake(self, pending: Pending[Any]) -> None:
@@ -193,18 +195,10 @@ def _drain(work: _ThreadState, waiter: CompletionThread) -> None:
         "the device was closed and has not finished its work after %g s; its memory is in use until it does",
         DRAIN_DEADLINE_S,
     )
-    waiter.give_up(_hung)
+    waiter.give_up(lambda: DeviceLost(f"{CLOSED}, and has not finished its work"))
     work.is_given_up = True
     work.call_on_loop(work.ended.set)
     waiter.end(None)
-
-
-def _closed() -> DeviceLost:
-    return DeviceLost("the device was closed")
-
-
-def _hung() -> DeviceLost:
-    return DeviceLost("the device was closed, and has not finished its work")
 
 
 _running: weakref.WeakSet[_ThreadState] = weakref.WeakSet()

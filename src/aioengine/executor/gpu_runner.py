@@ -218,7 +218,7 @@ class GpuRunner:
         )
         tiles = torch.tensor([[-1, 0, 1, 0]], dtype=torch.int32, device=device)
         no_block = torch.tensor([-1], dtype=torch.int32, device=device)
-        for table in (self._history, self._masks):
+        for table in (self._history, self._sampler.masks):
             self._operations.put_spans(table, tiles, no_block)
         self._attention.copy_blocks(no_block, no_block)
         step = StepTensors(positions=positions, slots=slots, decodes=None, tiles=tiles, num_splits=1, max_context=1)
@@ -320,7 +320,8 @@ class GpuRunner:
 
     def _change_rows(self, deltas: Deltas, on_device: OnDevice) -> None:
         put = self._operations.put_spans
-        tables = ((deltas.tokens, self._history), (deltas.blocks, self._block_tables), (deltas.masks, self._masks))
+        masks = self._sampler.masks
+        tables = ((deltas.tokens, self._history), (deltas.blocks, self._block_tables), (deltas.masks, masks))
         if deltas.copies is not None:
             assert self._attention is not None
             self._attention.copy_blocks(*on_device.get(deltas.copies).chunk(2))
@@ -329,10 +330,6 @@ class GpuRunner:
                 put(table, on_device.get(spans).view(-1, 4), on_device.get(Span(0, on_device.num_words)))
         if deltas.rules is not None:
             self._sampler.put_tables(on_device.get(deltas.rules))
-
-    @property
-    def _masks(self) -> Tensor:
-        return self._sampler.masks
 
     def _compute(self, step: GpuStep, size: int | None, on_device: OnDevice, failures: dict[int, Exception]) -> Tensor:
         """Enqueue the step; returns where its words will be."""

@@ -28,7 +28,7 @@ from aioengine.core.worker_functions import Worker, registered
 from aioengine.errors import ConfigError, describe
 from aioengine.executor.completion_thread import DeferredResult
 from aioengine.executor.cuda import CudaAccelerator, find_cuda
-from aioengine.executor.device_thread import DeviceThread, Pending
+from aioengine.executor.device_thread import CLOSED, DeviceThread, Pending
 from aioengine.executor.make_runner import Gpu, make_cpu_runner, make_gpu_runner
 from aioengine.executor.memory import return_freed_memory
 from aioengine.executor.profiler import Recording
@@ -374,7 +374,7 @@ def _run_foreign(job: Callable[[*Ts], T], *args: *Ts) -> T:
     try:
         return job(*args)
     except LoadStopped as error:
-        raise DeviceLost("the device was closed") from error
+        raise DeviceLost(CLOSED) from error
     except Exception:
         raise
     except BaseException as error:  # a SystemExit that went on would end the loop

@@ -14,7 +14,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -109,9 +109,10 @@ class Tuning:
     model: DecoderConfig
     cache: KVCacheShape
     path: Path | None
-    left_s: float
+    deadline_s: float
     clock: Callable[[], float]
     rehearsal: Rehearsal | None = None
+    ends_at_s: float = 0.0
 
     def run(self) -> None:
         model = self.model
@@ -125,6 +126,7 @@ class Tuning:
         )
         stored = {} if self.path is None else read_choices(self.path)
         began = self.clock()
+        self.ends_at_s = began + self.deadline_s
         try:
             for kernel in ATTENTION_KERNELS:
                 where = kernel, self.accelerator.device.index, shape
@@ -147,16 +149,14 @@ class Tuning:
         """
         seconds: dict[Choice, float] = {}
         for choice in found if len(found) > 1 else ():
-            if self.left_s <= 0:
+            if self.clock() >= self.ends_at_s:
                 break
-            begin = self.clock()
             try:
                 measured = self._measure(kernel, choice)
             except Exception as error:  # whatever a compiler makes of it: too little shared memory, a bug of its own
                 logger.debug("%s: %s cannot be measured: %s", name, choice, error)
                 measured = math.inf
             seconds[choice] = measured if measured > 0 else math.inf  # NaN, too
-            self.left_s -= self.clock() - begin
         best = min(seconds, key=seconds.__getitem__, default=found[0])
         if math.isinf(seconds.get(best, math.inf)):
             return found[0]
@@ -221,13 +221,7 @@ class Rehearsal:
         self._model = model
         self._device = device = accelerator.device
         self._num_multiprocessors = accelerator.num_multiprocessors
-        layer = KVCacheShape(
-            num_layers=1,
-            block_size=cache.block_size,
-            num_kv_heads=cache.num_kv_heads,
-            head_dim=cache.head_dim,
-            dtype=cache.dtype,
-        )
+        layer = replace(cache, num_layers=1)
         num_bytes = min(MAX_CACHE_BYTES, accelerator.memory().free // FREE_SHARE)
         self._num_blocks = num_bytes // layer.bytes_per_block
         if not self._num_blocks:

@@ -31,37 +31,24 @@ class StagedTensor:
         self.dtype = dtype
         self.shape = shape
         self.data: NDArray[np.uint8] = np.empty(num_bytes(dtype, shape), np.uint8)
-        self._begins: list[int] = []
-        self._ends: list[int] = []
-        """Disjoint spans that are here, in order, and none next to another."""
+        self._spans: list[tuple[int, int]] = []
+        """Begin and end of each piece that is here, in order."""
 
     @property
     def num_missing(self) -> int:
         """Bytes that have not come."""
-        return len(self.data) - sum(self._ends) + sum(self._begins)
+        return len(self.data) - sum(end - begin for begin, end in self._spans)
 
     def overlaps(self, begin: int, end: int) -> bool:
         """Whether a byte of this span is here already."""
-        after = bisect.bisect_right(self._ends, begin)  # the first span that ends behind ``begin``
-        return after < len(self._begins) and self._begins[after] < end
+        place = bisect.bisect(self._spans, (begin, end))
+        return any(first < end and begin < last for first, last in self._spans[max(place - 1, 0) : place + 1])
 
     def write(self, begin: int, data: memoryview) -> None:
         """Copy a piece that overlaps none."""
         end = begin + len(data)
         self.data[begin:end] = np.frombuffer(data, np.uint8)
-        place = bisect.bisect_left(self._begins, begin)
-        joins_next = place < len(self._begins) and self._begins[place] == end
-        joins_last = place > 0 and self._ends[place - 1] == begin
-        if joins_last and joins_next:
-            self._ends[place - 1] = self._ends.pop(place)
-            del self._begins[place]
-        elif joins_last:
-            self._ends[place - 1] = end
-        elif joins_next:
-            self._begins[place] = begin
-        else:
-            self._begins.insert(place, begin)
-            self._ends.insert(place, end)
+        bisect.insort(self._spans, (begin, end))
 
 
 class WeightTransfer:

@@ -29,17 +29,22 @@ def check_tensor(
         InternalError: another shape, dtype or device, or not contiguous.
     """
     # A step of eager launches checks hundreds of tensors: the message is made where there is one.
-    sizes = tensor.shape
-    if len(sizes) == len(shape):
+    sizes, found = tensor.shape, tensor.dtype
+    has_shape = len(sizes) == len(shape)
+    if has_shape:
         for has, want in zip(sizes, shape, strict=True):
             if has != want and want is not None:
-                break
-        else:
-            found = tensor.dtype
-            is_wanted = found is dtype or (type(dtype) is tuple and found in dtype)
-            if is_wanted and tensor.is_contiguous() and tensor.device == device:
-                return
-    raise InternalError(_problem(name, tensor, shape, dtype, device))
+                has_shape = False
+    if not has_shape:
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise InternalError(f"{name} has shape {list(sizes)}; [{wanted}] is needed")
+    if found is not dtype and not (type(dtype) is tuple and found in dtype):
+        dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
+        raise InternalError(f"{name} is {found}; {' or '.join(map(str, dtypes))} is needed")
+    if tensor.device != device:
+        raise InternalError(f"{name} is on {tensor.device}, and what goes with it on {device}")
+    if not tensor.is_contiguous():
+        raise InternalError(f"{name} has strides {list(tensor.stride())}; it must be contiguous")
 
 
 def check_logits(logits: Tensor) -> torch.device:
@@ -52,23 +57,3 @@ def check_logits(logits: Tensor) -> torch.device:
 
 def check_samples(samples: Tensor, device: torch.device) -> None:
     check_tensor("samples", samples, (None, SAMPLE_WORDS), torch.int32, device)
-
-
-def _problem(
-    name: str,
-    tensor: Tensor,
-    shape: tuple[int | None, ...],
-    dtype: torch.dtype | tuple[torch.dtype, ...],
-    device: torch.device,
-) -> str:
-    dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
-    if tensor.dim() != len(shape) or any(
-        want is not None and want != has for want, has in zip(shape, tensor.shape, strict=True)
-    ):
-        wanted = ", ".join("any" if size is None else str(size) for size in shape)
-        return f"{name} has shape {list(tensor.shape)}; [{wanted}] is needed"
-    if tensor.dtype not in dtypes:
-        return f"{name} is {tensor.dtype}; {' or '.join(map(str, dtypes))} is needed"
-    if tensor.device != device:
-        return f"{name} is on {tensor.device}, and what goes with it on {device}"
-    return f"{name} has strides {list(tensor.stride())}; it must be contiguous"

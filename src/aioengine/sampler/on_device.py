@@ -59,6 +59,9 @@ class DeviceSampler:
 
     Args:
         history: int32 [rows, any], the rows' tokens.
+
+    Attributes:
+        masks: int32 [masks, ⌈vocab / 32⌉], to be filled by `Operations.put_spans`.
     """
 
     def __init__(self, operations: Operations, history: Tensor, vocab_size: int) -> None:
@@ -67,16 +70,11 @@ class DeviceSampler:
         self._history = history
         self._counters = torch.zeros(num_rows, vocab_size, dtype=torch.int32, device=device)
         self._tables = torch.full((RuleSizes(64, 64, 64).total,), -1, dtype=torch.int32, device=device)
-        self._masks = torch.zeros(0, -(-vocab_size // 32), dtype=torch.int32, device=device)
-
-    @property
-    def masks(self) -> Tensor:
-        """int32 [masks, ⌈vocab / 32⌉], to be filled by `Operations.put_spans`."""
-        return self._masks
+        self.masks = torch.zeros(0, -(-vocab_size // 32), dtype=torch.int32, device=device)
 
     def has_room(self, sizes: RuleSizes, num_masks: int) -> bool:
         """Whether `make_room` would leave its memory where it is."""
-        return sizes.total <= len(self._tables) and num_masks <= len(self._masks)
+        return sizes.total <= len(self._tables) and num_masks <= len(self.masks)
 
     def make_room(self, sizes: RuleSizes, num_masks: int) -> None:
         """Have room for so much, in order with the steps, since bitmasks that are there move along.
@@ -85,10 +83,10 @@ class DeviceSampler:
         """
         if sizes.total > len(self._tables):
             self._tables = self._tables.new_full((1 << (sizes.total - 1).bit_length(),), -1)
-        if num_masks > len(self._masks):
-            masks = self._masks.new_zeros(1 << (num_masks - 1).bit_length(), self._masks.shape[1])
-            masks[: len(self._masks)] = self._masks
-            self._masks = masks
+        if num_masks > len(self.masks):
+            masks = self.masks.new_zeros(1 << (num_masks - 1).bit_length(), self.masks.shape[1])
+            masks[: len(self.masks)] = self.masks
+            self.masks = masks
 
     def put_tables(self, words: Tensor) -> None:
         """Take over new tables of rules, `RuleTable.words` on the device."""
@@ -125,7 +123,7 @@ class DeviceSampler:
             process(logits)
         if features.is_penalised:
             ops.penalise(logits, samples, self._history, self._counters_of(samples))
-        masks = self._masks if features.has_masks else None
+        masks = self.masks if features.has_masks else None
         ops.draw(
             logits, samples, masks, out.token_ids, out.status,
             has_filters=features.has_filters, is_greedy=features.is_greedy,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -77,10 +78,15 @@ class GpuPagedAttention:
         """For so many single query tokens."""
         return choose_num_splits(num_rows, self._num_kv_heads, max_context, self._num_multiprocessors)
 
-    def begin(self, step: StepTensors) -> GpuStepAttention:
-        return GpuStepAttention(self, step)
+    def begin(self, step: StepTensors) -> Callable[..., Tensor]:
+        """What `aioengine.models.fused.FusedDecoder` calls in each layer of a step."""
 
-    def attend(
+        def attend(layer: int, qkv: Tensor, qk_weight: Tensor | None, *, window: int | None) -> Tensor:
+            return self._attend(step, layer, qkv, qk_weight, window)
+
+        return attend
+
+    def _attend(
         self, step: StepTensors, layer: int, qkv: Tensor, qk_weight: Tensor | None, window: int | None
     ) -> Tensor:
         """Rotate, write this step's keys and values, then attend: [T, h · d] from [T, (h + 2 g) · d]."""
@@ -101,17 +107,6 @@ class GpuPagedAttention:
                 scale=self._softmax_scale, window=window,
             )  # fmt: skip
         return out.flatten(1)
-
-
-class GpuStepAttention:
-    """Attention of one step: what `aioengine.models.fused.FusedDecoder` calls in each layer."""
-
-    def __init__(self, attention: GpuPagedAttention, step: StepTensors) -> None:
-        self._attention = attention
-        self._step = step
-
-    def __call__(self, layer: int, qkv: Tensor, qk_weight: Tensor | None, *, window: int | None) -> Tensor:
-        return self._attention.attend(self._step, layer, qkv, qk_weight, window)
 
 
 def choose_num_splits(num_rows: int, num_kv_heads: int, max_context: int, num_multiprocessors: int) -> int:

@@ -202,21 +202,11 @@ def attend_prefill(
     choice = choice_of(PREFILL, q.device, shape)
     constants = _constants(shape, choice)
     _prefill_kernel[(len(tiles) * k_cache.shape[2] * constants["PARTS"],)](
-        q,
-        k_cache,
-        v_cache,
-        block_tables,
-        tiles,
-        out,
-        scale * LOG2_E,
-        NO_WINDOW if window is None else min(window, NO_WINDOW),
-        block_tables.shape[1],
-        HAS_WINDOW=window is not None,
-        **constants,
-        num_warps=choice.num_warps,
-        num_stages=choice.num_stages,
+        q, k_cache, v_cache, block_tables, tiles, out, scale * LOG2_E,
+        NO_WINDOW if window is None else min(window, NO_WINDOW), block_tables.shape[1],
+        HAS_WINDOW=window is not None, **constants, num_warps=choice.num_warps, num_stages=choice.num_stages,
         enable_fp_fusion=True,
-    )
+    )  # fmt: skip
 
 
 def prefill_tile(num_heads: int, num_kv_heads: int, head_dim: int) -> int:

@@ -145,16 +145,9 @@ def penalise(logits: Tensor, samples: Tensor, history: Tensor, counters: Tensor)
         samples, history, counters, vocab, history.shape[1], BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=True
     )
     _apply_kernel[grid](
-        logits,
-        samples,
-        history,
-        counters,
-        vocab,
-        history.shape[1],
-        BLOCK,
-        num_warps=NUM_WARPS,
-        enable_fp_fusion=False,
-    )
+        logits, samples, history, counters, vocab, history.shape[1], BLOCK,
+        num_warps=NUM_WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 def parts_a_sample(num_samples: int, longest: int) -> int:

@@ -17,21 +17,15 @@ def edit_logits(
     edit_values: Tensor,
     edit_until: Tensor,
 ) -> None:
-    sample, logits_rows, tokens, edits = _made(logits, samples, sample_of_row, edit_rows, edit_tokens)
-    is_now = samples[sample, SampleRow.OUTPUT_POSITION] < edit_until[edits]
-    logits_rows, tokens, values = logits_rows[is_now], tokens[is_now], edit_values[edits][is_now]
+    sample = _samples_of_rows(samples, sample_of_row, edit_rows)
+    is_known = (sample >= 0) & (edit_tokens >= 0) & (edit_tokens < logits.shape[1])
+    words = samples[sample[is_known]]
+    is_now = words[:, SampleRow.OUTPUT_POSITION] < edit_until[is_known]
+    logits_rows = words[is_now, SampleRow.LOGITS_ROW].long()
+    tokens, values = edit_tokens[is_known][is_now].long(), edit_values[is_known][is_now]
     is_mask = values == -torch.inf
     logits.index_put_((logits_rows[~is_mask], tokens[~is_mask]), values[~is_mask], accumulate=True)
     logits[logits_rows[is_mask], tokens[is_mask]] = -torch.inf
-
-
-def _made(
-    logits: Tensor, samples: Tensor, sample_of_row: Tensor, edit_rows: Tensor, edit_tokens: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of the edits that are not passed over: sample, row of logits and token, and which they are; int64 [any] each."""
-    sample = _samples_of_rows(samples, sample_of_row, edit_rows)
-    edits = ((sample >= 0) & (edit_tokens >= 0) & (edit_tokens < logits.shape[1])).nonzero()[:, 0]
-    return sample[edits], samples[sample[edits], SampleRow.LOGITS_ROW].long(), edit_tokens[edits].long(), edits
 
 
 def _samples_of_rows(samples: Tensor, sample_of_row: Tensor, rows: Tensor) -> Tensor:
