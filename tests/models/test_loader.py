@@ -18,9 +18,10 @@ from torch import Tensor
 from aioengine.config import EngineConfig
 from aioengine.errors import ModelLoadError
 from aioengine.models import decoder as decoder_module
+from aioengine.models.checkpoint import INDEX_FILE, SINGLE_FILE, checkpoint_tensors
 from aioengine.models.decoder import Decoder
 from aioengine.models.folder import ModelFolder
-from aioengine.models.loader import INDEX_FILE, SINGLE_FILE, LoadStopped, load_decoder, parameter_views
+from aioengine.models.loader import LoadStopped, load_decoder
 from tests.checkpoints import FAMILIES
 
 Checkpoint = Callable[..., Path]
@@ -93,10 +94,11 @@ def assert_same(left: Decoder, right: Decoder) -> None:
 @pytest.mark.parametrize("family", ["llama2", "qwen2", "qwen3"])
 def test_each_slot_holds_the_files_tensor(checkpoint: Checkpoint, family: str) -> None:
     folder = checkpoint(family)
-    slots, tensors = parameter_views(load(folder)), load_file(folder / SINGLE_FILE)
-    assert slots.keys() == tensors.keys()
-    for name, slot in slots.items():
-        assert torch.equal(slot.target, tensors[name].expand_as(slot.target)), name
+    decoder, saved = load(folder), load_file(folder / SINGLE_FILE)
+    tensors = checkpoint_tensors(decoder.config)
+    assert tensors.keys() == saved.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor.within(decoder), saved[name].expand_as(tensor.within(decoder))), name
 
 
 def test_slots_cover_each_parameter_exactly_once(checkpoint: Checkpoint) -> None:
@@ -104,8 +106,8 @@ def test_slots_cover_each_parameter_exactly_once(checkpoint: Checkpoint) -> None
     with torch.no_grad():
         for parameter in decoder.parameters():
             parameter.zero_()
-        for slot in parameter_views(decoder).values():
-            slot.target.add_(1)
+        for tensor in checkpoint_tensors(decoder.config).values():
+            tensor.within(decoder).add_(1)
     assert all((parameter == 1).all() for parameter in decoder.parameters())
 
 

@@ -211,7 +211,7 @@ class Weights:
         changes = []
         for name in list(staged):
             entry = self._entries[name]
-            target = entry.of(decoder.get_parameter(entry.parameter))
+            target = entry.within(decoder)
             values = _tensor(staged.pop(name)).to(target.dtype)
             changes.append((target, values.expand(target.shape).contiguous()))
         return changes

@@ -40,32 +40,21 @@ class CheckpointTensor(msgspec.Struct, frozen=True):
         """The rows, as a view of the dense parameter."""
         return parameter.narrow(0, self.first, self.count)
 
+    def within(self, decoder: Decoder) -> Tensor:
+        """As `of`, of a decoder whose parameters are not packed."""
+        return self.of(decoder.get_parameter(self.parameter))
+
     def read(self, parameter: Tensor) -> Tensor:
         """The tensor as a checkpoint holds it, as a view."""
         rows = self.of(parameter)
         return rows if len(self.shape) == rows.dim() else rows[0]
 
 
-class ParameterView(msgspec.Struct, frozen=True):
-    """A view of a decoder's parameter, which a tensor of this shape fills or broadcasts into."""
-
-    shape: tuple[int, ...]
-    target: Tensor
-
-
-def parameter_views(decoder: Decoder) -> dict[str, ParameterView]:
-    """For each tensor that a checkpoint of this decoder holds, by its name there, where it goes.
-
-    Of a decoder whose parameters are not packed.
-    """
-    return {
-        name: ParameterView(tensor.shape, tensor.of(decoder.get_parameter(tensor.parameter)))
-        for name, tensor in checkpoint_tensors(decoder.config).items()
-    }
-
-
 def checkpoint_tensors(config: DecoderConfig) -> dict[str, CheckpointTensor]:
-    """As `parameter_views`, of any decoder with this config. A tied head is the embedding, and no tensor of its own."""
+    """For each tensor of a checkpoint, by its name there, where it goes in a decoder with this config.
+
+    A tied head is the embedding, and no tensor of its own.
+    """
     vocab_size, hidden_size = config.vocab_size, config.hidden_size
     tensors = {
         EMBEDDING: CheckpointTensor("embedding", 0, vocab_size, (vocab_size, hidden_size)),

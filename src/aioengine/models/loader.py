@@ -23,9 +23,7 @@ from aioengine.models.checkpoint import (
     INDEX_FILE,
     SINGLE_FILE,
     CheckpointTensor,
-    ParameterView,
     checkpoint_tensors,
-    parameter_views,
 )
 from aioengine.models.decoder import Decoder
 from aioengine.models.families import DecoderConfig, read_decoder_config
@@ -62,6 +60,7 @@ class LoadStopped(Exception):
 class Stored(msgspec.Struct, frozen=True):
     """A tensor in a file, as the file's header describes it."""
 
+    name: str
     path: Path
     dtype: str
     shape: tuple[int, ...]
@@ -97,13 +96,12 @@ def load_decoder(
     if config.load_format == "dummy":
         decoder = _allocate(decoder_config, placement)
         _fill_with_noise(decoder, on_progress, should_stop)
-    else:
-        stored = read_catalogue(folder.path)
-        if config.dtype == "auto" and not any(folder.config.get(key) for key in ("dtype", "torch_dtype")):
-            decoder_config = _with_dtype_of_files(decoder_config, stored)
-        decoder = _read(stored, decoder_config, placement, on_progress, should_stop)
-    _make_ready(decoder, placement, should_stop)
-    return decoder
+        _make_ready(decoder, placement, should_stop)
+        return decoder
+    stored = read_catalogue(folder.path)
+    if config.dtype == "auto" and not any(folder.config.get(key) for key in ("dtype", "torch_dtype")):
+        decoder_config = _with_dtype_of_files(decoder_config, stored)
+    return _read(stored, decoder_config, placement, on_progress, should_stop)
 
 
 def load_weights(
@@ -122,9 +120,7 @@ def load_weights(
         ModelLoadError, LoadStopped: as `load_decoder`.
     """
     check_config(folder, config)
-    decoder = _read(read_catalogue(folder), config, placement, on_progress, should_stop)
-    _make_ready(decoder, placement, should_stop)
-    return decoder
+    return _read(read_catalogue(folder), config, placement, on_progress, should_stop)
 
 
 def check_weights(folder: Path, config: DecoderConfig) -> None:
@@ -148,11 +144,6 @@ def check_config(folder: Path, config: DecoderConfig) -> None:
         found = read_decoder_config(ModelFolder.read(folder), dtype=dtype, max_model_len=config.max_model_len)
     except ConfigError as error:
         raise ModelLoadError(f"{folder / 'config.json'}: {error}") from error
-    check_same(found, config, folder)
-
-
-def check_same(found: DecoderConfig, config: DecoderConfig, folder: Path) -> None:
-    """Refuse a folder whose config.json says ``found``, unless that is ``config``."""
     for field in DecoderConfig.__struct_fields__:
         theirs, ours = getattr(found, field), getattr(config, field)
         if theirs != ours:
@@ -169,12 +160,20 @@ def _read(
     on_progress: Callable[[int, int], None] | None,
     should_stop: Callable[[], bool],
 ) -> Decoder:
-    """A decoder with the values of the files, not bound yet."""
-    wanted = match(stored, checkpoint_tensors(config), tied=config.tie_word_embeddings)
+    tensors = checkpoint_tensors(config)
+    wanted = match(stored, tensors, tied=config.tie_word_embeddings)
     decoder = _allocate(config, placement)
-    _stream(wanted, parameter_views(decoder), on_progress, should_stop)
-    if config.tie_word_embeddings and HEAD in stored and HEAD not in (t.name for t in wanted):
+    progress = _Progress(sum(found.num_bytes for found in wanted.values()), on_progress)
+    for path in sorted({found.path for found in wanted.values()}):
+        with _opened(path) as file:
+            for name, found in wanted.items():
+                if found.path == path:
+                    stop_if(should_stop)
+                    tensors[name].within(decoder).copy_(file.get_tensor(found.name))
+                    progress.add(found.num_bytes)
+    if config.tie_word_embeddings and HEAD in stored and stored[HEAD] not in wanted.values():
         _check_tied_head(stored[HEAD], decoder.embedding)
+    _make_ready(decoder, placement, should_stop)
     return decoder
 
 
@@ -215,7 +214,7 @@ def _read_header(path: Path) -> Iterator[tuple[str, Stored]]:
     with _opened(path) as file:
         for name in file.keys():  # noqa: SIM118 (not a dict)
             part = file.get_slice(name)
-            yield name, Stored(path, part.get_dtype(), tuple(part.get_shape()))
+            yield name, Stored(name, path, part.get_dtype(), tuple(part.get_shape()))
 
 
 @contextmanager
@@ -229,21 +228,13 @@ def _opened(path: Path) -> Iterator[Any]:
         raise ModelLoadError(f"{path} is damaged or cut short, or cannot be read: {error}") from error
 
 
-class Transfer(msgspec.Struct, frozen=True):
-    """A tensor to be copied: from where, and into the parameter's view of which name."""
-
-    name: str
-    target: str
-    stored: Stored
-
-
-def match(stored: dict[str, Stored], entries: dict[str, CheckpointTensor], *, tied: bool) -> list[Transfer]:
-    """Pair what the files hold with what the decoder needs, file by file.
+def match(stored: dict[str, Stored], tensors: dict[str, CheckpointTensor], *, tied: bool) -> dict[str, Stored]:
+    """For each tensor that the decoder needs, what the files hold for it.
 
     Raises:
         ModelLoadError: a tensor is missing, unexpected, of the wrong shape, or of a dtype that is not supported.
     """
-    names = {name: name for name in entries}
+    names = {name: name for name in tensors}
     if tied and EMBEDDING not in stored and HEAD in stored:
         names[EMBEDDING] = HEAD  # of two that are one, some tools save the other
     expected = set(names.values())
@@ -255,35 +246,30 @@ def match(stored: dict[str, Stored], entries: dict[str, CheckpointTensor], *, ti
             more = f" and {len(found) - 1} more" if len(found) > 1 else ""
             hint = "; config.json may need tie_word_embeddings" if found == [HEAD] else ""
             raise ModelLoadError(f"the checkpoint {problem} tensor {found[0]}{more}, by what config.json says{hint}")
-    transfers = [Transfer(name, target, stored[name]) for target, name in names.items()]
-    for transfer in transfers:
-        _check_tensor(transfer.name, transfer.stored, entries[transfer.target].shape)
-    return sorted(transfers, key=lambda transfer: transfer.stored.path)
+    wanted = {target: stored[name] for target, name in names.items()}
+    for target, tensor in wanted.items():
+        _check_tensor(tensor, tensors[target].shape)
+    return wanted
 
 
 def _is_harmless(name: str, *, tied: bool) -> bool:
     return HARMLESS.search(name) is not None or (tied and name == HEAD)
 
 
-def _check_tensor(name: str, stored: Stored, shape: tuple[int, ...]) -> None:
+def _check_tensor(stored: Stored, shape: tuple[int, ...]) -> None:
+    where = f"tensor {stored.name} in {stored.path}"
     if stored.dtype not in FILE_DTYPES:
         raise ModelLoadError(
-            f"tensor {name} in {stored.path} is {stored.dtype}; supported: {', '.join(FILE_DTYPES)}. "
+            f"{where} is {stored.dtype}; supported: {', '.join(FILE_DTYPES)}. "
             "Quantised checkpoints are not supported yet"
         )
     if stored.shape != shape:
-        raise ModelLoadError(
-            f"tensor {name} in {stored.path} has shape {list(stored.shape)}; config.json makes it {list(shape)}"
-        )
+        raise ModelLoadError(f"{where} has shape {list(stored.shape)}; config.json makes it {list(shape)}")
 
 
 def _with_dtype_of_files(config: DecoderConfig, stored: dict[str, Stored]) -> DecoderConfig:
-    dtypes = [
-        FILE_DTYPES[stored[name].dtype]
-        for name in (EMBEDDING, HEAD)
-        if name in stored and stored[name].dtype in FILE_DTYPES
-    ]
-    return msgspec.structs.replace(config, dtype=dtypes[0]) if dtypes else config
+    dtypes = [FILE_DTYPES.get(stored[name].dtype) for name in (EMBEDDING, HEAD) if name in stored]
+    return msgspec.structs.replace(config, dtype=next(filter(None, dtypes), config.dtype))
 
 
 def _allocate(config: DecoderConfig, placement: Placement) -> Decoder:
@@ -307,22 +293,6 @@ def _make_ready(decoder: Decoder, placement: Placement, should_stop: Callable[[]
         decoder.make_rope_table()
 
 
-def _stream(
-    transfers: list[Transfer],
-    views: dict[str, ParameterView],
-    on_progress: Callable[[int, int], None] | None,
-    should_stop: Callable[[], bool],
-) -> None:
-    progress = _Progress(sum(transfer.stored.num_bytes for transfer in transfers), on_progress)
-    for path in dict.fromkeys(transfer.stored.path for transfer in transfers):
-        with _opened(path) as file:
-            for transfer in transfers:
-                if transfer.stored.path == path:
-                    stop_if(should_stop)
-                    views[transfer.target].target.copy_(file.get_tensor(transfer.name))
-                    progress.add(transfer.stored.num_bytes)
-
-
 def _check_tied_head(stored: Stored, embedding: Tensor) -> None:
     """A head beside a tied embedding is the same matrix saved twice; if not, config.json is wrong."""
     with _opened(stored.path) as file:
@@ -340,13 +310,14 @@ def _fill_with_noise(
     # Made where they go: 8 billion of them take a CPU a minute, and a GPU some ms.
     generator = torch.Generator(decoder.embedding.device).manual_seed(DUMMY_SEED)
     progress = _Progress(decoder.weight_bytes, on_progress)
-    for view in parameter_views(decoder).values():
+    for tensor in checkpoint_tensors(decoder.config).values():
         stop_if(should_stop)
-        if view.shape == view.target.shape and len(view.shape) > 1:
-            view.target.uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)
+        values = tensor.within(decoder)
+        if tensor.shape == values.shape and len(tensor.shape) > 1:
+            values.uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)
         else:
-            view.target.fill_(1.0)
-        progress.add(view.target.nbytes)
+            values.fill_(1.0)
+        progress.add(values.nbytes)
 
 
 def stop_if(should_stop: Callable[[], bool]) -> None:
