@@ -22,7 +22,7 @@ from aioengine.models.decoder import Decoder
 from aioengine.models.folder import SMALL_FILES, ModelFolder
 from aioengine.models.loader import stop_if
 
-SHARD = "model-{:05d}-of-{:05d}.safetensors"
+FILES = "model{suffix}.safetensors"
 SHARDS = "model-*-of-*.safetensors"
 NOT_COPIED = ("*.index.json", "config.json")
 
@@ -75,34 +75,22 @@ def save_checkpoint(
 
 
 def _write_weights(decoder: Decoder, part: Path, max_shard_bytes: int, should_stop: Callable[[], bool]) -> list[str]:
-    entries = checkpoint_tensors(decoder.config)
-    shards = list(_shards(entries, decoder.config.dtype.itemsize, max_shard_bytes))
-    names = [SHARD.format(number, len(shards)) for number in range(1, len(shards) + 1)]
-    if len(shards) == 1:
-        names = [SINGLE_FILE]
-    for name, shard in zip(names, shards, strict=True):
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    tensors, item_bytes = checkpoint_tensors(decoder.config), decoder.config.dtype.itemsize
+    split = split_state_dict_into_shards_factory(
+        tensors,
+        get_storage_size=lambda tensor: tensor.num_elements * item_bytes,
+        filename_pattern=FILES,
+        max_shard_size=max_shard_bytes,
+    )
+    for name, shard in split.filename_to_tensors.items():
         stop_if(should_stop)
-        _write_file(dict(_tensors(decoder, {tensor: entries[tensor] for tensor in shard})), part / name)
-    if len(shards) > 1:
-        shard_of = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-        size = sum(entry.num_elements for entry in entries.values()) * decoder.config.dtype.itemsize
-        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(shard_of.items()))}
+        _write_file(dict(_tensors(decoder, {tensor: tensors[tensor] for tensor in shard})), part / name)
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
         (part / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
-    return names
-
-
-def _shards(entries: dict[str, CheckpointTensor], item_bytes: int, max_shard_bytes: int) -> Iterator[list[str]]:
-    """The names of each file's tensors."""
-    shard: list[str] = []
-    num_bytes = 0
-    for name, entry in entries.items():
-        size = entry.num_elements * item_bytes
-        if shard and num_bytes + size > max_shard_bytes:
-            yield shard
-            shard, num_bytes = [], 0
-        shard.append(name)
-        num_bytes += size
-    yield shard
+    return list(split.filename_to_tensors)
 
 
 def _tensors(decoder: Decoder, entries: dict[str, CheckpointTensor]) -> Iterator[tuple[str, Tensor]]:
