@@ -7,7 +7,8 @@ it is known. All else goes through AutoConfig.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -168,27 +169,34 @@ def read_decoder_config(folder: ModelFolder, *, dtype: str = "auto", max_model_l
         ModelLoadError: config.json is no good, or describes what is not supported; it says what is.
         ConfigError: ``max_model_len`` is more than the model allows.
     """
-    where = folder.path / "config.json"
-    architecture = _check_architecture(folder)
+    try:
+        return _read(folder, dtype, max_model_len)
+    except _BadConfig as error:
+        raise ModelLoadError(f"{folder.path / 'config.json'}: {error}") from error
+
+
+class _BadConfig(Exception):
+    """What is wrong with a config.json, or not supported."""
+
+
+def _read(folder: ModelFolder, dtype: str, max_model_len: int | None) -> DecoderConfig:
+    architecture = _check_architecture(folder.config)
     family = ARCHITECTURES[architecture]
-    _check_numbers(folder.config.get, where)
-    fields = known_fields(folder.config, family) or _fields_by_transformers(folder)
-    _check_numbers(lambda name: getattr(fields, name, None), where)
-    _check_features(fields, where)
+    _check_numbers(folder.config.get)
+    fields = known_fields(folder.config, family) or _fields_by_transformers(folder.path)
+    _check_numbers(lambda name: getattr(fields, name, None))
+    _check_features(fields)
     num_heads, num_kv_heads = fields.num_attention_heads, fields.num_key_value_heads or fields.num_attention_heads
     head_dim = fields.head_dim or fields.hidden_size // num_heads
     if num_heads % num_kv_heads:
-        raise ModelLoadError(
-            f"{where}: num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}"
-        )
+        raise _BadConfig(f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}")
     if head_dim % 2 or not head_dim:
-        raise ModelLoadError(f"{where}: head_dim={head_dim} is odd or none; the rotation needs pairs")
+        raise _BadConfig(f"head_dim={head_dim} is odd or none; the rotation needs pairs")
     try:
         inv_freq, rope_scale = _rope(fields, head_dim)
         model_len = _model_len(fields)
     except Exception as error:  # of values that are absent or no numbers
-        rope = shorten(fields.rope_parameters)
-        raise ModelLoadError(f"{where}: rope_parameters {rope} cannot be used: {error!r}") from error
+        raise _BadConfig(f"rope_parameters {shorten(fields.rope_parameters)} cannot be used: {error!r}") from error
     return DecoderConfig(
         architecture=architecture,
         vocab_size=fields.vocab_size,
@@ -198,15 +206,15 @@ def read_decoder_config(folder: ModelFolder, *, dtype: str = "auto", max_model_l
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_model_len=_limit(model_len, max_model_len, where),
-        dtype=_dtype(fields, dtype, where),
+        max_model_len=_limit(model_len, max_model_len),
+        dtype=_dtype(fields, dtype),
         rms_norm_eps=fields.rms_norm_eps,
         qkv_bias=_flag(family.qkv_bias, fields),
         output_bias=_flag(family.output_bias, fields),
         mlp_bias=_flag(family.mlp_bias, fields),
         qk_norm=family.qk_norm,
         tie_word_embeddings=fields.tie_word_embeddings,
-        windows=_windows(family, fields, where),
+        windows=_windows(family, fields),
         inv_freq=inv_freq,
         rope_scale=rope_scale,
     )
@@ -261,62 +269,59 @@ def known_fields(config: dict[str, Any], family: Family) -> ConfigFields | None:
     return msgspec.structs.replace(fields, layer_types=layer_types, sliding_window=window)
 
 
-def _fields_by_transformers(folder: ModelFolder) -> ConfigFields:
+def _fields_by_transformers(folder: Path) -> ConfigFields:
     import transformers
 
     try:
-        config = transformers.AutoConfig.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         given = {
             name: value for name, value in config.to_dict().items() if value is not None or name not in MAY_BE_NULL
         }
         return msgspec.convert({"sliding_window": None, **given}, type=ConfigFields)
     # Its validation raises whatever it likes: ValueError, KeyError, TypeError, errors of its own.
     except Exception as error:
-        where, problem = folder.path / "config.json", str(error)[:MAX_SHOWN_CHARS]
-        raise ModelLoadError(f"{where} is not a config that transformers understands: {problem}") from error
+        raise _BadConfig(f"transformers does not understand it: {str(error)[:MAX_SHOWN_CHARS]}") from error
 
 
-def _check_numbers(get: Callable[[str], Any], where: object) -> None:
+def _check_numbers(get: Callable[[str], Any]) -> None:
     """Refuse an integer of the config that is none, or of another size than any model's; absent ones are fine."""
     for name, (least, most) in NUMBERS.items():
         value = get(name)
         if value is not None and not (type(value) is int and least <= value <= most):
-            raise ModelLoadError(f"{where}: {name}={shorten(value)}; {least} to {most} is needed")
+            raise _BadConfig(f"{name}={shorten(value)}; {least} to {most} is needed")
     eps = get("rms_norm_eps")
     if eps is not None and not (isinstance(eps, float) and 0 <= eps < 1):
-        raise ModelLoadError(f"{where}: rms_norm_eps={shorten(eps)}; a float from 0 to 1 is needed")
+        raise _BadConfig(f"rms_norm_eps={shorten(eps)}; a float from 0 to 1 is needed")
 
 
-def _check_architecture(folder: ModelFolder) -> str:
-    where = folder.path / "config.json"
-    names = folder.config.get("architectures")
+def _check_architecture(config: dict[str, Any]) -> str:
+    names = config.get("architectures")
     supported = ", ".join(ARCHITECTURES)
     if not isinstance(names, list) or len(names) != 1:
-        raise ModelLoadError(f"{where}: architectures={shorten(names)}; a list of one is needed, of {supported}")
+        raise _BadConfig(f"architectures={shorten(names)}; a list of one is needed, of {supported}")
     if not isinstance(names[0], str) or names[0] not in ARCHITECTURES:
-        raise ModelLoadError(f"{where}: architecture {str(names[0])[:100]} is not supported; supported: {supported}")
-    quantization = folder.config.get("quantization_config")
+        raise _BadConfig(f"architecture {str(names[0])[:100]} is not supported; supported: {supported}")
+    quantization = config.get("quantization_config")
     if quantization is not None:
         method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
-        raise ModelLoadError(f"{where}: quantised checkpoints are not supported yet (quant_method {str(method)[:100]})")
+        raise _BadConfig(f"quantised checkpoints are not supported yet (quant_method {str(method)[:100]})")
     return str(names[0])
 
 
-def _check_features(fields: ConfigFields, where: object) -> None:
+def _check_features(fields: ConfigFields) -> None:
     if fields.hidden_act not in ACTIVATIONS:
-        raise ModelLoadError(
-            f"{where}: activation {shorten(fields.hidden_act)} is not supported; supported: {', '.join(ACTIVATIONS)}"
-        )
+        raise _not_supported(f"activation {shorten(fields.hidden_act)}", ACTIVATIONS)
     rope = fields.rope_parameters
-    rope_type = rope.get("rope_type")
     if any(isinstance(value, dict) for value in rope.values()):
-        raise ModelLoadError(f"{where}: rope_parameters by layer type are not supported; one for all layers is")
-    if str(rope_type) not in ROPE_TYPES:
-        raise ModelLoadError(
-            f"{where}: rope type {shorten(rope_type)} is not supported; supported: {', '.join(ROPE_TYPES)}"
-        )
+        raise _BadConfig("rope_parameters by layer type are not supported; one for all layers is")
+    if str(rope.get("rope_type")) not in ROPE_TYPES:
+        raise _not_supported(f"rope type {shorten(rope.get('rope_type'))}", ROPE_TYPES)
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ModelLoadError(f"{where}: partial_rotary_factor={rope['partial_rotary_factor']} is not supported; 1 is")
+        raise _BadConfig(f"partial_rotary_factor={rope['partial_rotary_factor']} is not supported; 1 is")
+
+
+def _not_supported(what: str, supported: Iterable[str]) -> _BadConfig:
+    return _BadConfig(f"{what} is not supported; supported: {', '.join(supported)}")
 
 
 def _flag(value: bool | str, fields: ConfigFields) -> bool:
@@ -402,35 +407,31 @@ def _model_len(fields: ConfigFields) -> int:
     return fields.max_position_embeddings
 
 
-def _limit(model_len: object, max_model_len: int | None, where: object) -> int:
-    if not isinstance(model_len, int) or not 2 <= model_len <= MAX_POSITIONS:
-        raise ModelLoadError(f"{where}: max_position_embeddings={shorten(model_len)}; 2 to {MAX_POSITIONS} is needed")
+def _limit(model_len: int, max_model_len: int | None) -> int:
+    if not 2 <= model_len <= MAX_POSITIONS:
+        raise _BadConfig(f"max_position_embeddings={shorten(model_len)}; 2 to {MAX_POSITIONS} is needed")
     if max_model_len is not None and max_model_len > model_len:
         raise ConfigError(f"max_model_len={max_model_len} is more than the {model_len} tokens that this model allows")
     return max_model_len or model_len
 
 
-def _dtype(fields: ConfigFields, name: str, where: object) -> torch.dtype:
-    if name != "auto":
-        return DTYPES[name]
-    if fields.dtype is not None and fields.dtype not in DTYPES:
-        raise ModelLoadError(
-            f"{where}: dtype {shorten(fields.dtype)} is not supported; set dtype to one of {', '.join(DTYPES)}"
-        )
-    return DTYPES[fields.dtype or "float32"]
+def _dtype(fields: ConfigFields, name: str) -> torch.dtype:
+    if name == "auto":
+        name = fields.dtype or "float32"
+    if name not in DTYPES:
+        raise _BadConfig(f"dtype {shorten(name)} is not supported; set dtype to one of {', '.join(DTYPES)}")
+    return DTYPES[name]
 
 
-def _windows(family: Family, fields: ConfigFields, where: object) -> tuple[int | None, ...]:
+def _windows(family: Family, fields: ConfigFields) -> tuple[int | None, ...]:
     window, num_layers, layer_types = fields.sliding_window, fields.num_hidden_layers, fields.layer_types
     if family.windows == "none" or window is None:
         return (None,) * num_layers
     if family.windows == "all layers":
         return (window,) * num_layers
     if layer_types is None or len(layer_types) != num_layers:
-        raise ModelLoadError(f"{where}: layer_types={shorten(layer_types)}; one for each of {num_layers} is needed")
-    unknown = [layer_type for layer_type in layer_types if layer_type not in LAYER_TYPES]
-    if unknown:
-        raise ModelLoadError(
-            f"{where}: layer type {shorten(unknown[0])} is not supported; supported: {', '.join(LAYER_TYPES)}"
-        )
+        raise _BadConfig(f"layer_types={shorten(layer_types)}; one for each of {num_layers} is needed")
+    for layer_type in layer_types:
+        if layer_type not in LAYER_TYPES:
+            raise _not_supported(f"layer type {shorten(layer_type)}", LAYER_TYPES)
     return tuple(window if layer_type == "sliding_attention" else None for layer_type in layer_types)
