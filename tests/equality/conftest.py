@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,16 +14,19 @@ import msgspec
 import torch
 import transformers
 from checkpoints import NUM_SPECIAL, PAD, make_checkpoint
-from nightly import few
 from tokenizers import Tokenizer, decoders, models
 from transformers.generation import logits_process as theirs
 
-from aioengine import Engine
+from aioengine import Engine, RequestOutput
 from aioengine.core.engine_core import EngineCore
+from aioengine.outputs import TokenLogprobs
 
 MAX_MODEL_LEN = 256
 VOCAB_SIZE = 384
 SEED = 20261120
+LOGPROB_TOLERANCE = 1e-3
+RANK_TOLERANCE = 1e-4
+"""Logits nearer than this may change places by rounding alone."""
 
 
 class Setting(msgspec.Struct, frozen=True):
@@ -50,18 +54,8 @@ SETTINGS = {
     "prefix hits": Setting(repeats=2, kv_sequences=40),
     "preempted": Setting(kv_sequences=1.3, repeats=2),
     "all at once": Setting(budget=23, kv_sequences=1.3, repeats=2, aborts=True),
+    "aborts beside": Setting(aborts=True),
 }
-
-
-RUNS = few(
-    (("qwen3", name, 2) for name in ("alone", "prefix hits", "preempted", "all at once")),
-    of=[
-        *(("qwen3", name, depth) for name in SETTINGS for depth in (1, 2)),
-        *((family, name, 2) for family in ("llama3", "mistral") for name in ("alone", "all at once")),
-        *(("qwen3", name, 4) for name in ("alone", "all at once")),
-    ],
-)
-"""(family, setting, depth) of `Runs`."""
 
 
 def starting(folder: Path, depth: int = 2, **fields: Any) -> Engine:
@@ -161,14 +155,60 @@ class Counted(theirs.LogitsProcessor):
         return scores
 
 
-class Checkpoint(NamedTuple):
-    """Attributes:
-    cases: requests to serve, and what transformers makes of them.
-    """
+class Case(NamedTuple):
+    """A request, and what transformers makes of it."""
 
+    prompt: list[int]
+    params: dict[str, Any]
+    wanted: Generated | None = None
+    """None: it is sampled."""
+
+    def request(self) -> dict[str, Any]:
+        return {"prompt": self.prompt, "temperature": 0.0, "logprobs": 2, "ignore_eos": True, **self.params}
+
+
+Cases = dict[Any, Case]
+Outputs = dict[Any, RequestOutput]
+
+
+async def serve(
+    engine: Engine, cases: Cases, setting: Setting, rng: random.Random, others: Sequence[dict[str, Any]]
+) -> Outputs:
+    """Serve all cases: alone, one after the other; or all at once among others, in any order."""
+    if setting.one_by_one:
+        return {name: await engine.generate(**case.request()) for name, case in cases.items()}
+    requests = [*((name, case.request()) for name, case in cases.items()), *((None, request) for request in others)]
+    rng.shuffle(requests)
+    async with asyncio.TaskGroup() as group:
+        tasks = []
+        for name, request in requests:
+            if setting.aborts:
+                group.create_task(cancelled_soon(engine, request["prompt"], rng))
+            tasks.append((name, group.create_task(engine.generate(**request))))
+    return {name: task.result() for name, task in tasks if name is not None}
+
+
+async def cancelled_soon(engine: Engine, prompt: list[int], rng: random.Random) -> None:
+    """A request with a prompt like this one, left after a random number of deltas."""
+    patience = rng.randint(0, 8)
+    async with engine.stream(prompt[: rng.randint(1, len(prompt))], max_tokens=100, ignore_eos=True) as stream:
+        async for _ in stream:
+            patience -= 1
+            if patience < 0:
+                break
+
+
+class Checkpoint(NamedTuple):
     folder: Path
     oracle: Oracle
-    cases: Any
+    cases: Cases
+
+
+class Round(NamedTuple):
+    """One time that all cases were served, and how many tokens the device computed for it."""
+
+    outputs: Outputs
+    num_computed_tokens: int
 
 
 class Runs:
@@ -176,21 +216,21 @@ class Runs:
 
     Args:
         make_cases: of a checkpoint.
-        serve: all cases in a setting; made into a round.
+        make_others: requests that run beside the cases.
     """
 
     def __init__(
         self,
         root: Path,
-        make_cases: Callable[[Oracle], Any],
-        serve: Callable[[Engine, Any, Setting, random.Random], Awaitable[Any]],
+        make_cases: Callable[[Oracle], Cases],
+        make_others: Callable[[Cases, random.Random], list[dict[str, Any]]] = lambda cases, rng: [],
     ) -> None:
         self._root = root
         self._make_cases = make_cases
-        self._serve = serve
+        self._make_others = make_others
         self._checkpoints: dict[str, Checkpoint] = {}
         self._logits: dict[tuple[str | int, ...], torch.Tensor] = {}
-        self._rounds: dict[tuple[str, str, int], list[Any]] = {}
+        self._rounds: dict[tuple[str, str, int], list[Round]] = {}
 
     def checkpoint(self, family: str) -> Checkpoint:
         if family not in self._checkpoints:
@@ -208,15 +248,57 @@ class Runs:
             self._logits[key] = logits[len(prompt) - 1 : -1]
         return self._logits[key]
 
-    async def rounds(self, family: str, name: str, depth: int) -> list[Any]:
+    async def rounds(self, family: str, name: str, depth: int) -> list[Round]:
         """What comes each time that the setting serves all cases."""
         key = (family, name, depth)
         if key not in self._rounds:
             folder, _, cases = self.checkpoint(family)
             setting, rng = SETTINGS[name], random.Random(SEED)
-            async with serving(folder, setting, depth) as (engine, _):
-                self._rounds[key] = [await self._serve(engine, cases, setting, rng) for _ in range(setting.repeats)]
+            rounds = self._rounds[key] = []
+            async with serving(folder, setting, depth) as (engine, core):
+                for _ in range(setting.repeats):
+                    before = core.executor.stats.num_computed_tokens
+                    outputs = await serve(engine, cases, setting, rng, self._make_others(cases, rng))
+                    rounds.append(Round(outputs, core.executor.stats.num_computed_tokens - before))
         return self._rounds[key]
+
+    async def outputs(self, family: str, name: str, depth: int) -> list[tuple[Case, RequestOutput]]:
+        """Each case with each of its outputs."""
+        cases = self.checkpoint(family).cases
+        rounds = await self.rounds(family, name, depth)
+        return [(cases[case], output) for round_ in rounds for case, output in round_.outputs.items()]
+
+
+def check_lines(
+    lines: Sequence[TokenLogprobs],
+    token_ids: list[int],
+    logprobs: torch.Tensor,
+    *,
+    asked: Sequence[int] = (),
+    num_top: int,
+) -> None:
+    """Each line has its token first, the likeliest and those asked for; and all figures are right.
+
+    Args:
+        logprobs: float32 [lines, vocab], what transformers says.
+    """
+    assert [next(iter(line)) for line in lines] == token_ids
+    entries = [(place, token_id, found) for place, line in enumerate(lines) for token_id, found in line.items()]
+    if not entries:
+        return
+    places, ids, found = (list(column) for column in zip(*entries, strict=True))
+    whole, wanted = logprobs[places], logprobs[places, ids]
+    assert torch.allclose(torch.tensor([entry.logprob for entry in found]), wanted, atol=LOGPROB_TOLERANCE, rtol=0)
+    ranks = torch.tensor([entry.rank for entry in found])
+    assert (ranks > (whole > wanted[:, None] + RANK_TOLERANCE).sum(-1)).all()
+    assert (ranks <= (whole > wanted[:, None] - RANK_TOLERANCE).sum(-1)).all()
+    for line in lines:
+        assert set(range(1, num_top + 1)) <= {entry.rank for entry in line.values()}
+        assert set(asked) <= set(line)
+
+
+def tokens_of(output: RequestOutput) -> list[list[int]]:
+    return [completion.token_ids for completion in output.outputs]
 
 
 def save_tokenizer(folder: Path, tokens: dict[int, str], *, of_words: bool = False) -> None:

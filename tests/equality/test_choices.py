@@ -6,7 +6,6 @@ number of other choices, and of other requests. How draws are distributed is the
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import random
 from typing import Any, NamedTuple
@@ -15,21 +14,40 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import NUM_SPECIAL
-from equality.conftest import RUNS, SEED, VOCAB_SIZE, Counted, Oracle, Runs, Setting, random_ids, starting
-from nightly import nightly
+from equality.conftest import (
+    SEED,
+    VOCAB_SIZE,
+    Case,
+    Cases,
+    Counted,
+    Oracle,
+    Runs,
+    check_lines,
+    random_ids,
+    starting,
+    tokens_of,
+)
+from nightly import few, nightly
 from transformers.generation import logits_process as theirs
 
-from aioengine import Engine, LogitsRow, RequestOutput
+from aioengine import LogitsRow
 from aioengine.sampler.blocks import BLOCK, Scratch
 from aioengine.sampler.noise import gumbel, noise_keys
 
-LOGPROB_TOLERANCE = 1e-3
 NUM_CHOICES = 6
 NUM_TOKENS = 20
 PROMPT_LENGTHS = (1, 15, 16, 17, 33, 61)
 BIASES = dict.fromkeys(range(10, 200, 7), 2.0)
 BOUNDARY_LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 48, 49)
 """Around the ends of blocks of 16."""
+RUNS = few(
+    (("qwen3", name, 2) for name in ("alone", "prefix hits", "preempted", "all at once")),
+    of=[
+        *(("qwen3", name, depth) for name in ("batched", "chunked", "all at once") for depth in (1, 2, 4)),
+        *((family, name, 2) for family in ("llama3", "mistral") for name in ("alone", "all at once")),
+    ],
+)
+"""(family, setting, depth)"""
 
 
 class Rules(NamedTuple):
@@ -72,25 +90,17 @@ def filtered(**params: Any) -> Rules:
     return Rules(params, [warper(params[name]) for name, warper in warpers.items() if name in params])
 
 
-class Case(NamedTuple):
-    """A request, to be made for two choices and for many."""
-
-    prompt: list[int]
-    seed: int
-    rules: Rules
-
-    def params(self, n: int) -> dict[str, Any]:
-        return {"n": n, "seed": self.seed, "max_tokens": NUM_TOKENS, "ignore_eos": True, "logprobs": 0}
-
-
-def make_cases(oracle: Oracle) -> list[Case]:
+def make_cases(oracle: Oracle) -> Cases:
+    """By (rules, n): each request is made for many choices and for two."""
     rng = random.Random(SEED)
     shared = random_ids(rng, 40)
-    cases = []
+    cases: Cases = {}
     for number in range(len(make_rules(0))):
         length = PROMPT_LENGTHS[number % len(PROMPT_LENGTHS)]
         prompt = [*shared[: length - 2], *random_ids(rng, length - len(shared[: length - 2]))]
-        cases.append(Case(prompt, SEED + number, make_rules(length)[number]))
+        params = {**make_rules(length)[number].params, "seed": SEED + number, "max_tokens": NUM_TOKENS, "logprobs": 0}
+        for n in (NUM_CHOICES, 2):
+            cases[number, n] = Case(prompt, {"temperature": 1.0, **params, "n": n})
     return cases
 
 
@@ -104,67 +114,40 @@ def noise(seed: int, choice: int, num_tokens: int) -> torch.Tensor:
     return values.view(num_tokens, -1)[:, :VOCAB_SIZE].clone()
 
 
-# Serving
-
-
-class Served(NamedTuple):
-    """What came of one case."""
-
-    many: RequestOutput
-    two: RequestOutput
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return Runs(tmp_path_factory.mktemp("choices"), make_cases, serve)
-
-
-async def serve(engine: Engine, cases: list[Case], setting: Setting, rng: random.Random) -> list[Served]:
-    """Serve all cases: alone, one after the other; or all at once, in any order."""
-    asked = [(place, n) for place in range(len(cases)) for n in (NUM_CHOICES, 2)]
-    rng.shuffle(asked)
-
-    async def ask(place: int, n: int) -> RequestOutput:
-        case = cases[place]
-        return await engine.generate(case.prompt, **case.params(n), **case.rules.params)
-
-    if setting.one_by_one:
-        outputs = {key: await ask(*key) for key in asked}
-    else:
-        async with asyncio.TaskGroup() as group:
-            tasks = {key: group.create_task(ask(*key)) for key in asked}
-        outputs = {key: task.result() for key, task in tasks.items()}
-    return [Served(many=outputs[place, NUM_CHOICES], two=outputs[place, 2]) for place in range(len(cases))]
-
-
-def tokens_of(output: RequestOutput) -> list[list[int]]:
-    return [completion.token_ids for completion in output.outputs]
+    return Runs(tmp_path_factory.mktemp("choices"), make_cases)
 
 
 # What a choice is
 
 
-def drawn(case: Case, choice: int, logits: torch.Tensor, ids: list[int], left_out: int = -1) -> list[int]:
-    """What the noise of a choice takes where the model gives ``logits``, under all rules of the case but one."""
-    chain = theirs.LogitsProcessorList([rule for place, rule in enumerate(case.rules.chain) if place != left_out])
-    scores = [chain(torch.tensor([[*case.prompt, *ids[:place]]]), row[None])[0] for place, row in enumerate(logits)]
-    tokens: list[int] = (torch.stack(scores) + noise(case.seed, choice, NUM_TOKENS)).argmax(-1).tolist()
-    return tokens
+def drawn(
+    chain: list[theirs.LogitsProcessor], case: Case, logits: list[torch.Tensor], choices: list[list[int]]
+) -> list[list[int]]:
+    """What the noise of each choice takes where the model gives these logits, under the rules."""
+    rules, taken = theirs.LogitsProcessorList(chain), []
+    for choice, (ids, rows) in enumerate(zip(choices, logits, strict=True)):
+        scores = [rules(torch.tensor([[*case.prompt, *ids[:place]]]), row[None])[0] for place, row in enumerate(rows)]
+        taken.append((torch.stack(scores) + noise(case.params["seed"], choice, NUM_TOKENS)).argmax(-1).tolist())
+    return taken
 
 
 @pytest.mark.parametrize("family", ["qwen3", *nightly("mistral")])
 async def test_each_choice_is_made_by_transformers_logits_and_its_own_noise(runs: Runs, family: str) -> None:
     [round_] = await runs.rounds(family, "alone", 2)
-    for case, served in zip(runs.checkpoint(family).cases, round_, strict=True):
-        choices = tokens_of(served.many)
+    for (number, n), case in runs.checkpoint(family).cases.items():
+        if n != NUM_CHOICES:
+            continue
+        choices = tokens_of(round_.outputs[number, n])
         assert len({tuple(ids) for ids in choices}) == NUM_CHOICES, "two choices are alike"
         logits = [runs.logits(family, case.prompt, ids) for ids in choices]
-        assert [drawn(case, *each) for each in zip(range(NUM_CHOICES), logits, choices, strict=True)] == choices
-        for place, rule in enumerate(case.rules.chain):
-            without = [
-                drawn(case, *each, left_out=place) for each in zip(range(NUM_CHOICES), logits, choices, strict=True)
-            ]
-            assert without != choices, f"{rule} changes nothing"
+
+        chain = make_rules(len(case.prompt))[number].chain
+        assert drawn(chain, case, logits, choices) == choices
+        for place, rule in enumerate(chain):
+            without = [*chain[:place], *chain[place + 1 :]]
+            assert drawn(without, case, logits, choices) != choices, f"{rule} changes nothing"
 
 
 @pytest.mark.parametrize(("family", "setting", "depth"), RUNS)
@@ -173,10 +156,9 @@ async def test_choices_are_the_same_in_every_setting_and_beside_any_number_of_ot
 ) -> None:
     [alone] = await runs.rounds(family, "alone", 2)
     for round_ in await runs.rounds(family, setting, depth):
-        for served, wanted in zip(round_, alone, strict=True):
-            assert tokens_of(served.many) == tokens_of(wanted.many)
-            assert tokens_of(served.two) == tokens_of(wanted.many)[:2]
-            assert [completion.index for completion in served.many.outputs] == list(range(NUM_CHOICES))
+        for (number, n), output in round_.outputs.items():
+            assert tokens_of(output) == tokens_of(alone.outputs[number, NUM_CHOICES])[:n]
+            assert [completion.index for completion in output.outputs] == list(range(n))
 
 
 @pytest.mark.parametrize(("family", "setting", "depth"), RUNS)
@@ -184,14 +166,10 @@ async def test_each_choice_reads_its_own_tokens_and_the_shared_prompt(
     runs: Runs, family: str, setting: str, depth: int
 ) -> None:
     """Its log-probabilities are transformers': no other choice has written into its blocks."""
-    for round_ in await runs.rounds(family, setting, depth):
-        for case, served in zip(runs.checkpoint(family).cases, round_, strict=True):
-            for completion in (*served.many.outputs, *served.two.outputs):
-                logits = runs.logits(family, case.prompt, completion.token_ids)
-                wanted = logits.log_softmax(-1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
-                lines = zip(completion.token_ids, completion.logprobs or [], strict=True)
-                found = torch.tensor([line[token_id].logprob for token_id, line in lines])
-                assert torch.allclose(found, wanted, atol=LOGPROB_TOLERANCE, rtol=0)
+    for case, output in await runs.outputs(family, setting, depth):
+        for completion in output.outputs:
+            logits = runs.logits(family, case.prompt, completion.token_ids)
+            check_lines(completion.logprobs or [], completion.token_ids, logits.log_softmax(-1), num_top=0)
 
 
 @pytest.mark.parametrize(("enable_prefix_caching", "depth"), [(True, 2), *nightly((False, 2), (True, 1), (False, 1))])

@@ -8,58 +8,47 @@ the tokens.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import transformers
-from checkpoints import EOS, NUM_SPECIAL, make_checkpoint
+from checkpoints import EOS, FAMILIES, NUM_SPECIAL, make_checkpoint
 from equality.conftest import (
-    RUNS,
+    LOGPROB_TOLERANCE,
     SEED,
     SETTINGS,
     VOCAB_SIZE,
+    Case,
+    Cases,
     Counted,
-    Generated,
     Oracle,
     Runs,
-    Setting,
     character_of,
+    check_lines,
     random_ids,
     save_tokenizer,
     serving,
     starting,
+    tokens_of,
 )
+from nightly import few, nightly
 from transformers.generation import logits_process as theirs
 
-from aioengine import Engine, LogitsRow, RequestOutput
-from aioengine.models.folder import DEMO_MODEL
-from aioengine.outputs import TokenLogprobs
+from aioengine import LogitsRow
 
+SAMPLING = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "min_p": 0.01}
 BLOCK_SIZE = 16
 NUM_OTHERS = 20
-LOGPROB_TOLERANCE = 1e-3
-RANK_TOLERANCE = 1e-4
-"""Logits nearer than this may change places by rounding alone."""
 MIN_MARGIN = 1e-3
 """So far must each token lead in transformers' eyes, lest rounding decides."""
 
 # What is asked, and what has to come
-
-
-class Case(NamedTuple):
-    """A request, and what transformers makes of it."""
-
-    prompt: list[int]
-    params: dict[str, Any]
-    wanted: Generated | None = None
-    """None: it is sampled."""
 
 
 class Rules:
@@ -67,7 +56,7 @@ class Rules:
 
     def __init__(self, oracle: Oracle) -> None:
         self.oracle = oracle
-        self.cases: dict[str, Case] = {}
+        self.cases: Cases = {}
         self._rng = random.Random(SEED)
         self._shared = self.ids(37)
 
@@ -86,13 +75,12 @@ class Rules:
         wanted = self.oracle.generate(prompt, max_tokens, **options)
         assert wanted.token_ids != wanted.logits.argmax(-1).tolist(), f"{name} changes nothing: choose another prompt"
         assert wanted.margin > MIN_MARGIN, f"{name} hangs by a hair: choose another prompt"
-        self.cases[name] = Case(prompt, {"max_tokens": max_tokens, "ignore_eos": True, **params}, wanted)
+        self.cases[name] = Case(prompt, {"max_tokens": max_tokens, **params}, wanted)
 
     def add_like(self, other: str, name: str, params: dict[str, Any]) -> None:
         """A case that says in another way what ``other`` says."""
         case = self.cases[other]
-        stays = {"max_tokens": case.params["max_tokens"], "ignore_eos": True}
-        self.cases[name] = Case(case.prompt, {**stays, **params}, case.wanted)
+        self.cases[name] = Case(case.prompt, {"max_tokens": case.params["max_tokens"], **params}, case.wanted)
 
 
 class OutputOnly(theirs.LogitsProcessor):
@@ -178,7 +166,7 @@ def forbid(words: list[list[int]], prompt: list[int]) -> theirs.LogitsProcessor:
     return OutputOnly(theirs.NoBadWordsLogitsProcessor(spellings), len(prompt))
 
 
-def make_cases(oracle: Oracle) -> dict[str, Case]:
+def make_cases(oracle: Oracle) -> Cases:
     rules = Rules(oracle)
     for penalty, length in ((1.7, 33), (0.8, 16)):
         params = {"repetition_penalty": penalty}
@@ -363,36 +351,14 @@ def add_scored(rules: Rules) -> None:
         ("a prompt of one token, scored", rules.ids(1), {"temperature": 1.2}),
     ):
         asked = {"prompt_logprobs": 4, "logprobs": 3, "logprob_token_ids": rules.ids(5), "seed": SEED}
-        rules.cases[name] = Case(prompt, {"max_tokens": 30, "ignore_eos": True, **asked, **params})
+        rules.cases[name] = Case(prompt, {"max_tokens": 30, **asked, **params})
 
 
-# Serving them
+# Beside them
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return Runs(tmp_path_factory.mktemp("knobs"), make_cases, serve)
-
-
-async def serve(
-    engine: Engine, cases: dict[str, Case], setting: Setting, rng: random.Random
-) -> dict[str, RequestOutput]:
-    """Serve all cases: alone, one after the other; or all at once among others, in any order."""
-    asked = {
-        name: {"prompt": case.prompt, "temperature": 0.0, "logprobs": 2, **case.params} for name, case in cases.items()
-    }
-    if setting.one_by_one:
-        return {name: await engine.generate(**request) for name, request in asked.items()}
-    everything = [*asked.items(), *((None, request) for request in make_others(list(cases.values()), rng))]
-    rng.shuffle(everything)
-    async with asyncio.TaskGroup() as group:
-        tasks = [(name, group.create_task(engine.generate(**request))) for name, request in everything]
-    return {name: task.result() for name, task in tasks if name is not None}
-
-
-def make_others(cases: list[Case], rng: random.Random) -> list[dict[str, Any]]:
+def make_others(cases: Cases, rng: random.Random) -> list[dict[str, Any]]:
     """Requests of all kinds that run beside the cases, some with a case's prompt."""
-
     ids = partial(random_ids, rng)
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0},
@@ -406,7 +372,7 @@ def make_others(cases: list[Case], rng: random.Random) -> list[dict[str, Any]]:
     ]
     return [
         {
-            "prompt": rng.choice(cases).prompt if rng.random() < 0.3 else ids(rng.randint(1, 60)),
+            "prompt": rng.choice(list(cases.values())).prompt if rng.random() < 0.3 else ids(rng.randint(1, 60)),
             "max_tokens": rng.randint(5, 25),
             "seed": number,
             **kinds[number % len(kinds)],
@@ -417,83 +383,160 @@ def make_others(cases: list[Case], rng: random.Random) -> list[dict[str, Any]]:
 
 # The tests
 
+PLAIN_LENGTHS = (1, 7, 16, 31, 123)
 
-@pytest.mark.parametrize(("family", "setting", "depth"), RUNS)
-async def test_greedy_tokens_under_each_rule_are_those_of_transformers(
-    runs: Runs, family: str, setting: str, depth: int
+
+def make_plain_cases(oracle: Oracle) -> Cases:
+    """Prompts of odd lengths around block and chunk boundaries; three share 37 tokens, two are equal."""
+    rng = random.Random(SEED)
+    shared = random_ids(rng, 37)
+    prompts = [*(random_ids(rng, n) for n in PLAIN_LENGTHS), *(shared + random_ids(rng, n) for n in (3, 11, 60))]
+    cases: Cases = {}
+    for index, prompt in enumerate([*prompts, prompts[4]]):
+        params = {"max_tokens": rng.randint(24, 56), "seed": SEED + index}
+        cases["greedy", index] = Case(prompt, params, oracle.generate(prompt, params["max_tokens"]))
+        cases["sampled", index] = Case(prompt, {**params, **SAMPLING})
+    return cases
+
+
+@pytest.fixture(scope="module")
+def runs_of(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Runs]:
+    return {
+        "rules": Runs(tmp_path_factory.mktemp("rules"), make_cases, make_others),
+        "plain": Runs(tmp_path_factory.mktemp("plain"), make_plain_cases),
+    }
+
+
+@pytest.fixture
+def runs(runs_of: dict[str, Runs]) -> Runs:
+    return runs_of["rules"]
+
+
+RULES = few(
+    (("qwen3", name, 2) for name in ("alone", "prefix hits", "preempted", "all at once")),
+    of=[
+        *(("qwen3", name, depth) for name in SETTINGS for depth in (1, 2)),
+        *((family, name, 2) for family in ("llama3", "mistral") for name in ("alone", "all at once")),
+        *(("qwen3", name, 4) for name in ("alone", "all at once")),
+    ],
+)
+"""(family, setting, depth)"""
+PLAIN = few(
+    [*(("qwen3", name, 2) for name in SETTINGS), ("llama3", "all at once", 1), ("mistral", "all at once", 1)],
+    of=itertools.product(FAMILIES, SETTINGS, (1, 2)),
+)
+BOTH = [
+    pytest.param(kind, *getattr(run, "values", run), marks=getattr(run, "marks", ()))
+    for kind, some in (("rules", RULES), ("plain", PLAIN))
+    for run in some
+]
+
+
+@pytest.mark.parametrize(("kind", "family", "setting", "depth"), BOTH)
+async def test_greedy_tokens_are_those_of_transformers(
+    runs_of: dict[str, Runs], kind: str, family: str, setting: str, depth: int
 ) -> None:
-    rounds, cases = await runs.rounds(family, setting, depth), runs.checkpoint(family).cases
-    wanted = {name: case.wanted.token_ids for name, case in cases.items() if case.wanted is not None}
-    for outputs in rounds:
-        assert {name: outputs[name].outputs[0].token_ids for name in wanted} == wanted
+    for case, output in await runs_of[kind].outputs(family, setting, depth):
+        if case.wanted is not None:
+            assert tokens_of(output) == [case.wanted.token_ids]
 
 
-@pytest.mark.parametrize(("family", "setting", "depth"), RUNS)
-async def test_sampled_tokens_are_the_same_in_every_setting(runs: Runs, family: str, setting: str, depth: int) -> None:
+@pytest.mark.parametrize(("kind", "family", "setting", "depth"), BOTH)
+async def test_sampled_tokens_are_the_same_in_every_setting(
+    runs_of: dict[str, Runs], kind: str, family: str, setting: str, depth: int
+) -> None:
+    runs = runs_of[kind]
     [alone] = await runs.rounds(family, "alone", 2)
-    sampled = [name for name, case in runs.checkpoint(family).cases.items() if case.wanted is None]
-    for outputs in await runs.rounds(family, setting, depth):
+    cases = runs.checkpoint(family).cases
+    sampled = [name for name, case in cases.items() if case.wanted is None]
+    greedy = [[case.wanted.token_ids] for case in cases.values() if case.wanted is not None]
+    assert not any(tokens_of(alone.outputs[name]) in greedy for name in sampled), "sampling was greedy"
+    for round_ in await runs.rounds(family, setting, depth):
         for name in sampled:
-            assert outputs[name].outputs[0].token_ids == alone[name].outputs[0].token_ids
+            assert tokens_of(round_.outputs[name]) == tokens_of(alone.outputs[name])
 
 
-@pytest.mark.parametrize(("family", "setting", "depth"), RUNS)
+@pytest.mark.parametrize(("kind", "family", "setting", "depth"), BOTH)
 async def test_logprobs_and_ranks_are_those_of_the_models_logits_before_any_rule(
-    runs: Runs, family: str, setting: str, depth: int
+    runs_of: dict[str, Runs], kind: str, family: str, setting: str, depth: int
 ) -> None:
-    for outputs in await runs.rounds(family, setting, depth):
-        for name, case in runs.checkpoint(family).cases.items():
-            completion = outputs[name].outputs[0]
-            assert completion.logprobs is not None
-            logprobs = runs.logits(family, case.prompt, completion.token_ids).log_softmax(-1)
-            asked = case.params.get("logprob_token_ids", ())
-            check_lines(completion.logprobs, completion.token_ids, logprobs, asked=asked, num_top=2)
-            total = float(logprobs.gather(1, torch.tensor(completion.token_ids)[:, None]).sum())
-            assert completion.cumulative_logprob == pytest.approx(total, abs=10 * LOGPROB_TOLERANCE)
+    runs = runs_of[kind]
+    for case, output in await runs.outputs(family, setting, depth):
+        [completion] = output.outputs
+        assert completion.logprobs is not None
+        logprobs = runs.logits(family, case.prompt, completion.token_ids).log_softmax(-1)
+        asked = case.params.get("logprob_token_ids", ())
+        check_lines(completion.logprobs, completion.token_ids, logprobs, asked=asked, num_top=2)
+        total = float(logprobs.gather(1, torch.tensor(completion.token_ids)[:, None]).sum())
+        assert completion.cumulative_logprob == pytest.approx(total, abs=10 * LOGPROB_TOLERANCE)
 
 
-@pytest.mark.parametrize(("family", "setting", "depth"), RUNS)
+@pytest.mark.parametrize(("family", "setting", "depth"), RULES)
 async def test_prompt_logprobs_are_whole_and_those_of_transformers_however_warm_the_cache(
     runs: Runs, family: str, setting: str, depth: int
 ) -> None:
-    scored = {name: case for name, case in runs.checkpoint(family).cases.items() if "prompt_logprobs" in case.params}
-    assert len(scored) == 4
-    for outputs in await runs.rounds(family, setting, depth):
-        for name, case in scored.items():
-            lines = outputs[name].prompt_logprobs
-            assert lines is not None
-            assert len(lines) == len(case.prompt)
-            assert lines[0] is None
-            assert outputs[name].num_cached_tokens == 0, "the cache has no logits"
-            known = [line for line in lines if line is not None]
-            check_lines(
-                known, case.prompt[1:], runs.logits(family, case.prompt[:1], case.prompt[1:]).log_softmax(-1), num_top=4
-            )
-            assert all(len(line) in (4, 5) for line in known)
+    scored = [each for each in await runs.outputs(family, setting, depth) if "prompt_logprobs" in each[0].params]
+    assert len(scored) == 4 * SETTINGS[setting].repeats
+    for case, output in scored:
+        assert output.num_cached_tokens == 0, "the cache has no logits"
+        first, *lines = output.prompt_logprobs or []
+        assert first is None
+        known = [line for line in lines if line is not None]
+        logprobs = runs.logits(family, case.prompt[:1], case.prompt[1:]).log_softmax(-1)
+        check_lines(known, case.prompt[1:], logprobs, num_top=4)
+        assert all(len(line) in (4, 5) for line in known)
 
 
-@pytest.mark.parametrize(("family", "setting", "depth"), RUNS)
+@pytest.mark.parametrize(("family", "setting", "depth"), RULES)
 async def test_the_setting_did_to_the_cases_what_it_is_there_for(
     runs: Runs, family: str, setting: str, depth: int
 ) -> None:
     rounds, cases = await runs.rounds(family, setting, depth), runs.checkpoint(family).cases
     if SETTINGS[setting].kv_sequences < 2:
-        preempted = {
-            name
-            for outputs in rounds
-            for name, output in outputs.items()
-            if output.metrics is not None and output.metrics.num_preemptions
-        }
+        outputs = [each for round_ in rounds for each in round_.outputs.items()]
+        preempted = {name for name, output in outputs if output.metrics and output.metrics.num_preemptions}
         assert len(preempted) >= 3
     if setting == "prefix hits":
-        whole_blocks = {
-            name: (len(case.prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
-            for name, case in cases.items()
-            if "prompt_logprobs" not in case.params
-        }
-        assert {name: rounds[-1][name].num_cached_tokens for name in whole_blocks} == whole_blocks
+        for name, case in cases.items():
+            if "prompt_logprobs" not in case.params:
+                whole_blocks = (len(case.prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
+                assert rounds[-1].outputs[name].num_cached_tokens == whole_blocks
     processor = cases["bias by a processor"].params["logits_processors"][0]
     assert processor.num_outputs == set(range(32)), "it is called for each output token"
+
+
+@pytest.mark.parametrize("depth", [*nightly(1), 2])
+async def test_the_device_computes_what_the_requests_need_and_nothing_more(
+    runs_of: dict[str, Runs], depth: int
+) -> None:
+    for setting in ("batched", "chunked", "prefix hits"):
+        for round_ in await runs_of["plain"].rounds("qwen3", setting, depth):
+            outputs = round_.outputs.values()
+            # The last token of each is sampled and never computed.
+            needed = sum(
+                len(output.prompt_token_ids) - output.num_cached_tokens + len(output.outputs[0].token_ids) - 1
+                for output in outputs
+            )
+            assert sum(output.num_cached_tokens for output in outputs) > 0, "equal prompts share a prefix"
+            assert round_.num_computed_tokens == needed
+
+
+@pytest.mark.parametrize(("dtype", "mean_tolerance"), [("bfloat16", 0.15), ("float16", 0.02)])
+@pytest.mark.parametrize("family", [*nightly("llama3", "mistral", "qwen2"), "qwen3"])
+async def test_log_probabilities_in_half_precision_stay_near_those_of_float32(
+    runs_of: dict[str, Runs], family: str, dtype: str, mean_tolerance: float
+) -> None:
+    """Within what 8 or 11 bits give on these models: the mean error is small and no wrong layer hides behind it."""
+    checkpoint = runs_of["plain"].checkpoint(family)
+    errors = []
+    async with starting(checkpoint.folder, dtype=dtype) as engine:
+        for case in checkpoint.cases.values():
+            if case.wanted is not None:
+                output = await engine.generate(case.prompt, max_tokens=1, temperature=0.0, logprobs=5)
+                [line] = output.outputs[0].logprobs or []
+                logprobs = case.wanted.logits[0].log_softmax(-1)
+                errors += [abs(found.logprob - float(logprobs[token_id])) for token_id, found in line.items()]
+    assert sum(errors) / len(errors) < mean_tolerance
 
 
 async def test_what_a_scored_prompt_computes_is_there_for_those_after_it(runs: Runs) -> None:
@@ -511,151 +554,70 @@ async def test_what_a_scored_prompt_computes_is_there_for_those_after_it(runs: R
             assert output.num_cached_tokens == len(prompt) - computed
 
 
-def check_lines(
-    lines: list[TokenLogprobs],
-    token_ids: list[int],
-    logprobs: torch.Tensor,
-    *,
-    asked: Sequence[int] = (),
-    num_top: int,
-) -> None:
-    """Each line has its token first, the likeliest and those asked for; and all figures are right.
-
-    Args:
-        logprobs: float32 [lines, vocab], what transformers says.
-    """
-    assert [next(iter(line)) for line in lines] == token_ids
-    entries = [(place, token_id, found) for place, line in enumerate(lines) for token_id, found in line.items()]
-    if not entries:
-        return
-    places, ids, found = (list(column) for column in zip(*entries, strict=True))
-    whole, wanted = logprobs[places], logprobs[places, ids]
-    assert torch.allclose(torch.tensor([entry.logprob for entry in found]), wanted, atol=LOGPROB_TOLERANCE, rtol=0)
-    ranks = torch.tensor([entry.rank for entry in found])
-    assert (ranks > (whole > wanted[:, None] + RANK_TOLERANCE).sum(-1)).all()
-    assert (ranks <= (whole > wanted[:, None] - RANK_TOLERANCE).sum(-1)).all()
-    for line in lines:
-        assert set(range(1, num_top + 1)) <= {entry.rank for entry in line.values()}
-        assert set(asked) <= set(line)
-
-
 # Text
 
 
-class Said(NamedTuple):
-    """A model that says what it is told, its own tokenizer by transformers, and what it is told.
+class Said:
+    """A model that says what it is told, and its own tokenizer by transformers."""
 
-    Attributes:
-        token_ids: with special tokens, an EOS among them, with half a character before one and another at the end.
-    """
+    def __init__(self, folder: Path) -> None:
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
 
-    folder: Path
-    tokenizer: transformers.PreTrainedTokenizerBase
-    token_ids: list[int]
-    eos: int
+    def encode(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
 
-    def decode(self, token_ids: list[int], **options: Any) -> str:
-        text = self.tokenizer.decode(token_ids, clean_up_tokenization_spaces=False, **options)
-        assert isinstance(text, str)
-        return text
+    def decode(self, token_ids: list[int], *, is_skipped: bool = False) -> str:
+        return str(self.tokenizer.decode(token_ids, clean_up_tokenization_spaces=False, skip_special_tokens=is_skipped))
 
-    def params(self, *, num_tokens: int | None = None, **params: Any) -> dict[str, Any]:
-        ids = self.token_ids
-
+    def params(self, ids: list[int], **params: Any) -> dict[str, Any]:
         def say(logits: torch.Tensor, rows: list[LogitsRow]) -> None:
             for line, row in zip(logits, rows, strict=True):
                 line[torch.arange(len(line)) != ids[len(row.output_token_ids)]] = -torch.inf
 
-        return {"logits_processors": [say], "max_tokens": num_tokens or len(ids), "ignore_eos": True, **params}
+        return {"prompt": [5], "logits_processors": [say], "max_tokens": len(ids), "ignore_eos": True, **params}
 
 
-@pytest.fixture(scope="module", params=["demo", "bytes"])
-def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Said:
-    if request.param == "demo":
-        folder, eos = DEMO_MODEL, 2
-    else:
-        folder, eos = make_checkpoint(tmp_path_factory.mktemp("text") / "bytes", "qwen3", tokenizer=True), EOS
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-
-    def encode(text: str) -> list[int]:
-        return list(tokenizer.encode(text, add_special_tokens=False))
-
-    fox, naive = encode(" a \N{FOX FACE}"), encode(" na\N{LATIN SMALL LETTER I WITH DIAERESIS}ve")
+async def test_the_text_is_the_tokenizers_decode_up_to_the_stop_or_behind_it(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "bytes", "qwen3", tokenizer=True)
+    said = Said(folder)
+    fox, naive = said.encode(" a \N{FOX FACE}"), said.encode(" na\N{LATIN SMALL LETTER I WITH DIAERESIS}ve")
     assert len(fox) > 3, "the fox is one token"
-    ids = [1, *encode("Once upon a time"), *fox, 1, 1, *naive, *fox[:-2], eos, *encode(" there was"), eos, eos]
-    return Said(folder, tokenizer, [*ids, *naive, *fox[:-1]], eos)
-
-
-async def test_the_text_is_the_tokenizers_decode_of_the_whole_output(said: Said) -> None:
-    options: list[dict[str, bool]] = [
-        {},
-        {"skip_special_tokens": False},
-        {"skip_special_tokens": False, "spaces_between_special_tokens": False},  # nothing is between them anyhow
-    ]
-    lengths = [*range(1, len(said.token_ids), 3), len(said.token_ids)]
-    asked = list(itertools.product(lengths, options))
-    async with starting(said.folder, max_model_len=None) as engine:
-        outputs = await asyncio.gather(
-            *(engine.generate([5], **said.params(num_tokens=length), **shown) for length, shown in asked)
-        )
-    for (length, shown), output in zip(asked, outputs, strict=True):
-        assert output.outputs[0].token_ids == said.token_ids[:length]
-        is_skipped = shown.get("skip_special_tokens", True)
-        assert output.text == said.decode(said.token_ids[:length], skip_special_tokens=is_skipped)
-    assert outputs[-1].text != outputs[-3].text, "there are no special tokens"
-
-
-async def test_without_detokenizing_there_are_tokens_and_no_text(said: Said) -> None:
-    async with starting(said.folder, max_model_len=None) as engine:
-        output = await engine.generate([5], **said.params(detokenize=False, logprobs=1))
-    [completion] = output.outputs
-    assert (completion.text, completion.token_ids) == ("", said.token_ids)
-    assert {found.decoded_token for line in completion.logprobs or [] for found in line.values()} == {None}
-
-
-@pytest.mark.parametrize("is_included", [False, True], ids=["left out", "included"])
-@pytest.mark.parametrize("is_skipped", [False, True], ids=["specials skipped", "specials shown"])
-async def test_the_text_ends_before_the_stop_or_behind_it(said: Said, is_included: bool, is_skipped: bool) -> None:
-    shown = {"skip_special_tokens": is_skipped, "include_stop_str_in_output": is_included}
-
-    def text_of(num_tokens: int) -> str:
-        return said.decode(said.token_ids[:num_tokens], skip_special_tokens=is_skipped)
-
-    async with starting(said.folder, max_model_len=None) as engine:
-        whole = text_of(len(said.token_ids))
-        for stop in ("n a ti", "\N{FOX FACE}", "ve a \N{REPLACEMENT CHARACTER}", "there"):
-            output = await engine.generate([5], **said.params(stop=[stop, "never said"]), **shown)
-            end = whole.index(stop) + (len(stop) if is_included else 0)
-            assert output.text == whole[:end]
-            assert output.outputs[0].stop_reason == stop
-            assert len(output.outputs[0].token_ids) < len(said.token_ids)
-        for params, stop_id in (
-            ({"ignore_eos": False}, said.eos),
-            ({"stop_token_ids": [said.token_ids[3]]}, said.token_ids[3]),
-        ):
-            output = await engine.generate([5], **said.params(**params), **shown)
-            num_tokens = said.token_ids.index(stop_id) + 1
-            assert output.outputs[0].token_ids == said.token_ids[:num_tokens], "with what ended it"
-            assert output.text == text_of(num_tokens if is_included else num_tokens - 1)
-            assert output.outputs[0].finish_reason == "stop"
+    # With special tokens, an EOS among them, with half a character before one and another at the end.
+    ids = [1, *said.encode("Once upon a time"), *fox, 1, 1, *naive, *fox[:-2], EOS, *said.encode(" there was")]
+    ids += [EOS, EOS, *naive, *fox[:-1]]
+    assert said.decode(ids) != said.decode(ids, is_skipped=True), "there are no special tokens"
+    async with starting(folder, max_model_len=None) as engine:
+        [bare] = (await engine.generate(**said.params(ids, detokenize=False, logprobs=1))).outputs
+        assert (bare.text, bare.token_ids) == ("", ids)
+        assert {found.decoded_token for line in bare.logprobs or [] for found in line.values()} == {None}
+        for is_skipped, is_included in itertools.product((True, False), repeat=2):
+            shown = {"skip_special_tokens": is_skipped, "include_stop_str_in_output": is_included}
+            for num_tokens in [*range(1, len(ids), 3), len(ids)]:
+                output = await engine.generate(**said.params(ids[:num_tokens]), **shown)
+                assert output.text == said.decode(ids[:num_tokens], is_skipped=is_skipped)
+            whole = output.text
+            for stop in ("n a ti", "\N{FOX FACE}", "ve a \N{REPLACEMENT CHARACTER}", "there"):
+                output = await engine.generate(**said.params(ids, stop=[stop, "never said"]), **shown)
+                assert output.text == whole[: whole.index(stop) + (len(stop) if is_included else 0)]
+                assert output.outputs[0].stop_reason == stop
+                assert len(output.outputs[0].token_ids) < len(ids)
+            for params, stop_id in (({"ignore_eos": False}, EOS), ({"stop_token_ids": [ids[3]]}, ids[3])):
+                output = await engine.generate(**said.params(ids, **params), **shown)
+                num_tokens = ids.index(stop_id) + 1
+                assert output.outputs[0].token_ids == ids[:num_tokens], "with what ended it"
+                assert output.text == said.decode(ids[: num_tokens - (not is_included)], is_skipped=is_skipped)
+                assert output.outputs[0].finish_reason == "stop"
 
 
 async def test_special_tokens_side_by_side_are_joined_on_demand(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "qwen3")
     save_tokenizer(folder, {token_id: f"w{token_id}" for token_id in range(NUM_SPECIAL, VOCAB_SIZE)}, of_words=True)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    said = Said(folder, tokenizer, [5, 1, 0, 7, EOS, EOS, EOS, 9, 8, 1, 1], EOS)
-    async with starting(said.folder, max_model_len=None) as engine:
-        texts = [
-            (
-                await engine.generate(
-                    [5], **said.params(skip_special_tokens=False, spaces_between_special_tokens=is_so)
-                )
-            ).text
-            for is_so in (True, False)
-        ]
-    assert texts == [
-        "w5 <s> <pad> w7 </s> </s> </s> w9 w8 <s> <s>",
-        "w5 <s><pad> w7 </s></s></s> w9 w8 <s><s>",
-    ]
-    assert texts[0] == said.decode(said.token_ids)
+    said, ids = Said(folder), [5, 1, 0, 7, EOS, EOS, EOS, 9, 8, 1, 1]
+    async with starting(folder, max_model_len=None) as engine:
+        for is_spaced, text in (
+            (True, said.decode(ids)),
+            (False, "w5 <s><pad> w7 </s></s></s> w9 w8 <s><s>"),
+        ):
+            shown = {"skip_special_tokens": False, "spaces_between_special_tokens": is_spaced}
+            assert (await engine.generate(**said.params(ids), **shown)).text == text
+    assert said.decode(ids) == "w5 <s> <pad> w7 </s> </s> </s> w9 w8 <s> <s>"
