@@ -1,25 +1,25 @@
 """A folder's tokenizer: the same ids as AutoTokenizer's, and errors that say what to do."""
 
-import itertools
 import json
 import subprocess
 import sys
-import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from text.conftest import byte_fallback, byte_level, chat_ids, texts_of, unigram, without_decoder, word_piece
-from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, normalizers
 
 from aioengine.errors import InvalidRequest, ModelLoadError
 from aioengine.text.detokenizer import make_detokenizer
 from aioengine.text.loading import PLAIN_MODEL_TYPES, LoadedTokenizer, failures_as, has_tokenizer, load_tokenizer
-from aioengine.text.token_table import WindowTable
+from aioengine.text.token_table import decoding
 from aioengine.text.tokenizer import MAX_CHARS_HOLDING_GIL, Tokenizer
 
-BAD_WORD_KINDS = ["byte level", "byte fallback", "metaspace", "word piece"]
 MESSAGES = [{"role": "system", "content": " Be brief. "}, {"role": "user", "content": "Naïve café? 😀"}]
 TEXTS = [
     "",
@@ -122,6 +122,7 @@ def test_a_folder_gives_the_ids_of_auto_tokenizer(folder: Path, model_type: str 
         {"chat_template": [{"name": "default", "template": "{{ messages[0].content }}"}]},
         {"added_tokens_decoder": {}},
         {"added_tokens_decoder": {"1": {"content": "</s>", "special": True, "normalized": False}}},
+        {"added_tokens_decoder": {"396": {"content": "<tool call>", "special": False, "lstrip": True}}},
         {"added_tokens_decoder": {"900": {"content": "quick", "special": False, "lstrip": True}}},
     ],
 )
@@ -230,26 +231,8 @@ def test_long_texts_have_the_same_ids_as_short_ones(folder: Path) -> None:
     words = tokenizer.encode(" fox", add_special_tokens=False)
     num_words = MAX_CHARS_HOLDING_GIL
     assert tokenizer.encode(" fox" * num_words) == [tokenizer.bos_token_id, *words * num_words]
-
-
-def test_a_tokenizer_says_what_it_is(folder: Path) -> None:
-    tokenizer = Tokenizer.load(folder)
-    backend = Backend.from_file(str(folder / "tokenizer.json"))
-    assert tokenizer.vocab_size == max(backend.get_vocab().values()) + 1
     special = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|ünknown end|>"]
-    assert tokenizer.special_tokens.keys() == {backend.token_to_id(token) for token in special}
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1)
-
-
-def test_special_tokens_are_skipped_unless_asked_for(folder: Path) -> None:
-    tokenizer = Tokenizer.load(folder)
-    ids = tokenizer.encode("a<|im_end|>b")
-    texts = {}
-    for skip in (True, False):
-        detokenizer = make_detokenizer(tokenizer.token_table(skip_special_tokens=skip))
-        texts[skip] = "".join(texts_of(detokenizer, ids))
-        assert texts[skip] == tokenizer.decode(ids, skip_special_tokens=skip)
-    assert texts == {True: "ab", False: "<s>a<|im_end|>b"}
+    assert tokenizer.special_tokens.keys() == {tokenizer.get_vocab()[token] for token in special}
 
 
 def tokenizer_of(backend: Backend) -> Tokenizer:
@@ -279,8 +262,7 @@ def test_special_tokens_are_joined_if_asked_for(backend: Backend, spaced: str, t
     assert texts == [spaced, together]
 
 
-def test_where_no_space_comes_between_special_tokens_nothing_is_joined() -> None:
-    assert tokenizer_of(byte_fallback()).joined_special_tokens == {}
+def test_a_special_token_of_half_characters_is_joined_where_others_need_not_be() -> None:
     plain = Backend(models.BPE(vocab={"a": 0}, merges=[]))
     plain.decoder = decoders.ByteLevel()
     plain.add_special_tokens(["<s>", "</s>"])
@@ -292,84 +274,59 @@ def test_where_no_space_comes_between_special_tokens_nothing_is_joined() -> None
 # Bad words
 
 
-@pytest.mark.parametrize("backend", [byte_level(), byte_fallback(), unigram(), word_piece()], ids=BAD_WORD_KINDS)
-@pytest.mark.parametrize("word", ["fox", " fox", "  lazy dog", "日本茶", "😀"])
-def test_a_bad_word_is_encoded_with_and_without_a_space(backend: Backend, word: str) -> None:
-    sequences = tokenizer_of(backend).encode_bad_words([word])
-    forms = [word.lstrip(), " " + word.lstrip()]
-    expected = [tuple(backend.encode(form, add_special_tokens=False).ids) for form in forms]
-    assert sequences == tuple(dict.fromkeys(expected))
-    assert all(sequences)
-
-
-def test_a_word_has_two_beginnings_where_the_vocabulary_does() -> None:
-    assert len(tokenizer_of(byte_level()).encode_bad_words(["fox"])) == 2
-    assert len(tokenizer_of(word_piece()).encode_bad_words(["fox"])) == 1
-
-
-def test_each_bad_word_is_there_once_and_no_special_token_with_it() -> None:
-    tokenizer = tokenizer_of(byte_level())
-    once = tokenizer.encode_bad_words(["fox", "dog"])
-    assert tokenizer.encode_bad_words(["fox", " fox", "dog", "dog"]) == once
-    assert not tokenizer.special_tokens.keys() & {*itertools.chain(*once)}
-    assert tokenizer.encode("fox")[0] in tokenizer.special_tokens
+@pytest.mark.parametrize(
+    ("backend", "num_beginnings"),
+    [(byte_level(), 2), (byte_fallback(), 2), (unigram(), 1), (word_piece(), 1)],
+    ids=["byte level", "byte fallback", "metaspace", "word piece"],
+)
+def test_a_bad_word_is_encoded_with_and_without_a_space_each_once(backend: Backend, num_beginnings: int) -> None:
+    tokenizer = tokenizer_of(backend)
+    for word in ("fox", " fox", "  lazy dog", "日本茶", "😀"):
+        forms = [word.lstrip(), " " + word.lstrip()]
+        expected = [tuple(backend.encode(form, add_special_tokens=False).ids) for form in forms]
+        assert tokenizer.encode_bad_words([word]) == tuple(dict.fromkeys(expected))
+    assert len(tokenizer.encode_bad_words(["fox"])) == num_beginnings
+    assert tokenizer.encode_bad_words(["fox", " fox", "dog", "dog"]) == tokenizer.encode_bad_words(["fox", "dog"])
     assert tokenizer.encode_bad_words([]) == ()
 
 
-def test_a_word_without_tokens_forbids_nothing() -> None:
+def test_a_word_without_tokens_forbids_nothing_and_one_that_cannot_be_is_the_callers_fault() -> None:
     backend = word_piece()
     backend.normalizer = normalizers.BertNormalizer(clean_text=True)
-    assert tokenizer_of(backend).encode_bad_words(["\x00", "fox"]) == tokenizer_of(backend).encode_bad_words(["fox"])
-
-
-def test_a_bad_word_with_a_lone_surrogate_is_the_callers_fault() -> None:
+    tokenizer = tokenizer_of(backend)
+    assert tokenizer.encode_bad_words(["\x00", "fox"]) == tokenizer.encode_bad_words(["fox"])
     with pytest.raises(InvalidRequest, match="surrogate") as raised:
-        tokenizer_of(byte_level()).encode_bad_words(["a", "\ud800"])
+        tokenizer.encode_bad_words(["a", "\ud800"])
     assert raised.value.param == "bad_words"
-
-
-def test_a_chat_has_one_bos(folder: Path) -> None:
-    ids = chat_ids(Tokenizer.load(folder), MESSAGES)
-    assert ids.count(0) == 1
-    assert ids[0] == 0
 
 
 def test_several_threads_may_use_one_tokenizer(folder: Path) -> None:
     tokenizer = Tokenizer.load(folder)
-    text = "The quick brown fox 😀 " * 500
-    ids = tokenizer.encode(text)
-    words = [f"fox {number} dog" for number in range(200)]
-    bad_words = tokenizer.encode_bad_words(words)
-    results: list[bool] = []
+    text, words = "The quick brown fox 😀 " * 500, [f"fox {number} dog" for number in range(200)]
+    ids, bad_words = tokenizer.encode(text), tokenizer.encode_bad_words(words)
 
-    def encode() -> None:
-        results.append(all(tokenizer.encode(text) == ids for _ in range(5)))
-        results.append(tokenizer.encode_bad_words(words) == bad_words)
+    def work() -> None:
+        assert all(tokenizer.encode(text) == ids for _ in range(5))
+        assert tokenizer.encode_bad_words(words) == bad_words
 
-    threads = [threading.Thread(target=encode) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
-        assert tokenizer.decode(ids, skip_special_tokens=True) == text
-    for thread in threads:
-        thread.join()
-    assert results == [True] * 6
+    with ThreadPoolExecutor(3) as threads:
+        working = [threads.submit(work) for _ in range(3)]
+        while not all(future.done() for future in working):
+            assert tokenizer.decode(ids, skip_special_tokens=True) == text
+        assert [future.result() for future in working] == [None] * 3
 
 
 def test_a_tokenizer_that_is_a_python_class_works_too(tmp_path: Path) -> None:
     from transformers import ByT5Tokenizer
 
     ByT5Tokenizer().save_pretrained(str(tmp_path))
-    tokenizer, theirs = Tokenizer.load(tmp_path), auto_tokenizer(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
     text = "Naïve 😀 café"
     ids = tokenizer.encode(text)
-    assert ids == theirs(text)["input_ids"]
+    assert ids == auto_tokenizer(tmp_path)(text)["input_ids"]
     assert tokenizer.decode([*ids, 10**6], skip_special_tokens=True) == text
     assert tokenizer.eos_token_id == ids[-1]
-    assert ids[-1] in tokenizer.special_tokens
-    table = tokenizer.token_table()
-    assert isinstance(table, WindowTable)
-    texts = texts_of(make_detokenizer(table), ids)
+    texts = texts_of(make_detokenizer(tokenizer.token_table()), ids)
     assert "".join(texts) == text
     assert texts[0] == "N"
     assert tokenizer.encode_bad_words(["ab"]) == ((100, 101), (35, 100, 101))
@@ -400,12 +357,6 @@ def test_a_damaged_file_is_named(folder: Path, name: str, content: bytes) -> Non
         load_tokenizer(folder)
 
 
-def test_a_tokenizer_json_of_another_format_is_a_load_error(folder: Path) -> None:
-    rewrite(folder / "tokenizer.json", model={"type": "Novel"})
-    with pytest.raises(ModelLoadError, match="tokenizer could not be loaded"):
-        load_tokenizer(folder)
-
-
 def test_code_of_a_folder_is_never_run(folder: Path) -> None:
     rewrite(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.Evil", None]}, tokenizer_class="Evil")
     (folder / "evil.py").write_text("raise SystemExit('ran')")
@@ -413,31 +364,18 @@ def test_code_of_a_folder_is_never_run(folder: Path) -> None:
         load_tokenizer(folder)
 
 
-@pytest.mark.parametrize("text", ["a \ud800 b", "\udfff" * (MAX_CHARS_HOLDING_GIL + 1)])
-def test_a_lone_surrogate_is_the_callers_fault(folder: Path, text: str) -> None:
-    with pytest.raises(InvalidRequest, match="surrogate") as raised:
-        Tokenizer.load(folder).encode(text)
-    assert raised.value.param == "prompt"
-
-
-def test_a_prompt_that_is_no_text_is_the_callers_fault(folder: Path) -> None:
-    with pytest.raises(InvalidRequest, match="must be a str, not int"):
-        Tokenizer.load(folder).encode(5)  # type: ignore[arg-type]
-
-
-def test_without_a_template_a_chat_says_what_to_do(folder: Path) -> None:
+def test_what_is_no_text_is_the_callers_fault(folder: Path) -> None:
     rewrite(folder / "tokenizer_config.json", chat_template=...)
-    with pytest.raises(InvalidRequest, match=r"chat_template\.jinja") as raised:
-        chat_ids(Tokenizer.load(folder), MESSAGES)
-    assert raised.value.param == "prompt"
-
-
-def test_added_tokens_with_other_properties_go_through_transformers(folder: Path) -> None:
-    backend = Backend.from_file(str(folder / "tokenizer.json"))
-    token = AddedToken("<tool call>", lstrip=True)
-    declared = {str(backend.token_to_id(token.content)): {"content": token.content, "lstrip": True, "special": False}}
-    rewrite(folder / "tokenizer_config.json", added_tokens_decoder=declared)
-    assert_like_auto_tokenizer(folder)
+    tokenizer = Tokenizer.load(folder)
+    calls: list[tuple[Callable[[], object], str]] = [
+        *((partial(tokenizer.encode, text), "surrogate") for text in ("a \ud800 b", "\udfff" * 1001)),
+        (partial(tokenizer.encode, 5), "must be a str, not int"),
+        (partial(chat_ids, tokenizer, MESSAGES), r"chat_template\.jinja"),
+    ]
+    for call, problem in calls:
+        with pytest.raises(InvalidRequest, match=problem) as raised:
+            call()
+        assert raised.value.param == "prompt"
 
 
 # Tokenizers at which their library fails
@@ -462,6 +400,7 @@ SLOW_REGEX = {"type": "Split", "pattern": {"Regex": r"(\w+\s*)+\d$"}, "behavior"
         ({"normalizer": {"type": "Prepend", "prepend": "x" * 10**6}}, "more than 1000 characters of one"),
         ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "/////wAAAAA="}}, "is cut short"),
         ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": ""}}, "could not be loaded"),
+        ({"model": {"type": "Novel"}}, "could not be loaded"),
     ],
 )
 def test_a_tokenizer_that_panics_or_asks_for_all_memory_is_not_loaded(
@@ -506,29 +445,16 @@ def test_a_vocabulary_without_its_unknown_token(kind: Any) -> None:
         tokenizer.encode("b")
 
 
-def test_a_decoder_that_fails_is_an_error_of_the_request(folder: Path) -> None:
-    class Failing:
-        """A slow tokenizer that fails as Rust does."""
-
-        all_special_ids = ()
-
-        def __len__(self) -> int:
-            return 3
-
-        def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
-            return [str(i) for i in ids]
-
-        def decode(self, ids: list[int], **_: Any) -> str:
-            raise PanicException("out of bounds")
-
+def test_a_decoder_that_panics_is_an_error_of_the_request() -> None:
     class PanicException(BaseException):
-        pass
+        """As Rust's is called."""
 
-    tokenizer = Tokenizer(LoadedTokenizer(slow=Failing()))
-    with pytest.raises(InvalidRequest, match="cannot decode these tokens: out of bounds"):
-        tokenizer.decode([1])
-    with pytest.raises(InvalidRequest, match="cannot decode"):
-        make_detokenizer(tokenizer.token_table()).feed_one(1)
+    def panic(ids: list[int]) -> str:
+        raise PanicException("out of bounds")
+
+    with pytest.raises(InvalidRequest, match="cannot decode these tokens: out of bounds") as refused:
+        decoding(panic)([1])
+    assert refused.value.param == "token_ids"
 
 
 def test_interrupts_pass() -> None:

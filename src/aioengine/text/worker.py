@@ -29,7 +29,7 @@ class TextWorker:
     what waits gets another one.
 
     Args:
-        close_grace_s: the longest wait of closing, which then runs nothing that waits; None: it waits for all.
+        close_grace_s: the longest wait of closing; None: it waits for all work.
     """
 
     # Encoding takes 0.2 µs a character of English and 0.9 µs of Japanese or emoji (16,000 byte-level tokens): at most
@@ -79,20 +79,15 @@ class TextWorker:
         dropped, and the thread ends after what it is doing.
         """
         self._is_closed = True
-        is_used = self._threads.alive or self._unfinished
-        self._end(self._threads.close(is_dropped=self._close_grace_s is not None))
+        self._threads.close()
         try:
-            if is_used:
+            if self._threads.alive or self._unfinished:
                 # In a thread, since it would hold the loop. At the interpreter's exit no thread may start.
                 with contextlib.suppress(RuntimeError):
                     await run_abandonable(functools.partial(self._threads.join, self._close_grace_s))
         finally:
-            self._threads.close(is_dropped=True)
-            self._end(list(self._unfinished))
-
-    def _end(self, calls: list[_Call[Any]]) -> None:
-        for call in calls:
-            call.end(None, EngineClosed("the engine is closed"))
+            for call in list(self._unfinished):
+                call.end(None, EngineClosed("the engine is closed"))
 
 
 class _Threads:
@@ -118,15 +113,11 @@ class _Threads:
                 self._resident = None
                 self._start_resident()
 
-    def close(self, *, is_dropped: bool = False) -> list[_Call[Any]]:
-        """End the threads when nothing waits; with ``is_dropped`` nothing does any more: return what did."""
+    def close(self) -> None:
+        """End the threads when nothing waits any more."""
         with self._changed:
             self._is_closed = True
-            dropped = list(self._waiting) if is_dropped else []
-            if is_dropped:
-                self._waiting.clear()
             self._changed.notify_all()
-        return dropped
 
     def join(self, timeout_s: float | None) -> None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -142,7 +133,7 @@ class _Threads:
     def _work(self) -> None:
         here = threading.current_thread()
         while (call := self._take(here)) is not None:
-            if not call.outcome.done():  # its caller has not cancelled it
+            if not call.outcome.done():  # nothing has ended it
                 call.run()
             del call
         self.alive.discard(here)
