@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -73,10 +74,6 @@ def test_without_a_stop_string_in_the_text_nothing_ends_it(stop: tuple[str, ...]
     assert detokenizer.stop_string is None
 
 
-def test_without_stop_strings_nothing_looks_for_them() -> None:
-    assert type(make_detokenizer(BYTES)) is PieceDetokenizer
-
-
 # The window: a decoder known only as a function. Words join with spaces, so each text depends on being first.
 NUM_WORDS = 50
 WORD_KINDS = bytes([WindowTable.SETTLES]) * NUM_WORDS + bytes([WindowTable.DROPPED])
@@ -90,14 +87,9 @@ def join_words(ids: list[int]) -> str:
 def test_a_window_gives_the_text_of_the_whole_decode_at_a_bounded_cost() -> None:
     table = WindowTable(decode=join_words, kinds=WORD_KINDS)
     rng = random.Random(0)
-    ids = [rng.randrange(NUM_WORDS + 3) for _ in range(2000)]
+    ids = [*(rng.randrange(NUM_WORDS + 3) for _ in range(2000)), *[NUM_WORDS] * 500, 2]
     kept = [i for i in ids if i < NUM_WORDS]
     assert "".join(texts_of(make_detokenizer(table), ids)) == " ".join(f"w{i}" for i in kept)
-
-
-def test_a_window_stays_bounded_and_in_place_when_nothing_but_skipped_ids_come() -> None:
-    table = WindowTable(decode=join_words, kinds=WORD_KINDS)
-    assert "".join(texts_of(make_detokenizer(table), [1, *[NUM_WORDS] * 500, 2])) == "w1 w2"
 
 
 def test_a_window_keeps_a_token_with_text_before_many_without() -> None:
@@ -142,7 +134,7 @@ def test_a_special_token_directly_after_another_shows_its_content(ids: list[int]
     assert texts_of(make_detokenizer(WORDS, joined=CONTENTS), ids) == expected
 
 
-def test_without_anything_to_join_nothing_looks_for_it() -> None:
+def test_without_anything_to_join_or_to_stop_at_nothing_looks_for_it() -> None:
     assert type(make_detokenizer(WORDS, joined={})) is PieceDetokenizer
     assert texts_of(make_detokenizer(WORDS), [S, T, W]) == ["<s>", " <t>", " w", ""]
 
@@ -161,22 +153,12 @@ def test_a_window_joins_special_tokens_as_a_table_does() -> None:
     assert shown[:2] == ["<s>", "<t>"]
 
 
-def test_stop_strings_are_found_across_joined_tokens() -> None:
-    detokenizer = make_detokenizer(WORDS, joined=CONTENTS, stop=("><t",))
-    assert fed_until_stop(detokenizer, [W, S, T]) == ("w <s", 2)
-    assert detokenizer.stop_string == "><t"
-
-
 # Stop strings, on a table whose ids are the letters, some of their pairs and one long piece.
 PIECES: list[str | bytes | None] = ["a", "b", "c", "aa", "ab", "bc", "abcab", "", None]
 LETTERS = TokenTable(pieces=PIECES)
 PIECE_IDS = {piece: i for i, piece in enumerate(PIECES)}
 STOP_STRINGS = st.lists(st.text(alphabet="abc", min_size=1, max_size=5), min_size=1, max_size=4)
 LETTER_IDS = st.lists(st.integers(0, len(PIECES)), max_size=30)
-
-
-def ids_of(*pieces: str) -> list[int]:
-    return [PIECE_IDS[piece] for piece in pieces]
 
 
 def search(text: str, stop: Sequence[str]) -> tuple[int, str] | None:
@@ -234,42 +216,37 @@ def test_only_what_may_begin_a_stop_string_is_held_back(ids: list[int], stop: li
         (("c", "bc", "abc"), ("a", "bc"), ["", ""], "abc"),  # of those that end there, the longest
         (("bc", "c"), ("abcab",), ["a"], "bc"),
         (("aab",), ("aa", "aa", "ab"), ["", "aa", "a"], "aab"),
+        (("b",), ("a", "abcab", "c", "b", "a"), ["a", "a", "", "", ""], "b"),  # then nothing is consumed
     ],
 )
 def test_the_stop_string_that_ends_first_ends_the_text(
     stop: tuple[str, ...], pieces: tuple[str, ...], expected: list[str], stop_string: str
 ) -> None:
     detokenizer = make_detokenizer(LETTERS, stop=stop)
-    *before, last = ids_of(*pieces)
-    assert [detokenizer.feed_one(i) for i in before] == expected[:-1]
-    assert fed_until_stop(detokenizer, [last]) == (expected[-1], 0)
+    assert texts_of(detokenizer, [PIECE_IDS[piece] for piece in pieces]) == [*expected, ""]
     assert detokenizer.stop_string == stop_string
 
 
-def test_after_a_stop_string_nothing_is_consumed() -> None:
-    detokenizer = make_detokenizer(LETTERS, stop=("b",))
-    assert texts_of(detokenizer, ids_of("a", "abcab", "c", "b", "a")) == ["a", "a", "", "", "", ""]
-    assert detokenizer.stop_string == "b"
+@pytest.mark.parametrize(
+    ("table", "options", "ids", "shown"),
+    [
+        (WORDS, {"stop": ("><t",), "joined": CONTENTS}, [W, S, T], "w <s"),
+        (BYTES, {"stop": ("é😀",)}, [A, C3, XA9, F0, X9F, X98, X80], "a"),
+        (RUNS, {"stop": ("é",)}, [A, C3, XA9], "a"),  # which only the end settles
+    ],
+)
+def test_stop_strings_are_found_across_tokens(
+    table: TokenTable, options: dict[str, Any], ids: list[int], shown: str
+) -> None:
+    detokenizer = make_detokenizer(table, **options)
+    assert "".join(texts_of(detokenizer, ids)) == shown
+    assert (detokenizer.stop_string,) == options["stop"]
 
 
-def test_text_of_the_first_tokens_is_no_part_of_a_match() -> None:
-    detokenizer = make_detokenizer(LETTERS, stop=("ab", "c"), min_tokens=2)
-    assert fed_until_stop(detokenizer, ids_of("c", "a", "b", "a", "b")) == ("cab", 4)
-    assert detokenizer.stop_string == "ab"
-
-
-def test_text_that_only_the_end_settles_is_searched_too() -> None:
-    detokenizer = make_detokenizer(RUNS, stop=("é",))
-    assert fed(detokenizer, [A, C3, XA9]) == "a"
+def test_what_the_first_tokens_hold_back_is_no_part_of_a_match() -> None:
+    detokenizer = make_detokenizer(RUNS, stop=("é",), min_tokens=2)
+    assert "".join(texts_of(detokenizer, [C3, XA9])) == "é"
     assert detokenizer.stop_string is None
-    assert detokenizer.flush() == ""
-    assert detokenizer.stop_string == "é"
-
-
-def test_a_stop_string_of_characters_cut_into_tokens_is_found() -> None:
-    detokenizer = make_detokenizer(BYTES, stop=("é😀",))
-    assert fed_until_stop(detokenizer, [A, C3, XA9, F0, X9F, X98, X80]) == ("a", 6)
-    assert detokenizer.stop_string == "é😀"
 
 
 def test_many_long_stop_strings_cost_a_constant_a_character() -> None:

@@ -12,7 +12,7 @@ from aioengine.text.chat_template import render_template
 from aioengine.text.lanes import MAX_OVERDUE, Lanes
 
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-HOSTILE_ARGUMENT = (
+LOOPS_IF_SLOW = (
     "{% for m in messages if m.content == 'slow' %}"
     + LOOPS
     + "{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -108,18 +108,16 @@ def test_a_template_has_no_way_out(template: str) -> None:
 
 
 def test_long_messages_may_be_written_whole_and_more_than_once() -> None:
-    content = "x" * 20_000_000
-    assert (
-        len(render("{% for m in messages %}{{ m.content }}{{ m.content | trim }}{% endfor %}", content)) == 40_000_000
-    )
+    template = "{% for m in messages %}{{ m.content }}{{ m.content | trim }}{% endfor %}"
+    assert len(render(template, "x" * 20_000_000)) == 40_000_000
 
 
 def test_others_are_rendered_while_some_take_long() -> None:
     shared = Lanes(3600)
     with ThreadPoolExecutor(MAX_OVERDUE + 1) as threads:
-        slow = [threads.submit(render, HOSTILE_ARGUMENT, "slow", lanes=shared) for _ in range(MAX_OVERDUE)]
+        slow = [threads.submit(render, LOOPS_IF_SLOW, "slow", lanes=shared) for _ in range(MAX_OVERDUE)]
         # Each of the slow ones may be quick for 20 ms of computing, and gives way then.
-        quick = [threads.submit(render, HOSTILE_ARGUMENT, f"quick {i}", lanes=shared) for i in range(20)]
+        quick = [threads.submit(render, LOOPS_IF_SLOW, f"quick {i}", lanes=shared) for i in range(20)]
         assert [future.result(30) for future in quick] == [f"quick {i}" for i in range(20)]
         assert not any(future.done() for future in slow)
         shared.close()
@@ -206,12 +204,3 @@ def test_what_templates_do_with_long_contents_is_done() -> None:
         "{{ c.rsplit('</think>', 1)[-1] | trim }} {{ c in c }} {{ c.replace(c, 'x') }} {{ 'it is' | title }}"
     )
     assert render(template, content) == "yes 0 yes True x It Is"
-
-
-def test_a_rendering_that_fails_leaves_its_lane() -> None:
-    shared = Lanes(0.2)
-    for template in ("{{ raise_exception('no') }}", LOOPS, "{{ 'x' * 10**9 }}"):
-        with pytest.raises(InvalidRequest):
-            render(template, lanes=shared)
-    assert render("ok", lanes=shared) == "ok"
-    assert threading.active_count() < 50

@@ -6,8 +6,8 @@ The templates are shaped as those of well-known families, their tricks included.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -150,13 +150,6 @@ def rendered_by(theirs: Any, chat: list[dict[str, Any]], template: str, kwargs: 
         return error
 
 
-def test_a_continued_message_ends_the_prompt_and_what_closes_it_is_gone(ours: Tokenizer) -> None:
-    ours.chat_template = TEMPLATES["chatml with thinking"]
-    taken = take_template_kwargs({"continue_final_message": True}, is_chat=True)
-    text = ours.render_chat(CHATS["an answer begun"], **taken)
-    assert text == "<|im_start|>user\n Who lives here? <|im_end|>\n<|im_start|>assistant\nA fox, and"
-
-
 def test_what_a_template_says_of_its_failure_is_cut_short(ours: Tokenizer) -> None:
     ours.chat_template = "{{ raise_exception(messages[0].content) }}"
     with pytest.raises(InvalidRequest) as refused:
@@ -165,21 +158,26 @@ def test_what_a_template_says_of_its_failure_is_cut_short(ours: Tokenizer) -> No
     assert len(str(refused.value)) < 1000
 
 
-def test_a_generation_prompt_is_added_unless_a_message_is_continued() -> None:
-    def taken(**given: Any) -> Any:
-        return take_template_kwargs(given, is_chat=True)["add_generation_prompt"]
+@pytest.mark.parametrize(
+    ("given", "begins"),
+    [
+        ({"enable_thinking": False}, True),
+        ({"continue_final_message": False}, True),
+        ({"continue_final_message": True}, False),
+        ({"continue_final_message": "thinking"}, False),
+        ({"add_generation_prompt": False}, False),
+        (MappingProxyType({"enable_thinking": False}), True),
+    ],
+)
+def test_a_generation_prompt_is_added_unless_a_message_is_continued(given: Any, begins: bool) -> None:
+    assert take_template_kwargs(given, is_chat=True) == {"add_generation_prompt": begins, **given}
 
-    assert taken(enable_thinking=False) is True
-    assert taken(continue_final_message=False) is True
-    assert taken(continue_final_message=True) is False
-    assert taken(continue_final_message="thinking") is False
-    assert taken(add_generation_prompt=False) is False
 
-
-@pytest.mark.parametrize("given", [None, {}])
-@pytest.mark.parametrize("is_chat", [True, False])
-def test_nothing_is_nothing(given: Any, is_chat: bool) -> None:
-    assert take_template_kwargs(given, is_chat=is_chat) == {}
+def test_variables_need_a_chat_and_nothing_is_nothing() -> None:
+    for is_chat in (True, False):
+        assert take_template_kwargs(None, is_chat=is_chat) == take_template_kwargs({}, is_chat=is_chat) == {}
+    with pytest.raises(InvalidRequest, match="for the messages of a chat"):
+        take_template_kwargs({"enable_thinking": False}, is_chat=False)
 
 
 def test_what_is_taken_is_a_copy() -> None:
@@ -189,20 +187,6 @@ def test_what_is_taken_is_a_copy() -> None:
     inner["a"].append(2)
     inner["b"] = 3
     assert taken == {"x": {"a": [1]}, "y": ({"a": [1]}, {"a": [1]}), "add_generation_prompt": True}
-
-
-def test_any_mapping_is_taken() -> None:
-    class Own(Mapping[str, Any]):
-        def __getitem__(self, name: str) -> Any:
-            return {"enable_thinking": False}[name]
-
-        def __iter__(self) -> Any:
-            return iter(["enable_thinking"])
-
-        def __len__(self) -> int:
-            return 1
-
-    assert take_template_kwargs(Own(), is_chat=True)["enable_thinking"] is False
 
 
 def nested(levels: int) -> Any:
@@ -264,29 +248,18 @@ def test_what_is_just_within_the_bounds_is_taken() -> None:
     assert take_template_kwargs({"a": nested(MAX_LEVELS - 1)}, is_chat=True)["a"] == nested(MAX_LEVELS - 1)
 
 
-def test_variables_without_a_chat_are_refused() -> None:
-    with pytest.raises(InvalidRequest, match="for the messages of a chat"):
-        take_template_kwargs({"enable_thinking": False}, is_chat=False)
-
-
-@pytest.mark.parametrize("name", sorted(RESERVED))
-def test_names_that_have_a_meaning_already_are_refused(name: str) -> None:
-    with pytest.raises(InvalidRequest, match=rf"holds {name}, which is not for the template"):
-        take_template_kwargs({name: None}, is_chat=True)
-
-
-def test_all_names_that_transformers_would_take_for_itself_are_reserved() -> None:
+def test_names_that_have_a_meaning_already_are_refused_and_no_other_clashes(folder: Path) -> None:
     from transformers import PreTrainedTokenizerBase
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    taken = {"add_generation_prompt", "continue_final_message", "kwargs"}
     for function in (PreTrainedTokenizerBase.apply_chat_template, render_jinja_template):
+        taken = {"add_generation_prompt", "continue_final_message", "kwargs"}
         assert set(inspect.signature(function).parameters) - taken <= RESERVED
-
-
-def test_no_name_that_is_let_through_clashes_with_anything(folder: Path) -> None:
+    for name in RESERVED:
+        with pytest.raises(InvalidRequest, match=rf"holds {name}, which is not for the template"):
+            take_template_kwargs({name: None}, is_chat=True)
     tokenizer = Tokenizer.load(folder)
-    expected = tokenizer.render_chat([USER])
     for name in ("template", "args", "context", "variables", "named_tokens", "loop", "range", "__class__", "a b", ""):
-        taken = take_template_kwargs({name: "x"}, is_chat=True)
-        assert tokenizer.render_chat([USER], **taken) == expected
+        assert tokenizer.render_chat([USER], **take_template_kwargs({name: "x"}, is_chat=True)) == (
+            tokenizer.render_chat([USER])
+        )

@@ -24,32 +24,19 @@ def made(backend: Backend) -> Tokenizer:
     return Tokenizer(LoadedTokenizer(backend=backend))
 
 
-@pytest.mark.parametrize("make", [byte_level, byte_fallback], ids=["byte level", "byte fallback"])
-def test_half_a_character_is_its_own_bytes(make: Any) -> None:
+@pytest.mark.parametrize("make", [byte_level, byte_fallback, unigram])
+def test_parts_join_to_the_text_and_half_a_character_is_its_own_bytes(make: Any) -> None:
     tokenizer = made(make())
-    ids = tokenizer.encode("🦊", add_special_tokens=False)
-    parts = [part for part in parts_of(tokenizer, ids) if part]
-    assert b"".join(parts) == "🦊".encode()
-    assert len(parts) > 1
-
-
-def test_parts_of_a_text_that_went_on_join_too() -> None:
-    for make in (byte_level, byte_fallback, unigram):
-        tokenizer = made(make())
-        text = "The quick brown fox jumps over 日本茶"
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        parts = parts_of(tokenizer, ids[:1])
-        for token_id in ids[1:]:
-            parts += parts_of(tokenizer, [token_id], is_start=False)
-        assert parts == parts_of(tokenizer, ids)
-        assert b"".join(parts).decode() == tokenizer.decode(ids)
-
-
-def test_the_space_before_a_word_is_left_out_at_the_start_alone() -> None:
-    tokenizer = made(unigram())
-    ids = tokenizer.encode("the", add_special_tokens=False)
-    assert b"".join(parts_of(tokenizer, ids)) == b"the"
-    assert b"".join(parts_of(tokenizer, ids, is_start=False)) == b" the"
+    text = "The quick brown fox jumps over 日本茶" + ("" if make is unigram else "🦊")
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    parts = parts_of(tokenizer, ids[:1])
+    for token_id in ids[1:]:
+        parts += parts_of(tokenizer, [token_id], is_start=False)
+    assert parts == parts_of(tokenizer, ids)
+    assert b"".join(parts).decode() == tokenizer.decode(ids) == text
+    if make is not unigram:
+        assert parts[-1] == "🦊".encode()[-1:]
+    assert parts_of(tokenizer, [9_999]) == [b""], "of what only pads the vocabulary"
 
 
 def test_a_strip_at_the_beginning_may_take_more_than_a_token() -> None:
@@ -63,15 +50,15 @@ def test_a_strip_at_the_beginning_may_take_more_than_a_token() -> None:
     assert parts_of(tokenizer, [space] * 5) == [b"", b"", b"", b" ", b" "]
 
 
-def test_special_tokens_have_bytes_if_they_are_asked_for() -> None:
+def test_special_tokens_have_bytes_if_they_are_asked_for_and_no_space_before_the_first_word() -> None:
     tokenizer = made(byte_level())
     ids = tokenizer.encode("fox")
     assert parts_of(tokenizer, ids)[0] == b""
     assert parts_of(tokenizer, ids, skip_special_tokens=False)[0] == b"<s>"
-
-
-def test_ids_that_only_pad_the_vocabulary_have_none() -> None:
-    assert parts_of(made(byte_level()), [9_999]) == [b""]
+    tokenizer = made(unigram())
+    ids = tokenizer.encode("the", add_special_tokens=False)
+    assert b"".join(parts_of(tokenizer, ids)) == b"the"
+    assert b"".join(parts_of(tokenizer, ids, is_start=False)) == b" the"
 
 
 def test_where_only_a_function_is_known_each_token_is_decoded_alone() -> None:

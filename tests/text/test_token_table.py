@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from text.conftest import SEEDS, texts_of
 from tokenizers import Tokenizer, decoders, models
 
-from aioengine.errors import ModelLoadError
+from aioengine.errors import InvalidRequest, ModelLoadError
 from aioengine.text.detokenizer import make_detokenizer
 from aioengine.text.token_table import TokenTable, WindowTable, build_token_tables
 
@@ -99,9 +99,11 @@ def test_special_tokens_are_joined_and_nothing_else_changes(backend: Tokenizer, 
 
 
 def test_common_tokenizers_need_no_window() -> None:
+    replaced = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     for steps in (
         [decoders.ByteLevel()],
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)],
+        replaced,
+        [*replaced, decoders.Strip(" ", 1, 0)],
         [decoders.Metaspace()],
         [decoders.WordPiece()],
     ):
@@ -110,9 +112,11 @@ def test_common_tokenizers_need_no_window() -> None:
         assert isinstance(build_token_tables(backend).without_special, TokenTable), steps
 
 
-def test_a_decoder_in_python_goes_through_the_window() -> None:
+def test_a_decoder_in_python_goes_through_the_window_and_may_fail() -> None:
     class Shout:
         def decode_chain(self, tokens: list[str]) -> list[str]:
+            if "<0x00>" in tokens:
+                raise ValueError("no zeros")
             return [token.upper() for token in tokens]
 
     backend = byte_runs()
@@ -120,6 +124,8 @@ def test_a_decoder_in_python_goes_through_the_window() -> None:
     table = build_token_tables(backend).without_special
     assert isinstance(table, WindowTable)
     assert "".join(texts_of(make_detokenizer(table), [256, 257, 256])) == "AA"
+    with pytest.raises(InvalidRequest, match="cannot decode these tokens: ValueError: no zeros"):
+        texts_of(make_detokenizer(table), [0, 256])
 
 
 def test_a_decoder_that_the_library_panics_on_is_refused() -> None:
