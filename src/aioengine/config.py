@@ -18,6 +18,14 @@ WITH_MODEL = "the tokenizer is that of the model's folder: put other files there
 NO_REMOTE_CODE = "no code that comes with a model is run"
 ONE_DEVICE = "an engine computes on one device; start one for each, in processes of their own"
 NEUTRAL_CONFIG = {
+    **dict.fromkeys(("quantization", "speculative_config", "kv_transfer_config"), Neutral((None,), NOT_YET)),
+    **dict.fromkeys(
+        ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), Neutral((None, 1), ONE_DEVICE)
+    ),
+    **dict.fromkeys(
+        ("disable_custom_all_reduce", "max_seq_len_to_capture", "swap_space", "enable_sleep_mode", "max_log_len"),
+        Neutral(None),
+    ),
     "runner": Neutral((None, "auto", "generate"), NOT_YET),
     "task": Neutral((None, "auto", "generate"), NOT_YET),
     "convert": Neutral((None, "auto", "none"), NOT_YET),
@@ -37,17 +45,10 @@ NEUTRAL_CONFIG = {
     "hf_token": Neutral((None,), "set HF_TOKEN in the environment"),
     "download_dir": Neutral((None,), "set HF_HOME in the environment"),
     "use_tqdm_on_load": Neutral((None, True), "give show_progress=False"),
-    "quantization": Neutral((None,), NOT_YET),
-    "tensor_parallel_size": Neutral((None, 1), ONE_DEVICE),
-    "pipeline_parallel_size": Neutral((None, 1), ONE_DEVICE),
-    "data_parallel_size": Neutral((None, 1), ONE_DEVICE),
     "enable_expert_parallel": Neutral((None, False), ONE_DEVICE),
     "distributed_executor_backend": Neutral((None, "uni", "mp"), ONE_DEVICE),
-    "disable_custom_all_reduce": Neutral(None),
     "enforce_eager": Neutral((None, False), "give cuda_graphs='off'"),
     "compilation_config": Neutral((None, {}), "give cuda_graphs: 'start', 'lazy' or 'off'"),
-    "max_seq_len_to_capture": Neutral(None),
-    "swap_space": Neutral(None),
     "cpu_offload_gb": Neutral((None, 0), NOT_YET),
     "num_gpu_blocks_override": Neutral((None,), "give kv_cache_memory_bytes"),
     "enable_chunked_prefill": Neutral(
@@ -55,11 +56,9 @@ NEUTRAL_CONFIG = {
     ),
     "scheduling_policy": Neutral((None, "fcfs", "priority"), "requests go by priority, equal ones by age"),
     "async_scheduling": Neutral((None, True), "give max_in_flight=1"),
-    "enable_sleep_mode": Neutral(None),
     "generation_config": Neutral((None, "auto"), "give each request the values that it is to have"),
     "override_generation_config": Neutral((None, {}), "give each request the values that it is to have"),
     "logits_processors": Neutral((None, []), "give them to each request"),
-    "speculative_config": Neutral((None,), NOT_YET),
     "enable_lora": Neutral((None, False), NOT_YET),
     "structured_outputs_config": Neutral((None, {}), NOT_YET),
     "guided_decoding_backend": Neutral((None, "auto"), NOT_YET),
@@ -67,24 +66,29 @@ NEUTRAL_CONFIG = {
     "limit_mm_per_prompt": Neutral((None, {}, {"image": 0}), TEXT_ALONE),
     "mm_processor_kwargs": Neutral((None, {}), TEXT_ALONE),
     "allowed_local_media_path": Neutral((None, ""), TEXT_ALONE),
-    "kv_transfer_config": Neutral((None,), NOT_YET),
     "served_model_name": Neutral((None,), "it is the server's: --served-model-name, or ServerConfig"),
     "disable_log_stats": Neutral((None, False, True), "give log_stats_interval_s, 0 for no line"),
     "disable_log_requests": Neutral((None, True), "give log_requests=True"),
     "enable_log_requests": Neutral((None, False), "give log_requests=True"),
-    "max_log_len": Neutral(None),
 }
 """vLLM's engine arguments that this engine has not, with the values at which they have no effect."""
 
+Name = Annotated[str, Meta(min_length=1)]
+Count = Annotated[int, Meta(ge=1)]
+Share = Annotated[float, Meta(gt=0.0, le=1.0)]
+Seconds = Annotated[float, Meta(gt=0.0, le=86400.0)]
+
 DEVICE = re.compile(r"auto|cpu|cuda(:(0|[1-9][0-9]?))?")
+
+
+def _refused(_: str, message: str) -> ConfigError:
+    return ConfigError(message)
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The keywords of `Engine`; a bad value is a `ConfigError` that names the field."""
 
-    model: Annotated[str, Meta(min_length=1, description="hub id or folder; absent: the bundled demo model")] | None = (
-        None
-    )
+    model: Annotated[Name | None, Meta(description="hub id or folder; absent: the bundled demo model")] = None
     revision: Annotated[str, Meta(description="branch, tag or commit of a hub model")] | None = None
     load_format: Annotated[
         Literal["auto", "safetensors", "dummy"], Meta(description="dummy: random weights, no files but config.json")
@@ -93,23 +97,21 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["auto", "float32", "bfloat16", "float16"], Meta(description="auto: as the model was saved")
     ] = "auto"
     device: Annotated[str, Meta(description="cpu, cuda or cuda:1; auto: the current NVIDIA GPU, else the CPU")] = "auto"
-    max_model_len: (
-        Annotated[int, Meta(ge=2, description="most tokens of prompt and output together; absent: the model's")] | None
-    ) = None
+    max_model_len: Annotated[
+        Annotated[int, Meta(ge=2)] | None, Meta(description="most tokens of prompt and output; absent: the model's")
+    ] = None
     max_num_seqs: Annotated[int, Meta(ge=1, le=65536, description="most sequences in one step")] = 256
     max_num_batched_tokens: Annotated[int, Meta(ge=1, description="most tokens in one step")] = 2048
-    max_waiting: Annotated[int, Meta(ge=1, description="most sequences (n a request) accepted and not yet running")] = (
-        1024
-    )
+    max_waiting: Annotated[Count, Meta(description="most sequences (n a request) accepted and not running yet")] = 1024
     block_size: Annotated[int, Meta(ge=1, le=256, description="tokens in one KV block")] = 16
-    kv_cache_memory_bytes: (
-        Annotated[int, Meta(ge=1, description="bytes for the KV cache; absent: by (gpu_)memory_utilization")] | None
-    ) = None
+    kv_cache_memory_bytes: Annotated[
+        Count | None, Meta(description="bytes for the KV cache; absent: by (gpu_)memory_utilization")
+    ] = None
     memory_utilization: Annotated[
-        float, Meta(gt=0.0, le=1.0, description="share of the host's free memory that a CPU's KV cache may take")
+        Share, Meta(description="share of the host's free memory that a CPU's KV cache may take")
     ] = 0.4
     gpu_memory_utilization: Annotated[
-        float, Meta(gt=0.0, le=1.0, description="share of a GPU's memory that may be in use, other programs' included")
+        Share, Meta(description="share of a GPU's memory that may be in use, other programs' included")
     ] = 0.9
     kv_cache_dtype: Annotated[
         Literal["auto", "fp8"], Meta(description="auto: the model's; fp8 (e4m3): half the memory, on GPUs from 8.9 on")
@@ -123,34 +125,25 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = True
     enable_prefix_caching: Annotated[bool, Meta(description="reuse the KV blocks of equal prompt beginnings")] = True
     max_logprobs: Annotated[int, Meta(ge=0, description="most likeliest tokens that a request may ask for")] = 20
-    max_in_flight: (
-        Annotated[int, Meta(ge=1, le=8, description="steps queued on the device; absent: its own")] | None
-    ) = None
-    num_threads: (
-        Annotated[
-            int,
-            Meta(ge=1, le=1024, description="threads of one CPU operation; absent: torch's number, one in small steps"),
-        ]
-        | None
-    ) = None
+    max_in_flight: Annotated[
+        Annotated[int, Meta(ge=1, le=8)] | None, Meta(description="steps queued on the device; absent: its own")
+    ] = None
+    num_threads: Annotated[
+        Annotated[int, Meta(ge=1, le=1024)] | None,
+        Meta(description="threads of one CPU operation; absent: torch's number, one in small steps"),
+    ] = None
     max_n: Annotated[int, Meta(ge=1, description="most choices that a request may ask for")] = 128
     stream_interval: Annotated[
         int, Meta(ge=1, description="tokens of a choice between two deltas of a stream, the first and last aside")
     ] = 1
     load_timeout_s: Annotated[
-        float,
-        Meta(gt=0.0, le=86400.0, description="seconds of loading without progress after which it has failed"),
+        Seconds, Meta(description="seconds of loading without progress after which it has failed")
     ] = 600.0
     chat_template_timeout_s: Annotated[
         float, Meta(gt=0.0, le=3600.0, description="seconds that a chat template may take over one prompt")
     ] = 10.0
     stall_after_s: Annotated[
-        float,
-        Meta(
-            gt=0.0,
-            le=86400.0,
-            description="seconds at one step or control call after which the engine counts as stalled",
-        ),
+        Seconds, Meta(description="seconds at one step or control call after which the engine counts as stalled")
     ] = 30.0
     heartbeat_interval_s: Annotated[
         float, Meta(ge=0.01, le=3600.0, description="seconds between two beats of an engine in another process")
@@ -167,7 +160,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dump_dir: Annotated[str, Meta(description="folder for the reports of failed steps; absent: log only")] | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, lambda _, message: ConfigError(message))
+        check_fields(self, _refused)
         if not DEVICE.fullmatch(self.device):
             raise ConfigError(f"device={self.device!r} is none: auto, cpu, cuda, or cuda:0 and so on")
         if self.heartbeat_timeout_s < 2 * self.heartbeat_interval_s:
@@ -225,13 +218,10 @@ def make_config(model: str | None, given: Mapping[str, Any]) -> EngineConfig:
         ConfigError: a keyword is unknown, or its value is bad.
     """
 
-    def refuse(_: str, message: str) -> ConfigError:
-        return ConfigError(message)
-
     if model is not None and given.get("tokenizer") == model:
         given = {**given, "tokenizer": None}
-    fields = without_neutral(NEUTRAL_CONFIG, given, refuse)
-    check_known_fields(EngineConfig, fields, refuse)
+    fields = without_neutral(NEUTRAL_CONFIG, given, _refused)
+    check_known_fields(EngineConfig, fields, _refused)
     return EngineConfig(model=model, **fields)
 
 
@@ -241,33 +231,20 @@ class ProcessOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     A bad value is a `ConfigError` that names the field.
     """
 
-    visible_devices: (
-        Annotated[
-            tuple[int | str, ...],
-            Meta(description="CUDA_VISIBLE_DEVICES of the process; absent: as in this process"),
-        ]
-        | None
-    ) = None
+    visible_devices: Annotated[
+        tuple[int | str, ...] | None, Meta(description="CUDA_VISIBLE_DEVICES of the process; absent: as in this one")
+    ] = None
     plugins: Annotated[
-        tuple[Annotated[str, Meta(min_length=1)], ...],
-        Meta(description="modules that it imports first, such as those that register worker functions"),
+        tuple[Name, ...], Meta(description="modules that it imports first, such as those with worker functions")
     ] = ()
-    executor: (
-        Annotated[
-            str,
-            Meta(
-                pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$",
-                description="module:function that makes the device side there, from the EngineConfig; absent: torch's",
-            ),
-        ]
-        | None
-    ) = None
-    start_timeout_s: Annotated[
-        float, Meta(gt=0.0, le=86400.0, description="seconds until it must be ready, loading included")
-    ] = 600.0
+    executor: Annotated[
+        Annotated[str, Meta(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")] | None,
+        Meta(description="module:function that makes the device side there, from the EngineConfig; absent: torch's"),
+    ] = None
+    start_timeout_s: Annotated[Seconds, Meta(description="seconds until it must be ready, loading included")] = 600.0
     stop_timeout_s: Annotated[
         float, Meta(ge=0.0, le=3600.0, description="seconds that it has to end when it is asked to; then it is killed")
     ] = 10.0
 
     def __post_init__(self) -> None:
-        check_fields(self, lambda _, message: ConfigError(message))
+        check_fields(self, _refused)

@@ -15,6 +15,7 @@ from aioengine.validation import (
     check_fields,
     check_known_fields,
     field_types,
+    invalid,
     is_utf8,
     shorten,
     without_neutral,
@@ -39,57 +40,52 @@ MAX_BIAS = 100.0
 MAX_INT = 2**31 - 1
 
 TokenId = Annotated[int, Meta(ge=0, le=MAX_INT)]
+NumLikeliest = Annotated[int, Meta(ge=0, le=MAX_INT)]
 ShortText = Annotated[str, Meta(min_length=1, max_length=MAX_TEXT_CHARS)]
 
-ABSENT = Neutral((None,))
 NEUTRAL_PARAMS = {
-    "stop": ABSENT,
-    "stop_token_ids": ABSENT,
-    "bad_words": ABSENT,
-    "logits_processors": ABSENT,
+    **dict.fromkeys(("stop", "stop_token_ids", "bad_words", "logits_processors"), Neutral((None,))),
     "best_of": Neutral((None, 1), "give n, and choose by the choices' cumulative_logprob"),
+    **dict.fromkeys(
+        ("structured_outputs", "guided_decoding", "prompt_logprob_token_ids", "repetition_detection"),
+        Neutral((None,), NOT_YET),
+    ),
     "use_beam_search": Neutral((None, False), NOT_YET),
     "length_penalty": Neutral((None, 1.0), "it is for beam search"),
     "early_stopping": Neutral((None, False), "it is for beam search"),
-    "structured_outputs": Neutral((None,), NOT_YET),
-    "guided_decoding": Neutral((None,), NOT_YET),
     "output_kind": Neutral(
         (None, "CUMULATIVE", "DELTA", "FINAL_ONLY", 0, 1, 2),
         "generate gives the whole output, stream gives deltas, Stream.result all so far",
     ),
     "stream_interval": Neutral((None,), "give it to Engine.stream"),
     "flat_logprobs": Neutral((None, False), "log-probabilities are a dict for each token"),
-    "prompt_logprob_token_ids": Neutral((None,), NOT_YET),
     "prompt_logprob_start": Neutral((None, 0), "all of the prompt's are given"),
     "truncate_prompt_tokens": Neutral(
         (None,), "cut the token ids yourself: a prompt that is too long is an error here"
     ),
     "skip_reading_prefix_cache": Neutral((None, False), "give a cache_salt of its own"),
     "thinking_token_budget": Neutral((None, -1), NOT_YET),
-    "repetition_detection": Neutral((None,), NOT_YET),
     "extra_args": Neutral((None, {}), "write a function for logits_processors, and bind what it needs"),
     "skip_clone": Neutral((None, False, True)),
 }
 """Parameters of vLLM's `SamplingParams` that this engine has not, with the values at which they have no effect."""
 
 NEUTRAL_ARGUMENTS = {
+    **dict.fromkeys(
+        (
+            *("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+            *("guided_options_request", "lora_request", "prompt_adapter_request", "data_parallel_rank"),
+        ),
+        Neutral((None,), NOT_YET),
+    ),
     "max_completion_tokens": Neutral((None,), "give max_tokens"),
     "max_new_tokens": Neutral((None,), "give max_tokens"),
     "messages": Neutral((None,), "give the list of messages as the prompt, the first argument"),
     "stream": Neutral((None, False), "use `async with engine.stream(...) as stream:`"),
     "timeout": Neutral((None,), "await it in `async with asyncio.timeout(seconds):`"),
-    "response_format": Neutral((None,), NOT_YET),
-    "guided_json": Neutral((None,), NOT_YET),
-    "guided_regex": Neutral((None,), NOT_YET),
-    "guided_choice": Neutral((None,), NOT_YET),
-    "guided_grammar": Neutral((None,), NOT_YET),
-    "lora_request": Neutral((None,), NOT_YET),
-    "prompt_adapter_request": Neutral((None,), NOT_YET),
     "tokenization_kwargs": Neutral((None, {}), "give token ids, such as those of Engine.tokenize"),
     "trace_headers": Neutral((None, {}), "spans have the context in which the call is made"),
-    "data_parallel_rank": Neutral((None,), NOT_YET),
     "prompt_text": Neutral(None),
-    "guided_options_request": Neutral((None,), NOT_YET),
     "tools": Neutral((None, []), NOT_YET),
     "documents": Neutral((None, []), NOT_YET),
     "chat_template": Neutral((None,), "put a chat_template.jinja into the model's folder"),
@@ -101,10 +97,6 @@ NEUTRAL_ARGUMENTS = {
 """Other arguments of vLLM's ``generate`` and ``chat``, with the values at which they have no effect."""
 
 
-def _invalid(name: str, message: str) -> InvalidRequest:
-    return InvalidRequest(message, param=name)
-
-
 class _ParamsMeta(msgspec.StructMeta):
     """Keywords that the struct has not are refused by an `InvalidRequest`, or dropped where they have no effect."""
 
@@ -112,8 +104,8 @@ class _ParamsMeta(msgspec.StructMeta):
         if args:
             raise InvalidRequest(f"{self.__name__} takes keywords alone, such as temperature=0.7", param="params")
         if not _PLAIN_PARAMS.issuperset(given):
-            given = without_neutral(NEUTRAL_PARAMS, given, _invalid)
-            check_known_fields(self, given, _invalid)  # type: ignore[arg-type]
+            given = without_neutral(NEUTRAL_PARAMS, given, invalid)
+            check_known_fields(self, given, invalid)  # type: ignore[arg-type]
         return super().__call__(**given)
 
 
@@ -191,13 +183,11 @@ class SamplingParams(
     A value out of range is an `InvalidRequest` that names the field, raised when the struct is made.
     """
 
-    seed: Annotated[int, Meta(description="the same seed gives the same tokens; drawn at random if absent")] | None = (
-        None
-    )
-    max_tokens: (
-        Annotated[int, Meta(ge=1, le=MAX_INT, description="the most tokens to generate; absent: up to max_model_len")]
-        | None
-    ) = None
+    seed: Annotated[int | None, Meta(description="the same seed gives the same tokens; drawn if absent")] = None
+    max_tokens: Annotated[
+        Annotated[int, Meta(ge=1, le=MAX_INT)] | None,
+        Meta(description="the most tokens to generate; absent: up to max_model_len"),
+    ] = None
     min_tokens: Annotated[
         int, Meta(ge=0, le=MAX_INT, description="no EOS, stop token or stop string before this many tokens")
     ] = 0
@@ -211,53 +201,31 @@ class SamplingParams(
         Meta(max_length=MAX_STOP_TOKEN_IDS, description="token ids that end the output and are its last token"),
     ] = ()
     n: Annotated[int, Meta(ge=1, le=MAX_INT, description="choices to generate for the prompt")] = 1
-    logit_bias: (
-        Annotated[
-            dict[TokenId, float],
-            Meta(max_length=MAX_LOGIT_BIAS, description="token id → what is added to its logit, at most ±100"),
-        ]
-        | None
-    ) = None
-    allowed_token_ids: (
-        Annotated[
-            tuple[TokenId, ...],
-            Meta(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS, description="the only tokens that may be generated"),
-        ]
-        | None
-    ) = None
+    logit_bias: Annotated[
+        Annotated[dict[TokenId, float], Meta(max_length=MAX_LOGIT_BIAS)] | None,
+        Meta(description="token id → what is added to its logit, at most ±100"),
+    ] = None
+    allowed_token_ids: Annotated[
+        Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)] | None,
+        Meta(description="the only tokens that may be generated"),
+    ] = None
     bad_words: Annotated[
         str | Annotated[tuple[ShortText, ...], Meta(max_length=MAX_BAD_WORDS)],
         Meta(description="texts that must not be generated, by their tokens"),
     ] = ()
     logits_processors: Annotated[tuple[Any, ...], Meta(max_length=MAX_LOGITS_PROCESSORS)] = ()
     """Functions over logits, in this process only: see `aioengine.LogitsProcessor`."""
-    logprobs: (
-        Annotated[
-            int,
-            Meta(
-                ge=0,
-                le=MAX_INT,
-                description="log-probabilities of each token and of this many likeliest ones, before temperature",
-            ),
-        ]
-        | None
-    ) = None
-    logprob_token_ids: (
-        Annotated[
-            tuple[TokenId, ...],
-            Meta(max_length=MAX_LOGPROB_TOKEN_IDS, description="tokens whose log-probabilities to report always"),
-        ]
-        | None
-    ) = None
-    prompt_logprobs: (
-        Annotated[
-            int,
-            Meta(
-                ge=0, le=MAX_INT, description="log-probabilities of each prompt token and of this many likeliest ones"
-            ),
-        ]
-        | None
-    ) = None
+    logprobs: Annotated[
+        NumLikeliest | None,
+        Meta(description="log-probabilities of each token and of this many likeliest ones, before temperature"),
+    ] = None
+    logprob_token_ids: Annotated[
+        Annotated[tuple[TokenId, ...], Meta(max_length=MAX_LOGPROB_TOKEN_IDS)] | None,
+        Meta(description="tokens whose log-probabilities to report always"),
+    ] = None
+    prompt_logprobs: Annotated[
+        NumLikeliest | None, Meta(description="log-probabilities of each prompt token and of this many likeliest ones")
+    ] = None
     detokenize: Annotated[bool, Meta(description="make text of the tokens")] = True
     skip_special_tokens: Annotated[bool, Meta(description="leave special tokens out of the text")] = True
     spaces_between_special_tokens: Annotated[
@@ -275,12 +243,12 @@ class SamplingParams(
         for name in ("stop", "bad_words"):
             if isinstance(getattr(self, name), str):
                 msgspec.structs.force_setattr(self, name, (getattr(self, name),))
-        check_fields(self, _invalid)
+        check_fields(self, invalid)
         self._check_lengths()
         self._check_texts()
         for processor in self.logits_processors:
             if not callable(processor):
-                raise _invalid(
+                raise invalid(
                     "logits_processors", f"logits_processors holds {shorten(processor)}, which cannot be called"
                 )
         if self.logit_bias:
@@ -289,20 +257,20 @@ class SamplingParams(
 
     def _check_lengths(self) -> None:
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
-            raise _invalid("seed", f"seed={shorten(self.seed)}: a signed 64-bit integer is needed")
+            raise invalid("seed", f"seed={shorten(self.seed)}: a signed 64-bit integer is needed")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise _invalid("min_tokens", f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
+            raise invalid("min_tokens", f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
 
     def _check_texts(self) -> None:
         if self.stop and not self.detokenize:
-            raise _invalid("stop", "stop strings are found in text, and detokenize=False makes none")
+            raise invalid("stop", "stop strings are found in text, and detokenize=False makes none")
         if any(not word.strip() for word in self.bad_words):
-            raise _invalid("bad_words", "bad_words holds a text of spaces alone; it would forbid every word")
+            raise invalid("bad_words", "bad_words holds a text of spaces alone; it would forbid every word")
         if sum(len(word) for word in self.bad_words) > MAX_BAD_WORDS_CHARS:
-            raise _invalid("bad_words", f"bad_words has more than {MAX_BAD_WORDS_CHARS} characters; give fewer words")
+            raise invalid("bad_words", f"bad_words has more than {MAX_BAD_WORDS_CHARS} characters; give fewer words")
         for name in ("stop", "bad_words"):
             if not all(is_utf8(text) for text in getattr(self, name)):
-                raise _invalid(name, f"{name} holds a lone surrogate, which has no UTF-8 form; remove it")
+                raise invalid(name, f"{name} holds a lone surrogate, which has no UTF-8 form; remove it")
 
     def clone(self, **changes: Unpack[SamplingKeywords]) -> Self:
         """A copy with other values in these fields.
@@ -371,8 +339,8 @@ def make_params(
             raise InvalidRequest("params and sampling_params are two names of one argument: give one", param="params")
         params = alias
     if not _PLAIN_PARAMS.issuperset(sampling):
-        sampling = without_neutral(NEUTRAL_ARGUMENTS | NEUTRAL_PARAMS, sampling, _invalid)
-        check_known_fields(SamplingParams, sampling, _invalid)
+        sampling = without_neutral(NEUTRAL_ARGUMENTS | NEUTRAL_PARAMS, sampling, invalid)
+        check_known_fields(SamplingParams, sampling, invalid)
     if params is None:
         return SamplingParams(**{**defaults, **sampling})
     if not isinstance(params, SamplingParams):

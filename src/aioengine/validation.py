@@ -8,12 +8,14 @@ import functools
 import math
 import re
 import reprlib
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 import msgspec
 import numpy as np
+from msgspec import inspect
+
+from aioengine.errors import InvalidRequest
 
 COLLECTIONS = (list, tuple, set, frozenset, dict)
 SIZED = (str, bytes, bytearray, *COLLECTIONS)
@@ -31,6 +33,7 @@ class _Rule(NamedTuple):
     Attributes:
         default: an object that needs no check.
         max_chars, max_items: of a text or a collection; inf without a limit, and where the field takes none.
+        choices: those of which it may be one.
         takes_items: whether it may be a collection.
         is_looked_through: whether it may hold floats or texts, and nothing but plain types.
     """
@@ -40,8 +43,13 @@ class _Rule(NamedTuple):
     default: Any
     max_chars: float
     max_items: float
+    choices: list[Any]
     takes_items: bool
     is_looked_through: bool
+
+
+def invalid(name: str, message: str) -> InvalidRequest:
+    return InvalidRequest(message, param=name)
 
 
 @functools.cache
@@ -184,7 +192,8 @@ def _checked(value: Any, rule: _Rule, error: Callable[[str, str], Exception]) ->
     try:
         return _check(value, rule)
     except (msgspec.ValidationError, _Refused) as exc:
-        message = _in_python(str(exc), value) + _choices(rule.hint)
+        choices = f"; choose one of {', '.join(map(repr, rule.choices))}" if rule.choices else ""
+        message = _in_python(str(exc), value) + choices
         raise error(rule.name, f"{rule.name}={shorten(value)}: {message}") from None
 
 
@@ -258,49 +267,53 @@ def _look_through(value: Any) -> Any:
 
 @functools.cache
 def _rules(struct_type: type[msgspec.Struct]) -> dict[str, _Rule]:
+    fields: Any = inspect.type_info(struct_type)
     defaults = {field.name: field.default for field in msgspec.structs.fields(struct_type)}
-    return {name: _rule(name, hint, defaults[name]) for name, hint in field_types(struct_type).items()}
+    hints = field_types(struct_type)
+    return {field.name: _rule(field, hints[field.name], defaults[field.name]) for field in fields.fields}
 
 
-def _rule(name: str, hint: Any, default: Any) -> _Rule:
-    chars, items = [], []
-    for kind, limit in _alternatives(hint, math.inf):
-        if kind is str:
-            chars.append(limit)
-        elif (get_origin(kind) or kind) in (tuple, list, set, frozenset, dict):
-            items.append(limit)
-    leaves = set(_leaves(hint))
+def _rule(field: inspect.Field, hint: Any, default: Any) -> _Rule:
+    kinds = list(_alternatives(field.type))
+    collections = [kind for kind in kinds if isinstance(kind, inspect.CollectionType | inspect.DictType)]
+    leaves = set(map(type, _leaves(field.type)))
     return _Rule(
-        name=name,
+        name=field.name,
         hint=hint,
         default=default,
-        max_chars=max(chars, default=math.inf),
-        max_items=max(items, default=math.inf),
-        takes_items=bool(items),
-        is_looked_through=not leaves.isdisjoint({float, str}) and Any not in leaves,
+        max_chars=max((_max_length(kind) for kind in kinds if isinstance(kind, inspect.StrType)), default=math.inf),
+        max_items=max(map(_max_length, collections), default=math.inf),
+        choices=[value for kind in kinds if isinstance(kind, inspect.LiteralType) for value in kind.values],
+        takes_items=bool(collections),
+        is_looked_through=not leaves.isdisjoint({inspect.FloatType, inspect.StrType}) and inspect.AnyType not in leaves,
     )
 
 
-def _alternatives(hint: Any, limit: float) -> Iterator[tuple[Any, float]]:
-    """Each type that a value may have, with its ``max_length``."""
-    if get_origin(hint) is Annotated:
-        lengths = [meta.max_length for meta in hint.__metadata__ if isinstance(meta, msgspec.Meta)]
-        yield from _alternatives(hint.__origin__, min([limit, *(length for length in lengths if length is not None)]))
-    elif get_origin(hint) in (Union, types.UnionType):
-        for kind in get_args(hint):
-            yield from _alternatives(kind, limit)
+def _max_length(kind: Any) -> float:
+    return math.inf if kind.max_length is None else float(kind.max_length)
+
+
+def _alternatives(kind: inspect.Type) -> Iterator[inspect.Type]:
+    """Each type that a value may have."""
+    if isinstance(kind, inspect.Metadata):
+        yield from _alternatives(kind.type)
+    elif isinstance(kind, inspect.UnionType):
+        for member in kind.types:
+            yield from _alternatives(member)
     else:
-        yield hint, limit
+        yield kind
 
 
-def _leaves(hint: Any) -> Iterator[Any]:
+def _leaves(kind: inspect.Type) -> Iterator[inspect.Type]:
     """The types that a value is made of in the end."""
-    for kind, _ in _alternatives(hint, math.inf):
-        if get_origin(kind) in (tuple, list, set, frozenset, dict):
-            for argument in get_args(kind):
-                yield from _leaves(argument)
+    for member in _alternatives(kind):
+        if isinstance(member, inspect.CollectionType):
+            yield from _leaves(member.item_type)
+        elif isinstance(member, inspect.DictType):
+            yield from _leaves(member.key_type)
+            yield from _leaves(member.value_type)
         else:
-            yield kind
+            yield member
 
 
 # Messages
@@ -317,13 +330,6 @@ def _in_python(message: str, value: Any) -> str:
     message = re.sub(r" - at `\$\[(\d+)\]`", r" (item \1)", message)
     message = message.replace(" - at `key` in `$`", " (a key)").replace(" - at `$[...]`", " (a value)")
     return message[0].lower() + message[1:]
-
-
-def _choices(hint: Any) -> str:
-    names = [
-        name for kind, _ in _alternatives(hint, math.inf) if get_origin(kind) is Literal for name in get_args(kind)
-    ]
-    return f"; choose one of {', '.join(map(repr, names))}" if names else ""
 
 
 def is_utf8(text: str) -> bool:

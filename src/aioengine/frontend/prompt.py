@@ -13,14 +13,14 @@ import numpy as np
 from msgspec import Meta
 
 from aioengine.core.protocol import MAX_ID_CHARS, MAX_PRIORITY, MAX_SALT_CHARS, check_limits
-from aioengine.errors import InvalidRequest, PromptTooLong
+from aioengine.errors import PromptTooLong
 from aioengine.frontend.admission import OnFull
 from aioengine.frontend.runtime import Runtime
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.plan import int32
 from aioengine.scheduler.sequence import Request, Sequence, make_choices
 from aioengine.text.chat_input import copy_messages, take_template_kwargs
-from aioengine.validation import check_fields, is_utf8, shorten, typed
+from aioengine.validation import check_fields, invalid, is_utf8, shorten, typed
 
 ChatMessage = dict[str, Any]
 Prompt = str | list[int] | list[ChatMessage]
@@ -33,10 +33,6 @@ PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 MAX_NORMALIZED_CHARS = 4
 """That a normalizer may make one of: none of Unicode's compositions takes more."""
-
-
-def _invalid(name: str, message: str) -> InvalidRequest:
-    return InvalidRequest(message, param=name)
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,10 +50,10 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     stream_interval: Annotated[int, Meta(ge=1)] | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, _invalid)
+        check_fields(self, invalid)
         for name in ("request_id", "cache_salt"):
             if not is_utf8(getattr(self, name) or ""):
-                raise _invalid(name, f"{name} has a lone surrogate, which has no UTF-8 form; remove it")
+                raise invalid(name, f"{name} has a lone surrogate, which has no UTF-8 form; remove it")
 
 
 class Checked(NamedTuple):
@@ -89,15 +85,15 @@ def open_prompt(prompt: Any, cache_salt: str | None) -> tuple[Any, str | None]:
         if key not in PROMPT_KEYS and (value or not isinstance(value, dict | list | tuple))
     ]
     if "role" in unknown:
-        raise _invalid("prompt", "prompt is one message; a chat is a list of messages, also of a single one")
+        raise invalid("prompt", "prompt is one message; a chat is a list of messages, also of a single one")
     if unknown:
         names = ", ".join(sorted(map(shorten, unknown)))
-        raise _invalid("prompt", f"prompt has {names}; a prompt dict takes {', '.join(PROMPT_KEYS)}")
+        raise invalid("prompt", f"prompt has {names}; a prompt dict takes {', '.join(PROMPT_KEYS)}")
     salt = cache_salt if cache_salt is not None else given.get("cache_salt")
     for key in ("prompt_token_ids", "prompt"):
         if key in given:
             return given[key], salt
-    raise _invalid("prompt", "a prompt dict needs a prompt (text) or prompt_token_ids (a list of ints)")
+    raise invalid("prompt", "a prompt dict needs a prompt (text) or prompt_token_ids (a list of ints)")
 
 
 def check_request(runtime: Runtime, prompt: Any, params: SamplingParams, template_kwargs: Any) -> Checked:
@@ -112,7 +108,7 @@ def check_request(runtime: Runtime, prompt: Any, params: SamplingParams, templat
     check_limits(params, runtime.config, runtime.info.vocab_size, runtime.core.eos_token_ids)
     for name in ("stop", "bad_words"):
         if getattr(params, name) and runtime.tokenizer is None:
-            raise _invalid(name, f"{name} needs a tokenizer, and this model has none")
+            raise invalid(name, f"{name} needs a tokenizer, and this model has none")
     taken = _take_prompt(runtime, prompt)
     return Checked(taken, params, take_template_kwargs(template_kwargs, is_chat=_is_chat(taken)))
 
@@ -121,9 +117,9 @@ def _take_prompt(runtime: Runtime, prompt: Any) -> Prompt:
     max_ids = runtime.info.max_model_len - 1
     prompt = _as_list(prompt, max_ids)
     if not isinstance(prompt, str | list):
-        raise _invalid("prompt", f"prompt is {typed(prompt)}; give a str, a list of token ids, or a list of messages")
+        raise invalid("prompt", f"prompt is {typed(prompt)}; give a str, a list of token ids, or a list of messages")
     if not prompt:
-        raise _invalid("prompt", "the prompt is empty; give at least one character, token id or message")
+        raise invalid("prompt", "the prompt is empty; give at least one character, token id or message")
     if isinstance(prompt, list) and not _is_chat(prompt):
         return _check_ids(prompt, max_ids, runtime.info.vocab_size)
     runtime.require_tokenizer()
@@ -210,7 +206,7 @@ def _tokenize(runtime: Runtime, prompt: Prompt, template_kwargs: dict[str, Any])
     # A chat template writes the special tokens itself; the tokenizer would add a second BOS.
     ids = tokenizer.encode(text, add_special_tokens=isinstance(prompt, str))
     if not ids:
-        raise _invalid("prompt", "the prompt has no tokens; give at least one character or id")
+        raise invalid("prompt", "the prompt has no tokens; give at least one character or id")
     return text, _check_ids(ids, limit, runtime.info.vocab_size)
 
 
@@ -231,10 +227,10 @@ def _check_ids(prompt: list[Any], limit: int, vocab_size: int) -> list[int]:
     except msgspec.ValidationError as exc:
         is_several = isinstance(prompt[0], str | list)
         why = "a call has one prompt: asyncio.gather several, or use LLM" if is_several else str(exc)
-        raise _invalid("prompt", f"prompt: a list holds token ids (int) or messages (dict): {why}") from None
+        raise invalid("prompt", f"prompt: a list holds token ids (int) or messages (dict): {why}") from None
     worst = min(ids) if min(ids) < 0 else max(ids)
     if not 0 <= worst < vocab_size:
-        raise _invalid("prompt", f"prompt holds token id {shorten(worst)}; the model has 0 to {vocab_size - 1}")
+        raise invalid("prompt", f"prompt holds token id {shorten(worst)}; the model has 0 to {vocab_size - 1}")
     return ids
 
 
@@ -260,7 +256,7 @@ def _as_list(prompt: Any, max_ids: int) -> Any:
         length = len(prompt)
         items = prompt.tolist() if length <= max_ids else None
     except Exception as exc:  # an array of the caller's own may raise anything, and so may a tensor without data
-        raise _invalid("prompt", f"prompt is {typed(prompt)} that cannot be read: {type(exc).__name__}") from None
+        raise invalid("prompt", f"prompt is {typed(prompt)} that cannot be read: {type(exc).__name__}") from None
     if length > max_ids:
         raise PromptTooLong(length, max_ids)
     return items
