@@ -100,19 +100,6 @@ async def test_a_place_that_is_freed_goes_to_the_next_in_line(serve: Any, tasks:
 
 
 @pytest.mark.virtual_clock
-async def test_a_waiter_that_is_cancelled_is_passed_over(serve: Any, tasks: Any, depth: int) -> None:
-    async with serve(depth=depth, config=ONE_AT_A_TIME) as served:
-        started = await fill(served, tasks, 6, max_tokens=50)
-        started[3].cancel()
-        started[2].cancel()
-        outcomes = await tasks.end()
-        assert [isinstance(outcome, asyncio.CancelledError) for outcome in outcomes] == [
-            number in (2, 3) for number in range(6)
-        ]
-        assert served.first_runs() == [0, 1, 4, 5]
-
-
-@pytest.mark.virtual_clock
 async def test_a_waiter_cancelled_as_it_is_let_in_passes_its_place_on(serve: Any, tasks: Any, depth: int) -> None:
     async with serve(depth=depth, is_manual=True, config=ONE_AT_A_TIME) as served:
         started = await fill(served, tasks, 4, max_tokens=1)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from engine.oracle import Witness, continuation, tokens_of
 
-from aioengine import CompletionDelta, EngineOverloaded, InvalidRequest, RequestOutput, StepFailed
+from aioengine import EngineOverloaded, InvalidRequest, RequestOutput, StepFailed
 from aioengine.scheduler.plan import RowSampling
 
 EOS = 0
@@ -74,15 +74,6 @@ async def test_a_stream_interleaves_the_choices_and_ends_each_once(serve: Any, d
 
 
 @pytest.mark.virtual_clock(seeds=1)
-async def test_one_delta_of_each_choice_is_enough_for_a_reader_that_comes_late(serve: Any, depth: int) -> None:
-    async with serve(depth=depth) as served, served.engine.stream(PROMPT, n=4, seed=3, max_tokens=8) as stream:
-        await asyncio.sleep(10)
-        deltas: list[CompletionDelta] = [delta async for delta in stream]
-        assert sorted(delta.index for delta in deltas) == [0, 1, 2, 3]
-        assert [len(delta.token_ids) for delta in deltas] == [8] * 4
-
-
-@pytest.mark.virtual_clock(seeds=1)
 async def test_choices_have_logprobs_of_their_own_and_the_prompt_has_its_own_once(serve: Any, depth: int) -> None:
     async with serve(depth=depth, block_size=BLOCK_SIZE, config={"max_num_batched_tokens": 8, "max_num_seqs": 4}) as s:
         output = await s.engine.generate(PROMPT * 2, n=4, seed=3, max_tokens=5, logprobs=1, prompt_logprobs=2)
@@ -94,20 +85,6 @@ async def test_choices_have_logprobs_of_their_own_and_the_prompt_has_its_own_onc
         assert s.executor.stats.num_computed_tokens == 14 + 4 * 5 - 4, "the prompt is computed once"
         assert output.prompt_logprobs[0] is None
         assert [next(iter(line)) for line in output.prompt_logprobs[1:]] == (PROMPT * 2)[1:]
-
-
-@pytest.mark.virtual_clock(seeds=1)
-async def test_families_with_the_same_prompt_share_it_and_do_not_mix(serve: Any, depth: int) -> None:
-    async with serve(depth=depth, block_size=BLOCK_SIZE, num_blocks=128) as served:
-        prompt = list(range(10, 27))
-        outputs = await asyncio.gather(
-            *(served.engine.generate(prompt, n=3, seed=seed, max_tokens=6) for seed in range(4))
-        )
-        for seed, output in enumerate(outputs):
-            assert tokens_of(output) == expected(prompt, 3, 6, seed=seed)
-        assert sorted(output.num_cached_tokens for output in outputs) == [0, 16, 16, 16]
-        # Whole blocks are shared; the rest of the prompt, one token, is computed by each family.
-        assert served.executor.stats.num_computed_tokens == 17 + 3 * 1 + 4 * 3 * (6 - 1)
 
 
 # Whatever else is going on

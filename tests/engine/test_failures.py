@@ -32,31 +32,6 @@ def num_alive_blocks(served: Any) -> int:
 
 
 @pytest.mark.virtual_clock
-async def test_a_failed_step_fails_its_requests_and_the_others_go_on(serve: Any, tasks: Any, depth: int) -> None:
-    """Two have rows when the step fails; those who wait for a row, and who come later, are served as if alone."""
-    async with serve(depth=depth, config={"max_num_seqs": 2}) as served:
-
-        def start(number: int) -> asyncio.Task[Any]:
-            return tasks.start(served.engine.generate([10 + number] * 20, seed=number, max_tokens=9))
-
-        alone = [(await start(number)).outputs for number in range(4)]
-        served.executor.make_step_fail(len(served.executor.plans) + depth + 1, cause := upside_down())
-        started = []
-        for number in range(3):
-            started.append(start(number))
-            await served.turn()
-        failures = await tasks.end(*started[:2])
-        outputs = await tasks.end(started[2], start(3), start(0))
-
-        for failure in failures:
-            assert isinstance(failure, StepFailed)
-            assert failure.__cause__ is cause
-            assert "upside down" in str(failure)
-        assert failures[0] is not failures[1]
-        assert [output.outputs for output in outputs] == [alone[2], alone[3], alone[0]]
-
-
-@pytest.mark.virtual_clock
 @pytest.mark.parametrize("depth", [2, 4], ids=lambda depth: f"depth{depth}", indirect=True)
 async def test_steps_in_flight_that_depend_on_a_failed_one_bring_nothing_and_others_are_kept(
     serve: Any, tasks: Any, depth: int

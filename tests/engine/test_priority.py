@@ -58,26 +58,6 @@ async def test_the_smaller_number_goes_first_and_equal_ones_as_they_came(
             assert order[1] == (1 if max_waiting == 1 else 2)
 
 
-@pytest.mark.virtual_clock
-async def test_equal_priorities_are_first_come_first_served(serve: Any, tasks: Any, depth: int) -> None:
-    async with serve(depth=depth, config={**ONE_ROW, "max_waiting": 3}) as served:
-        started = await start(served, tasks, [7] * 10)
-        await assert_all_are_whole(started)
-        assert served.first_runs() == list(range(10))
-        assert served.core.stats().preemptions == 0
-
-
-@pytest.mark.virtual_clock(seeds=1)
-async def test_all_choices_of_a_request_have_its_priority(serve: Any, tasks: Any, depth: int) -> None:
-    async with serve(depth=depth, config={"max_num_seqs": 2}) as served:
-        low = tasks.start(served.engine.generate(PROMPT, seed=0, n=4, priority=1, max_tokens=9))
-        await asyncio.sleep(0.025)
-        high = await served.engine.generate(PROMPT, seed=1, n=4, priority=0, max_tokens=9)
-        assert not low.done()
-        assert tokens_of(high) == [continuation(PROMPT, 9, seed=1, choice=choice) for choice in range(4)]
-        assert tokens_of(await low) == [continuation(PROMPT, 9, seed=0, choice=choice) for choice in range(4)]
-
-
 # Giving way
 
 
@@ -92,17 +72,6 @@ async def test_a_higher_one_takes_the_row_of_a_lower_one_at_once(serve: Any, tas
         await assert_all_are_whole(started, 50)
         assert [(await task).metrics.num_preemptions for task in started] == [0, 1], "only the lower one gave way"
         assert [num_seats(served, seed) for seed in (0, 1, 9)] == [1, 2, 1]
-
-
-@pytest.mark.virtual_clock(seeds=1)
-async def test_the_lowest_gives_way_and_of_those_the_last_that_came(serve: Any, tasks: Any, depth: int) -> None:
-    async with serve(depth=depth, config={"max_num_seqs": 4}) as served:
-        started = await start(served, tasks, [2, 3, 3, 1], max_tokens=40)
-        await asyncio.sleep(0.1)
-        high = tasks.start(served.engine.generate(PROMPT, seed=9, priority=0, max_tokens=5))
-        await high
-        await assert_all_are_whole(started, 40)
-        assert [(await task).metrics.num_preemptions for task in started] == [0, 0, 1, 0]
 
 
 @pytest.mark.virtual_clock(seeds=1)
@@ -125,19 +94,6 @@ async def test_who_gave_way_comes_back_once_and_not_again_and_again(serve: Any, 
         # Of the high ones those of priority 0 never gave way, and those of 1 did so at most once for each of them.
         assert [(await task).metrics.num_preemptions for task in high[::2]] == [0, 0, 0]
         assert all(task.result().metrics.num_preemptions <= 1 for task in high[1::2])
-
-
-@pytest.mark.virtual_clock(seeds=1)
-async def test_a_higher_one_does_not_wait_for_the_rest_of_a_lower_ones_long_prompt(
-    serve: Any, tasks: Any, depth: int
-) -> None:
-    config = {"max_num_batched_tokens": 16, "max_num_seqs": 4}
-    async with serve(depth=depth, max_model_len=512, config=config) as served:
-        tasks.start(served.engine.generate(list(range(10, 410)), seed=0, priority=5, max_tokens=5))
-        await asyncio.sleep(0.015)
-        high = await served.engine.generate(PROMPT, seed=1, priority=0, max_tokens=5)
-        assert high.metrics.time_to_first_token_s <= (depth + 2) * 0.01
-        await tasks.end()
 
 
 @pytest.mark.virtual_clock(seeds=1)

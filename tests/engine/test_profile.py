@@ -86,20 +86,17 @@ async def test_a_place_that_cannot_be_written_to_is_an_error_and_the_engine_goes
         await served.engine.generate(IDS, max_tokens=3)
 
 
-@pytest.mark.parametrize("max_steps", [0, -1, True, 1.0, "1", None, -(10**100)])
-async def test_max_steps_is_a_positive_int(serve: Any, tmp_path: Path, max_steps: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("max_steps", value) for value in (0, -1, True, 1.0, "1", None, -(10**100))]
+    + [("path", value) for value in ("", ".", "/", 5, None, b"trace.json", ["trace.json"])],
+    ids=repr,
+)
+async def test_a_path_names_a_file_and_max_steps_is_a_positive_int(serve: Any, name: str, value: Any) -> None:
     async with serve() as served:
-        with pytest.raises(InvalidRequest, match=r"max_steps=.*at least 1") as refused:
-            served.engine.profile(tmp_path / "trace.json", max_steps=max_steps)
-        assert refused.value.param == "max_steps"
-
-
-@pytest.mark.parametrize("path", ["", ".", "/", 5, None, b"trace.json", ["trace.json"]], ids=repr)
-async def test_a_path_names_a_file(serve: Any, path: Any) -> None:
-    async with serve() as served:
-        with pytest.raises(InvalidRequest, match=r"path=.*file") as refused:
-            served.engine.profile(path)
-        assert refused.value.param == "path"
+        with pytest.raises(InvalidRequest, match=rf"{name}=.*(file|at least 1)") as refused:
+            served.engine.profile(**{"path": "trace.json", name: value})
+        assert refused.value.param == name
 
 
 async def test_there_is_one_profile_at_a_time(serve: Any, tmp_path: Path) -> None:

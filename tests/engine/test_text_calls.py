@@ -189,27 +189,21 @@ async def test_a_huge_chat_is_encoded_where_it_holds_up_nobody(serve: Any, tasks
         assert len((await tasks.end(huge))[0]) > 20_000
 
 
-async def test_what_is_short_is_done_at_once_and_what_is_long_in_a_thread(serve: Any) -> None:
+async def test_what_is_short_is_done_at_once_and_what_is_long_in_a_thread(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+
+    def noting(method: Any) -> Any:
+        def noted(*args: Any, **options: Any) -> Any:
+            threads.append(threading.current_thread())
+            return method(*args, **options)
+
+        return noted
+
     async with serve() as served:
-        threads = []
-        encode, token_table = served.tokenizer.encode, served.tokenizer.token_table
-
-        def noted(text: str, **options: Any) -> list[int]:
-            threads.append(threading.current_thread())
-            return encode(text, **options)
-
-        def noted_table(**options: Any) -> Any:
-            threads.append(threading.current_thread())
-            return token_table(**options)
-
-        render = served.tokenizer.render_chat
-
-        def noted_render(*args: Any, **options: Any) -> str:
-            threads.append(threading.current_thread())
-            return str(render(*args, **options))
-
-        served.tokenizer.encode, served.tokenizer.token_table = noted, noted_table
-        served.tokenizer.render_chat = noted_render
+        for name in ("encode", "token_table", "render_chat"):
+            monkeypatch.setattr(served.tokenizer, name, noting(getattr(served.tokenizer, name)))
         await served.engine.tokenize(TEXT)
         await served.engine.detokenize([5] * 100)
         assert set(threads) == {threading.current_thread()}
@@ -259,15 +253,6 @@ async def test_cancelling_stops_the_wait_and_leaves_nothing(serve: Any, tasks: A
 
 
 # Variables for the template
-
-
-async def test_variables_reach_the_template(serve: Any) -> None:
-    async with serve() as served:
-        served.tokenizer.chat_template = "{{ mood }}{% for m in messages %}{{ m.content }}{% endfor %}"
-        output = await served.engine.generate(CHAT, max_tokens=1, chat_template_kwargs={"mood": "kind: "})
-        assert output.prompt == "kind: Who lives here?"
-        ids = await served.engine.tokenize(CHAT, chat_template_kwargs={"mood": "kind: "})
-        assert ids == output.prompt_token_ids
 
 
 async def test_variables_are_taken_at_the_call(serve: Any) -> None:
