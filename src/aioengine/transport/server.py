@@ -31,7 +31,7 @@ from aioengine.transport import wire
 from aioengine.transport.addresses import check_bind
 from aioengine.transport.channel import Channel, Monitor, bind, end_context, make_context
 from aioengine.transport.security import ZAP_ENDPOINT, Gate, ServerKeys, enforce
-from aioengine.transport.session import CutOff, Requests, Session
+from aioengine.transport.session import CutOff, Session
 from aioengine.transport.wire_errors import to_fault
 from aioengine.turns import turns_here
 
@@ -75,9 +75,8 @@ class EngineServer:
         self._keys = keys
         self._gate = Gate()
         self._sessions: dict[bytes, Session] = {}
-        self._readers: dict[bytes, wire.Reader[wire.FromFrontEnd]] = {}
-        self._gone: dict[bytes, None] = {}
-        """Peers whose sessions are over, the latest ones."""
+        self._readers: dict[bytes, wire.Reader[wire.FromFrontEnd] | None] = {}
+        """Of peers that are not attached, the latest ones; None: it has been let go."""
         self._num_sessions = 0
         self._channels: list[Channel] = []
         self._files: set[str] = set()
@@ -85,7 +84,6 @@ class EngineServer:
         self._record: StepRecord | None = None
         self._is_marked = False
         self._worker = TextWorker()
-        self._requests = Requests(core, self._worker)
 
     async def open(self) -> None:
         """Bind to the address. Front ends that come now are answered by `serve`.
@@ -194,16 +192,18 @@ class EngineServer:
 
     async def _take(self, user: bytes, peer: bytes, frames: list[Any]) -> None:
         """Act on a message, or refuse it without harm."""
-        if peer in self._gone:
-            return  # it has been let go, and what it said meanwhile is of no account
         session = self._sessions.get(peer)
-        reader = session.reader if session is not None else self._reader_of(peer)
+        if session is None and peer not in self._readers:
+            self._remember(peer, wire.Reader(wire.FromFrontEnd))
+        reader = session.reader if session is not None else self._readers[peer]
+        if reader is None:
+            return  # what it said meanwhile is of no account
         try:
             body, arrays = reader.read(frames)
             if session is None:
                 self._attach(user, peer, reader, body)
             elif isinstance(body, wire.AddRequest):
-                await self._requests.add(session, body, arrays[0])
+                await session.add(body, arrays[0])
             else:
                 self._act(session, body, arrays)
         except wire.OutOfTurn as error:
@@ -216,7 +216,7 @@ class EngineServer:
     def _act(self, session: Session, body: wire.FromFrontEnd, arrays: wire.Arrays) -> None:
         match body:
             case wire.Finish():
-                self._requests.finish(session, body)
+                session.finish(body)
             case wire.Allow():
                 follower = session.followers.get(body.number)
                 if follower is not None:
@@ -262,14 +262,11 @@ class EngineServer:
 
     # Sessions
 
-    def _reader_of(self, peer: bytes) -> wire.Reader[wire.FromFrontEnd]:
-        """Of a peer that is not attached; forgotten peers begin anew, and have nothing to lose."""
-        reader = self._readers.get(peer)
-        if reader is None:
-            if len(self._readers) >= MAX_READERS:
-                del self._readers[next(iter(self._readers))]
-            reader = self._readers[peer] = wire.Reader(wire.FromFrontEnd)
-        return reader
+    def _remember(self, peer: bytes, reader: wire.Reader[wire.FromFrontEnd] | None) -> None:
+        """Forgotten peers begin anew, and have nothing to lose."""
+        if len(self._readers) >= MAX_READERS:
+            del self._readers[next(iter(self._readers))]
+        self._readers[peer] = reader
 
     def _attach(
         self, user: bytes, peer: bytes, reader: wire.Reader[wire.FromFrontEnd], body: wire.FromFrontEnd
@@ -337,16 +334,14 @@ class EngineServer:
                 stats=core.stats(),
             ),
         )
-        return Session(peer, index, name, reader, Channel(socket), monitor, self._mark)
+        return Session(core, self._worker, peer, index, name, reader, Channel(socket), monitor, self._mark)
 
     def _end_session(self, session: Session, why: str, *, is_there: bool = True) -> None:
         """Let go of a front end, with last words if it is there; what it has running ends. Idempotent."""
         if session.is_over:
             return
         del self._sessions[session.peer]
-        self._gone[session.peer] = None
-        if len(self._gone) > MAX_READERS:
-            del self._gone[next(iter(self._gone))]
+        self._remember(session.peer, None)
         logger.info("front end %d (%r) is let go: %s", session.index, session.name, why)
         session.end(EngineDead(f"the engine let this front end go: {why}"), linger_s=LINGER_S if is_there else 0.0)
         self._gate.forget(f"outputs-{session.index}")

@@ -57,15 +57,19 @@ class Session:
     """A front end that is attached.
 
     Args:
+        core: where its requests run.
+        worker: hashes long prompts.
         peer: its routing id at the server's address.
         index: counts the engine's front ends.
         name: its own, for logs.
         outputs: the socket that only it reads from.
-        mark: called when something is to be sent soon.
+        mark: called when something is to be sent soon, beside a step's tokens.
     """
 
     def __init__(
         self,
+        core: EngineCore,
+        worker: TextWorker,
         peer: bytes,
         index: int,
         name: str,
@@ -74,12 +78,14 @@ class Session:
         monitor: Monitor,
         mark: Callable[[], None],
     ) -> None:
+        self.core = core
         self.peer = peer
         self.index = index
         self.name = name
         self.reader = reader
         self.outputs = outputs
         self.monitor = monitor
+        self.mark = mark
         self.followers: dict[int, Follower] = {}
         """By the front end's number, those whose end it has not been told."""
         self.num_unstarted = 0
@@ -90,35 +96,111 @@ class Session:
         self.is_connected = False
         """Whether its end of the output socket has ever been there."""
         self.is_over = False
+        self._worker = worker
         self._writer = wire.Writer()
-        self._mark = mark
         self._unread: deque[tuple[int, int]] = deque()
         """(message number, bytes) of what it has not said to have read."""
         self._unread_bytes = 0
         self._reset()
 
+    # Its requests
+
+    async def add(self, body: wire.AddRequest, prompt: Int32) -> None:
+        """Hand a request to the core. A bad one fails, for the front end to hear, and nothing else does."""
+        core = self.core
+        numbers = range(body.number, body.number + 1)
+        try:
+            params = wire.unpack_params(body.params)
+            check_limits(params, core.config, core.info.vocab_size, core.eos_token_ids)
+            numbers = range(body.number, body.number + params.num_sequences)  # not more than may be had
+            self._check(body, prompt, numbers)
+            request = Request(
+                request_id=body.request_id,
+                prompt_token_ids=prompt,
+                params=params,
+                seed=body.seed,
+                max_total_tokens=body.max_total_tokens,
+                bad_words=body.bad_words,
+                priority=body.priority,
+                cache_salt=body.cache_salt,
+            )
+            size = CHARS_A_TOKEN * len(prompt)
+            sequence = await self._worker.run(core.make_sequence, size, request)
+            if self.is_over:
+                return
+            choices = (sequence, *sequence.children)
+            allowed = UNLIMITED if body.num_allowed < 0 else body.num_allowed
+            followers = [Follower(self, *choice, allowed) for choice in zip(numbers, choices, strict=True)]
+            core.add(sequence, followers)
+            self.num_unstarted += len(choices)
+            self.followers.update(zip(numbers, followers, strict=True))
+        except AioEngineError as error:
+            for number in numbers:
+                if number not in self.followers:
+                    self.news.failed.append(wire.Failed(number, to_fault(error)))
+            self.mark()
+        else:
+            log_begin(core.config, request, whose=f"front end {self.index}: ")
+
+    def finish(self, body: wire.Finish) -> None:
+        """End sequences; numbers of those that have ended, or never were, are passed over."""
+        for number in body.numbers:
+            follower = self.followers.get(number)
+            if follower is not None:
+                self.core.finish(follower.sequence, body.reason, body.stop_reason)
+
+    def _check(self, body: wire.AddRequest, prompt: Int32, numbers: range) -> None:
+        """Raise what is wrong with it; the rest is checked by `check_limits`."""
+        core = self.core
+        core.check_accepting()
+        info = core.info
+        limit = info.max_model_len - 1
+        if len(prompt) > limit:
+            raise PromptTooLong(len(prompt), limit)
+        if not len(prompt) or int(prompt.min()) < 0 or int(prompt.max()) >= info.vocab_size:
+            raise InvalidRequest(f"the prompt needs token ids, from 0 to {info.vocab_size - 1}", param="prompt")
+        if not len(prompt) < body.max_total_tokens <= info.max_model_len:
+            raise InvalidRequest(
+                f"max_total_tokens={body.max_total_tokens}: more than the prompt's {len(prompt)} and at most "
+                f"{info.max_model_len} are needed",
+                param="max_tokens",
+            )
+        num_bad = sum(map(len, body.bad_words))
+        if len(body.bad_words) > MAX_BAD_SEQUENCES or num_bad > MAX_BAD_TOKENS:
+            raise InvalidRequest("bad_words holds more than any text makes", param="bad_words")
+        if any(not word or not all(0 <= token < info.vocab_size for token in word) for word in body.bad_words):
+            raise InvalidRequest("bad_words holds what is no token", param="bad_words")
+        if abs(body.priority) > MAX_PRIORITY or not -(2**63) <= body.seed < 2**64:
+            raise InvalidRequest("priority or seed is out of range", param="priority")
+        if len(body.request_id) > MAX_ID_CHARS:
+            raise InvalidRequest(f"request_id: at most {MAX_ID_CHARS} characters are possible", param="request_id")
+        if len(body.cache_salt) > MAX_SALT_CHARS:
+            raise InvalidRequest(f"cache_salt: at most {MAX_SALT_CHARS} characters are possible", param="cache_salt")
+        if numbers[0] < 0 or numbers[-1] >= 2**31 or any(number in self.followers for number in numbers):
+            raise InvalidRequest(f"a sequence of number {body.number} is here already, or cannot be")
+        most = core.config.max_waiting + core.config.max_num_seqs
+        if len(self.followers) + len(numbers) > MAX_HELD_FACTOR * most:
+            raise EngineOverloaded(
+                f"{len(self.followers)} sequences of this front end have not ended; read some of them to their ends",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        if self.num_unstarted + len(numbers) > core.config.max_waiting:
+            raise EngineOverloaded(
+                f"{self.num_unstarted} sequences of this front end wait already (max_waiting)",
+                retry_after_s=RETRY_AFTER_S,
+            )
+
     # What its sequences bring
 
     def _reset(self) -> None:
-        self.numbers: list[int] = []
-        self.token_ids: list[int] = []
-        self.started: list[wire.Started] = []
-        self.first: list[wire.First] = []
-        self.ended: list[wire.Ended] = []
-        self.failed: list[wire.Failed] = []
+        self.news = wire.StepOutputsMessage()
+        """Its lists grow until it is sent."""
+        # Fields of a struct are slower to reach, and these two are for each token.
+        self.numbers, self.token_ids = self.news.numbers, self.news.token_ids
         self.logprob_indices: list[int] = []
         """Of the tokens that ``logprobs`` are about."""
         self.logprobs: list[SampledLogprobs] = []
-        self.prompts: list[wire.PromptLogprobsMessage] = []
         self.prompt_logprobs: list[SampledLogprobs] = []
-
-    @property
-    def has_news(self) -> bool:
-        return bool(self.numbers or self.ended or self.failed or self.started or self.prompts)
-
-    def mark(self) -> None:
-        """There is news beside a step's tokens."""
-        self._mark()
 
     def flush(self, record: StepRecord | None = None) -> None:
         """Send what has come together, with the step's record if the front end keeps up.
@@ -128,26 +210,15 @@ class Session:
         """
         if len(self._unread) >= BEHIND_MESSAGES or not self.is_connected:
             record = None
-        if record is None and not self.has_news:
+        news, entries = self.news, [*self.logprobs, *self.prompt_logprobs]
+        if record is None and not (news.numbers or news.ended or news.failed or news.started or news.prompts):
             return
-        entries = [*self.logprobs, *self.prompt_logprobs]
-        body = wire.StepOutputsMessage(
-            numbers=self.numbers,
-            token_ids=self.token_ids,
-            started=self.started,
-            first=self.first,
-            prompts=self.prompts,
-            ended=self.ended,
-            failed=_share_dumps(self.failed[:MAX_FAILED]),
-            record=record,
-            has_logprobs=bool(entries),
-        )
         arrays = wire.LogprobColumns.pack(self.logprob_indices, entries) if entries else ()
-        more = self.failed[MAX_FAILED:]
+        failed = _share_dumps(news.failed[:MAX_FAILED])
         self._reset()
-        self.send(body, arrays)
-        for begin in range(0, len(more), MAX_FAILED):
-            self.send(wire.StepOutputsMessage(failed=_share_dumps(more[begin : begin + MAX_FAILED])))
+        self.send(msgspec.structs.replace(news, failed=failed, record=record, has_logprobs=bool(entries)), arrays)
+        for begin in range(MAX_FAILED, len(news.failed), MAX_FAILED):
+            self.send(wire.StepOutputsMessage(failed=_share_dumps(news.failed[begin : begin + MAX_FAILED])))
 
     # Sending
 
@@ -207,11 +278,10 @@ class Session:
 class Follower:
     """The `Listener` of a sequence that a front end is told of."""
 
-    __slots__ = ("_core", "_has_started", "_num_tokens", "_session", "num_allowed", "number", "sequence")
+    __slots__ = ("_has_started", "_num_tokens", "_session", "num_allowed", "number", "sequence")
 
-    def __init__(self, session: Session, number: int, sequence: Sequence, core: EngineCore, num_allowed: int) -> None:
+    def __init__(self, session: Session, number: int, sequence: Sequence, num_allowed: int) -> None:
         self._session = session
-        self._core = core
         self._num_tokens = 0
         self._has_started = False
         self.number = number
@@ -222,7 +292,7 @@ class Follower:
         self._has_started = True
         session = self._session
         session.num_unstarted -= 1
-        session.started.append(wire.Started(self.number, self.sequence.num_cached_tokens))
+        session.news.started.append(wire.Started(self.number, self.sequence.num_cached_tokens))
         session.mark()
 
     def on_token(self, token_id: int, logprobs: SampledLogprobs | None) -> None:
@@ -234,31 +304,31 @@ class Follower:
         session.token_ids.append(token_id)
         self._num_tokens += 1
         if self._num_tokens == 1:
-            session.first.append(wire.First(self.number, self._prefill_time_s()))
+            session.news.first.append(wire.First(self.number, self._prefill_time_s()))
         if self._num_tokens >= self.num_allowed:
-            self._core.block(self.sequence)
+            session.core.block(self.sequence)
 
     def on_prompt_logprobs(self, position: int, lines: list[SampledLogprobs]) -> None:
-        self._session.prompts.append(wire.PromptLogprobsMessage(self.number, position, len(lines)))
+        self._session.news.prompts.append(wire.PromptLogprobsMessage(self.number, position, len(lines)))
         self._session.prompt_logprobs += lines
 
     def on_end(self) -> None:
         sequence = self.sequence
         assert sequence.finish_reason is not None, f"{sequence} has not ended"
         self._leave()
-        self._session.ended.append(
+        self._session.news.ended.append(
             wire.Ended(self.number, sequence.finish_reason, sequence.stop_reason, sequence.num_preemptions)
         )
 
     def on_error(self, error: AioEngineError) -> None:
         self._leave()
-        self._session.failed.append(wire.Failed(self.number, to_fault(error)))
+        self._session.news.failed.append(wire.Failed(self.number, to_fault(error)))
 
     def allow(self, num_tokens: int) -> None:
         """Its reader lets so many output tokens be computed."""
         self.num_allowed = UNLIMITED if num_tokens < 0 else num_tokens
         if self._num_tokens < self.num_allowed:
-            self._core.unblock(self.sequence)
+            self._session.core.unblock(self.sequence)
 
     def _leave(self) -> None:
         session = self._session
@@ -270,109 +340,6 @@ class Follower:
     def _prefill_time_s(self) -> float:
         time_s = self.sequence.first_token_at - self.sequence.admitted_at
         return 0.0 if math.isnan(time_s) else time_s
-
-
-class Requests:
-    """Takes the requests of all front ends, and checks them: a front end is not trusted to have done so.
-
-    Args:
-        core: where they run.
-        worker: hashes long prompts.
-    """
-
-    def __init__(self, core: EngineCore, worker: TextWorker) -> None:
-        self._core = core
-        self._worker = worker
-
-    async def add(self, session: Session, body: wire.AddRequest, prompt: Int32) -> None:
-        """Hand a request to the core. A bad one fails, for its front end to hear, and nothing else does."""
-        numbers = range(body.number, body.number + 1)
-        try:
-            params = wire.unpack_params(body.params)
-            check_limits(params, self._core.config, self._core.info.vocab_size, self._core.eos_token_ids)
-            numbers = range(body.number, body.number + params.num_sequences)  # not more than may be had
-            self._check(session, body, prompt, numbers)
-            request = Request(
-                request_id=body.request_id,
-                prompt_token_ids=prompt,
-                params=params,
-                seed=body.seed,
-                max_total_tokens=body.max_total_tokens,
-                bad_words=body.bad_words,
-                priority=body.priority,
-                cache_salt=body.cache_salt,
-            )
-            size = CHARS_A_TOKEN * len(prompt)
-            sequence = await self._worker.run(self._core.make_sequence, size, request)
-            if session.is_over:
-                return
-            self._begin(session, sequence, numbers, body.num_allowed)
-        except AioEngineError as error:
-            for number in numbers:
-                if number not in session.followers:
-                    session.failed.append(wire.Failed(number, to_fault(error)))
-            session.mark()
-        else:
-            log_begin(self._core.config, request, whose=f"front end {session.index}: ")
-
-    def finish(self, session: Session, body: wire.Finish) -> None:
-        """End sequences; numbers of those that have ended, or never were, are passed over."""
-        for number in body.numbers:
-            follower = session.followers.get(number)
-            if follower is not None:
-                self._core.finish(follower.sequence, body.reason, body.stop_reason)
-
-    def _begin(self, session: Session, sequence: Sequence, numbers: range, num_allowed: int) -> None:
-        choices = (sequence, *sequence.children)
-        allowed = UNLIMITED if num_allowed < 0 else num_allowed
-        followers = [
-            Follower(session, number, member, self._core, allowed)
-            for number, member in zip(numbers, choices, strict=True)
-        ]
-        self._core.add(sequence, followers)
-        session.num_unstarted += len(choices)
-        session.followers.update(zip(numbers, followers, strict=True))
-
-    def _check(self, session: Session, body: wire.AddRequest, prompt: Int32, numbers: range) -> None:
-        """Raise what is wrong with it; the rest is checked by `check_limits`."""
-        core = self._core
-        core.check_accepting()
-        info = core.info
-        limit = info.max_model_len - 1
-        if len(prompt) > limit:
-            raise PromptTooLong(len(prompt), limit)
-        if not len(prompt) or int(prompt.min()) < 0 or int(prompt.max()) >= info.vocab_size:
-            raise InvalidRequest(f"the prompt needs token ids, from 0 to {info.vocab_size - 1}", param="prompt")
-        if not len(prompt) < body.max_total_tokens <= info.max_model_len:
-            raise InvalidRequest(
-                f"max_total_tokens={body.max_total_tokens}: more than the prompt's {len(prompt)} and at most "
-                f"{info.max_model_len} are needed",
-                param="max_tokens",
-            )
-        num_bad = sum(map(len, body.bad_words))
-        if len(body.bad_words) > MAX_BAD_SEQUENCES or num_bad > MAX_BAD_TOKENS:
-            raise InvalidRequest("bad_words holds more than any text makes", param="bad_words")
-        if any(not word or not all(0 <= token < info.vocab_size for token in word) for word in body.bad_words):
-            raise InvalidRequest("bad_words holds what is no token", param="bad_words")
-        if abs(body.priority) > MAX_PRIORITY or not -(2**63) <= body.seed < 2**64:
-            raise InvalidRequest("priority or seed is out of range", param="priority")
-        if len(body.request_id) > MAX_ID_CHARS:
-            raise InvalidRequest(f"request_id: at most {MAX_ID_CHARS} characters are possible", param="request_id")
-        if len(body.cache_salt) > MAX_SALT_CHARS:
-            raise InvalidRequest(f"cache_salt: at most {MAX_SALT_CHARS} characters are possible", param="cache_salt")
-        if numbers[0] < 0 or numbers[-1] >= 2**31 or any(number in session.followers for number in numbers):
-            raise InvalidRequest(f"a sequence of number {body.number} is here already, or cannot be")
-        most = core.config.max_waiting + core.config.max_num_seqs
-        if len(session.followers) + len(numbers) > MAX_HELD_FACTOR * most:
-            raise EngineOverloaded(
-                f"{len(session.followers)} sequences of this front end have not ended; read some of them to their ends",
-                retry_after_s=RETRY_AFTER_S,
-            )
-        if session.num_unstarted + len(numbers) > core.config.max_waiting:
-            raise EngineOverloaded(
-                f"{session.num_unstarted} sequences of this front end wait already (max_waiting)",
-                retry_after_s=RETRY_AFTER_S,
-            )
 
 
 def _share_dumps(failed: list[wire.Failed]) -> list[wire.Failed]:
