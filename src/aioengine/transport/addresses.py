@@ -29,10 +29,8 @@ from aioengine.errors import ConfigError
 MAX_SOCKET_PATH_BYTES = 107
 """``sun_path`` of unix(7) without its terminator."""
 
-MAX_SUFFIX_BYTES = 16
-"""Kept free for the sockets that lie beside the first one: ``.7.out``."""
-
-MAX_PATH_BYTES = MAX_SOCKET_PATH_BYTES - MAX_SUFFIX_BYTES
+MAX_PATH_BYTES = MAX_SOCKET_PATH_BYTES - 16
+"""The rest is for the sockets that lie beside the first one: ``.7.out``."""
 
 START_DESCRIPTORS, LINK_DESCRIPTORS = 48, 24
 """File descriptors that the start of a child, and a link or server, may need; some to spare."""
@@ -81,8 +79,6 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
         """Another address under the same protection: ``PATH.7.out`` for ``.7.out``; the same host and any port."""
         if self.scheme == "tcp":
             return msgspec.structs.replace(self, port=0)
-        assert _BESIDE.fullmatch(suffix), suffix
-        assert len(suffix) <= MAX_SUFFIX_BYTES, suffix
         return msgspec.structs.replace(self, path=self.path + suffix)
 
 
@@ -139,37 +135,46 @@ def check_descriptors(num_needed: int) -> None:
 
 
 def _parse(address: str, *, has_keys: bool) -> Address:
-    scheme, separator, rest = address.partition("://")
-    if not separator or scheme not in ("ipc", "tcp"):
-        raise ConfigError(f"{address!r} is no address here: {POSSIBLE}")
-    return _parse_ipc(address, rest) if scheme == "ipc" else _parse_tcp(address, rest, has_keys=has_keys)
+    scheme, _, rest = address.partition("://")
+    if scheme == "ipc":
+        return _parse_ipc(address, rest)
+    if scheme == "tcp":
+        return _parse_tcp(address, rest, has_keys=has_keys)
+    raise ConfigError(f"{address!r} is no address here: {POSSIBLE}")
 
 
 def _parse_ipc(address: str, path: str) -> Address:
+    num_bytes = len(path.encode(errors="replace"))
+    problem = None
     if path.startswith("@"):
-        raise ConfigError(f"{address!r}: any user can connect to an abstract socket; use ipc:///absolute/path")
-    if not path.startswith("/") or path.endswith(("/", "/.", "/..")):
-        raise ConfigError(f"{address!r}: the absolute path of a socket is needed: ipc:///absolute/path")
-    if not path.isprintable():
-        raise ConfigError(f"{address!r}: a path of printable characters is needed")
-    num_bytes = len(path.encode())
-    if num_bytes > MAX_PATH_BYTES:
-        raise ConfigError(
-            f"{address!r}: the path has {num_bytes} bytes; {MAX_PATH_BYTES} are possible: choose a shorter folder"
-        )
+        problem = "any user can connect to an abstract socket; use ipc:///absolute/path"
+    elif not path.startswith("/") or path.endswith(("/", "/.", "/..")):
+        problem = "the absolute path of a socket is needed: ipc:///absolute/path"
+    elif not path.isprintable():
+        problem = "a path of printable characters is needed"
+    elif num_bytes > MAX_PATH_BYTES:
+        problem = f"the path has {num_bytes} bytes; {MAX_PATH_BYTES} are possible: choose a shorter folder"
+    if problem is not None:
+        raise ConfigError(f"{address!r}: {problem}")
     return Address(scheme="ipc", path=path)
 
 
 def _parse_tcp(address: str, rest: str, *, has_keys: bool) -> Address:
-    host, colon, port_text = rest.rpartition(":")
+    host, colon, port = rest.rpartition(":")
     is_bracketed = host.startswith("[") and host.endswith("]")
     if not colon or not host or (":" in host and not is_bracketed):
         raise ConfigError(f"{address!r}: tcp://HOST:PORT is needed, with an IPv6 address in brackets: tcp://[::1]:5555")
-    port = _parse_port(address, port_text)
+    if port != "*" and not (port.isascii() and port.isdecimal() and len(port) <= 5 and int(port) < 2**16):
+        raise ConfigError(f"{address!r}: a port from 1 to 65535 is needed, or * to bind to any")
     host = host[1:-1] if is_bracketed else host
-    ip = _parse_ip(address, host, is_ipv6=is_bracketed)
-    if host == "localhost":  # never looked up: what a name means is up to others
-        ip = ipaddress.IPv4Address("127.0.0.1")
+    if host == "localhost" and not is_bracketed:  # never looked up: what a name means is up to others
+        host = "127.0.0.1"
+    ip = None
+    # None is what may be a name, ``127.1`` too: what the system would make of it is not decided by us.
+    with contextlib.suppress(ValueError):
+        ip = ipaddress.ip_address(host)
+    if is_bracketed and not isinstance(ip, ipaddress.IPv6Address):
+        raise ConfigError(f"{address!r}: {host!r} is no IPv6 address")
     if ip is None and host != "*" and not _NAME.fullmatch(host):
         raise ConfigError(f"{address!r}: {host!r} is neither an IP address nor a name")
     if not has_keys and (ip is None or not _is_loopback(ip)):
@@ -177,34 +182,13 @@ def _parse_tcp(address: str, rest: str, *, has_keys: bool) -> Address:
             f"{address!r} can be reached from other machines, and needs keys: make them with `aioengine keys FOLDER`; "
             "without keys use ipc:// or tcp://127.0.0.1:PORT"
         )
-    return Address(scheme="tcp", host=host if ip is None else str(ip), port=port, is_ipv6=is_bracketed)
-
-
-def _parse_port(address: str, text: str) -> int:
-    if text == "*":
-        return 0
-    if not (text.isascii() and text.isdecimal() and len(text) <= 5 and int(text) < 2**16):
-        raise ConfigError(f"{address!r}: a port from 1 to 65535 is needed, or * to bind to any")
-    return int(text)
-
-
-def _parse_ip(address: str, host: str, *, is_ipv6: bool) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """None for what may be a name. ``127.1`` is one here: what the system would make of it is not decided by us."""
-    if not is_ipv6:
-        try:
-            return ipaddress.IPv4Address(host)
-        except ValueError:
-            return None
-    try:
-        return ipaddress.IPv6Address(host)
-    except ValueError:
-        raise ConfigError(f"{address!r}: {host!r} is no IPv6 address") from None
+    return Address(scheme="tcp", host=str(ip or host), port=0 if port == "*" else int(port), is_ipv6=is_bracketed)
 
 
 def _is_loopback(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
     # ZMQ itself names 127.0.0.1 so, on a socket that takes both kinds.
     mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
-    return ip.is_loopback if mapped is None else mapped.is_loopback
+    return (mapped or ip).is_loopback
 
 
 def _make_way(path: str) -> None:
@@ -371,7 +355,7 @@ def _sweep(parent: str) -> None:
 
 
 def _remove_unlocked(folder: str) -> None:
-    if os.lstat(folder).st_uid != os.geteuid():
+    if os.lstat(folder).st_uid != os.geteuid():  # root, too, leaves what others may exchange for a link
         return
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

@@ -51,10 +51,6 @@ class Link:
     def outputs(self) -> Channel:
         return self._channels[1]
 
-    @property
-    def requests(self) -> Channel:
-        return self._channels[0]
-
     async def open(self, address: str, keys: ClientKeys | None, *, name: str, timeout_s: float) -> wire.Attached:
         """Reach a server and attach to it.
 
@@ -78,7 +74,7 @@ class Link:
 
     def send(self, body: wire.WireMessage, arrays: Any = ()) -> None:
         """Send a message, now or as soon as the socket takes it. What may lie there is bounded by what is live."""
-        self.requests.send(self._writer.write(body, arrays))
+        self._channels[0].send(self._writer.write(body, arrays))
 
     async def aclose(self) -> None:
         """Say farewell and close; idempotent."""
@@ -103,10 +99,7 @@ class Link:
             channel.close(linger_s)
 
     async def _attach(self, where: Address, keys: ClientKeys | None, name: str) -> wire.Attached:
-        socket = self._make_socket(zmq.DEALER, where)
-        if keys is not None and where.scheme == "tcp":
-            keys.apply_client(socket)
-        channel, monitor = self._connect(socket, str(where))
+        channel, monitor = self._connect(zmq.DEALER, where, str(where), keys)
         self.send(wire.Attach(wire.PROTOCOL_VERSION, name))
         of_keys = "" if where.scheme == "ipc" else ", or it needs keys" if keys is None else ", or not with these keys"
         body = await _first_of(channel, monitor, f"no engine serves at {where}{of_keys}")
@@ -117,19 +110,24 @@ class Link:
         return body
 
     async def _connect_outputs(self, where: Address, keys: ClientKeys | None, attached: wire.Attached) -> None:
-        socket = self._make_socket(zmq.PULL, where)
-        if keys is not None and where.scheme == "tcp":
-            keys.apply_client(socket)
-        else:
-            socket.plain_username = attached.username.encode()
-            socket.plain_password = attached.password.encode()
-        _, monitor = self._connect(socket, _reachable(attached.output_address, where))
+        address = _reachable(attached.output_address, where)
+        _, monitor = self._connect(zmq.PULL, where, address, keys, (attached.username, attached.password))
         while not monitor.has_connected:
             if monitor.is_refused:
                 raise EngineDead(f"the engine at {where} does not let this front end have its outputs")
             await monitor.look()
 
-    def _connect(self, socket: zmq.Socket[bytes], address: str) -> tuple[Channel, Monitor]:
+    def _connect(
+        self, kind: int, where: Address, address: str, keys: ClientKeys | None, login: tuple[str, str] | None = None
+    ) -> tuple[Channel, Monitor]:
+        assert self._context is not None, "open comes first"
+        socket = self._context.socket(kind)
+        socket.maxmsgsize = wire.MAX_FRAME_BYTES
+        socket.ipv6 = where.is_ipv6
+        if keys is not None and where.scheme == "tcp":
+            keys.apply_client(socket)
+        elif login is not None:
+            socket.plain_username, socket.plain_password = (part.encode() for part in login)
         # Never, that is. With -1 ZMQ lets go of a connection that was cut together with what has come by it and was not
         # read yet, last words above all.
         socket.reconnect_ivl = NEVER_MS
@@ -139,13 +137,6 @@ class Link:
         self._channels.append(channel)
         socket.connect(address)
         return channel, monitor
-
-    def _make_socket(self, kind: int, where: Address) -> zmq.Socket[bytes]:
-        assert self._context is not None, "open comes first"
-        socket = self._context.socket(kind)
-        socket.maxmsgsize = wire.MAX_FRAME_BYTES
-        socket.ipv6 = where.is_ipv6
-        return socket
 
 
 class ControlCalls:
@@ -160,13 +151,7 @@ class ControlCalls:
         """The error of calls that come after the engine's end."""
 
     async def call(self, control: AnyControl) -> Any:
-        """Have the engine perform a control call; it is on its way before the first wait. Cancelling stops it there.
-
-        Raises:
-            InvalidRequest: it cannot be sent, or cannot be done now.
-            EngineDead, EngineClosed: the engine, or this connection, came to an end.
-            Exception: what went wrong there.
-        """
+        """As `RemoteCore.call`."""
         packed = wire.pack_control(control)  # at once: a bad argument is refused now, and none is read later
         if isinstance(control, UNBLOCKING_CALLS):
             return await self._call(*packed)  # the holders of all turns may wait for just this
@@ -188,9 +173,9 @@ class ControlCalls:
         finally:
             self._returned.pop(call_id, None)
 
-    def send(self, control: AnyControl) -> int:
-        """Send a call whose answer is not awaited. → its id."""
-        return self._send(*wire.pack_control(control))
+    def send(self, control: AnyControl) -> None:
+        """Send a call whose answer is not awaited."""
+        self._send(*wire.pack_control(control))
 
     def _send(self, raw: msgspec.Raw, frames: Sequence[Any]) -> int:
         self._num_sent += 1
@@ -225,27 +210,25 @@ def death_of(fault: Fault) -> EngineDead:
     return EngineDead(f"the engine has ended: {error}")
 
 
-async def _first_of(channel: Channel, monitor: Monitor, refusal: str) -> wire.WireMessage:
+async def _first_of(channel: Channel, monitor: Monitor, refusal: str) -> wire.FromEngine:
     """The first message, unless the connection is refused before."""
-    messages: list[list[bytes]] = []
+
+    async def wake_if_refused() -> None:
+        while not (monitor.is_refused or monitor.is_gone):
+            await monitor.look()
+        channel.wake()
+
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(_wake_if_refused, channel, monitor)
+        tasks.start_soon(wake_if_refused)
         messages = await channel.receive()
         tasks.cancel_scope.cancel()
     if not messages:
         raise EngineDead(refusal)
     try:
-        reader: wire.Reader[Any] = wire.Reader(wire.FromEngine)
-        body, _ = reader.read(messages[0])
+        reader: wire.Reader[wire.FromEngine] = wire.Reader(wire.FromEngine)
+        return reader.read(messages[0])[0]
     except WireError as error:
         raise EngineDead(f"what answers is no engine of this version: {error}") from None
-    return body  # type: ignore[no-any-return]
-
-
-async def _wake_if_refused(channel: Channel, monitor: Monitor) -> None:
-    while not (monitor.is_refused or monitor.is_gone):
-        await monitor.look()
-    channel.wake()
 
 
 def _reachable(output_address: str, where: Address) -> str:
