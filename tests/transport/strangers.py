@@ -44,7 +44,6 @@ STRANGERS: dict[str, tuple[bytes, ...]] = {
     "oldest version": (b"\x01\x00",),
     "wrong secret": (greeting(b"PLAIN"), hello(b"user", b"wrong")),
     "wrong secret, twice refused": (greeting(b"PLAIN"), hello(b"user", b"wrong") + command(b"INITIATE", b"")),
-    "spent secret": (greeting(b"PLAIN"), hello(b"user", b"secret")),
     "malformed HELLO": (greeting(b"PLAIN"), command(b"HELLO", b"\xff\xff")),
     "a message before all": (greeting(b"PLAIN"), b"\x00\x05abcde"),
 }

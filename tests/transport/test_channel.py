@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket as plain_sockets
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -13,9 +14,10 @@ import numpy as np
 import pytest
 import zmq
 from nightly import seeds
+from transport.siege import look_until
 from waiting import Ticker
 
-from aioengine.transport.channel import RECEIVE_BATCH, ZERO_COPY_BYTES, Channel, size_of
+from aioengine.transport.channel import RECEIVE_BATCH, ZERO_COPY_BYTES, Channel, Monitor, size_of
 
 on_both_loops = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
 
@@ -320,3 +322,60 @@ def test_the_size_of_a_frame_is_its_bytes() -> None:
     assert size_of(np.zeros(5, np.int32)) == 20
     assert size_of(memoryview(np.zeros(5, np.int32))) == 20
     assert size_of(b"abc") == size_of(bytearray(3)) == 3
+
+
+@on_both_loops
+class TestMonitor:
+    @pytest.mark.parametrize("who", ["nothing", "something else"])
+    async def test_a_side_that_reaches_no_engine_knows(self, context: Context, who: str) -> None:
+        with plain_sockets.create_server(("127.0.0.1", 0)) as server:
+            address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+            if who == "nothing":
+                server.close()
+            peer = context.socket(zmq.DEALER)
+            peer.reconnect_ivl = -1
+            monitor = Monitor(peer)
+            peer.connect(address)
+
+            def answer() -> None:
+                connection, _ = server.accept()
+                with connection:
+                    connection.sendall(b"HTTP/1.0 400 Bad Request\r\n\r\n" * 9)
+
+            if who == "something else":
+                await asyncio.to_thread(answer)
+            await look_until(monitor, lambda: monitor.is_refused)
+            assert not monitor.has_connected
+            monitor.close()
+            peer.close()
+
+    async def test_closing_ends_a_look(self, context: Context) -> None:
+        with context.socket(zmq.PUSH) as watched:
+            monitor = Monitor(watched)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(_call_soon, monitor.close)
+                with anyio.fail_after(10):
+                    await monitor.look()
+
+
+async def test_zmq_is_told_to_stop_while_somebody_can_still_hear_its_news(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = context.socket(zmq.PUSH)
+    monitor = Monitor(watched)
+    news = monitor._channel.socket
+    was_heard: list[bool] = []
+    stop = type(watched).disable_monitor
+
+    def note(socket: Any) -> None:
+        was_heard.append(not news.closed)
+        stop(socket)
+
+    monkeypatch.setattr(type(watched), "disable_monitor", note)
+
+    monitor.close()
+    monitor.close()
+
+    assert was_heard == [True]
+    assert news.closed
+    watched.close()

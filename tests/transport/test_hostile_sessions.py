@@ -160,18 +160,29 @@ class TestOutputs:
             monitor.close()
 
 
-class TestStrangers:
-    @pytest.mark.parametrize("stranger", STRANGERS)
-    @pytest.mark.parametrize("door", ["requests", "outputs"])
-    async def test_bytes_that_are_no_zmq(self, stranger: str, door: str) -> None:
-        async with besieged("tcp://127.0.0.1:*") as siege:
-            peer = siege.peer()
-            attached = await peer.join()
-            address = siege.server.address if door == "requests" else attached.output_address
-            for _ in range(3):
-                await asyncio.to_thread(say, int(address.rpartition(":")[2]), *STRANGERS[stranger])
-            await peer.is_served(0)
-            assert siege.num_sessions == 1
+@pytest.mark.parametrize("stranger", STRANGERS)
+async def test_strangers_neither_become_a_front_end_nor_end_one_nor_hide_its_end(stranger: str) -> None:
+    """Some are refused with a failure, some without, some with two; some hang up themselves."""
+    async with besieged("tcp://127.0.0.1:*") as siege:
+        peer = siege.peer()
+        attached = await peer.attach()
+        (session,) = (each for each in siege.server._sessions.values() if each.name == "peer")
+        monitor = session.monitor
+
+        async def come_to(address: str) -> None:
+            await asyncio.to_thread(say, int(address.rpartition(":")[2]), *STRANGERS[stranger])
+
+        await come_to(attached.output_address)
+        await until(lambda: not monitor._open)
+        assert not monitor.has_connected
+        await peer.connect_outputs(attached)
+        for address in (siege.server.address, attached.output_address, attached.output_address):
+            await come_to(address)
+        await until(lambda: not monitor._open - monitor._maybe_good)
+        assert not monitor.is_gone
+        await peer.is_served(0)
+        peer.vanish()
+        await until(lambda: siege.num_sessions == 0)
 
 
 @both_ways

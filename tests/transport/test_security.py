@@ -3,18 +3,21 @@
 import asyncio
 import os
 import stat
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
+import anyio
 import hypothesis.strategies as st
 import pytest
 import zmq
 from hypothesis import given
-from transport.guarded import Context, SetUp, guard, plain
 from transport.siege import look_until
 from zmq.utils import z85
 
 from aioengine.errors import ConfigError
-from aioengine.transport.security import ClientKeys, Gate, KeyPair, ServerKeys, make_keys
+from aioengine.transport.channel import Channel, Monitor
+from aioengine.transport.security import ZAP_ENDPOINT, ClientKeys, Gate, KeyPair, ServerKeys, enforce, make_keys
 
 KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
 
@@ -342,6 +345,52 @@ def test_what_is_forgotten_admits_nobody(gate: Gate) -> None:
 # The gate in front of real sockets
 
 Loaded = tuple[ServerKeys, ClientKeys, ClientKeys]
+Context = zmq.Context[zmq.Socket[bytes]]
+SetUp = Callable[[zmq.Socket[bytes]], None]
+
+
+def plain(socket: zmq.Socket[bytes]) -> None:
+    socket.plain_username, socket.plain_password = b"out", b"secret"
+
+
+class Guarded:
+    """A PUSH socket that admits one connection: alice's by her key, without keys that of `plain`."""
+
+    def __init__(self, context: Context, keys: ServerKeys | None) -> None:
+        self._context = context
+        self.socket = context.socket(zmq.PUSH)
+        self.gate = Gate()
+        if keys is None:
+            self.socket.plain_server = True
+            enforce(self.socket, "out.7")
+            self.gate.allow_once("out.7", "out", "secret")
+        else:
+            keys.apply_server(self.socket, "out.7")
+            self.gate.allow_key_once("out.7", keys.clients["alice"])
+        self.socket.bind("tcp://127.0.0.1:*")
+        self.close = self.socket.close
+
+    async def answer(self) -> None:
+        zap = Channel(self._context.socket(zmq.ROUTER))
+        zap.socket.bind(ZAP_ENDPOINT)
+        with closing(zap):
+            while True:
+                for peer, delimiter, *request in await zap.receive():
+                    zap.send([peer, delimiter, *self.gate.decide(request)])
+
+    async def connect(self, set_up: SetUp) -> zmq.Socket[bytes] | None:
+        """The socket of a peer that is admitted; None if it is refused."""
+        socket = self._context.socket(zmq.PULL)
+        socket.reconnect_ivl = -1
+        set_up(socket)
+        monitor = Monitor(socket)
+        socket.connect(self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0"))
+        await look_until(monitor, lambda: monitor.is_refused or monitor.has_connected)
+        monitor.close()
+        if monitor.has_connected:
+            return socket
+        socket.close()
+        return None
 
 
 @pytest.fixture
@@ -357,32 +406,25 @@ async def test_only_the_one_with_the_right_key_and_the_servers_is_served_and_onc
     public, secret = zmq.curve_keypair()
     stranger = ClientKeys(server=keys.pair.public, pair=KeyPair(public=public, secret=secret))
     misled = ClientKeys(server=bob.pair.public, pair=alice.pair)
-    async with guard(context, keys) as guarded:
-
-        async def is_refused(set_up: SetUp) -> None:
-            peer, monitor = guarded.connect_watched(set_up)
-            await look_until(monitor, lambda: monitor.is_refused)
-            assert not monitor.has_connected
-            monitor.close()
-            peer.close()
-
-        for set_up in (stranger.apply_client, bob.apply_client, misled.apply_client, plain(), lambda _: None):
-            await is_refused(set_up)
-        pull = guarded.connect(alice.apply_client)
-        await look_until(guarded.monitor, lambda: guarded.monitor.has_connected)
-        await is_refused(alice.apply_client)
+    async with anyio.create_task_group() as tasks:
+        guarded = Guarded(context, keys)
+        tasks.start_soon(guarded.answer)
+        for set_up in (stranger.apply_client, bob.apply_client, misled.apply_client, plain, lambda _: None):
+            assert await guarded.connect(set_up) is None
+        pull = await guarded.connect(alice.apply_client)
+        assert pull is not None
+        assert guarded.socket.poll(10_000, zmq.POLLOUT)
+        assert await guarded.connect(alice.apply_client) is None
         for number in range(10):
             guarded.socket.send(bytes([number]), zmq.DONTWAIT)
         assert [(await asyncio.to_thread(pull.recv))[0] for _ in range(10)] == list(range(10))
         pull.close()
+        guarded.close()
+        tasks.cancel_scope.cancel()
 
 
 @pytest.mark.parametrize("mechanism", ["PLAIN", "CURVE"])
 async def test_nothing_is_admitted_while_no_gate_answers(context: Context, loaded: Loaded, mechanism: str) -> None:
-    keys, set_up = (None, plain()) if mechanism == "PLAIN" else (loaded[0], loaded[1].apply_client)
-    async with guard(context, keys, is_answering=False) as guarded:
-        peer, monitor = guarded.connect_watched(set_up)
-        await look_until(monitor, lambda: monitor.is_refused)
-        assert not monitor.has_connected
-        monitor.close()
-        peer.close()
+    keys, set_up = (None, plain) if mechanism == "PLAIN" else (loaded[0], loaded[1].apply_client)
+    with closing(Guarded(context, keys)) as guarded:
+        assert await guarded.connect(set_up) is None
