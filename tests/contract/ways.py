@@ -34,7 +34,7 @@ class Serving:
 
     def __init__(self, config: EngineConfig, device: str) -> None:
         self._workers = TextWorker(), TextWorker()
-        around = CoreHooks(*self._workers, on_capacity=lambda: None, num_waiting_for_admission=lambda: 0)
+        around = CoreHooks(*self._workers, on_capacity=lambda: None)
         self._backend = InProcess(config, getattr(fakes, device)(config), around)
         self._folder: PrivateFolder | None = None
         self._scope = anyio.CancelScope()

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scheduler.harness import EOS, Core, expected_output
 
+from aioengine.scheduler.plan import StepPlan
 from aioengine.scheduler.sequence import Reason, Sequence
 from aioengine.testing.fake_executor import FakeExecutor
 
@@ -129,15 +130,16 @@ class CoreMachine(RuleBasedStateMachine):
         self.core.scheduler.check_integrity()
 
     @invariant()
-    def a_snapshot_is_what_the_deltas_add_up_to(self) -> None:
+    def the_rows_are_what_the_deltas_add_up_to(self) -> None:
         if self.core.launched:
             return
         copy = FakeExecutor()
-        copy.apply(self.core.scheduler.snapshot())
+        occupants = [sequence for sequence in self.core.scheduler.table.occupants if sequence is not None]
+        copy.apply(StepPlan(step=0, added=tuple(sequence.introduce() for sequence in occupants)))
         held = self.core.executor.rows()
         assert copy.rows().items() <= held.items()
         leaving = held.keys() - copy.rows().keys()
-        assert leaving == set(self.core.scheduler.table._removed), "the next plan removes what the snapshot leaves out"
+        assert leaving == set(self.core.scheduler.table._removed), "the next plan removes what has no row any more"
 
     def blocked_from_outside(self) -> list[Sequence]:
         return [s for s in self.core.scheduler.sequences() if s.reasons & ~INSIDE_REASONS]

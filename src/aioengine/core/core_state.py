@@ -47,7 +47,6 @@ class CoreState:
         config: the engine's.
         eos_token_ids: the model's.
         on_capacity: called when a waiting sequence has begun to run or has ended.
-        num_waiting_for_admission: how many sequences wait to be added, for the record.
         write_dump: begins to keep the report of a failed step, and returns at once.
         clock: seconds; the one by which the executor tells when a step has ended.
     """
@@ -59,7 +58,6 @@ class CoreState:
         *,
         eos_token_ids: tuple[int, ...] = (),
         on_capacity: Callable[[], None] = lambda: None,
-        num_waiting_for_admission: Callable[[], int] = lambda: 0,
         write_dump: Callable[[str], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -81,7 +79,6 @@ class CoreState:
         self.clock = clock
         self.user_code = UserCode()
         self.observers = Observers(self.user_code, log_interval_s=config.log_stats_interval_s, now_s=clock())
-        self._num_waiting_for_admission = num_waiting_for_admission
         self._on_capacity = on_capacity
         self._write_dump = write_dump
         self._live: dict[int, Sequence] = {}
@@ -368,7 +365,7 @@ class CoreState:
             call=call,
             call_age_s=now - asked_at,
             running=self.scheduler.num_running,
-            waiting=self.scheduler.num_without_row + self._num_waiting_for_admission(),
+            waiting=self.scheduler.num_without_row,
             is_sleeping=self.is_sleeping,
             is_paused="pause" in self._holds,
             free_blocks=self.kv.pool.num_free,

@@ -124,7 +124,6 @@ class EngineCore(CoreState):
             output,
             launched_at=step.launched_at,
             now=now,
-            num_waiting_for_admission=self._num_waiting_for_admission(),
         )
         self.observers.on_step(record, now)
         if output.failed:

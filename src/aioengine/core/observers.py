@@ -111,7 +111,6 @@ def make_record(
     *,
     launched_at: float,
     now: float,
-    num_waiting_for_admission: int = 0,
 ) -> StepRecord:
     """What observers hear of a step that has just been applied."""
     kv = scheduler.kv
@@ -126,7 +125,7 @@ def make_record(
         inter_token_latencies_s=output.gaps_s,
         times_to_first_token_s=[now - sequence.arrived_at for sequence in output.first],
         running=scheduler.num_running,
-        waiting=scheduler.num_without_row + num_waiting_for_admission,
+        waiting=scheduler.num_without_row,
         free_blocks=kv.pool.num_free,
         num_blocks=kv.pool.num_blocks,
         preemptions=scheduler.preemption.num_preemptions,

@@ -139,13 +139,11 @@ class CoreHooks(NamedTuple):
         worker: for imports and files.
         dump_worker: for work that takes long and must hold up nothing else.
         on_capacity: to be called when a waiting sequence has begun to run or has ended.
-        num_waiting_for_admission: how many sequences wait to be added, for the record.
     """
 
     worker: TextWorker
     dump_worker: TextWorker
     on_capacity: Callable[[], None]
-    num_waiting_for_admission: Callable[[], int]
 
 
 class Backend(Protocol):

@@ -62,7 +62,6 @@ class InProcess:
             self._config,
             eos_token_ids=self._files.eos_token_ids,
             on_capacity=self._hooks.on_capacity,
-            num_waiting_for_admission=self._hooks.num_waiting_for_admission,
             write_dump=self._write_dump,
             clock=clock_of(get_running_loop()),
         )

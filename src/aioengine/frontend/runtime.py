@@ -86,7 +86,6 @@ class Runtime:
                 worker=self.worker,
                 dump_worker=self._large_worker,
                 on_capacity=self.admission.admit,
-                num_waiting_for_admission=lambda: self.admission.num_waiting,
             )
         )
         self._loop = asyncio.get_running_loop()

@@ -86,10 +86,6 @@ class BlockPool:
         Args:
             owned: {block id: references that owners hold}.
             hashes: as in `release`.
-
-        Raises:
-            AssertionError: a block is counted otherwise than it is owned, or is free and owned, or is lost, or will be
-                allocated in the wrong order.
         """
         free = [*self._blank, *self._cached]
         assert len(free) == len(set(free)), f"blocks free twice: {sorted(free)}"

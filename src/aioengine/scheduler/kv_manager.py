@@ -163,12 +163,7 @@ class KVManager:
         return num_forgotten
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Compare the blocks, the PENDING ones and those that are waited for with all live ``sequences``.
-
-        Raises:
-            AssertionError: a block is owned otherwise than it is counted, a PENDING block has no owner or is not its
-                next, or a sequence waits that will not be woken.
-        """
+        """Compare the blocks, the PENDING ones and those that are waited for with all live ``sequences``."""
         live = list(sequences)
         assert not self._copies, "copies are waiting that no plan has"
         owned = Counter(block_id for sequence in live for block_id in sequence.block_ids)

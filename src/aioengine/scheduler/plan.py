@@ -153,24 +153,18 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     def describe(self) -> dict[str, Any]:
         """The plan as plain data for a person to read: no token ids, so no prompt text."""
-        return {
-            "step": self.step,
-            "removed": self.removed.tolist(),
-            "added": [
-                {"row": a.row, "num_tokens": len(a.token_ids), "num_prompt_tokens": a.num_prompt_tokens,
-                 "num_blocks": len(a.block_ids), "sampling": _describe_sampling(a.sampling)}
-                for a in self.added
-            ],
-            "copied": np.stack([self.copied_from, self.copied_to], axis=1).tolist(),
-            "grown": np.stack([self.grown_rows, self.grown_blocks], axis=1).tolist(),
-            "rows": [
-                {"row": row, "epoch": epoch, "start": start, "num_tokens": num_tokens, "want": Want(want).name}
-                for row, epoch, start, num_tokens, want in zip(
-                    self.rows.tolist(), self.epochs.tolist(), self.starts.tolist(),
-                    self.num_tokens.tolist(), self.wants.tolist(), strict=True,
-                )
-            ],
-        }  # fmt: skip
+        added = [
+            {
+                "row": row.row,
+                "num_tokens": len(row.token_ids),
+                "num_prompt_tokens": row.num_prompt_tokens,
+                "num_blocks": len(row.block_ids),
+                "sampling": _describe_sampling(row.sampling),
+            }
+            for row in self.added
+        ]
+        columns = [name for name in self.__struct_fields__ if name not in ("step", "added")]
+        return {"step": self.step, "added": added} | {name: getattr(self, name).tolist() for name in columns}
 
 
 MAX_DESCRIBED_ITEMS = 32

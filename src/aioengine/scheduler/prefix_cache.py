@@ -139,11 +139,7 @@ class PrefixCache:
         self.hashes = [None] * len(self.hashes)
 
     def check_integrity(self) -> None:
-        """Compare ``ready`` with ``hashes``, and the hashes that are waited for with ``pending``.
-
-        Raises:
-            AssertionError: they disagree, a hash is READY and PENDING, or one that is not PENDING is waited for.
-        """
+        """Compare ``ready`` with ``hashes``, and the hashes that are waited for with ``pending``."""
         by_hash = {block_hash: block_id for block_id, block_hash in enumerate(self.hashes) if block_hash is not None}
         assert by_hash == self.ready, "hashes and blocks differ"
         assert not self.ready.keys() & self.pending.keys(), "a hash is READY and PENDING"

@@ -122,11 +122,7 @@ class RowTable:
         return now - (before[~is_first] if np.count_nonzero(is_first) else before), is_first
 
     def check_integrity(self, *, is_caching: bool) -> None:
-        """The columns say what the sequences say.
-
-        Raises:
-            AssertionError: they do not.
-        """
+        """The columns say what the sequences say."""
         occupants = [sequence for sequence in self.occupants if sequence is not None]
         assert all(self.occupants[sequence.row] is sequence for sequence in occupants)
         assert sorted(self.free_rows + [sequence.row for sequence in occupants]) == list(range(len(self.occupants)))

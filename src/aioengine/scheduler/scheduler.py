@@ -268,19 +268,6 @@ class Scheduler:
             steps=self._steps.num_planned,
         )
 
-    def snapshot(self) -> StepPlan:
-        """The rows as one plan that computes nothing: it brings an empty executor to where the launched plans lead.
-
-        Only without steps in flight: their tokens are known to the device alone. Rows freed since the last launch are
-        not in it, although the next plan removes them.
-        """
-        assert not self._steps, "the device alone knows the tokens of launched steps"
-        occupants = [sequence for sequence in self.table.occupants if sequence is not None]
-        return StepPlan(
-            step=self._steps.num_planned,
-            added=tuple(sequence.introduce() for sequence in occupants),
-        )
-
     def check_integrity(self) -> None:
         """Each row has one occupant, each sequence is in one place, and each block is owned as often as it is counted.
 

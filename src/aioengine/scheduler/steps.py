@@ -88,17 +88,13 @@ class StepsInFlight:
         return plan
 
     def take(self, plan: StepPlan) -> StepInFlight:
-        """The oldest step, whose plan this must be: results are applied in the order of launches."""
+        """The oldest step, whose plan this must be."""
         step = self._steps.popleft()
         assert step.plan is plan, "results are applied in the order of launches"
         return step
 
     def check_integrity(self, sequence: Sequence) -> None:
-        """The columns of a sequence with a row count just what these steps compute for it.
-
-        Raises:
-            AssertionError: they do not.
-        """
+        """The columns of a sequence with a row count just what these steps compute for it."""
         row, table = sequence.row, self._table
         plans = [step.plan for step in self._steps]
         steps = [(plan, plan.rows.tolist().index(row)) for plan in plans if row in plan.rows]

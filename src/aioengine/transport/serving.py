@@ -139,7 +139,7 @@ async def _serve(
     config = options.config
     if config is None:
         raise ConfigError("it is not said what to serve: give a model")
-    hooks = CoreHooks(worker, dump_worker, on_capacity=lambda: None, num_waiting_for_admission=lambda: 0)
+    hooks = CoreHooks(worker, dump_worker, on_capacity=lambda: None)
     for plugin in options.plugins:
         await worker.run(_import, None, plugin)  # which may take long, and this process be told to end meanwhile
     executor = _make_executor(options.executor, config) if options.executor is not None else None

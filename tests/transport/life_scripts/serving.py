@@ -23,7 +23,7 @@ async def served(
 ) -> AsyncIterator[EngineServer]:
     """A server that runs; `EngineServer.address` is where."""
     worker, dump_worker = TextWorker(), TextWorker()
-    around = CoreHooks(worker, dump_worker, on_capacity=lambda: None, num_waiting_for_admission=lambda: 0)
+    around = CoreHooks(worker, dump_worker, on_capacity=lambda: None)
     backend = InProcess(EngineConfig(**config), executor, around)  # type: ignore[arg-type]
     try:
         files = await backend.find_model()
