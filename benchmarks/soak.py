@@ -544,11 +544,11 @@ class Soak:
 
     async def _pause_and_wait(self) -> None:
         async with self._paused("wait"):
-            self._expect(not self._core.scheduler.running, "sequences run after pause('wait')")
+            self._expect(not self._core.scheduler.table.running, "sequences run after pause('wait')")
 
     async def _pause_and_abort(self) -> None:
         async with self._paused("abort"):
-            self._expect(not self._core.scheduler.running, "sequences run after pause('abort')")
+            self._expect(not self._core.scheduler.table.running, "sequences run after pause('abort')")
 
     async def _give_up_a_pause(self) -> None:
         """Cancel a pause while it waits: the engine pauses all the same. One resume ends that and a second one."""

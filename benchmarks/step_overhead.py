@@ -219,7 +219,7 @@ def measure(num_running: int, num_steps: int, depth: int, churn: float) -> tuple
                 cpu.phases[phase].append(cpu_end - cpu_start)
                 wall.phases[phase].append(wall_end - wall_start)
     fewest = num_running * (1 - 2 * churn * depth) - 1
-    assert len(workload.scheduler.running) >= fewest, "the workload is not what it says"
+    assert len(workload.scheduler.table.running) >= fewest, "the workload is not what it says"
     return cpu, wall
 
 

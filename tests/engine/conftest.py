@@ -115,7 +115,7 @@ class Served:
 
         def is_at_rest() -> bool:
             self.complete_all()
-            return not (self.core._in_flight or self.core.scheduler.has_work)
+            return not (self.core._in_flight or self.core.scheduler.sequences())
 
         await self.until(is_at_rest)
 

@@ -177,7 +177,7 @@ class Core:
         assert added <= set(rows), "a row is added and not used"
         assert len(set(rows)) == len(rows), "a row stands there twice"
         assert set(plan.grown_rows.tolist()) <= set(rows), "a row grows that computes nothing"
-        occupants = {sequence.row: sequence for sequence in self.scheduler.running}
+        occupants = {sequence.row: sequence for sequence in self.scheduler.table.running}
         assert set(rows) <= occupants.keys(), "a row computes whose sequence is blocked or gone"
         for row, epoch, start, num_tokens, want in zip(
             rows, plan.epochs.tolist(), plan.starts.tolist(), plan.num_tokens.tolist(), plan.wants.tolist(), strict=True

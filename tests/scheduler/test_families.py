@@ -52,9 +52,9 @@ def test_children_run_when_there_are_rows_for_them_in_the_order_of_their_index()
     first = core.add(range(100, 110), n=5, max_tokens=4, ignore_eos=True)
     later = core.add(range(300, 310), max_tokens=4, ignore_eos=True)
     begun: list[Sequence] = []
-    while core.scheduler.has_work:
+    while core.scheduler.sequences():
         core.launch_all()
-        begun += [sequence for sequence in core.scheduler.running if sequence not in begun]
+        begun += [sequence for sequence in core.scheduler.table.running if sequence not in begun]
         core.land()
     # While the prompt runs the other row is free, and who comes later takes it.
     assert [s for s in begun if s is not later] == family_of(core, first)
@@ -216,9 +216,9 @@ def test_smaller_priorities_go_first_and_equal_ones_by_age() -> None:
     }
     core.land()
     order: list[str] = []
-    while core.scheduler.has_work:
+    while core.scheduler.sequences():
         core.launch()
-        order += [name for name, sequence in sequences.items() if sequence in core.scheduler.running]
+        order += [name for name, sequence in sequences.items() if sequence in core.scheduler.table.running]
         core.land()
     assert order == ["a1", "a2", "b1", "b2"]
 
@@ -232,11 +232,11 @@ def test_a_higher_one_takes_the_place_of_the_lowest_and_that_goes_on_later(depth
     core.step()
     high = core.add(range(500, 516), max_tokens=3, ignore_eos=True, priority=0)
     core.launch_all()
-    while high not in core.scheduler.running:
+    while high not in core.scheduler.table.running:
         core.land()
         core.launch_all()
-    assert low[0] in core.scheduler.running
-    assert low[1] not in core.scheduler.running
+    assert low[0] in core.scheduler.table.running
+    assert low[1] not in core.scheduler.table.running
     assert low[1].num_preemptions == 1
     core.run()
     assert core.scheduler.preemption.num_preemptions == 1, "nobody is thrown out for an equal or a lower one"

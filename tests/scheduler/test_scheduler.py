@@ -51,9 +51,9 @@ def test_the_first_to_come_is_the_first_to_run() -> None:
     core = Core(max_num_seqs=2)
     sequences = [core.add(prompt(5, 100 * i), max_tokens=3, ignore_eos=True) for i in range(6)]
     begun: list[Sequence] = []
-    while core.scheduler.has_work:
+    while core.scheduler.sequences():
         core.launch_all()
-        begun += [sequence for sequence in core.scheduler.running if sequence not in begun]
+        begun += [sequence for sequence in core.scheduler.table.running if sequence not in begun]
         core.land()
     assert begun == sequences
 
@@ -65,7 +65,7 @@ def test_a_head_that_does_not_fit_lets_nobody_pass() -> None:
     big = core.add(prompt(30, 300))
     small = core.add(prompt(4, 500))
     core.launch()
-    assert core.scheduler.running == [running]
+    assert core.scheduler.table.running == [running]
     assert big.row == small.row == -1
     core.run()
     assert_runs_alone_alike(core, running, big, small)
@@ -120,7 +120,7 @@ def test_no_more_rows_run_than_there_are() -> None:
     core = Core(max_num_seqs=2)
     sequences = [core.add(prompt(3, 100 * i)) for i in range(3)]
     core.launch()
-    assert core.scheduler.running == sequences[:2]
+    assert core.scheduler.table.running == sequences[:2]
 
 
 def test_a_request_that_the_blocks_can_never_hold_is_a_bug_of_the_caller() -> None:
@@ -220,7 +220,7 @@ def test_a_sequence_aborted_twice_ends_once() -> None:
     assert core.scheduler.finish(sequence, "abort")
     assert not core.scheduler.finish(sequence, "stop", "text")
     assert (sequence.finish_reason, sequence.stop_reason) == ("abort", None)
-    assert not core.scheduler.has_work
+    assert not core.scheduler.sequences()
 
 
 def test_a_stop_string_ends_a_sequence_with_what_it_has() -> None:
@@ -410,7 +410,7 @@ def test_nobody_waits_without_a_prefix_cache() -> None:
     core = Core(caching=False)
     same = [core.add(prompt(9)) for _ in range(3)]
     core.launch()
-    assert core.scheduler.running == same
+    assert core.scheduler.table.running == same
     core.run()
     outputs = sum(len(sequence.output_ids) for sequence in same)
     assert core.num_computed_tokens == 3 * 9 + outputs - 3
@@ -496,7 +496,7 @@ def test_the_oldest_gets_on_however_short_memory_is() -> None:
     sequences = [core.add(prompt(3, 50 * i), max_tokens=20, ignore_eos=True) for i in range(6)]
     ended: list[Sequence] = []
     for _ in range(1000):
-        if not core.scheduler.has_work:
+        if not core.scheduler.sequences():
             break
         core.step()
         ended += [s for s in sequences if s.has_ended and s not in ended]
@@ -571,7 +571,7 @@ def test_a_sequence_unblocked_before_it_left_keeps_its_row() -> None:
     row = sequence.row
     core.scheduler.block(sequence, Reason.BACKPRESSURE)
     core.scheduler.unblock(sequence, Reason.BACKPRESSURE)
-    assert core.scheduler.running == [elder, sequence, younger]
+    assert core.scheduler.table.running == [elder, sequence, younger]
     assert sequence.row == row
     core.run()
     assert_runs_alone_alike(core, elder, sequence, younger)
@@ -676,7 +676,7 @@ def test_aborting_everybody_in_every_state_frees_everything() -> None:
     core.scheduler.block(sequences[7], Reason.PAUSED)
     for sequence in sequences:
         core.scheduler.finish(sequence, "abort")
-    assert not core.scheduler.has_work
+    assert not core.scheduler.sequences()
     assert core.kv.pool.num_free == core.kv.pool.num_blocks
     assert core.scheduler.num_unstarted == 0
     core.run()
@@ -702,7 +702,7 @@ def test_the_statistics_count_everybody_once() -> None:
 def test_an_empty_scheduler_has_no_step() -> None:
     core = Core()
     assert core.launch() is None
-    assert not core.scheduler.has_work
+    assert not core.scheduler.sequences()
 
 
 def test_a_steady_step_carries_no_tokens_and_only_new_blocks() -> None:
@@ -747,9 +747,11 @@ def corrupt(name: str, change: Callable[[Any], Any]) -> Callable[[Scheduler], No
         corrupt("num_unstarted", lambda count: count + 1),
         corrupt("scheduled", lambda column: column + 1),
         corrupt("capacity", lambda column: np.zeros_like(column)),
-        lambda scheduler: scheduler.running[0].block_ids.pop(),
+        lambda scheduler: scheduler.table.running[0].block_ids.pop(),
         lambda scheduler: scheduler.kv.pool.allocate(1),
-        lambda scheduler: scheduler.kv.pool.release(scheduler.running[0].block_ids[:1], scheduler.kv.cache.hashes),
+        lambda scheduler: scheduler.kv.pool.release(
+            scheduler.table.running[0].block_ids[:1], scheduler.kv.cache.hashes
+        ),
         lambda scheduler: scheduler.kv.cache.pending.update({b"x": None}),
     ],
 )

@@ -97,7 +97,7 @@ class CoreMachine(RuleBasedStateMachine):
         was_finished = sequence.has_ended
         assert self.core.scheduler.finish(sequence, reason) is not was_finished
 
-    @precondition(lambda self: self.core.scheduler.has_work)
+    @precondition(lambda self: self.core.scheduler.sequences())
     @rule(data=st.data(), reason=st.sampled_from(OUTSIDE_REASONS))
     def block(self, data: st.DataObject, reason: Reason) -> None:
         self.core.scheduler.block(data.draw(st.sampled_from(self.core.scheduler.sequences())), reason)
@@ -115,7 +115,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), is_unlucky=st.sampled_from([False, False, True]))
     def fail_a_row_of_the_next_step(self, data: st.DataObject, is_unlucky: bool) -> None:
-        running = self.core.scheduler.running
+        running = self.core.scheduler.table.running
         if is_unlucky and running:
             row = data.draw(st.sampled_from(running)).row
             self.core.executor.make_row_fail(self.core.executor.stats.num_steps, row, RuntimeError("the row broke"))
@@ -157,7 +157,7 @@ class CoreMachine(RuleBasedStateMachine):
         for sequence in scheduler.sequences():
             scheduler.unblock(sequence, ~INSIDE_REASONS)
         self.core.run()
-        assert not scheduler.has_work
+        assert not scheduler.sequences()
         assert scheduler.num_unstarted == 0
         assert self.core.kv.pool.num_free == self.core.kv.pool.num_blocks
         for sequence in self.core.sequences:

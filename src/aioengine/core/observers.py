@@ -1,4 +1,4 @@
-"""What sees an engine's steps and requests, and the user's own code that an engine calls."""
+"""What sees an engine's steps and requests: observers, the log; and the user's own code that an engine calls."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import math
 import operator
 from collections.abc import Callable, Iterator
 
+from aioengine.config import EngineConfig
 from aioengine.metrics import EngineMetrics, Observer, RequestMetrics, StepRecord
+from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.plan import StepPlan, StepResult
 from aioengine.scheduler.scheduler import Scheduler
+from aioengine.scheduler.sequence import Request
 from aioengine.scheduler.steps import StepOutput
 
 logger = logging.getLogger("aioengine")
@@ -133,6 +136,45 @@ def make_record(
         prefix_cache_hits=kv.num_hit_tokens,
         blocked=len(scheduler.blocked),
     )
+
+
+# The request log: off by default, and without prompts
+
+
+def log_begin(config: EngineConfig, request: Request, prompt: str | None = None, *, whose: str = "") -> None:
+    """A request has been accepted; ``prompt`` is its text, where it has one."""
+    if not config.log_requests:
+        return
+    ids = request.prompt_token_ids
+    of_prompt = f", prompt {ids.tolist() if prompt is None else prompt!r}" if config.log_prompts else ""
+    logger.info(
+        "%srequest %r: %d prompt tokens, priority %d, %s%s",
+        whose,
+        request.request_id,
+        len(ids),
+        request.priority,
+        _describe(request.params),
+        of_prompt,
+    )
+
+
+def log_end(config: EngineConfig, request_id: str, finish_reasons: tuple[str, ...], metrics: RequestMetrics) -> None:
+    """All its choices have ended."""
+    if config.log_requests:
+        reasons, num_tokens, time_s = ", ".join(finish_reasons), metrics.num_generation_tokens, metrics.e2e_latency_s
+        logger.info("request %r ended by %s: %d tokens in %.3f s", request_id, reasons, num_tokens, time_s or 0.0)
+
+
+def _describe(params: SamplingParams) -> str:
+    """The parameters that are not as by default; of texts how many, since they may be as private as a prompt."""
+    default = SamplingParams()
+    shown = []
+    for name in params.__struct_fields__:
+        value = getattr(params, name)
+        if value != getattr(default, name):
+            is_long = name in ("stop", "bad_words") or isinstance(value, tuple | dict)
+            shown.append(f"{name}: {len(value)}" if is_long else f"{name}={value}")
+    return ", ".join(shown) or "default parameters"
 
 
 class UserCode:

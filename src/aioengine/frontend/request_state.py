@@ -11,8 +11,8 @@ from collections.abc import Callable
 import msgspec
 
 from aioengine.core.listener import UNLIMITED, SampledLogprobs
+from aioengine.core.observers import log_begin, log_end
 from aioengine.core.protocol import Core
-from aioengine.core.request_log import log_begin, log_end
 from aioengine.errors import AioEngineError, InvalidRequest
 from aioengine.metrics import RequestMetrics
 from aioengine.outputs import CompletionDelta, CompletionOutput, FinishReason, Logprob, RequestOutput, TokenLogprobs

@@ -77,7 +77,10 @@ class KVManager:
             sequence.block_ids = match.block_ids.copy()
             sequence.num_ready_blocks = len(match.block_ids)
             sequence.num_computed_tokens = len(match.block_ids) * self.block_size
-            self._count(sequence)
+            self.num_queried_tokens += sequence.num_tokens
+            self.num_hit_tokens += sequence.num_computed_tokens
+            if not sequence.has_run:
+                sequence.num_cached_tokens = sequence.num_computed_tokens
         missing = self.pool.allocate(match.num_missing)
         if sequence.shares_last_block:
             self._copies.append((sequence.block_ids[-1], missing[0]))
@@ -194,9 +197,3 @@ class KVManager:
                 parent = hashes[-1] if hashes else root_of(sequence.request.cache_salt)
                 hashes.append(hash_block(parent, sequence.slice_ids(index * size, (index + 1) * size)))
         return hashes
-
-    def _count(self, sequence: Sequence) -> None:
-        self.num_queried_tokens += sequence.num_tokens
-        self.num_hit_tokens += sequence.num_computed_tokens
-        if not sequence.has_run:
-            sequence.num_cached_tokens = sequence.num_computed_tokens

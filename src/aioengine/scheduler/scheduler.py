@@ -201,12 +201,10 @@ class Scheduler:
         ids: list[int] = token_ids.tolist()
         for sequence, token_id in zip(sequences, ids, strict=True):
             sequence.output_ids.append(token_id)
-        born, born_indices = self._fork(sequences, indices, counts) if self._num_forks else ([], [])
+        born, born_indices = self._fork(sequences, result, indices, counts, now) if self._num_forks else ([], [])
         self._stop(rows, ends, sequences, token_ids)
         if born:
-            first_ids = result.token_ids[born_indices].tolist()
-            self._begin(born, first_ids, now)
-            ids += first_ids
+            ids += result.token_ids[born_indices].tolist()
             sequences = sequences + born  # not in place: launched steps hold the list
             indices = np.concatenate([indices, int32(born_indices)])
         return StepOutput(
@@ -232,19 +230,9 @@ class Scheduler:
     # What callers ask
 
     @property
-    def running(self) -> list[Sequence]:
-        """Those with a row that may be scheduled, in order."""
-        return self.table.running
-
-    @property
-    def has_work(self) -> bool:
-        """Whether any sequence has not ended."""
-        return bool(self.waiting or self.running or self.blocked or self.preemption.leaving)
-
-    @property
     def num_running(self) -> int:
         """Sequences with a row."""
-        return len(self.running) + len(self.preemption.leaving)
+        return len(self.table.running) + len(self.preemption.leaving)
 
     @property
     def num_without_row(self) -> int:
@@ -253,7 +241,7 @@ class Scheduler:
 
     def sequences(self) -> list[Sequence]:
         """All sequences that have not ended."""
-        return [*self.running, *self.preemption.leaving, *self.waiting, *self.blocked.values()]
+        return [*self.table.running, *self.preemption.leaving, *self.waiting, *self.blocked.values()]
 
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
@@ -276,10 +264,10 @@ class Scheduler:
         """
         live = self.sequences()
         assert len({sequence.order for sequence in live}) == len(live), "a sequence is in two places"
-        with_row = [*self.running, *self.preemption.leaving]
+        with_row = [*self.table.running, *self.preemption.leaving]
         assert {s.order for s in with_row} == {s.order for s in self.table.occupants if s is not None}
         assert all(sequence.reasons for sequence in [*self.preemption.leaving, *self.blocked.values()])
-        assert not any(sequence.reasons for sequence in [*self.running, *self.waiting])
+        assert not any(sequence.reasons for sequence in [*self.table.running, *self.waiting])
         assert sum(not sequence.has_run for sequence in live) == self.num_unstarted
         idle = [*self.waiting, *self.blocked.values()]
         assert all(not sequence.has_ended and sequence.row == -1 for sequence in idle)
@@ -305,7 +293,7 @@ class Scheduler:
                 self.kv.cache.wait(match.pending, sequence)
                 self.block(sequence, Reason.PENDING_PREFIX)
                 continue
-            is_alone = not (admitted or self.running)
+            is_alone = not (admitted or self.table.running)
             if not self.kv.can_admit(match, 0 if is_alone else self.preemption.reserve):
                 victim = self.preemption.victim_for(sequence, is_alone=is_alone)
                 if victim is None:
@@ -314,7 +302,13 @@ class Scheduler:
                 continue
             self.waiting.pop()
             self.kv.admit(sequence, match)
-            self._take_row(sequence, now)
+            self.preemption.parked.pop(sequence.order, None)
+            if not sequence.has_run:
+                sequence.has_run = True
+                sequence.admitted_at = now
+                self.num_unstarted -= 1
+                self._started.append(sequence)
+            self.table.assign(sequence)
             admitted.append(sequence)
             budget -= sequence.num_tokens - sequence.num_computed_tokens
         return admitted
@@ -350,32 +344,36 @@ class Scheduler:
             self.kv.mark_ready(sequences[index], num_computed)
         self.table.next_block_boundary[rows[filled]] = ends[filled] // size * size + size
 
-    def _fork(self, parents: list[Sequence], indices: Int32, counts: Int32) -> tuple[list[Sequence], list[int]]:
-        """Give children the blocks of prompts whose first tokens have come; returns them and their tokens' indices."""
+    def _fork(
+        self, parents: list[Sequence], result: StepResult, indices: Int32, counts: Int32, now: float
+    ) -> tuple[list[Sequence], list[int]]:
+        """Let children go on behind their first tokens, unless these end them, with the blocks of their prompts.
+
+        Returns:
+            the children, and the indices of their tokens in the result.
+        """
         born: list[Sequence] = []
         born_indices: list[int] = []
         for index in (counts > 1).nonzero()[0].tolist():
             parent = parents[index]
             for nth, child in enumerate(parent.children, 1):
-                if not child.has_ended:
-                    self.kv.fork(parent, child)
-                    self.preemption.parked[child.order] = child
-                    born.append(child)
-                    born_indices.append(int(indices[index]) + nth)
+                if child.has_ended:
+                    continue
+                self.kv.fork(parent, child)
+                self.preemption.parked[child.order] = child
+                born.append(child)
+                born_indices.append(int(indices[index]) + nth)
+                token_id = int(result.token_ids[born_indices[-1]])
+                child.output_ids.append(token_id)
+                child.first_token_at = child.last_token_at = now
+                reason, stop_reason = child.check_stop(token_id, self.eos_token_ids)
+                if reason is not None:
+                    self.finish(child, reason, stop_reason)
+                else:
+                    self.unblock(child, Reason.FORK)
             self._num_forks -= bool(parent.children)
             parent.children = ()
         return born, born_indices
-
-    def _begin(self, children: list[Sequence], token_ids: list[int], now: float) -> None:
-        """Let each go on behind its first token, if that does not end it."""
-        for child, token_id in zip(children, token_ids, strict=True):
-            child.output_ids.append(token_id)
-            child.first_token_at = child.last_token_at = now
-            reason, stop_reason = child.check_stop(token_id, self.eos_token_ids)
-            if reason is not None:
-                self.finish(child, reason, stop_reason)
-            else:
-                self.unblock(child, Reason.FORK)
 
     def _stop(self, rows: Rows, ends: Int32, sequences: list[Sequence], token_ids: Int32) -> None:
         """End the sequences whose newest token ends them: a few candidates by columns, then each by the rules."""
@@ -388,18 +386,6 @@ class Scheduler:
             if reason is not None:
                 self.preemption.free_row(sequence)
                 self._end(sequence, reason, stop_reason)
-
-    # Rows and queues
-
-    def _take_row(self, sequence: Sequence, now: float) -> None:
-        """Assign a row to an admitted sequence."""
-        if not sequence.has_run:
-            sequence.has_run = True
-            sequence.admitted_at = now
-            self.num_unstarted -= 1
-            self._started.append(sequence)
-        self.preemption.parked.pop(sequence.order, None)
-        self.table.assign(sequence)
 
     def _end(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None) -> None:
         assert not sequence.has_ended, f"{sequence} ends twice"

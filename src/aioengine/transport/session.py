@@ -14,8 +14,8 @@ from aioengine.core.control import AnyControl, CommitWeights, DropWeights, Stage
 from aioengine.core.engine_core import EngineCore
 from aioengine.core.health import Beat
 from aioengine.core.listener import UNLIMITED, SampledLogprobs
+from aioengine.core.observers import log_begin
 from aioengine.core.protocol import MAX_ID_CHARS, MAX_PRIORITY, MAX_SALT_CHARS, check_limits
-from aioengine.core.request_log import log_begin
 from aioengine.errors import AioEngineError, EngineOverloaded, InvalidRequest, PromptTooLong, WireError
 from aioengine.metrics import StepRecord
 from aioengine.sampling_params import MAX_BAD_WORDS, MAX_BAD_WORDS_CHARS
