@@ -64,12 +64,12 @@ def test_two_functions_that_a_function_made_are_two() -> None:
 
 
 def test_an_unknown_name_says_what_comes_near_or_what_there_is() -> None:
-    with pytest.raises(InvalidRequest, match=r"no function 'weights' .*\(none are\)") as raised:
+    with pytest.raises(InvalidRequest, match=r"no function 'weights' .*\(there are: none\)") as raised:
         registered("weights")
     assert raised.value.param == "name"
     worker_function("count_weights")(first)
     worker_function("other")(second)
-    with pytest.raises(InvalidRequest, match=r"near are count_weights\)"):
+    with pytest.raises(InvalidRequest, match=r"are: count_weights\)"):
         registered("count_weight")
-    with pytest.raises(InvalidRequest, match=r"there are count_weights, other\)"):
+    with pytest.raises(InvalidRequest, match=r"are: count_weights, other\)"):
         registered("xyz")

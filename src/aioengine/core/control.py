@@ -26,6 +26,10 @@ from aioengine.validation import shorten
 PauseMode = Literal["abort", "wait", "keep"]
 SleepLevel = Literal[0, 1, 2]
 WakeTag = Literal["scheduling", "kv_cache", "weights"]
+if TYPE_CHECKING:
+    PathText = str | os.PathLike[str]
+else:
+    PathText = str  # which a path is made into
 
 TASKS = ("generate",)
 
@@ -116,11 +120,7 @@ class StartProfile(Control, frozen=True):
 class StopProfile(Control, frozen=True):
     """Write the trace to a file of the engine's machine. → None."""
 
-    path: str
-
-    if TYPE_CHECKING:
-
-        def __init__(self, path: str | os.PathLike[str]) -> None: ...
+    path: PathText
 
     def __post_init__(self) -> None:
         path: Any = self.path
@@ -139,12 +139,8 @@ class SupportedTasks(Control, frozen=True):
 class SaveShardedState(Control, frozen=True):
     """Write the weights as they are now into a folder of the engine's machine. → the names of the files."""
 
-    folder: str
+    folder: PathText
     max_shard_bytes: int
-
-    if TYPE_CHECKING:
-
-        def __init__(self, folder: str | os.PathLike[str], max_shard_bytes: int) -> None: ...
 
     def __post_init__(self) -> None:
         _check_count(self.max_shard_bytes, "max_shard_bytes")
@@ -157,11 +153,7 @@ class SaveShardedState(Control, frozen=True):
 class UpdateWeights(Control, frozen=True):
     """Take other weights of the same shapes from a folder of the engine's machine. → None."""
 
-    folder: str
-
-    if TYPE_CHECKING:
-
-        def __init__(self, folder: str | os.PathLike[str]) -> None: ...
+    folder: PathText
 
     def __post_init__(self) -> None:
         force_setattr(self, "folder", _absolute(self.folder, "folder"))

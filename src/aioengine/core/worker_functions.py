@@ -25,8 +25,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _functions: dict[str, Callable[..., Any]] = {}
 
-MAX_NAMES_SHOWN = 5
-
 
 @dataclass(frozen=True)
 class Worker:
@@ -75,31 +73,24 @@ def registered(name: str) -> Callable[..., Any]:
     """
     if name in _functions:
         return _functions[name]
-    near = difflib.get_close_matches(name, _functions, n=MAX_NAMES_SHOWN, cutoff=0.5)
-    known = near or sorted(_functions)[:MAX_NAMES_SHOWN]
-    there = f"{'near' if near else 'there'} are {', '.join(known)}" if known else "none are"
+    known = difflib.get_close_matches(name, _functions, cutoff=0.5) or sorted(_functions)[:5]
     raise InvalidRequest(
-        f"no function {name!r} is registered in the engine's process ({there}): register it there with "
-        "aioengine.worker_function, in a module that is imported before the call",
+        f"no function {name!r} is registered in the engine's process (there are: {', '.join(known) or 'none'}): "
+        "register it there with aioengine.worker_function, in a module that is imported before the call",
         param="name",
     )
 
 
 def _register(function: F, name: str | None) -> F:
-    key = _full_name(function) if name is None else name
-    held = _functions.get(key)
-    if held is not None and held is not function and not _is_same_anew(held, function):
-        raise ConfigError(
-            f"the worker function {key!r} is {_full_name(held)} already: give {_full_name(function)} another name"
-        )
-    _functions[key] = function
+    own_name = f"{function.__module__}.{function.__qualname__}"
+    key = own_name if name is None else name
+    held = _functions.setdefault(key, function)
+    if held is not function:
+        # Two functions that a function has made have one name, and nothing says that they are one.
+        if f"{held.__module__}.{held.__qualname__}" != own_name or "<" in own_name:
+            raise ConfigError(
+                f"the worker function {key!r} is {held.__module__}.{held.__qualname__} already: give {own_name} "
+                "another name"
+            )
+        _functions[key] = function
     return function
-
-
-def _is_same_anew(held: Callable[..., Any], function: Callable[..., Any]) -> bool:
-    # Two functions that a function has made have one name, and nothing says that they are one.
-    return _full_name(held) == _full_name(function) and "<" not in function.__qualname__
-
-
-def _full_name(function: Callable[..., Any]) -> str:
-    return f"{function.__module__}.{function.__qualname__}"
