@@ -38,27 +38,6 @@ def blocks() -> Pool:
     return Pool()
 
 
-def test_a_block_has_one_owner_until_it_is_released(blocks: Pool) -> None:
-    first, second = blocks.pool.allocate(3), blocks.pool.allocate(5)
-    assert sorted(first + second) == list(range(8))
-    assert blocks.pool.num_free == 0
-    blocks.check(*first, *second)
-    blocks.release(*first)
-    assert blocks.pool.num_free == 3
-    assert sorted(blocks.pool.allocate(3)) == sorted(first)
-
-
-def test_a_shared_block_is_free_when_its_last_user_is_gone(blocks: Pool) -> None:
-    (shared,) = blocks.pool.allocate(1)
-    blocks.pool.retain([shared])
-    blocks.release(shared)
-    assert blocks.pool.num_free == 7
-    blocks.check(shared)
-    blocks.release(shared)
-    assert blocks.pool.num_free == 8
-    blocks.check()
-
-
 def test_blank_blocks_are_allocated_before_cached_ones(blocks: Pool) -> None:
     cached, blank = blocks.pool.allocate(4), blocks.pool.allocate(4)
     blocks.set_hashes(*cached)
@@ -88,18 +67,6 @@ def test_a_cached_block_that_was_used_again_goes_last(blocks: Pool) -> None:
     assert blocks.pool.num_unused([oldest]) == 0
     blocks.release(oldest)
     assert blocks.pool.allocate(8)[-1] == oldest
-
-
-def test_forgotten_blocks_are_blank(blocks: Pool) -> None:
-    used = blocks.pool.allocate(2)
-    blocks.set_hashes(*used)
-    blocks.release(*used)
-    blocks.pool.forget_cached()
-    for block_id in used:
-        blocks.hashes[block_id] = None
-    blocks.check()
-    blocks.pool.allocate(8)
-    assert blocks.evicted == []
 
 
 def test_the_check_sees_what_does_not_add_up(blocks: Pool) -> None:

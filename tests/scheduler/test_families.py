@@ -93,17 +93,6 @@ def test_one_token_each_needs_no_row_but_the_first_ones() -> None:
     assert core.launch() is None
 
 
-@pytest.mark.parametrize("depth", [1, 2, 4])
-def test_children_go_on_when_the_first_one_ends_before_they_have_a_row(depth: int) -> None:
-    core = Core(depth=depth, max_num_seqs=1)
-    family = family_of(core, core.add(range(100, 110), n=3, max_tokens=6, ignore_eos=True))
-    core.step()
-    core.scheduler.finish(family[0], "abort")
-    others = [core.add(range(first, first + 9), max_tokens=20, ignore_eos=True) for first in (300, 500)]
-    core.run()
-    assert_each_runs_alone_alike([*family[1:], *others])
-
-
 def test_ending_the_first_before_the_fork_ends_all_of_them() -> None:
     core = Core(max_num_batched_tokens=8)
     family = family_of(core, core.add(range(100, 120), n=3))
@@ -113,15 +102,6 @@ def test_ending_the_first_before_the_fork_ends_all_of_them() -> None:
     assert [sequence.finish_reason for sequence in family] == ["abort"] * 3
     assert core.launch() is None
     assert core.scheduler.num_unstarted == 0
-
-
-def test_a_child_that_was_ended_before_the_fork_gets_nothing() -> None:
-    core = Core()
-    family = family_of(core, core.add(range(100, 110), n=3, max_tokens=4, ignore_eos=True))
-    core.scheduler.finish(family[1], "abort")
-    core.run()
-    assert family[1].output_ids == []
-    assert_each_runs_alone_alike([family[0], family[2]])
 
 
 @pytest.mark.parametrize("breaks", ["step", "row"])
@@ -148,16 +128,6 @@ def break_next(core: Core, what: str, row: int) -> None:
         core.fail_next()
     else:
         core.executor.make_row_fail(core.executor.stats.num_steps, row, RuntimeError("the row broke"))
-
-
-@pytest.mark.parametrize("depth", [1, 2, 4])
-@pytest.mark.parametrize("caching", [True, False])
-def test_members_lose_their_blocks_and_go_on_as_before(depth: int, caching: bool) -> None:
-    core = Core(num_blocks=9, depth=depth, caching=caching)
-    family = family_of(core, core.add(range(100, 110), n=4, max_tokens=14, ignore_eos=True))
-    core.run()
-    assert core.scheduler.preemption.num_preemptions > 0
-    assert_each_runs_alone_alike(family)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -28,16 +28,6 @@ def test_a_prompt_is_hashed_block_by_block_and_its_rest_is_not(token_ids: list[i
         parent = block_hash
 
 
-def test_a_hash_tells_what_came_before() -> None:
-    block = [1, 2, 3, 4]
-    hashes = {
-        hash_block(ROOT, block),
-        hash_block(hash_block(ROOT, block), block),
-        hash_block(hash_block(ROOT, [5]), block),
-    }
-    assert len(hashes) == 3
-
-
 @pytest.mark.parametrize("other", [[1, 2, 4, 3], [1, 2, 3, 5], [1, 2, 3], [1, 2, 3, 4, 0], [513, 0, 3, 4]])
 def test_blocks_with_other_tokens_have_other_hashes(other: list[int]) -> None:
     assert hash_block(ROOT, other) != hash_block(ROOT, [1, 2, 3, 4])
@@ -104,14 +94,6 @@ def test_the_first_to_mark_a_hash_pending_is_the_owner() -> None:
     assert cache.match([A]) == ([], None)
 
 
-def test_a_hash_that_is_ready_cannot_be_pending() -> None:
-    cache = PrefixCache(8)
-    cache.mark_ready([A], [3])
-    cache.mark_pending(A, object())
-    assert cache.pending == {}
-    cache.check_integrity()
-
-
 @pytest.mark.parametrize("is_computed", [True, False])
 def test_waiters_are_woken_once_when_the_hash_is_ready_or_gone(is_computed: bool) -> None:
     cache = PrefixCache(8)
@@ -130,17 +112,6 @@ def test_waiters_are_woken_once_when_the_hash_is_ready_or_gone(is_computed: bool
     cache.woken.clear()
     cache.mark_ready([A], [3])
     assert cache.woken == []
-
-
-def test_an_evicted_hash_is_unknown() -> None:
-    cache = PrefixCache(8)
-    cache.mark_ready([A, B], [3, 5])
-    cache.evict([3])
-    assert cache.match([A]) == ([], None)
-    assert cache.hashes[3] is None
-    cache.mark_ready([A], [6])
-    assert cache.match([A, B]) == ([6, 5], None)
-    cache.check_integrity()
 
 
 def test_the_check_sees_hashes_that_do_not_fit_their_blocks() -> None:

@@ -108,21 +108,6 @@ def test_prefills_that_run_already_are_cut_down_in_order_when_the_budget_is_shor
     assert num_tokens_of(core.launch(), blocked[1], late) == [3, 1]
 
 
-def test_a_step_has_a_token_for_each_row_even_at_the_smallest_budget() -> None:
-    core = Core(max_num_seqs=3, max_num_batched_tokens=3)
-    sequences = [core.add(prompt(7, 100 * i), max_tokens=5) for i in range(5)]
-    core.run()
-    assert_runs_alone_alike(core, *sequences)
-    assert all(plan.num_tokens.sum() <= 3 for plan in core.executor.plans)
-
-
-def test_no_more_rows_run_than_there_are() -> None:
-    core = Core(max_num_seqs=2)
-    sequences = [core.add(prompt(3, 100 * i)) for i in range(3)]
-    core.launch()
-    assert core.scheduler.table.running == sequences[:2]
-
-
 def test_a_request_that_the_blocks_can_never_hold_is_a_bug_of_the_caller() -> None:
     core = Core(num_blocks=4, block_size=4)
     sequence = core.add(prompt(10), max_tokens=7)
@@ -130,13 +115,6 @@ def test_a_request_that_the_blocks_can_never_hold_is_a_bug_of_the_caller() -> No
     big = make_choices(msgspec.structs.replace(sequence.request, max_total_tokens=18))
     with pytest.raises(AssertionError, match="could never end"):
         core.scheduler.add(big)
-
-
-def test_a_sequence_may_take_every_block() -> None:
-    core = Core(num_blocks=4, block_size=4)
-    sequence = core.add(prompt(14), max_tokens=2, ignore_eos=True)
-    core.run()
-    assert_runs_alone_alike(core, sequence)
 
 
 # Stops
@@ -164,34 +142,6 @@ def test_tokens_that_were_in_flight_behind_an_eos_are_thrown_away(depth: int, nu
     assert [output.token_ids for output in core.outputs if output.token_ids] == [[500], [500], [EOS]]
 
 
-def test_a_stop_token_is_the_last_token_and_the_reason() -> None:
-    core = Core(sampler=sample_nothing_special)
-    sequence = core.add(prompt(5), stop_token_ids=(507, 506))
-    core.run()
-    assert (sequence.output_ids, sequence.finish_reason, sequence.stop_reason) == ([505, 506], "stop", 506)
-
-
-def test_eos_is_no_stop_for_one_who_ignores_it() -> None:
-    core = Core(sampler=lambda *_: EOS)
-    sequence = core.add(prompt(5), max_tokens=3, ignore_eos=True)
-    core.run()
-    assert (sequence.output_ids, sequence.finish_reason) == ([EOS] * 3, "length")
-
-
-def test_an_eos_that_is_also_a_stop_token_and_the_last_one_counts_as_eos() -> None:
-    core = Core(sampler=lambda *_: EOS)
-    sequence = core.add(prompt(5), max_tokens=1, stop_token_ids=(EOS,))
-    core.run()
-    assert (sequence.finish_reason, sequence.stop_reason) == ("stop", None)
-
-
-def test_a_stop_token_at_the_length_limit_counts_as_stop() -> None:
-    core = Core(sampler=lambda *_: 9)
-    sequence = core.add(prompt(5), max_tokens=1, stop_token_ids=(9,))
-    core.run()
-    assert (sequence.finish_reason, sequence.stop_reason) == ("stop", 9)
-
-
 # Late results
 
 
@@ -212,25 +162,6 @@ def test_a_late_result_matches_no_sequence_though_its_row_has_a_new_occupant() -
     assert gone.output_ids == here.output_ids == []
     core.run()
     assert_runs_alone_alike(core, here)
-
-
-def test_a_sequence_aborted_twice_ends_once() -> None:
-    core = Core()
-    sequence = core.add(prompt(5))
-    assert core.scheduler.finish(sequence, "abort")
-    assert not core.scheduler.finish(sequence, "stop", "text")
-    assert (sequence.finish_reason, sequence.stop_reason) == ("abort", None)
-    assert not core.scheduler.sequences()
-
-
-def test_a_stop_string_ends_a_sequence_with_what_it_has() -> None:
-    core = Core(depth=2)
-    sequence = core.add(prompt(5), ignore_eos=True)
-    core.step()
-    core.scheduler.finish(sequence, "stop", "text")
-    core.run()
-    assert len(sequence.output_ids) == 1
-    assert (sequence.finish_reason, sequence.stop_reason) == ("stop", "text")
 
 
 def test_log_probabilities_stay_with_their_tokens_when_others_drop_out() -> None:
@@ -266,16 +197,6 @@ def test_a_failed_step_ends_the_sequences_in_it_and_no_others() -> None:
     core.run()
     assert all(not sequence.output_ids for sequence in failing), "tokens of the step behind it find nobody"
     assert_runs_alone_alike(core, waiting)
-
-
-def test_a_failed_step_spares_those_who_left_it_before() -> None:
-    core = Core(depth=2)
-    gone, failing = core.add(prompt(5)), core.add(prompt(5, 300))
-    core.fail_next()
-    core.launch()
-    core.scheduler.finish(gone, "abort")
-    core.land()
-    assert [gone.finish_reason, failing.finish_reason] == ["abort", "error"]
 
 
 def test_results_come_in_the_order_of_the_plans() -> None:
@@ -380,32 +301,6 @@ def test_nobody_waits_for_an_owner_that_is_parked_half_way() -> None:
     assert core.num_computed_tokens == 25 + (26 - 8) + outputs - 2, "the owner goes on with its own blocks"
 
 
-def test_a_third_takes_over_when_the_second_leaves_while_it_waits() -> None:
-    core = Core()
-    owner, second, third = core.add(prompt(17)), core.add(prompt(18)), core.add(prompt(19))
-    core.launch()
-    assert_waits(third)
-    core.scheduler.finish(second, "abort")
-    core.scheduler.finish(owner, "abort")
-    core.land()
-    core.launch()
-    assert third.row >= 0
-    assert second.has_ended
-
-
-def test_one_who_waits_for_a_prefix_and_for_its_reader_needs_both() -> None:
-    core = Core()
-    core.add(prompt(8))
-    follower = core.add(prompt(9))
-    core.launch()
-    core.scheduler.block(follower, Reason.BACKPRESSURE)
-    core.run()
-    assert follower.reasons == Reason.BACKPRESSURE
-    core.scheduler.unblock(follower, Reason.BACKPRESSURE)
-    core.run()
-    assert_runs_alone_alike(core, follower)
-
-
 def test_nobody_waits_without_a_prefix_cache() -> None:
     core = Core(caching=False)
     same = [core.add(prompt(9)) for _ in range(3)]
@@ -453,16 +348,6 @@ def test_a_conversation_goes_on_from_the_blocks_of_its_last_answer() -> None:
 
 
 # Memory
-
-
-@pytest.mark.parametrize("depth", [1, 2, 4])
-@pytest.mark.parametrize("caching", [False, True])
-def test_a_preempted_sequence_goes_on_with_the_same_tokens(depth: int, caching: bool) -> None:
-    core = Core(num_blocks=13, depth=depth, caching=caching)
-    sequences = [core.add(prompt(9, 100 * i), max_tokens=25, ignore_eos=True) for i in range(3)]
-    core.run()
-    assert core.scheduler.preemption.num_preemptions > 0
-    assert_runs_alone_alike(core, *sequences)
 
 
 def test_the_youngest_is_preempted() -> None:
@@ -564,30 +449,6 @@ def test_a_blocked_sequence_leaves_its_row_and_keeps_its_blocks() -> None:
     assert core.num_computed_tokens == 9 + 19 + 5 + len(other.output_ids) - 1, "nothing of it is computed again"
 
 
-def test_a_sequence_unblocked_before_it_left_keeps_its_row() -> None:
-    core = Core(depth=2)
-    elder, sequence, younger = (core.add(prompt(9, 100 * i), max_tokens=20, ignore_eos=True) for i in range(3))
-    core.launch()
-    row = sequence.row
-    core.scheduler.block(sequence, Reason.BACKPRESSURE)
-    core.scheduler.unblock(sequence, Reason.BACKPRESSURE)
-    assert core.scheduler.table.running == [elder, sequence, younger]
-    assert sequence.row == row
-    core.run()
-    assert_runs_alone_alike(core, elder, sequence, younger)
-
-
-def test_each_reason_has_to_go() -> None:
-    core = Core()
-    sequence = core.add(prompt(5), reason=Reason.PAUSED)
-    core.scheduler.block(sequence, Reason.BACKPRESSURE)
-    core.scheduler.unblock(sequence, Reason.PAUSED)
-    assert core.launch() is None
-    core.scheduler.unblock(sequence, Reason.BACKPRESSURE)
-    core.run()
-    assert_runs_alone_alike(core, sequence)
-
-
 def test_a_blocked_sequence_is_preempted_before_any_that_runs() -> None:
     core = Core(num_blocks=10, sampler=sample_nothing_special)
     elder, younger = core.add(prompt(16), max_tokens=20), core.add(prompt(8, 300), max_tokens=20)
@@ -666,23 +527,6 @@ def test_blocks_of_one_who_waits_for_a_row_are_not_out_of_reach(is_elder_parked:
     assert core.num_computed_of(elder) == 12 + 24, "the younger one is preempted, whichever waits"
 
 
-def test_aborting_everybody_in_every_state_frees_everything() -> None:
-    core = Core(depth=2, max_num_seqs=3, max_num_batched_tokens=8)
-    sequences = [core.add(prompt(11, 100 * (i // 2)), ignore_eos=True) for i in range(8)]
-    core.step()
-    core.scheduler.block(sequences[0], Reason.BACKPRESSURE)
-    core.step()
-    core.step()
-    core.scheduler.block(sequences[7], Reason.PAUSED)
-    for sequence in sequences:
-        core.scheduler.finish(sequence, "abort")
-    assert not core.scheduler.sequences()
-    assert core.kv.pool.num_free == core.kv.pool.num_blocks
-    assert core.scheduler.num_unstarted == 0
-    core.run()
-    assert core.scheduler.sequences() == []
-
-
 # What callers ask
 
 
@@ -697,12 +541,6 @@ def test_the_statistics_count_everybody_once() -> None:
     assert stats.free_blocks == stats.num_blocks - 2
     assert core.scheduler.num_unstarted == 2
     assert len(core.scheduler.sequences()) == 3
-
-
-def test_an_empty_scheduler_has_no_step() -> None:
-    core = Core()
-    assert core.launch() is None
-    assert not core.scheduler.sequences()
 
 
 def test_a_steady_step_carries_no_tokens_and_only_new_blocks() -> None:

@@ -30,15 +30,6 @@ def test_a_slice_may_lie_across_the_end_of_the_prompt(start: int, length: int) -
     assert sequence.slice_ids(start, start + length) == list(range(10, 18))[start : start + length]
 
 
-def test_its_tokens_are_the_prompt_and_then_the_output() -> None:
-    sequence = make_sequence([10, 11])
-    assert sequence.token_ids() is sequence.prompt
-    sequence.output_ids += [12, 13]
-    assert sequence.token_ids().tolist() == [10, 11, 12, 13]
-    assert not sequence.token_ids().flags.writeable
-    assert sequence.num_tokens == 4
-
-
 def test_stop_tokens_are_masked_until_min_tokens_and_eos_only_for_those_who_mind_it() -> None:
     assert make_sequence([1], eos_token_ids=(7,), stop_token_ids=(9,)).sampling.stop_ids == ()
     assert make_sequence([1], eos_token_ids=(7,), stop_token_ids=(9,), min_tokens=2).sampling.stop_ids == (7, 9)
@@ -51,11 +42,3 @@ def test_the_sampler_is_told_what_was_asked_for() -> None:
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 0, 0.9, 0.1)
     assert (sampling.seed, sampling.logprobs) == (3, 2)
     assert make_sequence([1]).sampling.logprobs == -1
-
-
-def test_its_repr_says_where_it_is() -> None:
-    sequence = make_sequence([1, 2])
-    sequence.output_ids.append(3)
-    assert repr(sequence) == (
-        "<Sequence 'r' order=-1 row=-1 tokens=2+1/100 blocks=0 reasons=<Reason.NONE: 0> finish_reason=None>"
-    )

@@ -24,28 +24,6 @@ def drain(queue: WaitingQueue) -> list[int]:
     return [queue.pop().order for _ in range(len(queue))]
 
 
-def test_it_is_left_in_order_however_it_was_entered() -> None:
-    queue = WaitingQueue()
-    for order in (5, 1, 4, 2, 3):
-        queue.add(make_sequence(order))
-    assert len(queue) == 5
-    assert drain(queue) == [1, 2, 3, 4, 5]
-    assert queue.peek() is None
-
-
-def test_one_who_left_is_passed_over_and_may_come_back() -> None:
-    queue = WaitingQueue()
-    first, second = make_sequence(1), make_sequence(2)
-    for sequence in (first, second):
-        queue.add(sequence)
-    queue.discard(first)
-    queue.discard(first)
-    assert queue.peek() is second
-    assert list(queue) == [second]
-    queue.add(first)
-    assert drain(queue) == [1, 2]
-
-
 def test_those_who_leave_behind_the_head_leave_no_trace() -> None:
     queue = WaitingQueue()
     head = make_sequence(0)
@@ -57,15 +35,6 @@ def test_those_who_leave_behind_the_head_leave_no_trace() -> None:
         assert len(queue._heap) <= 2 * len(queue) + 17
     assert queue.peek() is head
     assert drain(queue) == [0]
-
-
-def test_one_who_comes_and_goes_does_not_fill_it() -> None:
-    queue = WaitingQueue()
-    sequence = make_sequence(3)
-    for _ in range(1000):
-        queue.add(sequence)
-        queue.discard(sequence)
-    assert len(queue._heap) <= 17
 
 
 @settings(derandomize=True, deadline=None)
