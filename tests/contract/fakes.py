@@ -5,6 +5,7 @@ Whatever way an engine is had, its device is reached by its public API alone: `E
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -62,26 +63,29 @@ def make_slow(config: EngineConfig) -> Device:
 # What tests ask for
 
 
-@worker_function("contract.sampled")
-def sampled(worker: Worker, seed: int) -> int:
-    """Tokens that were sampled for the request of this seed."""
-    return int(worker.model.sampled.get(seed, 0))
+def on_device(name: str, function: Callable[..., Any]) -> None:
+    """Let tests call ``function`` with the device and arguments of theirs, as "contract.<name>"."""
+    worker_function(f"contract.{name}")(lambda worker, *args: function(worker.model, *args))
 
 
-@worker_function("contract.order")
-def order(worker: Worker) -> list[int]:
-    """The seeds in the order of their first tokens."""
-    return list(worker.model.sampled)
+def fail_next_step(device: Device, error: Exception) -> None:
+    device.make_step_fail(len(device.plans), error)
 
 
-@worker_function("contract.num_computed")
-def num_computed(worker: Worker) -> int:
-    return int(worker.model.stats.num_computed_tokens)
-
-
-@worker_function("contract.num_steps")
-def num_steps(worker: Worker) -> int:
-    return int(worker.model.stats.num_steps)
+on_device("sampled", lambda device, seed: device.sampled.get(seed, 0))
+on_device("order", lambda device: list(device.sampled))
+on_device("num_computed", lambda device: device.stats.num_computed_tokens)
+on_device("num_steps", lambda device: device.stats.num_steps)
+on_device("fail_next_step", lambda device, message: fail_next_step(device, RuntimeError(message)))
+on_device("lose_device", lambda device, message: fail_next_step(device, DeviceLost(message)))
+on_device(
+    "fail_row_of_next_step",
+    lambda device, row, message: device.make_row_fail(len(device.plans), row, RuntimeError(message)),
+)
+on_device("repeat", lambda device, text, count: text * count)
+on_device("return_function", lambda device: lambda: None)
+# The control calls that came to the device, but for those that ask.
+on_device("calls", lambda device: [e[0] for e in device.events if e[0] not in ("launch", "finish", "collective_rpc")])
 
 
 @worker_function("contract.sampling")
@@ -90,32 +94,6 @@ def sampling_of(worker: Worker, seed: int) -> dict[str, Any]:
     found = [added.sampling for plan in worker.model.plans for added in plan.added if added.sampling.seed == seed]
     told: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(found[-1]))  # a wire makes lists of tuples, too
     return told
-
-
-@worker_function("contract.calls")
-def calls(worker: Worker) -> list[str]:
-    """The control calls that came to the device, but for those that ask."""
-    return [name for name, _ in worker.model.events if name not in ("launch", "finish", "collective_rpc")]
-
-
-@worker_function("contract.fail_next_step")
-def fail_next_step(worker: Worker, message: str) -> None:
-    worker.model.make_step_fail(len(worker.model.plans), RuntimeError(message))
-
-
-@worker_function("contract.fail_row_of_next_step")
-def fail_row_of_next_step(worker: Worker, row: int, message: str) -> None:
-    worker.model.make_row_fail(len(worker.model.plans), row, RuntimeError(message))
-
-
-@worker_function("contract.lose_device")
-def lose_device(worker: Worker, message: str) -> None:
-    worker.model.make_step_fail(len(worker.model.plans), DeviceLost(message))
-
-
-@worker_function("contract.repeat")
-def repeat(worker: Worker, text: str, count: int) -> str:
-    return text * count
 
 
 @worker_function("contract.echo")
@@ -147,17 +125,11 @@ def fail_hostilely(worker: Worker, what: str, where: str) -> None:
         if where == "here":
             raise
         if where == "step":
-            worker.model.make_step_fail(len(worker.model.plans), error)
+            fail_next_step(worker.model, error)
         elif where == "row":
             for row in range(256):
                 worker.model.make_row_fail(len(worker.model.plans), row, error)
         else:
             lost = DeviceLost("the device is gone")
             lost.__cause__ = error
-            worker.model.make_step_fail(len(worker.model.plans), lost)
-
-
-@worker_function("contract.return_function")
-def return_function(worker: Worker) -> Any:
-    """What is no plain data."""
-    return lambda: None
+            fail_next_step(worker.model, lost)

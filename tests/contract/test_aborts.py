@@ -101,30 +101,6 @@ async def test_a_stream_that_is_left_early_is_computed_no_further(engine: Engine
     await until(lambda: engine.stats().kv_cache_usage == 0.0)
 
 
-async def test_a_stream_that_an_error_leaves_ends_as_well(engine: Engine) -> None:
-    stream = engine.stream(PROMPT, seed=6, n=2, **LONG)
-
-    async def read_badly() -> None:
-        async with stream:
-            await anext(stream)
-            raise ValueError("my own")
-
-    with pytest.raises(ValueError, match="my own"):
-        await read_badly()
-    assert stream.result.finished
-    await until_async(lambda: is_at_rest(engine))
-
-
-async def test_blocks_of_aborted_requests_are_free_again(make_engine: Any, tasks: Any, device: str) -> None:
-    """There is room for one such request alone."""
-    engine = await make_engine(device, kv_cache_memory_bytes=64, max_model_len=1024, enable_prefix_caching=False)
-    for seed in range(3):
-        async with engine.stream([7] * 1000, seed=seed, max_tokens=20) as stream:
-            await anext(stream)
-    assert reasons_of(await engine.generate([7] * 1000, seed=9, max_tokens=20)) == ["length"]
-    assert engine.stats().preemptions == 0
-
-
 # At the door
 
 
@@ -205,13 +181,6 @@ async def test_each_choice_is_held_back_by_its_own_reader_alone(engine: Engine) 
     assert told(output) == told(whole)
 
 
-async def test_a_reader_that_has_stalled_holds_up_nobody(engine: Engine) -> None:
-    async with engine.stream(PROMPT, seed=81, max_unread_tokens=1, max_tokens=40) as stalled:
-        outputs = await asyncio.gather(*(engine.generate(PROMPT, seed=seed, max_tokens=20) for seed in range(4)))
-        assert [reasons_of(output) for output in outputs] == [["length"]] * 4
-        assert not stalled.result.finished
-
-
 async def test_what_a_stalled_reader_held_is_free_when_it_leaves_though_no_step_follows(engine: Engine) -> None:
     async with engine.stream(PROMPT, seed=84, max_unread_tokens=1, max_tokens=40) as stalled:
         await engine.generate(PROMPT, seed=8, max_tokens=20)
@@ -219,15 +188,6 @@ async def test_what_a_stalled_reader_held_is_free_when_it_leaves_though_no_step_
         assert engine.stats().kv_cache_usage > 0
     assert reasons_of(stalled.result) == ["abort"]
     await until(lambda: engine.stats().kv_cache_usage == 0.0)
-
-
-@pytest.mark.parametrize("interval", [1, 4, 1000])
-async def test_deltas_come_in_the_interval_that_was_asked_for(engine: Engine, interval: int) -> None:
-    async with engine.stream(PROMPT, seed=82, stream_interval=interval, max_tokens=30) as stream:
-        sizes = [len(delta.token_ids) async for delta in stream]
-    assert sum(sizes) == 30
-    assert all(size >= interval for size in sizes[1:-1])
-    assert interval < 1000 or len(sizes) <= 2
 
 
 async def test_the_engines_interval_holds_where_none_is_asked_for(make_engine: Any) -> None:

@@ -108,20 +108,6 @@ async def test_observers_see_each_step_and_each_end(engine: Engine) -> None:
     assert all(gap_s >= 0 for gap_s in gaps)
 
 
-async def test_a_live_engine_says_so(engine: Engine, tasks: Any) -> None:
-    await engine.generate(PROMPT, max_tokens=5)
-    await until(lambda: engine.health().step > 0)
-    health = engine.health()
-    assert (health.status, health.reason) == ("ALIVE", "")
-    await engine.pause()
-    waiting = tasks.start(engine.generate(PROMPT, max_tokens=2))
-    await until(lambda: engine.health().waiting == 1)
-    assert engine.health().status == "ALIVE"
-    await engine.resume()
-    await waiting
-    await until(lambda: engine.health().waiting == engine.health().running == 0)
-
-
 async def test_an_engine_is_described_as_it_is_in_process(engine: Engine, reference: Engine) -> None:
     assert engine.info == reference.info
     assert engine.describe() == reference.describe()

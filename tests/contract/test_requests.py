@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import numpy as np
 import pytest
 from contract.fakes import VOCAB_SIZE
 from contract.ways import BOTH_LOOPS, ids_of, reasons_of, same_output, told
+from waiting import until
 
 from aioengine import Engine, SamplingParams
 
@@ -72,25 +72,6 @@ async def test_a_prompt_of_any_kind_brings_what_it_brings_in_process(
     assert (output.prompt is None) is (prompt is PROMPT)
 
 
-@pytest.mark.parametrize("dtype", [np.int16, np.int32, np.int64, np.uint16])
-async def test_token_ids_may_be_numpys(engine: Engine, dtype: type) -> None:
-    plain = await engine.generate(PROMPT, seed=13, max_tokens=9)
-    assert told(await engine.generate(np.array(PROMPT, dtype), seed=13, max_tokens=9)) == told(plain)
-    assert told(await engine.generate([dtype(token) for token in PROMPT], seed=13, max_tokens=9)) == told(plain)
-
-
-async def test_numbers_of_numpy_are_as_good_as_pythons(engine: Engine) -> None:
-    plain = await engine.generate(PROMPT, SamplingParams(seed=14, max_tokens=5), priority=3)
-    output = await engine.generate(PROMPT, seed=np.int64(14), max_tokens=np.int32(5), priority=np.int64(3))
-    assert told(output) == told(plain)
-
-
-async def test_params_and_keywords_are_the_same(engine: Engine) -> None:
-    params = SamplingParams(seed=15, max_tokens=7, n=2, logprobs=1, temperature=0.3)
-    keywords = {"seed": 15, "max_tokens": 7, "n": 2, "logprobs": 1, "temperature": 0.3, "top_p": 1.0}
-    assert told(await engine.generate(TEXT, params)) == told(await engine.generate(TEXT, **keywords))
-
-
 TRAVELLING: dict[str, Any] = {
     "temperature": 0.37,
     "top_p": 0.61,
@@ -138,14 +119,6 @@ async def test_defaults_of_the_model_hold_for_what_is_not_given(engine: Engine, 
     [here], [there] = [await each.collective_rpc("contract.sampling", [17]) for each in (engine, reference)]
     assert here == there
     assert here["temperature"] == 0.7
-
-
-async def test_without_a_seed_each_request_is_another(engine: Engine) -> None:
-    seeds = (None, None, None, 1, 2, 1)
-    outputs = await asyncio.gather(*(engine.generate(PROMPT, max_tokens=8, seed=seed) for seed in seeds))
-    ids = [tuple(output.outputs[0].token_ids) for output in outputs]
-    assert len({*ids}) == 5
-    assert ids[3] == ids[5]
 
 
 async def test_greedy_choices_are_all_alike_and_computed_once(engine: Engine) -> None:
@@ -231,18 +204,51 @@ async def test_a_stream_can_be_finished_polled_and_made_again(engine: Engine, re
         assert told(await again.finish()) == whole
 
 
-async def test_a_stream_tells_a_watcher_of_news(engine: Engine) -> None:
-    is_told = asyncio.Event()
-    async with engine.stream(TEXT, seed=24, max_tokens=3) as stream:
-        while not stream.poll().finished:
-            is_told.clear()
-            stream.watch(is_told.set)
-            await is_told.wait()
-        assert len(stream.result.outputs[0].token_ids) == 3
-
-
 async def test_a_request_has_the_name_that_it_was_given(engine: Engine) -> None:
     output = await engine.generate(TEXT, max_tokens=1, request_id="🦊 mine")
     assert output.request_id == engine.stream(TEXT, request_id="🦊 mine").request_id == "🦊 mine"
     first, second = [await engine.generate(TEXT, max_tokens=1) for _ in range(2)]
     assert first.request_id != second.request_id
+
+
+# Stop strings are found in the caller's process, and end what the engine computes exactly where they do in process
+
+
+async def said(reference: Engine, seed: int) -> str:
+    """What the model says if nothing stops it: text with gaps of a token's size at every place."""
+    return (await reference.generate(TEXT, seed=seed, max_tokens=40)).text
+
+
+@BOTH_LOOPS
+@pytest.mark.parametrize("is_included", [False, True], ids=["left out", "included"])
+@pytest.mark.parametrize("place", [0, 3, 40, 80])
+async def test_a_stop_string_ends_text_and_tokens_where_it_does_in_process(
+    engine: Engine, reference: Engine, place: int, is_included: bool
+) -> None:
+    stop = (await said(reference, 31))[place : place + 5]
+    sampling: dict[str, Any] = {
+        "seed": 31,
+        "max_tokens": 40,
+        "stop": ["never said", stop],
+        "include_stop_str_in_output": is_included,
+        "logprobs": 1,
+    }
+    output = await same_output(engine, reference, TEXT, **sampling)
+    [completion] = output.outputs
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+    assert completion.text.endswith(stop) is is_included
+
+
+@BOTH_LOOPS
+async def test_a_stream_that_nobody_reads_stops_where_it_should_and_is_computed_no_further(engine: Engine) -> None:
+    text = (await engine.generate(TEXT, seed=35, max_tokens=200)).text
+    stop = text[30:36]
+    async with engine.stream(TEXT, seed=36, max_tokens=200, stop=stop, max_unread_tokens=1) as blocked:
+        async with engine.stream(TEXT, seed=35, max_tokens=200, stop=stop) as stream:
+            await until(lambda: stream.result.finished)
+            assert stream.result.outputs[0].stop_reason == stop
+            assert stream.result.text == text[: text.index(stop)]
+            [num_sampled] = await engine.collective_rpc("contract.sampled", [35])
+        await engine.generate(TEXT, seed=37, max_tokens=20)
+        assert await engine.collective_rpc("contract.sampled", [35]) == [num_sampled]
+        assert not blocked.result.finished

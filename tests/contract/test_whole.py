@@ -55,17 +55,6 @@ async def test_a_pause_that_waits_lets_end_what_runs_and_holds_back_what_comes(e
     assert reasons_of(await later) == ["length"]
 
 
-async def test_a_pause_that_aborts_ends_all_with_what_they_have(engine: Engine, tasks: Any) -> None:
-    running = [tasks.start(engine.generate(PROMPT, seed=seed, max_tokens=3000)) for seed in (6, 7)]
-    await until(has_load(engine, running=2))
-    await engine.pause("abort")
-    assert [reasons_of(await task) for task in running] == [["abort"]] * 2
-    await engine.pause("abort")
-    await engine.resume()
-    await engine.resume()
-    assert reasons_of(await engine.generate(PROMPT, max_tokens=2)) == ["length"]
-
-
 async def test_a_paused_engine_answers_and_does_what_it_is_told(engine: Engine) -> None:
     await engine.pause()
     assert engine.health().status == "ALIVE"
@@ -248,11 +237,3 @@ async def test_a_sleeping_engine_can_be_closed(make_engine: Any, tasks: Any, is_
         assert outcome.finished
     else:
         assert isinstance(outcome, EngineClosed)
-
-
-async def test_a_drained_close_serves_all_that_came_before(make_engine: Any, tasks: Any) -> None:
-    engine = await make_engine("make_slow")
-    started = [tasks.start(engine.generate(PROMPT, seed=seed, max_tokens=20)) for seed in range(3)]
-    await until(has_load(engine, running=3))
-    await engine.aclose(drain=True)
-    assert [reasons_of(output) for output in await tasks.end(*started)] == [["length"]] * 3
