@@ -1,7 +1,7 @@
 """Random plans with everything that a row may ask for, run on two executors, and the comparison of what they bring."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,6 +85,7 @@ class RandomPlans:
     """Makes plans, and takes in what became of them.
 
     Attributes:
+        make_sampling: what a new row asks for, of the vocabulary's size.
         failed: epochs of rows whose tokens mean nothing any more.
         ends: how often what happened.
     """
@@ -94,11 +95,13 @@ class RandomPlans:
     vocab: int
     max_rows: int
     max_len: int
+    make_sampling: Callable[[random.Random, int], dict[str, Any]] = random_sampling
     failed: set[int] = field(default_factory=set)
     ends: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._sampling: dict[int, dict[str, Any]] = {}
+        self.sampling: dict[int, dict[str, Any]] = {}
+        """By row."""
         self._firsts: dict[int, list[int]] = {}
         """By row, the first tokens of the choices that are to be forked."""
 
@@ -129,32 +132,32 @@ class RandomPlans:
 
     def _remove(self, row: int) -> None:
         self.writer.remove(row, is_reused_next=self.rng.random() < 0.7)
-        self._sampling.pop(row)
+        self.sampling.pop(row)
         self._firsts.pop(row, None)
 
     def _add(self, row: int) -> None:
         prompt = [self.rng.randrange(self.vocab) for _ in range(self.rng.choice([1, 3, 8, 17, 40]))]
-        sampling = random_sampling(self.rng, self.vocab)
+        sampling = self.make_sampling(self.rng, self.vocab)
         self.writer.add(row, prompt, **sampling)
-        self._sampling[row] = sampling
+        self.sampling[row] = sampling
 
     def _preempt(self, row: int) -> None:
-        sampling = {**self._sampling[row], "num_choices": 1}
+        sampling = {**self.sampling[row], "num_choices": 1}
         state = self.writer.rows[row]
         self._remove(row)
         tokens = [token for token in state.token_ids if token is not None]
         target = self.rng.choice(self._free_rows())
         self.writer.add(target, tokens, num_prompt_tokens=state.num_prompt_tokens, **sampling)
-        self._sampling[target] = sampling
+        self.sampling[target] = sampling
         self.note("preempted")
 
     def _fork(self, row: int) -> None:
         parent = self.rng.choice(list(self._firsts))
         firsts = self._firsts[parent]
-        choice = self._sampling[parent]["num_choices"] - len(firsts)
-        sampling = {**self._sampling[parent], "num_choices": 1, "choice": choice, "prompt_logprobs": -1}
+        choice = self.sampling[parent]["num_choices"] - len(firsts)
+        sampling = {**self.sampling[parent], "num_choices": 1, "choice": choice, "prompt_logprobs": -1}
         self.writer.fork(parent, row, firsts.pop(0), **sampling)
-        self._sampling[row] = sampling
+        self.sampling[row] = sampling
         if not firsts:
             del self._firsts[parent]
         self.note("forked")
@@ -189,14 +192,10 @@ def check_equal(plan: StepPlan, found: StepResult, wanted: StepResult, meaningle
     for index in counts:
         tokens = [r.token_ids[r.offsets[index] : r.offsets[index + 1]].tolist() for r in (found, wanted)]
         assert tokens[0] == tokens[1], f"row {plan.rows[index]} of step {plan.step}"
-    lines = [_lines(plan, r, r.logprobs, counts) for r in (found, wanted)]
+    lines = [_lines(plan, r, counts) | _prompt_lines(r.prompt_logprobs, counts) for r in (found, wanted)]
     assert lines[0].keys() == lines[1].keys()
     for key, line in lines[0].items():
         _check_line(line, lines[1][key])
-    prompts = [_prompt_tokens(r.prompt_logprobs, counts) for r in (found, wanted)]
-    assert prompts[0].keys() == prompts[1].keys()
-    for place, prompt_line in prompts[0].items():
-        _check_line(prompt_line, prompts[1][place])
 
 
 @dataclass
@@ -207,37 +206,33 @@ class Line:
     extra: list[tuple[int, float, int]] = field(default_factory=list)
 
 
-def _lines(plan: StepPlan, result: StepResult, of: StepLogprobs | None, counts: list[int]) -> dict[Any, Line]:
+def _line(of: StepLogprobs | PromptLogprobs, nth: int) -> Line:
+    top = list(zip(of.top_ids[nth].tolist(), of.top_logprobs[nth].tolist(), strict=True))
+    return Line(float(of.logprobs[nth]), int(of.ranks[nth]), top)
+
+
+def _lines(plan: StepPlan, result: StepResult, counts: list[int]) -> dict[Any, Line]:
     """By (index of the row in the plan, which of its tokens)."""
-    if of is None:
-        return {}
-    lines = {}
-    for nth, place in enumerate(of.index.tolist()):
+    of, lines = result.logprobs, {}
+    for nth, place in enumerate(of.index.tolist() if of is not None else ()):
+        assert of is not None
         row = int(np.searchsorted(result.offsets, place, side="right")) - 1
-        top = list(zip(of.top_ids[nth].tolist(), of.top_logprobs[nth].tolist(), strict=True))
-        extra = []
+        line = _line(of, nth)
         if len(of.extra_offsets):
             named = slice(*of.extra_offsets[nth : nth + 2].tolist())
             columns = (of.extra_ids, of.extra_logprobs, of.extra_ranks)
-            extra = list(zip(*(column[named].tolist() for column in columns), strict=True))
+            line.extra = list(zip(*(column[named].tolist() for column in columns), strict=True))
         if row in counts:
-            key = row, place - int(result.offsets[row])
-            lines[key] = Line(float(of.logprobs[nth]), int(of.ranks[nth]), top, extra)
+            lines[row, place - int(result.offsets[row])] = line
     return lines
 
 
-def _prompt_tokens(of: PromptLogprobs | None, counts: list[int]) -> dict[Any, Line]:
+def _prompt_lines(of: PromptLogprobs | None, counts: list[int]) -> dict[Any, Line]:
+    """By (index of the row in the plan, "prompt", position)."""
     if of is None:
         return {}
-    return {
-        (int(of.index[nth]), int(of.positions[nth])): Line(
-            float(of.logprobs[nth]),
-            int(of.ranks[nth]),
-            list(zip(of.top_ids[nth].tolist(), of.top_logprobs[nth].tolist(), strict=True)),
-        )
-        for nth in range(len(of.index))
-        if int(of.index[nth]) in counts
-    }
+    places = enumerate(zip(of.index.tolist(), of.positions.tolist(), strict=True))
+    return {(index, "prompt", position): _line(of, nth) for nth, (index, position) in places if index in counts}
 
 
 def _check_line(found: Line, wanted: Line) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from executor.plan_storm import RandomPlans
 from executor.plans import PlannedRow, PlanWriter
 from executor.tiny_decoder import VOCAB_SIZE, TinyConfig, TinyDecoder
 from nightly import few
@@ -41,50 +42,29 @@ def make_runner(
     return Runner(decoder, TorchPagedAttention(cache), batch, stats), stats  # type: ignore[arg-type]
 
 
+def with_logprobs(rng: random.Random, vocab: int) -> dict[str, Any]:
+    return {"logprobs": rng.choice([0, 3, vocab]), "prompt_logprobs": rng.choice([-1, 0, 5])}
+
+
 class Sequences:
     """Random sequences over a runner, each token checked against the whole-sequence forward pass."""
 
     def __init__(self, seed: int, *, block_size: int, max_rows: int = 8) -> None:
-        self.random = random.Random(seed)
         self.decoder = TinyDecoder(seed=seed)
         num_blocks = max_rows * -(-MAX_MODEL_LEN // block_size) + 4
         self.runner, self.stats = make_runner(
             self.decoder, max_num_seqs=max_rows, num_blocks=num_blocks, block_size=block_size
         )
         self.writer = PlanWriter(num_blocks, block_size, seed)
-        self.free_rows = list(range(max_rows))
+        self.plans = RandomPlans(
+            random.Random(seed), self.writer, VOCAB_SIZE, max_rows, MAX_MODEL_LEN, make_sampling=with_logprobs
+        )
         self.num_checked = 0
-        self.asked: dict[int, int] = {}
-        """By row, how many likeliest tokens are to be reported for each of its prompt's."""
 
     def step(self) -> None:
         """Change some rows, then compute a random part of what is known for some of them."""
-        draw = self.random
-        for row in [row for row in self.writer.rows if draw.random() < 0.1 or self.is_full(row)]:
-            self.writer.remove(row)
-            self.free_rows.append(row)
-        while self.free_rows and draw.random() < 0.5:
-            length = draw.choice([1, 2, draw.randrange(1, MAX_MODEL_LEN - 1)])
-            ids = [draw.randrange(VOCAB_SIZE) for _ in range(length)]
-            row = self.free_rows.pop(draw.randrange(len(self.free_rows)))
-            asked = {"logprobs": draw.choice([0, 3, VOCAB_SIZE]), "prompt_logprobs": draw.choice([-1, 0, 5])}
-            self.writer.add(row, ids, num_prompt_tokens=draw.randint(1, length), **asked)
-            self.asked[row] = asked["prompt_logprobs"]
-        rows = [row for row in self.writer.rows if draw.random() < 0.8]
-        draw.shuffle(rows)
-        counts: dict[int, int | None] = {}
-        for row in rows:
-            left = self.left(row)
-            counts[row] = draw.choice([left, left, draw.randint(1, left)])
-        plan = self.writer.plan(counts)
+        plan = self.plans.next()
         self.check(plan, self.runner.step(plan))
-
-    def left(self, row: int) -> int:
-        state = self.writer.rows[row]
-        return state.num_known - state.num_computed
-
-    def is_full(self, row: int) -> bool:
-        return self.writer.rows[row].num_known >= MAX_MODEL_LEN
 
     def check(self, plan: StepPlan, result: StepResult) -> None:
         rows = {row: self.writer.rows[row] for row in plan.rows.tolist()}
@@ -105,7 +85,7 @@ class Sequences:
         wanted = [
             (index, position)
             for index, (row, start, count) in enumerate(zip(plan.rows, plan.starts, plan.num_tokens, strict=True))
-            if self.asked[row] >= 0
+            if self.plans.sampling[row]["prompt_logprobs"] >= 0
             for position in range(start + 1, min(start + count + 1, rows[row].num_prompt_tokens))
         ]
         lines = result.prompt_logprobs
@@ -116,7 +96,7 @@ class Sequences:
         for line, (index, position) in enumerate(wanted):
             row = int(plan.rows[index])
             expected = self.expected_of(rows[row])[position - 1]
-            num_top = self.asked[row]
+            num_top = self.plans.sampling[row]["prompt_logprobs"]
             assert lines.logprobs[line] == pytest.approx(float(expected[rows[row].token_ids[position]]), abs=1e-4)
             np.testing.assert_allclose(lines.top_logprobs[line][:num_top], expected.topk(num_top).values, atol=1e-4)
             top = expected[torch.from_numpy(lines.top_ids[line][:num_top].astype(np.int64))]
