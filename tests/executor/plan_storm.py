@@ -1,7 +1,7 @@
 """Random plans with everything that a row may ask for, run on two executors, and the comparison of what they bring."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,7 +85,6 @@ class RandomPlans:
     """Makes plans, and takes in what became of them.
 
     Attributes:
-        make_sampling: what a new row asks for, of the vocabulary's size.
         failed: epochs of rows whose tokens mean nothing any more.
         ends: how often what happened.
     """
@@ -95,13 +94,11 @@ class RandomPlans:
     vocab: int
     max_rows: int
     max_len: int
-    make_sampling: Callable[[random.Random, int], dict[str, Any]] = random_sampling
     failed: set[int] = field(default_factory=set)
     ends: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.sampling: dict[int, dict[str, Any]] = {}
-        """By row."""
+        self._sampling: dict[int, dict[str, Any]] = {}
         self._firsts: dict[int, list[int]] = {}
         """By row, the first tokens of the choices that are to be forked."""
 
@@ -132,32 +129,32 @@ class RandomPlans:
 
     def _remove(self, row: int) -> None:
         self.writer.remove(row, is_reused_next=self.rng.random() < 0.7)
-        self.sampling.pop(row)
+        self._sampling.pop(row)
         self._firsts.pop(row, None)
 
     def _add(self, row: int) -> None:
         prompt = [self.rng.randrange(self.vocab) for _ in range(self.rng.choice([1, 3, 8, 17, 40]))]
-        sampling = self.make_sampling(self.rng, self.vocab)
+        sampling = random_sampling(self.rng, self.vocab)
         self.writer.add(row, prompt, **sampling)
-        self.sampling[row] = sampling
+        self._sampling[row] = sampling
 
     def _preempt(self, row: int) -> None:
-        sampling = {**self.sampling[row], "num_choices": 1}
+        sampling = {**self._sampling[row], "num_choices": 1}
         state = self.writer.rows[row]
         self._remove(row)
         tokens = [token for token in state.token_ids if token is not None]
         target = self.rng.choice(self._free_rows())
         self.writer.add(target, tokens, num_prompt_tokens=state.num_prompt_tokens, **sampling)
-        self.sampling[target] = sampling
+        self._sampling[target] = sampling
         self.note("preempted")
 
     def _fork(self, row: int) -> None:
         parent = self.rng.choice(list(self._firsts))
         firsts = self._firsts[parent]
-        choice = self.sampling[parent]["num_choices"] - len(firsts)
-        sampling = {**self.sampling[parent], "num_choices": 1, "choice": choice, "prompt_logprobs": -1}
+        choice = self._sampling[parent]["num_choices"] - len(firsts)
+        sampling = {**self._sampling[parent], "num_choices": 1, "choice": choice, "prompt_logprobs": -1}
         self.writer.fork(parent, row, firsts.pop(0), **sampling)
-        self.sampling[row] = sampling
+        self._sampling[row] = sampling
         if not firsts:
             del self._firsts[parent]
         self.note("forked")

@@ -58,9 +58,7 @@ async def reached(event: threading.Event) -> None:
 
 Wrap = Callable[[Callable[[], Any]], Callable[[], Any]]
 with_and_without_launching = pytest.mark.parametrize(
-    "wrap",
-    [lambda work: work, lambda work: lambda: Launched(work, is_over=True)],
-    ids=["computing", "launching"],
+    "wrap", [lambda work: work, lambda work: lambda: Launched(work, is_over=True)], ids=["computing", "launching"]
 )
 """What makes a job of some work: one that does it, or one that launches it."""
 

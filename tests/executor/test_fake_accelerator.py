@@ -153,28 +153,6 @@ def test_work_that_waits_for_the_device_cannot_be_captured(
     assert words.tolist() == [1, 1], "what a capture wrote is undone, if it fails, too"
 
 
-@pytest.mark.parametrize("is_held", [True, False])
-def test_a_lost_device_says_so_to_all_who_ask_and_keeps_what_is_done(device: FakeAccelerator, is_held: bool) -> None:
-    before = device.record()
-    before.wait()
-    event = device.record()
-    target = device.host_words(1)
-    copied = device.copy_out(torch.ones(1, dtype=torch.int32), target, 1)
-    if is_held:
-        device.hold()
-    device.lose(OSError("gone"))
-    asks: list[Callable[[], object]] = [
-        event.wait, event.is_done, copied.wait, copied.is_done, device.synchronize, device.release,
-        lambda: target.array, lambda: device.peak_of(lambda: None),
-    ]  # fmt: skip
-    for ask in asks:
-        with pytest.raises(OSError, match="gone"):
-            ask()
-    before.wait()
-    assert before.is_done()
-    assert device.num_releases == 0
-
-
 def test_work_that_fails_loses_the_device(device: FakeAccelerator) -> None:
     ran: list[int] = []
 

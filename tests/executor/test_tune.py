@@ -306,14 +306,6 @@ def test_what_is_measured_is_as_large_as_serving_and_bounded(monkeypatch: pytest
             assert keywords["max_context"] == context
 
 
-def test_a_small_memory_makes_rows_few_and_contexts_short() -> None:
-    gpu = TimedGpu(last_is_fastest, free_bytes=12 * MIB)
-    gpu.tune(None, model_of(max_model_len=1000), deadline_s=1e9)
-    (_, k_cache, v_cache, tables, _, _), keywords = gpu.launched[DECODE]
-    assert k_cache.nbytes + v_cache.nbytes <= 3 * MIB
-    assert (len(tables), keywords["max_context"]) == (3, 1000)
-
-
 @pytest.mark.parametrize("is_wanted", [True, False])
 async def test_a_start_tunes_unless_told_not_to(
     is_wanted: bool, checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -159,13 +159,7 @@ def of_prefill() -> Iterator[Launch]:
 
 
 def attention(
-    kernel: str,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    cache: torch.dtype,
-    window: int | None,
+    kernel: str, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, cache: torch.dtype, window: int | None
 ) -> Iterator[Launch]:
     """A launch for each choice that may be made on Hopper, the default one first."""
     ints = partial(torch.empty, dtype=torch.int32)

@@ -70,33 +70,6 @@ def test_every_operation_is_among_the_kernels(tmp_path: Path) -> None:
 # The report
 
 
-def results_of(gpu: Any, *results: Any, **fields: Any) -> Any:
-    about = gpu.report.About(
-        device="cuda", is_tiny=False, gpu="a GPU", driver="1", versions={"torch": "2"}, commit="abc", date="2026-01-01"
-    )
-    return gpu.report.Results(about=about, results={result.row: result for result in results}, **fields)
-
-
-def test_what_a_gpu_measured_is_judged_by_its_aim(gpu: Any) -> None:
-    decode = {"device": "cuda", "value": 5.0, "unit": "ms a step", "bound": 4.4, "bound_of": "bandwidth"}
-    results = results_of(
-        gpu,
-        gpu.rows.Result(row="decode, batch 1", ratio=0.88, **decode),
-        gpu.rows.Result(row="decode, batch 64", ratio=0.88, **decode),
-        gpu.rows.Result(row="loop lag", device="cuda", reason="TimeoutError"),
-        gpu.rows.Result(row="memory after aclose", device="cuda", value=0, unit="bytes"),
-        failed={"peer": "the process ended with -9"},
-    )
-    text = gpu.report.markdown(results).splitlines()
-    lines = {row.key: next(line for line in text if f"| {row.workload} |" in line) for row in gpu.rows.ROWS}
-    assert "| measured | 5 ms a step | 4.4, bandwidth | 0.88 | **missed** |" in lines["decode, batch 1"]
-    assert "| measured | 5 ms a step | 4.4, bandwidth | 0.88 | met |" in lines["decode, batch 64"]
-    assert "| not measured: TimeoutError |" in lines["loop lag"]
-    assert "| measured | 0 bytes |  |  | met |" in lines["memory after aclose"]
-    assert "| not measured: the process ended with -9 |" in lines["256 requests, against transformers"]
-    assert "| not measured: not run |" in lines["greedy equality"]
-
-
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="on a GPU the benchmark itself does this")
 @pytest.mark.parametrize("place", range(10))
 def test_the_kernels_take_what_the_benchmark_calls_them_with(gpu: Any, place: int) -> None:
@@ -153,10 +126,3 @@ def test_a_gap_is_when_nothing_runs_between_two_decode_steps(gpu: Any) -> None:
     assert trace.busy_share() == pytest.approx((100 + 10 + 160 + 100 + 100) / 900)
     without_gpu = gpu.trace.Trace([step(1, 0, 10), step(2, 20, 30)])
     assert (without_gpu.busy, without_gpu.decode_gaps_us(), without_gpu.busy_share()) == ([], [], 0.0)
-
-
-def test_asynchronous_calls_and_event_waits_are_no_synchronisations(gpu: Any) -> None:
-    for name in ("cudaMemcpyAsync", "cudaEventSynchronize", "cudaStreamWaitEvent", "cudaMallocAsync", "cuLaunchKernel"):
-        assert gpu.trace.WAITS.fullmatch(name) is None
-    for name in ("cudaMemcpy", "cudaStreamSynchronize", "cudaDeviceSynchronize", "cuCtxSynchronize", "cudaMalloc"):
-        assert gpu.trace.WAITS.fullmatch(name) is not None

@@ -15,9 +15,7 @@ from aioengine.kernels.attention.paged_decode import attend_decode
 from aioengine.kernels.torch import attention as reference
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-KEYWORDS: dict[str, Any] = {
-    **{"scale": 0.11, "window": None, "num_splits": 1, "max_context": 256},
-}
+KEYWORDS: dict[str, Any] = {**{"scale": 0.11, "window": None, "num_splits": 1, "max_context": 256}}
 CONTEXTS = [123, 1, 7, 64, 65]
 
 

@@ -14,12 +14,7 @@ from aioengine.sampler import Sampled, SamplingRows, Scratch, sample
 from aioengine.sampling_params import ROW_PARAMS, RowParams
 from aioengine.scheduler.plan import EMPTY, LogitsRow, RowAdded, RowSampling, StepPlan, Want, int32
 
-DEFAULTS = {
-    "seed": 0,
-    "choice": 0,
-    "logprobs": -1,
-    "positions": 0,
-}
+DEFAULTS = {"seed": 0, "choice": 0, "logprobs": -1, "positions": 0}
 
 
 def make_rows(n: int, **columns: Any) -> SamplingRows:

@@ -6,13 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from sampler.batch import (
-    chi_square_is_plausible,
-    expected_probabilities,
-    make_rows,
-    random_logits,
-    row_of,
-)
+from sampler.batch import chi_square_is_plausible, expected_probabilities, make_rows, random_logits, row_of
 
 from aioengine.sampler import Scratch, sample
 from aioengine.sampler.blocks import block, largest, likeliest

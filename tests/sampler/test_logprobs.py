@@ -8,25 +8,6 @@ from sampler.batch import asking, make_rows, random_logits, sample_for
 from aioengine.sampler import PromptTokens, prompt_logprobs, sample
 
 
-def test_logprobs_are_the_log_softmax_of_the_raw_logits() -> None:
-    logits = 3 * torch.randn(6, 500, generator=torch.Generator().manual_seed(8))
-    wanted = np.array([2, -1, 0, 5, -1, 3])
-    rows = make_rows(6, temperature=[0.0, 1.0, 1.5, 0.3, 0.0, 2.0], top_k=10, logprobs=wanted)
-    sampled = sample(logits, rows)
-    tokens, logprobs = sampled.token_ids, sampled.logprobs
-    expected = torch.log_softmax(logits.double(), dim=-1)
-    assert logprobs is not None
-    assert logprobs.index.tolist() == [0, 2, 3, 5]
-    assert logprobs.top_ids.shape == logprobs.top_logprobs.shape == (4, 5)
-    for line, row in enumerate(logprobs.index.tolist()):
-        token = int(tokens[row])
-        assert logprobs.logprobs[line] == pytest.approx(float(expected[row, token]), abs=1e-5)
-        ranking = expected[row].argsort(descending=True).tolist()
-        assert logprobs.ranks[line] == ranking.index(token) + 1
-        assert logprobs.top_ids[line].tolist() == ranking[:5]
-        np.testing.assert_allclose(logprobs.top_logprobs[line], expected[row, ranking[:5]], atol=1e-5)
-
-
 def test_logprobs_may_ask_for_no_token_but_the_sampled_one_or_for_all() -> None:
     logits = random_logits(30, seed=1)[None]
     for wanted, width in ((0, 0), (30, 30), (99, 30)):

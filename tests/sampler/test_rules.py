@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampler.batch import (
@@ -184,39 +183,6 @@ def test_the_temperature_and_the_filters_come_after_the_rules() -> None:
     assert tokens_of(sample_for([request], logits)) == [[2]]
 
 
-# Against transformers
-
-
-def test_repetition_is_penalised_as_in_transformers() -> None:
-    logits = random_logits(3, 1000, seed=3)
-    ids = torch.randint(0, 1000, (3, 60), generator=torch.Generator().manual_seed(4))
-    for penalty in (0.5, 1.3, 7.0):
-        expected = transformers.RepetitionPenaltyLogitsProcessor(penalty)(ids, logits.clone())
-        requests = [asking(row[:20], row[20:], repetition_penalty=penalty) for row in ids.tolist()]
-        torch.testing.assert_close(after_rules(logits, requests), expected, rtol=0, atol=0)
-
-
-def test_bad_words_are_masked_as_in_transformers() -> None:
-    random = np.random.default_rng(7)
-    outputs = random.integers(0, 4, (40, 30))
-    words = [(5,), (0, 2), (0, 3), (3, 3, 1), (2, 0, 1, 3)]
-    processor = transformers.NoBadWordsLogitsProcessor([list(word) for word in words])
-    logits = random_logits(40, 6, seed=1)
-    expected = processor(torch.from_numpy(outputs), logits.clone())
-    changed = after_rules(logits, [asking([5], row, bad_words=tuple(words)) for row in outputs.tolist()])
-    torch.testing.assert_close(changed, expected, rtol=0, atol=0)
-    assert len(set((changed == -torch.inf).sum(dim=-1).tolist())) > 2, "words come up in some rows and not in others"
-
-
-def test_eos_is_masked_as_in_transformers() -> None:
-    logits = random_logits(1, 100, seed=1)
-    for num_output in range(6):
-        processor = transformers.MinNewTokensLengthLogitsProcessor(3, 4, [7, 50], device="cpu")
-        ids = torch.ones(1, 3 + num_output, dtype=torch.long)
-        request = asking([1] * 3, [1] * num_output, min_tokens=4, stop_ids=(7, 50))
-        assert torch.equal(after_rules(logits, [request]), processor(ids, logits.clone()))
-
-
 # Draws
 
 
@@ -273,19 +239,6 @@ def test_rows_without_rules_bring_the_same_bits_beside_rows_with_them(vocab: int
             assert mixed.logprobs.logprobs[line] == alone.logprobs.logprobs[own]
             assert mixed.logprobs.ranks[line] == alone.logprobs.ranks[own]
             np.testing.assert_array_equal(mixed.logprobs.top_logprobs[line][:3], alone.logprobs.top_logprobs[own])
-
-
-@pytest.mark.parametrize("vocab", [128, 1000])
-def test_logprobs_are_of_the_logits_before_the_rules(vocab: int) -> None:
-    requests = [asking([4, 5], [6, 1, 1, 2], logprobs=4, **rule) for rule in RULES.values()]
-    logits = random_logits(len(requests), vocab, seed=3)
-    sampled = sample_for(requests, logits)
-    assert sampled.logprobs is not None
-    expected = torch.log_softmax(logits.double(), dim=-1)
-    for row, token in enumerate(sampled.token_ids.tolist()):
-        assert sampled.logprobs.logprobs[row] == pytest.approx(float(expected[row, token]), abs=1e-5)
-        assert sampled.logprobs.ranks[row] == 1 + int((expected[row] > expected[row, token]).sum())
-        assert sampled.logprobs.top_ids[row].tolist() == expected[row].topk(4).indices.tolist()
 
 
 def test_the_way_to_a_row_does_not_matter() -> None:

@@ -418,11 +418,7 @@ class GpuRunner:
             )
 
     def _sample(
-        self,
-        step: GpuStep,
-        on_device: OnDevice,
-        out: Tensor,
-        process: Callable[[Tensor], None] | None,
+        self, step: GpuStep, on_device: OnDevice, out: Tensor, process: Callable[[Tensor], None] | None
     ) -> None:
         outputs = DeviceOutputs.of(out, step.sizes)
         if on_device.logits is not None:

@@ -21,13 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from aioengine.errors import InternalError
-from aioengine.kernels.attention.choices import (
-    DECODE,
-    DECODE_IN_SPLITS,
-    AttentionShape,
-    Choice,
-    choice_of,
-)
+from aioengine.kernels.attention.choices import DECODE, DECODE_IN_SPLITS, AttentionShape, Choice, choice_of
 from aioengine.kernels.launch_checks import FLOATS, check_tensor
 
 LOG2_E = 1.4426950408889634

@@ -21,13 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aioengine.kernels.attention.choices import (
-    PREFILL,
-    PREFILL_ROWS,
-    AttentionShape,
-    Choice,
-    choice_of,
-)
+from aioengine.kernels.attention.choices import PREFILL, PREFILL_ROWS, AttentionShape, Choice, choice_of
 from aioengine.kernels.attention.paged_decode import (
     LOG2_E,
     NO_WINDOW,

@@ -24,64 +24,49 @@ MAX_WIDTH = 1 << 15
 
 
 @triton.jit
-def _normalised(x, weight, eps, WIDTH: tl.constexpr):
-    return x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps) * weight
-
-
-@triton.jit
-def _rms_norm_kernel(x_ptr, weight_ptr, out_ptr, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, out_ptr, eps, ADDS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
     columns = tl.arange(0, BLOCK)
     is_inside = columns < WIDTH
     first = tl.program_id(0).to(tl.int64) * WIDTH
     x = tl.load(x_ptr + first + columns, is_inside, 0.0).to(tl.float32)
     # Loaded before the sum, so that it does not wait for it.
     weight = tl.load(weight_ptr + columns, is_inside, 0.0).to(tl.float32)
-    out = _normalised(x, weight, eps, WIDTH)
-    tl.store(out_ptr + first + columns, out.to(out_ptr.dtype.element_ty), is_inside)
-
-
-@triton.jit
-def _add_rms_norm_kernel(x_ptr, residual_ptr, weight_ptr, out_ptr, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    columns = tl.arange(0, BLOCK)
-    is_inside = columns < WIDTH
-    first = tl.program_id(0).to(tl.int64) * WIDTH
-    x = tl.load(x_ptr + first + columns, is_inside, 0.0).to(tl.float32)
-    residual = tl.load(residual_ptr + first + columns, is_inside, 0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + columns, is_inside, 0.0).to(tl.float32)
-    # The norm is that of what is kept: of the rounded sum.
-    total = (x + residual).to(residual_ptr.dtype.element_ty)
-    tl.store(residual_ptr + first + columns, total, is_inside)
-    out = _normalised(total.to(tl.float32), weight, eps, WIDTH)
+    if ADDS:
+        residual = tl.load(residual_ptr + first + columns, is_inside, 0.0).to(tl.float32)
+        # The norm is that of what is kept: of the rounded sum.
+        total = (x + residual).to(residual_ptr.dtype.element_ty)
+        tl.store(residual_ptr + first + columns, total, is_inside)
+        x = total.to(tl.float32)
+    out = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps) * weight
     tl.store(out_ptr + first + columns, out.to(out_ptr.dtype.element_ty), is_inside)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """As `Operations.rms_norm`."""
-    out = torch.empty_like(x)
-    constants = _check(x, weight)
-    if len(x):
-        _rms_norm_kernel[(len(x),)](x, weight, out, float(eps), **constants, enable_fp_fusion=True)
-    return out
+    return _launch(x, None, weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """As `Operations.add_rms_norm`."""
-    out = torch.empty_like(x)
-    constants = _check(x, weight)
-    check_tensor("rms_norm: residual", residual, tuple(x.shape), x.dtype, x.device)
-    if len(x):
-        _add_rms_norm_kernel[(len(x),)](x, residual, weight, out, float(eps), **constants, enable_fp_fusion=True)
-    return out
+    return _launch(x, residual, weight, eps)
 
 
-def _check(x: Tensor, weight: Tensor) -> dict[str, Any]:
-    """The constants of a launch."""
+def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     check_tensor("rms_norm: x", x, (None, None), FLOATS, x.device)
     width = x.shape[1]
     check_tensor("rms_norm: weight", weight, (width,), x.dtype, x.device)
     if not 0 < width <= MAX_WIDTH:
         raise InternalError(f"rms_norm: rows of {width} values; 1 to {MAX_WIDTH} can be done")
-    return _constants(width)
+    if residual is not None:
+        check_tensor("rms_norm: residual", residual, tuple(x.shape), x.dtype, x.device)
+    out = torch.empty_like(x)
+    if len(x):
+        _rms_norm_kernel[(len(x),)](
+            x, residual, weight, out, float(eps), ADDS=residual is not None, **_constants(width), enable_fp_fusion=True
+        )
+    return out
 
 
 @cache

@@ -84,14 +84,7 @@ def _tokens_at(history, samples, sample, positions, first, end, history_width, v
 
 
 @triton.jit(do_not_specialize_on_alignment=_VIEWS)
-def _count_kernel(
-    samples,
-    history,
-    counters,
-    vocab,
-    history_width,
-    BLOCK: tl.constexpr,
-):
+def _count_kernel(samples, history, counters, vocab, history_width, BLOCK: tl.constexpr):
     sample, part, num_parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     _, first, prompt_end, end, _, _, _ = _span(samples, sample)
     counters_of_sample = counters + sample.to(tl.int64) * vocab
