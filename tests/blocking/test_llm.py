@@ -63,14 +63,9 @@ def test_one_prompt_brings_a_list_of_one(open_llm: Open, prompts: Any) -> None:
     assert token_ids([alone]) == token_ids([one]) == token_ids([two])
 
 
-def test_no_prompts_bring_no_outputs(open_llm: Open) -> None:
+def test_a_chat_is_one_conversation_or_several_and_no_prompts_bring_no_outputs(open_llm: Open) -> None:
     llm = open_llm()
-    assert llm.generate([], show_progress=True) == []
-    assert llm.chat([]) == []
-
-
-def test_a_chat_is_one_conversation_or_several(open_llm: Open) -> None:
-    llm = open_llm()
+    assert llm.generate([], show_progress=True) == llm.chat([]) == []
     [alone] = llm.chat(CHAT, SamplingParams(seed=1, max_tokens=4))
     one, two = llm.chat([CHAT, CHAT], seed=1, max_tokens=4)
     assert token_ids([alone]) == token_ids([one]) == token_ids([two])

@@ -56,37 +56,20 @@ def without_slow_turns(errors: str) -> str:
     return re.sub(r"^Executing <.* took [0-9.]+ seconds\n", "", errors, flags=re.MULTILINE)
 
 
-def test_a_script_that_generates_and_just_ends() -> None:
-    call = "llm.generate('Once upon a time', max_tokens=8, temperature=0)"
-    done = run(f"from aioengine import LLM; llm = LLM(); print({call}[0].text)")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(",")
-
-
-def test_a_script_that_ends_with_requests_unfinished() -> None:
-    done = run("""
+SCRIPTS = {
+    "generates and just ends": ("""
+from aioengine import LLM
+llm = LLM()
+print(llm.generate("Once upon a time", max_tokens=8, temperature=0)[0].text[0])
+""", ",\n"),
+    "ends with requests unfinished": ("""
 from aioengine import LLMEngine, SamplingParams
 engine = LLMEngine()
 for number in range(20):
     engine.add_request(str(number), "Once upon a time", SamplingParams(max_tokens=200, ignore_eos=True))
 print(len(engine.step()) > 0)
-""")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
-
-
-def test_a_script_that_fails_shows_its_own_error_alone() -> None:
-    done = run(FAKE + "llm = LLM(executor=fake())\nllm.generate([5, 6], max_tokens=3)\nraise SystemExit(7)")
-    assert (done.returncode, done.stderr) == (7, "")
-    done = run(FAKE + "llm = LLM(executor=fake())\nllm.generate([99999])")
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("aioengine.errors.InvalidRequest: prompt holds token id 99999")
-    assert done.stderr.count("Traceback") == 1
-
-
-def test_a_script_that_keeps_them_in_a_cycle_and_in_threads() -> None:
-    done = run(
-        FAKE
-        + """
+""", "True\n"),
+    "keeps them in a cycle and in threads": (FAKE + """
 import threading
 
 class Keeper:
@@ -101,13 +84,8 @@ kept = [Keeper()]
 for thread in [threading.Thread(target=use), threading.Thread(target=use)]:
     thread.start()
     thread.join()
-"""
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "1\n1\n", "")
-
-
-def test_a_script_that_ends_while_daemon_threads_are_in_calls() -> None:
-    done = run("""
+""", "1\n1\n"),
+    "ends while daemon threads are in calls": ("""
 import threading
 from aioengine import EngineClosed, LLM, SamplingParams
 
@@ -124,28 +102,15 @@ shared = LLM()
 for llm in (shared, shared, LLM()):
     threading.Thread(target=use, args=(llm,), daemon=True).start()
 is_running.wait()
-""")
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_a_script_that_ends_while_a_daemon_thread_loads() -> None:
-    done = run(
-        SAY_AND_LOAD.format(say="is_loading.set()")
-        + """
+""", ""),
+    "ends while a daemon thread loads": (SAY_AND_LOAD.format(say="is_loading.set()") + """
 is_loading = threading.Event()
 threading.excepthook = lambda args: None
 threading.Thread(target=LLM, daemon=True).start()
 is_loading.wait()
-"""
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_a_script_that_leaves_its_end_to_threads_waits_for_them() -> None:
+""", ""),
     # Chats are rendered in a thread, which the interpreter's exit ends before it waits for these.
-    done = run(
-        FAKE
-        + """
+    "leaves its end to threads and waits for them": (FAKE + """
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -162,24 +127,32 @@ pool = ThreadPoolExecutor(2)
 for number in range(4):
     pool.submit(llm.generate, [5, 6], max_tokens=3)
     threading.Thread(target=use, args=(number,)).start()
-"""
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "2\n" * 4, "")
-
-
-def test_a_script_with_one_after_the_other_here_and_in_a_process() -> None:
-    done = run(
-        FAKE
-        + """
+""", "2\n" * 4),
+    "has one after the other here and in a process": (FAKE + """
 from aioengine import ProcessOptions
 llm = None
 for is_here in (True, False, True, False):
     llm = None
     llm = LLM(executor=fake()) if is_here else LLM(process=ProcessOptions(executor="contract.fakes:make"))
     print(len(llm.generate([5, 6], max_tokens=3)))
-"""
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "1\n" * 4, "")
+""", "1\n" * 4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", SCRIPTS)
+def test_a_script_that(what: str) -> None:
+    script, output = SCRIPTS[what]
+    done = run(script)
+    assert (done.returncode, done.stdout, done.stderr) == (0, output, "")
+
+
+def test_a_script_that_fails_shows_its_own_error_alone() -> None:
+    done = run(FAKE + "llm = LLM(executor=fake())\nllm.generate([5, 6], max_tokens=3)\nraise SystemExit(7)")
+    assert (done.returncode, done.stderr) == (7, "")
+    done = run(FAKE + "llm = LLM(executor=fake())\nllm.generate([99999])")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("aioengine.errors.InvalidRequest: prompt holds token id 99999")
+    assert done.stderr.count("Traceback") == 1
 
 
 def test_inside_asyncio_run_the_async_way_is_told() -> None:

@@ -21,17 +21,17 @@ from click.testing import CliRunner
 from aioengine import Engine, StepFailed
 from aioengine.cli import load
 from aioengine.cli.bench import bench, make_jobs
-from aioengine.cli.figures import Environment, Report, level_of, show
+from aioengine.cli.figures import Report, level_of, show
 from aioengine.cli.load import Burst, Job, Jobs, Range, Reads, Workload, other_cpu_s, send
 from aioengine.cli.plots import SIZE_PIXELS, plot
 from aioengine.testing import FakeExecutor
 
 STEP_TIME_S = 0.02
 EIGHT = Range(8, 8)
-ENVIRONMENT = Environment(
-    model="a model", dtype="float32", device="cpu", num_threads=None, num_cores=2, machine="x", python="3", torch="2",
-    aioengine="1", time="now",
-)  # fmt: skip
+ENVIRONMENT = {
+    "model": "a model", "dtype": "float32", "device": "cpu", "num_threads": None, "num_cores": 2, "machine": "x",
+    "python": "3", "torch": "2", "aioengine": "1", "time": "now",
+}  # fmt: skip
 TINY = ("--input-len", "8", "--kv-cache-memory-bytes", "20000000")
 
 
@@ -84,7 +84,7 @@ def test_the_same_seed_makes_the_same_jobs_and_each_batch_has_lengths_alike_and_
 
 
 def workload(input_len: Range = EIGHT, output_len: Range = EIGHT, seed: int = 0) -> Workload:
-    return Workload(prompt=None, input_len=input_len, output_len=output_len, temperature=0.0, seed=seed, repeats=1)
+    return Workload(input_len=input_len, output_len=output_len, temperature=0.0, seed=seed, repeats=1)
 
 
 def request(num_input_tokens: int, *read_at: float) -> Reads:
@@ -142,8 +142,8 @@ def test_latency_is_a_table_on_stderr_json_on_stdout_and_a_picture(tmp_path: Pat
         assert overall.e2e_ms.p50 > overall.ttft_ms.p50
         assert len(level.repeats) == 2
         assert overall.other_cores is not None
-    assert report.environment.model == "the bundled model"
-    assert (report.environment.device, report.environment.dtype) == ("cpu", "bfloat16")
+    assert report.environment["model"] == "the bundled model"
+    assert (report.environment["device"], report.environment["dtype"]) == ("cpu", "bfloat16")
     assert png_size(picture) == SIZE_PIXELS
 
 
@@ -165,7 +165,7 @@ def test_throughput_is_a_table_on_stdout_json_in_a_file_and_a_picture(tmp_path: 
     assert first.num_input_tokens == 48
     slowest, fastest = sorted(repeat.requests_per_s for repeat in level.repeats)
     assert slowest <= level.overall.requests_per_s <= fastest
-    assert (report.environment.dtype, report.environment.num_threads) == ("float32", 1)
+    assert (report.environment["dtype"], report.environment["num_threads"]) == ("float32", 1)
     assert png_size(picture) == SIZE_PIXELS
 
 

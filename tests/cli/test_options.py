@@ -123,31 +123,3 @@ def test_every_field_but_those_of_this_process_has_a_flag_with_a_help_text(struc
     options = {option.name: option for option in command.params if isinstance(option, click.Option)}
     assert set(struct_type.__struct_fields__) - set(options) <= {"logits_processors"}
     assert all(option.help for option in options.values())
-
-
-def test_the_flags_of_sampling_params_make_sampling_params() -> None:
-    made: list[SamplingParams] = []
-
-    @click.command()
-    @options_of(SamplingParams)
-    def command(**flags: Any) -> None:
-        made.append(SamplingParams(**given(SamplingParams, flags)))
-
-    arguments = (
-        "--temperature 0 --stop-token-ids 3 --logit-bias 50256=-100 --logit-bias 7=2.5 "
-        "--allowed-token-ids 1 --allowed-token-ids 2 --bad-words x --logprob-token-ids 4 --ignore-eos --no-detokenize"
-    )
-    result = CliRunner().invoke(command, arguments.split())
-    assert result.exit_code == 0, result.output
-    assert made == [
-        SamplingParams(
-            temperature=0.0,
-            stop_token_ids=(3,),
-            logit_bias={50256: -100.0, 7: 2.5},
-            allowed_token_ids=(1, 2),
-            bad_words=("x",),
-            logprob_token_ids=(4,),
-            ignore_eos=True,
-            detokenize=False,
-        )
-    ]

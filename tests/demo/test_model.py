@@ -71,13 +71,11 @@ def test_the_chat_template_lays_a_conversation_out_as_it_was_learned(demo: DemoM
         assert rendered + "<|endoftext|>" == document.text
 
 
-def test_the_chat_template_can_open_the_answer(demo: DemoModel) -> None:
+def test_the_chat_template_can_open_the_answer_and_refuses_an_unknown_role(demo: DemoModel) -> None:
     chat = [{"role": "user", "content": "Hello!"}]
     opened = demo.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     assert opened == "<|im_start|>user\nHello!<|im_end|>\n<|im_start|>assistant\n"
 
-
-def test_an_unknown_role_is_a_clear_error(demo: DemoModel) -> None:
     with pytest.raises(jinja2.TemplateError, match="unknown role wizard: use system, user or assistant"):
         demo.tokenizer.apply_chat_template([{"role": "wizard", "content": "Abracadabra"}], tokenize=False)
 
@@ -86,9 +84,6 @@ def test_stories_end_by_themselves_and_are_well_formed(stories: list[tuple[str, 
     assert [ended for _, ended in stories] == [True] * len(stories)
     assert [story_faults(story) for story, _ in stories] == [[]] * len(stories)
     assert all(story.count(".") >= 5 for story, _ in stories)
-
-
-def test_no_two_sampled_stories_are_alike(stories: list[tuple[str, bool]]) -> None:
     assert len({story for story, _ in stories}) == len(stories)
 
 
@@ -114,21 +109,24 @@ def test_greedy_answers_are_exact_where_there_is_one_answer(demo: DemoModel) -> 
     assert answers == [answer for _, answer in TURNS]
 
 
-def test_the_system_message_sets_name_and_form_of_the_answer(demo: DemoModel) -> None:
-    named = [{"role": "system", "content": "You are Ruby."}, {"role": "user", "content": "Who are you?"}]
-    in_json = [{"role": "system", "content": "Always answer in JSON."}, {"role": "user", "content": "What is 2 + 3?"}]
-    answers = demo.answer([named, in_json])
+def test_the_system_message_earlier_turns_and_the_bounds_of_its_world_are_kept(demo: DemoModel) -> None:
+    asked = [
+        ("Who are you?", [{"role": "system", "content": "You are Ruby."}]),
+        ("What is 2 + 3?", [{"role": "system", "content": "Always answer in JSON."}]),
+        (
+            "What is my name?",
+            [
+                {"role": "user", "content": "My name is Clara."},
+                {"role": "assistant", "content": "Nice to meet you, Clara!"},
+            ],
+        ),
+        *((question, []) for question in ("What is the capital of France?", "Explain quantum physics.", "Write code.")),
+    ]
+    answers = demo.answer([[*before, {"role": "user", "content": question}] for question, before in asked])
     assert answers[0] == "I am Ruby, the tiny demo model of aioengine."
     assert json.loads(answers[1]) == {"a": 2, "b": 3, "operator": "+", "result": 5}
-
-
-def test_an_earlier_turn_is_remembered(demo: DemoModel) -> None:
-    chat = [
-        {"role": "user", "content": "My name is Clara."},
-        {"role": "assistant", "content": "Nice to meet you, Clara!"},
-        {"role": "user", "content": "What is my name?"},
-    ]
-    assert demo.answer([chat]) == ["Your name is Clara."]
+    assert answers[2] == "Your name is Clara."
+    assert all(answer.startswith("I am sorry, I do not know that.") for answer in answers[3:])
 
 
 def test_a_story_on_request_is_about_who_was_asked_for(demo: DemoModel) -> None:
@@ -138,9 +136,3 @@ def test_a_story_on_request_is_about_who_was_asked_for(demo: DemoModel) -> None:
     assert story_faults(story) == []
     assert re.search(r"\bfox\b", story)
     assert "Ruby" in story
-
-
-def test_what_lies_outside_its_world_is_declined_cleanly(demo: DemoModel) -> None:
-    questions = ["What is the capital of France?", "Explain quantum physics.", "Write a Python function."]
-    for answer in demo.answer([[{"role": "user", "content": question}] for question in questions]):
-        assert answer.startswith("I am sorry, I do not know that.")

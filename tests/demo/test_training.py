@@ -81,19 +81,13 @@ def test_what_is_not_reproduced_is_said() -> None:
     assert "recipe" in check_reproduced(recorded | {"recipe": {"seed": 1}}, recorded)[0]
 
 
-def test_a_batch_has_targets_one_place_on_and_learns_no_padding() -> None:
-    batch = make_batch(
-        [Encoded([1, 2, 3], [False, True, True]), Encoded([4, 5, 6, 7], [True, True, False, True])], 8, 0
-    )
-    assert batch.inputs.tolist() == [[1, 2, 0], [4, 5, 6]]
-    assert batch.targets.tolist() == [[2, 3, IGNORED], [5, IGNORED, 7]]
-    assert batch.num_targets == 4
-
-
-def test_a_document_longer_than_the_model_is_cut() -> None:
-    batch = make_batch([Encoded([1, 2, 3, 4, 5, 6], [True] * 6)], 3, 0)
-    assert batch.inputs.tolist() == [[1, 2, 3]]
-    assert batch.targets.tolist() == [[2, 3, 4]]
+def test_a_batch_has_targets_one_place_on_learns_no_padding_and_cuts_what_is_too_long() -> None:
+    short, long = Encoded([1, 2, 3], [False, True, True]), Encoded([4, 5, 6, 7, 8], [True, True, False, True, True])
+    batch = make_batch([short, long], 4, 0)
+    assert batch.inputs.tolist() == [[1, 2, 0, 0], [4, 5, 6, 7]]
+    assert batch.targets.tolist() == [[2, 3, IGNORED, IGNORED], [5, IGNORED, 7, 8]]
+    assert batch.num_targets == 5
+    assert make_batch([long], 2, 0).inputs.tolist() == [[4, 5]]
 
 
 @pytest.mark.parametrize("num_groups", [1, 3, 16])

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import pytest
 import pytest_asyncio
 from examples.conftest import Client, running_asgi, until
 from playwright.async_api import async_playwright, expect
@@ -47,17 +48,11 @@ async def say(connection: ClientConnection, text: str) -> tuple[str, dict[str, A
     return await hear_all(connection)
 
 
-async def test_it_remembers_what_was_said(client: Client) -> None:
-    async with talking(client) as connection:
-        assert await say(connection, "Hi, I am Tom.") == ("Nice to meet you, Tom!", {"end": "stop"})
-        assert await say(connection, "What is my name?") == ("Your name is Tom.", {"end": "stop"})
-
-
-async def test_each_connection_is_a_conversation(client: Client) -> None:
+async def test_it_remembers_what_was_said_in_each_conversation(client: Client) -> None:
     async with talking(client) as tom, talking(client) as ann:
-        await say(tom, "Hi, I am Tom.")
+        assert await say(tom, "Hi, I am Tom.") == ("Nice to meet you, Tom!", {"end": "stop"})
         await say(ann, "Hi, I am Ann.")
-        assert (await say(tom, "What is my name?"))[0] == "Your name is Tom."
+        assert await say(tom, "What is my name?") == ("Your name is Tom.", {"end": "stop"})
 
 
 async def test_an_answer_is_stopped_while_it_streams_and_the_chat_goes_on(client: Client) -> None:
@@ -90,23 +85,18 @@ async def test_one_answer_at_a_time(client: Client) -> None:
         assert await hear_all(connection) == ("8 + 7 = 15.", {"end": "stop"})
 
 
-async def test_who_leaves_amid_an_answer_ends_it(client: Client) -> None:
+@pytest.mark.parametrize("breaks", [True, False])
+async def test_a_client_that_leaves_amid_an_answer_or_breaks_its_connection_ends_it(
+    client: Client, breaks: bool
+) -> None:
     async with talking(client) as connection:
         await connection.send(STORY)
         assert (await hear(connection))["text"]
         await client.engine.pause("keep")
         assert client.num_live() == 1
+        if breaks:
+            connection.transport.abort()
     await client.until_idle()
-    assert client.num_aborted() == 1
-
-
-async def test_a_connection_that_breaks_ends_its_answer(client: Client) -> None:
-    async with talking(client) as connection:
-        await client.engine.pause("keep")
-        await connection.send(STORY)
-        await until(lambda: client.num_live() == 1)
-        connection.transport.abort()
-        await client.until_idle()
     assert client.num_aborted() == 1
 
 

@@ -12,7 +12,7 @@ import click
 import msgspec
 
 from aioengine.cli.command import Command, given, options_of, run
-from aioengine.cli.figures import Environment, Report, environment_of, level_of, show
+from aioengine.cli.figures import Report, environment_of, level_of, show
 from aioengine.cli.load import Burst, Job, Jobs, Range, Workload, send
 from aioengine.cli.plots import plot
 from aioengine.config import EngineConfig
@@ -71,7 +71,6 @@ def _shared_options(output_len: str) -> Callable[[Command], Command]:
             "--output-len", callback=_read_range, metavar="N|LOW:HIGH", default=output_len, show_default=True,
             help="tokens of an answer",
         ),
-        click.option("--prompt", help="text of all prompts, in place of random tokens: the prefix cache will have it"),
         click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy"),
         click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="of lengths and tokens"),
         click.option(
@@ -154,7 +153,7 @@ def _measure_and_report(
 
 async def _measure(
     counts: dict[int, int], workload: Workload, config: dict[str, Any]
-) -> tuple[Environment, dict[int, list[Burst]]]:
+) -> tuple[dict[str, Any], dict[int, list[Burst]]]:
     """What runs, and the bursts by concurrency, one a repeat."""
     bursts: dict[int, list[Burst]] = {concurrency: [] for concurrency in counts}
     async with Engine(**config) as engine:
@@ -181,8 +180,7 @@ def make_jobs(engine: Engine, workload: Workload) -> Jobs:
     Raises:
         click.UsageError: the longest request does not fit the model.
     """
-    longest_input = workload.input_len.high if workload.prompt is None else 1
-    limit = engine.info.max_model_len
+    longest_input, limit = workload.input_len.high, engine.info.max_model_len
     if longest_input + workload.output_len.high > limit:
         raise click.UsageError(
             f"{longest_input} tokens in and {workload.output_len.high} out are more than the {limit} that this model "

@@ -7,9 +7,7 @@ each, and so may a dict's: ``--logit-bias 50256=-100``. Fields of types that hav
 
 from __future__ import annotations
 
-import asyncio
 import signal
-import sys
 import types
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
@@ -35,13 +33,11 @@ def exit_code_of(error: AioEngineError) -> int:
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run a command to its end, on uvloop where there is one: a command owns its process, and may choose the loop.
+    """Run a command to its end, on uvloop: a command owns its process, and may choose the loop.
 
     Raises:
         KeyboardInterrupt: Ctrl-C; ``main`` was cancelled and has cleaned up.
     """
-    if sys.platform == "win32":
-        return asyncio.run(main)
     import uvloop
 
     result: T = uvloop.run(main)

@@ -6,8 +6,7 @@ import datetime
 import importlib.metadata
 import os
 import platform
-from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -26,9 +25,8 @@ class Figures(msgspec.Struct, frozen=True):
     """What requests did in ``duration_s`` seconds.
 
     Attributes:
-        ttft_ms: time to the first token.
+        ttft_ms, e2e_ms: time to the first token, and to the last.
         itl_ms: time between tokens; None where each request had but one.
-        e2e_ms: time to the last token.
         other_cores: how many of the cores that this process may use other programs used meanwhile, on average; None
             where the system does not say.
     """
@@ -40,9 +38,9 @@ class Figures(msgspec.Struct, frozen=True):
     requests_per_s: float
     output_tokens_per_s: float
     total_tokens_per_s: float
-    ttft_ms: Summary
+    ttft_ms: Summary | None
     itl_ms: Summary | None
-    e2e_ms: Summary
+    e2e_ms: Summary | None
     other_cores: float | None = None
 
 
@@ -54,41 +52,26 @@ class Level(msgspec.Struct, frozen=True):
     repeats: list[Figures]
 
 
-class Environment(msgspec.Struct, frozen=True):
-    """What ran, and on what.
+class Report(msgspec.Struct, frozen=True):
+    """What ``aioengine bench`` writes as JSON.
 
     Attributes:
-        num_threads: threads of one CPU operation as configured; None: torch's number, one in small steps.
-        num_cores: cores that this process may use.
-        time: when, UTC.
+        environment: what ran, and on what: see `environment_of`.
     """
 
-    model: str
-    dtype: str
-    device: str
-    num_threads: int | None
-    num_cores: int
-    machine: str
-    python: str
-    torch: str
-    aioengine: str
-    time: str
-
-    def __str__(self) -> str:
-        threads = f"{self.num_threads} threads" if self.num_threads else "torch's threads"
-        return (
-            f"{self.model} in {self.dtype} on {self.device}, {threads} on {self.num_cores} cores ({self.machine})\n"
-            f"aioengine {self.aioengine}, torch {self.torch}, Python {self.python}; {self.time}"
-        )
-
-
-class Report(msgspec.Struct, frozen=True):
-    """What ``aioengine bench`` writes as JSON."""
-
     benchmark: Literal["latency", "throughput"]
-    environment: Environment
+    environment: dict[str, Any]
     workload: Workload
     levels: list[Level]
+
+    @property
+    def setting(self) -> str:
+        """What was asked, what ran and on what, in three lines."""
+        described = {**self.environment, "threads": self.environment["num_threads"] or "torch's"}
+        return f"{self.workload}\n" + (
+            "{model} in {dtype} on {device}, {threads} threads on {num_cores} cores ({machine})\n"
+            "aioengine {aioengine}, torch {torch}, Python {python}; {time}"
+        ).format_map(described)
 
 
 def level_of(concurrency: int, bursts: list[Burst]) -> Level:
@@ -96,20 +79,24 @@ def level_of(concurrency: int, bursts: list[Burst]) -> Level:
     return Level(concurrency, _figures_of(bursts), [_figures_of([burst]) for burst in bursts])
 
 
-def environment_of(engine: Engine) -> Environment:
-    """What runs, of an engine that has started."""
-    return Environment(
-        model=engine.config.model or "the bundled model",
-        dtype=engine.info.dtype,
-        device=engine.info.device,
-        num_threads=engine.config.num_threads,
-        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        machine=platform.machine(),
-        python=platform.python_version(),
-        torch=importlib.metadata.version("torch"),
-        aioengine=aioengine.__version__,
-        time=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    )
+def environment_of(engine: Engine) -> dict[str, Any]:
+    """What runs, of an engine that has started.
+
+    ``num_threads``, of one CPU operation, are those configured; None: torch's number. ``num_cores`` are those that this
+    process may use. ``time`` is UTC.
+    """
+    return {
+        "model": engine.config.model or "the bundled model",
+        "dtype": engine.info.dtype,
+        "device": engine.info.device,
+        "num_threads": engine.config.num_threads,
+        "num_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "torch": importlib.metadata.version("torch"),
+        "aioengine": aioengine.__version__,
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
 
 
 def _figures_of(bursts: list[Burst]) -> Figures:
@@ -119,8 +106,6 @@ def _figures_of(bursts: list[Burst]) -> Figures:
     num_output = sum(sum(request.sizes) for request in requests)
     others_s = [burst.other_cpu_s for burst in bursts]
     ttft_ms, itl_ms, e2e_ms = (summary_of(samples) for samples in samples_of(requests).values())
-    assert ttft_ms is not None
-    assert e2e_ms is not None
     return Figures(
         num_requests=len(requests),
         num_input_tokens=num_input,
@@ -150,19 +135,19 @@ def show(report: Report, *, to_stderr: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    is_latency, has_repeats = report.benchmark == "latency", report.workload.repeats > 1
-    headings = ["in flight", "requests", "TTFT p50", "p99", "ITL p50", "p99", "E2E p50", "p99", "output tok/s", "tok/s"]
-    table = Table(title="Latency in ms, by requests in flight" if is_latency else "Throughput, latency in ms")
-    for heading in headings + [f"{'E2E p50' if is_latency else 'output tok/s'}, repeats"] * has_repeats:
+    has_repeats = report.workload.repeats > 1
+    headings = ["in flight", "requests", "TTFT p50", "p99", "ITL p50", "p99", "E2E p50", "p99", "tok/s", "output tok/s"]
+    table = Table(title=f"{report.benchmark.capitalize()}, latencies in ms")
+    for heading in headings + ["of the repeats"] * has_repeats:
         table.add_column(heading, justify="right")
     for level in report.levels:
         overall = level.overall
         row = [str(level.concurrency), str(overall.num_requests)]
         for summary in (overall.ttft_ms, overall.itl_ms, overall.e2e_ms):
             row += ["-", "-"] if summary is None else [_number(summary.p50), _number(summary.p99)]
-        row += [_number(overall.output_tokens_per_s), _number(overall.total_tokens_per_s)]
-        noise = (repeat.e2e_ms.p50 if is_latency else repeat.output_tokens_per_s for repeat in level.repeats)
-        table.add_row(*row, *[_between(noise)] * has_repeats)
+        row += [_number(overall.total_tokens_per_s), _number(overall.output_tokens_per_s)]
+        rates = [repeat.output_tokens_per_s for repeat in level.repeats]
+        table.add_row(*row, *[f"{_number(min(rates))} – {_number(max(rates))}"] * has_repeats)
     console = Console(stderr=to_stderr)
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
@@ -171,14 +156,9 @@ def show(report: Report, *, to_stderr: bool) -> None:
     others_s = sum((figures.other_cores or 0.0) * figures.duration_s for figures in measured)
     other_cores = others_s / sum(figures.duration_s for figures in measured)
     if other_cores >= DISTURBING_CORES:
-        said = f"other programs used {other_cores:.1f} of {report.environment.num_cores} cores meanwhile"
+        said = f"other programs used {other_cores:.1f} of {report.environment['num_cores']} cores meanwhile"
         console.print(said, style="yellow", highlight=False)
-    console.print(f"{report.workload}\n{report.environment}", highlight=False, markup=False, style="dim")
-
-
-def _between(values: Iterable[float]) -> str:
-    numbers = list(values)
-    return f"{_number(min(numbers))} – {_number(max(numbers))}"
+    console.print(report.setting, highlight=False, markup=False, style="dim")
 
 
 def _number(value: float) -> str:

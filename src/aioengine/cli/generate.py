@@ -11,7 +11,7 @@ from typing import Any
 import click
 import msgspec
 
-from aioengine import Engine, Stream
+from aioengine import Engine
 from aioengine.cli.command import given, options_of, run
 from aioengine.config import EngineConfig
 from aioengine.outputs import CompletionOutput, RequestOutput
@@ -79,26 +79,16 @@ async def show(engine: Engine, prompt: str | list[dict[str, Any]], sampling: dic
     """Complete the prompt on stdout; a text is shown with what follows it, of a chat the answer alone."""
     echo = prompt if isinstance(prompt, str) else ""
     async with engine.stream(prompt, **sampling) as stream:
-        if sampling.get("n", 1) > 1:
-            _write(_choices(await stream.finish(), echo))
+        if sampling.get("n", 1) > 1:  # they come interleaved, and text on a terminal cannot
+            choices = (await stream.finish()).outputs
+            for number, choice in enumerate(choices, 1):
+                _write(f"--- choice {number} of {len(choices)}\n{echo}{choice.text}\n")
         else:
-            await _write_as_it_comes(stream, echo)
+            _write(echo)
+            async for delta in stream:
+                _write(delta.text)
+            _write("\n")
     return stream.result
-
-
-async def _write_as_it_comes(stream: Stream, echo: str) -> None:
-    _write(echo)
-    async for delta in stream:
-        _write(delta.text)
-    _write("\n")
-
-
-def _choices(output: RequestOutput, echo: str) -> str:
-    """All choices, each under a line of its own: they come interleaved, and text on a terminal cannot."""
-    count = len(output.outputs)
-    return "".join(
-        f"--- choice {number} of {count}\n{echo}{choice.text}\n" for number, choice in enumerate(output.outputs, 1)
-    )
 
 
 def _decode(raw: bytes) -> str:
@@ -116,8 +106,7 @@ def _write(text: str) -> None:
 
 def _summary(output: RequestOutput, seconds: float) -> str:
     reasons = Counter(_ending(choice) for choice in output.outputs)
-    is_one = len(output.outputs) == 1
-    ended = ", ".join(reason if is_one else f"{reason} × {count}" for reason, count in reasons.items())
+    ended = ", ".join(f"{reason} × {count}" if len(output.outputs) > 1 else reason for reason, count in reasons.items())
     num_tokens = sum(len(choice.token_ids) for choice in output.outputs)
     return (
         f"prompt tokens: {len(output.prompt_token_ids)}, output tokens: {num_tokens}, ended by {ended}; "

@@ -47,13 +47,8 @@ class Range(msgspec.Struct, frozen=True):
 
 
 class Workload(msgspec.Struct, frozen=True):
-    """What a benchmark asks of an engine.
+    """What a benchmark asks of an engine: prompts of random token ids."""
 
-    Attributes:
-        prompt: the prompt of all requests; None: random token ids, ``input_len`` of them.
-    """
-
-    prompt: str | None
     input_len: Range
     output_len: Range
     temperature: float
@@ -61,15 +56,15 @@ class Workload(msgspec.Struct, frozen=True):
     repeats: int
 
     def __str__(self) -> str:
-        prompt = f"{self.input_len} random tokens" if self.prompt is None else repr(self.prompt)
         sampling = "greedy" if self.temperature == 0 else f"temperature {self.temperature}"
-        return f"{prompt} in, {self.output_len} tokens out, {sampling}, seed {self.seed}"
+        lengths = f"{self.input_len} random tokens in, {self.output_len} tokens out"
+        return f"{lengths}, {sampling}, seed {self.seed}, {self.repeats} repeats"
 
 
 class Job(msgspec.Struct, frozen=True):
     """One request: exactly ``num_output_tokens`` are generated, past any EOS."""
 
-    prompt: str | list[int]
+    prompt: list[int]
     num_output_tokens: int
 
 
@@ -153,13 +148,10 @@ class Jobs:
         draws = np.random.default_rng([self._workload.seed, 2])
         lens = (self._workload.input_len, self._workload.output_len)
         nums = [draws.integers(length.low, length.high, count, endpoint=True).tolist() for length in lens]
-        return [Job(self._prompt(num_input), num_output) for num_input, num_output in zip(*nums, strict=True)]
-
-    def _prompt(self, num_tokens: int) -> str | list[int]:
-        if self._workload.prompt is not None:
-            return self._workload.prompt
-        ids: list[int] = self._ids.integers(0, self._vocab_size, num_tokens).tolist()
-        return ids
+        return [
+            Job(self._ids.integers(0, self._vocab_size, num_input).tolist(), num_output)
+            for num_input, num_output in zip(*nums, strict=True)
+        ]
 
 
 def other_cpu_s(stat: Path = Path("/proc/stat")) -> float | None:

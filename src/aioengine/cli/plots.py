@@ -29,11 +29,9 @@ def plot(report: Report, requests: list[Reads], path: Path) -> None:
 
     # No pyplot: nothing global, no screen.
     figure = Figure(figsize=SIZE_INCHES, dpi=DOTS_PER_INCH, layout="constrained")
-    environment = report.environment
-    what = f"{environment.model}, {environment.dtype} on {environment.device}"
+    what = "{model}, {dtype} on {device}".format_map(report.environment)
     figure.suptitle(f"{report.benchmark.capitalize()} ({what})", fontsize=14, fontweight="bold")
-    small_print = f"{report.workload}, {report.workload.repeats} repeats\n{environment}"
-    figure.supxlabel(small_print, fontsize=8, color="#666666")
+    figure.supxlabel(report.setting, fontsize=8, color="#666666")
     samples_s = samples_of(requests)
     for axes, (field, name) in zip(figure.subplots(1, len(_LATENCIES)), _LATENCIES.items(), strict=True):
         style_axes(axes)
