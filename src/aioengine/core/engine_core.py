@@ -127,7 +127,8 @@ class EngineCore(CoreState):
         )
         self.observers.on_step(record, now)
         if output.failed:
-            self._fail_rows(step.plan, output.failed)
+            message = f"this request's part of step {step.plan.step} failed"
+            self._end_failed(step.plan, message, output.failed[0][1], output.failed)
         self._logprobs = OutputLogprobs(output) if output.logprobs is not None else None
         self._unpublished_prompts = slice_prompt_logprobs(output.prompt_logprobs)
         self._unpublished = enumerate(zip(output.sequences, output.token_ids, strict=True))
@@ -174,26 +175,20 @@ class EngineCore(CoreState):
         self._in_flight.popleft()
         self._num_steps = plan.step + 1
         self._step_began_at = self.clock()
+        message = f"step {plan.step} failed with {len(failed)} sequences in it"
+        self._end_failed(plan, message, cause, [(sequence, cause) for sequence in failed])
+
+    def _end_failed(
+        self, plan: StepPlan, message: str, cause: Exception, failed: list[tuple[Sequence, Exception]]
+    ) -> None:
+        """End sequences by a `StepFailed` each, of its own cause; the report is about ``cause``."""
         dump = self._describe(cause, plan)
-        message = f"step {plan.step} failed with {len(failed)} sequences in it: {describe(cause)}"
-        logger.error("%s\n%s", message, dump)
-        self._end_failed([(sequence, message, cause) for sequence in failed], dump)
-
-    def _fail_rows(self, plan: StepPlan, failed: list[tuple[Sequence, Exception]]) -> None:
-        """Single rows of a step failed, each for a reason of its own, and the others did not."""
-        told = []
-        for sequence, cause in failed:
-            message = f"this request's part of step {plan.step} failed: {describe(cause)}"
-            if sequence.sampling.choice == 0 or cause is not failed[0][1]:  # not again for each child
-                logger.error("%s: %s\n%s", sequence.request.request_id, message, "\n".join(traceback_of(cause)))
-            told.append((sequence, message, cause))
-        self._end_failed(told, self._describe(failed[0][1], plan))
-
-    def _end_failed(self, failed: list[tuple[Sequence, str, Exception]], dump: str) -> None:
-        """End sequences by a `StepFailed` each, of this message and cause."""
-        for sequence, message, cause in failed:
-            failure = StepFailed(message, dump=dump)
-            failure.__cause__ = cause
+        logger.error("%s: %s\n%s", message, describe(cause), dump)
+        for sequence, own_cause in failed:
+            if own_cause is not cause:
+                logger.error("%s: %s", sequence.request.request_id, "\n".join(traceback_of(own_cause)))
+            failure = StepFailed(f"{message}: {describe(own_cause)}", dump=dump)
+            failure.__cause__ = own_cause
             self._endings.add(sequence.order, self._release(sequence), failure)
         self._endings.tell_some()
         self._on_capacity()

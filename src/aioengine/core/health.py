@@ -71,7 +71,6 @@ def judge(beat: Beat, *, stall_after_s: float, beat_age_s: float = 0.0) -> Healt
 
     A call may rightly take so long, such as saving weights; only its caller can know.
     """
-    age_s = beat.step_age_s + beat_age_s if beat.step_age_s else 0.0
     # The device works in order: what it was asked first is what it is at.
     what, at_it_s = (beat.call, beat.call_age_s) if beat.call_age_s > beat.step_age_s else ("one step", beat.step_age_s)
     is_stalled = at_it_s > stall_after_s
@@ -80,7 +79,7 @@ def judge(beat: Beat, *, stall_after_s: float, beat_age_s: float = 0.0) -> Healt
         status="STALLED" if is_stalled else "ALIVE",
         reason=reason if is_stalled else "",
         step=beat.step,
-        step_age_s=age_s,
+        step_age_s=beat.step_age_s + beat_age_s if beat.step_age_s else 0.0,
         running=beat.running,
         waiting=beat.waiting,
         beat_age_s=beat_age_s,

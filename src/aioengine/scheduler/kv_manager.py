@@ -180,7 +180,7 @@ class KVManager:
             assert owner.block_hashes[index] == block_hash, "a PENDING block is not the next of its owner"
             assert index < len(owner.block_ids), "a PENDING block is not held by its owner"
         waiting = [sequence for sequence in live if sequence.reasons & Reason.PENDING_PREFIX]
-        listed = [id(waiter) for waiter in self.cache.waiters()]
+        listed = [id(waiter) for waiters in self.cache.waiters.values() for waiter in waiters]
         assert len(set(listed)) == len(listed), "a sequence waits for two prefixes"
         assert {id(sequence) for sequence in waiting} <= set(listed), (
             "a sequence waits for a prefix, and will not be woken"

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from hashlib import blake2b
+from typing import Any
 
 from aioengine.scheduler.plan import Int32
 
@@ -74,15 +75,16 @@ class PrefixCache:
         ready: {hash: block id} of the blocks that are computed.
         hashes: [num_blocks], the hash of each READY block, None for the others.
         pending: {hash: owner} of the blocks that are being computed; no hash is in ``ready``, too.
-        woken: waiters whose hash became READY or is PENDING no more, for the scheduler to take.
+        on_wake: called with each waiter whose hash became READY or is PENDING no more.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.ready: dict[bytes, int] = {}
         self.hashes: list[bytes | None] = [None] * num_blocks
         self.pending: dict[bytes, object] = {}
-        self.woken: list[object] = []
-        self._waiters: dict[bytes, list[object]] = {}
+        self.on_wake: Callable[[Any], None] = lambda waiter: None
+        self.waiters: dict[bytes, list[object]] = {}
+        """By the PENDING hash that they wait for."""
 
     def match(self, hashes: Items[bytes]) -> tuple[list[int], bytes | None]:
         """The READY blocks of the first ``hashes``, and the hash after theirs if that is PENDING."""
@@ -95,13 +97,9 @@ class PrefixCache:
         return blocks, None
 
     def wait(self, block_hash: bytes, waiter: object) -> None:
-        """Put ``waiter`` among the `woken` when this PENDING hash becomes READY or is PENDING no more."""
+        """Wake ``waiter`` when this PENDING hash becomes READY or is PENDING no more."""
         assert block_hash in self.pending, "only a PENDING hash can be waited for"
-        self._waiters.setdefault(block_hash, []).append(waiter)
-
-    def waiters(self) -> list[object]:
-        """All that wait, or are woken and not yet taken."""
-        return [*self.woken, *(waiter for waiters in self._waiters.values() for waiter in waiters)]
+        self.waiters.setdefault(block_hash, []).append(waiter)
 
     def mark_pending(self, block_hash: bytes, owner: object) -> None:
         """``owner`` is going to compute the block of this hash; no change if the hash is READY or PENDING already."""
@@ -143,7 +141,8 @@ class PrefixCache:
         by_hash = {block_hash: block_id for block_id, block_hash in enumerate(self.hashes) if block_hash is not None}
         assert by_hash == self.ready, "hashes and blocks differ"
         assert not self.ready.keys() & self.pending.keys(), "a hash is READY and PENDING"
-        assert self._waiters.keys() <= self.pending.keys(), "a prefix is waited for and not computed"
+        assert self.waiters.keys() <= self.pending.keys(), "a prefix is waited for and not computed"
 
     def _wake(self, block_hash: bytes) -> None:
-        self.woken += self._waiters.pop(block_hash, ())
+        for waiter in self.waiters.pop(block_hash, ()):
+            self.on_wake(waiter)

@@ -68,6 +68,7 @@ class Scheduler:
         self._num_forks = 0
         """Sequences with children."""
         self._steps = StepsInFlight(self.table)
+        kv.cache.on_wake = lambda sequence: self.unblock(sequence, Reason.PENDING_PREFIX)
         self.preemption = Preemption(kv, self.table, self.waiting, self.blocked)
 
     # What callers do to sequences
@@ -150,7 +151,6 @@ class Scheduler:
         After None something must be applied, unblocked, added or ended before there can be a step.
         """
         self.preemption.park_blocked()
-        self._wake_waiters()
         claim = self.preemption.yield_to_higher()
         work = share_budget(self.table, self.max_num_batched_tokens, claim)
         growing = out_of_blocks(self.table, work)
@@ -164,7 +164,6 @@ class Scheduler:
             self.table.capacity[growing] += self.kv.block_size
             grown_blocks = int32(self.kv.grow(self.table.occupants_of(growing)))
         admitted: list[Sequence] = []
-        self._wake_waiters()
         if self.waiting and not (is_tight and len(work.rows)):
             admitted = self._admit(self.max_num_batched_tokens - int(work.num_tokens.sum()), now)
             if admitted:
@@ -398,10 +397,3 @@ class Scheduler:
             self.finish(child, reason)
         self._num_forks -= bool(sequence.children)
         sequence.children = ()
-
-    def _wake_waiters(self) -> None:
-        woken = self.kv.cache.woken
-        while woken:
-            sequence = woken.pop()
-            assert isinstance(sequence, Sequence)
-            self.unblock(sequence, Reason.PENDING_PREFIX)
