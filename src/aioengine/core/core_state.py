@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import anyio
@@ -98,19 +98,6 @@ class CoreState:
         """What the executor was asked beside steps and has not answered, oldest first: (what, when)."""
         self._device_turn = anyio.Lock(fast_acquire=True)
         """Of calls that change the device's memory: they go one after the other."""
-        self._perform: dict[type[c.Control], Callable[[Any], Awaitable[Any]]] = {
-            c.ResetPrefixCache: self._reset_prefix_cache,
-            c.Pause: self._pause,
-            c.Resume: self._resume,
-            c.SupportedTasks: self._supported_tasks,
-            c.Sleep: self._sleep,
-            c.WakeUp: self._wake_up,
-            c.IsSleeping: self._is_sleeping,
-            c.UpdateWeights: self._change_weights,
-            c.CommitWeights: self._change_weights,
-            c.SaveShardedState: self._save_sharded_state,
-            c.ExecuteDummyBatch: self._execute_dummy_batch,
-        }
 
     # Sequences
 
@@ -224,14 +211,42 @@ class CoreState:
     # Control calls
 
     async def call(self, control: c.AnyControl) -> Any:
-        """As `Core.call`. What the device alone performs needs no method here (`Control.ask`)."""
         try:
-            perform: Callable[[Any], Awaitable[Any]] = self._perform.get(type(control), self._ask_device)
-            return await perform(control)
+            return await self._perform(control)
         except DeviceLost as lost:
             if self.death is not None:
                 raise self.copy_death() from lost
             raise EngineClosed("the engine is closed") from lost
+
+    async def _perform(self, call: c.AnyControl) -> Any:
+        match call:
+            case c.ResetPrefixCache():
+                if call.reset_running:
+                    self.scheduler.preempt_all()
+                return self.scheduler.reset_prefix_cache()
+            case c.Pause():
+                self._hold("pause", call.mode)
+                await self.when(lambda: self._is_quiet)
+            case c.Resume():
+                self.resume()
+            case c.Sleep():
+                await self._sleep(call)
+            case c.WakeUp():
+                await self._wake_up(call)
+            case c.IsSleeping():
+                return self.is_sleeping
+            case c.SupportedTasks():
+                return c.TASKS
+            case c.UpdateWeights() | c.CommitWeights():
+                await self._change_weights(call)
+            case c.SaveShardedState() | c.ExecuteDummyBatch():
+                async with self._device_turn:
+                    if isinstance(call, c.ExecuteDummyBatch) and self.asleep - {"scheduling"}:
+                        raise InvalidRequest("a sleeping engine computes nothing: wake it up first")
+                    return await self._ask_device(call)
+            case _:
+                return await self._ask_device(call)
+        return None
 
     async def _ask_device(self, call: c.AnyControl) -> Any:
         name = f"collective_rpc({call.name!r})" if isinstance(call, c.CollectiveRpc) else ""
@@ -244,21 +259,6 @@ class CoreState:
             return await call
         finally:
             del self._device_calls[call]
-
-    async def _reset_prefix_cache(self, call: c.ResetPrefixCache) -> int:
-        if call.reset_running:
-            self.scheduler.preempt_all()
-        return self.scheduler.reset_prefix_cache()
-
-    async def _pause(self, call: c.Pause) -> None:
-        self._hold("pause", call.mode)
-        await self.when(lambda: self._is_quiet)
-
-    async def _resume(self, call: c.Resume) -> None:
-        self.resume()
-
-    async def _supported_tasks(self, call: c.SupportedTasks) -> tuple[str, ...]:
-        return c.TASKS
 
     async def _sleep(self, call: c.Sleep) -> None:
         self.asleep.add("scheduling")
@@ -301,9 +301,6 @@ class CoreState:
         self.asleep.clear()
         self._let_go("sleep")
 
-    async def _is_sleeping(self, call: c.IsSleeping) -> bool:
-        return self.is_sleeping
-
     async def _change_weights(self, call: c.UpdateWeights | c.CommitWeights) -> None:
         """Change the weights while nothing runs. No KV of the old ones is used again: what runs computes its anew."""
         async with self._device_turn:
@@ -315,16 +312,6 @@ class CoreState:
             finally:  # also when cancelled: the device may do it all the same
                 self._forget_kv()
                 self._let_go("weights")
-
-    async def _save_sharded_state(self, call: c.SaveShardedState) -> Any:
-        async with self._device_turn:
-            return await self._ask_device(call)
-
-    async def _execute_dummy_batch(self, call: c.ExecuteDummyBatch) -> None:
-        async with self._device_turn:
-            if self.asleep - {"scheduling"}:
-                raise InvalidRequest("a sleeping engine computes nothing: wake it up first")
-            await self._ask_device(call)
 
     def _forget_kv(self) -> None:
         self.scheduler.preempt_all()

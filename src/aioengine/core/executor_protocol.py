@@ -16,7 +16,6 @@ T = TypeVar("T")
 Part = Literal["weights", "kv_cache"]
 """What of a device's memory can be given back and brought back."""
 
-
 WeightDtype = Literal["F32", "BF16", "F16"]
 """As safetensors names them."""
 
@@ -34,10 +33,8 @@ class ExecutorInfo(msgspec.Struct, frozen=True, kw_only=True):
         max_model_len: most tokens in one sequence.
         vocab_size: token ids that the model takes are below this.
         max_in_flight: how many plans may be launched and not finished.
-        kv_cache_bytes: bytes of all KV blocks.
-        weight_bytes: bytes of the parameters.
-        device: such as "cpu".
-        dtype: such as "bfloat16".
+        kv_cache_bytes, weight_bytes: of all KV blocks, and of the parameters.
+        device, dtype: such as "cpu" and "bfloat16".
     """
 
     num_blocks: int
@@ -71,13 +68,7 @@ class WeightPiece(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ExecutorStats(msgspec.Struct, kw_only=True):
-    """Counters since the start, for tests of what was really computed.
-
-    Attributes:
-        num_steps: plans run, failed ones included.
-        num_computed_tokens: sum of the plans' ``num_tokens``.
-        num_sampled_tokens: tokens sampled, those of all choices.
-    """
+    """Counters since the start, for tests of what was really computed: plans run, failed ones included, and tokens."""
 
     num_steps: int = 0
     num_computed_tokens: int = 0
@@ -114,16 +105,12 @@ class Executor(Protocol):
     def stats(self) -> ExecutorStats: ...
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        """Queue a step without waiting; at most ``info.max_in_flight`` may be unfinished.
-
-        Plans run in the order of their launch, each on top of the state that the one before left.
-        """
+        """Queue a step without waiting, behind those launched before; at most ``info.max_in_flight`` are unfinished."""
 
     async def start_profile(self, *, max_steps: int) -> None:
-        """Record what the device does in the next ``max_steps`` steps (1 or more) that are launched.
+        """Record the next ``max_steps`` steps (1 or more) that are launched; cancelled, it records nothing.
 
-        After those the recording ends by itself, and waits to be written by `stop_profile`. Cancelled, it records
-        nothing.
+        After those the recording ends by itself, and waits to be written by `stop_profile`.
 
         Raises:
             InvalidRequest: it is recording already, or has recorded what is not written yet, or what records is in use

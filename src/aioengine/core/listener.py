@@ -61,9 +61,7 @@ class Listener(Protocol):
 class Endings:
     """Ends of many sequences at once, told to their listeners in order, in as many turns of the loop as that takes.
 
-    Args:
-        user_code: what listeners call is in the end the user's.
-        on_told: called when all have been told.
+    What listeners call is in the end the user's code. ``on_told`` is called when all have been told.
     """
 
     def __init__(self, user_code: UserCode, on_told: Callable[[], None]) -> None:

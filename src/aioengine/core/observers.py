@@ -24,7 +24,6 @@ class Observers:
     """An engine's own metrics, the user's observers, and the log line about the load.
 
     Args:
-        user_code: calls the observers.
         log_interval_s: seconds between two log lines; 0: none.
         now_s: when the first interval begins, by the core's clock.
     """
@@ -64,13 +63,7 @@ class Observers:
 
 
 class StatsLog:
-    """One line about an engine every so many seconds. It reads no clock and writes nothing: `poll` gives the line.
-
-    Args:
-        metrics: of the engine.
-        interval_s: the least time between two lines, more than 0.
-        now_s: when the first interval begins, by any clock that only goes forward.
-    """
+    """One line about an engine, ``interval_s`` (more than 0) after the last one at the earliest: `poll` gives it."""
 
     def __init__(self, metrics: EngineMetrics, *, interval_s: float, now_s: float) -> None:
         self._metrics = metrics

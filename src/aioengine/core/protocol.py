@@ -65,7 +65,7 @@ class Core(Protocol):
         """
 
     def check_accepting(self) -> None:
-        """Raise what `add` would: EngineDead or EngineClosed."""
+        """Raise EngineDead or EngineClosed where `add` would."""
 
     def add(self, sequence: Sequence, listeners: Iterable[Listener], *, arrived_at: float | None = None) -> None:
         """Accept a sequence and its children: from now on each one's listener hears of one end or one error.

@@ -12,12 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 
 class BlockPool:
-    """Reference counts of ``num_blocks`` blocks.
-
-    Args:
-        num_blocks: ids are 0 up to this.
-        on_evict: called with the cached blocks that are about to be allocated, before they are.
-    """
+    """Reference counts of ``num_blocks`` blocks; ``on_evict`` is called with cached ones before they are allocated."""
 
     def __init__(self, num_blocks: int, on_evict: Callable[[list[int]], None]) -> None:
         self.num_blocks = num_blocks
@@ -81,12 +76,7 @@ class BlockPool:
         self._cached.clear()
 
     def check_integrity(self, owned: dict[int, int], hashes: Sequence[object]) -> None:
-        """Compare the counts with the owners' references, and the order of the free blocks with their hashes.
-
-        Args:
-            owned: {block id: references that owners hold}.
-            hashes: as in `release`.
-        """
+        """Compare the counts with ``owned``, {block id: references}, and the free blocks with their hashes."""
         free = [*self._blank, *self._cached]
         assert len(free) == len(set(free)), f"blocks free twice: {sorted(free)}"
         for block_id, count in enumerate(self.references):

@@ -19,15 +19,11 @@ class Work(msgspec.Struct, frozen=True, gc=False):
 
 
 class Claim(msgspec.Struct, frozen=True, gc=False):
-    """What a sequence without a row is going to take of a step.
-
-    Attributes:
-        num_tokens: as many as are left after all decodes, and the prefills of those before it.
-        num_before: how many of the running sequences come before it.
-    """
+    """What a sequence without a row is going to take of a step, behind all decodes and the prefills before its own."""
 
     num_tokens: int
     num_before: int
+    """How many of the running sequences come before it."""
 
 
 def share_budget(table: RowTable, max_tokens: int, claim: Claim | None = None) -> Work:

@@ -31,11 +31,7 @@ class KVManager:
 
     A block belongs to the sequences that refer to it, one or several. Without references, a READY block is free and
     cached; any other block is free and blank. A PENDING block belongs to the one sequence that computes it.
-
-    Args:
-        num_blocks: blocks on the device.
-        block_size: tokens in each.
-        enable_prefix_caching: without it no block is hashed.
+    Without prefix caching no block is hashed.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool) -> None:

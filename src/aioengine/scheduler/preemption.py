@@ -20,11 +20,6 @@ from aioengine.scheduler.waiting_queue import WaitingQueue
 class Preemption:
     """Takes rows and blocks from sequences, and puts those back where they wait.
 
-    Args:
-        kv, table: blocks and rows.
-        waiting: the queue of sequences that could run.
-        blocked: sequences without a row that have a reason, by order.
-
     Attributes:
         leaving: with a reason and with a row, until what is in flight is applied.
         parked: without a row, with or without a reason, and holding blocks; by order.

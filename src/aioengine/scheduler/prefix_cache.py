@@ -68,9 +68,6 @@ def hash_prompt(token_ids: Int32, block_size: int, root: bytes = ROOT) -> list[b
 class PrefixCache:
     """Blocks by the hashes of the prefixes that they hold. It holds no references: blocks in use and free ones alike.
 
-    Args:
-        num_blocks: block ids are below this.
-
     Attributes:
         ready: {hash: block id} of the blocks that are computed.
         hashes: [num_blocks], the hash of each READY block, None for the others.

@@ -256,11 +256,7 @@ class Scheduler:
         )
 
     def check_integrity(self) -> None:
-        """Each row has one occupant, each sequence is in one place, and each block is owned as often as it is counted.
-
-        Raises:
-            AssertionError: it is not so.
-        """
+        """Each row has one occupant, each sequence is in one place, each block is owned as often as it is counted."""
         live = self.sequences()
         assert len({sequence.order for sequence in live}) == len(live), "a sequence is in two places"
         with_row = [*self.table.running, *self.preemption.leaving]
