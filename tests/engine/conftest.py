@@ -42,6 +42,8 @@ class Served:
         self.engine = engine
         self.executor = executor
         self.script = script
+        self.num_held = 0
+        """Texts that `hold_tokenizing` has held."""
 
     @property
     def runtime(self) -> Runtime:
@@ -91,6 +93,7 @@ class Served:
         encode = self.tokenizer.encode
 
         def gated(text: str, **options: Any) -> list[int]:
+            self.num_held += 1
             assert gate.wait(30), "nobody let it go on"
             return encode(text, **options)
 

@@ -29,8 +29,10 @@ async def fill(served: Any, tasks: Any, count: int, **sampling: Any) -> list[asy
 async def test_beyond_max_waiting_raise_is_refused_and_wait_waits(serve: Any, tasks: Any, depth: int) -> None:
     async with serve(depth=depth, is_manual=True, config=ONE_AT_A_TIME) as served:
         started = await fill(served, tasks, 4, max_tokens=2)
-        with pytest.raises(EngineOverloaded, match="max_waiting") as error:
-            await served.engine.generate(PROMPT, on_full="raise")
+        served.tokenizer.encode = lambda *_, **__: pytest.fail("it is heard before anything is tokenized")
+        for prompt in (PROMPT, "a long text " * 1000, [{"role": "user", "content": "hi"}]):
+            with pytest.raises(EngineOverloaded, match="max_waiting") as error:
+                await served.engine.generate(prompt, on_full="raise")
         with pytest.raises(EngineOverloaded):
             async with served.engine.stream(PROMPT, on_full="raise"):
                 raise AssertionError("entered")
@@ -96,6 +98,29 @@ async def test_a_place_that_is_freed_goes_to_the_next_in_line(serve: Any, tasks:
         await served.until(lambda: len(queue) == 1)
         assert [stream.request_id for stream in queue] == ["3"]
         await served.until(lambda: served.core.stats().waiting == 1)
+        await served.rest_until_done(started)
+
+
+@pytest.mark.virtual_clock
+@pytest.mark.parametrize("how", ["more urgent", "aborted", "cancelled"])
+async def test_one_that_needs_less_is_admitted_as_soon_as_it_is_the_first(serve: Any, tasks: Any, how: str) -> None:
+    async with serve(is_manual=True, config={"max_waiting": 3, "max_num_seqs": 1}) as served:
+
+        def ask(n: int, **more: Any) -> asyncio.Task[Any]:
+            return tasks.start(served.engine.generate(PROMPT, n=n, max_tokens=2, **more))
+
+        started = [ask(1)]
+        await served.until(lambda: served.executor.plans)
+        started += [ask(2), large := ask(2, request_id="large")]
+        await served.until(lambda: served.runtime.admission.num_waiting == 2)
+        started.append(ask(1, priority=-1 if how == "more urgent" else 0))
+        await served.turn()
+        if how == "aborted":
+            served.engine.abort("large")
+        elif how == "cancelled":
+            large.cancel()
+        await served.until(lambda: served.core.num_unstarted == 3)
+        assert served.runtime.admission.num_waiting == (2 if how == "more urgent" else 0)
         await served.rest_until_done(started)
 
 

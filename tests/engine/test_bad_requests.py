@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from aioengine import EngineOverloaded, InvalidRequest, PromptTooLong, SamplingParams
+from aioengine import InvalidRequest, PromptTooLong, SamplingParams
 from aioengine.frontend.prompt import prepare
 from aioengine.validation import shorten
 
@@ -225,27 +225,6 @@ async def test_too_many_ids_are_refused_by_their_number_alone(serve: Any, prompt
             served.engine.stream(prompt)
         assert error.value.length == len(prompt)
         assert_nothing_was_queued(served)
-
-
-async def test_overload_is_heard_before_anything_is_tokenized(
-    serve: Any, tasks: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with serve(is_manual=True, config={"max_waiting": 1, "max_num_seqs": 1}) as served:
-        tasks.start(served.engine.generate(IDS, max_tokens=1))
-        await served.until(lambda: served.executor.plans)
-        tasks.start(served.engine.generate(IDS, max_tokens=1))
-        await served.turn()
-
-        def encode(*_: Any, **__: Any) -> list[int]:
-            raise AssertionError("tokenized")
-
-        monkeypatch.setattr(served.tokenizer, "encode", encode)
-        for prompt in ("a short text", "a long text " * 1000, [{"role": "user", "content": "hi"}]):
-            with pytest.raises(EngineOverloaded) as error:
-                await served.engine.generate(prompt, on_full="raise")
-            assert error.value.retry_after_s > 0
-        await served.rest()
-        assert all(output.finished for output in await tasks.end())
 
 
 # What can hardly be shown

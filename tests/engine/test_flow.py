@@ -103,8 +103,9 @@ async def test_a_stalled_request_holds_no_row(serve: Any, depth: int) -> None:
 
 
 @pytest.mark.virtual_clock(seeds=1)
+@pytest.mark.parametrize("is_given_up", [False, True])
 @pytest.mark.parametrize("num_read", [0, 1, 3])
-async def test_finish_lifts_the_limit(serve: Any, depth: int, num_read: int) -> None:
+async def test_finish_lifts_the_limit(serve: Any, tasks: Any, depth: int, num_read: int, is_given_up: bool) -> None:
     async with (
         serve(depth=depth) as served,
         served.engine.stream(PROMPT, seed=3, max_tokens=40, max_unread_tokens=2) as stream,
@@ -112,23 +113,14 @@ async def test_finish_lifts_the_limit(serve: Any, depth: int, num_read: int) -> 
         for _ in range(num_read):
             await anext(stream)
         await asyncio.sleep(LONG_S)
-        output = await stream.finish()
-        assert tokens_of(output) == [continuation(PROMPT, 40, seed=3)]
-        assert output.finished
-
-
-@pytest.mark.virtual_clock(seeds=1)
-async def test_a_finish_that_was_given_up_has_lifted_the_limit_all_the_same(serve: Any, tasks: Any, depth: int) -> None:
-    async with (
-        serve(depth=depth) as served,
-        served.engine.stream(PROMPT, seed=3, max_tokens=40, max_unread_tokens=2) as stream,
-    ):
         finishing = tasks.start(stream.finish())
         await served.turn()
-        finishing.cancel()
+        if is_given_up:
+            finishing.cancel()
         await tasks.end()
-        await asyncio.sleep(LONG_S)
-        assert as_ids([delta async for delta in stream]) == continuation(PROMPT, 40, seed=3)
+        await asyncio.sleep(LONG_S if is_given_up else 0)
+        assert tokens_of(stream.result) == [continuation(PROMPT, 40, seed=3)]
+        assert stream.result.finished
 
 
 @pytest.mark.virtual_clock(seeds=1)
@@ -168,19 +160,6 @@ async def test_a_stalled_request_that_is_ended_has_what_it_brought_and_holds_not
         assert 4 <= len(output.token_ids) <= (8 if moment == "just read" else 4) + depth
         assert output.token_ids == continuation(PROMPT, len(output.token_ids), seed=3)
         served.assert_nothing_is_held()
-
-
-@pytest.mark.virtual_clock(seeds=1)
-async def test_a_stalled_request_stops_at_its_stop_string_when_it_gets_there(serve: Any, depth: int) -> None:
-    async with serve(depth=depth) as served:
-        served.say("Once", " there was a fox. The end. More.")
-        async with served.engine.stream("Once", max_tokens=50, stop=" The end", max_unread_tokens=1) as stream:
-            text = ""
-            async for delta in stream:
-                text += delta.text
-                await asyncio.sleep(0.1)
-        assert text == " there was a fox."
-        assert delta.stop_reason == " The end"
 
 
 @pytest.mark.virtual_clock(seeds=1)

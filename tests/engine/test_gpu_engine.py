@@ -11,13 +11,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import anyio
 import pytest
 import torch
 from checkpoints import FAMILIES, NUM_SPECIAL, cached_checkpoints
-from executor.gpu import let_steps_fail, start_gpu
+from executor.gpu import start_gpu
 
-from aioengine import ConfigError, Engine, EngineDead, LogitsRow, RequestOutput, StepFailed
+from aioengine import ConfigError, Engine, LogitsRow, RequestOutput, StepFailed
 from aioengine.config import EngineConfig
 from aioengine.executor.accelerator import DeviceMemory
 from aioengine.executor.memory import num_gpu_kv_blocks
@@ -256,75 +255,6 @@ def small_cache(folder: Path) -> int:
     head_dim = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
     bytes_a_token = 2 * 4 * model["num_hidden_layers"] * model["num_key_value_heads"] * head_dim
     return int(2.2 * MAX_MODEL_LEN * bytes_a_token)
-
-
-# Single cases
-
-
-# Failures
-
-
-async def endings(engine: Engine, count: int, **params: Any) -> list[asyncio.Task[Any]]:
-    """So many requests, begun."""
-    return [
-        asyncio.get_running_loop().create_task(
-            engine.generate([5 + n, 9, 11], max_tokens=24, ignore_eos=True, **params)
-        )
-        for n in range(count)
-    ]
-
-
-async def run_until(is_so: Callable[[], bool]) -> None:
-    for _ in range(1_000_000):
-        if is_so():
-            return
-        await asyncio.sleep(0)
-    raise AssertionError("it never came to be so")
-
-
-@pytest.mark.parametrize("depth", [1, 2, 4])
-async def test_a_lost_device_is_heard_once_by_all_and_the_engine_closes(folder: Path, depth: int) -> None:
-    accelerator = FakeAccelerator()
-    async with serving(folder, accelerator, max_in_flight=depth) as (engine, executor):
-        tasks = await endings(engine, 9)
-        await run_until(lambda: executor.stats.num_steps > 5)
-        accelerator.hold()
-        await run_until(lambda: len(core_of(engine)._in_flight) == depth)
-        accelerator.lose(OSError("fallen off the bus"))
-        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-        assert [type(outcome) for outcome in outcomes] == [EngineDead] * 9
-        assert all("fallen off the bus" in str(outcome) for outcome in outcomes)
-        with pytest.raises(EngineDead):
-            await engine.generate([3], max_tokens=1)
-        with anyio.fail_after(5):
-            await engine.aclose()
-        assert executor._device._held is None
-
-
-@pytest.mark.parametrize(("depth", "graphs"), [(1, "lazy"), (2, "lazy"), (4, "off")])
-async def test_a_step_that_cannot_be_launched_ends_the_requests_in_it_alone(
-    folder: Path, depth: int, graphs: str
-) -> None:
-    params = {"temperature": 0.8, "seed": 3, "frequency_penalty": 0.7, "logprobs": 1}
-    async with serving(folder, max_in_flight=depth, cuda_graphs=graphs, max_num_seqs=3) as (engine, executor):
-        failing = let_steps_fail(executor)
-        wanted = [await task for task in await endings(engine, 5, **params)]
-        tasks = await endings(engine, 5, **params)
-        await run_until(lambda: sum(task.done() for task in tasks) >= 2)
-        failing.add(executor.stats.num_steps + depth + 6)
-        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-        failed = [outcome for outcome in outcomes if isinstance(outcome, StepFailed)]
-        assert 1 <= len(failed) <= 3
-        for found, expected in zip(outcomes, wanted, strict=True):
-            if found not in failed:
-                check_equal(found, expected, Wish([], {}, 0))
-        assert (await engine.generate([5, 9, 11], max_tokens=24, ignore_eos=True, **params)).outputs[0].token_ids == (
-            wanted[0].outputs[0].token_ids
-        )
-        check_nothing_is_held(engine)
-
-
-# Sleep and weights, through the engine
 
 
 # What can be had

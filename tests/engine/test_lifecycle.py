@@ -149,39 +149,22 @@ async def test_a_closed_engine_is_garbage_with_all_that_it_held(make_executor: A
 
 
 @pytest.mark.virtual_clock
-async def test_closing_ends_what_runs_and_what_waits(serve: Any, tasks: Any, depth: int) -> None:
-    config = {"max_waiting": 3, "max_num_seqs": 2}
-    async with serve(depth=depth, max_model_len=512, config=config) as served:
-        started = [tasks.start(served.engine.generate([i + 3] * 20, max_tokens=90)) for i in range(7)]
-        await asyncio.sleep(0.035)
-        gate = served.hold_tokenizing()
-        started.append(tasks.start(served.engine.generate("fox " * 300, max_tokens=90)))
-        for _ in range(3):
-            await asyncio.sleep(0)
-        closing = tasks.start(served.engine.aclose())
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        gate.set()
-        await closing
-        assert served.executor.is_closed
-        for outcome in await tasks.end(*started):
-            assert isinstance(outcome, EngineClosed), outcome
-
-
-@pytest.mark.virtual_clock
-async def test_draining_lets_all_that_was_accepted_end_and_takes_nothing_new(
-    serve: Any, tasks: Any, depth: int
+@pytest.mark.parametrize("is_given_up", [False, True])
+@pytest.mark.parametrize("drain", [False, True])
+async def test_closing_ends_what_was_accepted_as_it_was_asked_to_and_takes_nothing_new(
+    serve: Any, tasks: Any, depth: int, drain: bool, is_given_up: bool
 ) -> None:
-    config = {"max_num_seqs": 2}
-    async with serve(depth=depth, max_model_len=512, config=config) as served:
+    """Cancelling aclose stops the wait and not the closing."""
+    async with serve(depth=depth, max_model_len=512, config={"max_num_seqs": 2, "max_waiting": 3}) as served:
         gate = served.hold_tokenizing()
         unentered = served.engine.stream(PROMPT)
-        started = [tasks.start(served.engine.generate([i + 3] * 20, max_tokens=20)) for i in range(7)]
+        started = [tasks.start(served.engine.generate([i + 3] * 20, max_tokens=20)) for i in range(2)]
         started.append(tasks.start(served.engine.generate("fox " * 300, max_tokens=20)))
+        started += [tasks.start(served.engine.generate([i + 3] * 20, max_tokens=20)) for i in range(5)]
         for _ in range(3):
             await asyncio.sleep(0)
         assert served.runtime.admission.num_preparing == 1
-        closing = tasks.start(served.engine.aclose(drain=True))
+        closing = tasks.start(served.engine.aclose(drain=drain))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         with pytest.raises(EngineClosed):
@@ -189,12 +172,16 @@ async def test_draining_lets_all_that_was_accepted_end_and_takes_nothing_new(
         with pytest.raises(EngineClosed):
             async with unentered:
                 raise AssertionError("entered")
+        if is_given_up:
+            closing.cancel()
         gate.set()
-        await closing
-
-        for output in await tasks.end(*started):
-            assert isinstance(output, RequestOutput), output
-            assert len(output.outputs[0].token_ids) == 20
+        for outcome in await tasks.end(*started):
+            assert isinstance(outcome, RequestOutput if drain else EngineClosed), outcome
+            assert not drain or len(outcome.outputs[0].token_ids) == 20
+        await served.until(lambda: not served.runtime.is_open)
+        assert served.executor.is_closed
+        await tasks.end(closing)
+        assert closing.cancelled() is is_given_up
 
 
 @pytest.mark.virtual_clock
@@ -209,33 +196,6 @@ async def test_a_close_without_drain_cuts_a_drain_short(serve: Any, tasks: Any, 
         await draining
         [outcome] = await tasks.end(work)
         assert isinstance(outcome, EngineClosed)
-
-
-@pytest.mark.virtual_clock
-@pytest.mark.parametrize("drain", [False, True])
-async def test_cancelling_aclose_stops_the_wait_and_not_the_closing(
-    serve: Any, tasks: Any, depth: int, drain: bool
-) -> None:
-    async with serve(depth=depth, max_model_len=512) as served:
-        gate = served.hold_tokenizing()
-        started = [
-            tasks.start(served.engine.generate(PROMPT, max_tokens=20)),
-            tasks.start(served.engine.generate("fox " * 300, max_tokens=20)),
-        ]
-        for _ in range(3):
-            await asyncio.sleep(0)
-        assert served.runtime.admission.num_preparing == 1
-        closing = tasks.start(served.engine.aclose(drain=drain))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        closing.cancel()
-        gate.set()
-        outcomes = await tasks.end(*started)
-        expected = RequestOutput if drain else EngineClosed
-        assert [type(outcome) for outcome in outcomes] == [expected] * 2
-        await served.until(lambda: not served.runtime.is_open)
-        assert served.executor.is_closed
-        assert isinstance((await tasks.end(closing))[0], asyncio.CancelledError)
 
 
 class SlowToClose(FakeExecutor):

@@ -92,20 +92,6 @@ async def test_choices_are_timed_from_the_first_token_of_all_to_the_last_of_any(
 
 
 @pytest.mark.virtual_clock(seeds=1)
-async def test_cached_tokens_and_preemptions_are_the_requests_own(serve: Any, tasks: Any, depth: int) -> None:
-    async with serve(depth=depth, block_size=4, config={"max_num_seqs": 1}) as served:
-        await served.engine.generate(PROMPT, max_tokens=1)
-        low = tasks.start(served.engine.generate(PROMPT, seed=1, max_tokens=30, priority=1))
-        await asyncio.sleep(0.1)
-        high = await served.engine.generate(PROMPT, seed=2, max_tokens=5)
-        assert (high.metrics.num_cached_tokens, high.metrics.num_preemptions) == (8, 0)
-        metrics = (await low).metrics
-        assert (metrics.num_cached_tokens, metrics.num_preemptions) == (8, 1)
-        assert metrics.queue_time_s == 0.0, "the wait of one who gave way is no queueing"
-        assert metrics.mean_inter_token_latency_s == pytest.approx(metrics.decode_time_s / 29)
-
-
-@pytest.mark.virtual_clock(seeds=1)
 @pytest.mark.parametrize("stage", ["waiting", "running"])
 async def test_an_aborted_request_has_the_times_that_it_had(serve: Any, tasks: Any, depth: int, stage: str) -> None:
     witness = Witness()

@@ -193,10 +193,11 @@ async def test_a_long_wish_ends_at_max_model_len(serve: Any, depth: int) -> None
         ([" a fox", [70], " more"], {"stop_token_ids": [70, 1999]}, -1, " a fox", ("stop", 70)),
         ([*"one STO"], {"stop": "STOP", "max_tokens": 7}, None, "one STO", ("length", None)),
         ([*"one STOP"], {"stop": "STOP", "max_tokens": 8}, None, "one ", ("stop", "STOP")),
+        ([*"one STOP more"], {"stop": "STOP", "max_unread_tokens": 1}, 8, "one ", ("stop", "STOP")),
         # The x of the second one is the fourth token, and no part of a match.
         ([*"xo xo xo"], {"stop": "xo", "min_tokens": 4}, None, "xo xo ", ("stop", "xo")),
     ],
-    ids=["eos", "another eos", "eos ignored", "stop token", "held back", "at the last token", "within min_tokens"],
+    ids=["eos", "eos 2", "eos ignored", "stop token", "held back", "last token", "unread", "within min_tokens"],
 )
 async def test_a_text_ends_where_it_should(
     serve: Any, depth: int, continuation: list[Any], sampling: Any, num_tokens: Any, text: str | None, end: Any

@@ -179,16 +179,6 @@ async def test_an_engine_that_is_closed_meanwhile_gives_what_is_done_and_begins_
         assert isinstance(error, EngineClosed)
 
 
-async def test_a_huge_chat_is_encoded_where_it_holds_up_nobody(serve: Any, tasks: Any) -> None:
-    async with serve() as served:
-        gate = served.hold_tokenizing()
-        huge = tasks.start(served.engine.tokenize([{"role": "user", "content": LONG[:200_000]}]))
-        await served.until(lambda: served.runtime._large_worker._unfinished)
-        assert await served.engine.detokenize([5] * 5000)
-        gate.set()
-        assert len((await tasks.end(huge))[0]) > 20_000
-
-
 async def test_what_is_short_is_done_at_once_and_what_is_long_in_a_thread(
     serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,11 +216,13 @@ async def test_the_loop_goes_on_while_megabytes_are_turned_into_ids_and_back(ser
         assert ticker.count > 20
 
 
-async def test_short_texts_and_requests_pass_a_huge_one(serve: Any, tasks: Any) -> None:
+@pytest.mark.parametrize("is_chat", [False, True])
+async def test_short_texts_and_requests_pass_a_huge_one(serve: Any, tasks: Any, is_chat: bool) -> None:
     async with serve() as served:
+        prompt: Any = [{"role": "user", "content": LONG[:200_000]}] if is_chat else LONG[:200_000]
         gate = served.hold_tokenizing()
-        huge = tasks.start(served.engine.tokenize(LONG[:200_000]))
-        await served.turn()
+        huge = tasks.start(served.engine.tokenize(prompt))
+        await served.until(lambda: served.num_held)
         assert await served.engine.detokenize([5] * 5000)
         assert (await served.engine.generate(PROMPT, max_tokens=2)).finished
         assert not huge.done()
@@ -265,18 +257,6 @@ async def test_variables_are_taken_at_the_call(serve: Any) -> None:
             assert (await stream.finish()).prompt == "['fox']"
         async with stream.again("wait") as again:
             assert (await again.finish()).prompt == "['fox']"
-
-
-# The bytes of tokens
-
-
-async def test_ids_outside_the_vocabulary_have_no_bytes(serve: Any) -> None:
-    async with serve() as served:
-        for bad in ([2048], [-1], ["x"], "fox", None):
-            with pytest.raises(InvalidRequest) as refused:
-                served.engine.token_bytes(bad)
-            assert refused.value.param == "token_ids"
-        assert served.engine.token_bytes([]) == []
 
 
 # What the model's own files do

@@ -56,7 +56,6 @@ class Admission:
         self._waiting: dict[RequestState, _Waiting] = {}
         self._num_arrivals = 0
         self._refusal: Callable[[], AioEngineError] | None = None
-        self._end: Callable[[], AioEngineError] | None = None
         self._acquired_at: deque[float] = deque(maxlen=32)
 
     @property
@@ -98,10 +97,8 @@ class Admission:
             ``num_sequences``; 0 for a request that was aborted, which has no capacity.
         Raises:
             EngineOverloaded: there is too little, and ``on_full`` is "raise".
-            AioEngineError: what `close` was given.
+            AioEngineError: what `close` was given meanwhile.
         """
-        if self._end is not None:
-            raise self._end()
         if request.is_aborted:
             return 0
         if on_full == "raise":
@@ -176,7 +173,7 @@ class Admission:
 
     async def close(self, error: Callable[[], AioEngineError]) -> None:
         """Refuse all that come and all that wait, in order. If cancelled, the rest stay for a second call."""
-        self._refusal = self._end = error
+        self._refusal = error
         while self._queue:
             await turns_here().take()
             if self._queue and self._drop(first := self._queue[0]):
