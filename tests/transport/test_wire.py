@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transport import wire_samples
 from transport.wire_samples import CONTROLS, DIRECTIONS, RECORDED, Sample, frames_of, int32
@@ -22,19 +21,10 @@ from aioengine.sampling_params import SamplingParams
 from aioengine.transport import wire
 from aioengine.transport.wire import OutOfTurn, Reader, WireMessage, Writer
 
-
-def every_message(test: Callable[[Any, Any, Sample], None]) -> Callable[[Any, str], None]:
-    """A test of each sample of a direction, which ``test`` is given with the union of that direction's messages."""
-
-    @pytest.mark.parametrize("direction", DIRECTIONS)
-    @functools.wraps(test, assigned=("__name__", "__qualname__", "__doc__"), updated=())
-    def run(self: Any, direction: str) -> None:
-        kinds, samples = DIRECTIONS[direction]
-        for sample in samples:
-            test(self, kinds, sample)
-
-    del run.__wrapped__  # type: ignore[attr-defined]  # pytest would ask it for its arguments
-    return run
+every_message = pytest.mark.parametrize(
+    ("kinds", "sample"),
+    [pytest.param(kinds, sample, id=sample.name) for kinds, samples in DIRECTIONS.values() for sample in samples],
+)
 
 
 RAW_FIELDS = {"params", "control"}
@@ -121,22 +111,6 @@ class TestThereAndBack:
         prompt = np.arange(100_000, dtype=np.int32)
         sample = wire_samples.FROM_FRONT_END[1]._replace(arrays=(prompt,))
         assert_same(sample, *read(wire.FromFrontEnd, frames_of(sample)))
-
-    @given(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=50), st.integers(-(2**63), 2**64 - 1), st.text())
-    def test_any_request(self, prompt: list[int], seed: int, text: str) -> None:
-        body = msgspec.structs.replace(wire_samples.FROM_FRONT_END[1].body, seed=seed, request_id=text, cache_salt=text)
-        sample = Sample("any", body, (np.array(prompt, np.int32),))
-        assert_same(sample, *read(wire.FromFrontEnd, frames_of(sample)))
-
-    @given(st.lists(st.tuples(st.integers(0, 2**31 - 1), st.integers(0, 2**31 - 1)), max_size=40), st.data())
-    def test_any_outputs(self, tokens: list[tuple[int, int]], data: st.DataObject) -> None:
-        ints = st.integers(0, 2**63)
-        ended = data.draw(
-            st.lists(st.builds(wire.Ended, ints, stop_reason=st.text() | ints, num_preemptions=ints), max_size=3)
-        )
-        numbers, token_ids = [n for n, _ in tokens], [t for _, t in tokens]
-        sample = Sample("any", wire.StepOutputsMessage(numbers=numbers, token_ids=token_ids, ended=ended))
-        assert_same(sample, *read(wire.FromEngine, frames_of(sample)))
 
     @given(st.lists(st.floats(0, 100), max_size=9), st.floats(0, 9) | st.none())
     def test_any_record(self, latencies: list[float], lag: float | None) -> None:
@@ -242,6 +216,49 @@ class TestWhatIsReadByItself:
             wire.pack_control(c.CollectiveRpc("name", args=(argument,)))
 
 
+def with_trailing(sample: Sample) -> Iterator[list[bytes]]:
+    header, *rest = frames_of(sample)
+    for tail in (b"\x00", b"\xc0", b"\xff" * 9, header):
+        yield [header + tail, *rest]
+    for extra in (b"", b"\x00" * 8, header):
+        yield [header, *rest, extra]
+
+
+def with_each_frame_missing_doubled_or_odd(sample: Sample) -> Iterator[list[bytes]]:
+    frames = frames_of(sample)
+    for index, frame in enumerate(frames):
+        yield frames[:index] + frames[index + 1 :]
+        yield [*frames[: index + 1], *frames[index:]]
+        if index == 0 or sample.body.layout()[index - 1] != "<u1":
+            yield [*frames[:index], frame + b"\x00", *frames[index + 1 :]]
+
+
+def with_fields_of_a_wrong_type(sample: Sample) -> Iterator[list[bytes]]:
+    _, body = header_of(sample)
+    for index, name in enumerate(sample.body.__struct_fields__, start=1):
+        if name not in RAW_FIELDS and not (isinstance(sample.body, wire.Returned) and name == "result"):
+            yield [pack([0, [*body[:index], b"no such thing", *body[index + 1 :]]]), *frames_of(sample)[1:]]
+
+
+def with_a_tag_or_number_that_is_none(sample: Sample) -> Iterator[list[bytes]]:
+    _, body = header_of(sample)
+    tagged = [[0, [tag, *body[1:]]] for tag in (0, 99, -1, 2**63, "attach", None, True, 1.0)]
+    numbered = [[number, body] for number in ("0", None, 0.5, [0], -1, 2**64 - 1)]
+    for header in (*tagged, *numbered):
+        yield [pack(header), *frames_of(sample)[1:]]
+
+
+BREAKS: dict[str, Callable[[Sample], Iterator[list[bytes]]]] = {
+    function.__name__: function
+    for function in (
+        with_trailing,
+        with_each_frame_missing_doubled_or_odd,
+        with_fields_of_a_wrong_type,
+        with_a_tag_or_number_that_is_none,
+    )
+}
+
+
 class TestBroken:
     @every_message
     def test_truncated_at_every_byte_of_every_frame(self, kinds: Any, sample: Sample) -> None:
@@ -257,50 +274,17 @@ class TestBroken:
                 assert reader.due == 0
         assert_same(sample, *reader.read(frames))
 
+    @pytest.mark.parametrize("how", BREAKS)
     @every_message
-    def test_trailing_bytes_and_frames_are_refused(self, kinds: Any, sample: Sample) -> None:
-        header, *rest = frames_of(sample)
-        for tail in (b"\x00", b"\xc0", b"\xff" * 9, header):
-            assert_refused(kinds, sample, [header + tail, *rest])
-        for extra in (b"", b"\x00" * 8, header):
-            assert_refused(kinds, sample, [header, *rest, extra])
-
-    @every_message
-    def test_each_frame_missing_doubled_or_of_odd_size(self, kinds: Any, sample: Sample) -> None:
-        frames = frames_of(sample)
-        for index, frame in enumerate(frames):
-            assert_refused(kinds, sample, frames[:index] + frames[index + 1 :])
-            assert_refused(kinds, sample, [*frames[: index + 1], *frames[index:]])
-            if index == 0 or sample.body.layout()[index - 1] != "<u1":
-                assert_refused(kinds, sample, [*frames[:index], frame + b"\x00", *frames[index + 1 :]])
+    def test_what_is_broken_is_refused(self, kinds: Any, sample: Sample, how: str) -> None:
+        for frames in BREAKS[how](sample):
+            assert_refused(kinds, sample, frames)
 
     @every_message
     def test_an_empty_array_is_an_array(self, kinds: Any, sample: Sample) -> None:
         header, *rest = frames_of(sample)
         _, arrays = read(kinds, [header, *(b"" for _ in rest)])
         assert [len(array) for array in arrays] == [0] * len(rest)
-
-    @every_message
-    def test_fields_of_the_wrong_type(self, kinds: Any, sample: Sample) -> None:
-        _, body = header_of(sample)
-        frames = frames_of(sample)
-        for index, name in enumerate(sample.body.__struct_fields__, start=1):
-            if name in RAW_FIELDS or (isinstance(sample.body, wire.Returned) and name == "result"):
-                continue
-            broken = [*body[:index], b"no such thing", *body[index + 1 :]]
-            assert_refused(kinds, sample, [pack([0, broken]), *frames[1:]])
-
-    @every_message
-    def test_a_tag_that_is_none(self, kinds: Any, sample: Sample) -> None:
-        _, body = header_of(sample)
-        for tag in (0, 99, -1, 2**63, "attach", None, True, 1.0):
-            assert_refused(kinds, sample, [pack([0, [tag, *body[1:]]]), *frames_of(sample)[1:]])
-
-    @every_message
-    def test_a_number_that_is_none(self, kinds: Any, sample: Sample) -> None:
-        _, body = header_of(sample)
-        for number in ("0", None, 0.5, [0], -1, 2**64 - 1):
-            assert_refused(kinds, sample, [pack([number, body]), *frames_of(sample)[1:]])
 
     @pytest.mark.parametrize("direction", DIRECTIONS)
     def test_things_that_are_no_messages(self, direction: str) -> None:
@@ -341,30 +325,6 @@ class TestBroken:
         for name in ("attached", "outputs", "outputs_logprobs", "beating", "ending"):
             foreign = next(each for each in wire_samples.FROM_ENGINE if each.name == name)
             assert_refused(wire.FromFrontEnd, sample, frames_of(foreign))
-
-    @settings(max_examples=300)
-    @given(st.lists(st.binary(max_size=60), max_size=5), st.sampled_from(sorted(DIRECTIONS)))
-    def test_any_bytes_are_refused_as_a_wire_error_or_read(self, frames: list[bytes], direction: str) -> None:
-        kinds, _ = DIRECTIONS[direction]
-        reader: Reader[WireMessage] = Reader(kinds)
-        try:
-            reader.read(frames)
-        except WireError:
-            assert reader.due == 0
-
-    @settings(max_examples=500)
-    @given(st.data())
-    def test_any_flipped_byte(self, data: st.DataObject) -> None:
-        kinds, samples = data.draw(st.sampled_from(sorted(DIRECTIONS.values(), key=lambda each: len(each[1]))))
-        frames = frames_of(data.draw(st.sampled_from(samples)))
-        header = bytearray(frames[0])
-        place = data.draw(st.integers(0, len(header) - 1))
-        header[place] ^= data.draw(st.integers(1, 255))
-        try:
-            body, arrays = read(kinds, [bytes(header), *frames[1:]])
-        except WireError:
-            return
-        assert len(arrays) == len(body.layout())
 
 
 class TestOutOfTurn:
