@@ -262,6 +262,7 @@ async def test_a_lost_device_is_everyones_end_once_in_the_same_words(
         assert (health.status, health.reason) == ("DEAD", str(errors[0]))
         messages.append(str(errors[0]))
         await engine.aclose()
+        assert (engine.health().status, engine.health().reason) == ("DEAD", str(errors[0]))
         assert {type(error) for error in await everything_of(engine)} == {EngineDead}
     assert messages[0] == messages[1]
 

@@ -39,96 +39,96 @@ def there_and_back(error: BaseException) -> Exception:
     return to_error(msgspec.msgpack.decode(raw, type=Fault))
 
 
-class TestFaults:
-    @pytest.mark.parametrize("error", [*OWN_ERRORS, *PLAIN_ERRORS], ids=lambda error: type(error).__name__)
-    def test_an_error_is_what_it_was(self, error: Exception) -> None:
+@pytest.mark.parametrize("error", [*OWN_ERRORS, *PLAIN_ERRORS], ids=lambda error: type(error).__name__)
+def test_an_error_is_what_it_was(error: Exception) -> None:
+    back = there_and_back(error)
+    assert type(back) is type(error)
+    assert str(back) == str(error)
+    assert vars(back) == vars(error)
+
+
+def test_each_of_our_own_types_is_tried() -> None:
+    own = {kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)}
+    assert own - {type(error) for error in OWN_ERRORS} <= {errors.AioEngineError}
+
+
+@pytest.mark.parametrize("name", sorted(wire_errors._OS_ERRORS))
+def test_an_os_error_of_pythons_keeps_number_and_file(name: str) -> None:
+    kind = wire_errors._OS_ERRORS[name]
+    back = there_and_back(kind(errno.EIO, "it broke", "/some/file"))
+    assert type(back) is kind
+    assert isinstance(back, OSError)
+    assert (back.errno, back.strerror, back.filename) == (errno.EIO, "it broke", "/some/file")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind"),
+    [
+        ((errno.ENOENT, "so it says", "/x"), FileNotFoundError),
+        ((errno.ENOSPC, "so it says", "/x"), OSError),
+        *((arguments, OSError) for arguments in [("a", "b"), (1, 2), (2**70, "x"), (2, "x", 3), (2, "x", b"/f"), ()]),
+    ],
+)
+def test_an_os_error_made_of_anything(arguments: tuple[Any, ...], kind: type[OSError]) -> None:
+    back = there_and_back(OSError(*arguments))
+    assert isinstance(back, kind)
+    if arguments[1:2] == ("so it says",):
+        assert back.errno == arguments[0]
+    assert "just words" in str(there_and_back(OSError("just words")))
+
+
+class MyError(Exception):
+    pass
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise ValueError("not even this")
+
+
+def test_an_error_of_the_user_s_own_says_what_it_was() -> None:
+    class FileNotFoundError(ValueError):  # noqa: A001 - a known name is no known type
+        pass
+
+    odd = MyError("in my function")
+    vars(odd).update(param=["no", "text"], dump=None, retry_after_s="soon")  # names that our errors have, too
+    for error in (MyError("in my function"), odd):
         back = there_and_back(error)
-        assert type(back) is type(error)
-        assert str(back) == str(error)
-        assert vars(back) == vars(error)
+        assert type(back) is RuntimeError
+        assert str(back) == "MyError: in my function"
+    assert str(there_and_back(Mute())).startswith("Mute: ")
+    assert "mine" in str(there_and_back(FileNotFoundError("mine")))
+    assert isinstance(there_and_back(KeyError("missing")), KeyError)
 
-    def test_each_of_our_own_types_is_tried(self) -> None:
-        own = {kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)}
-        assert own - {type(error) for error in OWN_ERRORS} <= {errors.AioEngineError}
 
-    @pytest.mark.parametrize("name", sorted(wire_errors._OS_ERRORS))
-    def test_an_os_error_of_pythons_keeps_number_and_file(self, name: str) -> None:
-        kind = wire_errors._OS_ERRORS[name]
-        error = kind(errno.EIO, "it broke", "/some/file")
-        back = there_and_back(error)
-        assert type(back) is kind
-        assert isinstance(back, OSError)
-        assert (back.errno, back.strerror, back.filename) == (errno.EIO, "it broke", "/some/file")
+def test_text_that_has_no_utf_8_form() -> None:
+    name = "file-\udcff"
+    assert str(there_and_back(ValueError(name))) == "file-?"
+    assert str(there_and_back(errors.StepFailed(name, dump=name))) == "file-?"
+    back = there_and_back(OSError(errno.ENOENT, name, name))
+    assert isinstance(back, FileNotFoundError)
+    assert back.filename == "file-?"
 
-    @pytest.mark.parametrize(("number", "kind"), [(errno.ENOENT, FileNotFoundError), (errno.ENOSPC, OSError)])
-    def test_the_system_s_own(self, number: int, kind: type[OSError]) -> None:
-        back = there_and_back(OSError(number, "so it says", "/x"))
-        assert type(back) is kind
-        assert isinstance(back, OSError)
-        assert back.errno == number
 
-    def test_an_os_error_without_a_number(self) -> None:
-        back = there_and_back(OSError("just words"))
-        assert type(back) is OSError
-        assert "just words" in str(back)
+@pytest.mark.parametrize(
+    "kind", ["", "NoSuchThing", "SystemExit", "KeyboardInterrupt", "AioEngineErrors", "Any", "__builtins__", "eval"]
+)
+def test_an_unknown_kind_is_our_bug(kind: str) -> None:
+    back = to_error(Fault(kind, "words"))
+    assert type(back) is errors.InternalError
+    assert str(back) == f"{kind}: words"
 
-    def test_an_error_of_the_user_s_own_says_what_it_was(self) -> None:
-        class MyError(Exception):
-            pass
 
-        class Mute(Exception):
-            def __str__(self) -> str:
-                raise ValueError("not even this")
+def test_texts_are_cut() -> None:
+    fault = to_fault(errors.StepFailed("m" * 2 * MAX_MESSAGE_CHARS, dump="d" * 2 * MAX_DUMP_CHARS))
+    assert len(fault.message) <= MAX_MESSAGE_CHARS
+    assert len(fault.dump) <= MAX_DUMP_CHARS
+    assert len(to_fault(OSError(errno.EIO, "x" * 2 * MAX_MESSAGE_CHARS)).message) <= MAX_MESSAGE_CHARS
 
-        odd = MyError("in my function")
-        vars(odd).update(param=["no", "text"], dump=None, retry_after_s="soon")  # names that our errors have, too
-        for error in (MyError("in my function"), odd):
-            back = there_and_back(error)
-            assert type(back) is RuntimeError
-            assert str(back) == "MyError: in my function"
-        assert str(there_and_back(Mute())).startswith("Mute: ")
 
-    def test_a_class_of_the_user_s_that_only_has_a_known_name(self) -> None:
-        class FileNotFoundError(ValueError):  # noqa: A001
-            pass
+KINDS = sorted({*(type(error).__name__ for error in OWN_ERRORS), "OSError", "ValueError"})
 
-        back = there_and_back(FileNotFoundError("mine"))
-        assert isinstance(back, Exception)
-        assert "mine" in str(back)
 
-    @pytest.mark.parametrize("arguments", [("a", "b"), (1, 2), (2**70, "x"), (2, "x", 3), (2, "x", b"/f"), ()])
-    def test_an_os_error_made_of_anything(self, arguments: tuple[Any, ...]) -> None:
-        assert isinstance(there_and_back(OSError(*arguments)), OSError)
-
-    def test_text_that_has_no_utf_8_form(self) -> None:
-        name = "file-\udcff"
-        assert str(there_and_back(ValueError(name))) == "file-?"
-        assert str(there_and_back(errors.StepFailed(name, dump=name))) == "file-?"
-        back = there_and_back(OSError(errno.ENOENT, name, name))
-        assert isinstance(back, FileNotFoundError)
-        assert back.filename == "file-?"
-
-    def test_a_key_error_is_a_key_error(self) -> None:
-        assert isinstance(there_and_back(KeyError("missing")), KeyError)
-
-    @pytest.mark.parametrize(
-        "kind", ["", "NoSuchThing", "SystemExit", "KeyboardInterrupt", "AioEngineErrors", "Any", "__builtins__", "eval"]
-    )
-    def test_an_unknown_kind_is_our_bug(self, kind: str) -> None:
-        back = to_error(Fault(kind, "words"))
-        assert type(back) is errors.InternalError
-        assert str(back) == f"{kind}: words"
-
-    def test_texts_are_cut(self) -> None:
-        fault = to_fault(errors.StepFailed("m" * 2 * MAX_MESSAGE_CHARS, dump="d" * 2 * MAX_DUMP_CHARS))
-        assert len(fault.message) <= MAX_MESSAGE_CHARS
-        assert len(fault.dump) <= MAX_DUMP_CHARS
-        assert len(to_fault(OSError(errno.EIO, "x" * 2 * MAX_MESSAGE_CHARS)).message) <= MAX_MESSAGE_CHARS
-
-    @given(st.builds(Fault))
-    def test_any_fault_makes_an_error(self, fault: Fault) -> None:
-        assert isinstance(to_error(fault), Exception)
-
-    @pytest.mark.parametrize("kind", sorted({*(type(error).__name__ for error in OWN_ERRORS), "OSError", "ValueError"}))
-    def test_a_fault_with_nothing_but_its_kind(self, kind: str) -> None:
-        assert isinstance(to_error(Fault(kind, "")), Exception)
+@given(st.builds(Fault) | st.builds(Fault, st.sampled_from(KINDS)))
+def test_any_fault_makes_an_error(fault: Fault) -> None:
+    assert isinstance(to_error(fault), Exception)
