@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import anyio
 import numpy as np
 import pytest
+from executor.plan_storm import Line, prompt_lines
 from executor.plans import PlanWriter, choices_by_row, tokens_by_row
 from nightly import nightly
 
@@ -65,38 +66,18 @@ NO_TOKEN_LEFT: dict[str, Any] = {"allowed_token_ids": (3, 4), "bad_words": ((3,)
 """Rules under which a row cannot sample."""
 
 
-@dataclass(frozen=True)
-class PromptLine:
-    """Attributes:
-    rank: of the prompt token.
-    top_ids: the likeliest.
-    logprobs: of the token, then of the likeliest ones.
-    """
-
-    rank: int
-    top_ids: list[int]
-    logprobs: list[float]
-
-
-def prompt_tokens(plan: StepPlan, result: StepResult, *, row: int, num_top: int) -> dict[int, PromptLine]:
+def prompt_tokens(plan: StepPlan, result: StepResult, *, row: int, num_top: int) -> dict[int, Line]:
     """{position: line} of one row's prompt tokens, in the order of the result; its form is checked."""
     lines = result.prompt_logprobs
     if lines is None:
         return {}
     assert (np.diff(lines.index) >= 0).all()
-    assert lines.top_ids.shape == lines.top_logprobs.shape
     assert lines.index.dtype == lines.positions.dtype == lines.ranks.dtype == lines.top_ids.dtype == np.int32
     assert lines.logprobs.dtype == lines.top_logprobs.dtype == np.float32
-    places = np.flatnonzero(plan.rows[lines.index] == row)
-    assert not len(places) or lines.top_ids.shape[1] >= num_top
-    return {
-        int(lines.positions[place]): PromptLine(
-            rank=int(lines.ranks[place]),
-            top_ids=lines.top_ids[place, :num_top].tolist(),
-            logprobs=[float(lines.logprobs[place]), *lines.top_logprobs[place, :num_top].tolist()],
-        )
-        for place in places
-    }
+    of_row = np.flatnonzero(plan.rows == row).tolist()
+    found = {position: line for (_, _, position), line in prompt_lines(lines, of_row).items()}
+    assert all(len(line.top) >= num_top for line in found.values())
+    return found
 
 
 def step_names(path: Path) -> list[str]:
@@ -306,7 +287,7 @@ class ExecutorContract(abc.ABC):
             writer.add(0, prompt, prompt_logprobs=3)
             writer.add(1, company[1])
             writer.add(2, company[2], prompt_logprobs=5)
-            lines: dict[int, PromptLine] = {}
+            lines: dict[int, Line] = {}
             for count in counts:
                 plan = writer.plan({1: None, 2: 1, 0: count})
                 lines |= prompt_tokens(plan, await opened.run(plan), row=0, num_top=3)
@@ -322,11 +303,13 @@ class ExecutorContract(abc.ABC):
         for lines in found[1:]:
             for position, line in lines.items():
                 expected = found[0][position]
-                assert (line.rank, line.top_ids) == (expected.rank, expected.top_ids)
-                np.testing.assert_allclose(line.logprobs, expected.logprobs, atol=1e-4)
+                assert line.rank == expected.rank
+                assert line.logprob == pytest.approx(expected.logprob, abs=1e-4)
+                for (token, logprob), (wanted, of_wanted) in zip(line.top[:3], expected.top[:3], strict=True):
+                    assert (token, logprob) == (wanted, pytest.approx(of_wanted, abs=1e-4))
         for position, line in found[0].items():
-            assert all(logprob <= 0 for logprob in line.logprobs)
-            assert (prompt[position] in line.top_ids) == (line.rank <= 3)
+            assert all(logprob <= 0 for logprob in (line.logprob, *(logprob for _, logprob in line.top)))
+            assert (prompt[position] in [token for token, _ in line.top[:3]]) == (line.rank <= 3)
 
     async def test_output_tokens_are_no_prompt_tokens(self, opened: Opened) -> None:
         writer = opened.writer()

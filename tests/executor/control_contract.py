@@ -173,12 +173,6 @@ class ControlContract(abc.ABC):
         assert step.is_done
         assert writer.read(plan, await step.finish()) == {0: expected[0]}
 
-    async def test_a_folder_that_is_none_changes_nothing(self, opened: Controlled, tmp_path: Path) -> None:
-        before = await opened.tokens()
-        with pytest.raises(ModelLoadError, match="nowhere"):
-            await opened.executor.update_weights(tmp_path / "nowhere")
-        assert await opened.tokens() == before
-
     @pytest.mark.parametrize("level", [1, 2])
     async def test_weights_that_come_in_sleep_are_there_after_it(
         self, opened: Controlled, level: Literal[1, 2], tmp_path: Path
@@ -221,13 +215,6 @@ class ControlContract(abc.ABC):
             await another.executor.commit_weights("t")
             assert await another.tokens() == after
 
-    async def test_tensors_that_do_not_come_stay(self, opened: Controlled, tmp_path: Path) -> None:
-        await opened.put(EMBEDDING)
-        await opened.put(NORM)
-        async with self.open(tmp_path) as another:
-            await another.put(NORM, EMBEDDING)
-            assert await another.tokens() == await opened.tokens()
-
     async def test_the_callers_buffer_may_be_used_again(self, opened: Controlled, tmp_path: Path) -> None:
         data = bytearray(opened.values(EMBEDDING))
         await opened.executor.stage_weights(opened.piece(EMBEDDING, memoryview(data)))
@@ -240,7 +227,10 @@ class ControlContract(abc.ABC):
     async def test_a_piece_that_does_not_fit_is_refused_and_changes_nothing(self, opened: Controlled) -> None:
         shape, data = opened.shapes[NORM], opened.values(NORM)
         half = len(data) // 2
-        await opened.executor.stage_weights(opened.piece(NORM, data[:half]))
+        await opened.executor.stage_weights(opened.piece(NORM, data[4:half], offset=4))
+        with pytest.raises(InvalidRequest, match="overlap"):
+            await opened.executor.stage_weights(opened.piece(NORM, data[:8]))
+        await opened.executor.stage_weights(opened.piece(NORM, data[:4]))
         rest = data[half:]
         refused: list[tuple[str, dict[str, Any]]] = [
             ("no tensor", {"name": "model.norm.wait"}),
@@ -359,7 +349,7 @@ class ControlContract(abc.ABC):
         assert await opened.executor.collective_rpc("control_contract.describe", (), {}) == [(0, 1, False, (), {})]
 
     async def test_a_function_that_nobody_has_registered_is_refused(self, opened: Controlled) -> None:
-        with pytest.raises(InvalidRequest, match=r"near are control_contract\.describe"):
+        with pytest.raises(InvalidRequest, match=r"there are: .*control_contract\.describe"):
             await opened.executor.collective_rpc("control_contract.describes", (), {})
 
     async def test_a_function_that_fails_fails_its_caller_alone(self, opened: Controlled) -> None:

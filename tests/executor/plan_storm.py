@@ -189,7 +189,7 @@ def check_equal(plan: StepPlan, found: StepResult, wanted: StepResult, meaningle
     for index in counts:
         tokens = [r.token_ids[r.offsets[index] : r.offsets[index + 1]].tolist() for r in (found, wanted)]
         assert tokens[0] == tokens[1], f"row {plan.rows[index]} of step {plan.step}"
-    lines = [_lines(plan, r, counts) | _prompt_lines(r.prompt_logprobs, counts) for r in (found, wanted)]
+    lines = [_lines(plan, r, counts) | prompt_lines(r.prompt_logprobs, counts) for r in (found, wanted)]
     assert lines[0].keys() == lines[1].keys()
     for key, line in lines[0].items():
         _check_line(line, lines[1][key])
@@ -224,7 +224,7 @@ def _lines(plan: StepPlan, result: StepResult, counts: list[int]) -> dict[Any, L
     return lines
 
 
-def _prompt_lines(of: PromptLogprobs | None, counts: list[int]) -> dict[Any, Line]:
+def prompt_lines(of: PromptLogprobs | None, counts: list[int]) -> dict[Any, Line]:
     """By (index of the row in the plan, "prompt", position)."""
     if of is None:
         return {}

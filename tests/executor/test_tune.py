@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from executor.gpu import start_gpu
@@ -118,16 +117,15 @@ def last_is_fastest(kernel: str, choice: Choice) -> float:
     return 1.0 / (1 + CANDIDATES[kernel].index(choice))
 
 
-def restart() -> None:
-    """As another process would see it."""
+@pytest.fixture(autouse=True)
+def nothing_is_chosen() -> Iterator[None]:
+    TUNED.clear()
+    yield
     TUNED.clear()
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_chosen() -> Iterator[None]:
-    restart()
-    yield
-    restart()
+def all_are_default() -> bool:
+    return all(chosen(kernel) == default_choice(kernel, SHAPE) for kernel in ATTENTION_KERNELS)
 
 
 def test_the_fastest_of_each_kernels_candidates_is_taken(tmp_path: Path) -> None:
@@ -138,26 +136,18 @@ def test_the_fastest_of_each_kernels_candidates_is_taken(tmp_path: Path) -> None
     assert gpu.num_releases == 1
 
 
-def test_the_next_start_reads_the_file_and_leaves_the_gpu_alone(tmp_path: Path) -> None:
+def test_the_next_start_reads_the_file_of_its_gpu_and_leaves_the_gpu_alone(tmp_path: Path) -> None:
     TimedGpu(last_is_fastest).tune(tmp_path / "new", deadline_s=1e9)
-    restart()
-    gpu = TimedGpu(last_is_fastest)
-    gpu.tune(tmp_path / "new", deadline_s=1e9)
-    assert (gpu.timed, gpu.num_enqueued, gpu.num_releases) == ([], 0, 0)
-    assert chosen(DECODE) == CANDIDATES[DECODE][-1]
-    (file,) = (tmp_path / "new").iterdir()
-    assert len(json.loads(file.read_text())) == len(ATTENTION_KERNELS)
-
-
-def test_another_gpus_choices_mean_nothing(tmp_path: Path) -> None:
-    TimedGpu(last_is_fastest).tune(tmp_path, deadline_s=1e9)
-    restart()
-    gpu = TimedGpu(last_is_fastest)
-    gpu.name = "other"
-    gpu.tune(tmp_path, deadline_s=1e9)
-    assert len(gpu.timed) == NUM_CANDIDATES
-    files = sorted(file.name for file in tmp_path.iterdir())
-    assert files == [f"{name}-triton-3.9.0-{aioengine.__version__}.json" for name in ("fake", "other")]
+    for name in ("fake", "other"):
+        TUNED.clear()  # as another process would see it
+        gpu = TimedGpu(last_is_fastest)
+        gpu.name = name
+        gpu.tune(tmp_path / "new", deadline_s=1e9)
+        assert len(gpu.timed) == (0 if name == "fake" else NUM_CANDIDATES)
+        assert (gpu.num_enqueued > 0, gpu.num_releases) == (name == "other", len(gpu.timed) > 0)
+        assert chosen(DECODE) == CANDIDATES[DECODE][-1]
+        file = tmp_path / "new" / f"{name}-triton-3.9.0-{aioengine.__version__}.json"
+        assert len(json.loads(file.read_text())) == len(ATTENTION_KERNELS)
 
 
 def test_a_second_engine_of_the_process_changes_nothing_for_the_first() -> None:
@@ -188,27 +178,24 @@ def test_candidates_that_cannot_be_launched_are_passed_over(tmp_path: Path) -> N
     assert chosen(DECODE) == next(choice for choice in CANDIDATES[DECODE] if choice.num_stages == 2)
 
 
-def test_where_nothing_can_be_launched_it_is_as_by_default_and_not_kept(tmp_path: Path) -> None:
-    TimedGpu(lambda kernel, choice: float("inf")).tune(tmp_path, deadline_s=1e9)
-    assert all(chosen(kernel) == default_choice(kernel, SHAPE) for kernel in ATTENTION_KERNELS)
+@pytest.mark.parametrize("memory", [{}, {"free_bytes": 1000}], ids=["nothing can be launched", "no memory"])
+def test_what_cannot_be_measured_is_as_by_default_and_not_kept(tmp_path: Path, memory: dict[str, int]) -> None:
+    TimedGpu(lambda kernel, choice: float("inf"), **memory).tune(tmp_path, deadline_s=1e9)
+    assert all_are_default()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_stored_choice_that_is_no_candidate_any_more_is_measured_anew(tmp_path: Path) -> None:
     TimedGpu(last_is_fastest).tune(tmp_path, deadline_s=1e9)
     (file,) = tmp_path.iterdir()
-    before = file.read_bytes()
-    name, choice = next(iter(read_choices(file).items()))
+    before = read_choices(file)
+    name, choice = next(iter(before.items()))
     keep_choice(file, name, Choice(num_warps=32, num_stages=choice.num_stages, constants=choice.constants))
-    restart()
+    TUNED.clear()  # as another process would see it
     gpu = TimedGpu(last_is_fastest)
     gpu.tune(tmp_path, deadline_s=1e9)
     assert {kernel for kernel, _ in gpu.timed} == {json.loads(name)[0]}
-    assert read_choices(file) == json_choices(before)
-
-
-def json_choices(content: bytes) -> dict[str, Choice]:
-    return msgspec.json.decode(content, type=dict[str, Choice])
+    assert read_choices(file) == before
 
 
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
@@ -254,13 +241,6 @@ def test_processes_that_write_at_once_leave_a_whole_file(tmp_path: Path) -> None
     assert [racer.returncode for racer in racers] == [0, 0, 0]
     assert [path.name for path in tmp_path.iterdir()] == [file.name]
     assert 15 <= len(read_choices(file)) <= 45
-
-
-def test_where_there_is_no_memory_launches_are_as_by_default(tmp_path: Path) -> None:
-    gpu = TimedGpu(last_is_fastest, free_bytes=1000)
-    gpu.tune(tmp_path)
-    assert gpu.timed == []
-    assert all(chosen(kernel) == default_choice(kernel, SHAPE) for kernel in ATTENTION_KERNELS)
 
 
 def test_a_folder_that_cannot_be_written_costs_the_file_only(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Processors of logits: what they are given, what they may do, and that they harm no other row."""
 
-import math
 import re
 import weakref
 from typing import Any
@@ -194,27 +193,6 @@ def test_what_a_function_keeps_is_its_own() -> None:
     with pytest.raises(ValueError, match="read-only"):
         row.output_token_ids[0] = 5
     assert row.output_token_ids.tolist() == [2, 3]
-
-
-@pytest.mark.parametrize("num_choices", [1, 3])
-def test_an_infinite_logit_is_a_token_that_is_chosen_for_certain(num_choices: int) -> None:
-    def want(logits: torch.Tensor, rows: list[LogitsRow]) -> None:
-        logits[:, 9] = math.inf
-
-    for filters in ({"temperature": 0.0}, {}, {"top_p": 0.1}, {"top_k": 5}, {"min_p": 0.2}, {"top_k": 3, "top_p": 0.5}):
-        request = asking(logits_processors=(want,), num_choices=num_choices, **{"temperature": 1.0, **filters})
-        sampled = sample_for([request], random_logits(1, VOCAB, seed=1))
-        assert tokens_of(sampled) == [[9] * num_choices], filters
-
-
-def test_logprobs_are_not_changed_by_a_function() -> None:
-    logits = random_logits(1, VOCAB, seed=1)
-    sampled = sample_for([asking(logits_processors=(force(5),), logprobs=1)], logits)
-    assert sampled.token_ids.tolist() == [5]
-    assert sampled.logprobs is not None
-    expected = torch.log_softmax(logits[0], dim=-1)
-    assert sampled.logprobs.logprobs[0] == pytest.approx(float(expected[5]), abs=1e-5)
-    assert sampled.logprobs.top_ids.tolist() == [[int(expected.argmax())]]
 
 
 def test_a_row_is_found_among_rows_and_equals_itself_alone() -> None:
