@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -146,32 +147,22 @@ BEGUN = 2
 
 
 @both_loops
-@pytest.mark.parametrize("is_stream", [False, True])
-async def test_who_leaves_is_computed_for_some_milliseconds_at_most(is_stream: bool) -> None:
-    async with served("aiohttp", **GOES_ON) as target:
-        # However busy the machine: steps and looks are timers of one loop.
-        assert await num_steps_after_leaving(target, is_stream=is_stream) <= BEGUN + 3
-
-
-@both_loops
-async def test_a_streams_next_write_tells_that_its_client_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DisconnectWatcher, "INTERVAL_S", 3600.0)
-    async with served("aiohttp", **GOES_ON) as target:
-        assert await num_steps_after_leaving(target, is_stream=True) <= BEGUN + 1
-
-
-@both_loops
-@pytest.mark.parametrize("is_stream", [False, True])
-async def test_an_app_that_cancels_its_handlers_notices_at_once(
-    is_stream: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("how", "is_stream", "more"),
+    [("look", False, 3), ("look", True, 3), ("write", True, 1), ("cancel", False, 1), ("cancel", True, 1)],
+)
+async def test_who_leaves_is_computed_for_some_milliseconds_at_most(
+    how: str, is_stream: bool, more: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(DisconnectWatcher, "INTERVAL_S", 3600.0)
-    runner = web.AppRunner.__init__
-    monkeypatch.setattr(
-        web.AppRunner, "__init__", lambda self, app, **given: runner(self, app, handler_cancellation=True, **given)
-    )
+    """By a look each 2 ms, however busy the machine: steps and looks are timers of one loop; without looks by a
+    stream's next write; or at once, in an app that cancels its handlers."""
+    if how != "look":
+        monkeypatch.setattr(DisconnectWatcher, "INTERVAL_S", 3600.0)
+    if how == "cancel":
+        runner = functools.partialmethod(web.AppRunner.__init__, handler_cancellation=True)
+        monkeypatch.setattr(web.AppRunner, "__init__", runner)
     async with served("aiohttp", **GOES_ON) as target:
-        assert await num_steps_after_leaving(target, is_stream=is_stream) <= BEGUN + 1
+        assert await num_steps_after_leaving(target, is_stream=is_stream) <= BEGUN + more
 
 
 async def test_one_timer_looks_for_all_and_ends_with_the_last() -> None:

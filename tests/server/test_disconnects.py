@@ -54,26 +54,31 @@ async def assert_aborted_at_once(target: Target, num_others: int = 0) -> None:
 # One client, at each moment
 
 
+CHAT_STREAM = ("/v1/chat/completions", chat(LEAVER, stream=True))
+SEVERAL = completion(LEAVER, prompt=["Once", "upon", "a time"], n=4, temperature=1.0)
+
+
 @each_adapter
 @each_way
-@pytest.mark.parametrize("is_stream", [False, True])
-async def test_who_leaves_before_the_first_token_is_in_no_later_step(
-    adapter: Adapter, way: Leaving, is_stream: bool
+@pytest.mark.parametrize(
+    ("path", "body", "num_steps", "num_prompts"),
+    [
+        ("/v1/completions", completion(LEAVER), 0, 1),
+        (*CHAT_STREAM, 0, 1),
+        (*CHAT_STREAM, 5, 1),
+        ("/v1/completions", SEVERAL, 3, 3),
+    ],
+    ids=["before any token", "before a stream", "amid a stream", "amid all choices of several prompts"],
+)
+async def test_who_leaves_is_in_no_later_step(
+    adapter: Adapter, way: Leaving, path: str, body: dict[str, Any], num_steps: int, num_prompts: int
 ) -> None:
     async with served(adapter, is_manual=True) as target:
-        with await begun(target, completion(LEAVER, stream=is_stream)) as client:
-            client.leave(way)
-            await assert_aborted_at_once(target)
-        await target.until_told(GONE, 1)
-
-
-@each_adapter
-@each_way
-async def test_who_leaves_in_the_middle_of_a_stream_is_in_no_later_step(adapter: Adapter, way: Leaving) -> None:
-    async with served(adapter, is_manual=True) as target:
-        with await begun(target, chat(LEAVER, stream=True), "/v1/chat/completions") as client:
-            await step(target, 5)
-            await client.read_until(b'"content":')
+        with await begun(target, body, path) as client:
+            await step(target, num_steps)
+            assert target.num_registered == num_prompts
+            if body.get("stream") and num_steps:
+                await client.read_until(b'"content":')
             client.leave(way)
             await assert_aborted_at_once(target)
         await target.until_told(GONE, 1)
@@ -92,20 +97,6 @@ async def test_who_leaves_between_two_steps_is_in_no_later_one(adapter: Adapter)
             assert answer.json()["usage"]["completion_tokens"] == 200
             # One that was being scheduled. In aiohttp a stream's next write tells; who does not write looks: 2 ms.
             assert target.num_plans_with(LEAVER, num_plans) <= 2
-
-
-@each_adapter
-@each_way
-async def test_who_leaves_amid_all_choices_of_several_prompts_frees_them_all(adapter: Adapter, way: Leaving) -> None:
-    async with served(adapter, is_manual=True) as target:
-        body = completion(LEAVER, prompt=["Once", "upon", "a time"], n=4, temperature=1.0)
-        with await begun(target, body) as client:
-            await step(target, 3)
-            assert target.num_registered == 3
-            client.leave(way)
-            await assert_aborted_at_once(target)
-        await target.idle()
-        await target.until_told(GONE, 1)
 
 
 @each_adapter

@@ -326,15 +326,6 @@ async def until_far(is_so: Callable[[], bool]) -> None:
 # Clients that do not read
 
 
-@both_loops
-async def test_an_app_can_cut_a_client_that_does_not_read() -> None:
-    async with served() as server, client_of(server) as client:
-        await client.send(GET.replace(b"/a", b"/flood"))
-        await until(lambda: any(each.flow.write_paused for each in server.state.all()))
-        server.app.scopes[0]["extensions"]["aioengine.cut"]()
-        await until(lambda: server.state.is_idle and not server.state.tasks)
-
-
 @virtual_time
 async def test_a_client_that_does_not_read_cannot_keep_a_closing_connection() -> None:
     async with served() as server, client_of(server) as client:

@@ -107,24 +107,20 @@ async def test_a_request_whose_body_is_on_its_way_is_answered() -> None:
 
 
 @both_loops
-async def test_at_the_deadline_what_runs_is_aborted_and_its_clients_hear_it() -> None:
-    async with running(drain_timeout_s=0.05) as server, Tasks() as tasks:
+@pytest.mark.parametrize(("drain_timeout_s", "is_asked_again"), [(0.05, False), (1000.0, True)])
+async def test_at_the_deadline_or_asked_again_what_runs_is_aborted_and_its_clients_hear_it(
+    drain_timeout_s: float, is_asked_again: bool
+) -> None:
+    async with running(drain_timeout_s=drain_timeout_s) as server, Tasks() as tasks:
         heard = [await begin_stream(server, tasks, name) for name in ("one", "two", "three")]
         server.stop.ask()
+        if is_asked_again:
+            await until(lambda: refuses(server.address))
+            assert server.engine.num_aborts == 0
+            server.stop.ask()
         await server.has_ended.wait()
         assert server.error is None
         assert [(await each).text for each in heard] == ["end: abort\n"] * 3
-
-
-async def test_asked_again_it_aborts_at_once() -> None:
-    async with running(drain_timeout_s=1000.0) as server, Tasks() as tasks:
-        heard = await begin_stream(server, tasks)
-        server.stop.ask()
-        await until(lambda: refuses(server.address))
-        assert server.engine.num_aborts == 0
-        server.stop.ask()
-        await server.has_ended.wait()
-        assert (await heard).text == "end: abort\n"
 
 
 @both_loops
@@ -184,28 +180,21 @@ async def test_cancelling_ends_everything_at_once(folder: Path) -> None:
 
 
 @both_loops
+@pytest.mark.parametrize("is_draining", [False, True])
 async def test_when_the_engine_dies_its_clients_hear_an_answer_and_the_server_ends(
-    monkeypatch: pytest.MonkeyPatch,
+    is_draining: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_server, "TICK_S", 0.01)
-    async with running() as server, Tasks() as tasks:
+    async with running(drain_timeout_s=1000.0) as server, Tasks() as tasks:
         heard = await begin_stream(server, tasks)
+        if is_draining:
+            server.stop.ask()
+            await until(lambda: server.engine.is_draining)
         server.engine.die("its last words")
         await server.has_ended.wait()
         assert isinstance(server.error, EngineDead)
         assert str(server.error) == "its last words"
         assert (await heard).text == "end: error\n"
-
-
-async def test_an_engine_that_dies_in_the_drain_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "TICK_S", 0.01)
-    async with running(drain_timeout_s=1000.0) as server, Tasks() as tasks:
-        await begin_stream(server, tasks)
-        server.stop.ask()
-        await until(lambda: server.engine.is_draining)
-        server.engine.die("its last words")
-        await server.has_ended.wait()
-        assert isinstance(server.error, EngineDead)
 
 
 async def test_a_stalled_engine_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
