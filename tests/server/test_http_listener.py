@@ -14,8 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from server.conftest import both_loops
-from server.running import GET, leave, listener_at, running
-from server.small_app import SmallApp, SmallEngine
+from server.small_app import GET, SmallApp, SmallEngine, leave, listener_at, running
 from turn_probe import few_a_turn
 from waiting import until
 

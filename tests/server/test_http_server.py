@@ -13,8 +13,7 @@ import anyio.abc
 import httpx
 import pytest
 from server.conftest import both_loops, plain_client
-from server.running import GET, Running, leave, listener_at, raw_client, running
-from server.small_app import SmallApp, SmallEngine
+from server.small_app import GET, Running, SmallApp, SmallEngine, leave, listener_at, raw_client, running
 from waiting import Tasks, until
 
 from aioengine.errors import ConfigError, EngineDead

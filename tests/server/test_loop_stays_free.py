@@ -1,7 +1,9 @@
-"""No request makes others wait: a callback is due each millisecond while a client elsewhere sends the worst it can."""
+"""No request makes others wait, and no thousand of them: a callback is due each millisecond while a client elsewhere
+sends the worst it can; and each turn of the loop is short while many ask or leave at once."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import gc
@@ -13,7 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from server.hostile import Elsewhere, Target, Ticker, chat, completion, request_of, served
+from server.hostile import GONE, Client, Elsewhere, Target, Ticker, chat, completion, heard_errors, request_of, served
+from turn_probe import LONGEST_S, TurnProbe
 
 from aioengine.models.folder import DEMO_MODEL
 from aioengine.server import ServerConfig
@@ -264,3 +267,73 @@ async def test_a_template_that_takes_long_holds_up_nobody(
     async with loaded(LARGE, str(model)) as target:
         case = Case(CHATS, lambda: of_messages(USER, 1000), (200, 400), LARGE)
         await check(case, target, record_property)
+
+
+# Many at once
+
+MANY = ServerConfig(max_concurrent_requests=1000)
+JAPANESE = "昔々あるところに小さな狐と賢い兎が住んでいて毎朝川のほとりで話をしました。"
+ROOMY: dict[str, Any] = {"max_model_len": 8192, "num_blocks": 2048, "engine": {"max_waiting": 1000, "max_num_seqs": 64}}
+NESTED = [[[["a"] * 4] * 4] * 16] * 16
+
+
+def japanese(number: int) -> dict[str, Any]:
+    return completion(prompt=f"{number}{JAPANESE * 27}"[:1000], max_tokens=1)
+
+
+def nested(number: int) -> dict[str, Any]:
+    user = {"role": "user", "content": "Hi"}
+    return {"messages": [user], "max_tokens": 1, "chat_template_kwargs": {"a": NESTED}}
+
+
+def refused(number: int) -> dict[str, Any]:
+    return completion(top_p=7.0)
+
+
+async def ask_at_once(port: int, path: str, bodies: list[dict[str, Any]]) -> list[Client]:
+    """All requests lie in the server's sockets before it reads the first one."""
+    clients = [await Client.connect(port) for _ in bodies]
+    requests = [request_of("POST", path, json.dumps(body, ensure_ascii=False).encode()) for body in bodies]
+    for client, request in zip(clients, requests, strict=True):
+        assert client._socket.send(request) == len(request)
+    return clients
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "count", "status"),
+    [(COMPLETIONS, japanese, 200, 200), (CHATS, nested, 50, 200), (COMPLETIONS, refused, 400, 400)],
+)
+async def test_no_turn_is_long_however_many_ask(
+    path: str,
+    body: Callable[[int], dict[str, Any]],
+    count: int,
+    status: int,
+    record_property: Callable[[str, object], None],
+) -> None:
+    async with served("serve", MANY, **ROOMY) as target:
+        await target.ask(CHATS, {**nested(0), "chat_template_kwargs": {}})  # imports what renders chats
+        clients = await ask_at_once(target.port, path, [body(i) for i in range(count)])
+        with TurnProbe() as probe:
+            answers = await asyncio.gather(*[client.answer() for client in clients])
+        for client in clients:
+            client.leave()
+    assert {answer.status for answer in answers} == {status}
+    record_property("longest_ms", round(max(probe.cpu_s) * 1e3, 1))
+    assert max(probe.cpu_s) < LONGEST_S
+
+
+async def test_no_turn_is_long_however_many_leave(record_property: Callable[[str, object], None]) -> None:
+    count = 600
+    async with served("serve", MANY, **ROOMY) as target:
+        await target.engine.pause()
+        clients = await ask_at_once(target.port, COMPLETIONS, [completion(stream=True) for _ in range(count)])
+        await target.until(lambda: target.runtime.core.num_unstarted == count)
+        with TurnProbe() as probe, heard_errors() as errors:
+            for client in clients:
+                client.leave("reset")
+            await target.until(lambda: target.is_idle)
+        assert not errors
+        await target.engine.resume()
+        await target.until_told(GONE, count)
+    record_property("longest_ms", round(max(probe.cpu_s) * 1e3, 1))
+    assert max(probe.cpu_s) < LONGEST_S

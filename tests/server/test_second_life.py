@@ -80,14 +80,6 @@ def live(house: House, life: Callable[[int], Awaitable[None]]) -> None:
     assert hosting[0].cancelled()
 
 
-async def metric(port: int, name: str) -> float:
-    with await Client.connect(port) as client:
-        await client.send(request_of("GET", "/metrics"))
-        text = (await client.answer()).body.decode()
-    (line,) = [line for line in text.splitlines() if line.startswith(f"{name} ")]
-    return float(line.rpartition(" ")[2])
-
-
 async def check_all_is_well(house: House, port: int) -> None:
     """Large bodies that contend, and clients that leave."""
 
@@ -98,16 +90,15 @@ async def check_all_is_well(house: House, port: int) -> None:
             return answer.status, answer.error["code"]
 
     assert await asyncio.gather(*(upload() for _ in range(8))) == [(400, "context_length_exceeded")] * 8
-
-    num_gone = await metric(port, "aioengine:http_clients_gone_total")
+    metrics = house.api._metrics_of_http
+    num_gone = metrics.gone.value
     for is_stream in (False, True):
         with await Client.connect(port) as client:
             await client.post("/v1/completions", completion(stream=is_stream, **ENDLESS))
             await until(lambda: house.num_running == 1)
         await until(lambda: house.num_running == 0)
-    # To be asked, and no more than that, goes on now.
-    assert await metric(port, "aioengine:http_requests_in_progress") == 1
-    assert await metric(port, "aioengine:http_clients_gone_total") == num_gone + 2
+    await until(lambda: metrics.in_progress.value == 0)
+    assert metrics.gone.value == num_gone + 2
     assert house.api._num_open == 0
     assert house.api._bodies._num_bytes == 0
 
