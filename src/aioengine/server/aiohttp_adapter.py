@@ -136,7 +136,7 @@ class WholeResponse(web.Response):
     async def write_eof(self, data: bytes = b"") -> None:
         await super().write_eof(data)
         transport = self._request.transport
-        if transport is not None and not transport.is_closing() and transport.get_write_buffer_size():
+        if transport is not None:
             timer = asyncio.get_running_loop().call_later(self._write_timeout_s, transport.abort)
             try:
                 await _until_taken(self._request)

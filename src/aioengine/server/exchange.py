@@ -1,5 +1,4 @@
-"""What the handlers see of HTTP: one request and its response, whatever framework carries them; and watching a client
-while it is answered."""
+"""What the handlers see of HTTP, whatever framework carries it; and watching a client while it is answered."""
 
 from __future__ import annotations
 
@@ -100,9 +99,9 @@ async def run_while_connected(exchange: Exchange, work: Callable[[Callable[[], N
     """Do the work as long as the client is there to hear of it.
 
     Args:
-        work: is given a function that cuts the client off, as one that does not read.
+        work: is given what ends it with `ClientCut`: the client does not read.
     Raises:
-        ClientGone, ClientCut: it left, or was cut off; the work was cancelled.
+        ClientGone, ClientCut: the work was cancelled.
         Exception: what the work raised.
     """
     results: list[T] = []
@@ -132,16 +131,12 @@ async def run_while_connected(exchange: Exchange, work: Callable[[Callable[[], N
 
 
 class EventWriter:
-    """Writes a response in pieces, and looks now and then at how that goes: a client that takes nothing for long is cut
-    off, and where nothing was written for long ``on_idle`` is called. To be closed, as by `contextlib.closing`.
-
-    Looking at the clock before each write costs 0.1 µs; a timeout around it would cost 4.
+    """Writes a response in pieces, and looks now and then at how that goes: the clock before each write costs
+    0.1 µs, and a timeout around it would cost 4. To be closed, as by `contextlib.closing`.
 
     Args:
-        timeout_s: how long one write may wait for its client.
-        on_stuck: called when the connection has been cut.
-        idle_s: how long nothing may be written.
-        on_idle: called then, and again after each such time.
+        timeout_s: how long one write may wait for its client; then the connection is cut, and ``on_stuck`` called.
+        idle_s: how long nothing may be written before ``on_idle`` is called, and again after each such time.
     """
 
     def __init__(
@@ -218,13 +213,8 @@ async def write_in_pieces(
 
 
 class PerLoop(Generic[T]):
-    """A lock, or a timer that runs, of an object that lives on several loops, one after another.
-
-    What an earlier loop had is forgotten: that loop may have ended in the middle of anything.
-
-    Args:
-        make: asked once on each loop, by the first `get` there.
-    """
+    """A lock, or a timer that runs, of an object that lives on several loops, one after another: made anew by the first
+    `get` on each, since an earlier loop may have ended in the middle of anything."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make

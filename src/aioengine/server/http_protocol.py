@@ -31,23 +31,17 @@ logger = logging.getLogger("aioengine")
 
 MAX_PIPELINED = 16
 """Requests that a connection may send ahead of their turn; the next ones are left unread, and it closes after these."""
-
 LINGER_S = 1.0
 """For a refused client to read why. Closing at once would reset the connection where it still sends, and the reset
 takes what it has not read yet."""
-
 MAX_LINGERING = 256
 """Refused connections that may linger; more are closed at once."""
-
 MAX_DISCARDED_BYTES = 2**20
 """What a connection may send that is read no more, before it is cut."""
-
 DRAIN_HEAD_S = 1.0
 """For a request to come whose connection, or first bytes, the server had accepted before it began to drain."""
-
 CLOSE_TIMEOUT_S = 10.0
 """For a client to read what is left for it on a connection that is closing."""
-
 PIECES_A_TURN = 32
 """Deferred pieces that are parsed in one turn of the loop: half of its budget, and requests take the rest."""
 
@@ -150,7 +144,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._is_in_head = False
         self._head_bytes = 0
         """Of a head that is not complete, without the piece that it began in."""
-        self._piece_bytes = 0
+        self._header_bytes = 0
+        """Of the headers that are complete."""
         self._num_deferred = 0
         """Pieces of this connection that are deferred. While there are any, no timer ends the connection."""
         self._is_discarding = False
@@ -196,7 +191,6 @@ class HttpProtocol(HttpToolsProtocol):
                 self.transport.abort()
             return
         self._unset_keepalive_if_required()
-        self._piece_bytes = len(data)
         if self._is_in_head:
             self._head_bytes += len(data)
         try:
@@ -241,7 +235,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self.scope["extensions"] = self._extensions
         self._is_in_head = True
-        self._head_bytes = 0
+        self._head_bytes = self._header_bytes = 0
 
     def on_url(self, url: bytes) -> None:
         self.url += url
@@ -251,7 +245,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         # Counted here: a piece of 256 KiB may hold 60,000 of them, and take 20 ms.
-        if len(self.headers) >= self._limits.max_headers:
+        self._header_bytes += len(name) + len(value)
+        if len(self.headers) >= self._limits.max_headers or self._header_bytes > self._limits.max_header_bytes:
             raise _head_too_large(self._limits)
         name = name.lower()
         if name == b"expect" and value.lower() == b"100-continue":
@@ -261,12 +256,6 @@ class HttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._is_in_head = False
         self._stop_head_timer()
-        limits = self._limits
-        # Counted only where it can be too much: a piece may hold a body, too, or other requests.
-        if self._head_bytes + self._piece_bytes > limits.max_header_bytes and _size_of(self.headers) > (
-            limits.max_header_bytes
-        ):
-            raise _head_too_large(limits)
         if len(self.pipeline) >= MAX_PIPELINED:
             raise ApiError(400, "too_many_requests", "too many requests were sent ahead of their turn")
         super().on_headers_complete()
@@ -371,10 +360,6 @@ class HttpProtocol(HttpToolsProtocol):
         self._state.lingering.add(self)
         self.transport.write_eof()
         self._head_timer = self.loop.call_later(LINGER_S, self.transport.abort)
-
-
-def _size_of(headers: list[tuple[bytes, bytes]]) -> int:
-    return sum(len(name) + len(value) for name, value in headers)
 
 
 def _head_too_large(limits: HttpLimits) -> ApiError:

@@ -27,22 +27,16 @@ logger = logging.getLogger("aioengine")
 
 TURNS_TO_TAKE_IN = 5
 """Of the loop, from a connection that the system holds to the app's first step: accepted, made, read, begun."""
-
 TICK_S = 1.0
 """How often the server looks at the engine's health and at connections that are closing."""
-
 ABORT_GRACE_S = 2.0
 """For clients to hear that their requests were aborted; then their connections are ended."""
-
 ABORT_AGAIN_S = 0.05
 """A request whose body was still coming reaches the engine after all were aborted: they are aborted again."""
-
 CONNECTIONS_END_S = 1.0
 """For the loop to close sockets that were cut: it takes a turn."""
-
 TASKS_END_S = 2.0
 """For the app's tasks to end once their connections have."""
-
 LIFESPAN_END_S = 30.0
 
 

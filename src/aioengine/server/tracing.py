@@ -29,7 +29,6 @@ except ImportError:
 else:
     is_installed = True
 
-TRACER_NAME = "aioengine"
 SYSTEM = "aioengine"
 MAX_TEXT_CHARS = 1024
 """Of one attribute: model names and paths are the client's."""
@@ -46,7 +45,7 @@ class Tracing:
 
     def __init__(self, provider: TracerProvider | None = None) -> None:
         # The API's own tracer passes on to the provider that is set later, so that it may be asked for now.
-        self._tracer = trace.get_tracer(TRACER_NAME, tracer_provider=provider) if is_installed else None
+        self._tracer = trace.get_tracer(SYSTEM, tracer_provider=provider) if is_installed else None
 
     def begin(self, record: RequestRecord, headers: Mapping[str, str]) -> Span | None:
         """The span of a request that begins, in the host's for it or else under the one that its ``traceparent`` names.
@@ -59,12 +58,13 @@ class Tracing:
         if self._tracer is None or record.route in UNCOUNTED_HANDLERS:
             return None
         asked = propagate.extract(headers) if "traceparent" in headers else Context()
+        method = record.method if record.method in METHODS else "_OTHER"
         is_inside = _is_inside(trace.get_current_span(), trace.get_current_span(asked).get_span_context())
         span = self._tracer.start_span(
             _name(record),
             context=None if is_inside else asked,
             kind=SpanKind.INTERNAL if is_inside else SpanKind.SERVER,
-            attributes={"http.request.method": _method(record), "url.path": record.path[:MAX_TEXT_CHARS]},
+            attributes={"http.request.method": method, "url.path": record.path[:MAX_TEXT_CHARS]},
         )
         # What is not sampled needs no end: it costs its parent's check and no more.
         return span if span.is_recording() else None
@@ -100,13 +100,9 @@ def _is_inside(span: Span, asked: SpanContext) -> bool:
     return current.is_valid and not current.trace_flags.sampled and not current.is_remote
 
 
-def _method(record: RequestRecord) -> str:
-    return record.method if record.method in METHODS else "_OTHER"
-
-
 def _name(record: RequestRecord) -> str:
     """``POST /v1/chat/completions``; never a path that a client made up, of which there may be any number."""
-    method = _method(record) if record.method in METHODS else "HTTP"
+    method = record.method if record.method in METHODS else "HTTP"
     return method if record.route == OTHER_ROUTE else f"{method} {record.route}"
 
 
