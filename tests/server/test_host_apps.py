@@ -309,9 +309,15 @@ async def test_a_server_comes_back_serving_and_is_closed_by_hand() -> None:
         with pytest.raises(httpx.ConnectError):
             async with plain_client(server.url) as client:
                 await client.get("/health")
-        # Another one, on the same engine.
-        async with await start_server(engine, port=0) as again, plain_client(again.url) as client:
+        # Another one, on the same engine; and none where it is.
+        limits = HttpLimits(max_connections=5)
+        async with await start_server(engine, port=0, limits=limits) as again, plain_client(again.url) as client:
             assert (await client.get("/health")).status_code == 200
+            with pytest.raises(AioEngineError, match="in use"):
+                await start_server(engine, port=int(again.url.rpartition(":")[2]))
+    for ended in (engine, quick_engine()):
+        with pytest.raises(EngineClosed):
+            await start_server(ended, port=0)
 
 
 UNCLOSED = """
@@ -369,14 +375,3 @@ async def test_a_server_that_is_closed_lets_what_runs_end_or_aborts_it(
                 await asyncio.sleep(0)
             assert (await asking).json()["choices"][0]["finish_reason"] == finish_reason
             await closing
-
-
-async def test_a_server_of_an_engine_that_has_not_been_started_or_of_a_place_that_is_taken_is_refused() -> None:
-    limits = HttpLimits(max_connections=5)
-    async with quick_engine() as engine, await start_server(engine, port=0, limits=limits) as server:
-        with pytest.raises(AioEngineError, match="in use"):
-            await start_server(engine, port=int(server.url.rpartition(":")[2]))
-    with pytest.raises(EngineClosed):
-        await start_server(quick_engine(), port=0)
-    with pytest.raises(EngineClosed):
-        await start_server(engine, port=0)

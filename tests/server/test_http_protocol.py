@@ -425,13 +425,22 @@ async def test_a_held_request_is_its_connections_last_when_a_drain_begins(before
 
 
 @both_loops
-@pytest.mark.parametrize("rest", [b"\r\n", b"GET /never"])
-async def test_a_drain_does_not_wait_for_what_was_held_and_is_no_request(rest: bytes) -> None:
+@pytest.mark.parametrize(
+    ("before", "rest"),
+    [(GET, b"\r\n"), (GET, b"GET /never"), (HEAD_OF_POST + b"content-length: 5\r\n\r\nhe", b"llo")],
+    ids=["newline", "beginning", "body"],
+)
+async def test_a_drain_does_not_wait_for_what_was_held_and_is_no_request(before: bytes, rest: bytes) -> None:
     async with served(header_timeout_s=0.1) as server, client_of(server) as client:
-        await ask(client)
+        await client.send(before)
+        if before == GET:
+            await client.answer()
+        await until(lambda: len(server.app.scopes) == 1)
         with holding(server):
             await hold(server, client, rest)
             server.state.drain()
+        if before != GET:
+            assert (await client.answer()).headers["connection"] == "close"
         await client.read_to_end()
 
 
