@@ -200,7 +200,7 @@ async def test_over_tls_too_what_is_held_for_later_turns_is_answered_and_by_a_se
         with few_a_turn():
             for is_last in (False, True):
                 for _, writer in connections:
-                    writer.write(GET % b"a")
+                    writer.write(GET % b"health")  # a 503 for what comes when the drain has begun
                 if is_last:
                     await asyncio.sleep(0)
                     server.stop.ask()

@@ -199,7 +199,7 @@ async def test_a_refusal_can_be_read_by_who_still_sends() -> None:
 async def test_who_never_stops_sending_after_a_refusal_is_cut_off() -> None:
     async with served() as server, client_of(server) as client:
         await client.send(b"rubbish\r\n\r\n")
-        with suppress(ConnectionError):
+        with pytest.raises(ConnectionError):
             await client.send(b"c" * 20 * MAX_DISCARDED_BYTES)
         await until(lambda: server.state.is_idle)
 
