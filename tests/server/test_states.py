@@ -13,12 +13,13 @@ import anyio
 import anyio.abc
 import httpx
 import pytest
-from server.conftest import Adapter, app_of, both_adapters, fake_engine, plain_client, serving_app, serving_fake
+from server.conftest import Adapter, api_of, app_of, both_adapters, fake_engine, plain_client, serving_app, serving_fake
 from waiting import Tasks, until
 
 from aioengine import Engine
 from aioengine.models.folder import ModelFolder
 from aioengine.server import ServerConfig, api, create_app, start_server
+from aioengine.server.api import Api
 from aioengine.testing import FakeExecutor
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -91,14 +92,15 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 @contextlib.asynccontextmanager
 async def starting(
     adapter: Adapter, config: ServerConfig | None = None, *, model: str | None = None
-) -> AsyncIterator[tuple[Engine, httpx.AsyncClient, Tasks]]:
-    """An engine that is served while it starts, which `gate` holds; a client of it, and tasks that end with it."""
+) -> AsyncIterator[tuple[Engine, Api, httpx.AsyncClient, Tasks]]:
+    """An engine that is served while it starts, which `gate` holds;
+    its API, a client of it, and tasks that end with it."""
     engine = Engine(model, seed=1, executor=FakeExecutor(vocab_size=2048))
     app = app_of(engine, adapter, config)
     async with serving_app(app) as url, plain_client(url) as http, Tasks() as tasks:
         tasks.start(engine.__aenter__())
         await until(lambda: engine._runtime is not None)
-        yield engine, http, tasks
+        yield engine, api_of(app), http, tasks
         await engine.aclose()
 
 
@@ -106,7 +108,7 @@ async def starting(
 async def test_what_is_asked_while_the_engine_starts_is_answered_when_it_has(
     adapter: Adapter, gate: threading.Event
 ) -> None:
-    async with starting(adapter) as (_, http, tasks):
+    async with starting(adapter) as (_, _, http, tasks):
         streams = [(path, {**body, "stream": True}) for path, body in POSTS.items() if path.startswith("/v1")]
         answers = [tasks.start(http.post(path, json=body)) for path, body in [*POSTS.items(), *streams]]
         for path in ("/v1/models", "/load"):
@@ -128,15 +130,15 @@ def strip_labels(metrics: str) -> str:
 async def test_what_waits_for_a_start_is_bounded_in_number_and_time(
     adapter: Adapter, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with starting(adapter, ServerConfig(max_concurrent_requests=1)) as (engine, http, tasks):
+    async with starting(adapter, ServerConfig(max_concurrent_requests=1)) as (engine, server, http, tasks):
         tasks.start(http.post("/v1/completions", json=POSTS["/v1/completions"]))
-        await until(lambda: engine._runtime._num_waiting_for_start == 1)
+        await until(lambda: server._num_open == 1)
         check_503(await http.post("/tokenize", json=POSTS["/tokenize"]), "overloaded")
         gate.set()
         await until(lambda: engine.health().status == "ALIVE")
     gate.clear()
     monkeypatch.setattr(api, "START_TIMEOUT_S", 0.001)
-    async with starting(adapter) as (engine, http, _):
+    async with starting(adapter) as (engine, _, http, _):
         answer = await http.post("/v1/completions", json=POSTS["/v1/completions"])
         check_503(answer, "unavailable")
         assert "still starting" in answer.json()["error"]["message"]
@@ -148,9 +150,9 @@ async def test_what_waits_for_a_start_is_bounded_in_number_and_time(
 async def test_who_waits_for_a_start_that_fails_hears_that_it_did(
     adapter: Adapter, gate: threading.Event, tmp_path: Path
 ) -> None:
-    async with starting(adapter, model=str(tmp_path / "absent")) as (engine, http, tasks):
+    async with starting(adapter, model=str(tmp_path / "absent")) as (_, server, http, tasks):
         answers = [tasks.start(http.post(path, json=body)) for path, body in POSTS.items()]
-        await until(lambda: engine._runtime._num_waiting_for_start == len(POSTS))
+        await until(lambda: server._num_open == len(POSTS))
         gate.set()
         for answer in [await asked for asked in answers]:
             check_503(answer, "unavailable")
