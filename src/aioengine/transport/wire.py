@@ -42,14 +42,15 @@ MAX_HEADER_BYTES = 16 * 2**20
 """The largest is a request with every list at its limit, or a result of `collective_rpc`."""
 MAX_FRAME_BYTES = 64 * 2**20
 MAX_FRAMES = 16
+_LIMITS = (MAX_HEADER_BYTES, *[MAX_FRAME_BYTES] * (MAX_FRAMES - 1))
 
 Buffer = bytes | bytearray | memoryview
 Arrays = tuple[NDArray[Any], ...]
-_DTYPES = {name: np.dtype(name) for name in ("<i4", "<f4", "<f8", "<u1")}  # making one costs as much as a frame
-Layout = tuple[str, ...]
+Layout = tuple[np.dtype[Any], ...]
 """The numpy dtype of each frame."""
 
-LOGPROBS: Layout = ("<i4", "<f4", "<i4", "<i4", "<i4", "<f4", "<i4")
+INT32, FLOAT32, FLOAT64, BYTES = (np.dtype(name) for name in ("<i4", "<f4", "<f8", "<u1"))
+LOGPROBS: Layout = (INT32, FLOAT32, INT32, INT32, INT32, FLOAT32, INT32)
 """Indices of the tokens [t] that the first t entries are about, which are followed by those about prompts; of each
 entry the log-probability, the rank, and how many others it has [n]; of the others ids, log-probabilities, ranks [m]."""
 
@@ -93,7 +94,7 @@ class AddRequest(WireMessage, frozen=True, tag=2):
     """Output tokens of each choice that may be computed for now; -1: all."""
 
     def layout(self) -> Layout:
-        return ("<i4",)
+        return (INT32,)
 
 
 class Finish(WireMessage, frozen=True, tag=3):
@@ -120,7 +121,7 @@ class CallControl(WireMessage, frozen=True, tag=5):
     has_data: bool = False
 
     def layout(self) -> Layout:
-        return ("<u1",) if self.has_data else ()
+        return (BYTES,) if self.has_data else ()
 
 
 class Acknowledge(WireMessage, frozen=True, tag=6):
@@ -274,8 +275,10 @@ def _encode_array(value: Any) -> memoryview:
 
 
 def _decode_array(kind: Any, value: Any) -> NDArray[np.float64]:
-    return np.frombuffer(value, _DTYPES["<f8"])
+    return np.frombuffer(value, FLOAT64)
 
+
+T = TypeVar("T")
 
 _encoder = msgspec.msgpack.Encoder()
 _params_decoder = msgspec.msgpack.Decoder(SamplingParams)
@@ -295,12 +298,16 @@ def pack_params(params: SamplingParams) -> msgspec.Raw:
 
 def unpack_params(raw: msgspec.Raw) -> SamplingParams:
     """Raises InvalidRequest: they are none, or bad ones."""
+    return _unpack(_params_decoder, raw, "the sampling parameters cannot be read", "params")
+
+
+def _unpack(decoder: msgspec.msgpack.Decoder[T], raw: msgspec.Raw, problem: str, param: str | None = None) -> T:
     try:
-        return _params_decoder.decode(raw)
+        return decoder.decode(raw)
     except InvalidRequest:
         raise
     except Exception as error:  # msgspec's own, text that is none, a nesting too deep
-        raise InvalidRequest(f"the sampling parameters cannot be read: {error}", param="params") from None
+        raise InvalidRequest(f"{problem}: {error}", param=param) from None
 
 
 def pack_control(control: AnyControl) -> tuple[msgspec.Raw, Sequence[Any]]:
@@ -316,12 +323,7 @@ def pack_control(control: AnyControl) -> tuple[msgspec.Raw, Sequence[Any]]:
 
 def unpack_control(raw: msgspec.Raw, arrays: Arrays) -> AnyControl:
     """Raises InvalidRequest: there is no such call, or its arguments are bad."""
-    try:
-        control = _control_decoder.decode(raw)
-    except InvalidRequest:
-        raise
-    except Exception as error:  # as above
-        raise InvalidRequest(f"this engine knows no such call: {error}") from None
+    control = _unpack(_control_decoder, raw, "this engine knows no such call")
     if isinstance(control, StageWeights):
         if not arrays:
             raise InvalidRequest("a piece of a tensor came without its bytes")
@@ -366,7 +368,7 @@ class LogprobColumns:
             [len(entry.others) for entry in entries],
             *([other[field] for other in others] for field in range(3)),
         )
-        return [np.array(column, _DTYPES[name]) for column, name in zip(columns, LOGPROBS, strict=True)]
+        return [np.array(column, dtype) for column, dtype in zip(columns, LOGPROBS, strict=True)]
 
     def at(self, index: int) -> SampledLogprobs | None:
         """The entry of the message's token at this index, to be asked for in rising order; None if it has none."""
@@ -461,7 +463,11 @@ class Reader(Generic[Body]):
             WireError: it is malformed, truncated, too large, or has more in it than belongs there.
             OutOfTurn: it is not the next one.
         """
-        _check_sizes(frames)
+        if not 1 <= len(frames) <= MAX_FRAMES:
+            raise WireError(f"{len(frames)} frames; 1 to {MAX_FRAMES} make a message")
+        for frame, limit in zip(frames, _LIMITS, strict=False):
+            if len(frame) > limit:
+                raise WireError(f"a frame of {len(frame)} bytes; {limit} are allowed")
         try:
             envelope = self._decoder.decode(frames[0])
         except WireError:
@@ -476,26 +482,14 @@ class Reader(Generic[Body]):
         return body, arrays
 
 
-def _check_sizes(frames: Sequence[Buffer]) -> None:
-    if not 1 <= len(frames) <= MAX_FRAMES:
-        raise WireError(f"{len(frames)} frames; 1 to {MAX_FRAMES} make a message")
-    if len(frames[0]) > MAX_HEADER_BYTES:
-        raise WireError(f"a header of {len(frames[0])} bytes; {MAX_HEADER_BYTES} are allowed")
-    largest = max(map(len, frames[1:]), default=0)
-    if largest > MAX_FRAME_BYTES:
-        raise WireError(f"a frame of {largest} bytes; {MAX_FRAME_BYTES} are allowed")
-
-
 def _view(frames: Sequence[Buffer], layout: Layout) -> Arrays:
     if len(frames) != len(layout):
         raise WireError(f"{len(frames)} frames beside the header; {len(layout)} belong there")
     arrays = []
-    for frame, name in zip(frames, layout, strict=True):
-        dtype = _DTYPES[name]
+    for frame, dtype in zip(frames, layout, strict=True):
         if len(frame) % dtype.itemsize:
-            raise WireError(f"a frame of {len(frame)} bytes, which are no {name}")
+            raise WireError(f"a frame of {len(frame)} bytes, which are no {dtype}")
         array: NDArray[Any] = np.frombuffer(frame, dtype)
-        if array.flags.writeable:
-            array.flags.writeable = False
+        array.flags.writeable = False
         arrays.append(array)
     return tuple(arrays)
