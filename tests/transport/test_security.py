@@ -98,7 +98,7 @@ def test_a_name_that_is_no_file_name_is_refused(tmp_path: Path, name: str) -> No
 
 def test_keys_are_not_written_where_others_can_enter(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
-    with pytest.raises(ConfigError, match=f"others can enter {tmp_path} .*chmod 700 {tmp_path}"):
+    with pytest.raises(ConfigError, match=f"{tmp_path} can be entered by others .*chmod 700 {tmp_path}"):
         make_keys(tmp_path, ["alice"])
     assert list(tmp_path.iterdir()) == []
 

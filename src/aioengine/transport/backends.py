@@ -44,6 +44,13 @@ EXIT_NEWS_S = 0.05
 """The end of a connection and that of a process are told apart if the second is known so soon after the first."""
 
 
+async def _refuse_function(_: Any, function: Callable[[Any], T]) -> list[T]:
+    raise InvalidRequest(
+        "a function cannot travel to the engine's process: register it there (aioengine.worker_function, in a module "
+        "named in ProcessOptions.plugins), and call it by its name with collective_rpc"
+    )
+
+
 class Connected:
     """A `Backend` for an engine that serves at an address.
 
@@ -87,15 +94,13 @@ class Connected:
             self._link,
             self._attached,
             config=_read_config(self._attached.config),
-            clock=clock_of(asyncio.get_running_loop()),
-            on_capacity=self._hooks.on_capacity,
+            hooks=self._hooks,
             is_far=self._address.startswith("tcp:"),
             describe_cut=self._describe_cut,
             logs_stats=False,
         )
 
-    async def apply_model(self, function: Callable[[Any], T]) -> list[T]:
-        raise _no_functions()
+    apply_model = _refuse_function
 
     async def aclose(self) -> None:
         await self._link.aclose()
@@ -134,18 +139,14 @@ class InChild:
     async def find_model(self) -> ModelFolder:
         # Noted where it is made, so that a start that is cancelled here removes it.
         await self._hooks.worker.run(self._make_folder, None)
-        assert self._folder is not None
-        self._begin(self._folder)
+        self._begin()
         return await _find_small_files(self._config, self._hooks.worker)
 
     async def open(self, on_progress: OnProgress | None = None) -> None:
         clock = clock_of(asyncio.get_running_loop())
-        folder, channel = self._folder, self._handshake
-        assert folder is not None, "find_model comes first"
-        assert channel is not None, "find_model comes first"
         machine = Welcome(
             num_local=1,
-            make_init=lambda index: self._make_init(index, folder),
+            make_init=self._make_init,
             token=self._token,
             now=clock(),
             start_timeout_s=self._options.start_timeout_s,
@@ -156,7 +157,8 @@ class InChild:
             if on_progress is not None and total:
                 on_progress(done, total)
 
-        await welcome(channel, machine, clock, exits=self._exits, on_change=on_change)
+        assert self._handshake is not None, "find_model comes first"
+        await welcome(self._handshake, machine, clock, exits=self._exits, on_change=on_change)
         ready = machine.engines[0].ready
         assert ready is not None
         self._served_at = ready.address
@@ -165,19 +167,17 @@ class InChild:
             self._link,
             attached,
             config=self._config,
-            clock=clock,
-            on_capacity=self._hooks.on_capacity,
+            hooks=self._hooks,
             is_far=False,
             describe_cut=self._describe_cut,
             logs_stats=True,
         )
-        if self._exits:
+        if self._exits:  # meanwhile
             self.core.die(EngineDead(self._exits[0][1]))
         # From now on this process may be killed and leaves no file.
         await self._hooks.worker.run(remove_private, None, ready.address)
 
-    async def apply_model(self, function: Callable[[Any], T]) -> list[T]:
-        raise _no_functions()
+    apply_model = _refuse_function
 
     async def aclose(self) -> None:
         if self._child is not None:
@@ -218,14 +218,15 @@ class InChild:
         if self._served_at is not None:
             remove_private(self._served_at)
 
-    def _begin(self, folder: PrivateFolder) -> None:
+    def _begin(self) -> None:
         """Bind for the handshake and start the process."""
+        assert self._folder is not None
         self._context = make_context()
         try:
             socket = self._context.socket(zmq.ROUTER)
         except zmq.ZMQError as error:
             raise ConfigError(f"no socket can be had for the start of the engine's process: {error.strerror}") from None
-        address = bind(socket, folder.address(START_SOCKET))
+        address = bind(socket, self._folder.address(START_SOCKET))
         self._handshake = Channel(socket)
         self._child = Child(
             "engine 0",
@@ -262,13 +263,14 @@ class InChild:
                 raise
             raise EngineDead(exit_news) from error
 
-    def _make_init(self, index: int, folder: PrivateFolder) -> Init:
+    def _make_init(self, index: int) -> Init:
         """What the process is told now that it is here.
 
         No other process is to connect, and should this one be killed while the model loads, no file is to be left: the
         folder goes. The engine serves in one of its own, whose name is known when it is there.
         """
-        folder.remove()
+        if self._folder is not None:
+            self._folder.remove()
         return Init(
             version=PROTOCOL_VERSION,
             index=index,
@@ -316,10 +318,3 @@ async def _find_small_files(config: EngineConfig, worker: TextWorker) -> ModelFo
         return ModelFolder.resolve(config.model, revision=config.revision, with_weights=False)
 
     return await find(resolve, config, worker)
-
-
-def _no_functions() -> InvalidRequest:
-    return InvalidRequest(
-        "a function cannot travel to the engine's process: register it there (aioengine.worker_function, in a module "
-        "named in ProcessOptions.plugins), and call it by its name with collective_rpc"
-    )

@@ -21,7 +21,9 @@ from aioengine.core.engine_core import PUBLISH_SLICE
 from aioengine.core.health import Beat, Health, dead, judge
 from aioengine.core.listener import UNLIMITED, Conditions, Endings, Listener
 from aioengine.core.observers import Observers, UserCode
+from aioengine.core.protocol import CoreHooks
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead, WireError, describe
+from aioengine.executor.in_process import clock_of
 from aioengine.metrics import StepRecord
 from aioengine.outputs import FinishReason
 from aioengine.scheduler.scheduler import SchedulerStats
@@ -54,8 +56,7 @@ class RemoteCore:
         link: attached; closed by its owner after `run` has ended.
         attached: what the engine has said of itself.
         config: the engine's.
-        clock: seconds, of this side.
-        on_capacity: called when a waiting sequence has begun to run or has ended.
+        hooks: of the caller's side.
         is_far: whether missing beats mean that it is dead, since nothing else would tell.
         describe_cut: says, soon, why the connection has ended.
         logs_stats: whether this side logs the engine's load.
@@ -69,15 +70,14 @@ class RemoteCore:
         attached: wire.Attached,
         *,
         config: EngineConfig,
-        clock: Callable[[], float],
-        on_capacity: Callable[[], None],
+        hooks: CoreHooks,
         is_far: bool,
         describe_cut: DescribeCut,
         logs_stats: bool,
     ) -> None:
         self.config = config
         self.eos_token_ids = attached.eos_token_ids
-        self.clock = clock
+        self.clock = clock = clock_of(asyncio.get_running_loop())
         self.user_code = UserCode()
         log_interval_s = config.log_stats_interval_s if logs_stats else 0.0
         self.observers = Observers(self.user_code, log_interval_s=log_interval_s, now_s=clock())
@@ -87,7 +87,7 @@ class RemoteCore:
         self.info = attached.info
         self.is_sleeping = attached.first_beat.is_sleeping
         self._link = link
-        self._on_capacity = on_capacity
+        self._on_capacity = hooks.on_capacity
         self._is_far = is_far
         self._describe_cut = describe_cut
         self._live: dict[int, Sequence] = {}
@@ -350,7 +350,13 @@ class RemoteCore:
     async def _on_outputs(self, body: wire.StepOutputsMessage, arrays: wire.Arrays) -> None:
         now = self.clock()
         for started in body.started:
-            self._on_started(started, now)
+            sequence = self._live.get(started.number)
+            if sequence is not None:
+                sequence.num_cached_tokens = started.num_cached_tokens
+                sequence.admitted_at = now
+                sequence.has_run = True
+                sequence.listener.on_started()
+            self._waits_no_more(started.number)
         for first in body.first:
             sequence = self._live.get(first.number)
             if sequence is not None:
@@ -372,15 +378,6 @@ class RemoteCore:
         self._on_ends(body)
         if body.record is not None:
             self._on_record(body.record)
-
-    def _on_started(self, started: wire.Started, now: float) -> None:
-        sequence = self._live.get(started.number)
-        if sequence is not None:
-            sequence.num_cached_tokens = started.num_cached_tokens
-            sequence.admitted_at = now
-            sequence.has_run = True
-            sequence.listener.on_started()
-        self._waits_no_more(started.number)
 
     def _on_tokens(
         self,

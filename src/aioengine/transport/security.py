@@ -133,9 +133,9 @@ def make_keys(folder: str | os.PathLike[str], clients: Sequence[str]) -> list[Pa
     for name in clients:
         if not _NAME.fullmatch(name):
             raise ConfigError(f"a client's name has letters, digits, '.', '_' and '-'; {name!r} does not do")
-        for path in _existing(root / CLIENTS, name):
+        for path in filter(os.path.lexists, _files(root / CLIENTS, name)):
             raise ConfigError(f"{path} exists and is never overwritten; choose another name, or delete both files")
-    servers = _existing(root, SERVER)
+    servers = [*filter(os.path.lexists, _files(root, SERVER))]
     if len(servers) == 1:
         raise ConfigError(
             f"{root} has {servers[0].name} without the other half of the pair; this may be a client's copy: choose "
@@ -150,29 +150,25 @@ def make_keys(folder: str | os.PathLike[str], clients: Sequence[str]) -> list[Pa
         raise ConfigError(f"cannot write keys to {root}: {error.strerror} ({error.filename})") from None
 
 
-def _existing(folder: Path, name: str) -> list[Path]:
-    return [path for path in (folder / f"{name}{SECRET}", folder / f"{name}{PUBLIC}") if os.path.lexists(path)]
+def _files(folder: Path, name: str) -> tuple[Path, Path]:
+    """Of a pair: with the secret, and without it."""
+    return folder / f"{name}{SECRET}", folder / f"{name}{PUBLIC}"
 
 
 def _make_private(folder: Path) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    mode = stat.S_IMODE(folder.stat().st_mode)
-    if mode & 0o077:
-        raise ConfigError(f"others can enter {folder} (mode {mode:o}); close it first: chmod 700 {folder}")
+    _check_mode(folder, 0o077, "can be entered by others", "chmod 700")
 
 
 def _make_pair(folder: Path, name: str) -> list[Path]:
     public, secret = (key.decode() for key in zmq.curve_keypair())
-    own, shared = folder / f"{name}{SECRET}", folder / f"{name}{PUBLIC}"
+    files = _files(folder, name)
     certificate = f'metadata\ncurve\n    public-key = "{public}"\n'  # as zmq.auth reads it
-    _write_new(own, f'{certificate}    secret-key = "{secret}"\n', 0o600)
-    _write_new(shared, certificate, 0o644)
-    return [own, shared]
-
-
-def _write_new(path: Path, content: str, mode: int) -> None:
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
-        file.write(content)
+    contents = f'{certificate}    secret-key = "{secret}"\n', certificate
+    for path, content, mode in zip(files, contents, (0o600, 0o644), strict=True):
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
+            file.write(content)
+    return [*files]
 
 
 def _client_name(root: Path, name: str | None) -> str:
