@@ -207,13 +207,12 @@ class Histogram:
         return int(self.counts.sum())
 
     def quantile(self, q: float) -> float | None:
-        """Estimate the quantile ``q``, 0 to 1, as Prometheus' ``histogram_quantile`` does; None without values.
+        """Estimate a quantile (0 to 1) as Prometheus' ``histogram_quantile`` does; None without values.
 
         Within its bucket the values are taken to lie evenly, from 0 in the first one. What lies above the last bound
         is taken for that bound.
         """
-        counts = self.counts
-        cumulative = np.cumsum(counts)
+        cumulative = np.cumsum(self.counts)
         if not cumulative[-1]:
             return None
         rank = q * float(cumulative[-1])
@@ -222,7 +221,7 @@ class Histogram:
             return self._bounds[-1]
         below = float(cumulative[bucket - 1]) if bucket else 0.0
         lower = self._bounds[bucket - 1] if bucket else min(0.0, self._bounds[0])
-        return lower + (self._bounds[bucket] - lower) * (rank - below) / float(counts[bucket])
+        return lower + (self._bounds[bucket] - lower) * (rank - below) / float(self.counts[bucket])
 
     def samples(self) -> Iterator[Sample]:
         cumulative = np.cumsum(self.counts).tolist()

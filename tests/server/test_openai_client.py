@@ -330,7 +330,7 @@ async def test_usage_may_be_told_all_along(http: httpx.AsyncClient) -> None:
         usages = [event["usage"] for event in events_of(answer.content)]
         counts = [usage["completion_tokens"] for usage in usages]
         assert counts == sorted(counts)
-        assert counts[0] == 0
+        assert counts[0] == 0 or "echo" in body, "before an echo there is a token"
         assert counts[-1] == counts[-2] > 1
         assert len({usage["prompt_tokens"] for usage in usages}) == 1
 

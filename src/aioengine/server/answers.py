@@ -305,8 +305,6 @@ class CompletionAnswer(Answer):
             return super().event(choice, delta, usage)
         if delta.finish_reason is None:
             return b""
-        if usage is not None:
-            usage = msgspec.structs.replace(usage, completion_tokens=0)
         return super().event(choice, _without_tokens(delta), usage)
 
     def _logprobs(self, choice: int, positions: Sequence[TokenLogprobs]) -> bytes:

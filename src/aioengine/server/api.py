@@ -17,7 +17,6 @@ from aioengine.engine import Engine, check_asyncio
 from aioengine.errors import AioEngineError, EngineClosed, EngineDead, InvalidRequest
 from aioengine.server.access_log import log_request, logger, request_id_of
 from aioengine.server.body import BodyReader
-from aioengine.server.completions import Completions
 from aioengine.server.config import ServerConfig
 from aioengine.server.decoding import IDS_A_TURN, read_messages, read_text, read_tokens
 from aioengine.server.errors import (
@@ -38,6 +37,7 @@ from aioengine.server.exchange import (
     run_while_connected,
     write_in_pieces,
 )
+from aioengine.server.generation import Completions
 from aioengine.server.metrics import HttpMetrics, read_families, render
 from aioengine.server.page import PAGE
 from aioengine.server.record import RequestRecord

@@ -1,4 +1,4 @@
-"""The engine's streams behind one HTTP request, read together, and the way of their events to the client."""
+"""``/v1/chat/completions`` and ``/v1/completions``: from a decoded request to its last event."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ import time
 from collections.abc import Callable
 from typing import Any, Self
 
-import msgspec
-
-from aioengine.engine import Stream
-from aioengine.errors import AioEngineError
+from aioengine.engine import Engine, Stream
+from aioengine.errors import AioEngineError, InvalidRequest
 from aioengine.outputs import CompletionDelta, RequestOutput
-from aioengine.server.answers import Answer, Usage, error_event, split_delta
+from aioengine.server.access_log import MAX_ID_CHARS, is_fit_id
+from aioengine.server.answers import Answer, AnswerHead, ChatAnswer, CompletionAnswer, Usage, error_event, split_delta
 from aioengine.server.config import ServerConfig
-from aioengine.server.errors import api_error_of
-from aioengine.server.exchange import EventWriter, Exchange
+from aioengine.server.decoding import read_messages, read_prompts
+from aioengine.server.errors import JSON_HEADERS, api_error_of, invalid_value
+from aioengine.server.exchange import EventWriter, Exchange, Response, run_while_connected
 from aioengine.server.record import RequestRecord
-from aioengine.server.schema import Generation
+from aioengine.server.schema import ChatRequest, CompletionRequest, Generation, template_kwargs
+from aioengine.turns import turns_here
 
 EVENT_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -27,6 +28,203 @@ EVENT_HEADERS = {
 }
 KEEPALIVE = b": still here\n\n"
 """A comment, which clients of server-sent events pass over."""
+CHAT_NAMES = {"prompt": "messages", "logprobs": "top_logprobs"}
+"""What chats call the engine's parameters."""
+
+
+class Completions:
+    """Answers both kinds of generation.
+
+    Args:
+        model_name: gives the name to answer with for the one that was asked for.
+    """
+
+    def __init__(
+        self, find_engine: Callable[[], Engine], config: ServerConfig, model_name: Callable[[str | None], str]
+    ) -> None:
+        self._find_engine = find_engine
+        self._config = config
+        self._model_name = model_name
+
+    @property
+    def _engine(self) -> Engine:
+        return self._find_engine()
+
+    async def chat(self, exchange: Exchange, record: RequestRecord, request: ChatRequest) -> Response | None:
+        """Answer a chat; None when that was a stream, which has been written."""
+        self._note(exchange, record, request)
+        messages = read_messages(request.messages, self._config.max_messages)
+        try:
+            streams = await self._streams(record, request, [messages], chat_template_kwargs=template_kwargs(request))
+            answer = ChatAnswer(
+                _head("chatcmpl", record, streams),
+                self._engine.token_bytes,
+                top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+                has_usage=request.has_usage,
+            )
+            return await self._answer(exchange, record, request, streams, answer)
+        except InvalidRequest as error:
+            names = dict(CHAT_NAMES)
+            if request.max_completion_tokens is not None:
+                names["max_tokens"] = "max_completion_tokens"
+            if request.chat_template_kwargs is None:
+                names["chat_template_kwargs"] = "add_generation_prompt"
+            raise api_error_of(error, param_names=names) from error
+
+    async def complete(self, exchange: Exchange, record: RequestRecord, request: CompletionRequest) -> Response | None:
+        """Complete prompts; None when that was a stream, which has been written."""
+        self._note(exchange, record, request)
+        prompts = await read_prompts(
+            request.prompt, max_prompts=self._config.max_prompts, max_ids=self._engine.info.max_model_len
+        )
+        streams = await self._streams(record, request, prompts)
+        answer = CompletionAnswer(
+            _head("cmpl", record, streams),
+            self._engine.token_bytes,
+            top_logprobs=request.logprobs,
+            has_usage=request.has_usage,
+            num_choices=streams[0].params.n,
+            prompt_texts=[await self._text_of(prompt) for prompt in prompts] if request.echo else None,
+            is_echo_alone=request.is_echo_alone,
+        )
+        return await self._answer(exchange, record, request, streams, answer)
+
+    async def _text_of(self, prompt: str | list[int]) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        return await self._engine.detokenize(prompt, skip_special_tokens=False)
+
+    def _note(self, exchange: Exchange, record: RequestRecord, request: Generation) -> None:
+        request.check()
+        if request.request_id is not None:
+            if not is_fit_id(request.request_id):
+                told = f"request_id: 1 to {MAX_ID_CHARS} visible ASCII characters are needed, and no spaces"
+                raise invalid_value("request_id", told)
+            if "x-request-id" not in exchange.headers:
+                record.request_id = request.request_id
+        record.model = self._model_name(request.model)
+
+    async def _streams(
+        self, record: RequestRecord, request: Generation, prompts: list[Any], **options: Any
+    ) -> list[Stream]:
+        """The engine's streams for the prompts, checked and not entered; with turns for others between long ones."""
+        sampling = request.sampling()
+        streams: list[Stream] = []
+        for prompt in prompts:
+            if streams:
+                await turns_here().take()
+            stream = self._engine.stream(
+                prompt,
+                request_id=record.request_id if request.request_id is None else request.request_id,
+                priority=request.priority or 0,
+                cache_salt=request.cache_salt,
+                on_full="raise",
+                max_unread_tokens=self._config.max_unread_tokens if request.stream else None,
+                **options,
+                **sampling,
+            )
+            streams.append(stream)
+        params = streams[0].params
+        self._engine.check_accepting(sum(stream.params.num_sequences for stream in streams))
+        record.n, record.max_tokens = params.n, params.max_tokens
+        record.temperature, record.top_p, record.top_k = params.temperature, params.top_p, params.top_k
+        return streams
+
+    async def _answer(
+        self, exchange: Exchange, record: RequestRecord, request: Generation, streams: list[Stream], answer: Answer
+    ) -> Response | None:
+        group = StreamGroup(streams, record.n or 1)
+
+        async def work(cut: Callable[[], None]) -> Response | None:
+            try:
+                async with group:
+                    if not request.stream:
+                        return Response(200, await answer.whole(await group.finish()), JSON_HEADERS)
+                    await self._relay(exchange, record, request, group, answer, cut)
+                    return None
+            finally:
+                if outputs := group.outputs():
+                    _note_outputs(record, outputs)
+
+        return await run_while_connected(exchange, work)
+
+    async def _relay(
+        self,
+        exchange: Exchange,
+        record: RequestRecord,
+        request: Generation,
+        group: StreamGroup,
+        answer: Answer,
+        cut: Callable[[], None],
+    ) -> None:
+        """Pass the deltas on as events, to the end or to the error that ends it: that is an event, too."""
+        group.watch()
+        record.status = 200
+        timeout_s, idle_s = self._config.write_timeout_s, self._config.keepalive_s
+        writer = EventWriter(exchange, timeout_s=timeout_s, on_stuck=cut, idle_s=idle_s, on_idle=group.wake)
+        with contextlib.closing(writer):
+            await writer.start(200, {**EVENT_HEADERS, "x-request-id": record.request_id})
+            try:
+                await _relay_deltas(writer, record, request, group, answer)
+            except AioEngineError as error:
+                record.outcome, record.error = "error", error
+                last = error_event(api_error_of(error).body()) + answer.closing(None)
+            else:
+                last = answer.closing(answer.usage(group.outputs()) if request.has_usage else None)
+            await writer.write(last)
+            await writer.end()
+
+
+async def _relay_deltas(
+    writer: EventWriter, record: RequestRecord, request: Generation, group: StreamGroup, answer: Answer
+) -> None:
+    is_usage_told = request.has_usage_all_along
+
+    def usage() -> Usage | None:
+        return answer.usage(group.outputs()) if is_usage_told else None
+
+    async def write(events: list[bytes]) -> None:
+        if data := b"".join(events):
+            if record.time_to_first_token_s is None:
+                record.time_to_first_token_s = time.monotonic() - record.started_at
+            await writer.write(data)
+
+    if opening := answer.opening(group.num_choices, usage()):
+        await writer.write(opening)
+    echo = answer.echo
+    echoed: set[int] = set()
+    while not group.is_ended:
+        if not await group.wait():
+            await writer.write(KEEPALIVE)
+            continue
+        events: list[bytes] = []
+        for choice, delta in group.take():
+            if echo is not None and choice not in echoed:
+                echoed.add(choice)
+                events.append(await echo(choice, group.output_of(choice), usage()))
+            if delta.logprobs is not None and len(delta.logprobs) > answer.max_positions:
+                for part in split_delta(delta, answer.max_positions):
+                    await write([*events, answer.event(choice, part, usage())])
+                    events.clear()
+                    await asyncio.sleep(0)
+            else:
+                events.append(answer.event(choice, delta, usage()))
+        await write(events)
+
+
+def _note_outputs(record: RequestRecord, outputs: list[RequestOutput]) -> None:
+    """What the requests have brought, for the log."""
+    usage = Usage.of(outputs)
+    choices = [choice for output in outputs for choice in output.outputs]
+    record.prompt_tokens, record.completion_tokens = usage.prompt_tokens, usage.completion_tokens
+    record.max_choice_tokens = max(len(choice.token_ids) for choice in choices)
+    record.finish_reasons = tuple(choice.finish_reason for choice in choices if choice.finish_reason is not None)
+    record.metrics = outputs[0].metrics
+
+
+def _head(kind: str, record: RequestRecord, streams: list[Stream]) -> AnswerHead:
+    """With the engine's id for it, so that what an answer is called can be aborted."""
+    return AnswerHead(id=f"{kind}-{streams[0].request_id}", created=int(time.time()), model=record.model or "")
 
 
 class StreamGroup:
@@ -140,93 +338,3 @@ class StreamGroup:
     def output_of(self, choice: int) -> RequestOutput:
         """The output of the prompt of the choice of that number, as far as it has come."""
         return self._streams[choice // self._num_choices].result
-
-
-class Relay:
-    """Passes the deltas of a group of streams on to the client as events."""
-
-    def __init__(
-        self, exchange: Exchange, record: RequestRecord, request: Generation, group: StreamGroup, answer: Answer
-    ) -> None:
-        self._exchange = exchange
-        self._record = record
-        self._group = group
-        self._answer = answer
-        self._has_usage = request.has_usage
-        options = request.stream_options
-        self._is_usage_continuous = options is not None and bool(options.continuous_usage_stats)
-        self._so_far: Usage | None = None
-
-    async def run(self, config: ServerConfig, cut: Callable[[], None]) -> None:
-        """Relay to the end, or to the error that ends it: that is an event, too."""
-        group = self._group
-        group.watch()
-        self._record.status = 200
-        timeout_s, idle_s = config.write_timeout_s, config.keepalive_s
-        writer = EventWriter(self._exchange, timeout_s=timeout_s, on_stuck=cut, idle_s=idle_s, on_idle=group.wake)
-        with contextlib.closing(writer):
-            await writer.start(200, {**EVENT_HEADERS, "x-request-id": self._record.request_id})
-            last = await self._relay(writer)
-            await writer.write(last)
-            await writer.end()
-
-    async def _relay(self, writer: EventWriter) -> bytes:
-        """Write all events but the last ones, which are returned."""
-        group, answer, echo = self._group, self._answer, self._answer.echo
-        if opening := answer.opening(group.num_choices, self._count(0)):
-            await writer.write(opening)
-        echoed: set[int] = set()
-        while not group.is_ended:
-            if not await group.wait():
-                await writer.write(KEEPALIVE)
-                continue
-            try:
-                taken = group.take()
-            except AioEngineError as error:
-                self._record.outcome, self._record.error = "error", error
-                return error_event(api_error_of(error).body()) + answer.closing(None)
-            events: list[bytes] = []
-            for choice, delta in taken:
-                if echo is not None and choice not in echoed:
-                    echoed.add(choice)
-                    events.append(await echo(choice, group.output_of(choice), self._count(0)))
-                if delta.logprobs is not None and len(delta.logprobs) > answer.max_positions:
-                    for part in split_delta(delta, answer.max_positions):
-                        events.append(answer.event(choice, part, self._count(len(part.token_ids))))
-                        await self._write(writer, events)
-                        await asyncio.sleep(0)
-                else:
-                    events.append(answer.event(choice, delta, self._count(len(delta.token_ids))))
-            await self._write(writer, events)
-        return answer.closing(answer.usage(group.outputs()) if self._has_usage else None)
-
-    async def _write(self, writer: EventWriter, events: list[bytes]) -> None:
-        """Write the events, and forget them."""
-        data = b"".join(events)
-        events.clear()
-        if data:
-            if self._record.time_to_first_token_s is None:
-                self._record.time_to_first_token_s = time.monotonic() - self._record.started_at
-            await writer.write(data)
-
-    def _count(self, num_tokens: int) -> Usage | None:
-        """The usage so far, with so many new tokens; None where it is told at the end alone."""
-        if not self._is_usage_continuous:
-            return None
-        if self._so_far is None:
-            self._so_far = msgspec.structs.replace(Usage.of(self._group.outputs()), completion_tokens=0)
-        self._so_far.completion_tokens += num_tokens
-        return self._so_far
-
-
-def note_outputs(record: RequestRecord, group: StreamGroup) -> None:
-    """What the requests have brought, for the log."""
-    outputs = group.outputs()
-    if not outputs:
-        return
-    usage = Usage.of(outputs)
-    choices = [choice for output in outputs for choice in output.outputs]
-    record.prompt_tokens, record.completion_tokens = usage.prompt_tokens, usage.completion_tokens
-    record.max_choice_tokens = max(len(choice.token_ids) for choice in choices)
-    record.finish_reasons = tuple(choice.finish_reason for choice in choices if choice.finish_reason is not None)
-    record.metrics = outputs[0].metrics

@@ -116,8 +116,13 @@ class Generation(RowFields, kw_only=True):
 
     @property
     def has_usage(self) -> bool:
-        """A stream is to tell of its usage."""
+        """A stream is to tell of its usage, at its end."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def has_usage_all_along(self) -> bool:
+        """Each event of a stream is to tell of the usage so far."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     def sampling(self) -> dict[str, Any]:
         """The fields that were given, as keywords of `SamplingParams`."""
