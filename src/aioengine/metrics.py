@@ -324,12 +324,9 @@ class EngineMetrics:
     def __init__(self) -> None:
         self.num_requests_running = Gauge("Sequences that are being computed.")
         self.num_requests_waiting = Gauge("Sequences that wait to be computed, those at the engine's door included.")
+        by_reason = "deferred: its reader is behind, another one computes its prefix, or the engine is paused"
         self.num_requests_waiting_by_reason = Labeled(
-            Gauge(
-                "Sequences that wait, by what for; deferred: its reader is behind, another one computes its prefix, or "
-                "the engine is paused."
-            ),
-            "reason",
+            Gauge(f"Sequences that wait, by what for; {by_reason}."), "reason"
         )
         self.kv_cache_usage_perc = Gauge("Share of KV-cache blocks in use, 0 to 1.")
         self.prefix_cache_queries = Counter("Tokens that the prefix cache was asked for.")
@@ -348,16 +345,10 @@ class EngineMetrics:
             "finished_reason",
             known=[(reason,) for reason in FINISH_REASONS],
         )
-        self.iteration_tokens_total = Histogram(
-            "Tokens computed in a step; a histogram, in spite of its name.", STEP_TOKENS
-        )
+        self.iteration_tokens_total = Histogram("Tokens computed in a step, in spite of its name.", STEP_TOKENS)
         self.request_prompt_tokens = Histogram("Prompt tokens of a request that ended.", REQUEST_TOKENS)
-        self.request_generation_tokens = Histogram(
-            "Tokens generated for a request that ended, all choices.", REQUEST_TOKENS
-        )
-        self.request_prefill_kv_computed_tokens = Histogram(
-            "Prompt tokens computed, cached ones left out.", REQUEST_TOKENS
-        )
+        self.request_generation_tokens = Histogram("Tokens of all choices of a request that ended.", REQUEST_TOKENS)
+        self.request_prefill_kv_computed_tokens = Histogram("Prompt tokens without cached ones.", REQUEST_TOKENS)
         self.time_to_first_token_seconds = Histogram("From the call to the first token.", TIME_TO_FIRST_TOKEN_S)
         self.inter_token_latency_seconds = Histogram("From one token of a sequence to its next.", INTER_TOKEN_LATENCY_S)
         self.request_time_per_output_token_seconds = Histogram(
@@ -365,12 +356,8 @@ class EngineMetrics:
         )
         self.e2e_request_latency_seconds = Histogram("From the call to the end.", REQUEST_TIME_S)
         self.request_queue_time_seconds = Histogram("From the call to the first scheduled tokens.", REQUEST_TIME_S)
-        self.request_inference_time_seconds = Histogram(
-            "From the first scheduled tokens to the last token.", REQUEST_TIME_S
-        )
-        self.request_prefill_time_seconds = Histogram(
-            "From the first scheduled tokens to the first token.", REQUEST_TIME_S
-        )
+        self.request_inference_time_seconds = Histogram("From first scheduled tokens to last token.", REQUEST_TIME_S)
+        self.request_prefill_time_seconds = Histogram("From first scheduled tokens to first token.", REQUEST_TIME_S)
         self.request_decode_time_seconds = Histogram("From the first token to the last.", REQUEST_TIME_S)
         self.step_time_seconds = Histogram("From a step's launch until applied.", STEP_TIME_S)
         self.device_time_seconds = Histogram("How long a step held the device.", STEP_TIME_S)

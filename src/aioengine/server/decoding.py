@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from aioengine.errors import PromptTooLong
-from aioengine.server.errors import ApiError, api_error_of, invalid_value, missing, unknown_field, unsupported
+from aioengine.server.errors import ApiError, api_error_of, invalid_value, missing, unsupported
 from aioengine.server.schema import Body, ChatMessage, StreamOptions, TextPart, is_given, known_names
 from aioengine.validation import MAX_NAME_CHARS, shorten
 
@@ -73,7 +73,8 @@ class IgnoredFields:
         for name in new[:MAX_TOLD_AT_ONCE]:
             whole = place + name
             if self._unknown == "refuse":
-                raise unknown_field(whole, _nearest(name, known) or "; leave it out")
+                message = f"unknown field {shorten(whole)}{_nearest(name, known) or '; leave it out'}"
+                raise ApiError(400, "unknown_parameter", message, param=whole[:MAX_NAME_CHARS])
             if self._is_new(whole):
                 near = _nearest(name, known)
                 logger.warning(

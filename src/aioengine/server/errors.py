@@ -12,7 +12,6 @@ import msgspec
 
 from aioengine.errors import EngineClosed, EngineDead, EngineOverloaded, InvalidRequest, PromptTooLong, StepFailed
 from aioengine.server.exchange import Response
-from aioengine.validation import shorten
 
 JSON_HEADERS = {"content-type": "application/json"}
 
@@ -102,7 +101,3 @@ def missing(name: str) -> ApiError:
 def unsupported(name: str, why: str = "is not supported yet; leave it out") -> ApiError:
     """A field that clients may know from elsewhere, and that would change the answer if it were left out in silence."""
     return ApiError(400, "unsupported_parameter", f"{name} {why}", param=name)
-
-
-def unknown_field(name: str, hint: str) -> ApiError:
-    return ApiError(400, "unknown_parameter", f"unknown field {shorten(name)}{hint}", param=name[:100])

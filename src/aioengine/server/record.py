@@ -29,13 +29,11 @@ class RequestRecord(msgspec.Struct, kw_only=True, weakref=True):
 
     Attributes:
         request_id: the client's own if `access_log.request_id_of` found it fit, else made.
-        method: as sent.
         path: below the mount, without the query.
         route: the path's template, such as ``/v1/models/{id}``: what metrics and spans are named by.
         client: the peer's address.
-        started_at, ended_at: by ``time.monotonic``; nothing here reads it.
+        started_at, ended_at: by ``time.monotonic``.
         status: of the response; 0 while none has begun.
-        outcome: see `Outcome`.
         error: what was raised. With a status of 500 and above, or with the outcome "error", it goes to the log with
             its traceback, and never to the client.
         error_code, error_param: the "code" and "param" of the body that told the client of an error; never its
