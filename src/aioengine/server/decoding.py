@@ -47,6 +47,10 @@ MAX_TOLD_AT_ONCE = 4
 """Of them in one request: looking for the name that was meant takes a millisecond each."""
 
 
+MAX_NEUTRAL_BYTES = 64
+"""Of a refused field's value: one that asks for nothing is short, and a long one need not be decoded."""
+
+
 class IgnoredFields:
     """Tells in the log what requests have and is left out of them, once a name; or refuses what is not known.
 
@@ -59,13 +63,17 @@ class IgnoredFields:
         self._told: set[str] = set()
 
     def check(self, fields: dict[str, msgspec.Raw], kind: type[Body]) -> None:
-        """Tell of the fields that are left out, or refuse those that are not known."""
+        """Refuse fields that are not supported and would change the answer; tell of those that are left out."""
         self._check_unknown(fields, known_names(kind), "")
         if is_given(options := fields.get("stream_options", msgspec.Raw())):
             names = _decode(bytes(options), dict[str, msgspec.Raw], "stream_options")
             self._check_unknown(names, frozenset(StreamOptions.__struct_fields__), "stream_options.")
-        for name in kind.LEFT_OUT:
-            if name in fields and bytes(memoryview(fields[name])[:5]) not in (b"null", b"[]") and self._is_new(name):
+        for name, value in fields.items():
+            if name in kind.NEUTRAL and is_given(value) and not _is_one_of(value, kind.NEUTRAL[name]):
+                if name in ("tool_choice", "function_call"):
+                    raise unsupported(name, "must be none or auto, or be left out: tools are not supported yet")
+                raise unsupported(name)
+            if name in kind.LEFT_OUT and is_given(value) and bytes(value) != b"[]" and self._is_new(name):
                 logger.warning("requests have %s, which are not supported yet and left out (said once)", name)
 
     def _check_unknown(self, names: Iterable[str], known: frozenset[str], place: str) -> None:
@@ -126,10 +134,7 @@ def _check_texts(body: bytes, max_texts: int) -> None:
 
 
 def _check_fields(body: bytes, kind: type[Body], ignored: IgnoredFields) -> None:
-    """Refuse fields that are not supported, and large ones other than those that are meant to be.
-
-    Decoding a large field makes objects of all that is in it.
-    """
+    """Refuse fields that are not supported, and large ones: decoding one makes objects of all that is in it."""
     fields: dict[str, msgspec.Raw] = _decode(body, dict[str, msgspec.Raw])
     num_bytes = 0
     for name, value in fields.items() if len(body) > SMALL_BODY_BYTES else ():
@@ -142,7 +147,16 @@ def _check_fields(body: bytes, kind: type[Body], ignored: IgnoredFields) -> None
                 name[:MAX_NAME_CHARS], f"all but the prompt is larger than {MAX_FIELD_BYTES:,} bytes; send less"
             )
     ignored.check(fields, kind)
-    kind.check_unsupported(fields)
+
+
+def _is_one_of(raw: msgspec.Raw, values: tuple[Any, ...]) -> bool:
+    if len(memoryview(raw)) > MAX_NEUTRAL_BYTES:
+        return False
+    try:
+        value = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError):  # what was passed over undecoded may be no JSON
+        return False
+    return any(value == other and type(value) is type(other) for other in values)
 
 
 def has_more_texts(data: bytes, limit: int) -> bool:

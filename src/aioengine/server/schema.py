@@ -20,9 +20,6 @@ else:
     Integer = int | float
     """As JSON may write it: 2.0 is 2, as for pydantic. `Generation` makes it an int, or refuses it."""
 
-MAX_NEUTRAL_BYTES = 64
-"""Of a refused field's value: one that asks for nothing is short, and a long one need not be decoded."""
-
 
 class Body(msgspec.Struct, kw_only=True):
     """A request's body. `IgnoredFields` judges fields that are not known."""
@@ -33,19 +30,6 @@ class Body(msgspec.Struct, kw_only=True):
     """Fields that change no answer: any value is taken, and not looked at."""
     LEFT_OUT: ClassVar[tuple[str, ...]] = ()
     """Fields that are not supported, and are left out with a warning in the log."""
-
-    @classmethod
-    def check_unsupported(cls, fields: dict[str, msgspec.Raw]) -> None:
-        """Refuse what is not supported and would change the answer.
-
-        Args:
-            fields: of the body, undecoded, by their names.
-        """
-        for name, neutral in cls.NEUTRAL.items():
-            if name in fields and is_given(fields[name]) and not _is_one_of(fields[name], neutral):
-                if name in ("tool_choice", "function_call"):
-                    raise unsupported(name, "must be none or auto, or be left out: tools are not supported yet")
-                raise unsupported(name)
 
 
 class StreamOptions(msgspec.Struct):
@@ -297,13 +281,3 @@ class AbortRequest(Body, kw_only=True):
 def is_given(raw: msgspec.Raw) -> bool:
     """Whether a field of the body is there, and not null."""
     return bytes(memoryview(raw)[:5]) not in (b"", b"null")
-
-
-def _is_one_of(raw: msgspec.Raw, values: tuple[Any, ...]) -> bool:
-    if len(memoryview(raw)) > MAX_NEUTRAL_BYTES:
-        return False
-    try:
-        value = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError):  # what was passed over undecoded may be no JSON
-        return False
-    return any(value == other and type(value) is type(other) for other in values)
