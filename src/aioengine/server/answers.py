@@ -29,50 +29,22 @@ ENTRIES_A_SLICE = 500
 encode = msgspec.json.Encoder().encode
 
 
-class Usage(msgspec.Struct):
-    """Tokens of a request: of all its prompts, and of all its choices."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    num_cached_tokens: int = 0
-
-    def plain(self) -> dict[str, Any]:
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
-        }
-
-    @classmethod
-    def of(cls, outputs: Sequence[RequestOutput]) -> Usage:
-        return cls(
-            prompt_tokens=sum(len(output.prompt_token_ids) for output in outputs),
-            completion_tokens=sum(len(choice.token_ids) for output in outputs for choice in output.outputs),
-            num_cached_tokens=sum(output.num_cached_tokens for output in outputs),
-        )
-
-
-class AnswerHead(msgspec.Struct, frozen=True):
-    """What all bodies and events of one answer begin with."""
-
-    id: str
-    created: int
-    model: str
-
-    def encoded(self, kind: str) -> bytes:
-        """JSON of an object of that kind, without its end."""
-        fields = {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": FINGERPRINT,
-        }
-        return _in_one_line(encode(fields)[:-1])
-
-
+Usage = dict[str, Any]
+"""Tokens of a request, as the API tells of them."""
 MakeEcho = Callable[[int, RequestOutput, Usage | None], Awaitable[bytes]]
+
+
+def usage_of(outputs: Sequence[RequestOutput], *, is_prompt_alone: bool = False) -> Usage:
+    """Tokens of all prompts, and of all choices unless only the prompts were asked for."""
+    num_prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    num_tokens = 0 if is_prompt_alone else sum(len(part.token_ids) for output in outputs for part in output.outputs)
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_tokens,
+        "total_tokens": num_prompt_tokens + num_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in outputs)},
+    }
+
 
 LINE_ENDS = tuple((end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\u2029")
 
@@ -95,6 +67,7 @@ class Answer(ABC):
     An event is ``data: <head, "choices":[{"index":0,> … <}]>`` and an empty line.
 
     Args:
+        head: the answer's "id", "created" and "model".
         top_logprobs: how many likeliest tokens to tell of at each position; None without log-probabilities.
         has_usage: each event says that the usage comes later.
     Attributes:
@@ -109,15 +82,19 @@ class Answer(ABC):
     """The field of an event that holds its text."""
     NO_TEXT: ClassVar[bytes]
 
-    def __init__(self, head: AnswerHead, token_bytes: TokenBytes, *, top_logprobs: int | None, has_usage: bool) -> None:
+    def __init__(
+        self, head: dict[str, object], token_bytes: TokenBytes, *, top_logprobs: int | None, has_usage: bool
+    ) -> None:
         self._head = head
         self._token_bytes = token_bytes
         self._top_logprobs = top_logprobs
         self.max_positions = max(1, ENTRIES_A_SLICE // ((top_logprobs or 0) + 1))
-        self._event_head = head.encoded(self.PART)
+        self._event_head = self._head_of(self.PART)
         self._event_end = b'}],"usage":null}\n\n' if has_usage else b"}]}\n\n"
         self._prefixes: dict[int, bytes] = {}
         """Of each choice's events."""
+        self._begun: set[int] = set()
+        """Choices of which some log-probabilities have been told."""
 
     async def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         """The body of an answer that is given at once, when all has ended; with turns for others between its parts.
@@ -130,8 +107,8 @@ class Answer(ABC):
             for place, output in enumerate(outputs)
             for choice in output.outputs
         ]
-        head, usage = self._head.encoded(self.WHOLE), encode(self.usage(outputs).plain())
-        return b'%b,"choices":[%b],"usage":%b}' % (head, b",".join(choices), usage)
+        usage = encode(self.usage(outputs))
+        return b'%b,"choices":[%b],"usage":%b}' % (self._head_of(self.WHOLE), b",".join(choices), usage)
 
     @abstractmethod
     async def _choice(self, number: int, output: RequestOutput, choice: CompletionOutput) -> bytes:
@@ -139,7 +116,7 @@ class Answer(ABC):
 
     def usage(self, outputs: Sequence[RequestOutput]) -> Usage:
         """What the client is told that it has used."""
-        return Usage.of(outputs)
+        return usage_of(outputs)
 
     def opening(self, num_choices: int, usage: Usage | None = None) -> bytes:
         """Events before the first token."""
@@ -172,7 +149,11 @@ class Answer(ABC):
         """Events after the last token."""
         if usage is None:
             return DONE
-        return b'data: %b,"choices":[],"usage":%b}\n\n%b' % (self._event_head, encode(usage.plain()), DONE)
+        return b'data: %b,"choices":[],"usage":%b}\n\n%b' % (self._event_head, encode(usage), DONE)
+
+    def _head_of(self, kind: str) -> bytes:
+        """What all bodies or events of the answer begin with."""
+        return _in_one_line(encode({**self._head, "object": kind, "system_fingerprint": FINGERPRINT})[:-1])
 
     def _event(self, choice: int, content: bytes, usage: Usage | None) -> bytes:
         """An event with one choice, of which ``content`` is what follows its index."""
@@ -183,7 +164,7 @@ class Answer(ABC):
             prefix = b'data: %b,"choices":[{"index":%d,' % (self._event_head, choice)
             self._prefixes[choice] = prefix
         if usage is not None:
-            return b'%b%b}],"usage":%b}\n\n' % (prefix, content, encode(usage.plain()))
+            return b'%b%b}],"usage":%b}\n\n' % (prefix, content, encode(usage))
         return prefix + content + self._event_end
 
     async def _add_all(self, positions: Sequence[TokenLogprobs], add: Callable[[TokenLogprobs], None]) -> None:
@@ -201,10 +182,6 @@ class ChatAnswer(Answer):
     PART = "chat.completion.chunk"
     TEXT = b'"delta":{"content":%b}'
     NO_TEXT = b'"delta":{}'
-
-    def __init__(self, head: AnswerHead, token_bytes: TokenBytes, *, top_logprobs: int | None, has_usage: bool) -> None:
-        super().__init__(head, token_bytes, top_logprobs=top_logprobs, has_usage=has_usage)
-        self._begun: set[int] = set()
 
     async def _choice(self, number: int, output: RequestOutput, choice: CompletionOutput) -> bytes:
         logprobs = b"null"
@@ -254,7 +231,7 @@ class CompletionAnswer(Answer):
 
     def __init__(
         self,
-        head: AnswerHead,
+        head: dict[str, object],
         token_bytes: TokenBytes,
         *,
         top_logprobs: int | None,
@@ -284,8 +261,7 @@ class CompletionAnswer(Answer):
         return b'{"index":%d,"text":%b,"logprobs":%b,%b}' % (number, encode(text), logprobs, ending)
 
     def usage(self, outputs: Sequence[RequestOutput]) -> Usage:
-        usage = Usage.of(outputs)
-        return msgspec.structs.replace(usage, completion_tokens=0) if self._is_echo_alone else usage
+        return usage_of(outputs, is_prompt_alone=self._is_echo_alone)
 
     @property
     def echo(self) -> MakeEcho | None:
@@ -318,7 +294,7 @@ class CompletionAnswer(Answer):
         if self._top_logprobs is None or output.prompt_logprobs is None:
             return
         (first,) = self._token_bytes(output.prompt_token_ids[:1], is_start=True, skip_special_tokens=False)
-        columns.add_first(first.decode(errors="replace"))
+        columns.add_text(first.decode(errors="replace"), None, None)  # it follows nothing
         await self._add_all([position for position in output.prompt_logprobs if position is not None], columns.add)
 
 
@@ -342,19 +318,15 @@ class _Columns:
         self.offset = offset
         self._rows: list[tuple[bytes, bytes, bytes, bytes]] = []
 
-    def add_first(self, text: str) -> None:
-        """A prompt's first token, which follows nothing."""
-        self._add(text, None, None)
-
     def add(self, position: TokenLogprobs) -> None:
         """A sampled token, and by their texts the likeliest ones, itself among them."""
         top: dict[str, float] = {}
         for entry in position.values():
             top.setdefault(_text_of(entry), _finite(entry.logprob))  # several half characters have the same text
         sampled = next(iter(position.values()))
-        self._add(_text_of(sampled), _finite(sampled.logprob), top)
+        self.add_text(_text_of(sampled), _finite(sampled.logprob), top)
 
-    def _add(self, text: str, logprob: float | None, top: dict[str, float] | None) -> None:
+    def add_text(self, text: str, logprob: float | None, top: dict[str, float] | None) -> None:
         self._rows.append((encode(text), encode(logprob), encode(top), b"%d" % self.offset))
         self.offset += len(text)
 

@@ -12,7 +12,7 @@ from aioengine.engine import Engine, Stream
 from aioengine.errors import AioEngineError, InvalidRequest
 from aioengine.outputs import CompletionDelta, RequestOutput
 from aioengine.server.access_log import MAX_ID_CHARS, is_fit_id
-from aioengine.server.answers import Answer, AnswerHead, ChatAnswer, CompletionAnswer, Usage, error_event, split_delta
+from aioengine.server.answers import Answer, ChatAnswer, CompletionAnswer, Usage, error_event, split_delta, usage_of
 from aioengine.server.config import ServerConfig
 from aioengine.server.decoding import read_messages, read_prompts
 from aioengine.server.errors import JSON_HEADERS, api_error_of, invalid_value
@@ -214,17 +214,17 @@ async def _relay_deltas(
 
 def _note_outputs(record: RequestRecord, outputs: list[RequestOutput]) -> None:
     """What the requests have brought, for the log."""
-    usage = Usage.of(outputs)
+    usage = usage_of(outputs)
     choices = [choice for output in outputs for choice in output.outputs]
-    record.prompt_tokens, record.completion_tokens = usage.prompt_tokens, usage.completion_tokens
+    record.prompt_tokens, record.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
     record.max_choice_tokens = max(len(choice.token_ids) for choice in choices)
     record.finish_reasons = tuple(choice.finish_reason for choice in choices if choice.finish_reason is not None)
     record.metrics = outputs[0].metrics
 
 
-def _head(kind: str, record: RequestRecord, streams: list[Stream]) -> AnswerHead:
+def _head(kind: str, record: RequestRecord, streams: list[Stream]) -> dict[str, object]:
     """With the engine's id for it, so that what an answer is called can be aborted."""
-    return AnswerHead(id=f"{kind}-{streams[0].request_id}", created=int(time.time()), model=record.model or "")
+    return {"id": f"{kind}-{streams[0].request_id}", "created": int(time.time()), "model": record.model}
 
 
 class StreamGroup:
@@ -241,6 +241,7 @@ class StreamGroup:
         self._streams = streams
         self._num_choices = num_choices
         self._num_entered = 0
+        self._entered = contextlib.AsyncExitStack()
         self._ready: list[int] = []
         """Numbers of streams that have something to take, once for each choice of theirs, and once for their end."""
         self._num_open = 0
@@ -248,18 +249,15 @@ class StreamGroup:
         self._waiter: asyncio.Future[None] | None = None
 
     async def __aenter__(self) -> Self:
-        try:
+        async with contextlib.AsyncExitStack() as entered:
             for stream in self._streams:
-                await stream.__aenter__()
+                await entered.enter_async_context(stream)
                 self._num_entered += 1
-        except BaseException:
-            await self.__aexit__(None, None, None)
-            raise
+            self._entered = entered.pop_all()
         return self
 
     async def __aexit__(self, *raised: Any) -> None:
-        for stream in self._streams[: self._num_entered]:
-            await stream.__aexit__(*raised)
+        await self._entered.__aexit__(*raised)
 
     @property
     def num_choices(self) -> int:
