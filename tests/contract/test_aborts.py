@@ -62,15 +62,6 @@ async def test_all_of_a_name_end_and_all_choices_of_each(engine: Engine, tasks: 
     assert reasons_of(await engine.generate(PROMPT, max_tokens=2, request_id="same")) == ["length"]
 
 
-async def test_all_requests_end_at_once(engine: Engine, tasks: Any) -> None:
-    started = [tasks.start(engine.generate(PROMPT, seed=seed, **LONG)) for seed in range(5)]
-    await until(has_load(engine, running=5))
-    engine.abort_all()
-    engine.abort_all()
-    assert [reasons_of(output) for output in await tasks.end(*started)] == [["abort"]] * 5
-    await until_async(lambda: is_at_rest(engine))
-
-
 async def test_a_request_is_aborted_before_it_has_run(engine: Engine, tasks: Any) -> None:
     await engine.pause()
     waiting = tasks.start(engine.generate(PROMPT, seed=3, n=2, request_id="waiting"))
@@ -188,11 +179,3 @@ async def test_what_a_stalled_reader_held_is_free_when_it_leaves_though_no_step_
         assert engine.stats().kv_cache_usage > 0
     assert reasons_of(stalled.result) == ["abort"]
     await until(lambda: engine.stats().kv_cache_usage == 0.0)
-
-
-async def test_the_engines_interval_holds_where_none_is_asked_for(make_engine: Any) -> None:
-    engine = await make_engine("make_slow", stream_interval=7)
-    async with engine.stream(PROMPT, seed=83, max_tokens=30) as stream:
-        sizes = [len(delta.token_ids) async for delta in stream]
-    assert all(size >= 7 for size in sizes[1:-1])
-    assert len(sizes) <= 6

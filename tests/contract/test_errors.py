@@ -14,7 +14,6 @@ from hostile_errors import HOSTILE
 from waiting import until
 
 from aioengine import (
-    ConfigError,
     Engine,
     EngineClosed,
     EngineDead,
@@ -82,28 +81,6 @@ async def test_functions_do_not_travel(engine: Engine, way: str) -> None:
         assert refused.value.param == "logits_processors"
 
 
-@pytest.mark.parametrize("process", [False, True])
-async def test_a_bad_config_is_refused_before_anything_begins(process: bool) -> None:
-    for bad in ({"max_num_seqs": 0}, {"no_such_field": 1}, {"heartbeat_timeout_s": 0.03, "heartbeat_interval_s": 0.02}):
-        with pytest.raises(ConfigError, match=next(iter(bad))):
-            Engine(process=process, **bad)
-
-
-async def test_no_token_left_to_sample_fails_that_request_alone(
-    engine: Engine, reference: Engine, quiet_log: None
-) -> None:
-    [wolf] = engine.get_tokenizer().encode(" wolf")
-    errors = []
-    for each in (engine, reference):
-        other = asyncio.gather(*(each.generate(PROMPT, seed=seed, max_tokens=9) for seed in range(3)))
-        error = await error_of(each.generate(PROMPT, allowed_token_ids=[wolf], bad_words="wolf"))
-        assert isinstance(error, StepFailed)
-        assert "no token may be sampled" in error.dump
-        errors.append(without_numbers(error))
-        assert [reasons_of(output) for output in await other] == [["length"]] * 3
-    assert errors[0] == errors[1]
-
-
 def without_numbers(error: Exception) -> str:
     """Its text but for the number of the step."""
     return re.sub(r"\d+", "#", str(error))
@@ -132,25 +109,6 @@ async def test_a_failed_step_fails_its_requests_with_a_report_and_nobody_else(
         assert engine.health().status == "ALIVE"
         assert engine.stats().finished["error"] == 1
     assert errors[0] == errors[1]
-
-
-async def test_a_stream_has_what_came_before_its_step_failed(make_engine: Any, quiet_log: None) -> None:
-    engine = await make_engine()
-    whole = (await engine.generate(PROMPT, seed=4, max_tokens=30)).outputs[0].token_ids
-    ids = []
-    async with engine.stream(PROMPT, seed=4, max_tokens=30, max_unread_tokens=2) as stream:
-        ids += (await anext(stream)).token_ids
-        await engine.generate([7], max_tokens=9)
-        await engine.collective_rpc("contract.fail_next_step", ["it went wrong"])
-
-        async def read_on() -> None:
-            async for delta in stream:
-                ids.extend(delta.token_ids)
-
-        with pytest.raises(StepFailed, match="it went wrong"):
-            await read_on()
-    assert 0 < len(ids) < 30
-    assert ids == whole[: len(ids)]
 
 
 @BOTH_LOOPS

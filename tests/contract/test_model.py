@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from contract.ways import described, error_of, ids_of, reasons_of, told
+from contract.ways import described, error_of, ids_of, told
 
 from aioengine import Engine, InvalidRequest
 
@@ -55,12 +55,6 @@ async def test_a_process_of_its_own_brings_what_this_one_brings(here: Engine, th
     assert told(outputs[0]) == told(outputs[1])
 
 
-async def test_both_say_what_they_are(here: Engine, there: Engine) -> None:
-    assert here.info == there.info
-    assert here.describe() == there.describe()
-    assert here.health().status == there.health().status == "ALIVE"
-
-
 async def test_weights_are_changed_saved_and_brought_back_there_as_here(
     here: Engine, there: Engine, tmp_path: Path
 ) -> None:
@@ -87,18 +81,3 @@ async def test_weights_are_changed_saved_and_brought_back_there_as_here(
     for engine in (here, there):
         await engine.update_weights(tmp_path / "saved")
     assert await say(here) == await say(there) == before
-
-
-@pytest.mark.parametrize("level", [1, 2])
-async def test_after_sleep_there_it_says_the_same(there: Engine, level: Any) -> None:
-    before = told(await there.generate(TEXT, temperature=0.0, max_tokens=12, logprobs=1))
-    await there.sleep(level)
-    assert await there.is_sleeping()
-    await there.wake_up()
-    assert told(await there.generate(TEXT, temperature=0.0, max_tokens=12, logprobs=1)) == before
-
-
-async def test_a_recording_of_there_has_its_steps(there: Engine, tmp_path: Path) -> None:
-    async with there.profile(tmp_path / "trace.json", max_steps=3):
-        assert reasons_of(await there.generate(TEXT, max_tokens=4)) != []
-    assert "step" in (tmp_path / "trace.json").read_text()

@@ -70,17 +70,6 @@ async def test_a_requests_times_are_in_order(engine: Engine) -> None:
         assert metrics.e2e_latency_s < 60
 
 
-async def test_a_request_that_never_ran_has_no_times_of_running(engine: Engine, tasks: Any) -> None:
-    await engine.pause()
-    waiting = tasks.start(engine.generate(PROMPT, request_id="never"))
-    await until(has_load(engine, waiting=1))
-    engine.abort("never")
-    metrics = (await waiting).metrics
-    assert (metrics.prefill_time_s, metrics.time_to_first_token_s, metrics.num_generation_tokens) == (None, None, 0)
-    assert metrics.e2e_latency_s >= 0
-    await engine.resume()
-
-
 @BOTH_LOOPS
 async def test_observers_see_each_step_and_each_end(engine: Engine) -> None:
     witness, late = Witness(), Witness()

@@ -195,15 +195,6 @@ async def test_prompt_logprobs_are_there_with_the_first_delta(engine: Engine, re
     assert (len(lines), lines[0]) == (len(PROMPT), None)
 
 
-async def test_a_stream_can_be_finished_polled_and_made_again(engine: Engine, reference: Engine) -> None:
-    whole = told(await reference.generate(TEXT, seed=23, max_tokens=12))
-    async with engine.stream(TEXT, seed=23, max_tokens=12) as stream:
-        assert told(await stream.finish()) == whole
-        assert told(stream.poll()) == whole
-    async with stream.again("wait") as again:
-        assert told(await again.finish()) == whole
-
-
 async def test_a_request_has_the_name_that_it_was_given(engine: Engine) -> None:
     output = await engine.generate(TEXT, max_tokens=1, request_id="🦊 mine")
     assert output.request_id == engine.stream(TEXT, request_id="🦊 mine").request_id == "🦊 mine"

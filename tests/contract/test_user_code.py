@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
@@ -23,15 +24,17 @@ PLACES = ("on_step", "on_request", "watch")
 
 
 class Bad:
-    """An observer, and a watcher, that raises once, where it is told to."""
+    """An observer, and a watcher, that raises once, where it is told to, and counts its calls by their places."""
 
-    def __init__(self, place: str, error: type[BaseException]) -> None:
+    def __init__(self, place: str = "", error: type[BaseException] = ValueError) -> None:
         self.place = place
         self.error = error
         self.is_due = False
         self.has_raised = False
+        self.counts: Counter[str] = Counter()
 
     def called(self, place: str) -> None:
+        self.counts[place] += 1
         if self.is_due and place == self.place and not self.has_raised:
             self.has_raised = True
             raise self.error("the user's own")
@@ -44,20 +47,6 @@ class Bad:
 
     def watch(self) -> None:
         self.called("watch")
-
-
-class Counting:
-    def __init__(self) -> None:
-        self.num_steps = self.num_requests = self.num_news = 0
-
-    def on_step(self, record: Any) -> None:
-        self.num_steps += 1
-
-    def on_request(self, metrics: Any, reasons: Any) -> None:
-        self.num_requests += 1
-
-    def watch(self) -> None:
-        self.num_news += 1
 
 
 def run(main: Coroutine[Any, Any, Any], on_end: Callable[[], None] = lambda: None, *, is_uvloop: bool) -> list[Any]:
@@ -80,7 +69,7 @@ def run(main: Coroutine[Any, Any, Any], on_end: Callable[[], None] = lambda: Non
 @pytest.mark.parametrize("place", PLACES)
 def test_an_engine_goes_on_whatever_it_raises(way: str, place: str) -> None:
     bads = [Bad(place, error) for error in ERRORS]
-    count = Counting()
+    count = Bad()
 
     async def main() -> None:
         opener = Opener(way)
@@ -97,9 +86,9 @@ def test_an_engine_goes_on_whatever_it_raises(way: str, place: str) -> None:
                 await asyncio.sleep(0)
                 assert bad.has_raised
                 assert engine.health().status == "ALIVE"
-            assert count.num_requests == 2 * len(bads)
-            assert count.num_steps >= 9
-            assert count.num_news >= len(bads)
+            assert count.counts["on_request"] == 2 * len(bads)
+            assert count.counts["on_step"] >= 9
+            assert count.counts["watch"] >= len(bads)
         finally:
             await opener.aclose()
 
@@ -119,7 +108,7 @@ def closing_cases() -> Iterator[Any]:
 def test_closing_closes_everything_before_it_goes_on(
     way: str, is_uvloop: bool, place: str, error: type[BaseException]
 ) -> None:
-    bad, count = Bad(place, error), Counting()
+    bad, count = Bad(place, error), Bad()
     engines: list[Engine] = []
 
     async def main() -> None:
@@ -136,12 +125,12 @@ def test_closing_closes_everything_before_it_goes_on(
             while first.take() or second.take():
                 pass
             second.watch(count.watch)
-            num_news = count.num_news
+            num_news = count.counts["watch"]
             bad.is_due = True
             await engine.aclose()
             assert bad.has_raised
-            assert count.num_requests == 2
-            assert count.num_news > num_news
+            assert count.counts["on_request"] == 2
+            assert count.counts["watch"] > num_news
             for stream in (first, second):
                 assert isinstance(await error_of(stream.finish()), EngineClosed)
         await engine.aclose()

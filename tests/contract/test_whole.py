@@ -42,19 +42,6 @@ async def test_a_kept_request_stops_where_it_is_and_goes_on_from_there(engine: E
     assert told(first) == told(await engine.generate(PROMPT, seed=1, max_tokens=60))
 
 
-async def test_a_pause_that_waits_lets_end_what_runs_and_holds_back_what_comes(engine: Engine, tasks: Any) -> None:
-    running = [tasks.start(engine.generate(PROMPT, seed=seed, max_tokens=30)) for seed in (3, 4)]
-    await until(has_load(engine, running=2))
-    pausing = tasks.start(engine.pause("wait"))
-    await until(lambda: pausing.done())
-    assert await engine.collective_rpc("contract.sampled", [4]) == [30]
-    assert [reasons_of(await task) for task in running] == [["length"]] * 2
-    later = tasks.start(engine.generate(PROMPT, seed=5, max_tokens=3))
-    await until(has_load(engine, running=0, waiting=1))
-    await engine.resume()
-    assert reasons_of(await later) == ["length"]
-
-
 async def test_a_paused_engine_answers_and_does_what_it_is_told(engine: Engine) -> None:
     await engine.pause()
     assert engine.health().status == "ALIVE"
@@ -195,24 +182,18 @@ async def test_sleeping_and_waking_twice_is_as_good_as_once(engine: Engine) -> N
         assert told(await engine.generate(PROMPT, seed=24, max_tokens=10)) == whole
 
 
-async def test_resuming_does_not_wake_it_up(engine: Engine, tasks: Any) -> None:
+async def test_only_waking_up_lets_waiting_requests_go_on_and_they_can_be_aborted(engine: Engine, tasks: Any) -> None:
     await engine.sleep(1)
     await engine.resume()
     assert await engine.is_sleeping()
     waiting = tasks.start(engine.generate(PROMPT, seed=25, max_tokens=2))
-    await until(has_load(engine, waiting=1))
+    aborted = tasks.start(engine.generate(PROMPT, seed=26, request_id="asleep"))
+    await until(has_load(engine, waiting=2))
+    engine.abort("asleep")
+    assert reasons_of(await aborted) == ["abort"]
     assert await engine.collective_rpc("contract.sampled", [25]) == [0]
     await engine.wake_up()
     assert reasons_of(await waiting) == ["length"]
-
-
-async def test_a_request_that_waits_for_the_waking_can_be_aborted(engine: Engine, tasks: Any) -> None:
-    await engine.sleep(2)
-    waiting = tasks.start(engine.generate(PROMPT, seed=26, request_id="asleep"))
-    await until(has_load(engine, waiting=1))
-    engine.abort("asleep")
-    assert reasons_of(await waiting) == ["abort"]
-    await engine.wake_up()
 
 
 async def test_what_a_sleeping_engine_cannot_do_it_says(engine: Engine, reference: Engine) -> None:

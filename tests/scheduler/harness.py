@@ -151,17 +151,8 @@ class Core:
         """What every plan promises; what a device could not run is the executor's to refuse."""
         assert plan.step == self.executor.stats.num_steps, "plans are numbered without a gap"
         held = self.executor.rows()
-        arrays = (
-            plan.removed,
-            plan.copied_from,
-            plan.copied_to,
-            plan.grown_rows,
-            plan.grown_blocks,
-            plan.rows,
-            plan.epochs,
-            plan.starts,
-            plan.num_tokens,
-        )
+        columns = [name for name in plan.__struct_fields__ if name not in ("step", "added", "wants")]
+        arrays = [getattr(plan, name) for name in columns]
         assert all(array.dtype == np.int32 for array in arrays)
         assert plan.wants.dtype == np.int8
         assert not any(array.flags.writeable for array in (*arrays, plan.wants))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from scheduler.harness import EOS, Core, expected_output
+from scheduler.harness import Core, expected_output
 
 from aioengine.scheduler.sequence import Reason, Sequence
 
@@ -59,27 +59,6 @@ def test_children_run_when_there_are_rows_for_them_in_the_order_of_their_index()
     # While the prompt runs the other row is free, and who comes later takes it.
     assert [s for s in begun if s is not later] == family_of(core, first)
     assert_each_runs_alone_alike(core.sequences)
-
-
-def test_a_family_counts_with_all_its_members_until_they_have_a_row() -> None:
-    core = Core()
-    core.add(range(100, 110), n=6, ignore_eos=True)
-    assert core.scheduler.num_unstarted == 6
-    core.step()
-    assert core.scheduler.num_unstarted == 5
-    core.step()
-    assert core.scheduler.num_unstarted == 0
-
-
-def test_the_first_tokens_may_end_any_of_them() -> None:
-    # Choices 1 and 3 end with their first token.
-    core = Core(sampler=lambda tokens, sampling: EOS if sampling.choice % 2 else 500 + sampling.choice)
-    family = family_of(core, core.add(range(100, 110), n=4, max_tokens=3))
-    core.step()
-    assert [sequence.finish_reason for sequence in family] == [None, "stop", None, "stop"]
-    assert all(sequence.has_ended for sequence in family[1::2])
-    core.run()
-    assert [sequence.output_ids for sequence in family] == [[500] * 3, [EOS], [502] * 3, [EOS]]
 
 
 def test_one_token_each_needs_no_row_but_the_first_ones() -> None:
@@ -174,43 +153,6 @@ def test_prefixes_are_shared_under_one_salt_and_not_across_two() -> None:
 
 
 # Priority
-
-
-def test_smaller_priorities_go_first_and_equal_ones_by_age() -> None:
-    core = Core(max_num_seqs=1)
-    core.add([1], max_tokens=1, priority=0)
-    core.launch()
-    sequences = {
-        name: core.add(range(100, 104), max_tokens=1, priority=priority)
-        for name, priority in [("b1", 5), ("a1", -1), ("b2", 5), ("a2", -1)]
-    }
-    core.land()
-    order: list[str] = []
-    while core.scheduler.sequences():
-        core.launch()
-        order += [name for name, sequence in sequences.items() if sequence in core.scheduler.table.running]
-        core.land()
-    assert order == ["a1", "a2", "b1", "b2"]
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("lacking", ["rows", "blocks"])
-def test_a_higher_one_takes_the_place_of_the_lowest_and_that_goes_on_later(depth: int, lacking: str) -> None:
-    limits = {"max_num_seqs": 2} if lacking == "rows" else {"num_blocks": 10}
-    core = Core(depth=depth, **limits)
-    low = [core.add(range(100 * i, 100 * i + 12), max_tokens=8, ignore_eos=True, priority=i) for i in (1, 2)]
-    core.step()
-    high = core.add(range(500, 516), max_tokens=3, ignore_eos=True, priority=0)
-    core.launch_all()
-    while high not in core.scheduler.table.running:
-        core.land()
-        core.launch_all()
-    assert low[0] in core.scheduler.table.running
-    assert low[1] not in core.scheduler.table.running
-    assert low[1].num_preemptions == 1
-    core.run()
-    assert core.scheduler.preemption.num_preemptions == 1, "nobody is thrown out for an equal or a lower one"
-    assert_each_runs_alone_alike([*low, high])
 
 
 def test_nobody_is_thrown_out_for_one_that_would_not_fit_all_the_same() -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from scheduler.harness import EOS, Core, expected_output
 
 from aioengine.scheduler.plan import RowSampling, StepPlan, Want
 from aioengine.scheduler.scheduler import Scheduler
-from aioengine.scheduler.sequence import Reason, Sequence, make_choices
+from aioengine.scheduler.sequence import Reason, Sequence
 
 
 def prompt(length: int, first: int = 100) -> list[int]:
@@ -45,17 +44,6 @@ def assert_runs_alone_alike(core: Core, *sequences: Sequence) -> None:
 
 
 # Order and budget
-
-
-def test_the_first_to_come_is_the_first_to_run() -> None:
-    core = Core(max_num_seqs=2)
-    sequences = [core.add(prompt(5, 100 * i), max_tokens=3, ignore_eos=True) for i in range(6)]
-    begun: list[Sequence] = []
-    while core.scheduler.sequences():
-        core.launch_all()
-        begun += [sequence for sequence in core.scheduler.table.running if sequence not in begun]
-        core.land()
-    assert begun == sequences
 
 
 def test_a_head_that_does_not_fit_lets_nobody_pass() -> None:
@@ -108,40 +96,6 @@ def test_prefills_that_run_already_are_cut_down_in_order_when_the_budget_is_shor
     assert num_tokens_of(core.launch(), blocked[1], late) == [3, 1]
 
 
-def test_a_request_that_the_blocks_can_never_hold_is_a_bug_of_the_caller() -> None:
-    core = Core(num_blocks=4, block_size=4)
-    sequence = core.add(prompt(10), max_tokens=7)
-    assert sequence.limit == 16
-    big = make_choices(msgspec.structs.replace(sequence.request, max_total_tokens=18))
-    with pytest.raises(AssertionError, match="could never end"):
-        core.scheduler.add(big)
-
-
-# Stops
-
-
-@pytest.mark.parametrize("depth", [1, 2, 4])
-def test_the_length_is_predicted_and_never_overrun(depth: int) -> None:
-    core = Core(depth=depth, sampler=sample_nothing_special)
-    sequences = [core.add(prompt(5, 100 * i), max_tokens=3 + i) for i in range(4)]
-    core.run()
-    assert [len(sequence.output_ids) for sequence in sequences] == [3, 4, 5, 6]
-    assert {sequence.finish_reason for sequence in sequences} == {"length"}
-    assert core.executor.stats.num_sampled_tokens == 3 + 4 + 5 + 6
-    assert core.num_computed_tokens == 4 * 5 + 2 + 3 + 4 + 5, "the last token of each is never computed"
-
-
-@pytest.mark.parametrize(("depth", "num_extra"), [(1, 0), (2, 1), (4, 3)])
-def test_tokens_that_were_in_flight_behind_an_eos_are_thrown_away(depth: int, num_extra: int) -> None:
-    core = Core(depth=depth, sampler=lambda ids, _: EOS if len(ids) == 7 else 500)
-    sequence = core.add(prompt(5), max_tokens=20)
-    core.run()
-    assert sequence.output_ids == [500, 500, EOS]
-    assert (sequence.finish_reason, sequence.stop_reason) == ("stop", None)
-    assert core.executor.stats.num_sampled_tokens == 3 + num_extra
-    assert [output.token_ids for output in core.outputs if output.token_ids] == [[500], [500], [EOS]]
-
-
 # Late results
 
 
@@ -181,31 +135,6 @@ def test_log_probabilities_stay_with_their_tokens_when_others_drop_out() -> None
     assert [line is None for line in lines] == [False, True, False]
     heads = [output.logprobs.top_ids[line, 0].item() for line in lines if line is not None]
     assert heads == [output.token_ids[0], output.token_ids[2]]
-
-
-# Steps that fail
-
-
-def test_a_failed_step_ends_the_sequences_in_it_and_no_others() -> None:
-    core = Core(depth=2, max_num_seqs=2)
-    failing = [core.add(prompt(5, 100 * i), ignore_eos=True) for i in range(2)]
-    waiting = core.add(prompt(5, 400))
-    core.fail_next()
-    core.launch_all()
-    core.land()
-    assert [sequence.finish_reason for sequence in failing] == ["error", "error"]
-    core.run()
-    assert all(not sequence.output_ids for sequence in failing), "tokens of the step behind it find nobody"
-    assert_runs_alone_alike(core, waiting)
-
-
-def test_results_come_in_the_order_of_the_plans() -> None:
-    core = Core(depth=2)
-    core.add(prompt(5), ignore_eos=True)
-    core.launch_all()
-    (_, first), (plan, _) = core.launched
-    with pytest.raises(AssertionError, match="another step's"):
-        core.scheduler.apply(plan, first._outcome)  # type: ignore[arg-type]
 
 
 # Prefixes
@@ -558,14 +487,19 @@ def test_a_steady_step_carries_no_tokens_and_only_new_blocks() -> None:
         core.land()
 
 
-def test_a_plan_is_described_without_the_prompt() -> None:
+def test_the_sampler_is_told_what_was_asked_for() -> None:
     core = Core()
-    core.add(prompt(9, 12345))
-    plan = core.launch()
-    assert plan is not None
-    described = str(plan.describe())
-    assert "12345" not in described
-    assert "'num_tokens': [9]" in described
+    asked = core.add([1], temperature=0.5, top_k=-1, top_p=0.9, min_p=0.1, logprobs=2, seed=3).sampling
+    assert (asked.temperature, asked.top_k, asked.top_p, asked.min_p) == (0.5, 0, 0.9, 0.1)
+    assert (asked.seed, asked.logprobs, core.add([1]).sampling.logprobs) == (3, 2, -1)
+
+
+@pytest.mark.parametrize(
+    ("params", "stop_ids"),
+    [({}, ()), ({"min_tokens": 2}, (EOS, 9)), ({"min_tokens": 2, "ignore_eos": True}, (9,))],
+)
+def test_tokens_that_end_it_are_masked_until_min_tokens(params: dict[str, Any], stop_ids: tuple[int, ...]) -> None:
+    assert Core().add([1], stop_token_ids=(9,), **params).sampling.stop_ids == stop_ids
 
 
 def corrupt(name: str, change: Callable[[Any], Any]) -> Callable[[Scheduler], None]:
