@@ -7,7 +7,6 @@ import ctypes
 import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
 
 from aioengine.config import EngineConfig
 from aioengine.errors import ConfigError
@@ -111,17 +110,10 @@ def _system_available(proc: Path) -> int:
         return FALLBACK_MEMORY_BYTES // 2
 
 
-class _MemoryFiles(NamedTuple):
-    """What a control group's files are called."""
-
-    limit: str
-    usage: str
-    inactive: str
-    """The line of memory.stat for cached file pages, which count as used and are given up first."""
-
-
-_V1 = _MemoryFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_V2 = _MemoryFiles("memory.max", "memory.current", "inactive_file")
+_V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+_V2 = "memory.max", "memory.current", "inactive_file"
+"""A control group's files of its limit and usage; and the line of memory.stat for cached file pages, which count as
+used and are given up first."""
 
 
 def _cgroups_available(proc: Path, cgroups: Path) -> Iterator[int]:
@@ -129,16 +121,16 @@ def _cgroups_available(proc: Path, cgroups: Path) -> Iterator[int]:
     for line in _read(proc / "self" / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            root, files = cgroups, _V2
+            root, names = cgroups, _V2
         elif "memory" in controllers.split(","):
-            root, files = cgroups / "memory", _V1
+            root, names = cgroups / "memory", _V1
         else:
             continue
         own = PurePosixPath(path.lstrip("/"))
         for group in (own, *own.parents):
-            limit, usage = _read(root / group / files.limit).strip(), _read(root / group / files.usage).strip()
+            limit, usage = (_read(root / group / name).strip() for name in names[:2])
             if limit.isdecimal() and usage.isdecimal():  # "max": no limit
-                inactive = _read_table(root / group / "memory.stat").get(files.inactive, 0)
+                inactive = _read_table(root / group / "memory.stat").get(names[2], 0)
                 yield max(0, int(limit) - int(usage) + inactive)
 
 

@@ -302,14 +302,13 @@ class Device:
         )
 
     def update_weights(self, folder: Path) -> None:
-        self._use_threads(True)
         self._replace(lambda weights: weights.update(folder))
 
     def commit_weights(self, transfer: str) -> None:
-        self._use_threads(True)
         self._replace(lambda weights: weights.commit(transfer))
 
     def _replace(self, change: Callable[[Weights], None]) -> None:
+        self._use_threads(True)
         held = self.held
         held.runner.synchronize()
         before = held.weights.decoder
@@ -423,7 +422,6 @@ def _on_loop(on_progress: OnProgress | None) -> OnProgress:
 
     def report(done: int, total: int, what: str = LOADING) -> None:
         if on_progress is not None:
-            of_what = (what,) if what else ()
-            loop.call_soon_threadsafe(on_progress, done, total, *of_what)
+            loop.call_soon_threadsafe(on_progress, done, total, *((what,) if what else ()))
 
     return report

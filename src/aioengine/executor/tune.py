@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -48,9 +49,8 @@ MAX_CACHE_BYTES = 2**28
 FREE_SHARE = 4
 """Of what is free a fourth at most."""
 
-DECODE_ROWS, DECODE_CONTEXT = 64, 1024
-LONG_CONTEXT = 4096
-PROMPT = 2048
+ROWS_AND_LENGTH = {DECODE: (64, 1024), DECODE_IN_SPLITS: (1, 4096), PREFILL: (1, 2048)}
+"""Of what is measured, at the most: rows, and tokens of each."""
 
 
 def cache_folder() -> Path | None:
@@ -240,12 +240,24 @@ class Rehearsal:
 
     def work(self, kernel: str) -> Work:
         """One launch of a kernel of `aioengine.kernels.attention.choices`, in one layer."""
+        c, operations = self._model, self._operations
+        tables, length = self._rows(*ROWS_AND_LENGTH[kernel])
+        attend: Callable[..., None] = operations.attend_decode
+        # Where some layers see all keys, it is them that take longest.
+        keywords: dict[str, Any] = {"scale": c.head_dim**-0.5, "window": None if None in c.windows else c.windows[0]}
         if kernel == PREFILL:
-            return self._prefill()
-        if kernel == DECODE:
-            return self._decode(DECODE_ROWS, DECODE_CONTEXT, is_split=False)
-        assert kernel == DECODE_IN_SPLITS, kernel
-        return self._decode(1, LONG_CONTEXT, is_split=True)
+            tile = operations.prefill_tile(c.num_heads, c.num_kv_heads, c.head_dim)
+            lines = [[0, first, min(tile, length - first), first] for first in range(0, length, tile)]
+            num_tokens, attend = length, operations.attend_prefill
+        else:
+            lines = [[row, row, length] for row in range(len(tables))]
+            splits = choose_num_splits(len(tables), c.num_kv_heads, length, self._num_multiprocessors)
+            num_tokens, num_splits = len(tables), max(splits, 2) if kernel == DECODE_IN_SPLITS else 1
+            keywords |= {"num_splits": num_splits, "max_context": length}
+        q = torch.zeros(num_tokens, c.num_heads, c.head_dim, dtype=c.dtype, device=self._device)
+        arguments = q, *self._caches, tables, torch.tensor(lines, dtype=torch.int32, device=self._device)
+        out = torch.empty_like(q)
+        return lambda: attend(*arguments, out, **keywords)
 
     def _rows(self, most: int, longest: int) -> tuple[Tensor, int]:
         """Block tables of as many rows as there are blocks for, ``most`` at most, and how long each is."""
@@ -253,52 +265,3 @@ class Rehearsal:
         blocks_a_row = -(-length // self._block_size)
         num_rows = min(most, self._num_blocks // blocks_a_row)
         return self._blocks[: num_rows * blocks_a_row].view(num_rows, blocks_a_row), length
-
-    def _decode(self, most_rows: int, longest: int, *, is_split: bool) -> Work:
-        c, operations = self._model, self._operations
-        tables, context = self._rows(most_rows, longest)
-        num_splits = 1
-        if is_split:
-            chosen = choose_num_splits(len(tables), c.num_kv_heads, context, self._num_multiprocessors)
-            num_splits = max(chosen, 2)
-        decodes = self._ints([[row, row, context] for row in range(len(tables))])
-        q = self._queries(len(tables))
-        out = torch.empty_like(q)
-
-        def attend() -> None:
-            operations.attend_decode(
-                q, self._caches[0], self._caches[1], tables, decodes, out,
-                scale=c.head_dim**-0.5, window=self._window,
-                num_splits=num_splits, max_context=context,
-            )  # fmt: skip
-
-        return attend
-
-    def _prefill(self) -> Work:
-        c, operations = self._model, self._operations
-        tables, length = self._rows(1, PROMPT)
-        tile = operations.prefill_tile(c.num_heads, c.num_kv_heads, c.head_dim)
-        tiles = self._ints([[0, first, min(tile, length - first), first] for first in range(0, length, tile)])
-        q = self._queries(length)
-        out = torch.empty_like(q)
-
-        def attend() -> None:
-            operations.attend_prefill(
-                q, self._caches[0], self._caches[1], tables, tiles, out,
-                scale=c.head_dim**-0.5, window=self._window,
-            )  # fmt: skip
-
-        return attend
-
-    @property
-    def _window(self) -> int | None:
-        """Where some layers see all keys, it is them that take longest."""
-        windows = self._model.windows
-        return None if None in windows else windows[0]
-
-    def _queries(self, num_tokens: int) -> Tensor:
-        c = self._model
-        return torch.zeros(num_tokens, c.num_heads, c.head_dim, dtype=c.dtype, device=self._device)
-
-    def _ints(self, rows: list[list[int]]) -> Tensor:
-        return torch.tensor(rows, dtype=torch.int32, device=self._device)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,12 +23,8 @@ ON_HOST = Placement(is_bound=False)
 """On their way to another device."""
 
 
-class Load(Protocol):
-    """Makes a decoder; blocks."""
-
-    def __call__(
-        self, *, placement: Placement, on_progress: OnProgress, should_stop: Callable[[], bool]
-    ) -> Decoder: ...
+Load = Callable[..., Decoder]
+"""Makes a decoder, of placement, on_progress and should_stop as `load_decoder` has them; blocks."""
 
 
 class Weights:

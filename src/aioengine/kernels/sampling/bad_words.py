@@ -11,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from aioengine.kernels.launch_checks import check_samples, check_tensor
-from aioengine.kernels.sampling.constants import END, FIRST, FLAGS, LOGITS_ROW, OUTPUT_POSITION, ROW, SAMPLE_STRIDE
+from aioengine.kernels.sampling.constants import END, OUTPUT_POSITION, ROW
+from aioengine.kernels.sampling.edits import first_samples
 
 BLOCK = 32
 """Words of a program, one a thread. One warp, so that "is any word left" is a vote and no barrier."""
@@ -39,16 +40,13 @@ def _ends_of_bad_words_kernel(
     rows = tl.load(word_rows + words, mask=is_word, other=-1)
     begins = tl.load(word_offsets + words, mask=is_word, other=0)
     ends = tl.load(word_offsets + words + 1, mask=is_word, other=0)
-    sample = tl.load(sample_of_row + rows, mask=rows >= 0, other=-1)
-    of_sample = samples + sample.to(tl.int64) * SAMPLE_STRIDE
-    logits_row = tl.load(of_sample + LOGITS_ROW, mask=sample >= 0, other=-1)
-    flags = tl.load(of_sample + FLAGS, mask=sample >= 0, other=0)
-    history_row = tl.load(of_sample + ROW, mask=sample >= 0, other=0)
-    history_end = tl.load(of_sample + END, mask=sample >= 0, other=0)
-    num_outputs = tl.load(of_sample + OUTPUT_POSITION, mask=sample >= 0, other=0)
+    of_sample, _, is_sampled = first_samples(samples, sample_of_row, rows)
+    history_row = tl.load(of_sample + ROW, mask=is_sampled, other=0)
+    history_end = tl.load(of_sample + END, mask=is_sampled, other=0)
+    num_outputs = tl.load(of_sample + OUTPUT_POSITION, mask=is_sampled, other=0)
 
     length = ends - begins
-    is_begun = (logits_row >= 0) & ((flags & FIRST) != 0) & (length <= num_outputs)
+    is_begun = is_sampled & (length <= num_outputs)
     tail = history + history_row.to(tl.int64) * history_width + history_end
     # From the last token backwards: nearly always that one is another already, and the program is done.
     back = 1

@@ -29,16 +29,23 @@ _VIEWS = ["samples", "sample_of_row", "edit_rows", "edit_tokens", "edit_values",
 
 
 @triton.jit
+def first_samples(samples, sample_of_row, rows):
+    """Of rows int32 [m], -1 for none: the words of their first samples, their rows of logits, and which sample now."""
+    sample = tl.load(sample_of_row + rows, mask=rows >= 0, other=-1)
+    words = samples + sample.to(tl.int64) * SAMPLE_STRIDE
+    logits_row = tl.load(words + LOGITS_ROW, mask=sample >= 0, other=-1)
+    flags = tl.load(words + FLAGS, mask=sample >= 0, other=0)
+    return words, logits_row, (logits_row >= 0) & ((flags & FIRST) != 0)
+
+
+@triton.jit
 def _locate(samples, sample_of_row, edit_rows, edit_tokens, edits, num_edits, vocab):
     """For edits [BLOCK]: their samples, where their logits are, and whether there is one to edit."""
     is_edit = edits < num_edits
     rows = tl.load(edit_rows + edits, mask=is_edit, other=-1)
     tokens = tl.load(edit_tokens + edits, mask=is_edit, other=-1)
-    sample = tl.load(sample_of_row + rows, mask=rows >= 0, other=-1)
-    words = samples + sample.to(tl.int64) * SAMPLE_STRIDE
-    logits_row = tl.load(words + LOGITS_ROW, mask=sample >= 0, other=-1)
-    flags = tl.load(words + FLAGS, mask=sample >= 0, other=0)
-    is_made = (logits_row >= 0) & ((flags & FIRST) != 0) & (tokens >= 0) & (tokens < vocab)
+    words, logits_row, is_sampled = first_samples(samples, sample_of_row, rows)
+    is_made = is_sampled & (tokens >= 0) & (tokens < vocab)
     return words, logits_row.to(tl.int64) * vocab + tokens, is_made
 
 
