@@ -43,6 +43,12 @@ FURTHER_FIELDS = [
 ]  # fmt: skip
 
 
+ROPE_FIELDS = [
+    "rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor",
+    "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "partial_rotary_factor",
+]  # fmt: skip
+
+
 def _replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
     return {"type": "Replace", "pattern": pattern, "content": content}
 
@@ -126,64 +132,45 @@ def mutate(bases: Path, folder: Path, seed: int) -> str:
 
 
 def _of_field(folder: Path, rng: random.Random) -> str:
+    """Any value of a JSON file, also an inner one, is another or left out."""
     file = _json_file(folder, rng)
     content = json.loads(file.read_text())
     holder, key = rng.choice(list(_places(content)))
     value = rng.choice([*BAD_VALUES, ...])
     if value is ...:
         del holder[key]
-        what = "left out"
     else:
         holder[key] = value
-        what = json.dumps(value)[:40]
     file.write_text(json.dumps(content))
-    return f"{file.name} {key} {what}"
+    return f"{file.name} {key} {'left out' if value is ... else json.dumps(value)[:40]}"
+
+
+def _set(file: Path, field: str, value: Any) -> str:
+    file.write_text(json.dumps({**json.loads(file.read_text()), field: value}))
+    return f"{file.name} {field} {json.dumps(value)[:200]}"
 
 
 def _of_further_field(folder: Path, rng: random.Random) -> str:
-    file = _json_file(folder, rng)
-    content = json.loads(file.read_text())
-    field, value = rng.choice(FURTHER_FIELDS), rng.choice(BAD_VALUES)
-    content[field] = value
-    file.write_text(json.dumps(content))
-    return f"{file.name} {field} {json.dumps(value)[:40]}"
+    return _set(_json_file(folder, rng), rng.choice(FURTHER_FIELDS), rng.choice(BAD_VALUES))
 
 
 def _of_size(folder: Path, rng: random.Random) -> str:
     """The numbers that decide how much memory is needed."""
-    file = folder / "config.json"
-    content = json.loads(file.read_text())
-    sizes = [key for key, value in content.items() if isinstance(value, int) and not isinstance(value, bool)]
-    field, value = (
-        rng.choice([*sizes, "num_labels"]),
-        rng.choice([0, -1, 1, 3, 10**5, 2**31, 10**9, 2**62, 10**30, 1.5, "8"]),
-    )
-    content[field] = value
-    file.write_text(json.dumps(content))
-    return f"config.json {field} {value}"
+    values = [0, -1, 1, 3, 10**5, 2**31, 10**9, 2**62, 10**30, 1.5, "8"]
+    content = json.loads((folder / "config.json").read_text())
+    sizes = [key for key, value in content.items() if type(value) is int]
+    return _set(folder / "config.json", rng.choice([*sizes, "num_labels"]), rng.choice(values))
 
 
 def _of_rope(folder: Path, rng: random.Random) -> str:
-    file = folder / "config.json"
-    content = json.loads(file.read_text())
     kind = rng.choice(["default", "linear", "llama3", "yarn", "dynamic", "longrope", "x"])
-    fields = [
-        "rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor",
-        "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "partial_rotary_factor",
-    ]  # fmt: skip
-    rope = {"rope_type": kind, **{field: rng.choice(BAD_VALUES) for field in rng.sample(fields, rng.randint(1, 6))}}
-    content[rng.choice(["rope_parameters", "rope_scaling"])] = rope
-    file.write_text(json.dumps(content))
-    return f"config.json {json.dumps(rope)[:200]}"
+    rope = {field: rng.choice(BAD_VALUES) for field in rng.sample(ROPE_FIELDS, rng.randint(1, 6))}
+    name = rng.choice(["rope_parameters", "rope_scaling"])
+    return _set(folder / "config.json", name, {"rope_type": kind, **rope})
 
 
 def _of_component(folder: Path, rng: random.Random) -> str:
-    file = folder / "tokenizer.json"
-    content = json.loads(file.read_text())
-    field, value = rng.choice(COMPONENTS)
-    content[field] = value
-    file.write_text(json.dumps(content))
-    return f"tokenizer.json {field} {json.dumps(value)[:120]}"
+    return _set(folder / "tokenizer.json", *rng.choice(COMPONENTS))
 
 
 def _of_bytes(folder: Path, rng: random.Random) -> str:
