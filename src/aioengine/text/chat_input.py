@@ -126,7 +126,7 @@ def _with_parsed_arguments(call: Any) -> Any:
 
 
 def _has_few_values(text: str) -> bool:
-    """Whether decoding a JSON text, and encoding it again, holds the GIL for less than 1 ms: a bound on its values."""
+    """Whether decoding a JSON text, and encoding it again, holds the GIL for less than 1 ms."""
     bare = text.replace("\\\\", "").replace('\\"', "")  # each quote that is left begins or ends a string
     if bare.count('"') > 4 * MAX_ARGUMENT_VALUES:
         return False
@@ -164,39 +164,35 @@ def take_template_kwargs(given: Any, *, is_chat: bool) -> dict[str, Any]:
     if given is None:
         return {}
     if not isinstance(given, Mapping):
-        raise _refused(f"chat_template_kwargs={shorten(given)}: a mapping of names to values is needed")
+        raise _refused(f"must be a mapping of names to values, not {shorten(given)}")
     kwargs: dict[str, Any] = _plain(dict(given), MAX_LEVELS, "chat_template_kwargs", _refuse_object)
     try:
         num_bytes = _num_bytes(kwargs)
     except UnicodeEncodeError:
-        raise _refused("chat_template_kwargs has a lone surrogate, which has no UTF-8 form; remove it") from None
+        raise _refused("has a lone surrogate, which has no UTF-8 form; remove it") from None
     if num_bytes > MAX_BYTES:
-        raise _refused(f"chat_template_kwargs has more than {MAX_BYTES} bytes; give less")
+        raise _refused(f"has more than {MAX_BYTES} bytes; give less")
     for name in kwargs:
         if name in RESERVED:
-            raise _refused(f"chat_template_kwargs holds {name}, which is not for the template: leave it out")
+            raise _refused(f"holds {name}, which is not for the template: leave it out")
     if not kwargs:
         return {}
     if not is_chat:
-        raise _refused("chat_template_kwargs are for the messages of a chat, and this prompt is none")
+        raise _refused("are for the messages of a chat, and this prompt is none")
     continues = kwargs.get("continue_final_message", False)
     begins = kwargs.setdefault("add_generation_prompt", not continues)
     if not isinstance(continues, bool | str):
-        raise _refused(
-            f"continue_final_message={shorten(continues)}: True, False or the name of a message's field is needed"
-        )
+        needed = "True, False or the name of a message's field is needed"
+        raise _refused(f"holds continue_final_message={shorten(continues)}: {needed}")
     if not isinstance(begins, bool):
-        raise _refused(f"add_generation_prompt={shorten(begins)}: True or False is needed")
+        raise _refused(f"holds add_generation_prompt={shorten(begins)}: True or False is needed")
     if continues and begins:
-        raise _refused(
-            "add_generation_prompt begins a new answer and continue_final_message goes on with the last message: "
-            "give one of them"
-        )
+        raise _refused("both begins an answer (add_generation_prompt) and continues one: give one of them")
     return kwargs
 
 
 def _refuse_object(value: Any) -> Any:
-    raise _refused(f"chat_template_kwargs holds a {type(value).__name__}; plain data is needed, as in JSON")
+    raise _refused(f"holds a {type(value).__name__}; plain data is needed, as in JSON")
 
 
 def _num_bytes(value: Any) -> int:
@@ -206,12 +202,12 @@ def _num_bytes(value: Any) -> int:
     if isinstance(value, dict):
         for name in value:
             if not isinstance(name, str):
-                raise _refused(f"chat_template_kwargs has {shorten(name)} for a name; names are str")
+                raise _refused(f"has {shorten(name)} for a name; names are str")
         return VALUE_BYTES + sum(_num_bytes(name) + _num_bytes(item) for name, item in value.items())
     if isinstance(value, list | tuple):
         return VALUE_BYTES + sum(map(_num_bytes, value))
     return VALUE_BYTES + (value.bit_length() // 8 if isinstance(value, int) else 0)
 
 
-def _refused(message: str) -> InvalidRequest:
-    return InvalidRequest(message, param="chat_template_kwargs")
+def _refused(problem: str) -> InvalidRequest:
+    return InvalidRequest(f"chat_template_kwargs {problem}", param="chat_template_kwargs")

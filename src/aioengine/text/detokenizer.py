@@ -34,10 +34,10 @@ class Detokenizer(Protocol):
         """The stop string that was found; from then on nothing is consumed and every text is empty."""
 
     def feed_one(self, token_id: int) -> str:
-        """Return the text that this id settles, often "" around characters of several tokens."""
+        """The text that this id settles, often "" around characters of several tokens."""
 
     def flush(self) -> str:
-        """Return the rest of the text: what was held back, bytes without their character as U+FFFD."""
+        """The rest of the text: what was held back, bytes without their character as U+FFFD."""
 
 
 def make_detokenizer(
@@ -91,9 +91,8 @@ class PieceDetokenizer:
 
     def flush(self) -> str:
         pending, self._pending = self._pending, b""
-        if self._table.byte_runs:
-            return self._strip_lead(_decode_run(pending))
-        return self._strip_lead(pending.decode("utf-8", "replace"))
+        text = _decode_run(pending) if self._table.byte_runs else pending.decode("utf-8", "replace")
+        return self._strip_lead(text)
 
     def _feed_unsettled(self, token_id: int, piece: str | bytes | None) -> str:
         if piece is None:
@@ -101,10 +100,8 @@ class PieceDetokenizer:
         if isinstance(piece, bytes):
             self._pending += piece
             text = "" if self._table.byte_runs else self._take_characters()
-            self._is_first = False
         else:
             if self._is_first:
-                self._is_first = False
                 piece = self._table.first_pieces.get(token_id, piece)
             if not self._pending:
                 text = piece
@@ -114,6 +111,7 @@ class PieceDetokenizer:
             else:
                 self._pending += piece.encode()
                 text = self._take_characters()
+        self._is_first = False
         text = self._strip_lead(text)
         self._is_settled = not (self._pending or self._is_first or self._lead_strip)
         return text

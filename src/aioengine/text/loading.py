@@ -1,7 +1,7 @@
-"""Find a model folder's tokenizer and load it.
+"""Load a model folder's tokenizer as `transformers.AutoTokenizer` would.
 
-`transformers.AutoTokenizer` decides what a folder's tokenizer is, and importing it costs a second. Where its answer is
-known beforehand to be "exactly what tokenizer.json says", the ``tokenizers`` library reads that file alone.
+Importing that costs a second. Where its answer is known beforehand to be "exactly what tokenizer.json says", the
+``tokenizers`` library reads that file alone.
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ def load_tokenizer(folder: Path) -> LoadedTokenizer:
     settings, config = _read_json(folder / "tokenizer_config.json"), _read_json(folder / "config.json")
     if settings.get("tokenizer_class") not in WITHOUT_VOCABULARY:
         _check_vocabulary(folder)
-    _check_template(folder / "chat_template.jinja")
+    template_file = folder / "chat_template.jinja"
+    if template_file.is_file() and template_file.stat().st_size > MAX_TEMPLATE_BYTES:
+        raise ModelLoadError(f"{template_file} has more than {MAX_TEMPLATE_BYTES} bytes, which no chat template has")
     _check_normalizer(folder / "tokenizer.json")
     with failures_as(lambda problem: ModelLoadError(f"{folder}: the tokenizer could not be loaded: {problem}")):
         loaded = _load_plain(folder, settings, config.get("model_type")) or _load_with_transformers(folder)
@@ -123,8 +125,7 @@ def _check_vocabulary(folder: Path) -> None:
 def failures_as(make: Callable[[str], AioEngineError]) -> Iterator[None]:
     """Raise what a tokenizer's library raises as an error of ours: bare exceptions of many kinds, and panics.
 
-    A panic of Rust code is a BaseException, of a class that cannot be imported, and would pass all that catches errors.
-    Rust has told of it on stderr by then.
+    A panic of Rust code is a BaseException, of a class that cannot be imported. Rust has told of it on stderr by then.
 
     Args:
         make: the error, of what the library says.
@@ -139,21 +140,14 @@ def failures_as(make: Callable[[str], AioEngineError]) -> Iterator[None]:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """Return a JSON file's object, {} if the file is not there."""
+    """The file's object, {} if it is not there."""
     return read_json(file) if file.is_file() else {}
-
-
-def _check_template(file: Path) -> None:
-    if file.is_file() and file.stat().st_size > MAX_TEMPLATE_BYTES:
-        raise ModelLoadError(f"{file} has more than {MAX_TEMPLATE_BYTES} bytes, which no chat template has")
 
 
 def _check_normalizer(file: Path) -> None:
     """Refuse a normalizer for which the library would ask for memory without end: that aborts the process.
 
-    Raises:
-        ModelLoadError: it makes very much of a character, or has a table that is larger than its data; or the file is
-            no JSON object.
+    It makes very much of a character, or has a table that is larger than its data.
     """
     if not file.is_file():
         return
@@ -183,7 +177,7 @@ def _steps(normalizer: Any) -> Iterator[dict[str, Any]]:
 
 
 def _pattern(step: dict[str, Any]) -> str:
-    """The text that a step replaces; "" where it replaces a regular expression or nothing."""
+    """The text that a step replaces, "" for a regular expression or nothing."""
     return str((step.get("pattern") or {}).get("String", ""))
 
 
@@ -243,7 +237,9 @@ def _adds_nothing(folder: Path, config: dict[str, Any], backend: Any) -> bool:
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     special = {content for content, token in added.items() if token.special}  # transformers makes those named special
     named = [value for key, value in config.items() if key.endswith("_token") and isinstance(value, (str, dict))]
-    custom = [key for key in config if key.endswith("_token") and key not in NAMED_TOKENS and not _is_flag(config[key])]
+    # "add_bos_token" and its like are flags: where there is a tokenizer.json, transformers leaves them out.
+    others = [value for key, value in config.items() if key.endswith("_token") and key not in NAMED_TOKENS]
+    custom = [value for value in others if not (value is None or isinstance(value, bool))]
     return not custom and isinstance(extra, list) and all(_content(token) in special for token in [*extra, *named])
 
 
@@ -277,11 +273,6 @@ def _is_as_qwens_class_makes(config: dict[str, Any], backend: Any) -> bool:
         ):  # fmt: skip
             return pattern == _QWEN_PATTERN and not (model.continuing_subword_prefix or model.end_of_word_suffix)
     return False
-
-
-def _is_flag(value: object) -> bool:
-    # "add_bos_token" and its like: where there is a tokenizer.json, transformers leaves them out.
-    return value is None or isinstance(value, bool)
 
 
 def _content(token: str | dict[str, Any]) -> str:

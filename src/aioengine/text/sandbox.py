@@ -1,11 +1,10 @@
-"""Chat templates as programs of strangers: in Jinja's sandbox, with their steps counted and their sizes bounded.
+"""Chat templates as programs of strangers: in Jinja's sandbox, with their time and their sizes bounded.
 
 Jinja's immutable sandbox keeps a template from the program around it, but not from looping for long or asking for all
 memory. Here each iteration of a loop, each call, filter and operator is a step, which checks the time; and an operation
-whose result would be larger than any prompt is refused before it runs. Between two steps lies one operation on values
-of bounded size, whose time is about linear in it, so that a template is stopped within some 100 ms of its deadline and
-holds the GIL for no longer. Filters, globals and tags are those that transformers gives to templates, since they are
-written against them, but for filters that take long over short texts.
+whose result would be larger than any prompt is refused before it runs. One operation on values of bounded size takes
+about linear time, so that a template is stopped within some 100 ms of its deadline and holds the GIL for no longer.
+Filters, globals and tags are those that transformers gives to templates, but for filters that take long over little.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - as in jinja2
         step()
-        args = _taken(args)
+        args = tuple(map(_taken, args))
         owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)  # jinja2 has wrapped "".format
         if isinstance(owner, str | bytes | int | float):
             _check_method(owner if isinstance(owner, str | bytes) else "", __obj.__name__, args, kwargs)
@@ -106,26 +105,26 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             _check_format(left, right)
         return _bounded(super().call_binop(context, operator, left, right))
 
+    # What `_Counting` puts in: loops, ``~``, and what puts a list, tuple or dict together. Being called is a step, and
+    # checks the result's size.
+
     @staticmethod
     def counted(items: Iterable[Any]) -> Iterator[Any]:
-        """The items that a loop goes over, each a step."""
         for item in items:
             step()
             yield item
 
     @staticmethod
     def joined(*parts: Any) -> str:
-        """The result of ``~``."""
         return ChatEnvironment.concat(map(str, parts))
 
     @staticmethod
     def made(value: Any) -> Any:
-        """Return a list, tuple or dict that a template puts together; being called checks its size."""
         return value
 
 
 class _Counting(NodeTransformer):
-    """Makes loops, ``~``, lists and dicts calls of the environment, which counts them as it counts calls."""
+    """Makes loops, ``~``, lists and dicts calls of the environment."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802 - as in jinja2
         self.generic_visit(node)
@@ -220,7 +219,7 @@ def _stepping(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         step()
         first = 1 if hasattr(function, "jinja_pass_arg") else 0
-        args = _taken(args)
+        args = tuple(map(_taken, args))
         value, further = args[first], args[first + 1 :]
         if name == "join" and hasattr(value, "__len__"):
             _check_size(len(value) * max(map(_size, [*further[:1], *kwargs.values()]), default=0))
@@ -273,15 +272,12 @@ def _check_format(text: str, values: Any) -> None:
         _check_size(num_fields * largest)
 
 
-def _taken(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments with iterators made lists of bounded size."""
-    return tuple(_take(value) if isinstance(value, Iterator) else value for value in values)
-
-
-def _take(items: Iterator[Any]) -> list[Any]:
+def _taken(value: Any) -> Any:
+    """An argument; an iterator as a list of bounded size."""
+    if not isinstance(value, Iterator):
+        return value
     taken, size = [], 0
-    for item in items:
-        step()
+    for item in ChatEnvironment.counted(value):
         size += ITEM_CHARS + _size(item)
         _check_size(size)
         taken.append(item)

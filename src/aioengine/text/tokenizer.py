@@ -46,7 +46,7 @@ class Tokenizer:
     """
 
     def __init__(self, loaded: LoadedTokenizer) -> None:
-        """Take a loaded tokenizer; use `load` instead. Takes about 2 µs a vocabulary entry."""
+        """Use `load` instead. Takes about 2 µs a vocabulary entry."""
         self._fast = loaded.backend
         self._slow = loaded.slow
         self._named_tokens = loaded.named_tokens
@@ -154,14 +154,11 @@ class Tokenizer:
         continue_final_message: bool | str = False,
         **variables: Any,
     ) -> str:
-        """The prompt text that the model's chat template makes of the messages; see `check_messages`.
+        """The prompt text that the model's chat template makes of the messages, as `copy_messages` gives them.
 
-        The first call of a process takes up to a second: not on the event loop.
+        The first call of a process takes up to a second: not on the event loop. The other arguments are those of
+        `render_template`, as `take_template_kwargs` gives them.
 
-        Args:
-            messages: of plain data, as `copy_messages` gives them.
-            add_generation_prompt, continue_final_message, variables: as in `render_template`; `take_template_kwargs`
-                checks them.
         Raises:
             InvalidRequest: malformed messages, no template, or the template does not take these messages.
         """

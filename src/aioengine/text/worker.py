@@ -75,8 +75,8 @@ class TextWorker:
     async def aclose(self) -> None:
         """Wait for the work, or for as long as ``close_grace_s`` says, then end the thread. Closing twice is harmless.
 
-        What is not done then ends with `EngineClosed`, also when the wait is cancelled: work that has not begun is
-        dropped, and the thread ends after what it is doing.
+        What is not done then ends with `EngineClosed`, also when the wait is cancelled; the thread ends after what it
+        is doing.
         """
         self._is_closed = True
         self._threads.close()
