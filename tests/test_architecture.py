@@ -9,6 +9,11 @@ import pytest
 import test_floors
 import worked_request
 
+from aioengine import sampling_params
+from aioengine.config import EngineConfig
+from aioengine.executor.step_words import SECTIONS
+from aioengine.kernels.sampling.sample_rows import SampleRow
+
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "ARCHITECTURE.md").read_text()
 SOURCE = ROOT / "src" / "aioengine"
@@ -40,3 +45,20 @@ def test_a_module_that_a_table_gives_to_a_room_is_there() -> None:
         for module in re.findall(r"`([a-z_]+)`", text):
             folder = SOURCE / room
             assert (folder / f"{module}.py").is_file() or list(folder.glob(f"*/{module}.py")), f"{room}: {module}"
+
+
+def test_the_words_of_a_step_are_counted() -> None:
+    found = re.findall(r"^ ([a-z_]+) +(\d+)   \w", PAGE, flags=re.MULTILINE)
+    assert {name: int(words) for name, words in found} == SECTIONS._asdict()
+    assert len(SampleRow) == 9
+    assert "nine words (row of logits" in PAGE
+
+
+def test_the_limits_of_lists_are_those_of_the_parameters() -> None:
+    page = (ROOT / "docs" / "sampling.md").read_text()
+    limits = re.search(r"^Lists have limits: (.*?)\.$", page, flags=re.MULTILINE | re.DOTALL)
+    assert limits is not None
+    names = ("STOP_STRINGS", "BAD_WORDS", "TEXT_CHARS", "BAD_WORDS_CHARS", "LOGIT_BIAS", "LOGPROB_TOKEN_IDS")
+    config = EngineConfig()
+    known = [*(getattr(sampling_params, f"MAX_{name}") for name in names), config.max_n, config.max_logprobs]
+    assert [int(number.replace(",", "")) for number in re.findall(r"[\d,]*\d", limits[1])] == known
