@@ -77,6 +77,11 @@ class Rules:
         assert wanted.margin > MIN_MARGIN, f"{name} hangs by a hair: choose another prompt"
         self.cases[name] = Case(prompt, {"max_tokens": max_tokens, **params}, wanted)
 
+    def wanted(self, name: str) -> list[int]:
+        wanted = self.cases[name].wanted
+        assert wanted is not None
+        return wanted.token_ids
+
     def add_like(self, other: str, name: str, params: dict[str, Any]) -> None:
         """A case that says in another way what ``other`` says."""
         case = self.cases[other]
@@ -122,10 +127,8 @@ class BiasOf:
         for row in rows:
             assert row.prompt_token_ids.tolist() == self._prompt
             self.num_outputs.add(len(row.output_token_ids))
-        return logits.index_add(1, torch.tensor(list(self._biases)), self._values().expand(len(rows), -1))
-
-    def _values(self) -> torch.Tensor:
-        return torch.tensor(list(self._biases.values()))
+        values = torch.tensor(list(self._biases.values()))
+        return logits.index_add(1, torch.tensor(list(self._biases)), values.expand(len(rows), -1))
 
 
 def repeat_less(penalty: float) -> Callable[[torch.Tensor, list[LogitsRow]], None]:
@@ -174,13 +177,7 @@ def make_cases(oracle: Oracle) -> Cases:
     add_biases(rules)
     add_bad_words(rules)
     allowed, prompt = sorted(rules.ids(60)), rules.prompt(40)
-    rules.add(
-        "allowed ids",
-        prompt,
-        30,
-        {"allowed_token_ids": allowed},
-        prefix_allowed_tokens_fn=lambda batch, sent: allowed,
-    )
+    rules.add("allowed ids", prompt, 30, {"allowed_token_ids": allowed}, logits_processor=[allow(allowed)])
     add_min_tokens(rules)
     add_counting_penalties(rules)
     add_combinations(rules)
@@ -192,93 +189,58 @@ def make_cases(oracle: Oracle) -> Cases:
 
 def add_repetition_below_zero(rules: Rules) -> None:
     """Of tokens whose logits are all negative, which the penalty multiplies instead of dividing."""
-    prompt = rules.prompt(26)
+    name, prompt = "repetition penalty below zero", rules.prompt(26)
     allowed = sorted({*rules.ids(12), *prompt[:8]})
-    biases = dict.fromkeys(allowed, -30.0)
-    rules.add(
-        "repetition penalty below zero",
-        prompt,
-        30,
-        {"repetition_penalty": 1.15, "allowed_token_ids": allowed, "logit_bias": biases},
-        logits_processor=[
-            allow(allowed),
-            theirs.SequenceBiasLogitsProcessor({(token_id,): bias for token_id, bias in biases.items()}),
-            theirs.RepetitionPenaltyLogitsProcessor(1.15),
-        ],
-    )
-    assert not comes_by([allow(allowed)], rules.cases["repetition penalty below zero"])
+    params = {"repetition_penalty": 1.15, "allowed_token_ids": allowed, "logit_bias": dict.fromkeys(allowed, -30.0)}
+    chain = [allow(allowed), biased(params["logit_bias"]), theirs.RepetitionPenaltyLogitsProcessor(1.15)]
+    rules.add(name, prompt, 30, params, logits_processor=chain)
+    assert not comes_by(chain[:1], rules.cases[name])
+
+
+def biased(biases: dict[int, float]) -> theirs.LogitsProcessor:
+    return theirs.SequenceBiasLogitsProcessor({(token_id,): bias for token_id, bias in biases.items()})
 
 
 def add_biases(rules: Rules) -> None:
     prompt = rules.prompt(31)
     comes = rules.plain(prompt, 32)
     biases = {**dict.fromkeys(rules.ids(12), 4.5), comes[3]: -100.0, comes[9]: -7.25}
-    rules.add("bias", prompt, 32, {"logit_bias": biases}, sequence_bias={(token,): b for token, b in biases.items()})
+    rules.add("bias", prompt, 32, {"logit_bias": biases}, logits_processor=[biased(biases)])
 
 
 def add_bad_words(rules: Rules) -> None:
     prompt = rules.prompt(20)
     comes = rules.plain(prompt, 28)
     words = [comes[4:6], comes[9:12], comes[20:21]]
-    rule = forbid(words, prompt)
-    rules.add("bad words", prompt, 28, {"bad_words": written(words)}, logits_processor=[rule])
+    rules.add("bad words", prompt, 28, {"bad_words": written(words)}, logits_processor=[forbid(words, prompt)])
     # The prompt ends with the first part of a bad word: that is no beginning of one, and the second part may follow.
-    prompt = [*prompt, *comes[:5]]
-    words = [comes[4:6], comes[7:9]]
-    rules.add(
-        "bad words that the prompt begins",
-        prompt,
-        30,
-        {"bad_words": written(words)},
-        logits_processor=[forbid(words, prompt)],
-    )
-    case = rules.cases["bad words that the prompt begins"]
-    assert case.wanted is not None
-    assert case.wanted.token_ids[0] == comes[5]
+    name, prompt, words = "bad words that the prompt begins", [*prompt, *comes[:5]], [comes[4:6], comes[7:9]]
+    rules.add(name, prompt, 30, {"bad_words": written(words)}, logits_processor=[forbid(words, prompt)])
+    assert rules.wanted(name)[0] == comes[5]
 
 
 def add_min_tokens(rules: Rules) -> None:
-    prompt, minimum, limit = rules.prompt(47), 11, 30
+    name, prompt, minimum, limit = "stop tokens that come too early", rules.prompt(47), 11, 30
     stops = sorted({*rules.plain(prompt, 6)[2:6], *rules.ids(40)})
-    params = {"min_tokens": minimum, "stop_token_ids": stops}
-    rules.add("stop tokens that come too early", prompt, limit, params, min_new_tokens=minimum, eos_token_id=stops)
-    case = rules.cases["stop tokens that come too early"]
-    assert case.wanted is not None
-    assert minimum < len(case.wanted.token_ids) < limit, "the minimum or the limit decides, not a stop token"
-    params = {"min_tokens": 17, "logit_bias": {EOS: 100.0}, "ignore_eos": False}
-    rules.add(
-        "an EOS that comes too early",
-        rules.prompt(17),
-        limit,
-        params,
-        min_new_tokens=17,
-        eos_token_id=EOS,
-        sequence_bias={(EOS,): 100.0},
-    )
-    case = rules.cases["an EOS that comes too early"]
-    assert case.wanted is not None
-    assert case.wanted.token_ids.index(EOS) == 17
+    params: dict[str, Any] = {"min_tokens": minimum, "stop_token_ids": stops}
+    rules.add(name, prompt, limit, params, min_new_tokens=minimum, eos_token_id=stops)
+    assert minimum < len(rules.wanted(name)) < limit, "the minimum or the limit decides, not a stop token"
+    name, minimum, biases = "an EOS that comes too early", 17, {EOS: 100.0}
+    params = {"min_tokens": minimum, "logit_bias": biases, "ignore_eos": False}
+    options = {"min_new_tokens": minimum, "eos_token_id": EOS, "sequence_bias": {(EOS,): 100.0}}
+    rules.add(name, rules.prompt(17), limit, params, **options)
+    assert rules.wanted(name).index(EOS) == minimum
 
 
 def add_counting_penalties(rules: Rules) -> None:
     for presence, frequency in ((1.5, 0.0), (0.0, 1.25), (-0.75, -0.5), (2.0, -0.25)):
         # Few tokens, so that they come again and again.
-        allowed, prompt = sorted(rules.ids(8)), rules.prompt(29)
-        params = {
-            "presence_penalty": presence,
-            "frequency_penalty": frequency,
-            "allowed_token_ids": [*allowed, *prompt[:4]],
-        }
-        penalty = Counted(len(prompt), presence=presence, frequency=frequency)
-        rules.add(
-            f"presence {presence}, frequency {frequency}",
-            prompt,
-            36,
-            params,
-            logits_processor=[allow([*allowed, *prompt[:4]]), penalty],
-        )
-        without = [allow([*allowed, *prompt[:4]])]
-        assert not comes_by(without, rules.cases[f"presence {presence}, frequency {frequency}"])
+        name, allowed, prompt = f"presence {presence}, frequency {frequency}", sorted(rules.ids(8)), rules.prompt(29)
+        allowed += prompt[:4]
+        params = {"presence_penalty": presence, "frequency_penalty": frequency, "allowed_token_ids": allowed}
+        chain = [allow(allowed), Counted(len(prompt), presence=presence, frequency=frequency)]
+        rules.add(name, prompt, 36, params, logits_processor=chain)
+        assert not comes_by(chain[:1], rules.cases[name])
 
 
 def add_combinations(rules: Rules) -> None:
@@ -290,7 +252,7 @@ def add_combinations(rules: Rules) -> None:
     in_order = {
         "allowed_token_ids": (allowed, allow(allowed)),
         "min_tokens": (minimum, theirs.MinNewTokensLengthLogitsProcessor(len(prompt), minimum, stops)),
-        "logit_bias": (biases, theirs.SequenceBiasLogitsProcessor({(t,): b for t, b in biases.items()})),
+        "logit_bias": (biases, biased(biases)),
         "logits_processors": ([squeeze], Squeezed()),
         "repetition_penalty": (1.2, theirs.RepetitionPenaltyLogitsProcessor(1.2)),
         "frequency_penalty": (0.8, Counted(len(prompt), frequency=0.8)),
@@ -328,18 +290,13 @@ def comes_by(chain: list[theirs.LogitsProcessor], case: Case) -> bool:
 
 def add_processors(rules: Rules) -> None:
     """Rules that are built in, and the same as the caller's own."""
-    biased = rules.cases["bias"]
-    processor = BiasOf(biased.prompt, biased.params["logit_bias"])
-    rules.add_like("bias", "bias by a processor", {"logits_processors": [processor]})
-    rules.add_like(
-        "repetition penalty 1.7", "repetition penalty by a processor", {"logits_processors": [repeat_less(1.7)]}
-    )
-    allowed = rules.cases["allowed ids"].params["allowed_token_ids"]
-    rules.add_like(
-        "allowed ids",
-        "allowed ids by the second of two processors",
-        {"logits_processors": [lambda logits, rows: None, only(allowed)]},
-    )
+    case, allowed = rules.cases["bias"], rules.cases["allowed ids"].params["allowed_token_ids"]
+    for other, name, processors in (
+        ("bias", "bias by a processor", [BiasOf(case.prompt, case.params["logit_bias"])]),
+        ("repetition penalty 1.7", "repetition penalty by a processor", [repeat_less(1.7)]),
+        ("allowed ids", "allowed ids by the second of two processors", [lambda logits, rows: None, only(allowed)]),
+    ):
+        rules.add_like(other, name, {"logits_processors": processors})
 
 
 def add_scored(rules: Rules) -> None:
