@@ -1,5 +1,6 @@
 """The decoder gives what transformers gives, for each family."""
 
+import itertools
 import random
 from typing import Any
 
@@ -12,18 +13,26 @@ from torch import Tensor
 
 from aioengine.models import decoder as decoder_module
 
+HEADS = [{"tie_word_embeddings": is_tied} for is_tied in (True, False)]
+CASES = [*((family, {}) for family in FAMILIES), *itertools.product(("llama2", "qwen2", "qwen3"), HEADS)]
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logprobs_equal_those_of_transformers(checkpoint: Checkpoint, family: str) -> None:
-    folder, ids = checkpoint(family), token_ids()
-    torch.testing.assert_close(logprobs(load(folder), ids), reference(folder, ids), atol=1e-4, rtol=0)
+
+@pytest.mark.parametrize(("family", "overrides"), CASES)
+def test_logprobs_equal_those_of_transformers(checkpoint: Checkpoint, family: str, overrides: dict[str, Any]) -> None:
+    folder, ids = checkpoint(family, **overrides), token_ids()
+    decoder = load(folder)
+    assert (decoder.head is None) == decoder.config.tie_word_embeddings
+    torch.testing.assert_close(logprobs(decoder, ids), reference(folder, ids), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("family", few(["llama2", "qwen3"], of=FAMILIES))
 def test_packed_weights_give_the_same(checkpoint: Checkpoint, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoder_module, "MIN_PACKED_FLOAT32", 0)
     folder, ids = checkpoint(family), token_ids()
+    plain_bytes = load(checkpoint("llama2")).weight_bytes
+    monkeypatch.setattr(decoder_module, "MIN_PACKED_FLOAT32", 0)
     decoder = load(folder)
+    if family == "llama2":
+        assert decoder.weight_bytes == plain_bytes, "packing frees the plain weights"
     assert all(layer.down.weight.is_mkldnn for layer in decoder.decoder_layers())
     torch.testing.assert_close(logprobs(decoder, ids), reference(folder, ids), atol=1e-4, rtol=0)
 
@@ -35,20 +44,19 @@ def test_a_prompt_in_chunks_gives_the_same_as_in_one(checkpoint: Checkpoint, fam
     torch.testing.assert_close(logprobs(decoder, ids, chunks), logprobs(decoder, ids), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["mistral", "qwen2-window"])
-def test_windows_matter_in_these_checkpoints(checkpoint: Checkpoint, family: str) -> None:
+WINDOWS = {"llama2": (None,) * 3, "qwen2": (None,) * 3, "mistral": (8, 8, 8), "qwen2-window": (None, 8, 8)}
+
+
+@pytest.mark.parametrize("family", WINDOWS)
+def test_windows_are_by_layer_where_the_family_says_so_and_matter(checkpoint: Checkpoint, family: str) -> None:
     decoder, ids = load(checkpoint(family)), token_ids()
+    assert decoder.config.windows == WINDOWS[family]
+    if not any(WINDOWS[family]):
+        return
     without = logprobs(decoder, ids, attend=OneSequence(ignore_windows=True))
     difference = (logprobs(decoder, ids) - without).abs().amax(-1)
     assert difference[:8].max() < 1e-4
     assert difference[8:].min() > 1e-2
-
-
-def test_windows_are_by_layer_where_the_family_says_so(checkpoint: Checkpoint) -> None:
-    assert load(checkpoint("llama2")).config.windows == (None, None, None)
-    assert load(checkpoint("mistral")).config.windows == (8, 8, 8)
-    assert load(checkpoint("qwen2")).config.windows == (None, None, None)
-    assert load(checkpoint("qwen2-window")).config.windows == (None, 8, 8)
 
 
 # Largest error of a log-probability, and on average. These random models are far more sensitive than trained ones:
@@ -81,24 +89,9 @@ def test_the_asked_dtype_wins_over_the_files(checkpoint: Checkpoint, dtype: str)
     assert logprobs(decoder, token_ids()).isfinite().all()
 
 
-@pytest.mark.parametrize("family", ["llama2", "qwen2", "qwen3"])
-@pytest.mark.parametrize("is_tied", [True, False])
-def test_tied_and_untied_heads(checkpoint: Checkpoint, family: str, is_tied: bool) -> None:
-    folder, ids = checkpoint(family, tie_word_embeddings=is_tied), token_ids()
-    decoder = load(folder)
-    assert (decoder.head is None) == is_tied
-    torch.testing.assert_close(logprobs(decoder, ids), reference(folder, ids), atol=1e-4, rtol=0)
-
-
 def test_a_tied_head_takes_no_memory_of_its_own(checkpoint: Checkpoint) -> None:
     tied, untied = (load(checkpoint("llama2", tie_word_embeddings=is_tied)) for is_tied in (True, False))
     assert untied.weight_bytes - tied.weight_bytes == tied.embedding.nbytes == VOCAB_SIZE * 64 * 4
-
-
-def test_packing_frees_the_plain_weights(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = load(checkpoint("llama2")).weight_bytes
-    monkeypatch.setattr(decoder_module, "MIN_PACKED_FLOAT32", 0)
-    assert load(checkpoint("llama2")).weight_bytes == plain
 
 
 def random_overrides(seed: int) -> tuple[str, dict[str, Any]]:

@@ -141,10 +141,24 @@ def assert_close(computed: list[Tensor], expected: list[Tensor], atol: float = 1
         torch.testing.assert_close(ours, theirs, atol=atol, rtol=0)
 
 
-@pytest.mark.parametrize("family", few(["llama-yarn", "qwen2-window", "qwen3"], of=FAMILIES))
-def test_logprobs_equal_those_of_transformers_and_of_the_plain_decoder(checkpoint: Checkpoint, family: str) -> None:
-    folder, history = checkpoint(family), sequences()
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("llama-yarn", {}),
+    ("qwen2-window", {}),
+    ("qwen3", {"tie_word_embeddings": False}),
+    ("llama2", {"tie_word_embeddings": True}),
+    ("llama3", {"attention_bias": True, "mlp_bias": True}),
+]
+
+
+@pytest.mark.parametrize(("family", "overrides"), few(CASES, of=((family, {}) for family in FAMILIES)))
+def test_logprobs_equal_those_of_transformers_and_of_the_plain_decoder(
+    checkpoint: Checkpoint, family: str, overrides: dict[str, Any]
+) -> None:
+    folder, history = checkpoint(family, **overrides), sequences()
     decoder = load(folder)
+    layer = next(decoder.decoder_layers())
+    linears = (layer.qkv, layer.output, layer.gate_up, layer.down)
+    assert all((linear.bias is not None) >= ("mlp_bias" in overrides) for linear in linears)
     computed = fused_logprobs(fuse(decoder), ORACLES, history)
     assert_close(computed, plain_logprobs(decoder, history))
     assert_close(computed, transformers_logprobs(folder, history))
@@ -157,22 +171,6 @@ def test_the_kernels_give_the_same(checkpoint: Checkpoint, family: str) -> None:
     assert [len(row) for row in computed] == [6, 0, 4]
     expected = plain_logprobs(decoder, history)
     assert_close(computed, [row[: len(ours)] for row, ours in zip(expected, computed, strict=True)])
-
-
-@pytest.mark.parametrize("family", ["llama2", "qwen2", "qwen3"])
-@pytest.mark.parametrize("is_tied", [True, False])
-def test_tied_and_untied_heads(checkpoint: Checkpoint, family: str, is_tied: bool) -> None:
-    decoder, history = load(checkpoint(family, tie_word_embeddings=is_tied)), sequences(2)
-    assert (decoder.head is None) == is_tied
-    assert_close(fused_logprobs(fuse(decoder), ORACLES, history), plain_logprobs(decoder, history))
-
-
-def test_every_product_may_have_a_bias(checkpoint: Checkpoint) -> None:
-    folder, history = checkpoint("llama3", attention_bias=True, mlp_bias=True), sequences(3)
-    decoder = load(folder)
-    layer = next(decoder.decoder_layers())
-    assert all(linear.bias is not None for linear in (layer.qkv, layer.output, layer.gate_up, layer.down))
-    assert_close(fused_logprobs(fuse(decoder), ORACLES, history), transformers_logprobs(folder, history))
 
 
 # As in test_decoder.py: these random models are far more sensitive than trained ones.
