@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Callable, Coroutine
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -108,6 +109,39 @@ async def test_a_drain_ends_with_a_last_request_that_never_gets_to_run(
         await draining
         [outcome] = await tasks.end(last)
         assert isinstance(outcome, PromptTooLong if goes == "bad" else asyncio.CancelledError)
+
+
+@pytest.mark.virtual_clock
+async def test_a_drain_waits_for_no_reader_of_what_was_aborted(serve: Any, tasks: Any) -> None:
+    """One runs, one waits in the scheduler and one at the door; all streams stay open."""
+    async with serve(config={"max_waiting": 1, "max_num_seqs": 1}) as served:
+        is_over = asyncio.Event()
+
+        async def ask() -> None:
+            async with served.engine.stream(PROMPT):
+                await is_over.wait()
+
+        for _ in range(3):
+            tasks.start(ask())
+            await served.turn()
+        draining = tasks.start(served.engine.drain())
+        await served.turn()
+        served.engine.abort_all()
+        await served.until(draining.done)
+        is_over.set()
+        await tasks.end()
+
+
+async def test_a_drain_ends_when_a_request_that_waits_for_its_turn_is_cancelled(serve: Any, tasks: Any) -> None:
+    async with serve() as served:
+        served.runtime.turns = SimpleNamespace(is_busy=True, take=asyncio.Event().wait)
+        late = tasks.start(served.engine.generate(PROMPT))
+        await asyncio.sleep(0)
+        draining = tasks.start(served.engine.drain())
+        await served.turn()
+        assert not draining.done()
+        late.cancel()
+        await served.until(draining.done)
 
 
 @pytest.mark.usefixtures("quiet_log")

@@ -254,31 +254,6 @@ async def test_a_device_that_fails_to_close_is_heard_of_and_the_rest_is_closed()
 
 
 @pytest.mark.virtual_clock
-@pytest.mark.parametrize("drain", [False, True])
-async def test_closing_while_it_starts_ends_the_start(make_executor: Any, tasks: Any, gate: Gate, drain: bool) -> None:
-    executor = make_executor()
-    engine = Engine(executor=executor)
-    starting = tasks.start(engine.__aenter__())
-    await until(gate.is_reached.is_set)
-    waiting = tasks.start(engine.generate(PROMPT))
-    with pytest.raises(EngineClosed, match="starting"):
-        _ = engine.info
-    await asyncio.sleep(0)
-    closing = tasks.start(engine.aclose(drain=drain))
-    await until(lambda: engine.health().status == "DEAD")
-    with pytest.raises(EngineClosed, match="closed"):
-        engine.stream(PROMPT)
-    gate.open.set()
-    outcome, unserved, _ = await tasks.end()
-    assert closing.exception() is None
-    assert waiting.done()
-    assert isinstance(outcome, EngineClosed), outcome
-    assert isinstance(unserved, EngineClosed), unserved
-    assert starting.done()
-    assert executor.is_closed
-
-
-@pytest.mark.virtual_clock
 async def test_closing_in_the_very_moment_of_the_start(make_executor: Any, tasks: Any) -> None:
     for num_turns in range(6):
         executor = make_executor()
@@ -387,28 +362,36 @@ async def test_requests_that_would_not_wait_are_bounded_while_the_engine_starts(
     await engine.aclose()
 
 
-@pytest.mark.parametrize("end", ["failure", "cancellation"])
+@pytest.mark.virtual_clock
+@pytest.mark.parametrize("end", ["fails", "is cancelled", "closed", "drained"])
 async def test_requests_that_wait_for_a_start_hear_why_it_never_came(
     make_executor: Any, tasks: Any, gate: Gate, tmp_path: Path, end: str
 ) -> None:
-    model = str(tmp_path / "absent") if end == "failure" else None
     executor = make_executor()
-    engine = Engine(model, executor=executor)
+    engine = Engine(str(tmp_path / "absent") if end == "fails" else None, executor=executor)
     starting = tasks.start(engine.__aenter__())
     await until(gate.is_reached.is_set)
-    waiting = [tasks.start(engine.generate(PROMPT)), tasks.start(engine.wait_started())]
+    for waiting in (engine.generate(PROMPT), engine.wait_started()):
+        tasks.start(waiting)
+    with pytest.raises(EngineClosed, match="starting"):
+        _ = engine.info
     await asyncio.sleep(0)
-    if end == "cancellation":
+    if end == "is cancelled":
         starting.cancel()
+    elif end != "fails":
+        tasks.start(engine.aclose(drain=end == "drained"))
+        await until(lambda: engine.health().status == "DEAD")
+        with pytest.raises(EngineClosed, match="closed"):
+            engine.stream(PROMPT)
     gate.open.set()
-    outcome, *heard = await tasks.end()
-    assert executor.is_closed
-    assert all(task.done() for task in waiting)
-    if end == "failure":
-        assert isinstance(outcome, ModelLoadError)
+    outcome, *heard = (await tasks.end())[:3]
+    expected = {"fails": ModelLoadError, "is cancelled": asyncio.CancelledError}
+    assert isinstance(outcome, expected.get(end, EngineClosed)), outcome
+    if end == "fails":
         assert heard == [outcome, outcome]
     else:
         assert [type(error) for error in heard] == [EngineClosed, EngineClosed]
+    assert executor.is_closed
     with pytest.raises(EngineClosed, match="closed"):
         await engine.generate(PROMPT)
 

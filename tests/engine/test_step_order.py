@@ -232,3 +232,36 @@ async def test_a_request_that_comes_between_the_slices_of_the_last_step_is_serve
         recorders[0].on_end = on_end
         await asyncio.sleep(100)
         assert late[0].ends == ["end"]
+
+
+@pytest.mark.parametrize("logprobs", [None, 20])
+async def test_log_probabilities_are_handed_out_in_smaller_slices(serve: Any, tasks: Any, logprobs: int | None) -> None:
+    async with serve(num_blocks=256, is_manual=True, config={"max_num_seqs": 64}) as served:
+        await served.engine.pause()  # so that all are in one step: they may take several turns to come
+        started = [
+            tasks.start(served.engine.generate([1 + i] * 3, max_tokens=2, seed=1, ignore_eos=True, logprobs=logprobs))
+            for i in range(64)
+        ]
+        await served.until(lambda: len(served.core._live) == 64)
+        await served.engine.resume()
+        await served.until(lambda: served.core.stats().running == 64)
+        served.complete_all()
+        slices: list[int] = []
+        publish = served.core._publish_slice
+        heard = 0
+
+        def counted() -> bool:
+            nonlocal heard
+            is_more = publish()
+            total = sum(len(s.listener.token_ids) for s in served.core._live.values() if s.listener is not None)
+            slices.append(total - heard)
+            heard = total
+            return bool(is_more)
+
+        served.core._publish_slice = counted
+        await served.until(lambda: heard == 64)
+        assert max(slices) == (32 if logprobs is None else 11), "a token with 20 counts for three"
+        while not all(task.done() for task in started):
+            served.complete_all()
+            await asyncio.sleep(0)
+        await tasks.end(*started)

@@ -205,6 +205,21 @@ async def test_what_is_short_is_done_at_once_and_what_is_long_in_a_thread(
         assert threading.current_thread() not in threads
 
 
+async def test_long_bad_words_are_tokenized_in_a_thread_and_short_ones_at_once(serve: Any) -> None:
+    async with serve() as served:
+        threads: list[threading.Thread] = []
+        encode_bad_words = served.tokenizer.encode_bad_words
+
+        def noted(words: Any) -> Any:
+            threads.append(threading.current_thread())
+            return encode_bad_words(words)
+
+        served.tokenizer.encode_bad_words = noted
+        for words in (["short"], ["a word " * 100] * 20):
+            await served.engine.generate([1, 2, 3], max_tokens=2, seed=1, ignore_eos=True, bad_words=words)
+        assert [thread is threading.current_thread() for thread in threads] == [True, False]
+
+
 @pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
 async def test_the_loop_goes_on_while_megabytes_are_turned_into_ids_and_back(serve: Any) -> None:
     async with serve() as served:
