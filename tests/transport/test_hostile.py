@@ -186,17 +186,6 @@ class TestInASession:
             assert peer.ended == {0: "InvalidRequest", 1: "length", 2: "InvalidRequest"}
             assert peer.tokens[1] == expected_tokens([1, 2, 3], 200, seed=1)
 
-    async def test_numbers_of_two_front_ends_may_be_the_same(self, address: str) -> None:
-        async with besieged(address) as siege:
-            peers = [siege.peer() for _ in range(3)]
-            for peer in peers:
-                await peer.join()
-            for seed, peer in enumerate(peers):
-                peer.say(*request(0, seed=seed, max_tokens=100))
-            for seed, peer in enumerate(peers):
-                await peer.read_until(lambda peer=peer: 0 in peer.ended)  # type: ignore[misc]
-                assert peer.tokens == {0: expected_tokens([1, 2, 3], 100, seed=seed)}
-
     async def test_ends_and_allowances_of_what_is_not_there(self, address: str) -> None:
         async with joined(address) as (_, peer):
             peer.say(wire.Finish([0, -1, 2**31, 2**63, 7] * 1000, "abort"))

@@ -58,15 +58,6 @@ class TestAttaching:
             await until(lambda: siege.num_sessions == 0)
             await siege.peer().join()
 
-    async def test_one_after_the_other(self, address: str) -> None:
-        async with besieged(address) as siege:
-            for index in range(100):
-                peer = Peer(siege.server.address)
-                assert (await peer.attach()).client_index == index + 1
-                peer.say(wire.Detach())
-                await until(lambda: siege.num_sessions == 0)
-                peer.vanish()
-
     async def test_who_was_let_go_is_not_heard_again(self, address: str) -> None:
         """Neither as before nor anew; it counts as no refusal, since it may not have known."""
         async with besieged(address) as siege:
@@ -135,16 +126,6 @@ class TestOutputs:
                 assert not monitor.has_connected
                 monitor.close()
             assert siege.num_sessions == 1
-
-    async def test_a_thief_who_comes_first_does_not_keep_the_owner_out(self, address: str) -> None:
-        async with besieged(address) as siege:
-            peer = siege.peer()
-            attached = await peer.attach()
-            _, monitor = peer.pull(attached, b"a guess")
-            await look_until(monitor, lambda: monitor.is_refused)
-            monitor.close()
-            await peer.connect_outputs(attached)
-            await peer.is_served(0)
 
     async def test_the_secret_of_a_session_that_is_over_opens_nothing(self, address: str) -> None:
         async with besieged(address) as siege:

@@ -3,7 +3,6 @@
 The tables are process × stage × signal. The child's half runs in this process, the parent's in a script.
 """
 
-import asyncio
 import os
 import re
 import signal
@@ -18,7 +17,6 @@ from transport.life_scripts.life import STAGES, Life
 from transport.life_scripts.watching import DEADLINE_S, Lines, Script, ends_of, health_is, is_dead, until_stopped
 
 from aioengine import Engine, ProcessOptions
-from aioengine.errors import EngineDead
 from aioengine.transport.addresses import PrivateFolder
 
 pytestmark = pytest.mark.usefixtures("no_stray_process", "runtime", "quiet_log")
@@ -178,38 +176,3 @@ async def test_what_a_killed_script_has_left_goes_with_the_next_engine(runtime: 
     async with Engine(process=ProcessOptions(executor="transport.life_scripts.devices:told")):
         assert os.listdir(runtime) == []
     assert os.listdir(runtime) == []
-
-
-# Soon
-
-
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV"])
-async def test_every_caller_hears_soon_that_the_process_was_killed(name: str) -> None:
-    took_ms: list[float] = []
-    while not took_ms or (min(took_ms) >= 1000 and len(took_ms) < 3):  # again where the machine was busy
-        ends: list[float] = []
-        num_streaming = 0
-
-        async def call(engine: Engine, number: int, ends: list[float] = ends) -> None:
-            nonlocal num_streaming
-            async with engine.stream([5, 6, 7 + number], max_tokens=2000, ignore_eos=True) as stream:
-                await anext(aiter(stream))
-                num_streaming += 1
-                with pytest.raises(EngineDead, match=f"was killed by {name}"):
-                    await stream.finish()
-            ends.append(time.monotonic())
-
-        async with Engine(process=ProcessOptions(executor="transport.life_scripts.devices:steady")) as engine:
-            with anyio.fail_after(DEADLINE_S):
-                async with anyio.create_task_group() as tasks:
-                    for number in range(64):
-                        tasks.start_soon(call, engine, number)
-                    while num_streaming < 64:  # noqa: ASYNC110
-                        await asyncio.sleep(0)
-                    (child,) = psutil.Process().children()
-                    began = time.monotonic()
-                    os.kill(child.pid, signal.Signals[name])
-            assert len(ends) == 64
-            took_ms.append((max(ends) - began) * 1000)
-    print(f"{name}: the last of 64 callers heard of it after {', '.join(f'{ms:.0f}' for ms in took_ms)} ms")
-    assert min(took_ms) < 1000  # 100 on a quiet machine

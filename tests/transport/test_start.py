@@ -17,7 +17,7 @@ from typing import NamedTuple
 import anyio
 import pytest
 import zmq
-from transport.life_scripts.watching import DEADLINE_S, Ear, Script
+from transport.life_scripts.watching import DEADLINE_S, Script
 
 from aioengine import Engine, ProcessOptions
 from aioengine.config import EngineConfig
@@ -240,21 +240,13 @@ async def test_one_of_two_children_that_dies_ends_the_wait(runtime: Path) -> Non
     ],
 )
 async def test_a_child_that_cannot_start_says_why(
-    device: str, error: type[AioEngineError], said: str, runtime: Path, ear: Ear
+    device: str, error: type[AioEngineError], said: str, runtime: Path
 ) -> None:
-    took_ms: list[float] = []
-    while not took_ms or (min(took_ms) >= 1000 and len(took_ms) < 3):  # again where the machine was busy
-        ear.forget()
-        with pytest.raises(error) as caught:
-            await Engine.start(process=ProcessOptions(executor=f"{DEVICE}:{device}"))
-        known = time.monotonic()
-        assert type(caught.value) is error
-        assert re.fullmatch(said, str(caught.value)), str(caught.value)
-        ended = [float(line.split()[-1]) for line in ear.said if re.fullmatch(r"engine 0: at [\d.]+", line)]
-        took_ms += [(known - at) * 1000 for at in ended] or [0.0]  # some do not say when it was over
-        assert os.listdir(runtime) == []
-    print(f"{device}: everything is closed {', '.join(f'{ms:.0f}' for ms in took_ms)} ms after it was over")
-    assert min(took_ms) < 1000
+    with pytest.raises(error) as caught:
+        await Engine.start(process=ProcessOptions(executor=f"{DEVICE}:{device}"))
+    assert type(caught.value) is error
+    assert re.fullmatch(said, str(caught.value)), str(caught.value)
+    assert os.listdir(runtime) == []
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import asyncio
 import ctypes
 import os
 import sys
-import time
 
 import anyio
 
@@ -119,31 +118,26 @@ def cramped(_: EngineConfig) -> FakeExecutor:
     return FakeExecutor(vocab_size=VOCAB_SIZE, num_blocks=2, max_model_len=2048)
 
 
-# Those that end their process say when, so that it can be measured how soon that is known.
+# Those that end their process
 
 
 def not_loading(_: EngineConfig) -> FakeExecutor:
-    say(f"at {time.monotonic()}")
     raise ModelLoadError("shard 3 of 7 is damaged")
 
 
 def raising(_: EngineConfig) -> FakeExecutor:
-    say(f"at {time.monotonic()}")
     raise ZeroDivisionError("no device to divide by")
 
 
 def exiting(_: EngineConfig) -> FakeExecutor:
-    say(f"at {time.monotonic()}")
     os._exit(3)
 
 
 def speaking(_: EngineConfig) -> FakeExecutor:
-    say(f"at {time.monotonic()}")
     say("the driver is too old for this library")
     os._exit(1)
 
 
 def crashing(_: EngineConfig) -> FakeExecutor:
-    say(f"at {time.monotonic()}")
     ctypes.string_at(0)
     raise AssertionError("it was to crash")
