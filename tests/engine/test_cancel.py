@@ -107,7 +107,7 @@ def assert_gone(served: Any, num_plans: int) -> None:
 
 @pytest.mark.virtual_clock
 @in_each_stage
-async def test_abort_ends_a_request_with_what_it_has_in_each_stage(
+async def test_an_abort_ends_it_in_each_stage_with_what_it_has(
     serve: Any, tasks: Any, depth: int, stage_name: str
 ) -> None:
     async with staged(serve, depth, stage_name) as (served, stage):
@@ -139,7 +139,7 @@ async def test_abort_ends_a_request_with_what_it_has_in_each_stage(
         *((name, way) for name in STAGES[2:] for way in ("break", "exception", "stream.abort")),
     ],
 )
-async def test_leaving_a_stream_for_any_reason_aborts_it(
+async def test_leaving_it_for_any_reason_aborts_it(
     serve: Any, tasks: Any, depth: int, stage_name: str, way: str
 ) -> None:
     entered = asyncio.Event()

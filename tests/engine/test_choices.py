@@ -122,55 +122,34 @@ async def test_each_choice_is_the_same_whatever_the_batch(
 # How choices end
 
 
+ENDS = {
+    "eos": ([EOS], "", None),
+    "a stop string": (" a fox. The end", " a fox.", " The end"),
+    "a stop string in the first token": (" the", "", " the"),
+}
+"""What is said, what of it is text, and the reason."""
+
+
 @pytest.mark.virtual_clock(seeds=1)
 @pytest.mark.parametrize("which", [{0}, {1}, {0, 2}, {1, 2, 3}, {0, 1, 2, 3}], ids=str)
-async def test_eos_as_the_first_token_of_some_ends_those_alone(serve: Any, depth: int, which: set[int]) -> None:
-    async with serve(depth=depth, block_size=BLOCK_SIZE) as served:
-        let_choices_say(served, PROMPT, {choice: [EOS] for choice in which})
-        output = await served.engine.generate(PROMPT, n=4, seed=3, max_tokens=5)
+@pytest.mark.parametrize("num_rows", [2, 8])
+@pytest.mark.parametrize("end", ENDS)
+async def test_choices_that_stop_let_the_others_be(
+    serve: Any, depth: int, end: str, num_rows: int, which: set[int]
+) -> None:
+    said, text, stop = ENDS[end]
+    async with serve(depth=depth, block_size=BLOCK_SIZE, config={"max_num_seqs": num_rows}) as served:
+        ids = served.tokenizer.encode(said, add_special_tokens=False) if isinstance(said, str) else said
+        others = list(range(150, 159))
+        let_choices_say(served, PROMPT, {choice: ids if choice in which else others for choice in range(4)})
+        output = await served.engine.generate(PROMPT, n=4, seed=3, max_tokens=9, stop=stop)
         for choice, completion in enumerate(output.outputs):
             if choice in which:
-                assert (completion.token_ids, completion.finish_reason) == ([EOS], "stop")
-                assert completion.text == ""
-            else:
-                assert completion.token_ids == continuation(PROMPT, 5, seed=3, choice=choice)
-                assert completion.finish_reason == "length"
-
-
-@pytest.mark.virtual_clock(seeds=1)
-@pytest.mark.parametrize("stopping", [0, 1, 2])
-@pytest.mark.parametrize("num_rows", [2, 8])
-async def test_a_stop_string_ends_one_choice_and_the_others_go_on(
-    serve: Any, depth: int, stopping: int, num_rows: int
-) -> None:
-    async with serve(depth=depth, block_size=BLOCK_SIZE, config={"max_num_seqs": num_rows}) as served:
-        ids = served.tokenizer.encode(" a fox. The end", add_special_tokens=False)
-        others = [150 + i for i in range(30)]
-        let_choices_say(served, PROMPT, {choice: ids if choice == stopping else others for choice in range(3)})
-        output = await served.engine.generate(PROMPT, n=3, seed=3, max_tokens=30, stop=" The end")
-        for choice, completion in enumerate(output.outputs):
-            if choice == stopping:
-                assert completion.text == " a fox."
-                assert (completion.finish_reason, completion.stop_reason) == ("stop", " The end")
-                assert completion.token_ids == ids
+                assert (completion.token_ids, completion.text, completion.finish_reason) == (ids, text, "stop")
+                assert completion.stop_reason == stop
             else:
                 assert (completion.token_ids, completion.finish_reason) == (others, "length")
                 assert completion.stop_reason is None
-
-
-@pytest.mark.virtual_clock(seeds=1)
-async def test_a_stop_string_in_the_first_token_of_the_first_choice_lets_the_others_be(serve: Any, depth: int) -> None:
-    async with serve(depth=depth, block_size=BLOCK_SIZE) as served:
-        [fox] = served.tokenizer.encode(" the", add_special_tokens=False)
-        let_choices_say(served, PROMPT, {0: [fox]})
-        output = await served.engine.generate(PROMPT, n=3, seed=3, max_tokens=1, stop=" the")
-        assert [completion.finish_reason for completion in output.outputs] == ["stop", "length", "length"]
-        output = await served.engine.generate(PROMPT, n=3, seed=3, max_tokens=4, stop=" the")
-        assert (output.outputs[0].text, output.outputs[0].token_ids) == ("", [fox])
-        assert tokens_of(output)[1:] == expected(PROMPT, 3, 4, seed=3)[1:]
-
-
-# Aborting
 
 
 # Capacity at the admission
@@ -274,9 +253,7 @@ async def test_a_failed_step_fails_the_family_once_before_the_fork_and_after(
 @pytest.mark.virtual_clock(seeds=1)
 @pytest.mark.parametrize("step", [0, 1, 2, 4])
 @pytest.mark.parametrize("row", [0, 1])
-async def test_a_failed_row_fails_its_request_once_and_no_other(
-    serve: Any, tasks: Any, depth: int, step: int, row: int
-) -> None:
+async def test_a_failed_row_fails_its_request_alone(serve: Any, tasks: Any, depth: int, step: int, row: int) -> None:
     witness = Witness()
     async with serve(depth=depth, block_size=BLOCK_SIZE, num_blocks=128) as served:
         served.engine.add_observer(witness)
@@ -296,9 +273,7 @@ async def test_a_failed_row_fails_its_request_once_and_no_other(
 
 @pytest.mark.usefixtures("quiet_log")
 @pytest.mark.virtual_clock(seeds=1)
-async def test_a_reader_gets_what_all_choices_had_brought_before_it_hears_of_the_failure(
-    serve: Any, depth: int
-) -> None:
+async def test_a_reader_gets_what_all_choices_had_brought_before_the_failure(serve: Any, depth: int) -> None:
     async with serve(depth=depth) as served:
         served.executor.make_row_fail(2 + depth, 1, ArithmeticError("not a number"))
         async with served.engine.stream(PROMPT, n=3, seed=3, max_tokens=9) as stream:

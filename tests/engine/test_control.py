@@ -52,9 +52,7 @@ async def is_still(served: Any) -> bool:
 
 
 @pytest.mark.virtual_clock(seeds=1)
-async def test_a_drain_serves_all_that_were_made_before_and_refuses_the_others(
-    serve: Any, tasks: Any, depth: int
-) -> None:
+async def test_a_drain_serves_all_that_came_before_and_refuses_the_others(serve: Any, tasks: Any, depth: int) -> None:
     async with serve(depth=depth, config={"max_waiting": 1, "max_num_seqs": 1}) as served:
         started = start(served, tasks, 4)
         await asyncio.sleep(0.035)
@@ -90,9 +88,7 @@ async def test_a_drain_that_is_given_up_goes_on_without_its_caller(serve: Any, t
 
 @pytest.mark.virtual_clock
 @pytest.mark.parametrize("goes", ["bad", "cancelled"])
-async def test_a_drain_ends_with_a_last_request_that_never_gets_to_run(
-    serve: Any, tasks: Any, depth: int, goes: str
-) -> None:
+async def test_a_drain_ends_with_a_last_request_that_never_runs(serve: Any, tasks: Any, depth: int, goes: str) -> None:
     """Its text is being tokenized meanwhile, and the engine has nothing to do."""
     async with serve(depth=depth, max_model_len=256) as served:
         gate = served.hold_tokenizing()
@@ -492,9 +488,7 @@ class Storm:
 
 @pytest.mark.usefixtures("quiet_log")
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_a_storm_of_requests_and_control_calls_hangs_nobody_and_holds_nothing(
-    serve: Any, tmp_path: Path, chunk: int
-) -> None:
+def test_a_storm_of_requests_and_control_calls_hangs_nobody(serve: Any, tmp_path: Path, chunk: int) -> None:
     (tmp_path / "config.json").write_text("{}")
     for seed in range(chunk, NUM_STORMS, NUM_CHUNKS):
         run(Storm(serve, tmp_path, seed).main(), seed=seed)

@@ -58,9 +58,7 @@ async def test_steps_in_flight_that_depend_on_a_failed_one_bring_nothing_and_oth
 
 
 @pytest.mark.virtual_clock
-async def test_a_failure_leaves_a_report_without_anybodys_prompt(
-    serve: Any, tasks: Any, depth: int, tmp_path: Path
-) -> None:
+async def test_a_failure_leaves_a_report_without_prompts(serve: Any, tasks: Any, depth: int, tmp_path: Path) -> None:
     async with serve(depth=depth, config={"dump_dir": str(tmp_path / "reports"), "max_num_seqs": 17}) as served:
         text = " ".join(["xylophone"] * 8)
         served.executor.make_step_fail(1, upside_down())
@@ -133,7 +131,7 @@ async def test_a_dump_folder_that_cannot_be_written_hides_nothing(serve: Any, tm
 
 
 @pytest.mark.virtual_clock
-async def test_a_lost_device_is_heard_once_by_everyone_in_flight_and_by_all_who_come_later(
+async def test_a_lost_device_is_heard_once_by_all_in_flight_and_by_later_ones(
     serve: Any, tasks: Any, depth: int
 ) -> None:
     config = {"max_waiting": 2, "max_num_seqs": 3}
@@ -176,7 +174,7 @@ async def test_a_lost_device_is_heard_once_by_everyone_in_flight_and_by_all_who_
 
 @pytest.mark.virtual_clock
 @pytest.mark.parametrize("end", [EngineDead, EngineClosed])
-async def test_a_reader_gets_what_had_arrived_before_the_engines_end_first(
+async def test_a_reader_gets_what_had_arrived_before_the_end_first(
     serve: Any, depth: int, end: type[Exception]
 ) -> None:
     async with serve(depth=depth) as served:
@@ -207,9 +205,7 @@ BROKEN_PLACES = [
 
 @pytest.mark.virtual_clock
 @pytest.mark.parametrize("place", BROKEN_PLACES)
-async def test_a_bug_is_a_dead_engine_that_all_hear_of_and_not_a_hang(
-    serve: Any, tasks: Any, depth: int, place: str
-) -> None:
+async def test_a_bug_is_a_dead_engine_that_all_hear_of(serve: Any, tasks: Any, depth: int, place: str) -> None:
     def broken(*_: Any, **__: Any) -> Any:
         raise AssertionError("a row has two tenants")
 

@@ -52,9 +52,7 @@ def watch(served: Any, look: Callable[[], None]) -> Iterator[None]:
 
 @pytest.mark.virtual_clock(seeds=1)
 @pytest.mark.parametrize("limit", [1, 2, 5, 30])
-async def test_a_reader_that_stalls_is_not_computed_for_and_gets_the_same_tokens_later(
-    serve: Any, depth: int, limit: int
-) -> None:
+async def test_a_stalled_reader_is_not_computed_for_and_gets_the_same_later(serve: Any, depth: int, limit: int) -> None:
     async with serve(depth=depth, block_size=4) as served:
         stream = served.engine.stream(PROMPT, seed=3, max_tokens=60, max_unread_tokens=limit)
         deltas = []
@@ -179,9 +177,7 @@ async def test_a_reader_that_comes_back_in_the_moment_in_which_another_request_i
 
 
 @pytest.mark.virtual_clock(seeds=1)
-async def test_a_pause_waits_for_a_slow_reader_only_in_the_mode_that_says_so(
-    serve: Any, tasks: Any, depth: int
-) -> None:
+async def test_a_pause_waits_for_a_slow_reader_in_the_mode_that_says_so(serve: Any, tasks: Any, depth: int) -> None:
     async with (
         serve(depth=depth) as served,
         served.engine.stream(PROMPT, seed=3, max_tokens=20, max_unread_tokens=4) as stream,
@@ -275,9 +271,7 @@ async def run_fast_ones(served: Any) -> tuple[list[float], list[set[int]]]:
 
 @pytest.mark.virtual_clock(seeds=1)
 @pytest.mark.parametrize("kind", ["slow", "stalled", "vanished"])
-async def test_fast_readers_lose_nothing_to_others_that_do_not_read(
-    serve: Any, tasks: Any, depth: int, kind: str
-) -> None:
+async def test_fast_readers_lose_nothing_to_others(serve: Any, tasks: Any, depth: int, kind: str) -> None:
     """There are rows for the fast ones alone. The others come first and hold some of them until they are blocked: the
     fast ones are at most as many steps later as it takes to compute what one of them may leave unread, what was read,
     and what is in flight then and when the rows are taken again."""

@@ -213,7 +213,7 @@ def check_lines(found: Any, wanted: Any) -> None:
 
 
 @pytest.mark.parametrize(("family", "setting"), STORMS)
-async def test_a_storm_brings_what_the_cpu_brings(
+async def test_a_storm_brings_the_cpus_outputs(
     checkpoint: MakeCheckpoint, family: str, setting: tuple[int, str]
 ) -> None:
     depth, graphs = setting
@@ -285,9 +285,7 @@ async def outputs(engine: Engine) -> list[Any]:
 
 # The interpreter computes with numpy, which says so where a hash wraps around.
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
-async def test_the_kernels_bring_the_tokens_of_the_cpu(
-    checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_kernels_bring_the_cpus_tokens(checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     # Nothing is compiled here, and to rehearse each kind of step takes minutes.
     monkeypatch.setattr(GpuRunner, "warm_up", lambda self, *, captures_all, on_capture: None)
     folder = checkpoint("qwen3", num_hidden_layers=1, vocab_size=97, tokenizer=True)

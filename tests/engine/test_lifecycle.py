@@ -341,7 +341,7 @@ async def test_a_request_that_is_made_while_the_engine_starts_is_served_when_it_
 
 
 @BOTH_LOOPS
-async def test_requests_that_would_not_wait_are_bounded_while_the_engine_starts(
+async def test_impatient_requests_are_bounded_while_the_engine_starts(
     make_executor: Any, tasks: Any, gate: Gate
 ) -> None:
     engine = Engine(executor=make_executor(), max_waiting=2)
@@ -396,7 +396,7 @@ async def test_requests_that_wait_for_a_start_hear_why_it_never_came(
         await engine.generate(PROMPT)
 
 
-async def test_cancelling_a_start_twice_leaves_the_closing_to_the_engine(
+async def test_a_start_cancelled_twice_leaves_the_closing_to_the_engine(
     make_executor: Any, tasks: Any, gate: Gate
 ) -> None:
     executor = make_executor()
@@ -413,9 +413,7 @@ async def test_cancelling_a_start_twice_leaves_the_closing_to_the_engine(
 
 
 @BOTH_LOOPS
-async def test_a_model_that_is_not_there_is_a_load_error_and_nothing_is_left(
-    make_executor: Any, tmp_path: Path
-) -> None:
+async def test_a_model_that_is_not_there_is_an_error_and_nothing_is_left(make_executor: Any, tmp_path: Path) -> None:
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "config.json").write_text("{}")
     (tmp_path / "bad" / "generation_config.json").write_text('{"temperature": -3}')
@@ -659,9 +657,7 @@ def test_a_loop_closed_without_any_clean_up_leaves_no_thread_and_frees_the_devic
     assert all("Task was destroyed but it is pending" in record.message for record in caplog.records)
 
 
-async def test_a_tokenizer_that_loads_for_ever_is_given_up(
-    make_executor: Any, monkeypatch: pytest.MonkeyPatch, tasks: Any
-) -> None:
+async def test_endless_loading_is_given_up(make_executor: Any, monkeypatch: pytest.MonkeyPatch, tasks: Any) -> None:
     is_over = threading.Event()
     monkeypatch.setattr(Tokenizer, "load", lambda folder: is_over.wait(60))
     monkeypatch.setattr(runtime, "LOAD_GRACE_S", 0.0)

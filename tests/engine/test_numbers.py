@@ -59,9 +59,7 @@ async def test_a_request_of_one_token_has_no_time_between_tokens(serve: Any, dep
 
 @pytest.mark.virtual_clock(seeds=1)
 @pytest.mark.parametrize("max_waiting", [1, 10], ids=["some at the admission", "all in the queue"])
-async def test_the_queue_time_is_the_wait_for_those_before(
-    serve: Any, tasks: Any, depth: int, max_waiting: int
-) -> None:
+async def test_the_queue_time_is_the_wait_for_others(serve: Any, tasks: Any, depth: int, max_waiting: int) -> None:
     config = {"max_num_seqs": 1, "max_waiting": max_waiting}
     async with serve(depth=depth, config=config) as served:
         started = []
@@ -301,9 +299,7 @@ class Broken(Witness):
 
 
 @pytest.mark.virtual_clock(seeds=1)
-async def test_what_observers_raise_is_logged_and_hurts_nobody(
-    serve: Any, depth: int, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_what_observers_raise_is_logged_alone(serve: Any, depth: int, caplog: pytest.LogCaptureFixture) -> None:
     async with serve(depth=depth) as served:
         broken, witness = Broken(), Witness()
         served.engine.add_observer(broken)

@@ -39,7 +39,7 @@ async def assert_all_are_whole(started: list[asyncio.Task[Any]], count: int = 5)
 
 @pytest.mark.virtual_clock(seeds=1)
 @pytest.mark.parametrize("max_waiting", [1, 2, 100], ids=["at the admission", "at both", "in the queue"])
-async def test_the_smaller_number_goes_first_and_equal_ones_as_they_came(
+async def test_smaller_numbers_go_first_and_equal_ones_in_turn(
     serve: Any, tasks: Any, depth: int, max_waiting: int
 ) -> None:
     """The first is ahead of all and runs meanwhile. A place that is taken stays taken: so many come out of turn."""

@@ -165,9 +165,7 @@ async def test_a_device_that_is_always_done_does_not_hold_the_loop(tasks: Any, d
 
 
 @pytest.mark.virtual_clock
-async def test_what_a_step_had_brought_is_handed_out_before_the_core_stops(
-    make_executor: Any, tasks: Any, depth: int
-) -> None:
+async def test_what_a_step_brought_is_told_before_the_core_stops(make_executor: Any, tasks: Any, depth: int) -> None:
     """It is cancelled by a listener in the first slice; those in the others end with the same step."""
     executor = make_executor(depth=depth, num_blocks=256)
     core = EngineCore(executor, EngineConfig())

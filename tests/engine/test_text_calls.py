@@ -179,7 +179,7 @@ async def test_an_engine_that_is_closed_meanwhile_gives_what_is_done_and_begins_
         assert isinstance(error, EngineClosed)
 
 
-async def test_what_is_short_is_done_at_once_and_what_is_long_in_a_thread(
+async def test_short_work_is_done_at_once_and_long_work_in_a_thread(
     serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads = []
