@@ -289,14 +289,14 @@ def test_several_threads_show_a_bar_each_and_none_on_a_terminal_by_themselves(
 
 
 def test_use_tqdm_says_no_as_well(open_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: Any, **options: Any) -> None:
-        raise AssertionError("a bar was made")
+    def refuse(bar: Progress) -> None:
+        raise AssertionError("a bar was shown")
 
-    monkeypatch.setattr("rich.progress.Progress.__init__", refuse)
+    monkeypatch.setattr(Progress, "start", refuse)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     llm = open_llm(show_progress=False)
-    llm.generate(IDS, max_tokens=2, use_tqdm=False)
-    llm.generate(IDS, max_tokens=2, show_progress=False)
+    for silent in ({"use_tqdm": False}, {"show_progress": False}):
+        llm.generate(IDS, max_tokens=2, **silent)
     with pytest.raises(AssertionError):
         llm.generate(IDS, max_tokens=2)
 

@@ -18,6 +18,7 @@ from blocking.conftest import ENDLESS, on_ctrl_c, press_ctrl_c
 
 from aioengine import (
     LLM,
+    AioEngineError,
     ConfigError,
     Engine,
     EngineClosed,
@@ -61,8 +62,16 @@ def run_to_end(engine: LLMEngine) -> dict[str, list[RequestOutput]]:
     return outputs
 
 
-def choices(output: RequestOutput) -> list[tuple[str, list[int], str | None]]:
-    return [(choice.text, choice.token_ids, choice.finish_reason) for choice in output.outputs]
+def outcomes(engine: LLMEngine) -> tuple[list[str], list[AioEngineError]]:
+    """Step until all have ended: the ids of those that did, and what was raised."""
+    ended: list[str] = []
+    errors: list[AioEngineError] = []
+    while engine.has_unfinished_requests():
+        try:
+            ended += [output.request_id for output in engine.step() if output.finished]
+        except AioEngineError as error:
+            errors.append(error)
+    return ended, errors
 
 
 # What steps bring
@@ -78,7 +87,7 @@ def test_an_output_has_all_so_far_and_the_finished_one_comes_once(open_engine: O
         for before, after in itertools.pairwise(outputs):
             for old, new in zip(before.outputs, after.outputs, strict=True):
                 assert new.token_ids[: len(old.token_ids)] == old.token_ids
-            assert choices(after) != choices(before)
+            assert after.outputs != before.outputs
     assert engine.step() == []
 
 
@@ -113,14 +122,10 @@ def test_a_text_that_waits_outside_and_is_too_long_fails_in_a_step(open_engine: 
     add(engine, 3)
     engine.add_request("long", "dog " * 300, params())
     engine.wake_up()
-    ended, failed = set(), []
-    while engine.has_unfinished_requests():
-        try:
-            ended |= {output.request_id for output in engine.step() if output.finished}
-        except PromptTooLong as error:
-            failed.append(error)
-    assert ended == {"0", "1", "2"}
-    assert [error.__notes__ for error in failed] == [["request_id='long'"]]
+    ended, (error,) = outcomes(engine)
+    assert sorted(ended) == ["0", "1", "2"]
+    assert isinstance(error, PromptTooLong)
+    assert error.__notes__ == ["request_id='long'"]
 
 
 # What is refused
@@ -189,14 +194,10 @@ def test_a_failed_request_raises_once_and_the_others_go_on(open_engine: Open, de
     engine = open_engine(device)
     engine.add_request("bad", IDS, params(0))
     engine.add_request("good", IDS, params(1))
-    errors, ended = [], []
-    while engine.has_unfinished_requests():
-        try:
-            ended += [output.request_id for output in engine.step() if output.finished]
-        except StepFailed as error:
-            errors.append(error)
+    ended, (error,) = outcomes(engine)
     assert ended == ["good"]
-    assert [error.__notes__ for error in errors] == [["request_id='bad'"]]
+    assert isinstance(error, StepFailed)
+    assert error.__notes__ == ["request_id='bad'"]
     engine.add_request("bad", IDS, params())
     assert run_to_end(engine)["bad"][-1].finished
 
@@ -207,14 +208,8 @@ def test_all_requests_of_a_failed_step_raise_one_after_the_other(open_engine: Op
     device.make_step_fail(4, RuntimeError("broken step"))
     add(engine, 3, 20)
     engine.wake_up()
-    notes = []
-    while engine.has_unfinished_requests():
-        try:
-            engine.step()
-        except StepFailed as error:
-            notes += error.__notes__
-    assert sorted(notes) == [f"request_id='{number}'" for number in range(3)]
-    assert not engine.has_unfinished_requests()
+    _, errors = outcomes(engine)
+    assert sorted(note for error in errors for note in error.__notes__) == [f"request_id='{n}'" for n in range(3)]
 
 
 @pytest.mark.usefixtures("quiet_log")

@@ -208,20 +208,20 @@ def test_ctrl_c_at_any_moment_ends_a_call_or_comes_after_it(open_llm: Any, devic
     assert len(llm.generate([IDS] * 3, max_tokens=2)) == 3
 
 
-def test_a_signal_handler_of_the_callers_own_stays_and_is_called(open_llm: Any, device: Any) -> None:
+def test_a_signal_handler_of_the_callers_own_is_called_and_what_it_raises_ends_the_call(
+    open_llm: Any, patient_device: Any
+) -> None:
     heard: list[int] = []
-    with on_ctrl_c(lambda number, _: heard.append(number)):
-        device.on_sample = press_ctrl_c
-        assert len(open_llm(device).generate(IDS, max_tokens=2)) == 1
-    assert set(heard) == {signal.SIGINT}
 
-
-def test_what_a_signal_handler_raises_ends_the_call(open_llm: Any, patient_device: Any) -> None:
     def refuse(number: int, frame: Any) -> None:
         raise TimeoutError("the worker's time is over")
 
     llm = open_llm(patient_device)
     patient_device.interrupt_at(1)
+    with on_ctrl_c(lambda number, _: heard.append(number)):
+        assert len(llm.generate(IDS, max_tokens=2)) == 1
+    assert heard == [signal.SIGINT]
+    patient_device.interrupt_at(patient_device.num_sampled + 1)
     with on_ctrl_c(refuse), pytest.raises(TimeoutError, match="the worker's time"):
         llm.generate(IDS, max_tokens=ENDLESS)
     assert llm.stats().running == 0
