@@ -39,4 +39,5 @@ def asked_by_signals(ask: Callable[[signal.Signals], None]) -> Iterator[None]:
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)
-        signal.signal(signal.SIGINT, before)  # that of the loop's runner
+        if before is not None:  # that of the loop's runner, where there is one
+            signal.signal(signal.SIGINT, before)

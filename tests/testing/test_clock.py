@@ -352,17 +352,7 @@ def test_a_cancelled_wait_for_a_thread_does_not_hold_the_clock() -> None:
     assert run_on(lambda: VirtualClockLoop(seed=0, outside_patience_s=1), main) == 30.0
 
 
-# Errors and closing
-
-
-def test_an_error_leaves_the_run_with_the_seed_as_a_note() -> None:
-    async def main() -> None:
-        await asyncio.sleep(2)
-        raise LookupError("lost")
-
-    with pytest.raises(LookupError, match="lost") as caught:
-        run(main(), seed=12)
-    assert caught.value.__notes__ == ["virtual clock: seed 12, virtual time 2.0 s"]
+# Closing
 
 
 def test_a_run_leaves_no_task_thread_or_file_descriptor() -> None:
