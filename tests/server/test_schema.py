@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import types
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 import msgspec
 import pytest
@@ -227,66 +226,31 @@ def test_an_unknown_fields_name_may_be_anything() -> None:
     refused(lambda: decode(options, ChatRequest), "stream_options.usage", "unknown_parameter")
 
 
-WRONG = {
-    bool: ["yes", 1, [], {}],
-    str: [1, True, [], {}],
-    int: ["1", 1.5, True, [], {}, 1e400],
-    float: ["1", True, [], {}],
-    list: ["[]", 1, {}, [None]],
-    dict: ["{}", 1, []],
-}
-
-
-def wrong_values(name: str, kind: type[msgspec.Struct]) -> list[Any]:
-    """Values of other types than a field's."""
-    hint = get_type_hints(kind)[name]
-    members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    plain = {get_origin(member) or member for member in members} - {type(None)}
-    if any(isinstance(member, type) and issubclass(member, msgspec.Struct) for member in plain):
-        plain = {dict}
-    if plain == {Any} or msgspec.Raw in plain:
-        return []
-    wrong = [value for one in plain - ({float} if int in plain else set()) for value in WRONG[one]]
-    return [
-        value for value in wrong if not any(type(value) is one for one in plain) or value in ([None], 10**30, 1e400)
-    ]
-
-
-TYPED = [(kind, name) for kind in KINDS for name in kind.__struct_fields__ if wrong_values(name, kind)]
-
-
-@pytest.mark.parametrize(("kind", "name"), TYPED, ids=[f"{kind.__name__}-{name}" for kind, name in TYPED])
-def test_a_value_of_the_wrong_type_names_its_field(kind: Kind, name: str) -> None:
-    for value in wrong_values(name, kind):
-        body = body_of(**{name: value}).replace(b"Infinity", b"1e400")
-        assert refused(partial(decode, body, kind), name, "invalid_type").message.startswith(name)
-
-
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("stop", ["a", 1]),
-        ("logit_bias", {"fox": 1}),
-        ("logit_bias", {"1": "a"}),
-        ("stream_options", {"include_usage": 1}),
+        ("model", 1), ("stream", 1), ("stream", "yes"), ("stream_options", []), ("seed", "1"), ("seed", 1.5),
+        ("temperature", "1"), ("temperature", True), ("stop", {}), ("stop_token_ids", "[]"), ("stop_token_ids", [None]),
+        ("logit_bias", [1]), ("allowed_token_ids", {}), ("bad_words", 1), ("ignore_eos", []), ("n", True),
     ],
-)
-def test_what_is_wrong_deep_inside_is_told_with_its_place(name: str, value: Any) -> None:
-    fault = refused(lambda: decode(body_of(**{name: value}), ChatRequest), name, "invalid_type")
-    assert fault.message.startswith((f"{name}[", f"{name}: ", f"{name}.include_usage: "))
+)  # fmt: skip
+def test_a_value_of_the_wrong_type_names_its_field(kind: Kind, name: str, value: Any) -> None:
+    assert refused(lambda: decode(body_of(**{name: value}), kind), name, "invalid_type").message.startswith(f"{name}")
 
 
 @pytest.mark.parametrize(
-    "body",
+    ("name", "value", "place"),
     [
-        b"", b" ", b"{", b'{"model": }', b"\xff\xfe", b'{"model": "\xff"}', b"\xef\xbb\xbf{}", b"{} {}", b"'",
-        b'{"seed": NaN}', b'{"seed": 01}', b'{"seed": 1,}', b'{"documents": ' + b"[" * 100_000,
-        b'{"documents": ' + b'{"a":' * 5000, b'{"messages": ' + b"[" * 100_000,
+        ("stop", ["a", 1], "stop[1]"),
+        ("logit_bias", {"fox": 1}, "logit_bias"),
+        ("logit_bias", {"1": "a"}, "logit_bias[...]"),
+        ("stream_options", {"include_usage": 1}, "stream_options.include_usage"),
     ],
-    ids=lambda body: repr(body[:24]),
-)  # fmt: skip
-def test_a_body_that_is_no_json_is_refused(body: bytes) -> None:
-    assert len(refused(lambda: decode(body, ChatRequest), None, "invalid_json").message) < 300
+)
+def test_what_is_wrong_deep_inside_is_told_with_its_place(name: str, value: Any, place: str) -> None:
+    fault = refused(lambda: decode(body_of(**{name: value}), ChatRequest), name, "invalid_type")
+    assert fault.message.startswith(f"{place}: ")
 
 
 def test_a_body_that_was_cut_off_anywhere_is_refused() -> None:

@@ -173,22 +173,17 @@ async def test_the_load_is_what_is_being_served(adapter: Adapter) -> None:
 
 
 @on_both_adapters
-@pytest.mark.parametrize("given", ["a", "0123456789abcdef", "!#$%&'*+-.^_`|~:/?@", "x" * 128])
-async def test_a_request_id_is_kept(http: httpx.AsyncClient, given: str) -> None:
+async def test_a_request_id_is_kept_and_what_is_none_is_made_anew(http: httpx.AsyncClient) -> None:
     for path in ("/version", "/nothing", "/health", "/"):
-        answer = await http.get(path, headers={"x-request-id": given})
-        assert answer.headers["x-request-id"] == given
-
-
-@on_both_adapters
-@pytest.mark.parametrize("given", [None, b"", b"x" * 129, b"a b", b"\xc3\xa9", b"\xff"])
-async def test_an_id_that_is_none_is_made_anew(http: httpx.AsyncClient, given: bytes | None) -> None:
-    made = set()
-    for _ in range(2):
+        for given in ("a", "!#$%&'*+-.^_`|~:/?@", "x" * 128):
+            answer = await http.get(path, headers={"x-request-id": given})
+            assert answer.headers["x-request-id"] == given
+    made = []
+    for given in (None, b"", b"x" * 129, b"a b", b"\xc3\xa9", b"\xff"):
         answer = await http.get("/version", headers={} if given is None else {b"x-request-id": given})
         assert answer.status_code == 200
-        made.add(answer.headers["x-request-id"])
-    assert len(made) == 2
+        made.append(answer.headers["x-request-id"])
+    assert len(set(made)) == len(made)
     assert all(name.startswith("req-") and name.isascii() for name in made)
 
 
