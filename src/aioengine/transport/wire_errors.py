@@ -48,30 +48,29 @@ _OS_ERRORS: dict[str, type[OSError]] = {
 }
 
 
+_FIELDS: dict[str, tuple[str, ...]] = {
+    "InvalidRequest": ("param",),
+    "PromptTooLong": ("length", "limit", "is_lower_bound"),
+    "EngineOverloaded": ("retry_after_s",),
+    "StepFailed": ("dump",),
+    "EngineDead": ("dump",),
+}
+"""What aioengine's own errors are made of beside their messages."""
+
+
 def to_fault(error: BaseException) -> Fault:
     """The message that stands for an error; the cause's text is part of it, since tracebacks do not travel."""
     kind, message = type(error).__name__, _text_of(error)
-    if isinstance(error, errors.PromptTooLong):
-        return Fault(
-            kind,
-            message,
-            param=error.param,
-            length=error.length,
-            limit=error.limit,
-            is_lower_bound=error.is_lower_bound,
-        )
     if isinstance(error, OSError) and kind in _OS_ERRORS:
         return _os_fault(kind, message, error)
     if not isinstance(error, errors.AioEngineError):  # attributes of its own may be anything
         is_plain = kind in PLAIN
         return Fault(kind, message) if is_plain else Fault("RuntimeError", f"{kind}: {message}"[:MAX_MESSAGE_CHARS])
-    return Fault(
-        next(base.__name__ for base in type(error).__mro__ if vars(errors).get(base.__name__) is base),
-        message,
-        param=getattr(error, "param", None),
-        retry_after_s=getattr(error, "retry_after_s", 0.0),
-        dump=_cut(getattr(error, "dump", ""), MAX_DUMP_CHARS),
-    )
+    own = next(base.__name__ for base in type(error).__mro__ if vars(errors).get(base.__name__) is base)
+    fields = {name: getattr(error, name) for name in _FIELDS.get(own, ())}
+    if "dump" in fields:
+        fields["dump"] = _cut(fields["dump"], MAX_DUMP_CHARS)
+    return Fault(own, message, **fields)
 
 
 def _os_fault(kind: str, message: str, error: OSError) -> Fault:
@@ -97,24 +96,15 @@ def _cut(text: str, max_chars: int) -> str:
 
 def to_error(fault: Fault) -> Exception:
     """The error that a message stands for, made anew; of an unknown type an `InternalError`."""
-    if fault.kind == "PromptTooLong":
-        return errors.PromptTooLong(fault.length, fault.limit, is_lower_bound=fault.is_lower_bound)
-    if fault.kind in _OS_ERRORS and fault.kind not in PLAIN:
-        of_kind = _OS_ERRORS[fault.kind]
-        return of_kind(fault.message) if fault.errno is None else of_kind(fault.errno, fault.message, fault.filename)
     if fault.kind in PLAIN:
         return PLAIN[fault.kind](fault.message)
-    return _own_error(fault)
-
-
-def _own_error(fault: Fault) -> Exception:
+    if fault.kind in _OS_ERRORS:
+        of_system = _OS_ERRORS[fault.kind]
+        return (
+            of_system(fault.message) if fault.errno is None else of_system(fault.errno, fault.message, fault.filename)
+        )
     kind: Any = getattr(errors, fault.kind, None)
     if not (isinstance(kind, type) and issubclass(kind, errors.AioEngineError)):
         return errors.InternalError(f"{fault.kind}: {fault.message}")
-    if issubclass(kind, errors.InvalidRequest):
-        return kind(fault.message, param=fault.param)
-    if issubclass(kind, errors.EngineOverloaded):
-        return kind(fault.message, retry_after_s=fault.retry_after_s)
-    if issubclass(kind, errors.StepFailed | errors.EngineDead):
-        return kind(fault.message, dump=fault.dump)
-    return kind(fault.message)
+    fields = {name: getattr(fault, name) for name in _FIELDS.get(fault.kind, ())}
+    return kind(**fields) if kind is errors.PromptTooLong else kind(fault.message, **fields)
