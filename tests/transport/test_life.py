@@ -33,36 +33,21 @@ TOLD_TO_END = r"EngineDead: the engine has ended: .*closed.*"
 EXITED = r"EngineDead: .*engine 0 \(pid \d+\) exited with code 0.*"
 CLOSED_HERE = "EngineClosed: .*"
 
-WHAT_CALLERS_HEAR = {
+WHAT_CALLERS_HEAR: dict[str, tuple[str, str, str, str | None]] = {  # by SIGTERM, SIGINT, SIGKILL, SIGSTOP
     # The start, where there are no requests yet
-    ("spawned", "SIGTERM"): r"EngineDead: engine 0 \(pid \d+\) was killed by SIGTERM.*",
-    ("spawned", "SIGINT"): r"EngineDead: engine 0 \(pid \d+\) .*(SIGINT|KeyboardInterrupt).*",
-    ("spawned", "SIGKILL"): KILLED,
-    ("spawned", "SIGSTOP"): r"EngineDead: engine 0 \(local\) did not say HELLO.*",
-    ("loading", "SIGTERM"): EXITED,
-    ("loading", "SIGINT"): EXITED,
-    ("loading", "SIGKILL"): KILLED,
-    ("loading", "SIGSTOP"): r"EngineDead: engine 0 \(local\) was not ready within 1 s",
-    ("ready", "SIGTERM"): EXITED,
-    ("ready", "SIGINT"): EXITED,
-    ("ready", "SIGKILL"): KILLED,
-    ("ready", "SIGSTOP"): "EngineDead: no engine answers at .* within 1 s.*",
+    "spawned": (
+        r"EngineDead: engine 0 \(pid \d+\) was killed by SIGTERM.*",
+        r"EngineDead: engine 0 \(pid \d+\) .*(SIGINT|KeyboardInterrupt).*",
+        KILLED,
+        r"EngineDead: engine 0 \(local\) did not say HELLO.*",
+    ),
+    "loading": (EXITED, EXITED, KILLED, r"EngineDead: engine 0 \(local\) was not ready within 1 s"),
+    "ready": (EXITED, EXITED, KILLED, "EngineDead: no engine answers at .* within 1 s.*"),
     # Requests, and in "idle" one that comes later
-    ("idle", "SIGTERM"): TOLD_TO_END,
-    ("idle", "SIGINT"): TOLD_TO_END,
-    ("idle", "SIGKILL"): KILLED,
-    ("busy", "SIGTERM"): TOLD_TO_END,
-    ("busy", "SIGINT"): TOLD_TO_END,
-    ("busy", "SIGKILL"): KILLED,
-    ("busy", "SIGSTOP"): CLOSED_HERE,
-    ("asleep", "SIGTERM"): TOLD_TO_END,
-    ("asleep", "SIGINT"): TOLD_TO_END,
-    ("asleep", "SIGKILL"): KILLED,
-    ("asleep", "SIGSTOP"): CLOSED_HERE,
-    ("closing", "SIGTERM"): CLOSED_HERE,
-    ("closing", "SIGINT"): CLOSED_HERE,
-    ("closing", "SIGKILL"): CLOSED_HERE,
-    ("closing", "SIGSTOP"): CLOSED_HERE,
+    "idle": (TOLD_TO_END, TOLD_TO_END, KILLED, None),
+    "busy": (TOLD_TO_END, TOLD_TO_END, KILLED, CLOSED_HERE),
+    "asleep": (TOLD_TO_END, TOLD_TO_END, KILLED, CLOSED_HERE),
+    "closing": (CLOSED_HERE,) * 4,
 }
 
 
@@ -88,7 +73,7 @@ async def test_an_engine_whose_process_gets(stage: str, number: str, runtime: Pa
     took_s = time.monotonic() - began
     print(f"{stage} × {number}: {took_s * 1000:.0f} ms to the end")
     check_nothing_is_left(life.child_pid, runtime)
-    heard = WHAT_CALLERS_HEAR.get((stage, number))
+    heard = WHAT_CALLERS_HEAR[stage][list(SIGNALS).index(number)]
     if stage in ("spawned", "loading", "ready"):
         assert heard is not None
         assert re.fullmatch(f"start failed: {heard}", lines.said[-1]), lines.said

@@ -163,25 +163,26 @@ def test_a_folder_without_keys_is_said_with_the_command_that_makes_them(tmp_path
         ClientKeys.load(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o666])
-@pytest.mark.parametrize("name", ["server.key_secret", "clients/alice.key_secret"])
-def test_a_secret_that_others_can_read_is_refused(folder: Path, name: str, mode: int) -> None:
-    (folder / name).chmod(mode)
-    with pytest.raises(ConfigError, match=f"{name} is secret and can be read by others .*chmod 600 {folder / name}"):
-        load("server" if name.startswith("server") else "client", folder)
-
-
 @pytest.mark.parametrize(
-    ("side", "name", "mode"),
+    ("side", "names", "modes", "said"),
     [
-        *(("server", name, 0o772) for name in (".", "clients", "clients/alice.key")),
-        *(("client", name, 0o727) for name in (".", "server.key")),
+        ("server", ["server.key_secret"], [0o640, 0o604, 0o620, 0o666], "is secret and can be read .*chmod 600"),
+        ("client", ["clients/alice.key_secret"], [0o640, 0o604, 0o620, 0o666], "is secret and can be read .*chmod 600"),
+        ("server", [".", "clients", "clients/alice.key"], [0o772], "can be written to .*chmod go-w"),
+        ("client", [".", "server.key"], [0o727], "can be written to .*chmod go-w"),
     ],
 )
-def test_keys_that_others_can_change_are_refused(folder: Path, side: str, name: str, mode: int) -> None:
-    (folder / name).chmod(mode)
-    with pytest.raises(ConfigError, match=r"can be written to by others .*chmod go-w"):
-        load(side, folder)
+def test_keys_that_others_can_read_or_change_are_refused(
+    folder: Path, side: str, names: list[str], modes: list[int], said: str
+) -> None:
+    for path in (folder / name for name in names):
+        before = path.stat().st_mode
+        for mode in modes:
+            path.chmod(mode)
+            with pytest.raises(ConfigError, match=f"{path} {said} {path}"):
+                load(side, folder)
+        path.chmod(before)
+    assert load(side, folder)
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"public-key", b'public-key = "short"\n', b"public-key = \n"])

@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -136,19 +135,6 @@ def ready_at(host: Hall) -> list[str]:
 # One handshake or two
 
 
-async def test_two_children_with_one_handshake_each(runtime: Path) -> None:
-    async with (
-        hall(f"ipc://{runtime}/start", f"ipc://{runtime}/engine.{{}}", num_local=2) as host,
-        child_of(host, index=1) as late,
-        child_of(host, index=0) as first,
-    ):
-        await host.wait()
-        assert [engine.pid for engine in host.machine.engines] == [first.pid, late.pid]
-        assert ready_at(host) == [f"ipc://{runtime}/engine.0", f"ipc://{runtime}/engine.1"]
-        for address in ready_at(host):
-            await asks(address)
-
-
 class Way(NamedTuple):
     """To a front end that several engines share."""
 
@@ -210,18 +196,6 @@ async def test_a_child_that_is_turned_away_says_so_and_ends(runtime: Path) -> No
             await host.wait()
         assert child.returncode == 1
         assert host.machine.num_refused == 2  # its HELLO, and its last words
-
-
-async def test_one_of_two_children_that_dies_ends_the_wait(runtime: Path) -> None:
-    async with (
-        hall(f"ipc://{runtime}/start", f"ipc://{runtime}/engine.{{}}", num_local=2) as host,
-        child_of(host, index=0),
-        child_of(host, index=1) as child,
-    ):
-        os.kill(child.pid, signal.SIGKILL)
-        with pytest.raises(EngineDead, match=r"engine 1 \(pid \d+\) was killed by SIGKILL"):
-            await host.wait()
-        assert host.machine.engines[1].state is HandshakeState.FAILED
 
 
 # Last words
