@@ -44,20 +44,6 @@ TEMPLATES = {
         "{% else %}{{ ' ' + message['content'].strip() + ' ' + eos_token }}{% endif %}"
         "{% endfor %}"
     ),
-    "headers": (
-        "{{- bos_token }}{%- if date_string is not defined %}{%- set date_string = '26 Jul 2024' %}{%- endif %}"
-        "{{- '<|start|>system<|end|>\\n\\nToday Date: ' + date_string + '<|eot|>' }}"
-        "{%- for message in messages %}"
-        "{{- '<|start|>' + message['role'] + '<|end|>\\n\\n' + message['content'] | trim + '<|eot|>' }}"
-        "{%- endfor %}"
-        "{%- if add_generation_prompt %}{{- '<|start|>assistant<|end|>\\n\\n' }}{%- endif %}"
-    ),
-    "roles renamed": (
-        "{{ bos_token }}{% for message in messages %}"
-        "{% set role = 'model' if message['role'] == 'assistant' else message['role'] %}"
-        "{{ '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>\\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"
-    ),
     "thoughts are cut": (
         "{%- set ns = namespace(last=0) %}"
         "{%- for message in messages %}{%- if message.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}"
@@ -105,8 +91,7 @@ KWARGS: dict[str, dict[str, Any]] = {
     "no generation prompt": {"add_generation_prompt": False},
     "continued": {"add_generation_prompt": False, "continue_final_message": True},
     "a field continued": {"add_generation_prompt": False, "continue_final_message": "reasoning_content"},
-    "another date": {"date_string": "1 Mai 2031 à Zürich"},
-    "named tokens replaced": {"bos_token": "<b>", "eos_token": ""},
+    "named tokens replaced": {"bos_token": "<b> à Zürich", "eos_token": ""},
     "data": {"builtin": [{"name": "f", "of": [1, 2.5, None, True]}], "pair": (1, "zwei")},
     "numpy's": {"builtin": {"n": np.int64(3)}, "enable_thinking": np.bool_(False)},
 }

@@ -158,9 +158,9 @@ class Decoder(nn.Module):
             self.embedding = _parameter((c.vocab_size, c.hidden_size), c.dtype)
             self.layers = nn.ModuleList(DecoderLayer(c, index) for index in range(c.num_layers))
             self.norm = RMSNorm((c.hidden_size,), c.rms_norm_eps, dtype=c.dtype)
-            self.head = (
-                None if c.tie_word_embeddings else Linear(c.hidden_size, c.vocab_size, bias=False, dtype=c.dtype)
-            )
+            self.head = None
+            if not c.tie_word_embeddings:
+                self.head = Linear(c.hidden_size, c.vocab_size, bias=False, dtype=c.dtype)
         self.register_parameter(PACKED_HEAD, None)
         self._bound: tuple[Layer, ...] = ()
 
@@ -210,7 +210,7 @@ class Decoder(nn.Module):
             parameter.data = room
 
     def _bind_products(self, on_layer: Callable[[], None] = lambda: None) -> None:
-        bound: list[Layer] = []
+        bound = []
         for layer in self.decoder_layers():
             bound.append(layer.bind())
             on_layer()
@@ -296,7 +296,7 @@ class Decoder(nn.Module):
 def rope_table(config: DecoderConfig) -> Tensor:
     """Cosines and signed sines for each position (Su et al., 2021, arXiv:2104.09864), in the halves layout.
 
-    With r = roll(x, head_dim / 2), the rotated x is x · cos + r · sin, where sin is negative in its first half.
+    The rotated x is x · cos + roll(x, head_dim / 2) · sin, where sin is negative in its first half.
 
     Returns:
         [max_model_len, 2 · head_dim], cos then sin, in the config's dtype, computed in float32.

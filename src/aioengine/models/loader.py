@@ -237,10 +237,10 @@ def match(stored: dict[str, Stored], tensors: dict[str, CheckpointTensor], *, ti
     names = {name: name for name in tensors}
     if tied and EMBEDDING not in stored and HEAD in stored:
         names[EMBEDDING] = HEAD  # of two that are one, some tools save the other
-    expected = set(names.values())
+    expected = {*names.values(), *([HEAD] if tied else [])}
     missing = [name for name in names.values() if name not in stored]
     # A bias or norm that is left out would make it another model.
-    unexpected = [name for name in stored if name not in expected and not _is_harmless(name, tied=tied)]
+    unexpected = [name for name in stored if name not in expected and not HARMLESS.search(name)]
     for problem, found in (("lacks", missing), ("has unexpected", unexpected)):
         if found:
             more = f" and {len(found) - 1} more" if len(found) > 1 else ""
@@ -250,10 +250,6 @@ def match(stored: dict[str, Stored], tensors: dict[str, CheckpointTensor], *, ti
     for target, tensor in wanted.items():
         _check_tensor(tensor, tensors[target].shape)
     return wanted
-
-
-def _is_harmless(name: str, *, tied: bool) -> bool:
-    return HARMLESS.search(name) is not None or (tied and name == HEAD)
 
 
 def _check_tensor(stored: Stored, shape: tuple[int, ...]) -> None:
@@ -321,14 +317,11 @@ def _fill_with_noise(
 
 
 def stop_if(should_stop: Callable[[], bool]) -> None:
-    """Raise LoadStopped if ``should_stop`` says so."""
     if should_stop():
         raise LoadStopped
 
 
 class _Progress:
-    """Counts bytes and tells."""
-
     def __init__(self, total: int, tell: Callable[[int, int], None] | None) -> None:
         self._done, self._total, self._tell = 0, total, tell
         self.add(0)

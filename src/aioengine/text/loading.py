@@ -94,7 +94,8 @@ def load_tokenizer(folder: Path) -> LoadedTokenizer:
         ModelLoadError: there is none, a file of it is missing or damaged, or transformers cannot load it.
     """
     check_files(folder)
-    settings, config = _read_json(folder / "tokenizer_config.json"), _read_json(folder / "config.json")
+    files = (folder / "tokenizer_config.json", folder / "config.json")
+    settings, config = (read_json(file) if file.is_file() else {} for file in files)
     if settings.get("tokenizer_class") not in WITHOUT_VOCABULARY:
         _check_vocabulary(folder)
     template_file = folder / "chat_template.jinja"
@@ -137,11 +138,6 @@ def failures_as(make: Callable[[str], AioEngineError]) -> Iterator[None]:
             raise
         problem = (str(error) or type(error).__name__)[:MAX_SHOWN_CHARS]
         raise make(problem.encode("utf-8", "replace").decode()) from error
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    """The file's object, {} if it is not there."""
-    return read_json(file) if file.is_file() else {}
 
 
 def _check_normalizer(file: Path) -> None:
@@ -225,7 +221,7 @@ def _load_plain(folder: Path, config: dict[str, Any], model_type: object) -> Loa
 
 
 def _adds_nothing(folder: Path, config: dict[str, Any], backend: Any) -> bool:
-    """Tell whether the settings around tokenizer.json name only tokens that it has, with the same properties."""
+    """Whether the settings around tokenizer.json name only tokens that it has, with the same properties."""
     added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     declared = config.get("added_tokens_decoder")
     if declared is None:
@@ -244,7 +240,7 @@ def _adds_nothing(folder: Path, config: dict[str, Any], backend: Any) -> bool:
 
 
 def _is_as_qwens_class_makes(config: dict[str, Any], backend: Any) -> bool:
-    """Tell whether Qwen2Tokenizer would build what tokenizer.json holds, with the same ids of its added tokens."""
+    """Whether Qwen2Tokenizer would build what tokenizer.json holds, with the same ids of its added tokens."""
     from tokenizers.models import BPE
 
     added = {str(token_id): token.content for token_id, token in backend.get_added_tokens_decoder().items()}

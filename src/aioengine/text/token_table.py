@@ -119,7 +119,10 @@ def build_token_tables(backend: Backend, *, max_ids: int = MAX_TOKEN_IDS) -> Tok
     steps = [] if backend.decoder is None else _decoder_steps(backend.decoder)
     table = _table(tokens, backend.decoder, steps)
     if table is not None:
-        return _without(special_ids, table)
+        pieces = table.pieces.copy()
+        for token_id in special_ids:
+            pieces[token_id] = None
+        return TokenTables(msgspec.structs.replace(table, pieces=pieces), table)
     if any(step["type"] == "Strip" and step["stop"] for step in steps or ()):  # it panics at a text shorter than that
         raise ModelLoadError("the tokenizer's decoder strips the end of the text (Strip with stop > 0): not supported")
     byte_tokens_hold = steps is None or any(step["type"] == "ByteFallback" for step in steps)
@@ -140,15 +143,14 @@ def build_slow_token_tables(tokenizer: Any, *, max_ids: int = MAX_TOKEN_IDS) -> 
 def decoding(decode: Callable[..., str]) -> Callable[..., str]:
     """A library's decode as one that raises InvalidRequest where the library fails."""
 
+    def refused(problem: str) -> InvalidRequest:
+        return InvalidRequest(f"the model's tokenizer cannot decode these tokens: {problem}", param="token_ids")
+
     def run(token_ids: list[int], **options: bool) -> str:
-        with failures_as(_cannot_decode):
+        with failures_as(refused):
             return decode(token_ids, **options)
 
     return run
-
-
-def _cannot_decode(problem: str) -> InvalidRequest:
-    return InvalidRequest(f"the model's tokenizer cannot decode these tokens: {problem}", param="token_ids")
 
 
 def _check_ids(num_ids: int, max_ids: int) -> None:
@@ -157,13 +159,6 @@ def _check_ids(num_ids: int, max_ids: int) -> None:
             f"the tokenizer has the token id {num_ids - 1}, far beyond the model's (vocab_size in config.json): "
             f"less than {max_ids} is needed"
         )
-
-
-def _without(special_ids: list[int], table: TokenTable) -> TokenTables:
-    pieces = table.pieces.copy()
-    for token_id in special_ids:
-        pieces[token_id] = None
-    return TokenTables(msgspec.structs.replace(table, pieces=pieces), table)
 
 
 def _window_tables(
@@ -186,18 +181,14 @@ def _window_tables(
 
 
 def _decoder_steps(decoder: Any) -> list[dict[str, Any]] | None:
-    """Return the decoder as a flat list of its steps' descriptions; None if it cannot be described."""
+    """The decoder as a flat list of its steps' descriptions; None if it cannot be described."""
     try:
-        state = json.loads(decoder.__getstate__())
+        steps = [json.loads(decoder.__getstate__())]
     except Exception:  # the library raises a bare Exception for a decoder that is a Python object
         return None
-    return _flatten(state)
-
-
-def _flatten(step: dict[str, Any]) -> list[dict[str, Any]]:
-    if step["type"] != "Sequence":
-        return [step]
-    return [inner for part in step["decoders"] for inner in _flatten(part)]
+    while any(step["type"] == "Sequence" for step in steps):
+        steps = [inner for step in steps for inner in step.get("decoders", [step])]
+    return steps
 
 
 def _table(tokens: list[str | None], decoder: Any, steps: list[dict[str, Any]] | None) -> TokenTable | None:
