@@ -178,6 +178,8 @@ async def test_one_timer_looks_for_all_and_ends_with_the_last() -> None:
             client.leave()
         await target.until(lambda: target.num_registered == 0)
         await target.until(lambda: not looking())
+        await turns(2)  # of which a look that went on would begin another one
+        assert not looking()
 
 
 def count_looks(loop: Any) -> Any:
