@@ -352,18 +352,16 @@ def heard_errors(without: Sequence[str] = ()) -> Iterator[list[logging.LogRecord
 
 
 class Ticker:
-    """A callback each millisecond, and by how much each came late: ``with Ticker() as ticker: ...``.
+    """A callback each millisecond: ``with Ticker() as ticker: ...``.
 
     Attributes:
-        late_s: of each.
-        held_s: of that, what this process has computed meanwhile, whichever of its threads: the rest is what other
-            processes took from it on a busy machine.
+        held_s: by how much each came late, as far as this process has computed meanwhile, whichever of its threads: the
+            rest is what other processes took from it on a busy machine.
     """
 
     INTERVAL_S = 0.001
 
     def __init__(self) -> None:
-        self.late_s: list[float] = []
         self.held_s: list[float] = []
         self._loop = asyncio.get_running_loop()
 
@@ -384,15 +382,8 @@ class Ticker:
 
     def _note(self) -> None:
         late_s, computed_s = max(0.0, self._loop.time() - self._due), time.process_time()
-        self.late_s.append(late_s)
         self.held_s.append(min(late_s, computed_s - self._computed_s))
         self._computed_s = computed_s
-
-    def summary(self) -> str:
-        """The median, the 99th percentile and the worst, in milliseconds."""
-        ranked = sorted(self.late_s)
-        places = (len(ranked) // 2, int(0.99 * len(ranked)), -1)
-        return " ".join(f"{ranked[place] * 1e3:.2f}" for place in places)
 
 
 class Elsewhere:

@@ -344,11 +344,9 @@ def test_many_threads_log_each_in_order_and_without_losing_a_record() -> None:
                 handler.handle(plain("%d", place, name=name))
 
         threads = [threading.Thread(target=log, args=(name,)) for name in "abcd"]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    handler.close()
+        for step in (threading.Thread.start, threading.Thread.join):
+            for thread in threads:
+                step(thread)
     lines = stream.getvalue().splitlines()
     for name in "abcd":
         assert [line.rpartition(" ")[2] for line in lines if f" {name}: " in line] == [str(at) for at in range(500)]

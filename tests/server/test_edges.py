@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -197,6 +198,13 @@ async def test_too_many_prompts_for_the_engine_are_told_by_a_field_that_clients_
     async with serving_fake("starlette", max_waiting=4) as (*_, client):
         answer = await client.post("/v1/completions", json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n")
+
+
+async def test_a_compressed_body_without_its_checksum_is_damaged() -> None:
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    async with serving_fake("starlette") as (*_, client):
+        answer = await client.post("/tokenize", content=gzip.compress(b'{"prompt": "a"}')[:-4], headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_encoding")
 
 
 async def test_echo_alone_counts_no_tokens_in_its_events() -> None:

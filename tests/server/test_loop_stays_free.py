@@ -198,14 +198,13 @@ CASES: dict[str, Case] = {
 }
 
 
-async def check(case: Case, target: Target, record_property: Callable[[str, object], None]) -> None:
+async def check(case: Case, target: Target) -> None:
     """Send a case from elsewhere: the answers' statuses are its own, and no callback here comes late."""
     request = request_of("POST", case.path, case.body(), content_encoding=case.encoding)
     async with Elsewhere() as elsewhere:
         with collected(), Ticker() as ticker:
             answers = await elsewhere.send(target.port, request, at_once=case.at_once)
             await target.until_idle_slowly()
-    record_property("late_ms", ticker.summary())
     assert {status for status, _ in answers} <= set(case.statuses), answers
     assert max(ticker.held_s) < longest_hold_s(case.config)
 
@@ -244,9 +243,11 @@ def _marked(names: Iterable[str], each_time: Sequence[str]) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", _marked(CASES, EACH_TIME))
-async def test_the_loop_stays_free(name: str, record_property: Callable[[str, object], None]) -> None:
+async def test_the_loop_stays_free(
+    name: str,
+) -> None:
     async with loaded(CASES[name].config) as target:
-        await check(CASES[name], target, record_property)
+        await check(CASES[name], target)
 
 
 BOMBS = {
@@ -258,15 +259,13 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("bomb", _marked(BOMBS, ("quadratic",)))
-async def test_a_template_that_takes_long_holds_up_nobody(
-    bomb: str, tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
+async def test_a_template_that_takes_long_holds_up_nobody(bomb: str, tmp_path: Path) -> None:
     model = tmp_path / "bomb"
     shutil.copytree(DEMO_MODEL, model, ignore=shutil.ignore_patterns("*.safetensors"))
     (model / "chat_template.jinja").write_text(BOMBS[bomb])
     async with loaded(LARGE, str(model)) as target:
         case = Case(CHATS, lambda: of_messages(USER, 1000), (200, 400), LARGE)
-        await check(case, target, record_property)
+        await check(case, target)
 
 
 # Many at once
@@ -304,11 +303,7 @@ async def ask_at_once(port: int, path: str, bodies: list[dict[str, Any]]) -> lis
     [(COMPLETIONS, japanese, 200, 200), (CHATS, nested, 50, 200), (COMPLETIONS, refused, 400, 400)],
 )
 async def test_no_turn_is_long_however_many_ask(
-    path: str,
-    body: Callable[[int], dict[str, Any]],
-    count: int,
-    status: int,
-    record_property: Callable[[str, object], None],
+    path: str, body: Callable[[int], dict[str, Any]], count: int, status: int
 ) -> None:
     async with served("serve", MANY, **ROOMY) as target:
         await target.ask(CHATS, {**nested(0), "chat_template_kwargs": {}})  # imports what renders chats
@@ -318,11 +313,10 @@ async def test_no_turn_is_long_however_many_ask(
         for client in clients:
             client.leave()
     assert {answer.status for answer in answers} == {status}
-    record_property("longest_ms", round(max(probe.cpu_s) * 1e3, 1))
     assert max(probe.cpu_s) < LONGEST_S
 
 
-async def test_no_turn_is_long_however_many_leave(record_property: Callable[[str, object], None]) -> None:
+async def test_no_turn_is_long_however_many_leave() -> None:
     count = 600
     async with served("serve", MANY, **ROOMY) as target:
         await target.engine.pause()
@@ -335,5 +329,4 @@ async def test_no_turn_is_long_however_many_leave(record_property: Callable[[str
         assert not errors
         await target.engine.resume()
         await target.until_told(GONE, count)
-    record_property("longest_ms", round(max(probe.cpu_s) * 1e3, 1))
     assert max(probe.cpu_s) < LONGEST_S

@@ -65,14 +65,13 @@ class SharedState(ServerState):
         self._deferred: deque[tuple[HttpProtocol, bytes]] = deque()
         """Pieces that came while the turn of the loop had no time left, in the order of their coming."""
 
-    @property
-    def is_idle(self) -> bool:
-        """No connection is left."""
-        return not self.connections and not self.lingering
-
     def all(self) -> set[HttpProtocol]:
         """Every connection that is not gone."""
         return cast(set[HttpProtocol], self.connections) | self.lingering
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.all()
 
     def defer_if_busy(self, protocol: HttpProtocol, data: bytes) -> bool:
         """Whether the piece waits for a later turn of the loop, which hands it to `HttpProtocol.resume`."""
