@@ -164,7 +164,8 @@ async def test_a_drain_that_the_engines_end_cuts_short_says_so(
 
 
 @pytest.mark.virtual_clock(seeds=1)
-async def test_abort_all_ends_everyone_wherever_they_are(serve: Any, tasks: Any, depth: int) -> None:
+@pytest.mark.parametrize("how", ["abort_all", "pause"])
+async def test_abort_all_ends_everyone_wherever_they_are(serve: Any, tasks: Any, depth: int, how: str) -> None:
     witness = Witness()
     async with serve(depth=depth, block_size=4, config={"max_waiting": 2, "max_num_seqs": 2}) as served:
         served.engine.add_observer(witness)
@@ -175,7 +176,10 @@ async def test_abort_all_ends_everyone_wherever_they_are(serve: Any, tasks: Any,
         assert stats.waiting + stats.blocked
         assert served.runtime.admission._waiting
         for _ in range(2):
-            served.engine.abort_all()
+            if how == "pause":
+                await served.engine.pause("abort")
+            else:
+                served.engine.abort_all()
         outcomes = await tasks.end(*started)
         assert reasons(outcomes) == ["abort"] * 7
         for seed, outcome in enumerate(outcomes):
@@ -183,6 +187,7 @@ async def test_abort_all_ends_everyone_wherever_they_are(serve: Any, tasks: Any,
             assert ids == continuation(PROMPT, len(ids), seed=seed)
         assert any(outcome.outputs[0].token_ids for outcome in outcomes)
         assert witness.reasons == [("abort",)] * 7
+        await served.engine.resume()
         assert (await served.engine.generate(PROMPT, max_tokens=3)).outputs[0].finish_reason == "length"
 
 

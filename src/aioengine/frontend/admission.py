@@ -72,11 +72,7 @@ class Admission:
         return self._refusal is not None
 
     def enter(self, request: RequestState) -> None:
-        """A request was made; no `refuse` that comes later refuses it.
-
-        Raises:
-            AioEngineError: what `close` or `refuse` was given before.
-        """
+        """A request was made; raises what `close` or `refuse` was given before, and no later `refuse` refuses it."""
         self._check_refusal()
         self.requests[request] = None
 
@@ -123,13 +119,7 @@ class Admission:
             raise
 
     def check(self, num_sequences: int) -> None:
-        """What a request of so many sequences would hear with ``on_full`` "raise"; acquires nothing.
-
-        Raises:
-            InvalidRequest: it would never find room.
-            EngineOverloaded: there is too little capacity.
-            AioEngineError: what `close` or `refuse` was given.
-        """
+        """Raise what a request of so many sequences would hear with ``on_full`` "raise"; acquires nothing."""
         if isinstance(num_sequences, bool) or not isinstance(num_sequences, int) or num_sequences < 1:
             raise InvalidRequest(
                 f"num_sequences={shorten(num_sequences)}: an int of at least 1 is needed", param="num_sequences"
@@ -161,7 +151,6 @@ class Admission:
         waiting = self._waiting.get(request)
         if waiting is not None and self._drop(waiting):
             waiting.admitted.set_result(0)
-            self.admit()
 
     def refuse(self, error: Callable[[], AioEngineError]) -> None:
         """Refuse requests that enter from now on, each with an ``error`` of its own; others are admitted in turn."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
@@ -382,8 +382,8 @@ class EngineControl:
         runtime.check_loop()
         return runtime
 
-    async def _call(self, control: AnyControl) -> Any:
-        return await self._here().call(control)
+    def _call(self, control: AnyControl) -> Coroutine[Any, Any, Any]:
+        return self._here().call(control)
 
 
 @contextlib.asynccontextmanager
@@ -402,13 +402,7 @@ async def _profiling(runtime: Runtime, begin: c.StartProfile, end: c.StopProfile
 
 
 async def _send_weights(runtime: Runtime, tensors: Mapping[str, Any]) -> None:
-    """Stage all tensors at the engine core and have them committed; what fails leaves the weights as they were.
-
-    Args:
-        tensors: as `Engine.update_weights` takes them.
-    Raises:
-        InvalidRequest: a tensor is none, or does not fit the model.
-    """
+    """Stage all tensors at the engine core and have them committed; what fails leaves the weights as they were."""
     if not isinstance(tensors, Mapping) or not tensors:
         raise InvalidRequest("tensors: a mapping of names to tensors is needed, with at least one", param="tensors")
     transfer = os.urandom(8).hex()

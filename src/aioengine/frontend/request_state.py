@@ -247,8 +247,6 @@ class RequestState:
 
         Args:
             text: of the prompt, where it has one.
-        Raises:
-            EngineDead, EngineClosed: it has not begun.
         """
         completions = self._follow(text, sequence, tokenizer)
         self.core.add(sequence, completions, arrived_at=self._arrived_at)

@@ -111,11 +111,7 @@ class Runtime:
     # Life
 
     async def start(self) -> None:
-        """Wait until the engine serves.
-
-        Raises:
-            ConfigError, ModelLoadError: it cannot; everything is closed again.
-        """
+        """Wait until the engine serves. Raises what keeps it from that, once everything is closed again."""
         try:
             await self._started.wait()
         except asyncio.CancelledError:
@@ -130,13 +126,7 @@ class Runtime:
         return not (self._is_serving or self._is_closing)
 
     async def wait_started(self, on_full: OnFull = "wait") -> None:
-        """Wait until the engine serves, which another task has asked for. Cancelling stops the wait alone.
-
-        Raises:
-            EngineOverloaded: ``max_waiting`` others wait already, and ``on_full`` is "raise".
-            EngineClosed: it was closed meanwhile.
-            ConfigError, ModelLoadError: it cannot start, as that other task hears, too.
-        """
+        """As `Engine.wait_started`; `EngineOverloaded` if ``max_waiting`` others wait and ``on_full`` is "raise"."""
         num_others = len(self.admission.requests) - 1
         if on_full == "raise" and self.is_starting and num_others >= self.admission.capacity:
             raise EngineOverloaded(
@@ -343,11 +333,7 @@ class Runtime:
         return self._large_worker if num_chars > LARGE_TEXT_CHARS else self.worker
 
     def open_worker_for(self, num_chars: int | None) -> TextWorker:
-        """As `worker_for`, for work of several pieces: the engine may have been closed between two.
-
-        Raises:
-            EngineDead, EngineClosed: it was.
-        """
+        """As `worker_for`, for work of several pieces: raises if the engine was closed between two."""
         self.check_running()
         return self.worker_for(num_chars)
 
