@@ -8,6 +8,7 @@ early, shared wrongly, not copied or not yet written changes the output. It refu
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import zlib
 from collections.abc import Callable
@@ -73,10 +74,6 @@ class _RowWork(NamedTuple):
     start: int
     end: int
     samples: bool
-
-
-class _NoTokenLeft(ValueError):
-    """A row's rules leave no token to sample."""
 
 
 class FakeStep:
@@ -346,7 +343,10 @@ class FakeExecutor:
         """
         for row in plan.removed.tolist():
             self._rows.pop(row, None)
-        self._copy_blocks(plan.copied_from.tolist(), plan.copied_to.tolist())
+        copied_from, copied_to = plan.copied_from.tolist(), plan.copied_to.tolist()
+        assert len(set(copied_to)) == len(copied_to), "a block is copied to twice"
+        assert not set(copied_from) & set(copied_to), "a block is copied from and to"
+        self._kv[copied_to] = self._kv[copied_from]
         for added in plan.added:
             assert added.row not in self._rows, f"row {added.row} is taken"
             self._rows[added.row] = _Row(added, added.token_ids.tolist(), added.block_ids.tolist())
@@ -356,11 +356,6 @@ class FakeExecutor:
     def rows(self) -> dict[int, tuple[list[int], list[int]]]:
         """What the device holds: {row: (token ids, block table)}."""
         return {number: (list(row.tokens), list(row.blocks)) for number, row in sorted(self._rows.items())}
-
-    def _copy_blocks(self, copied_from: list[int], copied_to: list[int]) -> None:
-        assert len(set(copied_to)) == len(copied_to), "a block is copied to twice"
-        assert not set(copied_from) & set(copied_to), "a block is copied from and to"
-        self._kv[copied_to] = self._kv[copied_from]
 
     def _compute(self, plan: StepPlan) -> StepResult:
         works = self._works(plan)
@@ -416,31 +411,25 @@ class FakeExecutor:
             return [], error
         assert work.end == len(work.row.tokens), "a token is sampled after the last known one"
         assert work.end < self.info.max_model_len, "the sequence is as long as the model allows"
-        tokens: list[int] = []
-        if error is None:
-            try:
-                tokens = self._choose_all(self._read(work), work.row.added)
-            except _NoTokenLeft as no_token_left:
-                error = no_token_left
+        tokens = [] if error is not None else self._choose_all(self._read(work), work.row.added)
+        if not tokens and error is None:
+            error = ValueError("no token may be sampled: allowed_token_ids, bad_words and min_tokens leave none")
         work.row.tokens.append(tokens[0] if tokens else _MEANINGLESS)
         return tokens, error
 
     def _choose_all(self, held: list[int], added: RowAdded) -> list[int]:
-        """A token for each choice at output position 0, and for the row's own one later."""
-        sampling, output = added.sampling, held[added.num_prompt_tokens :]
-        choices = range(sampling.choice, sampling.choice + (1 if output else sampling.num_choices))
-        return [self._choose(held, output, msgspec.structs.replace(sampling, choice=choice)) for choice in choices]
+        """A token for each choice at output position 0, and for the row's own one later; none where rules leave none.
 
-    def _choose(self, held: list[int], output: list[int], sampling: RowSampling) -> int:
-        """What the sampler says, or the next higher id that may be sampled."""
-        vocab_size = self.info.vocab_size
-        masked = _masked(output, sampling)
-        allowed = sampling.allowed_token_ids or range(vocab_size)
-        token = self._sampler(held, sampling)
-        for candidate in ((token + i) % vocab_size for i in range(vocab_size)):
-            if candidate in allowed and candidate not in masked:
-                return candidate
-        raise _NoTokenLeft("no token may be sampled: allowed_token_ids, bad_words and min_tokens leave none")
+        It is what the sampler says, or the next higher id that may be sampled.
+        """
+        sampling, output, vocab_size = added.sampling, held[added.num_prompt_tokens :], self.info.vocab_size
+        allowed, masked = sampling.allowed_token_ids or range(vocab_size), _masked(output, sampling)
+        tokens: list[int] = []
+        for choice in range(sampling.choice, sampling.choice + (1 if output else sampling.num_choices)):
+            token = self._sampler(held, msgspec.structs.replace(sampling, choice=choice))
+            nearest = (at % vocab_size for at in range(token, token + vocab_size))
+            tokens += itertools.islice((one for one in nearest if one in allowed and one not in masked), 1)
+        return tokens
 
     def _prompt_logprobs(self, works: list[_RowWork]) -> PromptLogprobs | None:
         """Of the prompt tokens behind those that are computed, for the rows that ask."""
