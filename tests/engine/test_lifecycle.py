@@ -446,7 +446,7 @@ async def test_a_model_may_be_a_path(make_executor: Any, tmp_path: Path) -> None
         ({"max_num_seqs": "many"}, "max_num_seqs='many'"),
         ({"max_waiting": 0}, "max_waiting=0"),
         ({"block_size": 257}, "block_size=257"),
-        ({"dtype": "float8"}, "dtype='float8': none of the choices; choose one of 'auto', 'float32'"),
+        ({"dtype": "float8"}, "dtype='float8': none of the choices; choose one of 'auto', 'bfloat16'"),
         ({"memory_utilization": float("nan")}, "memory_utilization=nan"),
         ({"max_num_batched_tokens": 10}, "max_num_batched_tokens=10 is less than max_num_seqs=256"),
         ({"max_num_seq": 5}, "did you mean 'max_num_seqs'"),
