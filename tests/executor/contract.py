@@ -130,14 +130,6 @@ class ExecutorContract(abc.ABC):
 
     # What there is to know
 
-    async def test_it_says_what_it_offers(self, opened: Opened) -> None:
-        info = opened.executor.info
-        assert info.max_in_flight in (1, 2, 4)
-        assert info.num_blocks >= 64
-        assert info.block_size >= 1
-        assert info.max_model_len >= 64
-        assert info.vocab_size >= 1
-
     async def test_it_counts_steps_computed_and_sampled_tokens(self, opened: Opened) -> None:
         writer = opened.writer()
         stats = opened.executor.stats

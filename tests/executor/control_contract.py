@@ -107,12 +107,14 @@ class ControlContract(abc.ABC):
 
     # Sleep
 
-    @pytest.mark.parametrize("level", [1, 2])
-    async def test_after_a_sleep_all_is_as_before(self, opened: Controlled, level: Literal[1, 2]) -> None:
+    @pytest.mark.parametrize("levels", [(1,), (2,), (1, 1, 2, 2, 1)], ids=str)
+    async def test_after_a_sleep_all_is_as_before(self, opened: Controlled, levels: tuple[Literal[1, 2], ...]) -> None:
         expected = await opened.tokens()
         for _ in range(2):
-            await opened.executor.sleep(level)
-            await opened.executor.wake_up(BOTH)
+            for level in levels:
+                await opened.executor.sleep(level)
+            for parts in (frozenset(), BOTH, BOTH):
+                await opened.executor.wake_up(parts)
             assert await opened.tokens() == expected
 
     async def test_parts_wake_one_by_one_and_no_step_runs_before_the_last(self, opened: Controlled) -> None:
@@ -124,14 +126,6 @@ class ControlContract(abc.ABC):
                 await opened.executor.launch(opened.writer().plan({})).finish()
             await opened.executor.wake_up(frozenset((order[1],)))
             assert await opened.tokens() == expected
-
-    async def test_sleeping_and_waking_again_change_nothing(self, opened: Controlled) -> None:
-        expected = await opened.tokens()
-        for level in (1, 1, 2, 2, 1):
-            await opened.executor.sleep(level)
-        for parts in (frozenset(), BOTH, BOTH):
-            await opened.executor.wake_up(parts)
-        assert await opened.tokens() == expected
 
     @pytest.mark.parametrize("computes_again", [True, False])
     async def test_a_sleep_knows_the_rows_and_forgets_their_kv(self, opened: Controlled, computes_again: bool) -> None:

@@ -23,15 +23,18 @@ def second(worker: Any) -> int:
     return 2
 
 
-def test_a_function_has_the_name_that_it_was_given() -> None:
-    assert worker_function("a name")(first) is first
-    assert registered("a name") is first
-
-
-@pytest.mark.parametrize("register", [worker_function, worker_function()], ids=["without brackets", "with brackets"])
-def test_a_function_has_its_modules_name_and_its_own_otherwise(register: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(
+    ("register", "name"),
+    [
+        (worker_function("a name"), "a name"),
+        (worker_function, f"{__name__}.first"),
+        (worker_function(), f"{__name__}.first"),
+    ],
+    ids=["given", "without brackets", "with brackets"],
+)
+def test_a_function_has_the_name_that_it_was_given_or_its_own(register: Callable[..., Any], name: str) -> None:
     assert register(first) is first
-    assert registered(f"{__name__}.first") is first
+    assert registered(name) is first
 
 
 def test_a_name_has_one_function() -> None:
@@ -40,6 +43,13 @@ def test_a_name_has_one_function() -> None:
     with pytest.raises(ConfigError, match=r"'a name' is .*first already: give .*second another name"):
         worker_function("a name")(second)
     assert registered("a name") is first
+
+    def make(number: int) -> Callable[[Any], int]:
+        return lambda worker: number
+
+    worker_function("two")(make(1))
+    with pytest.raises(ConfigError, match="another name"):
+        worker_function("two")(make(2))
 
 
 def test_a_function_that_is_defined_anew_takes_the_old_ones_place() -> None:
@@ -52,15 +62,6 @@ def test_a_function_that_is_defined_anew_takes_the_old_ones_place() -> None:
     worker_function(redefined())
     latest = worker_function(redefined())
     assert registered("a_notebook.cell") is latest
-
-
-def test_two_functions_that_a_function_made_are_two() -> None:
-    def make(number: int) -> Callable[[Any], int]:
-        return lambda worker: number
-
-    worker_function("a name")(make(1))
-    with pytest.raises(ConfigError, match="another name"):
-        worker_function("a name")(make(2))
 
 
 def test_an_unknown_name_says_what_comes_near_or_what_there_is() -> None:

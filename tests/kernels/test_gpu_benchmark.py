@@ -1,4 +1,4 @@
-"""``python -m benchmarks.gpu``: runs to its end without a GPU, says what each row is, and reads traces rightly."""
+"""``python -m benchmarks.gpu``: runs to its end without a GPU, and says what each row is."""
 
 from __future__ import annotations
 
@@ -67,9 +67,6 @@ def test_every_operation_is_among_the_kernels(tmp_path: Path) -> None:
     assert {kernel["reason"] for kernel in kernels} == {""}
 
 
-# The report
-
-
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="on a GPU the benchmark itself does this")
 @pytest.mark.parametrize("place", range(10))
 def test_the_kernels_take_what_the_benchmark_calls_them_with(gpu: Any, place: int) -> None:
@@ -83,46 +80,3 @@ def test_the_kernels_take_what_the_benchmark_calls_them_with(gpu: Any, place: in
     for case in cases:
         case.call(getattr(triton_operations, case.operation))
     assert cases
-
-
-# Traces
-
-
-def event(category: str, name: str, begin: float, end: float, tid: int, **arguments: Any) -> dict[str, Any]:
-    return {"ph": "X", "cat": category, "name": name, "ts": begin, "dur": end - begin, "tid": tid, "args": arguments}
-
-
-def launch(at: float, correlation: int, name: str = "cudaGraphLaunch", tid: int = 1) -> dict[str, Any]:
-    return event("cuda_runtime", name, at, at + 1, tid, correlation=correlation)
-
-
-def kernel(begin: float, end: float, correlation: int, category: str = "kernel") -> dict[str, Any]:
-    return event(category, "k", begin, end, 9, correlation=correlation)
-
-
-def step(number: int, begin: float, end: float, rows: int = 4, tokens: int = 4) -> dict[str, Any]:
-    return event("user_annotation", f"step {number} ({rows} rows, {tokens} tokens)", begin, end, 1)
-
-
-def test_a_gap_is_when_nothing_runs_between_two_decode_steps(gpu: Any) -> None:
-    trace = gpu.trace.Trace(
-        [
-            {"ph": "M", "name": "process_name"},
-            # 40 µs after it, of which another stream's copy takes 10.
-            *(step(1, 0, 10), launch(1, 1), kernel(100, 150, 1), kernel(150, 200, 1)),
-            *(launch(5, 7, tid=2), kernel(205, 215, 7, "gpu_memcpy")),
-            # Launched while the one before runs; it overlaps its copy.
-            *(step(2, 20, 30), launch(21, 2), kernel(240, 300, 2), launch(22, 3, "cudaMemcpyAsync")),
-            kernel(300, 310, 3, "gpu_memcpy"),
-            *(step(3, 50, 60), launch(51, 4), kernel(305, 400, 4)),
-            # A prefill, and a step whose predecessor was not recorded: no gaps between decode steps.
-            *(step(4, 70, 80, tokens=100), launch(71, 5, "cudaStreamSynchronize"), launch(72, 6), kernel(500, 600, 6)),
-            *(step(9, 90, 95), launch(91, 8), kernel(900, 1000, 8)),
-        ]
-    )
-    assert [each.number for each in trace.steps] == [1, 2, 3, 4, 9]
-    assert trace.decode_gaps_us() == [30, 0]
-    assert [each.waits for each in trace.steps] == [(), (), (), ("cudaStreamSynchronize",), ()]
-    assert trace.busy_share() == pytest.approx((100 + 10 + 160 + 100 + 100) / 900)
-    without_gpu = gpu.trace.Trace([step(1, 0, 10), step(2, 20, 30)])
-    assert (without_gpu.busy, without_gpu.decode_gaps_us(), without_gpu.busy_share()) == ([], [], 0.0)

@@ -21,8 +21,6 @@ import torch
 from aioengine.core.executor_protocol import DeviceLost
 from aioengine.executor.completion_thread import CompletionThread, DeferredResult, Pending, Waker
 
-__all__ = ["THREAD_NAME", "DeferredResult", "DeviceThread", "Pending"]
-
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 

@@ -186,14 +186,9 @@ def _step_logprobs(step: GpuStep, out: DeviceOutputs[NDArray[Any]], is_good: NDA
         top_ids=scored.top_ids[samples],
         top_logprobs=scored.top_logprobs[samples],
     )
-    return result if step.extra_counts is None else _with_extra(result, step, out.extra, samples)
-
-
-def _with_extra(
-    result: StepLogprobs, step: GpuStep, extra: Scored[NDArray[Any]], samples: NDArray[np.int64]
-) -> StepLogprobs:
-    assert step.extra_counts is not None
-    assert step.extra_ids is not None
+    if step.extra_counts is None or step.extra_ids is None:
+        return result
+    extra = out.extra
     counts = step.extra_counts[samples]
     starts = np.cumsum(step.extra_counts) - step.extra_counts
     entries = spans(starts[samples], counts)

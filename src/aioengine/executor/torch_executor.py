@@ -26,9 +26,9 @@ from aioengine.core.executor_protocol import (
 )
 from aioengine.core.worker_functions import Worker, registered
 from aioengine.errors import ConfigError, describe
-from aioengine.executor.completion_thread import DeferredResult
+from aioengine.executor.completion_thread import DeferredResult, Pending
 from aioengine.executor.cuda import CudaAccelerator, find_cuda
-from aioengine.executor.device_thread import CLOSED, DeviceThread, Pending
+from aioengine.executor.device_thread import CLOSED, DeviceThread
 from aioengine.executor.make_runner import Gpu, make_cpu_runner, make_gpu_runner
 from aioengine.executor.memory import return_freed_memory
 from aioengine.executor.profiler import Recording
@@ -44,7 +44,6 @@ logger = logging.getLogger("aioengine")
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
-
 
 CANCEL_DEADLINE_S = 60.0
 """How long a cancelled start waits for what cannot be interrupted, such as an import."""

@@ -41,6 +41,7 @@ class Weights:
         decoder: None while the weights are thrown away. Elsewhere than in the host's memory it stays the same when
             they are replaced, and so do the addresses of its parameters.
         config: the decoder's.
+        is_elsewhere: the weights are not in the host's memory when they are used.
         is_torn: some weights were replaced and others not, since the device failed: no step may use them.
     """
 
@@ -56,6 +57,7 @@ class Weights:
     ) -> None:
         self._folder = folder
         self._placement = placement
+        self.is_elsewhere = not placement.is_bound
         self._is_away = False
         self._should_stop = should_stop
         self._came_as_tensors = False
@@ -88,11 +90,6 @@ class Weights:
         if self._came_as_tensors:
             raise weights_came_as_tensors()
         self.decoder = None
-
-    @property
-    def is_elsewhere(self) -> bool:
-        """Whether the weights are not in the host's memory when they are used."""
-        return not self._placement.is_bound
 
     def move_away(self) -> None:
         """Move the weights to the host's memory, page-locked, if they are on another device. Idempotent.

@@ -82,11 +82,6 @@ class RowEdits(NamedTuple):
             ),
         )
 
-    def known(self, vocab_size: int) -> RowEdits:
-        """Without token ids that the model does not have."""
-        is_known = self.tokens < vocab_size
-        return RowEdits(self.tokens[is_known], self.values[is_known], self.until[is_known])
-
 
 class RuleTable:
     """The edits and bad words of all rows.
@@ -164,9 +159,9 @@ class RuleTable:
         edits = [RowEdits.of(NO_RULES, 0)]
         for row, (rules, min_tokens) in self._rows.items():
             of_row = RowEdits.of(rules, min_tokens)
-            known = of_row.known(self._vocab_size)
-            edits.append(known)
-            rows.append(np.full(len(known.tokens), row, np.int32))
+            is_known = of_row.tokens < self._vocab_size
+            edits.append(RowEdits(of_row.tokens[is_known], of_row.values[is_known], of_row.until[is_known]))
+            rows.append(np.full(np.count_nonzero(is_known), row, np.int32))
         tokens, values, until = zip(*edits, strict=True)
         return np.concatenate(rows), RowEdits(np.concatenate(tokens), np.concatenate(values), np.concatenate(until))
 

@@ -44,25 +44,15 @@ def attend_prefill(
             continue
         here = slice(first_token, first_token + num_tokens)
         first_seen = 0 if window is None else max(position + 1 - window, 0)
-        k, v = cached(k_cache, v_cache, block_tables[row], first_seen, position + num_tokens)
+        seen = torch.arange(first_seen, position + num_tokens, device=q.device)
+        blocks, offsets = block_tables[row][seen // k_cache.shape[1]].long(), seen % k_cache.shape[1]
+        k, v = (cache[blocks, offsets].double() for cache in (k_cache, v_cache))
         out[here] = attend(q[here], k, v, scale, window).to(out.dtype)
 
 
 def prefill_tile(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
     """As `Operations.prefill_tile`: large, as each tile is a turn of a Python loop."""
     return 256
-
-
-def cached(k_cache: Tensor, v_cache: Tensor, table: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
-    """The keys and values of a row's positions from ``begin`` to ``end``, float64 [end - begin, g, d] each.
-
-    Args:
-        table: int32 [any], the row's blocks.
-    """
-    positions = torch.arange(begin, end, device=table.device)
-    block_size = k_cache.shape[1]
-    blocks, offsets = table[positions // block_size].long(), positions % block_size
-    return k_cache[blocks, offsets].double(), v_cache[blocks, offsets].double()
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:

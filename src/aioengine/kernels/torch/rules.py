@@ -62,7 +62,6 @@ def ends_of_bad_words(
 
 
 def penalise(logits: Tensor, samples: Tensor, history: Tensor, counters: Tensor) -> None:
-    """Of samples without penalties nothing is read."""
     vocab = logits.shape[1]
     penalties = [param_of(samples, f"{name}_penalty") for name in ("repetition", "frequency", "presence")]
     is_first = (samples[:, SampleRow.LOGITS_ROW] >= 0) & (samples[:, SampleRow.FLAGS] & SampleFlag.FIRST != 0)
