@@ -62,6 +62,8 @@ async def test_a_drain_serves_all_that_came_before_and_refuses_the_others(serve:
         for refused in (served.engine.generate(PROMPT), served.engine.generate(PROMPT, on_full="raise")):
             with pytest.raises(EngineClosed, match="draining"):
                 await refused
+        with pytest.raises(EngineClosed, match="draining"):
+            served.engine.check_accepting()
         await draining
         assert all(task.done() for task in started)
         assert reasons(await tasks.end(*started)) == ["length"] * 4

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from typing import Any
 
+import numpy as np
 import pytest
 from engine.oracle import as_ids
 
@@ -45,6 +46,25 @@ async def test_a_text_is_completed(serve: Any, depth: int) -> None:
         assert output.outputs[0].logprobs is None
         assert output.outputs[0].cumulative_logprob is None
         assert output.finished
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [tuple(IDS), np.array(IDS), np.array(IDS, np.int32), [np.int64(token_id) for token_id in IDS]],
+    ids=["tuple", "array", "int32 array", "list of numpy integers"],
+)
+async def test_token_ids_come_as_any_sequence_of_integers(serve: Any, prompt: Any) -> None:
+    async with serve() as served:
+        output = await served.engine.generate(prompt, seed=1, max_tokens=5)
+        assert output.outputs == (await served.engine.generate(IDS, seed=1, max_tokens=5)).outputs
+        assert output.prompt_token_ids == IDS
+        assert all(type(token_id) is int for token_id in output.prompt_token_ids)
+
+
+async def test_without_a_seed_each_request_is_another(serve: Any) -> None:
+    async with serve() as served:
+        first, second = [await served.engine.generate(IDS, max_tokens=8) for _ in range(2)]
+        assert first.outputs != second.outputs
 
 
 async def test_a_model_without_a_tokenizer_takes_and_gives_ids(serve: Any, tmp_path: Any) -> None:

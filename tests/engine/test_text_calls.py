@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from typing import Any
@@ -14,7 +15,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.pre_tokenizers import Split
 from waiting import Ticker
 
-from aioengine import CompletionDelta, EngineClosed, EngineOverloaded, InvalidRequest, Stream
+from aioengine import CompletionDelta, EngineClosed, EngineOverloaded, InvalidRequest, StepFailed, Stream
 from aioengine.text.token_table import TokenTables, WindowTable
 
 PROMPT = list(range(100, 120))
@@ -91,6 +92,45 @@ async def test_it_is_ended_once_all_of_it_is_read_and_not_before(serve: Any) -> 
         assert not stream.is_ended
         assert [len(delta.token_ids) for delta in take_all(stream)] == [4]
         assert stream.is_ended
+
+
+async def test_an_error_comes_once_after_all_that_had_arrived(serve: Any, quiet_log: None) -> None:
+    async with serve(is_manual=True) as served:
+        served.executor.make_step_fail(2, RuntimeError("upside down"))
+        async with served.engine.stream(PROMPT, max_tokens=8) as stream:
+            while len(served.executor.plans) < 3:
+                served.complete_all()
+                await served.turn()
+            served.complete_all()
+            await served.until(lambda: stream._state.is_ended)
+            assert not stream.is_ended
+            [delta] = [stream.take()]
+            assert (len(delta.token_ids), delta.finish_reason) == (2, None)
+            assert not stream.is_ended
+            with pytest.raises(StepFailed):
+                stream.take()
+            assert stream.is_ended
+            assert stream.take() is None
+
+
+async def test_one_reader_reads_many_streams_by_what_they_say(serve: Any) -> None:
+    async with serve() as served, contextlib.AsyncExitStack() as stack:
+        expected = {i: await served.engine.generate([i] * 5, seed=i, max_tokens=3 + i, n=2) for i in range(1, 9)}
+        news: asyncio.Queue[int] = asyncio.Queue()
+        streams = {}
+        for i in expected:
+            stream = served.engine.stream([i] * 5, seed=i, max_tokens=3 + i, n=2)
+            streams[i] = await stack.enter_async_context(stream)
+            streams[i].watch(lambda i=i: news.put_nowait(i))
+        texts = {(i, index): "" for i in expected for index in range(2)}
+        open_ones = set(expected)
+        while open_ones:
+            i = await news.get()
+            for delta in take_all(streams[i]):
+                texts[i, delta.index] += delta.text
+            if streams[i].is_ended:
+                open_ones.discard(i)
+        assert texts == {(i, c.index): c.text for i, output in expected.items() for c in output.outputs}
 
 
 # Texts to ids, and back
@@ -262,6 +302,25 @@ async def test_cancelling_stops_the_wait_and_leaves_nothing(serve: Any, tasks: A
 # Variables for the template
 
 
+@pytest.mark.parametrize(
+    ("prompt", "kwargs", "end"),
+    [
+        (CHAT, {}, "lives here?<|im_end|>\n<|im_start|>assistant\n"),
+        (BEGUN, {"continue_final_message": True}, "<|im_start|>assistant\nA fox and"),
+        (CHAT, {"add_generation_prompt": False}, "lives here?<|im_end|>\n"),
+    ],
+)
+async def test_a_chat_ends_as_its_variables_say_and_has_the_ids_of_a_request(
+    serve: Any, prompt: Any, kwargs: Any, end: str
+) -> None:
+    async with serve() as served:
+        output = await served.engine.generate(prompt, max_tokens=1, chat_template_kwargs=kwargs)
+        assert output.prompt.endswith(end)
+        assert await served.engine.tokenize(prompt, chat_template_kwargs=kwargs) == output.prompt_token_ids
+        assert await served.engine.detokenize(output.prompt_token_ids, skip_special_tokens=False) == output.prompt
+        assert "<|im_start|>" not in await served.engine.detokenize(output.prompt_token_ids)
+
+
 async def test_variables_are_taken_at_the_call(serve: Any) -> None:
     async with serve() as served:
         served.tokenizer.chat_template = "{{ names }}"
@@ -272,6 +331,16 @@ async def test_variables_are_taken_at_the_call(serve: Any) -> None:
             assert (await stream.finish()).prompt == "['fox']"
         async with stream.again("wait") as again:
             assert (await again.finish()).prompt == "['fox']"
+
+
+async def test_the_bytes_of_an_outputs_tokens_are_its_text(serve: Any) -> None:
+    async with serve() as served:
+        ids = served.say(PROMPT, TEXT + " and a naïve 日本 badger")
+        output = await served.engine.generate(PROMPT, max_tokens=len(ids))
+        parts = served.engine.token_bytes(output.outputs[0].token_ids)
+        assert len(parts) == len(ids)
+        assert b"".join(parts).decode() == output.text == TEXT + " and a naïve 日本 badger"
+        assert any("\ufffd" in part.decode(errors="replace") for part in parts), "no character is cut"
 
 
 # What the model's own files do
