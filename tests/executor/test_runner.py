@@ -3,6 +3,7 @@
 import weakref
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -14,7 +15,7 @@ from aioengine.executor.input_batch import InputBatch
 from aioengine.executor.runner import Runner
 from aioengine.kernels.attention.kv_cache import KVCache, KVCacheShape
 from aioengine.kernels.attention.torch_paged import TorchPagedAttention
-from aioengine.scheduler.plan import EMPTY, StepPlan, int32
+from aioengine.scheduler.plan import int32
 
 
 def make_runner(
@@ -76,17 +77,10 @@ def test_a_model_that_breaks_into_nan_fails_its_own_row_only() -> None:
         writer.remove(0)
 
 
-def make_plan(**fields: Any) -> StepPlan:
-    arrays = dict.fromkeys(
-        ("removed", "grown_rows", "grown_blocks", "rows", "epochs", "starts", "num_tokens", "wants"), EMPTY
-    )
-    return StepPlan(**{"step": 1, "added": (), **arrays, **fields})
-
-
 def test_a_copy_that_fails_ends_it_all() -> None:
     runner, _ = make_runner(TinyDecoder())
     with pytest.raises(DeviceLost, match="could not be applied"):
-        runner.step(make_plan(copied_from=int32([0]), copied_to=int32([10**6])))
+        runner.step(msgspec.structs.replace(PlanWriter(8, 4).plan(), copied_from=int32([0]), copied_to=int32([10**6])))
 
 
 def test_a_row_forgets_the_request_that_left_it() -> None:
