@@ -12,14 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioengine.core.observers import StatsLog
-from aioengine.metrics import (
-    Distribution,
-    EngineMetrics,
-    Histogram,
-    RequestMetrics,
-    Sample,
-    StepRecord,
-)
+from aioengine.metrics import Distribution, EngineMetrics, Histogram, RequestMetrics, Sample, StepRecord
 
 BOUNDS = (0.001, 0.25, 1.0, 4.0)
 # Bounds themselves are the values that a wrong comparison puts into the wrong bucket.

@@ -119,7 +119,7 @@ def streamed(answer: Any, run: Run, usage: Usage | None) -> list[Any]:
         parts = [answer.opening(len(run.outputs) * run.num_choices)]
         echoed = set()
         for number, delta in run.deltas:
-            if answer.echo is not None and number not in echoed:
+            if answer.has_echo and number not in echoed:
                 echoed.add(number)
                 parts.append(await answer.echo(number, run.outputs[number // run.num_choices], None))
             parts.append(answer.event(number, delta))
@@ -200,7 +200,7 @@ def test_a_completions_events_add_up_to_its_answer(run: Run, top: int | None, ha
             top_logprobs=top,
             has_usage=has_usage,
             num_choices=run.num_choices,
-            prompt_texts=None if echo == "none" else run.prompts,
+            prompt_texts=() if echo == "none" else run.prompts,
             is_echo_alone=echo == "alone",
         )
 

@@ -10,14 +10,7 @@ import anyio.lowlevel
 import openai
 import pytest
 from openai import AsyncOpenAI
-from server.conftest import (
-    NO_TLS,
-    Adapter,
-    all_ended,
-    both_adapters,
-    on_both_adapters,
-    serving_fake,
-)
+from server.conftest import NO_TLS, Adapter, all_ended, both_adapters, on_both_adapters, serving_fake
 from waiting import until
 
 from aioengine import Engine

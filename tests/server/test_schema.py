@@ -16,14 +16,7 @@ from openai.types import chat, completion_create_params
 
 from aioengine.sampling_params import SamplingParams
 from aioengine.server import decoding, schema
-from aioengine.server.decoding import (
-    IgnoredFields,
-    decode,
-    read_messages,
-    read_prompts,
-    read_text,
-    read_tokens,
-)
+from aioengine.server.decoding import IgnoredFields, decode, read_messages, read_prompts, read_text, read_tokens
 from aioengine.server.errors import ApiError
 from aioengine.server.schema import (
     AbortRequest,

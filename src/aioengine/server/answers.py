@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
@@ -31,7 +31,6 @@ encode = msgspec.json.Encoder().encode
 
 Usage = dict[str, Any]
 """Tokens of a request, as the API tells of them."""
-MakeEcho = Callable[[int, RequestOutput, Usage | None], Awaitable[bytes]]
 
 
 def usage_of(outputs: Sequence[RequestOutput], *, is_prompt_alone: bool = False) -> Usage:
@@ -72,6 +71,7 @@ class Answer(ABC):
         has_usage: each event says that the usage comes later.
     Attributes:
         max_positions: log-probabilities of so many tokens take about a millisecond to encode, see `split_delta`.
+        has_echo: choices begin with their prompt.
     """
 
     WHOLE: ClassVar[str]
@@ -89,6 +89,7 @@ class Answer(ABC):
         self._token_bytes = token_bytes
         self._top_logprobs = top_logprobs
         self.max_positions = max(1, ENTRIES_A_SLICE // ((top_logprobs or 0) + 1))
+        self.has_echo = False
         self._event_head = self._head_of(self.PART)
         self._event_end = b'}],"usage":null}\n\n' if has_usage else b"}]}\n\n"
         self._prefixes: dict[int, bytes] = {}
@@ -122,13 +123,9 @@ class Answer(ABC):
         """Events before the first token."""
         return b""
 
-    @property
-    def echo(self) -> MakeEcho | None:
-        """Makes a choice's first event, of its prompt, once that has a token; None where choices begin with no prompt.
-
-        It takes the number of the choice, the output of its prompt, and the usage to tell of.
-        """
-        return None
+    async def echo(self, choice: int, output: RequestOutput, usage: Usage | None) -> bytes:
+        """A choice's first event, of its prompt, once it has a token; only where `has_echo`."""
+        return b""
 
     def event(self, choice: int, delta: CompletionDelta, usage: Usage | None = None) -> bytes:
         """The event of a delta; empty where it would say nothing."""
@@ -221,7 +218,7 @@ class CompletionAnswer(Answer):
 
     Args:
         num_choices: of each prompt.
-        prompt_texts: with which each prompt's choices begin; None where they do not.
+        prompt_texts: with which each prompt's choices begin; empty where they do not.
         is_echo_alone: nothing but the prompts is wanted.
     """
 
@@ -237,12 +234,13 @@ class CompletionAnswer(Answer):
         top_logprobs: int | None,
         has_usage: bool,
         num_choices: int,
-        prompt_texts: Sequence[str] | None = None,
+        prompt_texts: Sequence[str] = (),
         is_echo_alone: bool = False,
     ) -> None:
         super().__init__(head, token_bytes, top_logprobs=top_logprobs, has_usage=has_usage)
         self._num_choices = num_choices
         self._prompt_texts = prompt_texts
+        self.has_echo = bool(prompt_texts)
         self._is_echo_alone = is_echo_alone
         self._offsets: dict[int, int] = {}
         """Characters of a choice so far, as its tokens have them."""
@@ -252,7 +250,7 @@ class CompletionAnswer(Answer):
             choice = _without_tokens(choice)
         text = choice.text
         columns = _Columns(0)
-        if self._prompt_texts is not None:
+        if self.has_echo:
             text = self._prompt_texts[number // self._num_choices] + text
             await self._add_prompt(columns, output)
         await self._add_all(choice.logprobs or (), columns.add)
@@ -263,12 +261,7 @@ class CompletionAnswer(Answer):
     def usage(self, outputs: Sequence[RequestOutput]) -> Usage:
         return usage_of(outputs, is_prompt_alone=self._is_echo_alone)
 
-    @property
-    def echo(self) -> MakeEcho | None:
-        return None if self._prompt_texts is None else self._echo
-
-    async def _echo(self, choice: int, output: RequestOutput, usage: Usage | None) -> bytes:
-        assert self._prompt_texts is not None
+    async def echo(self, choice: int, output: RequestOutput, usage: Usage | None) -> bytes:
         columns = _Columns(0)
         await self._add_prompt(columns, output)
         self._offsets[choice] = columns.offset

@@ -84,7 +84,7 @@ class Completions:
             top_logprobs=request.logprobs,
             has_usage=request.has_usage,
             num_choices=streams[0].params.n,
-            prompt_texts=[await self._text_of(prompt) for prompt in prompts] if request.echo else None,
+            prompt_texts=[await self._text_of(prompt) for prompt in prompts] if request.echo else (),
             is_echo_alone=request.is_echo_alone,
         )
         return await self._answer(exchange, record, request, streams, answer)
@@ -191,7 +191,7 @@ async def _relay_deltas(
 
     if opening := answer.opening(group.num_choices, usage()):
         await writer.write(opening)
-    echo = answer.echo
+    has_echo = answer.has_echo
     echoed: set[int] = set()
     while not group.is_ended:
         if not await group.wait():
@@ -199,9 +199,9 @@ async def _relay_deltas(
             continue
         events: list[bytes] = []
         for choice, delta in group.take():
-            if echo is not None and choice not in echoed:
+            if has_echo and choice not in echoed:
                 echoed.add(choice)
-                events.append(await echo(choice, group.output_of(choice), usage()))
+                events.append(await answer.echo(choice, group.output_of(choice), usage()))
             if delta.logprobs is not None and len(delta.logprobs) > answer.max_positions:
                 for part in split_delta(delta, answer.max_positions):
                     await write([*events, answer.event(choice, part, usage())])

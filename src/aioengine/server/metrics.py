@@ -23,17 +23,7 @@ from anyio import CapacityLimiter, to_thread
 from prometheus_client.utils import floatToGoString
 
 from aioengine.errors import AioEngineError
-from aioengine.metrics import (
-    REQUEST_TIME_S,
-    REQUEST_TOKENS,
-    Counter,
-    Gauge,
-    Histogram,
-    Kind,
-    Labeled,
-    Metric,
-    Sample,
-)
+from aioengine.metrics import REQUEST_TIME_S, REQUEST_TOKENS, Counter, Gauge, Histogram, Kind, Labeled, Metric, Sample
 from aioengine.server.record import OTHER_ROUTE, RequestRecord
 
 if TYPE_CHECKING:
