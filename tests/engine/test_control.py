@@ -197,6 +197,30 @@ async def test_abort_all_ends_everyone_wherever_they_are(serve: Any, tasks: Any,
 
 
 @pytest.mark.virtual_clock(seeds=1)
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+async def test_a_pause_deals_with_what_is_there_holds_what_comes_and_resume_lets_all_go_on(
+    serve: Any, tasks: Any, depth: int, mode: str
+) -> None:
+    async with serve(depth=depth, block_size=4, config={"max_num_seqs": 2, "max_waiting": 4}) as served:
+        early = start(served, tasks, 4)
+        await asyncio.sleep(0.055)
+        await served.engine.pause(mode)
+        assert not served.executor.unfinished
+        late = start(served, tasks, 6, first=4)  # two more than there are places
+        assert await is_still(served)
+        await served.engine.pause("keep" if mode == "keep" else "wait")
+        assert await is_still(served)
+        assert [task.done() for task in early] == [mode != "keep"] * 4
+        assert not any(task.done() for task in late)
+        await served.engine.resume()
+        outcomes = await tasks.end(*early, *late)
+        assert reasons(outcomes) == ["abort" if mode == "abort" else "length"] * 4 + ["length"] * 6
+        for seed, outcome in enumerate(outcomes):
+            [ids] = tokens_of(outcome)
+            assert ids == continuation(PROMPT, len(ids), seed=seed)
+
+
+@pytest.mark.virtual_clock(seeds=1)
 async def test_what_is_paused_keeps_its_memory_and_is_computed_once(serve: Any, tasks: Any, depth: int) -> None:
     async with serve(depth=depth) as served:
         [task] = start(served, tasks, 1)

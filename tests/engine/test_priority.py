@@ -75,6 +75,25 @@ async def test_a_higher_one_takes_the_row_of_a_lower_one_at_once(serve: Any, tas
 
 
 @pytest.mark.virtual_clock(seeds=1)
+async def test_the_lowest_gives_way_and_of_those_the_last_that_came(serve: Any, tasks: Any, depth: int) -> None:
+    async with serve(depth=depth, config={"max_num_seqs": 4}) as served:
+        started = await start(served, tasks, [2, 3, 3, 1], max_tokens=40)
+        await asyncio.sleep(0.1)
+        high = tasks.start(served.engine.generate(PROMPT, seed=9, priority=0, max_tokens=5))
+        await high
+        await assert_all_are_whole(started, 40)
+        assert [(await task).metrics.num_preemptions for task in started] == [0, 0, 1, 0]
+
+
+@pytest.mark.virtual_clock(seeds=1)
+async def test_equal_ones_never_give_way_for_rows(serve: Any, tasks: Any, depth: int) -> None:
+    async with serve(depth=depth, config={"max_num_seqs": 2}) as served:
+        started = await start(served, tasks, [1, 1, 1, 2, 1], max_tokens=20)
+        await assert_all_are_whole(started, 20)
+        assert served.core.stats().preemptions == 0
+
+
+@pytest.mark.virtual_clock(seeds=1)
 async def test_who_gave_way_comes_back_once_and_not_again_and_again(serve: Any, tasks: Any, depth: int) -> None:
     """A stream of high ones, one after the other, each while the one before still runs."""
     async with serve(depth=depth, config=ONE_ROW) as served:

@@ -16,6 +16,7 @@ from tokenizers.pre_tokenizers import Split
 from waiting import Ticker
 
 from aioengine import CompletionDelta, EngineClosed, EngineOverloaded, InvalidRequest, StepFailed, Stream
+from aioengine.text.chat_input import MAX_BYTES
 from aioengine.text.token_table import TokenTables, WindowTable
 
 PROMPT = list(range(100, 120))
@@ -321,6 +322,34 @@ async def test_a_chat_ends_as_its_variables_say_and_has_the_ids_of_a_request(
         assert "<|im_start|>" not in await served.engine.detokenize(output.prompt_token_ids)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "kwargs"),
+    [
+        (TEXT, {"enable_thinking": False}),
+        (PROMPT, {"enable_thinking": False}),
+        (CHAT, {"messages": []}),
+        (CHAT, {"x": "x" * MAX_BYTES}),
+        (CHAT, {"x": object()}),
+        (CHAT, {"add_generation_prompt": True, "continue_final_message": True}),
+        (CHAT, "enable_thinking"),
+    ],
+)
+async def test_variables_that_cannot_be_are_refused_before_anything_is_queued(
+    serve: Any, prompt: Any, kwargs: Any
+) -> None:
+    async with serve() as served:
+        with pytest.raises(InvalidRequest) as refused:
+            served.engine.stream(prompt, chat_template_kwargs=kwargs)
+        assert refused.value.param == "chat_template_kwargs"
+
+
+async def test_a_message_that_the_template_does_not_show_cannot_be_continued(serve: Any) -> None:
+    async with serve() as served:
+        served.tokenizer.chat_template = "{{ messages[0].content }}"
+        with pytest.raises(InvalidRequest, match="does not appear in the chat"):
+            await served.engine.generate(BEGUN, chat_template_kwargs={"continue_final_message": True})
+
+
 async def test_variables_are_taken_at_the_call(serve: Any) -> None:
     async with serve() as served:
         served.tokenizer.chat_template = "{{ names }}"
@@ -341,6 +370,25 @@ async def test_the_bytes_of_an_outputs_tokens_are_its_text(serve: Any) -> None:
         assert len(parts) == len(ids)
         assert b"".join(parts).decode() == output.text == TEXT + " and a naïve 日本 badger"
         assert any("\ufffd" in part.decode(errors="replace") for part in parts), "no character is cut"
+
+
+async def test_the_bytes_of_a_stream_are_those_of_the_whole(serve: Any) -> None:
+    async with serve() as served:
+        num_tokens = len(served.say(PROMPT, TEXT))
+        parts: list[bytes] = []
+        async with served.engine.stream(PROMPT, max_tokens=num_tokens) as stream:
+            async for delta in stream:
+                parts += served.engine.token_bytes(delta.token_ids, is_start=not parts)
+            assert b"".join(parts).decode() == stream.result.text
+
+
+async def test_ids_outside_the_vocabulary_have_no_bytes(serve: Any) -> None:
+    async with serve() as served:
+        for bad in ([2048], [-1], ["x"], "fox", None):
+            with pytest.raises(InvalidRequest) as refused:
+                served.engine.token_bytes(bad)
+            assert refused.value.param == "token_ids"
+        assert served.engine.token_bytes([]) == []
 
 
 # What the model's own files do
