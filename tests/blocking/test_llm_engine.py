@@ -448,13 +448,10 @@ def test_what_is_asked_of_the_whole_engine_is_passed_on(open_engine: Open, monke
         ("save_sharded_state", ("folder",), {"max_shard_bytes": 7}),
     ]
 
-
-def test_a_collective_call_may_have_a_deadline(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     async def hang(self: Engine, *args: Any) -> Any:
         await asyncio.get_running_loop().create_future()
 
     monkeypatch.setattr(Engine, "collective_rpc", hang)
-    engine = open_engine()
     with pytest.raises(TimeoutError):
         engine.collective_rpc("f", timeout=0.0)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,27 +30,6 @@ async def test_a_time_limit_keeps_what_has_come(capsys: pytest.CaptureFixture[st
     module = load("task_group")
     await module.main(0.0, [STORY, SUM])
     assert ends_of(capsys.readouterr().out) == ["timeout", "timeout"]
-
-
-async def test_cancelling_prints_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
-    module = load("task_group")
-    streams = []
-    stream = module.Engine.stream
-
-    class Watched(module.Engine):  # type: ignore[misc, name-defined]
-        def stream(self, *args: object, **options: object) -> object:
-            streams.append(stream(self, *args, **options))
-            return streams[-1]
-
-    module.Engine = Watched
-    working = asyncio.get_running_loop().create_task(module.main(1000.0, [STORY] * 20))
-    await until(lambda: bool(streams) and streams[0]._state.is_begun and bool(streams[0].result.text))
-    working.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await working
-    ends = ends_of(capsys.readouterr().out)
-    assert ends[0] == "timeout"
-    assert ends[-1] == "not run"
 
 
 async def test_ctrl_c_prints_what_there_is(run: Callable[..., Process], tmp_path: Path) -> None:
