@@ -25,6 +25,8 @@ CLOSE_DEADLINE_S = 10.0
 SIGNAL_INTERVAL_S = 0.5
 """How often a thread that waits looks for signals: one that comes just before it blocks in a lock does not wake it."""
 
+CLOSED = "the engine was closed meanwhile"
+
 logger = logging.getLogger("aioengine")
 
 
@@ -164,7 +166,7 @@ class LoopThread:
 
     async def _serve(self) -> None:
         await self._starting.run()
-        if self._starting.has_failed:
+        if not hasattr(self._starting, "result"):
             return
         async with anyio.create_task_group() as tasks:
             while self.is_open:
@@ -212,10 +214,6 @@ class _BlockingCall(Generic[T]):
         self._end = threading.Lock()
         self._end.acquire()
 
-    @property
-    def has_failed(self) -> bool:
-        return not hasattr(self, "result")
-
     async def run(self) -> None:
         """On the loop. Raises nothing: `check` raises the work's error in the thread that waits."""
         if self._is_ended:
@@ -228,12 +226,12 @@ class _BlockingCall(Generic[T]):
             pass
         except BaseException as error:
             self.end(error)
-        self.end(_closed_meanwhile())  # where nothing has ended it yet, it was cancelled
+        self.end(EngineClosed(CLOSED))  # where nothing has ended it yet, it was cancelled
 
     def cancel(self) -> None:
         """On the loop. Idempotent, and harmless when it has ended."""
         if self._scope is None:
-            self.end(_closed_meanwhile())
+            self.end(EngineClosed(CLOSED))
         elif not self._is_ended:
             self._scope.cancel()
 
@@ -258,10 +256,6 @@ class _BlockingCall(Generic[T]):
                 raise error
         finally:
             del error  # its traceback has this frame, which must not keep the caller's objects alive
-
-
-def _closed_meanwhile() -> EngineClosed:
-    return EngineClosed("the engine was closed meanwhile")
 
 
 def _make_loop() -> asyncio.AbstractEventLoop:

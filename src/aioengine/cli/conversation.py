@@ -78,7 +78,8 @@ class Conversation:
     @property
     def messages(self) -> list[SavedMessage]:
         """The system message, if there is one, then questions and answers in turn."""
-        return [*([SavedMessage("system", self._system)] if self._system is not None else []), *self._turns]
+        before = [SavedMessage("system", self._system)] if self._system is not None else []
+        return before + self._turns
 
     def prompt(self) -> list[dict[str, Any]]:
         """The messages for the engine."""

@@ -42,27 +42,21 @@ def main() -> None:
     except click.ClickException as error:
         error.show()
         status = EXIT_USAGE
-    except AioEngineError as error:
-        status = _complain(error, exit_code_of(error))
     except KeyboardInterrupt:
         click.echo(err=True)
         status = EXIT_INTERRUPTED
-    except BrokenPipeError:  # the reader of a pipe has gone, as `| head` does; no output can be read any more
-        _drop_stdout()
-        status = EXIT_FAILURE
+    except AioEngineError as error:
+        _complain(error)
+        status = exit_code_of(error)
     except OSError as error:
-        _drop_stdout()
-        status = _complain(error, EXIT_FAILURE)
+        # What is still buffered cannot be written; the interpreter would try again at its end, and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):  # the reader of a pipe has gone, as `| head` does
+            _complain(error)
+        status = EXIT_FAILURE
     gc.freeze()  # else the interpreter's end looks for garbage among all that torch has made, for 0.4 s
     sys.exit(status if isinstance(status, int) else 0)
 
 
-def _drop_stdout() -> None:
-    """What is still buffered cannot be written; the interpreter would try again at its end, and complain."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _complain(error: Exception, status: int) -> int:
-    line = " ".join(str(error).split())
-    click.echo(f"aioengine: {line}", err=True)
-    return status
+def _complain(error: Exception) -> None:
+    click.echo(f"aioengine: {' '.join(str(error).split())}", err=True)
