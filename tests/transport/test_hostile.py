@@ -15,6 +15,7 @@ from waiting import until
 
 from aioengine.core import control as c
 from aioengine.transport import server as server_module
+from aioengine.transport import session as session_module
 from aioengine.transport import wire
 from aioengine.transport.wire import PROTOCOL_VERSION, Refused
 
@@ -158,6 +159,16 @@ class TestInASession:
             assert peer.ended == {7: kind}
             await peer.is_served(8)
             assert siege.num_refused == 0
+
+    async def test_more_failures_than_a_message_holds_are_told_in_several(self, address: str) -> None:
+        async with joined(address) as (siege, peer):
+            (session,) = (each for each in siege.server._sessions.values() if each.name == "peer")
+            numbers = range(2 * session_module.MAX_FAILED + 1)
+            session.news.failed.extend(wire.Failed(number, wire_samples.FAULT) for number in numbers)
+            session.mark()
+            await peer.read_until(lambda: len(peer.ended) == len(numbers))
+            told = [len(body.failed) for body in peer.news if isinstance(body, wire.StepOutputsMessage) and body.failed]
+            assert told == [session_module.MAX_FAILED] * 2 + [1]
 
     @pytest.mark.parametrize("number", [-1, 2**31, 2**64 - 1])
     async def test_numbers_that_cannot_be(self, address: str, number: int) -> None:

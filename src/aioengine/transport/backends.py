@@ -243,8 +243,10 @@ class InChild:
             self._exits.append((0, self._child.describe_exit()))
             self._handshake.wake()
             if hasattr(self, "core"):
-                # Its connection may not tell, as when something that it has started holds that open.
-                self.core.die(EngineDead(self._exits[0][1]))
+                # Its connection may not tell, as when something that it has started holds that open. Last words come
+                # first.
+                death = EngineDead(self._exits[0][1])
+                asyncio.get_running_loop().call_later(EXIT_NEWS_S, self.core.die, death)
 
     async def _exit_news(self) -> str | None:
         """How the process has ended, if that is so, or becomes known now."""
