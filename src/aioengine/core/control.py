@@ -4,9 +4,6 @@ A message checks its arguments when it is made, so that a bad one fails its call
 device alone performs a message asks of the executor itself (`Control.ask`); `CoreState` has the calls that concern the
 scheduler, too. The set is closed: nothing is ever looked up by a name that came from outside, but for the functions
 that the engine's own process has registered (`aioengine.worker_function`).
-
-A new call of the device's is written in five places: its message here, the method of `Executor`
-that it asks, that method of `TorchExecutor` and of `FakeExecutor`, and the method of `EngineControl` that makes it.
 """
 
 from __future__ import annotations

@@ -133,17 +133,14 @@ class Core(Protocol):
 
 
 class CoreHooks(NamedTuple):
-    """What a backend is given of the caller's side.
-
-    Attributes:
-        worker: for imports and files.
-        dump_worker: for work that takes long and must hold up nothing else.
-        on_capacity: to be called when a waiting sequence has begun to run or has ended.
-    """
+    """What a backend is given of the caller's side."""
 
     worker: TextWorker
+    """For imports and files."""
     dump_worker: TextWorker
+    """For work that takes long and must hold up nothing else."""
     on_capacity: Callable[[], None]
+    """To be called when a waiting sequence has begun to run or has ended."""
 
 
 class Backend(Protocol):
@@ -185,18 +182,18 @@ def check_limits(params: SamplingParams, config: EngineConfig, vocab_size: int, 
     Raises:
         InvalidRequest: they ask for more than the engine or the model has.
     """
-    if params.n > config.max_n:
-        raise InvalidRequest(f"n={params.n} is more than this engine allows ({config.max_n}, max_n)", param="n")
+    for name, most, setting in (
+        ("n", config.max_n, "max_n"),
+        ("logprobs", config.max_logprobs, "max_logprobs"),
+        ("prompt_logprobs", config.max_logprobs, "max_logprobs"),
+    ):
+        asked = getattr(params, name)
+        if asked is not None and asked > most:
+            raise InvalidRequest(f"{name}={asked} is more than this engine allows ({most}, {setting})", param=name)
     if params.num_sequences > config.max_waiting:
         raise InvalidRequest(
             f"n={params.n} choices never find room where max_waiting={config.max_waiting} may wait", param="n"
         )
-    for name in ("logprobs", "prompt_logprobs"):
-        asked = getattr(params, name)
-        if asked is not None and asked > config.max_logprobs:
-            raise InvalidRequest(
-                f"{name}={asked} is more than this engine allows ({config.max_logprobs}, max_logprobs)", param=name
-            )
     if len(params.allowed_token_ids or ()) > vocab_size:  # before a million of them are looked at
         raise InvalidRequest(
             f"allowed_token_ids holds {len(params.allowed_token_ids or ())} ids; the model has {vocab_size}: name each "

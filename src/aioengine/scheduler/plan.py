@@ -92,7 +92,7 @@ class RowSampling(RowParams, frozen=True, kw_only=True, gc=False):
     logits_processors: tuple[LogitsProcessor, ...] = ()
     """In this order. A plan that has some stays in this process."""
     logprobs: int = -1
-    """How many likeliest tokens to report beside the sampled one; -1: no log-probabilities at all."""
+    """Likeliest tokens to report beside the sampled one; -1: no log-probabilities at all."""
     logprob_token_ids: tuple[int, ...] = ()
     """Tokens to report always, where ``logprobs`` is 0 or more."""
     prompt_logprobs: int = -1
@@ -103,7 +103,7 @@ class RowAdded(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A sequence that takes a row: all that the executor must know of it.
 
     Attributes:
-        row: the row, free until now (``StepPlan.removed`` comes first).
+        row: free until now (``StepPlan.removed`` comes first).
         token_ids: int32 [known tokens], the prompt and what was generated before a preemption.
         num_prompt_tokens: how many of them are the prompt; output position = index - num_prompt_tokens.
         block_ids: int32 [blocks], the sequence's block table so far; enough for all of ``token_ids``.
@@ -117,19 +117,17 @@ class RowAdded(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One device step, as a delta to the step before.
+    """One device step, as a delta to the step before. All arrays are read-only and owned by the plan.
 
-    An executor applies, in this order: ``removed``, ``copied``, ``added``, ``grown``; then computes ``rows``. All
-    arrays are read-only and owned by the plan. ``rows[i]`` computes the tokens at positions ``starts[i]`` up to
-    ``starts[i] + num_tokens[i]`` of its history, writing their KV, and samples the token after them if
-    ``wants[i]`` is `Want.LOGITS`. That token is appended to the row's history on the device.
+    An executor applies, in this order: ``removed``, ``copied``, ``added``, ``grown``; then computes ``rows``:
+    ``rows[i]`` computes the tokens at positions ``starts[i]`` up to ``starts[i] + num_tokens[i]`` of its history,
+    writing their KV, and samples the token after them if ``wants[i]`` is `Want.LOGITS`. That token is appended to the
+    row's history on the device.
 
     Attributes:
-        step: counts up by one.
         removed: int32 [r], rows that became free.
         copied_from, copied_to: int32 [c] each, all KV of block ``copied_from[i]`` is copied to ``copied_to[i]``; no
             block is in both, and none twice in the second.
-        added: rows taken.
         grown_rows, grown_blocks: int32 [g] each, row ``grown_rows[i]`` gets block ``grown_blocks[i]``.
         rows: int32 [b], rows with tokens in this step; no row twice.
         epochs: int32 [b], the epoch of each row's occupant; a result is matched by (row, epoch).
@@ -230,13 +228,10 @@ class RowFailure(msgspec.Struct, frozen=True, gc=False):
     """One row's part of a step failed, and no other's: its logits are no numbers, or a processor of its own raised.
 
     The row brings no token; a plan that was launched meanwhile goes on with a meaningless one.
-
-    Attributes:
-        index: which of the plan's rows.
-        error: what happened.
     """
 
     index: int
+    """Which of the plan's rows."""
     error: Exception
 
 
@@ -246,11 +241,9 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     A row may bring none (`Want.NOTHING`, or it failed), one, or several tokens (``num_choices``).
 
     Attributes:
-        step: the plan's.
         offsets: int32 [b + 1].
         token_ids: int32 [tokens sampled].
-        logprobs: None where no row asked.
-        prompt_logprobs: None where no row asked.
+        logprobs, prompt_logprobs: None where no row asked.
         failures: of single rows, ascending.
         device_time_s: how long the step held the device.
         ended_at_s: when it ended, by ``time.monotonic`` or the clock of a virtual loop; 0.0 if unknown.

@@ -111,11 +111,7 @@ class RowTable:
         self._stopped_rows.append(sequence.row)
 
     def stamp(self, rows: Rows, now: float) -> tuple[Float64, Bool]:
-        """Note the time of a token in each of these rows.
-
-        Returns:
-            float64, the seconds since the token before, of rows that had one; and bool, one a row: it had none.
-        """
+        """Note the time of a token in each row; returns the seconds since the one before, and which rows had none."""
         before = self.token_at[rows]
         self.token_at[rows] = now
         is_first = np.isnan(before)

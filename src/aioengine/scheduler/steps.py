@@ -17,34 +17,24 @@ Array = TypeVar("Array", Int32, Int8)
 
 
 class StepInFlight(msgspec.Struct, frozen=True):
-    """A plan, and what the scheduler knew when it was made.
-
-    Attributes:
-        rows: intp [rows of the step].
-        ends: int32, the position behind the last token that each row computes.
-        sequences: those that had the rows.
-    """
+    """A plan, and what the scheduler knew when it was made."""
 
     plan: StepPlan
     rows: Rows
     ends: Int32
+    """The position behind the last token that each row computes."""
     sequences: list[Sequence]
+    """Those that had the rows."""
 
 
 class StepsInFlight:
-    """Steps whose results are not applied yet, the oldest first.
-
-    Attributes:
-        num_planned: since the start; the number of the next step.
-    """
+    """Steps whose results are not applied yet, the oldest first."""
 
     def __init__(self, table: RowTable) -> None:
         self._table = table
         self._steps: deque[StepInFlight] = deque()
         self.num_planned = 0
-
-    def __len__(self) -> int:
-        return len(self._steps)
+        """Since the start; the number of the next step."""
 
     def make_plan(
         self,
@@ -57,7 +47,6 @@ class StepsInFlight:
         """Make the plan of a step, and move its rows on as if it had run.
 
         Args:
-            growing, grown_blocks: rows that get a block more, and its id.
             copies: (source, target) ids of blocks to be copied before the step.
             admitted: sequences that have taken a row since the last plan.
         """
