@@ -243,18 +243,14 @@ class CoreState:
                 async with self._device_turn:
                     if isinstance(call, c.ExecuteDummyBatch) and self.asleep - {"scheduling"}:
                         raise InvalidRequest("a sleeping engine computes nothing: wake it up first")
-                    return await self._ask_device(call)
+                    return await self.at_device(call.ask(self.executor))
             case _:
-                return await self._ask_device(call)
+                return await self.at_device(call.ask(self.executor))
         return None
 
-    async def _ask_device(self, call: c.AnyControl) -> Any:
-        name = f"collective_rpc({call.name!r})" if isinstance(call, c.CollectiveRpc) else ""
-        return await self.at_device(call.ask(self.executor), name)
-
-    async def at_device(self, call: Coroutine[Any, Any, T], name: str = "") -> T:
+    async def at_device(self, call: Coroutine[Any, Any, T]) -> T:
         """Await a call of the executor's beside steps; until it answers, `beat` tells which it is and how old."""
-        self._device_calls[call] = name or getattr(call, "__name__", "a control call"), self.clock()
+        self._device_calls[call] = getattr(call, "__name__", "a control call"), self.clock()
         try:
             return await call
         finally:
@@ -308,7 +304,7 @@ class CoreState:
             try:
                 await self.when(lambda: self._is_quiet)
                 self.check_accepting()
-                await self._ask_device(call)
+                await self.at_device(call.ask(self.executor))
             finally:  # also when cancelled: the device may do it all the same
                 self._forget_kv()
                 self._let_go("weights")
@@ -360,10 +356,8 @@ class CoreState:
         )
 
     def health(self) -> Health:
-        if self.death is not None:
-            return dead(str(self.death), self.beat())
         if self.is_stopped:
-            return dead("it was closed", self.beat())
+            return dead(str(self.death or "it was closed"), self.beat())
         return judge(self.beat(), stall_after_s=self.config.stall_after_s)
 
     def copy_death(self) -> EngineDead:

@@ -120,14 +120,7 @@ class EngineCore(CoreState):
         num_unstarted = self.scheduler.num_unstarted
         output = self.scheduler.apply(step.plan, result, now)
         self._in_flight.popleft()
-        record = make_record(
-            self.scheduler,
-            step.plan,
-            result,
-            output,
-            launched_at=step.launched_at,
-            now=now,
-        )
+        record = make_record(self.scheduler, step.plan, result, output, launched_at=step.launched_at, now=now)
         self.observers.on_step(record, now)
         if output.failed:
             message = f"this request's part of step {step.plan.step} failed"

@@ -100,13 +100,7 @@ class StatsLog:
 
 
 def make_record(
-    scheduler: Scheduler,
-    plan: StepPlan,
-    result: StepResult,
-    output: StepOutput,
-    *,
-    launched_at: float,
-    now: float,
+    scheduler: Scheduler, plan: StepPlan, result: StepResult, output: StepOutput, *, launched_at: float, now: float
 ) -> StepRecord:
     """What observers hear of a step that has just been applied."""
     kv = scheduler.kv

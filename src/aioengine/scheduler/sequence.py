@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -185,9 +186,8 @@ class Sequence:
         return None, None
 
 
-def by_precedence(sequence: Sequence) -> tuple[int, int]:
-    """To sort by."""
-    return sequence.precedence
+by_precedence = attrgetter("precedence")
+"""To sort by."""
 
 
 def make_choices(
