@@ -120,6 +120,11 @@ async def test_a_pause_of_one_front_end_holds_for_all(pair: tuple[Engine, Engine
     assert not waiting.done()
     await second.resume()
     assert reasons_of(await waiting) == ["length"]
+    running = tasks.start(second.generate(PROMPT, seed=7, **LONG))
+    await until(has_load(first, running=1))
+    await first.pause("abort")
+    assert reasons_of(await running) == ["abort"]
+    await first.resume()
 
 
 @BOTH_LOOPS
