@@ -60,9 +60,6 @@ def make_slow(config: EngineConfig) -> Device:
     return Device(config, step_time_s=SLOW_STEP_S, max_model_len=4096)
 
 
-# What tests ask for
-
-
 def on_device(name: str, function: Callable[..., Any]) -> None:
     """Let tests call ``function`` with the device and arguments of theirs, as "contract.<name>"."""
     worker_function(f"contract.{name}")(lambda worker, *args: function(worker.model, *args))
