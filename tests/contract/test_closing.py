@@ -10,7 +10,7 @@ from typing import Any
 
 import anyio
 import pytest
-from contract.ways import DEADLINE_S, error_of, has_load
+from contract.ways import DEADLINE_S, error_of
 from waiting import until
 
 from aioengine import Engine, EngineClosed, EngineDead
@@ -93,8 +93,8 @@ async def test_it_closes_from_every_state(
 @pytest.mark.parametrize("drain", [False, True])
 async def test_one_that_is_stalled_closes_once_its_drain_is_given_up(make_engine: Any, tasks: Any, drain: bool) -> None:
     engine = await make_engine("make_slow")
-    async with engine.stream(PROMPT, max_tokens=3000, max_unread_tokens=1):
-        await until(has_load(engine, running=1))
+    async with engine.stream(PROMPT, max_tokens=3000, max_unread_tokens=1) as stream:
+        await anext(stream)
         if drain:
             with anyio.move_on_after(0.02) as scope:
                 await engine.aclose(drain=True)
