@@ -36,7 +36,7 @@ from aioengine.frontend.prompt import (
 from aioengine.frontend.runtime import Runtime
 from aioengine.outputs import RequestOutput
 from aioengine.sampling_params import SamplingKeywords, SamplingParams, make_params
-from aioengine.stream import Stream
+from aioengine.stream import Stream, await_only
 from aioengine.validation import shorten
 
 __all__ = ["ChatMessage", "Engine", "Prompt", "Stream"]
@@ -173,6 +173,7 @@ class Engine(EngineControl):
         if self._runtime is not None:
             await self._runtime.aclose(drain=drain)
 
+    @await_only
     async def generate(
         self,
         prompt: Prompt | PromptDict,
