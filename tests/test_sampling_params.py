@@ -417,8 +417,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("name", "long", "4 characters, and at most 3"),
-        ("name", [0.0] * 6, "6 items, and at most 5"),
+        ("name", "long", "it has 4 characters, and at most 3 are allowed"),
+        ("name", [0.0] * 6, "it has 6 items, and at most 5 are allowed"),
         ("name", [1.0, math.nan], "not a finite number"),
         ("name", {}, "got `dict`"),
         ("pairs", {"a": [1.0], "b": [math.inf]}, "not a finite number"),

@@ -290,7 +290,8 @@ def _rule(field: inspect.Field, hint: Any, default: Any) -> _Rule:
 
 
 def _max_length(kind: Any) -> float:
-    return math.inf if kind.max_length is None else float(kind.max_length)
+    length: float = math.inf if kind.max_length is None else kind.max_length
+    return length
 
 
 def _alternatives(kind: inspect.Type) -> Iterator[inspect.Type]:
