@@ -249,7 +249,20 @@ async def test_a_pause_that_is_given_up_pauses_all_the_same(serve: Any, tasks: A
         assert reasons([o for o in await tasks.end() if isinstance(o, RequestOutput)]) == ["length"] * 4
 
 
-# The prefix cache
+@pytest.mark.virtual_clock(seeds=1)
+async def test_a_pause_that_lets_end_waits_for_what_came_while_weights_were_changed(serve: Any, tasks: Any) -> None:
+    async with serve(depth=1) as served:
+        early = start(served, tasks, 1)
+        await asyncio.sleep(1.5 * STEP_TIME_S)
+        changing = tasks.start(served.engine.update_weights("elsewhere"))  # waits for the step in flight
+        await served.until(lambda: served.core._is_frozen)
+        late = start(served, tasks, 1, first=1)
+        await served.until(lambda: served.core._live and len(served.core._live) == 2)
+        assert not changing.done()
+        await served.engine.pause("wait")
+        assert await is_still(served)
+        assert all(task.done() for task in (*early, changing, *late))
+        assert reasons(await tasks.end(*early, *late)) == ["length"] * 2
 
 
 # In any order, and from many tasks

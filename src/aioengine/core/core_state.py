@@ -89,6 +89,8 @@ class CoreState:
         self._endings = Endings(self.user_code, self._has_news.set)
         self._holds: dict[str, bool] = {}
         """What holds new sequences back, and whether no step is launched meanwhile."""
+        self._is_changing_weights = False
+        """No hold: what is accepted meanwhile is older than a pause that comes then, and may be let end by it."""
         self._conditions = Conditions()
         self._num_steps = 0
         """Steps that have ended."""
@@ -186,8 +188,8 @@ class CoreState:
 
     @property
     def _is_frozen(self) -> bool:
-        """Whether a hold keeps all steps from being launched."""
-        return any(self._holds.values())
+        """Whether no step is launched."""
+        return self._is_changing_weights or any(self._holds.values())
 
     @property
     def _is_quiet(self) -> bool:
@@ -197,7 +199,9 @@ class CoreState:
         """
         if not self._holds:
             return True
-        is_still = self._is_frozen or all(sequence.reasons & Reason.PAUSED for sequence in self._live.values())
+        is_still = any(self._holds.values()) or all(
+            sequence.reasons & Reason.PAUSED for sequence in self._live.values()
+        )
         return is_still and not self._in_flight
 
     def when(self, is_so: Callable[[], bool]) -> asyncio.Future[None]:
@@ -300,14 +304,15 @@ class CoreState:
     async def _change_weights(self, call: c.UpdateWeights | c.CommitWeights) -> None:
         """Change the weights while nothing runs. No KV of the old ones is used again: what runs computes its anew."""
         async with self._device_turn:
-            self._hold("weights", "keep")
+            self._is_changing_weights = True
             try:
-                await self.when(lambda: self._is_quiet)
+                await self.when(lambda: not self._in_flight)
                 self.check_accepting()
                 await self.at_device(call.ask(self.executor))
             finally:  # also when cancelled: the device may do it all the same
                 self._forget_kv()
-                self._let_go("weights")
+                self._is_changing_weights = False
+                self._has_news.set()
 
     def _forget_kv(self) -> None:
         self.scheduler.preempt_all()
