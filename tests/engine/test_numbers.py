@@ -138,12 +138,14 @@ async def test_a_failed_request_has_the_times_that_it_had(serve: Any, depth: int
 async def test_stats_say_what_is_going_on_now(serve: Any, tasks: Any, depth: int) -> None:
     config = {"max_num_seqs": 2, "max_waiting": 2, "enable_prefix_caching": False}
     async with serve(depth=depth, block_size=4, num_blocks=20, max_model_len=64, config=config) as served:
+        served.engine.add_observer(witness := Witness())
         for seed in range(5):
             tasks.start(served.engine.generate(PROMPT, seed=seed, max_tokens=20))
             await served.turn()
         await asyncio.sleep(0.05)
         stats = served.engine.stats()
         assert (stats.running, stats.waiting) == (2, 3), "two in the queue, and one at the door"
+        assert (witness.steps[-1].running, witness.steps[-1].waiting) == (2, 3)
         assert stats.kv_cache_usage >= 2 * 3 / 20
         served.engine.abort_all()
         stats = served.engine.stats()

@@ -9,6 +9,8 @@ import math
 import operator
 from collections.abc import Callable, Iterator
 
+import msgspec
+
 from aioengine.config import EngineConfig
 from aioengine.metrics import EngineMetrics, Observer, RequestMetrics, StepRecord
 from aioengine.sampling_params import SamplingParams
@@ -32,6 +34,8 @@ class Observers:
         self.metrics = EngineMetrics()
         self._user_code = user_code
         self._observers: dict[object, Observer] = {}
+        self.num_at_door: Callable[[], int] = lambda: 0
+        """Sequences that wait for admission at the caller's side, of which a core knows nothing."""
         self.stop_metrics = self.add(self.metrics)
         """To be called where nothing reads them: they cost 20 µs a step."""
         self._stats_log = StatsLog(self.metrics, interval_s=log_interval_s or math.inf, now_s=now_s)
@@ -48,6 +52,8 @@ class Observers:
 
     def on_step(self, record: StepRecord, now_s: float) -> None:
         """A step's result has been applied."""
+        if num_at_door := self.num_at_door():
+            record = msgspec.structs.replace(record, waiting=record.waiting + num_at_door)
         for observer in tuple(self._observers.values()):  # one may add or remove another
             with self._user_code.called("an observer failed"):
                 observer.on_step(record)
