@@ -253,18 +253,23 @@ async def test_a_failed_step_fails_the_family_once_before_the_fork_and_after(
 @pytest.mark.virtual_clock(seeds=1)
 @pytest.mark.parametrize("step", [0, 1, 2, 4])
 @pytest.mark.parametrize("row", [0, 1])
-async def test_a_failed_row_fails_its_request_alone(serve: Any, tasks: Any, depth: int, step: int, row: int) -> None:
+async def test_a_failed_row_fails_its_request_alone_and_the_log_names_it(
+    serve: Any, tasks: Any, depth: int, step: int, row: int, caplog: pytest.LogCaptureFixture
+) -> None:
     witness = Witness()
     async with serve(depth=depth, block_size=BLOCK_SIZE, num_blocks=128) as served:
         served.engine.add_observer(witness)
         served.executor.make_row_fail(step, row, cause := ArithmeticError("not a number"))
-        works = [served.engine.generate([40 + i] * 5, n=3, seed=i, max_tokens=9) for i in range(2)]
+        works = [
+            served.engine.generate([40 + i] * 5, n=3, seed=i, max_tokens=9, request_id=f"request {i}") for i in range(2)
+        ]
         outcomes = await tasks.end(*(tasks.start(work) for work in works))
         failed = [outcome for outcome in outcomes if isinstance(outcome, StepFailed)]
         if row == 0 or step > 0:
             [failure] = failed
             assert failure.__cause__ is cause
             assert sorted(witness.reasons) == [("error",) * 3, ("length",) * 3]
+            assert f"request {outcomes.index(failure)}" in caplog.text
         for i, outcome in enumerate(outcomes):
             if not isinstance(outcome, StepFailed):
                 assert tokens_of(outcome) == expected([40 + i] * 5, 3, 9, seed=i)

@@ -22,6 +22,7 @@ from aioengine.errors import AioEngineError, EngineClosed, EngineDead, StepFaile
 from aioengine.scheduler.plan import PromptLogprobs, StepPlan
 from aioengine.scheduler.sequence import Sequence
 from aioengine.scheduler.steps import StepOutput
+from aioengine.validation import shorten
 
 logger = logging.getLogger("aioengine")
 
@@ -179,7 +180,8 @@ class EngineCore(CoreState):
     ) -> None:
         """End sequences by a `StepFailed` each, of its own cause; the report is about ``cause``."""
         dump = self._describe(cause, plan)
-        logger.error("%s: %s\n%s", message, describe(cause), dump)
+        requests = dict.fromkeys(sequence.request.request_id for sequence, own_cause in failed if own_cause is cause)
+        logger.error("%s: %s; requests: %s\n%s", message, describe(cause), shorten([*requests]), dump)
         for sequence, own_cause in failed:
             if own_cause is not cause:
                 logger.error("%s: %s", sequence.request.request_id, "\n".join(traceback_of(own_cause)))
