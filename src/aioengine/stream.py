@@ -88,6 +88,7 @@ class Stream:
         if self._asked is None:
             await runtime.wait_started(call.on_full)
             await runtime.turns.take()
+            runtime.core.check_accepting()  # nothing would dismiss it from the queue of an engine that has ended
             self._ask()
         asked = self._checked
         state.arrive(runtime.core)

@@ -6,8 +6,10 @@ import asyncio
 import json
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import anyio
 import pytest
 
 from aioengine import EngineClosed, EngineDead, InternalError, StepFailed
@@ -274,3 +276,25 @@ async def test_nobody_waits_for_ever_where_ending_everyone_is_what_broke(
             served.complete_all()
             outcomes = await tasks.end(*started)
             assert {type(outcome) for outcome in outcomes} == {EngineDead}
+
+
+@pytest.mark.virtual_clock(seeds=1)
+async def test_a_request_that_gets_its_turn_after_a_broken_end_hears_of_that(
+    serve: Any, tasks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> None:
+        raise NameError("ending broke")
+
+    turn = asyncio.Event()
+    async with serve(config={"max_num_seqs": 1, "max_waiting": 1}, is_manual=True) as served:
+        started = [tasks.start(served.engine.generate([1, 2, 3], max_tokens=9)) for _ in range(2)]
+        await served.until(lambda: served.core.num_unstarted == 1 and served.core.stats().running)
+        monkeypatch.setattr(served.runtime, "turns", SimpleNamespace(is_busy=True, take=turn.wait))
+        late = tasks.start(served.engine.generate([1, 2, 3], max_tokens=9))
+        await served.turn()
+        monkeypatch.setattr(served.core.scheduler, "sequences", broken)
+        await served.engine.aclose()
+        turn.set()
+        with anyio.fail_after(60):
+            outcomes = await tasks.end(*started, late)
+        assert {type(outcome) for outcome in outcomes} == {EngineClosed}
