@@ -68,6 +68,18 @@ def test_nobody_can_connect_before_it_listens(folder: Path) -> None:
         assert os.listdir(folder) == []
 
 
+def test_what_a_port_accepts_finds_out_that_its_client_is_gone() -> None:
+    with HttpListener(ServerAddress(port=0)) as listener:
+        listener.listen()
+        with socket.create_connection(listener.sockets[0].getsockname()):
+            accepted, _ = listener.sockets[0].accept()
+            with accepted:
+                told = [accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)]
+                options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+                told += [accepted.getsockopt(socket.IPPROTO_TCP, option) for option in options]
+                assert told == [1, 60, 15, 4]
+
+
 @both_loops
 async def test_a_unix_socket_is_its_owners_alone_and_removed_at_the_end(folder: Path) -> None:
     path = folder / "a.sock"

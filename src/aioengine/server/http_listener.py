@@ -131,6 +131,7 @@ def _bind_tcp(host: str, port: int) -> list[socket.socket]:
             made = socket.socket(family, kind, socket.IPPROTO_TCP)
             sockets.append(made)
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            _find_the_dead(made)
             if family == socket.AF_INET6:
                 made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             if port == 0 and len(sockets) > 1:
@@ -141,6 +142,14 @@ def _bind_tcp(host: str, port: int) -> list[socket.socket]:
             made.close()
         raise
     return sockets
+
+
+def _find_the_dead(made: socket.socket) -> None:
+    """A client that waits for its answer sends nothing: one whose machine is gone would be waited for all along."""
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # what it accepts inherits these
+    for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)):
+        if hasattr(socket, name):
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _check_path(path: str) -> None:
