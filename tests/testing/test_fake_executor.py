@@ -134,7 +134,7 @@ def test_rows_are_removed_before_others_take_them_and_grow_before_they_compute()
     executor = make_executor()
     compute(executor, make_plan(0, (0, 0, 4, Want.NOTHING), added=(make_row(0, [5, 6, 7, 8, 9], [2]),)))
     row = make_row(1, [1, 2], [5])
-    plan = make_plan(1, (0, 4, 1, Want.LOGITS), (1, 0, 2, Want.LOGITS), added=(row,), grown=[(0, 3)], removed=[6])
+    plan = make_plan(1, (0, 4, 1, Want.LOGITS), (1, 0, 2, Want.LOGITS), added=(row,), grown=[(0, 3)])
     compute(executor, plan)
     tokens = [5, 6, 7, 8, 9, expected(5, 6, 7, 8, 9)]
     assert executor.rows() == {0: (tokens, [2, 3]), 1: ([1, 2, expected(1, 2)], [5])}

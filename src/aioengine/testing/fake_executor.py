@@ -337,12 +337,9 @@ class FakeExecutor:
         return failure
 
     def apply(self, plan: StepPlan) -> None:
-        """Take in a plan's deltas, as a device does before it computes.
-
-        A removed row may be one that it never held: `Scheduler.snapshot` leaves out those that are on their way out.
-        """
+        """Take in a plan's deltas, as a device does before it computes."""
         for row in plan.removed.tolist():
-            self._rows.pop(row, None)
+            self._rows.pop(row)
         copied_from, copied_to = plan.copied_from.tolist(), plan.copied_to.tolist()
         assert len(set(copied_to)) == len(copied_to), "a block is copied to twice"
         assert not set(copied_from) & set(copied_to), "a block is copied from and to"
