@@ -71,6 +71,21 @@ async def test_a_cancelled_wait_leaves_the_loop_free_and_the_worker_usable() -> 
 
 
 @BOTH_LOOPS
+async def test_a_thread_that_cannot_start_is_started_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    worker = TextWorker()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", fail)
+        with pytest.raises(RuntimeError, match="can't start"):
+            await worker.run(str, LONG, 5)
+    with anyio.fail_after(5):
+        assert await worker.run(str, LONG, 5) == "5"
+    await worker.aclose()
+
+
+@BOTH_LOOPS
 async def test_closing_waits_for_work_that_is_wanted() -> None:
     worker, held = TextWorker(), Held()
     wanted = [worker.begin(held), worker.begin(threading.current_thread)]

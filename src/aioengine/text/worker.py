@@ -67,9 +67,9 @@ class TextWorker:
     def begin(self, function: Callable[[], T]) -> asyncio.Future[T]:
         """Have the thread call the function; the future gets what it returns or raises. `aclose` waits for it."""
         call = _Call(function)
+        self._threads.add(call)
         self._unfinished.add(call)
         call.outcome.add_done_callback(lambda _: self._unfinished.discard(call))
-        self._threads.add(call)
         return call.outcome
 
     async def aclose(self) -> None:
@@ -102,16 +102,19 @@ class _Threads:
 
     def add(self, call: _Call[Any]) -> None:
         with self._changed:
+            if self._resident is None:
+                self._start_resident()
             self._waiting.append(call)
             self._changed.notify()
-            self._start_resident()
 
     def give_way(self) -> None:
         """Have another thread become the resident one, if it is this one: its work takes long."""
         with self._changed:
             if self._resident is threading.current_thread():
-                self._resident = None
-                self._start_resident()
+                if self._waiting:
+                    self._start_resident()
+                else:
+                    self._resident = None
 
     def close(self) -> None:
         """End the threads when nothing waits any more."""
@@ -125,10 +128,10 @@ class _Threads:
             thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
     def _start_resident(self) -> None:
-        if self._resident is None and self._waiting:
-            self._resident = threading.Thread(target=self._work, name="aioengine-text", daemon=True)
-            self.alive.add(self._resident)
-            self._resident.start()
+        thread = threading.Thread(target=self._work, name="aioengine-text", daemon=True)
+        thread.start()  # first: where there are too many threads, the next call tries again
+        self.alive.add(thread)
+        self._resident = thread
 
     def _work(self) -> None:
         here = threading.current_thread()
