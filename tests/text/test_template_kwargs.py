@@ -5,6 +5,7 @@ The templates are shaped as those of well-known families, their tricks included.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from pathlib import Path
 from types import MappingProxyType
@@ -210,6 +211,7 @@ class Text(msgspec.Struct):
         ({"a": [None] * (MAX_BYTES // VALUE_BYTES)}, "more than 65536 bytes"),
         ({"x" * MAX_BYTES: 1}, "more than 65536 bytes"),
         ({"a": 1 << 8 * MAX_BYTES}, "more than 65536 bytes"),
+        ({"a": functools.reduce(lambda held, _: [held, held], range(30), 1)}, "more than 65536 bytes"),
         ({"a": nested(MAX_LEVELS)}, "deeper than 32 levels"),
         ({"a": holds_itself()}, "deeper than 32 levels"),
         ({"add_generation_prompt": True, "continue_final_message": True}, "give one of them"),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -165,13 +166,13 @@ def take_template_kwargs(given: Any, *, is_chat: bool) -> dict[str, Any]:
         return {}
     if not isinstance(given, Mapping):
         raise _refused(f"must be a mapping of names to values, not {shorten(given)}")
-    kwargs: dict[str, Any] = _plain(dict(given), MAX_LEVELS, "chat_template_kwargs", _refuse_object)
-    try:
-        num_bytes = _num_bytes(kwargs)
+    try:  # before it is copied: what occurs twice counts twice, and may be much
+        is_too_large = any(size > MAX_BYTES for size in itertools.accumulate(_sizes(dict(given), MAX_LEVELS)))
     except UnicodeEncodeError:
         raise _refused("has a lone surrogate, which has no UTF-8 form; remove it") from None
-    if num_bytes > MAX_BYTES:
+    if is_too_large:
         raise _refused(f"has more than {MAX_BYTES} bytes; give less")
+    kwargs: dict[str, Any] = _plain(dict(given), MAX_LEVELS, "chat_template_kwargs", _refuse_object)
     for name in kwargs:
         if name in RESERVED:
             raise _refused(f"holds {name}, which is not for the template: leave it out")
@@ -195,18 +196,21 @@ def _refuse_object(value: Any) -> Any:
     raise _refused(f"holds a {type(value).__name__}; plain data is needed, as in JSON")
 
 
-def _num_bytes(value: Any) -> int:
-    """The size by which variables are bounded; raises UnicodeEncodeError for a lone surrogate."""
+def _sizes(value: Any, levels: int) -> Iterator[int]:
+    """Of all that variables hold, by which they are bounded; raises UnicodeEncodeError for a lone surrogate."""
     if isinstance(value, str):
-        return len(value.encode())
-    if isinstance(value, dict):
-        for name in value:
+        yield len(value.encode())
+    else:
+        yield VALUE_BYTES + (value.bit_length() // 8 if isinstance(value, int) else 0)
+    if isinstance(value, dict) and levels:
+        for name, item in dict.items(value):
             if not isinstance(name, str):
                 raise _refused(f"has {shorten(name)} for a name; names are str")
-        return VALUE_BYTES + sum(_num_bytes(name) + _num_bytes(item) for name, item in value.items())
-    if isinstance(value, list | tuple):
-        return VALUE_BYTES + sum(map(_num_bytes, value))
-    return VALUE_BYTES + (value.bit_length() // 8 if isinstance(value, int) else 0)
+            yield len(name.encode())
+            yield from _sizes(item, levels - 1)
+    elif isinstance(value, list | tuple) and levels:
+        for item in value:
+            yield from _sizes(item, levels - 1)
 
 
 def _refused(problem: str) -> InvalidRequest:
