@@ -252,6 +252,12 @@ def test_a_body_that_was_cut_off_anywhere_is_refused() -> None:
     )
     for end in range(1, len(whole)):
         refused(partial(decode, whole[:end], ChatRequest), None, "invalid_json")
+    assert "it is empty" in refused(lambda: decode(b"", ChatRequest), None, "invalid_json").message
+
+
+def test_half_a_surrogate_pair_is_not_told_as_a_body_that_was_cut_off() -> None:
+    fault = refused(lambda: decode(rb'{"prompt": "\ud800"}', CompletionRequest), None, "invalid_json")
+    assert "half a surrogate pair" in fault.message
 
 
 @pytest.mark.parametrize("body", [b"[]", b"1", b"null", b'"text"', b"true", b"[" * 100_000], ids=lambda body: body[:8])

@@ -311,6 +311,7 @@ def _required(raw: msgspec.Raw, name: str) -> bytes:
     return bytes(raw)
 
 
+_HALF_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _PLACE = re.compile(r" - at `(?:key` in `)?\$(.*)`$")
 
 
@@ -328,6 +329,10 @@ def _decode(data: bytes, kind: Any, name: str = "") -> Any:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         if name:  # what was passed over undecoded may be no JSON
             raise _invalid_type(name, reason) from None
+        if not data:
+            reason = "it is empty"
+        elif "truncated" in reason and _HALF_SURROGATE.search(data):
+            reason = "it ends in the middle, or a text in it holds half a surrogate pair"
         raise ApiError(400, "invalid_json", f"the request's body is not valid JSON: {reason}") from None
 
 
