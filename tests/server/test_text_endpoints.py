@@ -113,9 +113,9 @@ async def test_special_tokens_may_be_left_out(engine: Engine, http: httpx.AsyncC
 async def test_a_request_is_aborted_by_its_id(
     adapter: Adapter, stream: bool, path: str, prefix: str, body: dict[str, Any]
 ) -> None:
-    in_header = {"headers": {"x-request-id": "mine"}, "json": {**body, "stream": stream}}
-    in_body = {"json": {**body, "stream": stream, "request_id": "mine"}}
-    names = ({"request_id": "mine"}, {"request_id": f"{prefix}mine"}, {"request_ids": ["other", f"{prefix}mine"]})
+    in_header = {"headers": {"x-request-id": "cmpl-a"}, "json": {**body, "stream": stream}}
+    in_body = {"json": {**body, "stream": stream, "request_id": "cmpl-a"}}
+    names = ({"request_id": "cmpl-a"}, {"request_id": f"{prefix}cmpl-a"}, {"request_ids": ["other", f"{prefix}cmpl-a"]})
     async with serving_fake(adapter, is_manual=True) as (engine, executor, _, http):
         for asked, named in itertools.product((in_header, in_body), names):
             answers: list[httpx.Response] = []
@@ -135,7 +135,7 @@ async def test_a_request_is_aborted_by_its_id(
             (answer,) = answers
             assert answer.status_code == 200
             last = events_of(answer.content)[-1] if stream else answer.json()
-            assert (last["choices"][0]["finish_reason"], last["id"]) == ("abort", f"{prefix}mine")
+            assert (last["choices"][0]["finish_reason"], last["id"]) == ("abort", f"{prefix}cmpl-a")
             await until(lambda: engine.stats().running == 0)
 
 

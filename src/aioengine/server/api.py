@@ -345,8 +345,8 @@ class Api:
             raise invalid_value("request_ids", f"request_ids has {len(ids):,}; at most {MAX_ABORTED:,} at once")
         for request_id in ids:
             await turns_here().take()
-            self.engine.abort(request_id)
-            self.engine.abort(request_id.removeprefix("chatcmpl-").removeprefix("cmpl-"))
+            for prefix in ("chatcmpl-", "cmpl-"):
+                self.engine.abort(request_id.removeprefix(prefix))
         return _json({"request_ids": ids})
 
     # Text
