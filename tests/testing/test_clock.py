@@ -164,6 +164,16 @@ def test_what_no_timer_or_byte_will_wake_is_a_deadlock_that_no_except_catches(
     assert caught.value.now == 0.0, "a timer at infinity is none"
 
 
+def test_a_deadlock_of_many_tasks_is_a_short_report() -> None:
+    async def main() -> None:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(99):
+                group.create_task(asyncio.Event().wait())
+
+    with pytest.raises(Deadlock, match=r"and 80 more tasks$"):
+        run(main(), seed=0)
+
+
 def test_polling_for_a_later_time_without_sleeping_is_a_deadlock() -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()

@@ -315,7 +315,10 @@ def _stepped_task(handle: asyncio.Handle) -> asyncio.Task[Any] | None:
 
 def _describe_tasks(loop: VirtualClockLoop) -> str:
     tasks = sorted(asyncio.all_tasks(loop), key=loop._age)
-    return "\n".join(_describe_task(task) for task in tasks[:_MAX_TASKS_SHOWN])
+    lines = [_describe_task(task) for task in tasks[:_MAX_TASKS_SHOWN]]
+    if num_more := len(tasks) - len(lines):
+        lines.append(f"and {num_more} more tasks")
+    return "\n".join(lines)
 
 
 def _describe_task(task: asyncio.Task[Any]) -> str:
