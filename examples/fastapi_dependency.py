@@ -56,7 +56,7 @@ class Answer(BaseModel):
 
 
 async def ask(question: Question, engine: Annotated[Engine, Depends(get_engine)]) -> Stream:
-    """The stream behind both endpoints: itself a dependency, made of another one; entered by who uses it."""
+    """The stream behind both endpoints: itself a dependency, made of another one; entered where it is used."""
     prompt = [{"role": "user", "content": question.question}]
     return engine.stream(prompt, max_tokens=question.max_tokens, on_full="raise")
 

@@ -55,7 +55,7 @@ async def story_in_pieces(request: Request) -> StreamResponse:
 
 
 async def story_later(request: Request) -> JSONResponse:
-    """Answer at once, and tell the story behind requests that somebody waits for."""
+    """Answer at once, and tell the story behind requests that are waited for."""
     wish = msgspec.json.decode(await request.body(), type=Wish)
     engine.check_accepting()  # else a crowd of background tasks would wait where nothing bounds it
     return JSONResponse({"accepted": wish.about}, status_code=202, background=BackgroundTask(write_down, wish))

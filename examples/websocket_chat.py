@@ -99,5 +99,5 @@ async def lifespan(app: Starlette) -> AsyncIterator[None]:
 app = Starlette(routes=[Route("/", page), WebSocketRoute("/chat", chat)], lifespan=lifespan)
 
 if __name__ == "__main__":
-    # Without a timeout a shutdown waits for those who are still connected.
+    # Without a timeout a shutdown waits for clients that are still connected.
     uvicorn.run(app, port=int(os.environ.get("PORT", "8000")), timeout_graceful_shutdown=10)

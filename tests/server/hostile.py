@@ -74,7 +74,7 @@ class Client:
 
     @classmethod
     async def connect(cls, port: int, *, receive_buffer: int | None = None) -> Client:
-        """Connect; a small buffer of the kernel's makes the server feel sooner that nobody reads."""
+        """Connect; a small buffer of the kernel's makes the server feel sooner that nothing is read."""
         connection = socket.socket()
         connection.setblocking(False)
         if receive_buffer is not None:

@@ -40,7 +40,7 @@ def kept() -> Iterator[list[logging.LogRecord]]:
 
 
 class Stuck(io.StringIO):
-    """A stream that nobody reads until `gate` is set."""
+    """A stream that is not read until `gate` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Stuck(io.StringIO):
 
     def write(self, text: str) -> int:
         self.is_reached.set()
-        assert self.gate.wait(30), "nobody ever read it"
+        assert self.gate.wait(30), "it was never read"
         return super().write(text)
 
 
@@ -202,7 +202,7 @@ def test_failures_of_the_server_and_no_others_are_errors_with_their_traceback(
         assert (said in text) is is_failure
 
 
-def test_a_log_that_nobody_wants_costs_nothing(kept: list[logging.LogRecord]) -> None:
+def test_a_log_that_is_not_wanted_costs_nothing(kept: list[logging.LogRecord]) -> None:
     logging.getLogger("aioengine.server").setLevel(logging.WARNING)
     log_request(record_of(request_id=None))  # would not survive being described
     assert kept == []
@@ -249,7 +249,7 @@ def test_json_of_another_logger_has_its_message_and_its_error() -> None:
 # Off the loop
 
 
-def test_a_stream_that_nobody_reads_drops_what_is_too_much_and_says_so_once() -> None:
+def test_a_stream_that_is_not_read_drops_what_is_too_much_and_says_so_once() -> None:
     with stuck_handler(max_queued=100) as (handler, stream):
         for place in range(1000):
             handler.handle(plain("number %d", place))
@@ -363,7 +363,7 @@ STUCK_AT_EXIT = """
 import logging, os
 from aioengine.server.access_log import OffLoopHandler
 
-reading, writing = os.pipe()  # which nobody reads
+reading, writing = os.pipe()  # which is not read
 OffLoopHandler.CLOSE_TIMEOUT_S = 0.01
 logger = logging.getLogger("aioengine.server")
 with OffLoopHandler(stream=os.fdopen(writing, "w")) as handler:
@@ -375,6 +375,6 @@ os._exit(0)
 """
 
 
-def test_a_stream_that_nobody_reads_does_not_hold_the_programs_exit() -> None:
+def test_a_stream_that_is_not_read_does_not_hold_the_programs_exit() -> None:
     done = subprocess.run([sys.executable, "-c", STUCK_AT_EXIT], timeout=30, check=False)
     assert done.returncode == 0

@@ -196,7 +196,7 @@ def count_looks(loop: Any) -> Any:
 
 
 @both_loops
-async def test_a_small_answer_that_nobody_reads_is_not_kept() -> None:
+async def test_a_small_answer_that_is_not_read_is_not_kept() -> None:
     config = ServerConfig(write_timeout_s=0.2, served_model_name=tuple(f"{number:0220}" for number in range(100)))
     async with served("aiohttp", config, send_buffer=4096) as target:
         size = len((await target.ask("/v1/models")).body)
@@ -221,7 +221,7 @@ async def test_a_small_answer_that_is_read_in_time_comes_whole() -> None:
 
 
 @both_loops
-async def test_the_end_of_a_small_stream_that_nobody_reads_is_not_kept() -> None:
+async def test_the_end_of_a_small_stream_that_is_not_read_is_not_kept() -> None:
     async with served("aiohttp", ServerConfig(write_timeout_s=0.2), send_buffer=4096, max_model_len=512) as target:
         with await target.connect(receive_buffer=4096) as client:
             await client.post("/v1/completions", completion(stream=True, max_tokens=200))

@@ -140,7 +140,7 @@ async def test_a_full_engine_says_so_before_it_reads_the_prompt(adapter: Adapter
         tasks.start_soon(ask)
         await until(lambda: engine.stats().waiting == 1)
         with pytest.raises(openai.InternalServerError) as caught:
-            # No model of this name, no such field: what is wrong with it nobody has looked at.
+            # No model of this name, no such field: what is wrong with it was not looked at.
             await client.chat.completions.create(model="gpt-9", messages=HELLO, extra_body={"zzz": 1})
         assert caught.value.code == "overloaded"
         assert int(caught.value.response.headers["retry-after"]) >= 1

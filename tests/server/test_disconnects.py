@@ -124,7 +124,7 @@ async def test_who_leaves_while_its_prompt_is_prepared_is_never_computed(
 
         def gated(*args: Any, **options: Any) -> Any:
             has_begun.set()
-            assert gate.wait(30), "nobody let it go on"
+            assert gate.wait(30), "it was not let go on"
             return really(*args, **options)
 
         monkeypatch.setattr(tokenizer, work, gated)
@@ -224,14 +224,14 @@ async def test_a_storm_of_clients_that_leave_leaves_nothing(adapter: Adapter, se
 
 
 def kept() -> list[Any]:
-    """What a request's objects are that are still alive; a cycle would keep them until somebody collects it."""
+    """What a request's objects are that are still alive; a cycle would keep them until it is collected."""
     gc.collect()
     kinds = (AsgiExchange, AiohttpExchange, RequestRecord, Stream)
     return [thing for thing in gc.get_objects() if type(thing) in kinds]
 
 
 async def visit(target: Target, rng: random.Random) -> None:
-    """Come, begin something, and leave at a moment that nobody has chosen."""
+    """Come, begin something, and leave at a moment that is not chosen."""
     await turns(rng.randrange(2000))
     with await target.connect() as client:
         is_stream, n = rng.random() < 0.5, rng.choice((1, 1, 3))

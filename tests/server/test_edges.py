@@ -150,7 +150,7 @@ async def test_a_client_that_leaves_a_stream_response_at_the_door_gives_its_turn
                 await until(lambda: engine.stats().waiting == waiting)
 
 
-async def test_an_engine_that_nobody_started_says_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_engine_that_was_not_started_says_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine(seed=1, executor=FakeExecutor(vocab_size=2048))
     host = Starlette()
     host.mount("/ai", create_app(engine))

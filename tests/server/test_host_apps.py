@@ -330,7 +330,7 @@ from aioengine.testing import FakeExecutor
 async def main():
     async with Engine(seed=1, executor=FakeExecutor(vocab_size=2048)) as engine:
         url = (await start_server(engine, port=0)).url
-        gc.collect()  # nobody else holds the server, and it serves on
+        gc.collect()  # nothing else holds the server, and it serves on
         async with httpx.AsyncClient(base_url=url) as client:
             print((await client.get("/health")).status_code)
             async with client.stream("POST", "/v1/completions", json={"prompt": [1], "stream": True}) as answer:
@@ -341,7 +341,7 @@ async def main():
 
 
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-def test_a_server_that_nobody_closed_ends_with_its_loop_and_a_word_about_it(loop: str) -> None:
+def test_a_server_that_was_not_closed_ends_with_its_loop_and_a_word_about_it(loop: str) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "default::ResourceWarning", "-c", UNCLOSED, loop],
         capture_output=True,

@@ -59,7 +59,7 @@ async def test_all_addresses_of_a_host_are_served_at_one_port(host: str) -> None
             assert (await client.get(f"http://{name}:{port}/health")).status_code == 200
 
 
-def test_nobody_can_connect_before_it_listens(folder: Path) -> None:
+def test_a_client_cannot_connect_before_it_listens(folder: Path) -> None:
     with HttpListener(ServerAddress(port=0)) as listener:
         address = listener.sockets[0].getsockname()
         with socket.socket() as early, pytest.raises(ConnectionRefusedError):
@@ -161,7 +161,7 @@ async def test_https_is_served_with_a_certificate(certificate: Path) -> None:
 
 
 @both_loops
-async def test_plain_http_at_a_tls_port_and_rubbish_hurt_nobody(certificate: Path) -> None:
+async def test_plain_http_at_a_tls_port_and_rubbish_hurt_no_client(certificate: Path) -> None:
     async with running(tls_at(certificate)) as server:
         port = int(server.url.rpartition(":")[2])
         reader, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -306,7 +306,7 @@ async def test_an_idle_connection_is_closed_and_one_that_waits_for_its_answer_is
 
 
 @virtual_time
-async def test_the_rest_of_a_body_that_nobody_wanted_is_read_for_a_while_so_that_the_answer_is() -> None:
+async def test_the_rest_of_a_body_that_is_not_wanted_is_read_for_a_while_so_that_the_answer_is() -> None:
     async with served(header_timeout_s=10.0) as server, client_of(server) as client:
         await client.send(b"POST /early HTTP/1.1\r\ncontent-length: 100000000\r\n\r\n")
         assert (await client.answer()).status == 413

@@ -38,7 +38,7 @@ async def begin_stream(server: Running, tasks: Tasks, name: str = "one") -> asyn
 
 
 @both_loops
-async def test_what_runs_ends_whole_and_nobody_else_comes() -> None:
+async def test_what_runs_ends_whole_and_no_client_comes_any_more() -> None:
     async with running() as server, Tasks() as tasks:
         heard = await begin_stream(server, tasks)
         server.stop.ask()

@@ -259,7 +259,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("bomb", _marked(BOMBS, ("quadratic",)))
-async def test_a_template_that_takes_long_holds_up_nobody(bomb: str, tmp_path: Path) -> None:
+async def test_a_template_that_takes_long_holds_up_no_other(bomb: str, tmp_path: Path) -> None:
     model = tmp_path / "bomb"
     shutil.copytree(DEMO_MODEL, model, ignore=shutil.ignore_patterns("*.safetensors"))
     (model / "chat_template.jinja").write_text(BOMBS[bomb])

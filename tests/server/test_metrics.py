@@ -169,7 +169,7 @@ async def test_who_waits_is_told_apart_by_what_for() -> None:
 
         assert waiting() == (0, 0, 0)
         async with engine.stream([1, 2, 3], max_tokens=50, ignore_eos=True, max_unread_tokens=1):
-            await until(lambda: waiting() == (1, 0, 1))  # nobody reads it
+            await until(lambda: waiting() == (1, 0, 1))  # it is not read
             executor.is_manual = True
             streams = [engine.stream([4, 5, number], max_tokens=50, ignore_eos=True) for number in range(3)]
             async with streams[0], streams[1], streams[2]:

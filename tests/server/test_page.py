@@ -1,4 +1,4 @@
-"""The built-in page, as somebody sees it who opens it in a browser: the real page, server and engine, in Chromium."""
+"""The built-in page, as it is seen in a browser: the real page, server and engine, in Chromium."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ async def test_examples_are_there_at_first_and_the_bundled_model_can_answer_them
 
 
 @in_depth
-async def test_an_answer_appears_as_it_is_made_and_its_end_stays_in_sight_unless_somebody_reads_further_up(
+async def test_an_answer_appears_as_it_is_made_and_its_end_stays_in_sight_unless_what_is_further_up_is_read(
     browser: Browser,
 ) -> None:
     lines = [f"Line {number}.\n" for number in range(90)]
@@ -191,7 +191,7 @@ async def test_settings_are_sent_and_those_left_alone_are_not(browser: Browser) 
 
 
 @in_depth
-async def test_enter_sends_shift_enter_makes_a_line_and_html_is_text_whoever_wrote_it(browser: Browser) -> None:
+async def test_enter_sends_shift_enter_makes_a_line_and_html_is_text_from_both_sides(browser: Browser) -> None:
     html = '<img src=x onerror="document.title=1"><b>bold</b>'
     async with page_of(browser, Talker(html)) as tab:
         await expect(tab.message).to_be_focused()
@@ -509,7 +509,7 @@ async def test_the_pointer_on_a_plot_shows_that_times_numbers_and_dark_and_light
     async with page_of(browser, create_app(engine)) as tab:
         plot = tab.plot("Requests")
         await expect(plot).to_contain_text("running 0")
-        await plot.get_by_role("img").hover()  # a minute ago, when nobody looked
+        await plot.get_by_role("img").hover()  # a minute ago, when it was not seen
         await expect(plot).to_contain_text("running –")
         await expect(tab.plot("Loop lag").locator("path.cursor")).to_have_attribute("d", re.compile("^M"))
         await tab.message.hover()

@@ -106,7 +106,7 @@ def test_every_field_is_either_the_samplers_or_looked_at(kind: Kind) -> None:
 
 
 def test_every_field_of_the_official_client_is_known() -> None:
-    """Supported, or refused as one that comes later; never as one that nobody has heard of."""
+    """Supported, or refused as one that comes later; never as one that is unknown."""
     for params, kind in (
         (chat.completion_create_params.CompletionCreateParamsStreaming, ChatRequest),
         (completion_create_params.CompletionCreateParamsStreaming, CompletionRequest),
