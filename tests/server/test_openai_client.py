@@ -17,6 +17,7 @@ from server.conftest import events_of, on_both_adapters, read
 
 from aioengine import Engine
 from aioengine.outputs import CompletionOutput, RequestOutput, TokenLogprobs
+from aioengine.server.generation import StreamGroup
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -322,17 +323,21 @@ async def test_a_streamed_echo_adds_up_to_the_whole_one(client: AsyncOpenAI, max
             assert streamed == expected
 
 
-async def test_usage_may_be_told_all_along(http: httpx.AsyncClient) -> None:
+async def test_usage_may_be_told_all_along(http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[StreamGroup] = []
+    outputs = StreamGroup.outputs
+    monkeypatch.setattr(StreamGroup, "outputs", lambda group: made.append(group) or outputs(group))
     options = {"include_usage": True, "continuous_usage_stats": True}
-    text: dict[str, Any] = {"prompt": FOX, "max_tokens": 3, "echo": True}
+    text: dict[str, Any] = {"prompt": FOX, "max_tokens": 9, "echo": True}
     for path, body in (("/v1/chat/completions", {"messages": HELLO}), ("/v1/completions", text)):
         answer = await http.post(path, json={**body, "seed": 1, "stream": True, "stream_options": options})
         usages = [event["usage"] for event in events_of(answer.content)]
         counts = [usage["completion_tokens"] for usage in usages]
         assert counts == sorted(counts)
-        assert counts[0] == 0 or "echo" in body, "before an echo there is a token"
-        assert counts[-1] == counts[-2] > 1
+        assert counts[0] == 0
+        assert counts[-1] == counts[-2] > 5
         assert len({usage["prompt_tokens"] for usage in usages}) == 1
+    assert len(made) == 2 * 3, "outputs are as long as their prompts, and are not made for each event"
 
 
 async def test_usage_tells_what_the_cache_had(client: AsyncOpenAI) -> None:

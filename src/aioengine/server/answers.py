@@ -72,6 +72,7 @@ class Answer(ABC):
     Attributes:
         max_positions: log-probabilities of so many tokens take about a millisecond to encode, see `split_delta`.
         has_echo: choices begin with their prompt.
+        is_echo_alone: nothing but that is told of.
     """
 
     WHOLE: ClassVar[str]
@@ -89,7 +90,7 @@ class Answer(ABC):
         self._token_bytes = token_bytes
         self._top_logprobs = top_logprobs
         self.max_positions = max(1, ENTRIES_A_SLICE // ((top_logprobs or 0) + 1))
-        self.has_echo = False
+        self.has_echo = self.is_echo_alone = False
         self._event_head = self._head_of(self.PART)
         self._event_end = b'}],"usage":null}\n\n' if has_usage else b"}]}\n\n"
         self._prefixes: dict[int, bytes] = {}
@@ -117,7 +118,7 @@ class Answer(ABC):
 
     def usage(self, outputs: Sequence[RequestOutput]) -> Usage:
         """What the client is told that it has used."""
-        return usage_of(outputs)
+        return usage_of(outputs, is_prompt_alone=self.is_echo_alone)
 
     def opening(self, num_choices: int, usage: Usage | None = None) -> bytes:
         """Events before the first token."""
@@ -241,12 +242,12 @@ class CompletionAnswer(Answer):
         self._num_choices = num_choices
         self._prompt_texts = prompt_texts
         self.has_echo = bool(prompt_texts)
-        self._is_echo_alone = is_echo_alone
+        self.is_echo_alone = is_echo_alone
         self._offsets: dict[int, int] = {}
         """Characters of a choice so far, as its tokens have them."""
 
     async def _choice(self, number: int, output: RequestOutput, choice: CompletionOutput) -> bytes:
-        if self._is_echo_alone:
+        if self.is_echo_alone:
             choice = _without_tokens(choice)
         text = choice.text
         columns = _Columns(0)
@@ -258,9 +259,6 @@ class CompletionAnswer(Answer):
         ending = _ending(choice.finish_reason, choice.stop_reason)
         return b'{"index":%d,"text":%b,"logprobs":%b,%b}' % (number, encode(text), logprobs, ending)
 
-    def usage(self, outputs: Sequence[RequestOutput]) -> Usage:
-        return usage_of(outputs, is_prompt_alone=self._is_echo_alone)
-
     async def echo(self, choice: int, output: RequestOutput, usage: Usage | None) -> bytes:
         columns = _Columns(0)
         await self._add_prompt(columns, output)
@@ -270,7 +268,7 @@ class CompletionAnswer(Answer):
         return self._event(choice, b'"text":%b,"logprobs":%b,"finish_reason":null' % (text, logprobs), usage)
 
     def event(self, choice: int, delta: CompletionDelta, usage: Usage | None = None) -> bytes:
-        if not self._is_echo_alone:
+        if not self.is_echo_alone:
             return super().event(choice, delta, usage)
         if delta.finish_reason is None:
             return b""

@@ -178,10 +178,14 @@ class Completions:
 async def _relay_deltas(
     writer: EventWriter, record: RequestRecord, request: Generation, group: StreamGroup, answer: Answer
 ) -> None:
-    is_usage_told = request.has_usage_all_along
+    # Counted here: all outputs together are as long as their prompts, and would be made for each event.
+    so_far = usage_of(group.outputs(), is_prompt_alone=True) if request.has_usage_all_along else None
 
-    def usage() -> Usage | None:
-        return answer.usage(group.outputs()) if is_usage_told else None
+    def usage(delta: CompletionDelta | None = None) -> Usage | None:
+        if so_far is not None and delta is not None and not answer.is_echo_alone:
+            for name in ("completion_tokens", "total_tokens"):
+                so_far[name] += len(delta.token_ids)
+        return so_far
 
     async def write(events: list[bytes]) -> None:
         if data := b"".join(events):
@@ -204,11 +208,11 @@ async def _relay_deltas(
                 events.append(await answer.echo(choice, group.output_of(choice), usage()))
             if delta.logprobs is not None and len(delta.logprobs) > answer.max_positions:
                 for part in split_delta(delta, answer.max_positions):
-                    await write([*events, answer.event(choice, part, usage())])
+                    await write([*events, answer.event(choice, part, usage(part))])
                     events.clear()
                     await asyncio.sleep(0)
             else:
-                events.append(answer.event(choice, delta, usage()))
+                events.append(answer.event(choice, delta, usage(delta)))
         await write(events)
 
 
