@@ -1,6 +1,7 @@
 """Keys are files that nobody else reads or changes; the gate admits who has one, and a spent secret never again."""
 
 import asyncio
+import math
 import os
 import stat
 from collections.abc import Callable
@@ -74,33 +75,29 @@ def test_one_more_client_changes_nobody_elses_key(folder: Path) -> None:
     assert set(ServerKeys.load(folder).clients) == {"alice", "bob", "carol"}
 
 
-@pytest.mark.parametrize("left", ["alice.key", "alice.key_secret"])
-def test_a_key_that_exists_is_never_overwritten_and_then_nothing_is_written(folder: Path, left: str) -> None:
-    (folder / "clients" / ("alice.key" if left.endswith("secret") else "alice.key_secret")).unlink()
+@pytest.mark.parametrize(
+    ("clients", "missing", "mode", "said"),
+    [
+        *(
+            (["carol", name], "", 0o700, "a client's name has letters")
+            for name in ("", ".", "..", ".hidden", "a/b", "../server", "-x", "a b", "é", "a" * 65, "a\n")
+        ),
+        (["carol", "alice"], "clients/alice.key_secret", 0o700, "alice.key exists and is never overwritten"),
+        (["carol", "alice"], "clients/alice.key", 0o700, "alice.key_secret exists and is never overwritten"),
+        (["carol"], "server.key_secret", 0o700, "has server.key without the other half.*choose another folder"),
+        (["carol"], "", 0o755, "keys can be entered by others .*chmod 700 "),
+    ],
+)
+def test_where_keys_cannot_be_made_nothing_is_written(
+    folder: Path, clients: list[str], missing: str, mode: int, said: str
+) -> None:
+    if missing:
+        (folder / missing).unlink()
+    folder.chmod(mode)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    with pytest.raises(ConfigError, match=f"{left} exists and is never overwritten"):
-        make_keys(folder, ["carol", "alice"])
+    with pytest.raises(ConfigError, match=said):
+        make_keys(folder, clients)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
-
-
-def test_a_clients_copy_is_not_taken_for_a_servers_folder(folder: Path) -> None:
-    (folder / "server.key_secret").unlink()
-    with pytest.raises(ConfigError, match=r"has server.key without the other half.*choose another folder"):
-        make_keys(folder, ["carol"])
-
-
-@pytest.mark.parametrize("name", ["", ".", "..", ".hidden", "a/b", "../server", "-x", "a b", "é", "a" * 65, "a\n"])
-def test_a_name_that_is_no_file_name_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match="a client's name has letters"):
-        make_keys(tmp_path / "keys", ["alice", name])
-    assert not (tmp_path / "keys").exists()
-
-
-def test_keys_are_not_written_where_others_can_enter(tmp_path: Path) -> None:
-    tmp_path.chmod(0o755)
-    with pytest.raises(ConfigError, match=f"{tmp_path} can be entered by others .*chmod 700 {tmp_path}"):
-        make_keys(tmp_path, ["alice"])
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
@@ -139,17 +136,14 @@ def test_a_side_needs_its_secret_and_public_keys_of_the_other_and_no_more(
         load(side, folder)
 
 
-def test_a_client_that_is_alone_needs_no_name(folder: Path) -> None:
+def test_a_client_that_is_alone_needs_no_name_and_others_are_told_which_there_are(folder: Path) -> None:
     with pytest.raises(ConfigError, match="several clients; say which to use: alice, bob"):
         ClientKeys.load(folder)
+    for name in ("carol", "../server", ""):
+        with pytest.raises(ConfigError, match=rf"no secret key for '{name}' \(there: alice, bob\); make one with"):
+            ClientKeys.load(folder, name)
     (folder / "clients/bob.key_secret").unlink()
     assert ClientKeys.load(folder) == ClientKeys.load(folder, "alice")
-
-
-@pytest.mark.parametrize("name", ["carol", "../server", ""])
-def test_an_unknown_client_is_said_with_those_that_are_there(folder: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"no secret key for '{name}' \(there: alice, bob\); make one with"):
-        ClientKeys.load(folder, name)
 
 
 def test_a_folder_without_keys_is_said_with_the_command_that_makes_them(tmp_path: Path) -> None:
@@ -185,19 +179,18 @@ def test_keys_that_others_can_read_or_change_are_refused(
     assert load(side, folder)
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"public-key", b'public-key = "short"\n', b"public-key = \n"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"", b"\xff\xfe", b"public-key", b'public-key = "short"\n', b"public-key = \n"),
+        *(b'public-key = "' + key + b'"\n' for key in (b"~" * 40, b"#" * 40, b"\xff" * 40, b"a" * 39, b"a" * 45)),
+    ],
+)
 @pytest.mark.parametrize("name", ["server.key_secret", "clients/alice.key", "server.key", "clients/alice.key_secret"])
 def test_a_damaged_file_is_named(folder: Path, name: str, content: bytes) -> None:
     (folder / name).write_bytes(content)
     with pytest.raises(ConfigError, match=f"{name} .*damaged"):
         load("server" if name in ("server.key_secret", "clients/alice.key") else "client", folder)
-
-
-@pytest.mark.parametrize("key", [b"~" * 40, b"#" * 40, b"\xff" * 40, b"a" * 39, b"a" * 45])
-def test_a_public_key_that_is_none_is_refused(folder: Path, key: bytes) -> None:
-    (folder / "server.key").write_bytes(b'public-key = "' + key + b'"\n')
-    with pytest.raises(ConfigError, match=r"server.key is damaged"):
-        ClientKeys.load(folder, "alice")
 
 
 def test_halves_of_two_pairs_are_refused(folder: Path) -> None:
@@ -223,82 +216,67 @@ def request(mechanism: bytes, *shown: bytes, domain: str = "out.7", version: byt
     return [version, b"id", domain.encode(), b"127.0.0.1", b"", mechanism, *shown]
 
 
+PLAIN, CURVE = (b"PLAIN", b"out", b"secret"), (b"CURVE", KEY)
+
+
 def status(gate: Gate, frames: list[bytes]) -> str:
     answer = gate.decide(frames)
-    assert len(answer) == 6
-    assert answer[0] == b"1.0"
-    assert answer[1] == (frames[1] if len(frames) > 1 else b"")
-    assert answer[5] == b""
+    user_id = {b"PLAIN": b"out", b"CURVE": z85.encode(KEY)}[frames[5]] if answer[2] == b"200" else b""
+    assert answer == [b"1.0", *(frames[1:2] or [b""]), answer[2], answer[3], user_id, b""]
     return answer[2].decode()
 
 
 @pytest.fixture
 def gate() -> Gate:
-    """It admits one connection to "out.7" as "out" with "secret"."""
+    """It admits to "out.7" one connection of "out" with "secret", and any number of those with the key."""
     gate = Gate()
-    gate.allow_once("out.7", "out", "secret")
+    gate.allow("out.7", *PLAIN, times=1)
+    gate.allow("out.7", *CURVE)
     return gate
 
 
-def test_a_secret_admits_one_connection_ever(gate: Gate) -> None:
-    assert gate.decide(request(b"PLAIN", b"out", b"secret")) == [b"1.0", b"id", b"200", b"OK", b"out", b""]
-    for _ in range(3):
-        assert status(gate, request(b"PLAIN", b"out", b"secret")) == "400"
-
-
 @pytest.mark.parametrize(
-    "frames",
+    ("expected", "frames"),
     [
-        request(b"PLAIN", b"out", b"guess"),
-        request(b"PLAIN", b"out", b"secret "),
-        request(b"PLAIN", b"out", b""),
-        request(b"PLAIN", b"", b"secret"),
-        request(b"PLAIN", b"secret", b"out"),
-        request(b"PLAIN", b"outs", b"ecret"),
-        request(b"PLAIN", b"out", b"secret", domain="out.8"),
-        request(b"PLAIN", b"out", b"secret", domain=""),
-        request(b"NULL"),
-        request(b"NULL", b"out", b"secret"),
-        request(b"CURVE", KEY),
-        request(b"GSSAPI", b"out"),
-        request(b"plain", b"out", b"secret"),
-        request(b"", b"out", b"secret"),
+        ("400", request(b"PLAIN", b"out", b"guess")),
+        ("400", request(b"PLAIN", b"out", b"secret ")),
+        ("400", request(b"PLAIN", b"out", b"")),
+        ("400", request(b"PLAIN", b"", b"secret")),
+        ("400", request(b"PLAIN", b"secret", b"out")),
+        ("400", request(b"PLAIN", b"outs", b"ecret")),
+        ("400", request(*PLAIN, domain="out.8")),
+        ("400", request(*PLAIN, domain="")),
+        ("400", request(b"NULL")),
+        ("400", request(b"NULL", b"out", b"secret")),
+        ("400", request(b"CURVE", OTHER_KEY)),
+        ("400", request(*CURVE, domain="out.8")),
+        ("400", request(b"GSSAPI", b"out")),
+        ("400", request(b"plain", b"out", b"secret")),
+        ("400", request(b"", b"out", b"secret")),
+        ("500", []),
+        ("500", [b""]),
+        ("500", [b"1.0", b"id"]),
+        ("500", [b"1.0", b"id", b"out.7", b"127.0.0.1", b""]),
+        ("500", request(*PLAIN, version=b"2.0")),
+        ("500", request(*PLAIN, version=b"")),
+        ("500", request(*PLAIN, version=b"1.0\0")),
+        ("500", request(b"PLAIN")),
+        ("500", request(b"PLAIN", b"out")),
+        ("500", request(*PLAIN, b"")),
+        ("500", request(b"PLAIN", b"x" * 256, b"secret")),
+        ("500", request(b"CURVE")),
+        ("500", request(b"CURVE", KEY[:31])),
+        ("500", request(b"CURVE", KEY + b"\0")),
+        ("500", request(b"CURVE", z85.encode(KEY))),
+        ("500", request(*CURVE, KEY)),
     ],
-    ids=lambda frames: b" ".join(frames[5:]).decode("latin-1"),
+    ids=str,
 )
-def test_a_wrong_guess_is_refused_and_leaves_the_right_one_good(gate: Gate, frames: list[bytes]) -> None:
-    assert status(gate, frames) == "400"
-    assert status(gate, request(b"PLAIN", b"out", b"secret")) == "200"
-
-
-MALFORMED = [
-    [],
-    [b""],
-    [b"1.0"],
-    [b"1.0", b"id"],
-    [b"1.0", b"id", b"out.7", b"127.0.0.1", b""],
-    request(b"PLAIN", b"out", b"secret", version=b"2.0"),
-    request(b"PLAIN", b"out", b"secret", version=b""),
-    request(b"PLAIN", b"out", b"secret", version=b"1.0\0"),
-    request(b"PLAIN"),
-    request(b"PLAIN", b"out"),
-    request(b"PLAIN", b"out", b"secret", b""),
-    request(b"PLAIN", b"x" * 256, b"secret"),
-    request(b"CURVE"),
-    request(b"CURVE", KEY[:31]),
-    request(b"CURVE", KEY + b"\0"),
-    request(b"CURVE", z85.encode(KEY)),
-    request(b"CURVE", KEY, KEY),
-    request(b"CURVE", b""),
-]
-
-
-@pytest.mark.parametrize("frames", MALFORMED, ids=range(len(MALFORMED)))
-def test_a_malformed_request_is_answered_and_harms_nobody(gate: Gate, frames: list[bytes]) -> None:
-    gate.allow_keys("out.7", [KEY])
-    assert status(gate, frames) == "500"
-    assert status(gate, request(b"PLAIN", b"out", b"secret")) == "200"
-    assert status(gate, request(b"CURVE", KEY)) == "200"
+def test_what_is_wrong_or_malformed_is_refused_and_leaves_what_is_right_good(
+    gate: Gate, expected: str, frames: list[bytes]
+) -> None:
+    assert status(gate, frames) == expected
+    assert status(gate, request(*PLAIN)) == status(gate, request(*CURVE)) == "200"
 
 
 @given(
@@ -306,41 +284,32 @@ def test_a_malformed_request_is_answered_and_harms_nobody(gate: Gate, frames: li
 )
 def test_no_frames_admit_anybody_without_a_credential(frames: list[bytes]) -> None:
     gate = Gate()
-    gate.allow_once("out.7", "out", "0123456789abcdef")
-    gate.allow_keys("out.7", [KEY])
+    gate.allow("out.7", b"PLAIN", b"out", b"0123456789abcdef", times=1)
+    gate.allow("out.7", *CURVE)
     assert status(gate, frames) in ("400", "500")
 
 
-def test_a_known_key_is_admitted_as_often_as_it_comes_and_named() -> None:
-    gate = Gate()
-    gate.allow_keys("engine", [KEY])
-    for _ in range(3):
-        answer = gate.decide(request(b"CURVE", KEY, domain="engine"))
-        assert answer == [b"1.0", b"id", b"200", b"OK", z85.encode(KEY), b""]
-    assert status(gate, request(b"CURVE", OTHER_KEY, domain="engine")) == "400"
-    assert status(gate, request(b"CURVE", KEY, domain="out.7")) == "400"
-
-
+@pytest.mark.parametrize("shown", [PLAIN, CURVE], ids=["secret", "key"])
 @pytest.mark.parametrize(
-    ("once", "always", "statuses"),
-    [(1, [], "200 400 400"), (2, [], "200 200 400"), (1, [KEY], "200 200 200"), (0, [OTHER_KEY], "400 400 400")],
+    ("times", "statuses"), [((1,), "200 400 400"), ((1, 1), "200 200 400"), ((1, math.inf), "200 200 200"), ((), "400")]
 )
-def test_a_key_admits_as_many_connections_as_were_allowed(once: int, always: list[bytes], statuses: str) -> None:
+def test_a_credential_admits_as_many_connections_as_were_allowed_and_where(
+    shown: tuple[bytes, ...], times: tuple[float, ...], statuses: str
+) -> None:
     gate = Gate()
-    gate.allow_keys("engine", [KEY])
-    for _ in range(once):
-        gate.allow_key_once("out.7", KEY)
-    gate.allow_keys("out.7", always)
-    assert " ".join(status(gate, request(b"CURVE", KEY)) for _ in range(3)) == statuses
-    assert status(gate, request(b"CURVE", KEY, domain="engine")) == "200"
+    gate.allow("engine", *shown)
+    for each in times:
+        gate.allow("out.7", *shown, times=each)
+    assert [status(gate, request(*shown)) for _ in statuses.split()] == statuses.split()
+    assert status(gate, request(*shown, domain="engine")) == "200"
 
 
 def test_what_is_forgotten_admits_nobody(gate: Gate) -> None:
-    gate.allow_once("out.8", "out", "secret")
+    gate.allow("out.8", *PLAIN, times=1)
     gate.forget("out.7")
     gate.forget("never known")
-    assert status(gate, request(b"PLAIN", b"out", b"secret")) == "400"
-    assert status(gate, request(b"PLAIN", b"out", b"secret", domain="out.8")) == "200"
+    assert status(gate, request(*PLAIN)) == status(gate, request(*CURVE)) == "400"
+    assert status(gate, request(*PLAIN, domain="out.8")) == "200"
 
 
 # The gate in front of real sockets
@@ -364,10 +333,10 @@ class Guarded:
         if keys is None:
             self.socket.plain_server = True
             enforce(self.socket, "out.7")
-            self.gate.allow_once("out.7", "out", "secret")
+            self.gate.allow("out.7", *PLAIN, times=1)
         else:
             keys.apply_server(self.socket, "out.7")
-            self.gate.allow_key_once("out.7", keys.clients["alice"])
+            self.gate.allow("out.7", b"CURVE", keys.clients["alice"], times=1)
         self.socket.bind("tcp://127.0.0.1:*")
         self.close = self.socket.close
 

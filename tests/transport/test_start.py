@@ -71,7 +71,8 @@ async def hall(
     zap.socket.bind(ZAP_ENDPOINT)
     socket = context.socket(zmq.ROUTER)
     if keys is not None:
-        gate.allow_keys("start", keys.clients.values())
+        for key in keys.clients.values():
+            gate.allow("start", b"CURVE", key)
         keys.apply_server(socket, "start")
     socket.bind(address)
     channel = Channel(socket)

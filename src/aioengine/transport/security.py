@@ -18,7 +18,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
@@ -255,18 +255,14 @@ class Gate:
         # Digests say nothing of what they were made of: looking for them takes no time that leaks it.
         self._salt = secrets.token_bytes(32)
 
-    def allow_once(self, domain: str, username: str, password: str) -> None:
-        """Admit one PLAIN connection, ever."""
-        self._allow(domain, 1, b"PLAIN", username.encode(), password.encode())
+    def allow(self, domain: str, mechanism: bytes, *shown: bytes, times: float = math.inf) -> None:
+        """Admit so many connections to a domain, added to those that it admits.
 
-    def allow_key_once(self, domain: str, public_key: bytes) -> None:
-        """Admit one CURVE connection, ever, of the client with this public key (32 bytes)."""
-        self._allow(domain, 1, b"CURVE", public_key)
-
-    def allow_keys(self, domain: str, public_keys: Iterable[bytes]) -> None:
-        """Admit any number of CURVE connections of clients with these public keys (32 bytes each)."""
-        for public_key in public_keys:
-            self._allow(domain, math.inf, b"CURVE", public_key)
+        Args:
+            mechanism, shown: ``PLAIN``, a user's name and a password, or ``CURVE`` and a public key of 32 bytes.
+        """
+        credential = domain.encode(), self._digest([mechanism, *shown])
+        self._credentials[credential] = self._credentials.get(credential, 0) + times
 
     def forget(self, domain: str) -> None:
         """Admit no peer to a domain any more; those that are connected stay."""
@@ -296,10 +292,6 @@ class Gate:
         if not self._admit((domain, self._digest(frames[5:]))):
             return b"400", b"credentials refused", b""
         return b"200", b"OK", user_id
-
-    def _allow(self, domain: str, num_connections: float, *shown: bytes) -> None:
-        credential = domain.encode(), self._digest(shown)
-        self._credentials[credential] = self._credentials.get(credential, 0) + num_connections
 
     def _admit(self, credential: tuple[bytes, bytes]) -> bool:
         num_left = self._credentials.get(credential, 0)

@@ -100,7 +100,8 @@ class EngineServer:
             self._zap.socket.bind(ZAP_ENDPOINT)
             socket = self._make_socket(zmq.ROUTER)
             if self._keys is not None and self._address.scheme == "tcp":
-                self._gate.allow_keys(REQUESTS_DOMAIN, self._keys.clients.values())
+                for key in self._keys.clients.values():
+                    self._gate.allow(REQUESTS_DOMAIN, b"CURVE", key)
                 self._keys.apply_server(socket, REQUESTS_DOMAIN)
             self.address = bind(socket, self._address)
             self._files.add(self._address.path)
@@ -298,11 +299,11 @@ class EngineServer:
         socket = self._make_socket(zmq.PUSH)
         if self._keys is not None and self._address.scheme == "tcp":
             self._keys.apply_server(socket, domain)
-            self._gate.allow_key_once(domain, z85.decode(user))
+            self._gate.allow(domain, b"CURVE", z85.decode(user), times=1)
         else:
             socket.plain_server = True
             enforce(socket, domain)
-            self._gate.allow_once(domain, domain, password)
+            self._gate.allow(domain, b"PLAIN", domain.encode(), password.encode(), times=1)
         monitor = None
         beside = self._address.beside(f".{index}.out")
         try:
