@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -26,7 +27,9 @@ from aioengine.transport import wire
 from aioengine.transport.channel import Channel, Monitor
 from aioengine.transport.link import NEVER_MS
 from aioengine.transport.server import EngineServer
+from aioengine.transport.session import Session
 from aioengine.transport.wire import Attached, Reader, WireMessage, Writer
+from aioengine.transport.wire_errors import Fault
 
 VOCAB_SIZE = 2048
 PATIENCE_S = 30
@@ -89,7 +92,12 @@ class Peer:
         self.requests.send([bytes(frame) for frame in self.writer.write(body, arrays)])
 
     def say_raw(self, frames: Sequence[bytes]) -> None:
-        self.requests.send(list(frames))
+        self.requests.send(frames)
+
+    def say_what_is_no_message(self, body: WireMessage, arrays: Any = ()) -> None:
+        """It will be refused as a whole, so that its number is that of the next one."""
+        self.say(body, arrays)
+        self.writer.number -= 1
 
     async def answer(self) -> WireMessage:
         """The next answer on the socket of the requests."""
@@ -149,6 +157,13 @@ class Peer:
         await self.read_until(lambda: number in self.ended)
         assert self.tokens[number] == expected_tokens([1, 2, 3], 20, seed=number)
 
+    async def hears_the_end(self) -> Fault:
+        """Read on to the engine's last words."""
+        await self.read_until(lambda: self.news and isinstance(self.news[-1], wire.Shutdown))
+        ending = self.news[-1]
+        assert isinstance(ending, wire.Shutdown)
+        return ending.fault
+
     @property
     def ended(self) -> dict[int, str]:
         """The sequences that have ended, and why: a reason, or an error's type."""
@@ -189,7 +204,6 @@ class Siege:
         self.server = server
         self.executor = executor
         self.num_good = 0
-        self.is_over = self.has_stopped = False
         self.peers: list[Peer] = []
 
     def peer(self, **options: Any) -> Peer:
@@ -201,6 +215,12 @@ class Siege:
         """All peers vanish; idempotent."""
         for peer in self.peers:
             peer.vanish()
+
+    @property
+    def session(self) -> Session:
+        """That of the peer, where there is one."""
+        (session,) = (each for each in self.server._sessions.values() if each.name == "peer")
+        return session
 
     @property
     def num_refused(self) -> int:
@@ -217,34 +237,43 @@ class Siege:
         await until(lambda: self.num_good >= before + 2)
 
     async def generate_always(self) -> None:
-        index = 0
-        while not self.is_over:
+        for index in itertools.count():
             prompt = [index % 1000 + 1, 5, 9]
             output = await self.good.generate(prompt, max_tokens=12, seed=index, ignore_eos=True, detokenize=False)
             assert output.outputs[0].token_ids == expected_tokens(prompt, 12, seed=index)
             self.num_good += 1
-            index += 1
-        self.has_stopped = True
-
-
-@contextlib.contextmanager
-def _quick_and_quiet() -> Iterator[None]:
-    """Loading the tokenizer is most of a start's time; what is refused on purpose need not be printed."""
-    logger = logging.getLogger("aioengine")
-    logger.propagate = False
-    try:
-        with mock.patch.object(Tokenizer, "load", lambda folder: copy.copy(_load_once(folder))):
-            yield
-    finally:
-        logger.propagate = True
 
 
 @contextlib.asynccontextmanager
 async def besieged(address: str, *, num_blocks: int = 512, **config: Any) -> AsyncIterator[Siege]:
     """A server on this loop with a good front end. At the end all peers go, and nothing of them must be left."""
-    with _quick_and_quiet():
-        async with _besieged(address, num_blocks=num_blocks, **config) as siege:
-            yield siege
+    zmq.Frame(bytes(2**17), copy=False)  # with the first one pyzmq starts a thread that it keeps
+    fds_before = num_fds()
+    executor = FakeExecutor(vocab_size=VOCAB_SIZE, num_blocks=num_blocks, max_model_len=4096)
+    with (
+        # Loading the tokenizer is most of a start's time; what is refused on purpose need not be printed.
+        mock.patch.object(Tokenizer, "load", lambda folder: copy.copy(_load_once(folder))),
+        mock.patch.object(logging.getLogger("aioengine"), "propagate", False),
+    ):
+        async with served(address, executor, **{"heartbeat_interval_s": 0.05, **config}) as server:
+            siege = Siege(server, executor)
+            try:
+                siege.good = await Engine.connect(server.address)
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(siege.generate_always)
+                    await until(lambda: siege.num_good)
+                    yield siege
+                    await siege.is_unharmed()
+                    siege.let_all_go()
+                    await until(lambda: siege.num_sessions == 0)
+                    await siege.is_unharmed()
+                    tasks.cancel_scope.cancel()
+                await _assert_nothing_is_left(server)
+                await siege.good.aclose()
+                await until(lambda: not server._sessions)
+            finally:
+                siege.let_all_go()
+    await until(lambda: num_fds() <= fds_before)
 
 
 @contextlib.asynccontextmanager
@@ -254,33 +283,6 @@ async def joined(address: str, *, hwm: int = 1000, **config: Any) -> AsyncIterat
         peer = siege.peer()
         await peer.join(hwm=hwm)
         yield siege, peer
-
-
-@contextlib.asynccontextmanager
-async def _besieged(address: str, *, num_blocks: int, **config: Any) -> AsyncIterator[Siege]:
-    zmq.Frame(bytes(2**17), copy=False)  # with the first one pyzmq starts a thread that it keeps
-    fds_before = num_fds()
-    executor = FakeExecutor(vocab_size=VOCAB_SIZE, num_blocks=num_blocks, max_model_len=4096)
-    async with served(address, executor, **{"heartbeat_interval_s": 0.05, **config}) as server:
-        siege = Siege(server, executor)
-        try:
-            async with anyio.create_task_group() as tasks:
-                siege.good = await Engine.connect(server.address)
-                tasks.start_soon(siege.generate_always)
-                await until(lambda: siege.num_good)
-                yield siege
-                await siege.is_unharmed()
-                siege.let_all_go()
-                await until(lambda: siege.num_sessions == 0)
-                await siege.is_unharmed()
-                siege.is_over = True
-                await until(lambda: siege.has_stopped)
-                await _assert_nothing_is_left(server)
-                await siege.good.aclose()
-                await until(lambda: not server._sessions)
-        finally:
-            siege.let_all_go()
-    await until(lambda: num_fds() <= fds_before)
 
 
 async def _assert_nothing_is_left(server: EngineServer) -> None:

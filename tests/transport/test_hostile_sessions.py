@@ -75,9 +75,8 @@ class TestAttaching:
 
     async def test_no_file_descriptors_left(self, address: str) -> None:
         """Whoever comes then is told so, and those who are here go on."""
-        async with besieged(address) as siege:
-            here, late = siege.peer(), siege.peer()
-            await here.join()
+        async with joined(address) as (siege, here):
+            late = siege.peer()
             await look_until(late.monitor, lambda: late.monitor.has_connected)
             limits = resource.getrlimit(resource.RLIMIT_NOFILE)
             highest = max(map(int, os.listdir("/proc/self/fd")))
@@ -112,10 +111,8 @@ class TestOutputs:
             shown = attached.password.encode() if password == "right" else password
             thief = siege.peer()
             thieves = [thief.pull(attached, shown) for _ in range(3)]
-            with anyio.fail_after(30):
-                for _, monitor in thieves:
-                    while not monitor.is_refused:
-                        await monitor.look()
+            for _, monitor in thieves:
+                await look_until(monitor, lambda monitor=monitor: monitor.is_refused)  # type: ignore[misc]
             for number in range(3):
                 peer.say(*request(number, max_tokens=100))
             await peer.read_until(lambda: len(peer.ended) == 3)
@@ -147,8 +144,7 @@ async def test_strangers_neither_become_a_front_end_nor_end_one_nor_hide_its_end
     async with besieged("tcp://127.0.0.1:*") as siege:
         peer = siege.peer()
         attached = await peer.attach()
-        (session,) = (each for each in siege.server._sessions.values() if each.name == "peer")
-        monitor = session.monitor
+        monitor = siege.session.monitor
 
         async def come_to(address: str) -> None:
             await asyncio.to_thread(say, int(address.rpartition(":")[2]), *STRANGERS[stranger])
@@ -223,11 +219,26 @@ class TestOneThatDoesNotRead:
         assert siege.num_good > good_before
         assert took_s < 20
 
-    async def test_is_cut_off(self, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("how", ["reads nothing", "reads and does not say so", "says so and does not read"])
+    async def test_is_cut_off(self, address: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It can say to have read what has left the engine, and no more: what waits there has a bound."""
         small_bounds(monkeypatch)
         async with joined(address, hwm=1) as (siege, peer):
             peer.say(*request(0, max_tokens=3000))
-            await self._is_cut_off(siege, peer)
+
+            async def go_on() -> None:
+                assert peer.outputs is not None
+                while how != "reads nothing":
+                    if how == "reads and does not say so":
+                        await peer.outputs.receive()
+                    else:
+                        peer.say(wire.Acknowledge(10**9))
+                        await asyncio.sleep(0)
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(go_on)
+                await self._is_cut_off(siege, peer)
+                tasks.cancel_scope.cancel()
 
     async def test_hears_why_once_it_reads_again(self, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """Within the time that last words have; what it had left unread comes first, whole and in order."""
@@ -235,39 +246,10 @@ class TestOneThatDoesNotRead:
         async with joined(address) as (siege, peer):
             peer.say(*request(0, max_tokens=3000))
             await until(lambda: siege.num_sessions == 0)
-            await peer.read_until(lambda: isinstance(peer.news[-1:] and peer.news[-1], wire.Shutdown))
+            fault = await peer.hears_the_end()
+            assert fault.kind == "EngineDead"
+            assert "unread" in fault.message
             assert peer.tokens[0] == expected_tokens([1, 2, 3], len(peer.tokens[0]), seed=0)
-            ending = peer.news[-1]
-            assert isinstance(ending, wire.Shutdown)
-            assert ending.fault.kind == "EngineDead"
-            assert "unread" in ending.fault.message
-
-    async def test_nor_acknowledges_what_it_reads(self, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        small_bounds(monkeypatch)
-        async with joined(address) as (siege, peer):
-            peer.say(*request(0, max_tokens=3000))
-            monkeypatch.setattr(peer.reader, "due", 0)
-            async with anyio.create_task_group() as tasks:
-                assert peer.outputs is not None
-                tasks.start_soon(_swallow, peer)
-                await self._is_cut_off(siege, peer)
-                tasks.cancel_scope.cancel()
-
-    async def test_and_acknowledges_all_the_same(self, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """It can say to have read what has left the engine, and no more: what waits there has a bound."""
-        small_bounds(monkeypatch)
-        async with joined(address, hwm=1) as (siege, peer):
-            peer.say(*request(0, max_tokens=4000))
-
-            async def acknowledge() -> None:
-                while True:
-                    peer.say(wire.Acknowledge(10**9))
-                    await asyncio.sleep(0)
-
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(acknowledge)
-                await self._is_cut_off(siege, peer)
-                tasks.cancel_scope.cancel()
 
     async def test_leaves_many_bytes_unread(self, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(session_module, "MAX_UNREAD_BYTES", 100_000)
@@ -286,11 +268,4 @@ class TestOneThatDoesNotRead:
             steps_before = len(siege.executor.plans)
             await until(lambda: len(siege.executor.plans) > steps_before + 300)
             assert siege.num_sessions == 1
-            (session,) = [each for each in siege.server._sessions.values() if each.name == "peer"]
-            assert len(session._unread) <= 60
-
-
-async def _swallow(peer: Peer) -> None:
-    assert peer.outputs is not None
-    while True:
-        await peer.outputs.receive()
+            assert len(siege.session._unread) <= 60
