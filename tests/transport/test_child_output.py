@@ -102,7 +102,10 @@ TRACEBACK = ["Traceback (most recent call last):", '  File "a.py", line 1', "   
         (["", "  "], ""),
         (["loading", "ready", ""], "ready"),
         ([*TRACEBACK, "aioengine.errors.EngineDead: lost", "bye"], "aioengine.errors.EngineDead: lost"),
-        ([*TRACEBACK, "KeyError: 1", "", "During handling …", "", *TRACEBACK, "Odd: 2", "more of it"], "Odd: 2"),
+        (
+            [*TRACEBACK, "KeyError: 1", "", "During handling …", "", *TRACEBACK, "x.OddError: 2", "more"],
+            "x.OddError: 2",
+        ),
         ([*TRACEBACK, "KeyError: 1", "Fatal Python error: Aborted", "", "  File x"], "Fatal Python error: Aborted"),
         (["ERROR aioengine: the device is lost", "INFO aioengine: bye"], "the device is lost"),
         ([f"ERROR aioengine: {line}" for line in [*TRACEBACK, "ValueError: x"]] + ["bye"], "ValueError: x"),

@@ -110,24 +110,19 @@ class Channel:
 
     # Sending
 
-    def try_send(self, frames: Sequence[Any]) -> bool:
-        """Send a message whole, without waiting; False if the socket takes no more now, and nothing was sent."""
-        try:
-            self._send(frames)
-            was_sent = True
-        except zmq.Again:
-            was_sent = False
-        self._look()  # trying, too, takes news off the file descriptor
-        return was_sent
-
-    def send(self, frames: Sequence[Any]) -> None:
+    def send(self, frames: Frames) -> None:
         """Send a message, or keep it until the socket takes it. What may lie here is for the caller to bound.
 
-        The arrays among the frames must stay as they are.
+        The frames, and the arrays among them, must stay as they are.
         """
-        if self._backlog or not self.try_send(frames):
-            self._backlog.append(list(frames))
-            self._look()  # there may have come room for it since
+        if self._backlog:
+            self._backlog.append(frames)
+        else:
+            try:
+                self._send(frames)
+            except zmq.Again:
+                self._backlog.append(frames)
+        self._look()  # trying, too, takes news off the file descriptor; and there may have come room since
 
     @property
     def num_backlog(self) -> int:

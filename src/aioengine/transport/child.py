@@ -77,14 +77,10 @@ class _EachLine(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         # A name of another's choosing must not break the line's form.
         name = re.sub(r"[^\w.-]", "_", record.name)
-        prefix = f"{_standard_level_name(record.levelno)} {name}: "
+        # So does a level of a program's own: it counts as the standard one below it.
+        level = min(max(record.levelno // 10 * 10, logging.DEBUG), logging.CRITICAL)
+        prefix = f"{logging.getLevelName(level)} {name}: "
         return "\n".join(prefix + line for line in super().format(record).splitlines())
-
-
-def _standard_level_name(level: int) -> str:
-    """The name of the highest standard level that is not above this one; others have names of their programs' own."""
-    standard = (logging.CRITICAL, logging.ERROR, logging.WARNING, logging.INFO)
-    return logging.getLevelName(next((bound for bound in standard if level >= bound), logging.DEBUG))
 
 
 def main() -> int:

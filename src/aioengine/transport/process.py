@@ -46,8 +46,7 @@ MAX_LINES_PER_READ = 100
 MAX_LINE_BYTES = 4096
 MAX_LAST_LINES = 64
 
-_TRACEBACK = "Traceback (most recent call last):"
-_TELLING = re.compile(r"\b(\w*Error|ERROR|CRITICAL|Fatal \w+)\b")
+_TELLING = re.compile(r"\b(\w*(Error|Exception|Dead|Failed)|ERROR|CRITICAL|Fatal \w+)\b")
 
 
 class Child:
@@ -367,21 +366,10 @@ def _as_text(line: bytes) -> str:
 
 
 def telling_line(lines: Iterable[str]) -> str:
-    """The line that says best why a process ended: what its last traceback or error says, else its last line."""
-    telling, last, is_in_traceback = "", "", False
-    for line in lines:
-        text = read_log_line(line)[1]
-        if not text.strip():
-            continue
-        last = text
-        if text.endswith(_TRACEBACK):
-            is_in_traceback = True
-        elif is_in_traceback:
-            if not text[0].isspace():
-                telling, is_in_traceback = text, False
-        elif _TELLING.search(line):
-            telling = text
-    return (telling or last).strip()
+    """The line that says best why a process ended: its last one that names an error, else its last one."""
+    said = [line for line in lines if line.strip()]
+    telling = [line for line in said if _TELLING.search(line)] or said or [""]
+    return read_log_line(telling[-1])[1].strip()
 
 
 def _pids() -> list[int]:

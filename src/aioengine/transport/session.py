@@ -45,9 +45,6 @@ MAX_BAD_SEQUENCES = 2 * MAX_BAD_WORDS
 MAX_BAD_TOKENS = 2 * 4 * (MAX_BAD_WORDS_CHARS + MAX_BAD_WORDS)
 """Of all bad words: each is tokenized twice, once behind a space, and a character is four tokens at most."""
 
-CHARS_A_TOKEN = 1
-"""Hashing a prompt's token takes as long as tokenizing a character: what is long is done in the worker's thread."""
-
 
 class CutOff(Exception):
     """A front end does not read what it is sent."""
@@ -124,8 +121,8 @@ class Session:
                 priority=body.priority,
                 cache_salt=body.cache_salt,
             )
-            size = CHARS_A_TOKEN * len(prompt)
-            sequence = await self._worker.run(core.make_sequence, size, request)
+            # Hashing a token takes as long as tokenizing a character: a long prompt is hashed in the worker's thread.
+            sequence = await self._worker.run(core.make_sequence, len(prompt), request)
             if self.is_over:
                 return
             choices = (sequence, *sequence.children)
