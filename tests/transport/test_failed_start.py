@@ -1,6 +1,5 @@
 """Whatever fails in a start in a process of its own: an error that says so at once, and nothing left."""
 
-import asyncio
 import errno
 import os
 import subprocess
@@ -197,16 +196,4 @@ def test_a_folder_is_not_swept_away_while_it_is_made(
     assert os.listdir(runtime) == [os.path.basename(private.path)]
     private.remove()
     assert open_files() <= before
-    assert os.listdir(runtime) == []
-
-
-async def test_many_that_start_in_one_folder_do_not_sweep_each_other_away(runtime: Path) -> None:
-    """Threads stand for processes: a lock belongs to its descriptor."""
-
-    def come_and_go() -> None:
-        for _ in range(50):
-            with PrivateFolder() as private:
-                assert os.path.exists(private.path)
-
-    await asyncio.gather(*(asyncio.to_thread(come_and_go) for _ in range(4)))
     assert os.listdir(runtime) == []
