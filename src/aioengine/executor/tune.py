@@ -6,7 +6,6 @@ A start never fails by it: what cannot be measured is launched by default, and a
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
@@ -14,7 +13,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +63,6 @@ def cache_folder() -> Path | None:
     return base / "aioengine"
 
 
-def choice_file(folder: Path, *, gpu: str, compiler: str, package: str) -> Path:
-    """Where the choices for a GPU, a Triton and a version of this package lie: none of them says much of another."""
-    plain = [re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-.") for name in (gpu, compiler, package)]
-    return folder / f"{plain[0]}-triton-{plain[1]}-{plain[2]}.json"
-
-
 def tune_attention(
     accelerator: Accelerator,
     operations: Operations,
@@ -85,127 +78,103 @@ def tune_attention(
     Nothing is done where the operations have nothing to choose, and where the process has chosen before.
 
     Args:
-        folder: for the file of choices; None: none is kept. One that is damaged is replaced by the next choice.
+        folder: for the file of choices; None: none is kept. One that is damaged is replaced by the next choices.
         deadline_s: of measuring in all; the candidate that is being measured then is measured to its end.
     """
     compiler: str | None = getattr(operations, "COMPILER", None)
     if compiler is None:
         return
-    path = None
-    if folder is not None:
-        path = choice_file(folder, gpu=accelerator.name, compiler=compiler, package=__version__)
+    # Choices for one GPU, Triton or version of this package say little of another.
+    name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{accelerator.name}-triton-{compiler}-{__version__}")
+    path = None if folder is None else folder / f"{name}.json"
     try:
-        Tuning(accelerator, operations, model, cache, path, deadline_s, clock).run()
+        measured = _choose(accelerator, operations, model, cache, path, clock() + deadline_s, clock)
+        if path is not None and measured:
+            keep_choices(path, measured)
     except Exception as error:
-        logger.debug("launch parameters of attention are the default ones: %s", error, exc_info=True)
+        logger.debug("launches of attention could not be measured, or not be kept: %s", error, exc_info=True)
 
 
-@dataclass(slots=True)
-class Tuning:
-    """Choosing for one shape; the fields are the arguments of `tune_attention`."""
+def _choose(
+    accelerator: Accelerator,
+    operations: Operations,
+    model: DecoderConfig,
+    cache: KVCacheShape,
+    path: Path | None,
+    ends_at_s: float,
+    clock: Callable[[], float],
+) -> dict[str, Choice]:
+    """Fill `TUNED` for one shape; returns what is worth keeping, by name: what all candidates were measured for."""
+    shape = AttentionShape(
+        head_dim=model.head_dim,
+        group=model.num_heads // model.num_kv_heads,
+        num_kv_heads=model.num_kv_heads,
+        element_size=model.dtype.itemsize,
+        cache_element_size=cache.dtype.itemsize,
+        block_size=cache.block_size,
+    )
+    stored = {} if path is None else read_choices(path)
+    measured: dict[str, Choice] = {}
+    rehearsal = None
+    began = clock()
+    for kernel in ATTENTION_KERNELS:
+        where = kernel, accelerator.device.index, shape
+        name = msgspec.json.encode([kernel, *shape]).decode()
+        found = candidates(kernel, shape, accelerator.capability)
+        choice = stored.get(name)
+        # Those of another revision of the same version may have been others.
+        if where not in TUNED and choice not in found and len(found) > 1:
+            rehearsal = rehearsal or Rehearsal(accelerator, operations, model, cache)
+            choice, is_final = _fastest(rehearsal, kernel, found, ends_at_s, clock)
+            if is_final:
+                measured[name] = choice
+        TUNED.setdefault(where, choice if choice in found else found[0])
+    if rehearsal is not None:
+        del rehearsal
+        accelerator.release()
+        logger.info("launches of attention were measured in %.1f s", clock() - began)
+    return measured
 
-    accelerator: Accelerator
-    operations: Operations
-    model: DecoderConfig
-    cache: KVCacheShape
-    path: Path | None
-    deadline_s: float
-    clock: Callable[[], float]
-    rehearsal: Rehearsal | None = None
-    ends_at_s: float = 0.0
 
-    def run(self) -> None:
-        model = self.model
-        shape = AttentionShape(
-            head_dim=model.head_dim,
-            group=model.num_heads // model.num_kv_heads,
-            num_kv_heads=model.num_kv_heads,
-            element_size=model.dtype.itemsize,
-            cache_element_size=self.cache.dtype.itemsize,
-            block_size=self.cache.block_size,
-        )
-        stored = {} if self.path is None else read_choices(self.path)
-        began = self.clock()
-        self.ends_at_s = began + self.deadline_s
+def _fastest(
+    rehearsal: Rehearsal, kernel: str, found: tuple[Choice, ...], ends_at_s: float, clock: Callable[[], float]
+) -> tuple[Choice, bool]:
+    """The fastest of the candidates that could be measured in time, else the first; and whether each was tried."""
+    seconds = dict.fromkeys(found, math.inf)
+    for choice in found:
+        if clock() >= ends_at_s:
+            return min(found, key=seconds.__getitem__), False
         try:
-            for kernel in ATTENTION_KERNELS:
-                where = kernel, self.accelerator.device.index, shape
-                if where not in TUNED:
-                    name = msgspec.json.encode([kernel, *shape]).decode()
-                    found = candidates(kernel, shape, self.accelerator.capability)
-                    choice = stored.get(name)
-                    # Those of another revision of the same version may have been others.
-                    TUNED.setdefault(where, choice if choice in found else self._fastest(kernel, name, found))
-        finally:
-            if self.rehearsal is not None:
-                self.rehearsal = None
-                self.accelerator.release()
-                logger.info("launches of attention were measured in %.1f s", self.clock() - began)
-
-    def _fastest(self, kernel: str, name: str, found: tuple[Choice, ...]) -> Choice:
-        """The fastest candidate; of those measured until the deadline; the first, the default, if none could be.
-
-        It is kept for the next start if all of them were measured.
-        """
-        seconds: dict[Choice, float] = {}
-        for choice in found if len(found) > 1 else ():
-            if self.clock() >= self.ends_at_s:
-                break
-            try:
-                measured = self._measure(kernel, choice)
-            except Exception as error:  # whatever a compiler makes of it: too little shared memory, a bug of its own
-                logger.debug("%s: %s cannot be measured: %s", name, choice, error)
-                measured = math.inf
-            seconds[choice] = measured if measured > 0 else math.inf  # NaN, too
-        best = min(seconds, key=seconds.__getitem__, default=found[0])
-        if math.isinf(seconds.get(best, math.inf)):
-            return found[0]
-        if len(seconds) == len(found) and self.path is not None:
-            keep_choice(self.path, name, best)
-        return best
-
-    def _measure(self, kernel: str, choice: Choice) -> float:
-        if self.rehearsal is None:
-            self.rehearsal = Rehearsal(self.accelerator, self.operations, self.model, self.cache)
-        work = self.rehearsal.work(kernel)
-
-        def run() -> None:
-            with trying(choice):
-                work()
-
-        return self.accelerator.seconds_of(run)
+            seconds[choice] = rehearsal.seconds_of(kernel, choice)
+        except Exception as error:  # whatever a compiler makes of it: too little shared memory, a bug of its own
+            logger.debug("%s: %s cannot be measured: %s", kernel, choice, error)
+    best = min(found, key=seconds.__getitem__)
+    return best, seconds[best] < math.inf
 
 
 def read_choices(path: Path) -> dict[str, Choice]:
     """By kernel and shape, as JSON; none of a file that is not there or damaged."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Choice])
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:  # msgspec's are ValueErrors
-        logger.debug("the choices in %s are ignored: %s", path, error)
+    except (OSError, ValueError, RecursionError):  # msgspec's are ValueErrors
         return {}
 
 
-def keep_choice(path: Path, name: str, choice: Choice) -> None:
-    """Put a choice into the file, beside those that other processes have put there meanwhile.
+def keep_choices(path: Path, choices: dict[str, Choice]) -> None:
+    """Put choices into the file, beside those that other processes have put there meanwhile.
 
-    Of two that write at once the later may lose the other's choice, which is then measured again by the next start: no
-    harm that a lock would be worth. A file that cannot be written is none.
+    Of two that write at once the later may lose the other's choices, which are then measured again by the next start:
+    no harm that a lock would be worth.
+
+    Raises:
+        OSError: it cannot be written.
     """
-    content = msgspec.json.format(msgspec.json.encode({**read_choices(path), name: choice})) + b"\n"
-    draft = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, draft = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.replace(draft, path)
-    except OSError as error:
-        logger.debug("the choice for %s is not kept: %s", name, error)
-        if draft is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(draft)
+    content = msgspec.json.format(msgspec.json.encode({**read_choices(path), **choices}))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as folder:
+        draft = Path(folder, path.name)
+        draft.write_bytes(content + b"\n")
+        draft.replace(path)
 
 
 class Rehearsal:
@@ -217,30 +186,41 @@ class Rehearsal:
     def __init__(
         self, accelerator: Accelerator, operations: Operations, model: DecoderConfig, cache: KVCacheShape
     ) -> None:
+        self._accelerator = accelerator
         self._operations = operations
         self._model = model
-        self._device = device = accelerator.device
-        self._num_multiprocessors = accelerator.num_multiprocessors
-        layer = replace(cache, num_layers=1)
         num_bytes = min(MAX_CACHE_BYTES, accelerator.memory().free // FREE_SHARE)
-        self._num_blocks = num_bytes // layer.bytes_per_block
+        self._num_blocks = num_bytes // replace(cache, num_layers=1).bytes_per_block
         if not self._num_blocks:
             raise RuntimeError(f"{num_bytes} bytes are too few for a block of keys and values")
         self._block_size = cache.block_size
         size = (2, self._num_blocks, cache.block_size, cache.num_kv_heads, cache.head_dim)
-        self._caches = torch.empty(size, dtype=cache.dtype, device=device)
+        self._caches = torch.empty(size, dtype=cache.dtype, device=accelerator.device)
         # In a cache in use a row's blocks lie anywhere.
         blocks = torch.randperm(self._num_blocks, generator=torch.Generator().manual_seed(0), dtype=torch.int32)
-        self._blocks = blocks.to(device)
+        self._blocks = blocks.to(accelerator.device)
         accelerator.enqueue(self._fill)
 
     def _fill(self) -> None:
         # Bytes below 0x3C make small numbers in each of the dtypes, none of them infinite or NaN.
         self._caches.view(torch.uint8).random_(0x3C)
 
-    def work(self, kernel: str) -> Work:
-        """One launch of a kernel of `aioengine.kernels.attention.choices`, in one layer."""
-        c, operations = self._model, self._operations
+    def seconds_of(self, kernel: str, choice: Choice) -> float:
+        """Of one launch of a kernel of `aioengine.kernels.attention.choices`, in one layer.
+
+        Raises:
+            Exception: it cannot be launched by this choice.
+        """
+        launch = self._launch(kernel)
+
+        def work() -> None:
+            with trying(choice):
+                launch()
+
+        return self._accelerator.seconds_of(work)
+
+    def _launch(self, kernel: str) -> Work:
+        c, operations, device = self._model, self._operations, self._accelerator.device
         tables, length = self._rows(*ROWS_AND_LENGTH[kernel])
         attend: Callable[..., None] = operations.attend_decode
         # Where some layers see all keys, it is them that take longest.
@@ -251,11 +231,11 @@ class Rehearsal:
             num_tokens, attend = length, operations.attend_prefill
         else:
             lines = [[row, row, length] for row in range(len(tables))]
-            splits = choose_num_splits(len(tables), c.num_kv_heads, length, self._num_multiprocessors)
+            splits = choose_num_splits(len(tables), c.num_kv_heads, length, self._accelerator.num_multiprocessors)
             num_tokens, num_splits = len(tables), max(splits, 2) if kernel == DECODE_IN_SPLITS else 1
             keywords |= {"num_splits": num_splits, "max_context": length}
-        q = torch.zeros(num_tokens, c.num_heads, c.head_dim, dtype=c.dtype, device=self._device)
-        arguments = q, *self._caches, tables, torch.tensor(lines, dtype=torch.int32, device=self._device)
+        q = torch.zeros(num_tokens, c.num_heads, c.head_dim, dtype=c.dtype, device=device)
+        arguments = q, *self._caches, tables, torch.tensor(lines, dtype=torch.int32, device=device)
         out = torch.empty_like(q)
         return lambda: attend(*arguments, out, **keywords)
 
