@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import logging
-import random
 import subprocess
 import sys
 import threading
@@ -14,7 +13,6 @@ from typing import Any, TypeVar
 import anyio
 import pytest
 import torch
-from nightly import nightly
 
 from aioengine.core.executor_protocol import DeviceLost
 from aioengine.executor import completion_thread as waiter
@@ -95,6 +93,8 @@ async def test_the_next_job_runs_while_what_was_launched_is_not_over() -> None:
     first, second = Launched(lambda: "first"), Launched(lambda: "second")
     pendings = [thread.submit(lambda: first), thread.submit(lambda: second)]
     assert await thread.submit(lambda: "beside them").finish() == "beside them"
+    with pytest.raises(ZeroDivisionError):
+        await thread.submit(lambda: 1 // 0).finish()
     assert [(pending.is_launched, pending.is_done) for pending in pendings] == [(True, False)] * 2
     second.over.set()
     assert not pendings[1].is_done
@@ -131,18 +131,6 @@ async def test_what_a_job_raises_comes_to_its_caller_and_the_next_one_runs(wrap:
     with pytest.raises(SystemExit):
         await exiting.finish()
     assert await thread.submit(wrap(lambda: 3)).finish() == 3
-    await thread.aclose()
-
-
-async def test_a_launch_that_fails_is_heard_before_what_was_launched_is_over() -> None:
-    thread = DeviceThread()
-    later = Launched(lambda: 1)
-    running, failing = thread.submit(lambda: later), thread.submit(lambda: 1 // 0)
-    with pytest.raises(ZeroDivisionError):
-        await failing.finish()
-    assert not running.is_done
-    later.over.set()
-    assert await running.finish() == 1
     await thread.aclose()
 
 
@@ -220,13 +208,17 @@ async def test_a_device_that_hangs_does_not_hang_the_closing(
     waited: list[str] = []
     hung, behind = Launched(lambda: waited.append("hung")), Launched(lambda: waited.append("behind"))
     thread = DeviceThread(on_end=ended.set)
-    pendings = [thread.submit(lambda later=later: later) for later in (hung, behind)]
+    done = Launched(lambda: "done")
+    before, *pendings = [thread.submit(lambda later=later: later) for later in (done, hung, behind)]
+    await thread.submit(lambda: None).finish()
+    done.over.set()
+    assert await before.finish() == "done"
     await reached(hung.is_waited_for)
     with caplog.at_level(logging.ERROR, "aioengine"):
         await thread.aclose()
     assert "has not finished its work after 0.01 s" in caplog.text
     for pending in pendings:
-        with pytest.raises(DeviceLost, match="not finished"):
+        with pytest.raises(DeviceLost, match="not finished"), anyio.fail_after(TIMEOUT_S):
             await pending.finish()
     await thread.aclose()
     assert not ended.is_set(), "memory was freed that the device works on"
@@ -289,17 +281,27 @@ async def test_a_last_act_that_fails_does_not_keep_the_closing_waiting(monkeypat
     assert [str(error) for error in uncaught] == ["cannot free"]
 
 
-def test_threads_end_when_their_loop_is_gone_with_work_outstanding() -> None:
+def test_threads_end_when_their_loop_is_gone_with_work_outstanding_and_a_long_job_is_told() -> None:
     events: list[str] = []
+    told = threading.Event()
     later = Launched(lambda: events.append("over"))
     kept: list[DeviceThread] = []
 
     async def main() -> None:
-        kept.append(DeviceThread(on_end=lambda: events.append("end")))
-        kept[0].submit(lambda: later)
+        thread = DeviceThread(on_end=lambda: events.append("end"))
+        kept.append(thread)
+        thread.submit(lambda: later)
+
+        def work() -> None:
+            while not thread.should_stop():
+                pass
+            told.set()
+
+        thread.submit(work)
         await reached(later.is_waited_for)
 
     asyncio.run(main())
+    assert told.wait(TIMEOUT_S)
     later.over.set()
     kept[0]._work.thread.join(TIMEOUT_S)
     assert not kept[0]._work.thread.is_alive()
@@ -340,60 +342,6 @@ async def test_where_no_thread_can_be_had_the_device_thread_waits_itself(monkeyp
     names = [thread.submit(lambda: Launched(lambda: threading.current_thread().name, is_over=True)) for _ in range(3)]
     assert [await name.finish() for name in names] == [device.THREAD_NAME] * 3
     await thread.aclose()
-
-
-@pytest.mark.parametrize("seed", [0, *nightly(1, 2)])
-@both_loops
-async def test_steps_two_deep_that_end_at_any_time_all_come_in_order(seed: int) -> None:
-    rng = random.Random(seed)
-    thread = DeviceThread()
-    in_flight: list[Any] = []
-    outcomes: list[int] = []
-
-    def bring(number: int, fails: bool) -> int:
-        if fails:
-            raise ValueError(number)
-        return number
-
-    for number in range(500):
-        fails = rng.random() < 0.1
-        later = Launched(lambda n=number, fails=fails: bring(n, fails), is_over=rng.random() < 0.5)
-        in_flight.append((thread.submit(lambda later=later: later), later))
-        if len(in_flight) == 2:
-            pending, later = in_flight.pop(0)
-            for _ in range(rng.randrange(3)):
-                await asyncio.sleep(0)
-            later.over.set()
-            try:
-                outcomes.append(await pending.finish())
-            except ValueError as error:
-                outcomes.append(error.args[0])
-    in_flight[0][1].over.set()
-    assert outcomes == list(range(499))
-    await thread.aclose()
-    assert in_flight[0][0].is_done
-
-
-def test_a_long_job_is_told_when_its_loop_is_gone() -> None:
-    ended = threading.Event()
-
-    async def main() -> threading.Thread:
-        thread = DeviceThread(on_end=ended.set)
-        should_stop = thread.should_stop
-
-        def work() -> None:
-            while not should_stop():
-                pass
-
-        thread.submit(work)
-        kept.append(thread)
-        return thread._work.thread
-
-    kept: list[DeviceThread] = []
-    worker = asyncio.run(main())
-    worker.join(5)
-    assert not worker.is_alive()
-    assert ended.is_set()
 
 
 def run_program(program: str) -> tuple[bytes, bytes]:

@@ -60,34 +60,6 @@ async def test_calls_of_several_threads_all_come_each_ones_in_order() -> None:
     waker.release()
 
 
-@both_loops
-async def test_a_call_ends_the_sleep_of_an_idle_loop() -> None:
-    waker = Waker(asyncio.get_running_loop())
-    event = asyncio.Event()
-    timer = threading.Timer(0.05, waker.call, [event.set])
-    timer.start()
-    async with asyncio.timeout(5):
-        await event.wait()
-    timer.join()
-    waker.release()
-
-
-@both_loops
-async def test_a_callback_may_release_and_so_may_anyone_again() -> None:
-    before = num_descriptors()
-    waker = Waker(asyncio.get_running_loop())
-    seen: list[int] = []
-
-    def release() -> None:
-        waker.release()
-        seen.append(1)
-
-    from_a_thread(lambda: waker.call(release))
-    await all_called(seen, 1)
-    waker.release()
-    assert num_descriptors() == before
-
-
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_closed_loop_is_told_of_and_its_descriptor_is_given_back(loop: str) -> None:
     before = num_descriptors()

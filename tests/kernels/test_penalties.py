@@ -87,30 +87,6 @@ def test_any_samples_in_any_order_with_padding(ops: Any, seed: int) -> None:
 
 
 @BOTH
-def test_where_in_the_history_a_token_is_does_not_matter(ops: Any) -> None:
-    """Programs meet on tokens in another way for each order of the same tokens."""
-    random = np.random.default_rng(1)
-    prompt, output = random.integers(0, 9, 100), random.integers(0, 9, 80)
-    samples = make_samples(
-        {
-            SampleRow.END: 180,
-            SampleRow.OUTPUT_POSITION: 80,
-            "repetition_penalty": 1.7,
-            "frequency_penalty": 0.3,
-            "presence_penalty": 0.1,
-        }
-    )
-    results = []
-    for _ in range(4):
-        history = np.concatenate([random.permutation(prompt), random.permutation(output)])[None].astype(np.int32)
-        logits = strange_logits(1, 9, seed=3)
-        run(ops.penalise, logits, samples, torch.from_numpy(history), torch.zeros(1, 9, dtype=torch.int32))
-        results.append(logits)
-    for other in results[1:]:
-        assert_same(other, results[0])
-
-
-@BOTH
 def test_samples_without_penalties_and_padding_read_and_write_nothing(ops: Any) -> None:
     """Their rows and rows of logits are not there at all."""
     nowhere = {SampleRow.LOGITS_ROW: 2**30, SampleRow.ROW: 2**30, SampleRow.END: 9, SampleRow.OUTPUT_POSITION: 5}

@@ -16,13 +16,6 @@ def test_logprobs_may_ask_for_no_token_but_the_sampled_one_or_for_all() -> None:
         assert logprobs.top_ids.shape == (1, width)
 
 
-def test_tokens_of_equal_logits_have_equal_ranks() -> None:
-    logits = torch.tensor([[1.0, 5.0, 5.0, 0.0]]).repeat(2, 1)
-    logprobs = sample(logits, make_rows(2, temperature=0.0, logprobs=0)).logprobs
-    assert logprobs is not None
-    assert logprobs.ranks.tolist() == [1, 1]
-
-
 @pytest.mark.parametrize("vocab", [1, 7, 123, 5003])
 def test_ranks_are_exact_whatever_the_chunks(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
     logits = random_logits(5, vocab, seed=vocab).round(decimals=1)  # so that there are many equal ones

@@ -17,10 +17,9 @@ from sampler.batch import (
     random_logits,
     rows_of,
     sample_for,
-    tokens_of,
 )
 
-from aioengine.sampler import Scratch, sample
+from aioengine.sampler import Scratch
 from aioengine.sampler.rules import apply_rules
 from aioengine.scheduler.plan import RowSampling
 
@@ -126,28 +125,6 @@ def test_counts_are_not_kept_from_one_step_to_the_next() -> None:
         assert torch.equal(after, after_rules(logits, turn))
 
 
-# What counts as output, and as the prompt
-
-
-def test_bad_words_are_matched_in_the_output_alone() -> None:
-    logits = torch.zeros(1, 10)
-    words = ((1, 2, 3), (2, 4))
-    assert torch.equal(after_rules(logits, [asking([1, 2], [], bad_words=words)]), logits)
-    assert masked(after_rules(logits, [asking([1], [2], bad_words=words)])) == [4]
-    assert masked(after_rules(logits, [asking([9], [1, 2], bad_words=words)])) == [3, 4]
-    assert masked(after_rules(logits, [asking([9], [1, 2, 7], bad_words=words)])) == []
-
-
-def test_of_the_penalties_only_repetition_looks_at_the_prompt() -> None:
-    logits = torch.ones(1, 10)
-    request = asking([1, 1], [2, 2, 3], repetition_penalty=2.0, frequency_penalty=0.25, presence_penalty=1.0)
-    assert after_rules(logits, [request])[0].tolist() == [1, 0.5, -1.0, -0.75, *[1] * 6]
-
-
-def masked(logits: torch.Tensor) -> list[int]:
-    return torch.nonzero(logits[0] == -torch.inf)[:, 0].tolist()
-
-
 # The order
 
 
@@ -175,12 +152,6 @@ def test_rules_are_applied_in_the_order_that_they_are_listed_in() -> None:
     never = -math.inf
     assert seen[0][0].tolist() == [never, 1, -8, never, never, never, 1, never], "masks and biases, no penalties"
     assert changed == [never, 2, -17, never, never, never, 0.5, never], "a mask is not undone by a bias"
-
-
-def test_the_temperature_and_the_filters_come_after_the_rules() -> None:
-    logits = torch.tensor([[5.0, 4.9, 0.0, 0.0]])
-    request = asking([0], [1], temperature=0.05, top_k=1, frequency_penalty=1.0, logit_bias=((2, 6.0),))
-    assert tokens_of(sample_for([request], logits)) == [[2]]
 
 
 # Draws
@@ -239,10 +210,3 @@ def test_rows_without_rules_bring_the_same_bits_beside_rows_with_them(vocab: int
             assert mixed.logprobs.logprobs[line] == alone.logprobs.logprobs[own]
             assert mixed.logprobs.ranks[line] == alone.logprobs.ranks[own]
             np.testing.assert_array_equal(mixed.logprobs.top_logprobs[line][:3], alone.logprobs.top_logprobs[own])
-
-
-def test_the_way_to_a_row_does_not_matter() -> None:
-    """Its executor row, and whether its tokens were sampled here or it came back after a preemption."""
-    request = asking([4, 5], [6, 1, 1, 2], temperature=1.0, repetition_penalty=1.5, bad_words=((1, 2, 3), (2, 0)))
-    logits = random_logits(1, 30, seed=1)
-    assert len({sample(logits.clone(), rows_of([request], seed=seed)).token_ids[0] for seed in range(5)}) == 1
