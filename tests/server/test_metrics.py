@@ -145,18 +145,6 @@ async def test_every_series_says_something_and_stands_in_the_table_of_the_docs(w
     assert rows == [line for line in page.read_text().splitlines() if line.startswith("| `")]
 
 
-async def test_the_process_is_what_prometheus_own_collector_says_it_is(scrape: Scrape) -> None:
-    with tempfile.TemporaryFile():
-        with_file = samples_of((await scrape.parsed()).values())
-    without = samples_of((await scrape.parsed()).values())
-    for family in prometheus_client.ProcessCollector(registry=None).collect():
-        (sample,) = family.samples
-        tolerance = 2e-9 if "start_time" in sample.name else 0.5
-        assert without[sample.name, frozenset()] == pytest.approx(sample.value, rel=tolerance), sample.name
-    files = "process_open_fds", frozenset[tuple[str, str]]()
-    assert with_file[files] == without[files] + 1
-
-
 async def test_who_waits_is_told_apart_by_what_for() -> None:
     executor = FakeExecutor(vocab_size=500)
     async with Engine(seed=1, executor=executor, max_num_seqs=1) as engine:
@@ -220,6 +208,9 @@ async def test_numbers_are_the_engines(worked: Scrape) -> None:
     assert worked.value("aioengine:engine_up") == 1
     assert worked.value("vllm:engine_sleep_state", sleep_state="awake") == 1
     assert worked.value("vllm:cache_config_info", block_size="16", num_gpu_blocks="64", cache_dtype="float32") == 1
+    with tempfile.TemporaryFile():
+        files = (await worked.parsed())["process_open_fds"].samples[0].value
+    assert (await worked.parsed())["process_open_fds"].samples[0].value == files - 1
 
 
 async def test_prometheus_reads_what_its_own_encoder_would_write(worked: Scrape) -> None:
@@ -231,6 +222,10 @@ async def test_prometheus_reads_what_its_own_encoder_would_write(worked: Scrape)
             return list(parse_text(body))
 
     assert sorted(generate_latest(Parsed()).decode().splitlines()) == sorted(body.splitlines())
+    for accept in ("", "*/*", "text/plain", ";;,,;q="):
+        assert (await worked.render(accept))[1] == TEXT
+    own = prometheus_client.REGISTRY.collect()  # the host's, in which nothing of ours is
+    assert not any(family.name.startswith(("vllm:", "aioengine:", "http_")) for family in own)
 
 
 PROMETHEUS_3 = (
@@ -255,24 +250,12 @@ async def test_openmetrics_says_the_same(worked: Scrape, accept: str) -> None:
     assert steady(samples_of(parse_openmetrics(body))) == steady(worked.samples())
 
 
-@pytest.mark.parametrize("accept", [None, "", "*/*", "text/plain", ";;,,;q="])
-async def test_text_is_what_is_said_unasked(accept: str | None, scrape: Scrape) -> None:
-    assert (await scrape.render(accept))[1] == TEXT
-
-
 async def test_another_prefix_and_a_model_of_any_name(engine: Engine) -> None:
     name = 'a "b"\\c\nd{e}= le="0.0005",é'
     scrape = Scrape(engine, "llm_", name)
     assert scrape.value("llm_inter_token_latency_seconds_bucket", le="0.001", model_name=name) == 0
     assert ("llm_num_requests_running", frozenset({("model_name", name), ("engine", "0")})) in scrape.samples()
     assert not any(said.startswith("vllm:") for said, _ in scrape.samples())
-
-
-async def test_nothing_goes_into_the_registry_of_the_host(scrape: Scrape) -> None:
-    await scrape.render()
-    assert not any(
-        family.name.startswith(("vllm:", "aioengine:", "http_")) for family in prometheus_client.REGISTRY.collect()
-    )
 
 
 # Whatever the engine's state
@@ -344,10 +327,13 @@ async def test_how_requests_ended_is_counted(scrape: Scrape) -> None:
     scrape.served(outcome="shed", status=503)
     scrape.served(outcome="client_gone", status=0)
     scrape.served(outcome="client_gone")
-    scrape.served(outcome="cut")
+    scrape.served(outcome="cut", n=3, completion_tokens=30, max_choice_tokens=12)
     assert scrape.value("aioengine:http_requests_shed_total") == 1
     assert scrape.value("aioengine:http_clients_gone_total") == 2
     assert scrape.value("aioengine:http_clients_cut_total") == 1
+    assert scrape.value("vllm:request_max_num_generation_tokens_count") == 1
+    assert scrape.value("vllm:request_max_num_generation_tokens_sum") == 12
+    assert scrape.value("vllm:request_params_n_sum") == 3
     assert scrape.value("aioengine:http_requests_total", status="none") == 1
     assert scrape.value("aioengine:http_requests_in_progress") == 0
 
@@ -361,10 +347,3 @@ async def test_clients_cannot_make_up_series(engine: Engine) -> None:
         assert answer.headers["content-type"] == TEXT
         lines = answer.text.splitlines()
     assert 'aioengine:http_requests_total{method="other",path="other",status="404"} 20.0' in lines
-
-
-async def test_choices_of_a_request_have_a_longest_one(scrape: Scrape) -> None:
-    scrape.served(n=3, completion_tokens=30, max_choice_tokens=12)
-    assert scrape.value("vllm:request_max_num_generation_tokens_count") == 1
-    assert scrape.value("vllm:request_max_num_generation_tokens_sum") == 12
-    assert scrape.value("vllm:request_params_n_sum") == 3

@@ -10,16 +10,11 @@ Numbers are read on the engine's loop, which owns them, in half a millisecond; a
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import os
-import resource
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from anyio import CapacityLimiter, to_thread
+from prometheus_client import ProcessCollector
 from prometheus_client.utils import floatToGoString
 
 from aioengine.errors import AioEngineError
@@ -47,6 +42,9 @@ UNCOUNTED_HANDLERS = ("/health", "/metrics", "/version", "/load")
 """vLLM leaves probes out of ``http_requests_total``: a scrape a second would be most of it."""
 HANDLER_TIME_S = (0.1, 0.5, 1.0)
 """The bounds that vLLM's server has for ``http_request_duration_seconds``."""
+
+
+_PROCESS = ProcessCollector(registry=None)
 
 
 class HttpMetrics:
@@ -112,9 +110,6 @@ class HttpMetrics:
             if record.max_tokens is not None:
                 self.params_max_tokens.observe(record.max_tokens)
 
-    def collect(self) -> Iterator[Metric]:
-        yield from vars(self).values()
-
 
 class MetricFamily(NamedTuple):
     """A metric as it is exported: its numbers as they were on the loop, and the labels that all of them have."""
@@ -137,17 +132,14 @@ def read_families(engine: Engine, http: HttpMetrics, prefix: str, model_name: st
         health, metrics = engine.health(), engine.metrics
     except AioEngineError:  # not started, closed or dead
         health = None
-    families = []
+    families: list[MetricFamily] = []
     if health is not None and health.status != "DEAD":
         by_name = {metric.name: metric for metric in metrics.collect()}
         for name, metric in by_name.items():
-            whole = f"{OWN_PREFIX if name in NOT_VLLMS else VLLM_PREFIX}{name}"
-            families.append(MetricFamily(whole, metric.kind, metric.documentation, list(metric.samples())))
+            families.append(_family(metric, f"{OWN_PREFIX if name in NOT_VLLMS else VLLM_PREFIX}{name}"))
         for old, name in OLD_NAMES.items():
-            metric = by_name[name]
-            families.append(
-                MetricFamily(VLLM_PREFIX + old, metric.kind, f"Old name of {name}.", list(metric.samples()))
-            )
+            family = _family(by_name[name], VLLM_PREFIX + old)
+            families.append(family._replace(documentation=f"Old name of {name}."))
         info, config = engine.info, engine.config
         families += [
             _gauge(
@@ -183,13 +175,14 @@ def read_families(engine: Engine, http: HttpMetrics, prefix: str, model_name: st
             "How long the device has been at its present step.",
             0.0 if health is None else health.step_age_s,
         ),
-        *(
-            MetricFamily(metric.name, metric.kind, metric.documentation, list(metric.samples()))
-            for metric in http.collect()
-        ),
+        *(_family(metric, metric.name) for metric in vars(http).values()),
     ]
     labels = (("model_name", model_name), ("engine", "0"))
     return [_labeled(family, prefix, labels) for family in families]
+
+
+def _family(metric: Metric, name: str) -> MetricFamily:
+    return MetricFamily(name, metric.kind, metric.documentation, list(metric.samples()))
 
 
 def _gauge(name: str, documentation: str, value: float, **labels: object) -> MetricFamily:
@@ -205,35 +198,16 @@ def _labeled(family: MetricFamily, prefix: str, labels: tuple[tuple[str, str], .
 
 
 def read_process() -> list[MetricFamily]:
-    """What Linux says of this process, by the names of prometheus_client's collector; zeros without a ``/proc``.
-
-    It reads files, and so is not for a loop. That collector lists all open files each time: with 8,000 of them it held
-    the GIL, and so the loop, for 12 ms.
-    """
-    num_pages = num_resident_pages = num_files = 0
-    started_at = 0.0
-    with contextlib.suppress(OSError):
-        num_pages, num_resident_pages = map(int, Path("/proc/self/statm").read_text().split()[:2])
-        # Linux 6.2 and newer count them here; older ones say 0.
-        num_files = os.stat("/proc/self/fd").st_size or len(os.listdir("/proc/self/fd"))
-        started_at = _started_at()
-    page_bytes = resource.getpagesize()
-    max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    cpu_time = "CPU time of the process that serves HTTP, of user and system, in seconds."
+    """What Linux says of this process. It reads files, and so is not for a loop."""
     return [
-        MetricFamily("process_cpu_seconds", "counter", cpu_time, [Sample("_total", (), time.process_time())]),
-        _gauge("process_resident_memory_bytes", "Its resident memory.", num_resident_pages * page_bytes),
-        _gauge("process_virtual_memory_bytes", "Its virtual memory.", num_pages * page_bytes),
-        _gauge("process_start_time_seconds", "When it started, in Unix seconds.", started_at),
-        _gauge("process_open_fds", "Its open file descriptors.", num_files),
-        _gauge("process_max_fds", "The most that it may open.", max_files),
+        MetricFamily(
+            metric.name,
+            "counter" if metric.type == "counter" else "gauge",
+            metric.documentation,
+            [Sample(sample.name.removeprefix(metric.name), (), sample.value) for sample in metric.samples],
+        )
+        for metric in _PROCESS.collect()
     ]
-
-
-@functools.cache
-def _started_at() -> float:
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # since the boot
-    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def encode(families: list[MetricFamily], content_type: str) -> bytes:
