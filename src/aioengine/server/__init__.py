@@ -12,11 +12,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from aioengine.server.config import HttpLimits, ServerConfig
+from aioengine.server.http_server import HttpServer, start_server
+
 if TYPE_CHECKING:
     from aioengine.server.aiohttp_adapter import aiohttp_errors, aiohttp_routes
     from aioengine.server.asgi import StreamResponse, create_app, engine_errors, while_connected
-    from aioengine.server.config import HttpLimits, ServerConfig
-    from aioengine.server.http_server import HttpServer, start_server
 
 __all__ = [
     "HttpLimits",
@@ -31,17 +32,10 @@ __all__ = [
     "while_connected",
 ]
 
-_HOMES = {
-    "aiohttp_adapter": ["aiohttp_errors", "aiohttp_routes"],
-    "asgi": ["StreamResponse", "create_app", "engine_errors", "while_connected"],
-    "http_server": ["HttpServer", "start_server"],
-    "config": ["HttpLimits", "ServerConfig"],
-}
-
 
 def __getattr__(name: str) -> Any:
-    """Names are imported when they are first used: an aiohttp app loads no Starlette."""
-    for module, names in _HOMES.items():
-        if name in names:
-            return getattr(importlib.import_module(f"aioengine.server.{module}"), name)
-    raise AttributeError(f"module 'aioengine.server' has no attribute {name!r}")
+    """An adapter's names are imported when they are first used: an aiohttp app loads no Starlette."""
+    if name not in __all__:
+        raise AttributeError(f"module 'aioengine.server' has no attribute {name!r}")
+    module = "aiohttp_adapter" if name.startswith("aiohttp_") else "asgi"
+    return getattr(importlib.import_module(f"aioengine.server.{module}"), name)

@@ -59,7 +59,7 @@ class BodyReader:
         if len(body) > TINY_BODY_BYTES:  # many such may have come to their ends together
             await turns_here().take()
         if len(body) <= SMALL_BODY_BYTES:
-            return decode(body, kind, max_texts=self._max_texts, ignored=self._ignored)
+            return decode(body, kind, ignored=self._ignored)
         async with self._decoding.get():  # many that came together would hold the loop together
             return await decode_in_turns(body, kind, max_texts=self._max_texts, ignored=self._ignored)
 

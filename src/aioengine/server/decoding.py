@@ -100,37 +100,31 @@ class IgnoredFields:
 REFUSING = IgnoredFields("refuse")
 
 
-def decode(body: bytes, kind: type[T], *, max_texts: int = 0, ignored: IgnoredFields = REFUSING) -> T:
-    """The body as a ``kind``.
-
-    A JSON parser holds the loop, so that a large body is looked at first: how many texts it may have, and how large its
-    fields are, decides what it can cost.
-
-    Args:
-        max_texts: JSON texts that a large body may have in its prompt or messages.
-    """
-    if len(body) > SMALL_BODY_BYTES:
-        _check_texts(body, max_texts)
+def decode(body: bytes, kind: type[T], *, ignored: IgnoredFields = REFUSING) -> T:
+    """The body, of at most `SMALL_BODY_BYTES`, as a ``kind``."""
     _check_fields(body, kind, ignored)
     decoded: T = _decode(body, kind)
     return decoded
 
 
 async def decode_in_turns(body: bytes, kind: type[T], *, max_texts: int, ignored: IgnoredFields) -> T:
-    """As `decode`, with turns for others between its passes over a large body: each takes a millisecond a MiB."""
+    """As `decode`, of a large body, with turns for others between the passes over it: each takes a millisecond a MiB.
+
+    A JSON parser holds the loop, so that the body is looked at first: how many texts it may have, and how large its
+    fields are, decides what it can cost.
+
+    Args:
+        max_texts: JSON texts that it may have in its prompt or messages.
+    """
     await asyncio.sleep(0)
-    _check_texts(body, max_texts)
+    if has_more_texts(body, MAX_OTHER_TEXTS + max_texts):
+        raise ApiError(400, None, "the request has too many prompts, messages or other texts; send less at once")
     await asyncio.sleep(0)
     _check_fields(body, kind, ignored)
     await asyncio.sleep(0)
     decoded: T = _decode(body, kind)
     await asyncio.sleep(0)  # its prompt is decoded next
     return decoded
-
-
-def _check_texts(body: bytes, max_texts: int) -> None:
-    if has_more_texts(body, MAX_OTHER_TEXTS + max_texts):
-        raise ApiError(400, None, "the request has too many prompts, messages or other texts; send less at once")
 
 
 def _check_fields(body: bytes, kind: type[Body], ignored: IgnoredFields) -> None:

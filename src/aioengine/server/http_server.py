@@ -89,8 +89,7 @@ async def serve(
         await server._drain(drain_timeout_s)
         server._look_at_engine()  # what has ended may have ended by its death
     finally:
-        with anyio.CancelScope(shield=True):  # each step has a deadline of its own
-            await server._end()
+        await server._end()
     if server._death is not None:
         raise EngineDead(server._death)
 
@@ -134,8 +133,7 @@ async def start_server(
         await server._start()
         await anext(server._loops_end)
     except BaseException:
-        with anyio.CancelScope(shield=True):
-            await server._end()
+        await server._end()
         raise
     return server
 
@@ -229,8 +227,7 @@ class HttpServer:
         try:
             await self._drain(drain_timeout_s)
         finally:
-            with anyio.CancelScope(shield=True):  # each step has a deadline of its own
-                await self._end()
+            await self._end()
 
     async def _drain(self, timeout_s: float) -> None:
         """Let what was accepted end, or abort it."""
@@ -260,6 +257,10 @@ class HttpServer:
 
     async def _end(self) -> None:
         """End everything at once. Idempotent."""
+        with anyio.CancelScope(shield=True):  # each step has a deadline of its own
+            await self._end_all()
+
+    async def _end_all(self) -> None:
         if self._ticker is not None:
             self._ticker.cancel()
         self._stop.on_asked = lambda: None
