@@ -321,3 +321,30 @@ async def test_any_text_comes_through_whole(adapter: Adapter) -> None:
             assert texts_of(raw.content) == {0: text}
             # Many read a line at a time, and some take more than the standard does for the end of one.
             assert raw.text.splitlines() == raw.content.decode().removesuffix("\n").split("\n")
+
+
+LONG = {"stream": True, "max_tokens": 400, "seed": 1, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_a_stream_that_was_not_read_for_long_tells_all_log_probabilities_then(path: str) -> None:
+    """All of it is made before anything is read: one delta, and many events."""
+    asked: dict[str, Any] = {"prompt": [1, 2, 3], "logprobs": 5}
+    if "chat" in path:
+        asked = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 5}
+    executor = FakeExecutor(vocab_size=2048, max_model_len=4096, num_blocks=1024)
+    async with (
+        Engine(seed=1, executor=executor) as engine,
+        serving(engine, "starlette") as served,
+        plain_client(served.url) as client,
+    ):
+        answer = await client.post(path, json=LONG | asked)
+    choices = [event["choices"][0] for event in events_of(answer.content)]
+    assert len(choices) >= 5  # no more than 500 log-probabilities are encoded in a turn
+    if "chat" in path:
+        told = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
+    else:
+        told = [token for choice in choices if choice["logprobs"] for token in choice["logprobs"]["tokens"]]
+        offsets = [at for choice in choices if choice["logprobs"] for at in choice["logprobs"]["text_offset"]]
+        assert offsets == [len("".join(told[:place])) for place in range(400)]
+    assert len(told) == 400

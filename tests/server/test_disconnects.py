@@ -9,7 +9,6 @@ import random
 import threading
 from typing import Any
 
-import openai
 import pytest
 from server.conftest import each_adapter, texts_of
 from server.hostile import GONE, Adapter, Client, Leaving, Target, chat, completion, request_of, served
@@ -82,21 +81,6 @@ async def test_who_leaves_is_in_no_later_step(
             client.leave(way)
             await assert_aborted_at_once(target)
         await target.until_told(GONE, 1)
-
-
-@each_adapter
-async def test_who_leaves_between_two_steps_is_in_no_later_one(adapter: Adapter) -> None:
-    async with served(adapter, step_time_s=0.002) as target:
-        with await target.connect() as client, await target.connect() as other:
-            await client.post("/v1/completions", completion(LEAVER, stream=True, max_tokens=200))
-            await other.post("/v1/completions", completion(STAYER, max_tokens=200))
-            await target.until(lambda: target.num_plans_with(LEAVER) > 5 and not target.executor.unfinished)
-            num_plans = len(target.executor.plans)
-            client.leave()
-            answer = await other.answer()
-            assert answer.json()["usage"]["completion_tokens"] == 200
-            # One that was being scheduled. In aiohttp a stream's next write tells; who does not write looks: 2 ms.
-            assert target.num_plans_with(LEAVER, num_plans) <= 2
 
 
 @each_adapter
@@ -175,33 +159,6 @@ async def test_others_streams_do_not_notice_who_leaves(adapter: Adapter) -> None
 
 
 # A client library that gives up
-
-
-@each_adapter
-@pytest.mark.parametrize("is_stream", [False, True])
-async def test_a_cancelled_openai_call_aborts_the_engines_request(adapter: Adapter, is_stream: bool) -> None:
-    async with (
-        served(adapter, is_manual=True) as target,
-        Tasks() as tasks,
-        openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{target.port}/v1", api_key="none", max_retries=0) as client,
-    ):
-
-        async def call() -> None:
-            messages: Any = [{"role": "user", "content": "Hi"}]
-            called: Any = client.chat.completions.create(
-                model="demo", messages=messages, seed=LEAVER, stream=is_stream, extra_body={"ignore_eos": True}
-            )
-            answer = await called
-            async for _ in answer:
-                pass
-
-        calling = tasks.start(call())
-        await target.until(lambda: target.num_plans_with(LEAVER))
-        await step(target, 3)
-        calling.cancel()
-        await assert_aborted_at_once(target)
-        await target.until_told(GONE, 1)
-        assert target.engine.stats().finished["abort"] == 1
 
 
 # Hundreds

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import httpx
@@ -18,10 +19,10 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from server.conftest import plain_client, serving_app
 from starlette.applications import Starlette
+from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
-from starlette.testclient import TestClient
 from waiting import Tasks, until
 
 from aioengine import AioEngineError, CompletionDelta, Engine, EngineClosed, Health, RequestOutput, StepFailed, Stream
@@ -87,15 +88,38 @@ async def test_a_stream_response_is_its_deltas_texts_or_encoded_as_it_is_told() 
         assert (answer.headers["content-type"], answer.headers["x-own"]) == ("text/csv; charset=utf-8", "1")
 
 
-async def test_a_client_that_leaves_ends_the_request_of_a_stream_response() -> None:
+@pytest.mark.parametrize("is_at_door", [False, True])
+async def test_a_client_that_leaves_ends_the_request_of_a_stream_response(is_at_door: bool) -> None:
     async with (
-        slow_engine() as engine,
+        slow_engine(max_num_seqs=1, max_waiting=1) as engine,
         hosted(lambda _: StreamResponse(engine.stream(PROMPT, max_tokens=30))) as client,
+        AsyncExitStack() as others,
     ):
-        async with client.stream("GET", "/") as answer:
-            assert answer.status_code == 200
-            await until(lambda: num_live(engine) == 1)
-        await until(lambda: num_live(engine) == 0)
+        for num_others in (1, 2) if is_at_door else ():
+            await others.enter_async_context(engine.stream(PROMPT))
+            await until(lambda count=num_others: num_live(engine) == count and engine.stats().running)  # type: ignore[misc]
+        num_before = num_live(engine)
+        async with Tasks() as tasks:
+            tasks.start(client.get("/"))
+            await until(lambda: num_live(engine) == num_before + 1)
+        await until(lambda: num_live(engine) == num_before)
+
+
+async def test_under_a_middleware_that_wants_a_response_a_departure_is_no_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def through(request: Request, call_next: Callable[[Request], Any]) -> Any:
+        return await call_next(request)
+
+    async with slow_engine() as engine:
+        app = Starlette(routes=[Mount("/ai", create_app(engine))])
+        app.add_middleware(BaseHTTPMiddleware, dispatch=through)
+        async with serving_app(app) as url, plain_client(url) as client:
+            async with Tasks() as tasks:
+                tasks.start(client.post("/ai/v1/completions", json={"prompt": PROMPT}))
+                await until(lambda: num_live(engine) == 1)
+            await until(lambda: num_live(engine) == 0)
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
 async def test_a_client_that_leaves_ends_what_was_done_while_it_was_connected() -> None:
@@ -188,21 +212,6 @@ async def test_a_fastapi_endpoint_returns_what_the_engine_gave() -> None:
         assert {"request_id", "outputs"} <= set(schema["required"])
 
 
-async def test_an_output_as_a_dict_is_what_json_takes() -> None:
-    async def as_dict(request: object) -> Any:
-        return (await engine.generate(PROMPT, max_tokens=3, logprobs=1)).to_dict()
-
-    async def aiohttp_story(request: web.Request) -> web.Response:
-        return web.json_response(await as_dict(request))
-
-    site = web.Application()
-    site.add_routes([web.get("/", aiohttp_story)])
-    async with quick_engine() as engine, hosted(as_dict) as http, serving_app(site) as url, plain_client(url) as other:
-        for client in (http, other):
-            told = (await client.get("/")).json()
-            assert (told["prompt_token_ids"], told["finished"]) == (PROMPT, True)
-
-
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_an_engine_without_room_is_a_503_that_says_when_to_come_again(is_stream: bool) -> None:
     async with slow_engine(max_num_seqs=1, max_num_batched_tokens=64, max_waiting=1) as engine:
@@ -262,22 +271,6 @@ async def test_aiohttp_handlers_answer_the_engines_errors_as_the_api_does() -> N
         async with serving_app(app) as url, plain_client(url) as client:
             answer = await client.get("/")
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "max_tokens")
-
-
-def test_a_host_app_may_live_twice_with_an_engine_for_each_life() -> None:
-    @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with quick_engine() as app.state.engine:
-            yield
-
-    app = Starlette(lifespan=lifespan)
-    app.routes.append(Mount("/ai", create_app(lambda: app.state.engine)))
-    for _ in range(2):
-        with TestClient(app) as client:
-            answer = client.post("/ai/v1/completions", json={"prompt": PROMPT, "max_tokens": 3, "ignore_eos": True})
-            assert answer.json()["usage"]["completion_tokens"] == 3
-            # The numbers are those of the engine that is served now.
-            assert 'vllm:generation_tokens_total{engine="0",model_name="demo"} 3.0' in client.get("/ai/metrics").text
 
 
 def test_a_server_that_runs_no_asyncio_is_told_so() -> None:

@@ -249,30 +249,23 @@ async def test_a_body_that_goes_bad_once_the_answer_has_begun_cuts_the_connectio
 
 
 @virtual_time
-@pytest.mark.parametrize("begun", [b"", b"\r\n", GET + b"\r\n"])
-async def test_a_connection_without_a_request_is_closed(begun: bytes) -> None:
-    async with served(header_timeout_s=10.0) as server, client_of(server) as client:
-        if begun.startswith(b"GET"):
-            assert (await ask(client)).status == 200
-        await client.send(begun.removeprefix(GET))
-        began = asyncio.get_running_loop().time()
-        assert await client.read_to_end() == b""
-        assert asyncio.get_running_loop().time() - began == pytest.approx(10.0, abs=0.5)
-        assert server.statuses == []
-
-
-@virtual_time
+@pytest.mark.parametrize("begun", [b"", b"\r\n", b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 50])
 @pytest.mark.parametrize("before", [b"", GET])
-async def test_headers_that_come_too_slowly_are_refused(before: bytes) -> None:
-    async with served(header_timeout_s=10.0) as server, client_of(server) as client:
-        await client.send(before)
+async def test_a_connection_without_a_request_is_closed_and_headers_that_come_too_slowly_are_refused(
+    before: bytes, begun: bytes
+) -> None:
+    limits = {"header_timeout_s": 10.0, "keep_alive_timeout_s": 10.0}
+    async with served(**limits) as server, client_of(server) as client, anyio.create_task_group() as tasks:
         if before:
-            assert (await client.answer()).status == 200
+            assert (await ask(client)).status == 200
         began = asyncio.get_running_loop().time()
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(drip, client, b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 50)
+        tasks.start_soon(drip, client, begun)
+        if b"HTTP" in begun:
             assert (await refusal(client)).status == 408
-            tasks.cancel_scope.cancel()
+        else:
+            assert await client.read_to_end() == b""
+            assert server.statuses == []
+        tasks.cancel_scope.cancel()
         assert asyncio.get_running_loop().time() - began == pytest.approx(10.0, abs=0.5)
 
 

@@ -78,25 +78,19 @@ def in_aiohttp(engine: Engine) -> web.Application:
 
 async def check_everything(url: str) -> None:
     """Each endpoint does its work where the API is mounted."""
+    hello: Any = [{"role": "user", "content": "Hello!"}]
     async with openai_client(url) as client, plain_client(url) as http:
-        await check_endpoints(client, http)
-
-
-async def check_endpoints(client: AsyncOpenAI, http: httpx.AsyncClient) -> None:
-    assert [model.id async for model in client.models.list()] == ["demo"]
-    assert (await client.models.retrieve("demo")).id == "demo"
-    answer = await client.chat.completions.create(
-        model="demo", messages=[{"role": "user", "content": "Hello!"}], max_tokens=3
-    )
-    assert answer.usage is not None
-    assert answer.usage.completion_tokens <= 3
-    stream = await client.completions.create(model="demo", prompt="Hello!", max_tokens=3, stream=True)
-    assert [chunk async for chunk in stream][-1].choices[0].finish_reason is not None
-    tokens = (await http.post("/tokenize", json={"prompt": "Hello!"})).json()["tokens"]
-    assert (await http.post("/detokenize", json={"tokens": tokens})).json() == {"prompt": "Hello!"}
-    assert (await http.post("/abort", json={"request_id": "a"})).status_code == 200
-    for path in GETS:
-        assert (await http.get(path)).status_code == 200, path
+        assert [model.id async for model in client.models.list()] == ["demo"]
+        assert (await client.models.retrieve("demo")).id == "demo"
+        answer = await client.chat.completions.create(model="demo", messages=hello, max_tokens=3)
+        assert answer.choices[0].finish_reason is not None
+        stream = await client.completions.create(model="demo", prompt="Hello!", max_tokens=3, stream=True)
+        assert [chunk async for chunk in stream][-1].choices[0].finish_reason is not None
+        tokens = (await http.post("/tokenize", json={"prompt": "Hello!"})).json()["tokens"]
+        assert (await http.post("/detokenize", json={"tokens": tokens})).json() == {"prompt": "Hello!"}
+        assert (await http.post("/abort", json={"request_id": "a"})).status_code == 200
+        for path in GETS:
+            assert (await http.get(path)).status_code == 200, path
 
 
 @pytest.mark.parametrize("host", [in_starlette, in_fastapi, in_aiohttp])
@@ -151,11 +145,16 @@ async def test_served_alone_the_app_starts_and_closes_its_engine() -> None:
     assert "closed" in repr(engine)
 
 
-async def test_an_engine_that_runs_already_is_left_running() -> None:
+async def test_an_engine_that_runs_already_is_left_running_and_routes_may_be_added_beside_the_api() -> None:
     async with fake_engine() as (engine, _):
-        for _ in range(2):
-            async with serving_app(create_app(engine), has_lifespan=True) as url, plain_client(url) as http:
+        for is_hosts_too in (False, True):
+            app = create_app(engine)
+            if is_hosts_too:
+                app.routes.append(Route("/mine", lambda request: PlainTextResponse("mine")))
+            async with serving_app(app, has_lifespan=True) as url, plain_client(url) as http:
                 assert (await http.get("/health")).status_code == 200
+                assert (await http.get("/nothing")).json()["error"]["code"] == "not_found"
+                assert ((await http.get("/mine")).text == "mine") is is_hosts_too
         assert engine.health().status == "ALIVE"
 
 
@@ -186,21 +185,16 @@ async def test_what_other_servers_have_is_said_to_come_later(http: httpx.AsyncCl
     assert error["message"].startswith(f"{path.removesuffix('/')} is not supported yet: ")
 
 
-@pytest.mark.parametrize(
-    ("path", "near"),
-    [
+async def test_a_base_url_that_is_wrong_hears_the_path_that_was_meant(http: httpx.AsyncClient) -> None:
+    for path, near in (
         ("/chat/completions", "/v1/chat/completions"),
         ("/models", "/v1/models"),
         ("/v1/v1/completions", "/v1/completions"),
         ("/v1/tokenize", "/tokenize"),
-    ],
-)
-async def test_a_base_url_that_is_wrong_hears_the_path_that_was_meant(
-    http: httpx.AsyncClient, path: str, near: str
-) -> None:
-    error = (await http.post(path, json={})).json()["error"]
-    assert error["code"] == "not_found"
-    assert f"did you mean {near}?" in error["message"]
+    ):
+        error = (await http.post(path, json={})).json()["error"]
+        assert error["code"] == "not_found"
+        assert f"did you mean {near}?" in error["message"]
 
 
 @on_both_adapters
@@ -256,42 +250,32 @@ async def test_a_head_has_the_status_and_no_body(http: httpx.AsyncClient, path: 
 # Other origins
 
 
-@pytest.mark.parametrize("keys", [(), ("a-secret-key",)])
-async def test_a_page_of_an_allowed_origin_may_read_answers(keys: tuple[str, ...]) -> None:
-    config = ServerConfig(allowed_origins=("https://app.example",), api_keys=keys)
-    origin = {"origin": "https://app.example"}
-    key = {"authorization": f"Bearer {keys[0]}"} if keys else {}
+async def test_a_page_of_an_allowed_origin_may_read_answers_also_those_that_lack_a_key() -> None:
+    config = ServerConfig(allowed_origins=("https://app.example",), api_keys=("a-secret-key",))
+    origin, elsewhere = {"origin": "https://app.example"}, {"origin": "https://evil.example"}
+    key = {"authorization": "Bearer a-secret-key"}
+    asked = {
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization, content-type, x-request-id",
+    }
     async with serving_fake("starlette", config) as (*_, http):
-        asked = {
-            "access-control-request-method": "POST",
-            "access-control-request-headers": "authorization, content-type, x-request-id",
-        }
         preflight = await http.options("/v1/chat/completions", headers={**origin, **asked})
-        assert preflight.status_code == 200
-        assert preflight.headers["access-control-allow-origin"] == "https://app.example"
         assert "POST" in preflight.headers["access-control-allow-methods"]
         assert "authorization" in preflight.headers["access-control-allow-headers"].lower()
+        told = [preflight]
         for stream in (False, True):
-            answer = await http.post(
-                "/v1/completions",
-                json={"prompt": "a", "max_tokens": 2, "stream": stream},
-                headers={**origin, **key},
-            )
-            assert answer.status_code == 200
-            assert answer.headers["access-control-allow-origin"] == "https://app.example"
-            assert "x-request-id" in answer.headers["access-control-expose-headers"].lower()
-            if stream:
-                events_of(answer.content)
-        refused = await http.post("/v1/completions", json={"zzz": 1}, headers=origin)
-        assert refused.status_code == (401 if keys else 400)
-        assert refused.headers["access-control-allow-origin"] == "https://app.example"
+            body = {"prompt": "a", "max_tokens": 2, "stream": stream}
+            told.append(await http.post("/v1/completions", json=body, headers={**origin, **key}))
+            assert "x-request-id" in told[-1].headers["access-control-expose-headers"].lower()
+        events_of(told[-1].content)
+        told.append(await http.post("/v1/completions", json={"zzz": 1}, headers=origin))
+        assert [answer.status_code for answer in told] == [200, 200, 200, 401]
+        assert {answer.headers["access-control-allow-origin"] for answer in told} == {"https://app.example"}
 
-        elsewhere = {"origin": "https://evil.example"}
-        preflight = await http.options("/v1/chat/completions", headers={**elsewhere, **asked})
-        assert preflight.status_code == 400
-        assert "access-control-allow-origin" not in preflight.headers
-        answer = await http.get("/version", headers={**elsewhere, **key})
-        assert "access-control-allow-origin" not in answer.headers
+        refused = await http.options("/v1/chat/completions", headers={**elsewhere, **asked})
+        assert refused.status_code == 400
+        for answer in (refused, await http.get("/version", headers={**elsewhere, **key})):
+            assert "access-control-allow-origin" not in answer.headers
     async with serving_fake("starlette", ServerConfig(allowed_origins=("*",))) as (*_, http):
         assert (await http.get("/version", headers=elsewhere)).headers["access-control-allow-origin"] == "*"
 
@@ -303,3 +287,9 @@ async def test_without_origins_no_page_may_read_anything(adapter: Adapter) -> No
         assert not [name for name in answer.headers if name.startswith("access-control")]
         headers = {"origin": "https://any.example", "access-control-request-method": "POST"}
         assert (await http.options("/v1/completions", headers=headers)).status_code == 405
+
+
+@pytest.mark.parametrize("bad", [Engine, "demo", None])
+async def test_what_is_no_engine_is_refused_where_the_app_is_made(bad: Any) -> None:
+    with pytest.raises(TypeError, match="an Engine is needed"):
+        create_app(bad)

@@ -242,6 +242,22 @@ async def test_a_bad_setting_is_named_and_the_next_question_starts_afresh(browse
         await expect(tab.answers).to_have_text("Yes.")
         assert tab.asked()[1]["messages"] == [{"role": "user", "content": "Two"}]
 
+        # What is being written when a message is refused stays, and the message can be sent again.
+        async def slowly(route: Route) -> None:
+            await tab.message.fill("Four")
+            await route.continue_()
+
+        await tab.page.route("**/chat/completions", slowly, times=1)
+        await tab.set("Temperature", "7")
+        await tab.ask("Three")
+        await expect(tab.failure).to_contain_text("The server refuses this (400)")
+        await expect(tab.message).to_have_value("Four")
+        await tab.set("Temperature", "1")
+        await tab.page.get_by_role("button", name="Try again").click()
+        await expect(tab.answers).to_have_text(["Yes.", "Yes."])
+        await expect(tab.message).to_have_value("Four")
+        await expect(tab.questions).to_have_text(["Two", "Three"])
+
 
 @in_depth
 async def test_a_server_that_has_gone_is_missed(browser: Browser, engine: Engine) -> None:
@@ -313,47 +329,6 @@ async def test_a_refused_message_is_back_in_the_box_and_not_in_what_is_sent_next
         await expect(tab.answers).to_have_text("Yes.")
         await expect(tab.failure).to_have_count(0)
         assert tab.asked()[-1]["messages"] == [{"role": "user", "content": "Please."}]
-
-
-@in_depth
-async def test_a_refused_message_does_not_push_away_what_is_being_written(browser: Browser) -> None:
-    async with page_of(browser, Talker("Yes."), complaints=FAILED_TO_LOAD) as tab:
-
-        async def slowly(route: Route) -> None:
-            await tab.message.fill("Two")
-            await route.continue_()
-
-        await tab.page.route("**/chat/completions", slowly, times=1)
-        await tab.set("Temperature", "7")
-        await tab.ask("One")
-        await expect(tab.failure).to_contain_text("The server refuses this (400)")
-        await expect(tab.message).to_have_value("Two")
-        await expect(tab.questions).to_have_text(["One"])
-        await tab.set("Temperature", "1")
-        await tab.page.get_by_role("button", name="Try again").click()
-        await expect(tab.answers).to_have_text("Yes.")
-        await expect(tab.message).to_have_value("Two")
-        await expect(tab.questions).to_have_text(["One"])
-
-
-@in_depth
-async def test_a_page_whose_key_is_no_longer_good_says_how_to_give_one(browser: Browser, engine: Engine) -> None:
-    served = create_app(engine)
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await served(scope, receive, send)
-
-    login = {"username": "anybody", "password": "another key"}
-    async with page_of(browser, app, http_credentials=login, complaints=FAILED_TO_LOAD) as tab:
-        await expect(tab.plot("Requests")).to_contain_text("running 0")
-        served = create_app(engine, ServerConfig(api_keys=(KEY,)))
-        await tab.ask("Hello?")
-        help_text = (
-            "A key is needed (401)Reload the page to be asked for it. It is the password; any user name will do."
-        )
-        await expect(tab.failure).to_have_text(help_text)
-        await expect(tab.message).to_have_value("Hello?")
-        await expect(tab.page.get_by_role("status")).to_contain_text("A key is needed (401). Reload the page")
 
 
 IN_SINGLE_BYTES = """
@@ -487,17 +462,31 @@ async def test_a_hidden_page_asks_for_no_numbers(browser: Browser, engine: Engin
 
 
 @in_depth
-async def test_it_works_below_a_prefix_and_with_an_api_key_as_the_password(browser: Browser, engine: Engine) -> None:
-    app = Starlette(routes=[Mount("/ai", create_app(engine, ServerConfig(api_keys=(KEY,))))])
+async def test_it_works_below_a_prefix_and_with_an_api_key_as_the_password_until_that_is_no_longer_good(
+    browser: Browser, engine: Engine
+) -> None:
+    served = create_app(engine, ServerConfig(api_keys=(KEY,)))
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await served(scope, receive, send)
+
     login = {"username": "anybody", "password": KEY}
     async with (
-        origin_of(app) as origin,
+        origin_of(Starlette(routes=[Mount("/ai", app)])) as origin,
         tab_at(browser, f"{origin}/ai/", http_credentials=login, complaints=FAILED_TO_LOAD) as tab,
     ):
         await tab.set("Temperature", "0")
         await tab.ask("What is 8 + 7?")
         await expect(tab.answers).to_have_text("8 + 7 = 15.")
         await expect(tab.plot("Requests")).to_contain_text("running 0")
+        served = create_app(engine, ServerConfig(api_keys=("another key",)))
+        await tab.ask("Hello?")
+        help_text = (
+            "A key is needed (401)Reload the page to be asked for it. It is the password; any user name will do."
+        )
+        await expect(tab.failure).to_have_text(help_text)
+        await expect(tab.message).to_have_value("Hello?")
+        await expect(tab.page.get_by_role("status")).to_contain_text("A key is needed (401). Reload the page")
 
 
 @in_depth

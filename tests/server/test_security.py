@@ -10,7 +10,16 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
-from server.conftest import ADAPTERS, all_ended, app_of, fake_engine, plain_client, serving_app
+from server.conftest import (
+    ADAPTERS,
+    all_ended,
+    app_of,
+    both_adapters,
+    fake_engine,
+    plain_client,
+    serving_app,
+    serving_fake,
+)
 
 from aioengine.server import ServerConfig
 from aioengine.server.errors import ApiError
@@ -141,3 +150,15 @@ async def test_all_keys_are_compared_each_time(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ApiError):
         keys.check({"authorization": "Bearer x"})
     assert compared == [(32, 32)] * 6
+
+
+@both_adapters
+async def test_a_name_that_is_not_ours_is_refused_where_ours_are_known(adapter: Any) -> None:
+    config = ServerConfig(allowed_hosts=("localhost", "127.0.0.1", "::1"))
+    async with serving_fake(adapter, config) as (*_, client):
+        for ours in ("localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]:8000"):
+            assert (await client.get("/v1/models", headers={"host": ours})).status_code == 200
+        for other in ("evil.example", "127.0.0.1.evil.example:80", "localhost.evil"):
+            refused = await client.post("/v1/completions", json={"prompt": "a"}, headers={"host": other})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (403, "host_not_allowed")
+            assert (await client.get("/health", headers={"host": other})).status_code == 200

@@ -7,6 +7,7 @@ import contextlib
 import re
 from typing import Any
 
+import anyio
 import pytest
 from server.conftest import each_adapter, texts_of
 from server.hostile import CUT, GONE, Adapter, Answer, Client, Target, completion, heard_errors, request_of, served
@@ -14,7 +15,9 @@ from waiting import Tasks, turns
 
 from aioengine.server import ServerConfig
 from aioengine.server.api import WHOLE_BYTES
+from aioengine.server.asgi import AsgiExchange
 from aioengine.server.body import MAX_BODIES_AT_ONCE
+from aioengine.server.exchange import EventWriter
 
 SMALL_BUFFER = 4096
 LONG: dict[str, Any] = {"n": 16, "temperature": 1.0, "max_tokens": 400}
@@ -279,3 +282,49 @@ async def test_hundreds_of_large_bodies_at_once_are_held_to_a_bound(adapter: Ada
         assert MAX_BODIES_AT_ONCE * 2**14 < most <= MAX_BODIES_AT_ONCE * 2**15
         assert bodies._num_bytes == 0
         assert (await target.ask("/tokenize", {"prompt": "x"})).status == 200
+
+
+class StuckExchange:
+    """Takes nothing; ends when it is cut."""
+
+    def __init__(self) -> None:
+        self.is_cut = False
+
+    async def start(self, *given: Any) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    write = end = start
+
+    def cut(self) -> None:
+        self.is_cut = True
+
+
+@pytest.mark.virtual_clock
+@pytest.mark.parametrize("stage", ["start", "write", "end"])
+async def test_a_client_that_takes_nothing_is_cut_after_the_timeout_at_each_stage(stage: str) -> None:
+    exchange = StuckExchange()
+    loop = asyncio.get_running_loop()
+    with anyio.CancelScope() as scope:
+        writer = EventWriter(
+            exchange,  # type: ignore[arg-type]  # of an exchange a writer needs no more
+            timeout_s=30.0,
+            on_stuck=scope.cancel,
+            idle_s=15.0,
+            on_idle=lambda: None,
+        )
+        await anyio.sleep(7)
+        began = loop.time()
+        await {"start": lambda: writer.start(200, {}), "write": lambda: writer.write(b"x"), "end": writer.end}[stage]()
+    assert exchange.is_cut
+    assert loop.time() - began == pytest.approx(30.0, abs=0.01)
+    writer.close()
+
+
+async def test_an_exchange_that_breaks_once_its_response_has_begun_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(exchange: AsgiExchange, data: bytes) -> None:
+        raise RuntimeError("the framework broke")
+
+    monkeypatch.setattr(AsgiExchange, "write", fail)
+    async with served("serve") as target, target.client() as client:
+        await client.post("/v1/completions", completion(stream=True))
+        assert (await client.read_to_end()).startswith(b"HTTP/1.1 200 ")

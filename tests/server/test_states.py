@@ -57,10 +57,14 @@ def check_503(answer: httpx.Response, code: str) -> None:
 
 
 @both_adapters
-async def test_an_engine_is_served_before_it_is_started_and_after_it_is_closed(adapter: Adapter) -> None:
+async def test_an_engine_is_served_before_it_is_started_and_after_it_is_closed(
+    adapter: Adapter, caplog: pytest.LogCaptureFixture
+) -> None:
     engine = Engine(seed=1, executor=FakeExecutor(vocab_size=2048))
     async with serving_app(app_of(engine, adapter)) as url, plain_client(url) as http:
         await check_unavailable(http)
+        told = [record.message for record in caplog.records if record.levelname == "WARNING"]
+        assert [("503" in said, "has not been started" in said) for said in told] == [(True, True)], "once"
         metrics = await http.get("/metrics")
         assert metrics.status_code == 200
         assert "vllm:num_requests_running" not in metrics.text

@@ -30,6 +30,8 @@ async def test_a_text_becomes_the_engines_tokens_and_a_text_again(
     answer = await http.post("/tokenize", json={"model": "demo", "prompt": text})
     ids = await engine.tokenize(text)
     assert answer.json() == {"count": len(ids), "max_model_len": engine.info.max_model_len, "tokens": ids}
+    without = await http.post("/tokenize", json={"prompt": text, "add_special_tokens": False})
+    assert without.json()["tokens"] == await engine.tokenize(text, add_special_tokens=False)
     back = await http.post("/detokenize", json={"model": "demo", "tokens": ids})
     assert back.json() == {"prompt": text}
 
@@ -93,12 +95,6 @@ async def test_what_is_wrong_is_named(http: httpx.AsyncClient, path: str, body: 
     answer = await http.post(path, json=body)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["code"]) == (404 if param == "model" else 400, param, code)
-
-
-async def test_special_tokens_may_be_left_out(engine: Engine, http: httpx.AsyncClient) -> None:
-    for add in (False, True):
-        answer = await http.post("/tokenize", json={"prompt": "Hello!", "add_special_tokens": add})
-        assert answer.json()["tokens"] == await engine.tokenize("Hello!", add_special_tokens=add)
 
 
 @both_adapters
@@ -204,3 +200,16 @@ async def test_a_panic_of_the_tokenizer_is_an_error_as_any_other(adapter: Adapte
             assert "cannot encode this text" in answer.json()["error"]["message"]
         answer = await client.post("/v1/completions", json={"model": "demo", "prompt": "a fox", "max_tokens": 1})
         assert answer.status_code == 200
+
+
+async def test_a_request_id_of_the_body_is_the_requests_id_where_no_header_has_one() -> None:
+    text = {"prompt": [1, 2, 3], "max_tokens": 3}
+    async with serving_fake("starlette") as (*_, client):
+        alone = await client.post("/v1/completions", json={**text, "request_id": "mine"})
+        both = await client.post(
+            "/v1/completions", json={**text, "request_id": "mine"}, headers={"x-request-id": "of-the-header"}
+        )
+        bad = await client.post("/v1/completions", json={**text, "request_id": "two\nlines"})
+    assert (alone.json()["id"], alone.headers["x-request-id"]) == ("cmpl-mine", "mine")
+    assert (both.json()["id"], both.headers["x-request-id"]) == ("cmpl-mine", "of-the-header")
+    assert (bad.status_code, bad.json()["error"]["param"]) == (400, "request_id")
