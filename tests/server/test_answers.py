@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,8 +16,7 @@ from server.conftest import ADAPTERS, Adapter, events_of, openai_client, plain_c
 
 from aioengine import Engine
 from aioengine.outputs import CompletionDelta, CompletionOutput, FinishReason, Logprob, RequestOutput, TokenLogprobs
-from aioengine.server.answers import ChatAnswer, CompletionAnswer, Usage, error_event, usage_of
-from aioengine.server.errors import api_error_of
+from aioengine.server.answers import ChatAnswer, CompletionAnswer, Usage, usage_of
 from aioengine.testing import FakeExecutor
 
 HEAD: dict[str, object] = {"id": "cmpl-1", "created": 1_700_000_000, "model": 'a "model"\n'}
@@ -242,33 +240,6 @@ def check_columns(logprobs: Any) -> None:
         if score is not None:
             assert -9999.0 <= score <= 0.0
             assert top[token] == score
-
-
-def answer_of(line: TokenLogprobs) -> RequestOutput:
-    """One token was sampled."""
-    output = CompletionOutput(index=0, text="a", token_ids=[5], logprobs=[line], finish_reason="length")
-    return RequestOutput(request_id="1", prompt="", prompt_token_ids=[1], outputs=[output], finished=True)
-
-
-def test_what_is_impossible_has_a_number_nevertheless() -> None:
-    output = answer_of({5: Logprob(-math.inf, 2048, "a"), 6: Logprob(0.0, 1, "b")})
-    chat = ChatAnswer(HEAD, token_bytes, top_logprobs=1, has_usage=False)
-    (position,) = json.loads(asyncio.run(chat.whole([output])))["choices"][0]["logprobs"]["content"]
-    assert position["logprob"] == -9999.0
-    assert [top["token"] for top in position["top_logprobs"]] == ["b"]
-
-
-def test_half_characters_have_one_entry_and_the_sampled_ones_number() -> None:
-    output = answer_of({5: Logprob(-3.0, 3, "\ufffd"), 6: Logprob(-0.5, 1, "\ufffd"), 7: Logprob(-1.0, 2, "b")})
-    made = CompletionAnswer(HEAD, token_bytes, top_logprobs=2, has_usage=False, num_choices=1)
-    logprobs = json.loads(asyncio.run(made.whole([output])))["choices"][0]["logprobs"]
-    assert logprobs["top_logprobs"] == [{"\ufffd": -3.0, "b": -1.0}]
-
-
-def test_an_error_amid_a_stream_is_an_event() -> None:
-    (event,) = events_of(error_event(api_error_of(RuntimeError("a secret")).body()) + b"data: [DONE]\n\n")
-    assert event["error"]["code"] == "internal_error"
-    assert "secret" not in event["error"]["message"]
 
 
 # Any text at all, over a socket

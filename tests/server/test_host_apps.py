@@ -25,7 +25,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 from waiting import Tasks, until
 
-from aioengine import AioEngineError, CompletionDelta, Engine, EngineClosed, Health, RequestOutput, StepFailed, Stream
+from aioengine import AioEngineError, CompletionDelta, Engine, EngineClosed, Health, RequestOutput
 from aioengine.server import (
     HttpLimits,
     ServerConfig,
@@ -231,32 +231,22 @@ async def test_an_engine_without_room_is_a_503_that_says_when_to_come_again(is_s
 
 
 @pytest.mark.parametrize("is_told", [False, True])
-async def test_a_stream_that_breaks_ends_its_response_so_that_its_client_notices(
-    is_told: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def fail(stream: Stream) -> CompletionDelta:
-        if stream.result.outputs[0].token_ids[3:]:
-            raise StepFailed("secret internals")
-        return await take(stream)
-
-    take = Stream.__anext__
-    monkeypatch.setattr(Stream, "__anext__", fail)
-
+async def test_a_stream_that_breaks_ends_its_response_so_that_its_client_notices(is_told: bool) -> None:
     def encode_error(error: AioEngineError) -> bytes:
         return f"[{type(error).__name__}]".encode()
 
-    async with quick_engine() as engine:
+    def make(_: Request) -> Response:
+        stream = engine.stream(PROMPT, max_tokens=30, ignore_eos=True)
+        return StreamResponse(stream, encode_error=encode_error if is_told else None)
 
-        def make(request: Request) -> Response:
-            stream = engine.stream(PROMPT, max_tokens=30, ignore_eos=True)
-            return StreamResponse(stream, encode_error=encode_error if is_told else None)
-
-        async with hosted(make) as client:
-            if is_told:
-                assert (await client.get("/")).text.endswith("[StepFailed]")
-            else:
-                with pytest.raises(httpx.RemoteProtocolError):
-                    await client.get("/")
+    executor = FakeExecutor(vocab_size=2048)
+    executor.make_step_fail(3, RuntimeError("secret internals"))
+    async with Engine(seed=1, executor=executor) as engine, hosted(make) as client:
+        if is_told:
+            assert (await client.get("/")).text.endswith("[StepFailed]")
+        else:
+            with pytest.raises(httpx.RemoteProtocolError):
+                await client.get("/")
 
 
 async def test_aiohttp_handlers_answer_the_engines_errors_as_the_api_does() -> None:

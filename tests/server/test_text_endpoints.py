@@ -12,7 +12,7 @@ import pytest
 from server.conftest import Adapter, both_adapters, events_of, on_both_adapters, serving_fake
 from tokenizers import Regex
 from tokenizers.pre_tokenizers import Split
-from waiting import until
+from waiting import Tasks, until
 
 import aioengine
 from aioengine import Engine
@@ -114,13 +114,8 @@ async def test_a_request_is_aborted_by_its_id(
     names = ({"request_id": "cmpl-a"}, {"request_id": f"{prefix}cmpl-a"}, {"request_ids": ["other", f"{prefix}cmpl-a"]})
     async with serving_fake(adapter, is_manual=True) as (engine, executor, _, http):
         for asked, named in itertools.product((in_header, in_body), names):
-            answers: list[httpx.Response] = []
-
-            async def ask(asked: Any = asked, answers: list[httpx.Response] = answers) -> None:
-                answers.append(await http.post(path, **asked))
-
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(ask)
+            async with Tasks() as tasks:
+                asking = tasks.start(http.post(path, **asked))
                 await until(lambda: engine.stats().running == 1)
                 told = await http.post("/abort", json=named)
                 assert told.status_code == 200
@@ -128,7 +123,7 @@ async def test_a_request_is_aborted_by_its_id(
                 while executor.unfinished:
                     executor.complete()
                     await until(lambda: not executor.unfinished or not executor.unfinished[0].is_done)
-            (answer,) = answers
+                answer = await asking
             assert answer.status_code == 200
             last = events_of(answer.content)[-1] if stream else answer.json()
             assert (last["choices"][0]["finish_reason"], last["id"]) == ("abort", f"{prefix}cmpl-a")
