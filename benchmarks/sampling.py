@@ -32,7 +32,10 @@ import numpy as np
 import torch
 
 from aioengine.executor.input_batch import InputBatch
-from aioengine.sampler import PromptTokens, Scratch, prompt_logprobs, sample
+from aioengine.sampler.blocks import Scratch
+from aioengine.sampler.logprobs import prompt_logprobs
+from aioengine.sampler.rows import PromptTokens
+from aioengine.sampler.sampling import sample
 from aioengine.scheduler.plan import EMPTY, LogitsRow, RowAdded, RowSampling, StepPlan, Want, int32
 
 NUM_PROMPT, NUM_OUTPUT = 200, 300

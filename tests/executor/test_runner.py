@@ -34,7 +34,7 @@ def make_runner(
         tensor.fill_(torch.nan)  # what was never written must not be read
     batch = InputBatch(max_num_seqs=max_num_seqs, max_model_len=c.max_model_len, block_size=block_size)
     stats = ExecutorStats()
-    return Runner(decoder, TorchPagedAttention(cache), batch, stats), stats  # type: ignore[arg-type]
+    return Runner(decoder, batch, stats, lambda: TorchPagedAttention(cache)), stats  # type: ignore[arg-type]
 
 
 def test_logits_are_computed_for_the_rows_that_want_them_only() -> None:

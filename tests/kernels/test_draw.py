@@ -12,8 +12,9 @@ from torch import Tensor
 
 from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleRow, Status, param_of
 from aioengine.kernels.torch import sampling as reference_sampling
-from aioengine.sampler import SamplingRows, sample
 from aioengine.sampler.noise import NOISE_SPAN
+from aioengine.sampler.rows import SamplingRows
+from aioengine.sampler.sampling import sample
 from aioengine.sampling_params import FILTERS
 
 draw_file = pytest.importorskip("aioengine.kernels.sampling.draw")

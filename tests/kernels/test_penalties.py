@@ -14,7 +14,7 @@ from sampler.batch import Asking, asking
 from aioengine.kernels.sampling import penalties
 from aioengine.kernels.sampling.sample_rows import SampleFlag, SampleRow, param_of
 from aioengine.kernels.torch import rules as reference_rules
-from aioengine.sampler import Scratch
+from aioengine.sampler.blocks import Scratch
 from aioengine.sampler.penalties import apply_penalties
 from aioengine.sampling_params import PENALTIES
 

@@ -10,7 +10,9 @@ import numpy as np
 import torch
 
 from aioengine.executor.input_batch import InputBatch
-from aioengine.sampler import Sampled, SamplingRows, Scratch, sample
+from aioengine.sampler.blocks import Scratch
+from aioengine.sampler.rows import SamplingRows
+from aioengine.sampler.sampling import Sampled, sample
 from aioengine.sampling_params import ROW_PARAMS, RowParams
 from aioengine.scheduler.plan import EMPTY, LogitsRow, RowAdded, RowSampling, StepPlan, Want, int32
 

@@ -8,9 +8,9 @@ import torch
 import transformers
 from sampler.batch import chi_square_is_plausible, expected_probabilities, make_rows, random_logits, row_of
 
-from aioengine.sampler import Scratch, sample
-from aioengine.sampler.blocks import block, largest, likeliest
+from aioengine.sampler.blocks import Scratch, block, largest, likeliest
 from aioengine.sampler.filters import filter_threshold
+from aioengine.sampler.sampling import sample
 
 
 def draws(logits: torch.Tensor, n: int, **columns: Any) -> np.ndarray:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from sampler.batch import asking, make_rows, random_logits, sample_for
 
-from aioengine.sampler import sample
+from aioengine.sampler.sampling import sample
 
 FILTERS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},

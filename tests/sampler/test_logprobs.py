@@ -5,7 +5,9 @@ import pytest
 import torch
 from sampler.batch import asking, make_rows, random_logits, sample_for
 
-from aioengine.sampler import PromptTokens, prompt_logprobs, sample
+from aioengine.sampler.logprobs import prompt_logprobs
+from aioengine.sampler.rows import PromptTokens
+from aioengine.sampler.sampling import sample
 
 
 def test_logprobs_may_ask_for_no_token_but_the_sampled_one_or_for_all() -> None:

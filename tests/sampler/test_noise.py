@@ -8,8 +8,7 @@ import pytest
 import torch
 from sampler.batch import chi_square_is_plausible, make_rows
 
-from aioengine.sampler import Scratch
-from aioengine.sampler.blocks import BLOCK
+from aioengine.sampler.blocks import BLOCK, Scratch
 from aioengine.sampler.noise import NOISE_SPAN, NoiseKeys, gumbel, noise_keys
 
 

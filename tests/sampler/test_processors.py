@@ -10,7 +10,7 @@ import torch
 from hostile_errors import HOSTILE
 from sampler.batch import asking, random_logits, rows_of, sample_for, tokens_of
 
-from aioengine.sampler import sample
+from aioengine.sampler.sampling import sample
 from aioengine.scheduler.plan import LogitsRow
 
 VOCAB = 128  # a multiple of the block, so that rows are worked on where they are

@@ -19,7 +19,7 @@ from sampler.batch import (
     sample_for,
 )
 
-from aioengine.sampler import Scratch
+from aioengine.sampler.blocks import Scratch
 from aioengine.sampler.rules import apply_rules
 from aioengine.scheduler.plan import RowSampling
 

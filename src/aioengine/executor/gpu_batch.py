@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from aioengine.executor.row_columns import RowColumns
 from aioengine.executor.step_words import ExtraWords, FixedWords, Span, TableSpans
 from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow
-from aioengine.sampler import PromptTokens, RowRules, RuledRows, spans
 from aioengine.sampler.on_device import Features
 from aioengine.sampler.outputs import OutputSizes
+from aioengine.sampler.rows import PromptTokens, RowRules, RuledRows, spans
 from aioengine.sampler.rule_table import RuleSizes, RuleTable, pack_bits
 from aioengine.sampling_params import FILTERS, PENALTIES, is_any_on
 from aioengine.scheduler.plan import Int32, RowAdded, StepPlan, Want

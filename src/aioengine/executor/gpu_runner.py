@@ -24,10 +24,11 @@ from aioengine.kernels.operations import Operations
 from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow, param_of
 from aioengine.models.decoder import Decoder
 from aioengine.models.fused import FusedDecoder
-from aioengine.sampler import keep_allowed, run_processors
 from aioengine.sampler.on_device import DeviceSampler, Features, SampleTensors
 from aioengine.sampler.outputs import DeviceOutputs, OutputSizes, Scored
+from aioengine.sampler.processors import run_processors
 from aioengine.sampler.rule_table import RuleSizes
+from aioengine.sampler.rules import keep_allowed
 from aioengine.scheduler.plan import StepPlan
 
 PROMPT_CHUNK_ELEMENTS = 2**25

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from aioengine.executor.row_columns import RowColumns
 from aioengine.kernels.attention.torch_paged import AttentionMetadata
-from aioengine.sampler import PromptTokens, SamplingRows, spans
+from aioengine.sampler.rows import PromptTokens, SamplingRows, spans
 from aioengine.scheduler.plan import Int32, RowAdded, StepPlan, Want
 
 

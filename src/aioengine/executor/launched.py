@@ -17,8 +17,8 @@ from aioengine.executor.completion_thread import DeferredResult
 from aioengine.executor.gpu_batch import GpuStep
 from aioengine.executor.step_words import WORDS_A_ROW, ExtraWords, Span
 from aioengine.kernels.sampling.sample_rows import Status
-from aioengine.sampler import spans
 from aioengine.sampler.outputs import DeviceOutputs, Scored
+from aioengine.sampler.rows import spans, why_hopeless
 from aioengine.scheduler.plan import PromptLogprobs, RowFailure, StepLogprobs, StepResult, int32
 
 
@@ -158,20 +158,12 @@ def _failures(
     for sample in np.flatnonzero(status != Status.SAMPLED).tolist():
         index = int(step.row_of_sample[sample])
         if index not in errors:
-            errors[index] = _why(int(status[sample]), step, sample)
+            errors[index] = why_hopeless(
+                is_nan=status[sample] == Status.NOT_A_NUMBER,
+                is_ruled=bool(step.is_ruled[sample]),
+                has_processors=index in step.sampled[step.processed],
+            )
     return tuple(RowFailure(index, errors[index]) for index in sorted(errors))
-
-
-def _why(status: int, step: GpuStep, sample: int) -> Exception:
-    if status == Status.NOT_A_NUMBER:
-        is_processed = any(step.sampled[logits_row] == step.row_of_sample[sample] for logits_row in step.processed)
-        after = "the logits are not numbers after the request's processors"
-        return ArithmeticError(after if is_processed else "the model's logits are not numbers")
-    if step.is_ruled[sample]:
-        return ValueError(
-            "no token is left to sample: allowed_token_ids, bad_words, min_tokens or a logits processor mask all"
-        )
-    return ArithmeticError("the model's logits are all -inf")
 
 
 def _step_logprobs(step: GpuStep, out: DeviceOutputs[NDArray[Any]], is_good: NDArray[np.bool_]) -> StepLogprobs | None:

@@ -68,7 +68,7 @@ def make_cpu_runner(decoder: Decoder, config: EngineConfig, stats: ExecutorStats
     def make_attention() -> TorchPagedAttention:
         return TorchPagedAttention(KVCache.allocate(shape, num_blocks))
 
-    runner = Runner(decoder, make_attention(), batch, stats, make_attention)
+    runner = Runner(decoder, batch, stats, make_attention)
     return runner, _info(decoder, config, num_blocks, shape, "cpu", CPU_MAX_IN_FLIGHT)
 
 

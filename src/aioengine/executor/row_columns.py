@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aioengine.kernels.sampling.sample_rows import PARAM_WORDS, SAMPLE_WORDS, SampleRow
-from aioengine.sampler import NO_RULES, PromptTokens, RowRules, RuledRows, has_rules, spans
+from aioengine.sampler.rows import NO_RULES, PromptTokens, RowRules, RuledRows, has_rules, spans
 from aioengine.sampling_params import PENALTIES, ROW_PARAMS
 from aioengine.scheduler.plan import Int32, RowAdded, StepPlan
 

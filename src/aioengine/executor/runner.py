@@ -20,7 +20,9 @@ from aioengine.executor.completion_thread import DeferredResult
 from aioengine.executor.input_batch import InputBatch, StepInputs
 from aioengine.kernels.attention.torch_paged import TorchPagedAttention
 from aioengine.models.decoder import Decoder
-from aioengine.sampler import Scratch, prompt_logprobs, sample
+from aioengine.sampler.blocks import Scratch
+from aioengine.sampler.logprobs import prompt_logprobs
+from aioengine.sampler.sampling import sample
 from aioengine.scheduler.plan import EMPTY, RowFailure, StepPlan, StepResult, int32
 
 
@@ -62,8 +64,7 @@ class Runner:
     """The `StepRunner` of a CPU.
 
     Args:
-        attention: over an empty KV cache.
-        make_attention: makes another one after `drop_cache`.
+        make_attention: over an empty KV cache, now and after `drop_cache`.
 
     Attributes:
         decoder, attention: while one is None no step may come.
@@ -72,13 +73,12 @@ class Runner:
     def __init__(
         self,
         decoder: Decoder,
-        attention: TorchPagedAttention,
         batch: InputBatch,
         stats: ExecutorStats,
-        make_attention: Callable[[], TorchPagedAttention] | None = None,
+        make_attention: Callable[[], TorchPagedAttention],
     ) -> None:
         self.decoder: Decoder | None = decoder
-        self.attention: TorchPagedAttention | None = attention
+        self.attention: TorchPagedAttention | None = make_attention()
         self._make_attention = make_attention
         self._batch = batch
         self._stats = stats
@@ -101,7 +101,6 @@ class Runner:
 
     def make_cache(self) -> None:
         if self.attention is None:
-            assert self._make_attention is not None
             self.attention = self._make_attention()
 
     def drop_cache(self) -> None:

@@ -11,27 +11,3 @@
 A draw is a function of (seed, choice, output position) and the row's logits, and those of its model, its tokens and its
 rules: never of the batch, the row, preemption or the device.
 """
-
-from aioengine.sampler.blocks import Scratch, put_rows
-from aioengine.sampler.logprobs import prompt_logprobs
-from aioengine.sampler.processors import run_processors
-from aioengine.sampler.rows import NO_RULES, PromptTokens, RowRules, RuledRows, SamplingRows, has_rules, spans
-from aioengine.sampler.rules import keep_allowed
-from aioengine.sampler.sampling import Sampled, sample
-
-__all__ = [
-    "NO_RULES",
-    "PromptTokens",
-    "RowRules",
-    "RuledRows",
-    "Sampled",
-    "SamplingRows",
-    "Scratch",
-    "has_rules",
-    "keep_allowed",
-    "prompt_logprobs",
-    "put_rows",
-    "run_processors",
-    "sample",
-    "spans",
-]

@@ -169,3 +169,15 @@ class PromptTokens:
     token_ids: Int64
     predicted_at: Int64
     num_top: int
+
+
+def why_hopeless(*, is_nan: bool, is_ruled: bool, has_processors: bool) -> Exception:
+    """Why no token can be sampled from logits of which the highest is NaN, else -inf."""
+    if is_nan:
+        after = "the logits are not numbers after the request's processors"
+        return ArithmeticError(after if has_processors else "the model's logits are not numbers")
+    if is_ruled:
+        return ValueError(
+            "no token is left to sample: allowed_token_ids, bad_words, min_tokens or a logits processor mask all"
+        )
+    return ArithmeticError("the model's logits are all -inf")

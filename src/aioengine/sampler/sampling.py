@@ -11,7 +11,7 @@ from torch import Tensor
 from aioengine.sampler.blocks import BlockedLogits, Scratch, block, likeliest, put_rows, row_index
 from aioengine.sampler.draws import draw_tokens
 from aioengine.sampler.logprobs import step_logprobs
-from aioengine.sampler.rows import Int64, RuledRows, SamplingRows, spans
+from aioengine.sampler.rows import Int64, RuledRows, SamplingRows, spans, why_hopeless
 from aioengine.sampler.rules import apply_rules
 from aioengine.scheduler.plan import Float32, Int32, RowFailure, StepLogprobs
 
@@ -110,19 +110,14 @@ class RawLogits(NamedTuple):
 def hopeless_rows(top: Tensor, ruled: RuledRows | None) -> dict[int, Exception]:
     """Why no token can be sampled, for the rows whose highest logit, of ``top``, is NaN or -inf."""
     rules = {} if ruled is None else dict(zip(ruled.logits_rows.tolist(), ruled.rules, strict=True))
-    failures: dict[int, Exception] = {}
-    for row in np.flatnonzero(~(top.numpy() > -np.inf)).tolist():
-        has_processors = row in rules and bool(rules[row].logits_processors)
-        if torch.isnan(top[row]):
-            by_whom = "the logits are not numbers after the request's processors" if has_processors else None
-            failures[row] = ArithmeticError(by_whom or "the model's logits are not numbers")
-        elif row in rules:
-            failures[row] = ValueError(
-                "no token is left to sample: allowed_token_ids, bad_words, min_tokens or a logits processor mask all"
-            )
-        else:
-            failures[row] = ArithmeticError("the model's logits are all -inf")
-    return failures
+    return {
+        row: why_hopeless(
+            is_nan=bool(torch.isnan(top[row])),
+            is_ruled=row in rules,
+            has_processors=row in rules and bool(rules[row].logits_processors),
+        )
+        for row in np.flatnonzero(~(top.numpy() > -np.inf)).tolist()
+    }
 
 
 def one_sample_each(rows: SamplingRows) -> SampleRows:
