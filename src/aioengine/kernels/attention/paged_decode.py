@@ -213,15 +213,16 @@ def attend_decode(
     window = NO_WINDOW if window is None else min(window, NO_WINDOW)
     group = num_heads // num_kv_heads
     _decode_kernel[(num_kv_heads, num_entries, num_splits)](
-        q, k_cache, v_cache, block_tables, decodes, out, parts, part_masses, scale * LOG2_E, window,
-        block_tables.shape[1],
+        q, k_cache, v_cache, block_tables, decodes, out, parts, part_masses,
+        scale * LOG2_E, window, block_tables.shape[1],
         IS_SPLIT=is_split, KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=k_cache.shape[1],
         M=max(triton.next_power_of_2(group), 16), D=triton.next_power_of_2(head_dim), **constants,
         num_warps=choice.num_warps, num_stages=choice.num_stages, enable_fp_fusion=True,
     )  # fmt: skip
     if is_split:
         _combine_kernel[(num_heads, num_entries)](
-            parts, part_masses, decodes, out, window, num_splits,
+            parts, part_masses, decodes, out,
+            window, num_splits,
             HEADS=num_heads, HEAD_DIM=head_dim, D=triton.next_power_of_2(head_dim), PARTS=_COMBINED_AT_ONCE,
             **constants, enable_fp_fusion=True,
         )  # fmt: skip

@@ -163,13 +163,14 @@ def _prefill_kernel(
     num_before = full_tile - first_tile
     total, highest, mass = _attend_keys(
         total, highest, mass, q, query_positions, k_ptr, v_ptr, table,
-        full_tile, 0, 0, num_full, first_seen, end, window, score_scale, head_dims, is_dim,
+        full_tile, 0, 0, num_full,
+        first_seen, end, window, score_scale, head_dims, is_dim,
         False, HAS_WINDOW, KV_HEADS * HEAD_DIM, BLOCK_SIZE, N,
     )  # fmt: skip
     total, highest, mass = _attend_keys(
         total, highest, mass, q, query_positions, k_ptr, v_ptr, table,
-        first_tile, num_before, num_full, num_before + end_tile - full_end_tile, first_seen, end, window, score_scale,
-        head_dims, is_dim,
+        first_tile, num_before, num_full, num_before + end_tile - full_end_tile,
+        first_seen, end, window, score_scale, head_dims, is_dim,
         True, HAS_WINDOW, KV_HEADS * HEAD_DIM, BLOCK_SIZE, N,
     )  # fmt: skip
     result = total * (1.0 / mass)[:, None]
@@ -196,10 +197,10 @@ def attend_prefill(
     choice = choice_of(PREFILL, q.device, shape)
     constants = _constants(shape, choice)
     _prefill_kernel[(len(tiles) * k_cache.shape[2] * constants["PARTS"],)](
-        q, k_cache, v_cache, block_tables, tiles, out, scale * LOG2_E,
-        NO_WINDOW if window is None else min(window, NO_WINDOW), block_tables.shape[1],
-        HAS_WINDOW=window is not None, **constants, num_warps=choice.num_warps, num_stages=choice.num_stages,
-        enable_fp_fusion=True,
+        q, k_cache, v_cache, block_tables, tiles, out,
+        scale * LOG2_E, NO_WINDOW if window is None else min(window, NO_WINDOW), block_tables.shape[1],
+        HAS_WINDOW=window is not None, **constants,
+        num_warps=choice.num_warps, num_stages=choice.num_stages, enable_fp_fusion=True,
     )  # fmt: skip
 
 

@@ -38,6 +38,7 @@ def append_tokens(history: Tensor, samples: Tensor, token_ids: Tensor) -> None:
     check_tensor("append_tokens: token_ids", token_ids, (len(samples),), torch.int32, device)
     if len(samples):
         _append_tokens_kernel[(triton.cdiv(len(samples), BLOCK),)](
-            history, samples, token_ids, len(samples), history.shape[1],
+            history, samples, token_ids,
+            len(samples), history.shape[1],
             BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=True,
         )  # fmt: skip

@@ -50,6 +50,7 @@ def copy_blocks(caches: Tensor, copied_from: Tensor, copied_to: Tensor) -> None:
     word_bytes, word = next((n, dtype) for n, dtype in WORDS if not bytes_a_block % n and not caches.data_ptr() % n)
     words_a_block = bytes_a_block // word_bytes
     _copy_blocks_kernel[(len(copied_from), num_caches, triton.cdiv(words_a_block, BLOCK))](
-        caches.view(-1).view(word), copied_from, copied_to, num_blocks,
+        caches.view(-1).view(word), copied_from, copied_to,
+        num_blocks,
         WORDS_A_BLOCK=words_a_block, BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=True,
     )  # fmt: skip

@@ -74,7 +74,8 @@ def gather_tokens(
         # No row has more tokens than the step.
         programs = min(triton.cdiv(num_tokens, BLOCK), MAX_PROGRAMS_A_ROW)
         _gather_tokens_kernel[(len(rows), programs)](
-            rows, history, block_tables, token_ids, positions, slots, history.shape[1], block_tables.shape[1],
+            rows, history, block_tables, token_ids, positions, slots,
+            history.shape[1], block_tables.shape[1],
             BLOCK_SIZE=block_size, BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=True,
         )  # fmt: skip
     return token_ids, positions, slots

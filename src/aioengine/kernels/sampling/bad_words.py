@@ -85,7 +85,7 @@ def ends_of_bad_words(
     if not num_words:
         return
     _ends_of_bad_words_kernel[(triton.cdiv(num_words, BLOCK),)](
-        samples, sample_of_row, history, word_rows, word_offsets, word_ids, edit_values, num_words,
-        history.shape[1], BLOCK,
+        samples, sample_of_row, history, word_rows, word_offsets, word_ids, edit_values,
+        num_words, history.shape[1], BLOCK,
         num_warps=1, enable_fp_fusion=True,
     )  # fmt: skip

@@ -200,12 +200,14 @@ def draw(
     part_tops, part_scores = logits.new_empty(2, num_samples, num_parts)
     part_tokens = samples.new_empty(num_samples, num_parts)
     _part_kernel[num_samples, num_parts](
-        logits, samples, samples if masks is None else masks, maxima, floors, tops, part_tops, part_scores,
-        part_tokens, vocab, pieces_of_part, masks is not None, has_filters, is_greedy, PIECE_WORDS,
+        logits, samples, samples if masks is None else masks, maxima, floors, tops,
+        part_tops, part_scores, part_tokens,
+        vocab, pieces_of_part, masks is not None, has_filters, is_greedy, PIECE_WORDS,
         num_warps=1, enable_fp_fusion=True,
     )  # fmt: skip
     _join_kernel[num_samples,](
-        samples, part_tops, part_scores, part_tokens, token_ids, status, num_parts, most_parts(vocab),
+        samples, part_tops, part_scores, part_tokens, token_ids, status,
+        num_parts, most_parts(vocab),
         num_warps=JOIN_WARPS, enable_fp_fusion=True,
     )  # fmt: skip
 

@@ -104,7 +104,7 @@ def edit_logits(
     if not num_edits or not len(logits) or not len(samples):
         return
     _edit_logits_kernel[(triton.cdiv(num_edits, BLOCK),)](
-        logits, samples, sample_of_row, edit_rows, edit_tokens, edit_values, edit_until, num_edits,
-        logits.shape[1], BLOCK,
+        logits, samples, sample_of_row, edit_rows, edit_tokens, edit_values, edit_until,
+        num_edits, logits.shape[1], BLOCK,
         num_warps=NUM_WARPS, enable_fp_fusion=True,
     )  # fmt: skip

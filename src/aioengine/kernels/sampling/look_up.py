@@ -66,7 +66,8 @@ def look_up(
     if not num_pairs or not len(logits):
         return
     _look_up_kernel[(triton.cdiv(num_pairs, PAIRS),)](
-        logits, logits_rows, token_ids, log_mass, logprobs, ranks, num_pairs, vocab, PAIRS,
+        logits, logits_rows, token_ids, log_mass, logprobs, ranks,
+        num_pairs, vocab, PAIRS,
         num_warps=NUM_WARPS, enable_fp_fusion=True,
     )  # fmt: skip
     _rank_kernel[(num_pairs, triton.cdiv(vocab, TILE))](

@@ -138,7 +138,8 @@ def penalise(logits: Tensor, samples: Tensor, history: Tensor, counters: Tensor)
         samples, history, counters, vocab, history.shape[1], BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=True
     )
     _apply_kernel[grid](
-        logits, samples, history, counters, vocab, history.shape[1], BLOCK,
+        logits, samples, history, counters,
+        vocab, history.shape[1], BLOCK,
         num_warps=NUM_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 

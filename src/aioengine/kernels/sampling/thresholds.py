@@ -389,12 +389,14 @@ def find_floors(logits: Tensor, samples: Tensor, masks: Tensor | None) -> Floors
     masks = samples if masks is None else masks  # some address; nothing is read there
     num_parts = triton.cdiv(num_blocks * WORDS_OF_BLOCK.value, SCANNED_WORDS)
     _scan_kernel[num_samples, num_parts](
-        logits, samples, masks, maxima, masses, vocab, num_blocks, has_mask, SCANNED_WORDS,
+        logits, samples, masks, maxima, masses,
+        vocab, num_blocks, has_mask, SCANNED_WORDS,
         num_warps=SCAN_WARPS, enable_fp_fusion=True,
     )  # fmt: skip
     _floor_kernel[num_samples,](
-        logits, samples, masks, maxima, masses, reached, gathered, floors, tops, vocab, num_blocks, has_mask,
-        padded_blocks, min(TILE_BLOCKS, padded_blocks), min(MAX_GATHERED, padded_blocks * BLOCK),
+        logits, samples, masks, maxima, masses, reached, gathered, floors, tops,
+        vocab, num_blocks, has_mask, padded_blocks,
+        min(TILE_BLOCKS, padded_blocks), min(MAX_GATHERED, padded_blocks * BLOCK),
         num_warps=FLOOR_WARPS, enable_fp_fusion=True,
     )  # fmt: skip
     return Floors(maxima, floors, tops)

@@ -210,15 +210,16 @@ def top_logprobs(logits: Tensor, samples: Tensor, log_mass: Tensor, ids: Tensor,
     block_keys = torch.empty(num_samples, num_blocks, dtype=torch.int32, device=device)
     tile_tops, tile_sums = torch.empty(2, num_samples, num_tiles, dtype=torch.float32, device=device)
     _read_kernel[(num_tiles, num_samples)](
-        logits, samples, block_keys, tile_tops, tile_sums, vocab, num_blocks, BLOCK, TILE_BLOCKS,
+        logits, samples, block_keys, tile_tops, tile_sums,
+        vocab, num_blocks, BLOCK, TILE_BLOCKS,
         num_warps=READ_WARPS, enable_fp_fusion=True,
     )  # fmt: skip
     num_blocks_padded = triton.next_power_of_2(num_blocks)
     rounds = next((rounds for rounds in ROUNDS if k <= rounds), ROUNDS[-1]) if k else 0
     elements = max(num_blocks_padded, rounds * BLOCK)
     _choose_kernel[(num_samples,)](
-        logits, samples, block_keys, tile_tops, tile_sums, log_mass, ids, logprobs, k, vocab, num_blocks,
-        num_tiles,
+        logits, samples, block_keys, tile_tops, tile_sums, log_mass, ids, logprobs,
+        k, vocab, num_blocks, num_tiles,
         BLOCK=BLOCK, BLOCKS=num_blocks_padded, TILES=triton.next_power_of_2(num_tiles), ROUNDS=rounds,
         num_warps=4 if elements <= 4 * 32 * ELEMENTS_A_THREAD else 8, enable_fp_fusion=True,
     )  # fmt: skip
