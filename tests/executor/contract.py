@@ -9,7 +9,7 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -513,18 +513,11 @@ class ExecutorContract(abc.ABC):
         for plan in plans:
             if len(steps) - len(results) == opened.executor.info.max_in_flight:
                 results.append(await steps[len(results)].finish())
+                assert steps[len(results) - 1].is_done
             steps.append(opened.executor.launch(plan))
         for step in steps[len(results) :]:
             results.append(await step.finish())
         return results
-
-    async def test_a_step_is_done_once_a_later_one_has_finished(self, opened: Opened) -> None:
-        writer = opened.writer()
-        writer.add(0, self.prompt(opened, 3))
-        steps = [opened.executor.launch(writer.plan()) for _ in range(opened.executor.info.max_in_flight)]
-        for step in steps:
-            await step.finish()
-            assert step.is_done
 
     async def test_cancelling_a_wait_does_not_stop_the_device(self, opened: Opened) -> None:
         if opened.executor.info.max_in_flight == 1:
@@ -664,15 +657,6 @@ class ExecutorContract(abc.ABC):
         await opened.executor.stop_profile(tmp_path / "trace.json")
         assert step_names(tmp_path / "trace.json") == []
 
-    async def test_a_profile_ends_with_the_executor(self, opened: Opened, tmp_path: Path) -> None:
-        await opened.executor.start_profile(max_steps=100)
-        await opened.executor.aclose()
-        with pytest.raises(DeviceLost):
-            await opened.executor.stop_profile(tmp_path / "trace.json")
-        with pytest.raises(DeviceLost):
-            await opened.executor.start_profile(max_steps=100)
-        assert os.listdir(tmp_path) == []
-
     # The end
 
     async def test_after_closing_a_step_brings_its_result_or_says_that_the_device_is_lost(self, opened: Opened) -> None:
@@ -712,16 +696,14 @@ class ExecutorContract(abc.ABC):
             await opened.executor.aclose()
         assert len(heard) == len(steps)
 
-    async def test_a_step_launched_after_closing_says_that_the_device_is_lost(self, opened: Opened) -> None:
+    async def test_closing_at_once_is_closing_and_a_later_step_says_that_the_device_is_lost(
+        self, opened: Opened
+    ) -> None:
         writer = opened.writer()
         writer.add(0, self.prompt(opened, 9))
+        async with anyio.create_task_group() as tasks:
+            for _ in range(3):
+                tasks.start_soon(opened.executor.aclose)
         await opened.executor.aclose()
         with pytest.raises(DeviceLost):
             await opened.run(writer.plan())
-
-    async def test_closing_twice_or_at_once_is_closing(self, opened: Opened) -> None:
-        closes: list[Callable[[], Awaitable[None]]] = [opened.executor.aclose] * 3
-        async with anyio.create_task_group() as tasks:
-            for close in closes:
-                tasks.start_soon(close)
-        await opened.executor.aclose()

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import anyio
 import numpy as np
 import pytest
-from executor.plans import PROMPT, PlanWriter, greedy_tokens
+from executor.plans import PROMPT, PlanWriter, greedy_tokens, run_step
 from nightly import nightly
 
 from aioengine.core.control import StageWeights
@@ -63,8 +63,7 @@ class Controlled:
         """The next token of the sequence in row 0; a writer without one gets that of `tokens`."""
         if not writer.rows:
             writer.add(0, list(PROMPT))
-        plan = writer.plan()
-        return writer.read(plan, await self.executor.launch(plan).finish())[0]
+        return (await run_step(self.executor, writer))[0]
 
     def values(self, name: str, seed: int = 1) -> bytes:
         """A tensor of float32 for this name."""
@@ -399,6 +398,8 @@ class ControlContract(abc.ABC):
             lambda: executor.collective_rpc("control_contract.describe", (), {}),
             lambda: executor.apply_model(id),
             lambda: executor.execute_dummy_batch(),
+            lambda: executor.start_profile(max_steps=1),
+            lambda: executor.stop_profile(tmp_path / "trace.json"),
         ]
         for call in calls:
             with pytest.raises(DeviceLost):

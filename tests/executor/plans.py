@@ -197,14 +197,19 @@ def tokens_by_row(plan: StepPlan, result: StepResult) -> dict[int, int]:
 PROMPT = tuple((7 * i) % 90 + 3 for i in range(21))
 
 
+async def run_step(
+    executor: Executor, writer: PlanWriter, num_tokens: dict[int, int | None] | None = None
+) -> dict[int, int]:
+    """Plan a step as `PlanWriter.plan` does, run and read it: {row: sampled token}, the first of several."""
+    plan = writer.plan(num_tokens)
+    return writer.read(plan, await executor.launch(plan).finish())
+
+
 async def greedy_tokens(executor: Executor, num_tokens: int = 6, prompt: tuple[int, ...] = PROMPT) -> list[int]:
     """Those of one sequence, which leaves its row."""
     writer = PlanWriter(executor.info.num_blocks, executor.info.block_size)
     writer.add(0, list(prompt))
-    tokens = []
-    for _ in range(num_tokens):
-        plan = writer.plan({0: None})
-        tokens.append(writer.read(plan, await executor.launch(plan).finish())[0])
+    tokens = [(await run_step(executor, writer))[0] for _ in range(num_tokens)]
     writer.remove(0)
-    await executor.launch(writer.plan({})).finish()
+    await run_step(executor, writer)
     return tokens

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from executor.gpu import InjectedFailure, gpu_config, let_steps_fail, start_gpu
 from executor.plan_storm import RandomPlans, check_equal, follow
-from executor.plans import PlanWriter, greedy_tokens, tokens_by_row
+from executor.plans import PlanWriter, greedy_tokens, run_step, tokens_by_row
 from nightly import few, nightly
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -157,8 +157,7 @@ async def test_a_failed_step_of_a_row_with_a_processor_leaves_the_steps_behind_i
     async with started(folder, max_in_flight=depth) as (executor, writer):
         failing = let_steps_fail(executor)
         writer.add(1, prompt_of(9))
-        plan = writer.plan()
-        expected = writer.read(plan, await executor.launch(plan).finish())[1]
+        expected = (await run_step(executor, writer))[1]
         writer.remove(1)
         writer.add(0, prompt_of(6), logits_processors=(follow,))
         failed = writer.plan()
@@ -234,13 +233,11 @@ async def test_steps_are_launched_while_the_device_has_not_begun_and_their_memor
 ) -> None:
     accelerator = FakeAccelerator()
     async with started(folder, accelerator, max_in_flight=depth, cuda_graphs=graphs) as (executor, writer):
-        expected = []
-        writer.add(0, prompt_of(9), logprobs=2, stop_ids=(5,), min_tokens=50, frequency_penalty=0.5)
-        for _ in range(depth):
-            plan = writer.plan()
-            expected.append(writer.read(plan, await executor.launch(plan).finish())[0])
+        sampling: dict[str, Any] = {"logprobs": 2, "stop_ids": (5,), "min_tokens": 50, "frequency_penalty": 0.5}
+        writer.add(0, prompt_of(9), **sampling)
+        expected = [(await run_step(executor, writer))[0] for _ in range(depth)]
         writer.remove(0)
-        writer.add(1, prompt_of(9), logprobs=2, stop_ids=(5,), min_tokens=50, frequency_penalty=0.5)
+        writer.add(1, prompt_of(9), **sampling)
         accelerator.hold()
         plans = [writer.plan() for _ in range(depth)]
         steps = [executor.launch(plan) for plan in plans]
@@ -390,21 +387,16 @@ async def test_a_graph_is_void_once_the_rules_it_reads_have_moved(
 ) -> None:
     accelerator = FakeAccelerator()
     async with started(folder, accelerator) as (executor, writer):
-
-        async def step(row: int) -> None:
-            plan = writer.plan({row: None})
-            writer.read(plan, await executor.launch(plan).finish())
-
         writer.add(0, prompt_of(5), **rules)
         for _ in range(4):
-            await step(0)
+            await run_step(executor, writer)
         (graph,) = accelerator.graphs
         assert graph.num_replays == 1, "the third step was captured: the second of its kind"
         writer.add(1, prompt_of(5), **larger)
-        await step(1)
+        await run_step(executor, writer, {1: None})
         writer.remove(1)
         for _ in range(3):
-            await step(0)
+            await run_step(executor, writer)
         assert graph.num_replays == 1, "it reads where the rules were"
         assert [graph.num_replays for graph in accelerator.graphs[1:]] == [2]
 
@@ -489,9 +481,7 @@ async def test_sleep_and_weights_in_any_order_bring_what_they_bring_on_the_cpu(c
             level, parts = rng.choice([1, 2]), frozenset(rng.sample(["weights", "kv_cache"], rng.randint(1, 2)))
             target = rng.choice(folders)
             data = np.random.default_rng(rng.randrange(9)).standard_normal(shape, np.float32).tobytes()
-            piece = StageWeights(
-                transfer="t", name="lm_head.weight", dtype="F32", shape=shape, offset=0, data=data
-            )  # fmt: skip
+            piece = StageWeights(transfer="t", name="lm_head.weight", dtype="F32", shape=shape, offset=0, data=data)
             outcomes = []
             for executor in executors:
                 calls: dict[str, Callable[[], Any]] = {

@@ -41,9 +41,6 @@ def test_less_than_one_sequence_is_an_error_that_says_what_would_fit() -> None:
     assert "kv_cache_memory_bytes grants 6299" in message
     assert "set max_model_len to 992 at most" in message
     assert blocks(kv_cache_memory_bytes=6299, max_model_len=992) == 62
-
-
-def test_a_cache_for_nothing_at_all_suggests_no_length() -> None:
     with pytest.raises(ConfigError, match=r"memory_utilization=0\.4 of 200 free bytes grants 80: grant more$"):
         blocks(available_bytes=200)
 
@@ -103,9 +100,6 @@ def test_the_least_that_the_system_and_each_control_group_leave_is_free(
     assert available_memory(tmp_path / "proc", tmp_path / "cgroup") == expected
 
 
-def test_a_system_that_says_nothing_is_half_free(tmp_path: Path) -> None:
+def test_a_system_that_says_nothing_is_half_free_and_this_machine_has_some_memory(tmp_path: Path) -> None:
     assert 2**28 < available_memory(tmp_path, tmp_path) < 2**50
-
-
-def test_this_machine_has_some_memory() -> None:
     assert 2**24 < available_memory() < 2**50
