@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -12,11 +12,11 @@ import torch
 from kernels.harness import DEVICE, int32, quiet_numpy
 from kernels.paged_cases import PagedCase, assert_close, paged_case
 
+from aioengine.kernels import triton_operations
 from aioengine.kernels.attention import paged_decode, paged_prefill
 from aioengine.kernels.attention.choices import (
     ATTENTION_KERNELS,
     DECODE,
-    DECODE_IN_SPLITS,
     MAX_CANDIDATES,
     PREFILL,
     PREFILL_ROWS,
@@ -29,7 +29,7 @@ from aioengine.kernels.attention.choices import (
     trying,
 )
 from aioengine.kernels.attention.paged_prefill import prefill_tile
-from aioengine.kernels.torch import attention as reference_attention
+from aioengine.kernels.torch import operations as reference
 
 FP16 = torch.float16
 CPU = torch.device("cpu")
@@ -75,48 +75,37 @@ def case_of(num_tokens: int, context: int) -> PagedCase:
     return paged_case(0, [(0, context)], num_tokens=num_tokens, heads=3, kv_heads=1, head_dim=128, dtype=FP16)
 
 
-def decode(case: PagedCase, num_splits: int, attend: Any = paged_decode.attend_decode) -> torch.Tensor:
-    decodes = int32([[0, 0, 300]])
-    out = case.out.clone()
-    attend(*case.tensors(), decodes, out, **KEYWORDS, num_splits=num_splits, max_context=300)
-    return out
-
-
-def prefill(case: PagedCase, attend: Any = paged_prefill.attend_prefill) -> torch.Tensor:
-    """The second tile is not full."""
+def attend(kernel: str, operations: Any) -> torch.Tensor:
+    """Of one token, in three parts or whole; or of two tiles, the second of which is not full."""
     tile = prefill_tile(3, 1, 128)
-    lines = [[0, 0, tile, 10], [0, tile, 9, 10 + tile]]
-    out = case.out.clone()
-    attend(*case.tensors(), int32(lines), out, **KEYWORDS)
-    return out
+    case = case_of(tile + 9, tile + 19) if kernel == PREFILL else case_of(1, 300)
+    if kernel == PREFILL:
+        tiles = int32([[0, 0, tile, 10], [0, tile, 9, 10 + tile]])
+        operations.attend_prefill(*case.tensors(), tiles, case.out, **KEYWORDS)
+    else:
+        num_splits = 1 if kernel == DECODE else 3
+        decodes = int32([[0, 0, 300]])
+        operations.attend_decode(*case.tensors(), decodes, case.out, **KEYWORDS, num_splits=num_splits, max_context=300)
+    return case.out
 
 
-@pytest.mark.parametrize("choice", candidates(DECODE, SERVED, 90), ids=str)
-@pytest.mark.parametrize("num_splits", [1, 3])
-def test_decode_is_right_by_every_choice(num_splits: int, choice: Choice) -> None:
-    case = case_of(1, 300)
+@pytest.mark.parametrize(
+    ("kernel", "choice"),
+    [(kernel, choice) for kernel in ATTENTION_KERNELS for choice in candidates(kernel, SERVED, 90)],
+    ids=str,
+)
+def test_attention_is_right_by_every_choice_over_the_same_tiles(kernel: str, choice: Choice) -> None:
     with trying(choice):
-        computed = decode(case, num_splits)
-    assert_close(computed, decode(case, num_splits, reference_attention.attend_decode))
-
-
-@pytest.mark.parametrize("choice", candidates(PREFILL, SERVED, 90), ids=str)
-def test_prefill_is_right_by_every_choice_over_the_same_tiles(choice: Choice) -> None:
-    tile = prefill_tile(3, 1, 128)
-    case = case_of(tile + 9, tile + 19)
-    with trying(choice):
-        computed = prefill(case)
-    assert_close(computed, prefill(case, reference_attention.attend_prefill))
+        computed = attend(kernel, triton_operations)
+    assert_close(computed, attend(kernel, reference))
 
 
 def launched(monkeypatch: pytest.MonkeyPatch, kernel: str) -> Choice:
     """How a kernel is launched now."""
     monkeypatch.setattr(paged_decode, "_decode_kernel", Kernel())
     monkeypatch.setattr(paged_prefill, "_prefill_kernel", Kernel())
-    case = case_of(60, 300)
-    launch = partial(prefill, case) if kernel == PREFILL else partial(decode, case, 1 if kernel == DECODE else 3)
     with pytest.raises(Launched) as raised:
-        launch()
+        attend(kernel, triton_operations)
     found = raised.value.keywords
     names = ("M", "N") if kernel == PREFILL else ("N",)
     return Choice(
@@ -143,51 +132,34 @@ def test_launches_are_by_what_was_chosen_for_the_kernel_the_gpu_and_the_shape(
     assert launched(monkeypatch, kernel) == others[1]
 
 
-def test_what_one_thread_tries_does_not_touch_the_others() -> None:
-    seen = []
-    with trying(candidates(DECODE, SERVED, 90)[3]):
+def test_a_trial_is_its_threads_own_and_ends_with_a_failure() -> None:
+    seen: list[Choice] = []
+
+    def fail() -> None:
         thread = threading.Thread(target=lambda: seen.append(choice_of(DECODE, CPU, SERVED)))
         thread.start()
         thread.join()
-    assert seen == [default_choice(DECODE, SERVED)]
-
-
-def test_a_trial_ends_with_a_failure() -> None:
-    with pytest.raises(ZeroDivisionError), trying(candidates(DECODE, SERVED, 90)[3]):
         raise ZeroDivisionError
-    assert choice_of(DECODE, CPU, SERVED) == default_choice(DECODE, SERVED)
+
+    with pytest.raises(ZeroDivisionError), trying(candidates(DECODE, SERVED, 90)[3]):
+        fail()
+    assert [*seen, choice_of(DECODE, CPU, SERVED)] == [default_choice(DECODE, SERVED)] * 2
 
 
 @pytest.mark.parametrize("kernel", ATTENTION_KERNELS)
-def test_candidates_fit_their_shapes(kernel: str) -> None:
-    for shape in SHAPES:
-        for capability in (80, 89, 90):
-            found = candidates(kernel, shape, capability)
-            assert 1 <= len(set(found)) == len(found) <= MAX_CANDIDATES
-            assert found[0] == default_choice(kernel, shape)
-            for choice in found:
-                sizes = dict(choice.constants)
-                assert all(size >= 16 and size & (size - 1) == 0 for size in sizes.values())
-                assert sizes.get("M", PREFILL_ROWS) <= PREFILL_ROWS
-                # Keys and values of the stages on the way, at the least.
-                width = 1 << (shape.head_dim - 1).bit_length()
-                assert sizes["N"] * width * shape.cache_element_size * 2 * (choice.num_stages - 1) <= 163 * 1024
-
-
-@pytest.mark.parametrize("kernel", ATTENTION_KERNELS)
-def test_defaults_fit_into_99_kib(kernel: str) -> None:
+def test_candidates_fit_their_shapes_and_defaults_into_99_kib(kernel: str) -> None:
     """Of 8.6, 8.9 and 12.0: queries, and keys and values of the stages on the way."""
-    for shape in SHAPES:
-        choice = default_choice(kernel, shape)
-        sizes = dict(choice.constants)
-        rows = sizes.get("M") or max(1 << (shape.group - 1).bit_length(), 16)
+    for shape, capability in itertools.product(SHAPES, (80, 89, 90)):
+        found = candidates(kernel, shape, capability)
+        assert 1 <= len(set(found)) == len(found) <= MAX_CANDIDATES
+        assert found[0] == default_choice(kernel, shape)
         width = 1 << (shape.head_dim - 1).bit_length()
-        keys = 2 * (choice.num_stages - 1) * sizes["N"] * width * shape.cache_element_size
-        if shape.element_size == 2:
-            assert rows * width * 2 + keys <= 99 * 1024, shape
-
-
-def test_the_choices_of_splits_are_those_without() -> None:
-    """The kernel is the same one; which is best may differ."""
-    for shape in SHAPES:
-        assert candidates(DECODE, shape, 90) == candidates(DECODE_IN_SPLITS, shape, 90)
+        for choice in found:
+            sizes = dict(choice.constants)
+            assert all(size >= 16 and size & (size - 1) == 0 for size in sizes.values())
+            assert sizes.get("M", PREFILL_ROWS) <= PREFILL_ROWS
+            keys = sizes["N"] * width * shape.cache_element_size * 2 * (choice.num_stages - 1)
+            assert keys <= 163 * 1024
+            if choice == found[0] and shape.element_size == 2:
+                rows = sizes.get("M") or max(1 << (shape.group - 1).bit_length(), 16)
+                assert rows * width * 2 + keys <= 99 * 1024, shape
