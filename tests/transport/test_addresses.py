@@ -60,9 +60,6 @@ def leave_stale(path: Path) -> None:
 def test_loopback_needs_no_keys(address: str, expected: str) -> None:
     assert str(check_bind(address, has_keys=False)) == str(check_connect(address, has_keys=False)) == expected
     assert check_bind(address, has_keys=False).is_ipv6 == ("[" in address)
-
-
-def test_loopback_in_the_clothes_of_ipv6_needs_no_keys() -> None:
     assert check_connect("tcp://[::ffff:127.0.0.1]:5555", has_keys=False).is_ipv6
 
 
@@ -82,18 +79,9 @@ def test_any_port_can_be_bound_to_and_what_zmq_calls_it_then_connected_to(host: 
 @pytest.mark.parametrize(
     "host",
     [
-        *(
-            "10.0.0.1",
-            "192.168.1.7",
-            "8.8.8.8",
-            "0.0.0.0",
-            "*",
-            "[::]",
-            "[fe80::1]",
-            "[::ffff:0.0.0.0]",
-            "[::ffff:10.0.0.1]",
-        ),
-        *("eth0", "lo", "gpu7.example.org", "localhost.localdomain", "LOCALHOST", "127.1", "127.0.0.01", "2130706433"),
+        *("10.0.0.1", "192.168.1.7", "8.8.8.8", "0.0.0.0", "*", "[::]", "[fe80::1]", "[::ffff:0.0.0.0]"),
+        *("[::ffff:10.0.0.1]", "eth0", "lo", "gpu7.example.org", "localhost.localdomain", "LOCALHOST"),
+        *("127.1", "127.0.0.01", "2130706433"),
     ],
 )
 def test_what_other_machines_may_reach_needs_keys_and_no_name_is_looked_up(host: str) -> None:
@@ -125,10 +113,7 @@ def test_a_malformed_tcp_address_is_refused_also_with_keys(rest: str) -> None:
 
 @pytest.mark.parametrize(
     "address",
-    [
-        *("", "engine", "/run/engine", "ipc:/run/x", "inproc://x"),
-        *("udp://127.0.0.1:5", "pgm://x;1.2.3.4:5", "ws://x", "TCP://[::1]:5"),
-    ],
+    ["", "engine", "/run/x", "ipc:/run/x", "inproc://x", "udp://127.0.0.1:5", "pgm://x", "ws://x", "TCP://[::1]:5"],
 )
 def test_any_other_scheme_is_refused_with_what_is_possible(address: str) -> None:
     for check in (check_bind, check_connect):
@@ -192,34 +177,29 @@ def test_a_folder_of_another_user_is_refused(folder: Path, monkeypatch: pytest.M
     refused(check_bind, f"ipc://{folder}/engine", "another user's; make one that only you can enter, mkdir -m 700")
 
 
-def test_a_link_in_the_place_of_the_folder_is_refused(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("link/engine", "not a folder"),
+        ("dangling/engine", "not a folder"),
+        ("file/engine", "not a folder"),
+        ("file/below/engine", r"cannot serve at ipc://.*Not a directory.*choose another"),
+        ("file", "is not a socket; it is not overwritten"),
+        ("real", "is not a socket; it is not overwritten"),
+        ("dangling", "is not a socket; it is not overwritten"),
+        ("link to a socket", "is not a socket; it is not overwritten"),
+    ],
+)
+def test_what_is_not_a_socket_or_no_folder_is_left_alone(folder: Path, name: str, message: str) -> None:
     (folder / "real").mkdir(mode=0o700)
     (folder / "link").symlink_to(folder / "real")
     (folder / "dangling").symlink_to(folder / "nowhere")
-    (folder / "file").touch()
-    for name in ("link", "dangling", "file"):
-        refused(check_bind, f"ipc://{folder}/{name}/engine", "not a folder")
-
-
-def test_a_folder_that_cannot_be_made_is_refused(folder: Path) -> None:
-    (folder / "file").touch()
-    refused(check_bind, f"ipc://{folder}/file/below/engine", r"cannot serve at ipc://.*Not a directory.*choose another")
-
-
-@pytest.mark.parametrize("kind", ["file", "folder", "link to a socket", "dangling link"])
-def test_what_is_not_a_socket_is_left_alone(folder: Path, kind: str) -> None:
-    path = folder / "engine"
-    if kind == "file":
-        path.write_text("precious")
-    elif kind == "folder":
-        path.mkdir()
-    else:
-        path.symlink_to(folder / "other")
-        if kind == "link to a socket":
-            leave_stale(folder / "other")
-    before = path.lstat()
-    refused(check_bind, f"ipc://{path}", "is not a socket; it is not overwritten")
-    assert path.lstat() == before
+    (folder / "file").write_text("precious")
+    leave_stale(folder / "stale")
+    (folder / "link to a socket").symlink_to(folder / "stale")
+    before = {path: path.lstat() for path in folder.rglob("*")}
+    refused(check_bind, f"ipc://{folder}/{name}", message)
+    assert {path: path.lstat() for path in folder.rglob("*")} == before
 
 
 @pytest.mark.parametrize("is_backlog_full", [False, True])
