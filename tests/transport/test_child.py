@@ -186,24 +186,6 @@ async def test_what_a_child_logs_is_logged_here_at_its_level(ear: Ear) -> None:
     ]
 
 
-@both_loops
-async def test_a_flood_holds_neither_the_loop_nor_another_child(ear: Ear) -> None:
-    with nothing_left():
-        async with aclosing(start("flood")), aclosing(start("serve", name="engine 1")) as other:
-            await ear.hears("engine 0: ready", "engine 1: ready")
-            loop, gaps_s = asyncio.get_running_loop(), []
-            for _ in range(300):
-                began = loop.time()
-                await asyncio.sleep(0)
-                gaps_s.append(loop.time() - began)
-                ear.forget()
-            os.kill(other.pid, signal.SIGKILL)
-            assert await exit_of(other) == -signal.SIGKILL
-    gaps_s.sort()
-    print(f"turns of the loop beside a flood: median {gaps_s[150] * 1e3:.2f} ms, longest {gaps_s[-1] * 1e3:.2f} ms")
-    assert gaps_s[150] < 0.05
-
-
 # The way out
 
 

@@ -15,7 +15,7 @@ import anyio
 import psutil
 import pytest
 from transport.life_scripts.devices import FIFO, GO, HANG, ToldExecutor
-from transport.life_scripts.watching import DEADLINE_S, Script, health_is
+from transport.life_scripts.watching import DEADLINE_S, engine_command, health_is
 from waiting import until
 
 from aioengine import Engine, ProcessOptions
@@ -83,17 +83,10 @@ async def in_child(**config: Any) -> AsyncIterator[Watched]:
 @contextlib.asynccontextmanager
 async def by_tcp(**config: Any) -> AsyncIterator[Watched]:
     fields = {"stall_after_s": STALL_AFTER_S, **BEATS, **config}
-    flags = [word for name, value in fields.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    plugin = ("--plugin", "transport.life_scripts.no_torch")
-    script = Script("aioengine", "engine", "tcp://127.0.0.1:*", *plugin, *flags)
-    try:
-        address = script.hears(r"serving at (tcp://127\.0\.0\.1:\d+)")[1]
+    async with engine_command("tcp://127.0.0.1:*", **fields) as (script, address):
         with fifo() as let_go_on:
             async with aclosing(await Engine.connect(address)) as engine:
                 yield Watched(engine, script.process.pid, let_go_on)
-    finally:
-        script.process.kill()
-        script.end()
 
 
 everywhere = pytest.mark.parametrize("start", [in_process, in_child, by_tcp])

@@ -1,11 +1,9 @@
 """Engines that serve others, and those others, ended at any moment; and the connections between them."""
 
-import contextlib
 import os
 import re
 import signal
 import time
-from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
 
@@ -13,7 +11,7 @@ import anyio
 import pytest
 from transport.life_scripts.devices import HANG, VOCAB_SIZE, ToldExecutor
 from transport.life_scripts.serving import Forwarder, served
-from transport.life_scripts.watching import DEADLINE_S, Script, ends_of, health_is
+from transport.life_scripts.watching import DEADLINE_S, Script, ends_of, engine_command, health_is
 from waiting import until
 
 from aioengine import Engine
@@ -25,22 +23,9 @@ pytestmark = pytest.mark.usefixtures("no_stray_process", "runtime", "quiet_log")
 
 SIGNALS = {name: signal.Signals[name] for name in ("SIGTERM", "SIGINT", "SIGKILL", "SIGSTOP")}
 
+BEATS = {"heartbeat_interval_s": 0.05, "heartbeat_timeout_s": 0.2}
 
 # An engine that serves others
-
-
-@contextlib.asynccontextmanager
-async def engine_command(address: str, *flags: str) -> AsyncIterator[Script]:
-    script = Script(
-        "aioengine", "engine", address, "--plugin", "transport.life_scripts.no_torch",
-        "--heartbeat-interval-s", "0.05", "--heartbeat-timeout-s", "0.2", *flags,
-    )  # fmt: skip
-    try:
-        await anyio.to_thread.run_sync(script.hears, f"serving at {re.escape(address)}")
-        yield script
-    finally:
-        script.process.kill()
-        await anyio.to_thread.run_sync(script.end)
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -56,7 +41,7 @@ async def test_an_engine_command_with_two_front_ends_gets(number: str, runtime: 
             ends.append(f"{type(error).__name__}: {error}")
 
     async with (
-        engine_command(address) as script,
+        engine_command(address, **BEATS) as (script, _),
         aclosing(await Engine.connect(address)) as one,
         aclosing(await Engine.connect(address)) as other,
     ):
@@ -84,7 +69,7 @@ async def test_an_engine_command_with_two_front_ends_gets(number: str, runtime: 
         assert code == -signal.SIGKILL
         assert ends == [f"EngineDead: the engine is gone: the connection to {address} was cut"] * 4
         assert "engine.sock" in os.listdir(runtime)  # nobody was there to remove it: the next one there does
-        async with engine_command(address) as script, aclosing(await Engine.connect(address)):
+        async with engine_command(address) as (script, _), aclosing(await Engine.connect(address)):
             script.process.terminate()
             assert await anyio.to_thread.run_sync(script.process.wait, DEADLINE_S) == 0
     else:

@@ -9,7 +9,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from aioengine import Engine, ProcessOptions
 from aioengine.config import EngineConfig
 from aioengine.errors import AioEngineError, ConfigError, EngineDead, ModelLoadError
 from aioengine.models.folder import DEMO_MODEL
-from aioengine.transport.channel import Channel
+from aioengine.transport.channel import Channel, Context
 from aioengine.transport.child import TOKEN
 from aioengine.transport.handshake import HandshakeState, Init, Welcome, welcome
 from aioengine.transport.process import Child
@@ -34,14 +34,13 @@ pytestmark = pytest.mark.usefixtures("no_stray_process", "runtime", "quiet_log")
 DEVICE = "transport.life_scripts.devices"
 
 
-class Hall:
-    """Somebody who waits for engines: a `Welcome` and its socket."""
+class Hall(NamedTuple):
+    """Where engines are waited for: a `Welcome` and its socket."""
 
-    def __init__(self, channel: Channel, address: str, machine: Welcome) -> None:
-        self.channel = channel
-        self.address = address
-        self.machine = machine
-        self.exits: deque[tuple[int, str]] = deque()
+    channel: Channel
+    address: str
+    machine: Welcome
+    exits: deque[tuple[int, str]]
 
     async def wait(self) -> None:
         with anyio.fail_after(DEADLINE_S):
@@ -50,47 +49,37 @@ class Hall:
 
 @contextlib.asynccontextmanager
 async def hall(
-    address: str, serve: str | None, *, num_local: int = 0, num_remote: int = 0, keys: ServerKeys | None = None
-) -> AsyncIterator[Hall]:
-    """``serve``: where the engines are to serve, with their indices for {}."""
-
-    def make_init(index: int) -> Init:
-        return Init(
-            version=PROTOCOL_VERSION, index=index, num_engines=num_local + num_remote,
-            address=serve and serve.format(index), config=EngineConfig(max_num_seqs=33),
-            executor=f"{DEVICE}:told",
-        )  # fmt: skip
-
+    context: Context, address: str, serve: str | None, *, is_parent: bool = False, num_engines: int = 1,
+    keys: ServerKeys | None = None,
+) -> AsyncIterator[Hall]:  # fmt: skip
+    """``serve``: where the engines are to serve."""
     machine = Welcome(
-        num_local=num_local, num_remote=num_remote, make_init=make_init, token="f00d",
-        now=time.monotonic(), start_timeout_s=DEADLINE_S,
+        num_local=num_engines * is_parent, num_remote=num_engines * (not is_parent),
+        make_init=lambda index: Init(
+            PROTOCOL_VERSION, index, num_engines, serve, EngineConfig(max_num_seqs=33), executor=f"{DEVICE}:told"
+        ),
+        token="f00d", now=time.monotonic(), start_timeout_s=DEADLINE_S,
     )  # fmt: skip
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    context.linger = 0
-    zap, gate = Channel(context.socket(zmq.ROUTER)), Gate()
-    zap.socket.bind(ZAP_ENDPOINT)
     socket = context.socket(zmq.ROUTER)
-    if keys is not None:
-        for key in keys.clients.values():
-            gate.allow("start", b"CURVE", key)
-        keys.apply_server(socket, "start")
-    socket.bind(address)
-    channel = Channel(socket)
-    try:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(answer, zap, gate)
-            yield Hall(channel, socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0"), machine)
-            tasks.cancel_scope.cancel()
-    finally:
-        channel.close()
-        zap.close()
-        context.term()
+    async with anyio.create_task_group() as tasks:
+        if keys is not None:
+            tasks.start_soon(admit, context, keys)
+            keys.apply_server(socket, "start")
+        with closing(Channel(socket)) as channel:
+            socket.bind(address)
+            yield Hall(channel, socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0"), machine, deque())
+        tasks.cancel_scope.cancel()
 
 
-async def answer(zap: Channel, gate: Gate) -> None:
-    while True:
-        for peer, delimiter, *request in await zap.receive():
-            zap.send([peer, delimiter, *gate.decide(request)])
+async def admit(context: Context, keys: ServerKeys) -> None:
+    gate = Gate()
+    for key in keys.clients.values():
+        gate.allow("start", b"CURVE", key)
+    with closing(Channel(context.socket(zmq.ROUTER))) as zap:
+        zap.socket.bind(ZAP_ENDPOINT)
+        while True:
+            for peer, delimiter, *request in await zap.receive():
+                zap.send([peer, delimiter, *gate.decide(request)])
 
 
 @contextlib.asynccontextmanager
@@ -156,10 +145,12 @@ def way(request: pytest.FixtureRequest, runtime: Path, tmp_path: Path) -> Way:
     return Way("tcp://127.0.0.1:*", ServerKeys.load(folder), (folder,))
 
 
-async def test_a_child_shakes_hands_with_its_parent_and_with_whom_it_shares(way: Way, runtime: Path) -> None:
+async def test_a_child_shakes_hands_with_its_parent_and_with_whom_it_shares(
+    way: Way, runtime: Path, context: Context
+) -> None:
     async with (
-        hall(way.address, "ipc:///not/this/one", num_remote=1, keys=way.server_keys) as shared,
-        hall(f"ipc://{runtime}/start", f"ipc://{runtime}/engine", num_local=1) as parent,
+        hall(context, way.address, "ipc:///not/this/one", keys=way.server_keys) as shared,
+        hall(context, f"ipc://{runtime}/start", f"ipc://{runtime}/engine", is_parent=True) as parent,
         child_of(parent, "--shared", shared.address, *(("--keys", *way.folder) if way.folder else ())),
     ):
         async with anyio.create_task_group() as tasks:
@@ -170,11 +161,11 @@ async def test_a_child_shakes_hands_with_its_parent_and_with_whom_it_shares(way:
         await asks(f"ipc://{runtime}/engine")
 
 
-async def test_two_engine_commands_join_a_front_end(way: Way, runtime: Path) -> None:
+async def test_two_engine_commands_join_a_front_end(way: Way, runtime: Path, context: Context) -> None:
     addresses = [f"ipc://{runtime}/engine.{index}" for index in range(2)]
     flags = ("--plugin", "transport.life_scripts.no_torch", "--max-num-seqs", "33")
     keys = ("--join-keys", *way.folder) if way.folder else ()
-    async with hall(way.address, None, num_remote=2, keys=way.server_keys) as shared:
+    async with hall(context, way.address, None, num_engines=2, keys=way.server_keys) as shared:
         scripts = [
             Script("aioengine", "engine", address, "--join", shared.address, *keys, *flags) for address in addresses
         ]
@@ -188,9 +179,9 @@ async def test_two_engine_commands_join_a_front_end(way: Way, runtime: Path) -> 
     assert not [name for name in os.listdir(runtime) if name.startswith("engine")]
 
 
-async def test_a_child_that_is_turned_away_says_so_and_ends(runtime: Path) -> None:
+async def test_a_child_that_is_turned_away_says_so_and_ends(runtime: Path, context: Context) -> None:
     async with (
-        hall(f"ipc://{runtime}/start", f"ipc://{runtime}/engine", num_local=1) as host,
+        hall(context, f"ipc://{runtime}/start", f"ipc://{runtime}/engine", is_parent=True) as host,
         child_of(host, token="beef") as child,
     ):
         with pytest.raises(EngineDead, match=r"EngineDead: this engine was turned away: the token is another one"):

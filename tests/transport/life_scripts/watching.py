@@ -1,6 +1,7 @@
 """Watching processes and engines: until a line was said, until one is stopped, dead, healthy."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import re
@@ -8,6 +9,7 @@ import select
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator
 
 import anyio
 import psutil
@@ -126,6 +128,18 @@ class Script:
         *lines, self._rest = (self._rest + data).split(b"\n")
         self.said += [line.decode() for line in lines]
         return bool(data)
+
+
+@contextlib.asynccontextmanager
+async def engine_command(address: str, **config: float) -> AsyncIterator[tuple[Script, str]]:
+    """``aioengine engine`` with a fake device, and where it serves."""
+    flags = [word for name, value in config.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    script = Script("aioengine", "engine", address, "--plugin", "transport.life_scripts.no_torch", *flags)
+    try:
+        yield script, (await anyio.to_thread.run_sync(script.hears, "serving at (.*)"))[1]
+    finally:
+        script.process.kill()
+        await anyio.to_thread.run_sync(script.end)
 
 
 def ends_of(said: list[str]) -> dict[str, list[str]]:
