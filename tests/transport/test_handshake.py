@@ -34,10 +34,8 @@ def init_of(index: int) -> Init:
     return Init(version=PROTOCOL_VERSION, index=index, num_engines=4, address=f"ipc:///e/{index}")
 
 
-def hello(
-    index: int, *, is_local: bool = True, token: str | None = None, version: int = PROTOCOL_VERSION, pid: int = 7
-) -> Hello:
-    return Hello(version, index, token if token is not None else TOKEN if is_local else "", pid, is_local)
+def hello(index: int, *, is_local: bool = True, token: str | None = None, version: int = PROTOCOL_VERSION) -> Hello:
+    return Hello(version, index, token if token is not None else TOKEN if is_local else "", 7, is_local)
 
 
 class Peer:
@@ -105,8 +103,8 @@ def test_an_engine_changes_state_as_the_table_says_or_is_refused(state: Handshak
 def test_an_engine_is_told_init_loads_and_is_ready() -> None:
     machine = make_welcome()
     peer = Peer(machine)
-    assert peer.says(hello(0, pid=4711)) == init_of(0)
-    assert (machine.engines[0].pid, machine.engines[0].peer) == (4711, peer.name)
+    assert peer.says(hello(0)) == init_of(0)
+    assert machine.engines[0].peer == peer.name
     assert peer.says(Loading(3, 10)) is None
     assert machine.engines[0].loaded == (3, 10)
     assert not machine.is_done
@@ -168,13 +166,12 @@ def test_who_does_not_belong_here_is_turned_away_and_counted(who: Hello, reason:
 @pytest.mark.parametrize("index", [0, -1])
 def test_a_place_that_is_taken_stays_taken(index: int) -> None:
     machine = make_welcome(1, 1)
-    first, remote = peer_at(machine, hello(0, pid=1)), peer_at(machine, hello(-1, is_local=False))
+    first, remote = peer_at(machine, hello(0)), peer_at(machine, hello(-1, is_local=False))
     for is_local in (True, False):
         where = "local" if is_local else "remote"
-        answer = Peer(machine).says(hello(index, is_local=is_local, pid=2))
+        answer = Peer(machine).says(hello(index, is_local=is_local))
         assert answer == TurnedAway(PROTOCOL_VERSION, f"no {where} engine {index} is waited for")
     assert machine.engines[0].peer == first.name
-    assert machine.engines[0].pid == 1
     assert machine.num_refused == 2
     first.says(READY)
     remote.says(READY)

@@ -19,7 +19,7 @@ import socket
 import stat
 import tempfile
 from collections.abc import Iterator
-from types import TracebackType
+from pathlib import Path
 from typing import Literal, Self
 
 import msgspec
@@ -194,24 +194,15 @@ def _is_loopback(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
 def _make_way(path: str) -> None:
     """Make the folder where it is missing, and remove what a server that was killed has left in it."""
     folder, name = os.path.split(path)
-    _make_folder(folder)
+    for each in reversed([Path(folder), *Path(folder).parents]):
+        with contextlib.suppress(FileExistsError):  # what another process has made meanwhile is checked like any
+            each.mkdir(0o700)
     _check_folder_to_bind(folder, name)
     check_free(path, f"ipc://{path}")
     remove_stale(path)
     for entry in os.listdir(folder):
         if entry.startswith(name) and _BESIDE.fullmatch(entry[len(name) :]):
             remove_stale(f"{folder}/{entry}")
-
-
-def _make_folder(folder: str) -> None:
-    """Make a folder and what is missing above it, for its owner only."""
-    missing = []
-    while not os.path.lexists(folder):
-        missing.append(folder)
-        folder = os.path.dirname(folder)
-    for each in reversed(missing):
-        with contextlib.suppress(FileExistsError):  # another process was quicker; what it made is checked like any
-            os.mkdir(each, 0o700)
 
 
 def _check_folder_to_bind(folder: str, name: str) -> None:
@@ -303,9 +294,7 @@ class PrivateFolder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
 

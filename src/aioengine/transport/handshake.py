@@ -129,7 +129,6 @@ class EngineRecord:
         self.is_local = is_local
         self.state = HandshakeState.NEW
         self.peer: bytes | None = None
-        self.pid = 0
         self.reader: Reader[FromEngine] = Reader(FromEngine)
         self.loaded = (0, 0)
         self.ready: Ready | None = None
@@ -144,9 +143,7 @@ class EngineRecord:
         if state is None:
             raise WireError(f"a {type(body).__name__} from an engine that is {self.state.value}")
         self.state = state
-        if isinstance(body, Hello):
-            self.pid = body.pid
-        elif isinstance(body, Loading):
+        if isinstance(body, Loading):
             self.loaded = (body.done, body.total)
         elif isinstance(body, Ready):
             self.ready = body

@@ -112,7 +112,8 @@ class Child:
     def describe_exit(self) -> str:
         """How it ended and why, in one line: "engine 0 (pid 7) was killed by SIGSEGV; its last words: …"."""
         code = self._popen.returncode
-        how = f"exited with code {code}" if code >= 0 else f"was killed by {_signal_name(-code)}"
+        names = {int(each): each.name for each in signal.Signals}
+        how = f"exited with code {code}" if code >= 0 else f"was killed by {names.get(-code, f'signal {-code}')}"
         words = telling_line(self._stderr.tail)
         return f"{self.name} (pid {self.pid}) {how}" + (f"; its last words: {words}" if words else "")
 
@@ -274,13 +275,6 @@ def _pidfd_of(popen: subprocess.Popen[bytes]) -> int:
         popen.kill()
         with popen:  # which closes its pipes and waits for it
             raise
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 class ChildOutput:

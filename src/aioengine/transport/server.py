@@ -304,17 +304,14 @@ class EngineServer:
             socket.plain_server = True
             enforce(socket, domain)
             self._gate.allow(domain, b"PLAIN", domain.encode(), password.encode(), times=1)
-        monitor = None
         beside = self._address.beside(f".{index}.out")
-        try:
+        with contextlib.ExitStack() as undone:
+            undone.callback(self._gate.forget, domain)
+            undone.callback(socket.close)
             monitor = Monitor(socket)
+            undone.callback(monitor.close)
             bound = bind(socket, beside)
-        except (zmq.ZMQError, ConfigError):
-            if monitor is not None:
-                monitor.close()
-            socket.close()
-            self._gate.forget(domain)
-            raise
+            undone.pop_all()
         if beside.scheme == "ipc":
             self._files.add(beside.path)
         self._reply(
