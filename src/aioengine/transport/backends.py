@@ -8,6 +8,7 @@ import secrets
 import sys
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -162,7 +163,13 @@ class InChild:
         ready = machine.engines[0].ready
         assert ready is not None
         self._served_at = ready.address
-        attached = await self._attach(ready.address)
+        try:
+            attached = await self._link.open(ready.address, None, name="its parent", timeout_s=ATTACH_TIMEOUT_S)
+        except AioEngineError as error:  # its end, where there is one, is the cause
+            exit_news = await self._exit_news()
+            if exit_news is None:
+                raise
+            raise EngineDead(exit_news) from error
         self.core = RemoteCore(
             self._link,
             attached,
@@ -255,16 +262,6 @@ class InChild:
             await self._child.wait()
         return None if self._child.returncode is None else self._child.describe_exit()
 
-    async def _attach(self, address: str) -> Attached:
-        """Attach to the process, unless it ends meanwhile: then that is the error."""
-        try:
-            return await self._link.open(address, None, name="its parent", timeout_s=ATTACH_TIMEOUT_S)
-        except AioEngineError as error:
-            exit_news = await self._exit_news()
-            if exit_news is None:
-                raise
-            raise EngineDead(exit_news) from error
-
     def _make_init(self, index: int) -> Init:
         """What the process is told now that it is here.
 
@@ -315,8 +312,5 @@ async def _find_tokenizer(attached: Attached, model: str | None, hooks: CoreHook
 
 async def _find_small_files(config: EngineConfig, worker: TextWorker) -> ModelFolder:
     """What a tokenizer is made of; the engine's process looks for the weights itself."""
-
-    def resolve() -> ModelFolder:
-        return ModelFolder.resolve(config.model, revision=config.revision, with_weights=False)
-
+    resolve = partial(ModelFolder.resolve, config.model, revision=config.revision, with_weights=False)
     return await find(resolve, config, worker)

@@ -145,6 +145,7 @@ async def _serve(
     executor = _make_executor(options.executor, config) if options.executor is not None else None
     backend = InProcess(config, executor, hooks)
     folders: list[PrivateFolder] = []
+    server: EngineServer | None = None
     try:
         files = await backend.find_model()
         await backend.open(shakers.on_progress)
@@ -154,16 +155,14 @@ async def _serve(
             await worker.run(lambda: folders.append(PrivateFolder()), None)
             address = str(folders[0].address(ENGINE_SOCKET))
         server = EngineServer(backend.core, address, model_path=files.path, keys=keys)
-        try:
-            await server.open()
-            shakers.tell(Ready(server.address, backend.core.info, TASKS))
-            on_serving(server)
-            await server.serve()
-        finally:
-            with _closing():
-                await server.aclose()
+        await server.open()
+        shakers.tell(Ready(server.address, backend.core.info, TASKS))
+        on_serving(server)
+        await server.serve()
     finally:
         with _closing():
+            if server is not None:
+                await server.aclose()
             for folder in folders:
                 await worker.run(folder.remove, None)
             await backend.aclose()

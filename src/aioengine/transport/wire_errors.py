@@ -61,26 +61,20 @@ _FIELDS: dict[str, tuple[str, ...]] = {
 def to_fault(error: BaseException) -> Fault:
     """The message that stands for an error; the cause's text is part of it, since tracebacks do not travel."""
     kind, message = type(error).__name__, _text_of(error)
+    if isinstance(error, errors.AioEngineError):
+        own = next(base.__name__ for base in type(error).__mro__ if vars(errors).get(base.__name__) is base)
+        fields = {name: getattr(error, name) for name in _FIELDS.get(own, ())}
+        if "dump" in fields:
+            fields["dump"] = _cut(fields["dump"], MAX_DUMP_CHARS)
+        return Fault(own, message, **fields)
+    # The attributes of others may be anything.
     if isinstance(error, OSError) and kind in _OS_ERRORS:
-        return _os_fault(kind, message, error)
-    if not isinstance(error, errors.AioEngineError):  # attributes of its own may be anything
-        is_plain = kind in PLAIN
-        return Fault(kind, message) if is_plain else Fault("RuntimeError", f"{kind}: {message}"[:MAX_MESSAGE_CHARS])
-    own = next(base.__name__ for base in type(error).__mro__ if vars(errors).get(base.__name__) is base)
-    fields = {name: getattr(error, name) for name in _FIELDS.get(own, ())}
-    if "dump" in fields:
-        fields["dump"] = _cut(fields["dump"], MAX_DUMP_CHARS)
-    return Fault(own, message, **fields)
-
-
-def _os_fault(kind: str, message: str, error: OSError) -> Fault:
-    number = error.errno if isinstance(error.errno, int) and abs(error.errno) < 2**31 else None
-    return Fault(
-        kind,
-        _cut(error.strerror, MAX_MESSAGE_CHARS) if number is not None and isinstance(error.strerror, str) else message,
-        errno=number,
-        filename=_cut(error.filename, MAX_MESSAGE_CHARS) if isinstance(error.filename, str) else None,
-    )
+        filename = _cut(error.filename, MAX_MESSAGE_CHARS) if isinstance(error.filename, str) else None
+        if isinstance(error.errno, int) and abs(error.errno) < 2**31:
+            strerror = _cut(error.strerror, MAX_MESSAGE_CHARS) if isinstance(error.strerror, str) else message
+            return Fault(kind, strerror, errno=error.errno, filename=filename)
+        return Fault(kind, message, filename=filename)
+    return Fault(kind, message) if kind in PLAIN else Fault("RuntimeError", f"{kind}: {message}"[:MAX_MESSAGE_CHARS])
 
 
 def _text_of(error: BaseException) -> str:
