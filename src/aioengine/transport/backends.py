@@ -281,7 +281,9 @@ class InChild:
         )
 
     async def _describe_cut(self) -> str:
-        return await self._exit_news() or "the connection to its process was cut, and that is still there"
+        assert self._child is not None
+        still = f"the connection to its process (pid {self._child.pid}) was cut, and that is still there"
+        return await self._exit_news() or still
 
 
 def _importing_like_here() -> dict[str, str]:
