@@ -124,6 +124,18 @@ async def test_one_that_needs_less_is_admitted_as_soon_as_it_is_the_first(serve:
         await served.rest_until_done(started)
 
 
+@pytest.mark.virtual_clock(seeds=1)
+async def test_what_was_aborted_on_its_way_to_a_full_door_waits_for_no_capacity(serve: Any, tasks: Any) -> None:
+    async with serve(is_manual=True, config={"max_waiting": 1, "max_num_seqs": 1}) as served:
+        started = [tasks.start(served.engine.generate(PROMPT, max_tokens=2)) for _ in range(2)]
+        await served.until(lambda: served.core.num_unstarted == 1 and served.core.stats().running)
+        stream = served.engine.stream(PROMPT, max_tokens=2)
+        stream.abort()
+        async with asyncio.timeout(1), stream:
+            assert (await stream.finish()).outputs[0].finish_reason == "abort"
+        await served.rest_until_done(started)
+
+
 @pytest.mark.virtual_clock
 async def test_a_waiter_cancelled_as_it_is_let_in_passes_its_place_on(serve: Any, tasks: Any, depth: int) -> None:
     async with serve(depth=depth, is_manual=True, config=ONE_AT_A_TIME) as served:
