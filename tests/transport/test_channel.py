@@ -7,7 +7,7 @@ import random
 import socket as plain_sockets
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 
 import anyio
@@ -133,7 +133,7 @@ class TestWakeUps:
 
     async def test_a_send_that_finds_no_room_takes_no_news_of_what_has_come(self, join: Any) -> None:
         one, other = join(zmq.DEALER, zmq.DEALER, hwm=1, scheme="inproc")
-        with pytest.raises(zmq.Again):
+        with suppress(zmq.Again):
             while True:
                 one.socket.send(b"x", zmq.DONTWAIT)
 
