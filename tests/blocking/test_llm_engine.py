@@ -459,7 +459,7 @@ def test_what_is_asked_of_the_whole_engine_is_passed_on(open_engine: Open, monke
 # Making one
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Args:
     max_num_seqs: int = 7
     revision: str | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, Self
 
@@ -274,6 +275,8 @@ def _attributes(engine_args: Any) -> dict[str, Any]:
         return dict(engine_args)
     if isinstance(engine_args, msgspec.Struct):
         return msgspec.structs.asdict(engine_args)
+    if dataclasses.is_dataclass(engine_args) and not isinstance(engine_args, type):  # which may have slots
+        return {field.name: getattr(engine_args, field.name) for field in dataclasses.fields(engine_args)}
     if hasattr(engine_args, "__dict__") and not isinstance(engine_args, type):
         return dict(vars(engine_args))
     raise ConfigError(
