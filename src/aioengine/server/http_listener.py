@@ -27,7 +27,7 @@ class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
     uds: Annotated[str, Meta(description="serve at a Unix socket instead, which only you can use")] | None = None
     ssl_certfile: Annotated[str, Meta(description="serve https with this certificate (PEM and chain)")] | None = None
     ssl_keyfile: Annotated[str, Meta(description="its key (PEM); absent: it is in the same file")] | None = None
-    ssl_keyfile_password: Annotated[str, Meta(description=f"or {KEYFILE_PASSWORD_VARIABLE}")] | None = None
+    ssl_keyfile_password: Annotated[str, Meta(description=f"the key's; or {KEYFILE_PASSWORD_VARIABLE}")] | None = None
 
 
 class HttpListener:
