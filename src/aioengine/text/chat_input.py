@@ -188,7 +188,8 @@ def take_template_kwargs(given: Any, *, is_chat: bool) -> dict[str, Any]:
     if not isinstance(begins, bool):
         raise _refused(f"holds add_generation_prompt={shorten(begins)}: True or False is needed")
     if continues and begins:
-        raise _refused("both begins an answer (add_generation_prompt) and continues one: give one of them")
+        both = "begins an answer (add_generation_prompt) and goes on with one (continue_final_message)"
+        raise _refused(f"{both}: give one of them")
     return kwargs
 
 
