@@ -350,7 +350,8 @@ async def test_a_server_that_is_closed_lets_what_runs_end_or_aborts_it(
             asking = tasks.start(client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 1}))
             await until(lambda: num_live(engine) == 1)
             closing = tasks.start(server.aclose(drain_timeout_s=drain_timeout_s))
-            await until(lambda: server._state.is_draining)
+            app: Any = server._config.app
+            await until(lambda: app.state.api.is_draining)  # and /health says so
             executor = engine._runtime.core.executor  # type: ignore[union-attr]
             await until(lambda: bool(executor.unfinished))
             while drain_timeout_s and executor.unfinished:
