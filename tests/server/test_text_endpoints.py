@@ -208,3 +208,13 @@ async def test_a_request_id_of_the_body_is_the_requests_id_where_no_header_has_o
     assert (alone.json()["id"], alone.headers["x-request-id"]) == ("cmpl-mine", "mine")
     assert (both.json()["id"], both.headers["x-request-id"]) == ("cmpl-mine", "of-the-header")
     assert (bad.status_code, bad.json()["error"]["param"]) == (400, "request_id")
+
+
+async def test_a_prompt_that_turns_out_too_long_takes_those_before_it_along() -> None:
+    async with serving_fake("starlette", is_manual=True) as (engine, executor, _, client):
+        body = {"prompt": ["a", "a b " * engine.info.max_model_len], "max_tokens": 9}
+        answer = await client.post("/v1/completions", json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+        for step in list(executor.unfinished):
+            step.complete()
+        await until(lambda: engine.stats().running == 0)
