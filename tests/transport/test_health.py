@@ -140,6 +140,13 @@ async def test_a_stopped_child_is_stalled_until_it_is_continued() -> None:
         assert watched.engine.health().beat_age_s < BEATS["heartbeat_timeout_s"]
 
 
+async def test_a_killed_child_is_dead_though_a_descendant_holds_its_connections() -> None:
+    async with in_child() as watched:
+        await watched.engine.collective_rpc("leave a descendant")
+        os.kill(watched.pid, signal.SIGKILL)
+        await health_is(watched.engine, "DEAD", "was killed by SIGKILL")
+
+
 async def test_a_child_that_is_stopped_for_good_is_closed_within_the_deadline() -> None:
     async with in_child() as watched:
         os.kill(watched.pid, signal.SIGSTOP)

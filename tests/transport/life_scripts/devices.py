@@ -6,6 +6,7 @@ What they are told comes through a FIFO, whose path is in the environment.
 import asyncio
 import ctypes
 import os
+import signal
 import sys
 
 import anyio
@@ -79,6 +80,15 @@ class ToldExecutor(FakeExecutor):
 def tell_device(worker: Worker, word: str) -> None:
     """As `ToldExecutor.tell`, and done when the call returns: for what is not said while steps are held."""
     worker.model.tell(word.encode())
+
+
+@worker_function("leave a descendant")
+def leave_a_descendant(_: Worker) -> None:
+    """It has the sockets of this process, and a session of its own."""
+    if os.fork() == 0:
+        os.setsid()
+        while True:
+            signal.pause()
 
 
 class ClingingExecutor(ToldExecutor):
