@@ -299,13 +299,13 @@ LONG = {"stream": True, "max_tokens": 400, "seed": 1, "ignore_eos": True}
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 async def test_a_stream_that_was_not_read_for_long_tells_all_log_probabilities_then(path: str) -> None:
-    """All of it is made before anything is read: one delta, and many events."""
+    """All of it is made before anything is told: one delta, or two, and many events."""
     asked: dict[str, Any] = {"prompt": [1, 2, 3], "logprobs": 5}
     if "chat" in path:
         asked = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 5}
     executor = FakeExecutor(vocab_size=2048, max_model_len=4096, num_blocks=1024)
     async with (
-        Engine(seed=1, executor=executor) as engine,
+        Engine(seed=1, executor=executor, stream_interval=400) as engine,
         serving(engine, "starlette") as served,
         plain_client(served.url) as client,
     ):
