@@ -8,6 +8,7 @@ import shutil
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,7 +46,7 @@ from aioengine.models import saver
 from aioengine.models.checkpoint import EMBEDDING, HEAD, INDEX_FILE, SINGLE_FILE, checkpoint_tensors
 from aioengine.models.decoder import Decoder
 from aioengine.models.folder import ModelFolder
-from aioengine.models.loader import LoadStopped, load_weights
+from aioengine.models.loader import LoadStopped, load_decoder
 from doubles.fake_accelerator import FakeAccelerator
 
 
@@ -575,13 +576,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 async def test_a_model_from_no_folder_cannot_be_saved(checkpoint: Checkpoint, tmp_path: Path) -> None:
     config = EngineConfig(max_num_seqs=4, kv_cache_memory_bytes=2**20, num_threads=1)
-    decoder_config = None
-    async with started(checkpoint("llama2")) as executor:
-        (decoder_config,) = await executor.apply_model(lambda decoder: decoder.config)
-
-    def load(**_: Any) -> Decoder:
-        return load_weights(checkpoint("llama2"), decoder_config)
-
+    load = partial(load_decoder, await asyncio.to_thread(ModelFolder.read, checkpoint("llama2")), config)
     executor = await TorchExecutor.start_with(load, config)
     with pytest.raises(InvalidRequest, match="no folder"):
         await executor.save_sharded_state(tmp_path / "saved", 2**30)
@@ -599,6 +594,7 @@ async def test_a_function_cannot_end_the_loop(checkpoint: Checkpoint, error: typ
     async with started(checkpoint("llama2")) as executor:
         with pytest.raises(RuntimeError, match=error.__name__):
             await executor.apply_model(leave)
+        assert await executor.apply_model(lambda decoder: threading.current_thread().name) == ["aioengine-device"]
         assert len(await greedy_tokens(executor)) == 6
 
 
@@ -612,9 +608,3 @@ async def test_a_function_may_raise_what_breaks_those_who_look_at_it(checkpoint:
                 except Exception as error:
                     del error
                 assert len(await greedy_tokens(executor)) == 6, what
-
-
-async def test_functions_are_called_in_the_device_thread(checkpoint: Checkpoint) -> None:
-    async with started(checkpoint("llama2")) as executor:
-        (name,) = await executor.apply_model(lambda decoder: threading.current_thread().name)
-        assert name == "aioengine-device"

@@ -157,17 +157,13 @@ async def test_progress_is_told_on_the_loop(model: Model) -> None:
     await executor.aclose()
 
 
-async def test_a_cache_that_is_too_small_is_a_config_error_and_leaves_nothing(model: Model) -> None:
-    with pytest.raises(ConfigError, match="max_model_len=64"):
-        await model.start(kv_cache_memory_bytes=1536 * 15)
-    assert not device_threads()
-    assert model.is_freed
-
-
-async def test_an_error_while_loading_comes_through_and_leaves_nothing() -> None:
+async def test_a_start_that_fails_says_why_and_leaves_nothing(model: Model) -> None:
     def load(**_: Any) -> Any:
         raise OSError("no such file")
 
+    with pytest.raises(ConfigError, match="max_model_len=64"):
+        await model.start(kv_cache_memory_bytes=1536 * 15)
+    assert model.is_freed
     with pytest.raises(OSError, match="no such file"):
         await TorchExecutor.start_with(load, make_config())
     assert not device_threads()
@@ -305,7 +301,7 @@ async def test_a_failed_step_is_in_the_profile(
     assert step_names(tmp_path / "trace.json") == expected[:max_steps]
 
 
-async def test_a_cancelled_start_of_a_profile_records_nothing(
+async def test_a_cancelled_start_of_a_profile_records_nothing_and_a_cancelled_stop_writes_it_all_the_same(
     model: Model, executor: TorchExecutor, tmp_path: Path
 ) -> None:
     model.gate.clear()
@@ -319,16 +315,9 @@ async def test_a_cancelled_start_of_a_profile_records_nothing(
     with anyio.CancelScope() as scope:
         scope.cancel()
         await executor.start_profile(max_steps=100)
-    await executor.stop_profile(tmp_path / "trace.json")  # the one before is none of the cancelled one's business
-
-
-async def test_a_cancelled_stop_of_a_profile_stops_and_writes_it_all_the_same(
-    executor: TorchExecutor, tmp_path: Path
-) -> None:
-    await executor.start_profile(max_steps=100)
     with anyio.CancelScope() as scope:
         scope.cancel()
-        await executor.stop_profile(tmp_path / "first.json")
+        await executor.stop_profile(tmp_path / "first.json")  # it is not the cancelled start's to end
     await executor.start_profile(max_steps=100)
     await executor.stop_profile(tmp_path / "second.json")
     assert sorted(os.listdir(tmp_path)) == ["first.json", "second.json"]

@@ -62,9 +62,3 @@ def test_noise_of_one_token_over_positions_and_seeds_is_uniform() -> None:
         counts = np.bincount((uniform * 64).astype(int), minlength=64)
         assert chi_square_is_plausible(counts, np.full(64, 1 / 64))
         assert abs(np.corrcoef(uniform[1:], uniform[:-1])[0, 1]) < 4.5 / math.sqrt(20_000)
-
-
-def test_noise_of_a_token_does_not_depend_on_which_others_are_asked_for() -> None:
-    whole = noise_of(seed=3).view(-1, BLOCK)
-    for blocks in ([5], [0, 2, 3, 63], list(range(7, 60, 5))):
-        assert torch.equal(noise_of(seed=3, blocks=blocks).view(-1, BLOCK), whole[blocks])
