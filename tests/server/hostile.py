@@ -1,8 +1,4 @@
-"""Clients that do not behave, by raw sockets, and a server on the test's loop to try them on.
-
-Run as a program it is a client in a process of its own, so that what a client does is not on the server's loop, and not
-under its GIL: see `Elsewhere`.
-"""
+"""Clients that do not behave, by raw sockets, and a server on the test's loop to try them on."""
 
 from __future__ import annotations
 
@@ -12,7 +8,6 @@ import json
 import logging
 import socket
 import struct
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -386,30 +381,6 @@ class Ticker:
         self._computed_s = computed_s
 
 
-class Elsewhere:
-    """A client in a process of its own: ``async with Elsewhere() as client: await client.send(port, requests)``."""
-
-    async def __aenter__(self) -> Elsewhere:
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable, __file__, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
-        )
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        await self._process.wait()
-
-    async def send(self, port: int, request: bytes, *, at_once: int = 1) -> list[tuple[int, str]]:
-        """Send the request so many times at once; their statuses and how their bodies begin."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        told = {"port": port, "num_bytes": len(request), "at_once": at_once}
-        self._process.stdin.write(json.dumps(told).encode() + b"\n" + request)
-        await self._process.stdin.drain()
-        return [(status, begin) for status, begin in json.loads(await self._process.stdout.readline())]
-
-
 async def _send_once(port: int, data: bytes) -> tuple[int, str]:
     loop = asyncio.get_running_loop()
     with await Client.connect(port) as client:
@@ -427,17 +398,10 @@ async def _send_once(port: int, data: bytes) -> tuple[int, str]:
     return answer.status, answer.body[:300].decode(errors="replace")
 
 
-async def _send_all(port: int, data: bytes, at_once: int) -> Sequence[Any]:
-    answers = await asyncio.gather(*(_send_once(port, data) for _ in range(at_once)), return_exceptions=True)
-    return [answer if isinstance(answer, tuple) else (0, repr(answer)) for answer in answers]
+def send_all(port: int, data: bytes, at_once: int) -> list[tuple[int, str]]:
+    """Send a request so many times at once, in a process of its own: the statuses, and how the bodies begin."""
 
+    async def send() -> list[Any]:
+        return await asyncio.gather(*(_send_once(port, data) for _ in range(at_once)), return_exceptions=True)
 
-def main() -> None:
-    for line in sys.stdin.buffer:
-        told = json.loads(line)
-        data = sys.stdin.buffer.read(told["num_bytes"])
-        print(json.dumps(asyncio.run(_send_all(told["port"], data, told["at_once"]))), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    return [answer if isinstance(answer, tuple) else (0, repr(answer)) for answer in asyncio.run(send())]

@@ -9,13 +9,15 @@ import functools
 import gc
 import gzip
 import json
+import multiprocessing
 import shutil
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from server.hostile import GONE, Client, Elsewhere, Target, Ticker, chat, completion, heard_errors, request_of, served
+from server.hostile import GONE, Client, Target, Ticker, chat, completion, heard_errors, request_of, send_all, served
 from turn_probe import LONGEST_S, TurnProbe
 
 from aioengine.models.folder import DEMO_MODEL
@@ -192,9 +194,12 @@ CASES: dict[str, Case] = {
 async def check(case: Case, target: Target) -> None:
     """Send a case from elsewhere: the answers' statuses are its own, and no callback here comes late."""
     request = request_of("POST", case.path, case.body(), content_encoding=case.encoding)
-    async with Elsewhere() as elsewhere:
+    loop = asyncio.get_running_loop()
+    # A process of its own: what a client does is not on the server's loop, and not under its GIL.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as elsewhere:
+        await loop.run_in_executor(elsewhere, int)  # it has started
         with collected(), Ticker() as ticker:
-            answers = await elsewhere.send(target.port, request, at_once=case.at_once)
+            answers = await loop.run_in_executor(elsewhere, send_all, target.port, request, case.at_once)
             await target.until_idle_slowly()
     assert {status for status, _ in answers} <= set(case.statuses), answers
     assert max(ticker.held_s) < longest_hold_s(case.config)

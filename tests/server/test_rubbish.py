@@ -153,7 +153,6 @@ GOOD = json.dumps(BODIES["/v1/completions"]).encode()
 
 NO_JSON = {
     "empty": b"",
-    "spaces": b" \r\n ",
     "text": b"Hello",
     "half": GOOD[:-5],
     "twice": GOOD + GOOD,
@@ -163,12 +162,9 @@ NO_JSON = {
     "a number": b"1e999",
     "a text": b'"prompt"',
     "utf-16": GOOD.decode().encode("utf-16"),
-    "utf-16-le": GOOD.decode().encode("utf-16-le"),
-    "utf-32": GOOD.decode().encode("utf-32"),
     "latin-1": '{"prompt": "é"}'.encode("latin-1"),
     "bom": b"\xef\xbb\xbf" + GOOD,
     "nul": b"\x00" * 100,
-    "nul behind": GOOD + b"\x00",
     "raw control": b'{"prompt": "a\x00b"}',
     "nested lists": b"[" * 100_000,
     "nested objects": b'{"a":' * 100_000,
@@ -177,7 +173,6 @@ NO_JSON = {
     "nested in an unsupported field": b'{"prompt": "a", "guided_json": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
     "nested where it is small": b'{"prompt": "a", "guided_json": ' + b"[" * 5_000 + b"]" * 5_000 + b"}",
     "comments": b'{"prompt": "a" /* hi */}',
-    "single quotes": b"{'prompt': 'a'}",
     "trailing comma": b'{"prompt": "a",}',
     "bytes of no character": b'{"prompt": "\xc3\x28 \xed\xa0\x80"}',
 }

@@ -181,6 +181,7 @@ def test_probes_and_what_is_not_sampled_have_no_span(tracing: Tracing, exporter:
     assert tracing.begin(begun(), unsampled) is None
     with trace.use_span(NonRecordingSpan(SpanContext(1, 2, is_remote=False, trace_flags=TraceFlags(0)))):
         assert tracing.begin(begun(), {}) is None
+        assert tracing.begin(begun(), {"traceparent": TRACEPARENT}) is not None, "it is another trace's"
     for without in (Tracing(), Tracing(TracerProvider(sampler=ALWAYS_OFF, shutdown_on_exit=False))):
         for headers in ({}, unsampled):
             assert without.begin(begun(), headers) is None

@@ -258,26 +258,23 @@ class HttpServer:
     async def _end(self) -> None:
         """End everything at once. Idempotent."""
         with anyio.CancelScope(shield=True):  # each step has a deadline of its own
-            await self._end_all()
-
-    async def _end_all(self) -> None:
-        if self._ticker is not None:
-            self._ticker.cancel()
-        self._stop.on_asked = lambda: None
-        await self._stop_listening()
-        if num_cut := len(self._state.connections):
-            logger.warning("cutting off %d connections", num_cut)
-        self._state.abort()
-        with anyio.move_on_after(CONNECTIONS_END_S):
-            while not self._state.is_idle:
-                self._changed.clear()
-                await self._changed.wait()
-        await self._end_tasks()
-        if self._is_started:
-            with anyio.move_on_after(LIFESPAN_END_S) as deadline:
-                await self._lifespan.shutdown()
-            if deadline.cancelled_caught:
-                logger.error("the app's lifespan did not end within %g s", LIFESPAN_END_S)
+            if self._ticker is not None:
+                self._ticker.cancel()
+            self._stop.on_asked = lambda: None
+            await self._stop_listening()
+            if num_cut := len(self._state.connections):
+                logger.warning("cutting off %d connections", num_cut)
+            self._state.abort()
+            with anyio.move_on_after(CONNECTIONS_END_S):
+                while not self._state.is_idle:
+                    self._changed.clear()
+                    await self._changed.wait()
+            await self._end_tasks()
+            if self._is_started:
+                with anyio.move_on_after(LIFESPAN_END_S) as deadline:
+                    await self._lifespan.shutdown()
+                if deadline.cancelled_caught:
+                    logger.error("the app's lifespan did not end within %g s", LIFESPAN_END_S)
 
     async def _end_tasks(self) -> None:
         """Wait for the app's tasks; cancel those that go on without their client."""
