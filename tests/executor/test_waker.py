@@ -28,12 +28,6 @@ def num_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def from_a_thread(work: Callable[[], None]) -> None:
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-
-
 async def all_called(seen: list[int], count: int) -> None:
     async with asyncio.timeout(5):
         while len(seen) < count:  # noqa: ASYNC110 - what is tested is how this loop gets to know of it
@@ -102,6 +96,6 @@ async def test_a_system_without_such_descriptors_wakes_all_the_same(monkeypatch:
     monkeypatch.delattr(os, "eventfd")
     waker = Waker(asyncio.get_running_loop())
     seen: list[int] = []
-    from_a_thread(lambda: waker.call(lambda: seen.append(1)))
+    await asyncio.to_thread(waker.call, lambda: seen.append(1))
     await all_called(seen, 1)
     waker.release()
