@@ -53,13 +53,7 @@ async def _refuse_function(_: Any, function: Callable[[Any], T]) -> list[T]:
 
 
 class Connected:
-    """A `Backend` for an engine that serves at an address.
-
-    Args:
-        address, keys, client, timeout_s: as for `Engine.connect`.
-        model: where to find the tokenizer; None: where the engine says.
-        hooks: of the caller's side.
-    """
+    """A `Backend` for an engine that serves at an address; arguments are as for `Engine.connect`."""
 
     core: RemoteCore
 
@@ -114,13 +108,7 @@ class Connected:
 
 
 class InChild:
-    """A `Backend` whose core is in a child process, which ends with this one.
-
-    Args:
-        config: the engine's.
-        options: the process's.
-        hooks: of the caller's side.
-    """
+    """A `Backend` whose core is in a child process, which ends with this one."""
 
     core: RemoteCore
 

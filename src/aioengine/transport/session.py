@@ -54,11 +54,8 @@ class Session:
     """A front end that is attached.
 
     Args:
-        core: where its requests run.
         worker: hashes long prompts.
         peer: its routing id at the server's address.
-        index: counts the engine's front ends.
-        name: its own, for logs.
         outputs: the socket that only it reads from.
         mark: called when something is to be sent soon, beside a step's tokens.
     """
@@ -148,12 +145,10 @@ class Session:
 
     def _check(self, body: wire.AddRequest, prompt: Int32, numbers: range) -> None:
         """Raise what is wrong with it; the rest is checked by `check_limits`."""
-        core = self.core
+        core, info = self.core, self.core.info
         core.check_accepting()
-        info = core.info
-        limit = info.max_model_len - 1
-        if len(prompt) > limit:
-            raise PromptTooLong(len(prompt), limit)
+        if len(prompt) >= info.max_model_len:
+            raise PromptTooLong(len(prompt), info.max_model_len - 1)
         if not len(prompt) or int(prompt.min()) < 0 or int(prompt.max()) >= info.vocab_size:
             raise InvalidRequest(f"the prompt needs token ids, from 0 to {info.vocab_size - 1}", param="prompt")
         if not len(prompt) < body.max_total_tokens <= info.max_model_len:
@@ -169,10 +164,9 @@ class Session:
             raise InvalidRequest("bad_words holds what is no token", param="bad_words")
         if abs(body.priority) > MAX_PRIORITY or not -(2**63) <= body.seed < 2**64:
             raise InvalidRequest("priority or seed is out of range", param="priority")
-        if len(body.request_id) > MAX_ID_CHARS:
-            raise InvalidRequest(f"request_id: at most {MAX_ID_CHARS} characters are possible", param="request_id")
-        if len(body.cache_salt) > MAX_SALT_CHARS:
-            raise InvalidRequest(f"cache_salt: at most {MAX_SALT_CHARS} characters are possible", param="cache_salt")
+        for param, limit in (("request_id", MAX_ID_CHARS), ("cache_salt", MAX_SALT_CHARS)):
+            if len(getattr(body, param)) > limit:
+                raise InvalidRequest(f"{param}: at most {limit} characters are possible", param=param)
         if numbers[0] < 0 or numbers[-1] >= 2**31 or any(number in self.followers for number in numbers):
             raise InvalidRequest(f"a sequence of number {body.number} is here already, or cannot be")
         most = core.config.max_waiting + core.config.max_num_seqs

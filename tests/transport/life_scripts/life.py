@@ -128,11 +128,20 @@ class Life:
     def _hooks(self) -> Iterator[None]:
         # Held: what nobody has read is lost when nobody has it open.
         self._fifo = os.open(os.environ[FIFO], os.O_RDWR | os.O_NONBLOCK)
-        logger, listener = logging.getLogger("aioengine"), _Listener(self._on_line)
+        logger, listener = logging.getLogger("aioengine"), logging.Handler()
+        listener.emit = self._on_record  # type: ignore[method-assign]
         logger.addHandler(listener)
+        open_link = Link.open
+
+        async def open_later(link: Link, *args: Any, **options: Any) -> Any:
+            if self._stage == "ready":
+                self._reach()
+                await self._goes_on.wait()
+            return await open_link(link, *args, **options)
+
         with (
             mock.patch.object(backends, "Child", self._make_child),
-            mock.patch.object(Link, "open", _hooked_open(self._before_attach)),
+            mock.patch.object(Link, "open", open_later),
             mock.patch.object(backends, "ATTACH_TIMEOUT_S", min(self._start_timeout_s, 10.0)),
         ):
             yield
@@ -149,30 +158,6 @@ class Life:
             self._reach()
         return child
 
-    async def _before_attach(self) -> None:
-        if self._stage == "ready":
+    def _on_record(self, record: logging.LogRecord) -> None:
+        if record.getMessage() == f"engine 0: {self._stage}":  # the devices of "loading" and "closing" say so
             self._reach()
-            await self._goes_on.wait()
-
-    def _on_line(self, line: str) -> None:
-        if line == f"engine 0: {self._stage}":  # the devices of "loading" and "closing" say so
-            self._reach()
-
-
-class _Listener(logging.Handler):
-    def __init__(self, on_line: Callable[[str], None]) -> None:
-        super().__init__()
-        self._on_line = on_line
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._on_line(record.getMessage())
-
-
-def _hooked_open(before: Callable[[], Any]) -> Any:
-    open_link = Link.open
-
-    async def hooked(self: Link, *args: Any, **options: Any) -> Any:
-        await before()
-        return await open_link(self, *args, **options)
-
-    return hooked
