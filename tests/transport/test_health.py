@@ -1,6 +1,7 @@
 """`Engine.health`: a hung device, a stopped process, a killed one and one that says why it ends are told apart.
 
-In this process, in a child, and by TCP; a connection that is cut on the way is in test_served_life.
+In this process, in a child, and by TCP. A connection that is cut on the way, or silent, is in test_served_life; a child
+that is stopped for good in test_life.
 """
 
 import contextlib
@@ -15,11 +16,11 @@ import anyio
 import psutil
 import pytest
 from transport.life_scripts.devices import FIFO, GO, HANG, ToldExecutor
-from transport.life_scripts.watching import DEADLINE_S, engine_command, health_is
+from transport.life_scripts.watching import engine_command, health_is
 from waiting import until
 
 from aioengine import Engine, ProcessOptions
-from aioengine.errors import EngineClosed, EngineDead, ModelLoadError
+from aioengine.errors import EngineClosed, ModelLoadError
 
 pytestmark = pytest.mark.usefixtures("no_stray_process", "runtime", "quiet_log")
 
@@ -145,28 +146,6 @@ async def test_a_killed_child_is_dead_though_a_descendant_holds_its_connections(
         await watched.engine.collective_rpc("leave a descendant")
         os.kill(watched.pid, signal.SIGKILL)
         await health_is(watched.engine, "DEAD", "was killed by SIGKILL")
-
-
-async def test_a_child_that_is_stopped_for_good_is_closed_within_the_deadline() -> None:
-    async with in_child() as watched:
-        os.kill(watched.pid, signal.SIGSTOP)
-        await health_is(watched.engine, "STALLED", "has not beaten for")
-        with anyio.fail_after(DEADLINE_S):
-            await watched.engine.aclose()
-    assert not psutil.pid_exists(watched.pid)
-
-
-async def test_an_engine_on_another_machine_that_beats_no_more_is_dead() -> None:
-    async with by_tcp() as watched:
-        await watched.tell(HANG)
-        stream = watched.engine.stream([5, 6, 7], max_tokens=20)
-        async with stream:
-            await until(lambda: watched.engine.health().running == 1)
-            os.kill(watched.pid, signal.SIGSTOP)
-            with pytest.raises(EngineDead, match="has not been heard of for"), anyio.fail_after(DEADLINE_S):
-                await stream.finish()
-        assert watched.engine.health().status == "DEAD"
-        assert "has not been heard of for" in watched.engine.health().reason
 
 
 @everywhere

@@ -164,7 +164,8 @@ async def test_strangers_neither_become_a_front_end_nor_end_one_nor_hide_its_end
 
 @both_ways
 class TestVanishing:
-    async def test_in_the_middle_of_its_requests(self, address: str) -> None:
+    @pytest.mark.parametrize("is_all", [True, False], ids=["with all", "with its outputs alone"])
+    async def test_in_the_middle_of_its_requests(self, address: str, is_all: bool) -> None:
         async with besieged(address) as siege:
             for _ in range(5):
                 peer = siege.peer()
@@ -172,17 +173,10 @@ class TestVanishing:
                 for number in range(4):
                     peer.say(*request(number, max_tokens=3000))
                 await peer.read_until(lambda peer=peer: len(peer.tokens) == 4)  # type: ignore[misc]
-                peer.vanish()
+                assert peer.outputs is not None
+                (peer.vanish if is_all else peer.outputs.close)()
             await until(lambda: siege.num_sessions == 0)
             await until(lambda: len(siege.server.core._live) <= 1)
-
-    async def test_with_its_outputs_alone(self, address: str) -> None:
-        async with joined(address) as (siege, peer):
-            peer.say(*request(0, max_tokens=3000))
-            await peer.read_until(lambda: 0 in peer.tokens)
-            assert peer.outputs is not None
-            peer.outputs.close()
-            await until(lambda: siege.num_sessions == 0)
 
     @pytest.mark.parametrize("moment", ["at once", "asked", "attached", "connecting"])
     async def test_while_it_attaches(self, address: str, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transport.wire_samples import Sample, float32, frames_of, int32
+from transport.wire_samples import float32, int32
 
 from aioengine.core.listener import SampledLogprobs
 from aioengine.errors import WireError
-from aioengine.transport import wire
 from aioengine.transport.wire import LogprobColumns
 
 pack = LogprobColumns.pack
@@ -33,18 +32,6 @@ class TestLogprobColumns:
         assert columns.take(9) == ENTRIES[3:]
         assert columns.take(1) == []
 
-    def test_none(self) -> None:
-        columns = LogprobColumns(pack([], []))
-        assert columns.at(0) is None
-        assert columns.take(5) == []
-
-    def test_across_the_wire(self) -> None:
-        body = wire.StepOutputsMessage(numbers=[1, 2], token_ids=[3, 4], has_logprobs=True)
-        frames = frames_of(Sample("", body, pack([0, 1], ENTRIES)))
-        _, arrays = wire.Reader[wire.StepOutputsMessage](wire.FromEngine).read(frames)
-        columns = LogprobColumns(arrays)
-        assert [columns.at(0), columns.at(1), *columns.take(2)] == ENTRIES
-
     @given(st.lists(st.lists(st.tuples(st.integers(0, 99), st.just(-0.5), st.integers(1, 9)), max_size=4), max_size=6))
     def test_any_entries(self, others: list[list[tuple[int, float, int]]]) -> None:
         entries = [SampledLogprobs(-1.0, 1, each) for each in others]
@@ -60,16 +47,14 @@ class TestLogprobColumns:
         with pytest.raises(WireError, match="do not fit"):
             LogprobColumns(columns)
 
-    def test_more_indices_than_entries(self) -> None:
-        with pytest.raises(WireError):
-            LogprobColumns(pack([0, 1, 2, 3, 4], ENTRIES))
-
     @pytest.mark.parametrize("counts", [(-1, 2, 1, 2), (2**31 - 1, 2**31 - 1, 2, 4), (1, 0, 2, 2)])
-    def test_counts_that_are_none(self, counts: tuple[int, ...]) -> None:
+    def test_counts_that_are_none_and_more_indices_than_entries(self, counts: tuple[int, ...]) -> None:
         columns = pack([], ENTRIES)
         columns[3] = int32(*counts)
         with pytest.raises(WireError):
             LogprobColumns(columns)
+        with pytest.raises(WireError):
+            LogprobColumns(pack([0, 1, 2, 3, 4], ENTRIES))
 
     @pytest.mark.parametrize("indices", [(3, 1), (-1, 0), (9, 10)], ids=["falling", "negative", "beyond"])
     def test_indices_that_no_token_has_do_no_harm(self, indices: tuple[int, ...]) -> None:
