@@ -7,6 +7,7 @@ import os
 import resource
 import time
 from typing import Any
+from unittest import mock
 
 import anyio
 import msgspec
@@ -20,12 +21,14 @@ from transport.siege import (
     expected_tokens,
     joined,
     look_until,
+    num_fds,
     params_of,
     request,
 )
 from transport.strangers import STRANGERS, say
 from waiting import until
 
+from aioengine.errors import ConfigError
 from aioengine.transport import server as server_module
 from aioengine.transport import session as session_module
 from aioengine.transport import wire
@@ -99,6 +102,22 @@ class TestAttaching:
             assert "cannot be served now" in refused.reason
             await late.join()
             await here.is_served(0)
+
+    async def test_outputs_that_cannot_be_bound_leave_nothing(
+        self, address: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async with besieged(address) as siege:
+            with monkeypatch.context() as patch:
+                patch.setattr(server_module, "bind", mock.Mock(side_effect=ConfigError("taken")))
+                peer = siege.peer()
+                await look_until(peer.monitor, lambda: peer.monitor.has_connected)
+                fds_before = num_fds()
+                peer.say_raw(attach_frames())
+                refused = await peer.answer()
+                await until(lambda: num_fds() <= fds_before)
+            assert isinstance(refused, Refused)
+            assert refused.reason == "another front end cannot be served now: taken"
+            assert not siege.server._gate._credentials
 
 
 @both_ways
