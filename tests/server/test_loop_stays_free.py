@@ -13,6 +13,7 @@ import multiprocessing
 import shutil
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -196,11 +197,15 @@ async def check(case: Case, target: Target) -> None:
     request = request_of("POST", case.path, case.body(), content_encoding=case.encoding)
     loop = asyncio.get_running_loop()
     # A process of its own: what a client does is not on the server's loop, and not under its GIL.
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as elsewhere:
-        await loop.run_in_executor(elsewhere, int)  # it has started
-        with collected(), Ticker() as ticker:
-            answers = await loop.run_in_executor(elsewhere, send_all, target.port, request, case.at_once)
-            await target.until_idle_slowly()
+    try:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as elsewhere:
+            await loop.run_in_executor(elsewhere, int)  # it has started
+            with collected(), Ticker() as ticker:
+                answers = await loop.run_in_executor(elsewhere, send_all, target.port, request, case.at_once)
+                await target.until_idle_slowly()
+    finally:
+        # A process of multiprocessing's own, which would stay a child of this one, among those that other tests count.
+        resource_tracker._resource_tracker._stop()
     assert {status for status, _ in answers} <= set(case.statuses), answers
     assert max(ticker.held_s) < longest_hold_s(case.config)
 
