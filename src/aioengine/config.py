@@ -118,7 +118,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = "auto"
     cuda_graphs: Annotated[
         Literal["start", "lazy", "off"],
-        Meta(description="when decode steps become CUDA graphs: all sizes at the start, or each when it is first used"),
+        Meta(description="when decode steps become CUDA graphs: all sizes at the start, or each at its second use"),
     ] = "start"
     tune_kernels: Annotated[
         bool, Meta(description="measure launch parameters once a GPU and model shape, at the start")
