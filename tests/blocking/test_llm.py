@@ -268,7 +268,7 @@ def test_the_bar_is_refreshed_while_they_run_and_ends_as_it_was(
     llm.generate([IDS] * 4, max_tokens=200, show_progress=True)
     done = [num_done for num_done, _ in seen]
     assert done == sorted(done)
-    assert {0, 4} < set(done)
+    assert {0, 4} <= set(done)
     assert any(tokens_per_s > 0 for num_done, tokens_per_s in seen if not num_done)
     capsys.readouterr()
     with pytest.raises(StepFailed):
