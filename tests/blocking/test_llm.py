@@ -263,13 +263,14 @@ def test_the_bar_is_refreshed_while_they_run_and_ends_as_it_was(
         refresh(bar)
 
     monkeypatch.setattr(Progress, "refresh", note)
-    device.make_row_fail(500, 0, ValueError("broken row"))
+    device.make_row_fail(1300, 0, ValueError("broken row"))
     llm = open_llm(device, max_num_seqs=2)
-    llm.generate([IDS] * 4, max_tokens=200, show_progress=True)
+    llm.generate([IDS] * 12, max_tokens=200, show_progress=True)
     done = [num_done for num_done, _ in seen]
     assert done == sorted(done)
-    assert {0, 4} <= set(done)
-    assert any(tokens_per_s > 0 for num_done, tokens_per_s in seen if not num_done)
+    assert {0, 12} <= set(done)
+    assert len(seen) > 3, "how often is the machine's affair"
+    assert seen[-1][1] > 0
     capsys.readouterr()
     with pytest.raises(StepFailed):
         llm.generate([IDS] * 3, max_tokens=200, show_progress=True)
