@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest_asyncio
 from contract.ways import BOTH_LOOPS, Opener, has_load, reasons_of, told
 from waiting import until
 
-from aioengine import ConfigError, Engine, EngineClosed, EngineDead, EngineOverloaded, InvalidRequest
+from aioengine import ConfigError, Engine, EngineClosed, EngineDead, EngineOverloaded, InternalError, InvalidRequest
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 SERVED = pytest.mark.parametrize("way", ["served", "tcp"], indirect=True)
@@ -68,6 +69,24 @@ async def test_equal_names_of_two_front_ends_do_not_collide(pair: tuple[Engine, 
     assert not running[1].done()
     second.abort("same")
     assert reasons_of(await running[1]) == ["abort"]
+
+
+@SERVED
+async def test_a_broken_connection_ends_calls_and_requests_though_the_log_raises(
+    opener: Opener, tasks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = await opener.connect(await opener.serve("make_slow"))
+    opener.forget(engine)
+    running = tasks.start(engine.generate(PROMPT, **LONG))
+    await until(has_load(engine, running=1))
+    pausing = tasks.start(engine.pause("wait"))
+    await asyncio.sleep(0)
+    assert engine._runtime is not None
+    monkeypatch.setattr(engine._runtime.core, "_acknowledge", lambda frames: frames.no_such_attribute)
+    monkeypatch.setattr(logging.getLogger("aioengine"), "filters", [lambda record: record.no_such_attribute])
+    assert [type(outcome) for outcome in await tasks.end(running, pausing)] == [EngineDead, EngineDead]
+    with pytest.raises(InternalError, match="no_such_attribute"):
+        await engine.aclose()
 
 
 @SERVED

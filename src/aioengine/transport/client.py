@@ -244,9 +244,9 @@ class RemoteCore:
         """The engine, or the way to it, is gone: every sequence and call hears it, now and once."""
         if not self.is_stopped:
             self.death = death
-            logger.error("%s", death)
             self._end_all(self.copy_death)
             self._over.set()
+            logger.error("%s", death)  # last: a filter of the program's may raise, and nothing may wait for that
 
     # The loop
 
@@ -269,10 +269,10 @@ class RemoteCore:
             await self._endings.tell_all()
             raise
         except BaseException as error:
-            logger.exception("a bug in the connection to the engine")
             death = EngineDead(f"the connection to the engine broke: {describe(error)}")
             death.__cause__ = error
             self.die(death)
+            logger.error("a bug in the connection to the engine", exc_info=error)
         await self._endings.tell_all()
 
     async def _receive(self) -> None:
