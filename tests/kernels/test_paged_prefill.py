@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -125,10 +126,20 @@ def test_the_oracle_is_torchs_own(seed: int) -> None:
     assert_close(case.out[2 : 2 + count], expected.to(FP32))
 
 
+@pytest.mark.parametrize("soft_cap", [0.5, 3.0])
+def test_the_oracle_caps_scores_by_tanh(soft_cap: float) -> None:
+    case, tiles = case_of(0, [(0, 2)], heads=1, kv_heads=1)
+    reference.attend_prefill(*case.tensors(), tiles, case.out, **KEYWORDS, soft_cap=soft_cap)
+    k, v = case.keys[0][:, 0], case.values[0][:, 0]
+    scores = k @ case.q[3, 0].double() * KEYWORDS["scale"]
+    weights = torch.tensor([math.exp(soft_cap * math.tanh(score / soft_cap)) for score in scores.tolist()]).to(v)
+    assert_close(case.out[3, 0], (weights @ v / weights.sum()).to(FP32))
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_the_oracles_decode_is_its_prefill(seed: int) -> None:
     """Of a token at a time, whatever the splits."""
-    keywords = {**KEYWORDS, "window": [None, 4][seed % 2], "scale": 0.2 * (1 + seed)}
+    keywords = {**KEYWORDS, "window": [None, 4][seed % 2], "scale": 0.2 * (1 + seed), "soft_cap": [None, 2.0][seed % 2]}
     case, tiles = case_of(seed, [(0, 30), (50, 3)], cache_dtype=FLOAT8)
     reference.attend_prefill(*case.tensors(), tiles, case.out, **keywords)
     tokens = [(0, token, token - 1) for token in range(2, 32)] + [

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.harness import BOTH, DEVICE, FLOAT8, OPERATIONS
+from kernels.harness import BOTH, DEVICE, FLOAT8, NOT_KERNELS, OPERATIONS
 from torch import Tensor
 
 from aioengine.errors import InternalError
@@ -81,7 +81,7 @@ def call(ops: ModuleType, operation: str, **changes: Any) -> tuple[Any, dict[str
 
 @BOTH
 def test_the_arguments_of_this_table_are_taken(ops: ModuleType) -> None:
-    assert RIGHT.keys() == {*OPERATIONS} - {"prefill_tile"}
+    assert RIGHT.keys() == {*OPERATIONS} - NOT_KERNELS
     for operation in RIGHT:
         call(ops, operation)
 
@@ -141,6 +141,7 @@ MISFITS: list[tuple[str, str, dict[str, Any]]] = [
             ("out is torch.float16", {"out": PAGED["out"].half()}),
             ("out has shape", {"out": floats(2, 4, 64)}),
             ("window is 0", {"window": 0}),
+            ("soft_cap is 3", {"soft_cap": 3.0}),
         )
     ),
     ("attend_decode", "decodes has shape", {"decodes": ints(2, 2)}),

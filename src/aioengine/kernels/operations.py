@@ -1,4 +1,4 @@
-"""The operations of a decoder's step on a GPU, as a protocol with two implementations.
+"""The operations of a decoder's step, as a protocol with two implementations.
 
 `aioengine.kernels.triton_operations` is made of the Triton kernels in this package, one operation a file;
 `aioengine.kernels.torch.operations` is plain torch: the oracle, which runs anywhere. Both are modules of functions with
@@ -11,10 +11,60 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
+
+from aioengine.kernels.packed_weight import PackedWeight, Quantization
 
 
 class Operations(Protocol):
+    # Products with weights
+
+    def pack(self, weight: Tensor, quantization: Quantization | None = None) -> PackedWeight:
+        """Bring a weight into the layout that `linear` and `embed` read; the result takes the place of ``weight``.
+
+        Not quantised, the result is in the memory of ``weight``: either ``weight`` itself, so that later changes of it
+        count, or its bytes in another order. Quantised, it has memory of its own.
+
+        Args:
+            weight: [out_features, in_features], x.
+            quantization: "int8": symmetric, with a scale for each output. "int4": with a scale for each group of
+                inputs of each output. Packing what `unpack` gave of such a weight gives that weight again.
+        Raises:
+            InternalError: these operations have no products of so quantised weights.
+        """
+
+    def unpack(self, packed: PackedWeight) -> Tensor:
+        """The dense matrix: a copy, unless ``packed.layout`` is "rows".
+
+        Returns:
+            [out_features, in_features], of ``packed.dtype``; float32 where the values are quantised, in which they are
+            exact.
+        """
+
+    def linear(
+        self, x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """x · Wᵀ + b, summed in float32.
+
+        Args:
+            x: [T, in_features], of the weight's dtype. With "int8" weights each row is rounded to int8 values with a
+                scale for that row, and the sums are exact integers.
+            bias: [out_features], same dtype, or None.
+            out_dtype: of the result, rounded to once where the device can; None: as ``x``.
+        Returns:
+            [T, out_features].
+        """
+
+    def embed(self, token_ids: Tensor, packed: PackedWeight) -> Tensor:
+        """Rows of a matrix that is not quantised, of whatever layout: a tied embedding and head are one weight.
+
+        Args:
+            token_ids: int32 [T], below out_features.
+        Returns:
+            [T, in_features], memory of its own.
+        """
+
     # The decoder
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -81,6 +131,7 @@ class Operations(Protocol):
         window: int | None,
         num_splits: int,
         max_context: int,
+        soft_cap: float | None = None,
     ) -> None:
         """Attend single query tokens to their rows' cached keys, long contexts in splits (Dao et al., 2023,
         "Flash-Decoding").
@@ -95,6 +146,7 @@ class Operations(Protocol):
             window: the most positions that a query sees, itself included; None: all.
             num_splits: into how many parts, 1 or more, each context is cut; parts beyond a short context are empty.
             max_context: no context is longer; a bound for the grid, not more.
+            soft_cap: c, above 0: each score s, scaled already, becomes c · tanh(s / c); None: it stays.
         """
 
     def attend_prefill(
@@ -108,6 +160,7 @@ class Operations(Protocol):
         *,
         scale: float,
         window: int | None,
+        soft_cap: float | None = None,
     ) -> None:
         """Attend tiles of consecutive query tokens to their rows' cached keys, causally (Dao, 2023, arXiv:2307.08691).
 

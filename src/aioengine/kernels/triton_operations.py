@@ -23,6 +23,7 @@ from aioengine.kernels.sampling.edits import edit_logits
 from aioengine.kernels.sampling.look_up import look_up
 from aioengine.kernels.sampling.penalties import penalise
 from aioengine.kernels.sampling.top_logprobs import top_logprobs
+from aioengine.kernels.torch.products import embed, linear, pack, unpack
 
 COMPILER = None if knobs.runtime.interpret else triton.__version__
 """What launches of attention are measured with; None: there is nothing to measure, in the interpreter."""

@@ -194,9 +194,10 @@ def attend_decode(
     window: int | None,
     num_splits: int,
     max_context: int,
+    soft_cap: float | None = None,
 ) -> None:
     """As `Operations.attend_decode`."""
-    check_paged("attend_decode", q, k_cache, v_cache, block_tables, out, window)
+    check_paged("attend_decode", q, k_cache, v_cache, block_tables, out, window, soft_cap)
     check_tensor("attend_decode: decodes", decodes, (None, 3), torch.int32, q.device)
     if num_splits < 1:
         raise InternalError(f"attend_decode: num_splits is {num_splits}; 1 or more is needed")
@@ -241,7 +242,14 @@ def _choose(num_splits: int, max_context: int, device: torch.device, shape: Atte
 
 
 def check_paged(
-    name: str, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, out: Tensor, window: int | None
+    name: str,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    out: Tensor,
+    window: int | None,
+    soft_cap: float | None,
 ) -> None:
     """Refuse what the kernels of paged attention would misread.
 
@@ -260,6 +268,8 @@ def check_paged(
     check_tensor(f"{name}: out", out, tuple(q.shape), q.dtype, q.device)
     if window is not None and window < 1:
         raise InternalError(f"{name}: window is {window}; a query sees itself at least")
+    if soft_cap is not None:
+        raise InternalError(f"{name}: soft_cap is {soft_cap}; these kernels cap no scores, as no model here does")
     if k_cache.dtype == torch.float8_e4m3fn and (capability := _capability(q.device)) < _FLOAT8_CAPABILITY:
         raise InternalError(
             f"{name}: the caches are float8_e4m3fn, which a GPU of {capability} cannot read; 8.9 and up can"

@@ -187,9 +187,10 @@ def attend_prefill(
     *,
     scale: float,
     window: int | None,
+    soft_cap: float | None = None,
 ) -> None:
     """As `Operations.attend_prefill`."""
-    check_paged("attend_prefill", q, k_cache, v_cache, block_tables, out, window)
+    check_paged("attend_prefill", q, k_cache, v_cache, block_tables, out, window, soft_cap)
     check_tensor("attend_prefill: tiles", tiles, (None, 4), torch.int32, q.device)
     if not len(tiles):
         return

@@ -18,13 +18,14 @@ def attend_decode(
     window: int | None,
     num_splits: int,
     max_context: int,
+    soft_cap: float | None = None,
 ) -> None:
     """As `Operations.attend_decode`; waits for the device."""
     for row, token, context in decodes.tolist():
         assert row < 0 or 0 < context <= max_context
         out[token] = 0  # of padding
     tiles = decodes.new_tensor([(row, token, 1, context - 1) for row, token, context in decodes.tolist()]).view(-1, 4)
-    attend_prefill(q, k_cache, v_cache, block_tables, tiles, out, scale=scale, window=window)
+    attend_prefill(q, k_cache, v_cache, block_tables, tiles, out, scale=scale, window=window, soft_cap=soft_cap)
 
 
 def attend_prefill(
@@ -37,6 +38,7 @@ def attend_prefill(
     *,
     scale: float,
     window: int | None,
+    soft_cap: float | None = None,
 ) -> None:
     """As `Operations.attend_prefill`; waits for the device."""
     for row, first_token, num_tokens, position in tiles.tolist():
@@ -47,7 +49,7 @@ def attend_prefill(
         seen = torch.arange(first_seen, position + num_tokens, device=q.device)
         blocks, offsets = block_tables[row][seen // k_cache.shape[1]].long(), seen % k_cache.shape[1]
         k, v = (cache[blocks, offsets].double() for cache in (k_cache, v_cache))
-        out[here] = attend(q[here], k, v, scale, window).to(out.dtype)
+        out[here] = attend(q[here], k, v, scale, window, soft_cap).to(out.dtype)
 
 
 def prefill_tile(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
@@ -55,8 +57,8 @@ def prefill_tile(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
     return 256
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-    """softmax(q · kᵀ · scale) · v of one sequence, causal; query head i reads KV head i // (h // g).
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, soft_cap: float | None = None) -> Tensor:
+    """softmax(cap(q · kᵀ · scale)) · v of one sequence, causal; query head i reads KV head i // (h // g).
 
     Args:
         q: [n, h, d], the queries at the last n of the keys' positions.
@@ -66,6 +68,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) ->
     """
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scores = torch.einsum("nhd,shd->hns", q.double(), k) * scale
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
     key_positions = torch.arange(len(k), device=q.device)
     query_positions = key_positions[len(k) - len(q) :, None]
     is_seen = key_positions <= query_positions
