@@ -1,0 +1,416 @@
+"""Vectors for numba: types of 64 bytes, and what kernels do with them, as LLVM instructions.
+
+A vector lives in a register; addresses are int64. Nothing here is checked: an address that is wrong ends the process.
+All loads and stores may be unaligned. Where the processor lacks an instruction, LLVM makes it of others, `dot_bf16` and
+`dot_int8` aside, which are made of others here.
+"""
+
+from __future__ import annotations
+
+import operator
+import platform
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from llvmlite import binding, ir
+from numba import types
+from numba.core import cgutils
+from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
+from numba.extending import intrinsic, lower_builtin, models, register_model
+
+LANES = 16
+FEATURES = binding.get_host_cpu_features()
+IS_X86 = platform.machine() in ("x86_64", "AMD64")
+HAS_DOT_BF16 = bool(FEATURES.get("avx512bf16"))
+HAS_DOT_INT8 = bool(FEATURES.get("avx512vnni"))
+
+I1, I8, I16, I32, I64, F16, F32 = *(ir.IntType(bits) for bits in (1, 8, 16, 32, 64)), ir.HalfType(), ir.FloatType()
+
+
+class _BFloat(ir.Type):
+    """LLVM's bfloat, which llvmlite has no class for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+BF16 = _BFloat()
+
+
+class Vector(types.Type):
+    """A vector of ``lanes`` of an LLVM type."""
+
+    def __init__(self, name: str, lane: ir.Type, lanes: int = LANES) -> None:
+        self.llvm = ir.VectorType(lane, lanes)
+        super().__init__(name)
+
+
+@register_model(Vector)
+class _VectorModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, fe_type: Vector) -> None:
+        super().__init__(manager, fe_type, fe_type.llvm)
+
+
+f32x16 = Vector("f32x16", F32)
+i32x16 = Vector("i32x16", I32)
+bool16 = Vector("bool16", I1)
+
+
+def instruction(result: types.Type, *arguments: types.Type) -> Callable[[Callable[..., Any]], Any]:
+    """A numba function of these types that is the LLVM instructions which ``emit(builder, *values)`` makes."""
+
+    def define(emit: Callable[..., Any]) -> Any:
+        signature = result(*arguments)
+
+        def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
+            made = emit(builder, *values)
+            return context.get_dummy_value() if made is None or result is types.none else made
+
+        names = ", ".join(f"a{n}" for n in range(len(arguments)))
+        made: dict[str, Any] = {"signature": signature, "generate": generate}
+        exec(f"def {emit.__name__}(typing{', ' if names else ''}{names}):\n    return signature, generate", made)
+        return intrinsic(made[emit.__name__])
+
+    return define
+
+
+def constant(vector: Vector, value: float) -> ir.Constant:
+    return ir.Constant(vector.llvm, [value] * vector.llvm.count)
+
+
+def pointer(builder: Any, address: Any, pointee: ir.Type) -> Any:
+    return builder.inttoptr(address, pointee.as_pointer())
+
+
+def load(builder: Any, address: Any, what: ir.Type, align: int = 1) -> Any:
+    loaded = builder.load(pointer(builder, address, what), typ=what)
+    loaded.align = align
+    return loaded
+
+
+def store(builder: Any, address: Any, value: Any, align: int = 1) -> None:
+    builder.store(value, pointer(builder, address, value.type)).align = align
+
+
+def call(builder: Any, name: str, result: ir.Type, *values: Any) -> Any:
+    """Call an LLVM intrinsic or a function of the C library."""
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(result, [value.type for value in values]), name
+    )
+    return builder.call(function, values)
+
+
+def splatted(builder: Any, value: Any, vector: ir.VectorType) -> Any:
+    undefined = ir.Constant(vector, ir.Undefined)
+    one = builder.insert_element(undefined, value, ir.Constant(I32, 0))
+    return builder.shuffle_vector(one, undefined, ir.Constant(ir.VectorType(I32, vector.count), [0] * vector.count))
+
+
+# Arithmetic: + - * / of f32x16, + and - of i32x16, comparisons as functions.
+
+
+def _define_operator(symbol: Callable[..., Any], vector: Vector, emit: Callable[..., Any]) -> None:
+    class Typed(ConcreteTemplate):
+        cases = (signature(vector, vector, vector),)
+
+    infer_global(symbol)(Typed)
+
+    @lower_builtin(symbol, vector, vector)
+    def lower(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+        return emit(builder, *values)
+
+
+for _symbol, _name in (
+    (operator.add, "fadd"),
+    (operator.sub, "fsub"),
+    (operator.mul, "fmul"),
+    (operator.truediv, "fdiv"),
+):
+    _define_operator(_symbol, f32x16, lambda builder, x, y, name=_name: getattr(builder, name)(x, y))
+for _symbol, _name in ((operator.add, "add"), (operator.sub, "sub"), (operator.mul, "mul"), (operator.xor, "xor")):
+    _define_operator(_symbol, i32x16, lambda builder, x, y, name=_name: getattr(builder, name)(x, y))
+
+
+@instruction(f32x16)
+def zeros(b: Any) -> Any:
+    return constant(f32x16, 0.0)
+
+
+@instruction(f32x16, types.float32)
+def splat(b: Any, x: Any) -> Any:
+    return splatted(b, x, f32x16.llvm)
+
+
+@instruction(i32x16, types.int64)
+def splat_i32(b: Any, x: Any) -> Any:
+    return splatted(b, b.trunc(x, I32), i32x16.llvm)
+
+
+@instruction(f32x16, f32x16, f32x16, f32x16)
+def fma(b: Any, x: Any, y: Any, z: Any) -> Any:
+    """x · y + z, rounded once."""
+    return call(b, "llvm.fma.v16f32", x.type, x, y, z)
+
+
+@instruction(f32x16, f32x16, f32x16)
+def maximum(b: Any, x: Any, y: Any) -> Any:
+    """Of a NaN and a number: the second argument."""
+    return b.select(b.fcmp_ordered(">", x, y), x, y)
+
+
+@instruction(f32x16, f32x16, f32x16)
+def minimum(b: Any, x: Any, y: Any) -> Any:
+    return b.select(b.fcmp_ordered("<", x, y), x, y)
+
+
+@instruction(f32x16, f32x16)
+def absolute(b: Any, x: Any) -> Any:
+    return call(b, "llvm.fabs.v16f32", x.type, x)
+
+
+@instruction(f32x16, f32x16)
+def round_even(b: Any, x: Any) -> Any:
+    return call(b, "llvm.roundeven.v16f32", x.type, x)
+
+
+@instruction(types.float32, f32x16)
+def sum_of(b: Any, x: Any) -> Any:
+    """The lanes' sum, in one order: halves added to halves."""
+    zero = ir.Constant(F32, 0.0)
+    for half in (8, 4, 2, 1):
+        lanes = ir.VectorType(I32, half)
+        low, high = (ir.Constant(lanes, list(range(first, first + half))) for first in (0, half))
+        x = b.fadd(b.shuffle_vector(x, x, low), b.shuffle_vector(x, x, high))
+    return b.fadd(b.extract_element(x, ir.Constant(I32, 0)), zero)
+
+
+@instruction(types.float32, f32x16)
+def max_of(b: Any, x: Any) -> Any:
+    return call(b, "llvm.vector.reduce.fmax.v16f32", F32, x)
+
+
+@instruction(i32x16, f32x16)
+def to_int(b: Any, x: Any) -> Any:
+    return b.fptosi(x, i32x16.llvm)
+
+
+@instruction(f32x16, i32x16)
+def to_float(b: Any, x: Any) -> Any:
+    return b.sitofp(x, f32x16.llvm)
+
+
+@instruction(f32x16, i32x16)
+def bits_to_float(b: Any, x: Any) -> Any:
+    return b.bitcast(x, f32x16.llvm)
+
+
+@instruction(i32x16, f32x16)
+def float_to_bits(b: Any, x: Any) -> Any:
+    return b.bitcast(x, i32x16.llvm)
+
+
+@instruction(i32x16, i32x16, types.int64)
+def shift_left(b: Any, x: Any, bits: Any) -> Any:
+    return b.shl(x, splatted(b, b.trunc(bits, I32), x.type))
+
+
+@instruction(i32x16, i32x16, types.int64)
+def shift_right(b: Any, x: Any, bits: Any) -> Any:
+    """Zeros come in from the left."""
+    return b.lshr(x, splatted(b, b.trunc(bits, I32), x.type))
+
+
+@instruction(bool16, f32x16, f32x16)
+def is_above(b: Any, x: Any, y: Any) -> Any:
+    return b.fcmp_ordered(">", x, y)
+
+
+@instruction(bool16, f32x16, f32x16)
+def is_equal(b: Any, x: Any, y: Any) -> Any:
+    return b.fcmp_ordered("==", x, y)
+
+
+@instruction(bool16, types.int64)
+def first_lanes(b: Any, count: Any) -> Any:
+    """True in the first ``count`` lanes: 0 and less is none, 16 and more all."""
+    lanes = ir.Constant(ir.VectorType(I64, LANES), list(range(LANES)))
+    return b.icmp_signed("<", lanes, splatted(b, count, lanes.type))
+
+
+@instruction(f32x16, bool16, f32x16, f32x16)
+def select(b: Any, condition: Any, x: Any, y: Any) -> Any:
+    return b.select(condition, x, y)
+
+
+@instruction(types.int64, bool16)
+def count_true(b: Any, condition: Any) -> Any:
+    return b.zext(call(b, "llvm.ctpop.i16", I16, b.bitcast(condition, I16)), I64)
+
+
+@instruction(types.int64, bool16)
+def bits_of(b: Any, condition: Any) -> Any:
+    """Bit n of the result is lane n."""
+    return b.zext(b.bitcast(condition, I16), I64)
+
+
+# Memory
+
+
+def _loads(lane: ir.Type, suffix: str) -> tuple[Any, Any, Any, Any]:
+    """Load and store of 16 numbers of a type as float32: all, and those of some lanes."""
+    narrow = ir.VectorType(lane, LANES)
+
+    def widened(b: Any, x: Any) -> Any:
+        return x if lane is F32 else b.fpext(x, f32x16.llvm)
+
+    def narrowed(b: Any, x: Any) -> Any:
+        return x if lane is F32 else b.fptrunc(x, narrow)
+
+    @instruction(f32x16, types.int64)
+    def load_16(b: Any, address: Any) -> Any:
+        return widened(b, load(b, address, narrow))
+
+    @instruction(f32x16, types.int64, bool16)
+    def load_some(b: Any, address: Any, lanes: Any) -> Any:
+        zeros = ir.Constant(narrow, None)
+        name = f"llvm.masked.load.v16{suffix}.p0"
+        return widened(b, call(b, name, narrow, pointer(b, address, narrow), ir.Constant(I32, 1), lanes, zeros))
+
+    @instruction(types.none, types.int64, f32x16)
+    def store_16(b: Any, address: Any, x: Any) -> None:
+        store(b, address, narrowed(b, x))
+
+    @instruction(types.none, types.int64, f32x16, bool16)
+    def store_some(b: Any, address: Any, x: Any, lanes: Any) -> None:
+        name, at = f"llvm.masked.store.v16{suffix}.p0", pointer(b, address, narrow)
+        call(b, name, ir.VoidType(), narrowed(b, x), at, ir.Constant(I32, 1), lanes)
+
+    return load_16, load_some, store_16, store_some
+
+
+class Memory(NamedTuple):
+    """How numbers of a dtype are read and written, as float32: whole vectors, and vectors of some lanes.
+
+    Attributes:
+        size: bytes of a number.
+    """
+
+    size: int
+    load: Any
+    load_some: Any
+    store: Any
+    store_some: Any
+
+
+FLOAT32 = Memory(4, *_loads(F32, "f32"))
+BFLOAT16 = Memory(2, *_loads(BF16, "bf16"))
+FLOAT16 = Memory(2, *_loads(F16, "f16"))
+
+
+def _word(kind: types.Type, llvm: ir.Type, wide: ir.Type | None = None) -> tuple[Any, Any]:
+    @instruction(kind, types.int64)
+    def get(b: Any, address: Any) -> Any:
+        loaded = load(b, address, llvm)
+        return loaded if wide is None else b.sext(loaded, wide)
+
+    @instruction(types.none, types.int64, kind)
+    def put(b: Any, address: Any, value: Any) -> None:
+        store(b, address, value if wide is None else b.trunc(value, llvm))
+
+    return get, put
+
+
+get_i64, put_i64 = _word(types.int64, I64)
+get_i32, put_i32 = _word(types.int64, I32, I64)
+get_i8, put_i8 = _word(types.int64, I8, I64)
+get_f32, put_f32 = _word(types.float32, F32)
+
+
+@instruction(i32x16, types.int64)
+def load_i32(b: Any, address: Any) -> Any:
+    return load(b, address, i32x16.llvm)
+
+
+@instruction(types.none, types.int64, i32x16)
+def store_i32(b: Any, address: Any, x: Any) -> None:
+    store(b, address, x)
+
+
+@instruction(types.none, types.int64)
+def prefetch(b: Any, address: Any) -> None:
+    """Bring the line into the second-level cache."""
+    flags = (ir.Constant(I32, flag) for flag in (0, 2, 1))
+    call(b, "llvm.prefetch.p0", ir.VoidType(), pointer(b, address, I8), *flags)
+
+
+# Threads
+
+
+@instruction(types.int64, types.int64, types.int64)
+def fetch_add(b: Any, address: Any, value: Any) -> Any:
+    return b.atomic_rmw("add", pointer(b, address, I64), value, "seq_cst")
+
+
+@instruction(types.int64, types.int64, types.int64)
+def exchange(b: Any, address: Any, value: Any) -> Any:
+    return b.atomic_rmw("xchg", pointer(b, address, I64), value, "seq_cst")
+
+
+@instruction(types.int64, types.int64)
+def atomic_get(b: Any, address: Any) -> Any:
+    return b.load_atomic(pointer(b, address, I64), "seq_cst", 8)
+
+
+@instruction(types.none, types.int64, types.int64)
+def atomic_put(b: Any, address: Any, value: Any) -> None:
+    b.store_atomic(value, pointer(b, address, I64), "seq_cst", 8)
+
+
+@instruction(types.none)
+def pause(b: Any) -> None:
+    """Tell the processor that a loop waits."""
+    if IS_X86:
+        call(b, "llvm.x86.sse2.pause", ir.VoidType())
+
+
+@instruction(types.none)
+def sched_yield(b: Any) -> None:
+    call(b, "sched_yield", I32)
+
+
+@instruction(types.none, types.int64)
+def sem_wait(b: Any, semaphore: Any) -> None:
+    call(b, "sem_wait", I32, pointer(b, semaphore, I8))
+
+
+@instruction(types.none, types.int64)
+def sem_post(b: Any, semaphore: Any) -> None:
+    call(b, "sem_post", I32, pointer(b, semaphore, I8))
+
+
+@instruction(types.none, types.int64, types.int64, types.int64, types.int64)
+def call_kernel(b: Any, function: Any, arguments: Any, chunk: Any, thread: Any) -> None:
+    """Call a compiled kernel, by numba's convention: room for a result and for an error come first."""
+    nothing = I8.as_pointer()
+    kind = ir.FunctionType(I32, [nothing, nothing, I64, I64, I64])
+    room = cgutils.alloca_once(b, I64)
+    result = b.bitcast(room, nothing)
+    b.call(pointer(b, function, kind), [result, result, arguments, chunk, thread])
+
+
+def stack(num_bytes: int) -> Any:
+    """A function that gives the address of so much memory of the caller's stack, aligned to 64 bytes."""
+
+    @instruction(types.int64)
+    def on_stack(b: Any) -> Any:
+        room = cgutils.alloca_once(b, ir.ArrayType(I8, num_bytes))
+        room.align = 64
+        return b.ptrtoint(room, I64)
+
+    return on_stack

@@ -1,0 +1,91 @@
+"""A team of threads that runs programs of native kernels, without Python between them."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aioengine.errors import InternalError
+from aioengine.kernels.native.library import Library
+
+RECORD_WORDS = 32
+"""A record: a kernel's address, the number of chunks that its work is cut into, then its arguments; int64 each."""
+
+RECORD_BYTES = 8 * RECORD_WORDS
+MAX_ARGUMENTS = RECORD_WORDS - 2
+
+# A team's words, each in a cache line of its own, by their offsets in bytes.
+GENERATION, NEXT, DONE, FIRST, NUM_RECORDS, PROGRAM, IS_OVER = range(0, 7 * 64, 64)
+SEMAPHORES = 7 * 64
+"""From here on 128 bytes a thread: whether it sleeps, and 64 bytes behind that the semaphore that wakes it."""
+
+_ROOM_FOR_RESULTS = (ctypes.c_int64 * 2)()
+"""numba's functions write a status there; those of the library have none."""
+
+
+class Team:
+    """Threads that run native kernels, the caller's one of them. For one thread at a time.
+
+    Args:
+        num_threads: with the caller's; the others sleep when nothing is to be done for some 0.1 ms.
+    """
+
+    def __init__(self, library: Library, num_threads: int) -> None:
+        self.library = library
+        self.num_threads = num_threads
+        self._words = np.zeros((SEMAPHORES + 128 * num_threads) // 8 + 8, np.int64)
+        self._address = (self._words.ctypes.data + 63) // 64 * 64
+        self._record = np.zeros(RECORD_WORDS, np.int64)
+        self._record_address = self._record.ctypes.data
+        pointers, words = (ctypes.c_void_p, ctypes.c_void_p), (ctypes.c_int64,) * 4
+        self._run = ctypes.CFUNCTYPE(None, *pointers, *words)(library.address("run"))
+        self._end = ctypes.CFUNCTYPE(None, *pointers, *words[:2])(library.address("end"))
+        serve = ctypes.CFUNCTYPE(None, *pointers, *words[:2])(library.address("serve"))
+        self._results = ctypes.addressof(_ROOM_FOR_RESULTS)
+        self._threads = [
+            threading.Thread(
+                target=serve,
+                args=(self._results, self._results + 8, self._address, thread),
+                name=f"aioengine-kernels-{thread}",
+                daemon=True,
+            )
+            for thread in range(1, num_threads)
+        ]
+        for each in self._threads:
+            each.start()
+
+    def launch(self, kernel: str, num_chunks: int, *arguments: int) -> None:
+        """Run one kernel; returns when it is done, without the GIL meanwhile.
+
+        Args:
+            arguments: addresses, sizes, and numbers as `float_bits`.
+        """
+        fill_record(self._record, self.library.address(kernel), num_chunks, arguments)
+        self.run(self._record_address, 1)
+
+    def run(self, program: int, num_records: int) -> None:
+        """Run the records at an address."""
+        self._run(self._results, self._results + 8, self._address, program, num_records, self.num_threads)
+
+    def close(self) -> None:
+        """End the threads. Idempotent."""
+        self._end(self._results, self._results + 8, self._address, self.num_threads)
+        for each in self._threads:
+            each.join()
+        self._threads = []
+
+
+def fill_record(record: NDArray[np.int64], address: int, num_chunks: int, arguments: Sequence[int]) -> None:
+    if len(arguments) > MAX_ARGUMENTS:
+        raise InternalError(f"a native kernel was given {len(arguments)} arguments; {MAX_ARGUMENTS} have room")
+    struct.pack_into(f"{2 + len(arguments)}q", record.data, 0, address, num_chunks, *arguments)
+
+
+def float_bits(value: float) -> int:
+    """A float32 as a record holds it; kernels read it by ``get_f32``."""
+    return int(np.float32(value).view(np.int32))
