@@ -74,7 +74,7 @@ def compile_library() -> Library:
     """Compile it in this process, which takes a core for seconds, and keep it for the next one, where that can be."""
     from aioengine.kernels.native.kernels.compiler import compile_all
 
-    code = compile_all()
+    code = compile_all(target_machine())
     path = library_path()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

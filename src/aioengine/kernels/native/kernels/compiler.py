@@ -9,8 +9,6 @@ from typing import Any
 import numba
 from llvmlite import binding
 
-from aioengine.kernels.native.library import target_machine
-
 MODULES = ("threads", "linear")
 
 _kernels: dict[str, Any] = {}
@@ -38,8 +36,12 @@ inlined = numba.njit(nogil=True, error_model="numpy")
 """A function that kernels call; LLVM puts small ones in place."""
 
 
-def compile_all() -> bytes:
-    """Compile the kernels of all modules; seconds. They are called as in Python, with "aioengine." before."""
+def compile_all(machine: Any) -> bytes:
+    """Compile the kernels of all modules; seconds. They are called as in Python, with "aioengine." before.
+
+    Args:
+        machine: LLVM's target machine.
+    """
     for module in MODULES:
         import_module(f"{__package__}.{module}")
     whole = binding.parse_assembly("")
@@ -47,5 +49,5 @@ def compile_all() -> bytes:
         (compiled,) = function.overloads.values()
         text = compiled.library.get_llvm_str().replace(compiled.fndesc.llvm_func_name, f"aioengine.{name}")
         whole.link_in(binding.parse_assembly(text))
-    code: bytes = target_machine().emit_object(whole)
+    code: bytes = machine.emit_object(whole)
     return code
