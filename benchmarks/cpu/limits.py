@@ -1,0 +1,104 @@
+"""What this machine does at best, measured: ``python -m benchmarks.cpu.limits --out FILE [--threads N]``.
+
+Every operation that might reach a limit is tried, the fastest one tells it: a bound that the engine could exceed would
+be none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks.cpu.workloads import Limits
+
+READ_BYTES = 2**30
+ROWS, IN_FEATURES, OUT_FEATURES = 1024, 1024, 4096
+MEASURE_S = 0.5
+LARGE_WEIGHT = (2**15, 2**14)
+"""Of 1 GiB in bfloat16, read in whole by a product with one row."""
+
+Operation = Callable[[], object]
+
+
+def best_s(operation: Operation, seconds: float) -> float:
+    """The shortest of all calls in this time, after one to warm up."""
+    operation()
+    best, end = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        begin = time.perf_counter()
+        operation()
+        best = min(best, time.perf_counter() - begin)
+    return best
+
+
+def reads() -> Iterable[tuple[str, Operation]]:
+    """Operations that read `READ_BYTES`."""
+    words = torch.ones(READ_BYTES // 4)
+    yield "torch.sum", words.sum
+    if is_bfloat16_fast():
+        weight = torch.ones(LARGE_WEIGHT, dtype=torch.bfloat16)
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
+        row = torch.ones(1, LARGE_WEIGHT[1], dtype=torch.bfloat16)
+        del weight
+        yield "oneDNN packed, 1 row", lambda: torch.ops.mkldnn._linear_pointwise(row, packed, None, "none", [], "")
+
+
+def bfloat16_products() -> Iterable[tuple[str, Operation]]:
+    x, weight = (torch.randn(n, IN_FEATURES).bfloat16() for n in (ROWS, OUT_FEATURES))
+    yield "F.linear", lambda: F.linear(x, weight)
+    if is_bfloat16_fast():
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
+        yield "oneDNN packed", lambda: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+
+
+def int8_products() -> Iterable[tuple[str, Operation]]:
+    x = torch.randint(0, 255, (ROWS, IN_FEATURES), dtype=torch.uint8)
+    weight = torch.randint(-127, 128, (OUT_FEATURES, IN_FEATURES), dtype=torch.int8)
+    scales, zeros = torch.rand(OUT_FEATURES), torch.zeros(OUT_FEATURES, dtype=torch.int32)
+    packed = torch.ops.onednn.qlinear_prepack(weight, None)
+
+    def product() -> Tensor:
+        return torch.ops.onednn.qlinear_pointwise(
+            x, 0.02, 128, packed, scales, zeros, None, 1.0, 0, torch.bfloat16, "none", [], ""
+        )
+
+    yield "oneDNN u8×s8 packed", product
+
+
+def is_bfloat16_fast() -> bool:
+    return bool(torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def fastest(operations: Iterable[tuple[str, Operation]], seconds: float) -> tuple[float, str]:
+    return min((best_s(operation, seconds), name) for name, operation in operations)
+
+
+def measure(seconds: float = MEASURE_S) -> Limits:
+    flops, found_by = {}, {}
+    read_s, found_by["read"] = fastest(reads(), seconds)
+    for dtype, products in (("bfloat16", bfloat16_products), ("int8", int8_products)):
+        product_s, found_by[dtype] = fastest(products(), seconds)
+        flops[dtype] = 2 * ROWS * IN_FEATURES * OUT_FEATURES / product_s
+    return Limits(READ_BYTES / read_s, flops, found_by)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--seconds", type=float, default=MEASURE_S, help="for each operation")
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    args.out.write_bytes(msgspec.json.encode(measure(args.seconds)))
+
+
+if __name__ == "__main__":
+    main()
