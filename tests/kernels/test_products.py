@@ -4,7 +4,13 @@ from types import ModuleType
 
 import pytest
 import torch
-from kernels.harness import BOTH, DEVICE, TOLERANCES, int32, normal
+from kernels.harness import BOTH, DEVICE, TOLERANCES, assert_same, int32, normal
+from nightly import seeds
+from torch import Tensor
+
+from aioengine.kernels.packed_weight import Quantization
+from aioengine.kernels.torch import operations as reference
+from aioengine.kernels.torch.quantized import INT4_GROUP, dequantize, quantize, quantize_rows
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -54,3 +60,109 @@ def test_changes_in_place_of_a_weight_in_rows_count(ops: ModuleType) -> None:
     assert ops.linear(normal(2, 4), packed, None).eq(0).all()
     assert ops.embed(int32([3]), packed).eq(0).all()
     assert packed.values.device.type == DEVICE
+
+
+# Quantised
+
+QUANTIZATIONS: list[Quantization] = ["int8", "int4"]
+SHAPES = [(5, 3), (96, 64), (130, 200), (33, 257)]
+
+
+def heavy_tailed(*shape: int, seed: int = 0) -> Tensor:
+    """Of Student's distribution with four degrees of freedom, as trained weights are at worst."""
+    tails = normal(4, *shape, seed=seed + 1).square().mean(0).sqrt()
+    return normal(*shape, seed=seed) / tails
+
+
+def with_outlier_channels(num_rows: int, num_columns: int, factor: float) -> Tensor:
+    """Activations of which one channel in a hundred is so much larger, as in trained models."""
+    x = normal(num_rows, num_columns, seed=7)
+    x[:, :: max(1, min(100, num_columns // 2))] *= factor
+    return x
+
+
+@BOTH
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_quantised_product_is_that_of_the_unpacked_weight(
+    ops: ModuleType, quantization: Quantization, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    weight, bias = normal(*shape, dtype=dtype), normal(shape[0], dtype=dtype, seed=2)
+    dense = weight.clone()
+    packed = ops.pack(weight, quantization)
+    assert packed.shape == shape
+    assert packed.scales is not None
+    assert packed.values.data_ptr() != weight.data_ptr()
+    assert torch.equal(weight, dense)
+    unpacked = ops.unpack(packed)
+    assert unpacked.dtype == torch.float32
+    for num_rows in (0, 1, 9):
+        x = normal(num_rows, shape[1], dtype=dtype, seed=3)
+        seen = x
+        if quantization == "int8":
+            values, steps = quantize_rows(x)
+            seen = values * steps
+        expected = seen.double() @ unpacked.double().T + bias.double()
+        tolerance = TOLERANCES[dtype]
+        product = ops.linear(x, packed, bias)
+        assert product.dtype == dtype
+        torch.testing.assert_close(product.double(), expected, rtol=tolerance, atol=tolerance * shape[1] ** 0.5)
+        wide = ops.linear(x, packed, None, torch.float32)
+        torch.testing.assert_close(wide.double(), expected - bias.double(), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_values_stay_in_their_range_and_are_nearest(quantization: Quantization, shape: tuple[int, int]) -> None:
+    weight = heavy_tailed(*shape)
+    values, scales = quantize(weight, quantization)
+    lowest, highest = {"int8": (-127, 127), "int4": (-8, 7)}[quantization]
+    assert lowest <= values.min() <= values.max() <= highest
+    group = shape[1] if quantization == "int8" else INT4_GROUP
+    steps = scales.float().repeat_interleave(group, dim=1)[:, : shape[1]]
+    is_inside = (weight / steps > lowest) & (weight / steps < highest)
+    assert ((dequantize(values, scales) - weight).abs() <= 0.5001 * steps.abs())[is_inside].all()
+    assert is_inside.float().mean() > 0.9 or shape[1] < INT4_GROUP
+
+
+# By the last square: steps of an eighth of a group's largest value, 127ths of a row's.
+ERRORS = {"int8": (0.008, 0.02), "int4": (0.1, 0.15)}
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_errors_of_weights_are_bounded(quantization: Quantization) -> None:
+    for weight, bound in zip((normal(64, 1024), heavy_tailed(64, 1024)), ERRORS[quantization], strict=True):
+        error = dequantize(*quantize(weight, quantization)) - weight
+        assert error.norm() < bound * weight.norm()
+
+
+@pytest.mark.parametrize(("factor", "bound"), [(1.0, 0.012), (10.0, 0.04), (50.0, 0.05)])
+def test_errors_of_int8_products_with_outlier_channels_are_bounded(factor: float, bound: float) -> None:
+    """Relative to the product; a token's step grows with its outliers, and so does the product."""
+    weight, x = normal(256, 1024), with_outlier_channels(32, 1024, factor)
+    product = reference.linear(x, reference.pack(weight, "int8"), None)
+    exact = x @ weight.T
+    assert (product - exact).norm() < bound * exact.norm()
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize("seed", seeds(8))
+def test_an_unpacked_weight_is_packed_without_a_further_error(quantization: Quantization, seed: int) -> None:
+    weight = heavy_tailed(40, 200, seed=seed) * 10.0 ** (seed % 5 - 3)
+    weight[3] = 0
+    weight[4, 70] = 1e-30
+    weight[5, :64] = torch.arange(64, device=DEVICE) - 32.0
+    once = reference.unpack(reference.pack(weight, quantization))
+    twice = reference.unpack(reference.pack(once, quantization))
+    if quantization == "int4":
+        assert_same(twice, once)
+    else:  # 127 times a scale is rounded
+        torch.testing.assert_close(twice, once, rtol=3e-7, atol=0)
+    assert once[3].eq(0).all()
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_quantised_weights_take_as_little_memory_as_they_should(quantization: Quantization) -> None:
+    packed = reference.pack(normal(64, 1024), quantization)
+    assert packed.nbytes == {"int8": 64 * (1024 + 4), "int4": 64 * (512 + 16 * 2)}[quantization]

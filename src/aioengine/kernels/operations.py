@@ -29,9 +29,7 @@ class Operations(Protocol):
         Args:
             weight: [out_features, in_features], x.
             quantization: "int8": symmetric, with a scale for each output. "int4": with a scale for each group of
-                inputs of each output. Packing what `unpack` gave of such a weight gives that weight again.
-        Raises:
-            InternalError: these operations have no products of so quantised weights.
+                inputs of each output. What `unpack` gives of such a weight is packed without a further error.
         """
 
     def unpack(self, packed: PackedWeight) -> Tensor:

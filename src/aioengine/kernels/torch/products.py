@@ -6,21 +6,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from aioengine.errors import InternalError
 from aioengine.kernels.packed_weight import PackedWeight, Quantization
+from aioengine.kernels.torch.quantized import linear_quantized, pack_quantized, unpack_quantized
 
 
 def pack(weight: Tensor, quantization: Quantization | None = None) -> PackedWeight:
-    """As `Operations.pack`: the weight as it is."""
+    """As `Operations.pack`: a weight that is not quantised stays as it is."""
     if quantization is not None:
-        raise InternalError(f"pack: no products of {quantization} weights here")
+        return pack_quantized(weight, quantization)
     rows, columns = weight.shape
     return PackedWeight(weight, None, (rows, columns), weight.dtype, "rows")
 
 
 def unpack(packed: PackedWeight) -> Tensor:
     """As `Operations.unpack`."""
-    return packed.values
+    return packed.values if packed.scales is None else unpack_quantized(packed)
 
 
 def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -30,6 +30,8 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torc
     ties of logits that are none, and a second tensor as large as the vocabulary.
     """
     weight, dtype = packed.values, out_dtype or x.dtype
+    if packed.scales is not None:
+        return linear_quantized(x, packed, bias, dtype)
     if x.is_cuda and bias is None and dtype != x.dtype and hasattr(torch.ops.aten.mm, "dtype"):
         return torch.mm(x, weight.t(), out_dtype=dtype)
     return F.linear(x, weight, bias).to(dtype)
