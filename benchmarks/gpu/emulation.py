@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from aioengine.executor import torch_executor
-from aioengine.executor.make_runner import Gpu
+from aioengine.executor.make_runner import Processor
 from aioengine.kernels.torch import operations as reference
 
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
@@ -20,9 +20,9 @@ from doubles.fake_graph import as_launches
 @contextmanager
 def emulated_gpu() -> Iterator[None]:
     """Let engines that start meanwhile find a GPU: one that is late, and computes by the oracles, on the host."""
-    find_gpu = torch_executor._find_gpu
-    torch_executor._find_gpu = lambda device: Gpu(FakeAccelerator(), as_launches(reference))
+    find_processor = torch_executor._find_processor
+    torch_executor._find_processor = lambda device: Processor(FakeAccelerator(), as_launches(reference))
     try:
         yield
     finally:
-        torch_executor._find_gpu = find_gpu
+        torch_executor._find_processor = find_processor

@@ -50,6 +50,7 @@ class NoEvent:
 class NoDevice:
     """An `Accelerator` that takes work and does none of it."""
 
+    is_host = False
     device = torch.device("cpu")
     name = "none"
     num_multiprocessors = 132

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from aioengine.config import EngineConfig
-from aioengine.executor.make_runner import Gpu
+from aioengine.executor.make_runner import Processor
 from aioengine.executor.torch_executor import TorchExecutor
 from aioengine.kernels.torch import operations as reference
 from aioengine.models.folder import ModelFolder
@@ -27,8 +27,8 @@ async def start_gpu(
     config = gpu_config(**fields)
     model = await asyncio.to_thread(ModelFolder.read, folder)
     load = partial(load_decoder, model, config)
-    gpu = Gpu(accelerator, as_launches(operations))
-    return await TorchExecutor.start_with(load, config, folder=model, find_gpu=lambda: gpu)
+    processor = Processor(accelerator, as_launches(operations))
+    return await TorchExecutor.start_with(load, config, folder=model, find_processor=lambda: processor)
 
 
 class InjectedFailure(Exception):

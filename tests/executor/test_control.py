@@ -41,7 +41,6 @@ from aioengine.core.executor_protocol import DeviceLost
 from aioengine.errors import InvalidRequest, ModelLoadError
 from aioengine.executor import weights as weights_module
 from aioengine.executor.torch_executor import TorchExecutor
-from aioengine.models import decoder as decoder_module
 from aioengine.models import saver
 from aioengine.models.checkpoint import EMBEDDING, HEAD, INDEX_FILE, SINGLE_FILE, checkpoint_tensors
 from aioengine.models.decoder import Decoder
@@ -50,17 +49,15 @@ from aioengine.models.loader import LoadStopped, load_decoder
 from doubles.fake_accelerator import FakeAccelerator
 
 
-@pytest.fixture(params=["packed", *nightly("plain"), "gpu"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A CPU whose linear maps, small as they are, have their weights repacked (bfloat16 always has), or have not; or a
-    GPU that is always late."""
-    monkeypatch.setattr(decoder_module, "MIN_PACKED_FLOAT32", 0 if request.param == "packed" else 2**40)
+@pytest.fixture(params=["cpu", "late"])
+def way(request: pytest.FixtureRequest) -> str:
+    """The host's processor, or a device that is always late."""
     return str(request.param)
 
 
 @asynccontextmanager
 async def started(folder: Path, way: str = "cpu", **fields: Any) -> AsyncIterator[TorchExecutor]:
-    if way == "gpu":
+    if way == "late":
         executor = await start_gpu(folder, FakeAccelerator(), max_model_len=None, **fields)
     else:
         defaults = {"max_num_seqs": 4, "block_size": 4, "kv_cache_memory_bytes": 2**20, "num_threads": 1}
@@ -95,11 +92,8 @@ async def assert_same(executor: TorchExecutor, folder: Path, way: str = "cpu", *
 
 
 class TestContract(ControlContract):
-    """On packed weights."""
-
     @pytest.fixture(autouse=True)
-    def _packed(self, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(decoder_module, "MIN_PACKED_FLOAT32", 0)
+    def _checkpoint(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
 
     async def start(self, tmp_path: Path, max_in_flight: int) -> Controlled:
@@ -267,24 +261,23 @@ async def test_a_tied_head_that_differs_is_refused(checkpoint: Checkpoint) -> No
         await assert_same(executor, checkpoint("qwen3"))
 
 
-@pytest.mark.parametrize("num_packed", [0, 1])
+@pytest.mark.parametrize("num_read", [0, 1])
 async def test_a_commit_that_fails_halfway_changes_nothing(
-    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, num_packed: int
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, num_read: int
 ) -> None:
-    monkeypatch.setattr(decoder_module, "MIN_PACKED_FLOAT32", 0)
-    pack, calls = decoder_module._pack, []
+    read, calls = weights_module._tensor, []
 
-    def fail_later(weight: Tensor) -> Tensor:
-        calls.append(weight)
-        if len(calls) > num_packed:
+    def fail_later(staged: Any) -> Tensor:
+        calls.append(staged)
+        if len(calls) > num_read:
             raise MemoryError
-        return pack(weight)
+        return read(staged)
 
     sent = {QUERY: drawn((64, 64)), HEAD: drawn((384, 64)), EMBEDDING: drawn((384, 64), seed=4)}
     async with started(checkpoint("llama2")) as executor:
         await send(executor, sent)
         with monkeypatch.context() as patch:
-            patch.setattr(decoder_module, "_pack", fail_later)
+            patch.setattr(weights_module, "_tensor", fail_later)
             with pytest.raises(MemoryError):
                 await executor.commit_weights("t")
         await assert_same(executor, checkpoint("llama2"))
@@ -409,11 +402,11 @@ async def test_a_sleep_gives_the_memory_back(tmp_path: Path, dtype: str, num_lay
     save_large_config(tmp_path, num_layers, tied)
     fields = {"dtype": dtype, "load_format": "dummy", "kv_cache_memory_bytes": 192 * 2**20, "max_model_len": 256}
     async with started(tmp_path, **fields, block_size=128, max_num_seqs=64) as executor:
-        attention = executor._device.held.runner.attention
+        attention = executor._device.held.runner._attention
+        assert attention is not None
         with torch.inference_mode():
-            for cache in (*attention._cache.k, *attention._cache.v):  # type: ignore[union-attr]
-                cache.fill_(1.0)
-        del attention, cache
+            attention.cache.fill_(1.0)
+        del attention
         await executor.execute_dummy_batch()
         info = executor.info
         assert info.weight_bytes > 4 * KEPT_BY_GLIBC

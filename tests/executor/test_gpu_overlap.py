@@ -422,7 +422,7 @@ async def test_a_lost_device_is_heard_in_all_steps_and_closing_ends(folder: Path
     with anyio.fail_after(5):
         await executor.aclose()
     assert executor._device._held is None
-    assert executor._device._gpu is None
+    assert executor._device._accelerator is None
 
 
 @pytest.mark.parametrize("graphs", ["off", "start"])

@@ -181,11 +181,11 @@ async def test_waking_waits_for_room_for_the_weights(checkpoint: Checkpoint) -> 
         await executor.sleep(1)
         asleep = await addresses(executor)
         for _ in range(2):
-            num_releases = device_of(executor)._gpu.accelerator.num_releases
+            num_releases = device_of(executor)._accelerator.num_releases
             with memory_for(5), pytest.raises(ModelLoadError, match=r"out of memory.*wake up again"):
                 await executor.wake_up(BOTH)
             assert await addresses(executor) == asleep
-            assert device_of(executor)._gpu.accelerator.num_releases > num_releases
+            assert device_of(executor)._accelerator.num_releases > num_releases
         with pytest.raises(AssertionError, match=r"asleep.*kv_cache.*weights"):
             await greedy_tokens(executor)
         await executor.wake_up(BOTH)

@@ -1,4 +1,4 @@
-"""What the CPU's runner does of its own, beside what every executor must do."""
+"""What a runner does on the host, beside what every executor must do."""
 
 import weakref
 from typing import Any
@@ -8,41 +8,45 @@ import numpy as np
 import pytest
 import torch
 from executor.plans import PlanWriter
-from executor.tiny_decoder import TinyDecoder
+from executor.tiny_decoder import tiny_decoder
 
+from aioengine.config import EngineConfig
 from aioengine.core.executor_protocol import DeviceLost, ExecutorStats
-from aioengine.executor.input_batch import InputBatch
-from aioengine.executor.runner import Runner
-from aioengine.kernels.attention.kv_cache import KVCache, KVCacheShape
-from aioengine.kernels.attention.torch_paged import TorchPagedAttention
+from aioengine.executor.host import HostAccelerator
+from aioengine.executor.make_runner import Processor, make_runner
+from aioengine.kernels.torch import operations
+from aioengine.models.decoder import Decoder
 from aioengine.scheduler.plan import int32
 
 
-def make_runner(
-    decoder: TinyDecoder, *, max_num_seqs: int = 8, num_blocks: int = 128, block_size: int = 4
-) -> tuple[Runner, ExecutorStats]:
-    c = decoder.config
-    shape = KVCacheShape(
-        num_layers=c.num_layers,
-        block_size=block_size,
-        num_kv_heads=c.num_kv_heads,
-        head_dim=c.head_dim,
-        dtype=torch.float32,
-    )
-    cache = KVCache.allocate(shape, num_blocks)
-    for tensor in cache.k + cache.v:
-        tensor.fill_(torch.nan)  # what was never written must not be read
-    batch = InputBatch(max_num_seqs=max_num_seqs, max_model_len=c.max_model_len, block_size=block_size)
-    stats = ExecutorStats()
-    return Runner(decoder, batch, stats, lambda: TorchPagedAttention(cache)), stats  # type: ignore[arg-type]
+def start(decoder: Decoder) -> Any:
+    """A runner whose cache is full of NaN: what was never written must not be read."""
+    config = EngineConfig(max_num_seqs=8, block_size=4, kv_cache_memory_bytes=2**20)
+    processor = Processor(HostAccelerator(), operations)
+    runner: Any
+    runner, _ = make_runner(processor, decoder, config, ExecutorStats(), lambda done, total: None)
+    runner._attention.cache.fill_(torch.nan)
+    return runner
+
+
+def token_of(prompt: list[int]) -> int:
+    """The likeliest token behind a prompt, computed alone."""
+    runner, writer = start(tiny_decoder()), PlanWriter(128, 4)
+    writer.add(0, prompt)
+    return int(runner.step(writer.plan()).token_ids[0])
+
+
+@pytest.fixture(autouse=True)
+def _inference_mode() -> Any:
+    with torch.inference_mode():
+        yield
 
 
 def test_logits_are_computed_for_the_rows_that_want_them_only() -> None:
-    decoder = TinyDecoder()
-    runner, _ = make_runner(decoder)
+    runner = start(tiny_decoder())
     num_rows: list[int] = []
-    logits = decoder.logits
-    decoder.logits = lambda hidden: num_rows.append(len(hidden)) or logits(hidden)  # type: ignore[method-assign]
+    logits = runner._fused.logits
+    runner._fused.logits = lambda hidden: num_rows.append(len(hidden)) or logits(hidden)
     writer = PlanWriter(128, 4)
     writer.add(0, [1] * 20)
     writer.add(1, [2] * 9)
@@ -52,11 +56,11 @@ def test_logits_are_computed_for_the_rows_that_want_them_only() -> None:
 
 
 def test_a_model_that_breaks_into_nan_fails_its_own_row_only() -> None:
-    decoder = TinyDecoder()
+    decoder = tiny_decoder()
     decoder.embedding[90] = torch.nan
-    runner, _ = make_runner(decoder)
+    runner = start(decoder)
     writer = PlanWriter(128, 4)
-    expected = int(decoder.logits_of([4] * 9)[-1].argmax())
+    expected = token_of([4] * 9)
     for poisoned_row in (0, 1):
         writer.add(poisoned_row, [90] * 9, temperature=1.0)
         writer.add(1 - poisoned_row, [4] * 9)
@@ -78,13 +82,13 @@ def test_a_model_that_breaks_into_nan_fails_its_own_row_only() -> None:
 
 
 def test_a_copy_that_fails_ends_it_all() -> None:
-    runner, _ = make_runner(TinyDecoder())
+    runner = start(tiny_decoder())
     with pytest.raises(DeviceLost, match="could not be applied"):
         runner.step(msgspec.structs.replace(PlanWriter(8, 4).plan(), copied_from=int32([0]), copied_to=int32([10**6])))
 
 
 def test_a_row_forgets_the_request_that_left_it() -> None:
-    runner, _ = make_runner(TinyDecoder())
+    runner = start(tiny_decoder())
     writer = PlanWriter(128, 4)
 
     class Processor:
@@ -104,6 +108,6 @@ def test_a_row_forgets_the_request_that_left_it() -> None:
     assert is_alive() is None
     writer.add(0, [4] * 9)
     result = runner.step(writer.plan())
-    assert result.token_ids.tolist() == [int(TinyDecoder().logits_of([4] * 9)[-1].argmax())]
+    assert result.token_ids.tolist() == [token_of([4] * 9)]
     assert result.logprobs is None
     assert result.prompt_logprobs is None

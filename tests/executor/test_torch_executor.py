@@ -19,14 +19,17 @@ import torch
 import uvloop
 from executor.contract import ExecutorContract, Opened, spans, step_names
 from executor.plans import PlanWriter, tokens_by_row
-from executor.tiny_decoder import TinyConfig, TinyDecoder
+from executor.tiny_decoder import HookedOperations, tiny_config, tiny_decoder
 
 from aioengine.config import EngineConfig
 from aioengine.core.executor_protocol import DeviceLost
 from aioengine.errors import ConfigError, InvalidRequest
 from aioengine.executor import torch_executor
 from aioengine.executor.device_thread import THREAD_NAME
+from aioengine.executor.host import HostAccelerator
+from aioengine.executor.make_runner import Processor
 from aioengine.executor.torch_executor import TorchExecutor, is_large_step
+from aioengine.models.decoder import Decoder
 
 END_TIMEOUT_S = 5.0
 
@@ -50,19 +53,18 @@ class Model:
         executors: those started and still referred to.
     """
 
-    def __init__(self, config: TinyConfig | None = None) -> None:
-        self.config = config or TinyConfig()
+    def __init__(self) -> None:
         self.failing: set[int] = set()
         self.gate = threading.Event()
         self.gate.set()
         self.num_passes = 0
-        self.decoder: weakref.ref[TinyDecoder] | None = None
+        self.operations: Any = HookedOperations(lambda: self.before_forward())
+        self.decoder: weakref.ref[Decoder] | None = None
         self.executors: weakref.WeakSet[TorchExecutor] = weakref.WeakSet()
 
     def load(self, *, on_progress: Callable[[int, int], None], should_stop: Callable[[], bool], **_: Any) -> Any:
         on_progress(0, 10)
-        decoder = TinyDecoder(self.config)
-        decoder.before_forward = self.before_forward
+        decoder = tiny_decoder()
         self.decoder = weakref.ref(decoder)
         on_progress(10, 10)
         return decoder
@@ -79,7 +81,9 @@ class Model:
         return self.decoder is not None and self.decoder() is None
 
     async def start(self, **fields: Any) -> TorchExecutor:
-        executor = await TorchExecutor.start_with(self.load, make_config(**fields))
+        executor = await TorchExecutor.start_with(
+            self.load, make_config(**fields), find_processor=lambda: Processor(HostAccelerator(), self.operations)
+        )
         self.executors.add(executor)
         return executor
 
@@ -253,8 +257,8 @@ async def test_a_profile_shows_the_operations_of_each_step_and_those_inside_them
     assert len(steps) == 2
     for step in steps:
         names = Counter(operation["name"] for operation in inside(step, operations))
-        assert names["aten::tanh"] == model.config.num_layers
-        assert names["aten::index_copy_"] == 2 * model.config.num_layers, "keys and values"
+        assert names["aten::silu"] == tiny_config().num_layers
+        assert names["aten::softmax"] == tiny_config().num_layers
     assert sum(len(inside(step, operations)) for step in steps) == len(operations)
     matmul = next(operation for operation in operations if operation["name"] == "aten::matmul")
     assert "aten::mm" in [operation["name"] for operation in inside(matmul, operations)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 from collections.abc import Callable, Iterator
@@ -11,10 +10,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from executor.gpu import start_gpu
-from executor.tiny_decoder import TinyConfig
+from executor.tiny_decoder import tiny_config
 
 import aioengine
 from aioengine.executor import tune
@@ -36,7 +36,7 @@ from aioengine.kernels.torch import operations as reference
 from doubles.fake_accelerator import FakeAccelerator
 
 CPU = torch.device("cpu")
-MODEL: Any = TinyConfig(head_dim=128, max_model_len=8192, dtype=torch.bfloat16)
+MODEL: Any = tiny_config(head_dim=128, max_model_len=8192, dtype=torch.bfloat16)
 CACHE = KVCacheShape(num_layers=2, block_size=16, num_kv_heads=2, head_dim=128, dtype=torch.bfloat16)
 SHAPE = AttentionShape(128, 2, 2, 2, 2, 16)
 CANDIDATES = {kernel: candidates(kernel, SHAPE, 90) for kernel in ATTENTION_KERNELS}
@@ -152,7 +152,7 @@ def test_candidates_that_cannot_be_launched_are_passed_over(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("memory", "model"),
-    [({}, MODEL), ({"free_bytes": 1000}, MODEL), ({}, TinyConfig(num_kv_heads=0))],
+    [({}, MODEL), ({"free_bytes": 1000}, MODEL), ({}, tiny_config(num_kv_heads=0))],
     ids=["nothing can be launched", "no memory", "a failure of its own"],
 )
 def test_what_cannot_be_measured_is_as_by_default_and_not_kept(
@@ -234,7 +234,7 @@ def test_operations_with_nothing_to_choose_leave_the_gpu_alone(tmp_path: Path) -
 def test_what_is_measured_is_as_large_as_serving_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "MAX_CACHE_BYTES", 64 * MIB)  # a fourth of the heads, of the bytes
     gpu = TimedGpu(last_is_fastest, free_bytes=2**40)
-    gpu.tune(None, dataclasses.replace(MODEL, num_heads=16))
+    gpu.tune(None, msgspec.structs.replace(MODEL, num_heads=16))
     for kernel, num_rows, num_tokens, context in (
         (DECODE, 64, 64, 1024),
         (DECODE_IN_SPLITS, 1, 1, 4096),

@@ -80,10 +80,10 @@ async def keeping_graphs(executor: TorchExecutor) -> AsyncIterator[None]:
     """In here the weights of a GPU change, or stay, where they lie: its graphs are replayed behind it, and none is
     captured or voided. Nothing is asked of a CPU."""
     device = executor._device
-    if device._gpu is None:
+    accelerator: Any = device._accelerator
+    if accelerator.is_host:
         yield
         return
-    accelerator: Any = device._gpu.accelerator
     runner: Any = device.held.runner
 
     def graphs() -> tuple[int, int, int]:

@@ -1,7 +1,8 @@
-"""What the executor asks of a GPU: work in order on a stream, copies beside it, events, graphs, memory.
+"""What the executor asks of a device: work in order on a stream, copies beside it, events, graphs, memory.
 
-`aioengine.executor.cuda` is the real one. All device work goes through `Accelerator.enqueue` and its like, so that a
-fake one can run it late, as a GPU does: that the host is ahead of the device can be tested without a GPU.
+`aioengine.executor.cuda` is a GPU, `aioengine.executor.host` the processor itself. All device work goes through
+`Accelerator.enqueue` and its like, so that a fake one can run it late, as a GPU does: that the host is ahead of the
+device can be tested without a GPU.
 """
 
 from __future__ import annotations
@@ -97,12 +98,14 @@ class Accelerator(Protocol):
     """A device and its streams; for one thread, `DeviceEvent.wait` aside. Work runs in the order of its enqueueing.
 
     Attributes:
+        is_host: its memory is the host's, and work has run when `enqueue` returns.
         device: where tensors are made.
         name: such as "NVIDIA H200".
         num_multiprocessors: programs that run at once.
         capability: such as 90.
     """
 
+    is_host: bool
     device: torch.device
     name: str
     num_multiprocessors: int

@@ -79,6 +79,8 @@ class CudaEvent:
 class CudaAccelerator:
     """See `Accelerator`."""
 
+    is_host = False
+
     def __init__(self, device: torch.device) -> None:
         torch.cuda.set_device(device)  # of this thread
         properties = torch.cuda.get_device_properties(device)

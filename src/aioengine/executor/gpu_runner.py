@@ -22,6 +22,7 @@ from aioengine.executor.step_words import WORDS_A_ROW, ExtraWords, FixedWords, S
 from aioengine.kernels.attention.gpu_paged import GpuPagedAttention, StepTensors
 from aioengine.kernels.operations import Operations
 from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow, param_of
+from aioengine.kernels.zeros import lazy_zeros
 from aioengine.models.decoder import Decoder
 from aioengine.models.fused import FusedDecoder
 from aioengine.sampler.on_device import DeviceSampler, Features, SampleTensors
@@ -29,10 +30,10 @@ from aioengine.sampler.outputs import DeviceOutputs, OutputSizes, Scored
 from aioengine.sampler.processors import run_processors
 from aioengine.sampler.rule_table import RuleSizes
 from aioengine.sampler.rules import keep_allowed
-from aioengine.scheduler.plan import StepPlan
+from aioengine.scheduler.plan import StepPlan, StepResult
 
-PROMPT_CHUNK_ELEMENTS = 2**25
-"""Logits of a prompt that are computed together: 128 MiB."""
+PROMPT_CHUNK_ELEMENTS = 2**23
+"""Logits of a prompt that are computed together: 32 MiB."""
 
 REHEARSED_TOKENS = 16
 
@@ -87,8 +88,8 @@ class GpuRunner:
         tile = operations.prefill_tile(c.num_heads, c.num_kv_heads, c.head_dim)
         self._batch = GpuBatch(max_num_seqs=max_num_seqs, vocab_size=c.vocab_size, tile=tile)
         self._vocab_size = c.vocab_size
-        self._history = torch.zeros(max_num_seqs, c.max_model_len + 1, dtype=torch.int32, device=device)
-        self._block_tables = torch.zeros(
+        self._history = lazy_zeros(max_num_seqs, c.max_model_len + 1, dtype=torch.int32, device=device)
+        self._block_tables = lazy_zeros(
             max_num_seqs, -(-c.max_model_len // block_size), dtype=torch.int32, device=device
         )
         self._words = torch.zeros(max_num_seqs * WORDS_A_ROW, dtype=torch.int32, device=device)
@@ -233,8 +234,8 @@ class GpuRunner:
 
     # Steps
 
-    def step(self, plan: StepPlan) -> LaunchedStep:
-        """Launch a plan.
+    def step(self, plan: StepPlan) -> StepResult | LaunchedStep:
+        """Launch a plan; on the host it has run then, and this is its result.
 
         Raises:
             DeviceLost: the plan's deltas could not be applied, so that the rows' state is unknown; so for all later
@@ -268,7 +269,7 @@ class GpuRunner:
         launched = LaunchedStep(step, staging.out, (started, done), failures, (out, on_device))
         if step.learning:
             self._learning.append(launched)
-        return launched
+        return launched.wait() if self._accelerator.is_host else launched
 
     def _end_failed(self, step: GpuStep) -> None:
         """Wait for what was launched of a step that brings no result: the next step takes its memory.
@@ -281,7 +282,7 @@ class GpuRunner:
             self.synchronize()
             self._learn(len(self._learning))
         except Exception as error:
-            raise DeviceLost(f"the GPU failed: {error}") from error
+            raise DeviceLost(f"the device failed: {error}") from error
         for _, known in step.learning:
             known.append(0)
 

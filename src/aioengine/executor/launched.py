@@ -108,7 +108,7 @@ class LaunchedStep(DeferredResult[StepResult]):
             self._done.wait()
             seconds = self._done.seconds_since(self._started)
         except Exception as error:
-            raise DeviceLost(f"the GPU failed: {error}") from error
+            raise DeviceLost(f"the device failed: {error}") from error
         ended_at_s = time.monotonic()
         words = self._words.array[: self._num_words].copy()
         self._keep = None

@@ -26,17 +26,20 @@ from aioengine.core.executor_protocol import (
 )
 from aioengine.core.worker_functions import Worker, registered
 from aioengine.errors import ConfigError, describe
+from aioengine.executor.accelerator import Accelerator
 from aioengine.executor.completion_thread import DeferredResult, Pending
 from aioengine.executor.cuda import CudaAccelerator, find_cuda
 from aioengine.executor.device_thread import CLOSED, DeviceThread
-from aioengine.executor.make_runner import Gpu, make_cpu_runner, make_gpu_runner
+from aioengine.executor.gpu_runner import GpuRunner
+from aioengine.executor.host import HostAccelerator
+from aioengine.executor.make_runner import Processor, make_runner
 from aioengine.executor.memory import return_freed_memory
 from aioengine.executor.profiler import Recording
-from aioengine.executor.runner import StepRunner
 from aioengine.executor.weights import Load, Weights
+from aioengine.kernels.torch import operations as torch_operations
 from aioengine.models.decoder import Decoder
 from aioengine.models.folder import ModelFolder
-from aioengine.models.loader import ON_CPU, LoadStopped, Placement, load_decoder
+from aioengine.models.loader import LoadStopped, Placement, load_decoder
 from aioengine.progress import LOADING, OnProgress
 from aioengine.scheduler.plan import StepPlan, StepResult
 
@@ -86,28 +89,29 @@ class TorchExecutor:
         *,
         folder: ModelFolder | None = None,
         on_progress: OnProgress | None = None,
-        find_gpu: Callable[[], Gpu | None] | None = None,
+        find_processor: Callable[[], Processor] | None = None,
     ) -> Self:
         """As `start`, with the decoder that ``load`` makes in the device thread, and makes again after `sleep`.
 
         Args:
             folder: where the model's config, tokenizer and (unless they are dummies) weights are, to be read again and
                 saved elsewhere; None: ``load`` is called again, and they cannot be saved.
-            find_gpu: makes the GPU in the device thread; absent: the one that ``config.device`` names.
+            find_processor: makes the device in the device thread; absent: the one that ``config.device`` names.
         """
-        device = Device(config, find_gpu or (lambda: _find_gpu(config.device)))
+        device = Device(config, find_processor or (lambda: _find_processor(config.device)))
         stats = ExecutorStats()
         thread = DeviceThread(num_threads=config.num_threads, on_end=device.free)
         report = _on_loop(on_progress)
 
-        def make_weights(placement: Placement) -> Weights:
+        def make_weights(accelerator: Accelerator) -> Weights:
             return Weights(
                 load,
                 folder,
                 is_in_folder=config.load_format != "dummy",
                 on_progress=report,
                 should_stop=thread.should_stop,
-                placement=placement,
+                placement=Placement(accelerator.device, is_bound=False),
+                is_elsewhere=not accelerator.is_host,
             )
 
         def on_capture(done: int, total: int) -> None:
@@ -182,20 +186,20 @@ class Held:
     """What a device has once it is loaded."""
 
     weights: Weights
-    runner: StepRunner
+    runner: GpuRunner
 
 
 class Device:
     """What the device thread owns. Only jobs and the thread's end touch it, so that it is freed with the thread.
 
     Args:
-        find_gpu: the GPU to use, made in the thread; None where there is none to be used.
+        find_processor: makes the device, in the thread.
     """
 
-    def __init__(self, config: EngineConfig, find_gpu: Callable[[], Gpu | None]) -> None:
+    def __init__(self, config: EngineConfig, find_processor: Callable[[], Processor]) -> None:
         self._config = config
-        self._find_gpu = find_gpu
-        self._gpu: Gpu | None = None
+        self._find_processor = find_processor
+        self._accelerator: Accelerator | None = None
         self._held: Held | None = None
         self._asleep: frozenset[Part] = frozenset()
         self._num_layers = 1
@@ -205,23 +209,23 @@ class Device:
         self._recording: Recording | None = None
 
     def load(
-        self, make_weights: Callable[[Placement], Weights], stats: ExecutorStats, on_capture: Callable[[int, int], None]
+        self,
+        make_weights: Callable[[Accelerator], Weights],
+        stats: ExecutorStats,
+        on_capture: Callable[[int, int], None],
     ) -> ExecutorInfo:
         """Load the decoder and make room for its KV cache."""
         config = self._config
-        self._gpu = gpu = self._find_gpu()
-        weights = make_weights(ON_CPU if gpu is None else Placement(gpu.accelerator.device, is_bound=False))
+        processor = self._find_processor()
+        self._accelerator = processor.accelerator
+        weights = make_weights(processor.accelerator)
         assert weights.decoder is not None
-        runner: StepRunner
-        if gpu is None:
-            runner, info = make_cpu_runner(weights.decoder, config, stats)
-        else:
-            runner, info = make_gpu_runner(gpu, weights.decoder, config, stats, on_capture)
+        runner, info = make_runner(processor, weights.decoder, config, stats, on_capture)
         self._held = Held(weights, runner)
         self._num_layers = weights.decoder.config.num_layers
         self._kv_bytes_per_token = info.kv_cache_bytes // (info.num_blocks * info.block_size)
         self._weight_bytes = info.weight_bytes
-        if config.num_threads is None and gpu is None:
+        if config.num_threads is None and processor.accelerator.is_host:
             self._max_threads = torch.get_num_threads()
         return info
 
@@ -244,7 +248,7 @@ class Device:
     def start_profile(self, recording: Recording) -> None:
         if self._recording is not None:
             raise already_recording()
-        recording.start(self._gpu.accelerator.profiler_activities() if self._gpu is not None else ())
+        recording.start(self._accelerator.profiler_activities() if self._accelerator is not None else ())
         self._recording = recording
 
     def stop_profile(self, path: Path) -> None:
@@ -353,18 +357,18 @@ class Device:
             torch.set_num_threads(self._max_threads if all_of_them else 1)  # 0.2 µs, and for this thread alone
 
     def _return_memory(self) -> None:
-        if self._gpu is not None:
-            self._gpu.accelerator.release()
+        if self._accelerator is not None:
+            self._accelerator.release()
         return_freed_memory()
 
     def free(self) -> None:
         self._held = None
         if self._recording is not None:
             self.drop_profile(self._recording)
-        gpu, self._gpu = self._gpu, None
-        if gpu is not None:
+        accelerator, self._accelerator = self._accelerator, None
+        if accelerator is not None:
             with contextlib.suppress(Exception):  # a lost device gives nothing back while the process lives
-                gpu.accelerator.close()
+                accelerator.close()
 
 
 def _run_foreign(job: Callable[[*Ts], T], *args: *Ts) -> T:
@@ -379,25 +383,26 @@ def _run_foreign(job: Callable[[*Ts], T], *args: *Ts) -> T:
         raise RuntimeError(f"a function that was called in the device thread raised {describe(error)}") from error
 
 
-def _find_gpu(device: str) -> Gpu | None:
-    """The GPU that `EngineConfig.device` names; None: the CPU, also for "auto" without Triton.
+def _find_processor(device: str) -> Processor:
+    """What `EngineConfig.device` names; "auto" is a CPU where there is no GPU, or no Triton.
 
     Raises:
-        ConfigError: there is none, or Triton is missing.
+        ConfigError: there is no such GPU, or Triton is missing.
     """
+    host = Processor(HostAccelerator(), torch_operations)
     found = find_cuda(device)
     if found is None:
-        return None
+        return host
     try:
         from aioengine.kernels import triton_operations
     except ImportError as error:
         if device == "auto":
             logger.warning("there is a GPU, and no Triton to compute on it (%s): the model runs on the CPU", error)
-            return None
+            return host
         raise ConfigError(
             f"device={device!r} needs Triton, which a torch for CUDA brings ({error}); device='cpu' does not"
         ) from error
-    return Gpu(CudaAccelerator(found), triton_operations)
+    return Processor(CudaAccelerator(found), triton_operations)
 
 
 def is_large_step(weight_bytes: int, num_layers: int, num_tokens: int, context_bytes: int) -> bool:

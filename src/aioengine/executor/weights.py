@@ -34,14 +34,14 @@ class Weights:
         load: makes the decoder, now and after `discard`.
         folder: where its config and tokenizer are, for `save`.
         is_in_folder: its weights are there, too, and are read from there after `discard`.
-        placement: where the decoder goes.
+        placement: where the decoder goes. is_elsewhere: not to the host's memory.
         should_stop: asked by what takes long, which then raises LoadStopped.
 
     Attributes:
         decoder: None while the weights are thrown away. Elsewhere than in the host's memory it stays the same when
             they are replaced, and so do the addresses of its parameters.
         config: the decoder's.
-        is_elsewhere: the weights are not in the host's memory when they are used.
+        is_elsewhere: as given.
         is_torn: some weights were replaced and others not, since the device failed: no step may use them.
     """
 
@@ -54,10 +54,11 @@ class Weights:
         on_progress: OnProgress,
         should_stop: Callable[[], bool],
         placement: Placement = ON_CPU,
+        is_elsewhere: bool = False,
     ) -> None:
         self._folder = folder
         self._placement = placement
-        self.is_elsewhere = not placement.is_bound
+        self.is_elsewhere = is_elsewhere
         self._is_away = False
         self._should_stop = should_stop
         self._came_as_tensors = False

@@ -270,7 +270,7 @@ def _with_dtype_of_files(config: DecoderConfig, stored: dict[str, Stored]) -> De
 
 def _allocate(config: DecoderConfig, placement: Placement) -> Decoder:
     rope_bytes = config.max_model_len * config.head_dim * ROPE_BYTES
-    if placement.is_bound and rope_bytes > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2:
+    if placement.device.type == "cpu" and rope_bytes > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2:
         raise ConfigError(
             f"the rotations of max_model_len={config.max_model_len} positions take {rope_bytes} bytes, more than half "
             "of this machine's memory: set max_model_len to less (absent, it is config.json's max_position_embeddings)"

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from aioengine.kernels.operations import Operations
 from aioengine.kernels.sampling.sample_rows import SampleFlag, SampleRow
+from aioengine.kernels.zeros import lazy_zeros
 from aioengine.sampler.outputs import DeviceOutputs
 from aioengine.sampler.rule_table import RuleSizes, RuleTensors
 
@@ -68,7 +69,7 @@ class DeviceSampler:
         num_rows, device = len(history), history.device
         self._operations = operations
         self._history = history
-        self._counters = torch.zeros(num_rows, vocab_size, dtype=torch.int32, device=device)
+        self._counters = lazy_zeros(num_rows, vocab_size, dtype=torch.int32, device=device)
         self._tables = torch.full((RuleSizes(64, 64, 64).total,), -1, dtype=torch.int32, device=device)
         self.masks = torch.zeros(0, -(-vocab_size // 32), dtype=torch.int32, device=device)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from aioengine.kernels.attention.kv_cache import KVCacheShape
 from aioengine.kernels.operations import Operations
+from aioengine.kernels.zeros import lazy_zeros
 
 MAX_SPLITS = 64
 SPLIT_KEYS = 64
@@ -61,7 +62,7 @@ class GpuPagedAttention:
         num_multiprocessors: int,
     ) -> None:
         size = (2 * shape.num_layers, num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
-        self.cache = torch.zeros(size, dtype=shape.dtype, device=block_tables.device)
+        self.cache = lazy_zeros(*size, dtype=shape.dtype, device=block_tables.device)
         self._operations = operations
         self._block_tables = block_tables
         self.rope_table: Tensor | None = None

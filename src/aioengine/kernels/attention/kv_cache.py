@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
-import mmap
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from aioengine.kernels.zeros import lazy_zeros
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,12 +62,5 @@ class KVCache:
 
 
 def _lazy_zeros(shape: KVCacheShape, num_blocks: int) -> Tensor:
-    # Pages of the cache's own, which the system hands out as zeros when they are first written, and has back with the
-    # last reference. torch.zeros writes them all; calloc does so, too, with memory that it had before, and keeps what
-    # was freed.
     size = (num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
-    num_bytes = math.prod(size) * shape.dtype.itemsize
-    pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(AttributeError, OSError):  # not on every system
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.from_numpy(np.frombuffer(pages, np.uint8, num_bytes)).view(shape.dtype).view(size)
+    return lazy_zeros(*size, dtype=shape.dtype, device=torch.device("cpu"))

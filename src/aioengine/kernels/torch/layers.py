@@ -44,7 +44,7 @@ def rotate_and_write(
     cos, sin = rope_table[positions.long(), None].float().chunk(2, dim=-1)
     rotated = qk * cos + qk.roll(head_dim // 2, dims=-1) * sin
     q, k = torch.split_with_sizes(rotated, (num_heads, num_kv_heads), 1)
-    written = slots >= 0
+    written = (slots >= 0).nonzero()[:, 0]
     for values, cache in ((k, k_cache), (v, v_cache)):
         if cache.dtype == torch.float8_e4m3fn:
             # Beyond its range float8 has nothing but NaN.
@@ -56,23 +56,24 @@ def rotate_and_write(
 
 
 def put_spans(target: Tensor, spans: Tensor, words: Tensor) -> None:
-    for line, column, first, num_words in spans.tolist():
-        if line >= 0:
-            target[line, column : column + num_words] = words[first : first + num_words]
+    for line, column, first, num_words in spans[spans[:, 0] >= 0].tolist():
+        target[line, column : column + num_words] = words[first : first + num_words]
 
 
 def gather_tokens(
     rows: Tensor, history: Tensor, block_tables: Tensor, block_size: int, num_tokens: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    token_ids, positions, slots = torch.empty((3, num_tokens), dtype=torch.int32, device=history.device).unbind()
-    for row, start, first, count in rows.tolist():
-        step = slice(first, first + count)
-        if row < 0:
-            token_ids[step], positions[step], slots[step] = 0, 0, -1
-            continue
-        at = torch.arange(start, start + count, device=history.device)
-        token_ids[step], positions[step] = history[row, at], at.int()
-        slots[step] = block_tables[row, at // block_size] * block_size + at.int() % block_size
+    counts = rows[:, 3].long()
+    row, start, first, begin = (
+        column.long().repeat_interleave(counts) for column in (*rows[:, :3].unbind(1), counts.cumsum(0) - counts)
+    )
+    offset = torch.arange(num_tokens, device=rows.device) - begin
+    known = row >= 0
+    row, position = row.clamp(min=0), torch.where(known, start + offset, 0)
+    block = block_tables[row, position // block_size]
+    slot = torch.where(known, block * block_size + position % block_size, -1)
+    found = torch.stack((torch.where(known, history[row, position], 0), position, slot)).int()
+    token_ids, positions, slots = torch.empty_like(found).index_copy_(1, first + offset, found).unbind()
     return token_ids, positions, slots
 
 

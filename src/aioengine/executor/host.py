@@ -1,0 +1,86 @@
+"""The host's processor as an `Accelerator`: its queue runs at once, its events are times, its memory is the host's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aioengine.executor.accelerator import DeviceEvent, DeviceMemory, Graph, HostWords, Ts, Work
+from aioengine.executor.memory import available_memory
+
+
+class HostEvent:
+    """A time: what was enqueued before has run."""
+
+    def __init__(self) -> None:
+        self._at_s = time.perf_counter()
+
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+    def seconds_since(self, earlier: DeviceEvent) -> float:
+        assert isinstance(earlier, HostEvent)
+        return self._at_s - earlier._at_s
+
+
+class HostAccelerator:
+    """See `Accelerator`. What work raises comes out of `enqueue`."""
+
+    is_host = True
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.name = "cpu"
+        self.num_multiprocessors = 1
+        self.capability = 0
+
+    def enqueue(self, work: Callable[[*Ts], None], *args: *Ts) -> None:
+        work(*args)
+
+    def enqueue_after(self, event: DeviceEvent) -> None:
+        pass
+
+    def record(self) -> HostEvent:
+        return HostEvent()
+
+    def copy_out(self, source: Tensor, target: HostWords, num_words: int) -> HostEvent:
+        target.tensor[:num_words].copy_(source[:num_words])
+        return HostEvent()
+
+    def host_words(self, num_words: int) -> HostWords:
+        return HostWords(torch.empty(num_words, dtype=torch.int32))
+
+    def capture(self, work: Work) -> Graph:
+        raise NotImplementedError("work on the host is not captured yet")
+
+    def synchronize(self) -> None:
+        pass
+
+    def memory(self) -> DeviceMemory:
+        free = available_memory()
+        return DeviceMemory(total=free, free=free, allocated=0)
+
+    def peak_of(self, work: Callable[[*Ts], None], *args: *Ts) -> int:
+        work(*args)
+        return 0
+
+    def seconds_of(self, work: Work) -> float:
+        begin = self.record()
+        work()
+        return self.record().seconds_since(begin)
+
+    def release(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def profiler_activities(self) -> list[Any]:
+        return []
