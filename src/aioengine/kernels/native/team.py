@@ -5,10 +5,13 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from aioengine.errors import InternalError
 from aioengine.kernels.native.library import Library
@@ -40,6 +43,7 @@ class Team:
         self.num_threads = num_threads
         self._words = np.zeros((SEMAPHORES + 128 * num_threads) // 8 + 8, np.int64)
         self._address = (self._words.ctypes.data + 63) // 64 * 64
+        self._captured: _Captured | None = None
         self._record = np.zeros(RECORD_WORDS, np.int64)
         self._record_address = self._record.ctypes.data
         pointers, words = (ctypes.c_void_p, ctypes.c_void_p), (ctypes.c_int64,) * 4
@@ -59,14 +63,34 @@ class Team:
         for each in self._threads:
             each.start()
 
-    def launch(self, kernel: str, num_chunks: int, *arguments: int) -> None:
-        """Run one kernel; returns when it is done, without the GIL meanwhile.
+    def launch(self, kernel: str, num_chunks: int, *arguments: Tensor | int) -> None:
+        """Run one kernel; returns when it is done, without the GIL meanwhile. In `capture` it is noted, and not run.
 
         Args:
-            arguments: addresses, sizes, and numbers as `float_bits`.
+            arguments: what is at an address, sizes, and numbers as `float_bits`.
         """
-        fill_record(self._record, self.library.address(kernel), num_chunks, arguments)
-        self.run(self._record_address, 1)
+        words = [each if isinstance(each, int) else each.data_ptr() for each in arguments]
+        if self._captured is None:
+            fill_record(self._record, self.library.address(kernel), num_chunks, words)
+            self.run(self._record_address, 1)
+            return
+        self._captured.records.append((self.library.address(kernel), num_chunks, words))
+        self._captured.kept.extend(each for each in arguments if not isinstance(each, int))
+
+    def capture(self, work: Callable[[], None]) -> Program:
+        """The kernels that ``work`` launches, as a program. Tensors that it computes by torch would not be computed
+        again: that is refused.
+
+        Raises:
+            InternalError: ``work`` does more than to launch kernels.
+        """
+        self._captured = captured = _Captured([], [])
+        try:
+            with _OnlyViews():
+                work()
+        finally:
+            self._captured = None
+        return Program(self, captured)
 
     def run(self, program: int, num_records: int) -> None:
         """Run the records at an address."""
@@ -78,6 +102,46 @@ class Team:
         for each in self._threads:
             each.join()
         self._threads = []
+
+
+class _Captured(NamedTuple):
+    """What is launched while work is captured: addresses, chunks and arguments; and the tensors that must stay."""
+
+    records: list[tuple[int, int, list[int]]]
+    kept: list[Tensor]
+
+
+class Program:
+    """Kernels with their arguments, to be run as often as one likes, as long as its team is there."""
+
+    def __init__(self, team: Team, captured: _Captured) -> None:
+        self._team = team
+        self._kept = captured.kept
+        self._records = np.zeros((len(captured.records), RECORD_WORDS), np.int64)
+        for record, (address, num_chunks, arguments) in zip(self._records, captured.records, strict=True):
+            fill_record(record, address, num_chunks, arguments)
+        self._address = self._records.ctypes.data
+
+    def replay(self) -> None:
+        self._team.run(self._address, len(self._records))
+
+
+VIEWS = frozenset(("view", "slice", "select", "alias", "t", "unbind", "split", "split_with_sizes", "detach", "chunk",
+                   "transpose", "unsqueeze", "expand", "as_strided", "_unsafe_view", "empty", "permute", "squeeze",
+                   "_reshape_alias", "lift_fresh"))  # fmt: skip
+"""torch's operations that compute nothing."""
+
+
+class _OnlyViews(TorchDispatchMode):
+    """Refuses torch's operations, views aside."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.__name__.partition(".")[0]
+        if name not in VIEWS:
+            raise InternalError(f"torch's {name} would not be computed again by a program of native kernels")
+        return func(*args, **(kwargs or {}))
 
 
 def fill_record(record: NDArray[np.int64], address: int, num_chunks: int, arguments: Sequence[int]) -> None:

@@ -1,142 +1,284 @@
 """Products of activations and packed weights.
 
-A weight [N, K] lies in panels of 64 outputs. In a panel the inputs come one after the other by *words* of 4 bytes (one
-float32, two bfloat16 or four int8), and of each word those of the 64 outputs side by side: [N / 64][words][64], so that
-one load brings the words of 16 outputs and one broadcast an activation's word for all. Each output is summed in the
-order of its inputs, however many rows and threads there are.
+A weight [N, K] lies in panels of 64 outputs. The inputs of a panel come one after the other by *words*, and of each
+word those of the 64 outputs side by side: [N / 64][words][64]. A word is one float32, two bfloat16, four int8 or one
+float16, so that one load brings the words of 16 outputs, and one broadcast brings an activation's word to all of them.
+Each output is summed in the order of its inputs, whatever the number of rows and threads.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from aioengine.kernels.native.kernels.compiler import kernel
+from aioengine.kernels.native.kernels.compiler import inlined, kernel
 from aioengine.kernels.native.kernels.simd import (
     BF16,
     BFLOAT16,
+    F16,
+    F32,
+    FLOAT16,
     FLOAT32,
     HAS_DOT_BF16,
+    HAS_DOT_INT8,
     I32,
     I64,
     LANES,
     Memory,
+    absolute,
     call,
     constant,
     f32x16,
     first_lanes,
+    get_f32,
+    get_i16,
+    get_i32,
     get_i64,
     i32x16,
     instruction,
     load,
+    load_i32,
+    max_of,
+    maximum,
+    put_f32,
+    put_i16,
+    put_i32,
+    round_even,
+    shift_left,
+    splat,
+    splat_i32,
     splatted,
     stack,
     store,
+    store_bytes,
+    to_float,
+    to_int,
     zeros,
 )
 
 PANEL = 64
+VECTORS = PANEL // LANES
 TILE_ROWS = 6
-"""Rows whose sums stay in registers: 6 × 4 vectors of 16."""
+"""Rows whose sums stay in registers: 6 × 4 of the 32, with 4 for weights and 1 for an activation."""
 
 
-def dot_words(b: Any, kind: str, sums: Any, x: Any, w: Any) -> Any:
-    """``sums`` plus the products of the words of ``x`` and ``w``, i32x16 each, by lane."""
-    if kind == "float32":
-        return call(b, "llvm.fma.v16f32", f32x16.llvm, b.bitcast(x, f32x16.llvm), b.bitcast(w, f32x16.llvm), sums)
-    if kind == "bfloat16":
-        if HAS_DOT_BF16:
-            pairs = ir.VectorType(BF16, 2 * LANES)
-            return call(
-                b, "llvm.x86.avx512bf16.dpbf16ps.512", f32x16.llvm, sums, b.bitcast(x, pairs), b.bitcast(w, pairs)
-            )
-        sixteen, mask = (constant(i32x16, value) for value in (16, -65536))
-        for half in (lambda v: b.shl(v, sixteen), lambda v: b.and_(v, mask)):
-            high, low = (b.bitcast(half(v), f32x16.llvm) for v in (x, w))
-            sums = call(b, "llvm.fma.v16f32", f32x16.llvm, high, low, sums)
-        return sums
-    return call(b, "llvm.x86.avx512.vpdpbusd.512", i32x16.llvm, sums, x, w)
+class Kind(NamedTuple):
+    """What a word is.
+
+    Attributes:
+        word_bytes: of one output.
+        sums: vector type of sums.
+        vector: LLVM type of 16 words, as they are loaded.
+        scalar: of one activation's word.
+        dot: emits sums + word · words.
+    """
+
+    word_bytes: int
+    sums: Any
+    vector: Any
+    scalar: Any
+    dot: Any
 
 
-def make_tile(kind: str, rows: int) -> Any:
-    """tile(x, x_stride, w, num_words, sums): add to sums [rows, 64] the products of a panel's words."""
-    vector = i32x16.llvm if kind == "int8" else f32x16.llvm
-    size = i32x16.llvm
+def _dot_float32(b: Any, sums: Any, x: Any, w: Any) -> Any:
+    return call(b, "llvm.fma.v16f32", f32x16.llvm, x, w, sums)
 
-    @instruction(types.none, *[types.int64] * 5)
-    def tile(b: Any, x: Any, x_stride: Any, w: Any, num_words: Any, sums: Any) -> None:
-        def int64(value: int) -> ir.Constant:
+
+def _dot_float16(b: Any, sums: Any, x: Any, w: Any) -> Any:
+    return call(b, "llvm.fma.v16f32", f32x16.llvm, *(b.fpext(v, f32x16.llvm) for v in (x, w)), sums)
+
+
+def _dot_bfloat16(b: Any, sums: Any, x: Any, w: Any) -> Any:
+    """The pairs' products, and their sum, as ``vdpbf16ps`` adds them, or the second product after the first."""
+    if HAS_DOT_BF16:
+        pairs = ir.VectorType(BF16, 2 * LANES)
+        return call(b, "llvm.x86.avx512bf16.dpbf16ps.512", f32x16.llvm, sums, b.bitcast(x, pairs), b.bitcast(w, pairs))
+    upper = constant(i32x16, -65536)
+    sixteen = constant(i32x16, 16)
+    for half in (lambda v: b.shl(v, sixteen), lambda v: b.and_(v, upper)):
+        sums = _dot_float32(b, sums, *(b.bitcast(half(v), f32x16.llvm) for v in (x, w)))
+    return sums
+
+
+def _dot_int8(b: Any, sums: Any, x: Any, w: Any) -> Any:
+    """Four products of an unsigned and a signed byte, and their exact sum."""
+    if HAS_DOT_INT8:
+        return call(b, "llvm.x86.avx512.vpdpbusd.512", i32x16.llvm, sums, x, w)
+    for byte in range(4):
+        left, down = constant(i32x16, 24 - 8 * byte), constant(i32x16, 24)
+        sums = b.add(sums, b.mul(b.lshr(b.shl(x, left), down), b.ashr(b.shl(w, left), down)))
+    return sums
+
+
+KINDS = {
+    "float32": Kind(4, f32x16, f32x16.llvm, F32, _dot_float32),
+    "bfloat16": Kind(4, f32x16, i32x16.llvm, I32, _dot_bfloat16),
+    "float16": Kind(2, f32x16, ir.VectorType(F16, LANES), F16, _dot_float16),
+    "int8": Kind(4, i32x16, i32x16.llvm, I32, _dot_int8),
+}
+
+
+def make_tile(kind: Kind, rows: int) -> Any:
+    """A function of (x, x_stride, w, num_words, sums, ahead) that sets sums [rows, 64] to a panel's products.
+
+    ``ahead`` is the address of what comes next of the weight, brought into the cache meanwhile, as much as is read.
+    """
+    word = kind.word_bytes
+
+    @instruction(types.none, *[types.int64] * 6)
+    def tile(b: Any, x: Any, x_stride: Any, w: Any, num_words: Any, sums: Any, ahead: Any) -> None:
+        def number(value: int) -> Any:
             return ir.Constant(I64, value)
 
-        places = [(row, v) for row in range(rows) for v in range(PANEL // LANES)]
-        where = {p: b.add(sums, int64(4 * (PANEL * p[0] + LANES * p[1]))) for p in places}
-        held = {p: cgutils.alloca_once(b, vector) for p in places}
-        for p in places:
-            b.store(load(b, where[p], vector, 64), held[p])
-        starts = [b.add(x, b.mul(x_stride, int64(row))) for row in range(rows)]
+        places = [(row, v) for row in range(rows) for v in range(VECTORS)]
+        held = {place: cgutils.alloca_once(b, kind.sums.llvm) for place in places}
+        for place in places:
+            b.store(ir.Constant(kind.sums.llvm, None), held[place])
+        starts = [b.add(x, b.mul(x_stride, number(row))) for row in range(rows)]
         with cgutils.for_range(b, num_words, intp=I64) as loop:
-            at = b.add(w, b.mul(loop.index, int64(4 * PANEL)))
-            weights = [load(b, b.add(at, int64(64 * v)), size) for v in range(PANEL // LANES)]
+            offset = b.mul(loop.index, number(word * PANEL))
+            weights = [load(b, b.add(b.add(w, offset), number(word * LANES * v)), kind.vector) for v in range(VECTORS)]
             for row in range(rows):
-                word = load(b, b.add(starts[row], b.mul(loop.index, int64(4))), I32)
-                word = splatted(b, word, i32x16.llvm)
+                one = load(b, b.add(starts[row], b.mul(loop.index, number(word))), kind.scalar)
+                every = splatted(b, one, kind.vector)
                 for v, weight in enumerate(weights):
-                    b.store(dot_words(b, kind, b.load(held[row, v]), word, weight), held[row, v])
-        for p in places:
-            store(b, where[p], b.load(held[p]), 64)
+                    b.store(kind.dot(b, b.load(held[row, v]), every, weight), held[row, v])
+            if rows > 1:
+                for line in range(0, word * PANEL, 64):
+                    at = b.inttoptr(b.add(b.add(ahead, offset), number(line)), ir.IntType(8).as_pointer())
+                    flags = (ir.Constant(I32, flag) for flag in (0, 2, 1))
+                    call(b, "llvm.prefetch.p0", ir.VoidType(), at, *flags)
+        for row, v in places:
+            at = b.add(sums, number(4 * (PANEL * row + LANES * v)))
+            store(b, at, b.load(held[row, v]), 64)
 
     return tile
 
 
-def make_linear(kind: str, memory: Memory) -> Any:
-    t1, t2, t3, t4, t5, t6 = (make_tile(kind, rows) for rows in range(1, TILE_ROWS + 1))
-    room = stack(4 * PANEL * TILE_ROWS)
-    store_some, size = memory.store_some, memory.size
-    load_f, load_s = FLOAT32.load, FLOAT32.store
-    load_m = memory.load_some
+def make_panel(kind: Kind) -> Any:
+    """A function of (x, x_stride, w, num_words, sums, rows, ahead): the tile of 1 to 6 rows."""
+    tile_1, tile_2, tile_3, tile_4, tile_5, tile_6 = (make_tile(kind, rows) for rows in range(1, TILE_ROWS + 1))
 
-    def linear(args, chunk, thread):
+    @inlined
+    def panel(x: int, x_stride: int, w: int, num_words: int, sums: int, rows: int, ahead: int) -> None:
+        if rows == 6:
+            tile_6(x, x_stride, w, num_words, sums, ahead)
+        elif rows == 5:
+            tile_5(x, x_stride, w, num_words, sums, ahead)
+        elif rows == 4:
+            tile_4(x, x_stride, w, num_words, sums, ahead)
+        elif rows == 3:
+            tile_3(x, x_stride, w, num_words, sums, ahead)
+        elif rows == 2:
+            tile_2(x, x_stride, w, num_words, sums, ahead)
+        else:
+            tile_1(x, x_stride, w, num_words, sums, ahead)
+
+    return panel
+
+
+def make_linear(kind: Kind, memory: Memory, of_bias: Memory) -> Any:
+    """A product; a chunk is a panel and a block of rows, panels first, so that a block of activations stays in cache.
+
+    Arguments: x, its rows' stride in bytes; the weight, its words; the result, its rows' stride in bytes; the bias or
+    0; rows, outputs, rows a chunk, panels; of int8: scales of rows (float32 [rows]), scales of outputs, and sums of
+    the outputs' weights (float32, int32 [panels · 64]).
+    """
+    panel_of, word = make_panel(kind), kind.word_bytes
+    room = stack(4 * PANEL * TILE_ROWS)
+    load_bias, bias_size = of_bias.load_some, of_bias.size
+    store_some, size = memory.store_some, memory.size
+    load_sums = FLOAT32.load
+    is_int8 = kind.word_bytes == 4 and kind.sums is i32x16
+
+    def linear(args: int, chunk: int, thread: int) -> None:
         x, x_stride = get_i64(args), get_i64(args + 8)
-        w, num_words = get_i64(args + 16), get_i64(args + 24)
-        out, out_stride = get_i64(args + 32), get_i64(args + 40)
+        num_words = get_i64(args + 24)
+        out_stride = get_i64(args + 40)
         bias = get_i64(args + 48)
         num_rows, num_outputs = get_i64(args + 56), get_i64(args + 64)
         rows_a_chunk, num_panels = get_i64(args + 72), get_i64(args + 80)
-        panel = chunk % num_panels
-        first = chunk // num_panels * rows_a_chunk
-        end = min(first + rows_a_chunk, num_rows)
-        w += panel * num_words * 256
+        panel, first_row = chunk % num_panels, chunk // num_panels * rows_a_chunk
+        end_row = min(first_row + rows_a_chunk, num_rows)
+        first = panel * PANEL
+        w = get_i64(args + 16) + first * num_words * word
+        ahead = w + 2 * PANEL * num_words * word
         sums = room()
-        for row in range(first, end, 6):
-            rows = min(6, end - row)
-            for place in range(rows * 4):
-                load_s(sums + place * 64, zeros())
-            at = x + row * x_stride
-            if rows == 6:
-                t6(at, x_stride, w, num_words, sums)
-            elif rows == 5:
-                t5(at, x_stride, w, num_words, sums)
-            elif rows == 4:
-                t4(at, x_stride, w, num_words, sums)
-            elif rows == 3:
-                t3(at, x_stride, w, num_words, sums)
-            elif rows == 2:
-                t2(at, x_stride, w, num_words, sums)
-            else:
-                t1(at, x_stride, w, num_words, sums)
-            for r in range(rows):
-                to = out + (row + r) * out_stride + panel * 64 * size
-                for v in range(4):
-                    lanes = first_lanes(num_outputs - panel * 64 - v * 16)
-                    y = load_f(sums + (r * 4 + v) * 64)
+        for row in range(first_row, end_row, TILE_ROWS):
+            rows = min(TILE_ROWS, end_row - row)
+            panel_of(x + row * x_stride, x_stride, w, num_words, sums, rows, ahead)
+            for nth in range(rows):
+                to = get_i64(args + 32) + (row + nth) * out_stride + first * size
+                for v in range(VECTORS):
+                    lanes = first_lanes(num_outputs - first - v * LANES)
+                    at = first + v * LANES
+                    if is_int8:
+                        wholes = load_i32(sums + (nth * PANEL + v * LANES) * 4)
+                        wholes = wholes - shift_left(load_i32(get_i64(args + 104) + at * 4), 7)
+                        scale = splat(get_f32(get_i64(args + 88) + (row + nth) * 4))
+                        y = to_float(wholes) * scale * load_sums(get_i64(args + 96) + at * 4)
+                    else:
+                        y = load_sums(sums + (nth * PANEL + v * LANES) * 4)
                     if bias:
-                        y = y + load_m(bias + (panel * 64 + v * 16) * size, lanes)
-                    store_some(to + v * 16 * size, y, lanes)
+                        y = y + load_bias(bias + at * bias_size, lanes)
+                    store_some(to + v * LANES * size, y, lanes)
 
     return linear
 
 
-kernel(name="linear_bf16")(make_linear("bfloat16", BFLOAT16))
+DTYPES = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16}
+
+for _name, _memory in DTYPES.items():
+    kernel(name=f"linear_{_name}_{_name}")(make_linear(KINDS[_name], _memory, _memory))
+    kernel(name=f"linear_int8_{_name}")(make_linear(KINDS["int8"], _memory, _memory))
+for _name in ("bfloat16", "float16"):
+    kernel(name=f"linear_{_name}_float32")(make_linear(KINDS[_name], FLOAT32, DTYPES[_name]))
+
+
+def make_embed(word: int) -> Any:
+    """Rows of a packed weight: a chunk is one. Arguments: ids (int32); the weight, its words; the result."""
+    get, put = (get_i32, put_i32) if word == 4 else (get_i16, put_i16)
+
+    def embed(args: int, chunk: int, thread: int) -> None:
+        output, num_words = get_i32(get_i64(args) + chunk * 4), get_i64(args + 16)
+        panel, place = output // PANEL, output % PANEL
+        at = get_i64(args + 8) + (panel * num_words * PANEL + place) * word
+        to = get_i64(args + 24) + chunk * num_words * word
+        for nth in range(num_words):
+            put(to + nth * word, get(at + nth * PANEL * word))
+
+    return embed
+
+
+kernel(name="embed_4")(make_embed(4))
+kernel(name="embed_2")(make_embed(2))
+
+
+def make_quantize(memory: Memory) -> Any:
+    """Rows to unsigned bytes, round(x / scale) + 128 with scale = max|x| / 127; a chunk is a row.
+
+    Arguments: x, its rows' stride in bytes; numbers a row; bytes, their rows' stride; scales (float32).
+    """
+    load_some, size = memory.load_some, memory.size
+
+    def quantize(args: int, chunk: int, thread: int) -> None:
+        x, width = get_i64(args) + chunk * get_i64(args + 8), get_i64(args + 16)
+        to = get_i64(args + 24) + chunk * get_i64(args + 32)
+        largest = zeros()
+        for at in range(0, width, LANES):
+            largest = maximum(largest, absolute(load_some(x + at * size, first_lanes(width - at))))
+        scale = max_of(largest) / types.float32(127)
+        put_f32(get_i64(args + 40) + chunk * 4, scale)
+        factor = splat(types.float32(1) / scale if scale > types.float32(0) else types.float32(0))
+        for at in range(0, width, LANES):
+            y = round_even(load_some(x + at * size, first_lanes(width - at)) * factor)
+            store_bytes(to + at, to_int(y) + splat_i32(128))
+
+    return quantize
+
+
+for _name, _memory in DTYPES.items():
+    kernel(name=f"quantize_{_name}")(make_quantize(_memory))

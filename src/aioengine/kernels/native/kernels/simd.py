@@ -328,6 +328,7 @@ def _word(kind: types.Type, llvm: ir.Type, wide: ir.Type | None = None) -> tuple
 
 get_i64, put_i64 = _word(types.int64, I64)
 get_i32, put_i32 = _word(types.int64, I32, I64)
+get_i16, put_i16 = _word(types.int64, I16, I64)
 get_i8, put_i8 = _word(types.int64, I8, I64)
 get_f32, put_f32 = _word(types.float32, F32)
 
@@ -340,6 +341,12 @@ def load_i32(b: Any, address: Any) -> Any:
 @instruction(types.none, types.int64, i32x16)
 def store_i32(b: Any, address: Any, x: Any) -> None:
     store(b, address, x)
+
+
+@instruction(types.none, types.int64, i32x16)
+def store_bytes(b: Any, address: Any, x: Any) -> None:
+    """The lowest byte of each lane."""
+    store(b, address, b.trunc(x, ir.VectorType(I8, LANES)))
 
 
 @instruction(types.none, types.int64)

@@ -1,0 +1,20 @@
+"""The native kernels, compiled once."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from aioengine.kernels.native.library import Library, compile_library, find_library
+from aioengine.kernels.native.team import Team
+
+
+@pytest.fixture(scope="session")
+def library() -> Library:
+    return find_library() or compile_library()
+
+
+@pytest.fixture
+def team(library: Library) -> Iterator[Team]:
+    team = Team(library, 2)
+    yield team
+    team.close()

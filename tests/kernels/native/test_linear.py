@@ -1,0 +1,101 @@
+"""Products by native kernels against float64 ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from aioengine.errors import InternalError
+from aioengine.kernels.native.library import Library
+from aioengine.kernels.native.operations import NativeOperations
+from aioengine.kernels.native.team import Team
+
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+def made(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 8, 64), (7, 96, 100), (13, 200, 1), (250, 40, 130)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_products(team: Team, dtype: torch.dtype, rows: int, inputs: int, outputs: int, has_bias: bool) -> None:
+    operations = NativeOperations(team)
+    x, weight = made(rows, inputs, dtype=dtype), made(outputs, inputs, dtype=dtype, seed=1)
+    bias = made(outputs, dtype=dtype, seed=2) if has_bias else None
+    expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    packed = operations.pack(weight.clone())
+    assert torch.equal(operations.unpack(packed), weight)
+    for out_dtype in (None, torch.float32):
+        got = operations.linear(x, packed, bias, out_dtype)
+        assert got.dtype == (out_dtype or dtype)
+        tolerance = TOLERANCES[dtype] if out_dtype is None else 1e-4
+        torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=tolerance * inputs**0.5)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_a_row_is_the_same_in_any_company(library: Library, dtype: torch.dtype) -> None:
+    x, weight = made(200, 512, dtype=dtype), made(320, 512, dtype=dtype, seed=1)
+    results = []
+    for num_threads in (1, 2):
+        team = Team(library, num_threads)
+        operations = NativeOperations(team)
+        packed = operations.pack(weight.clone())
+        whole = operations.linear(x, packed, None).clone()
+        alone = [operations.linear(x[row : row + 1], packed, None).clone() for row in range(0, 200, 7)]
+        assert torch.equal(torch.cat(alone), whole[::7])
+        results.append(whole)
+        team.close()
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize(("inputs", "outputs"), [(4, 1), (96, 130), (256, 64)])
+def test_int8_products_are_exact_but_for_the_scales(team: Team, dtype: torch.dtype, inputs: int, outputs: int) -> None:
+    operations = NativeOperations(team)
+    x, weight = made(9, inputs, dtype=dtype), made(outputs, inputs, dtype=dtype, seed=1)
+    packed = operations.pack(weight.clone(), "int8")
+    dense = operations.unpack(packed).double()
+    assert ((dense - weight.double()).abs() <= dense.abs().amax(1, True) / 127 * 0.51 + 1e-6).all()
+    scales = x.float().abs().amax(1, True) / 127
+    rounded = ((x.float() * (1 / scales)).round() * scales).double()
+    got = operations.linear(x, packed, None).double()
+    torch.testing.assert_close(got, rounded @ dense.T, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_embedding_reads_rows_of_a_packed_weight(team: Team, dtype: torch.dtype) -> None:
+    operations = NativeOperations(team)
+    weight = made(131, 24, dtype=dtype)
+    ids = torch.tensor([0, 130, 63, 64, 64], dtype=torch.int32)
+    assert torch.equal(operations.embed(ids, operations.pack(weight.clone())), weight[ids.long()])
+
+
+def test_a_program_computes_again_what_was_captured(team: Team) -> None:
+    operations = NativeOperations(team)
+    x, packed = made(3, 64), operations.pack(made(128, 64, seed=1))
+    second = operations.pack(made(64, 128, seed=2))
+    results: list[Any] = []
+
+    def work() -> None:
+        results.append(operations.linear(operations.linear(x, packed, None), second, None))
+
+    work()
+    expected = results.pop().clone()
+    program = team.capture(work)
+    results[0].zero_()
+    program.replay()
+    assert torch.equal(results[0], expected)
+
+
+def test_what_torch_computes_cannot_be_captured(team: Team) -> None:
+    x = made(2)
+
+    def work() -> None:
+        x.add(1)
+
+    with pytest.raises(InternalError, match="add"):
+        team.capture(work)
