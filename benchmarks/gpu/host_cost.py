@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from aioengine.core.executor_protocol import ExecutorStats
-from aioengine.executor import gpu_runner
+from aioengine.executor import runner as runner_module
 from aioengine.executor.accelerator import HostWords
 from aioengine.executor.graphs import default_sizes
 from aioengine.scheduler.plan import EMPTY, RowAdded, RowSampling, StepPlan, int32
@@ -81,13 +81,13 @@ class NoDevice:
         pass
 
 
-def make_runner(max_num_seqs: int) -> gpu_runner.GpuRunner:
+def make_runner(max_num_seqs: int) -> runner_module.Runner:
     operations: Any = SimpleNamespace(prefill_tile=lambda *_: 64)
     attention: Any = SimpleNamespace(num_splits=lambda *_: 1, rope_table=None)
     config = SimpleNamespace(max_model_len=4096, vocab_size=2048, num_heads=16, num_kv_heads=8, head_dim=128)
     decoder: Any = SimpleNamespace(config=config, rope_table=None)
-    with patch.object(gpu_runner, "FusedDecoder", lambda *_: SimpleNamespace()):
-        runner = gpu_runner.GpuRunner(
+    with patch.object(runner_module, "FusedDecoder", lambda *_: SimpleNamespace()):
+        runner = runner_module.Runner(
             NoDevice(),
             operations,
             decoder,

@@ -17,7 +17,7 @@ import pytest
 import torch
 import transformers
 from executor.control_contract import BOTH, ControlContract, Controlled
-from executor.gpu import start_gpu
+from executor.late_device import start_late
 from executor.plans import PROMPT, PlanWriter, greedy_tokens
 from executor.weight_changes import (
     FAMILIES,
@@ -58,7 +58,7 @@ def way(request: pytest.FixtureRequest) -> str:
 @asynccontextmanager
 async def started(folder: Path, way: str = "cpu", **fields: Any) -> AsyncIterator[TorchExecutor]:
     if way == "late":
-        executor = await start_gpu(folder, FakeAccelerator(), max_model_len=None, **fields)
+        executor = await start_late(folder, FakeAccelerator(), max_model_len=None, **fields)
     else:
         defaults = {"max_num_seqs": 4, "block_size": 4, "kv_cache_memory_bytes": 2**20, "num_threads": 1}
         config = EngineConfig(**{**defaults, **fields})

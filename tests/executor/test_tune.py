@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from executor.gpu import start_gpu
+from executor.late_device import start_late
 from executor.tiny_decoder import tiny_config
 
 import aioengine
@@ -263,7 +263,7 @@ async def test_a_start_tunes_unless_told_not_to(
     gpu.computes = True
     folder = checkpoint("llama2", num_hidden_layers=1)
     fields = {"dtype": "bfloat16", "max_model_len": 16, "cuda_graphs": "off"}
-    executor = await start_gpu(folder, gpu, gpu.operations, tune_kernels=is_wanted, **fields)
+    executor = await start_late(folder, gpu, gpu.operations, tune_kernels=is_wanted, **fields)
     await executor.aclose()
     assert bool(gpu.timed) == bool(TUNED) == (tmp_path / "aioengine").exists() == is_wanted
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from aioengine.core.executor_protocol import DeviceLost
 from aioengine.executor.accelerator import Accelerator, DeviceEvent, HostWords
+from aioengine.executor.batch import Step
 from aioengine.executor.completion_thread import DeferredResult
-from aioengine.executor.gpu_batch import GpuStep
 from aioengine.executor.step_words import WORDS_A_ROW, ExtraWords, Span
 from aioengine.kernels.sampling.sample_rows import Status
 from aioengine.sampler.outputs import DeviceOutputs, Scored
@@ -76,7 +76,7 @@ class LaunchedStep(DeferredResult[StepResult]):
 
     def __init__(
         self,
-        step: GpuStep,
+        step: Step,
         words: HostWords,
         events: tuple[DeviceEvent, DeviceEvent],
         failures: dict[int, Exception],
@@ -116,7 +116,7 @@ class LaunchedStep(DeferredResult[StepResult]):
 
 
 def make_result(
-    step: GpuStep,
+    step: Step,
     words: NDArray[np.int32],
     failed_logits_rows: Mapping[int, Exception],
     *,
@@ -152,7 +152,7 @@ def make_result(
 
 
 def _failures(
-    step: GpuStep, status: NDArray[np.int32], failed_logits_rows: Mapping[int, Exception]
+    step: Step, status: NDArray[np.int32], failed_logits_rows: Mapping[int, Exception]
 ) -> tuple[RowFailure, ...]:
     errors = {int(step.sampled[logits_row]): error for logits_row, error in failed_logits_rows.items()}
     for sample in np.flatnonzero(status != Status.SAMPLED).tolist():
@@ -166,7 +166,7 @@ def _failures(
     return tuple(RowFailure(index, errors[index]) for index in sorted(errors))
 
 
-def _step_logprobs(step: GpuStep, out: DeviceOutputs[NDArray[Any]], is_good: NDArray[np.bool_]) -> StepLogprobs | None:
+def _step_logprobs(step: Step, out: DeviceOutputs[NDArray[Any]], is_good: NDArray[np.bool_]) -> StepLogprobs | None:
     samples = np.flatnonzero(step.wants_logprobs & is_good)
     if not len(samples):
         return None
@@ -193,7 +193,7 @@ def _step_logprobs(step: GpuStep, out: DeviceOutputs[NDArray[Any]], is_good: NDA
     )
 
 
-def _prompt_logprobs(step: GpuStep, scored: Scored[NDArray[Any]]) -> PromptLogprobs | None:
+def _prompt_logprobs(step: Step, scored: Scored[NDArray[Any]]) -> PromptLogprobs | None:
     prompt = step.prompt_tokens
     if prompt is None:
         return None

@@ -14,9 +14,9 @@ from aioengine.config import EngineConfig
 from aioengine.core.executor_protocol import ExecutorInfo, ExecutorStats
 from aioengine.errors import ConfigError
 from aioengine.executor.accelerator import Accelerator
-from aioengine.executor.gpu_runner import START_FEATURES, GpuRunner
 from aioengine.executor.graphs import GRAPH_BYTES, default_sizes
 from aioengine.executor.memory import num_gpu_kv_blocks, num_kv_blocks
+from aioengine.executor.runner import START_FEATURES, Runner
 from aioengine.executor.tune import cache_folder, tune_attention
 from aioengine.kernels.attention.gpu_paged import GpuPagedAttention
 from aioengine.kernels.attention.kv_cache import KVCacheShape
@@ -48,7 +48,7 @@ def make_runner(
     config: EngineConfig,
     stats: ExecutorStats,
     on_capture: Callable[[int, int], None],
-) -> tuple[GpuRunner, ExecutorInfo]:
+) -> tuple[Runner, ExecutorInfo]:
     """A runner on a device, with a KV cache in the memory that the largest steps leave, and its graphs.
 
     Args:
@@ -75,7 +75,7 @@ def make_runner(
 
     max_in_flight = config.max_in_flight or (HOST_MAX_IN_FLIGHT if accelerator.is_host else DEVICE_MAX_IN_FLIGHT)
     has_graphs = config.cuda_graphs != "off" and not accelerator.is_host
-    runner = GpuRunner(
+    runner = Runner(
         accelerator,
         processor.operations,
         decoder,
@@ -107,7 +107,7 @@ def make_runner(
 
 
 def _num_blocks(
-    runner: GpuRunner, accelerator: Accelerator, config: EngineConfig, max_model_len: int, bytes_per_block: int
+    runner: Runner, accelerator: Accelerator, config: EngineConfig, max_model_len: int, bytes_per_block: int
 ) -> int:
     """Of the KV cache, with the weights loaded."""
     if accelerator.is_host:

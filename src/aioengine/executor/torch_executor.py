@@ -30,11 +30,11 @@ from aioengine.executor.accelerator import Accelerator
 from aioengine.executor.completion_thread import DeferredResult, Pending
 from aioengine.executor.cuda import CudaAccelerator, find_cuda
 from aioengine.executor.device_thread import CLOSED, DeviceThread
-from aioengine.executor.gpu_runner import GpuRunner
 from aioengine.executor.host import HostAccelerator
 from aioengine.executor.make_runner import Processor, make_runner
 from aioengine.executor.memory import return_freed_memory
 from aioengine.executor.profiler import Recording
+from aioengine.executor.runner import Runner
 from aioengine.executor.weights import Load, Weights
 from aioengine.kernels.torch import operations as torch_operations
 from aioengine.models.decoder import Decoder
@@ -186,7 +186,7 @@ class Held:
     """What a device has once it is loaded."""
 
     weights: Weights
-    runner: GpuRunner
+    runner: Runner
 
 
 class Device:

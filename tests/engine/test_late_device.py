@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from checkpoints import FAMILIES, NUM_SPECIAL, cached_checkpoints
-from executor.gpu import start_gpu
+from executor.late_device import start_late
 
 from aioengine import ConfigError, Engine, LogitsRow, RequestOutput, StepFailed
 from aioengine.config import EngineConfig
 from aioengine.executor.accelerator import DeviceMemory
-from aioengine.executor.gpu_runner import GpuRunner
 from aioengine.executor.memory import num_gpu_kv_blocks
+from aioengine.executor.runner import Runner
 from aioengine.kernels import triton_operations
 from aioengine.models.folder import DEMO_MODEL
 from doubles.fake_accelerator import FakeAccelerator
@@ -59,7 +59,7 @@ async def serving(
 ) -> AsyncIterator[tuple[Engine, Any]]:
     """An engine on a GPU, with its executor."""
     fields = {**COMMON, "block_size": 8, "kv_cache_memory_bytes": 2**24, **fields}
-    executor = await start_gpu(folder, accelerator or FakeAccelerator(), **fields)
+    executor = await start_late(folder, accelerator or FakeAccelerator(), **fields)
     async with Engine(str(folder), executor=executor, **fields) as engine:
         yield engine, executor
 
@@ -231,7 +231,7 @@ async def test_a_storm_brings_the_cpus_outputs(
     ) as engine:
         wanted = await serve(engine, wishes)
     accelerator = FakeAccelerator()
-    executor = await start_gpu(
+    executor = await start_late(
         folder,
         accelerator,
         kv_cache_memory_bytes=small_cache(folder),
@@ -287,10 +287,10 @@ async def outputs(engine: Engine) -> list[Any]:
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 async def test_the_kernels_bring_the_cpus_tokens(checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     # Nothing is compiled here, and to rehearse each kind of step takes minutes.
-    monkeypatch.setattr(GpuRunner, "warm_up", lambda self, *, captures_all, on_capture: None)
+    monkeypatch.setattr(Runner, "warm_up", lambda self, *, captures_all, on_capture: None)
     folder = checkpoint("qwen3", num_hidden_layers=1, vocab_size=97, tokenizer=True)
     fields = {"dtype": "float32", "cuda_graphs": "off", "max_num_batched_tokens": 32}
-    executor = await start_gpu(folder, FakeAccelerator(), triton_operations, **fields)
+    executor = await start_late(folder, FakeAccelerator(), triton_operations, **fields)
     common = {"dtype": "float32", "max_num_seqs": 4, "block_size": 4}
     expected = await outputs(Engine(str(folder), device="cpu", **common))
     found = await outputs(Engine(str(folder), executor=executor, **common))
@@ -332,7 +332,7 @@ async def test_a_gpu_that_is_too_old_for_8_bits_says_so_and_a_newer_one_has_twic
     accelerator = FakeAccelerator()
     accelerator.capability = 86
     with pytest.raises(ConfigError, match=r"fp8.*8\.9 or newer; fake is older"):
-        await start_gpu(folder, accelerator, kv_cache_dtype="fp8")
+        await start_late(folder, accelerator, kv_cache_dtype="fp8")
     assert accelerator.num_releases > 0, "what was loaded is gone"
     fields = {"kv_cache_memory_bytes": 2**16, "max_num_seqs": 16}
     async with serving(folder, **fields) as (engine, executor):

@@ -9,7 +9,7 @@ import torch
 from executor.plans import PlanWriter
 
 from aioengine.executor import graphs as graphs_module
-from aioengine.executor.gpu_batch import NUM_TOP_SIZES, PADDING_SAMPLE, GpuBatch, GpuStep
+from aioengine.executor.batch import NUM_TOP_SIZES, PADDING_SAMPLE, Batch, Step
 from aioengine.executor.graphs import MAX_SIZE, DecodeGraphs, GraphKey, default_sizes
 from aioengine.executor.launched import make_result
 from aioengine.executor.step_words import WORDS_A_ROW, ExtraWords, FixedWords
@@ -32,12 +32,12 @@ class Tables:
     """A batch, and the bitmasks of the device as its words make them."""
 
     def __init__(self, *, sizes: tuple[int, ...] = ()) -> None:
-        self.batch = GpuBatch(max_num_seqs=MAX_ROWS, vocab_size=VOCAB_SIZE, tile=8)
+        self.batch = Batch(max_num_seqs=MAX_ROWS, vocab_size=VOCAB_SIZE, tile=8)
         self.masks = torch.zeros(8, 2, dtype=torch.int32)
         self.writer = PlanWriter(96, BLOCK_SIZE)
         self.size_for = DecodeGraphs(FakeAccelerator(), sizes).size_for
 
-    def step(self, plan: StepPlan) -> tuple[GpuStep, int | None]:
+    def step(self, plan: StepPlan) -> tuple[Step, int | None]:
         """Take in a plan, over words that are rubbish; ``self.fixed`` is what it wrote."""
         self.fixed, extra = FixedWords.of(np.full(MAX_ROWS * WORDS_A_ROW, POISON, np.int32), MAX_ROWS), ExtraWords()
         deltas = self.batch.apply(plan, self.fixed, extra)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from aioengine.core.executor_protocol import DeviceLost, ExecutorStats
 from aioengine.executor.accelerator import Accelerator, DeviceEvent, Work
-from aioengine.executor.gpu_batch import NUM_TOP_SIZES, Deltas, GpuBatch, GpuStep
+from aioengine.executor.batch import NUM_TOP_SIZES, Batch, Deltas, Step
 from aioengine.executor.graphs import DecodeGraphs, GraphKey
 from aioengine.executor.launched import LaunchedStep, OnDevice, PinnedBuffers
 from aioengine.executor.step_words import WORDS_A_ROW, ExtraWords, FixedWords, Span
@@ -53,7 +53,7 @@ WARM_FEATURES = (
 """Each sampling kernel at least once, beside the plain draw."""
 
 
-class GpuRunner:
+class Runner:
     """Launches plans in the order in which they come, each on top of the state that the one before leaves.
 
     Args:
@@ -86,7 +86,7 @@ class GpuRunner:
         self._block_size = block_size
         self._max_model_len = c.max_model_len
         tile = operations.prefill_tile(c.num_heads, c.num_kv_heads, c.head_dim)
-        self._batch = GpuBatch(max_num_seqs=max_num_seqs, vocab_size=c.vocab_size, tile=tile)
+        self._batch = Batch(max_num_seqs=max_num_seqs, vocab_size=c.vocab_size, tile=tile)
         self._vocab_size = c.vocab_size
         self._history = lazy_zeros(max_num_seqs, c.max_model_len + 1, dtype=torch.int32, device=device)
         self._block_tables = lazy_zeros(
@@ -271,7 +271,7 @@ class GpuRunner:
             self._learning.append(launched)
         return launched.wait() if self._accelerator.is_host else launched
 
-    def _end_failed(self, step: GpuStep) -> None:
+    def _end_failed(self, step: Step) -> None:
         """Wait for what was launched of a step that brings no result: the next step takes its memory.
 
         Its rows have their blocks all the same, or steps behind it would write into those of the rows' last tenants;
@@ -290,7 +290,7 @@ class GpuRunner:
         """Put the blocks that rows get in a step, the last whose words were uploaded, into their tables."""
         self._operations.put_spans(self._block_tables, self._fixed.grown, self._fixed.grown_blocks)
 
-    def _write(self, plan: StepPlan, staging: PinnedBuffers) -> tuple[GpuStep, int | None]:
+    def _write(self, plan: StepPlan, staging: PinnedBuffers) -> tuple[Step, int | None]:
         if self._broken_by is not None:
             raise self._broken_by
         extra = ExtraWords()
@@ -300,7 +300,7 @@ class GpuRunner:
         step.deltas = deltas
         return step, size
 
-    def _upload(self, step: GpuStep, staging: PinnedBuffers) -> OnDevice:
+    def _upload(self, step: Step, staging: PinnedBuffers) -> OnDevice:
         """Bring the words to the device, and change the rows there."""
         room = self._batch.rules.sizes, self._batch.num_masks
         if not self._sampler.has_room(*room):
@@ -333,7 +333,7 @@ class GpuRunner:
         if deltas.rules is not None:
             self._sampler.put_tables(on_device.get(deltas.rules))
 
-    def _compute(self, step: GpuStep, size: int | None, on_device: OnDevice, failures: dict[int, Exception]) -> Tensor:
+    def _compute(self, step: Step, size: int | None, on_device: OnDevice, failures: dict[int, Exception]) -> Tensor:
         """Enqueue the step; returns where its words will be."""
         self._stats.num_computed_tokens += step.num_tokens
         self._stats.num_sampled_tokens += len(step.row_of_sample)
@@ -352,7 +352,7 @@ class GpuRunner:
         self._accelerator.enqueue(self._sample, step, on_device, out, process)
         return out
 
-    def _processing(self, step: GpuStep, failures: dict[int, Exception]) -> Callable[[Tensor], None]:
+    def _processing(self, step: Step, failures: dict[int, Exception]) -> Callable[[Tensor], None]:
         """A step's logits processors, which are the host's and must see the tokens so far.
 
         Args:
@@ -394,7 +394,7 @@ class GpuRunner:
 
         return work
 
-    def _forward(self, step: GpuStep, on_device: OnDevice) -> None:
+    def _forward(self, step: Step, on_device: OnDevice) -> None:
         assert self._fused is not None
         assert self._attention is not None
         self._grow_rows()
@@ -419,9 +419,7 @@ class GpuRunner:
                 on_device.hidden if tokens is None else on_device.hidden.index_select(0, tokens)
             )
 
-    def _sample(
-        self, step: GpuStep, on_device: OnDevice, out: Tensor, process: Callable[[Tensor], None] | None
-    ) -> None:
+    def _sample(self, step: Step, on_device: OnDevice, out: Tensor, process: Callable[[Tensor], None] | None) -> None:
         outputs = DeviceOutputs.of(out, step.sizes)
         if on_device.logits is not None:
             samples = (

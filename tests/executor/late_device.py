@@ -15,16 +15,16 @@ from doubles.fake_accelerator import FakeAccelerator
 from doubles.fake_graph import as_launches
 
 
-def gpu_config(**fields: Any) -> EngineConfig:
+def late_config(**fields: Any) -> EngineConfig:
     defaults = {"max_num_seqs": 4, "block_size": 4, "kv_cache_memory_bytes": 2**20, "max_model_len": 128}
     return EngineConfig(**{**defaults, "cuda_graphs": "lazy", **fields})
 
 
-async def start_gpu(
+async def start_late(
     folder: Path, accelerator: FakeAccelerator, operations: Any = reference, **fields: Any
 ) -> TorchExecutor:
     """An executor of the checkpoint in ``folder``."""
-    config = gpu_config(**fields)
+    config = late_config(**fields)
     model = await asyncio.to_thread(ModelFolder.read, folder)
     load = partial(load_decoder, model, config)
     processor = Processor(accelerator, as_launches(operations))

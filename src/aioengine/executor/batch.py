@@ -49,7 +49,7 @@ class Deltas:
 
 
 @dataclass(slots=True, kw_only=True)
-class GpuStep:
+class Step:
     """A step, as the host knows it.
 
     Attributes:
@@ -98,7 +98,7 @@ class GpuStep:
     learning: list[tuple[int, list[int]]] = field(default_factory=list)
 
 
-class GpuBatch:
+class Batch:
     """The rows of a GPU executor, on the host.
 
     Args:
@@ -218,7 +218,7 @@ class GpuBatch:
 
     def step(
         self, plan: StepPlan, fixed: FixedWords[NDArray[Any]], extra: ExtraWords, size_for: dict[int, int]
-    ) -> tuple[GpuStep, int | None]:
+    ) -> tuple[Step, int | None]:
         """Write what the plan's rows compute.
 
         Args:
@@ -235,7 +235,7 @@ class GpuBatch:
         logits_row_of_sample = np.arange(len(rows)) if num_choices is None else np.repeat(np.arange(len(rows)), counts)
         features = self._features(rows, positions)
         num_rows, num_tokens = len(plan.rows), int(plan.num_tokens.sum())
-        step = GpuStep(
+        step = Step(
             plan=plan,
             num_tokens=num_tokens,
             num_decodes=0,
@@ -270,7 +270,7 @@ class GpuBatch:
             else -1,
         )
 
-    def _ask_for_more(self, step: GpuStep, rows: Int32, logits_row_of_sample: Int64) -> None:
+    def _ask_for_more(self, step: Step, rows: Int32, logits_row_of_sample: Int64) -> None:
         """What few steps bring: prompt tokens to be scored, tokens that are reported always, logits processors."""
         plan, extra = step.plan, step.extra
         offsets = np.concatenate(([0], np.cumsum(plan.num_tokens))).astype(np.int32)
@@ -313,7 +313,7 @@ class GpuBatch:
             np.int64,
         )
 
-    def _write_rows(self, step: GpuStep, ends: Int32, fixed: FixedWords[NDArray[Any]], size: int | None) -> None:
+    def _write_rows(self, step: Step, ends: Int32, fixed: FixedWords[NDArray[Any]], size: int | None) -> None:
         plan, count = step.plan, len(step.plan.rows)
         first_tokens = np.cumsum(plan.num_tokens) - plan.num_tokens
         rows = fixed.rows
@@ -347,7 +347,7 @@ class GpuBatch:
 
     def _write_samples(
         self,
-        step: GpuStep,
+        step: Step,
         of_logits_rows: tuple[Int32, Int32, Int32],
         samples_of_logits_rows: tuple[Int64, Int32],
         fixed: FixedWords[NDArray[Any]],
@@ -380,7 +380,7 @@ class GpuBatch:
             fixed.sample_of_row[:] = -1
             fixed.sample_of_row[rows] = first_samples
 
-    def processed_rows(self, step: GpuStep) -> RuledRows:
+    def processed_rows(self, step: Step) -> RuledRows:
         """The rows of a step that have logits processors, once the tokens of all steps before are known."""
         indices = step.sampled[step.processed]
         rows = step.plan.rows[indices]

@@ -18,7 +18,7 @@ import anyio
 import msgspec
 import numpy as np
 import pytest
-from executor.gpu import InjectedFailure, gpu_config, let_steps_fail, start_gpu
+from executor.late_device import InjectedFailure, late_config, let_steps_fail, start_late
 from executor.plan_storm import RandomPlans, check_equal, follow
 from executor.plans import PlanWriter, greedy_tokens, run_step, tokens_by_row
 from nightly import few, nightly
@@ -47,7 +47,7 @@ def folder(checkpoint: Checkpoint) -> Path:
 
 async def start_cpu(folder: Path, **fields: Any) -> TorchExecutor:
     """The executor that is known to be right."""
-    config = gpu_config(device="cpu", **fields)
+    config = late_config(device="cpu", **fields)
     model = await asyncio.to_thread(ModelFolder.read, folder)
     return await TorchExecutor.start_with(partial(load_decoder, model, config), config, folder=model)
 
@@ -57,7 +57,7 @@ async def started(
     folder: Path, accelerator: FakeAccelerator | None = None, **fields: Any
 ) -> AsyncIterator[tuple[TorchExecutor, PlanWriter]]:
     accelerator = accelerator or FakeAccelerator()
-    executor = await start_gpu(folder, accelerator, **fields)
+    executor = await start_late(folder, accelerator, **fields)
     try:
         yield executor, PlanWriter(executor.info.num_blocks, executor.info.block_size)
     finally:
@@ -407,7 +407,7 @@ async def test_a_graph_is_void_once_the_rules_it_reads_have_moved(
 @pytest.mark.parametrize("depth", [1, *nightly(2), 4])
 async def test_a_lost_device_is_heard_in_all_steps_and_closing_ends(folder: Path, depth: int) -> None:
     accelerator = FakeAccelerator()
-    executor = await start_gpu(folder, accelerator, max_in_flight=depth)
+    executor = await start_late(folder, accelerator, max_in_flight=depth)
     writer = PlanWriter(executor.info.num_blocks, executor.info.block_size)
     writer.add(0, prompt_of(9))
     accelerator.hold()
@@ -429,7 +429,7 @@ async def test_a_lost_device_is_heard_in_all_steps_and_closing_ends(folder: Path
 @pytest.mark.parametrize("ends", ["well", "lost", "asleep"])
 async def test_nothing_of_it_is_alive_after_it_is_closed(folder: Path, ends: str, graphs: str) -> None:
     accelerator = FakeAccelerator()
-    executor = await start_gpu(folder, accelerator, max_in_flight=2, cuda_graphs=graphs)
+    executor = await start_late(folder, accelerator, max_in_flight=2, cuda_graphs=graphs)
     writer = PlanWriter(executor.info.num_blocks, executor.info.block_size)
     runner = runner_of(executor)
     alive = [weakref.ref(thing) for thing in (runner, runner._history, runner._attention.cache, runner._sampler)]
@@ -472,7 +472,7 @@ async def test_sleep_and_weights_in_any_order_bring_what_they_bring_on_the_cpu(c
         rng = random.Random(seed)
         accelerator = FakeAccelerator()
         executors = [
-            await start_gpu(folders[0], accelerator, cuda_graphs=rng.choice(GRAPHS), max_in_flight=2),
+            await start_late(folders[0], accelerator, cuda_graphs=rng.choice(GRAPHS), max_in_flight=2),
             await start_cpu(folders[0]),
         ]
         asleep: set[str] = set()

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from executor.gpu import start_gpu
+from executor.late_device import start_late
 from executor.plans import greedy_tokens
 from executor.weight_changes import QUERY, Checkpoint, addresses, drawn, keeping_graphs, send
 from safetensors.torch import load_file
@@ -26,7 +26,7 @@ BOTH: frozenset[Part] = frozenset(("weights", "kv_cache"))
 
 @asynccontextmanager
 async def started(folder: Path) -> AsyncIterator[TorchExecutor]:
-    executor = await start_gpu(folder, FakeAccelerator())
+    executor = await start_late(folder, FakeAccelerator())
     try:
         yield executor
     finally:
