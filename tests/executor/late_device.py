@@ -1,4 +1,4 @@
-"""A GPU executor without a GPU: a fake accelerator, with the oracles or the interpreted kernels for its operations."""
+"""An executor whose device is late, as a GPU is: a fake accelerator, with the oracles or the interpreted kernels."""
 
 import asyncio
 from functools import partial

@@ -1,4 +1,4 @@
-"""The GPU's executor over a device that is always late: the contracts, and what is a GPU's alone."""
+"""The executor over a device that is always late: the contracts."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Steps of the GPU executor that overlap, over a device that is always late: the same results as the CPU's executor,
+"""Steps that overlap, over a device that is always late: the same results as without overlap,
 memory that is not used too soon, nothing done in a steady step that need not be, and failures that stay where they are.
 """
 

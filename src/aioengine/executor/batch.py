@@ -1,4 +1,4 @@
-"""A plan as the words that a GPU needs, out of what the host keeps of the rows.
+"""A plan as the words that a device needs, out of what the host keeps of the rows.
 
 The token history and the block tables are the device's. The host has words for each row, as the sampling kernels
 take them, so that a steady decode step takes a few array operations, whatever the number of rows.
@@ -99,7 +99,7 @@ class Step:
 
 
 class Batch:
-    """The rows of a GPU executor, on the host.
+    """The rows of an executor, on the host.
 
     Args:
         tile: the most query tokens of an attention tile.

@@ -1,6 +1,6 @@
 """What a job brings, the thread that waits for what comes later than the job's end, and how threads wake the loop.
 
-On a GPU a job only launches its work. It returns a `DeferredResult`, the device thread goes on with the next plan, and
+A job of a GPU only launches its work: it returns a `DeferredResult`, the device thread goes on with the next plan, and
 the completion thread blocks until the device gets there: one wake of the loop a step, and no look at the clock. Other
 ways of waiting are measured beside it in ``benchmarks/gpu/waiting.md``; each would be another `CompletionThread`.
 """

@@ -1,4 +1,4 @@
-"""A step on its way through a GPU: the host's memory that it uses, what of it is on the device, and its result."""
+"""A step on its way through a device: the host's memory that it uses, what of it is on the device, and its result."""
 
 from __future__ import annotations
 

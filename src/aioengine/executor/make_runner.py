@@ -29,7 +29,7 @@ HOST_MAX_IN_FLIGHT = 1
 """On a CPU the loop and the device share the cores, so that a queued step gains little and costs a wasted token."""
 
 DEVICE_MAX_IN_FLIGHT = 2
-"""The next step lies in the GPU's queue when one ends."""
+"""The next step lies in the device's queue when one ends."""
 
 FP8_CAPABILITY = 89
 

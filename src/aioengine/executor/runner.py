@@ -1,4 +1,4 @@
-"""One step on a GPU: plan → words → one copy to the device → launches, or one graph → one copy back, awaited elsewhere.
+"""One step: plan → words → one copy to the device → launches, or one graph → one copy back, awaited elsewhere.
 
 The runner lives in the device thread and never waits for the device (but for a logits processor, which must see the
 tokens so far): what a step needs of the one before it is on the device already. So the next step is launched while
