@@ -18,3 +18,12 @@ def team(library: Library) -> Iterator[Team]:
     team = Team(library, 2)
     yield team
     team.close()
+
+
+@pytest.fixture
+def teams(library: Library) -> Iterator[list[Team]]:
+    """Of one and of two threads: what they compute is equal to the last bit."""
+    teams = [Team(library, num_threads) for num_threads in (1, 2)]
+    yield teams
+    for team in teams:
+        team.close()

@@ -9,7 +9,7 @@ from typing import Any
 import numba
 from llvmlite import binding
 
-MODULES = ("threads", "linear")
+MODULES = ("threads", "linear", "layers")
 
 _kernels: dict[str, Any] = {}
 

@@ -1,0 +1,166 @@
+"""A decoder layer's norm, activation, and what is done to queries, keys and values: each in one pass over memory."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import float32
+
+from aioengine.kernels.native.kernels.compiler import inlined, kernel
+from aioengine.kernels.native.kernels.functions import exp
+from aioengine.kernels.native.kernels.simd import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    Memory,
+    first_lanes,
+    fma,
+    get_f32,
+    get_i32,
+    get_i64,
+    splat,
+    sum_of,
+    zeros,
+)
+
+ZERO, ONE = np.float32(0), np.float32(1)
+
+
+def make_access(memory: Memory):
+    """read(address, count), write(address, values, count): of the first ``count`` numbers of a vector, at most 16."""
+    load, load_some, store, store_some = memory.load, memory.load_some, memory.store, memory.store_some
+
+    @inlined
+    def read(address, count):
+        return load(address) if count >= 16 else load_some(address, first_lanes(count))
+
+    @inlined
+    def write(address, values, count):
+        if count >= 16:
+            store(address, values)
+        else:
+            store_some(address, values, first_lanes(count))
+
+    return read, write
+
+
+def make_rms_norm(memory: Memory, adds: bool):
+    """x / √(mean(x²) + ε) · w of rows; with ``adds`` of x + residual, which takes the residual's place, rounded."""
+    read, write = make_access(memory)
+    size = memory.size
+
+    def rms_norm(args, chunk, thread):
+        x, residual, weight, out = get_i64(args), get_i64(args + 8), get_i64(args + 16), get_i64(args + 24)
+        num_rows, width, eps = get_i64(args + 32), get_i64(args + 40), get_f32(args + 48)
+        rows_a_chunk = get_i64(args + 56)
+        for row in range(chunk * rows_a_chunk, min((chunk + 1) * rows_a_chunk, num_rows)):
+            begin = row * width * size
+            normed = x + begin
+            squares = zeros()
+            if adds:
+                normed = residual + begin
+                for n in range(0, width, 16):
+                    at, count = n * size, width - n
+                    write(normed + at, read(x + begin + at, count) + read(normed + at, count), count)
+            for n in range(0, width, 16):
+                values = read(normed + n * size, width - n)
+                squares = fma(values, values, squares)
+            factor = splat(ONE / np.sqrt(sum_of(squares) / float32(width) + eps))
+            for n in range(0, width, 16):
+                at, count = n * size, width - n
+                write(out + begin + at, read(normed + at, count) * factor * read(weight + at, count), count)
+
+    return rms_norm
+
+
+def make_gated_activation(memory: Memory):
+    """SiLU(gate) · up = gate · up / (1 + e^-gate), of rows and columns of a chunk."""
+    read, write = make_access(memory)
+    size = memory.size
+
+    def gated_activation(args, chunk, thread):
+        gate_up, out = get_i64(args), get_i64(args + 8)
+        num_rows, width = get_i64(args + 16), get_i64(args + 24)
+        rows_a_chunk, columns_a_chunk = get_i64(args + 32), get_i64(args + 40)
+        parts = (width + columns_a_chunk - 1) // columns_a_chunk
+        first_row, first = chunk // parts * rows_a_chunk, chunk % parts * columns_a_chunk
+        end = min(first + columns_a_chunk, width)
+        for row in range(first_row, min(first_row + rows_a_chunk, num_rows)):
+            for n in range(first, end, 16):
+                at, count = gate_up + (2 * row * width + n) * size, end - n
+                gate, up = read(at, count), read(at + width * size, count)
+                write(out + (row * width + n) * size, gate * up / (splat(ONE) + exp(zeros() - gate)), count)
+
+    return gated_activation
+
+
+def make_rotate_and_write(memory: Memory):
+    """Norm and rotation of each head's query and key; keys and values go to the cache."""
+    read, write = make_access(memory)
+    read_f32 = make_access(FLOAT32)[0]
+    size = memory.size
+
+    @inlined
+    def rotate(x, weight, eps, table, table_is_float32, out, head_dim):
+        """x · cos + roll(x, head_dim / 2) · sin, of x / √(mean(x²) + ε) · w where there is a weight."""
+        half = head_dim // 2
+        factor = splat(ONE)
+        if weight:
+            squares = zeros()
+            for n in range(0, head_dim, 16):
+                values = read(x + n * size, head_dim - n)
+                squares = fma(values, values, squares)
+            factor = splat(ONE / np.sqrt(sum_of(squares) / float32(head_dim) + eps))
+        for n in range(0, half, 16):
+            count = half - n
+            low, high = n * size, (half + n) * size
+            a, b = read(x + low, count), read(x + high, count)
+            if weight:
+                a, b = a * factor * read(weight + low, count), b * factor * read(weight + high, count)
+            if table_is_float32:
+                at, step = table + 4 * n, 4 * half
+                cos_a, cos_b = read_f32(at, count), read_f32(at + step, count)
+                sin_a, sin_b = read_f32(at + 2 * step, count), read_f32(at + 3 * step, count)
+            else:
+                at, step = table + size * n, size * half
+                cos_a, cos_b = read(at, count), read(at + step, count)
+                sin_a, sin_b = read(at + 2 * step, count), read(at + 3 * step, count)
+            write(out + low, fma(b, sin_a, a * cos_a), count)
+            write(out + high, fma(a, sin_b, b * cos_b), count)
+
+    def rotate_and_write(args, chunk, thread):
+        qkv, positions, slots = get_i64(args), get_i64(args + 8), get_i64(args + 16)
+        table, table_is_float32 = get_i64(args + 24), get_i64(args + 32)
+        weight, eps = get_i64(args + 40), get_f32(args + 48)
+        k_cache, v_cache, q = get_i64(args + 56), get_i64(args + 64), get_i64(args + 72)
+        num_tokens, num_heads, num_kv_heads = get_i64(args + 80), get_i64(args + 88), get_i64(args + 96)
+        head_dim, tokens_a_chunk = get_i64(args + 104), get_i64(args + 112)
+        head = head_dim * size
+        for token in range(chunk * tokens_a_chunk, min((chunk + 1) * tokens_a_chunk, num_tokens)):
+            angles = table + get_i32(positions + 4 * token) * 2 * head_dim * (4 if table_is_float32 else size)
+            x = qkv + token * (num_heads + 2 * num_kv_heads) * head
+            to = q + token * num_heads * head
+            w = weight
+            for _ in range(num_heads):
+                rotate(x, w, eps, angles, table_is_float32, to, head_dim)
+                x, to = x + head, to + head
+                w += head if weight else 0
+            slot = get_i32(slots + 4 * token)
+            if slot < 0:
+                continue
+            line = slot * num_kv_heads * head
+            for n in range(num_kv_heads):
+                rotate(x, w, eps, angles, table_is_float32, k_cache + line + n * head, head_dim)
+                x += head
+                w += head if weight else 0
+            for n in range(0, num_kv_heads * head_dim, 16):
+                count = num_kv_heads * head_dim - n
+                write(v_cache + line + n * size, read(x + n * size, count), count)
+
+    return rotate_and_write
+
+
+for _suffix, _memory in (("float32", FLOAT32), ("bfloat16", BFLOAT16), ("float16", FLOAT16)):
+    kernel(name=f"rms_norm_{_suffix}")(make_rms_norm(_memory, False))
+    kernel(name=f"add_rms_norm_{_suffix}")(make_rms_norm(_memory, True))
+    kernel(name=f"gated_activation_{_suffix}")(make_gated_activation(_memory))
+    kernel(name=f"rotate_and_write_{_suffix}")(make_rotate_and_write(_memory))
