@@ -1,6 +1,6 @@
 """Native kernels as one object file: compiled by numba once a machine, loaded by LLVM's linker in milliseconds.
 
-Who loads it needs neither numba nor its imports: `aioengine.kernels.native.kernels` is for the compiler alone.
+Loading it takes neither numba nor its imports: `aioengine.kernels.native.kernels` is for the compiler alone.
 """
 
 from __future__ import annotations
