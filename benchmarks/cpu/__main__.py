@@ -303,13 +303,17 @@ class Bench:
             print("| " + " | ".join(cells) + " |")
 
     def _equal_tokens(self, workload: str, peer: str) -> str:
-        """Of the first request's first tokens, how many are equal before the first that is not."""
-        ours, theirs = ([run["ids"] for f in self.of(name, workload) for run in f.report["results"][workload]["runs"]]
-                        for name in (OURS, peer))  # fmt: skip
+        """How many of the first tokens of each repetition's first request come before one that is another."""
+        ours, theirs = self.of(OURS, workload), self.of(peer, workload)
         if not ours or not theirs:
             return "–"
-        pairs = list(zip(ours[0], theirs[0], strict=False))
-        return f"{next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))}/{len(pairs)}"
+        equal = total = 0
+        runs = (figure.report["results"][workload]["runs"] for figure in (ours[0], theirs[0]))
+        for own, other in zip(*runs, strict=True):
+            pairs = list(zip(own["ids"], other["ids"], strict=False))
+            equal += next((index for index, (a, b) in enumerate(pairs) if a != b), len(pairs))
+            total += len(pairs)
+        return f"{equal}/{total}"
 
     def _costs(self, engine: str) -> tuple[list[float], list[float], list[float]]:
         figures = [each for each in self.figures if each.engine == engine and not each.error]
