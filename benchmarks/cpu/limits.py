@@ -1,7 +1,7 @@
 """What this machine does at best, measured: ``python -m benchmarks.cpu.limits --out FILE [--threads N]``.
 
 Every operation that might reach a limit is tried, the fastest one tells it: a bound that the engine could exceed would
-be none.
+be none. The engine's own kernels are tried where they have been compiled on this machine.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from aioengine.kernels.native.library import find_library
+from aioengine.kernels.native.operations import NativeOperations
+from aioengine.kernels.native.team import Team
 from benchmarks.cpu.workloads import Limits
 
 READ_BYTES = 2**30
 ROWS, IN_FEATURES, OUT_FEATURES = 1024, 1024, 4096
 MEASURE_S = 0.5
-LARGE_WEIGHT = (2**15, 2**14)
-"""Of 1 GiB in bfloat16, read in whole by a product with one row."""
+LARGE_INPUTS = 1024
+"""Of a weight that is read in whole by a product with one row."""
 
 Operation = Callable[[], object]
 
@@ -38,27 +41,31 @@ def best_s(operation: Operation, seconds: float) -> float:
     return best
 
 
-def reads() -> Iterable[tuple[str, Operation]]:
+def reads(native: NativeOperations | None) -> Iterable[tuple[str, Operation]]:
     """Operations that read `READ_BYTES`."""
     words = torch.ones(READ_BYTES // 4)
     yield "torch.sum", words.sum
-    if is_bfloat16_fast():
-        weight = torch.ones(LARGE_WEIGHT, dtype=torch.bfloat16)
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
-        row = torch.ones(1, LARGE_WEIGHT[1], dtype=torch.bfloat16)
-        del weight
-        yield "oneDNN packed, 1 row", lambda: torch.ops.mkldnn._linear_pointwise(row, packed, None, "none", [], "")
+    weight = torch.ones(READ_BYTES // 2 // LARGE_INPUTS, LARGE_INPUTS, dtype=torch.bfloat16)
+    row = torch.ones(1, LARGE_INPUTS, dtype=torch.bfloat16)
+    for name, product in bfloat16_products(native, row, weight):
+        yield f"{name}, 1 row", product
 
 
-def bfloat16_products() -> Iterable[tuple[str, Operation]]:
-    x, weight = (torch.randn(n, IN_FEATURES).bfloat16() for n in (ROWS, OUT_FEATURES))
+def bfloat16_products(native: NativeOperations | None, x: Tensor, weight: Tensor) -> Iterable[tuple[str, Operation]]:
     yield "F.linear", lambda: F.linear(x, weight)
-    if is_bfloat16_fast():
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
+    if torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, len(x))
         yield "oneDNN packed", lambda: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+    if native is not None:
+        panels = native.pack(weight)
+        yield "native", lambda: native.linear(x, panels, None)
 
 
-def int8_products() -> Iterable[tuple[str, Operation]]:
+def int8_products(native: NativeOperations | None) -> Iterable[tuple[str, Operation]]:
+    if native is not None:
+        rows = torch.randn(ROWS, IN_FEATURES).bfloat16()
+        panels = native.pack(torch.randn(OUT_FEATURES, IN_FEATURES).bfloat16(), "int8")
+        yield "native, rows quantised", lambda: native.linear(rows, panels, None)
     x = torch.randint(0, 255, (ROWS, IN_FEATURES), dtype=torch.uint8)
     weight = torch.randint(-127, 128, (OUT_FEATURES, IN_FEATURES), dtype=torch.int8)
     scales, zeros = torch.rand(OUT_FEATURES), torch.zeros(OUT_FEATURES, dtype=torch.int32)
@@ -72,19 +79,18 @@ def int8_products() -> Iterable[tuple[str, Operation]]:
     yield "oneDNN u8×s8 packed", product
 
 
-def is_bfloat16_fast() -> bool:
-    return bool(torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
 def fastest(operations: Iterable[tuple[str, Operation]], seconds: float) -> tuple[float, str]:
     return min((best_s(operation, seconds), name) for name, operation in operations)
 
 
 def measure(seconds: float = MEASURE_S) -> Limits:
+    library = find_library()
+    native = NativeOperations(Team(library, torch.get_num_threads())) if library is not None else None
+    x, weight = (torch.randn(n, IN_FEATURES).bfloat16() for n in (ROWS, OUT_FEATURES))
     flops, found_by = {}, {}
-    read_s, found_by["read"] = fastest(reads(), seconds)
-    for dtype, products in (("bfloat16", bfloat16_products), ("int8", int8_products)):
-        product_s, found_by[dtype] = fastest(products(), seconds)
+    read_s, found_by["read"] = fastest(reads(native), seconds)
+    for dtype, products in (("bfloat16", bfloat16_products(native, x, weight)), ("int8", int8_products(native))):
+        product_s, found_by[dtype] = fastest(products, seconds)
         flops[dtype] = 2 * ROWS * IN_FEATURES * OUT_FEATURES / product_s
     return Limits(READ_BYTES / read_s, flops, found_by)
 
