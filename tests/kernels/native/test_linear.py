@@ -11,6 +11,8 @@ from aioengine.errors import InternalError
 from aioengine.kernels.native.library import Library
 from aioengine.kernels.native.operations import NativeOperations
 from aioengine.kernels.native.team import Team
+from aioengine.kernels.packed_weight import Quantization
+from aioengine.kernels.torch import products as plain
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
@@ -52,18 +54,18 @@ def test_a_row_is_the_same_in_any_company(library: Library, dtype: torch.dtype) 
     assert torch.equal(*results)
 
 
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize(("inputs", "outputs"), [(4, 1), (96, 130), (256, 64)])
-def test_int8_products_are_exact_but_for_the_scales(team: Team, dtype: torch.dtype, inputs: int, outputs: int) -> None:
+@pytest.mark.parametrize(("inputs", "outputs"), [(4, 1), (100, 130), (256, 64)])
+def test_quantised_products(
+    team: Team, dtype: torch.dtype, inputs: int, outputs: int, quantization: Quantization
+) -> None:
     operations = NativeOperations(team)
     x, weight = made(9, inputs, dtype=dtype), made(outputs, inputs, dtype=dtype, seed=1)
-    packed = operations.pack(weight.clone(), "int8")
-    dense = operations.unpack(packed).double()
-    assert ((dense - weight.double()).abs() <= dense.abs().amax(1, True) / 127 * 0.51 + 1e-6).all()
-    scales = x.float().abs().amax(1, True) / 127
-    rounded = ((x.float() * (1 / scales)).round() * scales).double()
-    got = operations.linear(x, packed, None).double()
-    torch.testing.assert_close(got, rounded @ dense.T, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+    packed, oracle = operations.pack(weight.clone(), quantization), plain.pack(weight.clone(), quantization)
+    assert torch.equal(operations.unpack(packed), plain.unpack(oracle))
+    got, expected = operations.linear(x, packed, None), plain.linear(x, oracle, None)
+    torch.testing.assert_close(got, expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aioengine.errors import InternalError
 from aioengine.kernels.native.team import Team
 from aioengine.kernels.packed_weight import PackedWeight, Quantization
 from aioengine.kernels.torch import products as plain
+from aioengine.kernels.torch.quantized import dequantize, quantize
 
 PANEL = 64
-WORD_NUMBERS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 1, torch.int8: 4}
+WORD_NUMBERS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 1}
 """How many numbers a word of a packed weight has."""
 
 ROWS_A_CHUNK = 192
@@ -41,50 +41,59 @@ class NativeOperations:
     # Products with weights
 
     def pack(self, weight: Tensor, quantization: Quantization | None = None) -> PackedWeight:
-        """Into panels of 64 outputs; a weight whose inputs fill no whole words stays as it is."""
+        """Into panels of 64 outputs; what has no native product stays as plain torch packs it."""
         num_outputs, num_inputs = weight.shape
-        scales = None
-        values = weight
-        if quantization == "int8" and num_inputs % 4 == 0:
-            values, scales = _quantized(weight)
-        elif quantization is not None:
-            raise InternalError(f"pack: no native products of {quantization} weights of {num_inputs} inputs")
-        elif num_inputs % WORD_NUMBERS[weight.dtype]:
-            return plain.pack(weight)
-        packed = _in_panels(values)
-        if quantization is None and packed.numel() == weight.numel() and weight.is_contiguous():
-            packed = weight.view(packed.shape).copy_(packed)
-        return PackedWeight(packed, scales, (num_outputs, num_inputs), weight.dtype, quantization or "panels")
+        if quantization is None:
+            if num_inputs % WORD_NUMBERS[weight.dtype]:
+                return plain.pack(weight)
+            panels = _in_panels(weight, WORD_NUMBERS[weight.dtype])
+            if panels.numel() == weight.numel() and weight.is_contiguous():
+                panels = weight.view(panels.shape).copy_(panels)
+            return PackedWeight(panels, None, (num_outputs, num_inputs), weight.dtype, "panels")
+        if num_inputs % 4 or (quantization == "int4" and weight.dtype != torch.bfloat16):
+            return plain.pack(weight, quantization)
+        values, scales = quantize(weight, quantization)
+        if quantization == "int8":
+            panels, scales = _in_panels(values, 4), _with_sums(values, scales)
+        else:
+            bytes_of_pairs = (values[:, ::2] + 8).view(torch.uint8) | (values[:, 1::2] + 8).view(torch.uint8) << 4
+            panels, scales = _in_panels(bytes_of_pairs, 1), _in_panels(scales, 1)
+        return PackedWeight(panels, scales, (num_outputs, num_inputs), weight.dtype, f"{quantization}-panels")
 
     def unpack(self, packed: PackedWeight) -> Tensor:
-        if packed.layout == "rows":
+        num_outputs, values = packed.shape[0], packed.values
+        if "panels" not in packed.layout:
             return plain.unpack(packed)
-        num_outputs, num_inputs = packed.shape
-        panels = packed.values.view(
-            -1, num_inputs // WORD_NUMBERS[packed.values.dtype], PANEL, WORD_NUMBERS[packed.values.dtype]
-        )
-        dense = panels.transpose(1, 2).reshape(-1, num_inputs)[:num_outputs]
-        return dense.clone() if packed.scales is None else dense * packed.scales[0, :num_outputs, None]
+        dense = values.transpose(1, 2).reshape(-1, values.shape[1] * values.shape[3])[:num_outputs]
+        if packed.scales is None:
+            return dense.clone()
+        if packed.layout == "int8-panels":
+            return dense * packed.scales[0, :num_outputs, None]
+        dense = torch.stack((dense & 15, dense >> 4), dim=2).view(num_outputs, -1).view(torch.int8) - 8
+        scales = packed.scales.transpose(1, 2).reshape(-1, packed.scales.shape[1])[:num_outputs]
+        return dequantize(dense, scales)
 
     def linear(
         self, x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype | None = None
     ) -> Tensor:
-        if packed.layout == "rows":
+        if "panels" not in packed.layout:
             return plain.linear(x, packed, bias, out_dtype)
-        num_rows, (num_outputs, num_inputs) = len(x), packed.shape
+        num_rows, num_outputs = len(x), packed.shape[0]
         dtype = out_dtype or x.dtype
         out = self._buffer("linear", num_rows, num_outputs, dtype)
         num_panels = -(-num_outputs // PANEL)
-        of_int8: tuple[Tensor | int, ...] = ()
         kind, stride = _name(x.dtype), x.stride(0) * x.element_size()
-        if packed.scales is not None:
+        scales: tuple[Tensor, ...] = ()
+        if packed.scales is not None and packed.layout == "int8-panels":
             x, row_scales = self._quantize(x)
-            kind, stride, of_int8 = "int8", x.stride(0), (row_scales, packed.scales[0], packed.scales[1])
+            kind, stride = "int8", x.stride(0)
+            scales = (row_scales, packed.scales[0], packed.scales[1])
+        elif packed.scales is not None:
+            kind, scales = "int4", (packed.scales,)
         self._team.launch(
             f"linear_{kind}_{_name(dtype)}", num_panels * -(-num_rows // ROWS_A_CHUNK),
-            x, stride, packed.values, num_inputs // WORD_NUMBERS[packed.values.dtype],
-            out, num_outputs * dtype.itemsize, 0 if bias is None else bias,
-            num_rows, num_outputs, ROWS_A_CHUNK, num_panels, *of_int8,
+            x, stride, packed.values, packed.values.shape[1], out, num_outputs * dtype.itemsize,
+            0 if bias is None else bias, num_rows, num_outputs, ROWS_A_CHUNK, num_panels, *scales,
         )  # fmt: skip
         return out
 
@@ -100,7 +109,7 @@ class NativeOperations:
         return quantized, scales
 
     def embed(self, token_ids: Tensor, packed: PackedWeight) -> Tensor:
-        if packed.layout == "rows":
+        if "panels" not in packed.layout:
             return plain.embed(token_ids, packed)
         num_words = packed.shape[1] // WORD_NUMBERS[packed.dtype]
         out = self._buffer("embed", len(token_ids), packed.shape[1], packed.dtype)
@@ -113,22 +122,18 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _in_panels(values: Tensor) -> Tensor:
+def _in_panels(values: Tensor, per_word: int) -> Tensor:
     """[N, K] → [⌈N / 64⌉, words, 64, numbers of a word], padded with zeros."""
     num_outputs, num_inputs = values.shape
-    per_word = WORD_NUMBERS[values.dtype]
     if num_outputs % PANEL:
         values = torch.cat((values, values.new_zeros(-num_outputs % PANEL, num_inputs)))
     words = values.contiguous().view(-1, PANEL, num_inputs // per_word, per_word)
     return words.transpose(1, 2).contiguous()
 
 
-def _quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 [N, K]; float32 [2, ⌈N / 64⌉ · 64]: each output's scale, and the bits of its weights' sum, an int32."""
-    weight = weight.float()
-    scales = weight.abs().amax(dim=1).div_(127)
-    values = weight.div_(scales.clamp(min=1e-38)[:, None]).round_().to(torch.int8)
-    of_outputs = torch.zeros(2, -(-len(weight) // PANEL) * PANEL)
-    of_outputs[0, : len(weight)] = scales
-    of_outputs.view(torch.int32)[1, : len(weight)] = values.sum(dim=1, dtype=torch.int32)
-    return values, of_outputs
+def _with_sums(values: Tensor, scales: Tensor) -> Tensor:
+    """float32 [2, ⌈N / 64⌉ · 64]: scales of int8 [N, K], and the bits of the weights' sums, int32."""
+    of_outputs = torch.zeros(2, -(-len(values) // PANEL) * PANEL)
+    of_outputs[0, : len(values)] = scales[:, 0]
+    of_outputs.view(torch.int32)[1, : len(values)] = values.sum(dim=1, dtype=torch.int32)
+    return of_outputs

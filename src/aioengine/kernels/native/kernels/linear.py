@@ -4,12 +4,16 @@ A weight [N, K] lies in panels of 64 outputs. The inputs of a panel come one aft
 word those of the 64 outputs side by side: [N / 64][words][64]. A word is one float32, two bfloat16, four int8 or one
 float16, so that one load brings the words of 16 outputs, and one broadcast brings an activation's word to all of them.
 Each output is summed in the order of its inputs, whatever the number of rows and threads.
+
+Of int4 a word is the byte of two inputs, the first in its lower half, each plus 8. It is looked up as two bfloat16; the
+sums of a group of inputs are scaled and added to the output.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -24,6 +28,7 @@ from aioengine.kernels.native.kernels.simd import (
     FLOAT32,
     HAS_DOT_BF16,
     HAS_DOT_INT8,
+    I8,
     I32,
     I64,
     LANES,
@@ -41,6 +46,7 @@ from aioengine.kernels.native.kernels.simd import (
     instruction,
     load,
     load_i32,
+    look_up,
     max_of,
     maximum,
     put_f32,
@@ -69,16 +75,17 @@ class Kind(NamedTuple):
     """What a word is.
 
     Attributes:
-        word_bytes: of one output.
+        word_bytes: of one output of the weight. x_bytes: of an activation's word.
         sums: vector type of sums.
-        vector: LLVM type of 16 words, as they are loaded.
-        scalar: of one activation's word.
+        load: emits 16 words of a weight, of the LLVM type that ``dot`` takes.
+        scalar: LLVM type of an activation's word.
         dot: emits sums + word · words.
     """
 
     word_bytes: int
+    x_bytes: int
     sums: Any
-    vector: Any
+    load: Any
     scalar: Any
     dot: Any
 
@@ -113,23 +120,41 @@ def _dot_int8(b: Any, sums: Any, x: Any, w: Any) -> Any:
     return sums
 
 
+def _loaded(vector: Any) -> Any:
+    return lambda b, address: load(b, address, vector)
+
+
+def _load_int4(b: Any, address: Any) -> Any:
+    """The pairs of bytes' halves as pairs of bfloat16."""
+    pairs = b.zext(load(b, address, ir.VectorType(I8, LANES)), i32x16.llvm)
+    words = None
+    for half, shift in ((pairs, 0), (b.lshr(pairs, constant(i32x16, 4)), 16)):
+        bits = [int(np.float32(value - 8).view(np.uint32)) >> 16 << shift for value in range(16)]
+        index = b.and_(half, constant(i32x16, 15))
+        found = look_up(b, ir.Constant(i32x16.llvm, bits), index)
+        words = found if words is None else b.or_(words, found)
+    return words
+
+
 KINDS = {
-    "float32": Kind(4, f32x16, f32x16.llvm, F32, _dot_float32),
-    "bfloat16": Kind(4, f32x16, i32x16.llvm, I32, _dot_bfloat16),
-    "float16": Kind(2, f32x16, ir.VectorType(F16, LANES), F16, _dot_float16),
-    "int8": Kind(4, i32x16, i32x16.llvm, I32, _dot_int8),
+    "float32": Kind(4, 4, f32x16, _loaded(f32x16.llvm), F32, _dot_float32),
+    "bfloat16": Kind(4, 4, f32x16, _loaded(i32x16.llvm), I32, _dot_bfloat16),
+    "float16": Kind(2, 2, f32x16, _loaded(ir.VectorType(F16, LANES)), F16, _dot_float16),
+    "int8": Kind(4, 4, i32x16, _loaded(i32x16.llvm), I32, _dot_int8),
+    "int4": Kind(1, 4, f32x16, _load_int4, I32, _dot_bfloat16),
 }
+INT4_GROUP_WORDS = 32
 
 
 def make_tile(kind: Kind, rows: int) -> Any:
-    """A function of (x, x_stride, w, num_words, sums, ahead) that sets sums [rows, 64] to a panel's products.
+    """A function of (x, x_stride, w, num_words, sums, scales) that sets sums [rows, 64] to a panel's products.
 
-    ``ahead`` is the address of what comes next of the weight, brought into the cache meanwhile, as much as is read.
+    With scales, bfloat16 [64] at an address, it adds the scaled products to the sums instead.
     """
     word = kind.word_bytes
 
     @instruction(types.none, *[types.int64] * 6)
-    def tile(b: Any, x: Any, x_stride: Any, w: Any, num_words: Any, sums: Any, ahead: Any) -> None:
+    def tile(b: Any, x: Any, x_stride: Any, w: Any, num_words: Any, sums: Any, scales: Any) -> None:
         def number(value: int) -> Any:
             return ir.Constant(I64, value)
 
@@ -139,45 +164,50 @@ def make_tile(kind: Kind, rows: int) -> Any:
             b.store(ir.Constant(kind.sums.llvm, None), held[place])
         starts = [b.add(x, b.mul(x_stride, number(row))) for row in range(rows)]
         with cgutils.for_range(b, num_words, intp=I64) as loop:
-            offset = b.mul(loop.index, number(word * PANEL))
-            weights = [load(b, b.add(b.add(w, offset), number(word * LANES * v)), kind.vector) for v in range(VECTORS)]
+            at = b.add(w, b.mul(loop.index, number(word * PANEL)))
+            weights = [kind.load(b, b.add(at, number(word * LANES * v))) for v in range(VECTORS)]
             for row in range(rows):
-                one = load(b, b.add(starts[row], b.mul(loop.index, number(word))), kind.scalar)
-                every = splatted(b, one, kind.vector)
+                one = load(b, b.add(starts[row], b.mul(loop.index, number(kind.x_bytes))), kind.scalar)
+                every = splatted(b, one, ir.VectorType(kind.scalar, LANES))
                 for v, weight in enumerate(weights):
                     b.store(kind.dot(b, b.load(held[row, v]), every, weight), held[row, v])
-            if rows > 1:
-                for line in range(0, word * PANEL, 64):
-                    at = b.inttoptr(b.add(b.add(ahead, offset), number(line)), ir.IntType(8).as_pointer())
-                    flags = (ir.Constant(I32, flag) for flag in (0, 2, 1))
-                    call(b, "llvm.prefetch.p0", ir.VoidType(), at, *flags)
         for row, v in places:
-            at = b.add(sums, number(4 * (PANEL * row + LANES * v)))
-            store(b, at, b.load(held[row, v]), 64)
+            at, found = b.add(sums, number(4 * (PANEL * row + LANES * v))), b.load(held[row, v])
+            if kind.word_bytes == 1:
+                scale = load(b, b.add(scales, number(2 * LANES * v)), ir.VectorType(BF16, LANES))
+                before = load(b, at, f32x16.llvm, 64)
+                found = _dot_float32(b, before, found, b.fpext(scale, f32x16.llvm))
+            store(b, at, found, 64)
 
     return tile
 
 
 def make_panel(kind: Kind) -> Any:
-    """A function of (x, x_stride, w, num_words, sums, rows, ahead): the tile of 1 to 6 rows."""
+    """A function of (x, x_stride, w, num_words, sums, rows, scales): the tile of 1 to 6 rows."""
     tile_1, tile_2, tile_3, tile_4, tile_5, tile_6 = (make_tile(kind, rows) for rows in range(1, TILE_ROWS + 1))
 
     @inlined
-    def panel(x: int, x_stride: int, w: int, num_words: int, sums: int, rows: int, ahead: int) -> None:
+    def panel(x: int, x_stride: int, w: int, num_words: int, sums: int, rows: int, scales: int) -> None:
         if rows == 6:
-            tile_6(x, x_stride, w, num_words, sums, ahead)
+            tile_6(x, x_stride, w, num_words, sums, scales)
         elif rows == 5:
-            tile_5(x, x_stride, w, num_words, sums, ahead)
+            tile_5(x, x_stride, w, num_words, sums, scales)
         elif rows == 4:
-            tile_4(x, x_stride, w, num_words, sums, ahead)
+            tile_4(x, x_stride, w, num_words, sums, scales)
         elif rows == 3:
-            tile_3(x, x_stride, w, num_words, sums, ahead)
+            tile_3(x, x_stride, w, num_words, sums, scales)
         elif rows == 2:
-            tile_2(x, x_stride, w, num_words, sums, ahead)
+            tile_2(x, x_stride, w, num_words, sums, scales)
         else:
-            tile_1(x, x_stride, w, num_words, sums, ahead)
+            tile_1(x, x_stride, w, num_words, sums, scales)
 
     return panel
+
+
+@inlined
+def num_groups_of(num_words: int) -> int:
+    """Groups of an int4 output."""
+    return (num_words + INT4_GROUP_WORDS - 1) // INT4_GROUP_WORDS
 
 
 def make_linear(kind: Kind, memory: Memory, of_bias: Memory) -> Any:
@@ -185,14 +215,15 @@ def make_linear(kind: Kind, memory: Memory, of_bias: Memory) -> Any:
 
     Arguments: x, its rows' stride in bytes; the weight, its words; the result, its rows' stride in bytes; the bias or
     0; rows, outputs, rows a chunk, panels; of int8: scales of rows (float32 [rows]), scales of outputs, and sums of
-    the outputs' weights (float32, int32 [panels · 64]).
+    the outputs' weights (float32, int32 [panels · 64]); of int4: scales (bfloat16 [panels, groups, 64]).
     """
     panel_of, word = make_panel(kind), kind.word_bytes
     room = stack(4 * PANEL * TILE_ROWS)
     load_bias, bias_size = of_bias.load_some, of_bias.size
     store_some, size = memory.store_some, memory.size
     load_sums = FLOAT32.load
-    is_int8 = kind.word_bytes == 4 and kind.sums is i32x16
+    store_sums = FLOAT32.store
+    is_int8, is_int4 = kind is KINDS["int8"], kind is KINDS["int4"]
 
     def linear(args: int, chunk: int, thread: int) -> None:
         x, x_stride = get_i64(args), get_i64(args + 8)
@@ -205,11 +236,26 @@ def make_linear(kind: Kind, memory: Memory, of_bias: Memory) -> Any:
         end_row = min(first_row + rows_a_chunk, num_rows)
         first = panel * PANEL
         w = get_i64(args + 16) + first * num_words * word
-        ahead = w + 2 * PANEL * num_words * word
+        scales = get_i64(args + 88) + first * num_groups_of(num_words) * 2
         sums = room()
         for row in range(first_row, end_row, TILE_ROWS):
             rows = min(TILE_ROWS, end_row - row)
-            panel_of(x + row * x_stride, x_stride, w, num_words, sums, rows, ahead)
+            if is_int4:
+                for vector in range(rows * VECTORS):
+                    store_sums(sums + vector * LANES * 4, zeros())
+                for group in range(num_groups_of(num_words)):
+                    word_at = group * INT4_GROUP_WORDS
+                    panel_of(
+                        x + row * x_stride + word_at * 4,
+                        x_stride,
+                        w + word_at * PANEL,
+                        min(INT4_GROUP_WORDS, num_words - word_at),
+                        sums,
+                        rows,
+                        scales + group * PANEL * 2,
+                    )
+            else:
+                panel_of(x + row * x_stride, x_stride, w, num_words, sums, rows, 0)
             for nth in range(rows):
                 to = get_i64(args + 32) + (row + nth) * out_stride + first * size
                 for v in range(VECTORS):
@@ -236,6 +282,7 @@ for _name, _memory in DTYPES.items():
     kernel(name=f"linear_int8_{_name}")(make_linear(KINDS["int8"], _memory, _memory))
 for _name in ("bfloat16", "float16"):
     kernel(name=f"linear_{_name}_float32")(make_linear(KINDS[_name], FLOAT32, DTYPES[_name]))
+kernel(name="linear_int4_bfloat16")(make_linear(KINDS["int4"], BFLOAT16, BFLOAT16))
 
 
 def make_embed(word: int) -> Any:
@@ -270,9 +317,9 @@ def make_quantize(memory: Memory) -> Any:
         largest = zeros()
         for at in range(0, width, LANES):
             largest = maximum(largest, absolute(load_some(x + at * size, first_lanes(width - at))))
-        scale = max_of(largest) / types.float32(127)
-        put_f32(get_i64(args + 40) + chunk * 4, scale)
-        factor = splat(types.float32(1) / scale if scale > types.float32(0) else types.float32(0))
+        highest = max_of(largest)
+        put_f32(get_i64(args + 40) + chunk * 4, highest / types.float32(127))
+        factor = splat(types.float32(127) / highest if highest > types.float32(0) else types.float32(0))
         for at in range(0, width, LANES):
             y = round_even(load_some(x + at * size, first_lanes(width - at)) * factor)
             store_bytes(to + at, to_int(y) + splat_i32(128))

@@ -112,6 +112,17 @@ def splatted(builder: Any, value: Any, vector: ir.VectorType) -> Any:
     return builder.shuffle_vector(one, undefined, ir.Constant(ir.VectorType(I32, vector.count), [0] * vector.count))
 
 
+def look_up(builder: Any, table: Any, index: Any) -> Any:
+    """Lanes of an i32x16 by the lower 4 bits of the index's lanes."""
+    if FEATURES.get("avx512f"):
+        return call(builder, "llvm.x86.avx512.permvar.si.512", i32x16.llvm, table, index)
+    found = ir.Constant(i32x16.llvm, ir.Undefined)
+    for lane in range(LANES):
+        at = ir.Constant(I32, lane)
+        found = builder.insert_element(found, builder.extract_element(table, builder.extract_element(index, at)), at)
+    return found
+
+
 # Arithmetic: + - * / of f32x16, + and - of i32x16, comparisons as functions.
 
 
