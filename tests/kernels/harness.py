@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ import torch
 from torch import Tensor
 
 from aioengine.kernels import triton_operations
+from aioengine.kernels.native.library import compile_library, find_library
+from aioengine.kernels.native.operations import NativeOperations
+from aioengine.kernels.native.team import Team
 from aioengine.kernels.operations import Operations
 from aioengine.kernels.torch import operations as reference
 
@@ -28,6 +32,25 @@ assert KERNELS
 OPERATIONS = [name for name in vars(Operations) if not name.startswith("_")]
 NOT_KERNELS = {"prefill_tile", "pack", "unpack", "linear", "embed"}
 """The last four are torch's own products on a GPU, too."""
+
+
+class _Native:
+    """Native kernels, compiled when one is first asked for. One thread: the caller's, so that none is left."""
+
+    def __getattr__(self, operation: str) -> Any:
+        return getattr(_native(), operation)
+
+
+@cache
+def _native() -> NativeOperations:
+    return NativeOperations(Team(find_library() or compile_library(), 1))
+
+
+native = _Native()
+_OF_CPU = [pytest.param(native, id="native")] if DEVICE == "cpu" else []
+_OF_GPU = pytest.param(triton_operations, id="triton")
+COMPILED = pytest.mark.parametrize("ops", [_OF_GPU, *_OF_CPU])
+ALL = pytest.mark.parametrize("ops", [_OF_GPU, *_OF_CPU, pytest.param(reference, id="oracle")])
 BOTH = pytest.mark.parametrize("ops", [triton_operations, reference], ids=["triton", "oracle"])
 TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 """A unit in the last place of a value near 1, about; the first of sums of some products."""

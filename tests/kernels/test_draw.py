@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kernels.harness import native
 from sampler.batch import make_rows, random_logits
 from torch import Tensor
 
@@ -60,14 +61,15 @@ def draw_with(
 def check(
     logits: Tensor, samples: Tensor, masks: Tensor | None = None, is_greedy: bool = False
 ) -> tuple[list[int], list[int]]:
-    """Kernels against the oracle; returns their tokens and status."""
-    token_ids, status = draw_with(draw_file, logits, samples, masks, is_greedy)
+    """Kernels against the oracle; returns tokens and status."""
     expected, expected_status = draw_with(reference_sampling, logits, samples, masks, is_greedy)
-    assert status.tolist() == expected_status.tolist()
-    for nth in (token_ids != expected).nonzero()[:, 0].tolist():
-        score = scores(logits, samples[nth])
-        drawn, wanted = int(token_ids[nth]), int(expected[nth])
-        assert abs(score[drawn] - score[wanted]) < NEAR_TIE, f"sample {nth}: {drawn} for {wanted}"
+    for kernels in (draw_file, *([native] if DEVICE == "cpu" else [])):
+        token_ids, status = draw_with(kernels, logits, samples, masks, is_greedy)
+        assert status.tolist() == expected_status.tolist()
+        for nth in (token_ids != expected).nonzero()[:, 0].tolist():
+            score = scores(logits, samples[nth])
+            drawn, wanted = int(token_ids[nth]), int(expected[nth])
+            assert abs(score[drawn] - score[wanted]) < NEAR_TIE, f"sample {nth}: {drawn} for {wanted}"
     return token_ids.tolist(), status.tolist()
 
 

@@ -5,14 +5,10 @@ from types import ModuleType
 
 import pytest
 import torch
-from kernels.harness import BOTH, DEVICE, POISON, int32, poisoned
+from kernels.harness import ALL, COMPILED, DEVICE, POISON, int32, poisoned
 
 from aioengine.kernels.rows import put_spans as put_spans_module
 from aioengine.kernels.rows.append_tokens import BLOCK as SAMPLES_A_PROGRAM
-from aioengine.kernels.rows.append_tokens import append_tokens
-from aioengine.kernels.rows.copy_blocks import copy_blocks
-from aioengine.kernels.rows.gather_tokens import gather_tokens
-from aioengine.kernels.rows.put_spans import put_spans
 from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow
 from aioengine.kernels.torch import layers as reference
 
@@ -25,8 +21,9 @@ def numbers(*shape: int, seed: int = 0, high: int = 1 << 30) -> torch.Tensor:
 # put_spans
 
 
+@COMPILED
 @pytest.mark.parametrize("seed", range(5))
-def test_spans_go_where_they_belong(seed: int) -> None:
+def test_spans_go_where_they_belong(ops: ModuleType, seed: int) -> None:
     choose = random.Random(seed)
     words = numbers(2000, seed=seed)
     spans = []
@@ -39,25 +36,27 @@ def test_spans_go_where_they_belong(seed: int) -> None:
         spans.append([-1, 0, 0, choose.choice([0, 5])])
     choose.shuffle(spans)
     computed, expected = poisoned(6, 2700), poisoned(6, 2700)
-    put_spans(computed, int32(spans), words)
+    ops.put_spans(computed, int32(spans), words)
     reference.put_spans(expected, int32(spans), words)
     assert torch.equal(computed, expected)
     assert (computed == POISON).any()
 
 
-def test_programs_take_turns_at_a_long_span(monkeypatch: pytest.MonkeyPatch) -> None:
+@ALL
+def test_programs_take_turns_at_a_long_span(ops: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(put_spans_module, "MAX_PROGRAMS_A_SPAN", 2)
     words, target = numbers(5000), poisoned(1, 5001)
-    put_spans(target, int32([[0, 1, 3, 4990]]), words)
+    ops.put_spans(target, int32([[0, 1, 3, 4990]]), words)
     assert torch.equal(target[0, 1:4991], words[3:4993])
     assert (target[0, [0, *range(4991, 5001)]] == POISON).all()
 
 
-def test_spans_may_begin_anywhere_in_a_larger_tensor() -> None:
+@ALL
+def test_spans_may_begin_anywhere_in_a_larger_tensor(ops: ModuleType) -> None:
     news = numbers(40)
     news[3:11] = int32([1, 2, 0, 4, 0, 0, 4, 1])
     target = poisoned(2, 7)
-    put_spans(target, news[3:11].view(2, 4), news[11:])
+    ops.put_spans(target, news[3:11].view(2, 4), news[11:])
     expected = poisoned(2, 7)
     expected[1, 2:6], expected[0, 0] = news[11:15], news[15]
     assert torch.equal(target, expected)
@@ -66,13 +65,14 @@ def test_spans_may_begin_anywhere_in_a_larger_tensor() -> None:
 # gather_tokens
 
 
+@COMPILED
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 @pytest.mark.parametrize(
     "counts",
     [[1], [1] * 23, [7], [300], [123, 1, 1, 7, 520, 0, 1]],
     ids=["one decode", "decodes", "chunk", "long chunk", "mixed"],
 )
-def test_tokens_positions_and_slots_of_a_step(counts: list[int], block_size: int) -> None:
+def test_tokens_positions_and_slots_of_a_step(ops: ModuleType, counts: list[int], block_size: int) -> None:
     choose = random.Random(len(counts) * 100 + block_size)
     num_rows = len(counts) + 3
     history = numbers(num_rows, 700, high=128256)
@@ -83,14 +83,14 @@ def test_tokens_positions_and_slots_of_a_step(counts: list[int], block_size: int
         rows.append([-1 if is_padding else row, choose.randrange(700 - count + 1), num_tokens, count])
         num_tokens += count
     choose.shuffle(rows)
-    computed = gather_tokens(int32(rows), history, tables, block_size, num_tokens)
+    computed = ops.gather_tokens(int32(rows), history, tables, block_size, num_tokens)
     expected = reference.gather_tokens(int32(rows), history, tables, block_size, num_tokens)
     for ours, theirs in zip(computed, expected, strict=True):
         assert ours.shape == (num_tokens,)
         assert torch.equal(ours, theirs)
 
 
-@BOTH
+@ALL
 def test_padding_is_token_0_at_position_0_without_a_slot(ops: ModuleType) -> None:
     rows = int32([[0, 1, 0, 2], [-1, 3, 2, 2], [0, 3, 4, 1]])
     token_ids, positions, slots = ops.gather_tokens(rows, int32([[5, 6, 7, 8]]), int32([[9, 4]]), 2, 5)
@@ -102,8 +102,9 @@ def test_padding_is_token_0_at_position_0_without_a_slot(ops: ModuleType) -> Non
 # append_tokens
 
 
+@COMPILED
 @pytest.mark.parametrize("num_samples", [1, 7, 123, SAMPLES_A_PROGRAM + 1])
-def test_tokens_go_to_the_ends_of_their_rows(num_samples: int) -> None:
+def test_tokens_go_to_the_ends_of_their_rows(ops: ModuleType, num_samples: int) -> None:
     choose = random.Random(num_samples)
     samples = numbers(num_samples, SAMPLE_WORDS)
     rows = choose.sample(range(2 * num_samples), num_samples)
@@ -116,12 +117,12 @@ def test_tokens_go_to_the_ends_of_their_rows(num_samples: int) -> None:
         )
     token_ids = numbers(num_samples, seed=1)
     computed, expected = poisoned(2 * num_samples, 9), poisoned(2 * num_samples, 9)
-    append_tokens(computed, samples, token_ids)
+    ops.append_tokens(computed, samples, token_ids)
     reference.append_tokens(expected, samples, token_ids)
     assert torch.equal(computed, expected)
 
 
-@BOTH
+@ALL
 def test_only_the_first_sample_of_a_row_of_logits_counts(ops: ModuleType) -> None:
     samples = torch.zeros((3, SAMPLE_WORDS), dtype=torch.int32, device=DEVICE)
     samples[:, SampleRow.END] = 2
@@ -135,14 +136,15 @@ def test_only_the_first_sample_of_a_row_of_logits_counts(ops: ModuleType) -> Non
 # copy_blocks
 
 
+@COMPILED
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("block", [(4, 2, 16), (16, 4, 40), (1, 1, 1), (3, 1, 7)], ids=str)
-def test_blocks_are_copied_in_all_caches(block: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_blocks_are_copied_in_all_caches(ops: ModuleType, block: tuple[int, int, int], dtype: torch.dtype) -> None:
     shape = (3, 11, *block[:-1], block[-1] * dtype.itemsize)
     caches = numbers(*shape, high=256).to(torch.uint8).view(dtype)
     copied_from, copied_to = int32([7, 2, -1, 0, -1, 7]), int32([3, 10, 5, -1, -1, 1])
     before, expected = caches.clone(), caches.clone()
-    copy_blocks(caches, copied_from, copied_to)
+    ops.copy_blocks(caches, copied_from, copied_to)
     reference.copy_blocks(expected, copied_from, copied_to)
     assert torch.equal(caches.view(torch.uint8), expected.view(torch.uint8))
     changed = (caches.view(torch.uint8) != before.view(torch.uint8)).flatten(2).any(2)
@@ -151,10 +153,11 @@ def test_blocks_are_copied_in_all_caches(block: tuple[int, int, int], dtype: tor
         assert torch.equal(caches[:, target].view(torch.uint8), before[:, source].view(torch.uint8))
 
 
-def test_caches_may_begin_at_any_number() -> None:
+@COMPILED
+def test_caches_may_begin_at_any_number(ops: ModuleType) -> None:
     memory = numbers(1 + 2 * 4 * 8).half()
     caches = memory[1:].view(2, 4, 1, 1, 8)
     expected = caches.clone()
-    copy_blocks(caches, int32([0]), int32([2]))
+    ops.copy_blocks(caches, int32([0]), int32([2]))
     reference.copy_blocks(expected, int32([0]), int32([2]))
     assert torch.equal(caches, expected)

@@ -15,7 +15,12 @@ from typing import Any
 
 from llvmlite import binding
 
-SOURCES = Path(__file__).parent / "kernels"
+HERE = Path(__file__).parent
+SOURCES = (
+    *sorted((HERE / "kernels").glob("*.py")),
+    *(HERE / name for name in ("team.py", "../sampling/sample_rows.py", "../../sampling_params.py")),
+)
+"""The kernels, and what they take constants from."""
 
 
 class Library:
@@ -53,7 +58,7 @@ def target_machine() -> Any:
 def library_path() -> Path:
     """Where this machine's library is kept: its name depends on the sources, the compiler and the processor."""
     key = hashlib.blake2b(digest_size=16)
-    for source in sorted(SOURCES.glob("*.py")):
+    for source in SOURCES:
         key.update(source.read_bytes())
     features = binding.get_host_cpu_features().flatten()
     key.update(repr((version("numba"), version("llvmlite"), binding.get_host_cpu_name(), features)).encode())

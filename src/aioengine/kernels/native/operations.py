@@ -8,6 +8,7 @@ from torch import Tensor
 from aioengine.kernels.native.team import Team
 from aioengine.kernels.packed_weight import PackedWeight, Quantization
 from aioengine.kernels.torch import products as plain
+from aioengine.kernels.torch import sampling as plain_sampling
 from aioengine.kernels.torch.quantized import dequantize, quantize
 
 PANEL = 64
@@ -16,6 +17,12 @@ WORD_NUMBERS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 1}
 
 ROWS_A_CHUNK = 192
 """So many rows of activations stay in the second-level cache while a panel of weights goes by."""
+
+GROUP = 256
+"""Logits that share maxima, as `aioengine.kernels.native.kernels.sampling` has it."""
+
+PART = 64 * GROUP
+"""Logits of a chunk: some microseconds."""
 
 
 class NativeOperations:
@@ -116,6 +123,67 @@ class NativeOperations:
         word_bytes = WORD_NUMBERS[packed.dtype] * packed.dtype.itemsize
         self._team.launch(f"embed_{word_bytes}", len(token_ids), token_ids, packed.values, num_words, out)
         return out
+
+    # The rows' state
+
+    def put_spans(self, target: Tensor, spans: Tensor, words: Tensor) -> None:
+        self._team.launch("put_spans", len(spans), target, target.shape[1], spans, words)
+
+    def gather_tokens(
+        self, rows: Tensor, history: Tensor, block_tables: Tensor, block_size: int, num_tokens: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        token_ids, positions, slots = (
+            self._buffer(role, num_tokens, 1, torch.int32)[:, 0] for role in ("token_ids", "positions", "slots")
+        )
+        self._team.launch(
+            "gather_tokens", len(rows),
+            rows, history, history.shape[1], block_tables, block_tables.shape[1], block_size,
+            token_ids, positions, slots,
+        )  # fmt: skip
+        return token_ids, positions, slots
+
+    def append_tokens(self, history: Tensor, samples: Tensor, token_ids: Tensor) -> None:
+        self._team.launch("append_tokens", 1, history, history.shape[1], samples, len(samples), token_ids)
+
+    def copy_blocks(self, caches: Tensor, copied_from: Tensor, copied_to: Tensor) -> None:
+        num_caches, num_blocks = caches.shape[:2]
+        self._team.launch(
+            "copy_blocks", len(copied_from) * num_caches,
+            caches, num_caches, num_blocks, caches.nbytes // max(num_caches * num_blocks, 1), copied_from, copied_to,
+        )  # fmt: skip
+
+    # Sampling
+
+    def draw(
+        self,
+        logits: Tensor,
+        samples: Tensor,
+        masks: Tensor | None,
+        token_ids: Tensor,
+        status: Tensor,
+        *,
+        has_filters: bool,
+        is_greedy: bool,
+    ) -> None:
+        if has_filters:
+            plain_sampling.draw(logits, samples, masks, token_ids, status, has_filters=has_filters, is_greedy=is_greedy)
+            return
+        maxima = self._scan(logits, samples, masks, 0)
+        self._team.launch(
+            "draw", len(samples),
+            logits, logits.shape[1], samples, 0 if masks is None else masks, maxima, token_ids, status,
+        )  # fmt: skip
+
+    def _scan(self, logits: Tensor, samples: Tensor, masks: Tensor | None, flags: int) -> Tensor:
+        """The maxima of the logits of the samples that have these flags: float32 [s, 16 · groups]."""
+        vocab = logits.shape[1]
+        maxima = self._buffer("maxima", len(samples), 16 * -(-vocab // GROUP), torch.float32)
+        num_parts = -(-vocab // PART)
+        self._team.launch(
+            "scan_logits", len(samples) * num_parts,
+            logits, vocab, samples, 0 if masks is None else masks, flags, maxima, num_parts, PART,
+        )  # fmt: skip
+        return maxima
 
 
 def _name(dtype: torch.dtype) -> str:

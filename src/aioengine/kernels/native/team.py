@@ -67,8 +67,11 @@ class Team:
         """Run one kernel; returns when it is done, without the GIL meanwhile. In `capture` it is noted, and not run.
 
         Args:
+            num_chunks: with 0 nothing is done.
             arguments: what is at an address, sizes, and numbers as `float_bits`.
         """
+        if not num_chunks:
+            return
         words = [each if isinstance(each, int) else each.data_ptr() for each in arguments]
         if self._captured is None:
             fill_record(self._record, self.library.address(kernel), num_chunks, words)

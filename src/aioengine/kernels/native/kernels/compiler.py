@@ -9,7 +9,7 @@ from typing import Any
 import numba
 from llvmlite import binding
 
-MODULES = ("threads", "linear", "layers")
+MODULES = ("threads", "linear", "layers", "rows", "sampling")
 
 _kernels: dict[str, Any] = {}
 

@@ -146,11 +146,18 @@ for _symbol, _name in (
     _define_operator(_symbol, f32x16, lambda builder, x, y, name=_name: getattr(builder, name)(x, y))
 for _symbol, _name in ((operator.add, "add"), (operator.sub, "sub"), (operator.mul, "mul"), (operator.xor, "xor")):
     _define_operator(_symbol, i32x16, lambda builder, x, y, name=_name: getattr(builder, name)(x, y))
+for _symbol, _name in ((operator.and_, "and_"), (operator.or_, "or_")):
+    _define_operator(_symbol, bool16, lambda builder, x, y, name=_name: getattr(builder, name)(x, y))
 
 
 @instruction(f32x16)
 def zeros(b: Any) -> Any:
     return constant(f32x16, 0.0)
+
+
+@instruction(i32x16)
+def lane_numbers(b: Any) -> Any:
+    return ir.Constant(i32x16.llvm, list(range(LANES)))
 
 
 @instruction(f32x16, types.float32)
@@ -247,6 +254,11 @@ def is_equal(b: Any, x: Any, y: Any) -> Any:
     return b.fcmp_ordered("==", x, y)
 
 
+@instruction(bool16, f32x16)
+def is_nan(b: Any, x: Any) -> Any:
+    return b.fcmp_unordered("uno", x, x)
+
+
 @instruction(bool16, types.int64)
 def first_lanes(b: Any, count: Any) -> Any:
     """True in the first ``count`` lanes: 0 and less is none, 16 and more all."""
@@ -268,6 +280,28 @@ def count_true(b: Any, condition: Any) -> Any:
 def bits_of(b: Any, condition: Any) -> Any:
     """Bit n of the result is lane n."""
     return b.zext(b.bitcast(condition, I16), I64)
+
+
+@instruction(bool16, types.int64)
+def lanes_of(b: Any, bits: Any) -> Any:
+    """Lane n is bit n."""
+    return b.bitcast(b.trunc(bits, I16), bool16.llvm)
+
+
+@instruction(types.int64, types.int64)
+def lowest_bit(b: Any, bits: Any) -> Any:
+    """Which of its bits, not all 0, is the lowest that is 1."""
+    return b.cttz(bits, ir.Constant(I1, 1))
+
+
+@instruction(types.float32, f32x16, types.int64)
+def lane_of(b: Any, x: Any, lane: Any) -> Any:
+    return b.extract_element(x, lane)
+
+
+@instruction(types.int64, i32x16, types.int64)
+def lane_of_i32(b: Any, x: Any, lane: Any) -> Any:
+    return b.sext(b.extract_element(x, lane), I64)
 
 
 # Memory
