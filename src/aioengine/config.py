@@ -120,9 +120,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["start", "lazy", "off"],
         Meta(description="when decode steps become CUDA graphs: all sizes at the start, or each at its second use"),
     ] = "start"
-    tune_kernels: Annotated[
-        bool, Meta(description="measure launch parameters once a GPU and model shape, at the start")
-    ] = True
+    tune_kernels: Annotated[bool, Meta(description="measure launch parameters of a GPU's kernels at the start")] = True
     enable_prefix_caching: Annotated[bool, Meta(description="reuse the KV blocks of equal prompt beginnings")] = True
     max_logprobs: Annotated[int, Meta(ge=0, description="most likeliest tokens that a request may ask for")] = 20
     max_in_flight: Annotated[

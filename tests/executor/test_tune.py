@@ -1,11 +1,9 @@
-"""Launch parameters of attention: measured at a GPU's first start, read from a file by later ones, never in the way."""
+"""Launch parameters of attention: measured at a GPU's start, never in the way."""
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +14,9 @@ import torch
 from executor.late_device import start_late
 from executor.tiny_decoder import tiny_config
 
-import aioengine
 from aioengine.executor import tune
 from aioengine.executor.accelerator import Work
-from aioengine.executor.tune import cache_folder, keep_choices, read_choices, tune_attention
+from aioengine.executor.tune import tune_attention
 from aioengine.kernels.attention.choices import (
     ATTENTION_KERNELS,
     DECODE,
@@ -66,7 +63,7 @@ class TimedGpu(FakeAccelerator):
         self.launched: dict[str, tuple[tuple[torch.Tensor, ...], dict[str, Any]]] = {}
         self._last = "", Choice()
         attend = {"attend_decode": self._attend_decode, "attend_prefill": self._attend_prefill}
-        self.operations: Any = SimpleNamespace(**{**vars(reference), **attend, "COMPILER": "3.9.0"})
+        self.operations: Any = SimpleNamespace(**{**vars(reference), **attend, "IS_TUNABLE": True})
 
     def _attend_decode(self, *tensors: torch.Tensor, **keywords: Any) -> None:
         self._note(DECODE_IN_SPLITS if keywords["num_splits"] > 1 else DECODE, tensors, keywords)
@@ -88,8 +85,8 @@ class TimedGpu(FakeAccelerator):
         self.now += 1.0
         return self.script(*self._last)
 
-    def tune(self, folder: Path | None, model: Any = MODEL, deadline_s: float = 1e9) -> None:
-        tune_attention(self, self.operations, model, CACHE, folder, deadline_s=deadline_s, clock=lambda: self.now)
+    def tune(self, model: Any = MODEL, deadline_s: float = 1e9) -> None:
+        tune_attention(self, self.operations, model, CACHE, deadline_s=deadline_s, clock=lambda: self.now)
 
 
 def chosen() -> dict[str, Choice]:
@@ -109,44 +106,29 @@ def nothing_is_chosen() -> Iterator[None]:
 
 def test_the_fastest_of_each_kernels_candidates_is_taken_once_in_a_process() -> None:
     gpu = TimedGpu(last_is_fastest)
-    gpu.tune(None)
+    gpu.tune()
     assert gpu.timed == [(kernel, choice) for kernel in ATTENTION_KERNELS for choice in CANDIDATES[kernel]]
     assert gpu.num_releases == 1
     second = TimedGpu(lambda kernel, choice: 1.0)
-    second.tune(None)
+    second.tune()
     assert (second.timed, second.num_enqueued, second.num_releases) == ([], 0, 0)
     assert chosen() == {kernel: found[-1] for kernel, found in CANDIDATES.items()}
 
 
-def test_the_next_start_reads_the_file_of_its_gpu_and_leaves_the_gpu_alone(tmp_path: Path) -> None:
-    TimedGpu(last_is_fastest).tune(tmp_path / "new")
-    for name in ("fake", "other"):
-        TUNED.clear()  # as another process would see it
-        gpu = TimedGpu(last_is_fastest)
-        gpu.name = name
-        gpu.tune(tmp_path / "new")
-        assert {kernel for kernel, _ in gpu.timed} == (set() if name == "fake" else set(ATTENTION_KERNELS))
-        assert (gpu.num_enqueued > 0, gpu.num_releases) == (name == "other", len(gpu.timed) > 0)
-        assert chosen() == {kernel: found[-1] for kernel, found in CANDIDATES.items()}
-        file = tmp_path / "new" / f"{name}-triton-3.9.0-{aioengine.__version__}.json"
-        assert len(json.loads(file.read_text())) == len(ATTENTION_KERNELS)
-
-
-def test_after_the_deadline_what_is_not_measured_is_as_by_default(tmp_path: Path) -> None:
+def test_after_the_deadline_what_is_not_measured_is_as_by_default() -> None:
     gpu = TimedGpu(last_is_fastest)
-    gpu.tune(tmp_path, deadline_s=2.5)
+    gpu.tune(deadline_s=2.5)
     assert len(gpu.timed) == 3
     assert chosen() == {**DEFAULTS, DECODE: CANDIDATES[DECODE][2]}
-    assert list(tmp_path.iterdir()) == []
 
 
-def test_candidates_that_cannot_be_launched_are_passed_over(tmp_path: Path) -> None:
+def test_candidates_that_cannot_be_launched_are_passed_over() -> None:
     def script(kernel: str, choice: Choice) -> float:
         if choice.num_stages > 2:
             raise RuntimeError("out of shared memory")
         return 1.0
 
-    TimedGpu(script).tune(tmp_path)
+    TimedGpu(script).tune()
     assert chosen()[DECODE] == next(choice for choice in CANDIDATES[DECODE] if choice.num_stages == 2)
 
 
@@ -155,86 +137,28 @@ def test_candidates_that_cannot_be_launched_are_passed_over(tmp_path: Path) -> N
     [({}, MODEL), ({"free_bytes": 1000}, MODEL), ({}, tiny_config(num_kv_heads=0))],
     ids=["nothing can be launched", "no memory", "a failure of its own"],
 )
-def test_what_cannot_be_measured_is_as_by_default_and_not_kept(
-    tmp_path: Path, memory: dict[str, int], model: Any, caplog: pytest.LogCaptureFixture
+def test_what_cannot_be_measured_is_as_by_default(
+    memory: dict[str, int], model: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     def script(kernel: str, choice: Choice) -> float:
         raise RuntimeError("no such launch")
 
     with caplog.at_level(logging.DEBUG, "aioengine"):
-        TimedGpu(script, **memory).tune(tmp_path, model)
+        TimedGpu(script, **memory).tune(model)
     assert "measured" in caplog.text
     assert chosen() == DEFAULTS
-    assert list(tmp_path.iterdir()) == []
 
 
-def test_a_stored_choice_that_is_no_candidate_any_more_is_measured_anew(tmp_path: Path) -> None:
-    TimedGpu(last_is_fastest).tune(tmp_path)
-    (file,) = tmp_path.iterdir()
-    before = read_choices(file)
-    name, choice = next(iter(before.items()))
-    keep_choices(file, {name: Choice(num_warps=32, num_stages=choice.num_stages, constants=choice.constants)})
-    TUNED.clear()  # as another process would see it
-    gpu = TimedGpu(last_is_fastest)
-    gpu.tune(tmp_path)
-    assert {kernel for kernel, _ in gpu.timed} == {json.loads(name)[0]}
-    assert read_choices(file) == before
-
-
-DAMAGES: dict[str, Callable[[bytes], bytes]] = {
-    "empty": lambda content: b"",
-    "cut": lambda content: content[: len(content) // 2],
-    "not JSON": lambda content: b"\xff\x00" * 100,
-    "another shape": lambda content: b"[1, 2]",
-    "a field of another type": lambda content: content.replace(b'"num_warps": 8', b'"num_warps": "8"'),
-    "an unknown field": lambda content: content.replace(b'"num_warps": 8', b'"num_ctas": 8'),
-    "deep": lambda content: b'{"other": ' + b"[" * 100_000,
-}
-
-
-def test_a_damaged_file_is_ignored_and_written_anew(tmp_path: Path) -> None:
-    file = tmp_path / "not made yet" / "choices.json"
-    choices = {"decode": Choice(num_warps=8)}
-    keep_choices(file, choices)
-    before = file.read_bytes()
-    for what, damage in DAMAGES.items():
-        file.write_bytes(damage(before))
-        assert file.read_bytes() != before
-        assert read_choices(file) == {}, what
-        keep_choices(file, choices)
-        assert file.read_bytes() == before
-
-
-def test_those_that_write_at_once_leave_a_whole_file(tmp_path: Path) -> None:
-    file = tmp_path / "choices.json"
-
-    def write(racer: int) -> None:
-        for number in range(15):
-            keep_choices(file, {f"{racer}, {number}": Choice(num_warps=8)})
-            assert json.loads(file.read_text())
-
-    with ThreadPoolExecutor(3) as racers:
-        list(racers.map(write, range(3)))
-    assert [path.name for path in tmp_path.iterdir()] == [file.name]
-    assert 15 <= len(read_choices(file)) <= 45
-
-
-def test_a_folder_that_cannot_be_written_costs_the_file_only(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    TimedGpu(last_is_fastest).tune(tmp_path / "file" / "below")
-    assert chosen()[DECODE] == CANDIDATES[DECODE][-1]
-
-
-def test_operations_with_nothing_to_choose_leave_the_gpu_alone(tmp_path: Path) -> None:
+def test_operations_with_nothing_to_choose_leave_the_gpu_alone() -> None:
     gpu = FakeAccelerator()
-    tune_attention(gpu, reference, MODEL, CACHE, tmp_path)
-    assert (gpu.num_enqueued, gpu.num_releases, list(tmp_path.iterdir())) == (0, 0, [])
+    tune_attention(gpu, reference, MODEL, CACHE)
+    assert (gpu.num_enqueued, gpu.num_releases) == (0, 0)
 
 
 def test_what_is_measured_is_as_large_as_serving_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "MAX_CACHE_BYTES", 64 * MIB)  # a fourth of the heads, of the bytes
     gpu = TimedGpu(last_is_fastest, free_bytes=2**40)
-    gpu.tune(None, msgspec.structs.replace(MODEL, num_heads=16))
+    gpu.tune(msgspec.structs.replace(MODEL, num_heads=16))
     for kernel, num_rows, num_tokens, context in (
         (DECODE, 64, 64, 1024),
         (DECODE_IN_SPLITS, 1, 1, 4096),
@@ -255,31 +179,11 @@ def test_what_is_measured_is_as_large_as_serving_and_bounded(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("is_wanted", [True, False])
-async def test_a_start_tunes_unless_told_not_to(
-    is_wanted: bool, checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+async def test_a_start_tunes_unless_told_not_to(is_wanted: bool, checkpoint: Callable[..., Path]) -> None:
     gpu = TimedGpu(lambda kernel, choice: 1.0)
     gpu.computes = True
     folder = checkpoint("llama2", num_hidden_layers=1)
     fields = {"dtype": "bfloat16", "max_model_len": 16, "cuda_graphs": "off"}
     executor = await start_late(folder, gpu, gpu.operations, tune_kernels=is_wanted, **fields)
     await executor.aclose()
-    assert bool(gpu.timed) == bool(TUNED) == (tmp_path / "aioengine").exists() == is_wanted
-
-
-def test_choices_are_kept_where_the_system_keeps_such_or_nowhere(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("XDG_CACHE_HOME", "/var/cache/me")
-    assert cache_folder() == Path("/var/cache/me/aioengine")
-    for unset in ("", "relative/path"):
-        monkeypatch.setenv("XDG_CACHE_HOME", unset)
-        assert cache_folder() == tmp_path / ".cache" / "aioengine"
-
-    def no_home() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(Path, "home", no_home)
-    assert cache_folder() is None
+    assert bool(gpu.timed) == bool(TUNED) == is_wanted

@@ -17,7 +17,7 @@ from aioengine.executor.accelerator import Accelerator
 from aioengine.executor.graphs import GRAPH_BYTES, default_sizes
 from aioengine.executor.memory import num_gpu_kv_blocks, num_kv_blocks
 from aioengine.executor.runner import START_FEATURES, Runner
-from aioengine.executor.tune import cache_folder, tune_attention
+from aioengine.executor.tune import tune_attention
 from aioengine.kernels.attention.gpu_paged import GpuPagedAttention
 from aioengine.kernels.attention.kv_cache import KVCacheShape
 from aioengine.kernels.operations import Operations
@@ -60,7 +60,7 @@ def make_runner(
     accelerator, model = processor.accelerator, decoder.config
     shape = _cache_shape(decoder, config.block_size, _cache_dtype(config, accelerator, model.dtype))
     if config.tune_kernels:
-        tune_attention(accelerator, processor.operations, model, shape, cache_folder())
+        tune_attention(accelerator, processor.operations, model, shape)
     num_blocks = 0
 
     def make_attention(block_tables: Tensor) -> GpuPagedAttention:

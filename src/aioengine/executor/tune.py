@@ -1,27 +1,21 @@
-"""How the kernels of attention are best launched on this GPU: measured at the start over a cache of its own, and kept
-in a file, so that the next start measures nothing.
+"""How the kernels of attention are best launched on this GPU: measured at the start, over a cache of its own.
 
-A start never fails by it: what cannot be measured is launched by default, and a debug message says why.
+What the candidates compile to stays on the disk, by Triton, so that later starts only measure. A start never fails by
+it: what cannot be measured is launched by default, and a debug message says why.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import os
-import re
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
-from aioengine._version import __version__
 from aioengine.executor.accelerator import Accelerator, Work
 from aioengine.kernels.attention.choices import (
     ATTENTION_KERNELS,
@@ -52,23 +46,11 @@ ROWS_AND_LENGTH = {DECODE: (64, 1024), DECODE_IN_SPLITS: (1, 4096), PREFILL: (1,
 """Of what is measured, at the most: rows, and tokens of each."""
 
 
-def cache_folder() -> Path | None:
-    """Where a user's choices are kept, by the XDG Base Directory Specification; None: the user has no home."""
-    named = os.environ.get("XDG_CACHE_HOME", "")
-    try:
-        # "All paths must be absolute. [A relative one is] invalid, and [to be] ignored."
-        base = Path(named) if os.path.isabs(named) else Path.home() / ".cache"
-    except RuntimeError:
-        return None
-    return base / "aioengine"
-
-
 def tune_attention(
     accelerator: Accelerator,
     operations: Operations,
     model: DecoderConfig,
     cache: KVCacheShape,
-    folder: Path | None,
     *,
     deadline_s: float = DEADLINE_S,
     clock: Callable[[], float] = time.monotonic,
@@ -78,103 +60,48 @@ def tune_attention(
     Nothing is done where the operations have nothing to choose, and where the process has chosen before.
 
     Args:
-        folder: for the file of choices; None: none is kept. One that is damaged is replaced by the next choices.
         deadline_s: of measuring in all; the candidate that is being measured then is measured to its end.
     """
-    compiler: str | None = getattr(operations, "COMPILER", None)
-    if compiler is None:
+    if not getattr(operations, "IS_TUNABLE", False):
         return
-    # Choices for one GPU, Triton or version of this package say little of another.
-    name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{accelerator.name}-triton-{compiler}-{__version__}")
-    path = None if folder is None else folder / f"{name}.json"
-    try:
-        measured = _choose(accelerator, operations, model, cache, path, clock() + deadline_s, clock)
-        if path is not None and measured:
-            keep_choices(path, measured)
-    except Exception as error:
-        logger.debug("launches of attention could not be measured, or not be kept: %s", error, exc_info=True)
-
-
-def _choose(
-    accelerator: Accelerator,
-    operations: Operations,
-    model: DecoderConfig,
-    cache: KVCacheShape,
-    path: Path | None,
-    ends_at_s: float,
-    clock: Callable[[], float],
-) -> dict[str, Choice]:
-    """Fill `TUNED` for one shape; returns what is worth keeping, by name: what all candidates were measured for."""
-    shape = AttentionShape(
-        head_dim=model.head_dim,
-        group=model.num_heads // model.num_kv_heads,
-        num_kv_heads=model.num_kv_heads,
-        element_size=model.dtype.itemsize,
-        cache_element_size=cache.dtype.itemsize,
-        block_size=cache.block_size,
-    )
-    stored = {} if path is None else read_choices(path)
-    measured: dict[str, Choice] = {}
-    rehearsal = None
     began = clock()
-    for kernel in ATTENTION_KERNELS:
-        where = kernel, accelerator.device.index, shape
-        name = msgspec.json.encode([kernel, *shape]).decode()
-        found = candidates(kernel, shape, accelerator.capability)
-        choice = stored.get(name)
-        # Those of another revision of the same version may have been others.
-        if where not in TUNED and choice not in found and len(found) > 1:
-            rehearsal = rehearsal or Rehearsal(accelerator, operations, model, cache)
-            choice, is_final = _fastest(rehearsal, kernel, found, ends_at_s, clock)
-            if is_final:
-                measured[name] = choice
-        TUNED.setdefault(where, choice if choice in found else found[0])
-    if rehearsal is not None:
-        del rehearsal
-        accelerator.release()
-        logger.info("launches of attention were measured in %.1f s", clock() - began)
-    return measured
+    try:
+        shape = AttentionShape(
+            head_dim=model.head_dim,
+            group=model.num_heads // model.num_kv_heads,
+            num_kv_heads=model.num_kv_heads,
+            element_size=model.dtype.itemsize,
+            cache_element_size=cache.dtype.itemsize,
+            block_size=cache.block_size,
+        )
+        rehearsal = None
+        for kernel in ATTENTION_KERNELS:
+            found = candidates(kernel, shape, accelerator.capability)
+            key = kernel, accelerator.device.index, shape
+            if key not in TUNED and len(found) > 1:
+                rehearsal = rehearsal or Rehearsal(accelerator, operations, model, cache)
+                TUNED[key] = _fastest(rehearsal, kernel, found, began + deadline_s, clock)
+        if rehearsal is not None:
+            del rehearsal
+            accelerator.release()
+            logger.info("launches of attention were measured in %.1f s", clock() - began)
+    except Exception as error:
+        logger.debug("launches of attention could not be measured: %s", error, exc_info=True)
 
 
 def _fastest(
     rehearsal: Rehearsal, kernel: str, found: tuple[Choice, ...], ends_at_s: float, clock: Callable[[], float]
-) -> tuple[Choice, bool]:
-    """The fastest of the candidates that could be measured in time, else the first; and whether each was tried."""
+) -> Choice:
+    """The fastest of the candidates that could be measured in time, else the first."""
     seconds = dict.fromkeys(found, math.inf)
     for choice in found:
         if clock() >= ends_at_s:
-            return min(found, key=seconds.__getitem__), False
+            break
         try:
             seconds[choice] = rehearsal.seconds_of(kernel, choice)
         except Exception as error:  # whatever a compiler makes of it: too little shared memory, a bug of its own
             logger.debug("%s: %s cannot be measured: %s", kernel, choice, error)
-    best = min(found, key=seconds.__getitem__)
-    return best, seconds[best] < math.inf
-
-
-def read_choices(path: Path) -> dict[str, Choice]:
-    """By kernel and shape, as JSON; none of a file that is not there or damaged."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Choice])
-    except (OSError, ValueError, RecursionError):  # msgspec's are ValueErrors
-        return {}
-
-
-def keep_choices(path: Path, choices: dict[str, Choice]) -> None:
-    """Put choices into the file, beside those that other processes have put there meanwhile.
-
-    Of two that write at once the later may lose the other's choices, which are then measured again by the next start:
-    no harm that a lock would be worth.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    content = msgspec.json.format(msgspec.json.encode({**read_choices(path), **choices}))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as folder:
-        draft = Path(folder, path.name)
-        draft.write_bytes(content + b"\n")
-        draft.replace(path)
+    return min(found, key=seconds.__getitem__)
 
 
 class Rehearsal:

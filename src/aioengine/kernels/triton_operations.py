@@ -25,5 +25,5 @@ from aioengine.kernels.sampling.penalties import penalise
 from aioengine.kernels.sampling.top_logprobs import top_logprobs
 from aioengine.kernels.torch.products import embed, linear, pack, unpack
 
-COMPILER = None if knobs.runtime.interpret else triton.__version__
-"""What launches of attention are measured with; None: there is nothing to measure, in the interpreter."""
+IS_TUNABLE = not knobs.runtime.interpret
+"""Whether it matters how attention is launched: in the interpreter it does not."""
