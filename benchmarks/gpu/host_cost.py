@@ -12,15 +12,14 @@ import statistics
 import time
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
 
 from aioengine.core.executor_protocol import ExecutorStats
-from aioengine.executor import runner as runner_module
 from aioengine.executor.accelerator import HostWords
 from aioengine.executor.graphs import default_sizes
+from aioengine.executor.runner import Runner
 from aioengine.scheduler.plan import EMPTY, RowAdded, RowSampling, StepPlan, int32
 from benchmarks.gpu.command import positive, run
 
@@ -81,23 +80,22 @@ class NoDevice:
         pass
 
 
-def make_runner(max_num_seqs: int) -> runner_module.Runner:
+def make_runner(max_num_seqs: int) -> Runner:
     operations: Any = SimpleNamespace(prefill_tile=lambda *_: 64)
     attention: Any = SimpleNamespace(num_splits=lambda *_: 1, rope_table=None)
     config = SimpleNamespace(max_model_len=4096, vocab_size=2048, num_heads=16, num_kv_heads=8, head_dim=128)
-    decoder: Any = SimpleNamespace(config=config, rope_table=None)
-    with patch.object(runner_module, "FusedDecoder", lambda *_: SimpleNamespace()):
-        runner = runner_module.Runner(
-            NoDevice(),
-            operations,
-            decoder,
-            lambda _: attention,
-            ExecutorStats(),
-            max_num_seqs=max_num_seqs,
-            block_size=BLOCK_SIZE,
-            max_in_flight=2,
-            graph_sizes=default_sizes(max_num_seqs),
-        )
+    decoder: Any = SimpleNamespace(config=config, rope_table=None, use=lambda operations: None)
+    runner = Runner(
+        NoDevice(),
+        operations,
+        decoder,
+        lambda _: attention,
+        ExecutorStats(),
+        max_num_seqs=max_num_seqs,
+        block_size=BLOCK_SIZE,
+        max_in_flight=2,
+        graph_sizes=default_sizes(max_num_seqs),
+    )
     runner.make_cache()
     return runner
 

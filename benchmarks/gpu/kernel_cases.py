@@ -9,7 +9,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from aioengine.kernels.attention.gpu_paged import choose_num_splits
+from aioengine.kernels.attention.paged import choose_num_splits
 from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow, param_of
 from aioengine.sampling_params import FILTERS, PENALTIES
 from benchmarks.gpu.sizes import KernelSizes

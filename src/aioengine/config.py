@@ -18,7 +18,7 @@ WITH_MODEL = "the tokenizer is that of the model's folder: put other files there
 NO_REMOTE_CODE = "no code that comes with a model is run"
 ONE_DEVICE = "an engine computes on one device; start one for each, in processes of their own"
 NEUTRAL_CONFIG = {
-    **dict.fromkeys(("quantization", "speculative_config", "kv_transfer_config"), Neutral((None,), NOT_YET)),
+    **dict.fromkeys(("speculative_config", "kv_transfer_config"), Neutral((None,), NOT_YET)),
     **dict.fromkeys(
         ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), Neutral((None, 1), ONE_DEVICE)
     ),
@@ -96,6 +96,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"], Meta(description="auto: as the model was saved")
     ] = "auto"
+    quantization: Annotated[
+        Literal["int8", "int4"] | None,
+        Meta(description="of the layers' weights, made at load on a CPU: half or a third of bfloat16's memory"),
+    ] = None
     device: Annotated[str, Meta(description="cpu, cuda or cuda:1; auto: the current NVIDIA GPU, else the CPU")] = "auto"
     max_model_len: Annotated[
         Annotated[int, Meta(ge=2)] | None, Meta(description="most tokens of prompt and output; absent: the model's")
@@ -179,6 +183,7 @@ class ConfigKeywords(TypedDict, total=False):
     revision: str | None
     load_format: Literal["auto", "safetensors", "dummy"]
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
+    quantization: Literal["int8", "int4"] | None
     device: str
     max_model_len: int | None
     max_num_seqs: int

@@ -22,6 +22,9 @@ from aioengine.kernels.operations import Operations
 WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 """Of torch's operations that bring what the device has computed to the host, which a capture refuses."""
 
+TORCHS_OWN = {"pack", "unpack", "linear", "embed"}
+"""Operations of which a GPU, too, runs what torch launches."""
+
 _of_thread = threading.local()
 
 
@@ -159,7 +162,7 @@ class FakeGraph:
 
 
 def as_launches(operations: Operations) -> Operations:
-    """The operations, each of them one launch to a graph, as a kernel is: the oracles' loops over what the device has
+    """The operations, each that is a kernel one launch to a graph: the oracles' loops over what the device has
     computed run anew at each replay, with the arguments of the capture. Tiles are short, so that prompts have several.
     """
     return cast("Operations", _Launches(operations))
@@ -174,7 +177,7 @@ class _Launches:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._operations, name)
-        return partial(_launch, found) if callable(found) else found
+        return partial(_launch, found) if callable(found) and name not in TORCHS_OWN else found
 
 
 def _launch(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

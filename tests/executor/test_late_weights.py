@@ -142,7 +142,7 @@ async def test_with_the_weights_awake_and_the_cache_asleep_they_are_replaced_in_
 async def test_the_weights_go_to_page_locked_memory_and_back_to_the_device(checkpoint: Checkpoint) -> None:
     async with started(checkpoint("llama2")) as executor:
         expected = await greedy_tokens(executor)
-        device_of(executor).held.weights._placement = Placement(torch.device("cuda", 0), is_bound=False)
+        device_of(executor).held.weights._placement = Placement(torch.device("cuda", 0))
         (num_parameters,) = await executor.apply_model(lambda decoder: len(list(decoder.parameters())))
         with memory_for(num_parameters) as asked:
             await executor.sleep(1)

@@ -45,8 +45,8 @@ def _inference_mode() -> Any:
 def test_logits_are_computed_for_the_rows_that_want_them_only() -> None:
     runner = start(tiny_decoder())
     num_rows: list[int] = []
-    logits = runner._fused.logits
-    runner._fused.logits = lambda hidden: num_rows.append(len(hidden)) or logits(hidden)
+    logits = runner._decoder.logits
+    runner._decoder.logits = lambda hidden: num_rows.append(len(hidden)) or logits(hidden)
     writer = PlanWriter(128, 4)
     writer.add(0, [1] * 20)
     writer.add(1, [2] * 9)
@@ -57,7 +57,7 @@ def test_logits_are_computed_for_the_rows_that_want_them_only() -> None:
 
 def test_a_model_that_breaks_into_nan_fails_its_own_row_only() -> None:
     decoder = tiny_decoder()
-    decoder.embedding[90] = torch.nan
+    decoder.embedding.weight[90] = torch.nan
     runner = start(decoder)
     writer = PlanWriter(128, 4)
     expected = token_of([4] * 9)

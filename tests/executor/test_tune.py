@@ -28,7 +28,7 @@ from aioengine.kernels.attention.choices import (
     candidates,
     choice_of,
 )
-from aioengine.kernels.attention.kv_cache import KVCacheShape
+from aioengine.kernels.attention.paged import KVCacheShape
 from aioengine.kernels.torch import operations as reference
 from doubles.fake_accelerator import FakeAccelerator
 

@@ -32,7 +32,7 @@ def tiny_decoder(seed: int = 0) -> Decoder:
             gain = 3.0 if name.startswith(("embedding", "head")) else 1.6
             spread = gain * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1.0
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * spread)
-        decoder.make_rope_table()
+        decoder.use(operations)
     return decoder
 
 

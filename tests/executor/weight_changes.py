@@ -77,12 +77,14 @@ async def addresses(executor: TorchExecutor) -> dict[str, int]:
 
 @asynccontextmanager
 async def keeping_graphs(executor: TorchExecutor) -> AsyncIterator[None]:
-    """In here the weights of a GPU change, or stay, where they lie: its graphs are replayed behind it, and none is
-    captured or voided. Nothing is asked of a CPU."""
+    """In here the weights change, or stay, where they lie: a GPU's graphs are replayed behind it, and none is captured
+    or voided."""
     device = executor._device
     accelerator: Any = device._accelerator
     if accelerator.is_host:
+        before = await addresses(executor)
         yield
+        assert await addresses(executor) == before
         return
     runner: Any = device.held.runner
 

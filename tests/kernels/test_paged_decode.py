@@ -10,7 +10,7 @@ from kernels.harness import DEVICE, FLOAT8, int32, make_conversions_right, quiet
 from kernels.paged_cases import PagedCase, assert_close, paged_case
 from torch import Tensor
 
-from aioengine.kernels.attention.gpu_paged import choose_num_splits
+from aioengine.kernels.attention.paged import choose_num_splits
 from aioengine.kernels.attention.paged_decode import attend_decode
 from aioengine.kernels.torch import attention as reference
 

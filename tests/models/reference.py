@@ -1,4 +1,4 @@
-"""What the plain decoder and transformers say of whole sequences."""
+"""What a decoder over a paged cache and transformers say of whole sequences."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +9,7 @@ import transformers
 from torch import Tensor
 
 from aioengine.config import EngineConfig
+from aioengine.kernels.torch import operations as oracles
 from aioengine.models.decoder import Decoder
 from aioengine.models.folder import ModelFolder
 from aioengine.models.loader import load_decoder
@@ -17,44 +18,89 @@ Checkpoint = Callable[..., Path]
 
 NUM_TOKENS = 100  # past every window and past the length that llama3 and yarn stretch
 VOCAB_SIZE = 384
+BLOCK_SIZE = 4
 
 
-class OneSequence:
-    """Attention over one sequence by plain arithmetic in float32; remembers keys and values between calls."""
+class PagedAttend:
+    """An `Attend` over a paged cache, which holds NaN where nothing was written: attention in plain float32.
 
-    def __init__(self, *, ignore_windows: bool = False) -> None:
-        self.ignore_windows = ignore_windows
-        self.cache: dict[int, tuple[Tensor, Tensor]] = {}
+    Args:
+        num_rows, length: rows of tokens, and the most tokens of one.
+        operations: whose `rotate_and_write` it calls.
+        ignores_windows: each query sees all keys up to its own.
+    """
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None) -> Tensor:
-        if layer in self.cache:
-            k, v = torch.cat((self.cache[layer][0], k)), torch.cat((self.cache[layer][1], v))
-        self.cache[layer] = k, v
-        group = q.shape[1] // k.shape[1]
-        keys, values = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * q.shape[-1] ** -0.5
-        key = torch.arange(len(k))
-        query = key[len(k) - len(q) :, None]
-        visible = key <= query
-        if window is not None and not self.ignore_windows:
-            visible &= key > query - window
-        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
-        return torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
+    def __init__(
+        self,
+        decoder: Decoder,
+        num_rows: int = 1,
+        length: int = NUM_TOKENS,
+        *,
+        operations: Any = oracles,
+        ignores_windows: bool = False,
+    ) -> None:
+        c, self.device = decoder.config, decoder.rope_table.device
+        self.config, self.rope_table, self.operations = c, decoder.rope_table, operations
+        self.ignores_windows = ignores_windows
+        blocks_a_row = -(-length // BLOCK_SIZE)
+        order = torch.randperm(num_rows * blocks_a_row, generator=torch.Generator().manual_seed(1))
+        self.block_tables = order.int().view(num_rows, blocks_a_row).to(self.device)
+        shape = (c.num_layers, len(order), BLOCK_SIZE, c.num_kv_heads, c.head_dim)
+        self.k, self.v = (torch.full(shape, torch.nan, dtype=c.dtype, device=self.device) for _ in range(2))
+        self.rows: list[list[int]] = []
+
+    def begin_step(self, rows: list[list[int]], history: Tensor) -> Tensor:
+        """Token ids of the tokens of rows (row, start, index of the first, count)."""
+        self.rows = rows
+        table = torch.tensor(rows, dtype=torch.int32, device=self.device)
+        num_tokens = sum(row[3] for row in rows)
+        token_ids, self.positions, self.slots = oracles.gather_tokens(
+            table, history.to(self.device), self.block_tables, BLOCK_SIZE, num_tokens
+        )
+        return token_ids
+
+    def __call__(self, layer: int, qkv: Tensor, qk_weight: Tensor | None, *, window: int | None) -> Tensor:
+        c, k_cache, v_cache = self.config, self.k[layer], self.v[layer]
+        rotate = self.operations.rotate_and_write
+        table, eps = self.rope_table, c.rms_norm_eps
+        q = rotate(qkv, self.positions, self.slots, table, qk_weight, eps, k_cache, v_cache)
+        out = torch.zeros_like(q)
+        for row, start, first, count in self.rows:
+            if row < 0:
+                continue
+            key = torch.arange(start + count, device=self.device)
+            slots = self.block_tables[row, key // BLOCK_SIZE] * BLOCK_SIZE + key % BLOCK_SIZE
+            keys, values = (
+                cache.view(-1, c.num_kv_heads, c.head_dim)[slots]
+                .float()
+                .repeat_interleave(q.shape[1] // cache.shape[2], 1)
+                for cache in (k_cache, v_cache)
+            )
+            scores = torch.einsum("qhd,khd->hqk", q[first : first + count].float(), keys) * c.head_dim**-0.5
+            query = key[start:, None]
+            is_seen = key <= query
+            if window is not None and not self.ignores_windows:
+                is_seen &= key > query - window
+            weights = scores.masked_fill(~is_seen, -torch.inf).softmax(-1)
+            out[first : first + count] = torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
+        return out.flatten(1)
 
 
 def token_ids(seed: int = 0, num_tokens: int = NUM_TOKENS) -> Tensor:
-    return torch.randint(0, VOCAB_SIZE, (num_tokens,), generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, VOCAB_SIZE, (num_tokens,), generator=generator, dtype=torch.int32)
 
 
 @torch.inference_mode()
-def logprobs(decoder: Decoder, ids: Tensor, chunks: list[int] | None = None, attend: Any = None) -> Tensor:
-    attend = attend or OneSequence()
-    ids = ids.long()
-    positions = torch.arange(len(ids))
-    hidden = [
-        decoder(chunk, where, attend)
-        for chunk, where in zip(ids.split(chunks or len(ids)), positions.split(chunks or len(ids)), strict=True)
-    ]
+def logprobs(
+    decoder: Decoder, ids: Tensor, chunks: list[int] | None = None, attend: PagedAttend | None = None
+) -> Tensor:
+    """Of one sequence, after each of its tokens."""
+    attend = attend or PagedAttend(decoder, length=len(ids))
+    hidden, start = [], 0
+    for count in chunks or [len(ids)]:
+        hidden.append(decoder(attend.begin_step([[0, start, 0, count]], ids[None]), attend))
+        start += count
     logits = decoder.logits(torch.cat(hidden))
     assert logits.dtype == torch.float32
     return logits.log_softmax(-1)

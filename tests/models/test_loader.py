@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,20 +18,33 @@ from torch import Tensor
 
 from aioengine.config import EngineConfig
 from aioengine.errors import ModelLoadError
-from aioengine.models import decoder as decoder_module
+from aioengine.kernels.operations import Operations
+from aioengine.kernels.packed_weight import PackedWeight
+from aioengine.kernels.torch import operations as oracles
 from aioengine.models.checkpoint import HEAD, INDEX_FILE, SINGLE_FILE, checkpoint_tensors
 from aioengine.models.decoder import Decoder
 from aioengine.models.folder import ModelFolder
-from aioengine.models.loader import LoadStopped, load_decoder
+from aioengine.models.loader import LoadStopped, Placement, load_decoder
+from doubles import flipped_operations
 from tests.checkpoints import FAMILIES
 
 Checkpoint = Callable[..., Path]
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 
 
-def load(folder: Path, on_progress: Any = None, should_stop: Any = lambda: False, **config: Any) -> Decoder:
+def load(
+    folder: Path,
+    on_progress: Any = None,
+    should_stop: Any = lambda: False,
+    operations: Operations = oracles,
+    **config: Any,
+) -> Decoder:
     return load_decoder(
-        ModelFolder.read(folder), EngineConfig(**config), on_progress=on_progress, should_stop=should_stop
+        ModelFolder.read(folder),
+        EngineConfig(**config),
+        placement=Placement(operations=operations),
+        on_progress=on_progress,
+        should_stop=should_stop,
     )
 
 
@@ -139,7 +153,7 @@ def test_dummy_weights_need_no_files_and_are_always_the_same(copied: Copied) -> 
     assert torch.equal(torch.random.get_rng_state(), torchs_own)
     assert_same(first, second)
     assert 0 < first.layers[0].qkv.weight.abs().max() < 0.1
-    assert len(first.embedding.unique()) > 1000
+    assert len(first.embedding.weight.unique()) > 1000
     assert (first.norm.weight == 1).all()
 
 
@@ -203,10 +217,28 @@ def test_a_tied_head_may_be_saved_beside_the_embedding_or_in_its_place(copied: C
     assert_same(load(folder), expected)
 
 
-def test_a_tied_head_is_copied_only_to_be_packed(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = load(checkpoint("qwen3"))
-    monkeypatch.setattr(decoder_module, "MIN_PACKED_FLOAT32", 0)
-    assert load(checkpoint("qwen3")).weight_bytes - plain.weight_bytes == plain.embedding.nbytes
+# Packed for some operations
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_each_layer_is_packed_before_the_next_is_read(checkpoint: Checkpoint, load_format: str) -> None:
+    folder, told, packed_at = checkpoint("llama2"), [0], list[int]()
+
+    def pack(weight: Tensor, quantization: Any) -> PackedWeight:
+        packed_at.append(told[-1])
+        return flipped_operations.pack(weight, quantization)
+
+    operations: Any = SimpleNamespace(**{**vars(flipped_operations), "pack": pack})
+    decoder = load(folder, lambda done, _: told.append(done), load_format=load_format, operations=operations)
+    layer_bytes = sum(parameter.nbytes for parameter in decoder.layers[0].parameters())
+    embedding_bytes = decoder.embedding.weight.nbytes
+    before_layers = 2 * embedding_bytes + decoder.norm.weight.nbytes
+    ends = [before_layers + number * layer_bytes for number in (1, 2, 3)]
+    assert packed_at == [embedding_bytes, before_layers, *(end for end in ends for _ in range(4))]
+    assert {linear.packed.layout for linear in decoder.linears()} == {"flipped"}
+    plain = load(folder, load_format=load_format)
+    for name, values in plain.named_parameters():
+        assert torch.equal(decoder.dense(name), values), name
 
 
 # What is refused

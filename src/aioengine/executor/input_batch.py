@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from aioengine.executor.row_columns import RowColumns
-from aioengine.kernels.attention.torch_paged import AttentionMetadata
 from aioengine.sampler.rows import PromptTokens, SamplingRows, spans
 from aioengine.scheduler.plan import Int32, RowAdded, StepPlan, Want
 
@@ -24,7 +23,6 @@ class StepInputs:
 
     Attributes:
         token_ids, positions: int64 [tokens], the rows' one after the other.
-        attention: where their keys and values go, and which they see.
         sampled: int64 [s], which of the plan's rows want a token sampled.
         last_tokens: int64 [s], where the last tokens of those are in ``token_ids``.
         sampling: what the sampler must know of those.
@@ -33,7 +31,6 @@ class StepInputs:
 
     token_ids: Tensor
     positions: Tensor
-    attention: AttentionMetadata
     sampled: np.ndarray[tuple[int], np.dtype[np.int64]]
     last_tokens: Tensor
     sampling: SamplingRows
@@ -85,21 +82,10 @@ class InputBatch:
         offsets = np.concatenate(([0], np.cumsum(plan.num_tokens))).astype(np.int32)
         row_of_token = np.repeat(plan.rows, plan.num_tokens)
         positions = spans(plan.starts, plan.num_tokens)
-        block, offset = np.divmod(positions, self._block_size)
-        slots = self._block_tables[row_of_token, block].astype(np.int64) * self._block_size + offset
-        num_blocks = -(-int(ends.max()) // self._block_size)
         sampled = np.flatnonzero(plan.wants == Want.LOGITS)
         return StepInputs(
             token_ids=torch.from_numpy(self._history[row_of_token, positions].astype(np.int64)),
             positions=torch.from_numpy(positions),
-            attention=AttentionMetadata(
-                query_offsets=offsets,
-                starts=plan.starts,
-                context_lens=ends,
-                block_tables=torch.from_numpy(self._block_tables[plan.rows, :num_blocks].astype(np.int64)),
-                slot_mapping=torch.from_numpy(slots),
-                block_size=self._block_size,
-            ),
             sampled=sampled,
             last_tokens=torch.from_numpy(offsets[1:][sampled].astype(np.int64) - 1),
             sampling=self._sampling_rows(plan.rows[sampled], ends[sampled]),

@@ -18,8 +18,7 @@ from aioengine.executor.graphs import GRAPH_BYTES, default_sizes
 from aioengine.executor.memory import num_gpu_kv_blocks, num_kv_blocks
 from aioengine.executor.runner import START_FEATURES, Runner
 from aioengine.executor.tune import tune_attention
-from aioengine.kernels.attention.gpu_paged import GpuPagedAttention
-from aioengine.kernels.attention.kv_cache import KVCacheShape
+from aioengine.kernels.attention.paged import KVCacheShape, PagedAttention
 from aioengine.kernels.operations import Operations
 from aioengine.models.decoder import Decoder
 
@@ -63,8 +62,8 @@ def make_runner(
         tune_attention(accelerator, processor.operations, model, shape)
     num_blocks = 0
 
-    def make_attention(block_tables: Tensor) -> GpuPagedAttention:
-        return GpuPagedAttention(
+    def make_attention(block_tables: Tensor) -> PagedAttention:
+        return PagedAttention(
             processor.operations,
             shape,
             num_blocks,

@@ -19,12 +19,11 @@ from aioengine.executor.batch import NUM_TOP_SIZES, Batch, Deltas, Step
 from aioengine.executor.graphs import DecodeGraphs, GraphKey
 from aioengine.executor.launched import LaunchedStep, OnDevice, PinnedBuffers
 from aioengine.executor.step_words import WORDS_A_ROW, ExtraWords, FixedWords, Span
-from aioengine.kernels.attention.gpu_paged import GpuPagedAttention, StepTensors
+from aioengine.kernels.attention.paged import PagedAttention, StepTensors
 from aioengine.kernels.operations import Operations
 from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow, param_of
 from aioengine.kernels.zeros import lazy_zeros
 from aioengine.models.decoder import Decoder
-from aioengine.models.fused import FusedDecoder
 from aioengine.sampler.on_device import DeviceSampler, Features, SampleTensors
 from aioengine.sampler.outputs import DeviceOutputs, OutputSizes, Scored
 from aioengine.sampler.processors import run_processors
@@ -71,7 +70,7 @@ class Runner:
         accelerator: Accelerator,
         operations: Operations,
         decoder: Decoder,
-        make_attention: Callable[[Tensor], GpuPagedAttention],
+        make_attention: Callable[[Tensor], PagedAttention],
         stats: ExecutorStats,
         *,
         max_num_seqs: int,
@@ -105,8 +104,7 @@ class Runner:
         self._broken_by: Exception | None = None
         self._captures_all = False
         self.graphs = DecodeGraphs(accelerator, graph_sizes)
-        self._fused: FusedDecoder | None = None
-        self._attention: GpuPagedAttention | None = None
+        self._attention: PagedAttention | None = None
         self.use(decoder)
 
     # What it computes with
@@ -114,7 +112,8 @@ class Runner:
     def use(self, decoder: Decoder | None) -> None:
         """Compute with other weights from now on; None: with none, and no step may come."""
         self.graphs.clear()
-        self._fused = FusedDecoder(decoder, self._operations) if decoder is not None else None
+        if decoder is not None:
+            decoder.use(self._operations)
         if self._attention is not None and decoder is not None:
             self._attention.rope_table = decoder.rope_table
         self._decoder = decoder
@@ -149,11 +148,11 @@ class Runner:
         Args:
             num_tokens, num_logits_rows: of the step.
         """
-        assert self._fused is not None
+        assert self._decoder is not None
         device = self._accelerator.device
         tokens = torch.zeros(num_tokens, dtype=torch.int32, device=device)
-        hidden = self._fused.forward(tokens, tokens, self._attend_to_nothing)
-        logits = self._fused.logits(hidden[:num_logits_rows])
+        hidden = self._decoder(tokens, self._attend_to_nothing)
+        logits = self._decoder.logits(hidden[:num_logits_rows])
         samples = torch.zeros(num_logits_rows, SAMPLE_WORDS, dtype=torch.int32, device=device)
         samples[:, SampleRow.LOGITS_ROW] = torch.arange(num_logits_rows, dtype=torch.int32, device=device)
         samples[:, SampleRow.FLAGS] = int(SampleFlag.LOGPROBS)
@@ -190,7 +189,7 @@ class Runner:
 
     def _capture_all(self, on_capture: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Capture the graphs of plain decode steps, the largest first, since the others then fit into its memory."""
-        if not self._captures_all or self._fused is None or self._attention is None:
+        if not self._captures_all or self._decoder is None or self._attention is None:
             return
         self._accelerator.enqueue(self._pad_all)
         keys = [GraphKey(size, features) for size in self.graphs.sizes[::-1] for features in START_FEATURES]
@@ -211,7 +210,7 @@ class Runner:
         fixed.sample_of_row.fill_(-1)
 
     def _rehearse_prefill(self) -> None:
-        assert self._fused is not None
+        assert self._decoder is not None
         assert self._attention is not None
         device = self._words.device
         rows = torch.tensor([[-1, 0, 0, REHEARSED_TOKENS]], dtype=torch.int32, device=device)
@@ -224,7 +223,7 @@ class Runner:
             self._operations.put_spans(table, tiles, no_block)
         self._attention.copy_blocks(no_block, no_block)
         step = StepTensors(positions=positions, slots=slots, decodes=None, tiles=tiles, num_splits=1, max_context=1)
-        self._fused.forward(token_ids, positions, self._attention.begin(step))
+        self._decoder(token_ids, self._attention.begin(step))
 
     def _attend_to_nothing(self, layer: int, qkv: Tensor, qk_weight: Tensor | None, *, window: int | None) -> Tensor:
         assert self._decoder is not None
@@ -243,7 +242,7 @@ class Runner:
             Exception: it could not be launched. The deltas hold; rows that had a token to sample have a meaningless
                 one.
         """
-        assert self._fused is not None, "a plan was launched while the weights were away"
+        assert self._decoder is not None, "a plan was launched while the weights were away"
         assert self._attention is not None, "a plan was launched while the KV cache was away"
         self._stats.num_steps += 1
         staging = self._staging[0]
@@ -369,8 +368,8 @@ class Runner:
     def _decode_work(self, key: GraphKey) -> Work:
         """A step of single tokens as work of sizes alone, over the fixed words, that can be captured."""
         size, features = key
-        fused, attention = self._fused, self._attention
-        assert fused is not None
+        decoder, attention = self._decoder, self._attention
+        assert decoder is not None
         assert attention is not None
         fixed, out = self._fixed, DeviceOutputs.of(self._out, OutputSizes(size, features.num_top))
         at = SampleTensors(fixed.samples[:size], fixed.sample_of_row)
@@ -389,13 +388,13 @@ class Runner:
                 num_splits=num_splits,
                 max_context=self._max_model_len,
             )
-            hidden = fused.forward(token_ids, positions, attention.begin(step))
-            self._sampler.sample(fused.logits(hidden), at, features, out)
+            hidden = decoder(token_ids, attention.begin(step))
+            self._sampler.sample(decoder.logits(hidden), at, features, out)
 
         return work
 
     def _forward(self, step: Step, on_device: OnDevice) -> None:
-        assert self._fused is not None
+        assert self._decoder is not None
         assert self._attention is not None
         self._grow_rows()
         if not step.num_tokens:
@@ -412,10 +411,10 @@ class Runner:
             num_splits=attention.num_splits(step.num_decodes, step.max_context) if step.num_decodes else 1,
             max_context=step.max_context,
         )
-        on_device.hidden = self._fused.forward(token_ids, positions, attention.begin(where))
+        on_device.hidden = self._decoder(token_ids, attention.begin(where))
         if len(step.sampled):
             tokens = on_device.get(step.logits_tokens) if step.logits_tokens is not None else None
-            on_device.logits = self._fused.logits(
+            on_device.logits = self._decoder.logits(
                 on_device.hidden if tokens is None else on_device.hidden.index_select(0, tokens)
             )
 
@@ -441,12 +440,12 @@ class Runner:
 
     def _score_prompt(self, hidden: Tensor, wanted: Tensor, out: Scored[Tensor]) -> None:
         """Log-probabilities of prompt tokens, a bounded number at once."""
-        assert self._fused is not None
+        assert self._decoder is not None
         size = max(1, PROMPT_CHUNK_ELEMENTS // self._vocab_size)
         for first in range(0, wanted.shape[1], size):
             chunk = slice(first, first + size)
             tokens, token_ids = wanted[:, chunk]
-            logits = self._fused.logits(hidden.index_select(0, tokens))
+            logits = self._decoder.logits(hidden.index_select(0, tokens))
             samples = torch.zeros(len(tokens), SAMPLE_WORDS, dtype=torch.int32, device=logits.device)
             samples[:, SampleRow.LOGITS_ROW] = torch.arange(len(tokens), dtype=torch.int32, device=logits.device)
             samples[:, SampleRow.FLAGS] = int(SampleFlag.LOGPROBS)

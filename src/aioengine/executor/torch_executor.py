@@ -103,15 +103,15 @@ class TorchExecutor:
         thread = DeviceThread(num_threads=config.num_threads, on_end=device.free)
         report = _on_loop(on_progress)
 
-        def make_weights(accelerator: Accelerator) -> Weights:
+        def make_weights(processor: Processor) -> Weights:
             return Weights(
                 load,
                 folder,
                 is_in_folder=config.load_format != "dummy",
                 on_progress=report,
                 should_stop=thread.should_stop,
-                placement=Placement(accelerator.device, is_bound=False),
-                is_elsewhere=not accelerator.is_host,
+                placement=Placement(processor.accelerator.device, processor.operations),
+                is_elsewhere=not processor.accelerator.is_host,
             )
 
         def on_capture(done: int, total: int) -> None:
@@ -210,7 +210,7 @@ class Device:
 
     def load(
         self,
-        make_weights: Callable[[Accelerator], Weights],
+        make_weights: Callable[[Processor], Weights],
         stats: ExecutorStats,
         on_capture: Callable[[int, int], None],
     ) -> ExecutorInfo:
@@ -218,7 +218,9 @@ class Device:
         config = self._config
         processor = self._find_processor()
         self._accelerator = processor.accelerator
-        weights = make_weights(processor.accelerator)
+        if config.quantization is not None and not processor.accelerator.is_host:
+            raise ConfigError(f"quantization={config.quantization!r} is for a CPU; give device='cpu', or leave it out")
+        weights = make_weights(processor)
         assert weights.decoder is not None
         runner, info = make_runner(processor, weights.decoder, config, stats, on_capture)
         self._held = Held(weights, runner)
@@ -314,11 +316,7 @@ class Device:
         self._use_threads(True)
         held = self.held
         held.runner.synchronize()
-        before = held.weights.decoder
-        change(held.weights)
-        # Values that are new where the old ones were: the runner need not know, and its graphs stay good.
-        if held.weights.decoder is not before and "weights" not in self._asleep:
-            held.runner.use(held.weights.decoder)
+        change(held.weights)  # where the old values were: the runner need not know, and its graphs stay good
         self._return_memory()
 
     def stage_weights(self, piece: WeightPiece) -> None:

@@ -28,8 +28,7 @@ from aioengine.kernels.attention.choices import (
     candidates,
     trying,
 )
-from aioengine.kernels.attention.gpu_paged import choose_num_splits
-from aioengine.kernels.attention.kv_cache import KVCacheShape
+from aioengine.kernels.attention.paged import KVCacheShape, choose_num_splits
 from aioengine.kernels.operations import Operations
 from aioengine.models.families import DecoderConfig
 

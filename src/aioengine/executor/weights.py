@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
 
@@ -19,10 +19,6 @@ from aioengine.models.loader import ON_CPU, Placement, check_weights, load_weigh
 from aioengine.models.saver import save_checkpoint
 from aioengine.progress import OnProgress
 
-ON_HOST = Placement(is_bound=False)
-"""On their way to another device."""
-
-
 Load = Callable[..., Decoder]
 """Makes a decoder, of placement, on_progress and should_stop as `load_decoder` has them; blocks."""
 
@@ -38,8 +34,8 @@ class Weights:
         should_stop: asked by what takes long, which then raises LoadStopped.
 
     Attributes:
-        decoder: None while the weights are thrown away. Elsewhere than in the host's memory it stays the same when
-            they are replaced, and so do the addresses of its parameters.
+        decoder: None while the weights are thrown away. It stays the same when they are replaced, and so do the
+            addresses of its parameters.
         config: the decoder's.
         is_elsewhere: as given.
         is_torn: some weights were replaced and others not, since the device failed: no step may use them.
@@ -65,6 +61,7 @@ class Weights:
         self.is_torn = False
         decoder = load(placement=placement, on_progress=on_progress, should_stop=should_stop)
         self.config = decoder.config
+        self._quantization = decoder.quantization
         self.decoder: Decoder | None = decoder
         self._load = load
         self._source = folder.path.absolute() if folder is not None and is_in_folder else None
@@ -141,19 +138,23 @@ class Weights:
         source = folder.absolute()
         if self.decoder is None:
             check_weights(source, self.config)
-        elif self.is_elsewhere:
-            # Whole and checked before the first is replaced: the device has no room for both, beside its KV cache.
-            read = self._read(source, ON_HOST)
-            self._fill(zip(self.decoder.parameters(), read.parameters(), strict=True))
         else:
-            self.decoder = self._read(source, self._placement)
+            # Whole and checked before the first is replaced: a GPU has no room for both, beside its KV cache.
+            read = self._read(source, Placement(operations=self.decoder.embedding.operations))
+            self._fill(zip(self.decoder.parameters(), read.parameters(), strict=True))
         self._source = source
         self._came_as_tensors = self.is_torn = False
 
     def _read(self, source: Path | None, placement: Placement) -> Decoder:
         if source is None:
             return self._load(placement=placement, on_progress=_ignore_progress, should_stop=self._should_stop)
-        return load_weights(source, self.config, placement=placement, should_stop=self._should_stop)
+        return load_weights(
+            source,
+            self.config,
+            quantization=self._quantization,
+            placement=placement,
+            should_stop=self._should_stop,
+        )
 
     def commit(self, transfer: str) -> None:
         """Put what was staged in its entry. From the moment in which it fits, the transfer is over.
@@ -167,13 +168,9 @@ class Weights:
             raise weights_asleep("commit_weights")
         self._resolve_tied_head(staged)
         self.staging.drop(transfer)
-        if self.is_elsewhere:
-            changes = self._changes(self.decoder, staged)
-            self._came_as_tensors = True
-            self._fill(changes)
-        else:
-            self.decoder = self.decoder.with_parameters(self._changed(self.decoder, staged))
-            self._came_as_tensors = True
+        changes = self._changes(self.decoder, staged)
+        self._came_as_tensors = True
+        self._fill(changes)
 
     def _fill(self, changes: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Put values of the host into their entries, of the same shape and dtype: it takes no memory of the device's.
@@ -200,25 +197,26 @@ class Weights:
             )
 
     def _changes(self, decoder: Decoder, staged: dict[str, StagedTensor]) -> list[tuple[Tensor, Tensor]]:
-        """Each entry and its values, as they go there; takes the tensors out of ``staged`` as it goes."""
-        changes = []
-        for name in list(staged):
-            entry = self._entries[name]
-            target = entry.within(decoder)
-            values = _tensor(staged.pop(name)).to(target.dtype)
-            changes.append((target, values.expand(target.shape).contiguous()))
-        return changes
-
-    def _changed(self, decoder: Decoder, staged: dict[str, StagedTensor]) -> Iterator[tuple[str, Tensor]]:
-        """Each parameter that changes, with its new values; takes the tensors out of ``staged`` as it goes."""
+        """What is to be overwritten and by what, in the same layout; takes the tensors out of ``staged`` as it goes."""
         names_of: dict[str, list[str]] = {}
         for name in staged:
             names_of.setdefault(self._entries[name].parameter, []).append(name)
+        changes: list[tuple[Tensor, Tensor]] = []
         for parameter, names in names_of.items():
-            values = decoder.dense(parameter).clone()
+            dense = decoder.dense(parameter)
+            is_in_place = dense is decoder.get_parameter(parameter)
             for name in names:
-                self._entries[name].of(values).copy_(_tensor(staged.pop(name)))
-            yield parameter, values
+                rows = self._entries[name].of(dense)
+                values = _tensor(staged.pop(name)).to(self.config.dtype)
+                if is_in_place:
+                    changes.append((rows, values.expand(rows.shape).contiguous()))
+                else:
+                    rows.copy_(values)
+            if not is_in_place:
+                linear = decoder.linear_of(parameter)
+                assert linear is not None
+                changes += linear.changes(dense)
+        return changes
 
     def save(self, folder: Path, max_shard_bytes: int) -> list[str]:
         """As `save_checkpoint`.

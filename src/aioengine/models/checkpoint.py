@@ -57,7 +57,7 @@ def checkpoint_tensors(config: DecoderConfig) -> dict[str, CheckpointTensor]:
     """
     vocab_size, hidden_size = config.vocab_size, config.hidden_size
     tensors = {
-        EMBEDDING: CheckpointTensor("embedding", 0, vocab_size, (vocab_size, hidden_size)),
+        EMBEDDING: CheckpointTensor("embedding.weight", 0, vocab_size, (vocab_size, hidden_size)),
         "model.norm.weight": CheckpointTensor("norm.weight", 0, hidden_size, (hidden_size,)),
     }
     if not config.tie_word_embeddings:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from torch import Tensor
 
 from aioengine.config import EngineConfig
 from aioengine.errors import ConfigError, ModelLoadError
+from aioengine.kernels.operations import Operations
+from aioengine.kernels.packed_weight import Quantization
+from aioengine.kernels.torch import operations as torch_operations
 from aioengine.models.checkpoint import (
     EMBEDDING,
     FILE_DTYPES,
@@ -43,11 +47,11 @@ class Placement(msgspec.Struct, frozen=True):
 
     Attributes:
         device: of its tensors.
-        is_bound: ready to run by `Decoder.forward`, on a CPU; else for `aioengine.models.fused`.
+        operations: which they are packed for.
     """
 
     device: torch.device = torch.device("cpu")
-    is_bound: bool = True
+    operations: Operations = torch_operations
 
 
 ON_CPU = Placement()
@@ -80,10 +84,11 @@ def load_decoder(
 ) -> Decoder:
     """Build the decoder that ``folder`` describes and give it its weights. Blocks: for a thread.
 
-    Needs the memory of the weights and of one tensor more. Nothing stays open or mapped.
+    Needs the memory of the weights and of one layer more: each layer is packed once it has its values. Nothing stays
+    open or mapped.
 
     Args:
-        config: its dtype, max_model_len and load_format count.
+        config: its dtype, max_model_len, load_format and quantization count.
         on_progress: called with (bytes done, bytes of all tensors), from (0, all) to (all, all).
         should_stop: asked between tensors.
     Raises:
@@ -94,20 +99,20 @@ def load_decoder(
     # config.json first: where it describes what is not supported, that explains more than the files could.
     decoder_config = read_decoder_config(folder, dtype=config.dtype, max_model_len=config.max_model_len)
     if config.load_format == "dummy":
-        decoder = _allocate(decoder_config, placement)
-        _fill_with_noise(decoder, on_progress, should_stop)
-        _make_ready(decoder, placement, should_stop)
+        decoder = _allocate(decoder_config, placement, config.quantization)
+        _fill_with_noise(decoder, placement, on_progress, should_stop)
         return decoder
     stored = read_catalogue(folder.path)
     if config.dtype == "auto" and not any(folder.config.get(key) for key in ("dtype", "torch_dtype")):
         decoder_config = _with_dtype_of_files(decoder_config, stored)
-    return _read(stored, decoder_config, placement, on_progress, should_stop)
+    return _read(stored, decoder_config, config.quantization, placement, on_progress, should_stop)
 
 
 def load_weights(
     folder: Path,
     config: DecoderConfig,
     *,
+    quantization: Quantization | None = None,
     placement: Placement = ON_CPU,
     on_progress: Callable[[int, int], None] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
@@ -120,7 +125,7 @@ def load_weights(
         ModelLoadError, LoadStopped: as `load_decoder`.
     """
     check_config(folder, config)
-    return _read(read_catalogue(folder), config, placement, on_progress, should_stop)
+    return _read(read_catalogue(folder), config, quantization, placement, on_progress, should_stop)
 
 
 def check_weights(folder: Path, config: DecoderConfig) -> None:
@@ -156,25 +161,45 @@ def check_config(folder: Path, config: DecoderConfig) -> None:
 def _read(
     stored: dict[str, Stored],
     config: DecoderConfig,
+    quantization: Quantization | None,
     placement: Placement,
     on_progress: Callable[[int, int], None] | None,
     should_stop: Callable[[], bool],
 ) -> Decoder:
     tensors = checkpoint_tensors(config)
     wanted = match(stored, tensors, tied=config.tie_word_embeddings)
-    decoder = _allocate(config, placement)
+    decoder = _allocate(config, placement, quantization)
     progress = _Progress(sum(found.num_bytes for found in wanted.values()), on_progress)
-    for path in sorted({found.path for found in wanted.values()}):
-        with _opened(path) as file:
-            for name, found in wanted.items():
-                if found.path == path:
-                    stop_if(should_stop)
-                    tensors[name].within(decoder).copy_(file.get_tensor(found.name))
-                    progress.add(found.num_bytes)
-    if config.tie_word_embeddings and HEAD in stored and stored[HEAD] not in wanted.values():
-        _check_tied_head(stored[HEAD], decoder.embedding)
-    _make_ready(decoder, placement, should_stop)
+    for names in _by_layer(tensors):
+        for path in sorted({wanted[name].path for name in names}):
+            # Opened for each layer: while a file is mapped, the pages that were read count as this process's memory.
+            with _opened(path) as file:
+                for name in names:
+                    if wanted[name].path == path:
+                        stop_if(should_stop)
+                        tensors[name].within(decoder).copy_(file.get_tensor(wanted[name].name))
+                        progress.add(wanted[name].num_bytes)
+        if EMBEDDING in names and HEAD in stored and stored[HEAD] not in wanted.values():
+            _check_tied_head(stored[HEAD], decoder.embedding.weight)
+        _pack(decoder, (tensors[name] for name in names), placement.operations, should_stop)
+    decoder.use(placement.operations)
     return decoder
+
+
+def _by_layer(tensors: dict[str, CheckpointTensor]) -> Iterator[list[str]]:
+    """The names of the embedding, of the norm, of the head, and of the tensors of each layer, in turn."""
+    for _, names in groupby(tensors, lambda name: tensors[name].parameter.split(".")[:2]):
+        yield list(names)
+
+
+def _pack(
+    decoder: Decoder, filled: Iterable[CheckpointTensor], operations: Operations, should_stop: Callable[[], bool]
+) -> None:
+    """Pack the matrices that have their values now."""
+    for linear in dict.fromkeys(map(decoder.linear_of, (tensor.parameter for tensor in filled))):
+        if linear is not None:
+            stop_if(should_stop)
+            linear.pack(operations)
 
 
 def read_catalogue(folder: Path) -> dict[str, Stored]:
@@ -268,7 +293,7 @@ def _with_dtype_of_files(config: DecoderConfig, stored: dict[str, Stored]) -> De
     return msgspec.structs.replace(config, dtype=next(filter(None, dtypes), config.dtype))
 
 
-def _allocate(config: DecoderConfig, placement: Placement) -> Decoder:
+def _allocate(config: DecoderConfig, placement: Placement, quantization: Quantization | None) -> Decoder:
     rope_bytes = config.max_model_len * config.head_dim * ROPE_BYTES
     if placement.device.type == "cpu" and rope_bytes > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2:
         raise ConfigError(
@@ -277,16 +302,9 @@ def _allocate(config: DecoderConfig, placement: Placement) -> Decoder:
         )
     try:
         # Where they go from the start: `to_empty` of parameters on the meta device imports sympy, 0.3 s.
-        return Decoder(config, placement.device)
+        return Decoder(config, placement.device, quantization)
     except RuntimeError as error:
         raise ModelLoadError(f"no memory for the weights that config.json describes: {error}") from error
-
-
-def _make_ready(decoder: Decoder, placement: Placement, should_stop: Callable[[], bool]) -> None:
-    if placement.is_bound:
-        decoder.bind(lambda: stop_if(should_stop))
-    else:
-        decoder.make_rope_table()
 
 
 def _check_tied_head(stored: Stored, embedding: Tensor) -> None:
@@ -301,19 +319,26 @@ def _check_tied_head(stored: Stored, embedding: Tensor) -> None:
 
 
 def _fill_with_noise(
-    decoder: Decoder, on_progress: Callable[[int, int], None] | None, should_stop: Callable[[], bool]
+    decoder: Decoder,
+    placement: Placement,
+    on_progress: Callable[[int, int], None] | None,
+    should_stop: Callable[[], bool],
 ) -> None:
     # Made where they go: 8 billion of them take a CPU a minute, and a GPU some ms.
-    generator = torch.Generator(decoder.embedding.device).manual_seed(DUMMY_SEED)
+    generator = torch.Generator(placement.device).manual_seed(DUMMY_SEED)
     progress = _Progress(decoder.weight_bytes, on_progress)
-    for tensor in checkpoint_tensors(decoder.config).values():
-        stop_if(should_stop)
-        values = tensor.within(decoder)
-        if tensor.shape == values.shape and len(tensor.shape) > 1:
-            values.uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)
-        else:
-            values.fill_(1.0)
-        progress.add(values.nbytes)
+    tensors = checkpoint_tensors(decoder.config)
+    for names in _by_layer(tensors):
+        for name in names:
+            stop_if(should_stop)
+            values = tensors[name].within(decoder)
+            if tensors[name].shape == values.shape and len(values.shape) > 1:
+                values.uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)
+            else:
+                values.fill_(1.0)
+            progress.add(values.nbytes)
+        _pack(decoder, (tensors[name] for name in names), placement.operations, should_stop)
+    decoder.use(placement.operations)
 
 
 def stop_if(should_stop: Callable[[], bool]) -> None:

@@ -1,4 +1,4 @@
-"""Paged attention on a GPU: the cache of all layers, and one step's attention over it by the kernels' operations."""
+"""Paged attention: the KV cache of all layers, and one step's attention over it by a device's operations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aioengine.kernels.attention.kv_cache import KVCacheShape
 from aioengine.kernels.operations import Operations
 from aioengine.kernels.zeros import lazy_zeros
 
@@ -17,6 +16,23 @@ SPLIT_KEYS = 64
 """A part is as long or longer: a tile of 16-bit keys of 128, below which the loads would be half empty."""
 
 PROGRAMS_PER_MULTIPROCESSOR = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVCacheShape:
+    """What one block holds: in each layer [block_size, num_kv_heads, head_dim] of keys, and as many values."""
+
+    num_layers: int
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Keys and values of one block in all layers."""
+        elements = self.block_size * self.num_kv_heads * self.head_dim
+        return 2 * self.num_layers * elements * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +55,7 @@ class StepTensors:
     max_context: int
 
 
-class GpuPagedAttention:
+class PagedAttention:
     """Keys and values in one tensor, and the model's numbers that attention needs.
 
     Args:
@@ -80,7 +96,7 @@ class GpuPagedAttention:
         return choose_num_splits(num_rows, self._num_kv_heads, max_context, self._num_multiprocessors)
 
     def begin(self, step: StepTensors) -> Callable[..., Tensor]:
-        """What `aioengine.models.fused.FusedDecoder` calls in each layer of a step."""
+        """What `aioengine.models.decoder.Decoder` calls in each layer of a step."""
 
         def attend(layer: int, qkv: Tensor, qk_weight: Tensor | None, *, window: int | None) -> Tensor:
             return self._attend(step, layer, qkv, qk_weight, window)

@@ -1,0 +1,30 @@
+"""Plain torch's operations, but for weights that are packed in an order of their own, in the memory that they have: the
+last row first, in one dimension."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from aioengine.kernels.packed_weight import PackedWeight, Quantization
+from aioengine.kernels.torch import products
+from aioengine.kernels.torch.operations import *  # noqa: F403 (all but the four below)
+
+
+def pack(weight: Tensor, quantization: Quantization | None = None) -> PackedWeight:
+    if quantization is not None:
+        return products.pack(weight, quantization)
+    weight.copy_(weight.flip(0))
+    return PackedWeight(weight.view(-1), None, (weight.shape[0], weight.shape[1]), weight.dtype, "flipped")
+
+
+def unpack(packed: PackedWeight) -> Tensor:
+    return packed.values.view(packed.shape).flip(0) if packed.layout == "flipped" else products.unpack(packed)
+
+
+def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
+    return products.linear(x, products.pack(unpack(packed)) if packed.layout == "flipped" else packed, bias, out_dtype)
+
+
+def embed(token_ids: Tensor, packed: PackedWeight) -> Tensor:
+    return products.embed(token_ids, products.pack(unpack(packed)))
