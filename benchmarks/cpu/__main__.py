@@ -272,6 +272,7 @@ class Bench:
             print(f"| {dtype} product, GFLOP/s | {spread(rates)} | {self.limits[0].found_by[dtype]} |")
         peers = [engine.name for engine in self.engines[1:]]
         self._show_rates(peers)
+        self._show_latencies()
         print("\n| | start to first token, s | the same, caches empty | peak memory on W1, GB |\n|---|---|---|---|")
         for engine in self.engines:
             print(f"| {engine.name} | " + " | ".join(map(spread, self._costs(engine.name))) + " |")
@@ -301,6 +302,18 @@ class Bench:
                 cells += [spread([figure.rate for figure in theirs]), spread(self.ratios(workload, peer), ".2f")]
                 cells.append(self._equal_tokens(workload, peer))
             print("| " + " | ".join(cells) + " |")
+
+    def _show_latencies(self) -> None:
+        """Means over the requests; the 99th percentile over all gaps between tokens, of ours alone."""
+        print("\n| | | time to first token, ms | between tokens, ms | p99 |\n|---|---|---|---|---|")
+        for workload in (each for each in TITLES if each in self.args.only):
+            for engine in self.engines:
+                results = [figure.report["results"][workload] for figure in self.of(engine.name, workload)]
+                cells = [
+                    spread([1e3 * result[name] if result.get(name) is not None else None for result in results])
+                    for name in ("ttft_s", "itl_s", "itl_p99_s")
+                ]
+                print(f"| {workload} | {engine.name} | " + " | ".join(cells) + " |")
 
     def _equal_tokens(self, workload: str, peer: str) -> str:
         """How many of the first tokens of each repetition's first request come before one that is another."""
