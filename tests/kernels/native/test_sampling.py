@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from kernels.harness import POISON
@@ -11,9 +13,19 @@ from torch import Tensor
 
 from aioengine.kernels.native.operations import NativeOperations
 from aioengine.kernels.native.team import Team
+from aioengine.kernels.torch import sampling as reference_sampling
 
 
-def drawn(ops: NativeOperations, logits: Tensor, samples: Tensor) -> list[int]:
+@pytest.mark.parametrize(("vocab", "spread"), [(300, 0.01), (300, 1.0), (4099, 3.0)])
+def test_filters_keep_what_the_oracle_keeps(teams: list[Team], vocab: int, spread: float) -> None:
+    """So many draws, of any filters, that tokens at the thresholds come up."""
+    samples = samples_of(mixed_rows(500, seed=vocab), logits_rows=[nth % 5 for nth in range(500)])
+    logits = random_logits(5, vocab, seed=vocab, spread=spread).round(decimals=2) - 0.5
+    expected = drawn(reference_sampling, logits, samples)
+    assert drawn(NativeOperations(teams[1]), logits, samples) == expected
+
+
+def drawn(ops: Any, logits: Tensor, samples: Tensor) -> list[int]:
     token_ids, status = torch.full((2, len(samples)), POISON, dtype=torch.int32)
     ops.draw(logits, samples, None, token_ids, status, has_filters=True, is_greedy=False)
     assert not status.any()

@@ -8,7 +8,6 @@ from torch import Tensor
 from aioengine.kernels.native.team import Team
 from aioengine.kernels.packed_weight import PackedWeight, Quantization
 from aioengine.kernels.torch import products as plain
-from aioengine.kernels.torch import sampling as plain_sampling
 from aioengine.kernels.torch.quantized import dequantize, quantize
 
 PANEL = 64
@@ -165,9 +164,6 @@ class NativeOperations:
         has_filters: bool,
         is_greedy: bool,
     ) -> None:
-        if has_filters:
-            plain_sampling.draw(logits, samples, masks, token_ids, status, has_filters=has_filters, is_greedy=is_greedy)
-            return
         maxima = self._scan(logits, samples, masks, 0)
         self._team.launch(
             "draw", len(samples),

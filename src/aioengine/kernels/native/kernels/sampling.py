@@ -11,10 +11,12 @@ import math
 import numpy as np
 
 from aioengine.kernels.native.kernels.compiler import inlined, kernel
+from aioengine.kernels.native.kernels.functions import exp
 from aioengine.kernels.native.kernels.rows import FLAGS, LOGITS_ROW, MASK, OUTPUT_POSITION, SAMPLE_BYTES
 from aioengine.kernels.native.kernels.simd import (
     FLOAT32,
     bits_of,
+    bits_to_float,
     first_lanes,
     float_to_bits,
     get_f32,
@@ -22,6 +24,7 @@ from aioengine.kernels.native.kernels.simd import (
     get_i32,
     get_i64,
     is_above,
+    is_at_least,
     is_equal,
     is_nan,
     lane_numbers,
@@ -36,7 +39,9 @@ from aioengine.kernels.native.kernels.simd import (
     shift_right,
     splat,
     splat_i32,
+    sum_of,
     to_float,
+    zeros,
 )
 from aioengine.kernels.sampling.sample_rows import PARAM_WORDS, SampleRow, Status
 
@@ -44,12 +49,11 @@ GROUP = 256
 """16 vectors."""
 
 CHOICE, SEED_LOW, SEED_HIGH = (4 * int(word) for word in (SampleRow.CHOICE, SampleRow.SEED_LOW, SampleRow.SEED_HIGH))
-TEMPERATURE = 4 * PARAM_WORDS["temperature"]
+TEMPERATURE, TOP_K, TOP_P, MIN_P = (4 * PARAM_WORDS[name] for name in ("temperature", "top_k", "top_p", "min_p"))
 SAMPLED, NOT_A_NUMBER, NOTHING_LEFT = int(Status.SAMPLED), int(Status.NOT_A_NUMBER), int(Status.NOTHING_LEFT)
 
 INFINITY = np.float32(np.inf)
 NAN = np.float32(np.nan)
-MAX_FLOAT = np.finfo(np.float32).max
 COLDEST = np.float32(1e-30)
 HIGHEST_NOISE = np.float32(16.7)
 """A bit more than -log(-log(1 - 2⁻²⁴)) = 16.64."""
@@ -57,6 +61,7 @@ SLACK = np.float32(1e-3)
 """More than the rounding of a bound: of a score of some ±20, where it matters."""
 LN2_OF_BITS = np.float32(math.log(2) / 2**23)
 BITS_OF_ONE = 0x3F800000
+KEY_OF_MINUS_INFINITY = ~0x7F800000
 ONE, HALF, TO_UNIT = np.float32(1), np.float32(0.5), np.float32(2.0**-23)
 
 load_f, load_some, store_f = FLOAT32.load, FLOAT32.load_some, FLOAT32.store
@@ -127,6 +132,91 @@ def first_of(row, mask, maxima, vocab, value):
     return 0
 
 
+# Filters: a filter keeps the logits at and above a threshold, which is the lowest above which the weight of the logits
+# is below a target: for top-k each weighs 1 and the target is k, for top-p exp((x - top) / T) and p of what the filters
+# before it keep. That weight falls as the threshold rises, so it is found by bisection on the bits of the floats, read
+# as integers of the same order, without a sort. What is passed over: groups by their maxima, vectors by a comparison.
+
+
+@inlined
+def key_of(x):
+    """An integer of the same order; that of both zeros is the lower one."""
+    bits = lane_of_i32(float_to_bits(splat(x)), 0)
+    return -1 if x == 0 else bits ^ (bits >> 31 & 0x7FFFFFFF)
+
+
+@inlined
+def of_key(key):
+    return lane_of(bits_to_float(splat_i32(key ^ (key >> 31 & 0x7FFFFFFF))), 0)
+
+
+@inlined
+def weigh(row, mask, maxima, vocab, low, high, by_mass, top, cold):
+    """Of logits above ``low`` and at most ``high``: float64, each group's in float32.
+
+    Args:
+        maxima: 0: all are looked at.
+    """
+    total = 0.0
+    for group in range(0, vocab, GROUP):
+        if maxima != 0 and not bits_of(is_above(load_f(maxima + group // 4), splat(low))):
+            continue
+        of_group = zeros()
+        for token in range(group, min(group + GROUP, vocab), 16):
+            x = load_logits(row, mask, token, vocab)
+            inside = is_above(x, splat(low)) & is_at_least(splat(high), x)
+            if bits_of(inside):
+                weights = exp((x - splat(top)) * splat(cold)) if by_mass else splat(ONE)
+                of_group = of_group + select(inside, weights, zeros())
+        total += sum_of(of_group)
+    return total
+
+
+@inlined
+def find_threshold(row, mask, maxima, vocab, low, high, base, target, by_mass, top, cold):
+    """The lowest key in (low, high] above which the weight, with ``base``, is below the target; ``high`` is one."""
+    while high - low > 1:
+        middle = low + high >> 1
+        weight = base + weigh(row, mask, maxima, vocab, of_key(middle), of_key(high), by_mass, top, cold)
+        if weight >= target:
+            low = middle
+        else:
+            high, base = middle, weight
+    return high
+
+
+@inlined
+def find_by_maxima(row, mask, maxima, vocab, low, high, base, target, by_mass, top, cold):
+    """As `find_threshold`: the maxima alone prove that it is not lower than what they have, since the other logits only
+    add weight."""
+    num_maxima = (vocab + GROUP - 1) // GROUP * 16
+    # Rounding must not make a bound of the threshold.
+    low = find_threshold(maxima, 0, 0, num_maxima, low, high, base, target * (1 + 1e-5), by_mass, top, cold) - 1
+    return find_threshold(row, mask, maxima, vocab, low, high, base, target, by_mass, top, cold)
+
+
+@inlined
+def lowest_kept(sample, row, mask, maxima, vocab, top, temperature):
+    """The threshold of min-p, then top-k, then top-p on what is left, renormalised; ``top`` is finite."""
+    top_k, top_p, min_p = get_i32(sample + TOP_K), get_f32(sample + TOP_P), get_f32(sample + MIN_P)
+    cold = ONE / max(temperature, COLDEST)
+    threshold = top + temperature * np.float32(math.log(min_p)) if min_p > 0 else -INFINITY
+    high = key_of(top)
+    for by_mass in (False, True):
+        if (top_p < 1) if by_mass else (0 < top_k < vocab):
+            low, target = max(key_of(threshold) - 1, KEY_OF_MINUS_INFINITY), np.float64(top_k)
+            if by_mass:
+                total = weigh(row, mask, maxima, vocab, of_key(low), top, by_mass, top, cold)
+                target = total * top_p
+                # Logits that weigh so little are dropped even if all of them do.
+                lightest = top + temperature * math.log((1 - top_p) * total / vocab)
+                lightest -= (abs(top) + temperature) * 1e-5
+                low = max(low, key_of(np.float32(lightest)) - 1)
+            key = find_by_maxima(row, mask, maxima, vocab, low, high, 0.0, target, by_mass, top, cold)
+            threshold = max(threshold, of_key(key))
+    return threshold
+
+
 # The noise of (seed, choice, output position, token): as `aioengine.kernels.torch.sampling.gumbel`, to the bit as far
 # as the hash.
 
@@ -192,18 +282,16 @@ def draw_token(row, mask, maxima, vocab, top, temperature, threshold, key):
     Hashed are only vectors in which a logit could win with the highest noise, logarithms only taken where one could by
     `gumbel_bound`.
     """
-    finite_top = min(max(top, -MAX_FLOAT), MAX_FLOAT)
-    cold, tops = splat(ONE / max(temperature, COLDEST)), splat(finite_top)
+    cold, tops = splat(ONE / max(temperature, COLDEST)), splat(top)
     best_token = first_of(row, mask, maxima, vocab, top)
     best = gumbel(lane_of_i32(hash_tokens(splat_i32(best_token), key), 0))
-    best += (top - finite_top) / temperature
     for group in range(0, vocab, GROUP):
         x = load_f(maxima + group // 4)
-        if not bits_of(is_above((x - tops) * cold, splat(best - HIGHEST_NOISE))):
+        if not bits_of(is_above((x - tops) * cold, splat(best - HIGHEST_NOISE)) & is_at_least(x, splat(threshold))):
             continue
         for token in range(group, min(group + GROUP, vocab), 16):
             x = load_logits(row, mask, token, vocab)
-            x = select(is_above(splat(threshold), x), splat(-INFINITY), x)
+            x = select(is_at_least(x, splat(threshold)), x, splat(-INFINITY))
             relative = (x - tops) * cold
             if not bits_of(is_above(relative, splat(best - HIGHEST_NOISE))):
                 continue
@@ -212,7 +300,7 @@ def draw_token(row, mask, maxima, vocab, top, temperature, threshold, key):
             while found:
                 lane = lowest_bit(found)
                 found &= found - 1
-                score = (lane_of(x, lane) - finite_top) / temperature + gumbel(lane_of_i32(hashed, lane))
+                score = (lane_of(x, lane) - top) / temperature + gumbel(lane_of_i32(hashed, lane))
                 if score > best or (score == best and token + lane < best_token):
                     best, best_token = score, token + lane
     return best_token
@@ -235,7 +323,7 @@ def draw(args, nth, thread):
     elif top == -INFINITY:
         put_i32(status_at, NOTHING_LEFT)
     elif temperature > 0 and top < INFINITY:
-        key = noise_key(sample)
-        put_i32(token_at, draw_token(row, mask, maxima, vocab, top, temperature, -INFINITY, key))
+        threshold = lowest_kept(sample, row, mask, maxima, vocab, top, temperature)
+        put_i32(token_at, draw_token(row, mask, maxima, vocab, top, temperature, threshold, noise_key(sample)))
     else:
         put_i32(token_at, first_of(row, mask, maxima, vocab, top))

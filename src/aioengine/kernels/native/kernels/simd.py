@@ -250,6 +250,11 @@ def is_above(b: Any, x: Any, y: Any) -> Any:
 
 
 @instruction(bool16, f32x16, f32x16)
+def is_at_least(b: Any, x: Any, y: Any) -> Any:
+    return b.fcmp_ordered(">=", x, y)
+
+
+@instruction(bool16, f32x16, f32x16)
 def is_equal(b: Any, x: Any, y: Any) -> Any:
     return b.fcmp_ordered("==", x, y)
 
