@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from aioengine.kernels.native.library import find_library
-from aioengine.kernels.native.operations import NativeOperations
-from aioengine.kernels.native.team import Team
+from aioengine.kernels.operations import Operations
 from benchmarks.cpu.workloads import Limits
 
 READ_BYTES = 2**30
@@ -41,7 +39,7 @@ def best_s(operation: Operation, seconds: float) -> float:
     return best
 
 
-def reads(native: NativeOperations | None) -> Iterable[tuple[str, Operation]]:
+def reads(native: Operations | None) -> Iterable[tuple[str, Operation]]:
     """Operations that read `READ_BYTES`."""
     words = torch.ones(READ_BYTES // 4)
     yield "torch.sum", words.sum
@@ -51,7 +49,7 @@ def reads(native: NativeOperations | None) -> Iterable[tuple[str, Operation]]:
         yield f"{name}, 1 row", product
 
 
-def bfloat16_products(native: NativeOperations | None, x: Tensor, weight: Tensor) -> Iterable[tuple[str, Operation]]:
+def bfloat16_products(native: Operations | None, x: Tensor, weight: Tensor) -> Iterable[tuple[str, Operation]]:
     yield "F.linear", lambda: F.linear(x, weight)
     if torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, len(x))
@@ -61,7 +59,7 @@ def bfloat16_products(native: NativeOperations | None, x: Tensor, weight: Tensor
         yield "native", lambda: native.linear(x, panels, None)
 
 
-def int8_products(native: NativeOperations | None) -> Iterable[tuple[str, Operation]]:
+def int8_products(native: Operations | None) -> Iterable[tuple[str, Operation]]:
     if native is not None:
         rows = torch.randn(ROWS, IN_FEATURES).bfloat16()
         panels = native.pack(torch.randn(OUT_FEATURES, IN_FEATURES).bfloat16(), "int8")
@@ -83,9 +81,20 @@ def fastest(operations: Iterable[tuple[str, Operation]], seconds: float) -> tupl
     return min((best_s(operation, seconds), name) for name, operation in operations)
 
 
-def measure(seconds: float = MEASURE_S) -> Limits:
+def native_operations() -> Operations | None:
+    """The engine's own, if it has any and they have been compiled."""
+    try:
+        from aioengine.kernels.native.library import find_library
+        from aioengine.kernels.native.operations import NativeOperations
+        from aioengine.kernels.native.team import Team
+    except ImportError:  # an earlier version
+        return None
     library = find_library()
-    native = NativeOperations(Team(library, torch.get_num_threads())) if library is not None else None
+    return NativeOperations(Team(library, torch.get_num_threads())) if library is not None else None
+
+
+def measure(seconds: float) -> Limits:
+    native = native_operations()
     x, weight = (torch.randn(n, IN_FEATURES).bfloat16() for n in (ROWS, OUT_FEATURES))
     flops, found_by = {}, {}
     read_s, found_by["read"] = fastest(reads(native), seconds)
