@@ -50,6 +50,7 @@ class NoDevice:
     """An `Accelerator` that takes work and does none of it."""
 
     is_host = False
+    can_capture = True
     device = torch.device("cpu")
     name = "none"
     num_multiprocessors = 132

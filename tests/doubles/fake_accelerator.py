@@ -70,6 +70,7 @@ class FakeAccelerator:
 
     def __init__(self, *, total_bytes: int = 8 * GIB, free_bytes: int = 6 * GIB) -> None:
         self.is_host = False
+        self.can_capture = True
         self.device = torch.device("cpu")
         self.name = "fake"
         self.num_multiprocessors = 4

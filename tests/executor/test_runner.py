@@ -17,12 +17,13 @@ from aioengine.executor.make_runner import Processor, make_runner
 from aioengine.kernels.torch import operations
 from aioengine.models.decoder import Decoder
 from aioengine.scheduler.plan import int32
+from doubles.fake_graph import FakeGraph, as_launches
 
 
-def start(decoder: Decoder) -> Any:
+def start(decoder: Decoder, accelerator: HostAccelerator | None = None) -> Any:
     """A runner whose cache is full of NaN: what was never written must not be read."""
     config = EngineConfig(max_num_seqs=8, block_size=4, kv_cache_memory_bytes=2**20)
-    processor = Processor(HostAccelerator(), operations)
+    processor = Processor(accelerator or HostAccelerator(), as_launches(operations))
     runner: Any
     runner, _ = make_runner(processor, decoder, config, ExecutorStats(), lambda done, total: None)
     runner._attention.cache.fill_(torch.nan)
@@ -111,3 +112,25 @@ def test_a_row_forgets_the_request_that_left_it() -> None:
     assert result.token_ids.tolist() == [token_of([4] * 9)]
     assert result.logprobs is None
     assert result.prompt_logprobs is None
+
+
+def test_decode_steps_are_captured_by_their_numbers_of_rows_and_bring_the_same_tokens() -> None:
+    graphs: list[FakeGraph] = []
+
+    def record(work: Any) -> FakeGraph:
+        graphs.append(FakeGraph(lambda replay: replay()))
+        graphs[-1].record(work)
+        return graphs[-1]
+
+    runners = [start(tiny_decoder()), start(tiny_decoder(), HostAccelerator(record))]
+    writers = [PlanWriter(128, 4), PlanWriter(128, 4)]
+    for step in range(24):
+        results = []
+        for runner, writer in zip(runners, writers, strict=True):
+            if step in (0, 8):
+                writer.add(step // 8, [7 + step, 4, 9], temperature=1.0, seed=step)
+            plan = writer.plan()
+            results.append(writer.read(plan, runner.step(plan)))
+        assert results[0] == results[1]
+    assert [len(runner.graphs) for runner in runners] == [0, 2]
+    assert [graph.num_replays for graph in graphs] == [5, 13], "all but prompts, and the first two of each size"

@@ -99,6 +99,7 @@ class Accelerator(Protocol):
 
     Attributes:
         is_host: its memory is the host's, and work has run when `enqueue` returns.
+        can_capture: work becomes graphs.
         device: where tensors are made.
         name: such as "NVIDIA H200".
         num_multiprocessors: programs that run at once.
@@ -106,6 +107,7 @@ class Accelerator(Protocol):
     """
 
     is_host: bool
+    can_capture: bool
     device: torch.device
     name: str
     num_multiprocessors: int

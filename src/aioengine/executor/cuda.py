@@ -80,6 +80,7 @@ class CudaAccelerator:
     """See `Accelerator`."""
 
     is_host = False
+    can_capture = True
 
     def __init__(self, device: torch.device) -> None:
         torch.cuda.set_device(device)  # of this thread

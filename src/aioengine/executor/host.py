@@ -31,11 +31,17 @@ class HostEvent:
 
 
 class HostAccelerator:
-    """See `Accelerator`. What work raises comes out of `enqueue`."""
+    """See `Accelerator`. What work raises comes out of `enqueue`.
+
+    Args:
+        record_work: makes a graph of work, without running it; None: work cannot be captured.
+    """
 
     is_host = True
 
-    def __init__(self) -> None:
+    def __init__(self, record_work: Callable[[Work], Graph] | None = None) -> None:
+        self._record_work = record_work
+        self.can_capture = record_work is not None
         self.device = torch.device("cpu")
         self.name = "cpu"
         self.num_multiprocessors = 1
@@ -58,7 +64,8 @@ class HostAccelerator:
         return HostWords(torch.empty(num_words, dtype=torch.int32))
 
     def capture(self, work: Work) -> Graph:
-        raise NotImplementedError("work on the host is not captured yet")
+        assert self._record_work is not None
+        return self._record_work(work)
 
     def synchronize(self) -> None:
         pass

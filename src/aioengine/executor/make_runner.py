@@ -73,7 +73,6 @@ def make_runner(
         )
 
     max_in_flight = config.max_in_flight or (HOST_MAX_IN_FLIGHT if accelerator.is_host else DEVICE_MAX_IN_FLIGHT)
-    has_graphs = config.cuda_graphs != "off" and not accelerator.is_host
     runner = Runner(
         accelerator,
         processor.operations,
@@ -83,7 +82,7 @@ def make_runner(
         max_num_seqs=config.max_num_seqs,
         block_size=config.block_size,
         max_in_flight=max_in_flight,
-        graph_sizes=default_sizes(config.max_num_seqs) if has_graphs else (),
+        graph_sizes=_graph_sizes(accelerator, config),
     )
     num_blocks = _num_blocks(runner, accelerator, config, model.max_model_len, shape.bytes_per_block)
     runner.make_cache()
@@ -103,6 +102,13 @@ def make_runner(
         dtype=str(model.dtype).removeprefix("torch."),
     )
     return runner, info
+
+
+def _graph_sizes(accelerator: Accelerator, config: EngineConfig) -> tuple[int, ...]:
+    if config.cuda_graphs == "off" or not accelerator.can_capture:
+        return ()
+    # A row of padding is computed like any other: a GPU has room beside the others, a CPU has not.
+    return tuple(range(1, config.max_num_seqs + 1)) if accelerator.is_host else default_sizes(config.max_num_seqs)
 
 
 def _num_blocks(
