@@ -19,7 +19,7 @@ from executor.late_device import start_late
 from aioengine import ConfigError, Engine, LogitsRow, RequestOutput, StepFailed
 from aioengine.config import EngineConfig
 from aioengine.executor.accelerator import DeviceMemory
-from aioengine.executor.memory import num_gpu_kv_blocks
+from aioengine.executor.memory import num_kv_blocks
 from aioengine.executor.runner import Runner
 from aioengine.kernels import triton_operations
 from aioengine.models.folder import DEMO_MODEL
@@ -345,7 +345,7 @@ async def test_a_gpu_that_is_too_old_for_8_bits_says_so_and_a_newer_one_has_twic
 
 def kv_blocks(total: int = 10_000, free: int = 8_000, peak: int = 1_000, **fields: Any) -> int:
     config = EngineConfig(**{"block_size": 16, "max_num_seqs": 64, **fields})
-    return num_gpu_kv_blocks(
+    return num_kv_blocks(
         config, max_model_len=64, bytes_per_block=100, memory=DeviceMemory(total, free, 0), peak_bytes=peak
     )
 

@@ -7,6 +7,7 @@ import pytest
 
 from aioengine.config import EngineConfig
 from aioengine.errors import ConfigError
+from aioengine.executor.accelerator import DeviceMemory
 from aioengine.executor.memory import available_memory, num_kv_blocks
 
 GIB = 2**30
@@ -14,8 +15,9 @@ GIB = 2**30
 
 def blocks(max_model_len: int = 1000, bytes_per_block: int = 100, available_bytes: int = 10**6, **fields: Any) -> int:
     config = EngineConfig(**{"block_size": 16, **fields})
+    memory = DeviceMemory(total=available_bytes, free=available_bytes, allocated=0)
     return num_kv_blocks(
-        config, max_model_len=max_model_len, bytes_per_block=bytes_per_block, available_bytes=available_bytes
+        config, max_model_len=max_model_len, bytes_per_block=bytes_per_block, memory=memory, peak_bytes=None
     )
 
 

@@ -15,7 +15,7 @@ from aioengine.core.executor_protocol import ExecutorInfo, ExecutorStats
 from aioengine.errors import ConfigError
 from aioengine.executor.accelerator import Accelerator
 from aioengine.executor.graphs import GRAPH_BYTES, default_sizes
-from aioengine.executor.memory import num_gpu_kv_blocks, num_kv_blocks
+from aioengine.executor.memory import num_kv_blocks
 from aioengine.executor.runner import START_FEATURES, Runner
 from aioengine.executor.tune import tune_attention
 from aioengine.kernels.attention.paged import KVCacheShape, PagedAttention
@@ -84,7 +84,14 @@ def make_runner(
         max_in_flight=max_in_flight,
         graph_sizes=_graph_sizes(accelerator, config),
     )
-    num_blocks = _num_blocks(runner, accelerator, config, model.max_model_len, shape.bytes_per_block)
+    peak_bytes = _peak_bytes(runner, accelerator, config)
+    num_blocks = num_kv_blocks(
+        config,
+        max_model_len=model.max_model_len,
+        bytes_per_block=shape.bytes_per_block,
+        memory=accelerator.memory(),
+        peak_bytes=peak_bytes,
+    )
     runner.make_cache()
     if not accelerator.is_host:
         started = time.monotonic()
@@ -111,29 +118,16 @@ def _graph_sizes(accelerator: Accelerator, config: EngineConfig) -> tuple[int, .
     return tuple(range(1, config.max_num_seqs + 1)) if accelerator.is_host else default_sizes(config.max_num_seqs)
 
 
-def _num_blocks(
-    runner: Runner, accelerator: Accelerator, config: EngineConfig, max_model_len: int, bytes_per_block: int
-) -> int:
-    """Of the KV cache, with the weights loaded."""
+def _peak_bytes(runner: Runner, accelerator: Accelerator, config: EngineConfig) -> int | None:
+    """What the largest steps and all graphs take beside the weights; None on the host, where it is not measured."""
     if accelerator.is_host:
-        return num_kv_blocks(
-            config,
-            max_model_len=max_model_len,
-            bytes_per_block=bytes_per_block,
-            available_bytes=accelerator.memory().free,
-        )
+        return None
     peak_bytes = accelerator.peak_of(runner.profile_run, config.max_num_batched_tokens, config.max_num_seqs)
     sizes = runner.graphs.sizes
     if sizes:  # graphs have memory of their own
         peak_bytes += accelerator.peak_of(runner.profile_run, sizes[-1], sizes[-1])
         peak_bytes += GRAPH_BYTES * len(START_FEATURES) * len(sizes)
-    return num_gpu_kv_blocks(
-        config,
-        max_model_len=max_model_len,
-        bytes_per_block=bytes_per_block,
-        memory=accelerator.memory(),
-        peak_bytes=peak_bytes,
-    )
+    return peak_bytes
 
 
 def _cache_shape(decoder: Decoder, block_size: int, dtype: torch.dtype) -> KVCacheShape:

@@ -16,51 +16,34 @@ FALLBACK_MEMORY_BYTES = 8 * 2**30
 """Taken for the machine's memory where the system does not tell it."""
 
 
-def num_kv_blocks(config: EngineConfig, *, max_model_len: int, bytes_per_block: int, available_bytes: int) -> int:
+def num_kv_blocks(
+    config: EngineConfig, *, max_model_len: int, bytes_per_block: int, memory: DeviceMemory, peak_bytes: int | None
+) -> int:
     """Blocks of the KV cache: as many as the config grants, but no more than its sequences could use.
+
+    ``memory_utilization`` is a share of what the host has free; ``gpu_memory_utilization`` one of all that a GPU has,
+    of which what is in use and what the steps take are no part of the cache.
 
     Args:
         bytes_per_block: of keys and values in all layers.
-        available_bytes: free memory, with the weights loaded.
+        memory: with the weights loaded.
+        peak_bytes: what the largest steps take on a GPU, and their graphs; None: it is the host.
     Raises:
         ConfigError: not even one sequence of ``max_model_len`` tokens fits, or more is asked for than is free.
     """
-    granted_bytes = int(config.memory_utilization * available_bytes)
-    source = f"memory_utilization={config.memory_utilization:g} of {available_bytes} free bytes"
-    return _fit(config, granted_bytes, source, max_model_len, bytes_per_block, available_bytes)
-
-
-def num_gpu_kv_blocks(
-    config: EngineConfig, *, max_model_len: int, bytes_per_block: int, memory: DeviceMemory, peak_bytes: int
-) -> int:
-    """As `num_kv_blocks`, of a GPU: what ``gpu_memory_utilization`` of it leaves beside all that is there.
-
-    Args:
-        memory: with the weights loaded.
-        peak_bytes: what the largest steps take, and their graphs.
-    Raises:
-        ConfigError: as `num_kv_blocks`.
-    """
-    used_bytes = memory.total - memory.free
-    granted_bytes = int(config.gpu_memory_utilization * memory.total) - used_bytes - peak_bytes
-    source = (
-        f"gpu_memory_utilization={config.gpu_memory_utilization:g} of {memory.total} bytes, less {used_bytes} in use "
-        f"and {peak_bytes} for the steps,"
-    )
-    available_bytes = max(0, memory.free - peak_bytes)
-    return _fit(config, max(0, granted_bytes), source, max_model_len, bytes_per_block, available_bytes)
-
-
-def _fit(
-    config: EngineConfig,
-    granted_bytes: int,
-    source: str,
-    max_model_len: int,
-    bytes_per_block: int,
-    available_bytes: int,
-) -> int:
+    available_bytes = max(0, memory.free - (peak_bytes or 0))
     if config.kv_cache_memory_bytes is not None:
         granted_bytes, source = config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
+    elif peak_bytes is None:
+        granted_bytes = int(config.memory_utilization * memory.free)
+        source = f"memory_utilization={config.memory_utilization:g} of {memory.free} free bytes"
+    else:
+        used_bytes = memory.total - memory.free
+        granted_bytes = max(0, int(config.gpu_memory_utilization * memory.total) - used_bytes - peak_bytes)
+        source = (
+            f"gpu_memory_utilization={config.gpu_memory_utilization:g} of {memory.total} bytes, less {used_bytes} in "
+            f"use and {peak_bytes} for the steps,"
+        )
     num_blocks = granted_bytes // bytes_per_block
     blocks_a_sequence = -(-max_model_len // config.block_size)
     if num_blocks < blocks_a_sequence:
