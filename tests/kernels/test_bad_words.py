@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernels.harness import BOTH, assert_same
+from kernels.harness import ALL, assert_same
 from kernels.rule_batch import FOREVER, PADDING, make_samples, places_of, run
 from sampler.batch import Asking, asking, random_logits
 from torch import Tensor
@@ -50,7 +50,7 @@ def random_requests(seed: int, vocab: int) -> list[Asking]:
     return requests
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize(("vocab", "seed"), [(7, 0), (123, 1), (123, 2)])
 def test_masks_and_biases_are_those_of_the_cpu(ops: Any, vocab: int, seed: int) -> None:
     requests = random_requests(seed, vocab)
@@ -89,7 +89,7 @@ def test_masks_and_biases_are_those_of_the_cpu(ops: Any, vocab: int, seed: int) 
     assert_same(made, expected)
 
 
-@BOTH
+@ALL
 def test_long_words_and_many_words_are_compared_to_their_beginnings(ops: Any) -> None:
     history = torch.arange(90, dtype=torch.int32).view(2, 45)
     samples = make_samples(
@@ -105,7 +105,7 @@ def test_long_words_and_many_words_are_compared_to_their_beginnings(ops: Any) ->
     assert values[[1, 2, 4]].tolist() == [0, 0, 0]
 
 
-@BOTH
+@ALL
 def test_only_first_samples_of_lines_count(ops: Any) -> None:
     same = {SampleRow.END: 3, SampleRow.OUTPUT_POSITION: 3}
     samples = make_samples(

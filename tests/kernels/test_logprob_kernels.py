@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernels.harness import BOTH, assert_same
+from kernels.harness import ALL, assert_same
 from kernels.rule_batch import PADDING, make_samples, run, strange_logits
 from sampler.batch import random_logits
 from torch import Tensor
@@ -40,7 +40,7 @@ def one_sample_a_line(num_logits_rows: int) -> Tensor:
     )
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize(
     ("vocab", "k"),
     [(1, 0), (1, 1), (7, 5), (123, 1), (37, 37), (128, 8), (129, 9), (1000, 20), (4097, 20), (9001, 40), (9001, 0)],
@@ -61,7 +61,7 @@ def test_the_likeliest_tokens_are_those_of_a_sorted_log_softmax(ops: Any, vocab:
     torch.testing.assert_close(logprobs[:2], torch.from_numpy(of_cpu.logprobs), rtol=1e-6, atol=1e-4)
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize(("vocab", "k", "seed"), [(300, 5, 0), (300, 20, 1), (40, 40, 2), (4200, 33, 3)])
 def test_nan_is_the_highest_and_infinities_make_what_torch_makes(ops: Any, vocab: int, k: int, seed: int) -> None:
     logits = strange_logits(7, vocab, seed=seed)
@@ -83,7 +83,7 @@ def test_nan_is_the_highest_and_infinities_make_what_torch_makes(ops: Any, vocab
     torch.testing.assert_close(logprobs, torch.from_numpy(of_cpu.logprobs), rtol=1e-6, atol=2e-5, equal_nan=True)
 
 
-@BOTH
+@ALL
 def test_samples_choose_their_lines_and_others_keep_what_they_have(ops: Any) -> None:
     logits = random_logits(3, 200, seed=4)
     samples = make_samples(
@@ -100,7 +100,7 @@ def test_samples_choose_their_lines_and_others_keep_what_they_have(ops: Any) -> 
         assert (made[[1, 2]] == POISON).all()
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize(("vocab", "num_pairs"), [(1, 1), (7, 123), (123, 7), (9001, 5), (300, 200)])
 def test_logprobs_and_ranks_are_those_of_the_cpu(ops: Any, vocab: int, num_pairs: int) -> None:
     random = np.random.default_rng(vocab)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernels.harness import BOTH, assert_same
+from kernels.harness import ALL, assert_same
 from kernels.rule_batch import PADDING, make_samples, places_of, random_places, run, strange_logits
 from sampler.batch import Asking, asking
 
@@ -53,7 +53,7 @@ def random_requests(seed: int, vocab: int, longest: int) -> list[Asking]:
     return requests
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize(("vocab", "longest", "seed"), [(1, 7, 0), (7, 123, 1), (123, 60, 2), (1000, 20, 3)])
 def test_penalties_are_those_of_the_cpu(ops: Any, vocab: int, longest: int, seed: int) -> None:
     requests = random_requests(seed, vocab, longest)
@@ -69,7 +69,7 @@ def test_penalties_are_those_of_the_cpu(ops: Any, vocab: int, longest: int, seed
     assert not torch.equal(torch.nan_to_num(made), torch.nan_to_num(raw))
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize("seed", range(3))
 def test_any_samples_in_any_order_with_padding(ops: Any, seed: int) -> None:
     places = random_places(seed, vocab=50)
@@ -86,7 +86,7 @@ def test_any_samples_in_any_order_with_padding(ops: Any, seed: int) -> None:
     assert not counters.any()
 
 
-@BOTH
+@ALL
 def test_samples_without_penalties_and_padding_read_and_write_nothing(ops: Any) -> None:
     """Their rows and rows of logits are not there at all."""
     nowhere = {SampleRow.LOGITS_ROW: 2**30, SampleRow.ROW: 2**30, SampleRow.END: 9, SampleRow.OUTPUT_POSITION: 5}

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from aioengine.kernels.native.team import Team
 from aioengine.kernels.packed_weight import PackedWeight, Quantization
+from aioengine.kernels.sampling.sample_rows import SampleFlag
 from aioengine.kernels.torch import products as plain
 from aioengine.kernels.torch.quantized import dequantize, quantize
 
@@ -151,6 +152,44 @@ class NativeOperations:
             caches, num_caches, num_blocks, caches.nbytes // max(num_caches * num_blocks, 1), copied_from, copied_to,
         )  # fmt: skip
 
+    # Rules
+
+    def edit_logits(
+        self,
+        logits: Tensor,
+        samples: Tensor,
+        sample_of_row: Tensor,
+        edit_rows: Tensor,
+        edit_tokens: Tensor,
+        edit_values: Tensor,
+        edit_until: Tensor,
+    ) -> None:
+        self._team.launch(
+            "edit_logits", 1,
+            logits, logits.shape[1], samples, sample_of_row,
+            edit_rows, edit_tokens, edit_values, edit_until, len(edit_rows),
+        )  # fmt: skip
+
+    def ends_of_bad_words(
+        self,
+        samples: Tensor,
+        sample_of_row: Tensor,
+        history: Tensor,
+        word_rows: Tensor,
+        word_offsets: Tensor,
+        word_ids: Tensor,
+        edit_values: Tensor,
+    ) -> None:
+        self._team.launch(
+            "ends_of_bad_words", len(word_rows),
+            samples, sample_of_row, history, history.shape[1], word_rows, word_offsets, word_ids, edit_values,
+        )  # fmt: skip
+
+    def penalise(self, logits: Tensor, samples: Tensor, history: Tensor, counters: Tensor) -> None:
+        self._team.launch(
+            "penalise", len(samples), logits, logits.shape[1], samples, history, history.shape[1], counters
+        )
+
     # Sampling
 
     def draw(
@@ -168,6 +207,27 @@ class NativeOperations:
         self._team.launch(
             "draw", len(samples),
             logits, logits.shape[1], samples, 0 if masks is None else masks, maxima, token_ids, status,
+        )  # fmt: skip
+
+    def top_logprobs(self, logits: Tensor, samples: Tensor, log_mass: Tensor, ids: Tensor, logprobs: Tensor) -> None:
+        maxima = self._scan(logits, samples, None, SampleFlag.LOGPROBS)
+        self._team.launch(
+            "top_logprobs", len(samples),
+            logits, logits.shape[1], samples, maxima, log_mass, ids.shape[1], ids, logprobs,
+        )  # fmt: skip
+
+    def look_up(
+        self,
+        logits: Tensor,
+        logits_rows: Tensor,
+        token_ids: Tensor,
+        log_mass: Tensor,
+        logprobs: Tensor,
+        ranks: Tensor,
+    ) -> None:
+        self._team.launch(
+            "look_up", len(logits_rows),
+            logits, logits.shape[1], logits_rows, token_ids, log_mass, logprobs, ranks,
         )  # fmt: skip
 
     def _scan(self, logits: Tensor, samples: Tensor, masks: Tensor | None, flags: int) -> Tensor:

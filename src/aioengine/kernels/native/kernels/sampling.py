@@ -187,11 +187,11 @@ def find_threshold(row, mask, maxima, vocab, low, high, base, target, by_mass, t
 
 @inlined
 def find_by_maxima(row, mask, maxima, vocab, low, high, base, target, by_mass, top, cold):
-    """As `find_threshold`: the maxima alone prove that it is not lower than what they have, since the other logits only
-    add weight."""
-    num_maxima = (vocab + GROUP - 1) // GROUP * 16
-    # Rounding must not make a bound of the threshold.
-    low = find_threshold(maxima, 0, 0, num_maxima, low, high, base, target * (1 + 1e-5), by_mass, top, cold) - 1
+    """As `find_threshold`; it is not below that of the maxima alone, to which the other logits only add weight."""
+    if maxima:
+        num_maxima = (vocab + GROUP - 1) // GROUP * 16
+        enough = target * (1 + 1e-5)  # in spite of rounding
+        low = find_threshold(maxima, 0, 0, num_maxima, low, high, base, enough, by_mass, top, cold) - 1
     return find_threshold(row, mask, maxima, vocab, low, high, base, target, by_mass, top, cold)
 
 
