@@ -11,9 +11,9 @@ from aioengine.kernels.torch import products
 from aioengine.kernels.torch.operations import *  # noqa: F403 (all but the four below)
 
 
-def pack(weight: Tensor, quantization: Quantization | None = None) -> PackedWeight:
+def pack(weight: Tensor, quantization: Quantization | None = None, dtype: torch.dtype | None = None) -> PackedWeight:
     if quantization is not None:
-        return products.pack(weight, quantization)
+        return products.pack(weight, quantization, dtype)
     weight.copy_(weight.flip(0))
     return PackedWeight(weight.view(-1), None, (weight.shape[0], weight.shape[1]), weight.dtype, "flipped")
 
@@ -27,4 +27,4 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torc
 
 
 def embed(token_ids: Tensor, packed: PackedWeight) -> Tensor:
-    return products.embed(token_ids, products.pack(unpack(packed)))
+    return products.embed(token_ids, products.pack(unpack(packed)) if packed.layout == "flipped" else packed)

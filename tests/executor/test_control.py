@@ -38,7 +38,7 @@ from torch import Tensor
 
 from aioengine.config import EngineConfig
 from aioengine.core.executor_protocol import DeviceLost
-from aioengine.errors import InvalidRequest, ModelLoadError
+from aioengine.errors import ConfigError, InvalidRequest, ModelLoadError
 from aioengine.executor import weights as weights_module
 from aioengine.executor.host import HostAccelerator
 from aioengine.executor.make_runner import Processor
@@ -288,6 +288,38 @@ async def test_a_commit_that_fails_halfway_changes_nothing(
             with pytest.raises(MemoryError):
                 await executor.commit_weights("t")
         await assert_same(executor, checkpoint("llama2"))
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize(("family", "dtype"), FAMILIES)
+async def test_quantised_weights_are_replaced_saved_and_come_back_without_a_further_error(
+    checkpoint: Checkpoint, tmp_path: Path, family: str, dtype: torch.dtype, quantization: str
+) -> None:
+    fields = {"quantization": quantization}
+    folder, other = checkpoint(family, dtype=dtype), checkpoint(family, dtype=dtype, seed=1)
+    async with started(folder) as dense, started(folder, **fields) as executor:
+        assert executor.info.weight_bytes < 0.6 * dense.info.weight_bytes
+        await executor.update_weights(other)
+        await assert_same(executor, other, **fields)
+        sent = {QUERY: drawn((128 if family == "qwen3" else 64, 64)), "model.norm.weight": drawn((64,)) + 1}
+        await send(executor, sent)
+        async with keeping_graphs(executor):
+            await executor.commit_weights("t")
+        changed = changed_checkpoint(other, tmp_path / "changed", sent)
+        await assert_same(executor, changed, **fields)
+        await executor.update_weights(changed)
+        await executor.sleep(2)
+        await executor.wake_up(BOTH)
+        await assert_same(executor, changed, **fields)
+        if dtype == torch.float32:  # a narrower one rounds what is saved
+            await executor.save_sharded_state(tmp_path / "saved", 2**40)
+            await assert_same(executor, tmp_path / "saved", **fields)
+
+
+async def test_weights_are_quantised_for_the_hosts_processor_alone(checkpoint: Checkpoint) -> None:
+    with pytest.raises(ConfigError, match="quantization='int8' is for a CPU"):
+        async with started(checkpoint("llama2"), "late", quantization="int8"):
+            pass
 
 
 async def test_a_cancelled_piece_takes_its_transfer_with_it(checkpoint: Checkpoint) -> None:

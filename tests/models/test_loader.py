@@ -224,9 +224,9 @@ def test_a_tied_head_may_be_saved_beside_the_embedding_or_in_its_place(copied: C
 def test_each_layer_is_packed_before_the_next_is_read(checkpoint: Checkpoint, load_format: str) -> None:
     folder, told, packed_at = checkpoint("llama2"), [0], list[int]()
 
-    def pack(weight: Tensor, quantization: Any) -> PackedWeight:
+    def pack(*arguments: Any) -> PackedWeight:
         packed_at.append(told[-1])
-        return flipped_operations.pack(weight, quantization)
+        return flipped_operations.pack(*arguments)
 
     operations: Any = SimpleNamespace(**{**vars(flipped_operations), "pack": pack})
     decoder = load(folder, lambda done, _: told.append(done), load_format=load_format, operations=operations)

@@ -20,7 +20,9 @@ from aioengine.kernels.packed_weight import PackedWeight, Quantization
 class Operations(Protocol):
     # Products with weights
 
-    def pack(self, weight: Tensor, quantization: Quantization | None = None) -> PackedWeight:
+    def pack(
+        self, weight: Tensor, quantization: Quantization | None = None, dtype: torch.dtype | None = None
+    ) -> PackedWeight:
         """Bring a weight into the layout that `linear` and `embed` read; the result takes the place of ``weight``.
 
         Not quantised, the result is in the memory of ``weight``: either ``weight`` itself, so that later changes of it
@@ -30,14 +32,14 @@ class Operations(Protocol):
             weight: [out_features, in_features], x.
             quantization: "int8": symmetric, with a scale for each output. "int4": with a scale for each group of
                 inputs of each output. What `unpack` gives of such a weight is packed without a further error.
+            dtype: of what it is multiplied with and of its embeddings; None: as ``weight``.
         """
 
     def unpack(self, packed: PackedWeight) -> Tensor:
         """The dense matrix: a copy, unless ``packed.layout`` is "rows".
 
         Returns:
-            [out_features, in_features], of ``packed.dtype``; float32 where the values are quantised, in which they are
-            exact.
+            [out_features, in_features], as it was packed; float32 where it is quantised, in which its values are exact.
         """
 
     def linear(
@@ -46,7 +48,7 @@ class Operations(Protocol):
         """x · Wᵀ + b, summed in float32.
 
         Args:
-            x: [T, in_features], of the weight's dtype. With "int8" weights each row is rounded to int8 values with a
+            x: [T, in_features], of ``packed.dtype``. With "int8" weights each row is rounded to int8 values with a
                 scale for that row, and the sums are exact integers.
             bias: [out_features], same dtype, or None.
             out_dtype: of the result, rounded to once where the device can; None: as ``x``.
@@ -55,12 +57,12 @@ class Operations(Protocol):
         """
 
     def embed(self, token_ids: Tensor, packed: PackedWeight) -> Tensor:
-        """Rows of a matrix that is not quantised, of whatever layout: a tied embedding and head are one weight.
+        """Rows of a dense or an "int8" matrix, of whatever layout: a tied embedding and head are one weight.
 
         Args:
             token_ids: int32 [T], below out_features.
         Returns:
-            [T, in_features], memory of its own.
+            [T, in_features], of ``packed.dtype``, in memory of its own.
         """
 
     # The decoder

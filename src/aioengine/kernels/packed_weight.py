@@ -19,7 +19,7 @@ class PackedWeight:
         values: in any shape and dtype.
         scales: of quantised values, in any shape; None: the values are not quantised.
         shape: of the dense matrix, (out_features, in_features).
-        dtype: of the dense matrix.
+        dtype: of what it is multiplied with and of its embeddings; of the dense matrix, if it is not quantised.
         layout: what ``values`` and ``scales`` look like; "rows": ``values`` is the dense matrix itself.
     """
 

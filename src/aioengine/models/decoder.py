@@ -73,12 +73,13 @@ class Linear(nn.Module):
         self.weight = _parameter((out_features, in_features), dtype)
         self.bias = _parameter((out_features,), dtype) if bias else None
         self.scales = None
+        self.dtype = dtype
         self.quantization = quantization
         self.is_packed = False
 
     def pack(self, operations: Operations) -> None:
         """Bring the weight into the layout of these operations, from whatever layout it has."""
-        packed = operations.pack(self.dense(), self.quantization)
+        packed = operations.pack(self.dense(), self.quantization, self.dtype)
         self.weight = _as_parameter(packed.values)
         self.scales = _as_parameter(packed.scales) if packed.scales is not None else None
         # With the parameters themselves, whose values `Decoder.move` moves.
@@ -88,7 +89,7 @@ class Linear(nn.Module):
 
     def changes(self, dense: Tensor) -> list[tuple[Tensor, Tensor]]:
         """What of the packed weight has to become what, for it to have other values."""
-        packed = self.operations.pack(dense, self.quantization)
+        packed = self.operations.pack(dense, self.quantization, self.dtype)
         changes: list[tuple[Tensor, Tensor]] = [(self.weight, packed.values)]
         if self.scales is not None and packed.scales is not None:
             changes.append((self.scales, packed.scales))
@@ -165,7 +166,8 @@ class Decoder(nn.Module):
     ``torch.inference_mode()``.
 
     Args:
-        quantization: of the layers' matrices.
+        quantization: of the layers' matrices. The head is int8 then, which has no measurable cost in quality, and so
+            is the embedding that it may be; another embedding stays dense, since a step reads a few of its rows.
 
     Attributes:
         rope_table: as `rope_table` makes it, beside the parameters; from the first `use` on.
@@ -180,14 +182,15 @@ class Decoder(nn.Module):
         c = config
         self.config = c
         self.quantization = quantization
+        of_head: Quantization | None = "int8" if quantization is not None else None
         with device:
-            # Embedding and head stay dense: their rounding errors are not averaged over later layers.
-            self.embedding = Linear(c.hidden_size, c.vocab_size, bias=False, dtype=c.dtype)
+            of_embedding = of_head if c.tie_word_embeddings else None
+            self.embedding = Linear(c.hidden_size, c.vocab_size, bias=False, dtype=c.dtype, quantization=of_embedding)
             self.layers = nn.ModuleList(DecoderLayer(c, index, quantization) for index in range(c.num_layers))
             self.norm = RMSNorm((c.hidden_size,), dtype=c.dtype)
             self.head = None
             if not c.tie_word_embeddings:
-                self.head = Linear(c.hidden_size, c.vocab_size, bias=False, dtype=c.dtype)
+                self.head = Linear(c.hidden_size, c.vocab_size, bias=False, dtype=c.dtype, quantization=of_head)
 
     @property
     def weight_bytes(self) -> int:

@@ -76,6 +76,30 @@ def test_embedding_reads_rows_of_a_packed_weight(team: Team, dtype: torch.dtype)
     assert torch.equal(operations.embed(ids, operations.pack(weight.clone())), weight[ids.long()])
 
 
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_embedding_reads_rows_of_an_int8_weight(team: Team, dtype: torch.dtype) -> None:
+    operations = NativeOperations(team)
+    weight = made(131, 24, dtype=dtype)
+    ids = torch.tensor([0, 130, 63, 64, 64], dtype=torch.int32)
+    expected = plain.embed(ids, plain.pack(weight, "int8"))
+    assert torch.equal(operations.embed(ids, operations.pack(weight, "int8")), expected)
+    assert expected.dtype == dtype
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_what_plain_torch_has_quantised_is_taken_over_without_a_further_error(
+    team: Team, quantization: Quantization
+) -> None:
+    operations = NativeOperations(team)
+    before = plain.pack(made(130, 256, dtype=torch.bfloat16), quantization)
+    taken = operations.pack(plain.unpack(before), quantization, torch.bfloat16)
+    assert "panels" in taken.layout
+    assert torch.equal(operations.unpack(taken), plain.unpack(before))
+    back = plain.pack(operations.unpack(taken), quantization, torch.bfloat16)
+    assert back.dtype == taken.dtype == torch.bfloat16
+    assert torch.equal(plain.unpack(back), plain.unpack(before))
+
+
 def test_a_program_computes_again_what_was_captured(team: Team) -> None:
     operations = NativeOperations(team)
     x, packed = made(3, 64), operations.pack(made(128, 64, seed=1))

@@ -47,9 +47,12 @@ class NativeOperations:
 
     # Products with weights
 
-    def pack(self, weight: Tensor, quantization: Quantization | None = None) -> PackedWeight:
+    def pack(
+        self, weight: Tensor, quantization: Quantization | None = None, dtype: torch.dtype | None = None
+    ) -> PackedWeight:
         """Into panels of 64 outputs; what has no native product stays as plain torch packs it."""
         num_outputs, num_inputs = weight.shape
+        dtype = dtype or weight.dtype
         if quantization is None:
             if num_inputs % WORD_NUMBERS[weight.dtype]:
                 return plain.pack(weight)
@@ -57,15 +60,15 @@ class NativeOperations:
             if panels.numel() == weight.numel() and weight.is_contiguous():
                 panels = weight.view(panels.shape).copy_(panels)
             return PackedWeight(panels, None, (num_outputs, num_inputs), weight.dtype, "panels")
-        if num_inputs % 4 or (quantization == "int4" and weight.dtype != torch.bfloat16):
-            return plain.pack(weight, quantization)
+        if num_inputs % 4 or (quantization == "int4" and dtype != torch.bfloat16):
+            return plain.pack(weight, quantization, dtype)
         values, scales = quantize(weight, quantization)
         if quantization == "int8":
             panels, scales = _in_panels(values, 4), _with_sums(values, scales)
         else:
             bytes_of_pairs = (values[:, ::2] + 8).view(torch.uint8) | (values[:, 1::2] + 8).view(torch.uint8) << 4
             panels, scales = _in_panels(bytes_of_pairs, 1), _in_panels(scales, 1)
-        return PackedWeight(panels, scales, (num_outputs, num_inputs), weight.dtype, f"{quantization}-panels")
+        return PackedWeight(panels, scales, (num_outputs, num_inputs), dtype, f"{quantization}-panels")
 
     def unpack(self, packed: PackedWeight) -> Tensor:
         num_outputs, values = packed.shape[0], packed.values
@@ -120,6 +123,10 @@ class NativeOperations:
             return plain.embed(token_ids, packed)
         num_words = packed.shape[1] // WORD_NUMBERS[packed.dtype]
         out = self._buffer("embed", len(token_ids), packed.shape[1], packed.dtype)
+        if packed.scales is not None:
+            ids = token_ids.long()
+            values = packed.values[ids // PANEL, :, ids % PANEL].flatten(1)
+            return out.copy_(values * packed.scales[0, ids, None])
         word_bytes = WORD_NUMBERS[packed.dtype] * packed.dtype.itemsize
         self._team.launch(f"embed_{word_bytes}", len(token_ids), token_ids, packed.values, num_words, out)
         return out

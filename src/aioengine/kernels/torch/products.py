@@ -10,10 +10,10 @@ from aioengine.kernels.packed_weight import PackedWeight, Quantization
 from aioengine.kernels.torch.quantized import linear_quantized, pack_quantized, unpack_quantized
 
 
-def pack(weight: Tensor, quantization: Quantization | None = None) -> PackedWeight:
+def pack(weight: Tensor, quantization: Quantization | None = None, dtype: torch.dtype | None = None) -> PackedWeight:
     """As `Operations.pack`: a weight that is not quantised stays as it is."""
     if quantization is not None:
-        return pack_quantized(weight, quantization)
+        return pack_quantized(weight, quantization, dtype or weight.dtype)
     rows, columns = weight.shape
     return PackedWeight(weight, None, (rows, columns), weight.dtype, "rows")
 
@@ -39,4 +39,8 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torc
 
 def embed(token_ids: Tensor, packed: PackedWeight) -> Tensor:
     """As `Operations.embed`."""
-    return F.embedding(token_ids, packed.values)
+    rows = F.embedding(token_ids, packed.values)
+    if packed.scales is None:
+        return rows
+    assert packed.layout == "int8"
+    return (rows * packed.scales[token_ids]).to(packed.dtype)

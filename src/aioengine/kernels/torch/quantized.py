@@ -45,7 +45,7 @@ def quantize(weight: Tensor, quantization: Quantization) -> tuple[Tensor, Tensor
     for block in torch.arange(rows).split(max(1, _BLOCK // columns)):
         part = slice(int(block[0]), int(block[-1]) + 1)
         if quantization == "int8":
-            values[part], scales[part] = quantize_rows(weight[part])
+            values[part], scales[part] = _round_rows(weight[part].float())
         else:
             groups = F.pad(weight[part].float(), (0, -columns % group)).view(-1, group)
             best, scale = _round_groups(groups)
@@ -79,14 +79,14 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x * steps).round_().to(torch.int8), highest / 127.0
 
 
-def pack_quantized(weight: Tensor, quantization: Quantization) -> PackedWeight:
+def pack_quantized(weight: Tensor, quantization: Quantization, dtype: torch.dtype) -> PackedWeight:
     """Layout "int8": as `quantize` makes them. "int4": two values a byte, each plus 8, the first in the lower half."""
     rows, columns = weight.shape
     values, scales = quantize(weight, quantization)
     if quantization == "int4":
         nibbles = F.pad(values + 8, (0, columns % 2)).view(torch.uint8)
         values = nibbles[:, ::2] | nibbles[:, 1::2] << 4
-    return PackedWeight(values, scales, (rows, columns), weight.dtype, quantization)
+    return PackedWeight(values, scales, (rows, columns), dtype, quantization)
 
 
 def unpack_quantized(packed: PackedWeight) -> Tensor:
@@ -108,6 +108,14 @@ def linear_quantized(x: Tensor, packed: PackedWeight, bias: Tensor | None, out_d
         values, steps = quantize_rows(x)
         product = torch._int_mm(values, packed.values.t()).float() * steps * packed.scales.view(1, -1)
     return (product if bias is None else product + bias.float()).to(out_dtype)
+
+
+def _round_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The values of rows, float32 [rows, columns], and their scales, float32 [rows, 1]."""
+    scales = rows.abs().amax(1, keepdim=True) / 127.0
+    # Less seven bits, 127 times a scale is exact, and is quantised to that scale again.
+    scales = scales.view(torch.int32).bitwise_and_(~127).view(torch.float32)
+    return (rows / scales).nan_to_num_(0.0).round_().clamp_(-127, 127).to(torch.int8), scales
 
 
 def _round_groups(groups: Tensor) -> tuple[Tensor, Tensor]:

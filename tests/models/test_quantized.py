@@ -1,0 +1,55 @@
+"""What quantisation costs the bundled model, which is small, so that it costs more than in larger ones."""
+
+import math
+
+import pytest
+import torch
+from models.reference import load, logprobs
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from aioengine.models.folder import DEMO_MODEL
+from demo_model.grammar import documents
+
+NUM_DOCUMENTS = 40
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[Tensor]:
+    """Token ids of texts that the model was not trained on, of its kind."""
+    tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
+    made = documents("quantisation", NUM_DOCUMENTS)
+    return [torch.tensor(tokenizer.encode(document.text).ids[:300], dtype=torch.int32) for document in made]
+
+
+@pytest.fixture(scope="module")
+def exact(texts: list[Tensor]) -> list[Tensor]:
+    """Log-probabilities after each token, in float32 and not quantised."""
+    decoder = load(DEMO_MODEL, dtype="float32")
+    return [logprobs(decoder, ids) for ids in texts]
+
+
+def perplexity(texts: list[Tensor], computed: list[Tensor]) -> float:
+    losses = [-rows[:-1].gather(1, ids[1:, None].long()) for ids, rows in zip(texts, computed, strict=True)]
+    return math.exp(torch.cat(losses).mean())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("quantization", "loss", "agreement", "divergence"), [("int8", 0.002, 0.975, 0.0012), ("int4", 0.015, 0.92, 0.03)]
+)
+def test_perplexity_and_greedy_tokens_stay(
+    texts: list[Tensor],
+    exact: list[Tensor],
+    quantization: str,
+    dtype: str,
+    loss: float,
+    agreement: float,
+    divergence: float,
+) -> None:
+    decoder = load(DEMO_MODEL, quantization=quantization, dtype=dtype)
+    computed = [logprobs(decoder, ids) for ids in texts]
+    assert abs(perplexity(texts, computed) / perplexity(texts, exact) - 1) < loss
+    ours, theirs = torch.cat(computed), torch.cat(exact)
+    assert (ours.argmax(-1) == theirs.argmax(-1)).float().mean() > agreement
+    assert torch.nn.functional.kl_div(ours, theirs, log_target=True, reduction="batchmean") < divergence
