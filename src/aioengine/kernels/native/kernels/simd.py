@@ -466,7 +466,9 @@ def stack(num_bytes: int) -> Any:
 
     @instruction(types.int64)
     def on_stack(b: Any) -> Any:
-        room = cgutils.alloca_once(b, ir.ArrayType(I8, num_bytes))
+        # numba's alloca_once writes zeros, byte by byte as LLVM sees it: too slow, and far too slow to compile.
+        with b.goto_entry_block():
+            room = b.alloca(ir.ArrayType(I8, num_bytes))
         room.align = 64
         return b.ptrtoint(room, I64)
 

@@ -1,0 +1,77 @@
+"""Paged attention by native kernels: as in `aioengine.kernels.operations.Operations`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from aioengine.errors import InternalError
+from aioengine.kernels.native.layers import SUFFIXES
+from aioengine.kernels.native.team import Team, float_bits
+
+PART = 512
+"""Positions of a part of a context, as in `kernels.attend_decode`."""
+
+MAX_GROUP = 128
+"""Query heads a KV head."""
+
+MAX_STATES = 32768
+"""float32 numbers in the states of a chunk, as in `kernels.attend_decode`."""
+
+CHUNKS_A_THREAD = 4
+HEADS_A_CHUNK = 4
+NO_WINDOW = 1 << 40
+
+
+def attend_decode(
+    team: Team,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    decodes: Tensor,
+    out: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    num_splits: int,
+    max_context: int,
+    states: Tensor | None,
+    soft_cap: float | None = None,
+) -> None:
+    """
+    Args:
+        states: float32, `num_states` numbers; None: there is one split.
+    """
+    num_heads, head_dim = q.shape[1:]
+    num_kv_heads, group = k_cache.shape[2], num_heads // k_cache.shape[2]
+    num_parts, state_size = -(-max_context // PART), _state_size(head_dim)
+    if group > MAX_GROUP or group * state_size > MAX_STATES:
+        raise InternalError(f"attend_decode: {group} query heads of {head_dim} a KV head are too many")
+    num_splits = 1 if states is None else num_splits
+    # A few heads whose keys lie side by side, as long as there are chunks for all threads.
+    num_slices = -(-CHUNKS_A_THREAD * team.num_threads // max(1, len(decodes) * num_splits))
+    kv_heads_a_chunk = max(1, min(HEADS_A_CHUNK, num_kv_heads // num_slices, MAX_STATES // (group * state_size)))
+    num_slices = -(-num_kv_heads // kv_heads_a_chunk)
+    of_states: tuple[Tensor | int, ...] = (states, num_parts) if states is not None else (0, 0)
+    team.launch(
+        f"attend_decode_{SUFFIXES[q.dtype]}", len(decodes) * num_slices * num_splits,
+        q, k_cache, v_cache, block_tables, block_tables.shape[1], decodes, out,
+        num_heads, num_kv_heads, head_dim, head_dim // (2 if q.dtype == torch.bfloat16 else 1), k_cache.shape[1],
+        float_bits(scale), window or NO_WINDOW, float_bits(soft_cap or 0.0), kv_heads_a_chunk, num_splits, *of_states,
+    )  # fmt: skip
+    if states is not None:
+        team.launch(
+            f"combine_{SUFFIXES[q.dtype]}", len(decodes),
+            states, num_parts, decodes, out, num_heads, head_dim, window or NO_WINDOW,
+        )  # fmt: skip
+
+
+def num_states(num_decodes: int, num_heads: int, head_dim: int, max_context: int) -> int:
+    """float32 numbers for what `attend_decode` computes in more than one split."""
+    return num_decodes * -(-max_context // PART) * num_heads * _state_size(head_dim)
+
+
+def _state_size(head_dim: int) -> int:
+    """float32 numbers of a head's state: sums, padded to whole vectors, and two vectors."""
+    return -(-head_dim // 16) * 16 + 32

@@ -1,0 +1,86 @@
+"""What decode and prefill attention have in common: cached keys by position, scores, and an online softmax's state.
+
+Softmax in parts (Milakov and Gimelshein, 2018, arXiv:1805.02867): of a part of the keys with scores s the state is
+m = max s, l = Σ e^(s - m) and a = Σ e^(s - m) · v; two states are one after both are brought to the larger m.
+
+Keys are visited in segments of `SEGMENT` positions, from multiples of it on: what a query is given does not depend on
+which queries are beside it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from aioengine.kernels.native.kernels.compiler import inlined
+from aioengine.kernels.native.kernels.functions import tanh
+from aioengine.kernels.native.kernels.simd import (
+    FLOAT32,
+    LANES,
+    first_lanes,
+    get_i32,
+    max_of,
+    maximum,
+    put_i64,
+    select,
+    splat,
+)
+
+SEGMENT = 64
+LOWEST = np.float32(-3e38)
+"""The highest score of no keys: finite, so that no difference of two is NaN."""
+NEVER = np.float32(-np.inf)
+ZERO = np.float32(0)
+
+load, store = FLOAT32.load, FLOAT32.store
+
+
+@inlined
+def find_keys(offsets, table, block_size, line, segment, begin, end):
+    """Offsets, in bytes, of the keys at positions of a segment: int64 [SEGMENT]; before begin the first's, from end on
+    the last's, so that all can be read.
+
+    Args:
+        table: int32, the row's blocks.
+        line: bytes of a position in the cache.
+        begin, end: of the positions that are seen, within the segment.
+    """
+    position = segment * SEGMENT + begin
+    block, place = position // block_size, position % block_size
+    offset = 0
+    for nth in range(begin, end):
+        if place == block_size:
+            block, place = block + 1, 0
+        if place == 0 or nth == begin:
+            offset = (get_i32(table + 4 * block) * block_size + place) * line
+        if nth == begin:
+            for before in range(begin):
+                put_i64(offsets + 8 * before, offset)
+        put_i64(offsets + 8 * nth, offset)
+        place += 1
+        offset += line
+    for nth in range(end, SEGMENT):
+        put_i64(offsets + 8 * nth, offset - line)
+
+
+@inlined
+def shape_scores(scores, scale, soft_cap, begin, end):
+    """Scale, cap and mask the products of one query with a segment's keys, in place.
+
+    Args:
+        scores: float32 [SEGMENT].
+        soft_cap: 0: none.
+        begin, end: of the positions that the query sees, within the segment.
+    Returns:
+        the highest score, in all lanes' order: a float32.
+    """
+    highest = splat(LOWEST)
+    for n in range(0, SEGMENT, LANES):
+        s = load(scores + 4 * n) * splat(scale)
+        if soft_cap > ZERO:
+            s = splat(soft_cap) * tanh(s / splat(soft_cap))
+        if begin > n or end < n + LANES:
+            s = select(first_lanes(end - n), s, splat(NEVER))
+            s = select(first_lanes(begin - n), splat(NEVER), s)
+        store(scores + 4 * n, s)
+        highest = maximum(s, highest)
+    return max_of(highest)

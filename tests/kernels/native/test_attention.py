@@ -1,0 +1,95 @@
+"""Native paged attention against its oracle: any heads, blocks, windows; rows, splits and threads apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kernels.harness import assert_same, int32
+from kernels.paged_cases import PagedCase, assert_close, paged_case
+from torch import Tensor
+
+from aioengine.kernels.native import attention
+from aioengine.kernels.native.team import Team
+from aioengine.kernels.torch import attention as reference
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+KEYWORDS: dict[str, Any] = {"scale": 0.11, "window": None, "num_splits": 1, "max_context": 2048}
+CONTEXTS = [123, 1, 7, 64, 65]
+
+
+def decode_case(seed: int, contexts: list[int], window: int | None = None, **sizes: Any) -> tuple[PagedCase, Tensor]:
+    """Rows in reverse, padding in their midst; a token before those of the decodes, and two after, are no decode's."""
+    spans = [(0 if window is None else max(context - window, 0), context) for context in contexts]
+    case = paged_case(seed, spans, num_tokens=len(contexts) + 4, **sizes)
+    lines = [[row, 0, context] for row, context in enumerate(contexts)][::-1]
+    lines.insert(1, [-1, 0, 77])
+    for token, line in enumerate(lines, 1):
+        line[1] = token
+    return case, int32(lines)
+
+
+def attend_decode(team: Team, case: PagedCase, decodes: Tensor, **keywords: Any) -> Tensor:
+    keywords = {**KEYWORDS, **keywords}
+    out, (_, heads, head_dim) = case.out.clone(), case.q.shape
+    states = None
+    if keywords["num_splits"] > 1:
+        states = torch.full((attention.num_states(len(decodes), heads, head_dim, keywords["max_context"]),), torch.nan)
+    attention.attend_decode(team, *case.tensors(), decodes, out, states=states, **keywords)
+    return out
+
+
+def assert_decodes(teams: list[Team], case: PagedCase, decodes: Tensor, **keywords: Any) -> None:
+    """Like the oracle; and, to the last bit, with any number of threads and splits, and each row alone."""
+    keywords = {**KEYWORDS, **keywords}
+    expected, computed = case.out.clone(), attend_decode(teams[0], case, decodes, **keywords)
+    reference.attend_decode(*case.tensors(), decodes, expected, **keywords)
+    assert computed[[0, -1, -2]].isnan().all()
+    assert not computed[decodes[:, 1].long()].isnan().any()
+    assert_close(computed, expected)
+    assert_same(attend_decode(teams[1], case, decodes, **{**keywords, "num_splits": 3}), computed)
+    for decode in decodes:
+        alone = attend_decode(teams[1], case, decode[None], **keywords)
+        assert_same(alone[decode[1]], computed[decode[1]])
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block_size", "dtype"),
+    [
+        *((4, 2, 64, 16, dtype) for dtype in (FP32, BF16, FP16)),
+        *((16, 8, 128, 16, dtype) for dtype in (FP32, BF16, FP16)),
+        *((3, 1, 80, 7, dtype) for dtype in (FP32, BF16, FP16)),
+        *((7, 1, 72, 5, dtype) for dtype in (FP32, BF16, FP16)),
+        (2, 2, 96, 1, FP16),
+        (5, 1, 128, 256, FP16),
+        (8, 1, 256, 32, BF16),
+        (71, 1, 64, 64, BF16),
+        (3, 3, 2, 3, FP32),
+    ],
+    ids=str,
+)
+def test_a_decode_attends_to_all_keys(
+    teams: list[Team], heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
+) -> None:
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "block_size": block_size, "dtype": dtype}
+    case, decodes = decode_case(heads, CONTEXTS, **sizes)
+    assert_decodes(teams, case, decodes)
+
+
+@pytest.mark.parametrize("window", [1, 33, 64, 200, 1 << 40])
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_a_decode_reads_nothing_before_the_window(teams: list[Team], window: int, dtype: torch.dtype) -> None:
+    case, decodes = decode_case(window, [200, 31, 1300], window, heads=2, kv_heads=1, block_size=8, dtype=dtype)
+    assert_decodes(teams, case, decodes, window=window)
+
+
+@pytest.mark.parametrize("soft_cap", [0.5, 3.0, 50.0])
+def test_a_decode_caps_scores(teams: list[Team], soft_cap: float) -> None:
+    case, decodes = decode_case(3, [90, 600], heads=6, kv_heads=2)
+    assert_decodes(teams, case, decodes, scale=1.0, soft_cap=soft_cap)
+
+
+def test_scores_of_a_decode_may_be_large_and_contexts_long(teams: list[Team]) -> None:
+    case, decodes = decode_case(8, [513, 2000], heads=2, kv_heads=1)
+    assert_decodes(teams, case, decodes, scale=300.0)
