@@ -1,11 +1,34 @@
-"""Plain torch for `Operations.draw`, as `aioengine.sampler` has it for CPUs: the oracle, on any device."""
+"""Plain torch for `Operations.draw`: the definition of draws, the oracle of kernels, and what runs without them.
+
+The token of a sample is the one whose (logit - top) / temperature plus Gumbel noise is the highest, which samples
+exactly from the softmax. The noise is a hash of (seed, choice, output position, token id), and no generator's state
+(counter-based, as in Salmon et al., SC 2011): a draw does not depend on the batch, the row, preemption or the device.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from aioengine.kernels.sampling.sample_rows import SampleRow, Status, param_of
+
+NOISE_SPAN = 19.5
+"""The highest noise that `gumbel` makes, -log(-log(1 - 2⁻²⁴)) = 16.64, less the lowest, -log(-log(2⁻²⁴)) = -2.81."""
+
+BLOCK = 64
+"""Logits that are looked at together if the highest of them has a chance."""
+
+FEW = 128
+"""Of so many of the likeliest tokens the mass is summed first, for top-p."""
+
+CHUNK_ELEMENTS = 2**20
+"""Logits of the rows that are worked on together: bounds the temporaries to a few MB each."""
+
+NOISE_ELEMENTS = 2**15
+"""So many random numbers are made together: their ten temporaries stay in the cache."""
 
 MAX_FLOAT = torch.finfo(torch.float32).max
 
@@ -20,30 +43,35 @@ def draw(
     has_filters: bool,
     is_greedy: bool,
 ) -> None:
-    """See `Operations.draw`. Sorts; and has a sample's logits several times in memory."""
-    is_padding = samples[:, SampleRow.LOGITS_ROW] < 0
-    x = logits[samples[:, SampleRow.LOGITS_ROW].clamp(min=0).long()]
-    if masks is not None:
-        mask = samples[:, SampleRow.MASK, None]
-        x = x.masked_fill((mask >= 0) & ~is_allowed(masks, x.shape[1])[mask[:, 0].clamp(min=0).long()], -torch.inf)
-    top = x.amax(dim=1)
-    if is_greedy:
-        scores = x
-    else:
-        temperature = param_of(samples, "temperature")
-        # Finite, so that a +inf leads to no NaN.
-        finite_top = top.clamp(-MAX_FLOAT, MAX_FLOAT)
-        divisor = torch.where(temperature > 0, temperature, 1.0)
-        scores = ((x - finite_top[:, None]) / divisor[:, None]).add_(gumbel(samples, x.shape[1]))
-        if has_filters:
-            scores.masked_fill_(x < threshold(x, finite_top, divisor, samples), -torch.inf)
-        scores = torch.where((temperature > 0)[:, None], scores, x)
-    token_ids.copy_(scores.argmax(dim=1))  # the first of several
-    status.fill_(Status.SAMPLED)
-    status.masked_fill_(top == -torch.inf, Status.NOTHING_LEFT)
-    status.masked_fill_(top.isnan(), Status.NOT_A_NUMBER)
-    status.masked_fill_(is_padding, Status.SAMPLED)
-    token_ids.masked_fill_(is_padding | (status != Status.SAMPLED), 0)
+    """See `Operations.draw`. Sorts no more than the tokens that have a chance."""
+    for chunk in chunks(len(samples), logits.shape[1]):
+        words = samples[chunk]
+        is_padding = words[:, SampleRow.LOGITS_ROW] < 0
+        x = rows_of(logits, words[:, SampleRow.LOGITS_ROW].clamp(min=0))
+        if masks is not None:
+            mask = words[:, SampleRow.MASK, None]
+            x = x.masked_fill((mask >= 0) & ~is_allowed(masks[mask[:, 0].clamp(min=0).long()], x.shape[1]), -torch.inf)
+        top, tokens = x.amax(dim=1), x.argmax(dim=1)  # of several the first
+        if not is_greedy:
+            drawn = ((param_of(words, "temperature") > 0) & ~is_padding).nonzero()[:, 0]
+            tokens[drawn] = draw_tokens(rows_of(x, drawn), top[drawn], words[drawn], has_filters=has_filters)
+        failed = torch.where(top.isnan(), Status.NOT_A_NUMBER, Status.NOTHING_LEFT)
+        status[chunk] = failed.masked_fill_((top > -torch.inf) | is_padding, Status.SAMPLED)
+        token_ids[chunk] = tokens.masked_fill_(~(top > -torch.inf) | is_padding, 0).int()
+
+
+def chunks(num_rows: int, width: int, max_elements: int = CHUNK_ELEMENTS) -> Iterator[slice]:
+    """Parts of ``num_rows`` rows of ``width`` elements, of a bounded size."""
+    size = max(1, max_elements // width)
+    return (slice(first, min(first + size, num_rows)) for first in range(0, num_rows, size))
+
+
+def rows_of(logits: Tensor, rows: Tensor) -> Tensor:
+    """``logits[rows]``; where these are next to each other nothing is copied."""
+    first = rows[:1].sum()
+    if torch.equal(rows, torch.arange(len(rows), dtype=rows.dtype, device=rows.device) + first):
+        return logits[int(first) : int(first) + len(rows)]
+    return logits.index_select(0, rows)
 
 
 def is_allowed(masks: Tensor, vocab: int) -> Tensor:
@@ -52,41 +80,99 @@ def is_allowed(masks: Tensor, vocab: int) -> Tensor:
     return (masks[:, :, None] >> lanes & 1).bool().flatten(1)[:, :vocab]
 
 
-def threshold(x: Tensor, top: Tensor, temperature: Tensor, samples: Tensor) -> Tensor:
-    """Float32 [s, 1], the lowest logit kept by min-p, then top-k, then top-p on what is left, renormalised.
+def draw_tokens(x: Tensor, top: Tensor, samples: Tensor, *, has_filters: bool) -> Tensor:
+    """int64 [s]: tokens at temperatures above 0; anything where the highest logit is no number or -inf.
+
+    Args:
+        x: float32 [s, V]. top: float32 [s], the highest of each row.
+        samples: int32 [s, SAMPLE_WORDS].
+    """
+    temperature, num_rows = param_of(samples, "temperature"), len(x)
+    top = top.clamp(-MAX_FLOAT, MAX_FLOAT)  # finite, so that a +inf leads to no NaN
+    # A token this far below the likeliest one loses to it, whatever the noise of the two.
+    floor = top - temperature * NOISE_SPAN
+    if has_filters:
+        floor = floor.maximum(threshold(x, floor, top, temperature, samples))
+    blocks = F.pad(x, (0, -x.shape[1] % BLOCK), value=-torch.inf).view(num_rows, -1, BLOCK)
+    row, block = (blocks.amax(dim=-1) >= floor[:, None]).nonzero(as_tuple=True)
+    x = blocks[row, block]
+    scores = (x - top[row, None]).div_(temperature[row, None])
+    tokens = block[:, None] * BLOCK + torch.arange(BLOCK, device=x.device)
+    keys = noise_keys(samples)[row, None]
+    for part in chunks(len(row), BLOCK, NOISE_ELEMENTS):
+        scores[part] += gumbel(keys[part], tokens[part])
+    if has_filters:
+        scores.masked_fill_(x < floor[row, None], -torch.inf)
+    of_block = scores.amax(dim=1)
+    of_row = top.new_zeros(num_rows).scatter_reduce_(0, row, of_block, "amax", include_self=False)
+    best = (of_block == of_row[row]).nonzero()[:, 0]
+    drawn = tokens[best].gather(1, scores[best].argmax(dim=1, keepdim=True))[:, 0]  # of several the first
+    return drawn.new_zeros(num_rows).scatter_reduce_(0, row[best], drawn, "amin", include_self=False)
+
+
+def threshold(x: Tensor, floor: Tensor, top: Tensor, temperature: Tensor, samples: Tensor) -> Tensor:
+    """float32 [s]: the lowest logit kept by min-p, then top-k, then top-p on what is left, renormalised.
+
+    Tokens of equal logits are kept or dropped together.
 
     Args:
         x: float32 [s, V].
+        floor: float32 [s]; a result that is not above it need not be exact. -inf: it always is.
         top, temperature: float32 [s].
         samples: int32 [s, SAMPLE_WORDS].
     """
     top_k, top_p, min_p = (param_of(samples, name) for name in ("top_k", "top_p", "min_p"))
-    values = x.sort(dim=1, descending=True).values
-    lowest = (top + temperature * min_p.log())[:, None]
-    last = x.shape[1] - 1
-    kth = values.gather(1, (top_k[:, None].long() - 1).clamp(0, last))
-    lowest = torch.where((top_k > 0)[:, None], lowest.maximum(kth), lowest)
-    mass = ((values - top[:, None]) / temperature[:, None]).exp_().masked_fill_(values < lowest, 0.0)
-    mass_before = mass.cumsum(dim=1) - mass
-    num_kept = (mass_before < mass.sum(dim=1, keepdim=True) * top_p[:, None]).sum(dim=1, keepdim=True)
-    last_kept = values.gather(1, num_kept.clamp(min=1) - 1)
-    return torch.where((top_p < 1)[:, None], lowest.maximum(last_kept), lowest)
+    lowest = top + temperature * min_p.log()
+    limited = ((top_k > 0) & (top_k < x.shape[1])).nonzero()[:, 0]
+    if len(limited):
+        k = top_k[limited, None].long()
+        kth = x[limited].topk(int(k.max())).values.gather(1, k - 1)[:, 0]
+        lowest[limited] = lowest[limited].maximum(kth)
+    nucleus = (top_p < 1).nonzero()[:, 0]
+    if len(nucleus):
+        x, kept, top, temperature = x[nucleus], lowest[nucleus, None], top[nucleus, None], temperature[nucleus, None]
+        wanted = kept_mass(x, kept, top, temperature).sum(dim=1, keepdim=True) * top_p[nucleus, None]
+        reach, depth = kept.maximum(floor[nucleus, None]), FEW
+        while True:  # until the likeliest ones hold that much
+            values = x.topk(min(depth, x.shape[1])).values
+            mass = kept_mass(values, kept, top, temperature)
+            is_within = mass.cumsum(dim=1) - mass < wanted
+            if depth >= x.shape[1] or not (is_within & (values >= reach))[:, -1].any():
+                break
+            depth *= 16
+        last_kept = values.gather(1, is_within.sum(dim=1, keepdim=True).clamp(min=1) - 1)
+        lowest[nucleus] = kept.maximum(last_kept)[:, 0]
+    return lowest
 
 
-def gumbel(samples: Tensor, vocab: int) -> Tensor:
-    """Noise of (seed, choice, output position, token id): float32 [s, vocab]; see `aioengine.sampler.noise`."""
+def kept_mass(x: Tensor, lowest: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
+    """Unnormalised probabilities of logits, 0 below the lowest kept: [s, m] from [s, m] and three times [s, 1]."""
+    return (x - top).div_(temperature).exp_().masked_fill_(x < lowest, 0.0)
+
+
+def noise_keys(samples: Tensor) -> Tensor:
+    """int64 [s]: what a sample's noise depends on beside the token, mixed."""
     low, high = samples[:, SampleRow.SEED_LOW].long() & 0xFFFFFFFF, samples[:, SampleRow.SEED_HIGH].long() << 32
     key = mix64(high | low)
     key = mix64(key ^ samples[:, SampleRow.CHOICE])
-    key = mix64(key ^ samples[:, SampleRow.OUTPUT_POSITION])
-    # In int64, of which the lower 32 bits are those of uint32: products wrap around.
-    x = torch.arange(vocab, device=samples.device) + key[:, None] & 0xFFFFFFFF
-    x = (x ^ x >> 17) * 0xED5AD4BB & 0xFFFFFFFF
-    x = (x ^ x >> 11) * 0xAC4C1B51 & 0xFFFFFFFF
-    x = x + shift_right(key, 32)[:, None] & 0xFFFFFFFF
-    x = (x ^ x >> 15) * 0x31848BAB & 0xFFFFFFFF
-    x = x ^ x >> 14
-    return ((x >> 9).float() + 0.5).mul_(2.0**-23).log_().neg_().log_().neg_()
+    return mix64(key ^ samples[:, SampleRow.OUTPUT_POSITION])
+
+
+def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
+    """Noise of the standard Gumbel distribution: float32 of the shape of ``keys`` and ``token_ids``, int64.
+
+    The token is hashed by "triple32" of Wellons' hash-prospector, with the key's halves mixed in. A uniform number of
+    23 bits plus a half lies strictly between 0 and 1, which float32 holds exactly, so that both logarithms are finite.
+    Tokens less likely than 2⁻²⁴ of the likeliest are drawn more rarely than they should be.
+    """
+    low, high = keys[..., None].view(torch.int32).unbind(-1)
+    x = token_ids.int() + low  # int32 sums and products wrap around as uint32 ones do
+    x.bitwise_xor_(shift_right(x, 17)).mul_(0xED5AD4BB - 2**32)
+    x.bitwise_xor_(shift_right(x, 11)).mul_(0xAC4C1B51 - 2**32).add_(high)
+    x.bitwise_xor_(shift_right(x, 15)).mul_(0x31848BAB)
+    x.bitwise_xor_(shift_right(x, 14))
+    uniform = shift_right(x, 9).float().add_(0.5).mul_(2.0**-23)
+    return uniform.log_().neg_().log_().neg_()
 
 
 def mix64(x: Tensor) -> Tensor:
@@ -98,5 +184,5 @@ def mix64(x: Tensor) -> Tensor:
 
 
 def shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical shift of int64, where torch's copies the sign."""
-    return x >> bits & (1 << 64 - bits) - 1
+    """Logical shift of int32 or int64, where torch's copies the sign."""
+    return (x >> bits).bitwise_and_((1 << 8 * x.itemsize - bits) - 1)
