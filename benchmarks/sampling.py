@@ -4,8 +4,8 @@
 
 Each line is a step whose rows have 200 prompt and 300 output tokens and all use one feature, the others being greedy:
 
-- **step**: µs for what the step's logits need to become tokens: gathering what is known of the rows (`InputBatch`),
-  then `sample`. The forward pass is not in it.
+- **step**: µs for what the step's logits need to become tokens: writing the step's words (`Batch`), then
+  `Sampler.sample` by plain torch. The forward pass is not in it.
 - **row**: the same, divided by the number of rows.
 - **others**: µs by which a greedy batch gets slower when one of its rows uses the feature; the step of that row alone
   is in it, so the lines of batch 1 say how much of it is that row's own.
@@ -31,11 +31,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from aioengine.executor.input_batch import InputBatch
-from aioengine.sampler.blocks import Scratch
-from aioengine.sampler.logprobs import prompt_logprobs
-from aioengine.sampler.rows import PromptTokens
-from aioengine.sampler.sampling import sample
+from aioengine.executor.batch import Batch
+from aioengine.executor.step_words import WORDS_A_ROW, ExtraWords, FixedWords
+from aioengine.kernels.torch import operations
+from aioengine.sampler.outputs import DeviceOutputs, OutputSizes
+from aioengine.sampler.processors import run_processors
+from aioengine.sampler.sampler import Sampler, SampleTensors
 from aioengine.scheduler.plan import EMPTY, LogitsRow, RowAdded, RowSampling, StepPlan, Want, int32
 
 NUM_PROMPT, NUM_OUTPUT = 200, 300
@@ -81,13 +82,17 @@ class Steps:
         length = NUM_PROMPT + NUM_OUTPUT
         self._raw = raw
         self._num_touched = num_using
-        self._scratch = Scratch()
-        self._batch = InputBatch(max_num_seqs=num_rows, max_model_len=length, block_size=16)
+        self._batch = Batch(max_num_seqs=num_rows, vocab_size=vocab, tile=1)
+        history = torch.from_numpy(random.integers(0, vocab, (num_rows, length + 1), np.int32))
+        self._sampler = Sampler(operations, history, vocab)
+        self._words = np.zeros(num_rows * WORDS_A_ROW, np.int32)
+        self._fixed = FixedWords.of(self._words, num_rows)
+        self._on_device = FixedWords.of(torch.from_numpy(self._words), num_rows)
         blocks = int32(np.arange(-(-length // 16)))
         added = tuple(
             RowAdded(
                 row=row,
-                token_ids=int32(random.integers(0, vocab, length)),
+                token_ids=history[row, :length].numpy(),
                 num_prompt_tokens=NUM_PROMPT,
                 block_ids=blocks,
                 sampling=feature if row < num_using else GREEDY,
@@ -106,14 +111,27 @@ class Steps:
             num_tokens=int32(np.ones(num_rows)),
             wants=np.full(num_rows, Want.LOGITS, np.int8),
         )
-        self._batch.apply(self._plan)
+        extra = ExtraWords()
+        deltas = self._batch.apply(self._plan, self._fixed, extra)
+        words = torch.zeros(extra.num_words, dtype=torch.int32)
+        extra.write(words.numpy())
+        self._sampler.make_room(self._batch.rules.sizes, self._batch.num_masks)
+        if deltas.masks is not None:
+            operations.put_spans(self._sampler.masks, deltas.masks.of(words).view(-1, 4), words)
+        if deltas.rules is not None:
+            self._sampler.put_tables(deltas.rules.of(words))
 
     def run(self, logits: torch.Tensor) -> float:
         """Seconds for one step; ``logits``, [num_rows, vocab], are the raw ones before and after."""
         start = time.thread_time()
-        sampled = sample(logits, self._batch.inputs(self._plan).sampling, self._scratch)
+        step, _ = self._batch.step(self._plan, self._fixed, ExtraWords(), {})
+        on_device = self._on_device
+        samples = SampleTensors(on_device.samples, on_device.sample_of_row, on_device.scored_rows, on_device.kept)
+        out = DeviceOutputs.of(torch.empty(step.sizes.num_words, dtype=torch.int32), step.sizes)
+        process = (lambda given: run_processors(given, self._batch.processed_rows(step))) if step.processed else None
+        self._sampler.sample(logits, samples, step.features, out, process)
         seconds = time.thread_time() - start
-        assert not sampled.failures
+        assert not out.status.any()
         logits[: self._num_touched] = self._raw[: self._num_touched]
         return seconds
 
@@ -123,19 +141,17 @@ class PromptSteps:
 
     def __init__(self, num_tokens: int, vocab: int, seed: int = 0) -> None:
         random = np.random.default_rng(seed)
-        self._vocab = vocab
+        self._sampler = Sampler(operations, torch.zeros(1, 1, dtype=torch.int32), vocab)
         self._hidden = torch.arange(num_tokens)
-        self._lines = PromptTokens(
-            index=int32(np.zeros(num_tokens)),
-            positions=int32(np.arange(1, num_tokens + 1)),
-            token_ids=random.integers(0, vocab, num_tokens),
-            predicted_at=np.arange(num_tokens),
-            num_top=5,
-        )
+        self._wanted = torch.from_numpy(int32(np.stack((np.arange(num_tokens), random.integers(0, vocab, num_tokens)))))
 
     def run(self, logits: torch.Tensor) -> float:
         start = time.thread_time()
-        prompt_logprobs(lambda rows: logits[int(rows[0]) : int(rows[-1]) + 1], self._hidden, self._lines, self._vocab)
+        sizes = OutputSizes(0, num_prompt=len(self._hidden), num_prompt_top=5)
+        out = DeviceOutputs.of(torch.empty(sizes.num_words, dtype=torch.int32), sizes).prompt
+        self._sampler.score_prompt(
+            lambda rows: logits[int(rows[0]) : int(rows[-1]) + 1], self._hidden, self._wanted, out
+        )
         return time.thread_time() - start
 
 

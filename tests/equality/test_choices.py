@@ -28,11 +28,11 @@ from equality.conftest import (
     tokens_of,
 )
 from nightly import few, nightly
+from sampler.batch import make_rows
 from transformers.generation import logits_process as theirs
 
 from aioengine import LogitsRow
-from aioengine.sampler.blocks import BLOCK, Scratch
-from aioengine.sampler.noise import gumbel, noise_keys
+from aioengine.kernels.torch.sampling import gumbel, noise_keys
 
 NUM_CHOICES = 6
 NUM_TOKENS = 20
@@ -106,12 +106,8 @@ def make_cases(oracle: Oracle) -> Cases:
 
 def noise(seed: int, choice: int, num_tokens: int) -> torch.Tensor:
     """float32 [num_tokens, vocab]: what decides a choice's draws beside the logits."""
-    positions = np.arange(num_tokens, dtype=np.int32)
-    keys = noise_keys(np.full(num_tokens, seed, np.int64), np.full(num_tokens, choice, np.int32), positions)
-    num_blocks = -(-VOCAB_SIZE // BLOCK)
-    lines = torch.arange(num_tokens).repeat_interleave(num_blocks)
-    values = gumbel(keys.rows(lines), torch.arange(num_blocks).repeat(num_tokens), Scratch())
-    return values.view(num_tokens, -1)[:, :VOCAB_SIZE].clone()
+    keys = noise_keys(make_rows(num_tokens, seed=seed, choice=choice, positions=np.arange(num_tokens)))
+    return gumbel(keys[:, None], torch.arange(VOCAB_SIZE))
 
 
 @pytest.fixture(scope="module")

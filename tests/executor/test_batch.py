@@ -15,10 +15,9 @@ from aioengine.executor.launched import make_result
 from aioengine.executor.step_words import WORDS_A_ROW, ExtraWords, FixedWords
 from aioengine.kernels.sampling.sample_rows import SampleRow, Status
 from aioengine.kernels.torch import operations
-from aioengine.sampler.on_device import Features
 from aioengine.sampler.outputs import DeviceOutputs
-from aioengine.sampler.rows import RowRules
-from aioengine.sampler.rule_table import RuleSizes, RuleTable, RuleTensors
+from aioengine.sampler.rules import RuleSizes, RuleTable, RuleTensors
+from aioengine.sampler.sampler import Features
 from aioengine.scheduler.plan import RowSampling, StepPlan
 from doubles.fake_accelerator import FakeAccelerator
 
@@ -146,7 +145,8 @@ def test_bitmasks_are_used_again_and_only_by_one_row_at_a_time() -> None:
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 200])
 def test_tables_grow_by_powers_of_two(count: int) -> None:
     table = RuleTable(1000)
-    table.add(0, RowRules.of(RowSampling(bad_words=tuple((n, n + 1) for n in range(count)), stop_ids=(1,))), 5)
+    words_of_two = tuple((n, n + 1) for n in range(count))
+    table.add(0, RowSampling(bad_words=words_of_two, stop_ids=(1,), min_tokens=5))
     words = table.words()
     size = max(64, 1 << (count - 1).bit_length())
     assert table.sizes == RuleSizes(max(64, 1 << size.bit_length()), size, size)

@@ -1,5 +1,4 @@
-"""Samples for the kernels of rules and log-probabilities: of words, at random, or of requests as the CPU's sampler has
-them."""
+"""Samples for the kernels of rules and log-probabilities: of words, at random, or of requests."""
 
 from __future__ import annotations
 
@@ -9,11 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from kernels.harness import DEVICE
-from sampler.batch import Asking, rows_of
+from sampler.batch import Asking, Rows
 from torch import Tensor
 
 from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow, param_of
-from aioengine.sampler.rows import RuledRows
 from aioengine.sampling_params import FILTERS, PENALTIES
 
 FOREVER = 2**31 - 1
@@ -73,35 +71,10 @@ def random_places(seed: int, num_rows: int = 6, num_logits_rows: int = 4, longes
     return Places(make_samples(*samples), sample_of_row, history)
 
 
-class OnCpu(NamedTuple):
-    """Requests for the kernels, and the same for the CPU's sampler."""
-
-    places: Places
-    ruled: RuledRows
-
-
-def places_of(requests: Sequence[Asking], seed: int = 0) -> OnCpu:
-    """One row of logits a request, in order. All of them must have rules."""
-    ruled = rows_of(requests, seed).ruled
-    assert ruled is not None
-    assert ruled.logits_rows.tolist() == list(range(len(requests)))
-    sample_of_row = torch.full((len(ruled.history),), -1, dtype=torch.int32)
-    samples: list[dict[Any, float]] = []
-    for logits_row, request in enumerate(requests):
-        row = int(ruled.history_rows[logits_row])
-        sample_of_row[row] = logits_row
-        samples.append(
-            {
-                SampleRow.LOGITS_ROW: logits_row,
-                SampleRow.ROW: row,
-                SampleRow.END: int(ruled.num_tokens[logits_row]),
-                SampleRow.OUTPUT_POSITION: len(request.output),
-                "repetition_penalty": request.sampling.repetition_penalty,
-                "frequency_penalty": request.sampling.frequency_penalty,
-                "presence_penalty": request.sampling.presence_penalty,
-            }
-        )
-    return OnCpu(Places(make_samples(*samples), sample_of_row, torch.from_numpy(ruled.history.copy())), ruled)
+def places_of(requests: Sequence[Asking], vocab: int, seed: int = 0) -> Places:
+    """One row of logits a request, in order."""
+    rows = Rows(requests, vocab, seed)
+    return Places(rows.samples.samples, rows.sample_of_row, rows.history)
 
 
 def strange_logits(*shape: int, seed: int) -> Tensor:

@@ -1,42 +1,86 @@
-"""Rows for the sampler: as columns, or as requests with their tokens; and what plain definitions make of those."""
+"""Rows for the sampler: as samples' words, or as requests with their tokens; and what plain definitions make of it."""
 
 import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from aioengine.executor.input_batch import InputBatch
-from aioengine.sampler.blocks import Scratch
-from aioengine.sampler.rows import SamplingRows
-from aioengine.sampler.sampling import Sampled, sample
-from aioengine.sampling_params import ROW_PARAMS, RowParams
-from aioengine.scheduler.plan import EMPTY, LogitsRow, RowAdded, RowSampling, StepPlan, Want, int32
+from aioengine.executor.batch import Batch
+from aioengine.executor.launched import make_result
+from aioengine.executor.step_words import WORDS_A_ROW, ExtraWords, FixedWords, Span
+from aioengine.kernels.operations import Operations
+from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow, Status, param_of
+from aioengine.kernels.torch import operations as reference
+from aioengine.kernels.torch.sampling import is_allowed
+from aioengine.sampler.outputs import DeviceOutputs
+from aioengine.sampler.processors import run_processors
+from aioengine.sampler.sampler import Sampler, SampleTensors
+from aioengine.sampling_params import FILTERS, ROW_PARAMS, RowParams
+from aioengine.scheduler.plan import (
+    EMPTY,
+    LogitsRow,
+    RowAdded,
+    RowFailure,
+    RowSampling,
+    StepLogprobs,
+    StepPlan,
+    Want,
+    int32,
+)
 
-DEFAULTS = {"seed": 0, "choice": 0, "logprobs": -1, "positions": 0}
+POISON = 0x7F7F7F7F
 
 
-def make_rows(n: int, **columns: Any) -> SamplingRows:
-    """Columns of n rows without rules; a scalar holds for all of them."""
+def make_rows(n: int, **columns: Any) -> Tensor:
+    """Samples of n rows of logits, int32 [n, SAMPLE_WORDS]; a scalar holds for all of them."""
 
-    def column(name: str, value: float, dtype: type[np.generic]) -> Any:
-        return np.broadcast_to(np.asarray(columns.pop(name, value)), n).astype(dtype)
+    def column(name: str, default: float, dtype: type[np.generic]) -> Tensor:
+        given = np.broadcast_to(np.asarray(columns.pop(name, default)), n)
+        return torch.from_numpy(given.astype(dtype))
 
-    params = {
-        name: column(name, getattr(RowParams(), name), np.float32 if kind is float else np.int32)
-        for name, kind in ROW_PARAMS.items()
-    }
-    others = {name: column(name, value, np.int64 if name == "seed" else np.int32) for name, value in DEFAULTS.items()}
+    samples = torch.zeros(n, SAMPLE_WORDS, dtype=torch.int32)
+    samples[:, SampleRow.LOGITS_ROW] = column("logits_row", 0, np.int32) if "logits_row" in columns else torch.arange(n)
+    samples[:, SampleRow.MASK] = column("mask", -1, np.int32)
+    samples[:, SampleRow.FLAGS] = int(SampleFlag.FIRST)
+    samples[:, SampleRow.CHOICE] = column("choice", 0, np.int32)
+    samples[:, SampleRow.OUTPUT_POSITION] = column("positions", 0, np.int32)
+    samples[:, SampleRow.SEED_LOW : SampleRow.SEED_HIGH + 1] = column("seed", 0, np.int64).view(torch.int32).view(n, 2)
+    for name, kind in ROW_PARAMS.items():
+        values = column(name, getattr(RowParams(), name), np.float32 if kind is float else np.int32)
+        param_of(samples, name).copy_(values)
     assert not columns, f"no such columns: {columns}"
-    return SamplingRows(params=params, **others)
+    return samples
 
 
-def row_of(rows: SamplingRows, index: int) -> SamplingRows:
-    params = {name: column[index : index + 1] for name, column in rows.params.items()}
-    return SamplingRows(params=params, **{name: getattr(rows, name)[index : index + 1] for name in DEFAULTS})
+def draw(
+    logits: Tensor,
+    samples: Tensor,
+    masks: Tensor | None = None,
+    *,
+    is_greedy: bool = False,
+    operations: Any = reference,
+    device: str = "cpu",
+) -> tuple[Tensor, Tensor]:
+    """Tokens and status, int32 [s], by ``operations.draw``, which leaves the logits alone."""
+    has_filters = any((param_of(samples, name) != off).any() for name, off in FILTERS.items())
+    token_ids = torch.full((len(samples),), POISON, dtype=torch.int32, device=device)
+    status, given = token_ids.clone(), logits.to(device, copy=True)
+    masks = None if masks is None else masks.to(device)
+    operations.draw(given, samples.to(device), masks, token_ids, status, has_filters=has_filters, is_greedy=is_greedy)
+    assert torch.equal(given.cpu().view(torch.int32), logits.view(torch.int32))
+    return token_ids.cpu(), status.cpu()
+
+
+def drawn(logits: Tensor, samples: Tensor) -> list[int]:
+    """The samples' tokens; none may fail."""
+    token_ids, status = draw(logits, samples)
+    assert (status == Status.SAMPLED).all()
+    return token_ids.tolist()
 
 
 @dataclass
@@ -53,40 +97,137 @@ def asking(prompt: Sequence[int] = (0,), output: Sequence[int] = (), **sampling:
     return Asking(RowSampling(**{"temperature": 0.0, **sampling}), list(prompt), list(output))
 
 
-def rows_of(requests: Sequence[Asking], seed: int = 0) -> SamplingRows:
-    """A step that samples the next token of each request; ``seed`` decides which rows of the executor they have."""
-    longest = max(len(request.prompt) + len(request.output) for request in requests)
-    batch = InputBatch(max_num_seqs=len(requests) + 3, max_model_len=longest + 1, block_size=16)
-    places = random.Random(seed).sample(range(len(requests) + 3), len(requests))
-    tokens = [request.prompt + request.output for request in requests]
-    plan = StepPlan(
-        step=1,
-        removed=EMPTY,
-        added=tuple(
-            RowAdded(
-                row=place,
-                token_ids=int32(of_row),
-                num_prompt_tokens=len(request.prompt),
-                block_ids=int32([0] * -(-len(of_row) // 16)),
-                sampling=request.sampling,
-            )
-            for place, request, of_row in zip(places, requests, tokens, strict=True)
-        ),
-        grown_rows=EMPTY,
-        grown_blocks=EMPTY,
-        rows=int32(places),
-        epochs=int32([0] * len(places)),
-        starts=int32([len(of_row) - 1 for of_row in tokens]),
-        num_tokens=int32([1] * len(places)),
-        wants=np.full(len(places), Want.LOGITS, np.int8),
-    )
-    batch.apply(plan)
-    return batch.inputs(plan).sampling
+class Sampled(NamedTuple):
+    """What a step brings.
+
+    Attributes:
+        token_ids: int32 [t], the requests' one after the other.
+        counts: int64 [n], how many each request has.
+        next_ids: int32 [n], what is put behind each request's tokens.
+        logprobs, failures: as in `StepResult`.
+        logits: float32 [n, vocab], as the draw sees them; of rows that want log-probabilities as they were.
+    """
+
+    token_ids: np.ndarray
+    counts: np.ndarray
+    next_ids: np.ndarray
+    logprobs: StepLogprobs | None
+    failures: tuple[RowFailure, ...]
+    logits: Tensor
 
 
-def sample_for(requests: Sequence[Asking], logits: torch.Tensor, scratch: Scratch | None = None) -> Sampled:
+class Rows:
+    """The rows of requests on the host and on a device, for steps that sample the next token of each.
+
+    Args:
+        seed: decides which rows of the executor they have.
+    """
+
+    def __init__(
+        self, requests: Sequence[Asking], vocab: int, seed: int = 0, operations: Operations = reference
+    ) -> None:
+        num_rows = len(requests) + 3
+        self.requests = requests
+        self.rows = random.Random(seed).sample(range(num_rows), len(requests))
+        self._operations = operations
+        tokens = [request.prompt + request.output for request in requests]
+        self.history = torch.zeros(num_rows, max(map(len, tokens)) + 2, dtype=torch.int32)
+        self.batch = Batch(max_num_seqs=num_rows, vocab_size=vocab, tile=16)
+        self._sampler = Sampler(operations, self.history, vocab)
+        self._plan = StepPlan(
+            step=1,
+            removed=EMPTY,
+            added=tuple(
+                RowAdded(
+                    row=row,
+                    token_ids=int32(of_row),
+                    num_prompt_tokens=len(request.prompt),
+                    block_ids=int32([0] * -(-len(of_row) // 16)),
+                    sampling=request.sampling,
+                )
+                for row, request, of_row in zip(self.rows, requests, tokens, strict=True)
+            ),
+            grown_rows=EMPTY,
+            grown_blocks=EMPTY,
+            rows=int32(self.rows),
+            epochs=int32([0] * len(requests)),
+            starts=int32([len(of_row) - 1 for of_row in tokens]),
+            num_tokens=int32([1] * len(requests)),
+            wants=np.full(len(requests), Want.LOGITS, np.int8),
+        )
+        words, extra = np.full(num_rows * WORDS_A_ROW, POISON, np.int32), ExtraWords()
+        fixed = FixedWords.of(words, num_rows)
+        deltas = self.batch.apply(self._plan, fixed, extra)
+        self.step, _ = self.batch.step(self._plan, fixed, extra, {})
+        self._extra = torch.full((extra.num_words,), POISON, dtype=torch.int32)
+        extra.write(self._extra.numpy())
+        self.fixed = FixedWords.of(torch.from_numpy(words), num_rows)
+        self._sampler.make_room(self.batch.rules.sizes, self.batch.num_masks)
+        for spans, table in ((deltas.tokens, self.history), (deltas.masks, self._sampler.masks)):
+            if spans is not None:
+                operations.put_spans(table, self._get(spans).view(-1, 4), self._extra)
+        if deltas.rules is not None:
+            self._sampler.put_tables(self._get(deltas.rules))
+
+    def _get(self, span: Span) -> Tensor:
+        return span.of(self._extra)
+
+    @property
+    def sample_of_row(self) -> Tensor:
+        """int32 [rows]: the first sample of each row; -1: none."""
+        places = torch.full((len(self.history),), -1, dtype=torch.int32)
+        places[self.rows] = torch.arange(len(self.rows), dtype=torch.int32)
+        return places
+
+    @property
+    def samples(self) -> SampleTensors:
+        step, fixed, count = self.step, self.fixed, len(self.step.row_of_sample)
+        samples = fixed.samples if step.samples is None else self._get(step.samples).view(-1, SAMPLE_WORDS)
+        scored_rows = fixed.scored_rows if step.scored_rows is None else self._get(step.scored_rows)
+        return SampleTensors(
+            samples[:count], fixed.sample_of_row, scored_rows[:count], fixed.kept[: len(self.requests)]
+        )
+
+    def sample(self, logits: Tensor) -> Sampled:
+        """A step; ``logits`` are changed."""
+        step, failures, process = self.step, dict[int, Exception](), None
+        if step.processed:
+            rows = self.batch.processed_rows(step)
+
+            def process(given: Tensor) -> None:
+                failures.update(run_processors(given, rows))
+
+        words = np.full(step.sizes.num_words, POISON, np.int32)
+        out = DeviceOutputs.of(torch.from_numpy(words), step.sizes)
+        self._sampler.sample(logits, self.samples, step.features, out, process)
+        if step.extra_pairs is not None:
+            self._sampler.score_tokens(logits, self._get(step.extra_pairs).view(3, -1), out)
+        result = make_result(step, words, failures, seconds=0.0, ended_at_s=0.0)
+        ends = self._plan.starts + 1
+        return Sampled(
+            token_ids=result.token_ids,
+            counts=np.diff(result.offsets),
+            next_ids=self.history[self.rows, torch.from_numpy(ends)].numpy(),
+            logprobs=result.logprobs,
+            failures=result.failures,
+            logits=self._masked(logits),
+        )
+
+    def _masked(self, logits: Tensor) -> Tensor:
+        """Bitmasks are applied where logits are read."""
+        samples = self.samples.samples
+        samples = samples[(samples[:, SampleRow.FLAGS] & SampleFlag.FIRST != 0) & (samples[:, SampleRow.MASK] >= 0)]
+        masks = is_allowed(self._sampler.masks[samples[:, SampleRow.MASK].long()], logits.shape[1])
+        masked = logits.clone()
+        masked[samples[:, SampleRow.LOGITS_ROW].long()] = logits[samples[:, SampleRow.LOGITS_ROW].long()].masked_fill(
+            ~masks, -torch.inf
+        )
+        return masked
+
+
+def sample_for(requests: Sequence[Asking], logits: Tensor, seed: int = 0) -> Sampled:
     """A step of these requests; ``logits`` stay as they are."""
-    return sample(logits.clone(), rows_of(requests), scratch)
+    return Rows(requests, logits.shape[1], seed).sample(logits.clone(memory_format=torch.contiguous_format))
 
 
 def tokens_of(sampled: Sampled) -> list[list[int]]:

@@ -6,17 +6,24 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from sampler.batch import chi_square_is_plausible, expected_probabilities, make_rows, random_logits, row_of
+from sampler.batch import (
+    asking,
+    chi_square_is_plausible,
+    drawn,
+    expected_probabilities,
+    make_rows,
+    random_logits,
+    sample_for,
+    tokens_of,
+)
 
-from aioengine.sampler.blocks import Scratch, block, largest, likeliest
-from aioengine.sampler.filters import filter_threshold
-from aioengine.sampler.sampling import sample
+from aioengine.kernels.torch.sampling import threshold
 
 
 def draws(logits: torch.Tensor, n: int, **columns: Any) -> np.ndarray:
     """How often each token came in n draws at the positions 0 to n - 1."""
     rows = make_rows(n, positions=np.arange(n), **columns)
-    return np.bincount(sample(logits.expand(n, -1), rows).token_ids, minlength=len(logits))
+    return np.bincount(drawn(logits.expand(n, -1), rows), minlength=len(logits))
 
 
 FILTERS = {
@@ -55,60 +62,71 @@ def test_the_chi_square_sees_a_distribution_that_is_a_little_off() -> None:
         assert not chi_square_is_plausible(np.array(counts), np.array(probabilities)), "one of what is impossible"
 
 
+def test_a_seed_gives_the_tokens_that_it_always_gave() -> None:
+    """Written down once: who keeps a seed keeps its tokens, from one version to the next."""
+    logits = ((torch.arange(1009) * 7919) % 1009).float() / 100
+    columns = {
+        "seed": [0, 1, -5, 2**62 + 17] * 2,
+        "choice": [0, 0, 0, 0, 1, 1, 2, 3],
+        "positions": [0, 1, 2, 3, 0, 7, 100_000, 5],
+    }
+    for filters, tokens in (
+        ({}, [258, 522, 231, 350, 653, 132, 924, 106]),
+        ({"temperature": 1.7}, [279, 522, 231, 350, 653, 132, 924, 106]),
+        ({"temperature": 1.3, "top_k": 40, "top_p": 0.9, "min_p": 0.02}, [554, 99, 231, 554, 653, 132, 653, 864]),
+    ):
+        assert drawn(logits.expand(8, -1), make_rows(8, **columns, **filters)) == tokens
+
+
 @pytest.mark.parametrize("vocab", [100, 1000])
 def test_a_row_gets_the_same_token_alone_and_in_any_batch(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    generator = np.random.default_rng(vocab)
+    random = np.random.default_rng(vocab)
     n = 40
     logits = 3 * torch.randn(n, vocab, generator=torch.Generator().manual_seed(vocab))
-    rows = make_rows(
-        n,
-        temperature=generator.choice([0.0, 0.5, 1.0, 2.0], n),
-        top_k=generator.choice([0, 1, 20, 500], n),
-        top_p=generator.choice([1.0, 0.5, 0.95], n),
-        min_p=generator.choice([0.0, 0.1], n),
-        seed=generator.integers(-(2**63), 2**63, n),
-        choice=generator.integers(0, 4, n),
-        positions=generator.integers(0, 1000, n),
-        logprobs=3,
-    )
-    together = sample(logits, rows)
+    requests = [
+        asking(
+            output=[1] * int(random.integers(0, 100)),
+            temperature=float(random.choice([0.0, 0.5, 1.0, 2.0])),
+            top_k=int(random.choice([0, 1, 20, 500])),
+            top_p=float(random.choice([1.0, 0.5, 0.95])),
+            min_p=float(random.choice([0.0, 0.1])),
+            seed=int(random.integers(-(2**63), 2**63)),
+            choice=int(random.integers(0, 4)),
+            logprobs=3,
+        )
+        for _ in range(n)
+    ]
+    together = sample_for(requests, logits)
     logprobs = together.logprobs
     assert logprobs is not None
     for index in range(n):
-        alone = sample(logits[index : index + 1], row_of(rows, index))
+        alone = sample_for(requests[index : index + 1], logits[index : index + 1])
         own = alone.logprobs
         assert alone.token_ids[0] == together.token_ids[index], f"row {index}"
         assert own is not None
         np.testing.assert_allclose(own.logprobs[0], logprobs.logprobs[index], rtol=1e-6)
         assert own.ranks[0] == logprobs.ranks[index]
     for elements in (1, 7 * vocab):
-        monkeypatch.setattr("aioengine.sampler.draws.CHUNK_ELEMENTS", elements)
-        np.testing.assert_array_equal(sample(logits, rows).token_ids, together.token_ids)
+        monkeypatch.setattr("aioengine.kernels.torch.sampling.CHUNK_ELEMENTS", elements)
+        monkeypatch.setattr("aioengine.kernels.torch.sampling.NOISE_ELEMENTS", elements)
+        assert tokens_of(sample_for(requests, logits)) == tokens_of(together)
 
 
 def test_a_token_that_cannot_win_is_left_out_and_nothing_else_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = random_logits(5000, seed=5, spread=6.0).expand(50, -1)
-    rows = make_rows(50, temperature=0.8, positions=np.arange(50))
-    pruned = sample(logits, rows).token_ids
-    monkeypatch.setattr("aioengine.sampler.draws.NOISE_SPAN", torch.inf)
-    np.testing.assert_array_equal(sample(logits, rows).token_ids, pruned)
-
-
-def test_scratch_that_was_used_for_more_changes_nothing() -> None:
-    scratch = Scratch()
-    logits = random_logits(1000, seed=5).expand(30, -1)
-    rows = make_rows(30, positions=np.arange(30), top_p=0.9)
-    fresh = sample(logits, rows).token_ids
-    for _ in range(2):
-        np.testing.assert_array_equal(sample(logits, rows, scratch).token_ids, fresh)
-        assert sample(logits[:1], row_of(rows, 0), scratch).token_ids[0] == fresh[0]
+    for filters in ({}, {"top_p": 0.999}, {"top_k": 4000, "top_p": 0.9999}):
+        rows = make_rows(50, temperature=0.8, positions=np.arange(50), **filters)
+        with monkeypatch.context() as patch:
+            patch.setattr("aioengine.kernels.torch.sampling.NOISE_SPAN", torch.inf)
+            unpruned = drawn(logits, rows)
+        assert drawn(logits, rows) == unpruned
 
 
 def test_greedy_takes_the_lowest_id_of_equal_logits() -> None:
     logits = torch.zeros(3, 200)
     logits[1, [70, 130, 199]] = 1.0
     logits[2, 199] = 1.0
-    sampled = sample(logits, make_rows(3, temperature=0.0))
+    sampled = sample_for([asking()] * 3, logits)
     assert sampled.token_ids.tolist() == sampled.next_ids.tolist() == [0, 70, 199]
     assert sampled.counts.tolist() == [1, 1, 1]
     assert sampled.logprobs is None
@@ -140,20 +158,6 @@ def test_a_tiny_temperature_is_as_good_as_greedy(temperature: float) -> None:
         assert np.flatnonzero(counts).tolist() == [int(logits.argmax())]
 
 
-@pytest.mark.parametrize("vocab", [1, 63, 64, 65, 1000, 10_000])
-def test_the_largest_logits_are_found_through_their_blocks(vocab: int) -> None:
-    logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(vocab))
-    logits[2] = logits[2].sort(descending=True).values  # all of them in the first blocks
-    for k in {1, min(5, vocab), min(70, vocab), vocab}:
-        values, ids = largest(block(logits), k)
-        expected = logits.topk(k)
-        assert torch.equal(values, expected.values)
-        assert torch.equal(ids, expected.indices)
-    ids, top = likeliest(block(logits))
-    assert torch.equal(ids, logits.argmax(dim=-1))
-    assert torch.equal(top, logits.amax(dim=-1))
-
-
 WARPERS = {
     "top-k": ({"top_k": 7}, lambda: transformers.TopKLogitsWarper(7)),
     "top-p": ({"top_p": 0.6}, lambda: transformers.TopPLogitsWarper(0.6)),
@@ -170,11 +174,9 @@ def test_a_filter_keeps_the_tokens_that_it_keeps_in_transformers(name: str, voca
     logits = random_logits(20, vocab, seed=vocab, spread=2.5)
     warped = make_warper()(torch.zeros(20, 1), transformers.TemperatureLogitsWarper(temperature)(None, logits))
     rows = make_rows(20, temperature=temperature, **filters)
-    threshold = filter_threshold(
-        block(logits), rows, np.arange(20), torch.from_numpy(rows.params["temperature"]), logits.amax(dim=-1)
-    )
-    assert threshold is not None
-    for row, is_other in zip(logits, (logits >= threshold[:, None]) != (warped > -torch.inf), strict=True):
+    everything = torch.full((20,), -torch.inf)
+    lowest = threshold(logits, everything, logits.amax(dim=-1), torch.full((20,), temperature), rows)[:, None]
+    for row, is_other in zip(logits, (logits >= lowest) != (warped > -torch.inf), strict=True):
         # Where float32 sums decide differently, the token is right on the edge.
         probabilities = torch.softmax(row.double() / temperature, dim=-1)
         for probability in probabilities[is_other]:

@@ -5,9 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sampler.batch import asking, make_rows, random_logits, sample_for
-
-from aioengine.sampler.sampling import sample
+from sampler.batch import Sampled, asking, random_logits, sample_for
 
 FILTERS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
@@ -19,16 +17,20 @@ FILTERS: tuple[dict[str, Any], ...] = (
 )
 
 
+def sample(logits: torch.Tensor, **sampling: Any) -> Sampled:
+    """Of as many requests as there are rows of logits, at temperature 1."""
+    return sample_for([asking(**{"temperature": 1.0, **sampling})] * len(logits), logits)
+
+
 @pytest.mark.parametrize("vocab", [1, 70, 128])
 @pytest.mark.parametrize("bad", [torch.nan, -torch.inf])
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 def test_a_hopeless_row_fails_and_harms_no_other(bad: float, filters: dict[str, Any], vocab: int) -> None:
     logits = random_logits(3, vocab, seed=6)
-    rows = make_rows(3, logprobs=0, **filters)
-    good = sample(logits.clone(), rows)
+    good = sample(logits, logprobs=0, **filters)
     assert good.failures == ()
     logits[1] = bad
-    sampled = sample(logits, rows)
+    sampled = sample(logits, logprobs=0, **filters)
     (failure,) = sampled.failures
     assert failure.index == 1
     assert ("not numbers" if bad != bad else "all -inf") in str(failure.error)
@@ -46,7 +48,7 @@ def test_a_hopeless_row_fails_and_harms_no_other(bad: float, filters: dict[str, 
 def test_one_nan_is_enough(place: int, filters: dict[str, Any]) -> None:
     logits = random_logits(2, 70, seed=6)
     logits[0, place] = torch.nan
-    sampled = sample(logits, make_rows(2, **filters))
+    sampled = sample(logits, **filters)
     assert [failure.index for failure in sampled.failures] == [0]
     assert len(sampled.token_ids) == 1
 
@@ -55,7 +57,7 @@ def test_one_nan_is_enough(place: int, filters: dict[str, Any]) -> None:
 def test_an_infinite_logit_is_chosen_for_certain(filters: dict[str, Any]) -> None:
     logits = random_logits(2, 70, seed=6)
     logits[0, 33] = torch.inf
-    sampled = sample(logits, make_rows(2, **filters))
+    sampled = sample(logits, **filters)
     assert sampled.failures == ()
     assert sampled.token_ids[0] == 33
 
@@ -81,7 +83,7 @@ def test_a_row_that_is_left_no_token_says_what_may_have_taken_them(masking: dict
 
 
 def test_all_rows_may_fail() -> None:
-    sampled = sample(torch.full((3, 70), torch.nan), make_rows(3, logprobs=2))
+    sampled = sample(torch.full((3, 70), torch.nan), logprobs=2)
     assert [failure.index for failure in sampled.failures] == [0, 1, 2]
     assert sampled.token_ids.tolist() == []
     assert sampled.next_ids.tolist() == [0, 0, 0]

@@ -3,17 +3,17 @@
 import numpy as np
 import pytest
 import torch
-from sampler.batch import asking, make_rows, random_logits, sample_for
+from sampler.batch import asking, random_logits, sample_for
 
-from aioengine.sampler.logprobs import prompt_logprobs
-from aioengine.sampler.rows import PromptTokens
-from aioengine.sampler.sampling import sample
+from aioengine.kernels.torch import operations
+from aioengine.sampler.outputs import DeviceOutputs, OutputSizes
+from aioengine.sampler.sampler import Sampler
 
 
 def test_logprobs_may_ask_for_no_token_but_the_sampled_one_or_for_all() -> None:
     logits = random_logits(30, seed=1)[None]
     for wanted, width in ((0, 0), (30, 30), (99, 30)):
-        logprobs = sample(logits, make_rows(1, logprobs=wanted)).logprobs
+        logprobs = sample_for([asking(logprobs=wanted)], logits).logprobs
         assert logprobs is not None
         assert logprobs.top_ids.shape == (1, width)
 
@@ -26,7 +26,7 @@ def test_ranks_are_exact_whatever_the_chunks(vocab: int, monkeypatch: pytest.Mon
         for row in range(5)
     ]
     for elements in (2**20, 1, 3 * vocab):
-        monkeypatch.setattr("aioengine.sampler.logprobs.CHUNK_ELEMENTS", elements)
+        monkeypatch.setattr("aioengine.kernels.torch.sampling.CHUNK_ELEMENTS", elements)
         sampled = sample_for(requests, logits)
         lines = sampled.logprobs
         assert lines is not None
@@ -60,7 +60,7 @@ def test_tokens_asked_for_come_in_their_order_for_rows_that_want_logprobs() -> N
 def test_likeliest_tokens_are_of_the_vocabulary_though_most_of_it_is_impossible() -> None:
     logits = torch.full((1, 70), -torch.inf)
     logits[0, 5] = 1.0
-    lines = sample(logits, make_rows(1, logprobs=70)).logprobs
+    lines = sample_for([asking(logprobs=70)], logits).logprobs
     assert lines is not None
     assert lines.top_ids[0, 0] == 5
     assert (lines.top_ids < 70).all()
@@ -76,13 +76,9 @@ def test_prompt_logprobs_are_the_log_softmax_of_the_prompts_logits(
     hidden = random_logits(60, 16, seed=1)
     head = random_logits(16, vocab, seed=2, spread=0.5)
     predicted_at = np.sort(random.choice(60, 41, replace=False))
-    lines = PromptTokens(
-        index=np.sort(random.integers(0, 5, 41)).astype(np.int32),
-        positions=np.arange(1, 42, dtype=np.int32),
-        token_ids=random.integers(0, vocab, 41),
-        predicted_at=predicted_at,
-        num_top=num_top,
-    )
+    token_ids, width = random.integers(0, vocab, 41), min(num_top, vocab)
+    wanted = torch.from_numpy(np.stack((predicted_at, token_ids)).astype(np.int32))
+    sampler = Sampler(operations, torch.zeros(1, 1, dtype=torch.int32), vocab)
     expected = torch.log_softmax((hidden @ head)[torch.from_numpy(predicted_at)].double(), dim=-1).numpy()
     most: list[int] = []
 
@@ -90,19 +86,16 @@ def test_prompt_logprobs_are_the_log_softmax_of_the_prompts_logits(
         most.append(len(of_hidden))
         return of_hidden @ head
 
-    for elements, lines_a_chunk in ((2**22, 41), (1, 1), (7 * vocab, 7)):
-        monkeypatch.setattr("aioengine.sampler.logprobs.PROMPT_CHUNK_ELEMENTS", elements)
+    for elements, tokens_a_chunk in ((2**22, 41), (1, 1), (7 * vocab, 7)):
+        monkeypatch.setattr("aioengine.sampler.sampler.PROMPT_CHUNK_ELEMENTS", elements)
         most.clear()
-        result = prompt_logprobs(logits_of, hidden, lines, vocab)
-        assert max(most) == lines_a_chunk
-        assert result.index is lines.index
-        assert result.positions is lines.positions
-        of_tokens = expected[np.arange(41), lines.token_ids]
+        sizes = OutputSizes(0, num_prompt=41, num_prompt_top=width)
+        result = DeviceOutputs.of(torch.zeros(sizes.num_words, dtype=torch.int32), sizes).prompt
+        sampler.score_prompt(logits_of, hidden, wanted, result)
+        assert max(most) == tokens_a_chunk
+        of_tokens = expected[np.arange(41), token_ids]
         np.testing.assert_allclose(result.logprobs, of_tokens, atol=1e-5)
         assert result.ranks.tolist() == (1 + (expected > of_tokens[:, None]).sum(axis=1)).tolist()
-        width = min(num_top, vocab)
         ranking = np.argsort(-expected, axis=1)[:, :width]
         assert result.top_ids.tolist() == ranking.tolist()
         np.testing.assert_allclose(result.top_logprobs, np.take_along_axis(expected, ranking, axis=1), atol=1e-5)
-        assert result.top_ids.dtype == result.ranks.dtype == np.int32
-        assert result.logprobs.dtype == result.top_logprobs.dtype == np.float32

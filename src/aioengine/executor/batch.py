@@ -10,25 +10,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from aioengine.executor.row_columns import RowColumns
+from aioengine.executor.row_columns import Int64, PromptTokens, RowColumns, spans
 from aioengine.executor.step_words import ExtraWords, FixedWords, Span, TableSpans
 from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow
-from aioengine.sampler.on_device import Features
 from aioengine.sampler.outputs import OutputSizes
-from aioengine.sampler.rows import PromptTokens, RowRules, RuledRows, spans
-from aioengine.sampler.rule_table import RuleSizes, RuleTable, pack_bits
+from aioengine.sampler.processors import ProcessedRow
+from aioengine.sampler.rules import RuleSizes, RuleTable, pack_bits
+from aioengine.sampler.sampler import Features, kept_spans
 from aioengine.sampling_params import FILTERS, PENALTIES, is_any_on
-from aioengine.scheduler.plan import Int32, RowAdded, StepPlan, Want
+from aioengine.scheduler.plan import Int32, LogitsProcessor, LogitsRow, RowAdded, StepPlan, Want, int32
 
 NUM_TOP_SIZES = (0, 5, 20)
 """Numbers of likeliest tokens for which there are graphs; others are rounded up."""
 
 PADDING_SAMPLE = np.zeros(SAMPLE_WORDS, np.int32)
 PADDING_SAMPLE[[SampleRow.LOGITS_ROW, SampleRow.MASK]] = -1
-
-Int64 = NDArray[np.int64]
 
 
 @dataclass(slots=True)
@@ -64,8 +64,9 @@ class Step:
         sizes: of what comes back.
         is_plain: each row one token and one sample, nothing that only the host can do: a graph may run it.
         extra: the words beside the fixed ones; empty in a steady step.
-        tiles, logits_tokens, samples, extra_pairs, prompt: `Span`s of those. ``logits_tokens``: int32 [n], which
-            tokens' logits are wanted, where not all are. ``samples``: where there are too many for the fixed section.
+        tiles, logits_tokens, samples, scored_rows, extra_pairs, prompt: `Span`s of those. ``logits_tokens``: int32 [n],
+            which tokens' logits are wanted, where not all are. ``samples``, ``scored_rows``: where there are too many
+            for the fixed sections.
             ``extra_pairs``: samples, their rows of logits, and token ids, of tokens that are reported always.
             ``prompt``: indices of tokens, then the token ids behind them.
         extra_counts, extra_ids: int64 [s], how many of those each sample has, and which; None: no sample has any.
@@ -89,6 +90,7 @@ class Step:
     tiles: Span | None = None
     logits_tokens: Span | None = None
     samples: Span | None = None
+    scored_rows: Span | None = None
     extra_pairs: Span | None = None
     extra_counts: Int64 | None = None
     extra_ids: Int32 | None = None
@@ -117,7 +119,8 @@ class Batch:
         self._is_penalised = np.zeros(max_num_seqs, np.bool_)
         self._has_edits = np.zeros(max_num_seqs, np.bool_)
         self._has_mask = np.zeros(max_num_seqs, np.bool_)
-        self._processed: set[int] = set()
+        self._processed: dict[int, tuple[tuple[LogitsProcessor, ...], Tensor | None]] = {}
+        """Logits processors of rows, and the only ids that are allowed to them, int64 [any]."""
         self._known: dict[int, list[int]] = {}
         """Tokens of the rows about which the host must know them."""
         self._free_masks: list[int] = []
@@ -153,7 +156,7 @@ class Batch:
         self._num_blocks[rows] = 0
         for row in rows.tolist():
             self.rules.remove(row)
-            self._processed.discard(row)
+            self._processed.pop(row, None)
             self._known.pop(row, None)
             if self._has_mask[row]:
                 self._has_mask[row] = False
@@ -172,27 +175,27 @@ class Batch:
         """Keep what is to be known of how a row is sampled."""
         row, sampling = added.row, added.sampling
         self.columns.add(added)
-        rules = self.columns.rules[row]
         self._has_filters[row] = sampling.temperature > 0 and is_any_on(sampling, FILTERS)
         self._is_penalised[row] = is_any_on(sampling, PENALTIES)
-        if rules.logits_processors:
-            self._processed.add(row)
-        if rules.logits_processors or sampling.prompt_logprobs >= 0:
+        allowed = np.array(sampling.allowed_token_ids, np.int64)
+        if sampling.logits_processors:
+            self._processed[row] = sampling.logits_processors, torch.from_numpy(allowed) if len(allowed) else None
+        if sampling.logits_processors or sampling.prompt_logprobs >= 0:
             self._known[row] = added.token_ids.tolist()
-        self._has_edits[row] = self.rules.add(row, rules, int(self.columns.min_tokens[row]))
+        self._has_edits[row] = self.rules.add(row, sampling)
         self._words[row, SampleRow.ROW] = row
-        self._words[row, SampleRow.MASK] = self._take_mask(row, rules, masks)
+        # With processors the allowed ids are kept before these, which may say otherwise.
+        has_mask = len(allowed) > 0 and not sampling.logits_processors
+        self._words[row, SampleRow.MASK] = self._take_mask(row, allowed, masks) if has_mask else -1
 
-    def _take_mask(self, row: int, rules: RowRules, masks: TableSpans) -> int:
-        """A row of the bitmasks for the only ids that are allowed; -1 if all are, or a processor may say otherwise."""
-        if rules.allowed_ids is None or rules.logits_processors:
-            return -1
+    def _take_mask(self, row: int, allowed: Int64, masks: TableSpans) -> int:
+        """A row of the bitmasks, of the only ids that are allowed."""
         if not self._free_masks:
             self._free_masks.append(self.num_masks)
             self.num_masks += 1
         mask = self._free_masks.pop()
         self._has_mask[row] = True
-        masks.add(mask, 0, pack_bits(rules.allowed_ids, self._vocab_size))
+        masks.add(mask, 0, pack_bits(allowed, self._vocab_size))
         return mask
 
     def _grow(self, rows: Int32, block_ids: Int32, fixed: FixedWords[NDArray[Any]]) -> None:
@@ -368,6 +371,13 @@ class Batch:
         samples[:, SampleRow.FLAGS] = (nth == 0) * int(SampleFlag.FIRST) + step.wants_logprobs * int(
             SampleFlag.LOGPROBS
         )
+        scored_rows = fixed.scored_rows if is_fixed else np.empty(count, np.int32)
+        if step.features.num_top >= 0:
+            scored_rows[:count] = np.where(step.wants_logprobs, samples[:, SampleRow.LOGITS_ROW], -1)
+            scored_rows[count:] = -1
+            kept = np.unique(scored_rows[:count][step.wants_logprobs & step.is_ruled]).astype(np.int64)
+            fixed.kept[: len(kept)] = kept_spans(kept, self._vocab_size)
+            fixed.kept[len(kept) :, 0] = -1
         if size is not None:
             fixed.samples[count:size] = PADDING_SAMPLE
             step.sizes = step.sizes._replace(num_samples=size)
@@ -375,18 +385,18 @@ class Batch:
             ends_of_rows = np.cumsum(step.plan.num_tokens)[step.sampled] - 1
             step.logits_tokens = step.extra.add(ends_of_rows.astype(np.int32))
         if not is_fixed:
-            step.samples = step.extra.add(samples)
+            step.samples, step.scored_rows = step.extra.add(samples), step.extra.add(scored_rows)
         if step.features.rules.num_edits:
             fixed.sample_of_row[:] = -1
             fixed.sample_of_row[rows] = first_samples
 
-    def processed_rows(self, step: Step) -> RuledRows:
+    def processed_rows(self, step: Step) -> list[ProcessedRow]:
         """The rows of a step that have logits processors, once the tokens of all steps before are known."""
-        indices = step.sampled[step.processed]
-        rows = step.plan.rows[indices]
-        num_tokens = step.plan.starts[indices] + step.plan.num_tokens[indices]
-        history = np.zeros((len(rows), int(num_tokens.max())), np.int32)
-        for i, (row, count) in enumerate(zip(rows.tolist(), num_tokens.tolist(), strict=True)):
-            history[i, :count] = self._known[row][:count]
-        each = np.arange(len(rows), dtype=np.int32)
-        return self.columns.ruled_rows(np.array(step.processed, np.int64), rows, num_tokens, history, each)
+        plan, found = step.plan, []
+        for logits_row in step.processed:
+            index = step.sampled[logits_row]
+            row, num_prompt = int(plan.rows[index]), int(self.columns.num_prompt_tokens[plan.rows[index]])
+            tokens = int32(self._known[row][: int(plan.starts[index] + plan.num_tokens[index])])
+            told = LogitsRow(tokens[:num_prompt], tokens[num_prompt:], int(self.columns.choice[row]))
+            found.append(ProcessedRow(logits_row, *self._processed[row], told))
+        return found

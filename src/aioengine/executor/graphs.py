@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from aioengine.executor.accelerator import Accelerator, Graph, Work
-from aioengine.sampler.on_device import Features
+from aioengine.sampler.sampler import Features
 
 logger = logging.getLogger("aioengine")
 

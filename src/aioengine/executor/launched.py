@@ -15,10 +15,10 @@ from aioengine.core.executor_protocol import DeviceLost
 from aioengine.executor.accelerator import Accelerator, DeviceEvent, HostWords
 from aioengine.executor.batch import Step
 from aioengine.executor.completion_thread import DeferredResult
+from aioengine.executor.row_columns import spans
 from aioengine.executor.step_words import WORDS_A_ROW, ExtraWords, Span
 from aioengine.kernels.sampling.sample_rows import Status
 from aioengine.sampler.outputs import DeviceOutputs, Scored
-from aioengine.sampler.rows import spans, why_hopeless
 from aioengine.scheduler.plan import PromptLogprobs, RowFailure, StepLogprobs, StepResult, int32
 
 
@@ -158,12 +158,24 @@ def _failures(
     for sample in np.flatnonzero(status != Status.SAMPLED).tolist():
         index = int(step.row_of_sample[sample])
         if index not in errors:
-            errors[index] = why_hopeless(
+            errors[index] = _why_hopeless(
                 is_nan=status[sample] == Status.NOT_A_NUMBER,
                 is_ruled=bool(step.is_ruled[sample]),
                 has_processors=index in step.sampled[step.processed],
             )
     return tuple(RowFailure(index, errors[index]) for index in sorted(errors))
+
+
+def _why_hopeless(*, is_nan: bool, is_ruled: bool, has_processors: bool) -> Exception:
+    """Why no token can be sampled from logits of which the highest is NaN, else -inf."""
+    if is_nan:
+        after = "the logits are not numbers after the request's processors"
+        return ArithmeticError(after if has_processors else "the model's logits are not numbers")
+    if is_ruled:
+        return ValueError(
+            "no token is left to sample: allowed_token_ids, bad_words, min_tokens or a logits processor mask all"
+        )
+    return ArithmeticError("the model's logits are all -inf")
 
 
 def _step_logprobs(step: Step, out: DeviceOutputs[NDArray[Any]], is_good: NDArray[np.bool_]) -> StepLogprobs | None:

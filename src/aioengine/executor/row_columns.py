@@ -3,17 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aioengine.kernels.sampling.sample_rows import PARAM_WORDS, SAMPLE_WORDS, SampleRow
-from aioengine.sampler.rows import NO_RULES, PromptTokens, RowRules, RuledRows, has_rules, spans
-from aioengine.sampling_params import PENALTIES, ROW_PARAMS
-from aioengine.scheduler.plan import Int32, RowAdded, StepPlan
+from aioengine.sampling_params import PENALTIES, ROW_PARAMS, is_any_on
+from aioengine.scheduler.plan import Int32, RowAdded, RowSampling, StepPlan
+
+Int64 = NDArray[np.int64]
 
 NO_IDS = np.zeros(0, np.int64)
+
+
+def spans(starts: NDArray[np.integer], counts: NDArray[np.integer]) -> Int64:
+    """int64 [sum of counts]: ``starts[i]``, ``starts[i] + 1``, … ``counts[i]`` of them, one span after the other."""
+    ends = np.cumsum(counts)
+    positions: Int64 = np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - counts - starts, counts)
+    return positions
+
+
+def has_rules(sampling: RowSampling) -> bool:
+    """Whether the row's logits are changed at every step; ``stop_ids`` are masked at the first ones only."""
+    return bool(
+        sampling.allowed_token_ids
+        or sampling.bad_words
+        or sampling.logit_bias
+        or sampling.logits_processors
+        or is_any_on(sampling, PENALTIES)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptTokens:
+    """Prompt tokens of a step whose log-probabilities are asked for.
+
+    Attributes:
+        index: int32 [m], which of the plan's rows each belongs to, ascending.
+        positions: int32 [m], its logits_row in the prompt.
+        token_ids: int64 [m], what it is.
+        predicted_at: int64 [m], where in the step's tokens the one before it is.
+        num_top: likeliest tokens to report for each.
+    """
+
+    index: Int32
+    positions: Int32
+    token_ids: Int64
+    predicted_at: Int64
+    num_top: int
 
 
 class RowColumns:
@@ -26,7 +65,6 @@ class RowColumns:
         seed: int64 [rows].
         choice, logprobs, min_tokens, prompt_logprobs: int32 [rows], as in `RowSampling`.
         has_rules: bool [rows], whether the logits are changed at each step.
-        rules: of each row.
     """
 
     def __init__(self, max_num_seqs: int) -> None:
@@ -36,17 +74,15 @@ class RowColumns:
             name: self.words.view(np.float32 if ROW_PARAMS[name] is float else np.int32)[:, word]
             for name, word in PARAM_WORDS.items()
         }
-        self.seed: NDArray[np.int64] = self.words[:, SampleRow.SEED_LOW : SampleRow.SEED_HIGH + 1].view(np.int64)[:, 0]
+        self.seed: Int64 = self.words[:, SampleRow.SEED_LOW : SampleRow.SEED_HIGH + 1].view(np.int64)[:, 0]
         self.choice = self.words[:, SampleRow.CHOICE]
         self.logprobs, self.min_tokens, self.prompt_logprobs = np.zeros((3, max_num_seqs), np.int32)
         self.has_rules = np.zeros(max_num_seqs, np.bool_)
-        self.rules = [NO_RULES] * max_num_seqs
         self._num_choices: dict[int, int] = {}
-        self._logprob_token_ids: dict[int, NDArray[np.int64]] = {}
+        self._logprob_token_ids: dict[int, Int64] = {}
 
     def remove(self, rows: Int32) -> None:
         for row in rows.tolist():
-            self.rules[row] = NO_RULES  # they may hold functions of the request's
             self._num_choices.pop(row, None)
             self._logprob_token_ids.pop(row, None)
 
@@ -59,7 +95,6 @@ class RowColumns:
         self.logprobs[row], self.prompt_logprobs[row] = sampling.logprobs, sampling.prompt_logprobs
         self.min_tokens[row] = sampling.min_tokens if sampling.stop_ids else 0  # else nothing to mask until then
         self.has_rules[row] = has_rules(sampling)
-        self.rules[row] = RowRules.of(sampling) if sampling.stop_ids or self.has_rules[row] else NO_RULES
         if sampling.num_choices > 1:
             self._num_choices[row] = sampling.num_choices
         if sampling.logprob_token_ids:
@@ -78,36 +113,14 @@ class RowColumns:
             self._num_choices.pop(row, None)
         return num_choices if (num_choices > 1).any() else None
 
-    def logprob_token_ids(self, rows: Int32) -> list[NDArray[np.int64]] | None:
+    def logprob_token_ids(self, rows: Int32) -> list[Int64] | None:
         """What to report always, of each row; None where no row has any."""
         if not self._logprob_token_ids:
             return None
         return [self._logprob_token_ids.get(row, NO_IDS) for row in rows.tolist()]
 
-    def ruled_rows(
-        self,
-        logits_rows: NDArray[np.int64],
-        rows: Int32,
-        num_tokens: Int32,
-        history: NDArray[np.int32],
-        history_rows: NDArray[np.int32],
-    ) -> RuledRows:
-        """What rules need of some of a step's rows; the arguments are as in `RuledRows`."""
-        num_prompt_tokens = self.num_prompt_tokens[rows]
-        return RuledRows(
-            logits_rows=logits_rows,
-            history=history,
-            history_rows=history_rows,
-            num_tokens=num_tokens,
-            num_prompt_tokens=num_prompt_tokens,
-            choice=self.choice[rows],
-            is_before_min=num_tokens - num_prompt_tokens < self.min_tokens[rows],
-            params={name: self.params[name][rows] for name in PENALTIES},
-            rules=[self.rules[row] for row in rows.tolist()],
-        )
-
     def prompt_tokens(
-        self, plan: StepPlan, offsets: Int32, token_ids: Callable[[Int32, NDArray[np.int64]], NDArray[np.int64]]
+        self, plan: StepPlan, offsets: Int32, token_ids: Callable[[Int32, Int64], Int64]
     ) -> PromptTokens | None:
         """Of the rows that ask: each prompt token that follows one which the plan computes.
 

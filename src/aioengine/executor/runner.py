@@ -24,15 +24,11 @@ from aioengine.kernels.operations import Operations
 from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow, param_of
 from aioengine.kernels.zeros import lazy_zeros
 from aioengine.models.decoder import Decoder
-from aioengine.sampler.on_device import DeviceSampler, Features, SampleTensors
-from aioengine.sampler.outputs import DeviceOutputs, OutputSizes, Scored
+from aioengine.sampler.outputs import DeviceOutputs, OutputSizes
 from aioengine.sampler.processors import run_processors
-from aioengine.sampler.rule_table import RuleSizes
-from aioengine.sampler.rules import keep_allowed
+from aioengine.sampler.rules import RuleSizes
+from aioengine.sampler.sampler import Features, Sampler, SampleTensors
 from aioengine.scheduler.plan import StepPlan, StepResult
-
-PROMPT_CHUNK_ELEMENTS = 2**23
-"""Logits of a prompt that are computed together: 32 MiB."""
 
 REHEARSED_TOKENS = 16
 
@@ -96,7 +92,7 @@ class Runner:
         self._out = torch.zeros(
             OutputSizes(max_num_seqs, NUM_TOP_SIZES[-1]).num_words, dtype=torch.int32, device=device
         )
-        self._sampler = DeviceSampler(operations, self._history, c.vocab_size)
+        self._sampler = Sampler(operations, self._history, c.vocab_size)
         self._staging = deque(PinnedBuffers(accelerator, max_num_seqs) for _ in range(max_in_flight))
         self._learning: deque[LaunchedStep] = deque()
         self._make_attention = make_attention
@@ -163,10 +159,8 @@ class Runner:
         out = DeviceOutputs.of(torch.zeros(sizes.num_words, dtype=torch.int32, device=device), sizes)
         scored = out.sampled
         self._operations.top_logprobs(logits, samples, scored.log_mass, scored.top_ids, scored.top_logprobs)
-        raw = logits.clone()  # as for rows with rules and log-probabilities
         self._operations.draw(logits, samples, None, out.token_ids, out.status, has_filters=True, is_greedy=False)
-        del raw
-        self._score_prompt(hidden, tokens.new_zeros(2, num_tokens), out.prompt)
+        self._sampler.score_prompt(self._decoder.logits, hidden, tokens.new_zeros(2, num_tokens), out.prompt)
 
     def warm_up(self, *, captures_all: bool, on_capture: Callable[[int, int], None]) -> None:
         """Run each kind of step once, over rows that are all padding, so that no request waits for a compiler; and
@@ -204,10 +198,11 @@ class Runner:
         self._words.zero_()
         fixed = self._fixed
         each = torch.arange(len(fixed.rows), dtype=torch.int32, device=self._words.device)
-        for section in (fixed.rows, fixed.decodes, fixed.grown, fixed.samples):
+        for section in (fixed.rows, fixed.decodes, fixed.grown, fixed.samples, fixed.kept):
             section[:, 0] = -1  # a row, or a row of logits
         fixed.rows[:, 2], fixed.rows[:, 3], fixed.decodes[:, 1] = each, 1, each
         fixed.sample_of_row.fill_(-1)
+        fixed.scored_rows.fill_(-1)
 
     def _rehearse_prefill(self) -> None:
         assert self._decoder is not None
@@ -357,11 +352,10 @@ class Runner:
         Args:
             failures: by row of logits, what goes wrong with its processors.
         """
-        ruled = self._batch.processed_rows(step)
+        rows = self._batch.processed_rows(step)
 
         def process(logits: Tensor) -> None:
-            keep_allowed(logits, ruled)
-            failures.update(run_processors(logits, ruled))
+            failures.update(run_processors(logits, rows))
 
         return process
 
@@ -372,7 +366,7 @@ class Runner:
         assert decoder is not None
         assert attention is not None
         fixed, out = self._fixed, DeviceOutputs.of(self._out, OutputSizes(size, features.num_top))
-        at = SampleTensors(fixed.samples[:size], fixed.sample_of_row)
+        at = SampleTensors(fixed.samples[:size], fixed.sample_of_row, fixed.scored_rows[:size], fixed.kept[:size])
         num_splits = attention.num_splits(size, self._max_model_len)
 
         def work() -> None:
@@ -419,42 +413,23 @@ class Runner:
             )
 
     def _sample(self, step: Step, on_device: OnDevice, out: Tensor, process: Callable[[Tensor], None] | None) -> None:
-        outputs = DeviceOutputs.of(out, step.sizes)
-        if on_device.logits is not None:
-            samples = (
-                on_device.get(step.samples).view(-1, SAMPLE_WORDS) if step.samples is not None else self._fixed.samples
-            )
-            at = SampleTensors(samples[: len(step.row_of_sample)], self._fixed.sample_of_row)
-            raw = self._sampler.sample(on_device.logits, at, step.features, outputs, process)
+        outputs, fixed, logits = DeviceOutputs.of(out, step.sizes), self._fixed, on_device.logits
+        if logits is not None:
+            samples, scored_rows = fixed.samples, fixed.scored_rows
+            if step.samples is not None and step.scored_rows is not None:
+                samples = on_device.get(step.samples).view(-1, SAMPLE_WORDS)
+                scored_rows = on_device.get(step.scored_rows)
+            count = len(step.row_of_sample)
+            at = SampleTensors(samples[:count], fixed.sample_of_row, scored_rows[:count], fixed.kept[: len(logits)])
+            self._sampler.sample(logits, at, step.features, outputs, process)
             if step.extra_pairs is not None:
-                self._score_extra(raw, on_device.get(step.extra_pairs).view(3, -1), outputs)
+                self._sampler.score_tokens(logits, on_device.get(step.extra_pairs).view(3, -1), outputs)
         if step.prompt is not None:
             assert on_device.hidden is not None
-            self._score_prompt(on_device.hidden, on_device.get(step.prompt).view(2, -1), outputs.prompt)
+            assert self._decoder is not None
+            prompt = on_device.get(step.prompt).view(2, -1)
+            self._sampler.score_prompt(self._decoder.logits, on_device.hidden, prompt, outputs.prompt)
         on_device.hidden = on_device.logits = None  # the words are kept until the step is done; these need not be
-
-    def _score_extra(self, logits: Tensor, pairs: Tensor, out: DeviceOutputs[Tensor]) -> None:
-        samples, logits_rows, token_ids = pairs
-        log_mass = out.sampled.log_mass.index_select(0, samples)
-        self._operations.look_up(logits, logits_rows, token_ids, log_mass, out.extra.logprobs, out.extra.ranks)
-
-    def _score_prompt(self, hidden: Tensor, wanted: Tensor, out: Scored[Tensor]) -> None:
-        """Log-probabilities of prompt tokens, a bounded number at once."""
-        assert self._decoder is not None
-        size = max(1, PROMPT_CHUNK_ELEMENTS // self._vocab_size)
-        for first in range(0, wanted.shape[1], size):
-            chunk = slice(first, first + size)
-            tokens, token_ids = wanted[:, chunk]
-            logits = self._decoder.logits(hidden.index_select(0, tokens))
-            samples = torch.zeros(len(tokens), SAMPLE_WORDS, dtype=torch.int32, device=logits.device)
-            samples[:, SampleRow.LOGITS_ROW] = torch.arange(len(tokens), dtype=torch.int32, device=logits.device)
-            samples[:, SampleRow.FLAGS] = int(SampleFlag.LOGPROBS)
-            log_mass = out.log_mass[chunk]
-            self._operations.top_logprobs(logits, samples, log_mass, out.top_ids[chunk], out.top_logprobs[chunk])
-            logits_rows = samples[:, SampleRow.LOGITS_ROW].contiguous()
-            self._operations.look_up(
-                logits, logits_rows, token_ids.contiguous(), log_mass, out.logprobs[chunk], out.ranks[chunk]
-            )
 
     def _learn(self, count: int) -> None:
         """Take in the tokens of the oldest of the steps whose tokens the host must know; waits for them."""

@@ -28,6 +28,9 @@ class Sections(NamedTuple):
     """As `Operations.attend_decode` takes them."""
     samples: int = SAMPLE_WORDS
     sample_of_row: int = 1
+    scored_rows: int = 1
+    kept: int = 4
+    """These three as in `aioengine.sampler.sampler.SampleTensors`."""
     grown: int = 4
     """Spans, for `Operations.put_spans`: a block more for a row."""
     grown_blocks: int = 1
@@ -46,6 +49,8 @@ class FixedWords(NamedTuple, Generic[Words]):
     decodes: Words
     samples: Words
     sample_of_row: Words
+    scored_rows: Words
+    kept: Words
     grown: Words
     grown_blocks: Words
 

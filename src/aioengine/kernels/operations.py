@@ -281,10 +281,11 @@ class Operations(Protocol):
         is_greedy: bool,
     ) -> None:
         """Choose each sample's token: the highest logit at temperature 0, else by Gumbel noise over what min-p, then
-        top-k, then top-p keep, exactly as `aioengine.sampler` does.
+        top-k, then top-p keep.
 
         Tokens of equal logits are kept or dropped together; of equal scores the lowest id wins. +inf is chosen for
-        certain. The noise is `aioengine.sampler.noise`'s: of (seed, choice, output position, token id).
+        certain. The noise is that of (seed, choice, output position, token id) in
+        `aioengine.kernels.torch.sampling.gumbel`.
 
         Args:
             logits: float32 [n, V]; only read.

@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import traceback
+from collections.abc import Sequence
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from aioengine.errors import TRACEBACK, describe, linked
-from aioengine.sampler.blocks import put_rows
-from aioengine.sampler.rows import Int64, RuledRows
 from aioengine.scheduler.plan import LogitsProcessor, LogitsRow
 
 
-def run_processors(logits: Tensor, ruled: RuledRows) -> dict[int, Exception]:
+class ProcessedRow(NamedTuple):
+    """A row of logits that has processors.
+
+    Attributes:
+        allowed_ids: int64 [any], the only tokens that its processors are to find above -inf; None: all.
+        row: what they are told of it; the arrays are not to change later, since a processor may keep them.
+    """
+
+    logits_row: int
+    processors: tuple[LogitsProcessor, ...]
+    allowed_ids: Tensor | None
+    row: LogitsRow
+
+
+def run_processors(logits: Tensor, rows: Sequence[ProcessedRow]) -> dict[int, Exception]:
     """Let the rows' processors change their logits: each row's first, then each one's second, and so on.
 
     Rows whose first (second, …) processor is the same object are given to it together.
@@ -23,31 +36,36 @@ def run_processors(logits: Tensor, ruled: RuledRows) -> dict[int, Exception]:
     Returns:
         What went wrong, by row of logits; such a row's further processors are not called.
     """
+    for logits_row, _, allowed_ids, _ in rows:
+        if allowed_ids is not None:
+            index = allowed_ids[allowed_ids < logits.shape[1]].to(logits.device)
+            kept = logits[logits_row, index]
+            logits[logits_row].fill_(-torch.inf)[index] = kept
     failures: dict[int, Exception] = {}
-    for nth in range(max(len(rules.logits_processors) for rules in ruled.rules)):
-        sharing: dict[int, tuple[LogitsProcessor, list[int]]] = {}
-        for i, rules in enumerate(ruled.rules):
-            if nth < len(rules.logits_processors) and int(ruled.logits_rows[i]) not in failures:
-                processor = rules.logits_processors[nth]
-                sharing.setdefault(id(processor), (processor, []))[1].append(i)
-        for processor, members in sharing.values():
-            error = run(processor, logits, ruled, np.array(members))
+    for nth in range(max(len(row.processors) for row in rows)):
+        sharing: dict[int, list[ProcessedRow]] = {}
+        for row in rows:
+            if nth < len(row.processors) and row.logits_row not in failures:
+                sharing.setdefault(id(row.processors[nth]), []).append(row)
+        for members in sharing.values():
+            error = run(members[0].processors[nth], logits, members)
             if error is not None:
-                failures.update(dict.fromkeys(ruled.logits_rows[members].tolist(), error))
+                failures.update(dict.fromkeys((row.logits_row for row in members), error))
     return failures
 
 
-def run(processor: LogitsProcessor, logits: Tensor, ruled: RuledRows, members: Int64) -> Exception | None:
-    """Give a processor the logits of the rows ``members`` of ``ruled``; returns what went wrong."""
-    logits_rows = ruled.logits_rows[members]
+def run(processor: LogitsProcessor, logits: Tensor, members: Sequence[ProcessedRow]) -> Exception | None:
+    """Give a processor the logits of some rows; returns what went wrong."""
+    logits_rows = [row.logits_row for row in members]
     # A copy, whatever the rows are: a processor may keep it, or break it.
-    given = logits.index_select(0, torch.from_numpy(logits_rows).to(logits.device))
+    given = logits.index_select(0, torch.tensor(logits_rows, device=logits.device))
     shape = given.shape
     try:
-        returned = processor(given, [logits_row(ruled, i) for i in members.tolist()])
+        returned = processor(given, [row.row for row in members])
         changed = given if returned is None else returned
         check(changed, shape, logits)
-        put_rows(logits, logits_rows.tolist(), changed.detach())
+        for logits_row, of_row in zip(logits_rows, changed.detach(), strict=True):
+            logits[logits_row].copy_(of_row)
     except BaseException as error:  # SystemExit too: one request's code must not end the others' step
         return forget_frames(error)
     return None
@@ -76,13 +94,3 @@ def check(changed: object, shape: torch.Size, logits: Tensor) -> None:
     if changed.shape != shape or changed.dtype != logits.dtype or changed.device != logits.device:
         made = f"{str(changed.dtype).removeprefix('torch.')} {list(changed.shape)} on {changed.device}"
         raise ValueError(f"a logits processor made {made}; it must return {wanted}, on {logits.device}")
-
-
-def logits_row(ruled: RuledRows, i: int) -> LogitsRow:
-    """What the processor is told of a row; copies, since it may keep them when the row is another's."""
-    tokens = ruled.history[ruled.history_rows[i], : ruled.num_tokens[i]].copy()
-    tokens.flags.writeable = False
-    num_prompt = int(ruled.num_prompt_tokens[i])
-    return LogitsRow(
-        prompt_token_ids=tokens[:num_prompt], output_token_ids=tokens[num_prompt:], choice=int(ruled.choice[i])
-    )

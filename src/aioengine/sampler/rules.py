@@ -1,129 +1,163 @@
-"""What a request forbids or favours: logits are changed in place, in the rows that have rules and in no other.
-
-In the order of `RowSampling`: the only ids allowed, bad words, stop ids before ``min_tokens``, biases, the request's
-own processors, penalties. Everything is computed from the row's tokens at each step, so that it does not matter how
-they came about. Token ids that the model does not have are passed over.
+"""The rules of rows that are lists, as tables for the device: they change when such a row comes or goes, and are
+uploaded then; a steady step brings nothing. Token ids that the model does not have are passed over.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from aioengine.sampler.blocks import Scratch
-from aioengine.sampler.penalties import apply_penalties
-from aioengine.sampler.processors import run_processors
-from aioengine.sampler.rows import Int64, RuledRows
+from aioengine.scheduler.plan import Int32, RowSampling
+
+ALWAYS = 2**31 - 1
+MIN_SIZE = 64
 
 
-def apply_rules(logits: Tensor, ruled: RuledRows, scratch: Scratch) -> dict[int, Exception]:
-    """Change the logits of ``ruled``.
+class RuleSizes(NamedTuple):
+    """How many entries the tables have, padding included: powers of two, so that few graphs are needed.
+
+    Attributes:
+        num_edits: the bad words' come first.
+        num_words: bad words of several tokens.
+        num_word_ids: their tokens, but the last of each.
+    """
+
+    num_edits: int = 0
+    num_words: int = 0
+    num_word_ids: int = 0
+
+    @property
+    def sections(self) -> list[int]:
+        """Words of each of `RuleTensors`."""
+        e, w, p = self
+        return [e, e, e, e, w, w + 1, p]
+
+    @property
+    def total(self) -> int:
+        return sum(self.sections)
+
+
+class RuleTensors(NamedTuple):
+    """The tables on the device, as `Operations.edit_logits` and `Operations.ends_of_bad_words` take them."""
+
+    edit_rows: Tensor
+    edit_tokens: Tensor
+    edit_values: Tensor
+    edit_until: Tensor
+    word_rows: Tensor
+    word_offsets: Tensor
+    word_ids: Tensor
+
+    @classmethod
+    def of(cls, words: Tensor, sizes: RuleSizes) -> RuleTensors:
+        """Views of int32 words that `RuleTable.words` has made."""
+        tables = cls(*torch.split_with_sizes(words[: sizes.total], sizes.sections))
+        return tables._replace(edit_values=tables.edit_values.view(torch.float32))
+
+
+class RowRules(NamedTuple):
+    """One row's.
+
+    Attributes:
+        edits: int32 [3, m]: tokens; what is added to their logits, a float32's bits, of which -inf masks; the output
+            position from which on it is not.
+        words: int32 [2, w], of bad words of several tokens: the last token of each, and the number of those before it.
+        word_ids: int32 [sum of those numbers].
+    """
+
+    edits: Int32
+    words: Int32
+    word_ids: Int32
+
+    @classmethod
+    def of(cls, sampling: RowSampling, vocab_size: int) -> RowRules:
+        edits = [(word[0], -np.inf, ALWAYS) for word in sampling.bad_words if len(word) == 1]
+        edits += [(token, -np.inf, sampling.min_tokens) for token in sampling.stop_ids if sampling.min_tokens > 0]
+        edits += [(token, bias, ALWAYS) for token, bias in sampling.logit_bias]
+        edits = [edit for edit in edits if edit[0] < vocab_size]
+        tokens, values, until = zip(*edits, strict=True) if edits else ((), (), ())
+        words = [word for word in sampling.bad_words if len(word) > 1 and word[-1] < vocab_size]
+        return cls(
+            np.array((tokens, np.array(values, np.float32).view(np.int32), until), np.int32),
+            np.array(([word[-1] for word in words], [len(word) - 1 for word in words]), np.int32),
+            np.array([token for word in words for token in word[:-1]], np.int32),
+        )
+
+    @property
+    def is_always(self) -> bool:
+        """Whether there are rules that hold at any output position."""
+        return self.words.size > 0 or bool((self.edits[2] == ALWAYS).any())
+
+
+class RuleTable:
+    """The edits and bad words of all rows.
 
     Args:
-        logits: float32 [n, vocab], contiguous.
-    Returns:
-        By row of logits, what a row's own processor raised, or what was wrong with its answer. The logits of those rows
-        are meaningless; no other row's are.
+        vocab_size: token ids from here on are not the model's.
+
+    Attributes:
+        sizes: of what `words` made last.
+        is_changed: since `words` was called.
     """
-    keep_allowed(logits, ruled)
-    mask(logits, ruled)
-    add_biases(logits, ruled)
-    failures = run_processors(logits, ruled)
-    apply_penalties(logits, ruled, scratch)
-    return failures
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._rows: dict[int, RowRules] = {}
+        self.sizes = RuleSizes()
+        self.is_changed = False
+
+    def remove(self, row: int) -> None:
+        if self._rows.pop(row, None) is not None:
+            self.is_changed = True
+
+    def add(self, row: int, sampling: RowSampling) -> bool:
+        """Take in a row; returns whether it has rules that hold at any output position."""
+        rules = RowRules.of(sampling, self._vocab_size)
+        if rules.edits.size or rules.words.size:
+            self._rows[row] = rules
+            self.is_changed = True
+        return rules.is_always
+
+    def words(self) -> Int32:
+        """The tables, for `RuleTensors.of` with `sizes`."""
+        self.is_changed = False
+        rows, of_rows = np.array(list(self._rows), np.int32), list(self._rows.values())
+        word_rows, (last_ids, lengths) = _joined(rows, [rules.words for rules in of_rows], 2)
+        edit_rows, edits = _joined(rows, [rules.edits for rules in of_rows], 3)
+        num_words, num_ids = len(word_rows), int(lengths.sum())
+        self.sizes = sizes = RuleSizes(
+            _bucket(_bucket(num_words) + len(edit_rows)), _bucket(num_words), _bucket(num_ids)
+        )
+        words = np.zeros(sizes.total, np.int32)
+        *_, rows_of_words, offsets, word_ids = np.split(words, np.cumsum(sizes.sections)[:-1])
+        columns = words[: 4 * sizes.num_edits].reshape(4, -1)
+        columns[0], columns[3], rows_of_words[:], offsets[:] = -1, ALWAYS, -1, num_ids
+        columns[0, :num_words], columns[1, :num_words] = word_rows, last_ids
+        others = slice(sizes.num_words, sizes.num_words + len(edit_rows))
+        columns[0, others], columns[1:, others] = edit_rows, edits
+        rows_of_words[:num_words], offsets[:num_words] = word_rows, np.cumsum(lengths) - lengths
+        if num_ids:
+            word_ids[:num_ids] = np.concatenate([rules.word_ids for rules in of_rows])
+        return words
 
 
-def keep_allowed(logits: Tensor, ruled: RuledRows) -> None:
-    """Put all tokens but the allowed ones at -inf."""
-    limited = [
-        (logits_row, rules.allowed_ids)
-        for logits_row, rules in zip(ruled.logits_rows.tolist(), ruled.rules, strict=True)
-        if rules.allowed_ids is not None
-    ]
-    if not limited:
-        return
-    logits_rows, ids = zip(*limited, strict=True)
-    index, _ = flat_index(logits_rows, ids, logits.shape[1])
-    flat, index = logits.view(-1), index.to(logits.device)
-    kept = flat.index_select(0, index)
-    for logits_row in logits_rows:  # in a sixth of the time of `index_fill_`
-        logits[logits_row].fill_(-torch.inf)
-    flat[index] = kept
+def _joined(rows: Int32, columns: Sequence[Int32], num_columns: int) -> tuple[Int32, Int32]:
+    """Columns int32 [num_columns, any] of each row behind each other; and before them which row each entry is of."""
+    joined = np.concatenate([np.zeros((num_columns, 0), np.int32), *columns], axis=1)
+    return np.repeat(rows, [of_row.shape[1] for of_row in columns]), joined
 
 
-def mask(logits: Tensor, ruled: RuledRows) -> None:
-    """Put bad words, and ``stop_ids`` where it is too early for them, at -inf."""
-    logits_rows, ids = [], []
-    for logits_row, rules, is_early in zip(
-        ruled.logits_rows.tolist(), ruled.rules, ruled.is_before_min.tolist(), strict=True
-    ):
-        if len(rules.bad_ids):
-            logits_rows.append(logits_row)
-            ids.append(rules.bad_ids)
-        if is_early:
-            logits_rows.append(logits_row)
-            ids.append(rules.stop_ids)
-    for logits_row, last_ids in ends_of_bad_words(ruled):
-        logits_rows.append(logits_row)
-        ids.append(last_ids)
-    if logits_rows:
-        index, _ = flat_index(logits_rows, ids, logits.shape[1])
-        logits.view(-1).index_fill_(0, index, -torch.inf)
+def pack_bits(token_ids: NDArray[np.int64], vocab_size: int) -> Int32:
+    """int32 [⌈vocab_size / 32⌉]: bit ``t % 32`` of word ``t // 32`` is set for each of ``token_ids``."""
+    bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+    bits[token_ids[token_ids < vocab_size]] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
 
 
-def ends_of_bad_words(ruled: RuledRows) -> list[tuple[int, Int64]]:
-    """(row of logits, last ids) of the bad words of which the row's output ends with all other tokens."""
-    having = [i for i, rules in enumerate(ruled.rules) if rules.bad_sequences is not None]
-    if not having:
-        return []
-    words = [sequences for i in having if (sequences := ruled.rules[i].bad_sequences) is not None]
-    num_ids = [len(sequences.ids) for sequences in words]
-    row_of_id = np.repeat(having, num_ids)
-    positions = ruled.num_tokens[row_of_id] - np.concatenate([sequences.distances for sequences in words])
-    is_output = positions >= ruled.num_prompt_tokens[row_of_id]
-    tokens = ruled.history[ruled.history_rows[row_of_id], np.where(is_output, positions, 0)]
-    is_there = is_output & (tokens == np.concatenate([sequences.ids for sequences in words]))
-    first_id = np.cumsum(num_ids) - num_ids
-    starts = np.concatenate([sequences.starts + first for sequences, first in zip(words, first_id, strict=True)])
-    is_begun = np.logical_and.reduceat(is_there, starts)
-    num_words = [len(sequences.last_ids) for sequences in words]
-    of_row = np.split(is_begun, np.cumsum(num_words)[:-1])
-    return [
-        (int(ruled.logits_rows[i]), sequences.last_ids[begun])
-        for i, sequences, begun in zip(having, words, of_row, strict=True)
-        if begun.any()
-    ]
-
-
-def add_biases(logits: Tensor, ruled: RuledRows) -> None:
-    biased = [
-        (logits_row, rules)
-        for logits_row, rules in zip(ruled.logits_rows.tolist(), ruled.rules, strict=True)
-        if len(rules.bias_ids)
-    ]
-    if not biased:
-        return
-    index, is_known = flat_index(
-        [logits_row for logits_row, _ in biased], [rules.bias_ids for _, rules in biased], logits.shape[1]
-    )
-    biases = np.concatenate([rules.biases for _, rules in biased])
-    logits.view(-1).index_add_(0, index, torch.from_numpy(biases if is_known is None else biases[is_known]))
-
-
-def flat_index(
-    logits_rows: Sequence[int], ids: Sequence[Int64], vocab: int
-) -> tuple[Tensor, np.ndarray[tuple[int], np.dtype[np.bool_]] | None]:
-    """Where ``ids[i]`` of row ``logits_rows[i]`` lie in logits [n, vocab] seen flat.
-
-    Returns:
-        int64 [all of them that the model has]; and which those are, bool [all]: None if it has all.
-    """
-    joined = np.concatenate(ids)
-    index = np.repeat(np.array(logits_rows, np.int64) * vocab, [len(of_row) for of_row in ids]) + joined
-    is_known = joined < vocab
-    if is_known.all():
-        return torch.from_numpy(index), None
-    return torch.from_numpy(index[is_known]), is_known
+def _bucket(size: int) -> int:
+    return 0 if size == 0 else max(MIN_SIZE, 1 << (size - 1).bit_length())

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from kernels.harness import POISON
-from kernels.test_draw import mixed_rows, samples_of
+from kernels.test_draw import mixed_rows
 from sampler.batch import random_logits
 from torch import Tensor
 
@@ -34,7 +34,7 @@ def drawn(ops: Any, logits: Tensor, samples: Tensor) -> list[int]:
 
 @pytest.mark.parametrize("vocab", [7, 257, 40_000])
 def test_a_sample_is_the_same_alone_in_company_and_with_more_threads(teams: list[Team], vocab: int) -> None:
-    logits, samples = random_logits(23, vocab, seed=vocab, spread=1.0), samples_of(mixed_rows(23, seed=vocab))
+    logits, samples = random_logits(23, vocab, seed=vocab, spread=1.0), mixed_rows(23, seed=vocab)
     one, two = (NativeOperations(team) for team in teams)
     together = drawn(one, logits, samples)
     assert drawn(two, logits, samples) == together

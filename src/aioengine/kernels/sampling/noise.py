@@ -1,4 +1,4 @@
-"""Device functions: the noise of `aioengine.sampler.noise`, to the bit as far as the hash, its logarithms to the last.
+"""Device functions: the noise of `aioengine.kernels.torch.sampling`, its hash to the bit, logarithms to the last one.
 
 Uniform numbers of 23 bits and a half are made without a conversion, which runs at a quarter of the rate of the rest:
 the bits become the mantissa of a float from 1 to 2.
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 NOISE_SPAN = tl.constexpr(19.5)
-"""As `aioengine.sampler.noise.NOISE_SPAN`: the highest noise less the lowest."""
+"""As `aioengine.kernels.torch.sampling.NOISE_SPAN`: the highest noise less the lowest."""
 
 HIGHEST_NOISE = tl.constexpr(16.7)
 """A bit more than -log(-log(1 - 2⁻²⁴)) = 16.64."""

@@ -60,9 +60,9 @@ def draw(
         token_ids[chunk] = tokens.masked_fill_(~(top > -torch.inf) | is_padding, 0).int()
 
 
-def chunks(num_rows: int, width: int, max_elements: int = CHUNK_ELEMENTS) -> Iterator[slice]:
-    """Parts of ``num_rows`` rows of ``width`` elements, of a bounded size."""
-    size = max(1, max_elements // width)
+def chunks(num_rows: int, width: int, max_elements: int | None = None) -> Iterator[slice]:
+    """Parts of ``num_rows`` rows of ``width`` elements, with so many elements at most."""
+    size = max(1, (max_elements or CHUNK_ELEMENTS) // width)
     return (slice(first, min(first + size, num_rows)) for first in range(0, num_rows, size))
 
 
@@ -93,7 +93,7 @@ def draw_tokens(x: Tensor, top: Tensor, samples: Tensor, *, has_filters: bool) -
     floor = top - temperature * NOISE_SPAN
     if has_filters:
         floor = floor.maximum(threshold(x, floor, top, temperature, samples))
-    blocks = F.pad(x, (0, -x.shape[1] % BLOCK), value=-torch.inf).view(num_rows, -1, BLOCK)
+    blocks = F.pad(x, (0, -x.shape[1] % BLOCK), value=-torch.inf).unflatten(1, (-1, BLOCK))
     row, block = (blocks.amax(dim=-1) >= floor[:, None]).nonzero(as_tuple=True)
     x = blocks[row, block]
     scores = (x - top[row, None]).div_(temperature[row, None])
@@ -106,7 +106,7 @@ def draw_tokens(x: Tensor, top: Tensor, samples: Tensor, *, has_filters: bool) -
     of_block = scores.amax(dim=1)
     of_row = top.new_zeros(num_rows).scatter_reduce_(0, row, of_block, "amax", include_self=False)
     best = (of_block == of_row[row]).nonzero()[:, 0]
-    drawn = tokens[best].gather(1, scores[best].argmax(dim=1, keepdim=True))[:, 0]  # of several the first
+    drawn: Tensor = tokens[best].gather(1, scores[best].argmax(dim=1, keepdim=True))[:, 0]  # of several the first
     return drawn.new_zeros(num_rows).scatter_reduce_(0, row[best], drawn, "amin", include_self=False)
 
 
@@ -161,18 +161,21 @@ def noise_keys(samples: Tensor) -> Tensor:
 def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
     """Noise of the standard Gumbel distribution: float32 of the shape of ``keys`` and ``token_ids``, int64.
 
-    The token is hashed by "triple32" of Wellons' hash-prospector, with the key's halves mixed in. A uniform number of
-    23 bits plus a half lies strictly between 0 and 1, which float32 holds exactly, so that both logarithms are finite.
-    Tokens less likely than 2⁻²⁴ of the likeliest are drawn more rarely than they should be.
+    A uniform number of 23 bits plus a half lies strictly between 0 and 1, which float32 holds exactly, so that both
+    logarithms are finite. Tokens less likely than 2⁻²⁴ of the likeliest are drawn more rarely than they should be.
     """
+    uniform = shift_right(hash_tokens(keys, token_ids), 9).float().add_(0.5).mul_(2.0**-23)
+    return uniform.log_().neg_().log_().neg_()
+
+
+def hash_tokens(keys: Tensor, token_ids: Tensor) -> Tensor:
+    """32 hashed bits as int32: "triple32" of Wellons' hash-prospector, with the key's halves mixed in."""
     low, high = keys[..., None].view(torch.int32).unbind(-1)
     x = token_ids.int() + low  # int32 sums and products wrap around as uint32 ones do
     x.bitwise_xor_(shift_right(x, 17)).mul_(0xED5AD4BB - 2**32)
     x.bitwise_xor_(shift_right(x, 11)).mul_(0xAC4C1B51 - 2**32).add_(high)
     x.bitwise_xor_(shift_right(x, 15)).mul_(0x31848BAB)
-    x.bitwise_xor_(shift_right(x, 14))
-    uniform = shift_right(x, 9).float().add_(0.5).mul_(2.0**-23)
-    return uniform.log_().neg_().log_().neg_()
+    return x.bitwise_xor_(shift_right(x, 14))
 
 
 def mix64(x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Logits to tokens on a GPU, by the kernels' operations; what `aioengine.sampler.sample` is on a CPU.
+"""Logits to tokens, on every device: logits → rules → temperature → filters → draw → log-probabilities.
 
-Rules change the logits in place; where log-probabilities are wanted, too, those are of a copy from before. Everything
-has a fixed place in memory and depends on `Features` and sizes alone, so that a CUDA graph can capture it.
+Everything is done by operations over memory at fixed places, and depends on `Features` and sizes alone, so that a graph
+can capture it. What the operations compute is in `aioengine.kernels.operations`.
 """
 
 from __future__ import annotations
@@ -9,14 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from aioengine.kernels.operations import Operations
-from aioengine.kernels.sampling.sample_rows import SampleFlag, SampleRow
+from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow
 from aioengine.kernels.zeros import lazy_zeros
-from aioengine.sampler.outputs import DeviceOutputs
-from aioengine.sampler.rule_table import RuleSizes, RuleTensors
+from aioengine.sampler.outputs import DeviceOutputs, Scored
+from aioengine.sampler.rules import RuleSizes, RuleTensors
+from aioengine.scheduler.plan import Int32
+
+PROMPT_CHUNK_ELEMENTS = 2**23
+"""Logits of a prompt that are computed together: 32 MiB."""
 
 
 class Features(NamedTuple):
@@ -39,23 +45,39 @@ class Features(NamedTuple):
     num_top: int = -1
 
     @property
+    def has_rules(self) -> bool:
+        """Whether logits are changed in place."""
+        return self.rules.num_edits > 0 or self.is_penalised
+
+    @property
     def has_tables(self) -> bool:
         """Whether memory is read that grows with the requests' rules."""
         return self.has_masks or self.rules.num_edits > 0
+
+
+def kept_spans(logits_rows: NDArray[np.int64], vocab_size: int) -> Int32:
+    """int32 [n, 4]: spans for `Operations.put_spans` that copy rows of logits to the same places of another tensor."""
+    columns = (logits_rows, 0 * logits_rows, logits_rows * vocab_size, np.full_like(logits_rows, vocab_size))
+    return np.stack(columns, axis=1).astype(np.int32)
 
 
 class SampleTensors(NamedTuple):
     """A step's samples on the device.
 
     Attributes:
-        samples: int32 [s, SAMPLE_WORDS]. sample_of_row: int32 [rows].
+        samples: int32 [s, SAMPLE_WORDS].
+        sample_of_row: int32 [rows], as in `Operations.edit_logits`.
+        scored_rows: int32 [s], the rows of logits of the samples that want log-probabilities; -1: those that do not.
+        kept: int32 [n, 4], the rows of logits that have rules and want log-probabilities, as `kept_spans` gives them.
     """
 
     samples: Tensor
     sample_of_row: Tensor
+    scored_rows: Tensor
+    kept: Tensor
 
 
-class DeviceSampler:
+class Sampler:
     """Owns the sampler's memory on the device.
 
     Args:
@@ -70,6 +92,7 @@ class DeviceSampler:
         self._operations = operations
         self._history = history
         self._counters = lazy_zeros(num_rows, vocab_size, dtype=torch.int32, device=device)
+        self._kept = lazy_zeros(num_rows, vocab_size, dtype=torch.int32, device=device)
         self._tables = torch.full((RuleSizes(64, 64, 64).total,), -1, dtype=torch.int32, device=device)
         self.masks = torch.zeros(0, -(-vocab_size // 32), dtype=torch.int32, device=device)
 
@@ -100,41 +123,81 @@ class DeviceSampler:
         features: Features,
         out: DeviceOutputs[Tensor],
         process: Callable[[Tensor], None] | None = None,
-    ) -> Tensor:
+    ) -> None:
         """Choose the samples' tokens, score them, and put them behind their rows' histories.
 
+        Rules change logits in place. Log-probabilities are of the logits as given: of rows that need both a copy is
+        kept meanwhile.
+
         Args:
-            logits: float32 [n, vocab]; rules change them.
-            out: ``sampled`` is filled where ``features.num_top`` is 0 or more.
+            logits: float32 [n, vocab], at most as many rows as there are; left as it is in rows without rules and in
+                those of ``at.kept``, if ``features.num_top`` is 0 or more.
+            out: ``sampled`` is filled if ``features.num_top`` is 0 or more.
             process: changes logits in place by what is no kernel.
-        Returns:
-            float32 [n, vocab], the logits as the model gave them, where ``features.num_top`` is 0 or more.
         """
         ops, samples, scored = self._operations, at.samples, out.sampled
         is_scored = features.num_top >= 0
-        has_edits = features.rules.num_edits > 0
-        raw = logits
+        keeps = is_scored and (features.has_rules or process is not None)
+        words = logits.view(torch.int32)
         if is_scored:
             ops.top_logprobs(logits, samples, scored.log_mass, scored.top_ids, scored.top_logprobs)
-            if has_edits or features.is_penalised or process is not None:
-                raw = logits.clone()
-        if has_edits:
+        if keeps:
+            ops.put_spans(self._kept, at.kept, words.view(-1))
+        # Rules
+        if features.rules.num_edits:
             self._edit(logits, at, features.rules)
         if process is not None:
             process(logits)
         if features.is_penalised:
             ops.penalise(logits, samples, self._history, self._counters_of(samples))
+        # Bitmasks, temperature, filters, draw
         masks = self.masks if features.has_masks else None
         ops.draw(
             logits, samples, masks, out.token_ids, out.status,
             has_filters=features.has_filters, is_greedy=features.is_greedy,
         )  # fmt: skip
+        # Log-probabilities
+        if keeps:
+            ops.put_spans(words, at.kept, self._kept.view(-1))
         if is_scored:
-            is_wanted = samples[:, SampleRow.FLAGS].bitwise_and(int(SampleFlag.LOGPROBS)).bool()
-            logits_rows = torch.where(is_wanted, samples[:, SampleRow.LOGITS_ROW], -1)
-            ops.look_up(raw, logits_rows, out.token_ids, scored.log_mass, scored.logprobs, scored.ranks)
+            ops.look_up(logits, at.scored_rows, out.token_ids, scored.log_mass, scored.logprobs, scored.ranks)
         ops.append_tokens(self._history, samples, out.token_ids)
-        return raw
+
+    def score_tokens(self, logits: Tensor, pairs: Tensor, out: DeviceOutputs[Tensor]) -> None:
+        """Fill ``out.extra``, after `sample`.
+
+        Args:
+            logits: as `sample` has left them.
+            pairs: int32 [3, m]: samples that want log-probabilities, their rows of logits, token ids.
+        """
+        samples, logits_rows, token_ids = pairs
+        log_mass = out.sampled.log_mass.index_select(0, samples)
+        self._operations.look_up(logits, logits_rows, token_ids, log_mass, out.extra.logprobs, out.extra.ranks)
+
+    def score_prompt(
+        self, logits_of: Callable[[Tensor], Tensor], hidden: Tensor, wanted: Tensor, out: Scored[Tensor]
+    ) -> None:
+        """Log-probabilities of prompt tokens, a bounded number at once.
+
+        Args:
+            logits_of: [any, hidden_size] → float32 [any, vocab].
+            hidden: [T, hidden_size], of the step's tokens.
+            wanted: int32 [2, m]: which of those predict the prompt tokens, and what these are.
+        """
+        size = max(1, PROMPT_CHUNK_ELEMENTS // self._counters.shape[1])
+        for first in range(0, wanted.shape[1], size):
+            chunk = slice(first, first + size)
+            predicted_at, token_ids = wanted[:, chunk]
+            logits = logits_of(hidden.index_select(0, predicted_at))
+            logits_rows = torch.arange(len(logits), dtype=torch.int32, device=logits.device)
+            samples = logits_rows.new_zeros(len(logits), SAMPLE_WORDS)
+            samples[:, SampleRow.LOGITS_ROW] = logits_rows
+            samples[:, SampleRow.FLAGS] = int(SampleFlag.LOGPROBS)
+            log_mass = out.log_mass[chunk]
+            self._operations.top_logprobs(logits, samples, log_mass, out.top_ids[chunk], out.top_logprobs[chunk])
+            self._operations.look_up(
+                logits, logits_rows, token_ids.contiguous(), log_mass, out.logprobs[chunk], out.ranks[chunk]
+            )
 
     def _edit(self, logits: Tensor, at: SampleTensors, sizes: RuleSizes) -> None:
         ops, samples, sample_of_row = self._operations, at.samples, at.sample_of_row
