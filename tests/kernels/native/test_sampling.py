@@ -13,13 +13,15 @@ from torch import Tensor
 
 from aioengine.kernels.native.operations import NativeOperations
 from aioengine.kernels.native.team import Team
+from aioengine.kernels.sampling.sample_rows import SampleRow
 from aioengine.kernels.torch import sampling as reference_sampling
 
 
 @pytest.mark.parametrize(("vocab", "spread"), [(300, 0.01), (300, 1.0), (4099, 3.0)])
 def test_filters_keep_what_the_oracle_keeps(teams: list[Team], vocab: int, spread: float) -> None:
     """So many draws, of any filters, that tokens at the thresholds come up."""
-    samples = samples_of(mixed_rows(500, seed=vocab), logits_rows=[nth % 5 for nth in range(500)])
+    samples = mixed_rows(500, seed=vocab)
+    samples[:, SampleRow.LOGITS_ROW] = torch.arange(500) % 5
     logits = random_logits(5, vocab, seed=vocab, spread=spread).round(decimals=2) - 0.5
     expected = drawn(reference_sampling, logits, samples)
     assert drawn(NativeOperations(teams[1]), logits, samples) == expected
