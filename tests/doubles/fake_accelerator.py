@@ -113,6 +113,12 @@ class FakeAccelerator:
         if self._error is not None:
             raise self._error
 
+    def newer_operations(self) -> None:
+        return None
+
+    def use_threads(self, num_threads: int) -> None:
+        pass
+
     def enqueue(self, work: Callable[[*Ts], None], *args: *Ts) -> None:
         self.num_enqueued += 1
         self._stream.append(lambda: work(*args))

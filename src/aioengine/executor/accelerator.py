@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from aioengine.errors import InternalError
+from aioengine.kernels.operations import Operations
 
 Ts = TypeVarTuple("Ts")
 
@@ -112,6 +113,12 @@ class Accelerator(Protocol):
     name: str
     num_multiprocessors: int
     capability: int
+
+    def newer_operations(self) -> Operations | None:
+        """Faster ones than those in use that have become ready, once; None: none have."""
+
+    def use_threads(self, num_threads: int) -> None:
+        """Compute with so many of the host's threads, where it is the host that computes."""
 
     def enqueue(self, work: Callable[[*Ts], None], *args: *Ts) -> None:
         """Run it with these arguments, behind what was enqueued before."""

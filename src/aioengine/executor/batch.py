@@ -110,7 +110,7 @@ class Batch:
     def __init__(self, *, max_num_seqs: int, vocab_size: int, tile: int) -> None:
         self._max_num_seqs = max_num_seqs
         self._vocab_size = vocab_size
-        self._tile = tile
+        self.tile = tile
         self.columns = RowColumns(max_num_seqs)
         self.rules = RuleTable(vocab_size)
         self._num_blocks = np.zeros(max_num_seqs, np.int32)
@@ -337,12 +337,12 @@ class Batch:
     def _tiles(self, plan: StepPlan, first_tokens: Int32, members: NDArray[np.bool_]) -> Int32:
         """Query tiles by their positions: a kernel starts with the last, so that the last ones to run are short."""
         rows, starts, firsts, counts = (c[members] for c in (plan.rows, plan.starts, first_tokens, plan.num_tokens))
-        num_tiles = -(-counts // self._tile)
+        num_tiles = -(-counts // self.tile)
         of_row = np.repeat(np.arange(len(rows)), num_tiles)
-        offsets = spans(np.zeros_like(num_tiles), num_tiles) * self._tile
+        offsets = spans(np.zeros_like(num_tiles), num_tiles) * self.tile
         positions = starts[of_row] + offsets
         tiles = np.stack(
-            (rows[of_row], firsts[of_row] + offsets, np.minimum(counts[of_row] - offsets, self._tile), positions),
+            (rows[of_row], firsts[of_row] + offsets, np.minimum(counts[of_row] - offsets, self.tile), positions),
             axis=1,
         ).astype(np.int32)
         by_position: Int32 = tiles[np.argsort(positions, kind="stable")]

@@ -97,6 +97,12 @@ class CudaAccelerator:
         """Those that share the pool."""
         torch.cuda.set_stream(self._compute)  # of this thread
 
+    def newer_operations(self) -> None:
+        return None
+
+    def use_threads(self, num_threads: int) -> None:
+        pass
+
     def enqueue(self, work: Callable[[*Ts], None], *args: *Ts) -> None:
         work(*args)
 

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
+from aioengine.errors import InternalError
 from aioengine.executor.accelerator import Accelerator, Graph, Work
 from aioengine.sampler.sampler import Features
 
@@ -54,6 +55,7 @@ class DecodeGraphs:
         self._accelerator = accelerator
         self._graphs: dict[GraphKey, Graph] = {}
         self._seen: set[GraphKey] = set()
+        self._refused: set[GraphKey] = set()
         self._is_broken = False
         self.sizes = tuple(sorted(sizes))
         largest = self.sizes[-1] if self.sizes else 0
@@ -82,12 +84,15 @@ class DecodeGraphs:
             self._seen.add(key)
 
     def _capture(self, key: GraphKey, work: Work) -> None:
-        if self._is_broken:
+        if self._is_broken or key in self._refused:
             return
         if len(self._graphs) >= MAX_GRAPHS:
             del self._graphs[next(iter(self._graphs))]
         try:
             self._graphs[key] = self._accelerator.capture(work)
+        except InternalError as error:
+            self._refused.add(key)
+            logger.debug("steps of %d rows with %s are no graph: %s", *key, error)
         except Exception:  # the step itself has run; without graphs steps are slower, and right
             self._is_broken = True
             logger.exception("a step of %d rows could not be captured as a graph; no more will be", key.size)
@@ -95,6 +100,7 @@ class DecodeGraphs:
     def clear(self) -> None:
         """Forget all: what they were captured over is not there any more."""
         self._graphs.clear()
+        self._refused.clear()
 
     def clear_ruled(self) -> None:
         """Forget those with rules or bitmasks, whose memory has moved."""

@@ -9,8 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aioengine.errors import InternalError
 from aioengine.executor.accelerator import DeviceEvent, DeviceMemory, Graph, HostWords, Ts, Work
 from aioengine.executor.memory import available_memory
+from aioengine.kernels.native.library import Compilation
+from aioengine.kernels.native.operations import NativeOperations
+from aioengine.kernels.native.team import Team
+from aioengine.kernels.operations import Operations
 
 
 class HostEvent:
@@ -34,18 +39,39 @@ class HostAccelerator:
     """See `Accelerator`. What work raises comes out of `enqueue`.
 
     Args:
-        record_work: makes a graph of work, without running it; None: work cannot be captured.
+        num_threads: of native kernels; None: there are none.
+        record_work: makes a graph of work, without running it; absent: native kernels do, or none does.
     """
 
     is_host = True
 
-    def __init__(self, record_work: Callable[[Work], Graph] | None = None) -> None:
+    def __init__(
+        self, num_threads: int | None = None, record_work: Callable[[Work], Graph] | None = None
+    ) -> None:
+        self.can_capture = num_threads is not None or record_work is not None
         self._record_work = record_work
-        self.can_capture = record_work is not None
         self.device = torch.device("cpu")
         self.name = "cpu"
         self.num_multiprocessors = 1
         self.capability = 0
+        self._num_threads = num_threads or 1
+        self._team: Team | None = None
+        self._compilation = Compilation() if num_threads is not None else None
+
+    def newer_operations(self) -> Operations | None:
+        library = self._compilation.poll() if self._compilation is not None else None
+        if library is None:
+            return None
+        self._compilation = None
+        self._team = Team(library, self._num_threads)
+        self._record_work = self._team.capture
+        return NativeOperations(self._team)
+
+    def use_threads(self, num_threads: int) -> None:
+        """From the next operation on, as many of them at most."""
+        torch.set_num_threads(num_threads)  # 0.2 µs, and for this thread alone
+        if self._team is not None:
+            self._team.use_threads(num_threads)
 
     def enqueue(self, work: Callable[[*Ts], None], *args: *Ts) -> None:
         work(*args)
@@ -64,7 +90,8 @@ class HostAccelerator:
         return HostWords(torch.empty(num_words, dtype=torch.int32))
 
     def capture(self, work: Work) -> Graph:
-        assert self._record_work is not None
+        if self._record_work is None:
+            raise InternalError("plain torch is not captured")
         return self._record_work(work)
 
     def synchronize(self) -> None:
@@ -87,7 +114,10 @@ class HostAccelerator:
         pass
 
     def close(self) -> None:
-        pass
+        if self._compilation is not None:
+            self._compilation.close()
+        if self._team is not None:
+            self._team.close()
 
     def profiler_activities(self) -> list[Any]:
         return []

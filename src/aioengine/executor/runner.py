@@ -80,8 +80,8 @@ class Runner:
         self._stats = stats
         self._block_size = block_size
         self._max_model_len = c.max_model_len
-        tile = operations.prefill_tile(c.num_heads, c.num_kv_heads, c.head_dim)
-        self._batch = Batch(max_num_seqs=max_num_seqs, vocab_size=c.vocab_size, tile=tile)
+        self._decoder: Decoder | None = decoder
+        self._batch = Batch(max_num_seqs=max_num_seqs, vocab_size=c.vocab_size, tile=self._tile())
         self._vocab_size = c.vocab_size
         self._history = lazy_zeros(max_num_seqs, c.max_model_len + 1, dtype=torch.int32, device=device)
         self._block_tables = lazy_zeros(
@@ -114,6 +114,20 @@ class Runner:
             self._attention.rope_table = decoder.rope_table
         self._decoder = decoder
         self._capture_all()
+
+    def use_operations(self, operations: Operations) -> None:
+        """Compute by other operations from now on: the rows, the cache and the weights' values stay."""
+        self._operations = self._sampler.operations = operations
+        self._batch.tile = self._tile()
+        if self._attention is not None:
+            self._attention.operations = operations
+        self.use(self._decoder)
+
+    def _tile(self) -> int:
+        """The most query tokens of an attention tile."""
+        assert self._decoder is not None
+        c = self._decoder.config
+        return self._operations.prefill_tile(c.num_heads, c.num_kv_heads, c.head_dim)
 
     def make_cache(self) -> None:
         """Have a KV cache, empty if there was none."""
@@ -240,6 +254,9 @@ class Runner:
         assert self._decoder is not None, "a plan was launched while the weights were away"
         assert self._attention is not None, "a plan was launched while the KV cache was away"
         self._stats.num_steps += 1
+        operations = self._accelerator.newer_operations()
+        if operations is not None:
+            self.use_operations(operations)
         staging = self._staging[0]
         self._staging.rotate(-1)
         try:

@@ -352,7 +352,8 @@ class Device:
 
     def _use_threads(self, all_of_them: bool) -> None:
         if self._max_threads:
-            torch.set_num_threads(self._max_threads if all_of_them else 1)  # 0.2 µs, and for this thread alone
+            assert self._accelerator is not None
+            self._accelerator.use_threads(self._max_threads if all_of_them else 1)
 
     def _return_memory(self) -> None:
         if self._accelerator is not None:
@@ -387,20 +388,25 @@ def _find_processor(device: str) -> Processor:
     Raises:
         ConfigError: there is no such GPU, or Triton is missing.
     """
-    host = Processor(HostAccelerator(), torch_operations)
     found = find_cuda(device)
     if found is None:
-        return host
+        return _host()
     try:
         from aioengine.kernels import triton_operations
     except ImportError as error:
         if device == "auto":
             logger.warning("there is a GPU, and no Triton to compute on it (%s): the model runs on the CPU", error)
-            return host
+            return _host()
         raise ConfigError(
             f"device={device!r} needs Triton, which a torch for CUDA brings ({error}); device='cpu' does not"
         ) from error
     return Processor(CudaAccelerator(found), triton_operations)
+
+
+def _host() -> Processor:
+    """With plain torch until the native kernels are compiled, which takes some seconds once a machine."""
+    accelerator = HostAccelerator(torch.get_num_threads())
+    return Processor(accelerator, accelerator.newer_operations() or torch_operations)
 
 
 def is_large_step(weight_bytes: int, num_layers: int, num_tokens: int, context_bytes: int) -> bool:

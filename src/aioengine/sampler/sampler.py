@@ -89,7 +89,7 @@ class Sampler:
 
     def __init__(self, operations: Operations, history: Tensor, vocab_size: int) -> None:
         num_rows, device = len(history), history.device
-        self._operations = operations
+        self.operations = operations
         self._history = history
         self._counters = lazy_zeros(num_rows, vocab_size, dtype=torch.int32, device=device)
         self._kept = lazy_zeros(num_rows, vocab_size, dtype=torch.int32, device=device)
@@ -135,7 +135,7 @@ class Sampler:
             out: ``sampled`` is filled if ``features.num_top`` is 0 or more.
             process: changes logits in place by what is no kernel.
         """
-        ops, samples, scored = self._operations, at.samples, out.sampled
+        ops, samples, scored = self.operations, at.samples, out.sampled
         is_scored = features.num_top >= 0
         keeps = is_scored and (features.has_rules or process is not None)
         words = logits.view(torch.int32)
@@ -200,7 +200,7 @@ class Sampler:
             )
 
     def _edit(self, logits: Tensor, at: SampleTensors, sizes: RuleSizes) -> None:
-        ops, samples, sample_of_row = self._operations, at.samples, at.sample_of_row
+        ops, samples, sample_of_row = self.operations, at.samples, at.sample_of_row
         rules = RuleTensors.of(self._tables, sizes)
         if sizes.num_words:
             ops.ends_of_bad_words(

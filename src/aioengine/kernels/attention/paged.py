@@ -79,7 +79,7 @@ class PagedAttention:
     ) -> None:
         size = (2 * shape.num_layers, num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
         self.cache = lazy_zeros(*size, dtype=shape.dtype, device=block_tables.device)
-        self._operations = operations
+        self.operations = operations
         self._block_tables = block_tables
         self.rope_table: Tensor | None = None
         self._eps = eps
@@ -89,7 +89,7 @@ class PagedAttention:
 
     def copy_blocks(self, copied_from: Tensor, copied_to: Tensor) -> None:
         """As `Operations.copy_blocks`, in all layers."""
-        self._operations.copy_blocks(self.cache, copied_from, copied_to)
+        self.operations.copy_blocks(self.cache, copied_from, copied_to)
 
     def num_splits(self, num_rows: int, max_context: int) -> int:
         """For so many single query tokens."""
@@ -109,17 +109,17 @@ class PagedAttention:
         """Rotate, write this step's keys and values, then attend: [T, h · d] from [T, (h + 2 g) · d]."""
         k_cache, v_cache = self.cache[2 * layer], self.cache[2 * layer + 1]
         assert self.rope_table is not None
-        q = self._operations.rotate_and_write(
+        q = self.operations.rotate_and_write(
             qkv, step.positions, step.slots, self.rope_table, qk_weight, self._eps, k_cache, v_cache
         )
         out = torch.empty_like(q)
         if step.decodes is not None:
-            self._operations.attend_decode(
+            self.operations.attend_decode(
                 q, k_cache, v_cache, self._block_tables, step.decodes, out,
                 scale=self._softmax_scale, window=window, num_splits=step.num_splits, max_context=step.max_context,
             )  # fmt: skip
         if step.tiles is not None:
-            self._operations.attend_prefill(
+            self.operations.attend_prefill(
                 q, k_cache, v_cache, self._block_tables, step.tiles, out,
                 scale=self._softmax_scale, window=window,
             )  # fmt: skip

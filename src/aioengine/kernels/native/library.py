@@ -5,8 +5,12 @@ Loading it takes neither numba nor its imports: `aioengine.kernels.native.kernel
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import logging
 import os
+import subprocess
+import sys
 import tempfile
 from functools import cache
 from importlib.metadata import version
@@ -14,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from llvmlite import binding
+
+logger = logging.getLogger("aioengine")
 
 HERE = Path(__file__).parent
 SOURCES = (
@@ -76,16 +82,68 @@ def find_library() -> Library | None:
 
 
 def compile_library() -> Library:
-    """Compile it in this process, which takes a core for seconds, and keep it for the next one, where that can be."""
+    """Compile it in this process, which takes a core for seconds, and keep it for the next one, where that can be.
+
+    Of several processes that ask for it one compiles.
+    """
     from aioengine.kernels.native.kernels.compiler import compile_all
 
-    code = compile_all(target_machine())
     path = library_path()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(code)
-        os.replace(file.name, path)  # whole or not at all, whatever other processes do
-    except OSError:
-        pass
+        with open(path.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            found = find_library()
+            if found is not None:
+                return found
+            code = compile_all(target_machine())
+            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+                file.write(code)
+            os.replace(file.name, path)  # whole or not at all, whatever other processes do
+    except OSError:  # a folder that cannot be written to
+        code = compile_all(target_machine())
     return Library(code)
+
+
+class Compilation:
+    """The library, or a child process that compiles it while this one serves without it."""
+
+    def __init__(self) -> None:
+        self._child = (
+            None
+            if library_path().exists()
+            else subprocess.Popen(
+                [sys.executable, "-c", _COMPILE, str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            )
+        )
+
+    def poll(self) -> Library | None:
+        """The library, once, when it is there."""
+        if self._child is None:
+            return find_library()
+        if self._child.poll() is None:
+            return None
+        _, error = self._child.communicate()
+        if self._child.returncode:
+            logger.warning("no native kernels, steps are slow: they could not be compiled: %s", error.decode()[-1000:])
+        return find_library()
+
+    def close(self) -> None:
+        """End the child. Idempotent."""
+        if self._child is not None:
+            self._child.kill()
+            self._child.communicate()
+
+
+_COMPILE = """
+import os, sys
+from aioengine.transport.child import die_with_parent
+die_with_parent(int(sys.argv[1]))
+os.nice(10)  # the steps come first
+from aioengine.kernels.native.library import compile_library
+compile_library()
+"""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from aioengine.kernels.native import attention, layers
 from aioengine.kernels.native.team import Team
 from aioengine.kernels.packed_weight import PackedWeight, Quantization
 from aioengine.kernels.sampling.sample_rows import SampleFlag
+from aioengine.kernels.torch import operations as oracle
 from aioengine.kernels.torch import products as plain
 from aioengine.kernels.torch.quantized import dequantize, quantize
 
@@ -44,6 +46,68 @@ class NativeOperations:
             num_kept = 1 << (num_rows - 1).bit_length() if num_rows < 64 else -(-num_rows // 64) * 64
             buffer = self._buffers[key] = torch.empty(num_kept, width, dtype=dtype)
         return buffer[:num_rows]
+
+    # Plain torch has what has no native kernel yet.
+
+    attend_prefill = staticmethod(oracle.attend_prefill)
+    prefill_tile = staticmethod(oracle.prefill_tile)
+
+    def attend_decode(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_tables: Tensor,
+        decodes: Tensor,
+        out: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        num_splits: int,
+        max_context: int,
+        soft_cap: float | None = None,
+    ) -> None:
+        states = None
+        if num_splits > 1:
+            states = self._buffer("states", 1, attention.num_states(len(decodes), *q.shape[1:], max_context), torch.float32)
+        attention.attend_decode(
+            self._team, q, k_cache, v_cache, block_tables, decodes, out, scale=scale, window=window,
+            num_splits=num_splits, max_context=max_context, states=states, soft_cap=soft_cap,
+        )  # fmt: skip
+
+    # The decoder's layers
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        out = self._buffer("normed", len(x), x.shape[1], x.dtype)
+        layers.rms_norm(self._team, x, weight, eps, out)
+        return out
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        out = self._buffer("normed", len(x), x.shape[1], x.dtype)
+        layers.add_rms_norm(self._team, x, residual, weight, eps, out)
+        return out
+
+    def gated_activation(self, gate_up: Tensor) -> Tensor:
+        out = self._buffer("activated", len(gate_up), gate_up.shape[1] // 2, gate_up.dtype)
+        layers.gated_activation(self._team, gate_up, out)
+        return out
+
+    def rotate_and_write(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        rope_table: Tensor,
+        qk_weight: Tensor | None,
+        eps: float,
+        k_cache: Tensor,
+        v_cache: Tensor,
+    ) -> Tensor:
+        num_kv_heads, head_dim = k_cache.shape[2:]
+        num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+        q = self._buffer("q", len(qkv), num_heads * head_dim, qkv.dtype).view(-1, num_heads, head_dim)
+        layers.rotate_and_write(self._team, qkv, positions, slots, rope_table, qk_weight, eps, k_cache, v_cache, q)
+        return q
 
     # Products with weights
 

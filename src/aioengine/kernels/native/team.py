@@ -41,6 +41,7 @@ class Team:
     def __init__(self, library: Library, num_threads: int) -> None:
         self.library = library
         self.num_threads = num_threads
+        self._num_threads_of_run = num_threads
         self._words = np.zeros((SEMAPHORES + 128 * num_threads) // 8 + 8, np.int64)
         self._address = (self._words.ctypes.data + 63) // 64 * 64
         self._captured: _Captured | None = None
@@ -62,6 +63,10 @@ class Team:
         ]
         for each in self._threads:
             each.start()
+
+    def use_threads(self, num_threads: int) -> None:
+        """Run what comes with so many of the threads, or with all if there are fewer."""
+        self._num_threads_of_run = min(num_threads, self.num_threads)
 
     def launch(self, kernel: str, num_chunks: int, *arguments: Tensor | int) -> None:
         """Run one kernel; returns when it is done, without the GIL meanwhile. In `capture` it is noted, and not run.
@@ -97,7 +102,7 @@ class Team:
 
     def run(self, program: int, num_records: int) -> None:
         """Run the records at an address."""
-        self._run(self._results, self._results + 8, self._address, program, num_records, self.num_threads)
+        self._run(self._results, self._results + 8, self._address, program, num_records, self._num_threads_of_run)
 
     def close(self) -> None:
         """End the threads. Idempotent."""
@@ -130,7 +135,7 @@ class Program:
 
 
 VIEWS = frozenset(("view", "slice", "select", "alias", "t", "unbind", "split", "split_with_sizes", "detach", "chunk",
-                   "transpose", "unsqueeze", "expand", "as_strided", "_unsafe_view", "empty", "permute", "squeeze",
+                   "transpose", "unsqueeze", "expand", "as_strided", "_unsafe_view", "empty", "empty_like", "permute", "squeeze",
                    "_reshape_alias", "lift_fresh"))  # fmt: skip
 """torch's operations that compute nothing."""
 
