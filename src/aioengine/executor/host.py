@@ -45,9 +45,7 @@ class HostAccelerator:
 
     is_host = True
 
-    def __init__(
-        self, num_threads: int | None = None, record_work: Callable[[Work], Graph] | None = None
-    ) -> None:
+    def __init__(self, num_threads: int | None = None, record_work: Callable[[Work], Graph] | None = None) -> None:
         self.can_capture = num_threads is not None or record_work is not None
         self._record_work = record_work
         self.device = torch.device("cpu")

@@ -134,9 +134,10 @@ class Program:
         self._team.run(self._address, len(self._records))
 
 
-VIEWS = frozenset(("view", "slice", "select", "alias", "t", "unbind", "split", "split_with_sizes", "detach", "chunk",
-                   "transpose", "unsqueeze", "expand", "as_strided", "_unsafe_view", "empty", "empty_like", "permute", "squeeze",
-                   "_reshape_alias", "lift_fresh"))  # fmt: skip
+VIEWS = frozenset(
+    "view slice select alias t unbind split split_with_sizes detach chunk transpose unsqueeze squeeze expand as_strided "
+    "permute _unsafe_view _reshape_alias lift_fresh empty empty_like".split()
+)
 """torch's operations that compute nothing."""
 
 
