@@ -45,7 +45,7 @@ class HostAccelerator:
 
     is_host = True
 
-    def __init__(self, num_threads: int | None = None, record_work: Callable[[Work], Graph] | None = None) -> None:
+    def __init__(self, record_work: Callable[[Work], Graph] | None = None, *, num_threads: int | None = None) -> None:
         self.can_capture = num_threads is not None or record_work is not None
         self._record_work = record_work
         self.device = torch.device("cpu")
@@ -60,7 +60,6 @@ class HostAccelerator:
         library = self._compilation.poll() if self._compilation is not None else None
         if library is None:
             return None
-        self._compilation = None
         self._team = Team(library, self._num_threads)
         self._record_work = self._team.capture
         return NativeOperations(self._team)

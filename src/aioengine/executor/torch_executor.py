@@ -405,7 +405,7 @@ def _find_processor(device: str) -> Processor:
 
 def _host() -> Processor:
     """With plain torch until the native kernels are compiled, which takes some seconds once a machine."""
-    accelerator = HostAccelerator(torch.get_num_threads())
+    accelerator = HostAccelerator(num_threads=torch.get_num_threads())
     return Processor(accelerator, accelerator.newer_operations() or torch_operations)
 
 

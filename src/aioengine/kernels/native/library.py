@@ -109,41 +109,40 @@ class Compilation:
     """The library, or a child process that compiles it while this one serves without it."""
 
     def __init__(self) -> None:
-        self._child = (
-            None
-            if library_path().exists()
-            else subprocess.Popen(
+        self._is_over = False
+        self._child: subprocess.Popen[bytes] | None = None
+        if not library_path().exists():
+            self._child = subprocess.Popen(
                 [sys.executable, "-c", _COMPILE, str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
             )
-        )
 
     def poll(self) -> Library | None:
         """The library, once, when it is there."""
-        if self._child is None:
-            return find_library()
-        if self._child.poll() is None:
+        if self._is_over or (self._child is not None and self._child.poll() is None):
             return None
-        _, error = self._child.communicate()
-        if self._child.returncode:
-            logger.warning("no native kernels, steps are slow: they could not be compiled: %s", error.decode()[-1000:])
+        self._is_over = True
+        if self._child is not None:
+            _, errors = self._child.communicate()
+            if self._child.returncode:
+                logger.warning("no native kernels, so that steps are slow: %s", errors.decode()[-1000:])
         return find_library()
 
     def close(self) -> None:
-        """End the child. Idempotent."""
-        if self._child is not None:
+        """End the child, if it has not ended."""
+        if self._child is not None and not self._is_over:
+            self._is_over = True
             self._child.kill()
             self._child.communicate()
 
 
 _COMPILE = """
-import os, sys
+import sys
 from aioengine.transport.child import die_with_parent
 die_with_parent(int(sys.argv[1]))
-os.nice(10)  # the steps come first
 from aioengine.kernels.native.library import compile_library
 compile_library()
 """

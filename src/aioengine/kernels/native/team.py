@@ -134,10 +134,11 @@ class Program:
         self._team.run(self._address, len(self._records))
 
 
-VIEWS = frozenset(
-    "view slice select alias t unbind split split_with_sizes detach chunk transpose unsqueeze squeeze expand as_strided "
-    "permute _unsafe_view _reshape_alias lift_fresh empty empty_like".split()
-)
+VIEWS = frozenset((
+    "view", "_unsafe_view", "_reshape_alias", "alias", "lift_fresh", "slice", "select", "split",
+    "split_with_sizes", "unbind", "t", "transpose", "permute", "squeeze", "unsqueeze", "expand",
+    "as_strided", "empty", "empty_like",
+))  # fmt: skip
 """torch's operations that compute nothing."""
 
 
