@@ -70,7 +70,7 @@ class NativeOperations:
         states = None
         if num_splits > 1:
             states = self._buffer(
-                "states", 1, attention.num_states(len(decodes), *q.shape[1:], max_context), torch.float32
+                "states", 1, attention.num_states(len(decodes), q.shape[1], q.shape[2], max_context), torch.float32
             )
         attention.attend_decode(
             self._team, q, k_cache, v_cache, block_tables, decodes, out, scale=scale, window=window,
