@@ -1,7 +1,7 @@
 """What this machine does at best, measured: ``python -m benchmarks.cpu.limits --out FILE [--threads N]``.
 
 Every operation that might reach a limit is tried, the fastest one tells it: a bound that the engine could exceed would
-be none. The engine's own kernels are tried where they have been compiled on this machine.
+be none. The engine's own kernels are tried, too.
 """
 
 from __future__ import annotations
@@ -82,15 +82,14 @@ def fastest(operations: Iterable[tuple[str, Operation]], seconds: float) -> tupl
 
 
 def native_operations() -> Operations | None:
-    """The engine's own, if it has any and they have been compiled."""
+    """The engine's own, if it has any. They are compiled if they are not yet, so that no engine's figures suffer."""
     try:
-        from aioengine.kernels.native.library import find_library
+        from aioengine.kernels.native.library import compile_library, find_library
         from aioengine.kernels.native.operations import NativeOperations
         from aioengine.kernels.native.team import Team
     except ImportError:  # an earlier version
         return None
-    library = find_library()
-    return NativeOperations(Team(library, torch.get_num_threads())) if library is not None else None
+    return NativeOperations(Team(find_library() or compile_library(), torch.get_num_threads()))
 
 
 def measure(seconds: float) -> Limits:
