@@ -14,14 +14,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from aioengine.executor.row_columns import Int64, PromptTokens, RowColumns, spans
 from aioengine.executor.step_words import ExtraWords, FixedWords, Span, TableSpans
-from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow
+from aioengine.kernels.sampling.sample_rows import PARAM_WORDS, SAMPLE_WORDS, SampleFlag, SampleRow
 from aioengine.sampler.outputs import OutputSizes
 from aioengine.sampler.processors import ProcessedRow
 from aioengine.sampler.rules import RuleSizes, RuleTable, pack_bits
 from aioengine.sampler.sampler import Features, kept_spans
-from aioengine.sampling_params import FILTERS, PENALTIES, is_any_on
+from aioengine.sampling_params import FILTERS, PENALTIES, ROW_PARAMS, is_any_on
 from aioengine.scheduler.plan import Int32, LogitsProcessor, LogitsRow, RowAdded, StepPlan, Want, int32
 
 NUM_TOP_SIZES = (0, 5, 20)
@@ -29,6 +28,36 @@ NUM_TOP_SIZES = (0, 5, 20)
 
 PADDING_SAMPLE = np.zeros(SAMPLE_WORDS, np.int32)
 PADDING_SAMPLE[[SampleRow.LOGITS_ROW, SampleRow.MASK]] = -1
+
+Int64 = NDArray[np.int64]
+
+NO_IDS = np.zeros(0, np.int64)
+
+
+def spans(starts: NDArray[np.integer], counts: NDArray[np.integer]) -> Int64:
+    """int64 [sum of counts]: ``starts[i]``, ``starts[i] + 1``, … ``counts[i]`` of them, one span after the other."""
+    ends = np.cumsum(counts)
+    positions: Int64 = np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - counts - starts, counts)
+    return positions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptTokens:
+    """Prompt tokens of a step whose log-probabilities are asked for.
+
+    Attributes:
+        index: int32 [m], which of the plan's rows each belongs to, ascending.
+        positions: int32 [m], its logits_row in the prompt.
+        token_ids: int64 [m], what it is.
+        predicted_at: int64 [m], where in the step's tokens the one before it is.
+        num_top: likeliest tokens to report for each.
+    """
+
+    index: Int32
+    positions: Int32
+    token_ids: Int64
+    predicted_at: Int64
+    num_top: int
 
 
 @dataclass(slots=True)
@@ -111,10 +140,21 @@ class Batch:
         self._max_num_seqs = max_num_seqs
         self._vocab_size = vocab_size
         self.tile = tile
-        self.columns = RowColumns(max_num_seqs)
         self.rules = RuleTable(vocab_size)
         self._num_blocks = np.zeros(max_num_seqs, np.int32)
-        self._words = self.columns.words
+        self._words = np.zeros((max_num_seqs, SAMPLE_WORDS), np.int32)
+        """Of each row, as kernels take a sample's; the following are views of it."""
+        self._params: dict[str, NDArray[Any]] = {
+            name: self._words.view(np.float32 if ROW_PARAMS[name] is float else np.int32)[:, word]
+            for name, word in PARAM_WORDS.items()
+        }
+        self._seed: Int64 = self._words[:, SampleRow.SEED_LOW : SampleRow.SEED_HIGH + 1].view(np.int64)[:, 0]
+        self._choice = self._words[:, SampleRow.CHOICE]
+        self._num_prompt_tokens, self._logprobs, self._min_tokens, self._prompt_logprobs = np.zeros(
+            (4, max_num_seqs), np.int32
+        )
+        self._has_rules = np.zeros(max_num_seqs, np.bool_)
+        """Whether the logits are changed at each step."""
         self._has_filters = np.zeros(max_num_seqs, np.bool_)
         self._is_penalised = np.zeros(max_num_seqs, np.bool_)
         self._has_edits = np.zeros(max_num_seqs, np.bool_)
@@ -123,6 +163,9 @@ class Batch:
         """Logits processors of rows, and the only ids that are allowed to them, int64 [any]."""
         self._known: dict[int, list[int]] = {}
         """Tokens of the rows about which the host must know them."""
+        self._num_choices: dict[int, int] = {}
+        """Of rows that bring several tokens at their first output position."""
+        self._logprob_token_ids: dict[int, Int64] = {}
         self._free_masks: list[int] = []
         self.num_masks = 0
 
@@ -152,12 +195,13 @@ class Batch:
         return deltas
 
     def _remove(self, rows: Int32) -> None:
-        self.columns.remove(rows)
         self._num_blocks[rows] = 0
         for row in rows.tolist():
             self.rules.remove(row)
             self._processed.pop(row, None)
             self._known.pop(row, None)
+            self._num_choices.pop(row, None)
+            self._logprob_token_ids.pop(row, None)
             if self._has_mask[row]:
                 self._has_mask[row] = False
                 self._free_masks.append(int(self._words[row, SampleRow.MASK]))
@@ -174,7 +218,16 @@ class Batch:
     def _describe(self, added: RowAdded, masks: TableSpans) -> None:
         """Keep what is to be known of how a row is sampled."""
         row, sampling = added.row, added.sampling
-        self.columns.add(added)
+        self._num_prompt_tokens[row] = added.num_prompt_tokens
+        for name, column in self._params.items():
+            column[row] = getattr(sampling, name)
+        self._seed[row], self._choice[row] = sampling.seed, sampling.choice
+        self._logprobs[row], self._prompt_logprobs[row] = sampling.logprobs, sampling.prompt_logprobs
+        self._min_tokens[row] = sampling.min_tokens if sampling.stop_ids else 0  # else nothing to mask until then
+        if sampling.num_choices > 1:
+            self._num_choices[row] = sampling.num_choices
+        if sampling.logprob_token_ids:
+            self._logprob_token_ids[row] = np.array(sampling.logprob_token_ids, np.int64)
         self._has_filters[row] = sampling.temperature > 0 and is_any_on(sampling, FILTERS)
         self._is_penalised[row] = is_any_on(sampling, PENALTIES)
         allowed = np.array(sampling.allowed_token_ids, np.int64)
@@ -183,6 +236,9 @@ class Batch:
         if sampling.logits_processors or sampling.prompt_logprobs >= 0:
             self._known[row] = added.token_ids.tolist()
         self._has_edits[row] = self.rules.add(row, sampling)
+        self._has_rules[row] = bool(
+            self._has_edits[row] or self._is_penalised[row] or len(allowed) or sampling.logits_processors
+        )
         self._words[row, SampleRow.ROW] = row
         # With processors the allowed ids are kept before these, which may say otherwise.
         has_mask = len(allowed) > 0 and not sampling.logits_processors
@@ -232,8 +288,8 @@ class Batch:
         ends = plan.starts + plan.num_tokens
         sampled = np.flatnonzero(plan.wants == Want.LOGITS)
         rows, end = plan.rows[sampled], ends[sampled]
-        positions = end - self.columns.num_prompt_tokens[rows]
-        num_choices = self.columns.num_choices(rows, positions)
+        positions = end - self._num_prompt_tokens[rows]
+        num_choices = self._num_samples(rows, positions)
         counts = np.ones(len(rows), np.int32) if num_choices is None else num_choices
         logits_row_of_sample = np.arange(len(rows)) if num_choices is None else np.repeat(np.arange(len(rows)), counts)
         features = self._features(rows, positions)
@@ -246,8 +302,8 @@ class Batch:
             features=features,
             sampled=sampled,
             row_of_sample=sampled[logits_row_of_sample],
-            wants_logprobs=(self.columns.logprobs[rows] >= 0)[logits_row_of_sample],
-            is_ruled=(self.columns.has_rules[rows] | (positions < self.columns.min_tokens[rows]))[logits_row_of_sample],
+            wants_logprobs=(self._logprobs[rows] >= 0)[logits_row_of_sample],
+            is_ruled=(self._has_rules[rows] | (positions < self._min_tokens[rows]))[logits_row_of_sample],
             sizes=OutputSizes(len(logits_row_of_sample), features.num_top),
             is_plain=num_tokens == num_rows and num_choices is None and features.num_top in (-1, *NUM_TOP_SIZES),
             extra=extra,
@@ -259,12 +315,11 @@ class Batch:
         return step, size
 
     def _features(self, rows: Int32, positions: Int32) -> Features:
-        columns = self.columns
-        has_edits = (self._has_edits[rows] | (positions < columns.min_tokens[rows])).any()
-        most = int(columns.logprobs[rows].max(initial=-1))
+        has_edits = (self._has_edits[rows] | (positions < self._min_tokens[rows])).any()
+        most = int(self._logprobs[rows].max(initial=-1))
         return Features(
             has_filters=bool(self._has_filters[rows].any()),
-            is_greedy=not columns.params["temperature"][rows].any(),
+            is_greedy=not self._params["temperature"][rows].any(),
             has_masks=bool(self._has_mask[rows].any()),
             is_penalised=bool(self._is_penalised[rows].any()),
             rules=self.rules.sizes if has_edits else RuleSizes(),
@@ -277,7 +332,7 @@ class Batch:
         """What few steps bring: prompt tokens to be scored, tokens that are reported always, logits processors."""
         plan, extra = step.plan, step.extra
         offsets = np.concatenate(([0], np.cumsum(plan.num_tokens))).astype(np.int32)
-        prompt = self.columns.prompt_tokens(plan, offsets, self._known_tokens)
+        prompt = self._prompt_tokens(plan, offsets)
         if prompt is not None:
             step.is_plain = False
             step.prompt_tokens = prompt
@@ -285,8 +340,8 @@ class Batch:
             step.sizes = step.sizes._replace(
                 num_prompt=len(prompt.token_ids), num_prompt_top=min(prompt.num_top, self._vocab_size)
             )
-        of_rows = self.columns.logprob_token_ids(rows)
-        if of_rows is not None and step.features.num_top >= 0:
+        if self._logprob_token_ids and step.features.num_top >= 0:
+            of_rows = [self._logprob_token_ids.get(row, NO_IDS) for row in rows.tolist()]
             of_samples = [
                 of_rows[logits_row][of_rows[logits_row] < self._vocab_size]
                 for logits_row in logits_row_of_sample.tolist()
@@ -310,10 +365,43 @@ class Batch:
                 for sample, logits_row in zip(first_samples.tolist(), step.processed, strict=True)
             ]
 
-    def _known_tokens(self, rows: Int32, positions: Int64) -> Int64:
-        return np.array(
-            [self._known[row][position] for row, position in zip(rows.tolist(), positions.tolist(), strict=True)],
-            np.int64,
+    def _num_samples(self, rows: Int32, positions: Int32) -> Int32 | None:
+        """How many tokens each row brings at these output positions; None where it is one.
+
+        A row brings several at position 0 alone, and is not asked again from then on.
+        """
+        if not self._num_choices:
+            return None
+        counts = [self._num_choices.get(row, 1) for row in rows.tolist()]
+        num_samples = np.where(positions == 0, counts, 1).astype(np.int32)
+        for row in rows[positions > 0].tolist():
+            self._num_choices.pop(row, None)
+        return num_samples if (num_samples > 1).any() else None
+
+    def _prompt_tokens(self, plan: StepPlan, offsets: Int32) -> PromptTokens | None:
+        """Of the rows that ask: each prompt token that follows one which the plan computes.
+
+        Args:
+            offsets: int32 [b + 1], where each row's tokens begin in the step.
+        """
+        num_top = self._prompt_logprobs[plan.rows]
+        asking = (num_top >= 0).nonzero()[0]
+        rows, starts = plan.rows[asking], plan.starts[asking]
+        # The prompt's last token predicts an output token.
+        counts = np.minimum(plan.num_tokens[asking], self._num_prompt_tokens[rows] - 1 - starts).clip(min=0)
+        if not counts.any():
+            return None
+        positions = spans(starts + 1, counts)
+        token_ids = [
+            self._known[row][position]
+            for row, position in zip(np.repeat(rows, counts).tolist(), positions.tolist(), strict=True)
+        ]
+        return PromptTokens(
+            index=np.repeat(asking, counts).astype(np.int32),
+            positions=positions.astype(np.int32),
+            token_ids=np.array(token_ids, np.int64),
+            predicted_at=spans(offsets[asking], counts),
+            num_top=int(num_top[asking].max()),
         )
 
     def _write_rows(self, step: Step, ends: Int32, fixed: FixedWords[NDArray[Any]], size: int | None) -> None:
@@ -395,8 +483,8 @@ class Batch:
         plan, found = step.plan, []
         for logits_row in step.processed:
             index = step.sampled[logits_row]
-            row, num_prompt = int(plan.rows[index]), int(self.columns.num_prompt_tokens[plan.rows[index]])
+            row, num_prompt = int(plan.rows[index]), int(self._num_prompt_tokens[plan.rows[index]])
             tokens = int32(self._known[row][: int(plan.starts[index] + plan.num_tokens[index])])
-            told = LogitsRow(tokens[:num_prompt], tokens[num_prompt:], int(self.columns.choice[row]))
+            told = LogitsRow(tokens[:num_prompt], tokens[num_prompt:], int(self._choice[row]))
             found.append(ProcessedRow(logits_row, *self._processed[row], told))
         return found

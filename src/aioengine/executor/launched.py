@@ -13,9 +13,8 @@ from torch import Tensor
 
 from aioengine.core.executor_protocol import DeviceLost
 from aioengine.executor.accelerator import Accelerator, DeviceEvent, HostWords
-from aioengine.executor.batch import Step
+from aioengine.executor.batch import Step, spans
 from aioengine.executor.completion_thread import DeferredResult
-from aioengine.executor.row_columns import spans
 from aioengine.executor.step_words import WORDS_A_ROW, ExtraWords, Span
 from aioengine.kernels.sampling.sample_rows import Status
 from aioengine.sampler.outputs import DeviceOutputs, Scored
