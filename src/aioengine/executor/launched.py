@@ -1,4 +1,4 @@
-"""A step on its way through a device: the host's memory that it uses, what of it is on the device, and its result."""
+"""A step on its way through a device: the host's memory that it uses, and its result."""
 
 from __future__ import annotations
 
@@ -9,36 +9,15 @@ from typing import Any
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from aioengine.core.executor_protocol import DeviceLost
 from aioengine.executor.accelerator import Accelerator, DeviceEvent, HostWords
 from aioengine.executor.batch import Step, spans
 from aioengine.executor.completion_thread import DeferredResult
-from aioengine.executor.step_words import WORDS_A_ROW, ExtraWords, Span
+from aioengine.executor.step_words import WORDS_A_ROW, ExtraWords
 from aioengine.kernels.sampling.sample_rows import Status
 from aioengine.sampler.outputs import DeviceOutputs, Scored
 from aioengine.scheduler.plan import PromptLogprobs, RowFailure, StepLogprobs, StepResult, int32
-
-
-class OnDevice:
-    """What of a step is on the device, each once its work has run.
-
-    Attributes:
-        num_words: of the extra words.
-        words: int32 [num_words], those.
-        hidden: [T, hidden_size], of the forward pass. logits: float32 [n, vocab].
-    """
-
-    def __init__(self, num_words: int) -> None:
-        self.num_words = num_words
-        self.words: Tensor | None = None
-        self.hidden: Tensor | None = None
-        self.logits: Tensor | None = None
-
-    def get(self, span: Span) -> Tensor:
-        assert self.words is not None
-        return span.of(self.words)
 
 
 class PinnedBuffers:

@@ -17,8 +17,8 @@ from aioengine.core.executor_protocol import DeviceLost, ExecutorStats
 from aioengine.executor.accelerator import Accelerator, DeviceEvent, Work
 from aioengine.executor.batch import NUM_TOP_SIZES, Batch, Deltas, Step
 from aioengine.executor.graphs import DecodeGraphs, GraphKey
-from aioengine.executor.launched import LaunchedStep, OnDevice, PinnedBuffers
-from aioengine.executor.step_words import WORDS_A_ROW, ExtraWords, FixedWords, Span
+from aioengine.executor.launched import LaunchedStep, PinnedBuffers
+from aioengine.executor.step_words import WORDS_A_ROW, ExtraWords, FixedWords
 from aioengine.kernels.attention.paged import PagedAttention, StepTensors
 from aioengine.kernels.operations import Operations
 from aioengine.kernels.sampling.sample_rows import SAMPLE_WORDS, SampleFlag, SampleRow, param_of
@@ -89,6 +89,11 @@ class Runner:
         )
         self._words = torch.zeros(max_num_seqs * WORDS_A_ROW, dtype=torch.int32, device=device)
         self._fixed = FixedWords.of(self._words, max_num_seqs)
+        self._extra = torch.zeros(0, dtype=torch.int32, device=device)
+        """On the device: the words that the step brings beside the fixed ones, until the next step's come."""
+        self._hidden: Tensor | None = None
+        self._logits: Tensor | None = None
+        """Of the step between its forward pass and its sampling, [T, hidden_size] and float32 [n, vocab]."""
         self._out = torch.zeros(
             OutputSizes(max_num_seqs, NUM_TOP_SIZES[-1]).num_words, dtype=torch.int32, device=device
         )
@@ -263,13 +268,13 @@ class Runner:
             self._learn(sum(launched.is_done for launched in self._learning))  # before its memory is used again
             step, size = self._write(plan, staging)
             started = self._accelerator.record()
-            on_device = self._upload(step, staging)
+            self._upload(step, staging)
         except Exception as error:
             self._broken_by = error
             raise DeviceLost(f"a plan could not be applied: {error}") from error
         failures: dict[int, Exception] = {}
         try:
-            out = self._compute(step, size, on_device, failures)
+            out = self._compute(step, size, failures)
             staging.make_room(step.sizes.num_words)
             done = self._accelerator.copy_out(out, staging.out, step.sizes.num_words)
         except Exception:
@@ -277,7 +282,7 @@ class Runner:
             raise
         staging.lend(done)
         self._last_copy = done
-        launched = LaunchedStep(step, staging.out, (started, done), failures, (out, on_device))
+        launched = LaunchedStep(step, staging.out, (started, done), failures, keep=out)
         if step.learning:
             self._learning.append(launched)
         return launched.wait() if self._accelerator.is_host else launched
@@ -311,40 +316,39 @@ class Runner:
         step.deltas = deltas
         return step, size
 
-    def _upload(self, step: Step, staging: PinnedBuffers) -> OnDevice:
+    def _upload(self, step: Step, staging: PinnedBuffers) -> None:
         """Bring the words to the device, and change the rows there."""
         room = self._batch.rules.sizes, self._batch.num_masks
         if not self._sampler.has_room(*room):
             self._accelerator.enqueue(self._sampler.make_room, *room)
             self.graphs.clear_ruled()
-        on_device = OnDevice(step.extra.num_words)
-        if step.extra.num_words:
+        num_words = step.extra.num_words
+        if num_words:
             staging.write_extra(step.extra)
-        self._accelerator.enqueue(self._copy_in, staging.fixed.tensor, staging.extra.tensor, on_device)
-        if step.extra.num_words:
-            self._accelerator.enqueue(self._change_rows, step.deltas, on_device)
-        return on_device
+        self._accelerator.enqueue(self._copy_in, staging.fixed.tensor, staging.extra.tensor, num_words)
+        if num_words:
+            self._accelerator.enqueue(self._change_rows, step.deltas)
 
-    def _copy_in(self, fixed: Tensor, extra: Tensor, on_device: OnDevice) -> None:
+    def _copy_in(self, fixed: Tensor, extra: Tensor, num_words: int) -> None:
         self._words.copy_(fixed, non_blocking=True)
-        if on_device.num_words:
-            words = torch.empty(on_device.num_words, dtype=torch.int32, device=self._words.device)
-            on_device.words = words.copy_(extra[: on_device.num_words], non_blocking=True)
+        if num_words > len(self._extra):
+            self._extra = self._extra.new_empty(1 << (num_words - 1).bit_length())
+        if num_words:
+            self._extra[:num_words].copy_(extra[:num_words], non_blocking=True)
 
-    def _change_rows(self, deltas: Deltas, on_device: OnDevice) -> None:
-        put = self._operations.put_spans
-        masks = self._sampler.masks
+    def _change_rows(self, deltas: Deltas) -> None:
+        masks, extra = self._sampler.masks, self._extra
         tables = ((deltas.tokens, self._history), (deltas.blocks, self._block_tables), (deltas.masks, masks))
         if deltas.copies is not None:
             assert self._attention is not None
-            self._attention.copy_blocks(*on_device.get(deltas.copies).chunk(2))
+            self._attention.copy_blocks(*deltas.copies.of(extra).chunk(2))
         for spans, table in tables:
             if spans is not None:
-                put(table, on_device.get(spans).view(-1, 4), on_device.get(Span(0, on_device.num_words)))
+                self._operations.put_spans(table, spans.of(extra).view(-1, 4), extra)
         if deltas.rules is not None:
-            self._sampler.put_tables(on_device.get(deltas.rules))
+            self._sampler.put_tables(deltas.rules.of(extra))
 
-    def _compute(self, step: Step, size: int | None, on_device: OnDevice, failures: dict[int, Exception]) -> Tensor:
+    def _compute(self, step: Step, size: int | None, failures: dict[int, Exception]) -> Tensor:
         """Enqueue the step; returns where its words will be."""
         self._stats.num_computed_tokens += step.num_tokens
         self._stats.num_sampled_tokens += len(step.row_of_sample)
@@ -355,12 +359,12 @@ class Runner:
             return self._out
         # Memory of its own: the last graph's words may be on their way to the host still.
         out = torch.empty(max(step.sizes.num_words, 1), dtype=torch.int32, device=self._accelerator.device)
-        self._accelerator.enqueue(self._forward, step, on_device)
+        self._accelerator.enqueue(self._compute_logits, step)
         process = None
         if step.processed:
             self._learn(len(self._learning))
             process = self._processing(step, failures)
-        self._accelerator.enqueue(self._sample, step, on_device, out, process)
+        self._accelerator.enqueue(self._sample, step, out, process)
         return out
 
     def _processing(self, step: Step, failures: dict[int, Exception]) -> Callable[[Tensor], None]:
@@ -379,74 +383,70 @@ class Runner:
     def _decode_work(self, key: GraphKey) -> Work:
         """A step of single tokens as work of sizes alone, over the fixed words, that can be captured."""
         size, features = key
-        decoder, attention = self._decoder, self._attention
-        assert decoder is not None
-        assert attention is not None
         fixed, out = self._fixed, DeviceOutputs.of(self._out, OutputSizes(size, features.num_top))
         at = SampleTensors(fixed.samples[:size], fixed.sample_of_row, fixed.scored_rows[:size], fixed.kept[:size])
-        num_splits = attention.num_splits(size, self._max_model_len)
 
         def work() -> None:
-            self._grow_rows()
-            token_ids, positions, slots = self._operations.gather_tokens(
-                fixed.rows[:size], self._history, self._block_tables, self._block_size, size
-            )
-            step = StepTensors(
-                positions=positions,
-                slots=slots,
-                decodes=fixed.decodes[:size],
-                tiles=None,
-                num_splits=num_splits,
-                max_context=self._max_model_len,
-            )
-            hidden = decoder(token_ids, attention.begin(step))
-            self._sampler.sample(decoder.logits(hidden), at, features, out)
+            assert self._decoder is not None
+            hidden = self._forward(size, size, size, None, self._max_model_len)
+            self._sampler.sample(self._decoder.logits(hidden), at, features, out)
 
         return work
 
-    def _forward(self, step: Step, on_device: OnDevice) -> None:
+    def _forward(
+        self, num_rows: int, num_tokens: int, num_decodes: int, tiles: Tensor | None, max_context: int
+    ) -> Tensor:
+        """[T, hidden_size], of the rows of the fixed words; arguments as in `Step`."""
         assert self._decoder is not None
         assert self._attention is not None
         self._grow_rows()
-        if not step.num_tokens:
-            return
         fixed, attention = self._fixed, self._attention
         token_ids, positions, slots = self._operations.gather_tokens(
-            fixed.rows[: len(step.plan.rows)], self._history, self._block_tables, self._block_size, step.num_tokens
+            fixed.rows[:num_rows], self._history, self._block_tables, self._block_size, num_tokens
         )
-        where = StepTensors(
+        step = StepTensors(
             positions=positions,
             slots=slots,
-            decodes=fixed.decodes[: step.num_decodes] if step.num_decodes else None,
-            tiles=on_device.get(step.tiles).view(-1, 4) if step.tiles is not None else None,
-            num_splits=attention.num_splits(step.num_decodes, step.max_context) if step.num_decodes else 1,
-            max_context=step.max_context,
+            decodes=fixed.decodes[:num_decodes] if num_decodes else None,
+            tiles=tiles,
+            num_splits=attention.num_splits(num_decodes, max_context) if num_decodes else 1,
+            max_context=max_context,
         )
-        on_device.hidden = self._decoder(token_ids, attention.begin(where))
-        if len(step.sampled):
-            tokens = on_device.get(step.logits_tokens) if step.logits_tokens is not None else None
-            on_device.logits = self._decoder.logits(
-                on_device.hidden if tokens is None else on_device.hidden.index_select(0, tokens)
-            )
+        hidden: Tensor = self._decoder(token_ids, attention.begin(step))
+        return hidden
 
-    def _sample(self, step: Step, on_device: OnDevice, out: Tensor, process: Callable[[Tensor], None] | None) -> None:
-        outputs, fixed, logits = DeviceOutputs.of(out, step.sizes), self._fixed, on_device.logits
+    def _compute_logits(self, step: Step) -> None:
+        assert self._decoder is not None
+        self._hidden = self._logits = None
+        if not step.num_tokens:
+            self._grow_rows()
+            return
+        tiles = step.tiles.of(self._extra).view(-1, 4) if step.tiles is not None else None
+        self._hidden = self._forward(len(step.plan.rows), step.num_tokens, step.num_decodes, tiles, step.max_context)
+        if len(step.sampled):
+            wanted = self._hidden
+            if step.logits_tokens is not None:
+                wanted = wanted.index_select(0, step.logits_tokens.of(self._extra))
+            self._logits = self._decoder.logits(wanted)
+
+    def _sample(self, step: Step, out: Tensor, process: Callable[[Tensor], None] | None) -> None:
+        outputs, fixed, logits = DeviceOutputs.of(out, step.sizes), self._fixed, self._logits
         if logits is not None:
             samples, scored_rows = fixed.samples, fixed.scored_rows
             if step.samples is not None and step.scored_rows is not None:
-                samples = on_device.get(step.samples).view(-1, SAMPLE_WORDS)
-                scored_rows = on_device.get(step.scored_rows)
+                samples = step.samples.of(self._extra).view(-1, SAMPLE_WORDS)
+                scored_rows = step.scored_rows.of(self._extra)
             count = len(step.row_of_sample)
             at = SampleTensors(samples[:count], fixed.sample_of_row, scored_rows[:count], fixed.kept[: len(logits)])
             self._sampler.sample(logits, at, step.features, outputs, process)
             if step.extra_pairs is not None:
-                self._sampler.score_tokens(logits, on_device.get(step.extra_pairs).view(3, -1), outputs)
+                self._sampler.score_tokens(logits, step.extra_pairs.of(self._extra).view(3, -1), outputs)
         if step.prompt is not None:
-            assert on_device.hidden is not None
+            assert self._hidden is not None
             assert self._decoder is not None
-            prompt = on_device.get(step.prompt).view(2, -1)
-            self._sampler.score_prompt(self._decoder.logits, on_device.hidden, prompt, outputs.prompt)
-        on_device.hidden = on_device.logits = None  # the words are kept until the step is done; these need not be
+            prompt = step.prompt.of(self._extra).view(2, -1)
+            self._sampler.score_prompt(self._decoder.logits, self._hidden, prompt, outputs.prompt)
+        self._hidden = self._logits = None
 
     def _learn(self, count: int) -> None:
         """Take in the tokens of the oldest of the steps whose tokens the host must know; waits for them."""
