@@ -172,7 +172,7 @@ class Sampler:
         """
         samples, logits_rows, token_ids = pairs
         log_mass = out.sampled.log_mass.index_select(0, samples)
-        self._operations.look_up(logits, logits_rows, token_ids, log_mass, out.extra.logprobs, out.extra.ranks)
+        self.operations.look_up(logits, logits_rows, token_ids, log_mass, out.extra.logprobs, out.extra.ranks)
 
     def score_prompt(
         self, logits_of: Callable[[Tensor], Tensor], hidden: Tensor, wanted: Tensor, out: Scored[Tensor]
@@ -194,8 +194,8 @@ class Sampler:
             samples[:, SampleRow.LOGITS_ROW] = logits_rows
             samples[:, SampleRow.FLAGS] = int(SampleFlag.LOGPROBS)
             log_mass = out.log_mass[chunk]
-            self._operations.top_logprobs(logits, samples, log_mass, out.top_ids[chunk], out.top_logprobs[chunk])
-            self._operations.look_up(
+            self.operations.top_logprobs(logits, samples, log_mass, out.top_ids[chunk], out.top_logprobs[chunk])
+            self.operations.look_up(
                 logits, logits_rows, token_ids.contiguous(), log_mass, out.logprobs[chunk], out.ranks[chunk]
             )
 
