@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -93,3 +94,82 @@ def test_a_decode_caps_scores(teams: list[Team], soft_cap: float) -> None:
 def test_scores_of_a_decode_may_be_large_and_contexts_long(teams: list[Team]) -> None:
     case, decodes = decode_case(8, [513, 2000], heads=2, kv_heads=1)
     assert_decodes(teams, case, decodes, scale=300.0)
+
+
+def prefill_case(
+    seed: int, chunks: list[tuple[int, int]], window: int | None = None, *, heads: int = 2, **sizes: Any
+) -> tuple[PagedCase, Tensor]:
+    """Rows with chunks of their prompts: position of the first token, number of tokens. Tiles in any order, with one of
+    padding; two tokens before the rows', and one after, are no row's."""
+    spans = [(0 if window is None else max(first + 1 - window, 0), first + count) for first, count in chunks]
+    case = paged_case(seed, spans, num_tokens=sum(count for _, count in chunks) + 3, heads=heads, **sizes)
+    longest = attention.prefill_tile(heads, case.k_cache.shape[2], case.q.shape[2])
+    tiles, token = [[-1, 0, 5, 0]], 2
+    for row, (first, count) in enumerate(chunks):
+        for begin in range(0, count, longest):
+            tiles.append([row, token + begin, min(longest, count - begin), first + begin])
+        token += count
+    random.Random(seed).shuffle(tiles)
+    return case, int32(tiles)
+
+
+def assert_prefills(teams: list[Team], case: PagedCase, tiles: Tensor, **keywords: Any) -> None:
+    """Like the oracle; and, to the last bit, with any number of threads, and in tiles of one token."""
+    keywords = {"scale": 0.11, "window": None, **keywords}
+    expected = case.out.clone()
+    reference.attend_prefill(*case.tensors(), tiles, expected, **keywords)
+    single = [
+        [row, first + nth, 1, position + nth] for row, first, count, position in tiles.tolist() for nth in range(count)
+    ]
+    made = []
+    for team, cut in ((teams[0], tiles), (teams[1], tiles), (teams[1], int32(single))):
+        out = case.out.clone()
+        attention.attend_prefill(team, *case.tensors(), cut, out, **keywords)
+        made.append(out)
+    assert made[0][[0, 1, -1]].isnan().all()
+    assert not made[0][2:-1].isnan().any()
+    assert_close(made[0], expected)
+    assert_same(made[1], made[0])
+    assert_same(made[2], made[0])
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block_size", "chunks"),
+    [
+        (4, 2, 64, 16, [(0, 7), (20, 1)]),
+        (16, 8, 128, 16, [(0, 200), (123, 7), (0, 1)]),
+        (3, 1, 80, 7, [(30, 75), (64, 1)]),
+        (7, 1, 72, 5, [(63, 50)]),
+        (2, 2, 2, 1, [(0, 123), (64, 1)]),
+        (2, 1, 256, 24, [(33, 140)]),
+        (1, 1, 512, 16, [(10, 120)]),
+        (200, 1, 64, 16, [(10, 2)]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+def test_a_tile_attends_to_the_keys_before(
+    teams: list[Team],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    chunks: list[tuple[int, int]],
+    dtype: torch.dtype,
+) -> None:
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "block_size": block_size, "dtype": dtype}
+    case, tiles = prefill_case(heads, chunks, **sizes)
+    assert_prefills(teams, case, tiles)
+
+
+@pytest.mark.parametrize("window", [1, 16, 33, 64, 150, 500])
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_a_tile_reads_nothing_before_the_window(teams: list[Team], window: int, dtype: torch.dtype) -> None:
+    case, tiles = prefill_case(window, [(190, 80), (0, 66), (40, 2)], window, kv_heads=1, block_size=8, dtype=dtype)
+    assert_prefills(teams, case, tiles, window=window)
+
+
+@pytest.mark.parametrize("soft_cap", [0.5, 50.0])
+def test_a_tile_caps_scores(teams: list[Team], soft_cap: float) -> None:
+    case, tiles = prefill_case(4, [(70, 70), (0, 3)], heads=6, kv_heads=2)
+    assert_prefills(teams, case, tiles, scale=1.0, soft_cap=soft_cap)

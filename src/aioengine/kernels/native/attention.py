@@ -18,6 +18,12 @@ MAX_GROUP = 128
 MAX_STATES = 32768
 """float32 numbers in the states of a chunk, as in `kernels.attend_decode`."""
 
+MAX_HEAD_DIM = 512
+"""In `attend_prefill`."""
+
+TILE_ROWS = 192
+"""Query tokens times heads of a group in a tile, as in `kernels.attend_prefill`."""
+
 CHUNKS_A_THREAD = 4
 HEADS_A_CHUNK = 4
 NO_WINDOW = 1 << 40
@@ -75,3 +81,34 @@ def num_states(num_decodes: int, num_heads: int, head_dim: int, max_context: int
 def _state_size(head_dim: int) -> int:
     """float32 numbers of a head's state: sums, padded to whole vectors, and two vectors."""
     return -(-head_dim // 16) * 16 + 32
+
+
+def attend_prefill(
+    team: Team,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    tiles: Tensor,
+    out: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None = None,
+) -> None:
+    """As `Operations.attend_prefill`."""
+    num_heads, head_dim = q.shape[1:]
+    num_kv_heads = k_cache.shape[2]
+    if head_dim > MAX_HEAD_DIM:
+        raise InternalError(f"attend_prefill: heads of {head_dim} are too large")
+    team.launch(
+        f"attend_prefill_{SUFFIXES[q.dtype]}", len(tiles) * num_kv_heads,
+        q, k_cache, v_cache, block_tables, block_tables.shape[1], tiles, out,
+        num_heads, num_kv_heads, head_dim, k_cache.shape[1],
+        float_bits(scale), window or NO_WINDOW, float_bits(soft_cap or 0.0),
+    )  # fmt: skip
+
+
+def prefill_tile(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
+    """As `Operations.prefill_tile`: as many tokens as share each segment of keys that is packed."""
+    return max(1, TILE_ROWS * num_kv_heads // num_heads)

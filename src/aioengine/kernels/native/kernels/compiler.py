@@ -9,7 +9,7 @@ from typing import Any
 import numba
 from llvmlite import binding
 
-MODULES = ("threads", "linear", "layers", "attend_decode", "rows", "sampling", "rules")
+MODULES = ("threads", "linear", "layers", "attend_decode", "attend_prefill", "rows", "sampling", "rules")
 
 _kernels: dict[str, Any] = {}
 
