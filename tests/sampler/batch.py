@@ -133,7 +133,7 @@ class Rows:
         tokens = [request.prompt + request.output for request in requests]
         self.history = torch.zeros(num_rows, max(map(len, tokens)) + 2, dtype=torch.int32)
         self.batch = Batch(max_num_seqs=num_rows, vocab_size=vocab, tile=16)
-        self._sampler = Sampler(operations, self.history, vocab)
+        self.sampler = Sampler(operations, self.history, vocab)
         self._plan = StepPlan(
             step=1,
             removed=EMPTY,
@@ -162,12 +162,12 @@ class Rows:
         self._extra = torch.full((extra.num_words,), POISON, dtype=torch.int32)
         extra.write(self._extra.numpy())
         self.fixed = FixedWords.of(torch.from_numpy(words), num_rows)
-        self._sampler.make_room(self.batch.rules.sizes, self.batch.num_masks)
-        for spans, table in ((deltas.tokens, self.history), (deltas.masks, self._sampler.masks)):
+        self.sampler.make_room(self.batch.rules.sizes, self.batch.num_masks)
+        for spans, table in ((deltas.tokens, self.history), (deltas.masks, self.sampler.masks)):
             if spans is not None:
                 operations.put_spans(table, self._get(spans).view(-1, 4), self._extra)
         if deltas.rules is not None:
-            self._sampler.put_tables(self._get(deltas.rules))
+            self.sampler.put_tables(self._get(deltas.rules))
 
     def _get(self, span: Span) -> Tensor:
         return span.of(self._extra)
@@ -199,9 +199,9 @@ class Rows:
 
         words = np.full(step.sizes.num_words, POISON, np.int32)
         out = DeviceOutputs.of(torch.from_numpy(words), step.sizes)
-        self._sampler.sample(logits, self.samples, step.features, out, process)
+        self.sampler.sample(logits, self.samples, step.features, out, process)
         if step.extra_pairs is not None:
-            self._sampler.score_tokens(logits, self._get(step.extra_pairs).view(3, -1), out)
+            self.sampler.score_tokens(logits, self._get(step.extra_pairs).view(3, -1), out)
         result = make_result(step, words, failures, seconds=0.0, ended_at_s=0.0)
         ends = self._plan.starts + 1
         return Sampled(
@@ -217,7 +217,7 @@ class Rows:
         """Bitmasks are applied where logits are read."""
         samples = self.samples.samples
         samples = samples[(samples[:, SampleRow.FLAGS] & SampleFlag.FIRST != 0) & (samples[:, SampleRow.MASK] >= 0)]
-        masks = is_allowed(self._sampler.masks[samples[:, SampleRow.MASK].long()], logits.shape[1])
+        masks = is_allowed(self.sampler.masks[samples[:, SampleRow.MASK].long()], logits.shape[1])
         masked = logits.clone()
         masked[samples[:, SampleRow.LOGITS_ROW].long()] = logits[samples[:, SampleRow.LOGITS_ROW].long()].masked_fill(
             ~masks, -torch.inf
