@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -190,19 +190,27 @@ class Rows:
 
     def sample(self, logits: Tensor) -> Sampled:
         """A step; ``logits`` are changed."""
-        step, failures, process = self.step, dict[int, Exception](), None
-        if step.processed:
-            rows = self.batch.processed_rows(step)
+        failures, process = dict[int, Exception](), None
+        if self.step.processed:
+            rows = self.batch.processed_rows(self.step)
 
             def process(given: Tensor) -> None:
                 failures.update(run_processors(given, rows))
 
-        words = np.full(step.sizes.num_words, POISON, np.int32)
-        out = DeviceOutputs.of(torch.from_numpy(words), step.sizes)
-        self.sampler.sample(logits, self.samples, step.features, out, process)
-        if step.extra_pairs is not None:
-            self.sampler.score_tokens(logits, self._get(step.extra_pairs).view(3, -1), out)
-        result = make_result(step, words, failures, seconds=0.0, ended_at_s=0.0)
+        words = torch.full((self.step.sizes.num_words,), POISON, dtype=torch.int32)
+        self.launch(logits, DeviceOutputs.of(words, self.step.sizes), process)
+        return self.read(logits, words, failures)
+
+    def launch(
+        self, logits: Tensor, out: DeviceOutputs[Tensor], process: Callable[[Tensor], None] | None = None
+    ) -> None:
+        """What a step does on the device."""
+        self.sampler.sample(logits, self.samples, self.step.features, out, process)
+        if self.step.extra_pairs is not None:
+            self.sampler.score_tokens(logits, self._get(self.step.extra_pairs).view(3, -1), out)
+
+    def read(self, logits: Tensor, words: Tensor, failures: dict[int, Exception]) -> Sampled:
+        result = make_result(self.step, words.numpy(), failures, seconds=0.0, ended_at_s=0.0)
         ends = self._plan.starts + 1
         return Sampled(
             token_ids=result.token_ids,

@@ -5,7 +5,7 @@ import inspect
 import numpy as np
 import pytest
 import torch
-from sampler.batch import POISON, Asking, Rows, asking, random_logits, sample_for
+from sampler.batch import Asking, Rows, asking, random_logits, sample_for
 
 from aioengine.kernels.torch import operations
 from aioengine.sampler.outputs import DeviceOutputs
@@ -30,9 +30,8 @@ def test_a_step_consists_of_operations_alone(members: tuple[int, ...]) -> None:
     requests = of_all_kinds()
     rows = Rows([requests[member] for member in members], VOCAB, operations=as_launches(operations))
     logits, recorder = random_logits(len(members), VOCAB, seed=1), Recorder()
-    words = torch.full((rows.step.sizes.num_words,), POISON, dtype=torch.int32)
-    out = DeviceOutputs.of(words, rows.step.sizes)
-    recorder.run(lambda: rows.sampler.sample(logits, rows.samples, rows.step.features, out))
+    out = DeviceOutputs.of(torch.zeros(rows.step.sizes.num_words, dtype=torch.int32), rows.step.sizes)
+    recorder.run(lambda: rows.launch(logits, out))
     assert recorder.launches
     for launch in recorder.launches:
         assert inspect.isfunction(launch.function), f"{launch.function} is not an operation"

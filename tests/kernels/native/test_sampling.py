@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from kernels.harness import POISON
 from kernels.test_draw import mixed_rows
-from sampler.batch import random_logits
+from sampler.batch import Rows, random_logits, sample_for
+from sampler.test_sampler import of_all_kinds
 from torch import Tensor
 
 from aioengine.kernels.native.operations import NativeOperations
 from aioengine.kernels.native.team import Team
 from aioengine.kernels.sampling.sample_rows import SampleRow
 from aioengine.kernels.torch import sampling as reference_sampling
+from aioengine.sampler.outputs import DeviceOutputs
 
 
 @pytest.mark.parametrize(("vocab", "spread"), [(300, 0.01), (300, 1.0), (4099, 3.0)])
@@ -41,3 +44,24 @@ def test_a_sample_is_the_same_alone_in_company_and_with_more_threads(teams: list
     together = drawn(one, logits, samples)
     assert drawn(two, logits, samples) == together
     assert [drawn(one, logits, samples[[nth]])[0] for nth in range(23)] == together
+
+
+@pytest.mark.parametrize("members", [(0, 1, 2, 3, 4), (2,), (1, 2), (3,), (0,)], ids=str)
+@torch.inference_mode()
+def test_a_program_of_a_step_samples_what_the_oracle_samples(teams: list[Team], members: tuple[int, ...]) -> None:
+    requests = [of_all_kinds()[member] for member in members]
+    raw = random_logits(len(members), 5003, seed=1)
+    rows, logits = Rows(requests, 5003, operations=NativeOperations(teams[1])), torch.full_like(raw, torch.nan)
+    words = torch.zeros(rows.step.sizes.num_words, dtype=torch.int32)
+    out = DeviceOutputs.of(words, rows.step.sizes)
+    program = teams[1].capture(lambda: rows.launch(logits, out))
+    expected = sample_for(requests, raw)
+    for _ in range(2):
+        logits.copy_(raw)
+        program.replay()
+        made = rows.read(logits, words, {})
+        assert made.token_ids.tolist() == made.next_ids.tolist() == expected.token_ids.tolist()
+        assert made.logprobs is None or expected.logprobs is not None
+        if made.logprobs is not None and expected.logprobs is not None:
+            np.testing.assert_allclose(made.logprobs.logprobs, expected.logprobs.logprobs, atol=1e-5)
+            assert made.logprobs.ranks.tolist() == expected.logprobs.ranks.tolist()
