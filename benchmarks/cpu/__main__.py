@@ -203,7 +203,7 @@ class Bench:
     def _measure_limits(self) -> None:
         out = self._scratch / "limits.json"
         command = [self.args.python, "-m", "benchmarks.cpu.limits", "--out", str(out)]
-        command += ["--threads", str(self.args.threads), "--seconds", "0.02" if self.args.tiny else "0.5"]
+        command += ["--threads", str(self.args.threads), *(["--tiny"] if self.args.tiny else [])]
         subprocess.run(command, cwd=REPOSITORY, check=True, timeout=self.args.timeout)
         self.limits.append(msgspec.json.decode(out.read_bytes(), type=Limits))
 

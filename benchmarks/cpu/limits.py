@@ -81,19 +81,19 @@ def fastest(operations: Iterable[tuple[str, Operation]], seconds: float) -> tupl
     return min((best_s(operation, seconds), name) for name, operation in operations)
 
 
-def native_operations() -> Operations | None:
-    """The engine's own, if it has any. They are compiled if they are not yet, so that no engine's figures suffer."""
+def native_operations(*, compiles: bool) -> Operations | None:
+    """The engine's own, if it has any. Where they are not compiled yet, that is done, or there are none."""
     try:
         from aioengine.kernels.native.library import compile_library, find_library
         from aioengine.kernels.native.operations import NativeOperations
         from aioengine.kernels.native.team import Team
     except ImportError:  # an earlier version
         return None
-    return NativeOperations(Team(find_library() or compile_library(), torch.get_num_threads()))
+    library = find_library() or (compile_library() if compiles else None)
+    return NativeOperations(Team(library, torch.get_num_threads())) if library is not None else None
 
 
-def measure(seconds: float) -> Limits:
-    native = native_operations()
+def measure(native: Operations | None, seconds: float) -> Limits:
     x, weight = (torch.randn(n, IN_FEATURES).bfloat16() for n in (ROWS, OUT_FEATURES))
     flops, found_by = {}, {}
     read_s, found_by["read"] = fastest(reads(native), seconds)
@@ -107,11 +107,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--seconds", type=float, default=MEASURE_S, help="for each operation")
+    parser.add_argument("--tiny", action="store_true", help="to try the command; measures nothing")
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
-    args.out.write_bytes(msgspec.json.encode(measure(args.seconds)))
+    # Compiled here, what a measured engine would compile beside its steps disturbs none.
+    native = native_operations(compiles=not args.tiny)
+    args.out.write_bytes(msgspec.json.encode(measure(native, MEASURE_S / 25 if args.tiny else MEASURE_S)))
 
 
 if __name__ == "__main__":
