@@ -134,24 +134,21 @@ class Program:
         self._team.run(self._address, len(self._records))
 
 
-VIEWS = frozenset((
-    "view", "_unsafe_view", "_reshape_alias", "alias", "lift_fresh", "slice", "select", "split",
-    "split_with_sizes", "unbind", "t", "transpose", "permute", "squeeze", "unsqueeze", "expand",
-    "as_strided", "empty", "empty_like",
-))  # fmt: skip
-"""torch's operations that compute nothing."""
-
-
 class _OnlyViews(TorchDispatchMode):
-    """Refuses torch's operations, views aside."""
+    """Refuses what torch computes; views, and memory without values, are made once and kept."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = func.__name__.partition(".")[0]
-        if name not in VIEWS:
-            raise InternalError(f"torch's {name} would not be computed again by a program of native kernels")
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        made = result if isinstance(result, tuple | list) else (result,)
+        of_arguments = {each.untyped_storage().data_ptr() for each in args if isinstance(each, Tensor)}
+        is_view = not func._schema.is_mutable and all(
+            isinstance(each, Tensor) and each.untyped_storage().data_ptr() in of_arguments for each in made
+        )
+        if not is_view and not func.__name__.startswith("empty"):
+            raise InternalError(f"torch's {func.__name__} would not be computed again by a program of native kernels")
+        return result
 
 
 def fill_record(record: NDArray[np.int64], address: int, num_chunks: int, arguments: Sequence[int]) -> None:
