@@ -82,8 +82,21 @@ def test_embedding_reads_rows_of_an_int8_weight(team: Team, dtype: torch.dtype) 
     weight = made(131, 24, dtype=dtype)
     ids = torch.tensor([0, 130, 63, 64, 64], dtype=torch.int32)
     expected = plain.embed(ids, plain.pack(weight, "int8"))
-    assert torch.equal(operations.embed(ids, operations.pack(weight, "int8")), expected)
+    packed = operations.pack(weight, "int8")
+    assert torch.equal(operations.embed(ids, packed), expected)
     assert expected.dtype == dtype
+    results: list[torch.Tensor] = []
+
+    def work() -> None:
+        results.append(operations.linear(operations.embed(ids, packed), packed, None, torch.float32))
+
+    program = team.capture(work)
+    ids.copy_(ids.flip(0))
+    program.replay()
+    replayed = results[0].clone()
+    work()
+    assert torch.equal(replayed, results[1])
+    assert torch.equal(operations.embed(ids, packed), expected.flip(0))
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])

@@ -187,14 +187,11 @@ class NativeOperations:
     def embed(self, token_ids: Tensor, packed: PackedWeight) -> Tensor:
         if "panels" not in packed.layout:
             return plain.embed(token_ids, packed)
-        num_words = packed.shape[1] // WORD_NUMBERS[packed.dtype]
         out = self._buffer("embed", len(token_ids), packed.shape[1], packed.dtype)
-        if packed.scales is not None:
-            ids = token_ids.long()
-            values = packed.values[ids // PANEL, :, ids % PANEL].flatten(1)
-            return out.copy_(values * packed.scales[0, ids, None])
+        scales = () if packed.scales is None else (packed.scales,)
         word_bytes = WORD_NUMBERS[packed.dtype] * packed.dtype.itemsize
-        self._team.launch(f"embed_{word_bytes}", len(token_ids), token_ids, packed.values, num_words, out)
+        kernel = f"embed_int8_{_name(packed.dtype)}" if scales else f"embed_{word_bytes}"
+        self._team.launch(kernel, len(token_ids), token_ids, packed.values, packed.values.shape[1], *scales, out)
         return out
 
     # The rows' state

@@ -304,6 +304,29 @@ kernel(name="embed_4")(make_embed(4))
 kernel(name="embed_2")(make_embed(2))
 
 
+def make_embed_int8(memory: Memory) -> Any:
+    """Rows of an int8 weight, times their scales: a chunk is one. Arguments: ids (int32); the weight, its words; scales
+    (float32); the result.
+    """
+    store_some, size = memory.store_some, memory.size
+    room = stack(LANES * 4)
+
+    def embed(args: int, chunk: int, thread: int) -> None:
+        output, num_words = get_i32(get_i64(args) + chunk * 4), get_i64(args + 16)
+        panel, place = output // PANEL, output % PANEL
+        at = get_i64(args + 8) + (panel * num_words * PANEL + place) * 4
+        scale = splat(get_f32(get_i64(args + 24) + output * 4))
+        to, numbers = get_i64(args + 32) + chunk * num_words * 4 * size, room()
+        for first in range(0, num_words, LANES // 4):
+            for nth in range(min(LANES // 4, num_words - first)):
+                word = get_i32(at + (first + nth) * PANEL * 4)
+                for byte in range(4):
+                    put_i32(numbers + (nth * 4 + byte) * 4, ((word >> (8 * byte) & 255) ^ 128) - 128)
+            store_some(to + first * 4 * size, to_float(load_i32(numbers)) * scale, first_lanes((num_words - first) * 4))
+
+    return embed
+
+
 def make_quantize(memory: Memory) -> Any:
     """Rows to unsigned bytes, round(x / scale) + 128 with scale = max|x| / 127; a chunk is a row.
 
@@ -329,3 +352,4 @@ def make_quantize(memory: Memory) -> Any:
 
 for _name, _memory in DTYPES.items():
     kernel(name=f"quantize_{_name}")(make_quantize(_memory))
+    kernel(name=f"embed_int8_{_name}")(make_embed_int8(_memory))
