@@ -1,11 +1,11 @@
 """What sampling costs per step, feature by feature, and what one row's feature costs the rows beside it.
 
-    python benchmarks/sampling.py [--quick] [--json FILE] [--batch 1 16 64 256] [--vocab 2048 151936]
+    python benchmarks/sampling.py [--plain] [--quick] [--json FILE] [--batch 1 16 64 256] [--vocab 2048 151936]
 
 Each line is a step whose rows have 200 prompt and 300 output tokens and all use one feature, the others being greedy:
 
 - **step**: µs for what the step's logits need to become tokens: writing the step's words (`Batch`), then
-  `Sampler.sample` by plain torch. The forward pass is not in it.
+  `Sampler.sample` by native kernels, or with ``--plain`` by torch. The forward pass is not in it.
 - **row**: the same, divided by the number of rows.
 - **others**: µs by which a greedy batch gets slower when one of its rows uses the feature; the step of that row alone
   is in it, so the lines of batch 1 say how much of it is that row's own.
@@ -33,7 +33,11 @@ import torch
 
 from aioengine.executor.batch import Batch
 from aioengine.executor.step_words import WORDS_A_ROW, ExtraWords, FixedWords
-from aioengine.kernels.torch import operations
+from aioengine.kernels.native.library import compile_library, find_library
+from aioengine.kernels.native.operations import NativeOperations
+from aioengine.kernels.native.team import Team
+from aioengine.kernels.operations import Operations
+from aioengine.kernels.torch import operations as plain
 from aioengine.sampler.outputs import DeviceOutputs, OutputSizes
 from aioengine.sampler.processors import run_processors
 from aioengine.sampler.sampler import Sampler, SampleTensors
@@ -76,7 +80,9 @@ class Steps:
         raw: float32 [num_rows, vocab], what each step begins with.
     """
 
-    def __init__(self, raw: torch.Tensor, feature: RowSampling, num_using: int, seed: int = 0) -> None:
+    def __init__(
+        self, operations: Operations, raw: torch.Tensor, feature: RowSampling, num_using: int, seed: int = 0
+    ) -> None:
         num_rows, vocab = raw.shape
         random = np.random.default_rng(seed)
         length = NUM_PROMPT + NUM_OUTPUT
@@ -139,11 +145,13 @@ class Steps:
 class PromptSteps:
     """Prompt tokens, as many as there are rows of logits."""
 
-    def __init__(self, num_tokens: int, vocab: int, seed: int = 0) -> None:
+    def __init__(self, operations: Operations, num_tokens: int, vocab: int, seed: int = 0) -> None:
         random = np.random.default_rng(seed)
         self._sampler = Sampler(operations, torch.zeros(1, 1, dtype=torch.int32), vocab)
         self._hidden = torch.arange(num_tokens)
-        self._wanted = torch.from_numpy(int32(np.stack((np.arange(num_tokens), random.integers(0, vocab, num_tokens)))))
+        self._wanted = torch.from_numpy(
+            np.stack((np.arange(num_tokens), random.integers(0, vocab, num_tokens))).astype(np.int32)
+        )
 
     def run(self, logits: torch.Tensor) -> float:
         start = time.thread_time()
@@ -174,17 +182,19 @@ def median_us(runs: list[Callable[[], float]], budget_s: float) -> list[float]:
     return [statistics.median(times) * 1e6 for times in seconds]
 
 
-def measure(name: str, raw: torch.Tensor, logits: torch.Tensor, budget_s: float) -> dict[str, Any]:
+def measure(
+    operations: Operations, name: str, raw: torch.Tensor, logits: torch.Tensor, budget_s: float
+) -> dict[str, Any]:
     """A line of the table."""
     num_rows, vocab = raw.shape
-    greedy = Steps(raw, GREEDY, 0)
+    greedy = Steps(operations, raw, GREEDY, 0)
     alone: Steps | PromptSteps
     beside: list[Steps | PromptSteps]
     if name == PROMPT_LOGPROBS:
-        alone, beside = PromptSteps(num_rows, vocab), [greedy, PromptSteps(1, vocab)]
+        alone, beside = PromptSteps(operations, num_rows, vocab), [greedy, PromptSteps(operations, 1, vocab)]
     else:
         feature = RowSampling(**{"temperature": 0.0, "seed": 1, **FEATURES[name]})
-        alone, beside = Steps(raw, feature, num_rows), [Steps(raw, feature, 1)]
+        alone, beside = Steps(operations, raw, feature, num_rows), [Steps(operations, raw, feature, 1)]
 
     def with_one() -> float:
         return sum(steps.run(logits) for steps in beside)
@@ -206,10 +216,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--vocab", type=int, nargs="+", default=[2048, 151_936])
+    parser.add_argument("--plain", action="store_true", help="by plain torch, as until native kernels are compiled")
     parser.add_argument("--quick", action="store_true", help="batches of 1 and 16, and a tenth of the time a line")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    team = None if arguments.plain else Team(find_library() or compile_library(), 1)
+    operations = plain if team is None else NativeOperations(team)
     budget_s = 0.03 if arguments.quick else 0.3
     batches = [1, 16] if arguments.quick else arguments.batch
 
@@ -222,7 +235,7 @@ def main() -> None:
                 raw = make_logits(num_rows, vocab)
                 logits = raw.clone()
                 for name in (*FEATURES, PROMPT_LOGPROBS):
-                    line = measure(name, raw, logits, budget_s)
+                    line = measure(operations, name, raw, logits, budget_s)
                     lines.append(line)
                     print(
                         f"{vocab:7d} {num_rows:6d} {name:24} {line['step_us']:11,.1f} {line['row_us']:9,.2f} "

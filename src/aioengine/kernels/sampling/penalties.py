@@ -110,7 +110,7 @@ def _apply_kernel(logits, samples, history, counters, vocab, history_width, BLOC
         counted = tl.atomic_xchg(counters_of_sample + tokens, 0, mask=is_known, sem="relaxed")
         is_taken = is_known & (counted != 0)
         logit = tl.load(logits_of_row + tokens, mask=is_taken, other=0.0)
-        # As on the CPU to the last bit: IEEE division, and launched without fused multiply-add.
+        # As the oracle to the last bit: IEEE division, and launched without fused multiply-add.
         logit = tl.where(logit > 0, tl.div_rn(logit, repetition), logit * repetition)
         count = counted // _IN_OUTPUT
         lowered = (logit - frequency * count.to(tl.float32)) - presence
