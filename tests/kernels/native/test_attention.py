@@ -11,6 +11,7 @@ from kernels.harness import assert_same, int32
 from kernels.paged_cases import PagedCase, assert_close, paged_case
 from torch import Tensor
 
+from aioengine.errors import InternalError
 from aioengine.kernels.native import attention
 from aioengine.kernels.native.team import Team
 from aioengine.kernels.torch import attention as reference
@@ -173,3 +174,18 @@ def test_a_tile_reads_nothing_before_the_window(teams: list[Team], window: int, 
 def test_a_tile_caps_scores(teams: list[Team], soft_cap: float) -> None:
     case, tiles = prefill_case(4, [(70, 70), (0, 3)], heads=6, kv_heads=2)
     assert_prefills(teams, case, tiles, scale=1.0, soft_cap=soft_cap)
+
+
+def test_what_is_read_by_no_kernel_is_refused(teams: list[Team]) -> None:
+    case, decodes = decode_case(1, [5], dtype=BF16, cache_dtype=torch.float8_e4m3fn)
+    with pytest.raises(InternalError, match="float8"):
+        attend_decode(teams[0], case, decodes)
+    case, tiles = prefill_case(1, [(0, 5)], dtype=BF16, head_dim=3)
+    with pytest.raises(InternalError, match="heads of 3"):
+        attention.attend_prefill(teams[0], *case.tensors(), tiles, case.out, scale=1.0, window=None)
+    case, decodes = decode_case(1, [5], heads=129, kv_heads=1)
+    with pytest.raises(InternalError, match="too many"):
+        attend_decode(teams[0], case, decodes)
+    case, tiles = prefill_case(1, [(0, 5)], head_dim=513)
+    with pytest.raises(InternalError, match="too large"):
+        attention.attend_prefill(teams[0], *case.tensors(), tiles, case.out, scale=1.0, window=None)

@@ -49,6 +49,7 @@ def attend_decode(
     Args:
         states: float32, `num_states` numbers; None: there is one split.
     """
+    _check(q, k_cache)
     num_heads, head_dim = q.shape[1:]
     num_kv_heads, group = k_cache.shape[2], num_heads // k_cache.shape[2]
     num_parts, state_size = -(-max_context // PART), _state_size(head_dim)
@@ -78,6 +79,11 @@ def num_states(num_decodes: int, num_heads: int, head_dim: int, max_context: int
     return num_decodes * -(-max_context // PART) * num_heads * _state_size(head_dim)
 
 
+def _check(q: Tensor, k_cache: Tensor) -> None:
+    if k_cache.dtype != q.dtype or (q.dtype == torch.bfloat16 and q.shape[2] % 2):
+        raise InternalError(f"native attention of {q.dtype} reads no {k_cache.dtype} cache of heads of {q.shape[2]}")
+
+
 def _state_size(head_dim: int) -> int:
     """float32 numbers of a head's state: sums, padded to whole vectors, and two vectors."""
     return -(-head_dim // 16) * 16 + 32
@@ -97,6 +103,7 @@ def attend_prefill(
     soft_cap: float | None = None,
 ) -> None:
     """As `Operations.attend_prefill`."""
+    _check(q, k_cache)
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = k_cache.shape[2]
     if head_dim > MAX_HEAD_DIM:

@@ -9,7 +9,6 @@ from aioengine.kernels.native import attention, layers
 from aioengine.kernels.native.team import Team
 from aioengine.kernels.packed_weight import PackedWeight, Quantization
 from aioengine.kernels.sampling.sample_rows import SampleFlag
-from aioengine.kernels.torch import operations as oracle
 from aioengine.kernels.torch import products as plain
 from aioengine.kernels.torch.quantized import dequantize, quantize
 
@@ -47,10 +46,26 @@ class NativeOperations:
             buffer = self._buffers[key] = torch.empty(num_kept, width, dtype=dtype)
         return buffer[:num_rows]
 
-    # Plain torch has what has no native kernel yet.
+    # Attention
 
-    attend_prefill = staticmethod(oracle.attend_prefill)
-    prefill_tile = staticmethod(oracle.prefill_tile)
+    prefill_tile = staticmethod(attention.prefill_tile)
+
+    def attend_prefill(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_tables: Tensor,
+        tiles: Tensor,
+        out: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None = None,
+    ) -> None:
+        attention.attend_prefill(
+            self._team, q, k_cache, v_cache, block_tables, tiles, out, scale=scale, window=window, soft_cap=soft_cap
+        )
 
     def attend_decode(
         self,
