@@ -157,7 +157,7 @@ class NativeOperations:
             return plain.unpack(packed)
         dense = values.transpose(1, 2).reshape(-1, values.shape[1] * values.shape[3])[:num_outputs]
         if packed.scales is None:
-            return dense.clone()
+            return dense.clone(memory_format=torch.contiguous_format)
         if packed.layout == "int8-panels":
             return dense * packed.scales[0, :num_outputs, None]
         dense = torch.stack((dense & 15, dense >> 4), dim=2).view(num_outputs, -1).view(torch.int8) - 8
