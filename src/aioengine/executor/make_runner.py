@@ -25,8 +25,8 @@ from aioengine.models.decoder import Decoder
 logger = logging.getLogger("aioengine")
 
 HOST_MAX_IN_FLIGHT = 1
-"""On a CPU the loop and the device share the cores, and a queued step costs a wasted token where a stop is seen late. For
-the bundled model 2 is 15 to 20 % faster all the same; for larger ones that is not measured."""
+"""On a CPU the loop and the device share the cores, and a queued step costs a wasted token where a stop is seen late.
+For the bundled model 2 is 15 to 20 % faster all the same; for larger ones that is not measured."""
 
 DEVICE_MAX_IN_FLIGHT = 2
 """The next step lies in the device's queue when one ends."""
