@@ -6,23 +6,9 @@ import torch
 from torch import Tensor
 
 from aioengine.errors import InternalError
+from aioengine.kernels.native.kernels.attention_sizes import MAX_GROUP, MAX_HEAD_DIM, MAX_ROWS, MAX_STATES, PART
 from aioengine.kernels.native.layers import SUFFIXES
 from aioengine.kernels.native.team import Team, float_bits
-
-PART = 512
-"""Positions of a part of a context, as in `kernels.attend_decode`."""
-
-MAX_GROUP = 128
-"""Query heads a KV head."""
-
-MAX_STATES = 32768
-"""float32 numbers in the states of a chunk, as in `kernels.attend_decode`."""
-
-MAX_HEAD_DIM = 512
-"""In `attend_prefill`."""
-
-TILE_ROWS = 192
-"""Query tokens times heads of a group in a tile, as in `kernels.attend_prefill`."""
 
 CHUNKS_A_THREAD = 4
 HEADS_A_CHUNK = 4
@@ -118,4 +104,4 @@ def attend_prefill(
 
 def prefill_tile(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
     """As `Operations.prefill_tile`: as many tokens as share each segment of keys that is packed."""
-    return max(1, TILE_ROWS * num_kv_heads // num_heads)
+    return max(1, MAX_ROWS * num_kv_heads // num_heads)

@@ -14,6 +14,7 @@ from numba import types
 from numba.core import cgutils
 
 from aioengine.kernels.native.kernels.attention import LOWEST, SEGMENT, ZERO, find_keys, shape_scores
+from aioengine.kernels.native.kernels.attention_sizes import MAX_GROUP, MAX_STATES, PART
 from aioengine.kernels.native.kernels.compiler import inlined, kernel
 from aioengine.kernels.native.kernels.functions import exp
 from aioengine.kernels.native.kernels.linear import DTYPES, KINDS, Kind
@@ -44,15 +45,6 @@ from aioengine.kernels.native.kernels.simd import (
     zeros,
 )
 
-PART = 512
-"""Positions whose state is made alone: a context in several chunks is cut at multiples of it."""
-
-MAX_GROUP = 128
-"""Query heads a KV head."""
-
-MAX_STATES = 32768
-"""Numbers in the states of a chunk."""
-
 read_f32, write_f32 = FLOAT32.load, FLOAT32.store
 
 
@@ -61,7 +53,7 @@ def number(value: int) -> Any:
 
 
 def fetch(b: Any, address: Any) -> None:
-    flags = (ir.Constant(I32, flag) for flag in (0, 3, 1))
+    flags = (ir.Constant(I32, flag) for flag in (0, 2, 1))
     call(b, "llvm.prefetch.p0", ir.VoidType(), b.inttoptr(address, ir.IntType(8).as_pointer()), *flags)
 
 

@@ -13,6 +13,7 @@ from llvmlite import ir
 from numba import types
 
 from aioengine.kernels.native.kernels.attention import LOWEST, SEGMENT, find_keys, shape_scores
+from aioengine.kernels.native.kernels.attention_sizes import MAX_HEAD_DIM, MAX_ROWS
 from aioengine.kernels.native.kernels.compiler import inlined, kernel
 from aioengine.kernels.native.kernels.functions import exp
 from aioengine.kernels.native.kernels.linear import KINDS, PANEL, TILE_ROWS, make_panel
@@ -43,11 +44,8 @@ from aioengine.kernels.native.kernels.simd import (
     zeros,
 )
 
-MAX_ROWS = 192
 MAX_NUMBERS = MAX_ROWS * 256
 """Rows times head_dim, at most, that are done at once."""
-
-MAX_HEAD_DIM = 512
 
 read_f32, write_f32 = FLOAT32.load, FLOAT32.store
 
