@@ -344,5 +344,8 @@ def _with_sums(values: Tensor, scales: Tensor) -> Tensor:
     """float32 [2, ⌈N / 64⌉ · 64]: scales of int8 [N, K], and the bits of the weights' sums, int32."""
     of_outputs = torch.zeros(2, -(-len(values) // PANEL) * PANEL)
     of_outputs[0, : len(values)] = scales[:, 0]
-    of_outputs.view(torch.int32)[1, : len(values)] = values.sum(dim=1, dtype=torch.int32)
+    # In parts: torch makes an int32 copy of what it sums.
+    of_outputs.view(torch.int32)[1, : len(values)] = torch.cat(
+        [part.sum(dim=1, dtype=torch.int32) for part in values.split(1024)]
+    )
     return of_outputs
