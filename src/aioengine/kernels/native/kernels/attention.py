@@ -71,7 +71,7 @@ def shape_scores(scores, scale, soft_cap, begin, end):
         soft_cap: 0: none.
         begin, end: of the positions that the query sees, within the segment.
     Returns:
-        the highest score, in all lanes' order: a float32.
+        the highest score, or `LOWEST`.
     """
     highest = splat(LOWEST)
     for n in range(0, SEGMENT, LANES):
