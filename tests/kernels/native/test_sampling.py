@@ -9,13 +9,13 @@ import pytest
 import torch
 from kernels.harness import POISON
 from kernels.test_draw import mixed_rows
-from sampler.batch import Rows, random_logits, sample_for
+from sampler.batch import Rows, make_rows, random_logits, sample_for
 from sampler.test_sampler import of_all_kinds
 from torch import Tensor
 
 from aioengine.kernels.native.operations import NativeOperations
 from aioengine.kernels.native.team import Team
-from aioengine.kernels.sampling.sample_rows import SampleRow
+from aioengine.kernels.sampling.sample_rows import SampleFlag, SampleRow
 from aioengine.kernels.torch import sampling as reference_sampling
 from aioengine.sampler.outputs import DeviceOutputs
 
@@ -28,6 +28,28 @@ def test_filters_keep_what_the_oracle_keeps(teams: list[Team], vocab: int, sprea
     logits = random_logits(5, vocab, seed=vocab, spread=spread).round(decimals=2) - 0.5
     expected = drawn(reference_sampling, logits, samples)
     assert drawn(NativeOperations(teams[1]), logits, samples) == expected
+
+
+def test_flat_logits_are_drawn_by_the_highest_noise_and_ties_by_the_lowest_id(teams: list[Team]) -> None:
+    """Noise above 12, which one token of 160,000 has, still wins over noise found before."""
+    samples = make_rows(24, logits_row=0, seed=list(range(24)))
+    logits = random_logits(1, 151_936, seed=0, spread=0.01)
+    ops = NativeOperations(teams[1])
+    assert drawn(ops, logits, samples) == drawn(reference_sampling, logits, samples)
+    # Of this seed's noise two tokens have the highest.
+    assert drawn(ops, torch.zeros(1, 4000), make_rows(1, seed=251)) == [1767]
+
+
+def test_the_likeliest_are_found_beside_a_nan(teams: list[Team]) -> None:
+    """It hides the maxima of its lane."""
+    logits = random_logits(1, 600, seed=1)
+    logits[0, 5::16] += 20
+    logits[0, 5] = torch.nan
+    samples = make_rows(1)
+    samples[:, SampleRow.FLAGS] = int(SampleFlag.LOGPROBS)
+    ids = torch.full((1, 7), POISON, dtype=torch.int32)
+    NativeOperations(teams[1]).top_logprobs(logits, samples, torch.empty(1), ids, torch.empty(1, 7))
+    assert ids[0].tolist() == logits[0].sort(descending=True, stable=True).indices[:7].tolist()
 
 
 def drawn(ops: Any, logits: Tensor, samples: Tensor) -> list[int]:

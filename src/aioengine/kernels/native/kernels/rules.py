@@ -30,7 +30,6 @@ from aioengine.kernels.native.kernels.sampling import (
 )
 from aioengine.kernels.native.kernels.simd import (
     bits_of,
-    first_lanes,
     get_f32,
     get_i32,
     get_i64,
@@ -170,12 +169,12 @@ def top_logprobs(args, nth, thread):
         return
     low = KEY_OF_MINUS_INFINITY - 1
     lowest = of_key(find_by_maxima(row, 0, maxima, vocab, low, high, num_nan, np.float64(k), False, ONE, ONE))
-    found = 0
+    found = 0  # k at most, so that what is beyond the vocabulary, -inf too, does not get in
     for is_last in (False, True):
         for token in range(0, vocab, 16):
             x = load_logits(row, 0, token, vocab)
             wanted = is_equal(x, splat(lowest)) if is_last else is_above(x, splat(lowest)) | is_nan(x)
-            bits = bits_of(wanted & first_lanes(vocab - token))
+            bits = bits_of(wanted)
             while bits and found < k:
                 lane = lowest_bit(bits)
                 bits &= bits - 1
