@@ -49,6 +49,7 @@ from aioengine.kernels.native.kernels.simd import (
     look_up,
     max_of,
     maximum,
+    prefetch_line,
     put_f32,
     put_i16,
     put_i32,
@@ -144,17 +145,20 @@ KINDS = {
     "int4": Kind(1, 4, f32x16, _load_int4, I32, _dot_bfloat16),
 }
 INT4_GROUP_WORDS = 32
+AHEAD_BYTES = 8192
 
 
 def make_tile(kind: Kind, rows: int) -> Any:
-    """A function of (x, x_stride, w, num_words, sums, scales) that sets sums [rows, 64] to a panel's products.
+    """A function of (x, x_stride, w, num_words, sums, scales, ahead) that sets sums [rows, 64] to a panel's
+    products.
 
-    With scales, bfloat16 [64] at an address, it adds the scaled products to the sums instead.
+    With scales, bfloat16 [64] at an address, it adds the scaled products to the sums instead. As much as it reads of
+    the weight it brings from the address ``ahead`` into the second-level cache.
     """
     word = kind.word_bytes
 
-    @instruction(types.none, *[types.int64] * 6)
-    def tile(b: Any, x: Any, x_stride: Any, w: Any, num_words: Any, sums: Any, scales: Any) -> None:
+    @instruction(types.none, *[types.int64] * 7)
+    def tile(b: Any, x: Any, x_stride: Any, w: Any, num_words: Any, sums: Any, scales: Any, ahead: Any) -> None:
         def number(value: int) -> Any:
             return ir.Constant(I64, value)
 
@@ -164,7 +168,11 @@ def make_tile(kind: Kind, rows: int) -> Any:
             b.store(ir.Constant(kind.sums.llvm, None), held[place])
         starts = [b.add(x, b.mul(x_stride, number(row))) for row in range(rows)]
         with cgutils.for_range(b, num_words, intp=I64) as loop:
-            at = b.add(w, b.mul(loop.index, number(word * PANEL)))
+            offset = b.mul(loop.index, number(word * PANEL))
+            at = b.add(w, offset)
+            if rows > 1:  # one row's loads are far enough ahead of its few products
+                for line in range(0, word * PANEL, 64):
+                    prefetch_line(b, b.add(b.add(ahead, offset), number(line)))
             weights = [kind.load(b, b.add(at, number(word * LANES * v))) for v in range(VECTORS)]
             for row in range(rows):
                 one = load(b, b.add(starts[row], b.mul(loop.index, number(kind.x_bytes))), kind.scalar)
@@ -183,23 +191,23 @@ def make_tile(kind: Kind, rows: int) -> Any:
 
 
 def make_panel(kind: Kind) -> Any:
-    """A function of (x, x_stride, w, num_words, sums, rows, scales): the tile of 1 to 6 rows."""
+    """A function of (x, x_stride, w, num_words, sums, rows, scales, ahead): the tile of 1 to 6 rows."""
     tile_1, tile_2, tile_3, tile_4, tile_5, tile_6 = (make_tile(kind, rows) for rows in range(1, TILE_ROWS + 1))
 
     @inlined
-    def panel(x: int, x_stride: int, w: int, num_words: int, sums: int, rows: int, scales: int) -> None:
+    def panel(x: int, x_stride: int, w: int, num_words: int, sums: int, rows: int, scales: int, ahead: int) -> None:
         if rows == 6:
-            tile_6(x, x_stride, w, num_words, sums, scales)
+            tile_6(x, x_stride, w, num_words, sums, scales, ahead)
         elif rows == 5:
-            tile_5(x, x_stride, w, num_words, sums, scales)
+            tile_5(x, x_stride, w, num_words, sums, scales, ahead)
         elif rows == 4:
-            tile_4(x, x_stride, w, num_words, sums, scales)
+            tile_4(x, x_stride, w, num_words, sums, scales, ahead)
         elif rows == 3:
-            tile_3(x, x_stride, w, num_words, sums, scales)
+            tile_3(x, x_stride, w, num_words, sums, scales, ahead)
         elif rows == 2:
-            tile_2(x, x_stride, w, num_words, sums, scales)
+            tile_2(x, x_stride, w, num_words, sums, scales, ahead)
         else:
-            tile_1(x, x_stride, w, num_words, sums, scales)
+            tile_1(x, x_stride, w, num_words, sums, scales, ahead)
 
     return panel
 
@@ -215,7 +223,8 @@ def make_linear(kind: Kind, memory: Memory, of_bias: Memory) -> Any:
 
     Arguments: x, its rows' stride in bytes; the weight, its words; the result, its rows' stride in bytes; the bias or
     0; rows, outputs, rows a chunk, panels; of int8: scales of rows (float32 [rows]), scales of outputs, and sums of
-    the outputs' weights (float32, int32 [panels · 64]); of int4: scales (bfloat16 [panels, groups, 64]).
+    the outputs' weights (float32, int32 [panels · 64]); of int4: scales (bfloat16 [panels, groups, 64]) in place of
+    those of rows; last, in how many panels the thread probably has its next one.
     """
     panel_of, word = make_panel(kind), kind.word_bytes
     room = stack(4 * PANEL * TILE_ROWS)
@@ -236,6 +245,9 @@ def make_linear(kind: Kind, memory: Memory, of_bias: Memory) -> Any:
         end_row = min(first_row + rows_a_chunk, num_rows)
         first = panel * PANEL
         w = get_i64(args + 16) + first * num_words * word
+        # A single tile waits for memory: it asks for what it reads soon. Others have time to ask for the next panel.
+        is_single = end_row - first_row <= TILE_ROWS
+        ahead = w + (AHEAD_BYTES if is_single else get_i64(args + 112) * PANEL * num_words * word)
         scales = get_i64(args + 88) + first * num_groups_of(num_words) * 2
         sums = room()
         for row in range(first_row, end_row, TILE_ROWS):
@@ -253,9 +265,10 @@ def make_linear(kind: Kind, memory: Memory, of_bias: Memory) -> Any:
                         sums,
                         rows,
                         scales + group * PANEL * 2,
+                        ahead + word_at * PANEL,
                     )
             else:
-                panel_of(x + row * x_stride, x_stride, w, num_words, sums, rows, 0)
+                panel_of(x + row * x_stride, x_stride, w, num_words, sums, rows, 0, ahead)
             for nth in range(rows):
                 to = get_i64(args + 32) + (row + nth) * out_stride + first * size
                 for v in range(VECTORS):

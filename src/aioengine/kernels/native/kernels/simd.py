@@ -399,11 +399,13 @@ def store_bytes(b: Any, address: Any, x: Any) -> None:
     store(b, address, b.trunc(x, ir.VectorType(I8, LANES)))
 
 
-@instruction(types.none, types.int64)
-def prefetch(b: Any, address: Any) -> None:
-    """Bring the line into the second-level cache."""
+def prefetch_line(b: Any, address: Any) -> None:
+    """Bring a line into the second-level cache."""
     flags = (ir.Constant(I32, flag) for flag in (0, 2, 1))
     call(b, "llvm.prefetch.p0", ir.VoidType(), pointer(b, address, I8), *flags)
+
+
+prefetch = instruction(types.none, types.int64)(prefetch_line)
 
 
 # Threads
