@@ -185,7 +185,7 @@ class NativeOperations:
             f"linear_{kind}_{_name(dtype)}", num_panels * -(-num_rows // ROWS_A_CHUNK),
             x, stride, packed.values, packed.values.shape[1], out, num_outputs * dtype.itemsize,
             0 if bias is None else bias, num_rows, num_outputs, ROWS_A_CHUNK, num_panels,
-            *(*scales, 0, 0, 0)[:3], self._team.num_threads,
+            *scales, *(0,) * (3 - len(scales)), self._team.num_threads,
         )  # fmt: skip
         return out
 
