@@ -51,8 +51,9 @@ Ts = TypeVarTuple("Ts")
 CANCEL_DEADLINE_S = 60.0
 """How long a cancelled start waits for what cannot be interrupted, such as an import."""
 
-LARGE_LAYER_BYTES = 32 * 2**20
-"""From here on two idle cores compute a step 1.3 to 1.8 times as fast as one (benchmarks/README.md)."""
+LARGE_LAYER_BYTES = 2 * 2**20
+"""From here on two idle cores compute a step faster than one: 1.03 times at the bundled model's 2 MiB a layer with one
+row, 1.2 times with 32, 1.35 times at 7.5 MiB with one row (benchmarks/README.md)."""
 
 
 class TorchExecutor:
@@ -412,9 +413,8 @@ def _host() -> Processor:
 def is_large_step(weight_bytes: int, num_layers: int, num_tokens: int, context_bytes: int) -> bool:
     """Whether a step's operations are long enough for more than one thread: by a layer's work, in bytes to be read.
 
-    A layer has about 25 operations in any model, and threads wait for each other at the end of each. Where another
-    process holds one of their cores, each operation waits for that one: 64 tokens of a 7 MiB model took 121 to 232 ms
-    with two threads and 3 with one.
+    Threads wait for each other at the end of each operation, which takes a microsecond. Where another process holds one
+    of their cores they wait for that one: the bundled model is 1.3 to 1.5 times as fast with one thread then.
 
     Args:
         weight_bytes: of all parameters; a product with 16 tokens takes as long as reading its weights.

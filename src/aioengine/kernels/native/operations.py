@@ -168,6 +168,7 @@ class NativeOperations:
         self, x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype | None = None
     ) -> Tensor:
         if "panels" not in packed.layout:
+            self._team.refuse_capture("plain torch's linear")
             return plain.linear(x, packed, bias, out_dtype)
         num_rows, num_outputs = len(x), packed.shape[0]
         dtype = out_dtype or x.dtype
@@ -202,6 +203,7 @@ class NativeOperations:
 
     def embed(self, token_ids: Tensor, packed: PackedWeight) -> Tensor:
         if "panels" not in packed.layout:
+            self._team.refuse_capture("plain torch's embed")
             return plain.embed(token_ids, packed)
         out = self._buffer("embed", len(token_ids), packed.shape[1], packed.dtype)
         scales = () if packed.scales is None else (packed.scales,)

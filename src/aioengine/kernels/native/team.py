@@ -6,12 +6,11 @@ import ctypes
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from aioengine.errors import InternalError
 from aioengine.kernels.native.library import Library
@@ -86,19 +85,26 @@ class Team:
         self._captured.kept.extend(each for each in arguments if not isinstance(each, int))
 
     def capture(self, work: Callable[[], None]) -> Program:
-        """The kernels that ``work`` launches, as a program. Tensors that it computes by torch would not be computed
-        again: that is refused.
+        """The kernels that ``work`` launches, as a program; beside them it may make views and memory, no more.
 
         Raises:
-            InternalError: ``work`` does more than to launch kernels.
+            InternalError: ``work`` needs what is no kernel, by `refuse_capture`.
         """
         self._captured = captured = _Captured([], [])
         try:
-            with _OnlyViews():
-                work()
+            work()
         finally:
             self._captured = None
         return Program(self, captured)
+
+    def refuse_capture(self, what: str) -> None:
+        """To be called before what a program would not do again.
+
+        Raises:
+            InternalError: work is being captured.
+        """
+        if self._captured is not None:
+            raise InternalError(f"a program of native kernels does not do again: {what}")
 
     def run(self, program: int, num_records: int) -> None:
         """Run the records at an address."""
@@ -132,23 +138,6 @@ class Program:
 
     def replay(self) -> None:
         self._team.run(self._address, len(self._records))
-
-
-class _OnlyViews(TorchDispatchMode):
-    """Refuses what torch computes; views, and memory without values, are made once and kept."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        made = result if isinstance(result, tuple | list) else (result,)
-        of_arguments = {each.untyped_storage().data_ptr() for each in args if isinstance(each, Tensor)}
-        is_view = not func._schema.is_mutable and all(
-            isinstance(each, Tensor) and each.untyped_storage().data_ptr() in of_arguments for each in made
-        )
-        if not is_view and not func.__name__.startswith("empty"):
-            raise InternalError(f"torch's {func.__name__} would not be computed again by a program of native kernels")
-        return result
 
 
 def fill_record(record: NDArray[np.int64], address: int, num_chunks: int, arguments: Sequence[int]) -> None:
