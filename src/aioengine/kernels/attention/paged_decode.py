@@ -11,6 +11,9 @@ one split the result is written at once; else a second kernel weighs the splits 
 
 Bound: the bytes of the keys and values seen, at the memory's speed; tens of KiB are on the way in each program. With
 few and short contexts the time of two launches (5 to 8 µs).
+
+Stays if, at 64 rows of 2,048 tokens in bfloat16, it beats gathering the blocks and torch's
+`scaled_dot_product_attention` by 2; not measured.
 """
 
 from __future__ import annotations

@@ -10,6 +10,9 @@ keys start first, so that the short ones fill the GPU at the end.
 
 Bound: 4 · h · d operations for each pair of a query and a key that it sees, at the rate of the matrix units; kernels of
 this form are known to reach about half of that on an H100, since exp2 and the products take turns.
+
+Stays if, for 2,048 tokens behind 2,048 cached ones in bfloat16, it beats gathering the blocks and torch's
+`scaled_dot_product_attention` by 1.2; not measured.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 A program does a part of a row. Bound: 3 · T · intermediate values moved, at the memory's speed; with few rows the time
 of a launch (2 to 3 µs).
+
+Stays if, at 64 and at 2,048 tokens of 14,336, it beats torch's `silu` and product, two launches, by 1.2; not
+measured.
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@ y = x / √(mean(x²) + ε) · w
 
 One program a row, which it holds in registers: each value is read once and written once. Bound: 2 · T · hidden values
 moved by `rms_norm` and 4 by `add_rms_norm`, at the memory's speed; with few rows the time of a launch (2 to 3 µs).
+
+Stays if, at 64 and at 2,048 rows of 4,096, it beats torch's addition and `rms_norm`, two launches, by 1.2; not
+measured.
 """
 
 from __future__ import annotations

@@ -7,6 +7,9 @@ All in float32, rounded once, at the end.
 A program does several heads of a token, as two tiles of half heads, so that what is rotated into each other lies in
 one thread. Bound: (h + 2 g) · d values read and written for each token, at the memory's speed; with few tokens the time
 of a launch (2 to 3 µs).
+
+Stays if, at 64 and at 2,048 tokens of Llama-3.1-8B's heads, it beats plain torch, some ten launches, by 2; not
+measured.
 """
 
 from __future__ import annotations

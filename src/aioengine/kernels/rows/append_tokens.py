@@ -1,6 +1,8 @@
 """Sampled tokens go to the ends of their rows' histories, so that the next step can read them before the host has.
 
 history[row, end] = token, of the samples that are the first of their row of logits. The time of a launch (2 to 3 µs).
+
+Stays if, at 256 samples, it beats torch's `index_put_` with the mask before it by 1.2; not measured.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 cache[to] = cache[from], for each pair and each cache, as words of up to 64 bits whatever the dtype. Bound: each byte
 read and written once, at the memory's speed.
+
+Stays if, at 16 pairs in 32 layers, it beats torch's `index_select` and `index_copy_` by 1.2; not measured.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ For token i of a row, at p = start + i: id = history[row, p], slot = block_table
 
 Several programs share a row, taking turns: prompts have thousands of tokens in a step. Bound: 20 bytes a token; with
 few tokens the time of a launch (2 to 3 µs).
+
+Stays if, at 64 rows of one token and at 2,048 tokens, it beats plain torch, some ten launches, by 2; not measured.
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@ target[line, column + i] = words[first + i], for i below the span's length.
 
 Several programs share a span, taking turns, since a new prompt brings thousands of words and a grown row one. Bound: 8
 bytes a word; the usual step's few words take the time of a launch (2 to 3 µs).
+
+Stays if, at 256 spans of one word and at one of 2,048, it beats torch's `index_put_` at indices that the host makes
+by 1.2; not measured.
 """
 
 from __future__ import annotations

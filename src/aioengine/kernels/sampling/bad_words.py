@@ -1,6 +1,8 @@
 """Bad words of several tokens: is a row's output about to end with one?
 
 A word w of m tokens may not be completed: its last one is masked, value -inf, where output[-(m - 1):] = w[:-1].
+
+Stays if, at 50 words of 3 tokens in each of 64 rows, it beats plain torch by 1.2; not measured.
 """
 
 from __future__ import annotations

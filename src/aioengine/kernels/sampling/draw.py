@@ -10,6 +10,9 @@ ones: a handful of each part's). A warp a program, so that these are decisions w
 
 For samples with a filter `thresholds` brings the floor under which no logit can win; only blocks whose maximum reaches
 it are read.
+
+Stays if, at 64 rows of 128,256 logits, it beats torch's division by the temperature, exponential noise and `argmax`
+by 1.2; not measured.
 """
 
 from __future__ import annotations

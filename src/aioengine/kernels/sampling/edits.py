@@ -2,6 +2,9 @@
 
 ``logits[logits_row, token] += value``, and -inf masks. Which row of logits an edit is for is looked up on the
 device (row → sample → row of logits), so that lists of edits stay the same from step to step while rows come and go.
+
+Stays if, at 50 edits in each of 64 rows, it beats torch's `index_put_` with the look-up before it by 1.2; not
+measured.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The log-probability of given tokens, logit - logsumexp, and their ranks: 1 plus the number of higher logits."""
+"""The log-probability of given tokens, logit - logsumexp, and their ranks: 1 plus the number of higher logits.
+
+Stays if, at 64 rows of 128,256 logits, it beats torch's `gather`, comparison and sum by 1.2; not measured.
+"""
 
 from __future__ import annotations
 

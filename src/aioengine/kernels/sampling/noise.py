@@ -2,6 +2,8 @@
 
 Uniform numbers of 23 bits and a half are made without a conversion, which runs at a quarter of the rate of the rest:
 the bits become the mantissa of a float from 1 to 2.
+
+They stay with `draw`.
 """
 
 from __future__ import annotations

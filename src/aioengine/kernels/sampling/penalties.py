@@ -6,6 +6,9 @@ times: ``x -= f · c; x -= p``. Only the logits of a row's own tokens are read a
 Two launches, and no sort: the first counts, the second applies. Counters are one int32 a token of the vocabulary; only
 those of the row's own tokens are touched, which is why they are kept as zeros instead of being cleared for each step:
 131 MB at 256 rows of 128,000, where 256 rows of 2,000 tokens touch 16 MB at most.
+
+Stays if, at 64 rows of 2,000 tokens and 128,256 logits, it beats torch's `scatter_add_` and arithmetic over the
+vocabulary by 2; not measured.
 """
 
 from __future__ import annotations

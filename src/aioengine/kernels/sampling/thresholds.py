@@ -13,6 +13,9 @@ blocks whose maximum reaches the bound are then read again (`_floor_kernel`, a p
 until it is gathered.
 
 All sums have a fixed order: equal logits, parameters and vocabulary give an equal threshold, in whatever batch.
+
+Stays if, at 64 rows of 128,256 logits, it beats torch's `sort` and `cumsum` by 2 with top-k 50 and top-p 0.9, and by
+1.2 with top-p 0.9 alone over flat logits; not measured.
 """
 
 from __future__ import annotations

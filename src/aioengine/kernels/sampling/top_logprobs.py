@@ -7,6 +7,8 @@ behind the best ones of k blocks.
 
 Order is by one int64 a token: its logit, as an integer of the same order, above its id counted down. So equal logits
 are ordered by id, and no two tokens are equal. NaN is above +inf and -0 is equal to 0, as in torch.
+
+Stays if, at 64 rows of 128,256 logits and k = 20, it beats torch's `logsumexp` and `topk` by 1.2; not measured.
 """
 
 from __future__ import annotations
