@@ -122,7 +122,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = "auto"
     cuda_graphs: Annotated[
         Literal["start", "lazy", "off"],
-        Meta(description="when decode steps become CUDA graphs: all sizes at the start, or each at its second use"),
+        Meta(
+            description="when decode steps become CUDA graphs: all sizes at the start, or each at its second use; "
+            "on a CPU programs, at the second use, unless off"
+        ),
     ] = "start"
     tune_kernels: Annotated[bool, Meta(description="measure launch parameters of a GPU's kernels at the start")] = True
     enable_prefix_caching: Annotated[bool, Meta(description="reuse the KV blocks of equal prompt beginnings")] = True
@@ -132,7 +135,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = None
     num_threads: Annotated[
         Annotated[int, Meta(ge=1, le=1024)] | None,
-        Meta(description="threads of one CPU operation; absent: torch's number, one in small steps"),
+        Meta(description="threads of a CPU's steps; absent: torch's number, one in small steps"),
     ] = None
     max_n: Annotated[int, Meta(ge=1, description="most choices that a request may ask for")] = 128
     stream_interval: Annotated[
