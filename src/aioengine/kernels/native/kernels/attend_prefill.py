@@ -193,7 +193,7 @@ def make_attend_prefill(memory: Memory, work: Memory, panel_of: Any) -> Any:
                     if last_end <= 0 or position + strip // group + 1 - window >= start + SEGMENT:
                         continue
                     panel_of(
-                        queries + (strip - begin_row) * query_bytes, query_bytes, keys, num_words, sums, rows, 0, keys
+                        queries + (strip - begin_row) * query_bytes, query_bytes, keys, num_words, sums, rows, 0, 0
                     )
                     state = states + (strip - begin_row) * state_bytes
                     for nth in range(rows):
@@ -205,7 +205,7 @@ def make_attend_prefill(memory: Memory, work: Memory, panel_of: Any) -> Any:
                         )  # fmt: skip
                     for n in range(0, padded_dim, PANEL):
                         of_panel = values + n * (SEGMENT // per_word) * 4
-                        panel_of(weights, SEGMENT * work_size, of_panel, SEGMENT // per_word, sums, rows, 0, of_panel)
+                        panel_of(weights, SEGMENT * work_size, of_panel, SEGMENT // per_word, sums, rows, 0, 0)
                         for nth in range(rows):
                             factor, at = read_f32(factors + 64 * nth), state + nth * state_bytes + 4 * n
                             for lane in range(0, 4 * PANEL, 64):

@@ -153,7 +153,7 @@ def make_tile(kind: Kind, rows: int) -> Any:
     products.
 
     With scales, bfloat16 [64] at an address, it adds the scaled products to the sums instead. As much as it reads of
-    the weight it brings from the address ``ahead`` into the second-level cache.
+    the weight it brings from the address ``ahead``, unless that is 0, into the second-level cache.
     """
     word = kind.word_bytes
 
@@ -171,8 +171,9 @@ def make_tile(kind: Kind, rows: int) -> Any:
             offset = b.mul(loop.index, number(word * PANEL))
             at = b.add(w, offset)
             if rows > 1:  # one row's loads are far enough ahead of its few products
-                for line in range(0, word * PANEL, 64):
-                    prefetch_line(b, b.add(b.add(ahead, offset), number(line)))
+                with b.if_then(b.icmp_signed("!=", ahead, number(0))):
+                    for line in range(0, word * PANEL, 64):
+                        prefetch_line(b, b.add(b.add(ahead, offset), number(line)))
             weights = [kind.load(b, b.add(at, number(word * LANES * v))) for v in range(VECTORS)]
             for row in range(rows):
                 one = load(b, b.add(starts[row], b.mul(loop.index, number(kind.x_bytes))), kind.scalar)
