@@ -1,6 +1,7 @@
 """What a runner does on the host, beside what every executor must do."""
 
 import weakref
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ from executor.tiny_decoder import tiny_decoder
 
 from aioengine.config import EngineConfig
 from aioengine.core.executor_protocol import DeviceLost, ExecutorStats
-from aioengine.executor.host import HostAccelerator
+from aioengine.executor.host import HostAccelerator, num_usable_threads
 from aioengine.executor.make_runner import Processor, make_runner
 from aioengine.kernels.torch import operations
 from aioengine.models.decoder import Decoder
@@ -134,3 +135,19 @@ def test_decode_steps_are_captured_by_their_numbers_of_rows_and_bring_the_same_t
         assert results[0] == results[1]
     assert [len(runner.graphs) for runner in runners] == [0, 2]
     assert [graph.num_replays for graph in graphs] == [5, 13], "all but prompts, and the first two of each size"
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [({}, 4), ({"a": "max 100000"}, 4), ({"a": "250000 100000"}, 2), ({"a/b": "max 100000", "a": "50000 100000"}, 1)],
+)
+def test_threads_are_no_more_than_the_control_groups_allow(
+    tmp_path: Path, limits: dict[str, str], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    own = tmp_path / "own"
+    own.write_text("0::/a/b\n")
+    for group, limit in limits.items():
+        (tmp_path / group / "cpu.max").write_text(limit + "\n")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    assert num_usable_threads(tmp_path, own) == expected

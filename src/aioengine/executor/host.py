@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +18,25 @@ from aioengine.kernels.native.library import Compilation
 from aioengine.kernels.native.operations import NativeOperations
 from aioengine.kernels.native.team import Team
 from aioengine.kernels.operations import Operations
+
+
+def num_usable_threads(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """torch's number of threads, which is that of the physical cores that this process may run on or OMP_NUM_THREADS;
+    no more than the processor time that its control groups (Linux, version 2) allow it.
+
+    Args:
+        own: the file that names this process's group.
+    """
+    allowed = float(torch.get_num_threads())
+    try:
+        group = cgroups / own.read_text().rpartition("::")[2].strip().lstrip("/")
+    except OSError:
+        return int(allowed)
+    for each in (group, *group.parents):
+        with contextlib.suppress(OSError, ValueError):  # "max": no limit
+            quota_us, period_us = (each / "cpu.max").read_text().split()
+            allowed = min(allowed, float(quota_us) / float(period_us))
+    return max(1, int(allowed))
 
 
 class HostEvent:

@@ -30,7 +30,7 @@ from aioengine.executor.accelerator import Accelerator
 from aioengine.executor.completion_thread import DeferredResult, Pending
 from aioengine.executor.cuda import CudaAccelerator, find_cuda
 from aioengine.executor.device_thread import CLOSED, DeviceThread
-from aioengine.executor.host import HostAccelerator
+from aioengine.executor.host import HostAccelerator, num_usable_threads
 from aioengine.executor.make_runner import Processor, make_runner
 from aioengine.executor.memory import return_freed_memory
 from aioengine.executor.profiler import Recording
@@ -229,7 +229,7 @@ class Device:
         self._kv_bytes_per_token = info.kv_cache_bytes // (info.num_blocks * info.block_size)
         self._weight_bytes = info.weight_bytes
         if config.num_threads is None and processor.accelerator.is_host:
-            self._max_threads = torch.get_num_threads()
+            self._max_threads = num_usable_threads()
         return info
 
     @property
@@ -406,7 +406,7 @@ def _find_processor(device: str) -> Processor:
 
 def _host() -> Processor:
     """With plain torch until the native kernels are compiled, which takes some seconds once a machine."""
-    accelerator = HostAccelerator(num_threads=torch.get_num_threads())
+    accelerator = HostAccelerator(num_threads=num_usable_threads())
     return Processor(accelerator, accelerator.newer_operations() or torch_operations)
 
 
