@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -79,9 +80,9 @@ class Team:
         words = [each if isinstance(each, int) else each.data_ptr() for each in arguments]
         if self._captured is None:
             fill_record(self._record, self.library.address(kernel), num_chunks, words)
-            self.run(self._record_address, 1)
+            self.run_each(self._record_address, [kernel])
             return
-        self._captured.records.append((self.library.address(kernel), num_chunks, words))
+        self._captured.records.append((kernel, num_chunks, words))
         self._captured.kept.extend(each for each in arguments if not isinstance(each, int))
 
     def capture(self, work: Callable[[], None]) -> Program:
@@ -110,6 +111,15 @@ class Team:
         """Run the records at an address."""
         self._run(self._results, self._results + 8, self._address, program, num_records, self._num_threads_of_run)
 
+    def run_each(self, program: int, kernels: Sequence[str]) -> None:
+        """Run the records at an address; while torch's profiler records, one by one, each an event with its name."""
+        if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+            self.run(program, len(kernels))
+            return
+        for nth, kernel in enumerate(kernels):
+            with torch._C._profiler._RecordFunctionFast(kernel):
+                self.run(program + nth * RECORD_BYTES, 1)
+
     def close(self) -> None:
         """End the threads. Idempotent."""
         self._end(self._results, self._results + 8, self._address, self.num_threads)
@@ -119,9 +129,9 @@ class Team:
 
 
 class _Captured(NamedTuple):
-    """What is launched while work is captured: addresses, chunks and arguments; and the tensors that must stay."""
+    """What is launched while work is captured: kernels, chunks and arguments; and the tensors that must stay."""
 
-    records: list[tuple[int, int, list[int]]]
+    records: list[tuple[str, int, list[int]]]
     kept: list[Tensor]
 
 
@@ -132,12 +142,13 @@ class Program:
         self._team = team
         self._kept = captured.kept
         self._records = np.zeros((len(captured.records), RECORD_WORDS), np.int64)
-        for record, (address, num_chunks, arguments) in zip(self._records, captured.records, strict=True):
-            fill_record(record, address, num_chunks, arguments)
+        self._kernels = [kernel for kernel, _, _ in captured.records]
+        for record, (kernel, num_chunks, arguments) in zip(self._records, captured.records, strict=True):
+            fill_record(record, team.library.address(kernel), num_chunks, arguments)
         self._address = self._records.ctypes.data
 
     def replay(self) -> None:
-        self._team.run(self._address, len(self._records))
+        self._team.run_each(self._address, self._kernels)
 
 
 def fill_record(record: NDArray[np.int64], address: int, num_chunks: int, arguments: Sequence[int]) -> None:
