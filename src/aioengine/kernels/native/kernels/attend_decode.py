@@ -19,10 +19,10 @@ from aioengine.kernels.native.kernels.compiler import inlined, kernel
 from aioengine.kernels.native.kernels.functions import exp
 from aioengine.kernels.native.kernels.linear import DTYPES, KINDS, Kind
 from aioengine.kernels.native.kernels.simd import (
-    BF16,
     F16,
     F32,
     FLOAT32,
+    I16,
     I32,
     I64,
     LANES,
@@ -42,6 +42,7 @@ from aioengine.kernels.native.kernels.simd import (
     stack,
     store,
     sum_of,
+    to_wide,
     zeros,
 )
 
@@ -139,7 +140,7 @@ def make_weighted_sum(lane: ir.Type, heads: int, vectors: int) -> Any:
         ahead, later: what is at ahead + later[n] is brought into the cache.
     """
     narrow = ir.VectorType(lane, LANES)
-    suffix = {BF16: "bf16", F16: "f16", F32: "f32"}[lane]
+    suffix = {I16: "i16", F16: "f16", F32: "f32"}[lane]
 
     @instruction(types.none, *[types.int64] * 10)
     def weighted_sum(
@@ -171,7 +172,7 @@ def make_weighted_sum(lane: ir.Type, heads: int, vectors: int) -> Any:
             else:
                 there, align, nothing = pointer(b, where, narrow), ir.Constant(I32, 1), ir.Constant(narrow, None)
                 found = call(b, f"llvm.masked.load.v16{suffix}.p0", narrow, there, align, some, nothing)
-            return found if lane is F32 else b.fpext(found, f32x16.llvm)
+            return to_wide(b, found)
 
         with cgutils.for_range(b, num_keys, intp=I64) as loop:
             start = b.add(v, load(b, b.add(offsets, b.mul(loop.index, number(8))), I64))
@@ -421,6 +422,6 @@ def make_combine(memory: Memory) -> Any:
     return combine
 
 
-for _name, _lane in (("float32", F32), ("bfloat16", BF16), ("float16", F16)):
+for _name, _lane in (("float32", F32), ("bfloat16", I16), ("float16", F16)):
     kernel(name=f"attend_decode_{_name}")(make_attend_decode(KINDS[_name], _lane, DTYPES[_name]))
     kernel(name=f"combine_{_name}")(make_combine(DTYPES[_name]))

@@ -29,6 +29,7 @@ from aioengine.kernels.native.kernels.simd import (
     HAS_DOT_BF16,
     HAS_DOT_INT8,
     I8,
+    I16,
     I32,
     I64,
     LANES,
@@ -63,6 +64,7 @@ from aioengine.kernels.native.kernels.simd import (
     store_bytes,
     to_float,
     to_int,
+    to_wide,
     zeros,
 )
 
@@ -183,9 +185,9 @@ def make_tile(kind: Kind, rows: int) -> Any:
         for row, v in places:
             at, found = b.add(sums, number(4 * (PANEL * row + LANES * v))), b.load(held[row, v])
             if kind.word_bytes == 1:
-                scale = load(b, b.add(scales, number(2 * LANES * v)), ir.VectorType(BF16, LANES))
+                scale = load(b, b.add(scales, number(2 * LANES * v)), ir.VectorType(I16, LANES))
                 before = load(b, at, f32x16.llvm, 64)
-                found = _dot_float32(b, before, found, b.fpext(scale, f32x16.llvm))
+                found = _dot_float32(b, before, found, to_wide(b, scale))
             store(b, at, found, 64)
 
     return tile

@@ -312,34 +312,52 @@ def lane_of_i32(b: Any, x: Any, lane: Any) -> Any:
 # Memory
 
 
+def to_narrow(b: Any, x: Any, lane: ir.Type) -> Any:
+    """float32 as 16 numbers of a type, the bits of bfloat16 being I16; rounded to the nearest, of two to the even one.
+
+    LLVM makes nothing of bfloat16 where the processor has no instruction for it: a call of a function that few systems
+    have.
+    """
+    narrow = ir.VectorType(lane, LANES)
+    if lane is not I16:
+        return x if lane is F32 else b.fptrunc(x, narrow)
+    if HAS_DOT_BF16:
+        return b.bitcast(b.fptrunc(x, ir.VectorType(BF16, LANES)), narrow)
+    bits = b.bitcast(x, i32x16.llvm)
+    is_odd = b.and_(b.lshr(bits, constant(i32x16, 16)), constant(i32x16, 1))
+    rounded = b.lshr(b.add(bits, b.add(is_odd, constant(i32x16, 0x7FFF))), constant(i32x16, 16))
+    return b.trunc(b.select(b.fcmp_unordered("uno", x, x), constant(i32x16, 0x7FC0), rounded), narrow)
+
+
+def to_wide(b: Any, x: Any) -> Any:
+    """16 numbers as float32; I16 are the bits of bfloat16."""
+    if x.type.element == I16:
+        return b.bitcast(b.shl(b.zext(x, i32x16.llvm), constant(i32x16, 16)), f32x16.llvm)
+    return x if x.type.element == F32 else b.fpext(x, f32x16.llvm)
+
+
 def _loads(lane: ir.Type, suffix: str) -> tuple[Any, Any, Any, Any]:
     """Load and store of 16 numbers of a type as float32: all, and those of some lanes."""
     narrow = ir.VectorType(lane, LANES)
 
-    def widened(b: Any, x: Any) -> Any:
-        return x if lane is F32 else b.fpext(x, f32x16.llvm)
-
-    def narrowed(b: Any, x: Any) -> Any:
-        return x if lane is F32 else b.fptrunc(x, narrow)
-
     @instruction(f32x16, types.int64)
     def load_16(b: Any, address: Any) -> Any:
-        return widened(b, load(b, address, narrow))
+        return to_wide(b, load(b, address, narrow))
 
     @instruction(f32x16, types.int64, bool16)
     def load_some(b: Any, address: Any, lanes: Any) -> Any:
         zeros = ir.Constant(narrow, None)
         name = f"llvm.masked.load.v16{suffix}.p0"
-        return widened(b, call(b, name, narrow, pointer(b, address, narrow), ir.Constant(I32, 1), lanes, zeros))
+        return to_wide(b, call(b, name, narrow, pointer(b, address, narrow), ir.Constant(I32, 1), lanes, zeros))
 
     @instruction(types.none, types.int64, f32x16)
     def store_16(b: Any, address: Any, x: Any) -> None:
-        store(b, address, narrowed(b, x))
+        store(b, address, to_narrow(b, x, lane))
 
     @instruction(types.none, types.int64, f32x16, bool16)
     def store_some(b: Any, address: Any, x: Any, lanes: Any) -> None:
         name, at = f"llvm.masked.store.v16{suffix}.p0", pointer(b, address, narrow)
-        call(b, name, ir.VoidType(), narrowed(b, x), at, ir.Constant(I32, 1), lanes)
+        call(b, name, ir.VoidType(), to_narrow(b, x, lane), at, ir.Constant(I32, 1), lanes)
 
     return load_16, load_some, store_16, store_some
 
@@ -359,7 +377,7 @@ class Memory(NamedTuple):
 
 
 FLOAT32 = Memory(4, *_loads(F32, "f32"))
-BFLOAT16 = Memory(2, *_loads(BF16, "bf16"))
+BFLOAT16 = Memory(2, *_loads(I16, "i16"))
 FLOAT16 = Memory(2, *_loads(F16, "f16"))
 
 
