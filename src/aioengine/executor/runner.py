@@ -7,6 +7,7 @@ this one runs.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 
@@ -29,6 +30,8 @@ from aioengine.sampler.processors import run_processors
 from aioengine.sampler.rules import RuleSizes
 from aioengine.sampler.sampler import Features, Sampler, SampleTensors
 from aioengine.scheduler.plan import StepPlan, StepResult
+
+logger = logging.getLogger("aioengine")
 
 REHEARSED_TOKENS = 16
 
@@ -128,6 +131,18 @@ class Runner:
             self._attention.operations = operations
         self.use(self._decoder)
 
+    def _take_newer_operations(self) -> None:
+        """Go on with the accelerator's newer operations if it has some, or else with those that there are."""
+        before = self._operations
+        try:
+            operations = self._accelerator.newer_operations()
+            if operations is not None:
+                self.use_operations(operations)
+        except Exception:  # no memory for a weight's copy, or a library that cannot be loaded
+            logger.exception("native kernels could not take over, so that steps are slow")
+            self.use_operations(before)
+            self.graphs = DecodeGraphs(self._accelerator, ())  # a program notes what native kernels do, and that alone
+
     def _tile(self) -> int:
         """The most query tokens of an attention tile."""
         assert self._decoder is not None
@@ -138,6 +153,7 @@ class Runner:
         """Have a KV cache, empty if there was none."""
         if self._attention is None:
             self._attention = self._make_attention(self._block_tables)
+            self._attention.operations = self._operations
             if self._decoder is not None:
                 self._attention.rope_table = self._decoder.rope_table
             self._capture_all()
@@ -259,12 +275,10 @@ class Runner:
         assert self._decoder is not None, "a plan was launched while the weights were away"
         assert self._attention is not None, "a plan was launched while the KV cache was away"
         self._stats.num_steps += 1
-        operations = self._accelerator.newer_operations()
-        if operations is not None:
-            self.use_operations(operations)
         staging = self._staging[0]
         self._staging.rotate(-1)
         try:
+            self._take_newer_operations()
             self._learn(sum(launched.is_done for launched in self._learning))  # before its memory is used again
             step, size = self._write(plan, staging)
             started = self._accelerator.record()

@@ -1,0 +1,119 @@
+"""A runner that computes by native kernels: from the start, or from some step on, beside one of plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from executor.plans import PlanWriter
+from executor.tiny_decoder import tiny_decoder
+
+from aioengine.config import EngineConfig
+from aioengine.core.executor_protocol import ExecutorStats
+from aioengine.executor.host import HostAccelerator
+from aioengine.executor.make_runner import Processor, make_runner
+from aioengine.kernels.native.library import Library, compile_library, find_library
+from aioengine.kernels.native.operations import NativeOperations
+from aioengine.kernels.torch import operations
+
+PROMPT = [5, 11, 3, 70, 2]
+
+
+class Compiling:
+    """A library that is there from some step on, or cannot be loaded then."""
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+        self.is_ready = False
+
+    def poll(self) -> Library | None:
+        if not self.is_ready:
+            return None
+        self.is_ready = False
+        return self._library
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def library() -> Library:
+    return find_library() or compile_library()
+
+
+@pytest.fixture
+def accelerator(library: Library) -> Iterator[Any]:
+    made: Any = HostAccelerator(num_threads=2)
+    made._compilation = Compiling(library)
+    with torch.inference_mode():
+        yield made
+    made.close()
+
+
+def start(accelerator: HostAccelerator) -> Any:
+    config = EngineConfig(max_num_seqs=8, block_size=4, kv_cache_memory_bytes=2**20)
+    runner, _ = make_runner(
+        Processor(accelerator, operations), tiny_decoder(), config, ExecutorStats(), lambda *_: None
+    )
+    return runner
+
+
+def tokens_of(runner: Any, writer: PlanWriter, count: int) -> list[int]:
+    """Of row 0, greedily."""
+    return [int(runner.step(writer.plan()).token_ids[0]) for _ in range(count)]
+
+
+def expected_tokens(count: int) -> list[int]:
+    writer = PlanWriter(128, 4)
+    writer.add(0, PROMPT)
+    return tokens_of(start(HostAccelerator()), writer, count)
+
+
+def test_native_kernels_take_over_between_two_steps(accelerator: Any) -> None:
+    runner, writer = start(accelerator), PlanWriter(128, 4)
+    writer.add(0, PROMPT)
+    tokens = tokens_of(runner, writer, 4)
+    accelerator._compilation.is_ready = True
+    assert tokens + tokens_of(runner, writer, 8) == expected_tokens(12)
+    assert len(runner.graphs) == 1
+
+
+def test_a_cache_that_is_made_after_the_change_is_of_native_kernels(accelerator: Any) -> None:
+    runner, writer = start(accelerator), PlanWriter(128, 4)
+    accelerator._compilation.is_ready = True
+    writer.add(0, PROMPT)
+    tokens_of(runner, writer, 1)
+    runner.drop_cache()
+    runner.make_cache()
+    writer = PlanWriter(128, 4)
+    writer.add(1, PROMPT)
+    assert tokens_of(runner, writer, 12) == expected_tokens(12)
+    assert runner._attention.operations is runner._operations
+
+
+@pytest.mark.parametrize("failing", ["address", "pack"])
+def test_steps_go_on_without_native_kernels_that_cannot_take_over(
+    accelerator: Any, failing: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    num_calls = 0
+
+    def fail_later(self: Any, *args: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 2:
+            raise MemoryError("no room for another weight")
+        return right(self, *args)
+
+    of: Any = NativeOperations if failing == "pack" else Library
+    right = getattr(of, failing)
+    monkeypatch.setattr(of, failing, fail_later)
+    runner, writer = start(accelerator), PlanWriter(128, 4)
+    writer.add(0, PROMPT)
+    tokens = tokens_of(runner, writer, 4)
+    accelerator._compilation.is_ready = True
+    assert tokens + tokens_of(runner, writer, 8) == expected_tokens(12)
+    assert "could not take over" in caplog.text
+    assert not len(runner.graphs)
+    assert {linear.packed.layout for linear in runner._decoder.linears()} == {"rows"}
