@@ -26,7 +26,8 @@ from typing import Any
 from aioengine import Engine
 from aioengine.core.engine_core import EngineCore
 from aioengine.executor.torch_executor import Device
-from aioengine.kernels.native.team import RECORD_BYTES, Program, Team
+from aioengine.kernels.native.kernels.team_words import RECORD_BYTES
+from aioengine.kernels.native.team import Program, Team
 from aioengine.models.decoder import Decoder
 from aioengine.scheduler.scheduler import Scheduler
 from benchmarks.cpu.runner import WARM_UP, engine_options, run

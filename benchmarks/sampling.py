@@ -33,7 +33,8 @@ import torch
 
 from aioengine.executor.batch import Batch
 from aioengine.executor.step_words import WORDS_A_ROW, ExtraWords, FixedWords
-from aioengine.kernels.native.library import compile_library, find_library
+from aioengine.kernels.native.kernels.parts import COMMON
+from aioengine.kernels.native.library import compile_library
 from aioengine.kernels.native.operations import NativeOperations
 from aioengine.kernels.native.team import Team
 from aioengine.kernels.operations import Operations
@@ -221,7 +222,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    team = None if arguments.plain else Team(find_library() or compile_library(), 1)
+    team = None if arguments.plain else Team(compile_library([COMMON]), 1)
     operations = plain if team is None else NativeOperations(team)
     budget_s = 0.03 if arguments.quick else 0.3
     batches = [1, 16] if arguments.quick else arguments.batch

@@ -11,6 +11,9 @@
 
 **Long** tests carry ``@pytest.mark.nightly``: ``make nightly`` runs them, ``make check`` does not.
 
+**Native kernels** are compiled before the first test, once a version of them, so that each engine has them from its
+start.
+
 **Blocking** calls (``time.sleep``, file and socket IO, a contended lock) made on a running loop from code of this
 package raise ``blockbuster.BlockingError`` at the call. Calls that the tests themselves make do not count, nor do
 imports.
@@ -37,6 +40,7 @@ import pytest_asyncio
 import uvloop
 from blockbuster import BlockBuster
 
+from aioengine.kernels.native.library import compile_library
 from aioengine.testing.clock import VirtualClockLoop
 
 # Threads of a tiny operation wait for each other longer than they work, and on a busy machine very much longer.
@@ -117,6 +121,11 @@ def pytest_runtest_makereport(
     if report.when == "call":
         item.stash[_CALL_PASSED] = report.passed
     return report
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _native_kernels() -> None:
+    compile_library()
 
 
 @pytest.fixture(scope="session", autouse=True)

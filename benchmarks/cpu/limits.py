@@ -84,12 +84,14 @@ def fastest(operations: Iterable[tuple[str, Operation]], seconds: float) -> tupl
 def native_operations(*, compiles: bool) -> Operations | None:
     """The engine's own, if it has any. Where they are not compiled yet, that is done, or there are none."""
     try:
+        from aioengine.kernels.native.kernels.parts import parts_of
         from aioengine.kernels.native.library import compile_library, find_library
         from aioengine.kernels.native.operations import NativeOperations
         from aioengine.kernels.native.team import Team
     except ImportError:  # an earlier version
         return None
-    library = find_library() or (compile_library() if compiles else None)
+    parts = parts_of("bfloat16", "int8")
+    library = find_library(parts) or (compile_library(parts) if compiles else None)
     return NativeOperations(Team(library, torch.get_num_threads())) if library is not None else None
 
 

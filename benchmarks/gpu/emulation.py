@@ -21,7 +21,7 @@ from doubles.fake_graph import as_launches
 def emulated_gpu() -> Iterator[None]:
     """Let engines that start meanwhile find a GPU: one that is late, and computes by the oracles, on the host."""
     find_processor = torch_executor._find_processor
-    torch_executor._find_processor = lambda device: Processor(FakeAccelerator(), as_launches(reference))
+    torch_executor._find_processor = lambda config, folder: Processor(FakeAccelerator(), as_launches(reference))
     try:
         yield
     finally:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from aioengine.kernels import triton_operations
-from aioengine.kernels.native.library import compile_library, find_library
+from aioengine.kernels.native.library import compile_library
 from aioengine.kernels.native.operations import NativeOperations
 from aioengine.kernels.native.team import Team
 from aioengine.kernels.operations import Operations
@@ -43,7 +43,7 @@ class _Native:
 
 @cache
 def _native() -> NativeOperations:
-    return NativeOperations(Team(find_library() or compile_library(), 1))
+    return NativeOperations(Team(compile_library(), 1))
 
 
 native = _Native()

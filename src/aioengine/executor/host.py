@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +61,19 @@ class HostAccelerator:
 
     Args:
         num_threads: of native kernels; None: there are none.
+        parts: of their library, that the model needs.
         record_work: makes a graph of work, without running it; absent: native kernels do, or none does.
     """
 
     is_host = True
 
-    def __init__(self, record_work: Callable[[Work], Graph] | None = None, *, num_threads: int | None = None) -> None:
+    def __init__(
+        self,
+        record_work: Callable[[Work], Graph] | None = None,
+        *,
+        num_threads: int | None = None,
+        parts: Iterable[str] = (),
+    ) -> None:
         self.can_capture = num_threads is not None or record_work is not None
         self._record_work = record_work
         self.device = torch.device("cpu")
@@ -75,7 +82,7 @@ class HostAccelerator:
         self.capability = 0
         self._num_threads = num_threads or 1
         self._team: Team | None = None
-        self._compilation = Compilation() if num_threads is not None else None
+        self._compilation = Compilation(parts) if num_threads is not None else None
 
     def newer_operations(self) -> Operations | None:
         library = self._compilation.poll() if self._compilation is not None else None

@@ -36,10 +36,11 @@ from aioengine.executor.memory import return_freed_memory
 from aioengine.executor.profiler import Recording
 from aioengine.executor.runner import Runner
 from aioengine.executor.weights import Load, Weights
+from aioengine.kernels.native.kernels.parts import parts_of
 from aioengine.kernels.torch import operations as torch_operations
 from aioengine.models.decoder import Decoder
 from aioengine.models.folder import ModelFolder
-from aioengine.models.loader import LoadStopped, Placement, load_decoder
+from aioengine.models.loader import LoadStopped, Placement, load_decoder, read_config
 from aioengine.progress import LOADING, OnProgress
 from aioengine.scheduler.plan import StepPlan, StepResult
 
@@ -99,7 +100,7 @@ class TorchExecutor:
                 saved elsewhere; None: ``load`` is called again, and they cannot be saved.
             find_processor: makes the device in the device thread; absent: the one that ``config.device`` names.
         """
-        device = Device(config, find_processor or (lambda: _find_processor(config.device)))
+        device = Device(config, find_processor or (lambda: _find_processor(config, folder)))
         stats = ExecutorStats()
         thread = DeviceThread(num_threads=config.num_threads, on_end=device.free)
         report = _on_loop(on_progress)
@@ -383,30 +384,41 @@ def _run_foreign(job: Callable[[*Ts], T], *args: *Ts) -> T:
         raise RuntimeError(f"a function that was called in the device thread raised {describe(error)}") from error
 
 
-def _find_processor(device: str) -> Processor:
-    """What `EngineConfig.device` names; "auto" is a CPU where there is no GPU, or no Triton.
+def _find_processor(config: EngineConfig, folder: ModelFolder | None) -> Processor:
+    """What ``config.device`` names; "auto" is a CPU where there is no GPU, or no Triton.
 
     Raises:
-        ConfigError: there is no such GPU, or Triton is missing.
+        ConfigError: there is no such GPU, or Triton is missing; and as `_host`.
     """
+    device = config.device
     found = find_cuda(device)
     if found is None:
-        return _host()
+        return _host(config, folder)
     try:
         from aioengine.kernels import triton_operations
     except ImportError as error:
         if device == "auto":
             logger.warning("there is a GPU, and no Triton to compute on it (%s): the model runs on the CPU", error)
-            return _host()
+            return _host(config, folder)
         raise ConfigError(
             f"device={device!r} needs Triton, which a torch for CUDA brings ({error}); device='cpu' does not"
         ) from error
     return Processor(CudaAccelerator(found), triton_operations)
 
 
-def _host() -> Processor:
-    """With plain torch until the native kernels are compiled, which takes some seconds once a machine."""
-    accelerator = HostAccelerator(num_threads=num_usable_threads())
+def _host(config: EngineConfig, folder: ModelFolder | None) -> Processor:
+    """With plain torch until the native kernels are compiled, which takes some seconds once a machine.
+
+    Args:
+        folder: of the model that comes; None: its dtype is ``config``'s, or float32.
+    Raises:
+        ModelLoadError, ConfigError: as `read_config`.
+    """
+    dtype: str = config.dtype if config.dtype != "auto" else "float32"
+    if folder is not None:
+        dtype = str(read_config(folder, config).dtype).removeprefix("torch.")
+    parts = parts_of(dtype, config.quantization)
+    accelerator = HostAccelerator(num_threads=num_usable_threads(), parts=parts)
     return Processor(accelerator, accelerator.newer_operations() or torch_operations)
 
 

@@ -96,16 +96,27 @@ def load_decoder(
         ConfigError: ``config.max_model_len`` is more than the model allows.
         LoadStopped: ``should_stop`` said so.
     """
-    # config.json first: where it describes what is not supported, that explains more than the files could.
-    decoder_config = read_decoder_config(folder, dtype=config.dtype, max_model_len=config.max_model_len)
+    decoder_config = read_config(folder, config)
     if config.load_format == "dummy":
         decoder = _allocate(decoder_config, placement, config.quantization)
         _fill_with_noise(decoder, placement, on_progress, should_stop)
         return decoder
     stored = read_catalogue(folder.path)
-    if config.dtype == "auto" and not any(folder.config.get(key) for key in ("dtype", "torch_dtype")):
-        decoder_config = _with_dtype_of_files(decoder_config, stored)
     return _read(stored, decoder_config, config.quantization, placement, on_progress, should_stop)
+
+
+def read_config(folder: ModelFolder, config: EngineConfig) -> DecoderConfig:
+    """Of the decoder that `load_decoder` builds; where config.json states no dtype, it is the files'.
+
+    Raises:
+        ModelLoadError, ConfigError: as `load_decoder`.
+    """
+    # config.json first: where it describes what is not supported, that explains more than the files could.
+    found = read_decoder_config(folder, dtype=config.dtype, max_model_len=config.max_model_len)
+    is_stated = config.dtype != "auto" or any(folder.config.get(key) for key in ("dtype", "torch_dtype"))
+    if is_stated or config.load_format == "dummy":
+        return found
+    return _with_dtype_of_files(found, read_catalogue(folder.path))
 
 
 def load_weights(

@@ -4,13 +4,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from aioengine.kernels.native.library import Library, compile_library, find_library
+from aioengine.kernels.native.library import Library, compile_library
 from aioengine.kernels.native.team import Team
 
 
 @pytest.fixture(scope="session")
 def library() -> Library:
-    return find_library() or compile_library()
+    return compile_library()
 
 
 @pytest.fixture

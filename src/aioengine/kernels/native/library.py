@@ -1,4 +1,4 @@
-"""Native kernels as one object file: compiled by numba once a machine, loaded by LLVM's linker in milliseconds.
+"""Native kernels as object files, one a part: compiled by numba once a machine, loaded by LLVM in milliseconds.
 
 Loading it takes neither numba nor its imports: `aioengine.kernels.native.kernels` is for the compiler alone.
 """
@@ -6,12 +6,14 @@ Loading it takes neither numba nor its imports: `aioengine.kernels.native.kernel
 from __future__ import annotations
 
 import fcntl
+import gc
 import hashlib
 import logging
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -19,30 +21,41 @@ from typing import Any
 
 from llvmlite import binding
 
+from aioengine.errors import InternalError
+from aioengine.kernels.native.kernels.parts import ALL_PARTS, part_of
+
 logger = logging.getLogger("aioengine")
 
 HERE = Path(__file__).parent
 SOURCES = (
     *sorted((HERE / "kernels").glob("*.py")),
-    *(HERE / name for name in ("team.py", "../sampling/sample_rows.py", "../../sampling_params.py")),
+    *(HERE / name for name in ("../sampling/sample_rows.py", "../../sampling_params.py")),
 )
 """The kernels, and what they take constants from."""
 
 
 class Library:
-    """The kernels of an object file, in this process."""
+    """The kernels of object files, in this process.
 
-    def __init__(self, code: bytes) -> None:
-        self._engine = binding.create_mcjit_compiler(binding.parse_assembly(""), target_machine())
-        self._engine.add_object_file(binding.ObjectFileRef.from_data(code))
-        self._engine.finalize_object()
+    Args:
+        codes: object files, by their parts.
+    """
+
+    def __init__(self, codes: dict[str, bytes]) -> None:
+        # An engine each: LLVM's linker takes an object's offsets from the first table of offsets that it finds.
+        self._engines = {
+            part: binding.create_mcjit_compiler(binding.parse_assembly(""), target_machine()) for part in codes
+        }
+        for part, engine in self._engines.items():
+            engine.add_object_file(binding.ObjectFileRef.from_data(codes[part]))
+            engine.finalize_object()
         self._addresses: dict[str, int] = {}
 
     def address(self, name: str) -> int:
         """Of a kernel."""
         found = self._addresses.get(name)
         if found is None:
-            found = self._addresses[name] = int(self._engine.get_function_address(f"aioengine.{name}"))
+            found = self._addresses[name] = int(self._engines[part_of(name)].get_function_address(f"aioengine.{name}"))
             assert found, f"there is no native kernel {name}"
         return found
 
@@ -61,64 +74,82 @@ def target_machine() -> Any:
 
 
 @cache
-def library_path() -> Path:
-    """Where this machine's library is kept: its name depends on the sources, the compiler and the processor."""
+def _cache_key() -> str:
+    """Of the sources, the compiler and the processor."""
     key = hashlib.blake2b(digest_size=16)
     for source in SOURCES:
         key.update(source.read_bytes())
     features = binding.get_host_cpu_features().flatten()
     key.update(repr((version("numba"), version("llvmlite"), binding.get_host_cpu_name(), features)).encode())
+    return key.hexdigest()
+
+
+def library_path(part: str) -> Path:
+    """Where this machine's part of the library is kept."""
     cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache_home) / "aioengine" / f"kernels-{key.hexdigest()}.o"
+    return Path(cache_home) / "aioengine" / f"kernels-{_cache_key()}-{part}.o"
 
 
-def find_library() -> Library | None:
-    """The library, if it was compiled on this machine."""
+def find_library(parts: Iterable[str] = ALL_PARTS) -> Library | None:
+    """The library, if these parts of it were compiled on this machine."""
     try:
-        code = library_path().read_bytes()
+        codes = {part: library_path(part).read_bytes() for part in parts}
     except OSError:
         return None
-    return Library(code)
+    return Library(codes)
 
 
-def compile_library() -> Library:
-    """Compile it in this process, which takes a core for seconds, and keep it for the next one, where that can be.
+def compile_library(parts: Iterable[str] = ALL_PARTS) -> Library:
+    """The library, once a child process has compiled what is missing of it, which takes a core for seconds.
 
-    Of several processes that ask for it one compiles.
+    Raises:
+        InternalError: it could not be compiled, or not be kept.
     """
-    from aioengine.kernels.native.kernels.compiler import compile_all
+    parts = tuple(parts)
+    library = find_library(parts)
+    if library is None:
+        _, errors = _start_child(parts).communicate()
+        library = find_library(parts)
+        if library is None:
+            raise InternalError(f"the native kernels could not be compiled: {errors.decode()[-1000:]}")
+    return library
 
-    path = library_path()
-    try:
+
+def compile_parts(parts: Iterable[str]) -> None:
+    """Compile what is missing, in this process, and keep it. Of several processes that ask for a part one compiles it.
+
+    Raises:
+        OSError: the folder cannot be written to.
+    """
+    from aioengine.kernels.native.kernels.compiler import compile_part
+
+    gc.disable()  # what a compiler makes stays: a fifth of the time was spent looking through it
+    for part in parts:
+        path = library_path(part)
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path.with_suffix(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            found = find_library()
-            if found is not None:
-                return found
-            code = compile_all(target_machine())
+            if path.exists():
+                continue
+            code = compile_part(part, target_machine())
             with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
                 file.write(code)
             os.replace(file.name, path)  # whole or not at all, whatever other processes do
-    except OSError:  # a folder that cannot be written to
-        code = compile_all(target_machine())
-    return Library(code)
 
 
 class Compilation:
-    """The library, or a child process that compiles it while this one serves without it."""
+    """The library, or a child process that compiles it while this one serves without it.
 
-    def __init__(self) -> None:
+    Args:
+        parts: of the library.
+    """
+
+    def __init__(self, parts: Iterable[str]) -> None:
         self._is_over = False
+        self._parts = tuple(parts)
         self._child: subprocess.Popen[bytes] | None = None
-        if not library_path().exists():
-            self._child = subprocess.Popen(
-                [sys.executable, "-c", _COMPILE, str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-            )
+        if not all(library_path(part).exists() for part in self._parts):
+            self._child = _start_child(self._parts)
 
     def poll(self) -> Library | None:
         """The library, once, when it is there."""
@@ -129,7 +160,7 @@ class Compilation:
             _, errors = self._child.communicate()
             if self._child.returncode:
                 logger.warning("no native kernels, so that steps are slow: %s", errors.decode()[-1000:])
-        return find_library()
+        return find_library(self._parts)
 
     def close(self) -> None:
         """End the child, if it has not ended."""
@@ -139,10 +170,20 @@ class Compilation:
             self._child.communicate()
 
 
+def _start_child(parts: Iterable[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-c", _COMPILE, str(os.getpid()), *parts],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "NUMBA_OPT": "0"},
+    )
+
+
 _COMPILE = """
 import sys
 from aioengine.transport.child import die_with_parent
 die_with_parent(int(sys.argv[1]))
-from aioengine.kernels.native.library import compile_library
-compile_library()
+from aioengine.kernels.native.library import compile_parts
+compile_parts(sys.argv[2:])
 """

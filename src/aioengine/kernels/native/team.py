@@ -14,18 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from aioengine.errors import InternalError
+from aioengine.kernels.native.kernels.team_words import MAX_ARGUMENTS, RECORD_BYTES, RECORD_WORDS, SEMAPHORES
 from aioengine.kernels.native.library import Library
-
-RECORD_WORDS = 32
-"""A record: a kernel's address, the number of chunks that its work is cut into, then its arguments; int64 each."""
-
-RECORD_BYTES = 8 * RECORD_WORDS
-MAX_ARGUMENTS = RECORD_WORDS - 2
-
-# A team's words, each in a cache line of its own, by their offsets in bytes.
-GENERATION, NEXT, DONE, FIRST, NUM_RECORDS, PROGRAM, IS_OVER = range(0, 7 * 64, 64)
-SEMAPHORES = 7 * 64
-"""From here on 128 bytes a thread: whether it sleeps, and 64 bytes behind that the semaphore that wakes it."""
 
 _ROOM_FOR_RESULTS = (ctypes.c_int64 * 2)()
 """numba's functions write a status there; those of the library have none."""

@@ -7,11 +7,12 @@ they are (`Tensor.view(torch.float32)`); the two words of a seed are those of an
 from __future__ import annotations
 
 from enum import IntEnum, IntFlag
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from aioengine.sampling_params import ROW_PARAMS
+
+if TYPE_CHECKING:  # the compiler of native kernels needs none of it
+    from torch import Tensor
 
 
 class SampleRow(IntEnum):
@@ -42,6 +43,8 @@ SAMPLE_WORDS = len(SampleRow) + len(PARAM_WORDS)
 
 def param_of(samples: Tensor, name: str) -> Tensor:
     """One of `RowParams` of each sample: float32 or int32 [s], a view of int32 [s, SAMPLE_WORDS]."""
+    import torch
+
     words = samples[..., PARAM_WORDS[name]]
     return words.view(torch.float32) if ROW_PARAMS[name] is float else words
 

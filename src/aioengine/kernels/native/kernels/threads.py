@@ -21,7 +21,7 @@ from aioengine.kernels.native.kernels.simd import (
     sem_post,
     sem_wait,
 )
-from aioengine.kernels.native.team import (
+from aioengine.kernels.native.kernels.team_words import (
     DONE,
     FIRST,
     GENERATION,
