@@ -137,9 +137,14 @@ class NativeOperations:
         if quantization is None:
             if num_inputs % WORD_NUMBERS[weight.dtype]:
                 return plain.pack(weight)
-            panels = _in_panels(weight, WORD_NUMBERS[weight.dtype])
-            if panels.numel() == weight.numel() and weight.is_contiguous():
-                panels = weight.view(panels.shape).copy_(panels)
+            per_word = WORD_NUMBERS[weight.dtype]
+            if num_outputs % PANEL or not weight.is_contiguous():
+                panels = _in_panels(weight, per_word)
+            else:  # in place, one after the other: a panel takes the bytes of its rows
+                panels = weight.view(-1, num_inputs // per_word, PANEL, per_word)
+                words = weight.view(torch.int16 if weight.dtype == torch.float16 else torch.int32)
+                for panel in words.split(PANEL):
+                    panel.view(-1, PANEL).copy_(panel.t().contiguous())
             return PackedWeight(panels, None, (num_outputs, num_inputs), weight.dtype, "panels")
         if num_inputs % 4 or (quantization == "int4" and dtype != torch.bfloat16):
             return plain.pack(weight, quantization, dtype)
