@@ -14,7 +14,7 @@ from aioengine.config import EngineConfig
 from aioengine.core.executor_protocol import ExecutorStats
 from aioengine.executor.host import HostAccelerator
 from aioengine.executor.make_runner import Processor, make_runner
-from aioengine.kernels.native.library import Library, compile_library, find_library
+from aioengine.kernels.native.library import Library, compile_library
 from aioengine.kernels.native.operations import NativeOperations
 from aioengine.kernels.torch import operations
 
@@ -40,7 +40,7 @@ class Compiling:
 
 @pytest.fixture(scope="module")
 def library() -> Library:
-    return find_library() or compile_library()
+    return compile_library()
 
 
 @pytest.fixture

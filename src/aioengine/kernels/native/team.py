@@ -14,7 +14,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from aioengine.errors import InternalError
-from aioengine.kernels.native.kernels.team_words import MAX_ARGUMENTS, RECORD_BYTES, RECORD_WORDS, SEMAPHORES
+from aioengine.kernels.native.kernels.team_words import (
+    MAX_ARGUMENTS,
+    MAX_CHUNKS,
+    RECORD_BYTES,
+    RECORD_WORDS,
+    SEMAPHORES,
+)
 from aioengine.kernels.native.library import Library
 
 _ROOM_FOR_RESULTS = (ctypes.c_int64 * 2)()
@@ -44,8 +50,8 @@ class Team:
         self._results = ctypes.addressof(_ROOM_FOR_RESULTS)
         self._threads = [
             threading.Thread(
-                target=serve,
-                args=(self._results, self._results + 8, self._address, thread),
+                target=_serve,
+                args=(serve, self._address, thread, library, self._words),
                 name=f"aioengine-kernels-{thread}",
                 daemon=True,
             )
@@ -118,6 +124,12 @@ class Team:
         self._threads = []
 
 
+def _serve(serve: Callable[..., None], address: int, thread: int, *_used: object) -> None:
+    """What a helper does: it holds what it uses, the code and the words, though its team may be dropped unclosed."""
+    results = ctypes.addressof(_ROOM_FOR_RESULTS)
+    serve(results, results + 8, address, thread)
+
+
 class _Captured(NamedTuple):
     """What is launched while work is captured: kernels, chunks and arguments; and the tensors that must stay."""
 
@@ -144,6 +156,8 @@ class Program:
 def fill_record(record: NDArray[np.int64], address: int, num_chunks: int, arguments: Sequence[int]) -> None:
     if len(arguments) > MAX_ARGUMENTS:
         raise InternalError(f"a native kernel was given {len(arguments)} arguments; {MAX_ARGUMENTS} have room")
+    if num_chunks >= MAX_CHUNKS:
+        raise InternalError(f"a native kernel's work was cut into {num_chunks} chunks; fewer than {MAX_CHUNKS} can be")
     struct.pack_into(f"{2 + len(arguments)}q", record.data, 0, address, num_chunks, *arguments)
 
 

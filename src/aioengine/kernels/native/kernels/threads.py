@@ -7,7 +7,7 @@ that is not running when its turn comes (another process has its core) holds not
 
 from __future__ import annotations
 
-from aioengine.kernels.native.kernels.compiler import kernel
+from aioengine.kernels.native.kernels.compiler import inlined, kernel
 from aioengine.kernels.native.kernels.simd import (
     atomic_get,
     atomic_put,
@@ -22,18 +22,17 @@ from aioengine.kernels.native.kernels.simd import (
     sem_wait,
 )
 from aioengine.kernels.native.kernels.team_words import (
+    CHUNK_BITS,
     DONE,
-    FIRST,
+    END,
     GENERATION,
     IS_OVER,
+    MAX_CHUNKS,
     NEXT,
-    NUM_RECORDS,
-    PROGRAM,
     RECORD_BYTES,
+    RECORDS,
     SEMAPHORES,
 )
-
-CHUNK_BITS = 24
 
 SPINS = 20_000
 """How often a thread looks for work before it sleeps: some 0.5 ms. Python takes less between two records of a step."""
@@ -42,26 +41,40 @@ PATIENT_SPINS = 2_000
 """How often a thread looks whether the others' chunks are done, before it lets other threads have its core."""
 
 
+@inlined
+def begin(team, place, record):
+    """Let the threads take chunks of a record, or of none if that is the program's end.
+
+    NEXT has the record's place, counted on from program to program, in its upper bits and the next chunk in the lower
+    ones: taken together, so that a thread knows of which record its chunk is. Two records have a slot each, and that of
+    a place is written when NEXT is beyond the place that had it before.
+    """
+    if record == get_i64(team + END):
+        atomic_put(team + NEXT, place << CHUNK_BITS | MAX_CHUNKS)
+        return
+    slot = team + RECORDS + place % 2 * 16
+    put_i64(slot, record)
+    put_i64(slot + 8, get_i64(record + 8))
+    atomic_put(team + NEXT, place << CHUNK_BITS)
+
+
 @kernel("void(int64, int64)")
 def work(team: int, thread: int) -> None:
     """Take chunks until the program's last record is done."""
     while True:
-        # The record in the upper bits and the next chunk in the lower ones: taken together, or a thread that comes late
-        # would take a chunk of another record than it thinks. Records are counted on from program to program, so that
-        # what was taken at the end of the last one is none of this one's.
         taken = fetch_add(team + NEXT, 1)
-        place = taken >> CHUNK_BITS
-        index = place - get_i64(team + FIRST)
-        if index < 0 or index >= get_i64(team + NUM_RECORDS):
+        place, chunk = taken >> CHUNK_BITS, taken & (1 << CHUNK_BITS) - 1
+        if chunk >= MAX_CHUNKS:
             return
-        record = get_i64(team + PROGRAM) + index * RECORD_BYTES
-        chunk = taken & ((1 << CHUNK_BITS) - 1)
-        num_chunks = get_i64(record + 8)
-        if chunk < num_chunks:
+        slot = team + RECORDS + place % 2 * 16
+        record, num_chunks = atomic_get(slot), atomic_get(slot + 8)
+        # A chunk that there is holds up its record. If there is none, the others may be far beyond, even in another
+        # program, and the slot is not this record's any more.
+        if chunk < num_chunks and atomic_get(team + NEXT) >> CHUNK_BITS == place:
             call_kernel(get_i64(record), record + 16, chunk, thread)
             if fetch_add(team + DONE, 1) + 1 == num_chunks:
                 atomic_put(team + DONE, 0)
-                atomic_put(team + NEXT, (place + 1) << CHUNK_BITS)
+                begin(team, place + 1, record + RECORD_BYTES)
             continue
         spins = 0
         while atomic_get(team + NEXT) >> CHUNK_BITS == place:
@@ -79,11 +92,8 @@ def run(team: int, program: int, num_records: int, num_threads: int) -> None:
     Args:
         program: address of records.
     """
-    first = (atomic_get(team + NEXT) >> CHUNK_BITS) + 1
-    put_i64(team + PROGRAM, program)
-    put_i64(team + NUM_RECORDS, num_records)
-    put_i64(team + FIRST, first)
-    atomic_put(team + NEXT, first << CHUNK_BITS)
+    put_i64(team + END, program + num_records * RECORD_BYTES)
+    begin(team, (atomic_get(team + NEXT) >> CHUNK_BITS) + 1, program)
     if num_threads > 1:
         fetch_add(team + GENERATION, 1)
         for thread in range(1, num_threads):
