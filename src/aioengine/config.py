@@ -118,7 +118,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Share, Meta(description="share of a GPU's memory that may be in use, other programs' included")
     ] = 0.9
     kv_cache_dtype: Annotated[
-        Literal["auto", "fp8"], Meta(description="auto: the model's; fp8 (e4m3): half the memory, on GPUs from 8.9 on")
+        Literal["auto", "fp8", "int8"],
+        Meta(description="auto: the model's; in about half the memory: fp8 (e4m3) on GPUs from 8.9 on, int8 on a CPU"),
     ] = "auto"
     cuda_graphs: Annotated[
         Literal["start", "lazy", "off"],
@@ -196,7 +197,7 @@ class ConfigKeywords(TypedDict, total=False):
     kv_cache_memory_bytes: int | None
     memory_utilization: float
     gpu_memory_utilization: float
-    kv_cache_dtype: Literal["auto", "fp8"]
+    kv_cache_dtype: Literal["auto", "fp8", "int8"]
     cuda_graphs: Literal["start", "lazy", "off"]
     tune_kernels: bool
     enable_prefix_caching: bool

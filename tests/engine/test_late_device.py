@@ -324,8 +324,13 @@ async def test_a_gpu_that_is_not_there_is_an_error_that_says_what_to_do(folder: 
 async def test_a_cache_of_8_bits_needs_a_gpu(folder: Path, device: str) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    with pytest.raises(ConfigError, match=r"kv_cache_dtype='fp8' needs a GPU; on a CPU it is 'auto'"):
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype='fp8' needs a GPU; on a CPU use 'int8' or 'auto'"):
         await Engine.start(str(folder), device=device, kv_cache_dtype="fp8", show_progress=False)
+
+
+async def test_an_int8_cache_needs_a_cpu(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype='int8' needs a CPU; on a GPU use 'fp8'"):
+        await start_late(folder, FakeAccelerator(), kv_cache_dtype="int8")
 
 
 async def test_a_gpu_that_is_too_old_for_8_bits_says_so_and_a_newer_one_has_twice_the_blocks(folder: Path) -> None:

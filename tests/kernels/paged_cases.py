@@ -9,6 +9,8 @@ from kernels import harness
 from kernels.harness import DEVICE
 from torch import Tensor
 
+from aioengine.kernels.torch.quantized import quantize_lines, read_lines
+
 NO_BLOCK = 2**31 - 1
 """In a table: far outside any cache, so that reading it ends the process."""
 
@@ -50,16 +52,16 @@ def paged_case(
     cache_dtype = cache_dtype or dtype
     num_blocks = sum(-(-end // block_size) for _, end in spans) + 3
     free = torch.randperm(num_blocks, generator=generator).tolist()
-    caches = torch.full((2, num_blocks, block_size, kv_heads, head_dim), float("nan")).to(cache_dtype)
+    caches = as_cached(torch.full((2, num_blocks, block_size, kv_heads, head_dim), float("nan")), cache_dtype)
     tables = torch.full((len(spans), max(-(-end // block_size) for _, end in spans) + 1), NO_BLOCK, dtype=torch.int32)
     dense = []
     for row, (begin, end) in enumerate(spans):
-        kv = torch.randn((2, end - begin, kv_heads, head_dim), generator=generator).to(cache_dtype)
+        kv = as_cached(torch.randn((2, end - begin, kv_heads, head_dim), generator=generator), cache_dtype)
         for index in range(begin // block_size, -(-end // block_size)):
             tables[row, index] = free.pop()
         positions = torch.arange(begin, end)
         caches[:, tables[row, positions // block_size].long(), positions % block_size] = kv
-        dense.append(kv.double().to(DEVICE))
+        dense.append(read_lines(kv, torch.float64).to(DEVICE))
     caches = caches.to(DEVICE)
     q = torch.randn((num_tokens, heads, head_dim), generator=generator).to(DEVICE, dtype)
     return PagedCase(
@@ -71,6 +73,11 @@ def paged_case(
         values=[each[1] for each in dense],
         out=torch.full_like(q, float("nan")),
     )
+
+
+def as_cached(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Keys or values [..., d] as a cache of this dtype keeps them; of an int8 one of NaN the scales are NaN."""
+    return quantize_lines(x.flatten(0, -2)).unflatten(0, x.shape[:-1]) if dtype == torch.int8 else x.to(dtype)
 
 
 def assert_close(computed: Tensor, expected: Tensor) -> None:

@@ -107,6 +107,7 @@ def test_tensors_that_a_kernel_would_misread_are_refused(operation: str) -> None
                 call(triton_operations, operation, **{name: tensor.to("meta")})
 
 
+INT8 = torch.zeros(2, 4, 2, 20, dtype=torch.int8)
 WIDE, ODD = floats(2, 4, 2, MAX_HEAD_DIM + 2), floats(2, 4, 2, 15)
 MISFITS: list[tuple[str, str, dict[str, Any]]] = [
     ("rms_norm", "weight has shape", {"weight": floats(4)}),
@@ -124,6 +125,7 @@ MISFITS: list[tuple[str, str, dict[str, Any]]] = [
     ("rotate_and_write", "rope_table is torch.float16", {"rope_table": floats(5, 32).half()}),
     ("rotate_and_write", "qk_weight has shape", {"qk_weight": floats(4, 16)}),
     ("rotate_and_write", "k_cache is torch.float16", {"k_cache": floats(2, 4, 2, 16).half()}),
+    ("rotate_and_write", "k_cache is torch.int8", {"k_cache": INT8, "v_cache": INT8}),
     ("rotate_and_write", "v_cache has shape", {"v_cache": floats(1, 4, 2, 16)}),
     ("rotate_and_write", "v_cache is torch.float8", {"v_cache": floats(2, 4, 2, 16).to(FLOAT8)}),
     ("rotate_and_write", f"heads of {MAX_HEAD_DIM + 2}", {"k_cache": WIDE, "v_cache": WIDE}),
@@ -135,6 +137,7 @@ MISFITS: list[tuple[str, str, dict[str, Any]]] = [
             ("3 query heads cannot share 2", {"q": floats(3, 3, 64), "out": floats(3, 3, 64)}),
             ("heads of 63", {"q": floats(3, 4, 63)}),
             ("k_cache is torch.float16", {"k_cache": PAGED["k_cache"].half()}),
+            ("k_cache is torch.int8", {"k_cache": PAGED["k_cache"].to(torch.int8)}),
             ("k_cache has shape", {"k_cache": floats(2, 4, 2, 56)}),
             ("v_cache has shape", {"v_cache": floats(1, 4, 2, 64)}),
             ("v_cache is torch.float8", {"v_cache": PAGED["v_cache"].to(FLOAT8)}),

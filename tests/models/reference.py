@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 import transformers
+from kernels.paged_cases import as_cached
 from torch import Tensor
 
 from aioengine.config import EngineConfig
 from aioengine.kernels.torch import operations as oracles
+from aioengine.kernels.torch.quantized import read_lines
 from aioengine.models.decoder import Decoder
 from aioengine.models.folder import ModelFolder
 from aioengine.models.loader import load_decoder
@@ -28,6 +30,7 @@ class PagedAttend:
         num_rows, length: rows of tokens, and the most tokens of one.
         operations: whose `rotate_and_write` it calls.
         ignores_windows: each query sees all keys up to its own.
+        cache_dtype: absent: the decoder's.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class PagedAttend:
         *,
         operations: Any = oracles,
         ignores_windows: bool = False,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
         c, self.device = decoder.config, decoder.rope_table.device
         self.config, self.rope_table, self.operations = c, decoder.rope_table, operations
@@ -45,8 +49,8 @@ class PagedAttend:
         blocks_a_row = -(-length // BLOCK_SIZE)
         order = torch.randperm(num_rows * blocks_a_row, generator=torch.Generator().manual_seed(1))
         self.block_tables = order.int().view(num_rows, blocks_a_row).to(self.device)
-        shape = (c.num_layers, len(order), BLOCK_SIZE, c.num_kv_heads, c.head_dim)
-        self.k, self.v = (torch.full(shape, torch.nan, dtype=c.dtype, device=self.device) for _ in range(2))
+        nothing = torch.full((2, c.num_layers, len(order), BLOCK_SIZE, c.num_kv_heads, c.head_dim), torch.nan)
+        self.k, self.v = as_cached(nothing.to(self.device), cache_dtype or c.dtype)
         self.rows: list[list[int]] = []
 
     def begin_step(self, rows: list[list[int]], history: Tensor) -> Tensor:
@@ -71,9 +75,7 @@ class PagedAttend:
             key = torch.arange(start + count, device=self.device)
             slots = self.block_tables[row, key // BLOCK_SIZE] * BLOCK_SIZE + key % BLOCK_SIZE
             keys, values = (
-                cache.view(-1, c.num_kv_heads, c.head_dim)[slots]
-                .float()
-                .repeat_interleave(q.shape[1] // cache.shape[2], 1)
+                read_lines(cache.flatten(0, 1)[slots], torch.float32).repeat_interleave(q.shape[1] // cache.shape[2], 1)
                 for cache in (k_cache, v_cache)
             )
             scores = torch.einsum("qhd,khd->hqk", q[first : first + count].float(), keys) * c.head_dim**-0.5

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from models.reference import load, logprobs
+from models.reference import PagedAttend, load, logprobs
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -48,7 +48,21 @@ def test_perplexity_and_greedy_tokens_stay(
     divergence: float,
 ) -> None:
     decoder = load(DEMO_MODEL, quantization=quantization, dtype=dtype)
-    computed = [logprobs(decoder, ids) for ids in texts]
+    assert_near(texts, [logprobs(decoder, ids) for ids in texts], exact, loss, agreement, divergence)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_int8_cache_costs_less(texts: list[Tensor], exact: list[Tensor], dtype: str) -> None:
+    decoder = load(DEMO_MODEL, dtype=dtype)
+    computed = [
+        logprobs(decoder, ids, attend=PagedAttend(decoder, length=len(ids), cache_dtype=torch.int8)) for ids in texts
+    ]
+    assert_near(texts, computed, exact, loss=0.001, agreement=0.985, divergence=0.0003)
+
+
+def assert_near(
+    texts: list[Tensor], computed: list[Tensor], exact: list[Tensor], loss: float, agreement: float, divergence: float
+) -> None:
     assert abs(perplexity(texts, computed) / perplexity(texts, exact) - 1) < loss
     ours, theirs = torch.cat(computed), torch.cat(exact)
     assert (ours.argmax(-1) == theirs.argmax(-1)).float().mean() > agreement

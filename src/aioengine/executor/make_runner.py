@@ -55,7 +55,7 @@ def make_runner(
         decoder: on the device, not bound.
         on_capture: called with (graphs captured, graphs to capture).
     Raises:
-        ConfigError: the KV cache is too small, or the device cannot hold it in fp8.
+        ConfigError: the KV cache is too small, or the device cannot hold it in fp8 or int8.
     """
     accelerator, model = processor.accelerator, decoder.config
     shape = _cache_shape(decoder, config.block_size, _cache_dtype(config, accelerator, model.dtype))
@@ -145,8 +145,14 @@ def _cache_shape(decoder: Decoder, block_size: int, dtype: torch.dtype) -> KVCac
 def _cache_dtype(config: EngineConfig, accelerator: Accelerator, dtype: torch.dtype) -> torch.dtype:
     if config.kv_cache_dtype == "auto":
         return dtype
+    if config.kv_cache_dtype == "int8":
+        if not accelerator.is_host:
+            raise ConfigError(
+                "kv_cache_dtype='int8' needs a CPU; on a GPU use 'fp8' (capability 8.9 or newer) or 'auto'"
+            )
+        return torch.int8
     if accelerator.is_host:
-        raise ConfigError(f"kv_cache_dtype={config.kv_cache_dtype!r} needs a GPU; on a CPU it is 'auto'")
+        raise ConfigError("kv_cache_dtype='fp8' needs a GPU; on a CPU use 'int8' or 'auto'")
     if accelerator.capability < FP8_CAPABILITY:
         raise ConfigError(f"kv_cache_dtype='fp8' needs a GPU of capability 8.9 or newer; {accelerator.name} is older")
     return torch.float8_e4m3fn

@@ -113,7 +113,9 @@ class Operations(Protocol):
             rope_table: [positions, 2 · d], cos then sin, sin negative in its first half; rotated = x · cos +
                 roll(x, d / 2) · sin. Same dtype as ``qkv``, or float32.
             qk_weight: [h + g, d], of `rms_norm` over each head, or None.
-            k_cache, v_cache: [blocks, block_size, g, d], same dtype as ``qkv``, or float8_e4m3fn, which saturates.
+            k_cache, v_cache: [blocks, block_size, g, d], same dtype as ``qkv``; on a GPU also float8_e4m3fn, which
+                saturates; on a CPU also int8 [blocks, block_size, g, d + 4], where the last 4 bytes are the scale, in
+                float32, of what is before them.
         Returns:
             q: [T, h, d].
         """

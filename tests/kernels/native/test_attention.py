@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -97,6 +98,30 @@ def test_scores_of_a_decode_may_be_large_and_contexts_long(teams: list[Team]) ->
     assert_decodes(teams, case, decodes, scale=300.0)
 
 
+INT8_HEADS = pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block_size"),
+    [(16, 8, 128, 16), (3, 1, 80, 7), (7, 1, 72, 5), (4, 1, 256, 32), (3, 3, 2, 1), (1, 1, 512, 16)],
+    ids=str,
+)
+
+
+@INT8_HEADS
+@pytest.mark.parametrize("window", [None, 33, 200])
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+def test_a_decode_reads_an_int8_cache(
+    teams: list[Team],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    window: int | None,
+    dtype: torch.dtype,
+) -> None:
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "block_size": block_size}
+    case, decodes = decode_case(heads, [600, *CONTEXTS], window, **sizes, dtype=dtype, cache_dtype=torch.int8)
+    assert_decodes(teams, case, decodes, window=window, soft_cap=None if window is None else 3.0)
+
+
 def prefill_case(
     seed: int, chunks: list[tuple[int, int]], window: int | None = None, *, heads: int = 2, **sizes: Any
 ) -> tuple[PagedCase, Tensor]:
@@ -176,10 +201,45 @@ def test_a_tile_caps_scores(teams: list[Team], soft_cap: float) -> None:
     assert_prefills(teams, case, tiles, scale=1.0, soft_cap=soft_cap)
 
 
+@INT8_HEADS
+@pytest.mark.parametrize("window", [None, 33])
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+def test_a_tile_reads_an_int8_cache(
+    teams: list[Team],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    window: int | None,
+    dtype: torch.dtype,
+) -> None:
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "block_size": block_size}
+    chunks = [(123, 7), (0, 70), (0, 1)]
+    case, tiles = prefill_case(heads, chunks, window, **sizes, dtype=dtype, cache_dtype=torch.int8)
+    assert_prefills(teams, case, tiles, window=window, soft_cap=None if window is None else 3.0)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_an_int8_cache_changes_what_is_attended_to_by_its_rounding(teams: list[Team], dtype: torch.dtype) -> None:
+    """Of normal keys and values the error of a number is 0.6 % of their spread, at these heads."""
+    sizes = {"heads": 16, "kv_heads": 8, "head_dim": 128, "dtype": dtype}
+    (plain, decodes), (kept, _) = (decode_case(5, [600], **sizes, cache_dtype=cache) for cache in (FP32, torch.int8))
+    exact = plain.out.float()
+    reference.attend_decode(plain.q.float(), *plain.tensors()[1:], decodes, exact, **KEYWORDS)
+    errors = attend_decode(teams[0], kept, decodes)[1].float() - exact[1]
+    assert 1e-4 < errors.norm() / exact[1].norm() < 0.02
+
+
 def test_what_is_read_by_no_kernel_is_refused(teams: list[Team]) -> None:
     case, decodes = decode_case(1, [5], dtype=BF16, cache_dtype=torch.float8_e4m3fn)
     with pytest.raises(InternalError, match="float8"):
         attend_decode(teams[0], case, decodes)
+    case, decodes = decode_case(1, [5], head_dim=514, kv_heads=1, cache_dtype=torch.int8)
+    with pytest.raises(InternalError, match="int8 cache of heads of 514"):
+        attend_decode(teams[0], case, decodes)
+    case, decodes = decode_case(1, [5], head_dim=64)
+    with pytest.raises(InternalError, match="int8 cache of heads of 64"):
+        attend_decode(teams[0], replace(case, k_cache=case.k_cache.to(torch.int8)), decodes)
     case, tiles = prefill_case(1, [(0, 5)], dtype=BF16, head_dim=3)
     with pytest.raises(InternalError, match="heads of 3"):
         attention.attend_prefill(teams[0], *case.tensors(), tiles, case.out, scale=1.0, window=None)

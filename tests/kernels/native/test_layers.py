@@ -7,19 +7,21 @@ from typing import Any
 import pytest
 import torch
 from kernels.harness import TOLERANCES, assert_close, assert_same, normal
+from kernels.paged_cases import as_cached
 from torch import Tensor
 
 from aioengine.errors import InternalError
 from aioengine.kernels.native import layers
 from aioengine.kernels.native.team import Team
 from aioengine.kernels.torch import layers as reference
+from aioengine.kernels.torch.quantized import read_lines
 
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 WIDTHS = pytest.mark.parametrize("width", [1, 7, 16, 123, 1024, 9000])
 NUM_ROWS = [1, 7, 123]
 
 
-def nans(*shape: int, dtype: torch.dtype) -> Tensor:
+def nans(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.full(shape, torch.nan, dtype=dtype)
 
 
@@ -92,6 +94,7 @@ class Case:
         block_size: int = 4,
         dtype: torch.dtype = torch.float32,
         table_dtype: torch.dtype | None = None,
+        cache_dtype: torch.dtype | None = None,
         has_norm: bool = True,
         seed: int = 0,
     ) -> None:
@@ -103,7 +106,8 @@ class Case:
         self.slots[1::4] = -1
         self.table = normal(300, 2 * head_dim, dtype=table_dtype or dtype, seed=seed + 1)
         self.qk_weight = normal(num_qk, head_dim, dtype=dtype, seed=seed + 2) if has_norm else None
-        self.caches = [nans(num_blocks, block_size, num_kv_heads, head_dim, dtype=dtype) for _ in range(2)]
+        nothing = nans(num_blocks, block_size, num_kv_heads, head_dim)
+        self.caches = [as_cached(nothing, cache_dtype or dtype) for _ in range(2)]
         self.out = nans(num_tokens, num_heads, head_dim, dtype=dtype)
 
     def expected(self) -> tuple[Tensor, ...]:
@@ -136,6 +140,43 @@ def test_rotates_and_writes_each_token(teams: list[Team], sizes: dict[str, Any],
         assert_close(computed, expected, factor=4)
     for one, two in zip(*made, strict=True):
         assert_same(two, one)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        *({"num_tokens": count, "dtype": dtype, "seed": count} for count in (1, 7, 123) for dtype in TOLERANCES),
+        *({"head_dim": size, "num_kv_heads": 3, "dtype": torch.bfloat16} for size in (2, 6, 80, 96, 128, 512)),
+        {"num_tokens": 7, "dtype": torch.bfloat16, "has_norm": False, "table_dtype": torch.float32},
+    ],
+    ids=str,
+)
+def test_keys_and_values_are_rounded_into_an_int8_cache(teams: list[Team], sizes: dict[str, Any]) -> None:
+    case = Case(**sizes, cache_dtype=torch.int8)
+    made, (q, *expected) = [case.computed(team) for team in teams], case.expected()
+    assert_close(made[0][0], q, factor=4)
+    for computed, cache in zip(made[0][1:], expected, strict=True):
+        assert_close(*(x[..., -4:].contiguous().view(torch.float32) for x in (computed, cache)), factor=4)
+        off = (computed[..., :-4].int() - cache[..., :-4].int()).abs()
+        assert off.max() <= 1, "beside the next step"
+        assert off.float().mean() < 0.01, "by sums in another order alone"
+    for one, two in zip(*made, strict=True):
+        assert_same(two, one)
+
+
+def test_a_head_of_zeros_is_kept_and_what_is_not_finite_stays_so(team: Team) -> None:
+    case = Case(num_tokens=9, head_dim=24, has_norm=False, cache_dtype=torch.int8)
+    case.slots = torch.arange(9, dtype=torch.int32)
+    case.qkv[0], case.qkv[2, -1], case.qkv[3, -7] = 0.0, torch.nan, -torch.inf
+    _, k_cache, v_cache = case.computed(team)
+    for cache, x in ((k_cache, case.expected()[1]), (v_cache, case.expected()[2])):
+        kept, exact = (read_lines(each.flatten(0, 1)[:9], torch.float32) for each in (cache, x))
+        assert (kept[0] == 0).all()
+        assert (kept.isfinite() == exact.isfinite()).all()
+    values = read_lines(v_cache.flatten(0, 1)[:9], torch.float32)
+    assert values[2:4].isfinite().all(-1).tolist() == [[True, False]] * 2
+    error = (values - case.qkv[:, -48:].view(9, 2, 24)).abs()[4:]
+    assert (error <= case.qkv[4:, -48:].view(5, 2, 24).abs().amax(-1, keepdim=True) / 253).all(), "half a step"
 
 
 def test_a_cache_of_another_dtype_is_refused(team: Team) -> None:

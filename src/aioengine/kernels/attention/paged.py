@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from aioengine.kernels.operations import Operations
+from aioengine.kernels.torch.quantized import SCALE_BYTES
 from aioengine.kernels.zeros import lazy_zeros
 
 MAX_SPLITS = 64
@@ -20,7 +21,7 @@ PROGRAMS_PER_MULTIPROCESSOR = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheShape:
-    """What one block holds: in each layer [block_size, num_kv_heads, head_dim] of keys, and as many values."""
+    """What one block holds: in each layer [block_size, num_kv_heads, line_size] of keys, and as many values."""
 
     num_layers: int
     block_size: int
@@ -29,9 +30,14 @@ class KVCacheShape:
     dtype: torch.dtype
 
     @property
+    def line_size(self) -> int:
+        """Numbers kept of a head's key or value."""
+        return self.head_dim + (SCALE_BYTES if self.dtype == torch.int8 else 0)
+
+    @property
     def bytes_per_block(self) -> int:
         """Keys and values of one block in all layers."""
-        elements = self.block_size * self.num_kv_heads * self.head_dim
+        elements = self.block_size * self.num_kv_heads * self.line_size
         return 2 * self.num_layers * elements * self.dtype.itemsize
 
 
@@ -64,7 +70,7 @@ class PagedAttention:
 
     Attributes:
         rope_table: [positions, 2 · head_dim], the decoder's; to be set before the first step.
-        cache: [2 · layers, blocks, block_size, kv_heads, head_dim]; of each layer the keys, then the values.
+        cache: [2 · layers, blocks, block_size, kv_heads, line_size]; of each layer the keys, then the values.
     """
 
     def __init__(
@@ -77,7 +83,7 @@ class PagedAttention:
         eps: float,
         num_multiprocessors: int,
     ) -> None:
-        size = (2 * shape.num_layers, num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
+        size = (2 * shape.num_layers, num_blocks, shape.block_size, shape.num_kv_heads, shape.line_size)
         self.cache = lazy_zeros(*size, dtype=shape.dtype, device=block_tables.device)
         self.operations = operations
         self._block_tables = block_tables

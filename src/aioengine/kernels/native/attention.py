@@ -9,6 +9,7 @@ from aioengine.errors import InternalError
 from aioengine.kernels.native.kernels.attention_sizes import MAX_GROUP, MAX_HEAD_DIM, MAX_ROWS, MAX_STATES, PART
 from aioengine.kernels.native.layers import SUFFIXES
 from aioengine.kernels.native.team import Team, float_bits
+from aioengine.kernels.torch.quantized import head_dim_of
 
 CHUNKS_A_THREAD = 4
 HEADS_A_CHUNK = 4
@@ -51,7 +52,8 @@ def attend_decode(
         f"attend_decode_{SUFFIXES[q.dtype]}", len(decodes) * num_slices * num_splits,
         q, k_cache, v_cache, block_tables, block_tables.shape[1], decodes, out,
         num_heads, num_kv_heads, head_dim, head_dim // (2 if q.dtype == torch.bfloat16 else 1), k_cache.shape[1],
-        float_bits(scale), window or NO_WINDOW, float_bits(soft_cap or 0.0), kv_heads_a_chunk, num_splits, *of_states,
+        float_bits(scale), window or NO_WINDOW, float_bits(soft_cap or 0.0), kv_heads_a_chunk, num_splits,
+        *of_states, k_cache.dtype == torch.int8, k_cache.shape[3] * k_cache.element_size(),
     )  # fmt: skip
     if states is not None:
         team.launch(
@@ -66,8 +68,13 @@ def num_states(num_decodes: int, num_heads: int, head_dim: int, max_context: int
 
 
 def _check(q: Tensor, k_cache: Tensor) -> None:
-    if k_cache.dtype != q.dtype or (q.dtype == torch.bfloat16 and q.shape[2] % 2):
-        raise InternalError(f"native attention of {q.dtype} reads no {k_cache.dtype} cache of heads of {q.shape[2]}")
+    head_dim = q.shape[2]
+    is_odd, is_wide = (
+        q.dtype == torch.bfloat16 and head_dim % 2,
+        k_cache.dtype == torch.int8 and head_dim > MAX_HEAD_DIM,
+    )
+    if k_cache.dtype not in (q.dtype, torch.int8) or head_dim_of(k_cache) != head_dim or is_odd or is_wide:
+        raise InternalError(f"native attention of {q.dtype} reads no {k_cache.dtype} cache of heads of {head_dim}")
 
 
 def _state_size(head_dim: int) -> int:
@@ -99,6 +106,7 @@ def attend_prefill(
         q, k_cache, v_cache, block_tables, block_tables.shape[1], tiles, out,
         num_heads, num_kv_heads, head_dim, k_cache.shape[1],
         float_bits(scale), window or NO_WINDOW, float_bits(soft_cap or 0.0),
+        k_cache.dtype == torch.int8, k_cache.shape[3] * k_cache.element_size(),
     )  # fmt: skip
 
 

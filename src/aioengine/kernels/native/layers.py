@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from aioengine.errors import InternalError
+from aioengine.kernels.native.kernels.attention_sizes import MAX_HEAD_DIM
 from aioengine.kernels.native.team import Team, float_bits
 
 SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -60,11 +61,12 @@ def rotate_and_write(
 ) -> None:
     """
     Raises:
-        InternalError: a cache of another dtype than ``qkv``.
+        InternalError: a cache that is neither of the dtype of ``qkv`` nor int8, or an int8 one of too large heads.
     """
     num_tokens, num_heads, head_dim = q.shape
-    if k_cache.dtype != qkv.dtype:
-        raise InternalError(f"native kernels write no cache of {k_cache.dtype} from {qkv.dtype}")
+    is_int8 = k_cache.dtype == torch.int8
+    if k_cache.dtype not in (qkv.dtype, torch.int8) or (is_int8 and head_dim > MAX_HEAD_DIM):
+        raise InternalError(f"native kernels write no cache of {k_cache.dtype} from {qkv.dtype} heads of {head_dim}")
     tokens_a_chunk = max(1, CHUNK // qkv.shape[1])
     team.launch(
         f"rotate_and_write_{SUFFIXES[qkv.dtype]}", -(-num_tokens // tokens_a_chunk),
@@ -73,4 +75,5 @@ def rotate_and_write(
         0 if qk_weight is None else qk_weight, float_bits(eps),
         k_cache, v_cache, q,
         num_tokens, num_heads, k_cache.shape[2], head_dim, tokens_a_chunk,
+        is_int8, k_cache.shape[3] * k_cache.element_size(),
     )  # fmt: skip

@@ -10,7 +10,7 @@ from aioengine.kernels.native.team import Team
 from aioengine.kernels.packed_weight import PackedWeight, Quantization
 from aioengine.kernels.sampling.sample_rows import SampleFlag
 from aioengine.kernels.torch import products as plain
-from aioengine.kernels.torch.quantized import dequantize, quantize
+from aioengine.kernels.torch.quantized import dequantize, head_dim_of, quantize
 
 PANEL = 64
 WORD_NUMBERS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 1}
@@ -120,7 +120,7 @@ class NativeOperations:
         k_cache: Tensor,
         v_cache: Tensor,
     ) -> Tensor:
-        num_kv_heads, head_dim = k_cache.shape[2:]
+        num_kv_heads, head_dim = k_cache.shape[2], head_dim_of(k_cache)
         num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
         q = self._buffer("q", len(qkv), num_heads * head_dim, qkv.dtype).view(-1, num_heads, head_dim)
         layers.rotate_and_write(self._team, qkv, positions, slots, rope_table, qk_weight, eps, k_cache, v_cache, q)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from aioengine.kernels.torch.quantized import read_lines
+
 GATHERED_VALUES = 2**22
 """Keys of single queries that are gathered at once, in values, and as many values."""
 
@@ -38,7 +40,7 @@ def attend_decode(
         # Lanes behind a row's end read its first key, which is finite where the row is: 0 · NaN would be NaN.
         seen = torch.where(is_seen, seen, first_seen[:, None])
         blocks = block_tables[rows].gather(1, seen // k_cache.shape[1]).long()
-        k, v = (cache[blocks, seen % cache.shape[1]].to(_sum_dtype(q)) for cache in (k_cache, v_cache))
+        k, v = (read_lines(cache[blocks, seen % cache.shape[1]], _sum_dtype(q)) for cache in (k_cache, v_cache))
         queries = q[tokens].view(len(rows), k.shape[2], -1, q.shape[2]).to(k.dtype)
         scores = _capped(queries @ k.permute(0, 2, 3, 1) * scale, soft_cap)
         weights = scores.masked_fill(~is_seen[:, None, None], float("-inf")).softmax(-1)
@@ -65,7 +67,7 @@ def attend_prefill(
         first_seen = 0 if window is None else max(position + 1 - window, 0)
         seen = torch.arange(first_seen, position + num_tokens, device=q.device)
         blocks, offsets = block_tables[row][seen // k_cache.shape[1]].long(), seen % k_cache.shape[1]
-        k, v = (cache[blocks, offsets].to(_sum_dtype(q)) for cache in (k_cache, v_cache))
+        k, v = (read_lines(cache[blocks, offsets], _sum_dtype(q)) for cache in (k_cache, v_cache))
         out[here] = attend(q[here], k, v, scale, window, soft_cap).to(out.dtype)
 
 

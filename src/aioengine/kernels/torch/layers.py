@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from aioengine.kernels.sampling.sample_rows import SampleFlag, SampleRow
+from aioengine.kernels.torch.quantized import head_dim_of, quantize_lines
 
 MAX_FLOAT8 = torch.finfo(torch.float8_e4m3fn).max
 
@@ -35,7 +36,7 @@ def rotate_and_write(
     k_cache: Tensor,
     v_cache: Tensor,
 ) -> Tensor:
-    num_kv_heads, head_dim = k_cache.shape[2:]
+    num_kv_heads, head_dim = k_cache.shape[2], head_dim_of(k_cache)
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
     heads = qkv.view(len(qkv), num_heads + 2 * num_kv_heads, head_dim)
     qk, v = torch.split_with_sizes(heads.float(), (num_heads + num_kv_heads, num_kv_heads), 1)
@@ -49,9 +50,11 @@ def rotate_and_write(
         if cache.dtype == torch.float8_e4m3fn:
             # Beyond its range float8 has nothing but NaN.
             values = values.clamp(-MAX_FLOAT8, MAX_FLOAT8)
+        values = values[written]
+        kept = quantize_lines(values.flatten(0, 1)) if cache.dtype == torch.int8 else values.to(cache.dtype)
         # Indexing does not know float8.
-        lines = cache.view(-1, num_kv_heads, head_dim).view(_same_size(cache.dtype))
-        lines[slots[written].long()] = values[written].to(cache.dtype).view(lines.dtype)
+        lines = cache.view(_same_size(cache.dtype)).flatten(0, 1)
+        lines[slots[written].long()] = kept.view(lines.dtype).view(-1, *lines.shape[1:])
     return q.to(qkv.dtype)
 
 

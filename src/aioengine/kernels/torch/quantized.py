@@ -18,6 +18,9 @@ from aioengine.kernels.packed_weight import PackedWeight, Quantization
 INT4_GROUP = 64
 """Inputs that share a scale; the last group of a row may be shorter."""
 
+SCALE_BYTES = 4
+"""Behind each head's key or value in an int8 KV cache: its scale."""
+
 _STEPS = (8.0, 7.0, 7.5, 8.5, 9.0, 10.0)
 """How many steps the largest magnitude of a group may be, in the order of preference; beyond 8 it is cut off. The whole
 numbers among them make `quantize` give what `dequantize` was given."""
@@ -77,6 +80,37 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     highest = x.abs().amax(1, keepdim=True)
     steps = (127.0 / highest).nan_to_num_(posinf=0.0)
     return (x * steps).round_().to(torch.int8), highest / 127.0
+
+
+def quantize_lines(x: Tensor) -> Tensor:
+    """What an int8 KV cache keeps of keys or values: each head's, as `quantize_rows` rounds it, before its scale.
+
+    Args:
+        x: [any, head_dim].
+    Returns:
+        int8 [any, head_dim + SCALE_BYTES], the last of them a float32.
+    """
+    values, scales = quantize_rows(x)
+    return torch.cat((values, scales.view(torch.int8)), dim=1)
+
+
+def read_lines(cached: Tensor, dtype: torch.dtype) -> Tensor:
+    """Of whatever a KV cache keeps the numbers.
+
+    Args:
+        cached: [..., head_dim], or int8 [..., head_dim + SCALE_BYTES].
+    Returns:
+        [..., head_dim], of ``dtype``.
+    """
+    if cached.dtype != torch.int8:
+        return cached.to(dtype)
+    values, scales = cached[..., :-SCALE_BYTES], cached[..., -SCALE_BYTES:].contiguous().view(torch.float32)
+    return values.to(dtype) * scales.to(dtype)
+
+
+def head_dim_of(cache: Tensor) -> int:
+    """Numbers of a head in a KV cache, [..., head_dim], or int8 [..., head_dim + SCALE_BYTES]."""
+    return cache.shape[-1] - (SCALE_BYTES if cache.dtype == torch.int8 else 0)
 
 
 def pack_quantized(weight: Tensor, quantization: Quantization, dtype: torch.dtype) -> PackedWeight:

@@ -13,8 +13,8 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from aioengine.kernels.native.kernels.attention import LOWEST, SEGMENT, ZERO, find_keys, shape_scores
-from aioengine.kernels.native.kernels.attention_sizes import MAX_GROUP, MAX_STATES, PART
+from aioengine.kernels.native.kernels.attention import LOWEST, SEGMENT, ZERO, find_keys, make_read_int8, shape_scores
+from aioengine.kernels.native.kernels.attention_sizes import MAX_GROUP, MAX_HEAD_DIM, MAX_STATES, PART
 from aioengine.kernels.native.kernels.compiler import inlined, kernel
 from aioengine.kernels.native.kernels.functions import exp
 from aioengine.kernels.native.kernels.linear import DTYPES, KINDS, Kind
@@ -37,6 +37,7 @@ from aioengine.kernels.native.kernels.simd import (
     load,
     pointer,
     put_f32,
+    put_i64,
     splat,
     splatted,
     stack,
@@ -240,7 +241,7 @@ def make_attend_decode(kind: Kind, lane: ir.Type, memory: Memory) -> Any:
 
     Arguments: q, k_cache, v_cache, block_tables, their width, decodes, out; heads, KV heads, head_dim, words of a head,
     block_size; scale, window, soft_cap (0: none); KV heads a chunk; splits, states (float32 [decodes, parts, heads,
-    padded_dim + 32]), parts.
+    padded_dim + 32]), parts; whether the caches are int8, bytes of a KV head in them.
     """
     products_1, products_2, products_4 = (make_products(kind, heads) for heads in (1, 2, 4))
     wide_1, wide_2, wide_4 = (make_weighted_sum(lane, heads, 4) for heads in (1, 2, 4))
@@ -252,14 +253,26 @@ def make_attend_decode(kind: Kind, lane: ir.Type, memory: Memory) -> Any:
         stack(64 * MAX_GROUP),
     )
     room_for_total, room_for_part = stack(4 * MAX_STATES), stack(4 * MAX_STATES)
+    read_int8, room_for_lines, room_for_places, room_for_scales = (
+        make_read_int8(memory), stack(size * SEGMENT * MAX_HEAD_DIM), stack(8 * SEGMENT), stack(8 * SEGMENT),
+    )  # fmt: skip
 
     @inlined
     def attend_segment(
         q, k, v, offsets, begin, end, ahead, later, scores, factors, state, stride,
-        group, head_dim, num_words, scale, soft_cap,
+        group, head_dim, num_words, scale, soft_cap, lines, places, scales,
     ):  # fmt: skip
-        """A segment's keys and values for the query heads of a group."""
-        head, head_bytes = 0, head_dim * size
+        """A segment's keys and values for the query heads of a group.
+
+        Args:
+            scales: float32 [2, SEGMENT], room for keys' and values' of an int8 cache; 0: it is none.
+            lines, places: room for what is read of it, and int64 [SEGMENT], where it is in there.
+        """
+        head, head_bytes, value_scales = 0, head_dim * size, scales + 4 * SEGMENT
+        int8_values, int8_offsets = v, offsets
+        if scales:
+            read_int8(k, offsets, begin, end, head_dim, lines, scales, v, offsets)
+            k, v, offsets = lines, lines, places
         while head < group:
             heads = 4 if group - head >= 4 else (2 if group - head >= 2 else 1)
             keys = LANES // heads
@@ -272,16 +285,21 @@ def make_attend_decode(kind: Kind, lane: ir.Type, memory: Memory) -> Any:
                 else:
                     products_1(queries, head_bytes, k, offsets + 8 * n, num_words, to + 4 * n, v)
             head += heads
+        if scales:
+            read_int8(int8_values, int8_offsets, begin, end, head_dim, lines, value_scales, ahead, later)
+            ahead, later = lines, places
         padded_dim = (head_dim + 15) // 16 * 16
         for head in range(group):
             row, of_head = scores + 4 * SEGMENT * head, state + head * stride + 4 * padded_dim
             before = get_f32(of_head)
-            highest = max(before, shape_scores(row, scale, soft_cap, begin, end))
+            highest = max(before, shape_scores(row, scales, scale, soft_cap, begin, end))
             factor = exp(splat(before - highest))
             weights = zeros()
             for n in range(0, SEGMENT, LANES):
                 weight = exp(read_f32(row + 4 * n) - splat(highest))
                 weights = weights + weight
+                if scales:
+                    weight = weight * read_f32(value_scales + 4 * n)
                 write_f32(row + 4 * n, weight)
             write_f32(factors + 64 * head, factor)
             put_f32(of_head, highest)
@@ -348,7 +366,12 @@ def make_attend_decode(kind: Kind, lane: ir.Type, memory: Memory) -> Any:
                 put_f32(total + head * stride + 4 * padded_dim + 64, np.float32(1))
         table = get_i64(args + 24) + 4 * row * get_i64(args + 32)
         offsets, scores, factors = room_for_offsets(), room_for_scores(), room_for_factors()
-        k_cache, v_cache, line = get_i64(args + 8), get_i64(args + 16), num_kv_heads * head_bytes
+        k_cache, v_cache, line_bytes = get_i64(args + 8), get_i64(args + 16), get_i64(args + 160)
+        lines, places, scales = room_for_lines(), room_for_places(), 0
+        if get_i64(args + 152):
+            scales = room_for_scales()
+            for n in range(SEGMENT):
+                put_i64(places + 8 * n, n * padded_dim * size)
         first, num_segments = max(0, context - window), (context + SEGMENT - 1) // SEGMENT
         for part in range(first // PART, (context + PART - 1) // PART):
             if num_splits > 1:
@@ -365,11 +388,10 @@ def make_attend_decode(kind: Kind, lane: ir.Type, memory: Memory) -> Any:
                 begin, end = max(0, first - segment * SEGMENT), min(SEGMENT, context - segment * SEGMENT)
                 here, later = offsets + segment % 2 * 8 * SEGMENT, offsets + (segment + 1) % 2 * 8 * SEGMENT
                 if segment == first_segment:
-                    find_keys(here, table, block_size, line, segment, begin, end)
+                    find_keys(here, table, block_size, num_kv_heads * line_bytes, segment, begin, end)
                 if segment + 1 < num_segments:
-                    find_keys(
-                        later, table, block_size, line, segment + 1, 0, min(SEGMENT, context - (segment + 1) * SEGMENT)
-                    )
+                    end_later = min(SEGMENT, context - (segment + 1) * SEGMENT)
+                    find_keys(later, table, block_size, num_kv_heads * line_bytes, segment + 1, 0, end_later)
                 else:
                     later = here
                 for kv_head in range(first_kv_head, end_kv_head):
@@ -377,10 +399,10 @@ def make_attend_decode(kind: Kind, lane: ir.Type, memory: Memory) -> Any:
                     next_head, list_of_next = (first_kv_head, later) if is_last else (kv_head + 1, here)
                     attend_segment(
                         q + kv_head * group * head_bytes,
-                        k_cache + kv_head * head_bytes, v_cache + kv_head * head_bytes, here, begin, end,
-                        k_cache + next_head * head_bytes, list_of_next,
+                        k_cache + kv_head * line_bytes, v_cache + kv_head * line_bytes, here, begin, end,
+                        k_cache + next_head * line_bytes, list_of_next,
                         scores, factors, part_state + (kv_head - first_kv_head) * group * stride, stride,
-                        group, head_dim, num_words, scale, soft_cap,
+                        group, head_dim, num_words, scale, soft_cap, lines, places, scales,
                     )  # fmt: skip
             if num_splits == 1:
                 for head in range(end_head - first_head):

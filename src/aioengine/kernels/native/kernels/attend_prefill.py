@@ -12,7 +12,7 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from aioengine.kernels.native.kernels.attention import LOWEST, SEGMENT, find_keys, shape_scores
+from aioengine.kernels.native.kernels.attention import LOWEST, SEGMENT, find_keys, make_read_int8, shape_scores
 from aioengine.kernels.native.kernels.attention_sizes import MAX_HEAD_DIM, MAX_ROWS
 from aioengine.kernels.native.kernels.compiler import inlined, kernel
 from aioengine.kernels.native.kernels.functions import exp
@@ -37,6 +37,7 @@ from aioengine.kernels.native.kernels.simd import (
     instruction,
     pointer,
     put_f32,
+    put_i64,
     splat,
     stack,
     store,
@@ -90,7 +91,7 @@ def make_attend_prefill(memory: Memory, work: Memory, panel_of: Any) -> Any:
     """A chunk is a tile and a KV head.
 
     Arguments: q, k_cache, v_cache, block_tables, their width, tiles, out; heads, KV heads, head_dim, block_size; scale,
-    window, soft_cap (0: none).
+    window, soft_cap (0: none); whether the caches are int8, bytes of a KV head in them.
 
     Args:
         memory: of queries, keys, values and the result.
@@ -107,6 +108,9 @@ def make_attend_prefill(memory: Memory, work: Memory, panel_of: Any) -> Any:
         stack(8 * SEGMENT), stack(4 * PANEL * TILE_ROWS), stack(4 * PANEL * TILE_ROWS),
     )  # fmt: skip
     room_for_factors, room_for_square = stack(64 * TILE_ROWS), stack(64 * LANES)
+    read_int8, room_for_lines, room_for_places, room_for_scales = (
+        make_read_int8(memory), stack(size * SEGMENT * MAX_HEAD_DIM), stack(8 * SEGMENT), stack(8 * SEGMENT),
+    )  # fmt: skip
 
     @inlined
     def pack_keys(keys, k, offsets, head_dim, square):
@@ -134,15 +138,17 @@ def make_attend_prefill(memory: Memory, work: Memory, panel_of: Any) -> Any:
                     write_f32(to + key * PANEL * 4, load_some(at, lanes))
 
     @inlined
-    def weigh(scores, state, weights, factors, scale, soft_cap, begin, end):
+    def weigh(scores, state, weights, factors, scales, scale, soft_cap, begin, end):
         """A row's weights of a segment's keys, and the factor of what was summed before."""
         before = get_f32(state + 64)
-        highest = max(before, shape_scores(scores, scale, soft_cap, begin, end))
+        highest = max(before, shape_scores(scores, scales, scale, soft_cap, begin, end))
         factor = exp(splat(before - highest))
         total = read_f32(state) * factor
         for n in range(0, SEGMENT, LANES):
             weight = exp(read_f32(scores + 4 * n) - splat(highest))
             total = total + weight
+            if scales:
+                weight = weight * read_f32(scales + 4 * (SEGMENT + n))
             store_work(weights + n * work_size, weight)
         write_f32(state, total)
         put_f32(state + 64, highest)
@@ -160,14 +166,20 @@ def make_attend_prefill(memory: Memory, work: Memory, panel_of: Any) -> Any:
         num_rows = get_i32(tile + 8) * group
         first_head = (first_token * num_heads + kv_head * group) * head_bytes
         q, out = get_i64(args) + first_head, get_i64(args + 48) + first_head
-        k, v = get_i64(args + 8) + kv_head * head_bytes, get_i64(args + 16) + kv_head * head_bytes
-        table, line = get_i64(args + 24) + 4 * row * get_i64(args + 32), num_kv_heads * head_bytes
+        is_int8, line_bytes = get_i64(args + 112), get_i64(args + 120)
+        k, v = get_i64(args + 8) + kv_head * line_bytes, get_i64(args + 16) + kv_head * line_bytes
+        table = get_i64(args + 24) + 4 * row * get_i64(args + 32)
         num_words = (head_dim + per_word - 1) // per_word
         padded_dim = (head_dim + PANEL - 1) // PANEL * PANEL
         query_bytes, state_bytes = padded_dim * work_size, 4 * padded_dim + 128
         queries, states, keys, values = room_for_queries(), room_for_states(), room_for_keys(), room_for_values()
         offsets, sums, weights = room_for_offsets(), room_for_sums(), room_for_weights()
         factors, square = room_for_factors(), room_for_square()
+        lines, places, scales = room_for_lines(), room_for_places(), 0
+        if is_int8:
+            scales = room_for_scales()
+            for n in range(SEGMENT):
+                put_i64(places + 8 * n, n * ((head_dim + 15) // 16 * 16) * size)
         rows_at_once = min(MAX_ROWS, MAX_NUMBERS // padded_dim // TILE_ROWS * TILE_ROWS)
         for begin_row in range(0, num_rows, rows_at_once):
             end_row = min(begin_row + rows_at_once, num_rows)
@@ -184,9 +196,15 @@ def make_attend_prefill(memory: Memory, work: Memory, panel_of: Any) -> Any:
             for segment in range(first_seen // SEGMENT, (end_seen + SEGMENT - 1) // SEGMENT):
                 start = segment * SEGMENT
                 begin, end = max(0, first_seen - start), min(SEGMENT, end_seen - start)
-                find_keys(offsets, table, block_size, line, segment, begin, end)
-                pack_keys(keys, k, offsets, head_dim, square)
-                pack_values(values, v, offsets, head_dim)
+                find_keys(offsets, table, block_size, num_kv_heads * line_bytes, segment, begin, end)
+                if scales:
+                    read_int8(k, offsets, 0, SEGMENT, head_dim, lines, scales, v, offsets)
+                    pack_keys(keys, lines, places, head_dim, square)
+                    read_int8(v, offsets, 0, SEGMENT, head_dim, lines, scales + 4 * SEGMENT, v, offsets)
+                    pack_values(values, lines, places, head_dim)
+                else:
+                    pack_keys(keys, k, offsets, head_dim, square)
+                    pack_values(values, v, offsets, head_dim)
                 for strip in range(begin_row, end_row, TILE_ROWS):
                     rows = min(TILE_ROWS, end_row - strip)
                     last_end = position + (strip + rows - 1) // group + 1 - start
@@ -200,7 +218,7 @@ def make_attend_prefill(memory: Memory, work: Memory, panel_of: Any) -> Any:
                         end_of_row = position + (strip + nth) // group + 1 - start
                         weigh(
                             sums + 4 * PANEL * nth, state + nth * state_bytes + 4 * padded_dim,
-                            weights + nth * SEGMENT * work_size, factors + 64 * nth,
+                            weights + nth * SEGMENT * work_size, factors + 64 * nth, scales,
                             scale, soft_cap, max(0, end_of_row - window), min(SEGMENT, end_of_row),
                         )  # fmt: skip
                     for n in range(0, padded_dim, PANEL):

@@ -9,6 +9,8 @@ which queries are beside it.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from aioengine.kernels.native.kernels.compiler import inlined
@@ -16,10 +18,17 @@ from aioengine.kernels.native.kernels.functions import tanh
 from aioengine.kernels.native.kernels.simd import (
     FLOAT32,
     LANES,
+    Memory,
     first_lanes,
+    get_f32,
     get_i32,
+    get_i64,
+    load_int8,
+    load_some_int8,
     max_of,
     maximum,
+    prefetch,
+    put_f32,
     put_i64,
     select,
     splat,
@@ -62,12 +71,43 @@ def find_keys(offsets, table, block_size, line, segment, begin, end):
         put_i64(offsets + 8 * nth, offset - line)
 
 
+def make_read_int8(memory: Memory) -> Any:
+    store, size = memory.store, memory.size
+
+    @inlined
+    def read_int8(x, offsets, begin, end, head_dim, to, scales, ahead, later):
+        """Of lines of an int8 cache the values, exact, and the scales apart, for all that is done with them here.
+
+        Args:
+            offsets: int64 [SEGMENT], where the lines are from x on; those from begin to end are read.
+            to: [SEGMENT, head_dim in whole vectors]; scales: float32 [SEGMENT]. Those not read are left.
+            ahead, later: the lines at ahead + later[n] are brought into the cache.
+        """
+        stride = (head_dim + 15) // 16 * 16 * size
+        for nth in range(begin, end):
+            line, place = x + get_i64(offsets + 8 * nth), to + nth * stride
+            fetched = ahead + get_i64(later + 8 * nth)
+            n = 0
+            while n + LANES <= head_dim:
+                store(place + n * size, load_int8(line + n))
+                n += LANES
+            if n < head_dim:
+                store(place + n * size, load_some_int8(line + n, first_lanes(head_dim - n)))
+            for n in range(0, head_dim, 64):
+                prefetch(fetched + n)
+            prefetch(fetched + head_dim)
+            put_f32(scales + 4 * nth, get_f32(line + head_dim))
+
+    return read_int8
+
+
 @inlined
-def shape_scores(scores, scale, soft_cap, begin, end):
+def shape_scores(scores, key_scales, scale, soft_cap, begin, end):
     """Scale, cap and mask the products of one query with a segment's keys, in place.
 
     Args:
         scores: float32 [SEGMENT].
+        key_scales: float32 [SEGMENT], factors of the keys; 0: none.
         soft_cap: 0: none.
         begin, end: of the positions that the query sees, within the segment.
     Returns:
@@ -76,6 +116,8 @@ def shape_scores(scores, scale, soft_cap, begin, end):
     highest = splat(LOWEST)
     for n in range(0, SEGMENT, LANES):
         s = load(scores + 4 * n) * splat(scale)
+        if key_scales:
+            s = s * load(key_scales + 4 * n)
         if soft_cap > ZERO:
             s = splat(soft_cap) * tanh(s / splat(soft_cap))
         if begin > n or end < n + LANES:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numba import float32
 
+from aioengine.kernels.native.kernels.attention_sizes import MAX_HEAD_DIM
 from aioengine.kernels.native.kernels.compiler import inlined, kernel
 from aioengine.kernels.native.kernels.functions import exp
 from aioengine.kernels.native.kernels.simd import (
@@ -12,13 +13,21 @@ from aioengine.kernels.native.kernels.simd import (
     FLOAT16,
     FLOAT32,
     Memory,
+    absolute,
     first_lanes,
     fma,
     get_f32,
     get_i32,
     get_i64,
+    max_of,
+    maximum,
+    put_f32,
+    round_even,
     splat,
+    stack,
+    store_int8,
     sum_of,
+    to_int,
     zeros,
 )
 
@@ -93,11 +102,10 @@ def make_gated_activation(memory: Memory):
     return gated_activation
 
 
-def make_rotate_and_write(memory: Memory):
-    """Norm and rotation of each head's query and key; keys and values go to the cache."""
-    read, write = make_access(memory)
+def make_rotate(memory: Memory, to: Memory):
+    read, write = make_access(memory)[0], make_access(to)[1]
     read_f32 = make_access(FLOAT32)[0]
-    size = memory.size
+    size, out_size = memory.size, to.size
 
     @inlined
     def rotate(x, weight, eps, table, table_is_float32, out, head_dim):
@@ -124,8 +132,33 @@ def make_rotate_and_write(memory: Memory):
                 at, step = table + size * n, size * half
                 cos_a, cos_b = read(at, count), read(at + step, count)
                 sin_a, sin_b = read(at + 2 * step, count), read(at + 3 * step, count)
-            write(out + low, fma(b, sin_a, a * cos_a), count)
-            write(out + high, fma(a, sin_b, b * cos_b), count)
+            write(out + n * out_size, fma(b, sin_a, a * cos_a), count)
+            write(out + (half + n) * out_size, fma(a, sin_b, b * cos_b), count)
+
+    return rotate
+
+
+def make_rotate_and_write(memory: Memory):
+    """Norm and rotation of each head's query and key; keys and values go to the cache."""
+    read, write = make_access(memory)
+    read_f32, write_f32 = make_access(FLOAT32)
+    size = memory.size
+    rotate, rotate_to_f32 = make_rotate(memory, memory), make_rotate(memory, FLOAT32)
+    room_for_head = stack(4 * MAX_HEAD_DIM)
+
+    @inlined
+    def quantize(x, to, head_dim):
+        """float32 numbers to int8 and their scale: what is not finite makes the scale NaN."""
+        largest, none = zeros(), zeros()
+        for n in range(0, head_dim, 16):
+            values = read_f32(x + 4 * n, head_dim - n)
+            largest, none = maximum(largest, absolute(values)), fma(values, zeros(), none)
+        highest = max_of(largest)
+        factor = splat(float32(127) / highest if highest > ZERO else ZERO)
+        for n in range(0, head_dim, 16):
+            rounded = to_int(round_even(read_f32(x + 4 * n, head_dim - n) * factor))
+            store_int8(to + n, rounded, first_lanes(head_dim - n))
+        put_f32(to + head_dim, highest / float32(127) + sum_of(none))
 
     def rotate_and_write(args, chunk, thread):
         qkv, positions, slots = get_i64(args), get_i64(args + 8), get_i64(args + 16)
@@ -134,7 +167,7 @@ def make_rotate_and_write(memory: Memory):
         k_cache, v_cache, q = get_i64(args + 56), get_i64(args + 64), get_i64(args + 72)
         num_tokens, num_heads, num_kv_heads = get_i64(args + 80), get_i64(args + 88), get_i64(args + 96)
         head_dim, tokens_a_chunk = get_i64(args + 104), get_i64(args + 112)
-        head = head_dim * size
+        is_int8, head, line, room = get_i64(args + 120), head_dim * size, get_i64(args + 128), room_for_head()
         for token in range(chunk * tokens_a_chunk, min((chunk + 1) * tokens_a_chunk, num_tokens)):
             angles = table + get_i32(positions + 4 * token) * 2 * head_dim * (4 if table_is_float32 else size)
             x = qkv + token * (num_heads + 2 * num_kv_heads) * head
@@ -147,14 +180,25 @@ def make_rotate_and_write(memory: Memory):
             slot = get_i32(slots + 4 * token)
             if slot < 0:
                 continue
-            line = slot * num_kv_heads * head
+            k, v = k_cache + slot * num_kv_heads * line, v_cache + slot * num_kv_heads * line
             for n in range(num_kv_heads):
-                rotate(x, w, eps, angles, table_is_float32, k_cache + line + n * head, head_dim)
+                if is_int8:
+                    rotate_to_f32(x, w, eps, angles, table_is_float32, room, head_dim)
+                    quantize(room, k + n * line, head_dim)
+                else:
+                    rotate(x, w, eps, angles, table_is_float32, k + n * line, head_dim)
                 x += head
                 w += head if weight else 0
-            for n in range(0, num_kv_heads * head_dim, 16):
-                count = num_kv_heads * head_dim - n
-                write(v_cache + line + n * size, read(x + n * size, count), count)
+            if is_int8:
+                for n in range(num_kv_heads):
+                    for at in range(0, head_dim, 16):
+                        write_f32(room + 4 * at, read(x + at * size, head_dim - at), head_dim - at)
+                    quantize(room, v + n * line, head_dim)
+                    x += head
+            else:
+                for n in range(0, num_kv_heads * head_dim, 16):
+                    count = num_kv_heads * head_dim - n
+                    write(v + n * size, read(x + n * size, count), count)
 
     return rotate_and_write
 

@@ -362,6 +362,27 @@ def _loads(lane: ir.Type, suffix: str) -> tuple[Any, Any, Any, Any]:
     return load_16, load_some, store_16, store_some
 
 
+@instruction(f32x16, types.int64)
+def load_int8(b: Any, address: Any) -> Any:
+    return b.sitofp(load(b, address, ir.VectorType(I8, LANES)), f32x16.llvm)
+
+
+@instruction(f32x16, types.int64, bool16)
+def load_some_int8(b: Any, address: Any, lanes: Any) -> Any:
+    narrow = ir.VectorType(I8, LANES)
+    where, nothing = pointer(b, address, narrow), ir.Constant(narrow, None)
+    found = call(b, "llvm.masked.load.v16i8.p0", narrow, where, ir.Constant(I32, 1), lanes, nothing)
+    return b.sitofp(found, f32x16.llvm)
+
+
+@instruction(types.none, types.int64, i32x16, bool16)
+def store_int8(b: Any, address: Any, x: Any, lanes: Any) -> None:
+    """The lowest byte of each lane."""
+    narrow = ir.VectorType(I8, LANES)
+    where = pointer(b, address, narrow)
+    call(b, "llvm.masked.store.v16i8.p0", ir.VoidType(), b.trunc(x, narrow), where, ir.Constant(I32, 1), lanes)
+
+
 class Memory(NamedTuple):
     """How numbers of a dtype are read and written, as float32: whole vectors, and vectors of some lanes.
 
