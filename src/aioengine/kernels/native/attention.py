@@ -32,9 +32,10 @@ def attend_decode(
     states: Tensor | None,
     soft_cap: float | None = None,
 ) -> None:
-    """
+    """As `Operations.attend_decode`.
+
     Args:
-        states: float32, `num_states` numbers; None: there is one split.
+        states: float32, `num_states` numbers, for more than one split; None: there is one, whatever ``num_splits`` is.
     """
     _check(q, k_cache)
     num_heads, head_dim = q.shape[1:]
@@ -63,7 +64,7 @@ def attend_decode(
 
 
 def num_states(num_decodes: int, num_heads: int, head_dim: int, max_context: int) -> int:
-    """float32 numbers for what `attend_decode` computes in more than one split."""
+    """The size of `attend_decode`'s ``states``, in float32 numbers."""
     return num_decodes * -(-max_context // PART) * num_heads * _state_size(head_dim)
 
 

@@ -14,10 +14,10 @@ from aioengine.kernels.torch.quantized import dequantize, head_dim_of, quantize
 
 PANEL = 64
 WORD_NUMBERS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 1}
-"""How many numbers a word of a packed weight has."""
+"""Numbers in a word of a packed weight."""
 
 ROWS_A_CHUNK = 192
-"""So many rows of activations stay in the second-level cache while a panel of weights goes by."""
+"""Rows of activations in a chunk of a product: they stay in the second-level cache while a panel is read."""
 
 GROUP = 256
 """Logits that share maxima, as `aioengine.kernels.native.kernels.sampling` has it."""
@@ -27,7 +27,7 @@ PART = 64 * GROUP
 
 
 class NativeOperations:
-    """Results are in memory of the operations: valid until the same operation is called again for results as wide.
+    """Results lie in buffers of this object, each valid until the operation that gave it is called again.
 
     Args:
         team: runs the kernels.
@@ -38,7 +38,7 @@ class NativeOperations:
         self._buffers: dict[tuple[str, int, torch.dtype], Tensor] = {}
 
     def _buffer(self, role: str, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        """[num_rows, width], at the same place as the last time unless there was less room."""
+        """[num_rows, width], where the last one of this role, width and dtype was, unless that had fewer rows."""
         key = role, width, dtype
         buffer = self._buffers.get(key)
         if buffer is None or len(buffer) < num_rows:

@@ -31,7 +31,7 @@ class Team:
     """Threads that run native kernels, the caller's one of them. For one thread at a time.
 
     Args:
-        num_threads: with the caller's; the others sleep when nothing is to be done for some 0.1 ms.
+        num_threads: with the caller's; the others sleep when no work has come for some 0.5 ms.
     """
 
     def __init__(self, library: Library, num_threads: int) -> None:
@@ -65,11 +65,11 @@ class Team:
         self._num_threads_of_run = min(num_threads, self.num_threads)
 
     def launch(self, kernel: str, num_chunks: int, *arguments: Tensor | int) -> None:
-        """Run one kernel; returns when it is done, without the GIL meanwhile. In `capture` it is noted, and not run.
+        """Run one kernel, without the GIL, and return when it is done. Within `capture` it is recorded instead of run.
 
         Args:
-            num_chunks: with 0 nothing is done.
-            arguments: what is at an address, sizes, and numbers as `float_bits`.
+            num_chunks: into how many chunks its work is cut; with 0 there is none.
+            arguments: tensors, of which the kernel gets the address; sizes; and floats as `float_bits`.
         """
         if not num_chunks:
             return
@@ -82,7 +82,9 @@ class Team:
         self._captured.kept.extend(each for each in arguments if not isinstance(each, int))
 
     def capture(self, work: Callable[[], None]) -> Program:
-        """The kernels that ``work`` launches, as a program; beside them it may make views and memory, no more.
+        """The kernels that ``work`` launches, as a program, without running them.
+
+        Beside them ``work`` may make views and uninitialised tensors: anything else would not be done by `replay`.
 
         Raises:
             InternalError: ``work`` needs what is no kernel, by `refuse_capture`.
@@ -95,13 +97,16 @@ class Team:
         return Program(self, captured)
 
     def refuse_capture(self, what: str) -> None:
-        """To be called before what a program would not do again.
+        """To be called before work that is no native kernel, which a program could not replay.
+
+        Args:
+            what: the work, for the error's message.
 
         Raises:
             InternalError: work is being captured.
         """
         if self._captured is not None:
-            raise InternalError(f"a program of native kernels does not do again: {what}")
+            raise InternalError(f"a program of native kernels cannot replay {what}")
 
     def run(self, program: int, num_records: int) -> None:
         """Run the records at an address."""

@@ -36,7 +36,7 @@ from aioengine.kernels.native.kernels.simd import (
 
 SEGMENT = 64
 LOWEST = np.float32(-3e38)
-"""The highest score of no keys: finite, so that no difference of two is NaN."""
+"""The highest score before any key is seen: finite, so that the difference of two such is 0, not NaN."""
 NEVER = np.float32(-np.inf)
 ZERO = np.float32(0)
 
@@ -45,8 +45,10 @@ load, store = FLOAT32.load, FLOAT32.store
 
 @inlined
 def find_keys(offsets, table, block_size, line, segment, begin, end):
-    """Offsets, in bytes, of the keys at positions of a segment: int64 [SEGMENT]; before begin the first's, from end on
-    the last's, so that all can be read.
+    """Write the offsets, in bytes, of a segment's keys in the cache: int64 [SEGMENT].
+
+    Positions before ``begin`` get the offset of the first key, those from ``end`` on that of the last, so that all
+    can be read; `shape_scores` masks them.
 
     Args:
         table: int32, the row's blocks.

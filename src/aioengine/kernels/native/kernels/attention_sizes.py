@@ -1,16 +1,16 @@
 """Sizes of attention's kernels, which their launchers must know."""
 
 PART = 512
-"""Positions whose state is made alone: a context in several chunks is cut at multiples of it."""
+"""Positions that have a softmax state of their own: contexts are cut into chunks at multiples of it alone."""
 
 MAX_GROUP = 128
-"""Query heads a KV head, of single tokens."""
+"""The most query heads that share a KV head, in decodes."""
 
 MAX_STATES = 32768
-"""float32 numbers in the states of a chunk of single tokens."""
+"""The most float32 numbers in the states of a decode's chunk."""
 
 MAX_ROWS = 192
-"""Query tokens times heads of a group that are done at once in a tile."""
+"""The most query tokens times heads of a group in a tile: a chunk does them together."""
 
 MAX_HEAD_DIM = 512
-"""Of a tile."""
+"""The largest head size in a tile."""

@@ -35,7 +35,8 @@ from aioengine.kernels.native.kernels.team_words import (
 )
 
 SPINS = 20_000
-"""How often a thread looks for work before it sleeps: some 0.5 ms. Python takes less between two records of a step."""
+"""How often a thread looks for work before it sleeps: some 0.5 ms, longer than Python takes between two launches of a
+step."""
 
 PATIENT_SPINS = 2_000
 """How often a thread looks whether the others' chunks are done, before it lets other threads have its core."""
@@ -120,14 +121,14 @@ def serve(team: int, thread: int) -> None:
         spins = 0
         atomic_put(is_asleep, 1)
         is_idle = atomic_get(team + GENERATION) == seen and not atomic_get(team + IS_OVER)
-        # What took the mark away has posted, or is about to.
+        # The thread that took the mark away has posted, or is about to: the semaphore must be taken back.
         if is_idle or not exchange(is_asleep, 0):
             sem_wait(is_asleep + 64)
 
 
 @kernel("void(int64, int64)")
 def end(team: int, num_threads: int) -> None:
-    """Let the others return from `serve`."""
+    """Let the other threads return from `serve`."""
     atomic_put(team + IS_OVER, 1)
     for thread in range(1, num_threads):
         if exchange(team + SEMAPHORES + 128 * thread, 0):
