@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.harness import BOTH, DEVICE, FLOAT8, NOT_KERNELS, OPERATIONS
+from kernels.harness import BOTH, DEVICE, FLOAT8, NOT_KERNELS, OPERATIONS, native
 from torch import Tensor
 
 from aioengine.errors import InternalError
@@ -105,6 +105,40 @@ def test_tensors_that_a_kernel_would_misread_are_refused(operation: str) -> None
         if len(tensors) > 1:
             with pytest.raises(InternalError, match="is on"):
                 call(triton_operations, operation, **{name: tensor.to("meta")})
+
+
+@pytest.mark.parametrize("operation", RIGHT)
+def test_native_kernels_refuse_tensors_that_they_would_misread(operation: str) -> None:
+    for name, tensor in RIGHT[operation].items():
+        for wrong in (*spoiled(tensor), tensor.to("meta")) if isinstance(tensor, Tensor) else ():
+            if name == "caches" and wrong.is_contiguous() and not wrong.is_meta and wrong.dim() == tensor.dim():
+                continue
+            if wrong.dim() != tensor.dim() and operation not in CHECKED_DIMS:
+                continue
+            with pytest.raises(InternalError):
+                call(native, operation, **{name: wrong})  # type: ignore[arg-type]
+
+
+CHECKED_DIMS = ("rms_norm", "add_rms_norm", "attend_decode", "attend_prefill")
+
+
+def test_native_products_refuse_what_does_not_fit_the_weight() -> None:
+    half = partial(torch.ones, dtype=torch.bfloat16)
+    for quantization in (None, "int8", "int4"):
+        packed = native.pack(half(6, 64), quantization)
+        native.linear(half(2, 64), packed, None)
+        for x in (half(2, 62), floats(2, 64), half(2, 128)[:, ::2], half(64)):
+            with pytest.raises(InternalError, match="x"):
+                native.linear(x, packed, None)
+        for bias in (half(5), half(6).double(), half(12)[::2]):
+            with pytest.raises(InternalError, match="bias"):
+                native.linear(half(2, 64), packed, bias)
+        if quantization == "int8":
+            with pytest.raises(InternalError, match="bias"):
+                native.linear(half(2, 64), packed, half(6), torch.float32)
+        if quantization != "int4":
+            with pytest.raises(InternalError, match="token_ids"):
+                native.embed(ints(2).long(), packed)
 
 
 INT8 = torch.zeros(2, 4, 2, 20, dtype=torch.int8)

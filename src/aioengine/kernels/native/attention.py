@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from aioengine.errors import InternalError
+from aioengine.kernels.launch_checks import check_tensor
 from aioengine.kernels.native.kernels.attention_sizes import MAX_GROUP, MAX_HEAD_DIM, MAX_ROWS, MAX_STATES, PART
 from aioengine.kernels.native.layers import SUFFIXES
 from aioengine.kernels.native.team import Team, float_bits
@@ -37,7 +38,8 @@ def attend_decode(
     Args:
         states: float32, `num_states` numbers, for more than one split; None: there is one, whatever ``num_splits`` is.
     """
-    _check(q, k_cache)
+    _check("attend_decode", q, k_cache, v_cache, block_tables, out)
+    check_tensor("attend_decode: decodes", decodes, (None, 3), torch.int32, q.device)
     num_heads, head_dim = q.shape[1:]
     num_kv_heads, group = k_cache.shape[2], num_heads // k_cache.shape[2]
     num_parts, state_size = -(-max_context // PART), _state_size(head_dim)
@@ -68,7 +70,7 @@ def num_states(num_decodes: int, num_heads: int, head_dim: int, max_context: int
     return num_decodes * -(-max_context // PART) * num_heads * _state_size(head_dim)
 
 
-def _check(q: Tensor, k_cache: Tensor) -> None:
+def _check(name: str, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, out: Tensor) -> None:
     head_dim = q.shape[2]
     is_odd, is_wide = (
         q.dtype == torch.bfloat16 and head_dim % 2,
@@ -76,6 +78,12 @@ def _check(q: Tensor, k_cache: Tensor) -> None:
     )
     if k_cache.dtype not in (q.dtype, torch.int8) or head_dim_of(k_cache) != head_dim or is_odd or is_wide:
         raise InternalError(f"native attention of {q.dtype} reads no {k_cache.dtype} cache of heads of {head_dim}")
+    check_tensor(f"{name}: k_cache", k_cache, (None,) * 4, k_cache.dtype, q.device)
+    check_tensor(f"{name}: v_cache", v_cache, tuple(k_cache.shape), k_cache.dtype, q.device)
+    check_tensor(f"{name}: block_tables", block_tables, (None, None), torch.int32, q.device)
+    check_tensor(f"{name}: out", out, tuple(q.shape), q.dtype, q.device)
+    if q.shape[1] % k_cache.shape[2]:
+        raise InternalError(f"{name}: {q.shape[1]} query heads cannot share {k_cache.shape[2]} KV heads")
 
 
 def _state_size(head_dim: int) -> int:
@@ -97,7 +105,8 @@ def attend_prefill(
     soft_cap: float | None = None,
 ) -> None:
     """As `Operations.attend_prefill`."""
-    _check(q, k_cache)
+    _check("attend_prefill", q, k_cache, v_cache, block_tables, out)
+    check_tensor("attend_prefill: tiles", tiles, (None, 4), torch.int32, q.device)
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = k_cache.shape[2]
     if head_dim > MAX_HEAD_DIM:

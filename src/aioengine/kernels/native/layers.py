@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from aioengine.errors import InternalError
+from aioengine.kernels.launch_checks import FLOATS, check_tensor
 from aioengine.kernels.native.kernels.attention_sizes import MAX_HEAD_DIM
 from aioengine.kernels.native.team import Team, float_bits
 
@@ -28,8 +29,11 @@ def add_rms_norm(team: Team, x: Tensor, residual: Tensor, weight: Tensor, eps: f
 
 
 def _rms_norm(team: Team, kernel: str, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    check_tensor("rms_norm: x", x, (None, None), FLOATS, x.device)
     num_rows, width = x.shape
-    rows_a_chunk = max(1, CHUNK // width)
+    check_tensor("rms_norm: weight", weight, (width,), x.dtype, x.device)
+    check_tensor("rms_norm: residual", residual, (num_rows, width), x.dtype, x.device)
+    rows_a_chunk = max(1, CHUNK // max(width, 1))
     team.launch(
         f"{kernel}_{SUFFIXES[x.dtype]}", -(-num_rows // rows_a_chunk),
         x, residual, weight, out,
@@ -39,6 +43,9 @@ def _rms_norm(team: Team, kernel: str, x: Tensor, residual: Tensor, weight: Tens
 
 def gated_activation(team: Team, gate_up: Tensor, out: Tensor) -> None:
     num_rows, width = out.shape
+    check_tensor("gated_activation: gate_up", gate_up, (num_rows, 2 * width), FLOATS, out.device)
+    if not width:
+        return
     columns_a_chunk = min(width, CHUNK // 2)
     rows_a_chunk = max(1, CHUNK // 2 // width)
     team.launch(
@@ -67,6 +74,16 @@ def rotate_and_write(
     is_int8 = k_cache.dtype == torch.int8
     if k_cache.dtype not in (qkv.dtype, torch.int8) or (is_int8 and head_dim > MAX_HEAD_DIM):
         raise InternalError(f"native kernels write no cache of {k_cache.dtype} from {qkv.dtype} heads of {head_dim}")
+    name, device, num_kv_heads = "rotate_and_write", q.device, k_cache.shape[2]
+    if head_dim % 2:
+        raise InternalError(f"{name}: heads of {head_dim} values; an even number can be done")
+    check_tensor(f"{name}: qkv", qkv, (num_tokens, (num_heads + 2 * num_kv_heads) * head_dim), FLOATS, device)
+    check_tensor(f"{name}: positions", positions, (num_tokens,), torch.int32, device)
+    check_tensor(f"{name}: slots", slots, (num_tokens,), torch.int32, device)
+    check_tensor(f"{name}: rope_table", rope_table, (None, 2 * head_dim), (q.dtype, torch.float32), device)
+    check_tensor(f"{name}: v_cache", v_cache, tuple(k_cache.shape), k_cache.dtype, device)
+    if qk_weight is not None:
+        check_tensor(f"{name}: qk_weight", qk_weight, (num_heads + num_kv_heads, head_dim), q.dtype, device)
     tokens_a_chunk = max(1, CHUNK // qkv.shape[1])
     team.launch(
         f"rotate_and_write_{SUFFIXES[qkv.dtype]}", -(-num_tokens // tokens_a_chunk),

@@ -5,12 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from aioengine.kernels.launch_checks import check_tensor
 from aioengine.kernels.native import attention, layers
 from aioengine.kernels.native.team import Team
 from aioengine.kernels.packed_weight import PackedWeight, Quantization
 from aioengine.kernels.sampling.sample_rows import SampleFlag
 from aioengine.kernels.torch import products as plain
 from aioengine.kernels.torch.quantized import dequantize, head_dim_of, quantize
+
+HOST = torch.device("cpu")
 
 PANEL = 64
 WORD_NUMBERS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 1}
@@ -84,9 +87,8 @@ class NativeOperations:
     ) -> None:
         states = None
         if num_splits > 1:
-            states = self._buffer(
-                "states", 1, attention.num_states(len(decodes), q.shape[1], q.shape[2], max_context), torch.float32
-            )
+            count = attention.num_states(len(decodes), q.shape[1], q.shape[2], max_context)
+            states = self._buffer("states", count, 1, torch.float32)
         attention.attend_decode(
             self._team, q, k_cache, v_cache, block_tables, decodes, out, scale=scale, window=window,
             num_splits=num_splits, max_context=max_context, states=states, soft_cap=soft_cap,
@@ -176,7 +178,11 @@ class NativeOperations:
             self._team.refuse_capture("plain torch's linear")
             return plain.linear(x, packed, bias, out_dtype)
         num_rows, num_outputs = len(x), packed.shape[0]
+        check_tensor("linear: x", x, (None, packed.shape[1]), packed.dtype, HOST)
         dtype = out_dtype or x.dtype
+        if bias is not None:
+            # What is rounded to another dtype than the activations' has a bias of theirs: not so of quantised weights.
+            check_tensor("linear: bias", bias, (num_outputs,), x.dtype if packed.scales is None else dtype, HOST)
         out = self._buffer("linear", num_rows, num_outputs, dtype)
         num_panels = -(-num_outputs // PANEL)
         kind, stride = _name(x.dtype), x.stride(0) * x.element_size()
@@ -210,6 +216,7 @@ class NativeOperations:
         if "panels" not in packed.layout:
             self._team.refuse_capture("plain torch's embed")
             return plain.embed(token_ids, packed)
+        check_tensor("embed: token_ids", token_ids, (None,), torch.int32, HOST)
         out = self._buffer("embed", len(token_ids), packed.shape[1], packed.dtype)
         scales = () if packed.scales is None else (packed.scales,)
         word_bytes = WORD_NUMBERS[packed.dtype] * packed.dtype.itemsize

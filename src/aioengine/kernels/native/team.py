@@ -23,6 +23,9 @@ from aioengine.kernels.native.kernels.team_words import (
 )
 from aioengine.kernels.native.library import Library
 
+READ = (torch.bfloat16, torch.int32, torch.float32, torch.float16, torch.uint8, torch.int8)
+"""What kernels read; int64 and float64 would be taken for twice as many numbers of half the size."""
+
 _ROOM_FOR_RESULTS = (ctypes.c_int64 * 2)()
 """numba's functions write a status there; those of the library have none."""
 
@@ -70,10 +73,12 @@ class Team:
         Args:
             num_chunks: into how many chunks its work is cut; with 0 there is none.
             arguments: tensors, of which the kernel gets the address; sizes; and floats as `float_bits`.
+        Raises:
+            InternalError: a tensor that is not contiguous, on another device, or of a dtype that no kernel reads.
         """
         if not num_chunks:
             return
-        words = [each if isinstance(each, int) else each.data_ptr() for each in arguments]
+        words = [each if isinstance(each, int) else _address_of(each, kernel) for each in arguments]
         if self._captured is None:
             fill_record(self._record, self.library.address(kernel), num_chunks, words)
             self.run_each(self._record_address, [kernel])
@@ -156,6 +161,15 @@ class Program:
 
     def replay(self) -> None:
         self._team.run_each(self._address, self._kernels)
+
+
+def _address_of(tensor: Tensor, kernel: str) -> int:
+    if tensor.is_cpu and tensor.dtype in READ and tensor.is_contiguous():
+        return tensor.data_ptr()
+    raise InternalError(
+        f"{kernel} was given {tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())} on "
+        f"{tensor.device}; native kernels read contiguous tensors of the host, of {', '.join(map(str, READ))}"
+    )
 
 
 def fill_record(record: NDArray[np.int64], address: int, num_chunks: int, arguments: Sequence[int]) -> None:
