@@ -46,7 +46,7 @@ from aioengine.kernels.native.kernels.simd import (
 )
 
 MAX_NUMBERS = MAX_ROWS * 256
-"""Rows times head_dim, at most, that are done at once."""
+"""The most rows times head_dim in a tile that are computed at once."""
 
 read_f32, write_f32 = FLOAT32.load, FLOAT32.store
 
@@ -57,7 +57,7 @@ def number(value: int) -> Any:
 
 @instruction(types.none, types.int64, types.int64)
 def transpose(b: Any, x: Any, to: Any) -> None:
-    """16 × 16 words, in place of 16 vectors one after the other; the columns go to lines of `SEGMENT` words.
+    """Transpose 16 × 16 words: from 16 vectors at ``x`` to lines of `SEGMENT` words at ``to``.
 
     Blocks of 8 × 8 change places across the diagonal, then those of 4 × 4 within them, and so on.
     """
@@ -76,7 +76,7 @@ def transpose(b: Any, x: Any, to: Any) -> None:
 
 @instruction(types.none, types.int64, types.int64, bool16, types.int64)
 def store_pairs(b: Any, x: Any, y: Any, lanes: Any, to: Any) -> None:
-    """Words of a number of 16 bits at x, in the lower half, and one at y; zeros where ``lanes`` is not true."""
+    """Interleave numbers of 16 bits as words, those at ``x`` in the lower halves; 0 in lanes that are not set."""
     narrow, align = ir.VectorType(I16, LANES), ir.Constant(I32, 1)
     low, high = (
         call(b, "llvm.masked.load.v16i16.p0", narrow, pointer(b, at, narrow), align, lanes, ir.Constant(narrow, None))

@@ -50,12 +50,12 @@ REPETITION, FREQUENCY, PRESENCE = (
 LOGPROBS = int(SampleFlag.LOGPROBS)
 ZERO = np.float32(0)
 IN_PROMPT, IN_OUTPUT = 1, 2
-"""What a token's counter has: bit 0 says that the prompt has it, the bits above how often the output does."""
+"""What is added to a token's counter: bit 0 says that the prompt has it, the other bits count it in the output."""
 
 
 @inlined
 def first_sample(samples, sample_of_row, row):
-    """Where the first sample of a row is; 0: the row does not sample, or is padding."""
+    """The address of a row's first sample; 0: the row does not sample, or is padding."""
     nth = get_i32(sample_of_row + 4 * row) if row >= 0 else -1
     sample = samples + SAMPLE_BYTES * nth
     return sample if nth >= 0 and is_first(sample) else 0
@@ -63,7 +63,7 @@ def first_sample(samples, sample_of_row, row):
 
 @kernel()
 def edit_logits(args, chunk, thread):
-    """All edits in one chunk, in their order: several may be of one logit."""
+    """All edits, in order, in one chunk: several may change the same logit."""
     logits, vocab, samples, sample_of_row = get_i64(args), get_i64(args + 8), get_i64(args + 16), get_i64(args + 24)
     rows, tokens, values, until = get_i64(args + 32), get_i64(args + 40), get_i64(args + 48), get_i64(args + 56)
     for at in range(0, 4 * get_i64(args + 64), 4):
@@ -121,7 +121,7 @@ def penalise(args, nth, thread):
 
 @inlined
 def order_of(values, ids, place):
-    """The likelier token's is higher, NaN's the highest; of equal ones the lower id's."""
+    """An int64 that is higher for likelier tokens, highest for NaN, and of equal logits higher for the lower id."""
     value = get_f32(values + place)
     return ((0x7FFFFFFF if value != value else key_of(value)) << 32) - get_i32(ids + place)
 

@@ -46,7 +46,7 @@ from aioengine.kernels.native.kernels.simd import (
 from aioengine.kernels.sampling.sample_rows import PARAM_WORDS, SampleRow, Status
 
 GROUP = 256
-"""16 vectors."""
+"""Logits that share a vector of maxima: 16 vectors of 16."""
 
 CHOICE, SEED_LOW, SEED_HIGH = (4 * int(word) for word in (SampleRow.CHOICE, SampleRow.SEED_LOW, SampleRow.SEED_HIGH))
 TEMPERATURE, TOP_K, TOP_P, MIN_P = (4 * PARAM_WORDS[name] for name in ("temperature", "top_k", "top_p", "min_p"))
@@ -56,9 +56,9 @@ INFINITY = np.float32(np.inf)
 NAN = np.float32(np.nan)
 COLDEST = np.float32(1e-30)
 HIGHEST_NOISE = np.float32(16.7)
-"""A bit more than -log(-log(1 - 2⁻²⁴)) = 16.64."""
+"""An upper bound of the noise, whose highest value is -log(-log(1 - 2⁻²⁴)) = 16.64."""
 SLACK = np.float32(1e-3)
-"""More than the rounding of a bound: of a score of some ±20, where it matters."""
+"""Above the rounding errors of `gumbel_bound` and of scores, which are some ±20 where they can win."""
 LN2_OF_BITS = np.float32(math.log(2) / 2**23)
 BITS_OF_ONE = 0x3F800000
 KEY_OF_MINUS_INFINITY = ~0x7F800000
@@ -93,7 +93,7 @@ def maxima_of(maxima, nth, vocab):
 
 @kernel()
 def scan_logits(args, chunk, thread):
-    """Maxima of a part's groups; NaN where a logit is."""
+    """Write the maxima of the groups of a part of a row; NaN in the lanes that have a NaN."""
     logits, vocab, samples, masks = get_i64(args), get_i64(args + 8), get_i64(args + 16), get_i64(args + 24)
     flags, maxima, num_parts, part = (get_i64(args + 32), get_i64(args + 40), get_i64(args + 48), get_i64(args + 56))
     sample = samples + chunk // num_parts * SAMPLE_BYTES
@@ -112,7 +112,7 @@ def scan_logits(args, chunk, thread):
 
 @inlined
 def highest_of(maxima, vocab):
-    """Of a row; NaN where a logit is."""
+    """The highest logit of a row; NaN if it has a NaN."""
     highest, has_nan = splat(-INFINITY), first_lanes(0)
     for group in range(0, vocab, GROUP):
         x = load_f(maxima + group // 4)
@@ -122,7 +122,7 @@ def highest_of(maxima, vocab):
 
 @inlined
 def first_of(row, mask, maxima, vocab, value):
-    """The first token with this logit, which is its lane's maximum."""
+    """The lowest token id with this logit, which must be the maximum of its lane in its group."""
     for group in range(0, vocab, GROUP):
         if bits_of(is_equal(load_f(maxima + group // 4), splat(value))):
             for token in range(group, min(group + GROUP, vocab), 16):
@@ -152,10 +152,11 @@ def of_key(key):
 
 @inlined
 def weigh(row, mask, maxima, vocab, low, high, by_mass, top, cold):
-    """Of logits above ``low`` and at most ``high``: float64, each group's in float32.
+    """The weight of the logits above ``low`` and at most ``high``, in float64: of groups summed in float32.
 
     Args:
-        maxima: 0: all are looked at.
+        maxima: groups without a maximum above ``low`` are passed over; 0: all are read.
+        by_mass: a logit x weighs exp((x - top) · cold); else 1.
     """
     total = 0.0
     for group in range(0, vocab, GROUP):
@@ -174,7 +175,8 @@ def weigh(row, mask, maxima, vocab, low, high, by_mass, top, cold):
 
 @inlined
 def find_threshold(row, mask, maxima, vocab, low, high, base, target, by_mass, top, cold):
-    """The lowest key in (low, high] above which the weight, with ``base``, is below the target; ``high`` is one."""
+    """The lowest key in (low, high] for which ``base`` and the weight of the logits above it, up to ``high``, are below
+    the target; they must be for ``high`` itself."""
     while high - low > 1:
         middle = low + high >> 1
         weight = base + weigh(row, mask, maxima, vocab, of_key(middle), of_key(high), by_mass, top, cold)
@@ -187,7 +189,8 @@ def find_threshold(row, mask, maxima, vocab, low, high, base, target, by_mass, t
 
 @inlined
 def find_by_maxima(row, mask, maxima, vocab, low, high, base, target, by_mass, top, cold):
-    """As `find_threshold`; it is not below that of the maxima alone, to which the other logits only add weight."""
+    """As `find_threshold`, in less time: a search over the maxima alone gives a lower bound first, since the other
+    logits only add weight."""
     if maxima:
         num_maxima = (vocab + GROUP - 1) // GROUP * 16
         enough = target * (1 + 1e-5)  # in spite of rounding
@@ -259,14 +262,14 @@ def hash_tokens(tokens, key):
 
 @inlined
 def gumbel(bits):
-    """Float32, each logarithm rounded once."""
+    """-log(-log(u)) of u = (bits + 0.5) · 2⁻²³, in float32, each logarithm rounded once."""
     inner = np.float32(math.log((bits + 0.5) * 2.0**-23))
     return -np.float32(math.log(-np.float64(inner)))
 
 
 @inlined
 def gumbel_bound(bits):
-    """What `gumbel` does not exceed, but for rounding: -log(1 - u), by a float's bits for its logarithm.
+    """An upper bound of `gumbel`, but for rounding: -log(1 - u), with a logarithm from a float's bits.
 
     -log(u) ≥ 1 - u; and the bits of a float are, but for scale and offset, a line below its log2 that meets it at each
     power of two. At most 0.06 above -log(1 - u), which is what counts where the noise is high.
@@ -277,10 +280,11 @@ def gumbel_bound(bits):
 
 @inlined
 def draw_token(row, mask, maxima, vocab, top, temperature, threshold, key):
-    """The token, of logits of the threshold and above, whose (x - top) / T + noise is highest: the first of several.
+    """Of the tokens whose logit is not below the threshold, the one with the highest (x - top) / T + noise; of equal
+    ones the lowest id.
 
-    Hashed are only vectors in which a logit could win with the highest noise, logarithms only taken where one could by
-    `gumbel_bound`.
+    Only vectors in which a logit could win with the highest noise are hashed, and logarithms are taken only of those
+    in which one could win by `gumbel_bound`.
     """
     cold, tops = splat(ONE / max(temperature, COLDEST)), splat(top)
     best_token = first_of(row, mask, maxima, vocab, top)
