@@ -85,8 +85,14 @@ def _cache_key() -> str:
 
 
 def library_path(part: str) -> Path:
-    """Where this machine's part of the library is kept."""
-    cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    """Where this machine's part of the library is kept.
+
+    Raises:
+        FileNotFoundError: there is no home directory.
+    """
+    cache_home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if cache_home.startswith("~"):
+        raise FileNotFoundError("there is no home directory to keep native kernels in; set XDG_CACHE_HOME")
     return Path(cache_home) / "aioengine" / f"kernels-{_cache_key()}-{part}.o"
 
 
@@ -137,6 +143,13 @@ def compile_parts(parts: Iterable[str]) -> None:
             os.replace(file.name, path)  # whole or not at all, whatever other processes do
 
 
+def _are_kept(parts: Iterable[str]) -> bool:
+    try:
+        return all(library_path(part).exists() for part in parts)
+    except OSError:  # not to be looked into, or no home: the child says so, and steps are slow
+        return False
+
+
 class Compilation:
     """The library, or a child process that compiles it while this one serves without it.
 
@@ -148,7 +161,7 @@ class Compilation:
         self._is_over = False
         self._parts = tuple(parts)
         self._child: subprocess.Popen[bytes] | None = None
-        if not all(library_path(part).exists() for part in self._parts):
+        if not _are_kept(self._parts):
             self._child = _start_child(self._parts)
 
     def poll(self) -> Library | None:
