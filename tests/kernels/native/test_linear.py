@@ -64,8 +64,9 @@ def test_quantised_products(
     x, weight = made(9, inputs, dtype=dtype), made(outputs, inputs, dtype=dtype, seed=1)
     packed, oracle = operations.pack(weight.clone(), quantization), plain.pack(weight.clone(), quantization)
     assert torch.equal(operations.unpack(packed), plain.unpack(oracle))
-    got, expected = operations.linear(x, packed, None), plain.linear(x, oracle, None)
-    torch.testing.assert_close(got, expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+    for out_dtype in (None, torch.float32):
+        got, expected = operations.linear(x, packed, None, out_dtype), plain.linear(x, oracle, None, out_dtype)
+        torch.testing.assert_close(got, expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)

@@ -189,10 +189,10 @@ class NativeOperations:
         scales: tuple[Tensor, ...] = ()
         if packed.scales is not None and packed.layout == "int8-panels":
             x, row_scales = self._quantize(x)
-            kind, stride = "int8", x.stride(0)
+            kind, stride = f"int8_{kind}", x.stride(0)
             scales = (row_scales, packed.scales[0], packed.scales[1])
         elif packed.scales is not None:
-            kind, scales = "int4", (packed.scales,)
+            kind, scales = f"int4_{kind}", (packed.scales,)
         self._team.launch(
             f"linear_{kind}_{_name(dtype)}", num_panels * -(-num_rows // ROWS_A_CHUNK),
             x, stride, packed.values, packed.values.shape[1], out, num_outputs * dtype.itemsize,

@@ -294,11 +294,11 @@ def make_linear(kind: Kind, memory: Memory, of_bias: Memory) -> Any:
 DTYPES = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16}
 
 for _name, _memory in DTYPES.items():
-    kernel(name=f"linear_{_name}_{_name}")(make_linear(KINDS[_name], _memory, _memory))
-    kernel(name=f"linear_int8_{_name}")(make_linear(KINDS["int8"], _memory, _memory))
-for _name in ("bfloat16", "float16"):
-    kernel(name=f"linear_{_name}_float32")(make_linear(KINDS[_name], FLOAT32, DTYPES[_name]))
-kernel(name="linear_int4_bfloat16")(make_linear(KINDS["int4"], BFLOAT16, BFLOAT16))
+    for _out in sorted({_name, "float32"}):
+        kernel(name=f"linear_{_name}_{_out}")(make_linear(KINDS[_name], DTYPES[_out], _memory))
+        kernel(name=f"linear_int8_{_name}_{_out}")(make_linear(KINDS["int8"], DTYPES[_out], _memory))
+for _out in ("bfloat16", "float32"):
+    kernel(name=f"linear_int4_bfloat16_{_out}")(make_linear(KINDS["int4"], DTYPES[_out], BFLOAT16))
 
 
 def make_embed(word: int) -> Any:

@@ -15,8 +15,9 @@ def parts_of(dtype: str, quantization: str | None = None) -> tuple[str, ...]:
 
     Args:
         dtype: of its activations, as in ``DTYPES``.
+        quantization: of its layers; the head is int8 with either.
     """
-    return COMMON, dtype, *([] if quantization is None else [f"{dtype}-{quantization}"])
+    return COMMON, dtype, *(f"{dtype}-{each}" for each in QUANTIZATIONS if quantization in (each, "int4"))
 
 
 def part_of(kernel: str) -> str:
