@@ -137,3 +137,12 @@ def test_what_torch_computes_cannot_be_captured(team: Team) -> None:
     with pytest.raises(InternalError, match="linear"):
         team.capture(lambda: operations.linear(x, packed, None))  # 3 inputs are no whole words
     assert operations.linear(x, packed, None).shape == (1, 5)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_int8_products_of_what_is_no_number_are_none(team: Team, dtype: torch.dtype) -> None:
+    operations = NativeOperations(team)
+    packed = operations.pack(made(70, 40, dtype=dtype), "int8")
+    x = made(3, 40, dtype=dtype)
+    x[0, 17], x[2, 39] = torch.nan, torch.inf
+    assert operations.linear(x, packed, None).isnan().all(dim=1).tolist() == [True, False, True]

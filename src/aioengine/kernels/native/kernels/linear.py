@@ -39,6 +39,7 @@ from aioengine.kernels.native.kernels.simd import (
     constant,
     f32x16,
     first_lanes,
+    fma,
     get_f32,
     get_i16,
     get_i32,
@@ -62,6 +63,7 @@ from aioengine.kernels.native.kernels.simd import (
     stack,
     store,
     store_bytes,
+    sum_of,
     to_float,
     to_int,
     to_wide,
@@ -353,11 +355,13 @@ def make_quantize(memory: Memory) -> Any:
     def quantize(args: int, chunk: int, thread: int) -> None:
         x, width = get_i64(args) + chunk * get_i64(args + 8), get_i64(args + 16)
         to = get_i64(args + 24) + chunk * get_i64(args + 32)
-        largest = zeros()
+        largest, nothing = zeros(), zeros()
         for at in range(0, width, LANES):
-            largest = maximum(largest, absolute(load_some(x + at * size, first_lanes(width - at))))
+            x_here = load_some(x + at * size, first_lanes(width - at))
+            largest = maximum(largest, absolute(x_here))
+            nothing = fma(x_here, zeros(), nothing)  # NaN, if a number is NaN or infinite: maxima pass over NaN
         highest = max_of(largest)
-        put_f32(get_i64(args + 40) + chunk * 4, highest / types.float32(127))
+        put_f32(get_i64(args + 40) + chunk * 4, highest / types.float32(127) + sum_of(nothing))
         factor = splat(types.float32(127) / highest if highest > types.float32(0) else types.float32(0))
         for at in range(0, width, LANES):
             y = round_even(load_some(x + at * size, first_lanes(width - at)) * factor)
