@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from aioengine.kernels.native.library import Compilation, find_library
+from aioengine.kernels.native.library import Compilation, find_library, library_path, read_part
 
 
 @pytest.mark.parametrize("problem", ["no home", "a folder that cannot be", "a file in its place"])
@@ -33,3 +33,18 @@ def test_a_folder_that_cannot_be_used_is_a_warning(
     child.wait()
     assert compilation.poll() is None
     assert "no native kernels, so that steps are slow" in caplog.text
+
+
+def test_a_file_that_is_not_whole_is_compiled_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """LLVM would end the process."""
+    code = read_part("common")
+    assert code is not None
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = library_path("common")
+    path.parent.mkdir()
+    for broken in (b"", code, code[:5000]):
+        path.write_bytes(broken)
+        assert find_library(["common"]) is None
+        compilation = Compilation(["common"])
+        assert compilation._child is not None
+        compilation.close()

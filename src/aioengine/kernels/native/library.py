@@ -26,6 +26,8 @@ from aioengine.kernels.native.kernels.parts import ALL_PARTS, part_of
 
 logger = logging.getLogger("aioengine")
 
+DIGEST_BYTES = 16
+
 HERE = Path(__file__).parent
 SOURCES = (
     *sorted((HERE / "kernels").glob("*.py")),
@@ -96,12 +98,28 @@ def library_path(part: str) -> Path:
     return Path(cache_home) / "aioengine" / f"kernels-{_cache_key()}-{part}.o"
 
 
-def find_library(parts: Iterable[str] = ALL_PARTS) -> Library | None:
-    """The library, if these parts of it were compiled on this machine."""
+def read_part(part: str) -> bytes | None:
+    """The object file of a part; None: it is not there, or not whole, which LLVM would take without a look."""
     try:
-        codes = {part: library_path(part).read_bytes() for part in parts}
+        kept = library_path(part).read_bytes()
     except OSError:
         return None
+    digest, code = kept[:DIGEST_BYTES], kept[DIGEST_BYTES:]
+    return code if digest == _digest(code) else None
+
+
+def _digest(code: bytes) -> bytes:
+    return hashlib.blake2b(code, digest_size=DIGEST_BYTES).digest()
+
+
+def find_library(parts: Iterable[str] = ALL_PARTS) -> Library | None:
+    """The library, if these parts of it were compiled on this machine."""
+    codes: dict[str, bytes] = {}
+    for part in parts:
+        code = read_part(part)
+        if code is None:
+            return None
+        codes[part] = code
     return Library(codes)
 
 
@@ -135,19 +153,12 @@ def compile_parts(parts: Iterable[str]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path.with_suffix(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if path.exists():
+            if read_part(part) is not None:
                 continue
             code = compile_part(part, target_machine())
             with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-                file.write(code)
+                file.write(_digest(code) + code)
             os.replace(file.name, path)  # whole or not at all, whatever other processes do
-
-
-def _are_kept(parts: Iterable[str]) -> bool:
-    try:
-        return all(library_path(part).exists() for part in parts)
-    except OSError:  # not to be looked into, or no home: the child says so, and steps are slow
-        return False
 
 
 class Compilation:
@@ -161,7 +172,7 @@ class Compilation:
         self._is_over = False
         self._parts = tuple(parts)
         self._child: subprocess.Popen[bytes] | None = None
-        if not _are_kept(self._parts):
+        if any(read_part(part) is None for part in self._parts):
             self._child = _start_child(self._parts)
 
     def poll(self) -> Library | None:
