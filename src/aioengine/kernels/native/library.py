@@ -31,9 +31,9 @@ DIGEST_BYTES = 16
 HERE = Path(__file__).parent
 SOURCES = (
     *sorted((HERE / "kernels").glob("*.py")),
-    *(HERE / name for name in ("../sampling/sample_rows.py", "../../sampling_params.py")),
+    *(HERE / name for name in ("library.py", "../sampling/sample_rows.py", "../../sampling_params.py")),
 )
-"""The kernels, and what they take constants from."""
+"""The kernels, what they take constants from, and what the files look like."""
 
 
 class Library:
