@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from aioengine.errors import InternalError
 from aioengine.kernels.native.kernels.team_words import (
@@ -23,7 +23,10 @@ from aioengine.kernels.native.kernels.team_words import (
 )
 from aioengine.kernels.native.library import Library
 
-READ = (torch.bfloat16, torch.int32, torch.float32, torch.float16, torch.uint8, torch.int8)
+READ = (
+    *(torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn),
+    *(torch.int32, torch.int8, torch.uint8),
+)
 """What kernels read; int64 and float64 would be taken for twice as many numbers of half the size."""
 
 _ROOM_FOR_RESULTS = (ctypes.c_int64 * 2)()
@@ -84,7 +87,8 @@ class Team:
             self.run_each(self._record_address, [kernel])
             return
         self._captured.records.append((kernel, num_chunks, words))
-        self._captured.kept.extend(each for each in arguments if not isinstance(each, int))
+        storages = (each.untyped_storage() for each in arguments if not isinstance(each, int))
+        self._captured.kept.update((storage.data_ptr(), storage) for storage in storages)
 
     def capture(self, work: Callable[[], None]) -> Program:
         """The kernels that ``work`` launches, as a program, without running them.
@@ -94,7 +98,7 @@ class Team:
         Raises:
             InternalError: ``work`` needs what is no kernel, by `refuse_capture`.
         """
-        self._captured = captured = _Captured([], [])
+        self._captured = captured = _Captured([], {})
         try:
             work()
         finally:
@@ -141,10 +145,10 @@ def _serve(serve: Callable[..., None], address: int, thread: int, *_used: object
 
 
 class _Captured(NamedTuple):
-    """What is launched while work is captured: kernels, chunks and arguments; and the tensors that must stay."""
+    """What is launched while work is captured: kernels, chunks and arguments; and the memory that must stay, by its address."""
 
     records: list[tuple[str, int, list[int]]]
-    kept: list[Tensor]
+    kept: dict[int, UntypedStorage]
 
 
 class Program:
@@ -152,7 +156,7 @@ class Program:
 
     def __init__(self, team: Team, captured: _Captured) -> None:
         self._team = team
-        self._kept = captured.kept
+        self._kept = list(captured.kept.values())
         self._records = np.zeros((len(captured.records), RECORD_WORDS), np.int64)
         self._kernels = [kernel for kernel, _, _ in captured.records]
         for record, (kernel, num_chunks, arguments) in zip(self._records, captured.records, strict=True):
