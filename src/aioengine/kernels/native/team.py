@@ -145,7 +145,7 @@ def _serve(serve: Callable[..., None], address: int, thread: int, *_used: object
 
 
 class _Captured(NamedTuple):
-    """What is launched while work is captured: kernels, chunks, arguments; and memory that must stay, by its address."""
+    """What is launched while work is captured: kernels, chunks, arguments; and memory that must stay, by address."""
 
     records: list[tuple[str, int, list[int]]]
     kept: dict[int, UntypedStorage]
