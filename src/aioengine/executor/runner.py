@@ -141,7 +141,6 @@ class Runner:
         except Exception:  # no memory for a weight's copy, or a library that cannot be loaded
             logger.exception("native kernels could not take over, so that steps are slow")
             self.use_operations(before)
-            self.graphs = DecodeGraphs(self._accelerator, ())  # a program notes what native kernels do, and that alone
 
     def _tile(self) -> int:
         """The most query tokens of an attention tile."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from aioengine.kernels.native.operations import NativeOperations
 from aioengine.kernels.native.team import Team
 from aioengine.kernels.packed_weight import Quantization
 from aioengine.kernels.torch import products as plain
+from aioengine.kernels.torch.layers import rms_norm as plain_norm
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
@@ -134,9 +136,34 @@ def test_a_program_computes_again_what_was_captured(team: Team) -> None:
 def test_what_torch_computes_cannot_be_captured(team: Team) -> None:
     operations = NativeOperations(team)
     x, packed = made(1, 3, dtype=torch.bfloat16), operations.pack(made(5, 3, dtype=torch.bfloat16))
-    with pytest.raises(InternalError, match="linear"):
+    with pytest.raises(InternalError, match="linear"), torch.inference_mode():
         team.capture(lambda: operations.linear(x, packed, None))  # 3 inputs are no whole words
     assert operations.linear(x, packed, None).shape == (1, 5)
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda x: x.t().reshape(-1),
+        lambda x: x.half(),
+        lambda x: x.add_(1),
+        lambda x: x.new_zeros(3),
+        lambda x: x.sum().item(),
+        lambda x: plain_norm(x, x[0], 1e-5),
+    ],
+)
+def test_anything_of_torchs_but_views_and_uninitialised_tensors_cannot_be_captured(
+    team: Team, work: Callable[[torch.Tensor], Any]
+) -> None:
+    with torch.inference_mode():
+        x = made(4, 6)
+        before = x.clone()
+        with pytest.raises(InternalError, match="torch's aten"):
+            team.capture(lambda: work(x))
+        assert torch.equal(x, before)
+        team.capture(
+            lambda: [x.flatten(1), *x.chunk(2), x.view(torch.int32), x[1:, :3], torch.empty_like(x), x.float()]
+        )
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)

@@ -6,12 +6,13 @@ import ctypes
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, UntypedStorage
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from aioengine.errors import InternalError
 from aioengine.kernels.native.kernels.team_words import (
@@ -28,6 +29,8 @@ READ = (
     *(torch.int32, torch.int8, torch.uint8),
 )
 """What kernels read; int64 and float64 would be taken for twice as many numbers of half the size."""
+
+UNINITIALISED = (torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty)
 
 _ROOM_FOR_RESULTS = (ctypes.c_int64 * 2)()
 """numba's functions write a status there; those of the library have none."""
@@ -93,29 +96,18 @@ class Team:
     def capture(self, work: Callable[[], None]) -> Program:
         """The kernels that ``work`` launches, as a program, without running them.
 
-        Beside them ``work`` may make views and uninitialised tensors: anything else would not be done by `replay`.
+        Beside them ``work`` may make views and uninitialised tensors.
 
         Raises:
-            InternalError: ``work`` needs what is no kernel, by `refuse_capture`.
+            InternalError: ``work`` computes something by torch, which `Program.replay` would not do.
         """
         self._captured = captured = _Captured([], {})
         try:
-            work()
+            with _NoTorch():
+                work()
         finally:
             self._captured = None
         return Program(self, captured)
-
-    def refuse_capture(self, what: str) -> None:
-        """To be called before work that is no native kernel, which a program could not replay.
-
-        Args:
-            what: the work, for the error's message.
-
-        Raises:
-            InternalError: work is being captured.
-        """
-        if self._captured is not None:
-            raise InternalError(f"a program of native kernels cannot replay {what}")
 
     def run(self, program: int, num_records: int) -> None:
         """Run the records at an address."""
@@ -149,6 +141,25 @@ class _Captured(NamedTuple):
 
     records: list[tuple[str, int, list[int]]]
     kept: dict[int, UntypedStorage]
+
+
+class _NoTorch(TorchDispatchMode):
+    """Within it torch makes views and uninitialised tensors, and refuses all else."""
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operation.is_view or operation.overloadpacket in UNINITIALISED:
+            made = operation(*args, **(kwargs or {}))
+            # Some of torch's views, such as `reshape`, are copies where there is no view.
+            if not operation.is_view or _is_within(made, args[0]):
+                return made
+        raise InternalError(f"a program of native kernels cannot replay torch's {operation}")
+
+
+def _is_within(views: Tensor | Sequence[Tensor], tensor: Tensor) -> bool:
+    """Whether these lie in the memory of a tensor."""
+    storage = tensor.untyped_storage().data_ptr()
+    found = (views,) if isinstance(views, Tensor) else views
+    return all(each.untyped_storage().data_ptr() == storage for each in found)
 
 
 class Program:
