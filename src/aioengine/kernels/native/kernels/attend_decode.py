@@ -29,11 +29,11 @@ from aioengine.kernels.native.kernels.simd import (
     Memory,
     call,
     f32x16,
-    first_lanes,
     get_f32,
     get_i32,
     get_i64,
     instruction,
+    lane_bytes,
     load,
     pointer,
     put_f32,
@@ -193,10 +193,6 @@ def make_weighted_sum(lane: ir.Type, heads: int, vectors: int) -> Any:
     return weighted_sum
 
 
-def lane_bytes(lane: ir.Type) -> int:
-    return 4 if lane is F32 else 2
-
-
 # A state: the sums, padded to whole vectors, then a vector with the highest score, and one with the weights' sum.
 
 
@@ -230,7 +226,7 @@ def make_finish(memory: Memory) -> Any:
         """What a state of all keys gives: its sums by the weights' sum."""
         weight = splat(get_f32(state + 4 * padded_dim + 64))
         for n in range(0, head_dim, LANES):
-            store_some(out + n * size, read_f32(state + 4 * n) / weight, first_lanes(head_dim - n))
+            store_some(out + n * size, read_f32(state + 4 * n) / weight, head_dim - n)
 
     return finish
 

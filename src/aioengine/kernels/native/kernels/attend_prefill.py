@@ -120,7 +120,7 @@ def make_attend_prefill(memory: Memory, work: Memory, panel_of: Any) -> Any:
                 for key in range(LANES):
                     at = k + get_i64(offsets + 8 * (first_key + key)) + n * size
                     for part in range(per_word):
-                        values = load_some(at + part * LANES * size, first_lanes(head_dim - n - part * LANES))
+                        values = load_some(at + part * LANES * size, head_dim - n - part * LANES)
                         store_work(square + 64 * key + part * LANES * work_size, values)
                 transpose(square, keys + (n // per_word * SEGMENT + first_key) * 4)
 
@@ -135,7 +135,7 @@ def make_attend_prefill(memory: Memory, work: Memory, panel_of: Any) -> Any:
                 if per_word == 2:
                     store_pairs(at, v + get_i64(offsets + 8 * key + 8) + n * size, lanes, to + key // 2 * PANEL * 4)
                 else:
-                    write_f32(to + key * PANEL * 4, load_some(at, lanes))
+                    write_f32(to + key * PANEL * 4, load_some(at, head_dim - n))
 
     @inlined
     def weigh(scores, state, weights, factors, scales, scale, soft_cap, begin, end):
@@ -187,7 +187,7 @@ def make_attend_prefill(memory: Memory, work: Memory, panel_of: Any) -> Any:
                 at = q + (nth // group * num_heads + nth % group) * head_bytes
                 to, state = queries + (nth - begin_row) * query_bytes, states + (nth - begin_row) * state_bytes
                 for n in range(0, padded_dim, LANES):
-                    store_work(to + n * work_size, load_some(at + n * size, first_lanes(head_dim - n)))
+                    store_work(to + n * work_size, load_some(at + n * size, head_dim - n))
                     write_f32(state + 4 * n, zeros())
                 write_f32(state + 4 * padded_dim, zeros())
                 put_f32(state + 4 * padded_dim + 64, LOWEST)
@@ -234,7 +234,7 @@ def make_attend_prefill(memory: Memory, work: Memory, panel_of: Any) -> Any:
                 state = states + (nth - begin_row) * state_bytes
                 total = splat(sum_of(read_f32(state + 4 * padded_dim)))
                 for n in range(0, head_dim, LANES):
-                    store_some(to + n * size, read_f32(state + 4 * n) / total, first_lanes(head_dim - n))
+                    store_some(to + n * size, read_f32(state + 4 * n) / total, head_dim - n)
 
     return attend_prefill
 

@@ -23,7 +23,6 @@ from aioengine.kernels.native.kernels.simd import (
     get_f32,
     get_i32,
     get_i64,
-    load_int8,
     load_some_int8,
     max_of,
     maximum,
@@ -89,12 +88,8 @@ def make_read_int8(memory: Memory) -> Any:
         for nth in range(begin, end):
             line, place = x + get_i64(offsets + 8 * nth), to + nth * stride
             fetched = ahead + get_i64(later + 8 * nth)
-            n = 0
-            while n + LANES <= head_dim:
-                store(place + n * size, load_int8(line + n))
-                n += LANES
-            if n < head_dim:
-                store(place + n * size, load_some_int8(line + n, first_lanes(head_dim - n)))
+            for n in range(0, head_dim, LANES):
+                store(place + n * size, load_some_int8(line + n, head_dim - n))
             for n in range(0, head_dim, 64):
                 prefetch(fetched + n)
             prefetch(fetched + head_dim)

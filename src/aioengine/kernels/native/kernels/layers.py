@@ -14,7 +14,6 @@ from aioengine.kernels.native.kernels.simd import (
     FLOAT32,
     Memory,
     absolute,
-    first_lanes,
     fma,
     get_f32,
     get_i32,
@@ -25,7 +24,7 @@ from aioengine.kernels.native.kernels.simd import (
     round_even,
     splat,
     stack,
-    store_int8,
+    store_some_int8,
     sum_of,
     to_int,
     zeros,
@@ -34,27 +33,9 @@ from aioengine.kernels.native.kernels.simd import (
 ZERO, ONE = np.float32(0), np.float32(1)
 
 
-def make_access(memory: Memory):
-    """read(address, count), write(address, values, count): of the first ``count`` numbers of a vector, at most 16."""
-    load, load_some, store, store_some = memory.load, memory.load_some, memory.store, memory.store_some
-
-    @inlined
-    def read(address, count):
-        return load(address) if count >= 16 else load_some(address, first_lanes(count))
-
-    @inlined
-    def write(address, values, count):
-        if count >= 16:
-            store(address, values)
-        else:
-            store_some(address, values, first_lanes(count))
-
-    return read, write
-
-
 def make_rms_norm(memory: Memory, adds: bool):
     """x / √(mean(x²) + ε) · w of rows; with ``adds`` of x + residual, which takes the residual's place, rounded."""
-    read, write = make_access(memory)
+    read, write = memory.load_some, memory.store_some
     size = memory.size
 
     def rms_norm(args, chunk, thread):
@@ -83,7 +64,7 @@ def make_rms_norm(memory: Memory, adds: bool):
 
 def make_gated_activation(memory: Memory):
     """SiLU(gate) · up = gate · up / (1 + e^-gate), of rows and columns of a chunk."""
-    read, write = make_access(memory)
+    read, write = memory.load_some, memory.store_some
     size = memory.size
 
     def gated_activation(args, chunk, thread):
@@ -103,8 +84,8 @@ def make_gated_activation(memory: Memory):
 
 
 def make_rotate(memory: Memory, to: Memory):
-    read, write = make_access(memory)[0], make_access(to)[1]
-    read_f32 = make_access(FLOAT32)[0]
+    read, write = memory.load_some, to.store_some
+    read_f32 = FLOAT32.load_some
     size, out_size = memory.size, to.size
 
     @inlined
@@ -140,8 +121,8 @@ def make_rotate(memory: Memory, to: Memory):
 
 def make_rotate_and_write(memory: Memory):
     """Norm and rotation of each head's query and key; keys and values go to the cache."""
-    read, write = make_access(memory)
-    read_f32, write_f32 = make_access(FLOAT32)
+    read, write = memory.load_some, memory.store_some
+    read_f32, write_f32 = FLOAT32.load_some, FLOAT32.store_some
     size = memory.size
     rotate, rotate_to_f32 = make_rotate(memory, memory), make_rotate(memory, FLOAT32)
     room_for_head = stack(4 * MAX_HEAD_DIM)
@@ -157,7 +138,7 @@ def make_rotate_and_write(memory: Memory):
         factor = splat(float32(127) / highest if highest > ZERO else ZERO)
         for n in range(0, head_dim, 16):
             rounded = to_int(round_even(read_f32(x + 4 * n, head_dim - n) * factor))
-            store_int8(to + n, rounded, first_lanes(head_dim - n))
+            store_some_int8(to + n, rounded, head_dim - n)
         put_f32(to + head_dim, highest / float32(127) + sum_of(none))
 
     def rotate_and_write(args, chunk, thread):

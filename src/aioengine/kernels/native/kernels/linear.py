@@ -38,7 +38,6 @@ from aioengine.kernels.native.kernels.simd import (
     call,
     constant,
     f32x16,
-    first_lanes,
     fma,
     get_f32,
     get_i16,
@@ -277,7 +276,7 @@ def make_linear(kind: Kind, memory: Memory, of_bias: Memory) -> Any:
             for nth in range(rows):
                 to = get_i64(args + 32) + (row + nth) * out_stride + first * size
                 for v in range(VECTORS):
-                    lanes = first_lanes(num_outputs - first - v * LANES)
+                    count = num_outputs - first - v * LANES
                     at = first + v * LANES
                     if is_int8:
                         wholes = load_i32(sums + (nth * PANEL + v * LANES) * 4)
@@ -287,8 +286,8 @@ def make_linear(kind: Kind, memory: Memory, of_bias: Memory) -> Any:
                     else:
                         y = load_sums(sums + (nth * PANEL + v * LANES) * 4)
                     if bias:
-                        y = y + load_bias(bias + at * bias_size, lanes)
-                    store_some(to + v * LANES * size, y, lanes)
+                        y = y + load_bias(bias + at * bias_size, count)
+                    store_some(to + v * LANES * size, y, count)
 
     return linear
 
@@ -340,7 +339,7 @@ def make_embed_int8(memory: Memory) -> Any:
                 word = get_i32(at + (first + nth) * PANEL * 4)
                 for byte in range(4):
                     put_i32(numbers + (nth * 4 + byte) * 4, ((word >> (8 * byte) & 255) ^ 128) - 128)
-            store_some(to + first * 4 * size, to_float(load_i32(numbers)) * scale, first_lanes((num_words - first) * 4))
+            store_some(to + first * 4 * size, to_float(load_i32(numbers)) * scale, (num_words - first) * 4)
 
     return embed
 
@@ -357,14 +356,14 @@ def make_quantize(memory: Memory) -> Any:
         to = get_i64(args + 24) + chunk * get_i64(args + 32)
         largest, nothing = zeros(), zeros()
         for at in range(0, width, LANES):
-            x_here = load_some(x + at * size, first_lanes(width - at))
+            x_here = load_some(x + at * size, width - at)
             largest = maximum(largest, absolute(x_here))
             nothing = fma(x_here, zeros(), nothing)  # NaN, if a number is NaN or infinite: maxima pass over NaN
         highest = max_of(largest)
         put_f32(get_i64(args + 40) + chunk * 4, highest / types.float32(127) + sum_of(nothing))
         factor = splat(types.float32(127) / highest if highest > types.float32(0) else types.float32(0))
         for at in range(0, width, LANES):
-            y = round_even(load_some(x + at * size, first_lanes(width - at)) * factor)
+            y = round_even(load_some(x + at * size, width - at) * factor)
             store_bytes(to + at, to_int(y) + splat_i32(128))
 
     return quantize

@@ -31,6 +31,7 @@ from aioengine.kernels.native.kernels.simd import (
     lane_of,
     lane_of_i32,
     lanes_of,
+    load_where,
     lowest_bit,
     max_of,
     maximum,
@@ -64,7 +65,7 @@ BITS_OF_ONE = 0x3F800000
 KEY_OF_MINUS_INFINITY = ~0x7F800000
 ONE, HALF, TO_UNIT = np.float32(1), np.float32(0.5), np.float32(2.0**-23)
 
-load_f, load_some, store_f = FLOAT32.load, FLOAT32.load_some, FLOAT32.store
+load_f, store_f = FLOAT32.load, FLOAT32.store
 
 
 # A row of logits is known by its address and that of its mask, 0 where it has none.
@@ -83,7 +84,7 @@ def load_logits(row, mask, token, vocab):
     lanes = first_lanes(vocab - token)
     if mask:
         lanes = lanes & lanes_of(get_i16(mask + token // 8))
-    return select(lanes, load_some(row + 4 * token, lanes), splat(-INFINITY))
+    return select(lanes, load_where(row + 4 * token, lanes), splat(-INFINITY))
 
 
 @inlined

@@ -21,6 +21,8 @@ from numba.extending import intrinsic, lower_builtin, models, register_model
 LANES = 16
 FEATURES = binding.get_host_cpu_features()
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
+HAS_MASKS = all(FEATURES.get(f"avx512{part}") for part in ("f", "bw", "vl"))
+"""Whether there are loads and stores of some lanes of any size."""
 HAS_DOT_BF16 = bool(FEATURES.get("avx512bf16"))
 HAS_DOT_INT8 = bool(FEATURES.get("avx512vnni"))
 
@@ -110,6 +112,11 @@ def splatted(builder: Any, value: Any, vector: ir.VectorType) -> Any:
     undefined = ir.Constant(vector, ir.Undefined)
     one = builder.insert_element(undefined, value, ir.Constant(I32, 0))
     return builder.shuffle_vector(one, undefined, ir.Constant(ir.VectorType(I32, vector.count), [0] * vector.count))
+
+
+def lanes_below(builder: Any, count: Any) -> Any:
+    """True in the first lanes, by an int32."""
+    return builder.icmp_signed("<", ir.Constant(i32x16.llvm, list(range(LANES))), splatted(builder, count, i32x16.llvm))
 
 
 def look_up(builder: Any, table: Any, index: Any) -> Any:
@@ -266,19 +273,13 @@ def is_nan(b: Any, x: Any) -> Any:
 
 @instruction(bool16, types.int64)
 def first_lanes(b: Any, count: Any) -> Any:
-    """True in the first ``count`` lanes: 0 and less is none, 16 and more all."""
-    lanes = ir.Constant(ir.VectorType(I64, LANES), list(range(LANES)))
-    return b.icmp_signed("<", lanes, splatted(b, count, lanes.type))
+    """True in the first ``count`` lanes, a number of 32 bits: 0 and less is none, 16 and more all."""
+    return lanes_below(b, b.trunc(count, I32))
 
 
 @instruction(f32x16, bool16, f32x16, f32x16)
 def select(b: Any, condition: Any, x: Any, y: Any) -> Any:
     return b.select(condition, x, y)
-
-
-@instruction(types.int64, bool16)
-def count_true(b: Any, condition: Any) -> Any:
-    return b.zext(call(b, "llvm.ctpop.i16", I16, b.bitcast(condition, I16)), I64)
 
 
 @instruction(types.int64, bool16)
@@ -336,55 +337,123 @@ def to_wide(b: Any, x: Any) -> Any:
     return x if x.type.element == F32 else b.fpext(x, f32x16.llvm)
 
 
-def _loads(lane: ir.Type, suffix: str) -> tuple[Any, Any, Any, Any]:
-    """Load and store of 16 numbers of a type as float32: all, and those of some lanes."""
+def _copy_lanes(b: Any, to: Any, source: Any, count: Any, lane: ir.Type) -> None:
+    """Copy ``count`` lanes, of 0 to 15, by 8, 4, 2 and 1."""
+    size = ir.Constant(I64, lane_bytes(lane))
+    for lanes in (8, 4, 2, 1):
+        with b.if_then(b.icmp_signed("!=", b.and_(count, ir.Constant(I64, lanes)), ir.Constant(I64, 0))):
+            at = b.mul(b.and_(count, ir.Constant(I64, -2 * lanes)), size)
+            store(b, b.add(to, at), load(b, b.add(source, at), ir.VectorType(lane, lanes)))
+
+
+def lane_bytes(lane: ir.Type) -> int:
+    return {I8: 1, I16: 2, F16: 2, I32: 4, F32: 4}[lane]
+
+
+def _has_masked(lane: ir.Type) -> bool:
+    """Of what has no masked instructions LLVM makes sixteen branches."""
+    return HAS_MASKS or lane_bytes(lane) == 4
+
+
+def _masked(kind: str, lane: ir.Type) -> str:
+    return f"llvm.masked.{kind}.v16{ {I8: 'i8', I16: 'i16', F16: 'f16', I32: 'i32', F32: 'f32'}[lane] }.p0"
+
+
+def load_lanes(b: Any, address: Any, lane: ir.Type, count: Any) -> Any:
+    """The first ``count`` of 16 lanes: 16 and more is all, less than 0 none. Others are 0, and not read."""
+    vector = ir.VectorType(lane, LANES)
+    with b.if_else(b.icmp_signed(">=", count, ir.Constant(I64, LANES)), likely=True) as (is_all, is_some):
+        with is_all:
+            whole, end_of_all = load(b, address, vector), b.block
+        with is_some:
+            zeros = ir.Constant(vector, None)
+            if _has_masked(lane):
+                some = call(
+                    b, _masked("load", lane), vector, pointer(b, address, vector), ir.Constant(I32, 1),
+                    lanes_below(b, b.trunc(count, I32)), zeros,
+                )  # fmt: skip
+            else:
+                room = _vector_on_stack(b, vector)
+                b.store(zeros, room)
+                _copy_lanes(b, b.ptrtoint(room, I64), address, _at_least_0(b, count), lane)
+                some = b.load(room, typ=vector)
+            end_of_some = b.block
+    loaded = b.phi(vector)
+    loaded.add_incoming(whole, end_of_all)
+    loaded.add_incoming(some, end_of_some)
+    return loaded
+
+
+def store_lanes(b: Any, address: Any, x: Any, count: Any) -> None:
+    """The first ``count`` of 16 lanes: 16 and more is all, less than 0 none."""
+    lane = x.type.element
+    with b.if_else(b.icmp_signed(">=", count, ir.Constant(I64, LANES)), likely=True) as (is_all, is_some):
+        with is_all:
+            store(b, address, x)
+        with is_some:
+            if _has_masked(lane):
+                call(
+                    b, _masked("store", lane), ir.VoidType(), x, pointer(b, address, x.type), ir.Constant(I32, 1),
+                    lanes_below(b, b.trunc(count, I32)),
+                )  # fmt: skip
+            else:
+                room = _vector_on_stack(b, x.type)
+                b.store(x, room)
+                _copy_lanes(b, address, b.ptrtoint(room, I64), _at_least_0(b, count), lane)
+
+
+def _vector_on_stack(b: Any, vector: ir.VectorType) -> Any:
+    with b.goto_entry_block():
+        return b.alloca(vector)
+
+
+def _at_least_0(b: Any, count: Any) -> Any:
+    return b.select(b.icmp_signed(">", count, ir.Constant(I64, 0)), count, ir.Constant(I64, 0))
+
+
+def _loads(lane: ir.Type) -> tuple[Any, Any, Any, Any]:
+    """Load and store of 16 numbers of a type as float32: all, and the first ``count``, which may be more or less."""
     narrow = ir.VectorType(lane, LANES)
 
     @instruction(f32x16, types.int64)
     def load_16(b: Any, address: Any) -> Any:
         return to_wide(b, load(b, address, narrow))
 
-    @instruction(f32x16, types.int64, bool16)
-    def load_some(b: Any, address: Any, lanes: Any) -> Any:
-        zeros = ir.Constant(narrow, None)
-        name = f"llvm.masked.load.v16{suffix}.p0"
-        return to_wide(b, call(b, name, narrow, pointer(b, address, narrow), ir.Constant(I32, 1), lanes, zeros))
+    @instruction(f32x16, types.int64, types.int64)
+    def load_some(b: Any, address: Any, count: Any) -> Any:
+        return to_wide(b, load_lanes(b, address, lane, count))
 
     @instruction(types.none, types.int64, f32x16)
     def store_16(b: Any, address: Any, x: Any) -> None:
         store(b, address, to_narrow(b, x, lane))
 
-    @instruction(types.none, types.int64, f32x16, bool16)
-    def store_some(b: Any, address: Any, x: Any, lanes: Any) -> None:
-        name, at = f"llvm.masked.store.v16{suffix}.p0", pointer(b, address, narrow)
-        call(b, name, ir.VoidType(), to_narrow(b, x, lane), at, ir.Constant(I32, 1), lanes)
+    @instruction(types.none, types.int64, f32x16, types.int64)
+    def store_some(b: Any, address: Any, x: Any, count: Any) -> None:
+        store_lanes(b, address, to_narrow(b, x, lane), count)
 
     return load_16, load_some, store_16, store_some
 
 
-@instruction(f32x16, types.int64)
-def load_int8(b: Any, address: Any) -> Any:
-    return b.sitofp(load(b, address, ir.VectorType(I8, LANES)), f32x16.llvm)
+@instruction(f32x16, types.int64, types.int64)
+def load_some_int8(b: Any, address: Any, count: Any) -> Any:
+    return b.sitofp(load_lanes(b, address, I8, count), f32x16.llvm)
+
+
+@instruction(types.none, types.int64, i32x16, types.int64)
+def store_some_int8(b: Any, address: Any, x: Any, count: Any) -> None:
+    """The lowest byte of each lane."""
+    store_lanes(b, address, b.trunc(x, ir.VectorType(I8, LANES)), count)
 
 
 @instruction(f32x16, types.int64, bool16)
-def load_some_int8(b: Any, address: Any, lanes: Any) -> Any:
-    narrow = ir.VectorType(I8, LANES)
-    where, nothing = pointer(b, address, narrow), ir.Constant(narrow, None)
-    found = call(b, "llvm.masked.load.v16i8.p0", narrow, where, ir.Constant(I32, 1), lanes, nothing)
-    return b.sitofp(found, f32x16.llvm)
-
-
-@instruction(types.none, types.int64, i32x16, bool16)
-def store_int8(b: Any, address: Any, x: Any, lanes: Any) -> None:
-    """The lowest byte of each lane."""
-    narrow = ir.VectorType(I8, LANES)
-    where = pointer(b, address, narrow)
-    call(b, "llvm.masked.store.v16i8.p0", ir.VoidType(), b.trunc(x, narrow), where, ir.Constant(I32, 1), lanes)
+def load_where(b: Any, address: Any, lanes: Any) -> Any:
+    """float32 in the lanes that are set; 0 in others, which are not read."""
+    where = pointer(b, address, f32x16.llvm)
+    return call(b, _masked("load", F32), f32x16.llvm, where, ir.Constant(I32, 1), lanes, constant(f32x16, 0.0))
 
 
 class Memory(NamedTuple):
-    """How numbers of a dtype are read and written, as float32: whole vectors, and vectors of some lanes.
+    """How numbers of a dtype are read and written, as float32: whole vectors, and the first lanes of vectors.
 
     Attributes:
         size: bytes of a number.
@@ -397,9 +466,9 @@ class Memory(NamedTuple):
     store_some: Any
 
 
-FLOAT32 = Memory(4, *_loads(F32, "f32"))
-BFLOAT16 = Memory(2, *_loads(I16, "i16"))
-FLOAT16 = Memory(2, *_loads(F16, "f16"))
+FLOAT32 = Memory(4, *_loads(F32))
+BFLOAT16 = Memory(2, *_loads(I16))
+FLOAT16 = Memory(2, *_loads(F16))
 
 
 def _word(kind: types.Type, llvm: ir.Type, wide: ir.Type | None = None) -> tuple[Any, Any]:
