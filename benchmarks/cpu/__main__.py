@@ -366,7 +366,7 @@ def plot(bench: Bench, path: Path) -> None:
     from matplotlib.figure import Figure as Picture
     from matplotlib.ticker import ScalarFormatter
 
-    from aioengine.cli.plots import DOTS_PER_INCH, SIZE_INCHES, style_axes
+    from aioengine.cli.figures import DOTS_PER_INCH, SIZE_INCHES, style_axes
 
     picture = Picture(figsize=SIZE_INCHES, dpi=DOTS_PER_INCH, layout="constrained")
     picture.suptitle(f"Streams, {bench.args.model}, {bench.args.quantization or 'bfloat16'}", fontweight="bold")

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from aioengine.cli.figures import DOTS_PER_INCH, style_axes
 from aioengine.cli.load import Summary
-from aioengine.cli.plots import DOTS_PER_INCH, style_axes
 from serving import own
 from serving.figures import Bin, Figures
 from serving.own import Overload, OwnFigures, Round, Setting

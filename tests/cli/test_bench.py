@@ -21,9 +21,8 @@ from click.testing import CliRunner
 from aioengine import Engine, StepFailed
 from aioengine.cli import load
 from aioengine.cli.bench import bench, make_jobs
-from aioengine.cli.figures import Report, level_of, show
+from aioengine.cli.figures import SIZE_PIXELS, Report, level_of, plot, show
 from aioengine.cli.load import Burst, Job, Jobs, Range, Reads, Workload, other_cpu_s, send
-from aioengine.cli.plots import SIZE_PIXELS, plot
 from aioengine.testing import FakeExecutor
 
 STEP_TIME_S = 0.02

@@ -12,9 +12,8 @@ import click
 import msgspec
 
 from aioengine.cli.command import Command, given, options_of, run
-from aioengine.cli.figures import Report, environment_of, level_of, show
+from aioengine.cli.figures import Report, environment_of, level_of, plot, show
 from aioengine.cli.load import Burst, Job, Jobs, Range, Workload, send
-from aioengine.cli.plots import plot
 from aioengine.config import EngineConfig
 from aioengine.engine import Engine
 from aioengine.sampling_params import SamplingParams
@@ -29,21 +28,21 @@ WARM_UP_REQUESTS = 32
 """At most: larger batches bring little that is new."""
 
 
-def _read_range(_: click.Context, __: click.Parameter, value: str) -> Range:
+def _range(text: str) -> Range:
     try:
-        return Range.parse(value)
+        return Range.parse(text)
     except ValueError as error:
         raise click.BadParameter(str(error)) from None
 
 
-def _read_concurrencies(_: click.Context, __: click.Parameter, value: str) -> list[int]:
+def _concurrencies(text: str) -> list[int]:
     """``1,2,4``."""
     try:
-        concurrencies = sorted({int(part) for part in value.split(",")})
+        concurrencies = sorted({int(part) for part in text.split(",")})
     except ValueError:
-        raise click.BadParameter(f"{value!r}: numbers with commas between them are needed, like 1,2,4") from None
+        raise click.BadParameter(f"{text!r}: numbers with commas between them are needed, like 1,2,4") from None
     if concurrencies[0] < 1:
-        raise click.BadParameter(f"{value!r}: at least 1 is needed")
+        raise click.BadParameter(f"{text!r}: at least 1 is needed")
     return concurrencies
 
 
@@ -61,26 +60,20 @@ def _check_file(_: click.Context, option: click.Parameter, path: Path | None) ->
 
 def _shared_options(output_len: str) -> Callable[[Command], Command]:
     """What both benchmarks take."""
-    file = click.Path(dir_okay=False, writable=True, allow_dash=True, path_type=Path)
+    path = click.Path(dir_okay=False, writable=True, allow_dash=True, path_type=Path)
+    file: dict[str, Any] = {"type": path, "callback": _check_file}
+    lengths: dict[str, Any] = {"type": _range, "metavar": "N|LOW:HIGH", "show_default": True}
     options: list[Callable[[Command], Command]] = [
-        click.option(
-            "--input-len", callback=_read_range, metavar="N|LOW:HIGH", default="64", show_default=True,
-            help="tokens of a prompt, drawn by --seed",
-        ),
-        click.option(
-            "--output-len", callback=_read_range, metavar="N|LOW:HIGH", default=output_len, show_default=True,
-            help="tokens of an answer",
-        ),
+        click.option("--input-len", default="64", help="tokens of a prompt, drawn by --seed", **lengths),
+        click.option("--output-len", default=output_len, help="tokens of an answer", **lengths),
         click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy"),
         click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="of lengths and tokens"),
         click.option(
             "--repeats", type=click.IntRange(1), default=3, show_default=True,
             help="measure everything so often: how far apart the repeats lie is the noise",
         ),
-        click.option(
-            "--json", "json_path", type=file, callback=_check_file, help='write all figures as JSON; "-": to stdout'
-        ),
-        click.option("--plot", "plot_path", type=file, callback=_check_file, help="draw them as PNG"),
+        click.option("--json", "json_path", help='write all figures as JSON; "-": to stdout', **file),
+        click.option("--plot", "plot_path", help="draw them as PNG", **file),
         options_of(EngineConfig),
     ]  # fmt: skip
 
@@ -100,7 +93,7 @@ def bench() -> None:
 @bench.command()
 @click.option(
     "--concurrency",
-    callback=_read_concurrencies,
+    type=_concurrencies,
     metavar="N,N,...",
     default="1,2,4,8,16,32,64",
     show_default=True,
@@ -162,15 +155,12 @@ async def _measure(
             # A machine that drifts shows in the repeats of each level, not as a slope over the levels.
             for concurrency, count in [*counts.items()] * workload.repeats:
                 if not bursts[concurrency]:
-                    await _warm_up(engine, jobs.make(concurrency), workload)
-                burst = await send(
-                    engine,
-                    jobs.make(count),
-                    concurrency=concurrency,
-                    temperature=workload.temperature,
-                    on_done=on_done,
-                )
-                bursts[concurrency].append(burst)
+                    # What is computed once is computed unmeasured.
+                    made = jobs.make(concurrency)[:WARM_UP_REQUESTS]
+                    short = [Job(job.prompt, min(job.num_output_tokens, WARM_UP_TOKENS)) for job in made]
+                    await send(engine, short, len(short), workload.temperature)
+                made = jobs.make(count)
+                bursts[concurrency].append(await send(engine, made, concurrency, workload.temperature, on_done))
         return environment_of(engine), bursts
 
 
@@ -189,23 +179,15 @@ def make_jobs(engine: Engine, workload: Workload) -> Jobs:
     return Jobs(workload, engine.info.vocab_size)
 
 
-async def _warm_up(engine: Engine, jobs: list[Job], workload: Workload) -> None:
-    """Compute what is computed once, unmeasured."""
-    short = [Job(job.prompt, min(job.num_output_tokens, WARM_UP_TOKENS)) for job in jobs[:WARM_UP_REQUESTS]]
-    await send(engine, short, concurrency=len(short), temperature=workload.temperature)
-
-
 @contextlib.contextmanager
 def _progress_bar(total: int) -> Iterator[Callable[[int], None]]:
     """A bar on stderr, if that is a terminal; yields what to call with the concurrency as each of ``total`` ends."""
-    if not sys.stderr.isatty():
-        yield lambda _: None
-        return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     # Two refreshes a second: the bar runs on the cores that are being measured.
-    with Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=2) as bar:
+    console, is_hidden = Console(stderr=True), not sys.stderr.isatty()
+    with Progress(*columns, console=console, transient=True, refresh_per_second=2, disable=is_hidden) as bar:
         task = bar.add_task("warming up", total=total)
         yield lambda concurrency: bar.update(task, advance=1, description=f"{concurrency} in flight")

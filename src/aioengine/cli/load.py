@@ -174,7 +174,6 @@ def other_cpu_s(stat: Path = Path("/proc/stat")) -> float | None:
 async def send(
     engine: Engine,
     jobs: Iterable[Job],
-    *,
     concurrency: int,
     temperature: float = 0.0,
     on_done: Callable[[int], object] = lambda _: None,
@@ -209,11 +208,10 @@ async def send(
 
 async def _time(engine: Engine, job: Job, temperature: float) -> Reads:
     params = SamplingParams(temperature=temperature, max_tokens=job.num_output_tokens, ignore_eos=True)
-    reads = Reads(time.perf_counter())
+    reads = Reads(time.perf_counter(), num_input_tokens=len(job.prompt))
     async with engine.stream(job.prompt, params) as stream:
         async for delta in stream:
             if delta.token_ids:
                 reads.read_at.append(time.perf_counter())
                 reads.sizes.append(len(delta.token_ids))
-    reads.num_input_tokens = len(stream.result.prompt_token_ids)
     return reads
