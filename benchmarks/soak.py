@@ -40,6 +40,10 @@ import numpy as np
 from soak_report import Growth, Lag, Report, Sample, Setting, num_fds, num_os_threads, print_report, rss_mib
 from soak_requests import FIRST_WORD_ID, MAX_MODEL_LEN, VOCAB_SIZE, Wish, draw_heads, draw_reference
 
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+
+from integrity import check_integrity
+
 from aioengine import (
     CompletionDelta,
     Engine,
@@ -356,7 +360,7 @@ class Soak:
 
     def _check_integrity(self) -> None:
         try:
-            self._core.scheduler.check_integrity()
+            check_integrity(self._core.scheduler)
         except AssertionError as error:
             self._violate(f"the scheduler after {self._num_started} requests: {error}")
 

@@ -13,6 +13,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
+from integrity import check_integrity
 from waiting import Tasks
 
 from aioengine import Engine
@@ -140,7 +141,7 @@ class Served:
         assert not self.runtime.admission.requests
         assert self.runtime.admission.num_preparing == 0
         assert not self.runtime.admission._waiting
-        self.core.scheduler.check_integrity()
+        check_integrity(self.core.scheduler)
         stats = self.core.stats()
         assert (stats.running, stats.waiting, stats.blocked) == (0, 0, 0)
         assert self.core.scheduler.num_unstarted == 0

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from integrity import check_integrity
 
 from aioengine import RequestOutput
 
@@ -99,7 +100,7 @@ def assert_gone(served: Any, num_plans: int) -> None:
     assert all(SEED not in seeds for seeds in served.seeds_of_plans(num_plans))
     live = served.core.scheduler.sequences()
     assert SEED not in {sequence.sampling.seed for sequence in live}
-    served.core.scheduler.check_integrity()
+    check_integrity(served.core.scheduler)
     held = {block_id for sequence in live for block_id in sequence.block_ids}
     assert served.num_free_blocks == served.executor.info.num_blocks - len(held)
     assert NAME not in {request.request_id for request in served.runtime.admission.requests}

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from engine.oracle import Witness, continuation, tokens_of
+from integrity import check_integrity
 
 from aioengine import (
     Engine,
@@ -387,7 +388,7 @@ class Storm:
                     group.create_task(self._close())
             assert sum(map(len, self.witness.reasons)) == self.num_accepted, "each choice is told of once"
             if served.core.death is None:
-                served.core.scheduler.check_integrity()
+                check_integrity(served.core.scheduler)
             if served.core.death is None and self.end not in ("closed", "drained"):
                 await self.engine.resume()
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from checkpoints import FAMILIES, NUM_SPECIAL, cached_checkpoints
 from executor.late_device import start_late
+from integrity import check_integrity
 
 from aioengine import ConfigError, Engine, LogitsRow, RequestOutput, StepFailed
 from aioengine.config import EngineConfig
@@ -71,7 +72,7 @@ def core_of(engine: Engine) -> Any:
 
 def check_nothing_is_held(engine: Engine) -> None:
     core = core_of(engine)
-    core.scheduler.check_integrity()
+    check_integrity(core.scheduler)
     stats = core.stats()
     assert stats.free_blocks == stats.num_blocks
     assert stats.running == stats.waiting == stats.blocked == 0

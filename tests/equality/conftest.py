@@ -14,6 +14,7 @@ import msgspec
 import torch
 import transformers
 from checkpoints import NUM_SPECIAL, PAD, make_checkpoint
+from integrity import check_integrity
 from tokenizers import Tokenizer, decoders, models
 from transformers.generation import logits_process as theirs
 
@@ -80,7 +81,7 @@ async def serving(folder: Path, setting: Setting, depth: int) -> AsyncIterator[t
             assert stats.prefix_cache_hits > 0, "no prefix was found again"
         assert stats.running == stats.waiting == stats.blocked == 0
         assert stats.free_blocks == stats.num_blocks
-        core.scheduler.check_integrity()
+        check_integrity(core.scheduler)
 
 
 def bytes_a_token(folder: Path) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from checkpoints import NUM_SPECIAL, make_checkpoint
 from equality.conftest import MAX_MODEL_LEN, VOCAB_SIZE, starting
+from integrity import check_integrity
 from nightly import nightly
 
 from aioengine import Engine, InvalidRequest
@@ -84,7 +85,7 @@ async def test_a_thousand_requests_end_once_each_and_leave_nothing(tmp_path: Pat
                     rng.choice(tasks).cancel()
         assert engine._runtime is not None
         core = engine._runtime.core
-        core.scheduler.check_integrity()
+        check_integrity(core.scheduler)
         stats = core.stats()
         assert stats.free_blocks == stats.num_blocks
         assert stats.running == stats.waiting == stats.blocked == 0

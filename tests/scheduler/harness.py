@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+from integrity import check_integrity
 
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.kv_manager import KVManager
@@ -96,7 +97,7 @@ class Core:
         if plan is not None:
             self._check_plan(plan)
             self.launched.append((plan, self.executor.launch(plan)))
-        self.scheduler.check_integrity()
+        check_integrity(self.scheduler)
         return plan
 
     def launch_all(self) -> list[StepPlan]:
@@ -113,11 +114,11 @@ class Core:
             result = wait_for(step)
         except Exception:
             self.scheduler.fail(plan)
-            self.scheduler.check_integrity()
+            check_integrity(self.scheduler)
             return None
         output = self.scheduler.apply(plan, result)
         self.outputs.append(output)
-        self.scheduler.check_integrity()
+        check_integrity(self.scheduler)
         return output
 
     def step(self) -> StepOutput | None:

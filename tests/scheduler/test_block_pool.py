@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from integrity import check_pool
 
 from aioengine.scheduler.block_pool import BlockPool
 
@@ -14,7 +15,7 @@ def test_the_check_sees_what_does_not_add_up() -> None:
     hashes: list[object] = [None] * 8
 
     def check(*owned: int) -> None:
-        pool.check_integrity(Counter(owned), hashes)
+        check_pool(pool, Counter(owned), hashes)
 
     taken = pool.allocate(2)
     with pytest.raises(AssertionError, match="counted 1 times and owned 0 times"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from integrity import check_integrity
 from scheduler.harness import Core, expected_output
 
 from aioengine.scheduler.sequence import Reason, Sequence
@@ -77,7 +78,7 @@ def test_ending_the_first_before_the_fork_ends_all_of_them() -> None:
     family = family_of(core, core.add(range(100, 120), n=3))
     core.step()
     core.scheduler.finish(family[0], "abort")
-    core.scheduler.check_integrity()
+    check_integrity(core.scheduler)
     assert [sequence.finish_reason for sequence in family] == ["abort"] * 3
     assert core.launch() is None
     assert core.scheduler.num_unstarted == 0

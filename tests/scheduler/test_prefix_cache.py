@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from integrity import check_cache
 
 from aioengine.scheduler.plan import int32
 from aioengine.scheduler.prefix_cache import HASH_BYTES, ROOT, PrefixCache, hash_block, hash_prompt
@@ -98,7 +99,7 @@ def test_waiters_are_woken_once_when_the_hash_is_ready_or_gone(is_computed: bool
         cache.cancel_pending(A, owner)
     assert woken == ["first", "second"]
     assert cache.waiters == {B: ["third"]}
-    cache.check_integrity()
+    check_cache(cache)
     cache.mark_ready([A], [3])
     assert woken == ["first", "second"]
 
@@ -108,4 +109,4 @@ def test_the_check_sees_hashes_that_do_not_fit_their_blocks() -> None:
     cache.mark_ready([A], [3])
     cache.hashes[4] = B
     with pytest.raises(AssertionError, match="hashes and blocks differ"):
-        cache.check_integrity()
+        check_cache(cache)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from integrity import check_integrity, check_pool
 from scheduler.harness import EOS, Core, expected_output
 
 from aioengine.scheduler.plan import RowSampling, StepPlan, Want
@@ -329,7 +330,7 @@ def test_the_least_recently_used_prefix_goes_first_and_its_tail_before_its_head(
     core.run()
     hits = []
     for first in (300, 200, 100):
-        core.kv.pool.check_integrity({}, core.kv.cache.hashes)
+        check_pool(core.kv.pool, {}, core.kv.cache.hashes)
         sequence = core.add(prompt(13, first), max_tokens=1)
         hits.append(len(core.kv.lookup(sequence).block_ids))
         core.scheduler.finish(sequence, "abort")
@@ -344,7 +345,7 @@ def test_resetting_the_cache_forgets_what_is_used_too_and_what_its_users_compute
     core.step()
     assert core.scheduler.reset_prefix_cache() > 0
     assert core.scheduler.reset_prefix_cache() == 0
-    core.scheduler.check_integrity()
+    check_integrity(core.scheduler)
     again, shared = core.add(prompt(10), max_tokens=1), core.add(prompt(10, 300), max_tokens=1)
     core.run()
     assert (again.num_cached_tokens, shared.num_cached_tokens) == (0, 0)
@@ -532,7 +533,7 @@ def test_the_integrity_check_sees_damage(damage: Callable[[Scheduler], object]) 
     for i in range(2):
         core.add(prompt(9, 100 * i), ignore_eos=True)
     core.step()
-    core.scheduler.check_integrity()
+    check_integrity(core.scheduler)
     damage(core.scheduler)
     with pytest.raises(AssertionError):
-        core.scheduler.check_integrity()
+        check_integrity(core.scheduler)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from integrity import check_integrity
 from scheduler.harness import EOS, Core, expected_output
 
 from aioengine.scheduler.plan import StepPlan
@@ -127,7 +128,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def blocks_and_rows_are_accounted_for(self) -> None:
-        self.core.scheduler.check_integrity()
+        check_integrity(self.core.scheduler)
 
     @invariant()
     def the_rows_are_what_the_deltas_add_up_to(self) -> None:

@@ -14,6 +14,7 @@ from unittest import mock
 
 import anyio
 import zmq
+from integrity import check_integrity
 from transport.life_scripts.serving import served
 from transport.wire_samples import Sample, frames_of, int32
 from waiting import until
@@ -291,7 +292,7 @@ async def _assert_nothing_is_left(server: EngineServer) -> None:
     (session,) = server._sessions.values()
     assert not session.followers
     assert (session.num_unstarted, len(session.calls)) == (0, 0)
-    core.scheduler.check_integrity()
+    check_integrity(core.scheduler)
     stats = core.stats()
     assert (stats.running, stats.waiting, stats.blocked) == (0, 0, 0)
     assert stats.free_blocks == stats.num_blocks

@@ -74,16 +74,3 @@ class BlockPool:
         """Make all free cached blocks blank."""
         self._blank.extend(self._cached)
         self._cached.clear()
-
-    def check_integrity(self, owned: dict[int, int], hashes: Sequence[object]) -> None:
-        """Compare the counts with ``owned``, {block id: references}, and the free blocks with their hashes."""
-        free = [*self._blank, *self._cached]
-        assert len(free) == len(set(free)), f"blocks free twice: {sorted(free)}"
-        for block_id, count in enumerate(self.references):
-            assert count == owned.get(block_id, 0), (
-                f"block {block_id} is counted {count} times and owned {owned.get(block_id, 0)} times"
-            )
-        lost = set(range(self.num_blocks)) ^ set(free) ^ {b for b, count in enumerate(self.references) if count}
-        assert not lost, f"blocks neither free nor owned, or both: {sorted(lost)}"
-        assert all(hashes[b] is not None for b in self._cached), "a block without a hash is kept like a cached one"
-        assert all(hashes[b] is None for b in self._blank), "a cached block is allocated like a blank one"

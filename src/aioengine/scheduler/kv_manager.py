@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 
 import msgspec
 
 from aioengine.scheduler.block_pool import BlockPool
 from aioengine.scheduler.prefix_cache import PrefixCache, hash_block, hash_prompt, root_of
-from aioengine.scheduler.sequence import Reason, Sequence
+from aioengine.scheduler.sequence import Sequence
 
 
 class PrefixMatch(msgspec.Struct, frozen=True):
@@ -160,27 +159,6 @@ class KVManager:
         self.cache.forget()
         self.pool.forget_cached()
         return num_forgotten
-
-    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Compare the blocks, the PENDING ones and those that are waited for with all live ``sequences``."""
-        live = list(sequences)
-        assert not self._copies, "copies are waiting that no plan has"
-        owned = Counter(block_id for sequence in live for block_id in sequence.block_ids)
-        self.pool.check_integrity(owned, self.cache.hashes)
-        self.cache.check_integrity()
-        owners = {id(sequence): sequence for sequence in live}
-        for block_hash, owner_object in self.cache.pending.items():
-            owner = owners.get(id(owner_object))
-            assert owner is not None, "a PENDING block has no live owner"
-            index = owner.num_ready_blocks
-            assert owner.block_hashes[index] == block_hash, "a PENDING block is not the next of its owner"
-            assert index < len(owner.block_ids), "a PENDING block is not held by its owner"
-        waiting = [sequence for sequence in live if sequence.reasons & Reason.PENDING_PREFIX]
-        listed = [id(waiter) for waiters in self.cache.waiters.values() for waiter in waiters]
-        assert len(set(listed)) == len(listed), "a sequence waits for two prefixes"
-        assert {id(sequence) for sequence in waiting} <= set(listed), (
-            "a sequence waits for a prefix, and will not be woken"
-        )
 
     def _hash_blocks(self, sequence: Sequence, count: int) -> list[bytes]:
         """The hashes of at least its first ``count`` blocks, which are full of known tokens."""

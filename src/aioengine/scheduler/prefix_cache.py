@@ -133,13 +133,6 @@ class PrefixCache:
         self.ready.clear()
         self.hashes = [None] * len(self.hashes)
 
-    def check_integrity(self) -> None:
-        """Compare ``ready`` with ``hashes``, and the hashes that are waited for with ``pending``."""
-        by_hash = {block_hash: block_id for block_id, block_hash in enumerate(self.hashes) if block_hash is not None}
-        assert by_hash == self.ready, "hashes and blocks differ"
-        assert not self.ready.keys() & self.pending.keys(), "a hash is READY and PENDING"
-        assert self.waiters.keys() <= self.pending.keys(), "a prefix is waited for and not computed"
-
     def _wake(self, block_hash: bytes) -> None:
         for waiter in self.waiters.pop(block_hash, ()):
             self.on_wake(waiter)

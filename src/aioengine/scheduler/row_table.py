@@ -117,23 +117,6 @@ class RowTable:
         is_first = np.isnan(before)
         return now - (before[~is_first] if np.count_nonzero(is_first) else before), is_first
 
-    def check_integrity(self, *, is_caching: bool) -> None:
-        """The columns say what the sequences say."""
-        occupants = [sequence for sequence in self.occupants if sequence is not None]
-        assert all(self.occupants[sequence.row] is sequence for sequence in occupants)
-        assert sorted(self.free_rows + [sequence.row for sequence in occupants]) == list(range(len(self.occupants)))
-        assert [sequence.row for sequence in self.running] == self.running_rows.tolist()
-        assert [s.precedence for s in self.running] == sorted(s.precedence for s in self.running)
-        for sequence in occupants:
-            row = sequence.row
-            assert self.computed[row] <= self.scheduled[row] <= self.expected[row] <= self.last[row] + 1
-            assert self.scheduled[row] <= self.last[row] == sequence.limit - 1
-            assert self.capacity[row] == len(sequence.block_ids) * self._block_size
-            assert self.scheduled[row] <= self.capacity[row]
-            if is_caching:
-                assert sequence.num_ready_blocks == self.computed[row] // self._block_size
-                assert self.next_block_boundary[row] == (sequence.num_ready_blocks + 1) * self._block_size
-
     def _drop_stopped(self) -> None:
         """One pass for all since the last look: a pass each would hold the loop when many end at once."""
         if self._stopped_rows:

@@ -255,28 +255,6 @@ class Scheduler:
             steps=self._steps.num_planned,
         )
 
-    def check_integrity(self) -> None:
-        """Each row has one occupant, each sequence is in one place, each block is owned as often as it is counted."""
-        live = self.sequences()
-        assert len({sequence.order for sequence in live}) == len(live), "a sequence is in two places"
-        with_row = [*self.table.running, *self.preemption.leaving]
-        assert {s.order for s in with_row} == {s.order for s in self.table.occupants if s is not None}
-        assert all(sequence.reasons for sequence in [*self.preemption.leaving, *self.blocked.values()])
-        assert not any(sequence.reasons for sequence in [*self.table.running, *self.waiting])
-        assert sum(not sequence.has_run for sequence in live) == self.num_unstarted
-        idle = [*self.waiting, *self.blocked.values()]
-        assert all(not sequence.has_ended and sequence.row == -1 for sequence in idle)
-        assert {s.order for s in idle if s.block_ids} == self.preemption.parked.keys()
-        assert self._num_forks == sum(bool(sequence.children) for sequence in live)
-        unborn = {c.order for sequence in live for c in sequence.children if not c.has_ended}
-        assert unborn == {s.order for s in live if s.reasons & Reason.FORK}, (
-            "a child waits for a parent that it has not"
-        )
-        self.table.check_integrity(is_caching=self.kv.is_caching)
-        for sequence in with_row:
-            self._steps.check_integrity(sequence)
-        self.kv.check_integrity(live)
-
     # Sharing out a step
 
     def _admit(self, budget: int, now: float) -> list[Sequence]:

@@ -82,15 +82,6 @@ class StepsInFlight:
         assert step.plan is plan, "results are applied in the order of launches"
         return step
 
-    def check_integrity(self, sequence: Sequence) -> None:
-        """The columns of a sequence with a row count just what these steps compute for it."""
-        row, table = sequence.row, self._table
-        plans = [step.plan for step in self._steps]
-        steps = [(plan, plan.rows.tolist().index(row)) for plan in plans if row in plan.rows]
-        mine = [(plan, index) for plan, index in steps if plan.epochs[index] == table.epoch[row]]
-        assert table.scheduled[row] - table.computed[row] == sum(int(plan.num_tokens[index]) for plan, index in mine)
-        assert table.expected[row] - sequence.num_tokens == sum(int(plan.wants[index]) for plan, index in mine)
-
 
 class StepOutput(msgspec.Struct, frozen=True, kw_only=True):
     """What applying a result brought: ``token_ids[i]`` is the newest token of ``sequences[i]``.
