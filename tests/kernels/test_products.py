@@ -10,6 +10,7 @@ from torch import Tensor
 
 from aioengine.kernels.packed_weight import Quantization
 from aioengine.kernels.torch import operations as reference
+from aioengine.kernels.torch import products
 from aioengine.kernels.torch.quantized import INT4_GROUP, dequantize, quantize, quantize_rows
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -35,6 +36,23 @@ def test_a_product_is_that_of_the_dense_weight(
         assert product.dtype == (out_dtype or dtype)
         expected = exact + given.double() if given is not None else exact
         torch.testing.assert_close(product.double(), expected, rtol=tolerance, atol=tolerance * in_features**0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("num_rows", [1, 8, 33])
+def test_products_of_16_bits_are_right_on_processors_that_have_none(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, num_rows: int
+) -> None:
+    monkeypatch.setitem(products.HAS_HALF_PRODUCTS, dtype, False)
+    x, weight, bias = (
+        normal(num_rows, 40, dtype=dtype),
+        normal(1030, 40, dtype=dtype, seed=1),
+        normal(1030, dtype=dtype),
+    )
+    product = reference.linear(x, reference.pack(weight), bias, torch.float32)
+    assert product.shape == (num_rows, 1030)
+    exact = x.double() @ weight.double().T + bias.double()
+    torch.testing.assert_close(product.double(), exact, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype] * 40**0.5)
 
 
 @BOTH
