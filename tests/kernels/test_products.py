@@ -43,7 +43,7 @@ def test_a_product_is_that_of_the_dense_weight(
 def test_products_of_16_bits_are_right_on_processors_that_have_none(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, num_rows: int
 ) -> None:
-    monkeypatch.setitem(products.HAS_HALF_PRODUCTS, dtype, False)
+    monkeypatch.setitem(products.HAS_PRODUCTS, dtype, False)
     x, weight, bias = (
         normal(num_rows, 40, dtype=dtype),
         normal(1030, 40, dtype=dtype, seed=1),

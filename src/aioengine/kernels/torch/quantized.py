@@ -133,17 +133,6 @@ def unpack_quantized(packed: PackedWeight) -> Tensor:
     return dequantize(values, scales)
 
 
-def linear_quantized(x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """As `Operations.linear`."""
-    if packed.layout == "int4":
-        product = F.linear(x.float(), unpack_quantized(packed))
-    else:
-        assert packed.scales is not None
-        values, steps = quantize_rows(x)
-        product = torch._int_mm(values, packed.values.t()).float() * steps * packed.scales.view(1, -1)
-    return (product if bias is None else product + bias.float()).to(out_dtype)
-
-
 def _round_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     """The values of rows, float32 [rows, columns], and their scales, float32 [rows, 1]."""
     scales = rows.abs().amax(1, keepdim=True) / 127.0
