@@ -7,6 +7,7 @@ import zlib
 from typing import TypeVar
 
 import anyio
+from anyio import CapacityLimiter, to_thread
 
 from aioengine.server.config import ServerConfig
 from aioengine.server.decoding import SMALL_BODY_BYTES, TEXTS_A_MESSAGE, IgnoredFields, decode, decode_in_turns
@@ -21,8 +22,6 @@ TINY_BODY_BYTES = 2**12
 """A body up to here is decoded in the turn in which it has come."""
 MAX_BODIES_AT_ONCE = 64
 """Bodies of the largest size that may be on their way in at once."""
-PIECE_BYTES = 2**16
-"""Of a compressed body, inflated between two turns for others: 0.2 ms."""
 LINGER_S = 2.0
 MAX_LINGER_BYTES = 2**26
 """What is still taken from a client whose body is refused: most read no answer before they have sent it all."""
@@ -37,8 +36,8 @@ class BodyReader:
         self._ignored = IgnoredFields(config.unknown_fields)
         self._decoding = PerLoop(asyncio.Lock)
         """For large bodies: one of them a turn of the loop."""
-        self._inflating = PerLoop(asyncio.Lock)
-        """For compressed bodies: one of them at a time."""
+        self._inflating = PerLoop(lambda: CapacityLimiter(1))
+        """A thread for compressed bodies: one of them at a time."""
         self._num_bytes = 0
         """Held by bodies that have not come to their end yet."""
 
@@ -95,8 +94,8 @@ class BodyReader:
                 body = b"".join(pieces)
                 # aiohttp inflates bodies itself, unless it was told not to; nothing compressed begins as JSON does.
                 if encoding in ENCODINGS and body.lstrip()[:1] not in (b"{", b"[", b""):
-                    async with self._inflating.get():
-                        return await _inflated(body, encoding, max_bytes)
+                    thread = self._inflating.get()
+                    return await to_thread.run_sync(_inflated, body, encoding, max_bytes, limiter=thread)
                 return body
         except TimeoutError:
             message = f"the request's body did not come within {self._timeout_s:g} s"
@@ -117,33 +116,24 @@ class BodyReader:
 ENCODINGS = ("gzip", "x-gzip", "deflate")
 
 
-async def _inflated(body: bytes, encoding: str, max_bytes: int) -> bytes:
-    """A compressed body, inflated `PIECE_BYTES` a turn of the loop.
+def _inflated(body: bytes, encoding: str, max_bytes: int) -> bytes:
+    """A compressed body, inflated: without the interpreter's lock, and so for a thread.
 
     Raises:
         ApiError: it is too large (413), or damaged (400).
     """
     inflater = zlib.decompressobj(wbits=32 + zlib.MAX_WBITS)  # its header says whether it is gzip or zlib
-    inflated = bytearray()
-    num_taken = 0
     try:
-        while not inflater.eof:
-            data = inflater.unconsumed_tail
-            if not data:
-                data = body[num_taken : num_taken + PIECE_BYTES]
-                num_taken += len(data)
-            piece = inflater.decompress(data, PIECE_BYTES)
-            if not data and not piece:
-                raise zlib.error("it ends in the middle")
-            inflated += piece
-            if len(inflated) > max_bytes:
-                raise _too_large(max_bytes)
-            await asyncio.sleep(0)
-        if inflater.unused_data or num_taken < len(body):
+        inflated = inflater.decompress(body, max_bytes + 1)
+        if len(inflated) > max_bytes:
+            raise _too_large(max_bytes)
+        if not inflater.eof:
+            raise zlib.error("it ends in the middle")
+        if inflater.unused_data:
             raise zlib.error("something follows its end")
     except zlib.error as error:
         raise ApiError(400, "invalid_encoding", f"the body is no valid {encoding}: {error}") from None
-    return bytes(inflated)
+    return inflated
 
 
 def _unknown_encoding(encoding: str) -> ApiError:
