@@ -14,10 +14,10 @@ from server.hostile import CUT, GONE, Adapter, Answer, Client, Target, completio
 from waiting import Tasks, turns
 
 from aioengine.server import ServerConfig
-from aioengine.server.api import WHOLE_BYTES
+from aioengine.server.api import PIECE_BYTES
 from aioengine.server.asgi import AsgiExchange
 from aioengine.server.body import MAX_BODIES_AT_ONCE
-from aioengine.server.exchange import EventWriter
+from aioengine.server.exchange import WriteMonitor
 
 SMALL_BUFFER = 4096
 LONG: dict[str, Any] = {"n": 16, "temperature": 1.0, "max_tokens": 400}
@@ -54,7 +54,7 @@ async def test_a_reader_that_stops_costs_a_bounded_buffer_and_is_cut_off(
                 return target.api._metrics_of_http.cut.value == 1 and target.is_idle
 
             await target.until(is_cut)
-            assert 0 < most < 4 * WHOLE_BYTES, most
+            assert 0 < most < 4 * PIECE_BYTES, most
             assert await target.metric(GONE) == 0
             if adapter == "uvicorn":
                 # Nothing of uvicorn's can end a connection whose client does not read: what is buffered stays, with
@@ -62,7 +62,7 @@ async def test_a_reader_that_stops_costs_a_bounded_buffer_and_is_cut_off(
                 assert [record.getMessage() for record in errors] == [
                     "ASGI callable returned without completing response."
                 ]
-                assert 0 < target.num_buffered < 4 * WHOLE_BYTES
+                assert 0 < target.num_buffered < 4 * PIECE_BYTES
             else:
                 assert errors == []
                 await target.until(lambda: not target.num_buffered)
@@ -116,7 +116,7 @@ async def test_who_asks_again_and_again_and_reads_nothing_costs_a_bounded_buffer
     async with served(adapter, ServerConfig(write_timeout_s=0.3), send_buffer=SMALL_BUFFER) as target:
         http = target.api._metrics_of_http
         size = len((await target.ask("/metrics")).body)
-        assert 2**18 // 16 < size <= WHOLE_BYTES, "the answers are to fill the buffer, and each to be given at once"
+        assert 2**18 // 16 < size <= PIECE_BYTES, "the answers are to fill the buffer, and each to be given at once"
         with await target.connect(receive_buffer=SMALL_BUFFER) as client:
             await client.send(request_of("GET", "/metrics") * 15)
             # In aiohttp each answer waits until the one before has been taken.
@@ -305,19 +305,19 @@ async def test_a_client_that_takes_nothing_is_cut_after_the_timeout_at_each_stag
     exchange = StuckExchange()
     loop = asyncio.get_running_loop()
     with anyio.CancelScope() as scope:
-        writer = EventWriter(
-            exchange,  # type: ignore[arg-type]  # of an exchange a writer needs no more
+        monitor = WriteMonitor(
+            exchange,  # type: ignore[arg-type]  # of an exchange it needs no more
             timeout_s=30.0,
             on_stuck=scope.cancel,
             idle_s=15.0,
             on_idle=lambda: None,
         )
-        await anyio.sleep(7)
-        began = loop.time()
-        await {"start": lambda: writer.start(200, {}), "write": lambda: writer.write(b"x"), "end": writer.end}[stage]()
+        with monitor:
+            await anyio.sleep(7)
+            began = loop.time()
+            await monitor.write(getattr(exchange, stage)())
     assert exchange.is_cut
     assert loop.time() - began == pytest.approx(30.0, abs=0.01)
-    writer.close()
 
 
 async def test_an_exchange_that_breaks_once_its_response_has_begun_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:

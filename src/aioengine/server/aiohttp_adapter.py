@@ -178,25 +178,16 @@ class AiohttpExchange:
 
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
         self.response = web.StreamResponse(status=status, headers=headers)
-        try:
-            await self.response.prepare(self._request)
-        except ConnectionError as error:
-            raise ClientGone from error
+        await self.response.prepare(self._request)
 
     async def write(self, data: bytes) -> None:
         assert self.response is not None
-        try:
-            await self.response.write(data)
-        except ConnectionError as error:
-            raise ClientGone from error
+        await self.response.write(data)
 
     async def end(self) -> None:
         assert self.response is not None
-        try:
-            await self.response.write_eof()
-            await _until_taken(self._request)
-        except ConnectionError as error:
-            raise ClientGone from error
+        await self.response.write_eof()
+        await _until_taken(self._request)
 
     async def respond(self, response: Response) -> None:
         self.response = WholeResponse(response, self._request, self._write_timeout_s)

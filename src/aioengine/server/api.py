@@ -34,10 +34,10 @@ from aioengine.server.exchange import (
     Exchange,
     PerLoop,
     Response,
+    WriteMonitor,
     run_while_connected,
-    write_in_pieces,
 )
-from aioengine.server.generation import Completions
+from aioengine.server.generation import GenerationCall
 from aioengine.server.metrics import HttpMetrics, read_families, render
 from aioengine.server.page import PAGE
 from aioengine.server.record import RequestRecord
@@ -67,8 +67,8 @@ START_TIMEOUT_S = 30.0
 MAX_ABORTED = 1024
 MAX_TOKEN_STRS = 8192
 MAX_DETOKENIZED = 2**16
-WHOLE_BYTES = 2**16
-"""Of an answer that is given to the connection at once, where it stays until the client reads."""
+PIECE_BYTES = 2**16
+"""Of an answer, given to the connection at once, where it stays until the client reads."""
 BUNDLED = "demo"
 """The bundled model's own name, by which the page knows it under whatever name it is served."""
 MODEL_PREFIX = "/v1/models/"
@@ -185,7 +185,6 @@ class Api:
         self._tracing = Tracing()
         self._keys = ApiKeys(self.config.api_keys)
         self._bodies = BodyReader(self.config)
-        self._completions = Completions(self._find_engine, self.config, self.models.choose)
         self._num_open = 0
         self._has_warned = False
 
@@ -280,9 +279,8 @@ class Api:
 
     async def _respond(self, exchange: Exchange, record: RequestRecord, response: Response) -> None:
         """Give the response; a large one piece by piece, as its client takes it."""
-        timeout_s = self.config.write_timeout_s
-        if len(response.body) > WHOLE_BYTES and exchange.method != "HEAD":  # of which no server sends the body
-            await run_while_connected(exchange, lambda cut: write_in_pieces(exchange, response, timeout_s, cut))
+        if len(response.body) > PIECE_BYTES and exchange.method != "HEAD":  # of which no server sends the body
+            await run_while_connected(exchange, lambda cut: self._respond_in_pieces(exchange, response, cut))
             return
 
         def cut() -> None:
@@ -290,11 +288,19 @@ class Api:
             exchange.cut()
 
         # Where the client has not read yet what it asked for before, this waits.
-        timer = asyncio.get_running_loop().call_later(timeout_s, cut)
+        timer = asyncio.get_running_loop().call_later(self.config.write_timeout_s, cut)
         try:
             await exchange.respond(response)
         finally:
             timer.cancel()
+
+    async def _respond_in_pieces(self, exchange: Exchange, response: Response, cut: Callable[[], None]) -> None:
+        with WriteMonitor(exchange, timeout_s=self.config.write_timeout_s, on_stuck=cut) as monitor:
+            headers = {**response.headers, "content-length": str(len(response.body))}
+            await monitor.write(exchange.start(response.status, headers))
+            for first in range(0, len(response.body), PIECE_BYTES):
+                await monitor.write(exchange.write(response.body[first : first + PIECE_BYTES]))
+            await monitor.write(exchange.end())
 
     async def _work(self, exchange: Exchange, record: RequestRecord, route: Route) -> Response | None:
         """Refuse what there is no room for, before its body is read; then do it."""
@@ -330,11 +336,14 @@ class Api:
 
     async def _chat(self, exchange: Exchange, record: RequestRecord) -> Response | None:
         self.engine.check_accepting()  # before the body is read
-        return await self._completions.chat(exchange, record, await self._read(exchange, ChatRequest))
+        return await self._call(exchange, record).chat(await self._read(exchange, ChatRequest))
 
     async def _complete(self, exchange: Exchange, record: RequestRecord) -> Response | None:
         self.engine.check_accepting()
-        return await self._completions.complete(exchange, record, await self._read(exchange, CompletionRequest))
+        return await self._call(exchange, record).complete(await self._read(exchange, CompletionRequest))
+
+    def _call(self, exchange: Exchange, record: RequestRecord) -> GenerationCall:
+        return GenerationCall(self.engine, self.config, self.models.choose, exchange, record)
 
     async def _abort(self, exchange: Exchange, record: RequestRecord) -> Response:
         request = await self._read(exchange, AbortRequest)

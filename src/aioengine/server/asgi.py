@@ -23,7 +23,7 @@ from aioengine.outputs import CompletionDelta
 from aioengine.server.api import Api
 from aioengine.server.config import ServerConfig
 from aioengine.server.errors import api_error_of
-from aioengine.server.exchange import CUT_EXTENSION, ClientGone, EventWriter, Response, run_while_connected
+from aioengine.server.exchange import CUT_EXTENSION, ClientGone, Response, WriteMonitor, run_while_connected
 
 T = TypeVar("T")
 
@@ -217,18 +217,17 @@ class StreamResponse(responses.Response):
 
         async def relay(cut: Callable[[], None]) -> None:
             async with self._stream:  # what it refuses is an error before the response begins
-                writer = EventWriter(exchange, timeout_s=self._write_timeout_s, on_stuck=cut)
-                with contextlib.closing(writer):
-                    await writer.start(self.status_code, dict(self.headers))
+                with WriteMonitor(exchange, timeout_s=self._write_timeout_s, on_stuck=cut) as monitor:
+                    await monitor.write(exchange.start(self.status_code, dict(self.headers)))
                     try:
                         async for delta in self._stream:
                             if data := self._encode(delta):
-                                await writer.write(data)
+                                await monitor.write(exchange.write(data))
                     except AioEngineError as error:
                         if self._encode_error is None:
                             raise
-                        await writer.write(self._encode_error(error))
-                    await writer.end()
+                        await monitor.write(exchange.write(self._encode_error(error)))
+                    await monitor.write(exchange.end())
 
         with contextlib.suppress(ClientGone):
             await run_while_connected(exchange, relay)

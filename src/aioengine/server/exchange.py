@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, Self, TypeVar
 
 import anyio
 import msgspec
@@ -15,8 +14,6 @@ from aioengine.turns import turns_here
 
 T = TypeVar("T")
 
-PIECE_BYTES = 2**16
-"""Of a large response, written at once."""
 CUT_EXTENSION = "aioengine.cut"
 """Of an ASGI scope's ``extensions``: a function that ends the connection at once. Our own server has it."""
 
@@ -72,10 +69,10 @@ class Exchange(Protocol):
 
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
         """Begin a response that is written in pieces. This, `write` and `end` wait while the client reads more slowly
-        than it is written to.
+        than it is written to: see `WriteMonitor`.
 
         Raises:
-            ClientGone: the client has left; where a framework does not say so, nothing happens.
+            ClientGone, ConnectionError: the client has left; where a framework does not say so, nothing happens.
         """
         ...
 
@@ -130,9 +127,9 @@ async def run_while_connected(exchange: Exchange, work: Callable[[Callable[[], N
     raise (errors or gone)[0]
 
 
-class EventWriter:
-    """Writes a response in pieces, and looks now and then at how that goes: the clock before each write costs
-    0.1 µs, and a timeout around it would cost 4. To be closed, as by `contextlib.closing`.
+class WriteMonitor:
+    """Looks now and then at how the writing of a response goes: the clock before each write costs 0.1 µs, and a timeout
+    around it would cost 4. A context manager.
 
     Args:
         timeout_s: how long one write may wait for its client; then the connection is cut, and ``on_stuck`` called.
@@ -158,32 +155,27 @@ class EventWriter:
         self._since = self._loop.time()
         """When the last write began."""
         self._interval_s = min(timeout_s, idle_s)
+
+    def __enter__(self) -> Self:
         self._timer = self._loop.call_later(self._interval_s, self._look)
+        return self
 
-    # Each waits while the client reads more slowly than it is written to.
-
-    async def start(self, status: int, headers: Mapping[str, str]) -> None:
-        self._begin()
-        await self._exchange.start(status, headers)
-        self._is_writing = False
-
-    async def write(self, data: bytes) -> None:
-        self._begin()
-        await self._exchange.write(data)
-        self._is_writing = False
-
-    async def end(self) -> None:
-        self._begin()
-        await self._exchange.end()
-        self._is_writing = False
-
-    def close(self) -> None:
-        """Look no more. Idempotent."""
+    def __exit__(self, *_: object) -> None:
         self._timer.cancel()
 
-    def _begin(self) -> None:
+    async def write(self, writing: Awaitable[None]) -> None:
+        """Await what `Exchange.start`, `Exchange.write` or `Exchange.end` gave.
+
+        Raises:
+            ClientGone: the client has left.
+        """
         self._since = self._loop.time()
         self._is_writing = True
+        try:
+            await writing
+        except ConnectionError as error:
+            raise ClientGone from error
+        self._is_writing = False
 
     def _look(self) -> None:
         now = self._loop.time()
@@ -198,18 +190,6 @@ class EventWriter:
             self._since = now
             self._on_idle()
         self._timer = self._loop.call_at(next_at, self._look)
-
-
-async def write_in_pieces(
-    exchange: Exchange, response: Response, timeout_s: float, on_stuck: Callable[[], None]
-) -> None:
-    """Write a large response as its client takes it; see `EventWriter`."""
-    writer = EventWriter(exchange, timeout_s=timeout_s, on_stuck=on_stuck)
-    with contextlib.closing(writer):
-        await writer.start(response.status, {**response.headers, "content-length": str(len(response.body))})
-        for first in range(0, len(response.body), PIECE_BYTES):
-            await writer.write(response.body[first : first + PIECE_BYTES])
-        await writer.end()
 
 
 class PerLoop(Generic[T]):

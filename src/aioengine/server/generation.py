@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any
 
 from aioengine.engine import Engine, Stream
 from aioengine.errors import AioEngineError, InvalidRequest
@@ -16,7 +16,7 @@ from aioengine.server.answers import Answer, ChatAnswer, CompletionAnswer, Usage
 from aioengine.server.config import ServerConfig
 from aioengine.server.decoding import read_messages, read_prompts
 from aioengine.server.errors import JSON_HEADERS, api_error_of, invalid_value
-from aioengine.server.exchange import EventWriter, Exchange, Response, run_while_connected
+from aioengine.server.exchange import Exchange, Response, WriteMonitor, run_while_connected
 from aioengine.server.record import RequestRecord
 from aioengine.server.schema import ChatRequest, CompletionRequest, Generation, template_kwargs
 from aioengine.turns import turns_here
@@ -32,37 +32,40 @@ CHAT_NAMES = {"prompt": "messages", "logprobs": "top_logprobs"}
 """What chats call the engine's parameters."""
 
 
-class Completions:
-    """Answers both kinds of generation.
+class GenerationCall:
+    """A request for a generation, from its decoded body to its last event.
 
     Args:
-        model_name: gives the name to answer with for the one that was asked for.
+        served_names: chooses the name to answer with for the one that was asked for.
     """
 
     def __init__(
-        self, find_engine: Callable[[], Engine], config: ServerConfig, model_name: Callable[[str | None], str]
+        self,
+        engine: Engine,
+        config: ServerConfig,
+        served_names: Callable[[str | None], str],
+        exchange: Exchange,
+        record: RequestRecord,
     ) -> None:
-        self._find_engine = find_engine
+        self._engine = engine
         self._config = config
-        self._model_name = model_name
+        self._served_names = served_names
+        self._exchange = exchange
+        self._record = record
 
-    @property
-    def _engine(self) -> Engine:
-        return self._find_engine()
-
-    async def chat(self, exchange: Exchange, record: RequestRecord, request: ChatRequest) -> Response | None:
+    async def chat(self, request: ChatRequest) -> Response | None:
         """Answer a chat; None when that was a stream, which has been written."""
-        self._note(exchange, record, request)
+        self._note(request)
         messages = read_messages(request.messages, self._config.max_messages)
         try:
-            streams = await self._streams(record, request, [messages], chat_template_kwargs=template_kwargs(request))
+            streams = await self._streams(request, [messages], chat_template_kwargs=template_kwargs(request))
             answer = ChatAnswer(
-                _head("chatcmpl", record, streams),
+                self._head("chatcmpl", streams),
                 self._engine.token_bytes,
                 top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
                 has_usage=request.has_usage,
             )
-            return await self._answer(exchange, record, request, streams, answer)
+            return await self._answer(request, streams, answer)
         except InvalidRequest as error:
             names = dict(CHAT_NAMES)
             if request.max_completion_tokens is not None:
@@ -71,15 +74,15 @@ class Completions:
                 names["chat_template_kwargs"] = "add_generation_prompt"
             raise api_error_of(error, param_names=names) from error
 
-    async def complete(self, exchange: Exchange, record: RequestRecord, request: CompletionRequest) -> Response | None:
+    async def complete(self, request: CompletionRequest) -> Response | None:
         """Complete prompts; None when that was a stream, which has been written."""
-        self._note(exchange, record, request)
+        self._note(request)
         prompts = await read_prompts(
             request.prompt, max_prompts=self._config.max_prompts, max_ids=self._engine.info.max_model_len
         )
-        streams = await self._streams(record, request, prompts)
+        streams = await self._streams(request, prompts)
         answer = CompletionAnswer(
-            _head("cmpl", record, streams),
+            self._head("cmpl", streams),
             self._engine.token_bytes,
             top_logprobs=request.logprobs,
             has_usage=request.has_usage,
@@ -87,28 +90,30 @@ class Completions:
             prompt_texts=[await self._text_of(prompt) for prompt in prompts] if request.echo else (),
             is_echo_alone=request.is_echo_alone,
         )
-        return await self._answer(exchange, record, request, streams, answer)
+        return await self._answer(request, streams, answer)
 
     async def _text_of(self, prompt: str | list[int]) -> str:
         if isinstance(prompt, str):
             return prompt
         return await self._engine.detokenize(prompt, skip_special_tokens=False)
 
-    def _note(self, exchange: Exchange, record: RequestRecord, request: Generation) -> None:
+    def _note(self, request: Generation) -> None:
         request.check()
         if request.request_id is not None:
             if not is_fit_id(request.request_id):
                 told = f"request_id: 1 to {MAX_ID_CHARS} visible ASCII characters are needed, and no spaces"
                 raise invalid_value("request_id", told)
-            if "x-request-id" not in exchange.headers:
-                record.request_id = request.request_id
-        record.model = self._model_name(request.model)
+            if "x-request-id" not in self._exchange.headers:
+                self._record.request_id = request.request_id
+        self._record.model = self._served_names(request.model)
 
-    async def _streams(
-        self, record: RequestRecord, request: Generation, prompts: list[Any], **options: Any
-    ) -> list[Stream]:
+    def _head(self, kind: str, streams: list[Stream]) -> dict[str, object]:
+        """With the engine's id for it, so that what an answer is called can be aborted."""
+        return {"id": f"{kind}-{streams[0].request_id}", "created": int(time.time()), "model": self._record.model}
+
+    async def _streams(self, request: Generation, prompts: list[Any], **options: Any) -> list[Stream]:
         """The engine's streams for the prompts, checked and not entered; with turns for others between long ones."""
-        sampling = request.sampling()
+        record, sampling = self._record, request.sampling()
         streams: list[Stream] = []
         for prompt in prompts:
             if streams:
@@ -130,90 +135,81 @@ class Completions:
         record.temperature, record.top_p, record.top_k = params.temperature, params.top_p, params.top_k
         return streams
 
-    async def _answer(
-        self, exchange: Exchange, record: RequestRecord, request: Generation, streams: list[Stream], answer: Answer
-    ) -> Response | None:
-        group = StreamGroup(streams, record.n or 1)
+    async def _answer(self, request: Generation, streams: list[Stream], answer: Answer) -> Response | None:
+        group = StreamGroup(streams)
 
         async def work(cut: Callable[[], None]) -> Response | None:
             try:
-                async with group:
+                async with contextlib.AsyncExitStack() as stack:
+                    await group.enter(stack)
                     if not request.stream:
                         return Response(200, await answer.whole(await group.finish()), JSON_HEADERS)
-                    await self._relay(exchange, record, request, group, answer, cut)
+                    await self._relay(request, group, answer, cut)
                     return None
             finally:
                 if outputs := group.outputs():
-                    _note_outputs(record, outputs)
+                    _note_outputs(self._record, outputs)
 
-        return await run_while_connected(exchange, work)
+        return await run_while_connected(self._exchange, work)
 
-    async def _relay(
-        self,
-        exchange: Exchange,
-        record: RequestRecord,
-        request: Generation,
-        group: StreamGroup,
-        answer: Answer,
-        cut: Callable[[], None],
-    ) -> None:
+    async def _relay(self, request: Generation, group: StreamGroup, answer: Answer, cut: Callable[[], None]) -> None:
         """Pass the deltas on as events, to the end or to the error that ends it: that is an event, too."""
+        exchange, record = self._exchange, self._record
         group.watch()
         record.status = 200
         timeout_s, idle_s = self._config.write_timeout_s, self._config.keepalive_s
-        writer = EventWriter(exchange, timeout_s=timeout_s, on_stuck=cut, idle_s=idle_s, on_idle=group.wake)
-        with contextlib.closing(writer):
-            await writer.start(200, {**EVENT_HEADERS, "x-request-id": record.request_id})
+        with WriteMonitor(exchange, timeout_s=timeout_s, on_stuck=cut, idle_s=idle_s, on_idle=group.wake) as monitor:
+            await monitor.write(exchange.start(200, {**EVENT_HEADERS, "x-request-id": record.request_id}))
             try:
-                await _relay_deltas(writer, record, request, group, answer)
+                await self._relay_deltas(request, group, answer, monitor)
             except AioEngineError as error:
                 record.outcome, record.error = "error", error
                 last = error_event(api_error_of(error).body()) + answer.closing(None)
             else:
                 last = answer.closing(answer.usage(group.outputs()) if request.has_usage else None)
-            await writer.write(last)
-            await writer.end()
+            await monitor.write(exchange.write(last))
+            await monitor.write(exchange.end())
 
+    async def _relay_deltas(
+        self, request: Generation, group: StreamGroup, answer: Answer, monitor: WriteMonitor
+    ) -> None:
+        exchange, record = self._exchange, self._record
+        # Counted here: all outputs together are as long as their prompts, and would be made for each event.
+        so_far = usage_of(group.outputs(), is_prompt_alone=True) if request.has_usage_all_along else None
 
-async def _relay_deltas(
-    writer: EventWriter, record: RequestRecord, request: Generation, group: StreamGroup, answer: Answer
-) -> None:
-    # Counted here: all outputs together are as long as their prompts, and would be made for each event.
-    so_far = usage_of(group.outputs(), is_prompt_alone=True) if request.has_usage_all_along else None
+        def usage(delta: CompletionDelta | None = None) -> Usage | None:
+            if so_far is not None and delta is not None and not answer.is_echo_alone:
+                for name in ("completion_tokens", "total_tokens"):
+                    so_far[name] += len(delta.token_ids)
+            return so_far
 
-    def usage(delta: CompletionDelta | None = None) -> Usage | None:
-        if so_far is not None and delta is not None and not answer.is_echo_alone:
-            for name in ("completion_tokens", "total_tokens"):
-                so_far[name] += len(delta.token_ids)
-        return so_far
+        async def write(events: list[bytes]) -> None:
+            if data := b"".join(events):
+                if record.time_to_first_token_s is None:
+                    record.time_to_first_token_s = time.monotonic() - record.started_at
+                await monitor.write(exchange.write(data))
 
-    async def write(events: list[bytes]) -> None:
-        if data := b"".join(events):
-            if record.time_to_first_token_s is None:
-                record.time_to_first_token_s = time.monotonic() - record.started_at
-            await writer.write(data)
-
-    if opening := answer.opening(group.num_choices, usage()):
-        await writer.write(opening)
-    has_echo = answer.has_echo
-    echoed: set[int] = set()
-    while not group.is_ended:
-        if not await group.wait():
-            await writer.write(KEEPALIVE)
-            continue
-        events: list[bytes] = []
-        for choice, delta in group.take():
-            if has_echo and choice not in echoed:
-                echoed.add(choice)
-                events.append(await answer.echo(choice, group.output_of(choice), usage()))
-            if delta.logprobs is not None and len(delta.logprobs) > answer.max_positions:
-                for part in split_delta(delta, answer.max_positions):
-                    await write([*events, answer.event(choice, part, usage(part))])
-                    events.clear()
-                    await asyncio.sleep(0)
-            else:
-                events.append(answer.event(choice, delta, usage(delta)))
-        await write(events)
+        if opening := answer.opening(group.num_choices, usage()):
+            await monitor.write(exchange.write(opening))
+        has_echo = answer.has_echo
+        echoed: set[int] = set()
+        while not group.is_ended:
+            if not await group.wait():
+                await monitor.write(exchange.write(KEEPALIVE))
+                continue
+            events: list[bytes] = []
+            for choice, delta in group.take():
+                if has_echo and choice not in echoed:
+                    echoed.add(choice)
+                    events.append(await answer.echo(choice, group.output_of(choice), usage()))
+                if delta.logprobs is not None and len(delta.logprobs) > answer.max_positions:
+                    for part in split_delta(delta, answer.max_positions):
+                        await write([*events, answer.event(choice, part, usage(part))])
+                        events.clear()
+                        await asyncio.sleep(0)
+                else:
+                    events.append(answer.event(choice, delta, usage(delta)))
+            await write(events)
 
 
 def _note_outputs(record: RequestRecord, outputs: list[RequestOutput]) -> None:
@@ -226,42 +222,28 @@ def _note_outputs(record: RequestRecord, outputs: list[RequestOutput]) -> None:
     record.metrics = outputs[0].metrics
 
 
-def _head(kind: str, record: RequestRecord, streams: list[Stream]) -> dict[str, object]:
-    """With the engine's id for it, so that what an answer is called can be aborted."""
-    return {"id": f"{kind}-{streams[0].request_id}", "created": int(time.time()), "model": record.model}
-
-
 class StreamGroup:
-    """Several streams as one: `watch`, then `wait` and `take` until it `is_ended`.
-
-    Entering hands all of them to the engine, or none; leaving, for any reason, aborts what has not ended.
+    """Several streams as one: `enter`, `watch`, then `wait` and `take` until it `is_ended`.
 
     Args:
-        streams: one for each prompt, not entered yet.
-        num_choices: of each prompt; a choice's number counts through all prompts.
+        streams: one for each prompt, not entered yet, and of as many choices; a choice's number counts through all.
     """
 
-    def __init__(self, streams: list[Stream], num_choices: int) -> None:
+    def __init__(self, streams: list[Stream]) -> None:
         self._streams = streams
-        self._num_choices = num_choices
-        self._num_entered = 0
-        self._entered = contextlib.AsyncExitStack()
+        self._num_choices = streams[0].params.n
+        self._entered: list[Stream] = []
         self._ready: list[int] = []
         """Numbers of streams that have something to take, once for each choice of theirs, and once for their end."""
         self._num_open = 0
         self._failure: AioEngineError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
-    async def __aenter__(self) -> Self:
-        async with contextlib.AsyncExitStack() as entered:
-            for stream in self._streams:
-                await entered.enter_async_context(stream)
-                self._num_entered += 1
-            self._entered = entered.pop_all()
-        return self
-
-    async def __aexit__(self, *raised: Any) -> None:
-        await self._entered.__aexit__(*raised)
+    async def enter(self, stack: contextlib.AsyncExitStack) -> None:
+        """Hand the streams to the engine, all or none; leaving the stack, for any reason, aborts what has not ended."""
+        for stream in self._streams:
+            await stack.enter_async_context(stream)
+            self._entered.append(stream)
 
     @property
     def num_choices(self) -> int:
@@ -335,7 +317,7 @@ class StreamGroup:
 
     def outputs(self) -> list[RequestOutput]:
         """All prompts' outputs as far as they have come."""
-        return [stream.result for stream in self._streams[: self._num_entered]]
+        return [stream.result for stream in self._entered]
 
     def output_of(self, choice: int) -> RequestOutput:
         """The output of the prompt of the choice of that number, as far as it has come."""
