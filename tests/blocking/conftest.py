@@ -14,8 +14,9 @@ import pytest
 
 from aioengine import LLM, LLMEngine
 from aioengine.scheduler.plan import RowSampling
-from aioengine.testing import FakeExecutor, sample_hash
+from aioengine.testing import sample_hash
 from aioengine.text.tokenizer import Tokenizer
+from doubles.fake_executor import FakeExecutor
 
 F = TypeVar("F", LLM, LLMEngine)
 

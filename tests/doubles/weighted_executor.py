@@ -13,7 +13,7 @@ from aioengine.core.executor_protocol import Part, WeightPiece, weights_asleep, 
 from aioengine.errors import InvalidRequest, ModelLoadError
 from aioengine.executor.weight_transfer import WeightTransfer
 from aioengine.scheduler.plan import RowSampling
-from aioengine.testing import FakeExecutor
+from doubles.fake_executor import FakeExecutor
 
 STATE_FILE = "fake-weights.json"
 

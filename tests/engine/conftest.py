@@ -20,8 +20,9 @@ from aioengine import Engine
 from aioengine.core.engine_core import EngineCore
 from aioengine.frontend.runtime import Runtime
 from aioengine.scheduler.plan import RowSampling
-from aioengine.testing import FakeExecutor, VirtualClockLoop, sample_hash
+from aioengine.testing import VirtualClockLoop, sample_hash
 from aioengine.text.tokenizer import Tokenizer
+from doubles.fake_executor import FakeExecutor
 
 VOCAB_SIZE = 2048
 STEP_TIME_S = 0.01

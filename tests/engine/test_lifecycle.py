@@ -31,8 +31,8 @@ from aioengine import (
 )
 from aioengine.frontend import runtime
 from aioengine.models.folder import ModelFolder
-from aioengine.testing import FakeExecutor
 from aioengine.text.tokenizer import Tokenizer
+from doubles.fake_executor import FakeExecutor
 
 PROMPT = list(range(100, 120))
 BOTH_LOOPS = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])

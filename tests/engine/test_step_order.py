@@ -14,7 +14,7 @@ from waiting import Ticker
 from aioengine import EngineConfig, SamplingParams
 from aioengine.core.engine_core import PUBLISH_SLICE, EngineCore
 from aioengine.scheduler.sequence import Request
-from aioengine.testing import FakeExecutor, FakeStep
+from doubles.fake_executor import FakeExecutor, FakeStep
 
 
 class Recorder:

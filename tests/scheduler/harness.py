@@ -15,7 +15,8 @@ from aioengine.scheduler.plan import StepPlan, StepResult, Want, int32
 from aioengine.scheduler.scheduler import Scheduler
 from aioengine.scheduler.sequence import Reason, Request, Sequence, make_choices
 from aioengine.scheduler.steps import StepOutput
-from aioengine.testing.fake_executor import FakeExecutor, FakeStep, Sampler, sample_hash
+from aioengine.testing.fake_executor import Sampler, sample_hash
+from doubles.fake_executor import FakeExecutor, FakeStep
 
 EOS = 7
 VOCAB = 1000

@@ -13,7 +13,7 @@ from scheduler.harness import EOS, Core, expected_output
 
 from aioengine.scheduler.plan import StepPlan
 from aioengine.scheduler.sequence import Reason, Sequence
-from aioengine.testing.fake_executor import FakeExecutor
+from doubles.fake_executor import FakeExecutor
 
 VOCAB = 12
 """So few that outputs soon repeat, and every twelfth token is EOS."""

@@ -41,7 +41,7 @@ from aioengine.server import HttpLimits, ServerConfig, aiohttp_routes, create_ap
 from aioengine.server.api import Api
 from aioengine.server.http_protocol import HttpProtocol, SharedState
 from aioengine.server.record import RequestRecord
-from aioengine.testing import FakeExecutor
+from doubles.fake_executor import FakeExecutor
 
 Adapter = Literal["starlette", "aiohttp"]
 ADAPTERS: tuple[Adapter, ...] = ("starlette", "aiohttp")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from aioengine.frontend.runtime import Runtime
     from aioengine.server import ServerConfig
     from aioengine.server.api import Api
-    from aioengine.testing import FakeExecutor
+    from doubles.fake_executor import FakeExecutor
 
 Adapter = Literal["uvicorn", "serve", "aiohttp"]
 """The ASGI app under uvicorn as it is, the same under the protocol of ``aioengine serve``, or the aiohttp routes."""
@@ -312,7 +312,7 @@ async def served(
     from aioengine import Engine
     from aioengine.server import HttpLimits
     from aioengine.server.http_protocol import SharedState
-    from aioengine.testing import FakeExecutor
+    from doubles.fake_executor import FakeExecutor
 
     executor = FakeExecutor(**{"vocab_size": 2048, "num_blocks": 512, **device})
     async with Engine(model, seed=1, executor=executor, **(engine or {})) as made:

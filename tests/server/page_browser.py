@@ -21,8 +21,8 @@ from aioengine.models.folder import DEMO_MODEL
 from aioengine.scheduler.plan import RowSampling
 from aioengine.server import ServerConfig, create_app
 from aioengine.server.page import PAGE
-from aioengine.testing import FakeExecutor
 from aioengine.text.tokenizer import Tokenizer
+from doubles.fake_executor import FakeExecutor
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 

@@ -36,7 +36,7 @@ from aioengine.server import (
     start_server,
     while_connected,
 )
-from aioengine.testing import FakeExecutor
+from doubles.fake_executor import FakeExecutor
 
 PROMPT = [1, 2, 3]
 

@@ -22,7 +22,7 @@ from aioengine.core.executor_protocol import DeviceLost
 from aioengine.errors import EngineDead
 from aioengine.server import create_app
 from aioengine.server.metrics import OPENMETRICS, TEXT, HttpMetrics, MetricFamily, encode, read_families, render
-from aioengine.testing import FakeExecutor
+from doubles.fake_executor import FakeExecutor
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 """Values by name and labels."""

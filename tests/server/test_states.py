@@ -20,7 +20,7 @@ from aioengine import Engine
 from aioengine.models.folder import ModelFolder
 from aioengine.server import ServerConfig, api, create_app, start_server
 from aioengine.server.api import Api
-from aioengine.testing import FakeExecutor
+from doubles.fake_executor import FakeExecutor
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -14,7 +14,8 @@ from executor.control_contract import ControlContract, Controlled
 
 from aioengine.core.executor_protocol import DeviceLost
 from aioengine.scheduler.plan import RowAdded, RowSampling, StepPlan, StepResult, Want, int32
-from aioengine.testing.fake_executor import FakeExecutor, sample_hash
+from aioengine.testing.fake_executor import sample_hash
+from doubles.fake_executor import FakeExecutor
 from doubles.weighted_executor import WeightedExecutor
 
 SAMPLING = RowSampling(seed=1)

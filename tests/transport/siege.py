@@ -22,7 +22,7 @@ from waiting import until
 from aioengine import Engine
 from aioengine.sampling_params import SamplingParams
 from aioengine.scheduler.plan import RowSampling
-from aioengine.testing import FakeExecutor, sample_hash
+from aioengine.testing import sample_hash
 from aioengine.text.tokenizer import Tokenizer
 from aioengine.transport import wire
 from aioengine.transport.channel import Channel, Monitor
@@ -31,6 +31,7 @@ from aioengine.transport.server import EngineServer
 from aioengine.transport.session import Session
 from aioengine.transport.wire import Attached, Reader, WireMessage, Writer
 from aioengine.transport.wire_errors import Fault
+from doubles.fake_executor import FakeExecutor
 
 VOCAB_SIZE = 2048
 PATIENCE_S = 30

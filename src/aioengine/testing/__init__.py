@@ -2,7 +2,7 @@
 
 - `VirtualClockLoop`, `run`: an event loop whose clock jumps, whose task order varies with a seed, and that reports
   deadlocks instead of hanging.
-- `FakeExecutor`: a device side for `Engine(executor=...)` that checks every plan and samples a hash of the history.
+- `FakeExecutor`: a device side for `Engine(executor=...)` that samples a hash of the history.
 """
 
 from aioengine.testing.clock import Deadlock, OutsideWork, VirtualClockLoop, run

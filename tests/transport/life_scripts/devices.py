@@ -16,8 +16,7 @@ from aioengine.core.executor_protocol import DeviceLost
 from aioengine.core.worker_functions import Worker, worker_function
 from aioengine.errors import ModelLoadError
 from aioengine.scheduler.plan import StepPlan
-from aioengine.testing import FakeExecutor
-from aioengine.testing.fake_executor import FakeStep
+from doubles.fake_executor import FakeExecutor, FakeStep
 
 FIFO = "AIOENGINE_TEST_FIFO"
 

@@ -1,0 +1,231 @@
+"""The fake device of the engine's own tests, which checks everything.
+
+Its KV are the token ids themselves, in the blocks that a real device would have. What it samples is a hash of all the
+tokens that it reads *through the block table*, so that a block freed too early, shared wrongly, not copied or not yet
+written changes the output. It refuses plans that a device could not run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+
+from aioengine.core.executor_protocol import Part, WeightPiece, already_recording, not_recording, weights_asleep
+from aioengine.scheduler.plan import StepPlan
+from aioengine.testing import fake_executor as public
+from aioengine.testing.fake_executor import MEANINGLESS, RowWork, loop_time
+
+T = TypeVar("T")
+
+
+class FakeStep(public.FakeStep):
+    """A launched step, which is noted when it is finished."""
+
+    executor: FakeExecutor
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._launched_at_s = loop_time()
+
+    def span(self) -> dict[str, Any]:
+        """The step's event in a Chrome trace, from its launch to its end."""
+        name = f"step {self.step} ({len(self.plan.rows)} rows, {int(self.plan.num_tokens.sum())} tokens)"
+        times = {"ts": self._launched_at_s * 1e6, "dur": (self.ended_at_s - self._launched_at_s) * 1e6}
+        return {"ph": "X", "cat": "user_annotation", "name": name, "pid": 0, "tid": 0, **times}
+
+    async def finish(self) -> Any:
+        await self.wait()
+        self.executor.events.append(("finish", self.step))
+        return await super().finish()
+
+
+class FakeExecutor(public.FakeExecutor):
+    """As `aioengine.testing.FakeExecutor`, with blocks, checks and notes of what was asked.
+
+    It has no weights: calls about them are noted in ``events``, and change nothing.
+
+    Args:
+        is_manual: steps end when `complete` is called, and not by themselves.
+
+    Attributes:
+        events: ("launch", n) and ("finish", n), and the names of control calls, each with what it was about, in the
+            order in which they happened.
+        plans: every plan launched.
+    """
+
+    step_type = FakeStep
+
+    def __init__(self, *, is_manual: bool = False, **options: Any) -> None:
+        super().__init__(**options)
+        self.is_manual = is_manual
+        self.events: list[tuple[str, Any]] = []
+        self.plans: list[StepPlan] = []
+        self._asleep: frozenset[Part] = frozenset()
+        self._is_discarded = False
+        self._blocks: dict[int, list[int]] = {}
+        self._kv = np.full((self.info.num_blocks, self.info.block_size), -1, np.int64)
+        self._row_failures: dict[tuple[int, int], Exception] = {}
+        self._profile: list[FakeStep] | None = None
+        self._max_profiled_steps = 0
+
+    def make_row_fail(self, step: int, row: int, error: Exception) -> None:
+        """When step number ``step`` computes ``row``, it brings a `RowFailure` with ``error``, and no token of the row.
+
+        If the row was to sample it gets a meaningless token, on which later launched steps go on.
+        """
+        self._row_failures[step, row] = error
+
+    def complete(self) -> None:
+        """End the oldest step that runs (for ``is_manual``)."""
+        next(step for step in self.unfinished if not step.is_done).complete()
+
+    def launch(self, plan: StepPlan) -> FakeStep:
+        assert len(self.unfinished) < self.info.max_in_flight, "more steps in flight than the executor takes"
+        assert not self._asleep, f"a plan was launched while these were asleep: {sorted(self._asleep)}"
+        self.events.append(("launch", plan.step))
+        self.plans.append(plan)
+        step = super().launch(plan)
+        assert isinstance(step, FakeStep)
+        if self._profile is not None and len(self._profile) < self._max_profiled_steps:
+            self._profile.append(step)
+        return step
+
+    def _complete_later(self, step: public.FakeStep) -> None:
+        if not self.is_manual:
+            super()._complete_later(step)
+
+    # What it is asked beside steps
+
+    async def start_profile(self, *, max_steps: int) -> None:
+        self._check_open()
+        if self._profile is not None:
+            raise already_recording()
+        self._profile, self._max_profiled_steps = [], max_steps
+
+    async def stop_profile(self, path: Path) -> None:
+        """Write a Chrome trace of the steps that were launched and have ended since the start."""
+        self._check_open()
+        profile, self._profile = self._profile, None
+        if profile is None:
+            raise not_recording()
+        spans = [step.span() for step in profile if step.is_done]
+        await asyncio.to_thread(path.write_text, json.dumps({"traceEvents": spans}))
+
+    def _note(self, call: str, argument: object) -> None:
+        self._check_open()
+        self.events.append((call, argument))
+
+    async def sleep(self, level: Literal[1, 2]) -> None:
+        self._note("sleep", level)
+        self._is_discarded = self._is_discarded or level == 2
+        self._kv[:] = -1
+        self._asleep = frozenset(("weights", "kv_cache"))
+        await super().sleep(level)
+
+    async def wake_up(self, parts: frozenset[Part]) -> None:
+        self._note("wake_up", parts)
+        self._asleep -= parts
+        self._is_discarded = self._is_discarded and "weights" in self._asleep
+        await super().wake_up(parts)
+
+    async def update_weights(self, folder: Path) -> None:
+        self._note("update_weights", folder)
+        await super().update_weights(folder)
+
+    async def stage_weights(self, piece: WeightPiece) -> None:
+        self._note("stage_weights", piece.name)
+        await super().stage_weights(piece)
+
+    async def commit_weights(self, transfer: str) -> None:
+        self._note("commit_weights", transfer)
+        await super().commit_weights(transfer)
+
+    async def drop_weights(self, transfer: str) -> None:
+        self._note("drop_weights", transfer)
+        await super().drop_weights(transfer)
+
+    async def save_sharded_state(self, folder: Path, max_shard_bytes: int) -> list[str]:
+        self._note("save_sharded_state", folder)
+        return await super().save_sharded_state(folder, max_shard_bytes)
+
+    async def collective_rpc(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        self._note("collective_rpc", name)
+        return await super().collective_rpc(name, args, kwargs)
+
+    async def apply_model(self, function: Callable[[Any], T]) -> list[T]:
+        self._note("apply_model", function)
+        await self._launched_steps_end()
+        if self.model is None:
+            raise weights_asleep("apply_model")
+        return [function(self)]
+
+    async def execute_dummy_batch(self) -> None:
+        self._note("execute_dummy_batch", None)
+        if "weights" in self._asleep:
+            raise weights_asleep("execute_dummy_batch")
+        await super().execute_dummy_batch()
+
+    @property
+    def model(self) -> Any:
+        """What functions get that are called with the model: the executor itself; None while it sleeps at level 2."""
+        return None if self._is_discarded else self
+
+    async def aclose(self) -> None:
+        self._profile = None
+        self._blocks.clear()
+        await super().aclose()
+
+    # What it computes
+
+    def apply(self, plan: StepPlan) -> None:
+        for row in plan.removed.tolist():
+            self._blocks.pop(row)
+        copied_from, copied_to = plan.copied_from.tolist(), plan.copied_to.tolist()
+        assert len(set(copied_to)) == len(copied_to), "a block is copied to twice"
+        assert not set(copied_from) & set(copied_to), "a block is copied from and to"
+        self._kv[copied_to] = self._kv[copied_from]
+        for added in plan.added:
+            assert added.row not in self._blocks, f"row {added.row} is taken"
+            self._blocks[added.row] = added.block_ids.tolist()
+        for row, block_id in zip(plan.grown_rows.tolist(), plan.grown_blocks.tolist(), strict=True):
+            self._blocks[row].append(block_id)
+        super().apply(plan)
+
+    def rows(self) -> dict[int, tuple[list[int], list[int]]]:
+        """What the device holds: {row: (token ids, block table)}."""
+        return {number: (list(row.tokens), list(self._blocks[number])) for number, row in sorted(self._rows.items())}
+
+    def _works(self, plan: StepPlan) -> list[RowWork]:
+        works = super()._works(plan)
+        assert len({work.number for work in works}) == len(works), "a row stands twice in a plan"
+        for work in works:
+            self._write(work)
+        return works
+
+    def _write(self, work: RowWork) -> None:
+        size, tokens, blocks = self.info.block_size, work.row.tokens, self._blocks[work.number]
+        assert work.end > work.start, "a row computes at least one token"
+        assert work.end <= len(tokens), "a token is computed before it is known"
+        assert work.end <= len(blocks) * size, "a token has no block to go to"
+        for position in range(work.start, work.end):
+            self._kv[blocks[position // size], position % size] = tokens[position]
+
+    def _read(self, work: RowWork) -> list[int]:
+        """What the KV holds of a row up to the end of what is computed."""
+        return list(map(int, self._kv[self._blocks[work.number]].reshape(-1)[: work.end]))
+
+    def _sample(self, work: RowWork) -> tuple[list[int], Exception | None]:
+        error = self._row_failures.pop((work.step, work.number), None)
+        if work.samples:
+            assert work.end == len(work.row.tokens), "a token is sampled after the last known one"
+            assert work.end < self.info.max_model_len, "the sequence is as long as the model allows"
+        if error is None:
+            return super()._sample(work)
+        if work.samples:
+            work.row.tokens.append(MEANINGLESS)
+        return [], error
