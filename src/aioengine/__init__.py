@@ -16,67 +16,39 @@ from typing import TYPE_CHECKING, Any
 from aioengine._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from aioengine.blocking.llm import LLM
-    from aioengine.blocking.llm_engine import LLMEngine
-    from aioengine.config import EngineConfig, ProcessOptions
-    from aioengine.core.executor_protocol import ExecutorInfo
-    from aioengine.core.health import Health
-    from aioengine.core.worker_functions import Worker, worker_function
-    from aioengine.engine import Engine, Stream
-    from aioengine.errors import (
-        AioEngineError,
-        ConfigError,
-        EngineClosed,
-        EngineDead,
-        EngineOverloaded,
-        InternalError,
-        InvalidRequest,
-        ModelLoadError,
-        PromptTooLong,
-        StepFailed,
-        WireError,
-    )
-    from aioengine.metrics import EngineMetrics, EngineStats, Observer, RequestMetrics, StepRecord
-    from aioengine.outputs import CompletionDelta, CompletionOutput, Logprob, RequestOutput
-    from aioengine.sampling_params import SamplingParams
-    from aioengine.scheduler.plan import LogitsProcessor, LogitsRow
-
-
-__all__ = [
-    "LLM",
-    "AioEngineError",
-    "CompletionDelta",
-    "CompletionOutput",
-    "ConfigError",
-    "Engine",
-    "EngineClosed",
-    "EngineConfig",
-    "EngineDead",
-    "EngineMetrics",
-    "EngineOverloaded",
-    "EngineStats",
-    "ExecutorInfo",
-    "Health",
-    "InternalError",
-    "InvalidRequest",
-    "LLMEngine",
-    "LogitsProcessor",
-    "LogitsRow",
-    "Logprob",
-    "ModelLoadError",
-    "Observer",
-    "ProcessOptions",
-    "PromptTooLong",
-    "RequestMetrics",
-    "RequestOutput",
-    "SamplingParams",
-    "StepFailed",
-    "StepRecord",
-    "Stream",
-    "WireError",
-    "Worker",
-    "worker_function",
-]
+    from aioengine.blocking.llm import LLM as LLM
+    from aioengine.blocking.llm_engine import LLMEngine as LLMEngine
+    from aioengine.config import EngineConfig as EngineConfig
+    from aioengine.config import ProcessOptions as ProcessOptions
+    from aioengine.core.executor_protocol import ExecutorInfo as ExecutorInfo
+    from aioengine.core.health import Health as Health
+    from aioengine.core.worker_functions import Worker as Worker
+    from aioengine.core.worker_functions import worker_function as worker_function
+    from aioengine.engine import Engine as Engine
+    from aioengine.engine import Stream as Stream
+    from aioengine.errors import AioEngineError as AioEngineError
+    from aioengine.errors import ConfigError as ConfigError
+    from aioengine.errors import EngineClosed as EngineClosed
+    from aioengine.errors import EngineDead as EngineDead
+    from aioengine.errors import EngineOverloaded as EngineOverloaded
+    from aioengine.errors import InternalError as InternalError
+    from aioengine.errors import InvalidRequest as InvalidRequest
+    from aioengine.errors import ModelLoadError as ModelLoadError
+    from aioengine.errors import PromptTooLong as PromptTooLong
+    from aioengine.errors import StepFailed as StepFailed
+    from aioengine.errors import WireError as WireError
+    from aioengine.metrics import EngineMetrics as EngineMetrics
+    from aioengine.metrics import EngineStats as EngineStats
+    from aioengine.metrics import Observer as Observer
+    from aioengine.metrics import RequestMetrics as RequestMetrics
+    from aioengine.metrics import StepRecord as StepRecord
+    from aioengine.outputs import CompletionDelta as CompletionDelta
+    from aioengine.outputs import CompletionOutput as CompletionOutput
+    from aioengine.outputs import Logprob as Logprob
+    from aioengine.outputs import RequestOutput as RequestOutput
+    from aioengine.sampling_params import SamplingParams as SamplingParams
+    from aioengine.scheduler.plan import LogitsProcessor as LogitsProcessor
+    from aioengine.scheduler.plan import LogitsRow as LogitsRow
 
 _HOMES = {
     "blocking.llm": ["LLM"],
@@ -95,6 +67,8 @@ _HOMES = {
     "sampling_params": ["SamplingParams"],
     "scheduler.plan": ["LogitsProcessor", "LogitsRow"],
 }
+
+__all__ = [name for names in _HOMES.values() for name in names]
 
 
 def __getattr__(name: str) -> Any:

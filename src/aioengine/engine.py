@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import math
 import os
@@ -37,6 +36,7 @@ from aioengine.frontend.runtime import Runtime
 from aioengine.outputs import RequestOutput
 from aioengine.sampling_params import SamplingKeywords, SamplingParams, make_params
 from aioengine.stream import Stream, await_only
+from aioengine.turns import running_loop
 from aioengine.validation import shorten
 
 __all__ = ["ChatMessage", "Engine", "Prompt", "Stream"]
@@ -212,18 +212,8 @@ class Engine(EngineControl):
             EngineOverloaded, StepFailed, EngineDead, EngineClosed: see their docstrings.
         """
         check_asyncio()
-        stream = self._make_stream(
-            prompt,
-            params,
-            sampling_params,
-            sampling,
-            chat_template_kwargs,
-            request_id=request_id,
-            priority=priority,
-            cache_salt=cache_salt,
-            on_full=on_full,
-            may_wait=True,
-        )
+        call = {"priority": priority, "cache_salt": cache_salt, "on_full": on_full, "may_wait": True}
+        stream = self._make_stream(prompt, params, sampling_params, sampling, chat_template_kwargs, request_id, **call)
         async with stream:
             return await stream.finish()
 
@@ -255,19 +245,9 @@ class Engine(EngineControl):
             stream_interval: tokens of a choice between two deltas, the first and the last delta aside; absent: the
                 engine's.
         """
-        return self._make_stream(
-            prompt,
-            params,
-            sampling_params,
-            sampling,
-            chat_template_kwargs,
-            request_id=request_id,
-            priority=priority,
-            cache_salt=cache_salt,
-            on_full=on_full,
-            max_unread_tokens=max_unread_tokens,
-            stream_interval=stream_interval,
-        )
+        call = {"priority": priority, "cache_salt": cache_salt, "on_full": on_full}
+        call |= {"max_unread_tokens": max_unread_tokens, "stream_interval": stream_interval}
+        return self._make_stream(prompt, params, sampling_params, sampling, chat_template_kwargs, request_id, **call)
 
     def _make_stream(
         self,
@@ -276,10 +256,10 @@ class Engine(EngineControl):
         sampling_params: SamplingParams | None,
         sampling: SamplingKeywords,
         template: Any,
-        *,
         request_id: str | None,
-        cache_salt: str | None,
-        may_wait: bool = False,
+        *,
+        cache_salt: Any,
+        may_wait: Any = False,
         **call: Any,
     ) -> Stream:
         """As `stream`. With ``may_wait`` it is checked on entering if this turn of the loop has no time left.
@@ -390,14 +370,12 @@ class Engine(EngineControl):
 
 def check_asyncio() -> None:
     """Raise RuntimeError where a coroutine is not run by asyncio."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    if running_loop() is None:
         raise RuntimeError(
             "aioengine needs asyncio's event loop, and none runs here (trio does not have one): start the program with "
             "asyncio.run, or anyio.run with its asyncio backend, and serve with an asyncio worker "
             "(hypercorn --worker-class asyncio)"
-        ) from None
+        )
 
 
 def _backend_of(

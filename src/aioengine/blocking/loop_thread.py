@@ -13,9 +13,11 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
 import anyio
+import uvloop
 
 from aioengine.engine import Engine
 from aioengine.errors import EngineClosed
+from aioengine.turns import running_loop
 
 T = TypeVar("T")
 
@@ -51,7 +53,7 @@ class LoopThread:
         self._calls: set[_BlockingCall[Any]] = set()
         self.is_open = True
         self._refuse_running_loop()
-        self._loop = _make_loop()
+        self._loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
         # Tasks to be started: anyio starts them from within a task alone, and not from a callback.
         self._inbox: deque[Callable[[], Coroutine[Any, Any, None]]] = deque()
         self._changed = asyncio.Event()
@@ -148,7 +150,7 @@ class LoopThread:
     def drop(self) -> None:
         """Close an engine that is no longer used; wait for its end, unless in a loop's thread or one of an engine."""
         self.stop()
-        if not (_is_loop_running() or threading.current_thread().name.startswith("aioengine")):
+        if not (running_loop() or threading.current_thread().name.startswith("aioengine")):
             self._thread.join(CLOSE_DEADLINE_S)
 
     # In the thread
@@ -193,7 +195,7 @@ class LoopThread:
         return EngineClosed(f"this {self._owner} is closed; make a new one")
 
     def _refuse_running_loop(self) -> None:
-        if _is_loop_running():
+        if running_loop() is not None:
             raise RuntimeError(
                 f"{self._owner} blocks, and this thread runs an event loop, which would stand still: use "
                 "`engine = await aioengine.Engine.start(...)` and `await engine.generate(...)` here"
@@ -256,23 +258,6 @@ class _BlockingCall(Generic[T]):
                 raise error
         finally:
             del error  # its traceback has this frame, which must not keep the caller's objects alive
-
-
-def _make_loop() -> asyncio.AbstractEventLoop:
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.new_event_loop()
-    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
-    return loop
-
-
-def _is_loop_running() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
 
 
 _running: set[LoopThread] = set()

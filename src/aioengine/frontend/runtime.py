@@ -43,7 +43,7 @@ from aioengine.text.loading import has_tokenizer
 from aioengine.text.token_table import TokenTable
 from aioengine.text.tokenizer import Tokenizer
 from aioengine.text.worker import TextWorker, run_abandonable
-from aioengine.turns import turns_here
+from aioengine.turns import running_loop, turns_here
 
 logger = logging.getLogger("aioengine")
 
@@ -207,11 +207,7 @@ class Runtime:
             raise EngineClosed("the engine is still starting")
 
     def check_loop(self) -> None:
-        try:
-            is_here = asyncio.get_running_loop() is self._loop
-        except RuntimeError:
-            is_here = False
-        if not is_here:
+        if running_loop() is not self._loop:
             raise RuntimeError(
                 "this engine was started on another event loop: use it there, start one here, or go through "
                 "asyncio.run_coroutine_threadsafe or loop.call_soon_threadsafe"

@@ -26,6 +26,7 @@ from aioengine.scheduler.plan import (
     int32,
 )
 from aioengine.testing.fake_logprobs import prompt_logprobs, step_logprobs
+from aioengine.turns import running_loop
 
 T = TypeVar("T")
 
@@ -329,10 +330,8 @@ class FakeExecutor:
 
 
 def loop_time() -> float:
-    try:
-        return asyncio.get_running_loop().time()
-    except RuntimeError:  # stepped by hand, without a loop
-        return 0.0
+    loop = running_loop()
+    return 0.0 if loop is None else loop.time()  # stepped by hand, without a loop
 
 
 def _masked(output: list[int], sampling: RowSampling) -> set[int]:
