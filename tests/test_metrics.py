@@ -208,10 +208,10 @@ def test_two_engines_share_nothing() -> None:
 
 def test_the_load_can_be_set_between_two_steps() -> None:
     metrics = fed()
-    metrics.set_load(running=0, waiting=7, free_blocks=10, num_blocks=10)
+    metrics.set_load(running=0, waiting=7, blocked=0, free_blocks=10, num_blocks=10)
     stats = metrics.snapshot()
     assert (stats.running, stats.waiting, stats.kv_cache_usage) == (0, 7, 0.0)
-    metrics.set_load(running=0, waiting=0, free_blocks=0, num_blocks=0)
+    metrics.set_load(running=0, waiting=0, blocked=0, free_blocks=0, num_blocks=0)
     assert metrics.snapshot().kv_cache_usage == 0.0
 
 

@@ -368,13 +368,7 @@ class EngineMetrics:
         self._deferred = self.num_requests_waiting_by_reason.of("deferred")
 
     def on_step(self, record: StepRecord) -> None:
-        self.set_load(
-            running=record.running,
-            waiting=record.waiting,
-            blocked=record.blocked,
-            free_blocks=record.free_blocks,
-            num_blocks=record.num_blocks,
-        )
+        self.set_load(record.running, record.waiting, record.blocked, record.free_blocks, record.num_blocks)
         self.num_preemptions.value = record.preemptions
         self.prefix_cache_queries.value = record.prefix_cache_queries
         self.prefix_cache_hits.value = record.prefix_cache_hits
@@ -390,7 +384,7 @@ class EngineMetrics:
         if len(record.inter_token_latencies_s):
             self.inter_token_latency_seconds.observe_many(record.inter_token_latencies_s)
 
-    def set_load(self, *, running: int, waiting: int, blocked: int = 0, free_blocks: int, num_blocks: int) -> None:
+    def set_load(self, running: int, waiting: int, blocked: int, free_blocks: int, num_blocks: int) -> None:
         """Set the gauges: before they are read, since what comes and goes between two steps makes no record."""
         self.num_requests_running.value = running
         self.num_requests_waiting.value = waiting

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 import anyio
 
 from aioengine.blocking.loop_thread import LoopThread
 from aioengine.config import ConfigKeywords, EngineConfig, ProcessOptions
-from aioengine.core.control import PauseMode, SleepLevel, WakeTag
+from aioengine.core.control import PauseMode, SleepLevel
 from aioengine.core.executor_protocol import Executor
 from aioengine.core.health import Health
 from aioengine.engine import Engine
@@ -20,9 +21,21 @@ from aioengine.errors import EngineDead
 from aioengine.metrics import EngineStats
 from aioengine.text.tokenizer import Tokenizer
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 DEFAULT_TRACE = "aioengine-trace.json"
+
+
+def _blocking(method: Callable[Concatenate[Engine, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Facade, P], T]:
+    """A method of `Engine` as a blocking one."""
+
+    @functools.wraps(method)
+    def call(facade: Facade, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        outcome: T = facade._host.run(lambda engine: getattr(engine, method.__name__)(*args, **kwargs))
+        return outcome
+
+    return call
 
 
 class Facade:
@@ -82,10 +95,6 @@ class Facade:
         """The model's tokenizer, with the names and defaults of transformers'."""
         return self._host.engine.get_tokenizer()
 
-    def get_supported_tasks(self) -> tuple[str, ...]:
-        """What the engine can do, such as "generate"."""
-        return self._host.run(lambda engine: engine.supported_tasks())
-
     def stats(self) -> EngineStats:
         """The engine's numbers now, and since its start."""
         return self._host.ask(lambda engine: engine.stats())
@@ -120,14 +129,6 @@ class Facade:
         """Give the device's memory back until `wake_up`; as `Engine.sleep`."""
         self._may_sleep = True
         self._host.run(lambda engine: engine.sleep(level, mode=mode))
-
-    def wake_up(self, tags: Iterable[WakeTag] | None = None) -> None:
-        """Bring back what `sleep` took: all, or these; as `Engine.wake_up`."""
-        self._host.run(lambda engine: engine.wake_up(tags))
-
-    def is_sleeping(self) -> bool:
-        """Whether anything that `sleep` took is not back yet."""
-        return self._host.run(lambda engine: engine.is_sleeping())
 
     def start_profile(self, max_steps: int = 100) -> None:
         """Record the device's next steps, ``max_steps`` at most, until `stop_profile`."""
@@ -169,19 +170,11 @@ class Facade:
         """Call a function with the model on each rank; for engines in this process."""
         return self._host.run(lambda engine: engine.apply_model(function))
 
-    def update_weights(
-        self, folder: str | os.PathLike[str] | None = None, *, tensors: Mapping[str, Any] | None = None
-    ) -> None:
-        """Take other weights of the same shapes, from a folder or from tensors; as `Engine.update_weights`."""
-        self._host.run(lambda engine: engine.update_weights(folder, tensors=tensors))
-
-    def save_sharded_state(self, folder: str | os.PathLike[str], **options: Any) -> list[str]:
-        """Write the weights as they are now into a folder; as `Engine.save_sharded_state`.
-
-        Returns:
-            the names of the weight files.
-        """
-        return self._host.run(lambda engine: engine.save_sharded_state(folder, **options))
+    get_supported_tasks = _blocking(Engine.supported_tasks)
+    wake_up = _blocking(Engine.wake_up)
+    is_sleeping = _blocking(Engine.is_sleeping)
+    update_weights = _blocking(Engine.update_weights)
+    save_sharded_state = _blocking(Engine.save_sharded_state)
 
     # For calls that wait for tokens
 

@@ -21,6 +21,7 @@ from aioengine.frontend.prompt import ChatMessage
 from aioengine.frontend.runtime import Runtime
 from aioengine.metrics import EngineMetrics, EngineStats, Observer
 from aioengine.text import calls
+from aioengine.text.chat_input import copy_messages, take_template_kwargs
 from aioengine.text.tokenizer import Tokenizer
 from aioengine.validation import shorten, typed
 
@@ -206,13 +207,22 @@ class EngineControl:
             InvalidRequest: a value is bad, or the model has no tokenizer.
         """
         runtime = self._here()
-        return await calls.tokenize(
-            runtime.tokenizer,
-            runtime.open_worker_for,
-            prompt,
-            add_special_tokens=add_special_tokens,
-            chat_template_kwargs=chat_template_kwargs,
-        )
+        is_chat = isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], dict)
+        if not isinstance(prompt, str) and not is_chat:
+            raise InvalidRequest(
+                f"prompt={shorten(prompt)}: a text or a list of chat messages is needed, with one message at least",
+                param="prompt",
+            )
+        add = not is_chat if add_special_tokens is None else add_special_tokens
+        calls.check_flag("add_special_tokens", add)
+        tokenizer = _tokenizer_of(runtime, "prompt")
+        kwargs = take_template_kwargs(chat_template_kwargs, is_chat=is_chat)
+        if isinstance(prompt, str):
+            text = prompt
+        else:  # apart from the encoding: a long chat is encoded by the worker for its size
+            messages = copy_messages(prompt)
+            text = await runtime.open_worker_for(None).run(tokenizer.render_chat, None, messages, **kwargs)
+        return await runtime.open_worker_for(len(text)).run(tokenizer.encode, len(text), text, add_special_tokens=add)
 
     async def detokenize(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids, however many, as the tokenizer's own decode gives it.
@@ -223,13 +233,10 @@ class EngineControl:
             InvalidRequest: an id is not in the model's vocabulary, or the model has no tokenizer.
         """
         runtime = self._here()
-        return await calls.detokenize(
-            runtime.tokenizer,
-            runtime.open_worker_for,
-            token_ids,
-            vocab_size=runtime.info.vocab_size,
-            skip_special_tokens=skip_special_tokens,
-        )
+        calls.check_flag("skip_special_tokens", skip_special_tokens)
+        tokenizer, ids = _tokenizer_of(runtime, "token_ids"), calls.listed_ids(token_ids)
+        given = (tokenizer, ids, runtime.info.vocab_size, skip_special_tokens)
+        return await runtime.open_worker_for(len(ids)).run(calls.detokenize, len(ids), *given)
 
     def token_bytes(
         self, token_ids: list[int], *, is_start: bool = True, skip_special_tokens: bool = True
@@ -248,13 +255,10 @@ class EngineControl:
             InvalidRequest: an id is not in the model's vocabulary, or the model has no tokenizer.
         """
         runtime = self._here()
-        return calls.token_bytes(
-            runtime.tokenizer,
-            token_ids,
-            vocab_size=runtime.info.vocab_size,
-            is_start=is_start,
-            skip_special_tokens=skip_special_tokens,
-        )
+        flags = {"is_start": is_start, "skip_special_tokens": skip_special_tokens}
+        for name, value in flags.items():
+            calls.check_flag(name, value)
+        return calls.token_bytes(_tokenizer_of(runtime, "token_ids"), token_ids, runtime.info.vocab_size, **flags)
 
     # Numbers
 
@@ -438,6 +442,12 @@ def _bytes_of(name: object, tensor: Any) -> tuple[WeightDtype, tuple[int, ...], 
         "float16 or (torch) bfloat16",
         param="tensors",
     )
+
+
+def _tokenizer_of(runtime: Runtime, param: str) -> Tokenizer:
+    if runtime.tokenizer is None:
+        raise InvalidRequest("this model has no tokenizer: it takes and gives token ids alone", param=param)
+    return runtime.tokenizer
 
 
 def _not_started() -> EngineClosed:

@@ -394,13 +394,8 @@ class Runtime:
     def current_metrics(self) -> EngineMetrics:
         """The metrics, with their gauges set to this moment's load."""
         stats, metrics = self.core.stats(), self.core.observers.metrics
-        metrics.set_load(
-            running=stats.running,
-            waiting=stats.waiting + stats.blocked + self.admission.num_waiting,
-            blocked=stats.blocked,
-            free_blocks=stats.free_blocks,
-            num_blocks=stats.num_blocks,
-        )
+        waiting = stats.waiting + stats.blocked + self.admission.num_waiting
+        metrics.set_load(stats.running, waiting, stats.blocked, stats.free_blocks, stats.num_blocks)
         return metrics
 
     async def _wake_up(self) -> None:
