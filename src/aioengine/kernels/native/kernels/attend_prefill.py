@@ -21,6 +21,7 @@ from aioengine.kernels.native.kernels.simd import (
     BFLOAT16,
     FLOAT16,
     FLOAT32,
+    HAS_DOT_BF16,
     I16,
     I32,
     I64,
@@ -242,4 +243,7 @@ def make_attend_prefill(memory: Memory, work: Memory, panel_of: Any) -> Any:
 _panel_of_float32 = make_panel(KINDS["float32"])
 kernel(name="attend_prefill_float32")(make_attend_prefill(FLOAT32, FLOAT32, _panel_of_float32))
 kernel(name="attend_prefill_float16")(make_attend_prefill(FLOAT16, FLOAT32, _panel_of_float32))
-kernel(name="attend_prefill_bfloat16")(make_attend_prefill(BFLOAT16, BFLOAT16, make_panel(KINDS["bfloat16"])))
+if HAS_DOT_BF16:
+    kernel(name="attend_prefill_bfloat16")(make_attend_prefill(BFLOAT16, BFLOAT16, make_panel(KINDS["bfloat16"])))
+else:
+    kernel(name="attend_prefill_bfloat16")(make_attend_prefill(BFLOAT16, FLOAT32, _panel_of_float32))

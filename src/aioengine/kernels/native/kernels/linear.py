@@ -11,6 +11,7 @@ sums of a group of inputs are scaled and added to the output.
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ from aioengine.kernels.native.kernels.simd import (
     BFLOAT16,
     F16,
     F32,
+    FEATURES,
     FLOAT16,
     FLOAT32,
     HAS_DOT_BF16,
@@ -32,6 +34,7 @@ from aioengine.kernels.native.kernels.simd import (
     I16,
     I32,
     I64,
+    IS_X86,
     LANES,
     Memory,
     absolute,
@@ -72,131 +75,258 @@ from aioengine.kernels.native.kernels.simd import (
 PANEL = 64
 VECTORS = PANEL // LANES
 TILE_ROWS = 6
-"""Rows whose sums stay in registers: 6 × 4 of the 32, with 4 for weights and 1 for an activation."""
+"""Rows whose sums stay in registers, if there are 32 of 64 bytes: 6 × 4 of them, with 4 for weights and 1 for an
+activation.
+"""
+
+HAS_FEW_REGISTERS = not FEATURES.get("avx512f")
+TILE_VECTORS = (4, 2, 1, 1, 1, 1) if HAS_FEW_REGISTERS else (VECTORS,) * TILE_ROWS
+"""Vectors of a panel whose sums stay in registers, for 1 to 6 rows: there may be but 16 registers of 32 bytes."""
+
+MOST_ROWS = 192
+
+BLOCK_WORDS = 64
+"""Words of a panel that stay in the first-level cache, where it is gone through more than once."""
+
+INT4_GROUP_WORDS = 32
+AHEAD_BYTES = 8192
 
 
 class Kind(NamedTuple):
-    """What a word is.
+    """What a word is. Words are multiplied as they are, or part by part: a part has another type, and one number, or
+    two of int16, for each word.
 
     Attributes:
         word_bytes: of one output of the weight. x_bytes: of an activation's word.
         sums: vector type of sums.
-        load: emits 16 words of a weight, of the LLVM type that ``dot`` takes.
         scalar: LLVM type of an activation's word.
-        dot: emits sums + word · words.
+        words: LLVM type of 16 words of a weight.
+        parts, x_parts: what emit each part of 16 words, of a weight and of activations.
+        dot_parts: emits sums + part · part, of 16 words each.
     """
 
     word_bytes: int
     x_bytes: int
     sums: Any
-    load: Any
     scalar: Any
-    dot: Any
+    words: ir.VectorType
+    parts: tuple[Any, ...]
+    x_parts: tuple[Any, ...]
+    dot_parts: Any
+
+    @property
+    def is_split(self) -> bool:
+        """Whether activations are multiplied part by part."""
+        return self.x_parts is not _AS_THEY_ARE
+
+    def dot(self, b: Any, sums: Any, x: Any, w: Any) -> Any:
+        """Emit sums + words · words, of 16 words each."""
+        for x_part, part in zip(self.x_parts, self.parts, strict=True):
+            sums = self.dot_parts(b, sums, x_part(b, x), part(b, w))
+        return sums
+
+
+def _as_it_is(b: Any, words: Any) -> Any:
+    return words
+
+
+def _as_float32(b: Any, words: Any) -> Any:
+    return b.fpext(words, f32x16.llvm)
+
+
+def _low_bfloat16(b: Any, words: Any) -> Any:
+    return b.bitcast(b.shl(words, constant(i32x16, 16)), f32x16.llvm)
+
+
+def _high_bfloat16(b: Any, words: Any) -> Any:
+    return b.bitcast(b.and_(words, constant(i32x16, -65536)), f32x16.llvm)
+
+
+I16X32 = ir.VectorType(I16, 2 * LANES)
+
+
+def _bytes_as_int16(shift: str, is_even: bool) -> Any:
+    """Bytes 0 and 2 of each word, or 1 and 3, widened by ``shift`` to the right."""
+
+    def emit(b: Any, words: Any) -> Any:
+        pairs, eight = b.bitcast(words, I16X32), ir.Constant(I16X32, [8] * I16X32.count)
+        return getattr(b, shift)(b.shl(pairs, eight) if is_even else pairs, eight)
+
+    return emit
+
+
+def _int4_as_bfloat16(b: Any, words: Any) -> Any:
+    """The pairs of bytes' halves as pairs of bfloat16."""
+    bytes_, pairs = b.zext(words, i32x16.llvm), None
+    for half, shift in ((bytes_, 0), (b.lshr(bytes_, constant(i32x16, 4)), 16)):
+        bits = [int(np.float32(value - 8).view(np.uint32)) >> 16 << shift for value in range(16)]
+        found = look_up(b, ir.Constant(i32x16.llvm, bits), b.and_(half, constant(i32x16, 15)))
+        pairs = found if pairs is None else b.or_(pairs, found)
+    return pairs
+
+
+def _low_int4(b: Any, words: Any) -> Any:
+    half = b.and_(b.zext(words, i32x16.llvm), constant(i32x16, 15))
+    return b.sitofp(b.sub(half, constant(i32x16, 8)), f32x16.llvm)
+
+
+def _high_int4(b: Any, words: Any) -> Any:
+    half = b.lshr(b.zext(words, i32x16.llvm), constant(i32x16, 4))
+    return b.sitofp(b.sub(half, constant(i32x16, 8)), f32x16.llvm)
 
 
 def _dot_float32(b: Any, sums: Any, x: Any, w: Any) -> Any:
     return call(b, "llvm.fma.v16f32", f32x16.llvm, x, w, sums)
 
 
-def _dot_float16(b: Any, sums: Any, x: Any, w: Any) -> Any:
-    return call(b, "llvm.fma.v16f32", f32x16.llvm, *(b.fpext(v, f32x16.llvm) for v in (x, w)), sums)
-
-
 def _dot_bfloat16(b: Any, sums: Any, x: Any, w: Any) -> Any:
-    """The pairs' products, and their sum, as ``vdpbf16ps`` adds them, or the second product after the first."""
-    if HAS_DOT_BF16:
-        pairs = ir.VectorType(BF16, 2 * LANES)
-        return call(b, "llvm.x86.avx512bf16.dpbf16ps.512", f32x16.llvm, sums, b.bitcast(x, pairs), b.bitcast(w, pairs))
-    upper = constant(i32x16, -65536)
-    sixteen = constant(i32x16, 16)
-    for half in (lambda v: b.shl(v, sixteen), lambda v: b.and_(v, upper)):
-        sums = _dot_float32(b, sums, *(b.bitcast(half(v), f32x16.llvm) for v in (x, w)))
-    return sums
+    """The pairs' products, and their sum."""
+    pairs = ir.VectorType(BF16, 2 * LANES)
+    return call(b, "llvm.x86.avx512bf16.dpbf16ps.512", f32x16.llvm, sums, b.bitcast(x, pairs), b.bitcast(w, pairs))
 
 
 def _dot_int8(b: Any, sums: Any, x: Any, w: Any) -> Any:
     """Four products of an unsigned and a signed byte, and their exact sum."""
-    if HAS_DOT_INT8:
-        return call(b, "llvm.x86.avx512.vpdpbusd.512", i32x16.llvm, sums, x, w)
-    for byte in range(4):
-        left, down = constant(i32x16, 24 - 8 * byte), constant(i32x16, 24)
-        sums = b.add(sums, b.mul(b.lshr(b.shl(x, left), down), b.ashr(b.shl(w, left), down)))
-    return sums
+    return call(b, "llvm.x86.avx512.vpdpbusd.512", i32x16.llvm, sums, x, w)
 
 
-def _loaded(vector: Any) -> Any:
-    return lambda b, address: load(b, address, vector)
+def _dot_int16(b: Any, sums: Any, x: Any, w: Any) -> Any:
+    """Two products of int16, and their exact sum: one instruction (``vpmaddwd``) where there is that."""
+    wide = ir.VectorType(I32, 2 * LANES)
+    products = b.mul(b.sext(b.bitcast(x, I16X32), wide), b.sext(w, wide))
+    firsts, seconds = (
+        b.shuffle_vector(products, products, ir.Constant(i32x16.llvm, list(range(first, 2 * LANES, 2))))
+        for first in (0, 1)
+    )
+    return _kept_in_order(b, b.add(sums, b.add(firsts, seconds)))
 
 
-def _load_int4(b: Any, address: Any) -> Any:
-    """The pairs of bytes' halves as pairs of bfloat16."""
-    pairs = b.zext(load(b, address, ir.VectorType(I8, LANES)), i32x16.llvm)
-    words = None
-    for half, shift in ((pairs, 0), (b.lshr(pairs, constant(i32x16, 4)), 16)):
-        bits = [int(np.float32(value - 8).view(np.uint32)) >> 16 << shift for value in range(16)]
-        index = b.and_(half, constant(i32x16, 15))
-        found = look_up(b, ir.Constant(i32x16.llvm, bits), index)
-        words = found if words is None else b.or_(words, found)
-    return words
+def _kept_in_order(b: Any, sums: Any) -> Any:
+    """The same, by an instruction that is none: LLVM would put sums of integers into an order that needs more registers
+    than there are.
+    """
+    if not (IS_X86 and HAS_FEW_REGISTERS):
+        return sums
+    half = ir.VectorType(I32, LANES // 2)
+    same = ir.FunctionType(half, [half])
+    halves = (ir.Constant(half, list(range(first, first + half.count))) for first in (0, half.count))
+    kept = [b.asm(same, "", "=x,0", [b.shuffle_vector(sums, sums, lanes)], False) for lanes in halves]
+    return b.shuffle_vector(*kept, ir.Constant(i32x16.llvm, list(range(LANES))))
 
+
+_AS_THEY_ARE = (_as_it_is,)
+_FLOAT32, _BFLOAT16 = (_as_float32,), (_low_bfloat16, _high_bfloat16)
+_BYTES, _UNSIGNED_BYTES = (
+    tuple(_bytes_as_int16(shift, is_even) for is_even in (True, False)) for shift in ("ashr", "lshr")
+)
+_of_bfloat16 = (_AS_THEY_ARE, _AS_THEY_ARE, _dot_bfloat16) if HAS_DOT_BF16 else (_BFLOAT16, _BFLOAT16, _dot_float32)
+_of_int8 = (_AS_THEY_ARE, _AS_THEY_ARE, _dot_int8) if HAS_DOT_INT8 else (_BYTES, _UNSIGNED_BYTES, _dot_int16)
+_int4_parts = (_int4_as_bfloat16,) if HAS_DOT_BF16 else (_low_int4, _high_int4)
 
 KINDS = {
-    "float32": Kind(4, 4, f32x16, _loaded(f32x16.llvm), F32, _dot_float32),
-    "bfloat16": Kind(4, 4, f32x16, _loaded(i32x16.llvm), I32, _dot_bfloat16),
-    "float16": Kind(2, 2, f32x16, _loaded(ir.VectorType(F16, LANES)), F16, _dot_float16),
-    "int8": Kind(4, 4, i32x16, _loaded(i32x16.llvm), I32, _dot_int8),
-    "int4": Kind(1, 4, f32x16, _load_int4, I32, _dot_bfloat16),
+    "float32": Kind(4, 4, f32x16, F32, f32x16.llvm, _AS_THEY_ARE, _AS_THEY_ARE, _dot_float32),
+    "bfloat16": Kind(4, 4, f32x16, I32, i32x16.llvm, *_of_bfloat16),
+    "float16": Kind(2, 2, f32x16, F16, ir.VectorType(F16, LANES), _FLOAT32, _FLOAT32, _dot_float32),
+    "int8": Kind(4, 4, i32x16, I32, i32x16.llvm, *_of_int8),
+    "int4": Kind(1, 4, f32x16, I32, ir.VectorType(I8, LANES), _int4_parts, *_of_bfloat16[1:]),
 }
-INT4_GROUP_WORDS = 32
-AHEAD_BYTES = 8192
 
 
-def make_tile(kind: Kind, rows: int) -> Any:
-    """A function of (x, x_stride, w, num_words, sums, scales, ahead) that sets sums [rows, 64] to a panel's
-    products.
-
-    With scales, bfloat16 [64] at an address, it adds the scaled products to the sums instead. As much as it reads of
-    the weight it brings from the address ``ahead``, unless that is 0, into the second-level cache.
+class Start(Enum):
+    """What a tile's sums begin from, and become: from zero, from what is in memory, or from zero, and then they are
+    scaled and added to what is in memory.
     """
-    word = kind.word_bytes
+
+    ZERO = 0
+    SUMS = 1
+    SCALED = 2
+
+
+PART_BYTES = 4 * BLOCK_WORDS
+"""Of a row of an activation's part, for a block."""
+
+
+def number(value: int) -> Any:
+    return ir.Constant(I64, value)
+
+
+def make_tile(kind: Kind, rows: int, start: Start) -> Any:
+    """A function of (x, x_stride, w, num_words, sums, scales, ahead) that sets sums [rows, 64] to a panel's products,
+    as many vectors of it at a time as `TILE_VECTORS` says.
+
+    x is the activations' words, or the parts of them, each `PART_BYTES` behind the one before. Scales are bfloat16
+    [64]. As much as it reads of the weight it brings from the address ``ahead``, unless that is 0, into the
+    second-level cache.
+    """
+    vector_bytes, num_vectors = kind.word_bytes * LANES, TILE_VECTORS[rows - 1]
+    x_bytes, one = (4, kind.sums.llvm.element) if kind.is_split else (kind.x_bytes, kind.scalar)
+    places = [(row, v) for row in range(rows) for v in range(num_vectors)]
 
     @instruction(types.none, *[types.int64] * 7)
     def tile(b: Any, x: Any, x_stride: Any, w: Any, num_words: Any, sums: Any, scales: Any, ahead: Any) -> None:
-        def number(value: int) -> Any:
-            return ir.Constant(I64, value)
-
-        places = [(row, v) for row in range(rows) for v in range(VECTORS)]
         held = {place: cgutils.alloca_once(b, kind.sums.llvm) for place in places}
-        for place in places:
-            b.store(ir.Constant(kind.sums.llvm, None), held[place])
         starts = [b.add(x, b.mul(x_stride, number(row))) for row in range(rows)]
-        with cgutils.for_range(b, num_words, intp=I64) as loop:
-            offset = b.mul(loop.index, number(word * PANEL))
-            at = b.add(w, offset)
-            if rows > 1:  # one row's loads are far enough ahead of its few products
-                with b.if_then(b.icmp_signed("!=", ahead, number(0))):
-                    for line in range(0, word * PANEL, 64):
-                        prefetch_line(b, b.add(b.add(ahead, offset), number(line)))
-            weights = [kind.load(b, b.add(at, number(word * LANES * v))) for v in range(VECTORS)]
-            for row in range(rows):
-                one = load(b, b.add(starts[row], b.mul(loop.index, number(kind.x_bytes))), kind.scalar)
-                every = splatted(b, one, ir.VectorType(kind.scalar, LANES))
-                for v, weight in enumerate(weights):
-                    b.store(kind.dot(b, b.load(held[row, v]), every, weight), held[row, v])
-        for row, v in places:
-            at, found = b.add(sums, number(4 * (PANEL * row + LANES * v))), b.load(held[row, v])
-            if kind.word_bytes == 1:
-                scale = load(b, b.add(scales, number(2 * LANES * v)), ir.VectorType(I16, LANES))
-                before = load(b, at, f32x16.llvm, 64)
-                found = _dot_float32(b, before, found, to_wide(b, scale))
-            store(b, at, found, 64)
+        with cgutils.for_range_slice(b, number(0), number(VECTORS), number(num_vectors), intp=I64) as (first, _):
+            first_byte = b.mul(first, number(vector_bytes))
+            sums_of = {
+                (row, v): b.add(sums, b.mul(number(4 * LANES), b.add(first, number(row * VECTORS + v))))
+                for row, v in places
+            }
+            for place in places:
+                zero = ir.Constant(kind.sums.llvm, None)
+                b.store(load(b, sums_of[place], kind.sums.llvm, 64) if start is Start.SUMS else zero, held[place])
+            with cgutils.for_range(b, num_words, intp=I64) as loop:
+                offset = b.add(first_byte, b.mul(loop.index, number(vector_bytes * VECTORS)))
+                if rows > 1:  # one row's loads are far enough ahead of its few products
+                    with b.if_then(b.icmp_signed("!=", ahead, number(0))):
+                        for line in range(0, vector_bytes * num_vectors, 64):
+                            prefetch_line(b, b.add(b.add(ahead, offset), number(line)))
+                for nth, part in enumerate(kind.parts):
+                    if nth:
+                        forget_loads(b)
+                    weights = [
+                        part(b, load(b, b.add(b.add(w, offset), number(vector_bytes * v)), kind.words))
+                        for v in range(num_vectors)
+                    ]
+                    for row in range(rows):
+                        x_at = b.add(starts[row], b.add(b.mul(loop.index, number(x_bytes)), number(nth * PART_BYTES)))
+                        every = splatted(b, load(b, x_at, one), ir.VectorType(one, LANES))
+                        for v, weight in enumerate(weights):
+                            b.store(kind.dot_parts(b, b.load(held[row, v]), every, weight), held[row, v])
+            for row, v in places:
+                at, found = sums_of[row, v], b.load(held[row, v])
+                if start is Start.SCALED:
+                    scale_at = b.add(scales, b.mul(number(2 * LANES), b.add(first, number(v))))
+                    scale = to_wide(b, load(b, scale_at, ir.VectorType(I16, LANES)))
+                    found = _dot_float32(b, load(b, at, f32x16.llvm, 64), found, scale)
+                store(b, at, found, 64)
 
     return tile
 
 
-def make_panel(kind: Kind) -> Any:
-    """A function of (x, x_stride, w, num_words, sums, rows, scales, ahead): the tile of 1 to 6 rows."""
-    tile_1, tile_2, tile_3, tile_4, tile_5, tile_6 = (make_tile(kind, rows) for rows in range(1, TILE_ROWS + 1))
+def forget_loads(b: Any) -> None:
+    """Nothing: but what is loaded before is not kept in registers for what comes after."""
+    b.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], True)
+
+
+def make_split(kind: Kind) -> Any:
+    """A function of (x, to) that writes the parts of 16 words, each `PART_BYTES` behind the one before."""
+
+    @instruction(types.none, types.int64, types.int64)
+    def split(b: Any, x: Any, to: Any) -> None:
+        words = load(b, x, ir.VectorType(kind.scalar, LANES))
+        for nth, part in enumerate(kind.x_parts):
+            store(b, b.add(to, number(nth * PART_BYTES)), part(b, words), 64)
+
+    return split
+
+
+def make_panel(kind: Kind, start: Start = Start.ZERO) -> Any:
+    """A function of (x, x_stride, w, num_words, sums, rows, scales, ahead): the tiles of 1 to 6 rows and a panel.
+
+    Of kinds whose activations have parts, and of those that start from sums, at most `BLOCK_WORDS` words.
+    """
+    tile_1, tile_2, tile_3, tile_4, tile_5, tile_6 = (make_tile(kind, rows, start) for rows in range(1, TILE_ROWS + 1))
 
     @inlined
     def panel(x: int, x_stride: int, w: int, num_words: int, sums: int, rows: int, scales: int, ahead: int) -> None:
@@ -213,7 +343,29 @@ def make_panel(kind: Kind) -> Any:
         else:
             tile_1(x, x_stride, w, num_words, sums, scales, ahead)
 
-    return panel
+    if not kind.is_split:
+        return panel
+    x_bytes = kind.x_bytes
+    room, room_for_words, split = stack(2 * PART_BYTES * TILE_ROWS), stack(LANES * 4), make_split(kind)
+    get, put = (get_i32, put_i32) if x_bytes == 4 else (get_i16, put_i16)
+
+    @inlined
+    def panel_of_parts(
+        x: int, x_stride: int, w: int, num_words: int, sums: int, rows: int, scales: int, ahead: int
+    ) -> None:
+        parts, last = room(), room_for_words()
+        whole = num_words // LANES * LANES
+        for row in range(rows):
+            words, to = x + row * x_stride, parts + row * 2 * PART_BYTES
+            for nth in range(0, whole, LANES):
+                split(words + nth * x_bytes, to + nth * 4)
+            if whole < num_words:
+                for nth in range(whole, num_words):
+                    put(last + (nth - whole) * x_bytes, get(words + nth * x_bytes))
+                split(last, to + whole * 4)
+        panel(parts, 2 * PART_BYTES, w, num_words, sums, rows, scales, ahead)
+
+    return panel_of_parts
 
 
 @inlined
@@ -230,13 +382,19 @@ def make_linear(kind: Kind, memory: Memory, of_bias: Memory) -> Any:
     the outputs' weights (float32, int32 [panels · 64]); of int4: scales (bfloat16 [panels, groups, 64]) in place of
     those of rows; last, in how many panels the thread probably has its next one.
     """
-    panel_of, word = make_panel(kind), kind.word_bytes
-    room = stack(4 * PANEL * TILE_ROWS)
+    is_int8, is_int4 = kind is KINDS["int8"], kind is KINDS["int4"]
+    # A panel is gone through block by block, each by all rows, if it is not in registers for a tile from end to end.
+    in_blocks = HAS_FEW_REGISTERS or kind.is_split
+    start = Start.SCALED if is_int4 else Start.SUMS if in_blocks else Start.ZERO
+    most_words = INT4_GROUP_WORDS if is_int4 else BLOCK_WORDS if in_blocks else 1 << 40
+    most_rows = MOST_ROWS if in_blocks else TILE_ROWS
+    panel_of, word, x_word = make_panel(kind, start), kind.word_bytes, kind.x_bytes
+    room = stack(4 * PANEL * most_rows)
     load_bias, bias_size = of_bias.load_some, of_bias.size
     store_some, size = memory.store_some, memory.size
     load_sums = FLOAT32.load
     store_sums = FLOAT32.store
-    is_int8, is_int4 = kind is KINDS["int8"], kind is KINDS["int4"]
+    is_zeroed = start is not Start.ZERO
 
     def linear(args: int, chunk: int, thread: int) -> None:
         x, x_stride = get_i64(args), get_i64(args + 8)
@@ -249,42 +407,41 @@ def make_linear(kind: Kind, memory: Memory, of_bias: Memory) -> Any:
         end_row = min(first_row + rows_a_chunk, num_rows)
         first = panel * PANEL
         w = get_i64(args + 16) + first * num_words * word
-        # A single tile waits for memory: it asks for what it reads soon. Others have time to ask for the next panel.
+        next_w = w + get_i64(args + 112) * PANEL * num_words * word
         is_single = end_row - first_row <= TILE_ROWS
-        ahead = w + (AHEAD_BYTES if is_single else get_i64(args + 112) * PANEL * num_words * word)
         scales = get_i64(args + 88) + first * num_groups_of(num_words) * 2
         sums = room()
-        for row in range(first_row, end_row, TILE_ROWS):
-            rows = min(TILE_ROWS, end_row - row)
-            if is_int4:
-                for vector in range(rows * VECTORS):
+        for begin in range(first_row, end_row, most_rows):
+            end = min(begin + most_rows, end_row)
+            if is_zeroed:
+                for vector in range((end - begin) * VECTORS):
                     store_sums(sums + vector * LANES * 4, zeros())
-                for group in range(num_groups_of(num_words)):
-                    word_at = group * INT4_GROUP_WORDS
+            for at in range(0, num_words, most_words):
+                words, here = min(most_words, num_words - at), w + at * PANEL * word
+                for row in range(begin, end, TILE_ROWS):
+                    rows = min(TILE_ROWS, end - row)
+                    if in_blocks:
+                        ahead = here + words * PANEL * word if at + words < num_words else next_w
+                        ahead = ahead if row == begin else 0
+                    else:
+                        ahead = (w + AHEAD_BYTES if is_single else next_w) + at * PANEL * word
                     panel_of(
-                        x + row * x_stride + word_at * 4,
-                        x_stride,
-                        w + word_at * PANEL,
-                        min(INT4_GROUP_WORDS, num_words - word_at),
-                        sums,
-                        rows,
-                        scales + group * PANEL * 2,
-                        ahead + word_at * PANEL,
-                    )
-            else:
-                panel_of(x + row * x_stride, x_stride, w, num_words, sums, rows, 0, ahead)
-            for nth in range(rows):
-                to = get_i64(args + 32) + (row + nth) * out_stride + first * size
+                        x + row * x_stride + at * x_word, x_stride, here, words,
+                        sums + (row - begin) * PANEL * 4, rows, scales + at // INT4_GROUP_WORDS * PANEL * 2, ahead,
+                    )  # fmt: skip
+            for row in range(begin, end):
+                to = get_i64(args + 32) + row * out_stride + first * size
                 for v in range(VECTORS):
                     count = num_outputs - first - v * LANES
                     at = first + v * LANES
+                    of_row = sums + ((row - begin) * PANEL + v * LANES) * 4
                     if is_int8:
-                        wholes = load_i32(sums + (nth * PANEL + v * LANES) * 4)
+                        wholes = load_i32(of_row)
                         wholes = wholes - shift_left(load_i32(get_i64(args + 104) + at * 4), 7)
-                        scale = splat(get_f32(get_i64(args + 88) + (row + nth) * 4))
+                        scale = splat(get_f32(get_i64(args + 88) + row * 4))
                         y = to_float(wholes) * scale * load_sums(get_i64(args + 96) + at * 4)
                     else:
-                        y = load_sums(sums + (nth * PANEL + v * LANES) * 4)
+                        y = load_sums(of_row)
                     if bias:
                         y = y + load_bias(bias + at * bias_size, count)
                     store_some(to + v * LANES * size, y, count)
