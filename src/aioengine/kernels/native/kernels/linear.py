@@ -50,6 +50,7 @@ from aioengine.kernels.native.kernels.simd import (
     instruction,
     load,
     load_i32,
+    load_lanes,
     look_up,
     max_of,
     maximum,
@@ -310,11 +311,13 @@ def forget_loads(b: Any) -> None:
 
 
 def make_split(kind: Kind) -> Any:
-    """A function of (x, to) that writes the parts of 16 words, each `PART_BYTES` behind the one before."""
+    """A function of (x, count, to) that writes the parts of 16 words, of which ``count`` are read, each `PART_BYTES`
+    behind the one before.
+    """
 
-    @instruction(types.none, types.int64, types.int64)
-    def split(b: Any, x: Any, to: Any) -> None:
-        words = load(b, x, ir.VectorType(kind.scalar, LANES))
+    @instruction(types.none, *[types.int64] * 3)
+    def split(b: Any, x: Any, count: Any, to: Any) -> None:
+        words = load_lanes(b, x, kind.scalar, count)
         for nth, part in enumerate(kind.x_parts):
             store(b, b.add(to, number(nth * PART_BYTES)), part(b, words), 64)
 
@@ -345,24 +348,17 @@ def make_panel(kind: Kind, start: Start = Start.ZERO) -> Any:
 
     if not kind.is_split:
         return panel
-    x_bytes = kind.x_bytes
-    room, room_for_words, split = stack(2 * PART_BYTES * TILE_ROWS), stack(LANES * 4), make_split(kind)
-    get, put = (get_i32, put_i32) if x_bytes == 4 else (get_i16, put_i16)
+    room, split, x_bytes = stack(2 * PART_BYTES * TILE_ROWS), make_split(kind), kind.x_bytes
 
     @inlined
     def panel_of_parts(
         x: int, x_stride: int, w: int, num_words: int, sums: int, rows: int, scales: int, ahead: int
     ) -> None:
-        parts, last = room(), room_for_words()
-        whole = num_words // LANES * LANES
+        parts = room()
         for row in range(rows):
             words, to = x + row * x_stride, parts + row * 2 * PART_BYTES
-            for nth in range(0, whole, LANES):
-                split(words + nth * x_bytes, to + nth * 4)
-            if whole < num_words:
-                for nth in range(whole, num_words):
-                    put(last + (nth - whole) * x_bytes, get(words + nth * x_bytes))
-                split(last, to + whole * 4)
+            for nth in range(0, num_words, LANES):
+                split(words + nth * x_bytes, num_words - nth, to + nth * 4)
         panel(parts, 2 * PART_BYTES, w, num_words, sums, rows, scales, ahead)
 
     return panel_of_parts
