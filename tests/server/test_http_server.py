@@ -16,7 +16,7 @@ from server.conftest import both_loops, plain_client
 from server.small_app import GET, Running, SmallApp, SmallEngine, leave, listener_at, raw_client, running
 from waiting import Tasks, until
 
-from aioengine.errors import ConfigError, EngineDead
+from aioengine.errors import EngineDead
 from aioengine.server import http_server
 from aioengine.server.http_listener import ServerAddress
 from aioengine.server.http_server import StopRequest, serve
@@ -203,32 +203,3 @@ async def test_a_stalled_engine_is_waited_for(monkeypatch: pytest.MonkeyPatch) -
         for _ in range(5):
             assert (await client.get("/health")).status_code == 200
         assert not server.has_ended.is_set()
-
-
-# The app's lifespan
-
-
-async def test_the_apps_lifespan_is_run_around_its_requests() -> None:
-    told: list[str] = []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        while scope["type"] == "lifespan":
-            kind = (await receive())["type"]
-            told.append(kind)
-            await send({"type": f"{kind}.complete"})
-            if kind == "lifespan.shutdown":
-                return
-
-    async with running(app=app):
-        assert told == ["lifespan.startup"]
-    assert told == ["lifespan.startup", "lifespan.shutdown"]
-
-
-async def test_an_app_that_cannot_start_is_not_served() -> None:
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await receive()
-        await send({"type": "lifespan.startup.failed", "message": "no database"})
-
-    async with running(app=app) as server:
-        assert isinstance(server.error, ConfigError)
-        assert server.url == ""

@@ -185,9 +185,6 @@ async def _serve(
                 stop.has_served = True
                 click.echo(f"serving {api.models.names[0]} at {url}")
 
-            def on_drain() -> None:
-                api.is_draining = True
-
             prepare_interpreter()
             await serve(
                 app,
@@ -197,7 +194,7 @@ async def _serve(
                 drain_timeout_s=drain_timeout_s,
                 limits=limits,
                 on_serving=say_where,
-                on_drain=on_drain,
+                on_drain=api.drain,
             )
 
 

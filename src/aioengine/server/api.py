@@ -162,7 +162,6 @@ class Api:
         self.config = config if config is not None else ServerConfig()
         self.models = ServedModels(self._find_engine, self.config)
         self.is_draining = False
-        """Set when the server begins to drain: `/health` says so, and no new work is taken."""
         routes = (
             Route("POST", "/v1/chat/completions", self._chat, is_work=True),
             Route("POST", "/v1/completions", self._complete, is_work=True),
@@ -192,6 +191,10 @@ class Api:
     def engine(self) -> Engine:
         """The one that is served now."""
         return self._find_engine()
+
+    def drain(self) -> None:
+        """The server begins to drain: `/health` says so from now on, and no new work is taken."""
+        self.is_draining = True
 
     # Every request
 

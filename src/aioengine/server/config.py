@@ -20,15 +20,20 @@ BYTES_A_TOKEN = 32
 LEAST_BODY_BYTES = 2**20
 
 
+Text = Annotated[str, Meta(min_length=1)]
+Count = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(gt=0.0)]
+
+
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of the HTTP API; a bad value is a `ConfigError` that names the field."""
 
+    # How long they must be is checked below, where no message shows one.
     api_keys: Annotated[
-        tuple[str, ...],  # how long they must be is checked below, where no message shows one
-        Meta(description="a key that clients must send; every path but /health then asks for one"),
+        tuple[str, ...], Meta(description="a key that clients must send; every path but /health then asks for one")
     ] = ()
     served_model_name: Annotated[
-        tuple[Annotated[str, Meta(min_length=1)], ...],
+        tuple[Text, ...],
         Meta(description="names that requests may give as their model; the first one is in answers; absent: its own"),
     ] = ()
     max_body_bytes: (
@@ -39,21 +44,20 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         | None
     ) = None
     max_concurrent_requests: (
-        Annotated[int, Meta(ge=1, description="requests served at once; absent: max_num_seqs and max_waiting together")]
+        Annotated[Count, Meta(description="requests served at once; absent: max_num_seqs and max_waiting together")]
         | None
     ) = None
-    max_prompts: Annotated[int, Meta(ge=1, description="most prompts in one request")] = 128
-    max_messages: Annotated[int, Meta(ge=1, description="most messages in one chat request")] = 2048
-    body_timeout_s: Annotated[float, Meta(gt=0.0, description="a request body must have come within this time")] = 30.0
+    max_prompts: Annotated[Count, Meta(description="most prompts in one request")] = 128
+    max_messages: Annotated[Count, Meta(description="most messages in one chat request")] = 2048
+    body_timeout_s: Annotated[Seconds, Meta(description="a request body must have come within this time")] = 30.0
     write_timeout_s: Annotated[
-        float, Meta(gt=0.0, description="a client that takes nothing of its answer for so long is cut off")
+        Seconds, Meta(description="a client that takes nothing of its answer for so long is cut off")
     ] = 30.0
     keepalive_s: Annotated[
-        float, Meta(gt=0.0, description="a stream that has nothing to say for so long sends a comment, for proxies")
+        Seconds, Meta(description="a stream that has nothing to say for so long sends a comment, for proxies")
     ] = 15.0
     max_unread_tokens: Annotated[
-        int,
-        Meta(ge=1, description="a stream whose client has so many tokens unread is not computed further until then"),
+        Count, Meta(description="a stream whose client has so many tokens unread is not computed further until then")
     ] = 4096
     unknown_fields: Annotated[
         Literal["ignore", "refuse"],
@@ -66,12 +70,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         str, Meta(pattern="^[a-zA-Z_:][a-zA-Z0-9_:]*$", description="before the names of /metrics that vLLM has, too")
     ] = "vllm:"
     allowed_origins: Annotated[
-        tuple[Annotated[str, Meta(min_length=1)], ...],
+        tuple[Text, ...],
         Meta(description="origins whose pages may read answers (CORS), or *; for an app that is served alone"),
     ] = ()
     allowed_hosts: (
         Annotated[
-            tuple[Annotated[str, Meta(min_length=1)], ...],
+            tuple[Text, ...],
             Meta(
                 min_length=1,
                 description="names that requests may call this server by (Host header), without port, or *;"
@@ -113,15 +117,15 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class HttpLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a connection may do, below the app; a bad value is a `ConfigError` that names the field."""
 
-    max_connections: Annotated[int, Meta(ge=1, description="connections at once; more are answered 503")] = 8192
+    max_connections: Annotated[Count, Meta(description="connections at once; more are answered 503")] = 8192
     header_timeout_s: Annotated[
-        float, Meta(gt=0.0, le=3600.0, description="a request's headers must have come within this time")
+        Seconds, Meta(le=3600.0, description="a request's headers must have come within this time")
     ] = 10.0
     keep_alive_timeout_s: Annotated[
-        float, Meta(gt=0.0, le=86400.0, description="an idle connection is closed after this time")
+        Seconds, Meta(le=86400.0, description="an idle connection is closed after this time")
     ] = 75.0
     """Longer than clients keep one (5 s in httpx and openai), so that none is closed as a request is sent on it."""
-    max_headers: Annotated[int, Meta(ge=1, description="headers of one request")] = 100
+    max_headers: Annotated[Count, Meta(description="headers of one request")] = 100
     max_header_bytes: Annotated[int, Meta(ge=256, description="bytes of a request's headers")] = 32768
     max_url_bytes: Annotated[int, Meta(ge=16, description="bytes of a request's URL")] = 8192
 

@@ -12,11 +12,11 @@ import socket
 import warnings
 from collections.abc import AsyncGenerator, Callable
 from email.utils import formatdate
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import anyio
 
-from aioengine.errors import ConfigError, EngineDead
+from aioengine.errors import EngineDead
 from aioengine.server.config import HttpLimits, ServerConfig
 from aioengine.server.http_listener import BACKLOG, HttpListener, ServerAddress
 
@@ -37,7 +37,6 @@ CONNECTIONS_END_S = 1.0
 """For the loop to close sockets that were cut: it takes a turn."""
 TASKS_END_S = 2.0
 """For the app's tasks to end once their connections have."""
-LIFESPAN_END_S = 30.0
 
 
 class StopRequest:
@@ -72,13 +71,13 @@ async def serve(
     all connections at once.
 
     Args:
-        app: ASGI 3. Its lifespan is run if it has one.
+        app: ASGI 3. Its lifespan is not run: the engine has been started, and is closed by what has started it.
         listener: where; it is closed in the end.
         stop: asked from the loop's own thread, such as by `asked_by_signals`.
         on_serving: called with the URL once clients can come.
         on_drain: called when draining begins: ``/health`` is to say so from then on.
     Raises:
-        ConfigError: the place was taken meanwhile, or the app's lifespan failed to start.
+        ConfigError: the place was taken meanwhile.
         EngineDead: the engine has died; clients that waited for an answer have had `ABORT_GRACE_S` to read an error.
     """
     server = HttpServer(app, engine, listener, limits, stop=stop, on_drain=on_drain)
@@ -123,12 +122,7 @@ async def start_server(
         engine.describe()  # raises where it is not running
     listener = await anyio.to_thread.run_sync(HttpListener, ServerAddress(host=host, port=port, uds=uds))
     app = create_app(engine, config)
-
-    def on_drain() -> None:
-        app.state.api.is_draining = True
-
-    # The app's lifespan has nothing to start, and would be a task that the loop's end breaks off with a traceback.
-    server = HttpServer(app, engine, listener, limits, on_drain=on_drain, lifespan="off")
+    server = HttpServer(app, engine, listener, limits, on_drain=app.state.api.drain)
     try:
         await server._start()
         await anext(server._loops_end)
@@ -157,7 +151,6 @@ class HttpServer:
         *,
         stop: StopRequest | None = None,
         on_drain: Callable[[], None] = lambda: None,
-        lifespan: Literal["auto", "off"] = "auto",
     ) -> None:
         from uvicorn.config import Config
 
@@ -178,14 +171,12 @@ class HttpServer:
             app,
             http=HttpProtocol,
             ws="none",
-            lifespan=lifespan,
+            lifespan="off",
             log_config=None,
             proxy_headers=False,
             timeout_keep_alive=self._limits.keep_alive_timeout_s,  # type: ignore[arg-type]
         )
         self._config.load()
-        self._lifespan = self._config.lifespan_class(self._config)
-        self._is_started = False
         self._is_closed = False
         self._servers: list[asyncio.Server] = []
         self._ticker: asyncio.TimerHandle | None = None
@@ -209,10 +200,6 @@ class HttpServer:
         return f"<HttpServer {self.url}>"
 
     async def _start(self) -> None:
-        await self._lifespan.startup()
-        if self._lifespan.should_exit:
-            raise ConfigError("the app did not start; the log says why")
-        self._is_started = True
         self._tick()
         await anyio.to_thread.run_sync(self._listener.listen)
         tls: dict[str, Any] = {}
@@ -270,20 +257,15 @@ class HttpServer:
                     self._changed.clear()
                     await self._changed.wait()
             await self._end_tasks()
-            if self._is_started:
-                with anyio.move_on_after(LIFESPAN_END_S) as deadline:
-                    await self._lifespan.shutdown()
-                if deadline.cancelled_caught:
-                    logger.error("the app's lifespan did not end within %g s", LIFESPAN_END_S)
 
     async def _end_tasks(self) -> None:
         """Wait for the app's tasks; cancel those that go on without their client."""
-        for is_last in (False, True):
-            if self._state.tasks:
-                await asyncio.wait(self._state.tasks, timeout=TASKS_END_S)
-            if not is_last:
-                for task in list(self._state.tasks):
-                    task.cancel()
+        if self._state.tasks:
+            await asyncio.wait(self._state.tasks, timeout=TASKS_END_S)
+        if self._state.tasks:
+            for task in list(self._state.tasks):
+                task.cancel()
+            await asyncio.wait(self._state.tasks, timeout=TASKS_END_S)
         if self._state.tasks:
             logger.error("%d tasks of the app did not end", len(self._state.tasks))
 
@@ -300,7 +282,7 @@ class HttpServer:
 
     def _connect(self) -> asyncio.Protocol:
         made: asyncio.Protocol = self._config.http_protocol_class(  # type: ignore[call-arg]
-            config=self._config, server_state=self._state, app_state=self._lifespan.state, _loop=self._loop
+            config=self._config, server_state=self._state, app_state={}, _loop=self._loop
         )
         return made
 

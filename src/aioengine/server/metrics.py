@@ -98,12 +98,8 @@ class HttpMetrics:
             handler = "none" if record.route == OTHER_ROUTE else record.route  # as that library calls it
             self.by_handler.of(handler, method, f"{record.status // 100}xx").inc()
             self.handler_durations.of(handler).observe(record.duration_s)
-        if record.outcome == "shed":
-            self.shed.inc()
-        elif record.outcome == "client_gone":
-            self.gone.inc()
-        elif record.outcome == "cut":
-            self.cut.inc()
+        if early := {"shed": self.shed, "client_gone": self.gone, "cut": self.cut}.get(record.outcome):
+            early.inc()
         if record.n is not None and record.max_choice_tokens is not None:
             self.params_n.observe(record.n)
             self.max_choice_tokens.observe(record.max_choice_tokens)
@@ -133,7 +129,10 @@ def read_families(engine: Engine, http: HttpMetrics, prefix: str, model_name: st
     except AioEngineError:  # not started, closed or dead
         health = None
     families: list[MetricFamily] = []
-    if health is not None and health.status != "DEAD":
+    is_up = health is not None and health.status != "DEAD"
+    is_stalled = health is not None and health.status == "STALLED"
+    step_age_s = 0.0 if health is None else health.step_age_s
+    if health is not None and is_up:
         by_name = {metric.name: metric for metric in metrics.collect()}
         for name, metric in by_name.items():
             families.append(_family(metric, f"{OWN_PREFIX if name in NOT_VLLMS else VLLM_PREFIX}{name}"))
@@ -159,22 +158,11 @@ def read_families(engine: Engine, http: HttpMetrics, prefix: str, model_name: st
                 num_gpu_blocks=info.num_blocks,
             ),
         ]
+    stalled = "1 while the device hangs at a step or control call, or the engine's process does."
     families += [
-        _gauge(
-            "aioengine:engine_up",
-            "1 while the engine is there; 0: not started, closed or dead.",
-            health is not None and health.status != "DEAD",
-        ),
-        _gauge(
-            "aioengine:engine_stalled",
-            "1 while the device hangs at a step or control call, or the engine's process does.",
-            health is not None and health.status == "STALLED",
-        ),
-        _gauge(
-            "aioengine:engine_step_age_seconds",
-            "How long the device has been at its present step.",
-            0.0 if health is None else health.step_age_s,
-        ),
+        _gauge("aioengine:engine_up", "1 while the engine is there; 0: not started, closed or dead.", is_up),
+        _gauge("aioengine:engine_stalled", stalled, is_stalled),
+        _gauge("aioengine:engine_step_age_seconds", "How long the device has been at its present step.", step_age_s),
         *(_family(metric, metric.name) for metric in vars(http).values()),
     ]
     labels = (("model_name", model_name), ("engine", "0"))
