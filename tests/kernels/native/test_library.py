@@ -3,36 +3,37 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from aioengine.kernels.native.library import Compilation, find_library, library_path, read_part
+from doubles.held_compiler import HeldCompiler
 
 
 @pytest.mark.parametrize("problem", ["no home", "a folder that cannot be", "a file in its place"])
-def test_a_folder_that_cannot_be_used_is_a_warning(
+def test_where_no_folder_can_be_used_the_library_is_compiled_into_one_that_goes(
     problem: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    (tmp_path / "file").touch()
+    cache_home = tmp_path / ("x" * 300 if problem == "a folder that cannot be" else "file")
+    compiler = HeldCompiler(tmp_path, monkeypatch, cache_home=cache_home)
     if problem == "no home":
-        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        monkeypatch.delenv("XDG_CACHE_HOME")
         monkeypatch.delenv("HOME")
         monkeypatch.setattr(os, "getuid", lambda: 2**31 - 2)  # no user's
-    else:
-        folder = tmp_path / ("x" * 300 if problem == "a folder that cannot be" else "file")
-        if problem == "a file in its place":
-            folder.touch()
-        monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert find_library(["common"]) is None
     compilation = Compilation(["common"])
-    child = compilation._child
-    assert child is not None
-    if problem == "no home":
-        compilation.close()  # the child's user has one
-        return
-    child.wait()
     assert compilation.poll() is None
-    assert "no native kernels, so that steps are slow" in caplog.text
+    compiler.go_on()
+    library = compilation.poll()
+    assert library is not None
+    assert library.address("put_spans")
+    assert compilation.poll() is None
+    assert "compiled for this engine alone" in caplog.text
+    assert not list(tmp_path.glob("aioengine-*"))
 
 
 def test_a_file_that_is_not_whole_is_compiled_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import gc
 import hashlib
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,7 +23,7 @@ from typing import Any
 from llvmlite import binding
 
 from aioengine.errors import InternalError
-from aioengine.kernels.native.kernels.parts import ALL_PARTS, part_of
+from aioengine.kernels.native.kernels.parts import ALL_PARTS, COMMON, part_of
 
 logger = logging.getLogger("aioengine")
 
@@ -86,22 +87,24 @@ def _cache_key() -> str:
     return key.hexdigest()
 
 
-def library_path(part: str) -> Path:
+def library_path(part: str, cache_home: str | None = None) -> Path:
     """Where this machine's part of the library is kept.
 
+    Args:
+        cache_home: absent: the user's.
     Raises:
         FileNotFoundError: there is no home directory.
     """
-    cache_home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    cache_home = cache_home or os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     if cache_home.startswith("~"):
         raise FileNotFoundError("there is no home directory to keep native kernels in; set XDG_CACHE_HOME")
     return Path(cache_home) / "aioengine" / f"kernels-{_cache_key()}-{part}.o"
 
 
-def read_part(part: str) -> bytes | None:
+def read_part(part: str, cache_home: str | None = None) -> bytes | None:
     """The object file of a part; None: it is not there, or not whole, which LLVM would take without a look."""
     try:
-        kept = library_path(part).read_bytes()
+        kept = library_path(part, cache_home).read_bytes()
     except OSError:
         return None
     digest, code = kept[:DIGEST_BYTES], kept[DIGEST_BYTES:]
@@ -112,11 +115,11 @@ def _digest(code: bytes) -> bytes:
     return hashlib.blake2b(code, digest_size=DIGEST_BYTES).digest()
 
 
-def find_library(parts: Iterable[str] = ALL_PARTS) -> Library | None:
+def find_library(parts: Iterable[str] = ALL_PARTS, cache_home: str | None = None) -> Library | None:
     """The library, if these parts of it were compiled on this machine."""
     codes: dict[str, bytes] = {}
     for part in parts:
-        code = read_part(part)
+        code = read_part(part, cache_home)
         if code is None:
             return None
         codes[part] = code
@@ -127,15 +130,15 @@ def compile_library(parts: Iterable[str] = ALL_PARTS) -> Library:
     """The library, once a child process has compiled what is missing of it, which takes a core for seconds.
 
     Raises:
-        InternalError: it could not be compiled, or not be kept.
+        InternalError: it could not be compiled.
     """
-    parts = tuple(parts)
-    library = find_library(parts)
+    compilation = Compilation(parts)
+    try:
+        library = compilation.wait()
+    finally:
+        compilation.close()
     if library is None:
-        _, errors = _start_child(parts).communicate()
-        library = find_library(parts)
-        if library is None:
-            raise InternalError(f"the native kernels could not be compiled: {errors.decode()[-1000:]}")
+        raise InternalError(f"the native kernels could not be compiled: {compilation.problem}")
     return library
 
 
@@ -156,51 +159,97 @@ def compile_parts(parts: Iterable[str]) -> None:
             if read_part(part) is not None:
                 continue
             code = compile_part(part, target_machine())
-            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-                file.write(_digest(code) + code)
-            os.replace(file.name, path)  # whole or not at all, whatever other processes do
+            unfinished = path.with_suffix(f".{os.getpid()}")
+            try:
+                unfinished.write_bytes(_digest(code) + code)
+                os.replace(unfinished, path)  # whole or not at all, whatever other processes do
+            finally:
+                unfinished.unlink(missing_ok=True)
 
 
 class Compilation:
     """The library, or a child process that compiles it while this one serves without it.
 
+    Where the user's folder cannot be written to it compiles into one that goes with this object.
+
     Args:
         parts: of the library.
+
+    Attributes:
+        problem: why there is no library.
     """
 
     def __init__(self, parts: Iterable[str]) -> None:
-        self._is_over = False
         self._parts = tuple(parts)
+        self._is_over = False
         self._child: subprocess.Popen[bytes] | None = None
+        self._cache_home: str | None = None
+        self.problem = ""
         if any(read_part(part) is None for part in self._parts):
-            self._child = _start_child(self._parts)
+            try:
+                if not _can_be_kept():
+                    self._cache_home = tempfile.mkdtemp(prefix="aioengine-")
+                self._child = _start_child(self._parts, self._cache_home)
+            except OSError as error:  # no room for a folder, or for a process
+                self._give_up(str(error))
 
     def poll(self) -> Library | None:
         """The library, once, when it is there."""
-        if self._is_over or (self._child is not None and self._child.poll() is None):
+        return None if self._child is not None and self._child.poll() is None else self.wait()
+
+    def wait(self) -> Library | None:
+        """The library, once, as soon as it is there."""
+        if self._is_over:
             return None
-        self._is_over = True
-        if self._child is not None:
-            _, errors = self._child.communicate()
-            if self._child.returncode:
-                logger.warning("no native kernels, so that steps are slow: %s", errors.decode()[-1000:])
-        return find_library(self._parts)
+        errors = self._child.communicate()[1].decode() if self._child is not None else ""
+        library = find_library(self._parts, self._cache_home)
+        if library is None:
+            self._give_up(errors[-1000:])
+        self.close()
+        return library
 
     def close(self) -> None:
-        """End the child, if it has not ended."""
-        if self._child is not None and not self._is_over:
-            self._is_over = True
+        """End the child, if it has not ended, and remove what it leaves behind. Idempotent."""
+        self._is_over = True
+        if self._child is not None and self._child.stderr is not None:
             self._child.kill()
-            self._child.communicate()
+            self._child.wait()
+            self._child.stderr.close()
+            for unfinished in library_path(COMMON, self._cache_home).parent.glob(f"*.{self._child.pid}"):
+                unfinished.unlink(missing_ok=True)
+        if self._cache_home is not None:
+            shutil.rmtree(self._cache_home, ignore_errors=True)
+
+    def _give_up(self, problem: str) -> None:
+        self.problem = problem
+        logger.warning("no native kernels, so that steps are slow: %s", problem)
+        self.close()
 
 
-def _start_child(parts: Iterable[str]) -> subprocess.Popen[bytes]:
+def _can_be_kept() -> bool:
+    """Whether the folder of the library can be written to; says so if not."""
+    try:
+        folder = library_path(COMMON).parent
+        folder.mkdir(parents=True, exist_ok=True)
+        is_writable, problem = os.access(folder, os.W_OK | os.X_OK), f"{folder} cannot be written to"
+    except OSError as error:
+        is_writable, problem = False, str(error)
+    if not is_writable:
+        logger.warning("native kernels are not kept, but compiled for this engine alone: %s", problem)
+    return is_writable
+
+
+def _start_child(parts: Iterable[str], cache_home: str | None) -> subprocess.Popen[bytes]:
+    paths = os.pathsep.join(path for path in sys.path if path)
+    environment = {**os.environ, "PYTHONPATH": paths, "NUMBA_OPT": "0"}
+    if cache_home is not None:
+        environment["XDG_CACHE_HOME"] = cache_home
     return subprocess.Popen(
         [sys.executable, "-c", _COMPILE, str(os.getpid()), *parts],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "NUMBA_OPT": "0"},
+        env=environment,
     )
 
 

@@ -57,17 +57,17 @@ class Team:
         self._end = ctypes.CFUNCTYPE(None, *pointers, *words[:2])(library.address("end"))
         serve = ctypes.CFUNCTYPE(None, *pointers, *words[:2])(library.address("serve"))
         self._results = ctypes.addressof(_ROOM_FOR_RESULTS)
-        self._threads = [
-            threading.Thread(
-                target=_serve,
-                args=(serve, self._address, thread, library, self._words),
-                name=f"aioengine-kernels-{thread}",
-                daemon=True,
-            )
-            for thread in range(1, num_threads)
-        ]
-        for each in self._threads:
-            each.start()
+        self._threads: list[threading.Thread] = []
+        try:
+            for thread in range(1, num_threads):
+                arguments = serve, self._address, thread, library, self._words
+                name = f"aioengine-kernels-{thread}"
+                started = threading.Thread(target=_serve, args=arguments, name=name, daemon=True)
+                started.start()
+                self._threads.append(started)
+        except RuntimeError:  # too many threads
+            self.close()
+            raise
 
     def use_threads(self, num_threads: int) -> None:
         """Run what comes with so many of the threads, or with all if there are fewer."""

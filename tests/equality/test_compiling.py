@@ -1,0 +1,284 @@
+"""An engine whose native kernels are not there yet: what its requests get before, while and after they come."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from checkpoints import make_checkpoint
+from equality.conftest import Oracle
+from waiting import turns, until
+
+from aioengine import Engine, RequestOutput
+from aioengine.kernels.native.library import COMMON, library_path, read_part
+from aioengine.kernels.native.operations import NativeOperations
+from aioengine.kernels.native.team import Program, Team
+from aioengine.models.folder import DEMO_MODEL
+from doubles.held_compiler import HeldCompiler
+
+PROMPTS = [list(range(300, 300 + length)) for length in (5, 33, 64, 17)]
+NUM_TOKENS = 60
+
+MakeCompiler = Callable[..., HeldCompiler]
+
+
+@pytest.fixture
+def make_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeCompiler]:
+    made = []
+
+    def make(*args: Any, **fields: Any) -> HeldCompiler:
+        made.append(HeldCompiler(tmp_path, monkeypatch, *args, **fields))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.go_on()
+
+
+@pytest.fixture(scope="module")
+def oracle() -> Oracle:
+    return Oracle(DEMO_MODEL)
+
+
+@pytest.fixture
+def num_replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Kernels of each program that was replayed."""
+    replayed, replay = [], Program.replay
+
+    def counted(self: Program) -> None:
+        replayed.append(len(self._kernels))
+        replay(self)
+
+    monkeypatch.setattr(Program, "replay", counted)
+    return replayed
+
+
+@asynccontextmanager
+async def starting(dtype: str = "float32", model: Path = DEMO_MODEL, **fields: Any) -> AsyncIterator[Engine]:
+    defaults = {"kv_cache_memory_bytes": 2**24, "max_model_len": 256, "num_threads": 2, "enable_prefix_caching": False}
+    async with Engine(str(model), dtype=dtype, show_progress=False, **{**defaults, **fields}) as engine:
+        yield engine
+
+
+async def generate(engine: Engine, prompt: list[int], **params: Any) -> RequestOutput:
+    asked = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True, **params}
+    return await engine.generate(prompt, **asked)
+
+
+async def layouts(engine: Engine) -> set[str]:
+    """Of the weights: "rows" are plain torch's."""
+    ((found),) = await engine.apply_model(lambda decoder: {linear.packed.layout for linear in decoder.linears()})
+    return found
+
+
+async def assert_right(engine: Engine, oracle: Oracle, prompts: list[list[int]] = PROMPTS) -> None:
+    outputs = await asyncio.gather(*(generate(engine, prompt) for prompt in prompts))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.outputs[0].token_ids == oracle.generate(prompt, NUM_TOKENS).token_ids
+
+
+# While it is compiled
+
+
+async def test_streams_go_on_rightly_when_native_kernels_take_over(
+    make_compiler: MakeCompiler, oracle: Oracle, num_replays: list[int]
+) -> None:
+    compiler = make_compiler()
+    async with starting() as engine, asyncio.TaskGroup() as group:
+        begun = [group.create_task(generate(engine, prompt)) for prompt in PROMPTS[:2]]
+        async with engine.stream(PROMPTS[2], temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True) as stream:
+            async for delta in stream:
+                if len(delta.token_ids) and stream.result.outputs[0].token_ids[19:]:
+                    break
+            assert await layouts(engine) == {"rows"}
+            assert not num_replays
+            compiler.go_on()
+            late = group.create_task(generate(engine, PROMPTS[3]))
+            outputs = [await begun[0], await begun[1], await stream.finish(), await late]
+        assert await layouts(engine) == {"panels"}
+        assert num_replays, "no step was a program"
+        for prompt, output in zip(PROMPTS, outputs, strict=True):
+            assert output.outputs[0].token_ids == oracle.generate(prompt, NUM_TOKENS).token_ids
+        await assert_right(engine, oracle)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+async def test_after_the_change_all_is_as_if_native_kernels_had_always_been_there(
+    make_compiler: MakeCompiler, quantization: str | None
+) -> None:
+    async def numbers(engine: Engine) -> list[Any]:
+        outputs = [await generate(engine, prompt, logprobs=3, prompt_logprobs=2) for prompt in PROMPTS]
+        return [(each.outputs[0].token_ids, each.outputs[0].logprobs, each.prompt_logprobs) for each in outputs]
+
+    fields = {"dtype": "bfloat16", "quantization": quantization}
+    async with starting(**fields) as engine:
+        expected = await numbers(engine)
+    compiler = make_compiler()
+    async with starting(**fields) as engine:
+        before = await numbers(engine)
+        compiler.go_on()
+        await generate(engine, PROMPTS[0], max_tokens=2)
+        assert await numbers(engine) == expected != before
+
+
+async def test_the_end_of_an_engine_is_the_end_of_its_compiler(make_compiler: MakeCompiler, oracle: Oracle) -> None:
+    compiler = make_compiler()
+    gc.collect()
+    before = compiler.num_descriptors()
+    async with starting() as engine:
+        await generate(engine, PROMPTS[0], max_tokens=4)
+        (child,) = compiler.processes()
+        await until(lambda: compiler.files())
+    assert not child.is_running()
+    assert not compiler.files(), "half of a file is left"
+    assert compiler.num_descriptors() == before
+    async with starting():
+        compiler.go_on()  # ends before the engine, which has had no step
+    assert not psutil.Process().children()
+    assert compiler.num_descriptors() == before
+    async with starting() as engine:
+        assert await layouts(engine) == {"panels"}
+        await assert_right(engine, oracle)
+
+
+# When it cannot be
+
+
+@pytest.mark.parametrize("outcome", ["raises", "is killed", "brings nothing"])
+async def test_a_compiler_that_fails_is_told_of_once_and_costs_nothing_but_time(
+    make_compiler: MakeCompiler, oracle: Oracle, outcome: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiler = make_compiler(outcome)
+    async with starting() as engine, asyncio.TaskGroup() as group:
+        begun = group.create_task(assert_right(engine, oracle, PROMPTS[:2]))
+        await turns(3)
+        compiler.go_on()
+        await begun
+        await assert_right(engine, oracle, PROMPTS[2:])
+        assert await layouts(engine) == {"rows"}
+    (told,) = [record.message for record in caplog.records if "native" in record.message]
+    assert told.startswith("no native kernels, so that steps are slow")
+    assert ("numba knows no such processor" in told) == (outcome == "raises")
+
+
+async def test_where_nothing_can_be_kept_kernels_are_compiled_for_the_engine_alone(
+    make_compiler: MakeCompiler, oracle: Oracle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    private = tmp_path / "private"
+    private.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(private))
+    (tmp_path / "file").touch()
+    compiler = make_compiler(cache_home=tmp_path / "file")
+    for is_waited_for in (True, False):
+        async with starting() as engine:
+            await generate(engine, PROMPTS[0], max_tokens=4)
+            assert list(private.iterdir())
+            if is_waited_for:
+                compiler.go_on()
+                await assert_right(engine, oracle)
+                assert await layouts(engine) == {"panels"}
+                assert not list(private.iterdir())
+        assert not list(private.iterdir())
+
+
+async def test_an_engine_starts_where_there_is_no_room_for_anything(
+    make_compiler: MakeCompiler, oracle: Oracle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    (tmp_path / "file").touch()
+    compiler = make_compiler(cache_home=tmp_path / "file")
+    async with starting() as engine:
+        assert not compiler.processes()
+        await assert_right(engine, oracle)
+
+
+@pytest.mark.parametrize("damage", ["cut short", "garbage", "empty"])
+async def test_files_that_are_not_whole_are_made_again(
+    make_compiler: MakeCompiler, oracle: Oracle, damage: str
+) -> None:
+    compiler = make_compiler()
+    for part in (COMMON, "float32"):
+        whole = (compiler.kept / library_path(part).name).read_bytes()
+        broken = {"cut short": whole[:-1000], "garbage": whole[:500] + os.urandom(len(whole)), "empty": b""}[damage]
+        library_path(part).parent.mkdir(exist_ok=True)
+        library_path(part).write_bytes(broken)
+    async with starting() as engine:
+        assert await layouts(engine) == {"rows"}
+        compiler.go_on()
+        await assert_right(engine, oracle)
+        assert await layouts(engine) == {"panels"}
+    for part in (COMMON, "float32"):
+        assert await asyncio.to_thread(read_part, part)
+
+
+# What else an engine does meanwhile
+
+
+@pytest.mark.parametrize("failing", ["pack", "threads"])
+async def test_weights_are_replaced_after_native_kernels_could_not_take_over(
+    make_compiler: MakeCompiler, tmp_path: Path, failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = (make_checkpoint(tmp_path / f"{seed}", "qwen3", seed=seed) for seed in (1, 2))
+    num_calls, pack, start = 0, NativeOperations.pack, Team.__init__
+
+    def fail_later(*args: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 3:
+            raise MemoryError("no room for another weight")
+        return pack(*args)
+
+    def fail(self: Team, library: Any, num_threads: int) -> None:
+        start(self, library, 1)
+        raise RuntimeError("can't start new thread")
+
+    if failing == "pack":
+        monkeypatch.setattr(NativeOperations, "pack", fail_later)
+    else:
+        monkeypatch.setattr(Team, "__init__", fail)
+    compiler = make_compiler()
+    async with starting(model=old, num_threads=1) as engine:
+        compiler.go_on()
+        await assert_right(engine, oracle_of_old := Oracle(old))
+        await engine.update_weights(str(new))
+        await assert_right(engine, Oracle(new))
+        for level in (1, 2):
+            await engine.sleep(level)
+            await engine.wake_up()
+            await assert_right(engine, Oracle(new))
+        await engine.update_weights(str(old))
+        await assert_right(engine, oracle_of_old)
+        assert await layouts(engine) == {"rows"}
+
+
+@pytest.mark.parametrize("when", ["before", "after", "asleep"])
+async def test_weights_are_replaced_and_sleep_around_the_change(
+    make_compiler: MakeCompiler, tmp_path: Path, when: str
+) -> None:
+    old, new = (make_checkpoint(tmp_path / f"{seed}", "qwen3", seed=seed) for seed in (1, 2))
+    compiler, expected = make_compiler(), Oracle(new)
+    async with starting(model=old) as engine:
+        await assert_right(engine, Oracle(old))
+        if when == "after":
+            compiler.go_on()
+            await generate(engine, PROMPTS[0], max_tokens=2)
+        await engine.update_weights(str(new))
+        if when == "before":
+            await assert_right(engine, expected)
+            compiler.go_on()
+        await assert_right(engine, expected)
+        for level in (1, 2):
+            await engine.sleep(level)
+            if when == "asleep" and level == 1:
+                compiler.go_on()
+            await engine.wake_up()
+            await assert_right(engine, expected)
+        assert await layouts(engine) == {"panels"}
