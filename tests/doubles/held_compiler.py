@@ -13,7 +13,7 @@ import pytest
 from aioengine.kernels.native import library
 
 COMPILER = """
-import fcntl, os, signal, sys, time
+import fcntl, os, signal
 from pathlib import Path
 kept, gate, outcome = {kept!r}, {gate!r}, {outcome!r}
 folder = Path(os.environ["XDG_CACHE_HOME"]) / "aioengine"
@@ -27,7 +27,7 @@ if outcome == "raises":
     raise RuntimeError("numba knows no such processor")
 if outcome == "is killed":
     os.kill(os.getpid(), signal.SIGKILL)
-for file in Path(kept).glob("*.o") if outcome == "works" else ():
+for file in Path(kept).parent.glob(Path(kept).name) if outcome == "works" else ():
     part = folder / f"{{file.name}}.part"
     part.write_bytes(file.read_bytes())
     part.rename(folder / file.name)
@@ -47,12 +47,13 @@ class HeldCompiler:
         self, folder: Path, monkeypatch: pytest.MonkeyPatch, outcome: str = "works", cache_home: Path | None = None
     ) -> None:
         self.kept = library.library_path("common").parent
+        kept = str(library.library_path("common")).removesuffix("common.o") + "*.o"
         self.cache_home = cache_home or folder / "cache"
         self._gate = (folder / "gate").open("w")
         fcntl.flock(self._gate, fcntl.LOCK_EX)
         if cache_home is None:
             self.cache_home.mkdir()
-        program = COMPILER.format(kept=str(self.kept), gate=self._gate.name, outcome=outcome)
+        program = COMPILER.format(kept=kept, gate=self._gate.name, outcome=outcome)
         monkeypatch.setattr(library, "_COMPILE", program)
         monkeypatch.setenv("XDG_CACHE_HOME", str(self.cache_home))
 

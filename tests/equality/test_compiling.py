@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from aioengine.models.folder import DEMO_MODEL
 from doubles.held_compiler import HeldCompiler
 
 PROMPTS = [list(range(300, 300 + length)) for length in (5, 33, 64, 17)]
-NUM_TOKENS = 60
+NUM_TOKENS = 48
 
 MakeCompiler = Callable[..., HeldCompiler]
 
@@ -43,9 +44,25 @@ def make_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[M
         each.go_on()
 
 
+@cache
+def tokens_of(model: Path, prompt: tuple[int, ...]) -> list[int]:
+    """transformers' own, greedily."""
+    return oracle_of(model).generate(list(prompt), NUM_TOKENS).token_ids
+
+
+@cache
+def oracle_of(model: Path) -> Oracle:
+    return Oracle(model)
+
+
 @pytest.fixture(scope="module")
-def oracle() -> Oracle:
-    return Oracle(DEMO_MODEL)
+def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("old") / "model", "qwen3", seed=1)
+
+
+@pytest.fixture(scope="module")
+def new(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("new") / "model", "qwen3", seed=2)
 
 
 @pytest.fixture
@@ -79,17 +96,18 @@ async def layouts(engine: Engine) -> set[str]:
     return found
 
 
-async def assert_right(engine: Engine, oracle: Oracle, prompts: list[list[int]] = PROMPTS) -> None:
+async def assert_right(engine: Engine, model: Path = DEMO_MODEL, prompts: list[list[int]] = PROMPTS) -> None:
+    """Its tokens are those of transformers with that model."""
     outputs = await asyncio.gather(*(generate(engine, prompt) for prompt in prompts))
     for prompt, output in zip(prompts, outputs, strict=True):
-        assert output.outputs[0].token_ids == oracle.generate(prompt, NUM_TOKENS).token_ids
+        assert output.outputs[0].token_ids == tokens_of(model, tuple(prompt))
 
 
 # While it is compiled
 
 
 async def test_streams_go_on_rightly_when_native_kernels_take_over(
-    make_compiler: MakeCompiler, oracle: Oracle, num_replays: list[int]
+    make_compiler: MakeCompiler, num_replays: list[int]
 ) -> None:
     compiler = make_compiler()
     async with starting() as engine, asyncio.TaskGroup() as group:
@@ -106,8 +124,8 @@ async def test_streams_go_on_rightly_when_native_kernels_take_over(
         assert await layouts(engine) == {"panels"}
         assert num_replays, "no step was a program"
         for prompt, output in zip(PROMPTS, outputs, strict=True):
-            assert output.outputs[0].token_ids == oracle.generate(prompt, NUM_TOKENS).token_ids
-        await assert_right(engine, oracle)
+            assert output.outputs[0].token_ids == tokens_of(DEMO_MODEL, tuple(prompt))
+        await assert_right(engine)
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
@@ -129,7 +147,7 @@ async def test_after_the_change_all_is_as_if_native_kernels_had_always_been_ther
         assert await numbers(engine) == expected != before
 
 
-async def test_the_end_of_an_engine_is_the_end_of_its_compiler(make_compiler: MakeCompiler, oracle: Oracle) -> None:
+async def test_the_end_of_an_engine_is_the_end_of_its_compiler(make_compiler: MakeCompiler) -> None:
     compiler = make_compiler()
     gc.collect()
     before = compiler.num_descriptors()
@@ -146,7 +164,7 @@ async def test_the_end_of_an_engine_is_the_end_of_its_compiler(make_compiler: Ma
     assert compiler.num_descriptors() == before
     async with starting() as engine:
         assert await layouts(engine) == {"panels"}
-        await assert_right(engine, oracle)
+        await assert_right(engine)
 
 
 # When it cannot be
@@ -154,15 +172,15 @@ async def test_the_end_of_an_engine_is_the_end_of_its_compiler(make_compiler: Ma
 
 @pytest.mark.parametrize("outcome", ["raises", "is killed", "brings nothing"])
 async def test_a_compiler_that_fails_is_told_of_once_and_costs_nothing_but_time(
-    make_compiler: MakeCompiler, oracle: Oracle, outcome: str, caplog: pytest.LogCaptureFixture
+    make_compiler: MakeCompiler, outcome: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     compiler = make_compiler(outcome)
     async with starting() as engine, asyncio.TaskGroup() as group:
-        begun = group.create_task(assert_right(engine, oracle, PROMPTS[:2]))
+        begun = group.create_task(assert_right(engine, DEMO_MODEL, PROMPTS[:2]))
         await turns(3)
         compiler.go_on()
         await begun
-        await assert_right(engine, oracle, PROMPTS[2:])
+        await assert_right(engine, DEMO_MODEL, PROMPTS[2:])
         assert await layouts(engine) == {"rows"}
     (told,) = [record.message for record in caplog.records if "native" in record.message]
     assert told.startswith("no native kernels, so that steps are slow")
@@ -170,7 +188,7 @@ async def test_a_compiler_that_fails_is_told_of_once_and_costs_nothing_but_time(
 
 
 async def test_where_nothing_can_be_kept_kernels_are_compiled_for_the_engine_alone(
-    make_compiler: MakeCompiler, oracle: Oracle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_compiler: MakeCompiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     private = tmp_path / "private"
     private.mkdir()
@@ -183,27 +201,25 @@ async def test_where_nothing_can_be_kept_kernels_are_compiled_for_the_engine_alo
             assert list(private.iterdir())
             if is_waited_for:
                 compiler.go_on()
-                await assert_right(engine, oracle)
+                await assert_right(engine)
                 assert await layouts(engine) == {"panels"}
                 assert not list(private.iterdir())
         assert not list(private.iterdir())
 
 
 async def test_an_engine_starts_where_there_is_no_room_for_anything(
-    make_compiler: MakeCompiler, oracle: Oracle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_compiler: MakeCompiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
     (tmp_path / "file").touch()
     compiler = make_compiler(cache_home=tmp_path / "file")
     async with starting() as engine:
         assert not compiler.processes()
-        await assert_right(engine, oracle)
+        await assert_right(engine)
 
 
 @pytest.mark.parametrize("damage", ["cut short", "garbage", "empty"])
-async def test_files_that_are_not_whole_are_made_again(
-    make_compiler: MakeCompiler, oracle: Oracle, damage: str
-) -> None:
+async def test_files_that_are_not_whole_are_made_again(make_compiler: MakeCompiler, damage: str) -> None:
     compiler = make_compiler()
     for part in (COMMON, "float32"):
         whole = (compiler.kept / library_path(part).name).read_bytes()
@@ -213,7 +229,7 @@ async def test_files_that_are_not_whole_are_made_again(
     async with starting() as engine:
         assert await layouts(engine) == {"rows"}
         compiler.go_on()
-        await assert_right(engine, oracle)
+        await assert_right(engine)
         assert await layouts(engine) == {"panels"}
     for part in (COMMON, "float32"):
         assert await asyncio.to_thread(read_part, part)
@@ -224,9 +240,8 @@ async def test_files_that_are_not_whole_are_made_again(
 
 @pytest.mark.parametrize("failing", ["pack", "threads"])
 async def test_weights_are_replaced_after_native_kernels_could_not_take_over(
-    make_compiler: MakeCompiler, tmp_path: Path, failing: str, monkeypatch: pytest.MonkeyPatch
+    make_compiler: MakeCompiler, old: Path, new: Path, failing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old, new = (make_checkpoint(tmp_path / f"{seed}", "qwen3", seed=seed) for seed in (1, 2))
     num_calls, pack, start = 0, NativeOperations.pack, Team.__init__
 
     def fail_later(*args: Any) -> Any:
@@ -247,38 +262,37 @@ async def test_weights_are_replaced_after_native_kernels_could_not_take_over(
     compiler = make_compiler()
     async with starting(model=old, num_threads=1) as engine:
         compiler.go_on()
-        await assert_right(engine, oracle_of_old := Oracle(old))
+        await assert_right(engine, old)
         await engine.update_weights(str(new))
-        await assert_right(engine, Oracle(new))
+        await assert_right(engine, new)
         for level in (1, 2):
             await engine.sleep(level)
             await engine.wake_up()
-            await assert_right(engine, Oracle(new))
+            await assert_right(engine, new)
         await engine.update_weights(str(old))
-        await assert_right(engine, oracle_of_old)
+        await assert_right(engine, old)
         assert await layouts(engine) == {"rows"}
 
 
 @pytest.mark.parametrize("when", ["before", "after", "asleep"])
 async def test_weights_are_replaced_and_sleep_around_the_change(
-    make_compiler: MakeCompiler, tmp_path: Path, when: str
+    make_compiler: MakeCompiler, old: Path, new: Path, when: str
 ) -> None:
-    old, new = (make_checkpoint(tmp_path / f"{seed}", "qwen3", seed=seed) for seed in (1, 2))
-    compiler, expected = make_compiler(), Oracle(new)
+    compiler = make_compiler()
     async with starting(model=old) as engine:
-        await assert_right(engine, Oracle(old))
+        await assert_right(engine, old)
         if when == "after":
             compiler.go_on()
             await generate(engine, PROMPTS[0], max_tokens=2)
         await engine.update_weights(str(new))
         if when == "before":
-            await assert_right(engine, expected)
+            await assert_right(engine, new)
             compiler.go_on()
-        await assert_right(engine, expected)
+        await assert_right(engine, new)
         for level in (1, 2):
             await engine.sleep(level)
             if when == "asleep" and level == 1:
                 compiler.go_on()
             await engine.wake_up()
-            await assert_right(engine, expected)
+            await assert_right(engine, new)
         assert await layouts(engine) == {"panels"}

@@ -36,6 +36,7 @@ from aioengine.executor.memory import return_freed_memory
 from aioengine.executor.profiler import Recording
 from aioengine.executor.runner import Runner
 from aioengine.executor.weights import Load, Weights
+from aioengine.kernels.native.attention import has_kernels
 from aioengine.kernels.native.kernels.parts import parts_of
 from aioengine.kernels.torch import operations as torch_operations
 from aioengine.models.decoder import Decoder
@@ -416,7 +417,11 @@ def _host(config: EngineConfig, folder: ModelFolder | None) -> Processor:
     """
     dtype: str = config.dtype if config.dtype != "auto" else "float32"
     if folder is not None:
-        dtype = str(read_config(folder, config).dtype).removeprefix("torch.")
+        model = read_config(folder, config)
+        dtype = str(model.dtype).removeprefix("torch.")
+        if not has_kernels(model.num_heads, model.num_kv_heads, model.head_dim):
+            logger.warning("there are no native kernels for this model's heads, so that steps are slow")
+            return Processor(HostAccelerator(), torch_operations)
     parts = parts_of(dtype, config.quantization)
     accelerator = HostAccelerator(num_threads=num_usable_threads(), parts=parts)
     return Processor(accelerator, accelerator.newer_operations() or torch_operations)

@@ -120,6 +120,12 @@ def attend_prefill(
     )  # fmt: skip
 
 
+def has_kernels(num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
+    """Whether there are kernels for heads of these numbers and this size."""
+    group = num_heads // num_kv_heads
+    return head_dim <= MAX_HEAD_DIM and group <= MAX_GROUP and group * _state_size(head_dim) <= MAX_STATES
+
+
 def prefill_tile(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
     """As `Operations.prefill_tile`: as many tokens as share each segment of keys that is packed."""
     return max(1, MAX_ROWS * num_kv_heads // num_heads)
