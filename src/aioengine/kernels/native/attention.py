@@ -13,7 +13,7 @@ from aioengine.kernels.native.team import Team, float_bits
 from aioengine.kernels.torch.quantized import head_dim_of
 
 CHUNKS_A_THREAD = 4
-HEADS_A_CHUNK = 4
+HEADS_A_CHUNK = 8
 NO_WINDOW = 1 << 40
 
 
@@ -54,7 +54,7 @@ def attend_decode(
     team.launch(
         f"attend_decode_{SUFFIXES[q.dtype]}", len(decodes) * num_slices * num_splits,
         q, k_cache, v_cache, block_tables, block_tables.shape[1], decodes, out,
-        num_heads, num_kv_heads, head_dim, head_dim // (2 if q.dtype == torch.bfloat16 else 1), k_cache.shape[1],
+        num_heads, num_kv_heads, head_dim, k_cache.shape[1],
         float_bits(scale), window or NO_WINDOW, float_bits(soft_cap or 0.0), kv_heads_a_chunk, num_splits,
         *of_states, k_cache.dtype == torch.int8, k_cache.shape[3] * k_cache.element_size(),
     )  # fmt: skip
@@ -72,12 +72,11 @@ def num_states(num_decodes: int, num_heads: int, head_dim: int, max_context: int
 
 def _check(name: str, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, out: Tensor) -> None:
     head_dim = q.shape[2]
-    is_odd, is_wide = (
-        q.dtype == torch.bfloat16 and head_dim % 2,
-        k_cache.dtype == torch.int8 and head_dim > MAX_HEAD_DIM,
-    )
-    if k_cache.dtype not in (q.dtype, torch.int8) or head_dim_of(k_cache) != head_dim or is_odd or is_wide:
+    is_odd = q.dtype == torch.bfloat16 and head_dim % 2
+    if k_cache.dtype not in (q.dtype, torch.int8) or head_dim_of(k_cache) != head_dim or is_odd:
         raise InternalError(f"native attention of {q.dtype} reads no {k_cache.dtype} cache of heads of {head_dim}")
+    if head_dim > MAX_HEAD_DIM:
+        raise InternalError(f"{name}: heads of {head_dim} are too large")
     check_tensor(f"{name}: k_cache", k_cache, (None,) * 4, k_cache.dtype, q.device)
     check_tensor(f"{name}: v_cache", v_cache, tuple(k_cache.shape), k_cache.dtype, q.device)
     check_tensor(f"{name}: block_tables", block_tables, (None, None), torch.int32, q.device)
@@ -109,8 +108,6 @@ def attend_prefill(
     check_tensor("attend_prefill: tiles", tiles, (None, 4), torch.int32, q.device)
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = k_cache.shape[2]
-    if head_dim > MAX_HEAD_DIM:
-        raise InternalError(f"attend_prefill: heads of {head_dim} are too large")
     team.launch(
         f"attend_prefill_{SUFFIXES[q.dtype]}", len(tiles) * num_kv_heads,
         q, k_cache, v_cache, block_tables, block_tables.shape[1], tiles, out,

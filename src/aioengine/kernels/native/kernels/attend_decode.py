@@ -6,6 +6,7 @@ the states of the parts are put together in their order, in one chunk or by a se
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -13,19 +14,24 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from aioengine.kernels.native.kernels.attention import LOWEST, SEGMENT, ZERO, find_keys, make_read_int8, shape_scores
+from aioengine.kernels.native.kernels.attention import LOWEST, SEGMENT, ZERO, find_keys, shape_scores
 from aioengine.kernels.native.kernels.attention_sizes import MAX_GROUP, MAX_HEAD_DIM, MAX_STATES, PART
 from aioengine.kernels.native.kernels.compiler import inlined, kernel
 from aioengine.kernels.native.kernels.functions import exp
-from aioengine.kernels.native.kernels.linear import DTYPES, KINDS, Kind
 from aioengine.kernels.native.kernels.simd import (
+    BF16,
+    BFLOAT16,
     F16,
     F32,
+    FLOAT16,
     FLOAT32,
+    HAS_DOT_BF16,
+    I8,
     I16,
     I32,
     I64,
     LANES,
+    REGISTER_LANES,
     Memory,
     call,
     f32x16,
@@ -35,7 +41,10 @@ from aioengine.kernels.native.kernels.simd import (
     instruction,
     lane_bytes,
     load,
-    pointer,
+    load_lanes,
+    number,
+    prefetch,
+    prefetch_line,
     put_f32,
     put_i64,
     splat,
@@ -49,82 +58,121 @@ from aioengine.kernels.native.kernels.simd import (
 
 read_f32, write_f32 = FLOAT32.load, FLOAT32.store
 
+# The arguments of `attend_decode`, by their offsets. K_CACHE, V_CACHE: lines of `LINE_BYTES` a position and KV head.
+# DECODES: int32 [decodes, 3]. SOFT_CAP: 0: none. STATES: float32 [decodes, NUM_PARTS, heads, a state].
+Q, K_CACHE, V_CACHE, BLOCK_TABLES, TABLE_WIDTH, DECODES, OUT = range(0, 56, 8)
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, SCALE, WINDOW, SOFT_CAP = range(56, 112, 8)
+KV_HEADS_A_CHUNK, NUM_SPLITS, STATES, NUM_PARTS, IS_INT8, LINE_BYTES = range(112, 160, 8)
 
-def number(value: int) -> Any:
-    return ir.Constant(I64, value)
+# A chunk's memory, by offsets: where the keys of a segment and of the next one are, and where `LINES` are (int64 [3,
+# SEGMENT]); the scales of a segment's keys and values, if they are int8 (float32 [2, SEGMENT]); scores, then weights
+# (float32 [heads of a group, SEGMENT]); factors of sums, a line a head; copies of keys or values whose size is no whole
+# number of vectors, padded to that.
+PLACES = 2 * 8 * SEGMENT
+SCALES = PLACES + 8 * SEGMENT
+SCORES = SCALES + 2 * 4 * SEGMENT
+FACTORS = SCORES + 4 * SEGMENT * MAX_GROUP
+LINES = FACTORS + 64 * MAX_GROUP
+ROOM_BYTES = LINES + 4 * SEGMENT * MAX_HEAD_DIM
 
 
-def fetch(b: Any, address: Any) -> None:
-    flags = (ir.Constant(I32, flag) for flag in (0, 2, 1))
-    call(b, "llvm.prefetch.p0", ir.VoidType(), b.inttoptr(address, ir.IntType(8).as_pointer()), *flags)
+IS_SMALL = REGISTER_LANES < LANES
+"""Whether registers are of 8 numbers: then 16 bfloat16 are taken apart as one, into those of even and of odd places."""
+
+
+def shuffled(b: Any, x: Any, y: Any, lanes: Iterable[int]) -> Any:
+    chosen = list(lanes)
+    return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(I32, len(chosen)), chosen))
+
+
+def in_register_order(b: Any, x: Any, lane: ir.Type) -> Any:
+    """16 float32 in the order in which `read_registers` gives numbers of a type."""
+    return shuffled(b, x, x, (*range(0, LANES, 2), *range(1, LANES, 2))) if IS_SMALL and lane is I16 else x
+
+
+def in_memory_order(b: Any, x: Any, lane: ir.Type) -> Any:
+    return shuffled(b, x, x, (n // 2 + n % 2 * 8 for n in range(LANES))) if IS_SMALL and lane is I16 else x
+
+
+def registers_of(b: Any, x: Any) -> list[Any]:
+    """A vector of 16, cut into registers."""
+    firsts = range(0, LANES, REGISTER_LANES)
+    return [shuffled(b, x, x, range(first, first + REGISTER_LANES)) for first in firsts] if IS_SMALL else [x]
+
+
+def read_registers(b: Any, address: Any, lane: ir.Type) -> list[Any]:
+    """16 numbers as registers of float32."""
+    if not (IS_SMALL and lane is I16):
+        size, numbers = REGISTER_LANES * lane_bytes(lane), ir.VectorType(lane, REGISTER_LANES)
+        ends = range(0, LANES * lane_bytes(lane), size)
+        return [to_wide(b, load(b, b.add(address, number(end)), numbers)) for end in ends]
+    words = ir.VectorType(I32, REGISTER_LANES)
+    pairs, sixteen, upper = load(b, address, words), *(ir.Constant(words, [x] * words.count) for x in (16, -65536))
+    return [b.bitcast(half, ir.VectorType(F32, words.count)) for half in (b.shl(pairs, sixteen), b.and_(pairs, upper))]
 
 
 def summed(b: Any, vectors: list[Any]) -> Any:
-    """16 vectors' sums in the lanes of one: the halves are added, then their halves, as `sum_of` adds them."""
-    lanes = LANES
+    """As many vectors' sums as they have lanes, in the lanes of one: the halves are added, then their halves, as
+    `sum_of` adds them."""
+    count = lanes = len(vectors)
     while lanes > 1:
         pairs = zip(vectors[::2], vectors[1::2], strict=True)
-        begins = range(0, 2 * LANES, lanes)
-        low, high = (
-            ir.Constant(ir.VectorType(I32, LANES), [at + half + n for at in begins for n in range(lanes // 2)])
-            for half in (0, lanes // 2)
-        )
-        vectors = [b.fadd(b.shuffle_vector(x, y, low), b.shuffle_vector(x, y, high)) for x, y in pairs]
+        low = [at + n for at in range(0, 2 * count, lanes) for n in range(lanes // 2)]
+        high = [lane + lanes // 2 for lane in low]
+        vectors = [b.fadd(shuffled(b, x, y, low), shuffled(b, x, y, high)) for x, y in pairs]
         lanes //= 2
     return vectors[0]
 
 
-def make_products(kind: Kind, heads: int) -> Any:
-    """A function that multiplies 1, 2 or 4 queries with 16 / heads keys each.
+def multiply_add(b: Any, sums: Any, x: Any, y: Any) -> Any:
+    """sums + x · y, of float32, or of pairs of bfloat16 in words."""
+    if x.type.element == F32:
+        return call(b, f"llvm.fma.v{x.type.count}f32", x.type, x, y, sums)
+    pairs = ir.VectorType(BF16, 2 * LANES)
+    return call(b, "llvm.x86.avx512bf16.dpbf16ps.512", sums.type, sums, b.bitcast(x, pairs), b.bitcast(y, pairs))
+
+
+def make_products(lane: ir.Type, heads: int) -> Any:
+    """A function that multiplies 1, 2 or 4 queries with as many keys as make the sums a register each.
 
     Args:
-        q: the queries' words, ``q_stride`` bytes apart.
-        k, offsets: a key is at k + offsets[n].
+        q: the queries, ``q_stride`` bytes apart: float32, or words like the keys', with zeros to whole vectors.
+        k, offsets: a key is at k + offsets[n]: ``count`` numbers of a type, in whole vectors, or words of two bfloat16.
         to: float32 [heads, SEGMENT], of which the first columns are written.
-        ahead: what is at the same offsets from here is brought into the cache.
     """
-    num_keys = LANES // heads
-    vector, name = ir.VectorType(kind.scalar, LANES), {F32: "v16f32", I32: "v16i32", F16: "v16f16"}[kind.scalar]
+    num_keys, sums = REGISTER_LANES // heads, ir.VectorType(F32, REGISTER_LANES)
+    words = ir.VectorType(I32 if lane is I32 else F32, REGISTER_LANES)
 
-    @instruction(types.none, *[types.int64] * 7)
-    def products(b: Any, q: Any, q_stride: Any, k: Any, offsets: Any, num_words: Any, to: Any, ahead: Any) -> None:
+    @instruction(types.none, *[types.int64] * 6)
+    def products(b: Any, q: Any, q_stride: Any, k: Any, offsets: Any, count: Any, to: Any) -> None:
         places = [(head, key) for head in range(heads) for key in range(num_keys)]
-        held = {place: cgutils.alloca_once_value(b, ir.Constant(kind.sums.llvm, None)) for place in places}
+        held = {place: cgutils.alloca_once(b, sums) for place in places}
         for place in places:
-            b.store(ir.Constant(kind.sums.llvm, None), held[place])
+            b.store(ir.Constant(sums, None), held[place])
         queries = [b.add(q, b.mul(q_stride, number(head))) for head in range(heads)]
-        places_of_keys = [load(b, b.add(offsets, number(8 * key)), I64) for key in range(num_keys)]
-        keys, later = ([b.add(base, place) for place in places_of_keys] for base in (k, ahead))
+        keys = [b.add(k, load(b, b.add(offsets, number(8 * key)), I64)) for key in range(num_keys)]
 
-        def add(offset: Any, read: Any) -> None:
-            words = [read(b.add(query, offset)) for query in queries]
-            for key, start in enumerate(keys):
-                of_key = read(b.add(start, offset))
-                for head, of_query in enumerate(words):
-                    b.store(kind.dot(b, b.load(held[head, key]), of_query, of_key), held[head, key])
+        def add(first: Any, read: Callable[[Any], list[Any]]) -> None:
+            """Products of 16 numbers or words from the first on; ``read`` gives those of a key."""
+            at, at_key = b.mul(first, number(4)), b.mul(first, number(lane_bytes(lane)))
+            of_keys = [read(b.add(start, at_key)) for start in keys]
+            for nth, registers in enumerate(zip(*of_keys, strict=True)):
+                offset = b.add(at, number(4 * REGISTER_LANES * nth))
+                of_queries = [load(b, b.add(query, offset), words) for query in queries]
+                for key, of_key in enumerate(registers):
+                    for head, of_query in enumerate(of_queries):
+                        b.store(multiply_add(b, b.load(held[head, key]), of_query, of_key), held[head, key])
 
-        vector_bytes = number(kind.word_bytes * LANES)
-        num_vectors = b.lshr(num_words, number(4))
-        with cgutils.for_range(b, num_vectors, intp=I64) as loop:
-            offset = b.mul(loop.index, vector_bytes)
-            add(offset, lambda at: load(b, at, vector))
-            for start in later:
-                fetch(b, b.add(start, offset))
-        left = b.and_(num_words, number(15))
-        with b.if_then(b.icmp_signed(">", left, number(0))):
-            lanes = ir.Constant(ir.VectorType(I64, LANES), list(range(LANES)))
-            some = b.icmp_signed("<", lanes, splatted(b, left, lanes.type))
-            nothing, align = ir.Constant(vector, None), ir.Constant(I32, 1)
-
-            def read_some(at: Any) -> Any:
-                where = pointer(b, at, vector)
-                return call(b, f"llvm.masked.load.{name}.p0", vector, where, align, some, nothing)
-
-            add(b.mul(num_vectors, vector_bytes), read_some)
-        sums = summed(b, [b.load(held[place]) for place in places])
+        with cgutils.for_range(b, b.udiv(count, number(LANES)), intp=I64) as loop:
+            add(b.mul(loop.index, number(LANES)), lambda of_key: read_registers(b, of_key, lane))
+        if lane is I32:
+            left = b.and_(count, number(LANES - 1))
+            with b.if_then(b.icmp_signed(">", left, number(0))):
+                add(b.sub(count, left), lambda of_key: [load_lanes(b, of_key, lane, left)])
+        totals = summed(b, [b.load(held[place]) for place in places])
         for head in range(heads):
-            chosen = ir.Constant(ir.VectorType(I32, num_keys), list(range(head * num_keys, head * num_keys + num_keys)))
-            store(b, b.add(to, number(4 * SEGMENT * head)), b.shuffle_vector(sums, sums, chosen), 4)
+            of_head = shuffled(b, totals, totals, range(head * num_keys, (head + 1) * num_keys))
+            store(b, b.add(to, number(4 * SEGMENT * head)), of_head, 4)
 
     return products
 
@@ -136,14 +184,11 @@ def make_weighted_sum(lane: ir.Type, heads: int, vectors: int) -> Any:
         weights: float32, of 1, 2 or 4 queries, `SEGMENT` apart.
         v, offsets: a value is at v + offsets[n].
         factors: float32, a query's in each line of 64 bytes.
-        sums: float32, a query's ``sums_stride`` bytes apart; of each 1 or 4 vectors are changed.
-        width: how many numbers there are in the last vector; what is behind is not read.
+        sums: float32, a query's ``stride`` bytes apart; of each as many vectors are changed.
         ahead, later: what is at ahead + later[n] is brought into the cache.
     """
-    narrow = ir.VectorType(lane, LANES)
-    suffix = {I16: "i16", F16: "f16", F32: "f32"}[lane]
 
-    @instruction(types.none, *[types.int64] * 10)
+    @instruction(types.none, *[types.int64] * 9)
     def weighted_sum(
         b: Any,
         weights: Any,
@@ -153,47 +198,180 @@ def make_weighted_sum(lane: ir.Type, heads: int, vectors: int) -> Any:
         factors: Any,
         sums: Any,
         stride: Any,
-        width: Any,
         ahead: Any,
         later: Any,
     ) -> None:
+        register = ir.VectorType(F32, REGISTER_LANES)
+        per_vector = LANES // REGISTER_LANES
         places = [(head, nth) for head in range(heads) for nth in range(vectors)]
         at = {(head, nth): b.add(sums, b.add(b.mul(stride, number(head)), number(64 * nth))) for head, nth in places}
-        held = {place: cgutils.alloca_once(b, f32x16.llvm) for place in places}
-        for head in range(heads):
-            factor = splatted(b, load(b, b.add(factors, number(64 * head)), F32), f32x16.llvm)
-            for nth in range(vectors):
-                b.store(b.fmul(factor, load(b, at[head, nth], f32x16.llvm)), held[head, nth])
-        lanes = ir.Constant(ir.VectorType(I64, LANES), list(range(LANES)))
-        some = b.icmp_signed("<", lanes, splatted(b, width, lanes.type))
-
-        def read(where: Any) -> Any:
-            if vectors > 1:
-                found = load(b, where, narrow)
-            else:
-                there, align, nothing = pointer(b, where, narrow), ir.Constant(I32, 1), ir.Constant(narrow, None)
-                found = call(b, f"llvm.masked.load.v16{suffix}.p0", narrow, there, align, some, nothing)
-            return to_wide(b, found)
-
+        held = {place: [cgutils.alloca_once(b, register) for _ in range(per_vector)] for place in places}
+        for head, nth in places:
+            factor = splatted(b, load(b, b.add(factors, number(64 * head)), F32), register)
+            before = registers_of(b, in_register_order(b, load(b, at[head, nth], f32x16.llvm), lane))
+            for sum_, x in zip(held[head, nth], before, strict=True):
+                b.store(b.fmul(factor, x), sum_)
+        vector_bytes = lane_bytes(lane) * LANES
         with cgutils.for_range(b, num_keys, intp=I64) as loop:
             start = b.add(v, load(b, b.add(offsets, b.mul(loop.index, number(8))), I64))
             fetched = b.add(ahead, load(b, b.add(later, b.mul(loop.index, number(8))), I64))
-            for line in range(0, lane_bytes(lane) * LANES * vectors, 64):
-                fetch(b, b.add(fetched, number(line)))
-            values = [read(b.add(start, number(lane_bytes(lane) * LANES * nth))) for nth in range(vectors)]
+            for line in range(0, vector_bytes * vectors, 64):
+                prefetch_line(b, b.add(fetched, number(line)))
+            values = [read_registers(b, b.add(start, number(vector_bytes * nth)), lane) for nth in range(vectors)]
             for head in range(heads):
                 place = b.add(weights, b.add(b.mul(loop.index, number(4)), number(4 * SEGMENT * head)))
-                weight = splatted(b, load(b, place, F32), f32x16.llvm)
-                for nth, value in enumerate(values):
-                    total = call(b, "llvm.fma.v16f32", f32x16.llvm, weight, value, b.load(held[head, nth]))
-                    b.store(total, held[head, nth])
+                weight = splatted(b, load(b, place, F32), register)
+                for nth in range(vectors):
+                    for sum_, value in zip(held[head, nth], values[nth], strict=True):
+                        b.store(multiply_add(b, b.load(sum_), weight, value), sum_)
         for place in places:
-            store(b, at[place], b.load(held[place]), 64)
+            registers = [b.load(sum_) for sum_ in held[place]]
+            whole = shuffled(b, registers[0], registers[-1], range(LANES))
+            store(b, at[place], in_memory_order(b, whole, lane), 64)
 
     return weighted_sum
 
 
+def for_heads(make: Callable[[int], Any]) -> Any:
+    """A function that does something for the heads of a group: four, two or one at once, by what is made for so many;
+    they get the first head before the arguments."""
+    of_4, of_2, of_1 = (make(heads) for heads in (4, 2, 1))
+
+    @inlined
+    def for_each(args, *arguments):
+        head, group = 0, get_i64(args + NUM_HEADS) // get_i64(args + NUM_KV_HEADS)
+        while head + 4 <= group:
+            of_4(head, args, *arguments)
+            head += 4
+        if head + 2 <= group:
+            of_2(head, args, *arguments)
+            head += 2
+        if head < group:
+            of_1(head, args, *arguments)
+
+    return for_each
+
+
+def make_pad(lane: ir.Type) -> Any:
+    @instruction(types.none, types.int64, types.int64, types.int64)
+    def copy(b: Any, source: Any, to: Any, count: Any) -> None:
+        store(b, to, load_lanes(b, source, lane, count))
+
+    size = lane_bytes(lane)
+
+    @inlined
+    def pad(room, x, offsets, head_dim):
+        """Copy a segment's lines to `LINES`, with zeros to whole vectors."""
+        stride = padded(head_dim) * size
+        for key in range(SEGMENT):
+            line = x + get_i64(offsets + 8 * key)
+            put_i64(room + PLACES + 8 * key, key * stride)
+            for n in range(0, head_dim, LANES):
+                copy(line + n * size, room + LINES + key * stride + n * size, head_dim - n)
+
+    return pad
+
+
+def make_copy_queries(memory: Memory, lane: ir.Type) -> Any:
+    """A function that writes queries as they are multiplied with keys of a type, with zeros to whole vectors."""
+
+    @instruction(types.none, types.int64, f32x16)
+    def store_float32(b: Any, address: Any, x: Any) -> None:
+        store(b, address, in_register_order(b, x, lane))
+
+    store_query, size = (memory.store, 2) if lane is I32 else (store_float32, 4)
+    load_some, memory_size = memory.load_some, memory.size
+
+    @inlined
+    def copy_queries(to, q, num_heads, head_dim, stride):
+        for head in range(num_heads):
+            for n in range(0, (head_dim + 31) // 32 * 32, LANES):
+                x = load_some(q + (head * head_dim + n) * memory_size, head_dim - n)
+                store_query(to + head * stride + n * size, x)
+
+    return copy_queries
+
+
+def make_score(lane: ir.Type) -> Any:
+    """A function that writes the products of queries with a segment's keys; what is at the same offsets from ``ahead``
+    comes into the cache meanwhile."""
+    per_word = 2 if lane is I32 else 1
+    pad = make_pad(I16 if lane is I32 else lane)
+
+    def for_some(heads: int) -> Any:
+        products, num_keys = make_products(lane, heads), REGISTER_LANES // heads
+
+        @inlined
+        def score(head, args, room, q, q_stride, k, offsets, begin, end, ahead, later):
+            line_bytes, count = get_i64(args + LINE_BYTES), padded(get_i64(args + HEAD_DIM)) // per_word
+            for n in range(begin // num_keys * num_keys, end, num_keys):
+                to = room + SCORES + 4 * (SEGMENT * head + n)
+                products(q + head * q_stride, q_stride, k, offsets + 8 * n, count, to)
+                for key in range(n, n + num_keys):
+                    for at in range(0, line_bytes, 64):
+                        prefetch(ahead + get_i64(later + 8 * key) + at)
+
+        return score
+
+    for_each = for_heads(for_some)
+
+    @inlined
+    def score(args, room, q, q_stride, k, offsets, begin, end, ahead):
+        later = offsets
+        if get_i64(args + HEAD_DIM) % LANES:
+            pad(room, k, offsets, get_i64(args + HEAD_DIM))
+            k, offsets = room + LINES, room + PLACES
+        for_each(args, room, q, q_stride, k, offsets, begin, end, ahead, later)
+
+    return score
+
+
+def make_add_values(lane: ir.Type) -> Any:
+    """A function that adds a segment's weighted values to the states of a group."""
+    pad, size = make_pad(lane), lane_bytes(lane)
+
+    def for_some(heads: int) -> Any:
+        vectors = 4 if REGISTER_LANES == LANES else 4 // heads
+        wide, narrow = make_weighted_sum(lane, heads, vectors), make_weighted_sum(lane, heads, 1)
+
+        @inlined
+        def add_values(head, args, room, v, offsets, begin, num_keys, state, stride, ahead, later):
+            head_dim = get_i64(args + HEAD_DIM)
+            weights, factors = room + SCORES + 4 * (SEGMENT * head + begin), room + FACTORS + 64 * head
+            offsets, later, sums, n = offsets + 8 * begin, later + 8 * begin, state + head * stride, 0
+            while n + LANES * vectors <= head_dim:
+                wide(weights, v + n * size, offsets, num_keys, factors, sums + 4 * n, stride, ahead + n * size, later)
+                n += LANES * vectors
+            while n < head_dim:
+                narrow(weights, v + n * size, offsets, num_keys, factors, sums + 4 * n, stride, ahead + n * size, later)
+                n += LANES
+
+        return add_values
+
+    for_each = for_heads(for_some)
+
+    @inlined
+    def add_values(args, room, v, offsets, begin, num_keys, state, stride, ahead, later):
+        if get_i64(args + HEAD_DIM) % LANES:
+            pad(room, v, offsets, get_i64(args + HEAD_DIM))
+            v, offsets = room + LINES, room + PLACES
+        for_each(args, room, v, offsets, begin, num_keys, state, stride, ahead, later)
+
+    return add_values
+
+
 # A state: the sums, padded to whole vectors, then a vector with the highest score, and one with the weights' sum.
+
+
+@inlined
+def padded(head_dim):
+    return (head_dim + LANES - 1) // LANES * LANES
+
+
+@inlined
+def clear_states(states, num_states, head_dim):
+    for nth in range(num_states):
+        clear_state(states + nth * (4 * padded(head_dim) + 128), padded(head_dim))
 
 
 @inlined
@@ -231,181 +409,134 @@ def make_finish(memory: Memory) -> Any:
     return finish
 
 
-def make_attend_decode(kind: Kind, lane: ir.Type, memory: Memory) -> Any:
-    """A chunk is a query token, some KV heads and, with ``num_splits`` above 1, every so many-th part of the context,
+@inlined
+def weigh(args, room, group, state, stride, begin, end):
+    """Make scores of a segment weights, with the values' scales, and bring states to the new highest scores."""
+    scales = room + SCALES if get_i64(args + IS_INT8) else 0
+    for head in range(group):
+        row, highest_at = room + SCORES + 4 * SEGMENT * head, state + (head + 1) * stride - 128
+        before = get_f32(highest_at)
+        highest = shape_scores(row, scales, get_f32(args + SCALE), get_f32(args + SOFT_CAP), begin, end)
+        highest = max(before, highest)
+        factor = exp(splat(before - highest))
+        total = zeros()
+        for n in range(0, SEGMENT, LANES):
+            weight = exp(read_f32(row + 4 * n) - splat(highest))
+            total = total + weight
+            if scales:
+                weight = weight * read_f32(scales + 4 * (SEGMENT + n))
+            write_f32(row + 4 * n, weight)
+        write_f32(room + FACTORS + 64 * head, factor)
+        put_f32(highest_at, highest)
+        write_f32(highest_at + 64, splat(get_f32(highest_at + 64)) * factor + splat(sum_of(total)))
+
+
+def make_attend_decode(memory: Memory, lane: ir.Type) -> Any:
+    """A chunk is a query token, some KV heads and, with `NUM_SPLITS` above 1, every so many-th part of the context,
     whose states it leaves to `combine`.
 
-    Arguments: q, k_cache, v_cache, block_tables, their width, decodes, out; heads, KV heads, head_dim, words of a head,
-    block_size; scale, window, soft_cap (0: none); KV heads a chunk; splits, states (float32 [decodes, parts, heads,
-    padded_dim + 32]), parts; whether the caches are int8, bytes of a KV head in them.
+    Args:
+        memory: of queries, of the result, and of keys and values, unless these are int8.
+        lane: as which keys are read, of bfloat16 words of two where these can be multiplied.
     """
-    products_1, products_2, products_4 = (make_products(kind, heads) for heads in (1, 2, 4))
-    wide_1, wide_2, wide_4 = (make_weighted_sum(lane, heads, 4) for heads in (1, 2, 4))
-    narrow_1, narrow_2, narrow_4 = (make_weighted_sum(lane, heads, 1) for heads in (1, 2, 4))
+    copy_queries, score, add_values = (
+        make_copy_queries(memory, lane), make_score(lane), make_add_values(I16 if lane is I32 else lane),
+    )  # fmt: skip
+    copy_queries_int8, score_int8, add_values_int8 = make_copy_queries(memory, I8), make_score(I8), make_add_values(I8)
     finish, size = make_finish(memory), memory.size
-    room_for_offsets, room_for_scores, room_for_factors = (
-        stack(16 * SEGMENT),
-        stack(4 * SEGMENT * MAX_GROUP),
-        stack(64 * MAX_GROUP),
-    )
-    room_for_total, room_for_part = stack(4 * MAX_STATES), stack(4 * MAX_STATES)
-    read_int8, room_for_lines, room_for_places, room_for_scales = (
-        make_read_int8(memory), stack(size * SEGMENT * MAX_HEAD_DIM), stack(8 * SEGMENT), stack(8 * SEGMENT),
+    room_for_queries, room_for_total, room_for_part, room_for_segment = (
+        stack(4 * MAX_STATES), stack(4 * MAX_STATES), stack(4 * MAX_STATES), stack(ROOM_BYTES),
     )  # fmt: skip
 
     @inlined
-    def attend_segment(
-        q, k, v, offsets, begin, end, ahead, later, scores, factors, state, stride,
-        group, head_dim, num_words, scale, soft_cap, lines, places, scales,
-    ):  # fmt: skip
-        """A segment's keys and values for the query heads of a group.
+    def attend_segment(args, room, q, k, v, offsets, begin, end, ahead, later, state, stride):
+        """A segment's keys and values for the query heads of a group."""
+        group, head_dim = get_i64(args + NUM_HEADS) // get_i64(args + NUM_KV_HEADS), get_i64(args + HEAD_DIM)
+        is_int8 = get_i64(args + IS_INT8)
+        if is_int8:
+            for n in range(SEGMENT):
+                at = get_i64(offsets + 8 * n) + head_dim
+                put_f32(room + SCALES + 4 * n, get_f32(k + at))
+                put_f32(room + SCALES + 4 * (SEGMENT + n), get_f32(v + at))
+            score_int8(args, room, q, stride, k, offsets, begin, end, v)
+        else:
+            score(args, room, q, stride, k, offsets, begin, end, v)
+        weigh(args, room, group, state, stride, begin, end)
+        if is_int8:
+            add_values_int8(args, room, v, offsets, begin, end - begin, state, stride, ahead, later)
+        else:
+            add_values(args, room, v, offsets, begin, end - begin, state, stride, ahead, later)
 
-        Args:
-            scales: float32 [2, SEGMENT], room for keys' and values' of an int8 cache; 0: it is none.
-            lines, places: room for what is read of it, and int64 [SEGMENT], where it is in there.
-        """
-        head, head_bytes, value_scales = 0, head_dim * size, scales + 4 * SEGMENT
-        int8_values, int8_offsets = v, offsets
-        if scales:
-            read_int8(k, offsets, begin, end, head_dim, lines, scales, v, offsets)
-            k, v, offsets = lines, lines, places
-        while head < group:
-            heads = 4 if group - head >= 4 else (2 if group - head >= 2 else 1)
-            keys = LANES // heads
-            queries, to = q + head * head_bytes, scores + 4 * SEGMENT * head
-            for n in range(begin // keys * keys, end, keys):
-                if heads == 4:
-                    products_4(queries, head_bytes, k, offsets + 8 * n, num_words, to + 4 * n, v)
-                elif heads == 2:
-                    products_2(queries, head_bytes, k, offsets + 8 * n, num_words, to + 4 * n, v)
-                else:
-                    products_1(queries, head_bytes, k, offsets + 8 * n, num_words, to + 4 * n, v)
-            head += heads
-        if scales:
-            read_int8(int8_values, int8_offsets, begin, end, head_dim, lines, value_scales, ahead, later)
-            ahead, later = lines, places
-        padded_dim = (head_dim + 15) // 16 * 16
-        for head in range(group):
-            row, of_head = scores + 4 * SEGMENT * head, state + head * stride + 4 * padded_dim
-            before = get_f32(of_head)
-            highest = max(before, shape_scores(row, scales, scale, soft_cap, begin, end))
-            factor = exp(splat(before - highest))
-            weights = zeros()
-            for n in range(0, SEGMENT, LANES):
-                weight = exp(read_f32(row + 4 * n) - splat(highest))
-                weights = weights + weight
-                if scales:
-                    weight = weight * read_f32(value_scales + 4 * n)
-                write_f32(row + 4 * n, weight)
-            write_f32(factors + 64 * head, factor)
-            put_f32(of_head, highest)
-            write_f32(of_head + 64, splat(get_f32(of_head + 64)) * factor + splat(sum_of(weights)))
-        head = 0
-        first, offsets, later, num_keys = 4 * begin, offsets + 8 * begin, later + 8 * begin, end - begin
-        while head < group:
-            heads = 4 if group - head >= 4 else (2 if group - head >= 2 else 1)
-            weights, by, to = scores + 4 * SEGMENT * head + first, factors + 64 * head, state + head * stride
-            n = 0
-            while n + 64 <= head_dim:
-                if heads == 4:
-                    wide_4(
-                        weights, v + n * size, offsets, num_keys, by, to + 4 * n, stride, 16, ahead + n * size, later
-                    )
-                elif heads == 2:
-                    wide_2(
-                        weights, v + n * size, offsets, num_keys, by, to + 4 * n, stride, 16, ahead + n * size, later
-                    )
-                else:
-                    wide_1(
-                        weights, v + n * size, offsets, num_keys, by, to + 4 * n, stride, 16, ahead + n * size, later
-                    )
-                n += 64
-            while n < head_dim:
-                width = head_dim - n
-                if heads == 4:
-                    narrow_4(
-                        weights, v + n * size, offsets, num_keys, by, to + 4 * n, stride, width, ahead + n * size, later
-                    )
-                elif heads == 2:
-                    narrow_2(
-                        weights, v + n * size, offsets, num_keys, by, to + 4 * n, stride, width, ahead + n * size, later
-                    )
-                else:
-                    narrow_1(
-                        weights, v + n * size, offsets, num_keys, by, to + 4 * n, stride, width, ahead + n * size, later
-                    )
-                n += 16
-            head += heads
+    @inlined
+    def attend_part(args, room, q, table, context, first, part, first_kv_head, end_kv_head, states):
+        """A part's segments, each for some KV heads."""
+        group, num_kv_heads = get_i64(args + NUM_HEADS) // get_i64(args + NUM_KV_HEADS), get_i64(args + NUM_KV_HEADS)
+        block_size, line_bytes = get_i64(args + BLOCK_SIZE), get_i64(args + LINE_BYTES)
+        k_cache, v_cache = get_i64(args + K_CACHE), get_i64(args + V_CACHE)
+        stride = 4 * padded(get_i64(args + HEAD_DIM)) + 128
+        clear_states(states, (end_kv_head - first_kv_head) * group, get_i64(args + HEAD_DIM))
+        num_segments = (context + SEGMENT - 1) // SEGMENT
+        first_segment = max(part * (PART // SEGMENT), first // SEGMENT)
+        for segment in range(first_segment, min((part + 1) * (PART // SEGMENT), num_segments)):
+            begin, end = max(0, first - segment * SEGMENT), min(SEGMENT, context - segment * SEGMENT)
+            here, later = room + segment % 2 * 8 * SEGMENT, room + (segment + 1) % 2 * 8 * SEGMENT
+            if segment == first_segment:
+                find_keys(here, table, block_size, num_kv_heads * line_bytes, segment, begin, end)
+            if segment + 1 < num_segments:
+                end_later = min(SEGMENT, context - (segment + 1) * SEGMENT)
+                find_keys(later, table, block_size, num_kv_heads * line_bytes, segment + 1, 0, end_later)
+            else:
+                later = here
+            for kv_head in range(first_kv_head, end_kv_head):
+                is_last = kv_head + 1 == end_kv_head
+                next_head, list_of_next = (first_kv_head, later) if is_last else (kv_head + 1, here)
+                nth = (kv_head - first_kv_head) * group
+                attend_segment(
+                    args, room, q + nth * stride, k_cache + kv_head * line_bytes, v_cache + kv_head * line_bytes,
+                    here, begin, end, k_cache + next_head * line_bytes, list_of_next, states + nth * stride, stride,
+                )  # fmt: skip
 
     def attend_decode(args, chunk, thread):
-        num_heads, num_kv_heads, head_dim = get_i64(args + 56), get_i64(args + 64), get_i64(args + 72)
-        num_words, block_size = get_i64(args + 80), get_i64(args + 88)
-        scale, window, soft_cap = get_f32(args + 96), get_i64(args + 104), get_f32(args + 112)
-        kv_heads_a_chunk, num_splits = get_i64(args + 120), get_i64(args + 128)
+        num_heads, num_kv_heads, head_dim = (
+            get_i64(args + NUM_HEADS), get_i64(args + NUM_KV_HEADS), get_i64(args + HEAD_DIM),
+        )  # fmt: skip
+        kv_heads_a_chunk, num_splits = get_i64(args + KV_HEADS_A_CHUNK), get_i64(args + NUM_SPLITS)
         num_slices = (num_kv_heads + kv_heads_a_chunk - 1) // kv_heads_a_chunk
         split, rest = chunk % num_splits, chunk // num_splits
         first_kv_head, nth = rest % num_slices * kv_heads_a_chunk, rest // num_slices
         end_kv_head = min(first_kv_head + kv_heads_a_chunk, num_kv_heads)
-        decode = get_i64(args + 40) + 12 * nth
+        decode = get_i64(args + DECODES) + 12 * nth
         row, token, context = get_i32(decode), get_i32(decode + 4), get_i32(decode + 8)
-        group, head_bytes = num_heads // num_kv_heads, head_dim * size
-        first_head, end_head = first_kv_head * group, end_kv_head * group
-        q, out = get_i64(args) + token * num_heads * head_bytes, get_i64(args + 48) + token * num_heads * head_bytes
-        padded_dim = (head_dim + 15) // 16 * 16
-        stride = 4 * padded_dim + 128
-        total, part_state = room_for_total(), room_for_part()
-        for head in range(end_head - first_head):
-            clear_state(total + head * stride, padded_dim)
+        group, stride = num_heads // num_kv_heads, 4 * padded(head_dim) + 128
+        first_head, count = first_kv_head * group, (end_kv_head - first_kv_head) * group
+        of_token = (token * num_heads + first_head) * head_dim * size
+        total, of_part, room = room_for_total(), room_for_part(), room_for_segment()
+        clear_states(total, count, head_dim)
         if row < 0:
             context = 0
-            for head in range(end_head - first_head):
-                put_f32(total + head * stride + 4 * padded_dim + 64, np.float32(1))
-        table = get_i64(args + 24) + 4 * row * get_i64(args + 32)
-        offsets, scores, factors = room_for_offsets(), room_for_scores(), room_for_factors()
-        k_cache, v_cache, line_bytes = get_i64(args + 8), get_i64(args + 16), get_i64(args + 160)
-        lines, places, scales = room_for_lines(), room_for_places(), 0
-        if get_i64(args + 152):
-            scales = room_for_scales()
-            for n in range(SEGMENT):
-                put_i64(places + 8 * n, n * padded_dim * size)
-        first, num_segments = max(0, context - window), (context + SEGMENT - 1) // SEGMENT
+            for head in range(count):
+                put_f32(total + (head + 1) * stride - 64, np.float32(1))
+        q = room_for_queries()
+        if get_i64(args + IS_INT8):
+            copy_queries_int8(q, get_i64(args + Q) + of_token, count, head_dim, stride)
+        else:
+            copy_queries(q, get_i64(args + Q) + of_token, count, head_dim, stride)
+        table = get_i64(args + BLOCK_TABLES) + 4 * row * get_i64(args + TABLE_WIDTH)
+        first = max(0, context - get_i64(args + WINDOW))
         for part in range(first // PART, (context + PART - 1) // PART):
             if num_splits > 1:
                 if part % num_splits != split:
                     continue
-                part_state = (
-                    get_i64(args + 136) + ((nth * get_i64(args + 144) + part) * num_heads + first_head) * stride
-                )
-            for head in range(end_head - first_head):
-                clear_state(part_state + head * stride, padded_dim)
-            first_segment = max(part * (PART // SEGMENT), first // SEGMENT)
-            end_segment = min((part + 1) * (PART // SEGMENT), num_segments)
-            for segment in range(first_segment, end_segment):
-                begin, end = max(0, first - segment * SEGMENT), min(SEGMENT, context - segment * SEGMENT)
-                here, later = offsets + segment % 2 * 8 * SEGMENT, offsets + (segment + 1) % 2 * 8 * SEGMENT
-                if segment == first_segment:
-                    find_keys(here, table, block_size, num_kv_heads * line_bytes, segment, begin, end)
-                if segment + 1 < num_segments:
-                    end_later = min(SEGMENT, context - (segment + 1) * SEGMENT)
-                    find_keys(later, table, block_size, num_kv_heads * line_bytes, segment + 1, 0, end_later)
-                else:
-                    later = here
-                for kv_head in range(first_kv_head, end_kv_head):
-                    is_last = kv_head + 1 == end_kv_head
-                    next_head, list_of_next = (first_kv_head, later) if is_last else (kv_head + 1, here)
-                    attend_segment(
-                        q + kv_head * group * head_bytes,
-                        k_cache + kv_head * line_bytes, v_cache + kv_head * line_bytes, here, begin, end,
-                        k_cache + next_head * line_bytes, list_of_next,
-                        scores, factors, part_state + (kv_head - first_kv_head) * group * stride, stride,
-                        group, head_dim, num_words, scale, soft_cap, lines, places, scales,
-                    )  # fmt: skip
+                nth_part = nth * get_i64(args + NUM_PARTS) + part
+                of_part = get_i64(args + STATES) + (nth_part * num_heads + first_head) * stride
+            attend_part(args, room, q, table, context, first, part, first_kv_head, end_kv_head, of_part)
             if num_splits == 1:
-                for head in range(end_head - first_head):
-                    merge_states(total + head * stride, part_state + head * stride, padded_dim)
+                for head in range(count):
+                    merge_states(total + head * stride, of_part + head * stride, padded(head_dim))
         if num_splits == 1:
-            for head in range(first_head, end_head):
-                finish(out + head * head_bytes, total + (head - first_head) * stride, head_dim, padded_dim)
+            for head in range(count):
+                to = get_i64(args + OUT) + of_token + head * head_dim * size
+                finish(to, total + head * stride, head_dim, padded(head_dim))
 
     return attend_decode
 
@@ -440,6 +571,10 @@ def make_combine(memory: Memory) -> Any:
     return combine
 
 
-for _name, _lane in (("float32", F32), ("bfloat16", I16), ("float16", F16)):
-    kernel(name=f"attend_decode_{_name}")(make_attend_decode(KINDS[_name], _lane, DTYPES[_name]))
-    kernel(name=f"combine_{_name}")(make_combine(DTYPES[_name]))
+for _name, _memory, _lane in (
+    ("float32", FLOAT32, F32),
+    ("bfloat16", BFLOAT16, I32 if HAS_DOT_BF16 else I16),
+    ("float16", FLOAT16, F16),
+):
+    kernel(name=f"attend_decode_{_name}")(make_attend_decode(_memory, _lane))
+    kernel(name=f"combine_{_name}")(make_combine(_memory))

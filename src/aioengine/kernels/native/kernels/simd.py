@@ -20,6 +20,8 @@ from numba.extending import intrinsic, lower_builtin, models, register_model
 
 LANES = 16
 FEATURES = binding.get_host_cpu_features()
+REGISTER_LANES = 16 if FEATURES.get("avx512f") else 8
+"""float32 numbers of a register; there are twice as many registers. Vectors are two of them where there are but 8."""
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
 HAS_MASKS = all(FEATURES.get(f"avx512{part}") for part in ("f", "bw", "vl"))
 """Whether there are loads and stores of some lanes of any size."""
@@ -84,6 +86,10 @@ def instruction(result: types.Type, *arguments: types.Type) -> Callable[[Callabl
 
 def constant(vector: Vector, value: float) -> ir.Constant:
     return ir.Constant(vector.llvm, [value] * vector.llvm.count)
+
+
+def number(value: int) -> ir.Constant:
+    return ir.Constant(I64, value)
 
 
 def pointer(builder: Any, address: Any, pointee: ir.Type) -> Any:
@@ -331,18 +337,21 @@ def to_narrow(b: Any, x: Any, lane: ir.Type) -> Any:
 
 
 def to_wide(b: Any, x: Any) -> Any:
-    """16 numbers as float32; I16 are the bits of bfloat16."""
-    if x.type.element == I16:
-        return b.bitcast(b.shl(b.zext(x, i32x16.llvm), constant(i32x16, 16)), f32x16.llvm)
-    return x if x.type.element == F32 else b.fpext(x, f32x16.llvm)
+    """Numbers as float32; I16 are the bits of bfloat16, I8 integers, and words stay."""
+    lane, wide, words = x.type.element, ir.VectorType(F32, x.type.count), ir.VectorType(I32, x.type.count)
+    if lane == I8:
+        return b.sitofp(x, wide)
+    if lane == I16:
+        return b.bitcast(b.shl(b.zext(x, words), ir.Constant(words, [16] * words.count)), wide)
+    return b.fpext(x, wide) if lane == F16 else x
 
 
 def _copy_lanes(b: Any, to: Any, source: Any, count: Any, lane: ir.Type) -> None:
     """Copy ``count`` lanes, of 0 to 15, by 8, 4, 2 and 1."""
-    size = ir.Constant(I64, lane_bytes(lane))
+    size = number(lane_bytes(lane))
     for lanes in (8, 4, 2, 1):
-        with b.if_then(b.icmp_signed("!=", b.and_(count, ir.Constant(I64, lanes)), ir.Constant(I64, 0))):
-            at = b.mul(b.and_(count, ir.Constant(I64, -2 * lanes)), size)
+        with b.if_then(b.icmp_signed("!=", b.and_(count, number(lanes)), number(0))):
+            at = b.mul(b.and_(count, number(-2 * lanes)), size)
             store(b, b.add(to, at), load(b, b.add(source, at), ir.VectorType(lane, lanes)))
 
 
@@ -362,7 +371,7 @@ def _masked(kind: str, lane: ir.Type) -> str:
 def load_lanes(b: Any, address: Any, lane: ir.Type, count: Any) -> Any:
     """The first ``count`` of 16 lanes: 16 and more is all, less than 0 none. Others are 0, and not read."""
     vector = ir.VectorType(lane, LANES)
-    with b.if_else(b.icmp_signed(">=", count, ir.Constant(I64, LANES)), likely=True) as (is_all, is_some):
+    with b.if_else(b.icmp_signed(">=", count, number(LANES)), likely=True) as (is_all, is_some):
         with is_all:
             whole, end_of_all = load(b, address, vector), b.block
         with is_some:
@@ -387,7 +396,7 @@ def load_lanes(b: Any, address: Any, lane: ir.Type, count: Any) -> Any:
 def store_lanes(b: Any, address: Any, x: Any, count: Any) -> None:
     """The first ``count`` of 16 lanes: 16 and more is all, less than 0 none."""
     lane = x.type.element
-    with b.if_else(b.icmp_signed(">=", count, ir.Constant(I64, LANES)), likely=True) as (is_all, is_some):
+    with b.if_else(b.icmp_signed(">=", count, number(LANES)), likely=True) as (is_all, is_some):
         with is_all:
             store(b, address, x)
         with is_some:
@@ -408,7 +417,7 @@ def _vector_on_stack(b: Any, vector: ir.VectorType) -> Any:
 
 
 def _at_least_0(b: Any, count: Any) -> Any:
-    return b.select(b.icmp_signed(">", count, ir.Constant(I64, 0)), count, ir.Constant(I64, 0))
+    return b.select(b.icmp_signed(">", count, number(0)), count, number(0))
 
 
 def _loads(lane: ir.Type) -> tuple[Any, Any, Any, Any]:
@@ -436,7 +445,7 @@ def _loads(lane: ir.Type) -> tuple[Any, Any, Any, Any]:
 
 @instruction(f32x16, types.int64, types.int64)
 def load_some_int8(b: Any, address: Any, count: Any) -> Any:
-    return b.sitofp(load_lanes(b, address, I8, count), f32x16.llvm)
+    return to_wide(b, load_lanes(b, address, I8, count))
 
 
 @instruction(types.none, types.int64, i32x16, types.int64)
