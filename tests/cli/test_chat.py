@@ -13,7 +13,7 @@ from cli.conftest import COMMAND, DEADLINE_S, ENVIRONMENT, CallMain, Terminal
 
 from aioengine import Engine, PromptTooLong
 from aioengine.cli.chat import talk
-from aioengine.cli.conversation import COMMAND_NAMES, HELP, KNOBS, Conversation, SavedMessage, Todo, TurnEnd
+from aioengine.cli.conversation import COMMAND_NAMES, HELP, KNOBS, Conversation, Message, Todo, TurnEnd
 from aioengine.cli.terminal import Interrupts, Screen
 from aioengine.models.folder import DEMO_MODEL
 from aioengine.sampling_params import SamplingParams
@@ -43,7 +43,9 @@ def test_an_answer_that_was_cut_is_kept_and_marked(end: TurnEnd) -> None:
     conversation = Conversation()
     conversation.take("A story, please.")
     assert conversation.answered("Once upon", end) == end.value
-    assert conversation.messages[-1] == SavedMessage("assistant", "Once upon", cut=end is not TurnEnd.WHOLE)
+    message = conversation.messages[-1]
+    assert (message["role"], message["content"]) == ("assistant", "Once upon")
+    assert message.get("cut", False) is (end is not TurnEnd.WHOLE)
 
 
 def test_a_question_without_an_answer_is_taken_back_and_one_that_is_too_long_says_what_to_do() -> None:
@@ -60,7 +62,7 @@ def test_a_question_without_an_answer_is_taken_back_and_one_that_is_too_long_say
     conversation.take("more")
     said = conversation.failed(PromptTooLong(1030, 1023))
     assert [word for word in ("1030 tokens", "1023", "/reset") if word not in said] == []
-    assert [message.content for message in conversation.messages] == ["short", "Yes."]
+    assert [message["content"] for message in conversation.messages] == ["short", "Yes."]
 
 
 def test_the_system_message_is_set_replaced_and_taken_away_and_stays_when_the_turns_are_forgotten() -> None:
@@ -70,7 +72,7 @@ def test_the_system_message_is_set_replaced_and_taken_away_and_stays_when_the_tu
     conversation.take("Hello!")
     conversation.answered("Hi.", TurnEnd.WHOLE)
     assert conversation.take("/reset") == "2 messages forgotten; the system message stays"
-    assert conversation.messages == [SavedMessage("system", "You are  Ruby.")]
+    assert conversation.messages == [{"role": "system", "content": "You are  Ruby."}]
     assert conversation.sampling == {"seed": 1}
     assert conversation.take("/system") == "the system message is taken away"
     assert conversation.messages == []
@@ -165,7 +167,7 @@ def talker(reply: str) -> Callable[[list[int], RowSampling], int]:
     return sample
 
 
-async def say(*lines: str, executor: FakeExecutor, interrupts: Interrupts | None = None) -> list[SavedMessage]:
+async def say(*lines: str, executor: FakeExecutor, interrupts: Interrupts | None = None) -> list[Message]:
     """The messages of a conversation in which these lines are typed."""
     conversation, screen = Conversation(), Screen(is_terminal=False)
     async with Engine(executor=executor) as engine:
@@ -183,7 +185,7 @@ async def test_answers_go_to_stdout_one_a_line_and_notes_to_stderr(capsys: pytes
     out, err = capsys.readouterr()
     assert out == f"{REPLY}\n{REPLY}\n"
     assert err == "there is no command /nonsense; /help lists them\n"
-    assert [message.content for message in messages] == ["Hello!", REPLY, "And you?", REPLY]
+    assert [message["content"] for message in messages] == ["Hello!", REPLY, "And you?", REPLY]
 
 
 @pytest.mark.virtual_clock
@@ -201,13 +203,13 @@ async def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on(capsys: pyte
 
     executor = FakeExecutor(vocab_size=2048, sampler=sample, step_time_s=0.02)
     messages = await say("Hello!", "Go on.", executor=executor, interrupts=interrupts)
-    first, second = [message for message in messages if message.role == "assistant"]
-    assert first.cut
-    assert first.content
-    assert REPLY.startswith(first.content)
-    assert second == SavedMessage("assistant", REPLY)
+    first, second = [message for message in messages if message["role"] == "assistant"]
+    assert first["cut"]
+    assert first["content"]
+    assert REPLY.startswith(first["content"])
+    assert second == {"role": "assistant", "content": REPLY}
     out, err = capsys.readouterr()
-    assert out == f"{first.content}\n{REPLY}\n"
+    assert out == f"{first['content']}\n{REPLY}\n"
     assert "stopped" in err
 
 
@@ -222,7 +224,7 @@ async def test_answers_that_are_cut_by_length_say_why(capsys: pytest.CaptureFixt
     assert "[cut: the conversation is as long as the model allows; /reset starts a new one]" in err
     assert f"shorten it to {longest - 1} or fewer" in err
     assert "(your message is taken back; /reset starts a new conversation)" in err
-    assert [message.role for message in messages] == ["user", "assistant"]
+    assert [message["role"] for message in messages] == ["user", "assistant"]
 
 
 @pytest.mark.virtual_clock(seeds=1)
@@ -233,7 +235,7 @@ async def test_a_failed_step_is_one_line_and_the_next_message_is_answered(capsys
     err = capsys.readouterr().err
     assert len(err.splitlines()) == 1
     assert "your message is taken back" in err
-    assert [message.content for message in messages] == ["Again?", REPLY]
+    assert [message["content"] for message in messages] == ["Again?", REPLY]
 
 
 def test_control_characters_do_not_reach_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:

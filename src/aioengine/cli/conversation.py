@@ -29,16 +29,8 @@ HELP = f"""\
 Ctrl-C stops an answer that is being written."""
 
 
-class SavedMessage(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A message of the conversation, as it is saved.
-
-    Attributes:
-        cut: an answer that did not end by itself.
-    """
-
-    role: str
-    content: str
-    cut: bool = False
+Message = dict[str, Any]
+""""role", "content", and of an answer that did not end by itself "cut", as it is saved."""
 
 
 class Todo(enum.Enum):
@@ -73,17 +65,17 @@ class Conversation:
     def __init__(self, *, system: str | None = None, sampling: dict[str, Any] | None = None) -> None:
         self.sampling = dict(sampling or {})
         self._system = system
-        self._turns: list[SavedMessage] = []
+        self._turns: list[Message] = []
 
     @property
-    def messages(self) -> list[SavedMessage]:
+    def messages(self) -> list[Message]:
         """The system message, if there is one, then questions and answers in turn."""
-        before = [SavedMessage("system", self._system)] if self._system is not None else []
+        before = [{"role": "system", "content": self._system}] if self._system is not None else []
         return before + self._turns
 
-    def prompt(self) -> list[dict[str, Any]]:
+    def prompt(self) -> list[Message]:
         """The messages for the engine."""
-        return [{"role": message.role, "content": message.content} for message in self.messages]
+        return [{"role": message["role"], "content": message["content"]} for message in self.messages]
 
     def take(self, line: str) -> Todo | str | None:
         """Do what a line of the user's asks for; a question is part of the conversation from now on. May write a file.
@@ -95,7 +87,7 @@ class Conversation:
         if not line:
             return None
         if not line.startswith("/") or line.startswith("//"):
-            self._turns.append(SavedMessage("user", line.removeprefix("/")))
+            self._turns.append({"role": "user", "content": line.removeprefix("/")})
             return Todo.ASK
         name, *rest = line.removeprefix("/").split(maxsplit=1) or [""]
         argument = rest[0] if rest else ""
@@ -110,7 +102,7 @@ class Conversation:
         if end is TurnEnd.STOPPED and not text:
             self._turns.pop()
             return "stopped before a word came; your message is taken back"
-        self._turns.append(SavedMessage("assistant", text, cut=end is not TurnEnd.WHOLE))
+        self._turns.append({"role": "assistant", "content": text} | ({} if end is TurnEnd.WHOLE else {"cut": True}))
         return end.value
 
     def failed(self, error: AioEngineError) -> str:
