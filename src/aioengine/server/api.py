@@ -37,7 +37,7 @@ from aioengine.server.exchange import (
     WriteMonitor,
     run_while_connected,
 )
-from aioengine.server.generation import GenerationCall
+from aioengine.server.generation import GenerationCall, check_request
 from aioengine.server.metrics import HttpMetrics, read_families, render
 from aioengine.server.page import PAGE
 from aioengine.server.record import RequestRecord
@@ -47,6 +47,7 @@ from aioengine.server.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    Generation,
     TokenizeRequest,
     is_given,
     template_kwargs,
@@ -57,6 +58,7 @@ from aioengine.turns import turns_here
 from aioengine.validation import shorten
 
 T = TypeVar("T", bound=Body)
+G = TypeVar("G", bound=Generation)
 
 Handler = Callable[[Exchange, RequestRecord], Awaitable[Response | None]]
 
@@ -338,15 +340,19 @@ class Api:
     # Generating
 
     async def _chat(self, exchange: Exchange, record: RequestRecord) -> Response | None:
-        self.engine.check_accepting()  # before the body is read
-        return await self._call(exchange, record).chat(await self._read(exchange, ChatRequest))
+        request = await self._read_generation(exchange, record, ChatRequest)
+        return await GenerationCall(self.engine, self.config, exchange, record).chat(request)
 
     async def _complete(self, exchange: Exchange, record: RequestRecord) -> Response | None:
-        self.engine.check_accepting()
-        return await self._call(exchange, record).complete(await self._read(exchange, CompletionRequest))
+        request = await self._read_generation(exchange, record, CompletionRequest)
+        return await GenerationCall(self.engine, self.config, exchange, record).complete(request)
 
-    def _call(self, exchange: Exchange, record: RequestRecord) -> GenerationCall:
-        return GenerationCall(self.engine, self.config, self.models.choose, exchange, record)
+    async def _read_generation(self, exchange: Exchange, record: RequestRecord, kind: type[G]) -> G:
+        self.engine.check_accepting()  # before the body is read
+        request = await self._read(exchange, kind)
+        check_request(exchange, record, request)
+        record.model = self.models.choose(request.model)
+        return request
 
     async def _abort(self, exchange: Exchange, record: RequestRecord) -> Response:
         request = await self._read(exchange, AbortRequest)

@@ -32,30 +32,28 @@ CHAT_NAMES = {"prompt": "messages", "logprobs": "top_logprobs"}
 """What chats call the engine's parameters."""
 
 
+def check_request(exchange: Exchange, record: RequestRecord, request: Generation) -> None:
+    """Refuse what contradicts itself, and name the request as its body does where no header has."""
+    request.check()
+    if request.request_id is not None:
+        if not is_fit_id(request.request_id):
+            told = f"request_id: 1 to {MAX_ID_CHARS} visible ASCII characters are needed, and no spaces"
+            raise invalid_value("request_id", told)
+        if "x-request-id" not in exchange.headers:
+            record.request_id = request.request_id
+
+
 class GenerationCall:
-    """A request for a generation, from its decoded body to its last event.
+    """A request for a generation, from its decoded body to its last event."""
 
-    Args:
-        served_names: chooses the name to answer with for the one that was asked for.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        config: ServerConfig,
-        served_names: Callable[[str | None], str],
-        exchange: Exchange,
-        record: RequestRecord,
-    ) -> None:
+    def __init__(self, engine: Engine, config: ServerConfig, exchange: Exchange, record: RequestRecord) -> None:
         self._engine = engine
         self._config = config
-        self._served_names = served_names
         self._exchange = exchange
         self._record = record
 
     async def chat(self, request: ChatRequest) -> Response | None:
         """Answer a chat; None when that was a stream, which has been written."""
-        self._note(request)
         messages = read_messages(request.messages, self._config.max_messages)
         try:
             streams = await self._streams(request, [messages], chat_template_kwargs=template_kwargs(request))
@@ -76,7 +74,6 @@ class GenerationCall:
 
     async def complete(self, request: CompletionRequest) -> Response | None:
         """Complete prompts; None when that was a stream, which has been written."""
-        self._note(request)
         prompts = await read_prompts(
             request.prompt, max_prompts=self._config.max_prompts, max_ids=self._engine.info.max_model_len
         )
@@ -96,16 +93,6 @@ class GenerationCall:
         if isinstance(prompt, str):
             return prompt
         return await self._engine.detokenize(prompt, skip_special_tokens=False)
-
-    def _note(self, request: Generation) -> None:
-        request.check()
-        if request.request_id is not None:
-            if not is_fit_id(request.request_id):
-                told = f"request_id: 1 to {MAX_ID_CHARS} visible ASCII characters are needed, and no spaces"
-                raise invalid_value("request_id", told)
-            if "x-request-id" not in self._exchange.headers:
-                self._record.request_id = request.request_id
-        self._record.model = self._served_names(request.model)
 
     def _head(self, kind: str, streams: list[Stream]) -> dict[str, object]:
         """With the engine's id for it, so that what an answer is called can be aborted."""

@@ -10,7 +10,7 @@ Numbers are read on the engine's loop, which owns them, in half a millisecond; a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from anyio import CapacityLimiter, to_thread
@@ -18,7 +18,7 @@ from prometheus_client import ProcessCollector
 from prometheus_client.utils import floatToGoString
 
 from aioengine.errors import AioEngineError
-from aioengine.metrics import REQUEST_TIME_S, REQUEST_TOKENS, Counter, Gauge, Histogram, Kind, Labeled, Metric, Sample
+from aioengine.metrics import REQUEST_TIME_S, REQUEST_TOKENS, Counter, Gauge, Histogram, Kind, Labeled, Sample
 from aioengine.server.record import OTHER_ROUTE, RequestRecord
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class MetricFamily(NamedTuple):
     kind: Kind
     documentation: str
     samples: list[Sample]
-    labels: tuple[tuple[str, str], ...] = ()
+    labels: tuple[tuple[str, str], ...]
 
 
 def read_families(engine: Engine, http: HttpMetrics, prefix: str, model_name: str) -> list[MetricFamily]:
@@ -124,65 +124,53 @@ def read_families(engine: Engine, http: HttpMetrics, prefix: str, model_name: st
         prefix: in place of vLLM's.
         model_name: the label that dashboards choose a model by.
     """
+    families: list[MetricFamily] = []
+    of_model = (("model_name", model_name), ("engine", "0"))
+
+    def add(name: str, kind: Kind, documentation: str, samples: Iterable[Sample]) -> None:
+        is_of_http = name.removeprefix(OWN_PREFIX).startswith("http_")  # no model's, though requests' parameters are
+        if name.startswith(VLLM_PREFIX):
+            name = prefix + name.removeprefix(VLLM_PREFIX)
+        families.append(MetricFamily(name, kind, documentation, list(samples), () if is_of_http else of_model))
+
+    def add_gauge(name: str, documentation: str, value: float, **labels: object) -> None:
+        told = tuple((label, str(said)) for label, said in labels.items())
+        add(name, "gauge", documentation, [Sample("", told, value)])
+
     try:
         health, metrics = engine.health(), engine.metrics
     except AioEngineError:  # not started, closed or dead
         health = None
-    families: list[MetricFamily] = []
     is_up = health is not None and health.status != "DEAD"
-    is_stalled = health is not None and health.status == "STALLED"
-    step_age_s = 0.0 if health is None else health.step_age_s
     if health is not None and is_up:
         by_name = {metric.name: metric for metric in metrics.collect()}
         for name, metric in by_name.items():
-            families.append(_family(metric, f"{OWN_PREFIX if name in NOT_VLLMS else VLLM_PREFIX}{name}"))
+            owner = OWN_PREFIX if name in NOT_VLLMS else VLLM_PREFIX
+            add(owner + name, metric.kind, metric.documentation, metric.samples())
         for old, name in OLD_NAMES.items():
-            family = _family(by_name[name], VLLM_PREFIX + old)
-            families.append(family._replace(documentation=f"Old name of {name}."))
+            add(VLLM_PREFIX + old, by_name[name].kind, f"Old name of {name}.", by_name[name].samples())
+        asleep = "awake: 0 while the engine sleeps; the level is not known here."
+        add_gauge("vllm:engine_sleep_state", asleep, not health.is_sleeping, sleep_state="awake")
         info, config = engine.info, engine.config
-        families += [
-            _gauge(
-                "vllm:engine_sleep_state",
-                "awake: 0 while the engine sleeps; the level is not known here.",
-                not health.is_sleeping,
-                sleep_state="awake",
-            ),
-            _gauge(
-                "vllm:cache_config_info",
-                "The KV cache, as labels; always 1.",
-                1,
-                block_size=info.block_size,
-                cache_dtype=info.dtype,
-                enable_prefix_caching=config.enable_prefix_caching,
-                gpu_memory_utilization=config.memory_utilization,
-                num_gpu_blocks=info.num_blocks,
-            ),
-        ]
+        add_gauge(
+            "vllm:cache_config_info",
+            "The KV cache, as labels; always 1.",
+            1,
+            block_size=info.block_size,
+            cache_dtype=info.dtype,
+            enable_prefix_caching=config.enable_prefix_caching,
+            gpu_memory_utilization=config.memory_utilization,
+            num_gpu_blocks=info.num_blocks,
+        )
+    is_stalled = health is not None and health.status == "STALLED"
     stalled = "1 while the device hangs at a step or control call, or the engine's process does."
-    families += [
-        _gauge("aioengine:engine_up", "1 while the engine is there; 0: not started, closed or dead.", is_up),
-        _gauge("aioengine:engine_stalled", stalled, is_stalled),
-        _gauge("aioengine:engine_step_age_seconds", "How long the device has been at its present step.", step_age_s),
-        *(_family(metric, metric.name) for metric in vars(http).values()),
-    ]
-    labels = (("model_name", model_name), ("engine", "0"))
-    return [_labeled(family, prefix, labels) for family in families]
-
-
-def _family(metric: Metric, name: str) -> MetricFamily:
-    return MetricFamily(name, metric.kind, metric.documentation, list(metric.samples()))
-
-
-def _gauge(name: str, documentation: str, value: float, **labels: object) -> MetricFamily:
-    told = tuple((label, str(said)) for label, said in labels.items())
-    return MetricFamily(name, "gauge", documentation, [Sample("", told, value)])
-
-
-def _labeled(family: MetricFamily, prefix: str, labels: tuple[tuple[str, str], ...]) -> MetricFamily:
-    """The family under the configured prefix; HTTP's own are no model's, though requests' parameters are."""
-    if family.name.startswith(VLLM_PREFIX):
-        return family._replace(name=prefix + family.name.removeprefix(VLLM_PREFIX), labels=labels)
-    return family if family.name.removeprefix(OWN_PREFIX).startswith("http_") else family._replace(labels=labels)
+    step_age_s = 0.0 if health is None else health.step_age_s
+    add_gauge("aioengine:engine_up", "1 while the engine is there; 0: not started, closed or dead.", is_up)
+    add_gauge("aioengine:engine_stalled", stalled, is_stalled)
+    add_gauge("aioengine:engine_step_age_seconds", "How long the device has been at its present step.", step_age_s)
+    for metric in vars(http).values():
+        add(metric.name, metric.kind, metric.documentation, metric.samples())
+    return families
 
 
 def read_process() -> list[MetricFamily]:
@@ -193,6 +181,7 @@ def read_process() -> list[MetricFamily]:
             "counter" if metric.type == "counter" else "gauge",
             metric.documentation,
             [Sample(sample.name.removeprefix(metric.name), (), sample.value) for sample in metric.samples],
+            (),
         )
         for metric in _PROCESS.collect()
     ]
